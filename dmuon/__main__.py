@@ -1,11 +1,22 @@
-"""The command line: ``python -m dmuon check``."""
+"""The command line: ``python -m dmuon {plan,profile,check}``."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from typing import Any, NoReturn
 
-from dmuon import check
+from dmuon import check, planning, profiling
+
+CLOSED_PIPE = 141  # what a shell reports for a program that a closed pipe has ended
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers a mistake with one line and exit status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
 
 
 def _positive(text: str) -> int:
@@ -15,9 +26,30 @@ def _positive(text: str) -> int:
     return value
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m dmuon", description="Tools of dmuon.")
-    commands = parser.add_subparsers(dest="command", required=True)
+def _add_plan(commands: Any) -> None:
+    command = commands.add_parser(
+        "plan",
+        help="balance the matrices of a model over a mesh, without either of them",
+        description="Plans which rank owns which matrix and prints the load balance with a proven "
+        "lower bound. Needs neither the model's weights nor the machine. Exit status 2 for a "
+        "mistake; with --verify 1 if the certificate does not hold.",
+    )
+    planning.add_plan_arguments(command)
+    command.set_defaults(run=planning.run)
+
+
+def _add_profile(commands: Any) -> None:
+    command = commands.add_parser(
+        "profile",
+        help="measure what Newton-Schulz costs here",
+        description="Measures batches of each shape on this machine's device and prints the times; "
+        "with --out writes the cost table for `plan --costs`. Exit status 2 for a mistake.",
+    )
+    profiling.add_profile_arguments(command)
+    command.set_defaults(run=profiling.run)
+
+
+def _add_check(commands: Any) -> None:
     command = commands.add_parser(
         "check",
         help="compare dmuon on several processes with Muon in one",
@@ -38,14 +70,30 @@ def _parser() -> argparse.ArgumentParser:
         help="let one rank publish wrong updates, to see that the check can fail",
     )
     command.set_defaults(run=check.run)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m dmuon", description="Tools of dmuon.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_plan(commands)
+    _add_profile(commands)
+    _add_check(commands)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    args = _parser().parse_args(argv)
-    status: int = args.run(args)
-    return status
+    try:
+        try:
+            args = _parser().parse_args(argv)
+            status: int = args.run(args)
+        finally:
+            sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # The reader is gone (`| head`). What is still buffered must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -16,12 +18,13 @@ from dmuon.comm.consensus import attempt, solve_on_first
 from dmuon.comm.replicated import ReplicatedRuntime
 from dmuon.comm.transport import C10dTransport, LocalTransport, Transport
 from dmuon.config import PlannerOptions, ReplicatedOptions
+from dmuon.measure import measured_costs
 from dmuon.ownership import Ownership, ownerships_of
-from dmuon.scheduler.costs import resolve_costs
+from dmuon.scheduler.costs import CostTable, resolve_costs
 from dmuon.scheduler.plan import OwnershipPlan, check_plan_fits, solve
 from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.scheduler.specs import ModelSpecs
-from dmuon.scheduler.topology import Topology
+from dmuon.scheduler.topology import Topology, local_world_size
 from dmuon.types import DmuonError, Layout, OwnershipError, Select
 
 __all__ = ["assemble", "dedicate_params"]
@@ -35,7 +38,7 @@ def dedicate_params(
     select: Select | None = None,
     splits: Mapping[str, Sequence[int]] | None = None,
     heads: Mapping[str, int] | None = None,
-    costs: Any = "analytic",
+    costs: Any = "measured",
     solver: str = "auto",
     planner: PlannerOptions = PlannerOptions(),  # noqa: B008  frozen
     options: ReplicatedOptions | None = None,
@@ -52,7 +55,9 @@ def dedicate_params(
         select: ``(name, parameter) -> bool`` picks the matrices instead of the default rules.
         splits: name pattern -> row sizes; makes several matrices of a fused parameter.
         heads: name pattern -> number of equal row blocks, each a matrix.
-        costs: "analytic", "analytic:<device>", or an object with ``batch_ms`` (see `CostTable`).
+        costs: "measured" times each shape on all ranks (at most ``planner.profile_budget_s``
+            seconds; kept in a cache), "analytic" or "analytic:<device>" estimates it; or the path
+            of a cost table, a `CostTable`, or any object with its ``batch_ms`` and ``source``.
         solver: "auto", "greedy" or "round_robin".
         plan: a saved plan to use again, after checking that it fits.
 
@@ -129,23 +134,30 @@ class _Request:
     def describe(self, prepared: tuple[ModelSpecs, Topology]) -> str:
         """What all ranks must have in common, a line each."""
         specs, topology = prepared
-        named = isinstance(self.costs, str)
         arguments = {
             "options": self.options or ReplicatedOptions(),
-            "planner": self.planner,
-            "costs": self.costs if named else getattr(self.costs, "source", type(self.costs)),
+            # Each rank may keep its cache where it likes.
+            "planner": replace(self.planner, cache_dir=None),
+            "costs": _costs_text(self.costs),
             "solver": self.solver,
             "plan": None if self.plan is None else self.plan.fingerprint(),
         }
         lines = [str(topology), *map(str, specs.parameters), *map(str, specs.matrices)]
         return "\n".join(lines + [f"{name}={value}" for name, value in arguments.items()])
 
-    def solve(self, specs: ModelSpecs, topology: Topology) -> OwnershipPlan:
+    def prices(self, transport: Transport, specs: ModelSpecs) -> Any:
+        """The costs; measured, by all ranks together, if that is asked for."""
+        if self.plan is not None or not isinstance(self.costs, str) or self.costs != "measured":
+            return self.costs
+        device = trainable_parameters(self.inner)[0][1].device
+        return measured_costs(transport, [m.key for m in specs.matrices], device, self.planner)
+
+    def solve(self, specs: ModelSpecs, topology: Topology, costs: Any) -> OwnershipPlan:
         """The plan; the given one if there is one."""
         return self.plan or solve(
             specs,
             topology,
-            resolve_costs(self.costs, topology.device_type),
+            resolve_costs(costs, topology.device_type),
             layout=Layout.REPLICATED,
             solver=self.solver,
             options=self.planner,
@@ -159,7 +171,7 @@ def assemble(
     *,
     layout: str = "auto",
     collect_specs: Callable[[nn.Module], ModelSpecs] = collect,
-    costs: Any = "analytic",
+    costs: Any = "measured",
     solver: str = "auto",
     planner: PlannerOptions = PlannerOptions(),  # noqa: B008  frozen
     options: ReplicatedOptions | None = None,
@@ -177,7 +189,8 @@ def assemble(
             what="dmuon.dedicate_params",
             digest=request.describe,
         )
-        text = solve_on_first(transport, lambda: request.solve(specs, mesh).to_json())
+        prices = request.prices(transport, specs)
+        text = solve_on_first(transport, lambda: request.solve(specs, mesh, prices).to_json())
         agreed = attempt(
             transport,
             lambda: OwnershipPlan.from_json(text),
@@ -191,6 +204,16 @@ def assemble(
         )
         undo.pop_all()
     return Ownership(agreed, runtime, inner)
+
+
+def _costs_text(costs: Any) -> str:
+    """What the ``costs=`` of all ranks must have in common."""
+    if isinstance(costs, CostTable):
+        digest = hashlib.sha256(costs.to_json().encode()).hexdigest()
+        return f"{costs.source} (table {digest[:12]})"
+    if isinstance(costs, (str, os.PathLike)):
+        return os.fspath(costs)
+    return str(getattr(costs, "source", type(costs)))
 
 
 def _make_transport(
@@ -216,16 +239,26 @@ def _topology(
     mesh: DeviceMesh | None, world: int, model: nn.Module, planner: PlannerOptions
 ) -> Topology:
     device = next(p.device for p in model.parameters() if p.requires_grad)
-    if mesh is None:
-        return Topology.flat(world, ranks_per_node=planner.ranks_per_node, device_type=device.type)
-    if mesh.device_type != device.type:
+    if mesh is not None and mesh.device_type != device.type:
         raise OwnershipError(
             f"the mesh is of {mesh.device_type!r} devices but the model is on {device}: move the "
             f"model to {mesh.device_type!r}, or make the mesh with "
             f"init_device_mesh({device.type!r}, ...)"
         )
-    axes = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
-    return Topology(tuple(mesh.shape), tuple(axes), planner.ranks_per_node or world, device.type)
+    shape: tuple[int, ...] = (world,)
+    axes: tuple[str, ...] = ("dp",)
+    ranks = list(range(world))
+    if mesh is not None:
+        shape, ranks = tuple(mesh.shape), mesh.mesh.flatten().tolist()
+        axes = tuple(mesh.mesh_dim_names or (f"axis{i}" for i in range(mesh.ndim)))
+    elif isinstance(model, DistributedDataParallel):
+        ranks = dist.get_process_group_ranks(model.process_group)
+    # A mesh may be a part of all ranks, with gaps: its ranks lie where the launcher put them.
+    per_node = planner.ranks_per_node
+    if per_node is None and dist.is_available() and dist.is_initialized():
+        per_node = local_world_size()
+    nodes = [0 if per_node is None else rank // per_node for rank in ranks]
+    return Topology.on_nodes(shape, axes, nodes, device.type)
 
 
 def _check_layout(layout: str, options: object) -> None:

@@ -20,7 +20,8 @@ class PlannerOptions:
     ``time_limit_s`` bounds the solver and ``profile_budget_s`` the cost measurement, in seconds.
     ``owner_memory_bytes`` caps what one owner stores. ``max_batch`` bounds how many matrices of
     one shape are orthogonalized in one batch. ``ranks_per_node`` None means: all on one node.
-    ``cache_dir`` is where measured costs are kept.
+    ``cache_dir`` is where measured costs are kept (None: ``$XDG_CACHE_HOME/dmuon``, else
+    ``~/.cache/dmuon``).
     """
 
     time_limit_s: float = 10.0

@@ -13,6 +13,7 @@ from dmuon.comm.layout import LayoutRuntime
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.report import LoadBalanceReport, build_report
 from dmuon.scheduler.specs import canonical_name
+from dmuon.telemetry import StepTelemetry
 from dmuon.types import OwnershipError
 
 __all__ = ["Ownership", "ownership_of"]
@@ -33,6 +34,8 @@ class Ownership:
     def __init__(self, plan: OwnershipPlan, runtime: LayoutRuntime, model: nn.Module) -> None:
         self.plan = plan
         self.runtime = runtime
+        device = runtime.parameters[0].device
+        self.telemetry = StepTelemetry(runtime.transport, runtime.meter, device)
         self.closed = False
         self._model = weakref.ref(model)
         self._index = {p.name: i for i, p in enumerate(plan.specs.parameters)}
@@ -58,8 +61,12 @@ class Ownership:
         return self.runtime.transport.rank
 
     def report(self) -> LoadBalanceReport:
-        """How the work is balanced, and how every parameter is routed."""
-        return build_report(self.plan)
+        """How the work is balanced, and how every parameter is routed.
+
+        After a few training steps it also compares measured with predicted times. No collective
+        call: any rank may ask alone.
+        """
+        return build_report(self.plan, self.telemetry.measured_ms())
 
     def owner_of(self, fqn: str) -> int | tuple[int, ...]:
         """The mesh rank that owns a matrix, by its name or by its parameter's.
@@ -117,6 +124,7 @@ class Ownership:
         if self.closed:
             return
         self.closed = True
+        self.telemetry.settle()
         self.runtime.close()
         model = self._model()
         if model is not None:

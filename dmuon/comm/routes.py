@@ -167,10 +167,11 @@ def units_of(plan: OwnershipPlan, groups: Sequence[int]) -> tuple[Unit, ...]:
     """The planned batches as executed: cut where their matrices are in different param groups.
 
     ``groups`` gives the param group of each matrix. A cut batch shares its predicted time out by
-    the number of matrices.
+    the number of matrices. Owners execute them in order of registration, for that is the order in
+    which the next forward pass needs the results.
     """
     units = []
-    for batch in plan.batches:
+    for batch in sorted(plan.batches, key=lambda b: (min(b.matrices), b.owner)):
         by_group: dict[int, list[int]] = defaultdict(list)
         for i in batch.matrices:
             by_group[groups[i]].append(i)

@@ -15,7 +15,7 @@ def host_can_read(device: torch.device) -> bool:
 
 
 class Stopwatch:
-    """Milliseconds between `start` and `stop` on ``device``, summed; read when asked.
+    """Milliseconds between `start` and `stop` on ``device``, summed; read when asked. One a step.
 
     On CUDA it records events on the current stream, so timing costs no synchronization until
     `milliseconds` is read.
@@ -27,9 +27,10 @@ class Stopwatch:
         self._sum = 0.0
         self._events: list[tuple[torch.Event, torch.Event]] = []
 
-    def reset(self) -> None:
-        self._sum = 0.0
-        self._events.clear()
+    def ready(self) -> bool:
+        """Whether `milliseconds` can be read without waiting for the device."""
+        # One stream executes them in order, so the last one tells.
+        return not self._events or self._events[-1][1].query()
 
     def start(self) -> None:
         if host_can_read(self._device):
@@ -49,7 +50,7 @@ class Stopwatch:
             self._events[-1][1].record()
 
     def milliseconds(self) -> float:
-        """The sum since `reset`; waits for the device."""
+        """The sum so far; waits for the device."""
         total = self._sum
         for begin, end in self._events:
             end.synchronize()

@@ -24,6 +24,7 @@ from dmuon.types import Triple
 
 __all__ = [
     "COEFFICIENT_SETS",
+    "KERNEL_VERSION",
     "METHODS",
     "choose_method",
     "default_restarts",
@@ -37,6 +38,8 @@ __all__ = [
 ]
 
 METHODS = ("auto", "standard", "gram")
+KERNEL_VERSION = 1
+"""To be raised whenever Newton-Schulz becomes faster or slower: measured costs are kept by it."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # Published for the interval [1e-3, 1] with cushion 0.02.

@@ -13,21 +13,25 @@ import hashlib
 import json
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from dmuon.config import PlannerOptions
-from dmuon.scheduler.costs import CostModel
-from dmuon.scheduler.greedy import PriceList, longest_first, round_robin
-from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs
+from dmuon.scheduler.costs import CostModel, ShapeKey
+from dmuon.scheduler.limits import OwnerLimits
+from dmuon.scheduler.placement import layer_of, natural_key, place
+from dmuon.scheduler.problem import Counts, Problem, build_problem, state_bytes
+from dmuon.scheduler.proof import Proof
+from dmuon.scheduler.search import SOLVERS, search
+from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Layout, PlanError
 
 __all__ = ["Batch", "OwnershipPlan", "solve"]
 
-FORMAT_VERSION = 1
-SOLVERS = ("auto", "greedy", "round_robin")
+FORMAT_VERSION = 2  # 1 had neither limits nor prices nor proof
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +46,29 @@ class Batch:
     ms: float
 
 
+@dataclass(frozen=True, slots=True)
+class PriceRow:
+    """What planning paid for one shape: milliseconds of batches of 1, 2, 3, ... matrices.
+
+    ``origin`` says of each where it comes from: "measured", "interpolated", "estimated" (not
+    reached by the measurement), "analytic" or "given".
+    """
+
+    key: ShapeKey
+    ms: tuple[float, ...]
+    origin: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class OwnershipPlan:
     """Who owns which matrix, in which batches, and how good that is.
 
-    ``batches`` are in the order in which an owner executes them. ``lower_bound_ms`` is proven:
-    no assignment has a smaller makespan under the same costs. ``alternatives`` holds the makespan
-    of other heuristics for comparison.
+    Owners execute ``batches`` in order of their first matrix. ``lower_bound_ms`` is proven:
+    no assignment has a smaller makespan under the same costs, and ``proof`` lets anyone recompute
+    that without a solver (see `certificate`). ``alternatives`` holds the makespan of other
+    solvers for comparison. ``engine`` names the MILP solver that ran, ``note`` says why something
+    else was done than what was asked for, and ``hit_time_limit`` marks a plan that depends on the
+    clock. ``prices`` are the costs it was made with, ``limits`` what bound the owners.
     """
 
     specs: ModelSpecs
@@ -61,6 +81,12 @@ class OwnershipPlan:
     lower_bound_ms: float
     alternatives: tuple[tuple[str, float], ...] = ()
     seconds: float = 0.0
+    limits: OwnerLimits = OwnerLimits()  # noqa: RUF009  frozen
+    prices: tuple[PriceRow, ...] = ()
+    proof: Proof | None = None
+    engine: str = ""
+    note: str = ""
+    hit_time_limit: bool = False
 
     def __post_init__(self) -> None:
         count = Counter(i for batch in self.batches for i in batch.matrices)
@@ -89,18 +115,18 @@ class OwnershipPlan:
 
     @cached_property
     def loads_ms(self) -> tuple[float, ...]:
-        """Predicted Newton-Schulz milliseconds of each rank."""
-        loads = [0.0] * self.topology.world
+        """Predicted Newton-Schulz milliseconds of each rank, and its fixed load."""
+        loads = [self.limits.fixed_ms_of(rank) for rank in range(self.topology.world)]
         for batch in self.batches:
             loads[batch.owner] += batch.ms
         return tuple(loads)
 
     @cached_property
     def state_bytes(self) -> tuple[int, ...]:
-        """Bytes of momentum that each rank keeps, in the parameters' dtypes."""
-        state = [0] * self.topology.world
+        """Bytes of optimizer state of each rank: momentum, in the parameters' dtypes, and fixed."""
+        state = [self.limits.fixed_bytes_of(rank) for rank in range(self.topology.world)]
         for matrix, owner in zip(self.specs.matrices, self.owners, strict=True):
-            state[owner] += matrix.numel * ITEM_SIZE[matrix.dtype]
+            state[owner] += state_bytes(matrix)
         return tuple(state)
 
     @property
@@ -125,9 +151,26 @@ class OwnershipPlan:
             "layout": self.layout.value,
         }
 
+    def _by_name(self) -> dict[str, Any]:
+        """What runs where, in terms of names: independent of the order of the parameters."""
+        specs = self.specs
+        matrices = [
+            [m.name, specs.parameters[m.parameter].name, *m.to_list()[2:]] for m in specs.matrices
+        ]
+        batches = [[b.owner, [matrices[i][0] for i in b.matrices], b.ms] for b in self.batches]
+        return {
+            "format": FORMAT_VERSION,
+            "parameters": sorted((p.to_dict() for p in specs.parameters), key=lambda p: p["name"]),
+            "frozen": sorted((p.to_dict() for p in specs.frozen), key=lambda p: p["name"]),
+            "matrices": sorted(matrices),
+            "topology": self.topology.to_dict(),
+            "batches": batches,
+            "layout": self.layout.value,
+        }
+
     @cached_property
     def _fingerprint(self) -> str:
-        text = json.dumps(self._identity(), sort_keys=True)
+        text = json.dumps(self._by_name(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def fingerprint(self) -> str:
@@ -143,6 +186,12 @@ class OwnershipPlan:
             "lower_bound_ms": self.lower_bound_ms,
             "alternatives": [list(a) for a in self.alternatives],
             "seconds": self.seconds,
+            "limits": self.limits.to_dict(),
+            "prices": [[list(row.key), list(row.ms), list(row.origin)] for row in self.prices],
+            "proof": None if self.proof is None else self.proof.to_dict(),
+            "engine": self.engine,
+            "note": self.note,
+            "hit_time_limit": self.hit_time_limit,
         }
         return json.dumps(data)
 
@@ -155,7 +204,7 @@ class OwnershipPlan:
         """
         try:
             data = json.loads(text)
-            if data["format"] != FORMAT_VERSION:
+            if data["format"] not in (1, FORMAT_VERSION):
                 raise PlanError(
                     f"the plan has format {data['format']}, this version reads {FORMAT_VERSION}"
                 )
@@ -170,11 +219,27 @@ class OwnershipPlan:
                 lower_bound_ms=data["lower_bound_ms"],
                 alternatives=tuple((name, ms) for name, ms in data["alternatives"]),
                 seconds=data["seconds"],
+                **({} if data["format"] == 1 else _evidence(data)),
             )
         except PlanError:
             raise
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise PlanError(f"not an ownership plan: {error!r}") from error
+
+
+def _evidence(data: dict[str, Any]) -> dict[str, Any]:
+    """What a saved plan tells of how it was made."""
+    return {
+        "limits": OwnerLimits.from_dict(data["limits"]),
+        "prices": tuple(
+            PriceRow((int(k[0]), int(k[1]), str(k[2])), tuple(ms), tuple(origin))
+            for k, ms, origin in data["prices"]
+        ),
+        "proof": None if data["proof"] is None else Proof.from_dict(data["proof"]),
+        "engine": data["engine"],
+        "note": data["note"],
+        "hit_time_limit": data["hit_time_limit"],
+    }
 
 
 def check_plan_fits(plan: OwnershipPlan, specs: ModelSpecs, topology: Topology) -> None:
@@ -200,52 +265,50 @@ def check_plan_fits(plan: OwnershipPlan, specs: ModelSpecs, topology: Topology) 
         raise PlanError("the saved plan does not fit: " + "; ".join(sorted(found)[:12]) + more)
 
 
-def _batches(specs: ModelSpecs, owners: list[int], prices: PriceList) -> tuple[Batch, ...]:
-    """Cut every owner's matrices of a shape into the cheapest batches, earliest layers first."""
-    groups: dict[tuple[int, Any], list[int]] = defaultdict(list)
-    for i, matrix in enumerate(specs.matrices):
-        groups[owners[i], matrix.key].append(i)
+def _walking_order(specs: ModelSpecs) -> list[int]:
+    """Matrices in natural order of their names: about launch order, whatever order they came in."""
+    return sorted(range(len(specs.matrices)), key=lambda i: natural_key(specs.matrices[i].name))
+
+
+def _batches(problem: Problem, owners: Sequence[int], order: Sequence[int]) -> tuple[Batch, ...]:
+    """Cut every owner's matrices of a kind into the cheapest batches, earliest layers first."""
+    position = {i: at for at, i in enumerate(order)}
     batches = []
-    for (owner, key), members in groups.items():
-        sizes = prices.batches(key, len(members))
-        start = 0
-        for size in sizes:
-            # An optimal split is made of batches that no further split makes cheaper, so C_s of
-            # the batch is the price of exactly that batch.
-            members_of_batch = tuple(members[start : start + size])
-            batches.append(Batch(owner, members_of_batch, prices.ms(key, size)))
-            start += size
-    return tuple(sorted(batches, key=lambda b: (b.matrices[0], b.owner)))
+    for kind, members in zip(problem.kinds, problem.members, strict=True):
+        by_owner: dict[int, list[int]] = defaultdict(list)
+        for i in sorted(members, key=position.__getitem__):
+            by_owner[owners[i]].append(i)
+        for owner, mine in by_owner.items():
+            start = 0
+            for size in kind.batches(len(mine)):
+                ms = problem.ms(kind.batch_ticks[size - 1])
+                batches.append(Batch(owner, tuple(mine[start : start + size]), ms))
+                start += size
+    return tuple(sorted(batches, key=lambda b: (position[b.matrices[0]], b.owner)))
 
 
-def lower_bound_ms(specs: ModelSpecs, world: int, prices: PriceList) -> float:
-    """A makespan that no assignment can beat, by three arguments.
-
-    The work of the cheapest batch sizes shared out evenly; the costliest single matrix; and, by
-    pigeonhole, one owner takes at least ``ceil(k_s / W)`` of the ``k_s`` matrices of a shape.
-    Costs need not be monotone, so each takes the minimum over all larger numbers too.
-    """
-    even = sum(count * prices.cheapest_each_ms(key) for key, count in prices.counts.items())
-    bound = even / world
-    for key, count in prices.counts.items():
-        least = -(-count // world)
-        bound = max(bound, min(prices.ms(key, k) for k in range(least, count + 1)))
-    return bound
-
-
-def _assignments(specs: ModelSpecs, world: int, prices: PriceList) -> dict[str, list[int]]:
-    keys = [m.key for m in specs.matrices]
-    return {
-        "greedy": longest_first(keys, world, prices),
-        "round_robin": round_robin(len(keys), world),
-    }
+def price_rows(specs: ModelSpecs, costs: CostModel, max_batch: int) -> tuple[PriceRow, ...]:
+    """What every shape of the model costs in batches of 1, 2, ... up to ``max_batch``."""
+    origin = getattr(costs, "origin", lambda key, batch: "given")
+    rows = []
+    for key, count in sorted(Counter(m.key for m in specs.matrices).items()):
+        sizes = range(1, min(count, max_batch) + 1)
+        rows.append(
+            PriceRow(
+                key,
+                tuple(float(costs.batch_ms(key, b)) for b in sizes),
+                tuple(origin(key, b) for b in sizes),
+            )
+        )
+    return tuple(rows)
 
 
-def _makespan(specs: ModelSpecs, owners: list[int], world: int, prices: PriceList) -> float:
-    taken: list[Counter[Any]] = [Counter() for _ in range(world)]
-    for matrix, owner in zip(specs.matrices, owners, strict=True):
-        taken[owner][matrix.key] += 1
-    return max(prices.load_ms(t) for t in taken)
+def problem_of(
+    specs: ModelSpecs, topology: Topology, limits: OwnerLimits, prices: Sequence[PriceRow]
+) -> Problem:
+    """The assignment problem that a plan answers."""
+    rows = {row.key: row.ms for row in prices}
+    return build_problem(specs.matrices, topology.world, limits, rows)
 
 
 def solve(
@@ -256,47 +319,59 @@ def solve(
     layout: Layout = Layout.REPLICATED,
     solver: str = "auto",
     options: PlannerOptions | None = None,
+    limits: OwnerLimits | None = None,
 ) -> OwnershipPlan:
     """Assign every matrix to an owner, balancing predicted time.
 
-    ``auto`` and ``greedy`` take the better of longest-processing-time and round robin. Pure and
-    deterministic: equal input gives an equal plan.
+    Pure; equal input gives an equal plan, in whatever order the matrices come.
 
     Raises:
-        PlanError: unknown solver, or a shape without a cost.
+        PlanError: unknown solver, a shape without a cost, or a memory cap that no plan fits.
     """
     options = options or PlannerOptions()
     if solver not in SOLVERS:
-        raise PlanError(
-            f"solver={solver!r} is not available in this version: choose from {SOLVERS}"
-        )
+        raise PlanError(f"solver={solver!r} is unknown: choose from {SOLVERS}")
     begin = time.perf_counter()
-    world = topology.world
-    prices = PriceList(costs, [m.key for m in specs.matrices], options.max_batch)
-    assignments = _assignments(specs, world, prices)
-    makespans = {k: _makespan(specs, o, world, prices) for k, o in assignments.items()}
-    chosen = "round_robin" if solver == "round_robin" else min(makespans, key=makespans.__getitem__)
-    bound = lower_bound_ms(specs, world, prices)
+    limits = limits or OwnerLimits(memory_bytes=options.owner_memory_bytes)
+    rows = price_rows(specs, costs, options.max_batch)
+    problem = problem_of(specs, topology, limits, rows)
+    order = _walking_order(specs)
+    found = search(problem, order, solver, options)
+    owners = _placed(specs, topology, problem, found.counts, order)
     plan = OwnershipPlan(
         specs=specs,
         topology=topology,
-        batches=_batches(specs, assignments[chosen], prices),
+        batches=_batches(problem, owners, order),
         layout=layout,
-        solver="round_robin" if solver == "round_robin" else "greedy",
-        status="optimal" if makespans[chosen] <= bound * (1 + 1e-9) else "feasible",
+        solver=found.solver,
+        status=found.status,
         cost_source=costs.source,
-        lower_bound_ms=bound,
-        alternatives=tuple(sorted(makespans.items())),
+        lower_bound_ms=problem.ms(found.bound),
+        alternatives=tuple((name, problem.ms(t)) for name, t in found.alternatives),
+        limits=limits,
+        prices=rows,
+        proof=found.proof,
+        engine=found.engine,
+        note=found.note,
+        hit_time_limit=found.hit_time_limit,
     )
-    _check_memory(plan, options.owner_memory_bytes)
     return replace(plan, seconds=time.perf_counter() - begin)
 
 
-def _check_memory(plan: OwnershipPlan, cap: int | None) -> None:
-    needed = max(plan.state_bytes)
-    if cap is not None and needed > cap:
-        raise PlanError(
-            f"owner_memory_bytes={cap} is too small: in this plan rank "
-            f"{plan.state_bytes.index(needed)} keeps {needed} bytes of momentum. Raise the cap to "
-            f"{needed} or use more ranks"
-        )
+def _placed(
+    specs: ModelSpecs, topology: Topology, problem: Problem, counts: Counts, order: Sequence[int]
+) -> list[int]:
+    """The owner of each matrix: counts made concrete, with consecutive matrices apart."""
+    kind_of = {i: s for s, members in enumerate(problem.members) for i in members}
+    placed = place(
+        [kind_of[i] for i in order],
+        [layer_of(specs.matrices[i].name) for i in order],
+        [{s: int(k) for s, k in enumerate(row) if k} for row in counts],
+        [c.ranks for c in problem.classes],
+        topology.owner_order(),
+        topology,
+    )
+    owners = [0] * len(order)
+    for i, owner in zip(order, placed, strict=True):
+        owners[i] = owner
+    return owners

@@ -213,6 +213,15 @@ def _matrices(use: _Use, index: int, sizes: tuple[int, ...], cols: int) -> list[
     return made
 
 
+def _check_uses(uses: list[_Use], allow_meta: bool) -> None:
+    checked = [(use.name, use.parameter) for use in uses]
+    if allow_meta:
+        lazy = nn.parameter.UninitializedParameter
+        checked = [(n, p) for n, p in checked if not p.is_meta or isinstance(p, lazy)]
+    if checked or not uses:  # a model without trainable parameters is refused there
+        check_parameters(checked)
+
+
 def _check_sparse(uses: list[_Use]) -> None:
     for use in uses:
         for module, _ in use.places:
@@ -240,12 +249,14 @@ def collect(
     select: Select | None = None,
     splits: Mapping[str, Sequence[int]] | None = None,
     heads: Mapping[str, int] | None = None,
+    allow_meta: bool = False,
 ) -> ModelSpecs:
     """Route every trainable parameter of ``model`` to Muon or AdamW, with the reason.
 
     ``splits`` and ``heads`` map patterns of canonical names to row sizes, or to a number of equal
     pieces. A convolution is flattened to ``(out, rest)``; any other parameter with more than two
-    dims is a stack of matrices.
+    dims is a stack of matrices. ``allow_meta`` takes parameters on the meta device, for planning
+    without the model.
 
     Raises:
         SelectionError: nothing is selected, a chosen parameter is no matrix, or a pattern does
@@ -254,7 +265,7 @@ def collect(
     """
     everything = _uses(model)
     uses = [use for use in everything if use.parameter.requires_grad]
-    check_parameters([(use.name, use.parameter) for use in uses])
+    _check_uses(uses, allow_meta)
     _check_sparse(uses)
     splits, heads = splits or {}, heads or {}
     used: set[str] = set()

@@ -6,7 +6,8 @@
     def test_something(rank, world):        # runs on every rank; a failed assert fails the test
         ...
 
-A pool that failed or hung is killed, and the next test that needs one starts a new one.
+A pool that failed or hung is killed, and the next test that needs one starts a new one. Costs are
+analytic unless a test calls `dmuon.measure` itself.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from typing import Any
 
 import pytest
 
+from tests.fixed_costs import analytic_costs
+
 TIMEOUT_S = 120.0
 GRACE_S = 5.0  # for the other ranks once one has failed
 
@@ -36,6 +39,9 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    import dmuon.api
+
+    dmuon.api.measured_costs = analytic_costs  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

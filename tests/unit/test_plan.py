@@ -20,12 +20,13 @@ from dmuon.config import PlannerOptions
 from dmuon.scheduler.costs import (
     ANALYTIC_DEVICES,
     CostTable,
-    cheapest_batches,
     newton_schulz_flops,
     resolve_costs,
 )
-from dmuon.scheduler.greedy import PriceList, longest_first, round_robin
+from dmuon.scheduler.greedy import longest_first, longest_first_by_weight, round_robin
+from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.plan import Batch, OwnershipPlan, check_plan_fits, solve
+from dmuon.scheduler.problem import Kind, Problem, build_problem
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
@@ -107,13 +108,6 @@ def test_flops_count_two_rectangular_products_and_a_square_one_per_step():
     assert newton_schulz_flops(m, n, 5) == 5 * (gram + square + apply)
 
 
-def test_a_table_entry_beats_the_analytic_price_and_serves_the_transpose():
-    table = CostTable("mine", {(4, 6, "float32"): {2: 9.0}}, ANALYTIC_DEVICES["cpu"])
-    assert table.batch_ms((4, 6, "float32"), 2) == table.batch_ms((6, 4, "float32"), 2) == 9.0
-    assert table.batch_ms((4, 6, "float32"), 1) < 1.0
-    assert table.batch_ms((4, 6, "bfloat16"), 2) < 1.0
-
-
 def test_a_shape_without_a_price_is_an_error_that_names_it():
     with pytest.raises(PlanError, match=r"mine has no cost for \(4, 6, 'float32'\)"):
         CostTable("mine").batch_ms((4, 6, "float32"), 1)
@@ -134,31 +128,69 @@ def test_the_costs_argument_names_a_model_or_is_one():
 
 @settings(max_examples=100)
 @given(prices(largest=8), st.integers(0, 8), st.integers(1, 8))
-def test_cheapest_batches_is_the_cheapest_of_all_partitions(costs, count, max_batch):
-    key = SHAPES[0]
-    ms, sizes = cheapest_batches(costs, key, count, max_batch)
+def test_cheapest_batches_are_the_cheapest_of_all_partitions(costs, count, max_batch):
+    key, scale = SHAPES[0], 10**9
+    ticks = tuple(round(costs.batch_ms(key, b) * scale) for b in range(1, max_batch + 1))
+    kind = Kind(key, -1, count, 4, ticks)
+    sizes = kind.batches(count)
     assert sum(sizes) == count
     assert all(1 <= size <= max_batch for size in sizes)
     assert list(sizes) == sorted(sizes, reverse=True)
-    assert ms == pytest.approx(sum(costs.batch_ms(key, b) for b in sizes))
-    assert ms == pytest.approx(cheapest(costs, key, count, max_batch))
+    assert kind.ticks[count] == sum(ticks[size - 1] for size in sizes)
+    assert kind.ticks[count] / scale == pytest.approx(cheapest(costs, key, count, max_batch))
+    # What proofs rest on: one owner's batches cost no more than those of several.
+    assert all(kind.ticks[a] + kind.ticks[count - a] >= kind.ticks[count] for a in range(count))
 
 
 # ---- assignment --------------------------------------------------------------------------
 
 
+def problem_of(keys, world: int, costs) -> Problem:
+    table = {k: [costs.batch_ms(k, b) for b in range(1, MAX_BATCH + 1)] for k in set(keys)}
+    return build_problem(specs_of(keys).matrices, world, OwnerLimits(), table)
+
+
+LINEAR = Prices(
+    {
+        (8, 8, "float32"): {b: 3.0 * b for b in range(1, 9)},
+        (4, 6, "float32"): {b: 1.0 * b for b in range(1, 9)},
+    }
+)
+
+
 def test_round_robin_takes_turns():
-    assert round_robin(5, 3) == [0, 1, 2, 0, 1]
+    keys = [(8, 8, "float32"), (4, 6, "float32")] * 4
+    counts = round_robin(problem_of(keys, 2, LINEAR), range(len(keys)))
+    assert counts.tolist() == [[4, 0], [0, 4]]
+    assert round_robin(problem_of(keys, 3, LINEAR), range(len(keys))).tolist() == [
+        [2, 1],
+        [1, 2],
+        [1, 1],
+    ]
 
 
 def test_longest_first_evens_out_what_round_robin_does_not():
     keys = [(8, 8, "float32"), (4, 6, "float32")] * 4
+    problem = problem_of(keys, 2, LINEAR)
+    assert problem.loads(longest_first(problem)).tolist() == [8 * 10**9] * 2
+
+
+def test_longest_first_by_weight_balances_say_elements_whatever_they_cost():
     costs = Prices(
-        {keys[0]: {b: 3.0 * b for b in range(1, 5)}, keys[1]: {b: 1.0 * b for b in range(1, 5)}}
+        {SHAPES[1]: dict.fromkeys(range(1, 5), 1.0), SHAPES[0]: dict.fromkeys(range(1, 5), 9.0)}
     )
-    owners = longest_first(keys, 2, PriceList(costs, keys, 4))
-    loads = [sum(costs.table[k][1] for k, o in zip(keys, owners) if o == r) for r in range(2)]
-    assert loads == [8.0, 8.0]
+    keys = [SHAPES[1]] * 2 + [SHAPES[0]] * 4
+    problem = problem_of(keys, 2, costs)
+    elements = [kind.key[0] * kind.key[1] for kind in problem.kinds]
+    assert (longest_first_by_weight(problem, elements) @ elements).tolist() == [112, 112]
+
+
+def test_moving_batched_matrices_together_beats_moving_them_one_by_one():
+    """Two a batch cost little more than one: whoever has one of a shape should have two."""
+    costs = Prices({k: {1: 4.0, 2: 5.0, 3: 9.0, 4: 10.0} for k in SHAPES})
+    keys = [k for k in SHAPES for _ in range(2)]
+    plan = solve(specs_of(keys), Topology.flat(3), costs, options=options(), solver="greedy")
+    assert plan.makespan_ms == 5.0
 
 
 instances = st.tuples(
@@ -211,9 +243,8 @@ def test_auto_is_never_worse_than_greedy_or_round_robin(instance):
         for solver in ("auto", "greedy", "round_robin")
     }
     assert spans["auto"] <= min(spans.values()) * (1 + 1e-12)
-    longest = longest_first(keys, world, PriceList(costs, keys, MAX_BATCH))
-    mine: list[list] = [[k for k, o in zip(keys, longest) if o == r] for r in range(world)]
-    span = max(sum(cheapest(costs, k, own.count(k), MAX_BATCH) for k in set(own)) for own in mine)
+    problem = problem_of(keys, world, costs)
+    span = problem.ms(problem.makespan(longest_first(problem)))
     assert spans["auto"] <= span * (1 + 1e-9)
 
 
@@ -254,7 +285,9 @@ def test_more_owners_than_matrices_leave_the_largest_as_bound():
     keys = [SHAPES[1], SHAPES[0]]
     costs = CostTable.analytic()
     plan = solve(specs_of(keys), Topology.flat(8), costs)
-    assert plan.lower_bound_ms == plan.makespan_ms == costs.batch_ms(SHAPES[1], 1)
+    assert plan.lower_bound_ms == plan.makespan_ms
+    assert plan.makespan_ms == pytest.approx(costs.batch_ms(SHAPES[1], 1))
+    assert plan.status == "optimal"
     assert len(set(plan.owners)) == 2
 
 

@@ -1,0 +1,158 @@
+"""Measured costs on disk: one file a device and version, shared by all processes of a user.
+
+A file is a cost table (``costs=path`` reads it too) that names the key it belongs to. Nothing that
+goes wrong here stops training: functions return the problem in words, for the caller to warn of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dmuon.scheduler.costs import AnalyticDevice, CostTable, ShapeKey, canonical_key
+from dmuon.types import PlanError
+
+__all__ = ["CacheKey", "add", "default_directory", "path_of", "read"]
+
+_LOCK_PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKey:
+    """What a measured time depends on besides shape, parameter dtype and batch size.
+
+    ``device`` names the hardware and how much of it a process has; ``kernels`` the backend and
+    the version of the kernels.
+    """
+
+    device: str
+    torch: str
+    kernels: str
+    ns_dtype: str
+    ns_steps: int
+
+    def file_name(self) -> str:
+        """
+        >>> CacheKey("H200", "2.13.0", "torch-1", "float16", 5).file_name()
+        'H200-torch2.13.0-float16-5f4053fcd1.json'
+        """
+        readable = f"{self.device[:60]}-torch{self.torch}-{self.ns_dtype}"
+        text = json.dumps(asdict(self), sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:10]
+        return f"{re.sub(r'[^A-Za-z0-9.]+', '-', readable).strip('-')}-{digest}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What `read` found: entries by canonical shape and batch size, and what was wrong."""
+
+    entries: dict[ShapeKey, dict[int, float]]
+    problem: str | None = None
+
+
+def default_directory() -> Path | None:
+    """``$XDG_CACHE_HOME/dmuon``, else ``~/.cache/dmuon``; None without a home directory.
+
+    https://specifications.freedesktop.org/basedir-spec/latest/ (a relative path does not count).
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.expanduser(os.path.join("~", ".cache"))
+    return Path(base) / "dmuon" if os.path.isabs(base) else None
+
+
+def path_of(directory: str | os.PathLike[str], key: CacheKey) -> Path:
+    """The file of ``key``."""
+    return Path(directory) / key.file_name()
+
+
+def read(directory: str | os.PathLike[str], key: CacheKey) -> Found:
+    """The entries cached for ``key``; none, and a problem, if the file cannot be used."""
+    path = path_of(directory, key)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return Found({})
+    except (OSError, UnicodeDecodeError) as error:
+        return Found({}, f"{path} cannot be read ({error}); it is ignored")
+    try:
+        table = CostTable.from_json(text, str(path))
+        named = json.loads(text).get("key")
+    except PlanError as error:
+        return Found({}, f"{error}. It is ignored and rebuilt")
+    if named != asdict(key):
+        return Found(
+            {}, f"{path} is for {named}, expected {asdict(key)}; it is ignored and rebuilt"
+        )
+    return Found({canonical_key(k): dict(by) for k, by in table.entries.items()})
+
+
+def add(
+    directory: str | os.PathLike[str],
+    key: CacheKey,
+    entries: dict[ShapeKey, dict[int, float]],
+    device: AnalyticDevice | None = None,
+) -> str | None:
+    """Merge ``entries`` into the file of ``key``, over what it has; a problem, or None.
+
+    The file is replaced in one step, so that readers see the old or the new one, and writers take
+    turns, so that none undoes what another wrote.
+    """
+    path = path_of(directory, key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _turn(path):
+            merged = read(directory, key).entries
+            for shape, by_batch in entries.items():
+                merged.setdefault(canonical_key(shape), {}).update(by_batch)
+            source = f"measured on {key.device}"
+            table = CostTable(source, merged, device, key.ns_steps, "measured")
+            _replace(path, json.dumps(table.to_dict() | {"key": asdict(key)}, indent=1) + "\n")
+    except OSError as error:
+        return f"measured costs cannot be kept in {path} ({error})"
+    return None
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        # Not tempfile, whose files no one else may read: a cache directory may be shared.
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+@contextlib.contextmanager
+def _turn(path: Path) -> Iterator[None]:
+    """Hold the lock of ``path``; after some seconds, or where there are no locks, go on without.
+
+    The operating system frees the lock of a process that dies.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with open(path.with_name(f".{path.name}.lock"), "a", encoding="utf-8") as lock:
+        deadline = time.monotonic() + _LOCK_PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(0.005)
+            except OSError:  # this file system has no locks
+                break
+        yield

@@ -1,0 +1,258 @@
+"""The assignment problem behind a plan, in integers: kinds of matrices, classes of owners.
+
+Costs are whole ticks (picoseconds, or coarser where a model takes hours), so that sums are exact,
+equal plans have equal makespans to the last digit, and a proof needs no tolerance.
+
+::
+
+    kinds      s = 0 .. S-1    d_s equal matrices, C_s(k) ticks for k of them on one owner
+    classes    c = 0 .. I-1    n_c interchangeable owners: fixed ticks, free bytes, allowed kinds
+    counts     x[rank, s]      how many of each kind a rank takes: what a solver decides
+    load       fixed_c + sum_s C_s(x[rank, s])          makespan = the largest load
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from dmuon.scheduler.costs import ShapeKey
+from dmuon.scheduler.limits import OwnerLimits
+from dmuon.scheduler.specs import ITEM_SIZE, MatrixSpec
+from dmuon.types import PlanError
+
+__all__ = ["Counts", "Kind", "OwnerClass", "Problem", "build_problem"]
+
+Ints = npt.NDArray[np.int64]
+Counts = Ints  # [ranks, kinds]
+
+_FINEST = 10**9  # ticks a millisecond
+_LARGEST_TOTAL = 10**15  # ticks of all matrices one by one; leaves room for products in 64 bits
+UNLIMITED = 1 << 62  # bytes
+
+
+def ticks_per_ms(total_ms: float) -> int:
+    """The finest power of ten at which all work together still counts in 64 bits.
+
+    >>> ticks_per_ms(1e3), ticks_per_ms(1e9)
+    (1000000000, 1000000)
+    """
+    scale = _FINEST
+    while scale > 1 and total_ms * scale > _LARGEST_TOTAL:
+        scale //= 10
+    return scale
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``count`` interchangeable matrices: equal shape, dtype and set of possible owners.
+
+    Only they are batched with each other: other pools travel in other collectives.
+
+    ``batch_ticks[b - 1]`` is the cost of one batch of b. ``pool`` is an index into
+    `OwnerLimits.pools`, or -1 for every rank. ``nbytes`` is the optimizer state of one matrix.
+    """
+
+    key: ShapeKey
+    pool: int
+    count: int
+    nbytes: int
+    batch_ticks: tuple[int, ...]
+
+    @cached_property
+    def _cheapest(self) -> tuple[Ints, Ints]:
+        """``C(k)`` for k = 0 .. count, and the first batch of a cheapest split of k.
+
+        The cost of a batch is neither concave nor monotone in general, so every size is tried
+        for the first batch. Ties go to the larger batch: fewer launches.
+        """
+        best, first = [0], [0]
+        sizes = range(1, len(self.batch_ticks) + 1)
+        price = self.batch_ticks
+        for k in range(1, self.count + 1):
+            ticks, size = min((best[k - b] + price[b - 1], -b) for b in sizes if b <= k)
+            best.append(ticks)
+            first.append(-size)
+        return np.array(best, np.int64), np.array(first, np.int64)
+
+    @property
+    def ticks(self) -> Ints:
+        """``C(k)``: ticks of the cheapest split of k matrices into batches, k = 0 .. count."""
+        return self._cheapest[0]
+
+    def batches(self, k: int) -> tuple[int, ...]:
+        """Sizes of a cheapest split of k matrices, largest first."""
+        sizes = []
+        first = self._cheapest[1]
+        while k:
+            sizes.append(int(first[k]))
+            k -= sizes[-1]
+        return tuple(sorted(sizes, reverse=True))
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerClass:
+    """Interchangeable ranks. ``room`` is what they may store of matrices' state, in bytes.
+
+    It is negative where fixed bytes alone exceed the memory cap; then nothing is feasible.
+    """
+
+    ranks: tuple[int, ...]
+    fixed: int  # ticks
+    room: int
+    allowed: tuple[bool, ...]  # by kind
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """See the module's docstring. ``members`` are the matrices of each kind, as given."""
+
+    kinds: tuple[Kind, ...]
+    classes: tuple[OwnerClass, ...]
+    members: tuple[tuple[int, ...], ...]
+    ticks_per_ms: int = _FINEST
+    memory_cap: int | None = None  # bytes; the room of every class follows from it
+
+    def ms(self, ticks: int) -> float:
+        """Milliseconds of a number of ticks."""
+        return int(ticks) / self.ticks_per_ms
+
+    @cached_property
+    def world(self) -> int:
+        return sum(c.size for c in self.classes)
+
+    @cached_property
+    def demand(self) -> Ints:
+        return np.array([kind.count for kind in self.kinds], np.int64)
+
+    @cached_property
+    def nbytes(self) -> Ints:
+        return np.array([kind.nbytes for kind in self.kinds], np.int64)
+
+    @cached_property
+    def fixed(self) -> Ints:
+        """Ticks that each rank is busy anyway."""
+        return self._by_rank([c.fixed for c in self.classes])
+
+    @cached_property
+    def room(self) -> Ints:
+        return self._by_rank([c.room for c in self.classes])
+
+    @cached_property
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """[ranks, kinds]"""
+        table = np.zeros((self.world, len(self.kinds)), np.bool_)
+        for c in self.classes:
+            table[list(c.ranks)] = c.allowed
+        return table
+
+    def _by_rank(self, values: Sequence[int]) -> Ints:
+        result = np.zeros(self.world, np.int64)
+        for c, value in zip(self.classes, values, strict=True):
+            result[list(c.ranks)] = value
+        return result
+
+    def loads(self, counts: Counts) -> Ints:
+        """Ticks of every rank."""
+        return self.fixed + sum(
+            (kind.ticks[counts[:, s]] for s, kind in enumerate(self.kinds)),
+            np.zeros(self.world, np.int64),
+        )
+
+    def makespan(self, counts: Counts) -> int:
+        return int(self.loads(counts).max())
+
+    def is_feasible(self, counts: Counts) -> bool:
+        """Every matrix once, allowed owners only, and inside the memory cap."""
+        return bool(
+            (counts >= 0).all()
+            and (counts.sum(0) == self.demand).all()
+            and not (counts[~self.allowed] > 0).any()
+            and (counts @ self.nbytes <= self.room).all()
+        )
+
+
+def state_bytes(matrix: MatrixSpec) -> int:
+    """Optimizer state that the owner of a matrix keeps: one momentum, in the parameter's dtype."""
+    return matrix.numel * ITEM_SIZE[matrix.dtype]
+
+
+def build_problem(
+    matrices: Sequence[MatrixSpec],
+    world: int,
+    limits: OwnerLimits,
+    prices: Mapping[ShapeKey, Sequence[float]],
+) -> Problem:
+    """Kinds and classes of a model on ``world`` ranks; permuted matrices change only ``members``.
+
+    ``prices`` are the milliseconds of batches of 1, 2, ... matrices of each shape.
+
+    Raises:
+        PlanError: a price is negative or not finite, or ``limits`` do not fit.
+    """
+    limits.check(len(matrices), world)
+    _check_prices(prices)
+    demand = Counter(matrix.key for matrix in matrices)
+    total = math.fsum(prices[key][0] * count for key, count in demand.items())
+    top = max((max(row) for row in prices.values()), default=0.0)
+    scale = ticks_per_ms(max(total, top, *limits.fixed_ms, 0.0))
+    batch_ticks = {key: tuple(round(ms * scale) for ms in row) for key, row in prices.items()}
+    members: dict[tuple[ShapeKey, int], list[int]] = defaultdict(list)
+    for i, matrix in enumerate(matrices):
+        members[matrix.key, limits.pool_of[i] if limits.pool_of else -1].append(i)
+    # The costliest first: solvers decide on large matrices before small ones.
+    order = sorted(members, key=lambda kp: (-batch_ticks[kp[0]][0], kp))
+    kinds = tuple(
+        Kind(
+            key,
+            pool,
+            len(members[key, pool]),
+            state_bytes(matrices[members[key, pool][0]]),
+            batch_ticks[key],
+        )
+        for key, pool in order
+    )
+    classes = _classes(kinds, world, limits, scale)
+    indices = tuple(tuple(members[k]) for k in order)
+    return Problem(kinds, classes, indices, scale, limits.memory_bytes)
+
+
+def _check_prices(prices: Mapping[ShapeKey, Sequence[float]]) -> None:
+    for (rows, cols, dtype), row in prices.items():
+        for batch, ms in enumerate(row, 1):
+            if not (0 <= ms < math.inf):
+                raise PlanError(
+                    f"the cost of {batch} matrices of {rows} x {cols} {dtype} must be finite and "
+                    f">= 0 milliseconds, found {ms}: measure again, or correct the cost table"
+                )
+
+
+def _classes(
+    kinds: Sequence[Kind], world: int, limits: OwnerLimits, scale: int
+) -> tuple[OwnerClass, ...]:
+    pools = [frozenset(pool) for pool in limits.pools]
+    ranks: dict[tuple[int, int, tuple[bool, ...]], list[int]] = defaultdict(list)
+    # Pools have few distinct membership patterns; ranks are many.
+    used = Counter(kind.pool for kind in kinds)
+    for rank in range(world):
+        room = UNLIMITED
+        if limits.memory_bytes is not None:
+            room = limits.memory_bytes - limits.fixed_bytes_of(rank)
+        inside = {pool: pool < 0 or rank in pools[pool] for pool in used}
+        allowed = tuple(inside[kind.pool] for kind in kinds)
+        fixed = round(limits.fixed_ms_of(rank) * scale)
+        ranks[fixed, room, allowed].append(rank)
+    return tuple(
+        OwnerClass(tuple(members), fixed, room, allowed)
+        for (fixed, room, allowed), members in ranks.items()
+    )

@@ -1,0 +1,186 @@
+"""Why no plan is faster: prices that show it, checked by integer arithmetic without any solver.
+
+Give k matrices of kind s on one owner the worth ``w_s(k) = v_s * k + u_s * C_s(k)`` with any values
+``v_s`` and any ``u_s >= 0``. However the ``d_s`` matrices are shared out, their worth adds up to at
+least ``w_s(d_s)``: the first term is linear, and C is subadditive, for putting two owners' batches
+on one owner never costs more than both. An owner of class c that is busy for less than T holds at
+most some worth ``sigma_c(T)``: a knapsack, solved exactly or rounded in favour of the owner. If all
+owners together hold less than that,
+
+    sum_c n_c * sigma_c(T)  <  sum_s w_s(d_s),
+
+then no plan has a makespan below T. A linear program finds good ``v`` and ``u`` (its duals;
+Farley 1990 gives the bound for a master program that has not converged). Under a memory cap a byte
+may have a price too: matrices are then worth that much less, and every owner is credited with its
+free bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dmuon.scheduler.knapsack import Frontier, Option, frontier
+from dmuon.scheduler.problem import UNLIMITED, Problem
+
+__all__ = ["Dual", "Proof", "bound_of", "byte_units", "dual_options", "simple_duals", "work_tables"]
+
+Ints = npt.NDArray[np.int64]
+
+_WORTH = 1e17  # of everything, about: exact in 64 bits, and fine enough
+_WORK = 10**11  # units of all work, about
+_BYTE_STEPS = 1000  # units of the bytes of the smallest matrix, about
+
+
+@dataclass(frozen=True, slots=True)
+class Dual:
+    """The value of a matrix and of a unit of work of each kind, and the price of a unit of bytes.
+
+    See `work_tables` and `byte_units` for the units.
+    """
+
+    values: tuple[int, ...]
+    works: tuple[int, ...]
+    byte_price: int = 0
+
+    @classmethod
+    def scaled(
+        cls, problem: Problem, values: Sequence[float], works: Sequence[float], byte_price: float
+    ) -> Dual:
+        """Rounded to integers; any rounding leaves a valid proof."""
+        tables = work_tables(problem)
+        worth = sum(
+            abs(v) * kind.count + max(u, 0.0) * float(table[-1])
+            for v, u, kind, table in zip(values, works, problem.kinds, tables, strict=True)
+        )
+        scale = _WORTH / max(worth, 1e-300)
+        return cls(
+            tuple(round(v * scale) for v in values),
+            tuple(max(0, round(u * scale)) for u in works),
+            max(0, round(byte_price * scale)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """``dual`` proves a makespan of at least what `bound_of` computes from it.
+
+    ``exhaustive``: that nothing is faster than the plan can be seen by trying everything, see
+    `exhaustive.counts_within`; the problem is small enough.
+    """
+
+    dual: Dual
+    exhaustive: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "values": list(self.dual.values),
+            "works": list(self.dual.works),
+            "byte_price": self.dual.byte_price,
+            "exhaustive": self.exhaustive,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Proof:
+        values, works = (tuple(int(v) for v in data[name]) for name in ("values", "works"))
+        return cls(Dual(values, works, int(data["byte_price"])), bool(data["exhaustive"]))
+
+
+def work_tables(problem: Problem) -> list[Ints]:
+    """``C_s(k)`` for k = 0 .. d_s, in units rounded up: still subadditive."""
+    total = sum(int(kind.ticks[-1]) for kind in problem.kinds)
+    unit = max(1, total // _WORK)
+    return [-(-kind.ticks // unit) for kind in problem.kinds]
+
+
+def byte_units(problem: Problem) -> tuple[list[int], list[int]]:
+    """(bytes of one matrix of each kind, room of each class), in units rounded down.
+
+    Whatever fits in bytes fits in rounded units too.
+    """
+    unit = max(1, min((k.nbytes for k in problem.kinds if k.nbytes), default=1) // _BYTE_STEPS)
+    return [k.nbytes // unit for k in problem.kinds], [c.room // unit for c in problem.classes]
+
+
+def dual_options(problem: Problem, dual: Dual, allowed: Sequence[bool]) -> list[Option]:
+    """The knapsack choices of an owner that may take the ``allowed`` kinds."""
+    sizes, _ = byte_units(problem)
+    tables = work_tables(problem)
+    options = []
+    for s, kind in enumerate(problem.kinds):
+        k = np.arange(kind.count + 1 if allowed[s] else 1, dtype=np.int64)
+        each = dual.values[s] - dual.byte_price * sizes[s]
+        options.append(Option(kind.ticks[: len(k)], each * k + dual.works[s] * tables[s][: len(k)]))
+    return options
+
+
+def bound_of(
+    problem: Problem,
+    dual: Dual,
+    limit: int,
+    frontiers: Mapping[tuple[bool, ...], Frontier] | None = None,
+) -> int:
+    """The makespan in ticks that ``dual`` proves, at most ``limit``.
+
+    ``frontiers`` maps the allowed kinds of a class to a bounding frontier up to ``limit``, if the
+    caller has them already; a coarse one proves less.
+    """
+    if not len(dual.values) == len(dual.works) == len(problem.kinds):
+        raise ValueError(f"{len(dual.values)} values for {len(problem.kinds)} kinds of matrices")
+    if min(dual.works, default=0) < 0 or dual.byte_price < 0:
+        raise ValueError("the value of work and the price of bytes must be >= 0")
+    made = dict(frontiers or {})
+    for c in problem.classes:
+        if c.allowed not in made:
+            options = dual_options(problem, dual, c.allowed)
+            made[c.allowed] = frontier(options, limit, bounding=True)
+    tables = work_tables(problem)
+    worth = sum(v * kind.count for v, kind in zip(dual.values, problem.kinds, strict=True))
+    worth += sum(u * int(table[-1]) for u, table in zip(dual.works, tables, strict=True))
+    _, rooms = byte_units(problem)
+    credit = [
+        dual.byte_price * room if dual.byte_price and c.room < UNLIMITED else 0
+        for c, room in zip(problem.classes, rooms, strict=True)
+    ]
+    if dual.byte_price and any(c.room >= UNLIMITED for c in problem.classes):
+        return 0  # free bytes without end have no price
+
+    def holds(ticks: int) -> bool:
+        """Whether owners busy for at most ``ticks`` could hold everything, as far as this shows."""
+        total = 0
+        for c, extra in zip(problem.classes, credit, strict=True):
+            if ticks < c.fixed:
+                return False
+            # Taking nothing is always possible, so a credited owner holds at least its credit.
+            total += c.size * (made[c.allowed].best_value(ticks - c.fixed) + extra)
+        return total >= worth
+
+    return _first(holds, limit)
+
+
+def _first(holds: Callable[[int], bool], limit: int) -> int:
+    """The least value up to ``limit`` that holds, ``limit`` if none below it does."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def simple_duals(problem: Problem) -> Iterable[Dual]:
+    """Duals that need no solver: all work shared out evenly, and one kind alone.
+
+    The last counts matrices (the pigeonhole principle; for more owners than matrices, the
+    costliest single matrix).
+    """
+    none = (0,) * len(problem.kinds)
+    yield Dual(none, (1,) * len(problem.kinds))
+    for s in range(len(problem.kinds)):
+        yield Dual((*none[:s], 1, *none[s + 1 :]), none)

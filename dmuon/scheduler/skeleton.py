@@ -1,0 +1,325 @@
+"""Architectures as numbers, and their parameters as modules on the meta device.
+
+A skeleton has the parameter shapes and names of the Hugging Face implementation and no forward, so
+that `select.collect` routes it by the same rules as the model itself. Two things differ: norms are
+torch's own, and the experts of a layer are stacked to ``[experts, out, in]``, one stack for each
+projection, where some implementations keep a module an expert or fuse gate and up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+__all__ = [
+    "GPT2",
+    "Architecture",
+    "Decoder",
+    "Experts",
+    "LatentAttention",
+    "VisionLanguageAction",
+    "VisionTower",
+    "build",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Low-rank queries, keys and values (DeepSeek-V2 paper, section 2.1).
+
+    ``query_rank`` 0 projects queries directly. A head has ``nope_dim + rope_dim`` query and key
+    channels and ``value_dim`` value channels.
+    """
+
+    query_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The mixture of experts that replaces the MLP in all layers but ``dense_layers``.
+
+    ``shared`` is the joint width of the shared experts (0: none). ``block`` and ``projections``
+    (gate, up, down) are how the implementation names its modules.
+    """
+
+    count: int
+    intermediate: int
+    shared: int = 0
+    dense_layers: frozenset[int] = frozenset()
+    correction_bias: bool = False
+    block: str = "mlp"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A decoder-only transformer with gated MLPs: Llama and what descends from it.
+
+    ``vocabulary`` 0 leaves out embedding and head, ``tied`` shares their weight. ``fused`` joins
+    q, k, v and gate, up, as Phi-3 does. ``layer_norms`` names the norms of a layer.
+    """
+
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    tied: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    fused: bool = False
+    layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    latent: LatentAttention | None = None
+    experts: Experts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GPT2:
+    """GPT-2, whose weights are stored (in, out) and whose c_attn holds q, k and v as one matrix."""
+
+    vocabulary: int
+    positions: int
+    hidden: int
+    layers: int
+    intermediate: int
+    tied: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class VisionTower:
+    """A vision transformer with learned positions and plain MLPs, all with biases (SigLIP)."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    patch: int
+    patches: int
+
+
+@dataclass(frozen=True, slots=True)
+class VisionLanguageAction:
+    """A vision-language model beside a smaller expert for robot actions (pi0).
+
+    The expert has layers of its own, and its tokens attend to those of the language model.
+    """
+
+    vision: VisionTower
+    language: Decoder
+    expert: Decoder
+    action_dim: int
+
+
+Architecture = Decoder | GPT2 | VisionLanguageAction
+
+
+def build(architecture: Architecture, dtype: str = "bfloat16") -> nn.Module:
+    """The parameters of an architecture on the meta device; it takes no memory."""
+    if isinstance(architecture, GPT2):
+        model = _gpt2(architecture)
+    elif isinstance(architecture, VisionLanguageAction):
+        model = _vla(architecture)
+    else:
+        model = _decoder(architecture)
+    return model.to(getattr(torch, dtype))
+
+
+class _Linear(nn.Linear):
+    """Without initialization: on the meta device there is nothing to initialize."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=bias, device="meta")
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, device="meta"))
+
+
+def _join(**parts: nn.Module | nn.Parameter) -> nn.Module:
+    """A module that holds the given parts under the given names."""
+    module = nn.Module()
+    for name, part in parts.items():
+        setattr(module, name, part)
+    return module
+
+
+def _embedding(count: int, hidden: int) -> nn.Embedding:
+    return nn.Embedding(count, hidden, _weight=torch.empty(count, hidden, device="meta"))
+
+
+def _head(embedding: nn.Embedding, tied: bool) -> nn.Module:
+    head = _Linear(embedding.embedding_dim, embedding.num_embeddings)
+    if tied:
+        head.weight = embedding.weight
+    return head
+
+
+def _rms_norm(size: int) -> nn.Module:
+    return nn.RMSNorm(size, device="meta")
+
+
+def _layer_norm(size: int) -> nn.Module:
+    return nn.LayerNorm(size, device="meta")
+
+
+def _mlp(a: Decoder, intermediate: int) -> nn.Module:
+    down = _Linear(intermediate, a.hidden, a.mlp_bias)
+    if a.fused:
+        return _join(gate_up_proj=_Linear(a.hidden, 2 * intermediate, a.mlp_bias), down_proj=down)
+    return _join(
+        gate_proj=_Linear(a.hidden, intermediate, a.mlp_bias),
+        up_proj=_Linear(a.hidden, intermediate, a.mlp_bias),
+        down_proj=down,
+    )
+
+
+def _mixture(a: Decoder, e: Experts) -> nn.Module:
+    gate, up, down = e.projections
+    router = _Linear(a.hidden, e.count)
+    if e.correction_bias:
+        router.e_score_correction_bias = _parameter(e.count)
+    stacks = {
+        gate: _parameter(e.count, e.intermediate, a.hidden),
+        up: _parameter(e.count, e.intermediate, a.hidden),
+        down: _parameter(e.count, a.hidden, e.intermediate),
+    }
+    mixture = _join(gate=router, experts=_join(**stacks))
+    if e.shared:
+        mixture.shared_experts = _mlp(a, e.shared)
+    return mixture
+
+
+def _attention(a: Decoder) -> nn.Module:
+    queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    output = _Linear(queries, a.hidden, a.output_bias)
+    if a.fused:
+        return _join(qkv_proj=_Linear(a.hidden, queries + 2 * keys, a.qkv_bias), o_proj=output)
+    attention = _join(
+        q_proj=_Linear(a.hidden, queries, a.qkv_bias),
+        k_proj=_Linear(a.hidden, keys, a.qkv_bias),
+        v_proj=_Linear(a.hidden, keys, a.qkv_bias),
+        o_proj=output,
+    )
+    if a.qk_norm:
+        attention.q_norm, attention.k_norm = _rms_norm(a.head_dim), _rms_norm(a.head_dim)
+    return attention
+
+
+def _latent_attention(a: Decoder, latent: LatentAttention) -> nn.Module:
+    queries = a.heads * (latent.nope_dim + latent.rope_dim)
+    attention = nn.Module()
+    if latent.query_rank:
+        attention.q_a_proj = _Linear(a.hidden, latent.query_rank, a.qkv_bias)
+        attention.q_a_layernorm = _rms_norm(latent.query_rank)
+        attention.q_b_proj = _Linear(latent.query_rank, queries)
+    else:
+        attention.q_proj = _Linear(a.hidden, queries)
+    keys_and_values = a.heads * (latent.nope_dim + latent.value_dim)
+    compressed = latent.kv_rank + latent.rope_dim
+    attention.kv_a_proj_with_mqa = _Linear(a.hidden, compressed, a.qkv_bias)
+    attention.kv_a_layernorm = _rms_norm(latent.kv_rank)
+    attention.kv_b_proj = _Linear(latent.kv_rank, keys_and_values)
+    attention.o_proj = _Linear(a.heads * latent.value_dim, a.hidden, a.output_bias)
+    return attention
+
+
+def _layer(a: Decoder, index: int) -> nn.Module:
+    attention = _attention(a) if a.latent is None else _latent_attention(a, a.latent)
+    layer = _join(self_attn=attention)
+    if a.experts is None or index in a.experts.dense_layers:
+        layer.mlp = _mlp(a, a.intermediate)
+    else:
+        layer.add_module(a.experts.block, _mixture(a, a.experts))
+    for name in a.layer_norms:
+        layer.add_module(name, _rms_norm(a.hidden))
+    return layer
+
+
+def _decoder(a: Decoder) -> nn.Module:
+    layers = nn.ModuleList(_layer(a, index) for index in range(a.layers))
+    if not a.vocabulary:
+        return _join(model=_join(layers=layers, norm=_rms_norm(a.hidden)))
+    embedding = _embedding(a.vocabulary, a.hidden)
+    return _join(
+        model=_join(embed_tokens=embedding, layers=layers, norm=_rms_norm(a.hidden)),
+        lm_head=_head(embedding, a.tied),
+    )
+
+
+def _conv1d(inputs: int, outputs: int) -> nn.Module:
+    return _join(weight=_parameter(inputs, outputs), bias=_parameter(outputs))
+
+
+def _gpt2(a: GPT2) -> nn.Module:
+    blocks = (
+        _join(
+            ln_1=_layer_norm(a.hidden),
+            attn=_join(c_attn=_conv1d(a.hidden, 3 * a.hidden), c_proj=_conv1d(a.hidden, a.hidden)),
+            ln_2=_layer_norm(a.hidden),
+            mlp=_join(
+                c_fc=_conv1d(a.hidden, a.intermediate), c_proj=_conv1d(a.intermediate, a.hidden)
+            ),
+        )
+        for _ in range(a.layers)
+    )
+    embedding = _embedding(a.vocabulary, a.hidden)
+    transformer = _join(
+        wte=embedding,
+        wpe=_embedding(a.positions, a.hidden),
+        h=nn.ModuleList(blocks),
+        ln_f=_layer_norm(a.hidden),
+    )
+    return _join(transformer=transformer, lm_head=_head(embedding, a.tied))
+
+
+def _vision_layer(a: VisionTower) -> nn.Module:
+    projections = {
+        name: _Linear(a.hidden, a.hidden, True)
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj")
+    }
+    return _join(
+        layer_norm1=_layer_norm(a.hidden),
+        self_attn=_join(**projections),
+        layer_norm2=_layer_norm(a.hidden),
+        mlp=_join(
+            fc1=_Linear(a.hidden, a.intermediate, True),
+            fc2=_Linear(a.intermediate, a.hidden, True),
+        ),
+    )
+
+
+def _vision_tower(a: VisionTower) -> nn.Module:
+    patches = nn.Conv2d(3, a.hidden, a.patch, stride=a.patch, device="meta")
+    positions = _embedding(a.patches, a.hidden)
+    return _join(
+        embeddings=_join(patch_embedding=patches, position_embedding=positions),
+        encoder=_join(layers=nn.ModuleList(_vision_layer(a) for _ in range(a.layers))),
+        post_layernorm=_layer_norm(a.hidden),
+    )
+
+
+def _vla(a: VisionLanguageAction) -> nn.Module:
+    width = a.expert.hidden
+    return _join(
+        vision_tower=_vision_tower(a.vision),
+        multi_modal_projector=_join(linear=_Linear(a.vision.hidden, a.language.hidden, True)),
+        language_model=_decoder(a.language),
+        action_expert=_decoder(a.expert),
+        state_proj=_Linear(a.action_dim, width, True),
+        action_in_proj=_Linear(a.action_dim, width, True),
+        action_time_mlp_in=_Linear(2 * width, width, True),
+        action_time_mlp_out=_Linear(width, width, True),
+        action_out_proj=_Linear(width, a.action_dim, True),
+    )

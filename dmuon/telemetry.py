@@ -1,0 +1,108 @@
+"""Newton-Schulz milliseconds of every rank, known on every rank, at no cost to the step.
+
+Each rank times its own work. At step counts fixed in advance (4, 16, 64, 256, then every 256th) all
+ranks exchange the median of their recent steps in one small asynchronous all-reduce, so that
+`report` is no collective call and any rank may ask alone::
+
+    step       1  2 | 3  4              ...        16        ...
+               warm-up   `-> exchange: [0 .. mine .. 0], summed over the ranks
+                                `-> waited for in the next step, when it has long arrived
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from dmuon.comm.streams import Stopwatch
+from dmuon.comm.transport import Meter, Transport, Work
+
+__all__ = ["StepTelemetry", "is_exchange_step"]
+
+WARM_UP = 2  # steps that allocate, compile and fill caches
+WINDOW = 8  # steps whose median counts
+_EVERY = 256
+
+
+def is_exchange_step(step: int) -> bool:
+    """Whether the ranks exchange their times at the end of this step, counted from 1.
+
+    >>> [step for step in range(1, 800) if is_exchange_step(step)]
+    [4, 16, 64, 256, 512, 768]
+    """
+    return step in (4, 16, 64) or (step > 0 and step % _EVERY == 0)
+
+
+class StepTelemetry:
+    """The times of one ownership.
+
+    ``watch`` times the current step; `begin_step` and `finish_step` enclose a step's work.
+    """
+
+    def __init__(self, transport: Transport, meter: Meter, device: torch.device) -> None:
+        self.watch = Stopwatch(device)
+        self._transport = transport
+        self._meter = meter
+        self._device = device
+        self._steps = 0
+        self._recent: deque[Stopwatch] = deque(maxlen=WINDOW)
+        self._flight: tuple[Work, Tensor] | None = None
+        self._known: Tensor | None = None  # [world]; NaN for a rank that had no number yet
+
+    def begin_step(self) -> Stopwatch:
+        """A new watch for this step; the last ones stay readable."""
+        self.watch = Stopwatch(self._device)
+        return self.watch
+
+    def finish_step(self) -> None:
+        """Note this step's time and, at the steps when all do, launch the exchange.
+
+        Every rank calls it once a step, at the same place among its collectives.
+        """
+        self._steps += 1
+        self.settle()
+        if self._steps > WARM_UP:
+            self._recent.append(self.watch)
+        if is_exchange_step(self._steps):
+            self._exchange()
+
+    def _exchange(self) -> None:
+        vector = torch.zeros(self._transport.world, dtype=torch.float32, device=self._device)
+        # Filling one element is a kernel launch; copying a Python list would wait for the device.
+        vector.narrow(0, self._transport.rank, 1).fill_(self._mine())
+        self._meter.add("telemetry", vector)
+        self._flight = self._transport.all_reduce(vector, tag="telemetry"), vector
+
+    def _mine(self) -> float:
+        """The median of the recent steps that can be read without waiting for the device.
+
+        NaN when there is none because the host runs ahead.
+        """
+        seen = [watch.milliseconds() for watch in self._recent if watch.ready()]
+        return statistics.median(seen) if seen else math.nan
+
+    def settle(self) -> None:
+        """Wait for the exchange in flight, if any. Blocks no host on CUDA."""
+        if self._flight is None:
+            return
+        work, vector = self._flight
+        self._flight = None
+        work.wait()
+        known = self._known
+        self._known = vector if known is None else torch.where(vector.isnan(), known, vector)
+
+    def measured_ms(self) -> tuple[float, ...] | None:
+        """Milliseconds a step of each rank, as of the last exchange.
+
+        None before there is a number of every rank, or when no rank had anything to do. No
+        collective call, but it waits for the exchange in flight.
+        """
+        self.settle()
+        if self._known is None:
+            return None
+        times = tuple(self._known.tolist())
+        return times if any(times) and not any(map(math.isnan, times)) else None

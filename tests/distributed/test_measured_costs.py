@@ -1,0 +1,248 @@
+"""Measured costs: every rank measures, the slowest counts, and all plan alike."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dmuon
+from dmuon.comm.transport import C10dTransport
+from dmuon.config import PlannerOptions
+from dmuon.measure import NewtonSchulzBench, measured_costs
+from dmuon.scheduler import cost_cache
+from dmuon.scheduler.costs import CostTable, ShapeKey
+from dmuon.types import ConsensusError
+from tests.distributed.harness import distributed
+from tests.distributed.models import Net, batch, loss_of, seeded
+
+CPU = torch.device("cpu")
+A: ShapeKey = (4, 6, "float32")
+B: ShapeKey = (8, 8, "float32")
+KEYS = [A, A, A, B]
+BATCHES = [(A, 1), (A, 2), (A, 3), (B, 1)]
+
+
+class Bench:
+    """Takes no time, and says what it is told to; notes what it was asked for."""
+
+    def __init__(self, ms: Callable[[ShapeKey, int], float]) -> None:
+        self.ms = ms
+        self.prepared: set[tuple[ShapeKey, int]] = set()
+        self.ns_dtypes: list[torch.dtype] = []
+
+    def __call__(self, ns_dtype: torch.dtype, sharing: int) -> Bench:
+        self.ns_dtypes.append(ns_dtype)
+        return self
+
+    def fits(self, key: ShapeKey, batch: int) -> bool:
+        return True
+
+    def prepare(self, key: ShapeKey, batch: int) -> Callable[[], float]:
+        self.prepared.add((key, batch))
+        return lambda: self.ms(key, batch)
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """One folder for all ranks, with nothing in it."""
+    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names, 0)
+    try:
+        yield Path(names[0])
+    finally:
+        dist.barrier()
+        shutil.rmtree(names[0], ignore_errors=True)
+
+
+@contextmanager
+def transport_of(world: int) -> Iterator[C10dTransport]:
+    transport = C10dTransport(range(world))
+    try:
+        yield transport
+    finally:
+        transport.close()
+
+
+def costs_of(transport, folder: Path, bench: Bench, **kwargs) -> CostTable:
+    options = PlannerOptions(cache_dir=str(folder))
+    table = measured_costs(transport, KEYS, CPU, options, bench=bench, **kwargs)
+    everyone = transport.gather_objects(table.entries)
+    assert all(entries == everyone[0] for entries in everyone)
+    return table
+
+
+def flat(table: CostTable) -> dict[tuple[ShapeKey, int], float]:
+    return {(key, b): ms for key, by in table.entries.items() for b, ms in by.items()}
+
+
+@distributed(2, 4)
+def test_the_slowest_rank_counts_for_each_entry(rank, world):
+    slowest = {pair: i % world for i, pair in enumerate(BATCHES)}
+    bench = Bench(lambda key, b: 10.0 + b + (5.0 if slowest[key, b] == rank else 0.0))
+    with shared_folder() as folder, transport_of(world) as transport:
+        table = costs_of(transport, folder, bench)
+        assert flat(table) == {(key, b): 15.0 + b for key, b in BATCHES}
+        assert f"{world} processes" in table.source
+        # What was agreed on is what is kept, and what every rank finds the next time.
+        again = Bench(lambda key, b: 1.0)
+        assert flat(costs_of(transport, folder, again)) == flat(table)
+        assert again.prepared == set()
+
+
+@distributed(2, 4)
+def test_all_measure_what_one_lacks(rank, world):
+    with shared_folder() as root, transport_of(world) as transport:
+        own = root / str(rank)  # as on machines with a cache each
+        first = costs_of(transport, own, Bench(lambda key, b: 10.0 + b))
+        if rank == 1:
+            shutil.rmtree(own)
+        everything = Bench(lambda key, b: 20.0 + rank)
+        table = costs_of(transport, own, everything)
+        assert everything.prepared == set(BATCHES)
+        # A new time replaces a cached one, though every rank's new time counts.
+        assert set(flat(table).values()) == {19.0 + world}
+        assert flat(table) != flat(first)
+
+        if rank == 0:  # one entry is lost on one rank
+            (path,) = own.glob("*.json")
+            key = CostTable.load(path).entries
+            assert key[A].keys() == {1, 2, 3}
+            text = path.read_text()
+            path.write_text(text.replace(f'"2": {19.0 + world},', ""))
+            assert path.read_text() != text
+        one = Bench(lambda key, b: 1.0)
+        table = costs_of(transport, own, one)
+        assert one.prepared == {(A, 2)}
+        assert flat(table)[A, 2] == 1.0 and flat(table)[A, 1] == 19.0 + world
+        none = Bench(lambda key, b: 1.0)
+        costs_of(transport, own, none)
+        assert none.prepared == set()
+
+
+@distributed(2)
+def test_caches_that_differ_are_merged_to_the_slowest_without_measuring(rank, world):
+    with shared_folder() as root, transport_of(world) as transport:
+        own = root / str(rank)
+        costs_of(transport, own, Bench(lambda key, b: 10.0 + b))
+        if rank == 1:
+            (path,) = own.glob("*.json")
+            path.write_text(path.read_text().replace("12.0", "50.0").replace("11.0", "5.0"))
+        none = Bench(lambda key, b: 1.0)
+        expected = {(A, 1): 11.0, (A, 2): 50.0, (A, 3): 13.0, (B, 1): 11.0}
+        assert flat(costs_of(transport, own, none)) == expected
+        assert flat(costs_of(transport, own, none)) == expected
+        assert none.prepared == set()
+
+
+@distributed(2, 4)
+def test_one_rank_writes_for_all_that_share_a_cache(rank, world):
+    with shared_folder() as folder, transport_of(world) as transport:
+        with mock.patch.object(cost_cache, "add", wraps=cost_cache.add) as add:
+            costs_of(transport, folder, Bench(lambda key, b: 1.0))
+        assert sum(transport.gather_objects(add.call_count)) == 1
+
+
+@pytest.mark.parametrize("where", ["prepare", "fits", "bench"])
+@distributed(2, 4)
+def test_a_rank_that_fails_to_measure_makes_all_raise(rank, world, where):
+    class Broken(Bench):
+        pass
+
+    def fail(*_):
+        raise RuntimeError("the device is on fire")
+
+    bench = Broken(lambda key, b: 1.0)
+    if rank == 1:
+        target = {"prepare": "prepare", "fits": "fits", "bench": "__call__"}[where]
+        setattr(Broken, target, fail)
+    with shared_folder() as folder, transport_of(world) as transport:
+        expected = RuntimeError if rank == 1 else ConsensusError
+        with pytest.raises(expected, match="on fire"):
+            costs_of(transport, folder, bench)
+        # Nothing is left half done.
+        costs_of(transport, folder, Bench(lambda key, b: 1.0))
+
+
+@distributed(2)
+def test_what_one_rank_did_not_reach_is_taken_from_the_other(rank, world):
+    with shared_folder() as folder, transport_of(world) as transport:
+        bench = Bench(lambda key, b: 1.0 + rank)
+        if rank == 1:
+            bench.fits = lambda key, b: key == A
+        table = costs_of(transport, folder, bench)
+        assert flat(table) == {(A, 1): 2.0, (A, 2): 2.0, (A, 3): 2.0, (B, 1): 1.0}
+
+
+@distributed(2)
+def test_ranks_with_other_instructions_measure_in_float32(rank, world):
+    native = [torch.bfloat16, torch.float32][rank]
+    bench = Bench(lambda key, b: 1.0)
+    with shared_folder() as folder, transport_of(world) as transport:
+        with mock.patch("dmuon.measure.resolve_ns_dtype", return_value=native):
+            costs_of(transport, folder, bench)
+        assert bench.ns_dtypes == [torch.float32]
+        assert all("float32" in path.name for path in folder.glob("*.json"))
+
+
+@distributed(2)
+def test_a_damaged_cache_is_reported_by_one_rank(rank, world):
+    with shared_folder() as folder, transport_of(world) as transport:
+        costs_of(transport, folder, Bench(lambda key, b: 1.0))
+        if rank == 0:
+            (path,) = folder.glob("*.json")
+            path.write_text("{")
+        dist.barrier()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            costs_of(transport, folder, Bench(lambda key, b: 1.0))
+        texts = [str(w.message) for w in caught if w.category is RuntimeWarning]
+        assert len(texts) == (1 if rank == 0 else 0)
+        assert all("ignored and rebuilt" in text for text in texts)
+
+
+def plan_and_train(rank: int, planner: PlannerOptions) -> str:
+    """The fingerprint of the plan, equal on all ranks; one step has been made under it."""
+    model = seeded(Net)
+    own = dmuon.dedicate_params(model, planner=planner)
+    assert own.plan.cost_source.startswith("measured on ")
+    (fingerprint,) = set(own.runtime.transport.gather_objects(own.plan.fingerprint()))
+    opt = dmuon.Muon(model)
+    loss_of(model, batch(0, rank)).backward()
+    opt.step()
+    own.close()
+    return fingerprint
+
+
+@distributed(2, 4)
+def test_plans_from_measured_costs_are_equal_and_train(rank, world):
+    with shared_folder() as folder, mock.patch("dmuon.api.measured_costs", measured_costs):
+        planner = PlannerOptions(cache_dir=str(folder))
+        first = plan_and_train(rank, planner)
+        assert len(list(folder.glob("*.json"))) == 1
+        # The second plan needs no measurement.
+        with mock.patch.object(NewtonSchulzBench, "prepare", side_effect=AssertionError):
+            assert plan_and_train(rank, planner) == first
+
+
+@distributed(2)
+def test_a_rank_may_keep_its_cache_where_it_likes(rank, world):
+    with shared_folder() as root, mock.patch("dmuon.api.measured_costs", measured_costs):
+        planner = PlannerOptions(cache_dir=str(root / str(rank)))
+        dmuon.dedicate_params(seeded(Net), planner=planner).close()
+        assert len(list((root / str(rank)).glob("*.json"))) == 1
+
+
+@distributed(2)
+def test_tables_that_differ_between_ranks_are_refused(rank, world):
+    mine = CostTable("by hand", {A: {1: 1.0 + rank}}, CostTable.analytic().device)
+    with pytest.raises(ValueError, match="disagree.*costs=by hand"):
+        dmuon.dedicate_params(seeded(Net), costs=mine)

@@ -1,0 +1,440 @@
+"""`python -m dmuon plan`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dmuon import plan_request
+from dmuon.__main__ import CLOSED_PIPE, main
+from dmuon.plan_request import COMPARED, MAX_RANKS, memory_bytes, mesh_shape
+from dmuon.scheduler.costs import CostTable
+from dmuon.scheduler.plan import OwnershipPlan, solve
+from dmuon.scheduler.presets import PRESETS, model_specs
+from dmuon.scheduler.report import build_report
+from dmuon.scheduler.topology import Topology
+from dmuon.types import PlanError
+
+REPOSITORY = Path(__file__).parents[2]
+SMALL = ["plan", "--model", "gpt2", "--mesh", "2x2", "--solver", "greedy"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    status = main(list(argv))
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def succeed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    status, out, err = run(capsys, *argv)
+    assert (status, err) == (0, "")
+    return out
+
+
+def without_seconds(text: str) -> str:
+    return re.sub(r"\d+\.\d+ s\b", "", text)
+
+
+# ---- one plan ----------------------------------------------------------------------------
+
+
+def test_it_prints_the_report_of_the_plan_that_solve_makes(capsys):
+    plan = solve(
+        model_specs("gpt2"),
+        Topology((2, 2), ("node", "gpu"), 2, "cuda"),
+        CostTable.analytic("h200"),
+        solver="greedy",
+    )
+    out = succeed(capsys, *SMALL)
+    header, _, report = out.partition("\n\n")
+    assert without_seconds(report.rstrip()) == without_seconds(str(build_report(plan)).rstrip())
+    assert header.splitlines() == [
+        "gpt2: 124.44 M parameters (bfloat16), mesh 2 x 2 (node, gpu) on 2 nodes",
+        f"shapes: {PRESETS['gpt2'].source}",
+    ]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_is_said_of_a_preset_fits_a_terminal(name):
+    longest = "mesh 1250 x 8 (node, gpu) on 1250 nodes"
+    assert len(f"{name}: 000.00 B parameters (bfloat16), {longest}") <= 100
+    assert len(f"shapes: {PRESETS[name].source}") <= 100
+
+
+def test_everything_printed_fits_100_columns(capsys):
+    for argv in (SMALL, [*SMALL[:-2], "--compare", "--time-limit", "1"]):
+        out = succeed(capsys, *argv)
+        assert all(len(line) <= 100 for line in out.splitlines())
+        assert "\x1b" not in out
+
+
+def test_json_on_standard_output_is_the_report_and_nothing_else(capsys):
+    data = json.loads(succeed(capsys, *SMALL, "--json", "-"))
+    documented = {
+        "owners", "solver", "makespan_ms", "lower_bound_ms", "gap", "imbalance", "status",
+        "seconds", "ranks", "parameters",
+    }  # fmt: skip
+    assert documented <= data.keys()
+    assert (data["owners"], data["solver"]) == (4, "greedy")
+    assert max(r["ms"] for r in data["ranks"]) == data["makespan_ms"]
+    assert sum(p["numel"] for p in data["parameters"]) == 124_439_808
+    assert f"{data['makespan_ms']:.3f} ms" in succeed(capsys, *SMALL)
+
+
+def test_json_in_a_file_leaves_the_report_on_standard_output(capsys, tmp_path):
+    path = tmp_path / "report.json"
+    status, out, err = run(capsys, *SMALL, "--json", str(path))
+    assert status == 0
+    assert err == f"wrote {path}\n"
+    assert without_seconds(out) == without_seconds(succeed(capsys, *SMALL))
+    data, printed = json.loads(path.read_text()), json.loads(succeed(capsys, *SMALL, "--json", "-"))
+    assert data | {"seconds": 0} == printed | {"seconds": 0}
+
+
+def test_a_web_page_is_written(capsys, tmp_path):
+    path = tmp_path / "report.html"
+    status, _, err = run(capsys, *SMALL, "--html", str(path))
+    assert (status, err) == (0, f"wrote {path}\n")
+    assert "</html>" in path.read_text(encoding="utf-8")
+
+
+def saved(capsys: pytest.CaptureFixture[str], path: Path, *argv: str) -> OwnershipPlan:
+    status, _, _ = run(capsys, *(argv or SMALL), "--save", str(path))
+    assert status == 0
+    return OwnershipPlan.from_json(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("options", "topology"),
+    [
+        (["--mesh", "4x8"], Topology((4, 8), ("node", "gpu"), 8, "cuda")),
+        (["--mesh", "16"], Topology((16,), ("dp",), 16, "cuda")),
+        (["--mesh", "2x2x4"], Topology((2, 2, 4), ("group", "node", "gpu"), 4, "cuda")),
+        (["--mesh", "2X4"], Topology((2, 4), ("node", "gpu"), 4, "cuda")),
+        (["--mesh", "16", "--ranks-per-node", "4"], Topology((16,), ("dp",), 4, "cuda")),
+        (
+            ["--mesh", "2x4", "--axes", "replicate, shard"],
+            Topology((2, 4), ("replicate", "shard"), 4, "cuda"),
+        ),
+        (["--mesh", "4", "--costs", "analytic:cpu"], Topology((4,), ("dp",), 4, "cpu")),
+    ],
+)
+def test_the_mesh_becomes_the_topology(capsys, tmp_path, options, topology):
+    plan = saved(
+        capsys, tmp_path / "p.json", "plan", "--model", "gpt2", "--solver", "greedy", *options
+    )
+    assert plan.topology == topology
+
+
+def test_options_reach_the_plan(capsys, tmp_path):
+    plan = saved(
+        capsys, tmp_path / "p.json", *SMALL, "--costs", "analytic:a100", "--dtype", "float32",
+        "--max-batch", "3", "--heads", "*.c_attn.weight=3", "--splits", "*.c_fc.weight=700,68",
+    )  # fmt: skip
+    assert plan.cost_source == "analytic:a100"
+    assert {m.dtype for m in plan.specs.matrices} == {"float32"}
+    assert max(len(b.matrices) for b in plan.batches) == 3
+    assert len(plan.specs.matrices) == 12 * (1 + 1 + 3 + 2)
+
+
+def test_a_saved_plan_is_the_plan_that_was_reported(capsys, tmp_path):
+    plan = saved(capsys, tmp_path / "p.json")
+    data = json.loads(succeed(capsys, *SMALL, "--json", "-"))
+    assert plan.fingerprint() == data["fingerprint"]
+
+
+def test_a_memory_cap_is_kept_or_refused(capsys):
+    argv = ["plan", *GPT2, "--json", "-", "--memory"]
+    data = json.loads(succeed(capsys, *argv, "45MiB"))
+    assert max(r["state_bytes"] for r in data["ranks"]) <= 45 * 2**20
+    status, out, err = run(capsys, *argv, "1MiB")
+    assert (status, out) == (2, "")
+    assert "1048576" in err
+
+
+def test_the_default_solver_beats_round_robin(capsys):
+    argv = [a for a in COMPARE if a != "--compare"] + ["--json", "-"]
+    best = json.loads(succeed(capsys, *argv))
+    baseline = json.loads(succeed(capsys, *argv, "--solver", "round_robin"))
+    assert baseline["solver"] == "round_robin"
+    assert best["makespan_ms"] < baseline["makespan_ms"]
+
+
+def test_a_cost_table_is_read_from_its_file(capsys, tmp_path):
+    keys = {m.key for m in model_specs("gpt2").matrices}
+    entries = {key: {b: float(max(key[:2]) * b) for b in range(1, 17)} for key in keys}
+    path = tmp_path / "costs.json"
+    path.write_text(CostTable("made up", entries).to_json(), encoding="utf-8")
+    data = json.loads(succeed(capsys, *SMALL, "--json", "-", "--costs", str(path)))
+    assert data["makespan_ms"] == pytest.approx((768 + 2304 + 2 * 3072) * 3)
+
+
+# ---- several solvers ---------------------------------------------------------------------
+
+COMPARE = ["plan", "--model", "qwen2.5-0.5b", "--mesh", "2x4", "--compare", "--time-limit", "1"]
+
+
+def test_a_comparison_has_a_row_a_solver_with_the_keys_of_the_benchmarks(capsys):
+    rows = json.loads(succeed(capsys, *COMPARE, "--json", "-"))["rows"]
+    assert [row["solver"] for row in rows] == ["round_robin", "greedy", "milp"]
+    for row in rows:
+        assert row.keys() == {
+            "model", "owners", "solver", "makespan_ms", "lower_bound_ms", "gap", "imbalance",
+            "status", "seconds",
+        }  # fmt: skip
+        assert (row["model"], row["owners"]) == ("qwen2.5-0.5b", 8)
+        assert row["gap"] == row["makespan_ms"] / row["lower_bound_ms"] - 1 >= -1e-9
+    assert len({row["lower_bound_ms"] for row in rows}) == 1
+    round_robin, greedy, milp = (row["makespan_ms"] for row in rows)
+    assert milp <= greedy * (1 + 1e-9) < round_robin
+
+
+def test_a_comparison_is_one_table(capsys, tmp_path):
+    path = tmp_path / "rows.json"
+    _, out, err = run(capsys, *COMPARE, "--json", str(path))
+    assert err == f"wrote {path}\n"
+    rows = json.loads(path.read_text())["rows"]
+    lines = [line.split() for line in out.splitlines()]
+    for row in rows:
+        (line,) = [found for found in lines if found[:1] == [row["solver"]]]
+        assert line[1] == f"{row['makespan_ms']:.3f}"
+        assert line[3] == f"{row['gap']:.2%}"
+        assert row["status"] in line
+    assert out.startswith("qwen2.5-0.5b: 494.03 M parameters (bfloat16), mesh 2 x 4")
+    assert "168 matrices, costs analytic:h200" in out
+
+
+def test_the_gap_of_a_comparison_is_to_the_best_bound(capsys, monkeypatch):
+    from dataclasses import replace
+
+    bounds = {"round_robin": 1.0, "greedy": 4.0, "milp": 2.0}
+
+    def bounded(specs, topology, costs, *, solver, options):
+        plan = solve(specs, topology, costs, solver="greedy", options=options)
+        return replace(plan, solver=solver, lower_bound_ms=bounds[solver])
+
+    monkeypatch.setattr(plan_request, "solve", bounded)
+    rows = json.loads(succeed(capsys, *COMPARE, "--json", "-"))["rows"]
+    assert [row["lower_bound_ms"] for row in rows] == [4.0] * 3
+
+
+def failing(*solvers: str):
+    def solve_or_fail(specs, topology, costs, *, solver, options):
+        if solver in solvers:
+            raise PlanError(f"{solver} is at a loss")
+        return solve(specs, topology, costs, solver="greedy", options=options)
+
+    return solve_or_fail
+
+
+def test_a_solver_without_a_plan_is_a_row_with_its_reason(capsys, monkeypatch):
+    monkeypatch.setattr(plan_request, "solve", failing("milp"))
+    rows = json.loads(succeed(capsys, *COMPARE, "--json", "-"))["rows"]
+    assert (rows[2]["makespan_ms"], rows[2]["gap"], rows[2]["status"]) == (None, None, "no plan")
+    assert rows[1]["makespan_ms"] > 0
+    out = succeed(capsys, *COMPARE)
+    assert re.search(r"^ *milp +- +- .*no plan", out, re.M)
+    assert "milp: milp is at a loss" in out
+    assert "round_robin: greedy ran" in out
+
+
+def test_a_comparison_without_any_plan_is_an_error(capsys, monkeypatch):
+    monkeypatch.setattr(plan_request, "solve", failing(*COMPARED))
+    status, out, err = run(capsys, *COMPARE)
+    assert (status, out) == (2, "")
+    assert "milp is at a loss" in err
+
+
+# ---- verification ------------------------------------------------------------------------
+
+
+SOLVED = ["plan", "--model", "gpt2", "--mesh", "2x2", "--time-limit", "1"]
+
+
+def test_a_saved_plan_is_verified(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    plan = saved(capsys, path, *SOLVED)
+    out = succeed(capsys, "plan", "--verify", str(path))
+    assert f"{plan.makespan_ms:.6g} ms" in out
+
+
+def test_a_plan_with_a_wrong_bound_is_refuted(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    saved(capsys, path, *SOLVED)
+    data = json.loads(path.read_text())
+    data["lower_bound_ms"] *= 1.01
+    path.write_text(json.dumps(data))
+    status, out, err = run(capsys, "plan", "--verify", str(path))
+    assert (status, err) == (1, "")
+    assert "bound" in out
+
+
+# ---- mistakes ----------------------------------------------------------------------------
+
+GPT2 = ["--model", "gpt2", "--mesh", "4", "--time-limit", "0.5"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        ([], "--model"),
+        (["--mesh", "4x8"], "--model"),
+        (["--model", "gpt2"], "needs --mesh"),
+        (["--model", "gpt3", "--mesh", "4x8"], "did you mean gpt2"),
+        (["--model", "gone.json", "--mesh", "4x8"], "cannot read 'gone.json': No such file"),
+        (["--model", "gone:build", "--mesh", "4x8"], "importing 'gone' failed"),
+        (["--model", "gpt2", "--mesh", "4y8"], "'4y8' is no mesh"),
+        (["--model", "gpt2", "--mesh", ""], "'' is no mesh"),
+        (["--model", "gpt2", "--mesh", "0x8"], "0 ranks"),
+        (["--model", "gpt2", "--mesh", "1000x1000"], "1,000,000 ranks"),
+        (["--model", "gpt2", "--mesh", "4x8", "--axes", "dp"], "axis names"),
+        ([*GPT2, "--ranks-per-node", "0"], "ranks_per_node"),
+        ([*GPT2, "--ranks-per-node", "many"], "--ranks-per-node"),
+        ([*GPT2, "--costs", "analytic:abacus"], "analytic:abacus"),
+        ([*GPT2, "--costs", "gone.json"], "gone.json"),
+        ([*GPT2, "--solver", "oracle"], "oracle"),
+        ([*GPT2, "--dtype", "bf16"], "unknown dtype 'bf16'"),
+        ([*GPT2, "--memory", "much"], "'much' is no size"),
+        ([*GPT2, "--max-batch", "0"], "max_batch"),
+        ([*GPT2, "--time-limit", "-1"], "time_limit_s"),
+        ([*GPT2, "--time-limit", "nan"], "time_limit_s"),
+        ([*GPT2, "--splits", "c_attn"], "PATTERN=NUMBER"),
+        ([*GPT2, "--splits", "*.c_attn.weight=1,2"], "768 rows"),
+        ([*GPT2, "--heads", "*.c_attn.weight=1,2"], "takes one number"),
+        ([*GPT2, "--heads", "gone=2"], "matches no matrix"),
+        ([*GPT2, "--json", "gone/report.json"], "cannot write 'gone/report.json': No such file"),
+        (
+            [*GPT2, "--html", "gone/report.html"],
+            "cannot write gone/report.html: the directory gone",
+        ),
+        ([*GPT2, "--save", "."], "cannot write '.': Is a directory"),
+        ([*GPT2, "--compare", "--solver", "milp"], "drop --solver"),
+        ([*GPT2, "--compare", "--save", "p", "--html", "h"], "drop --html, --save"),
+        (["--verify", "gone.json"], "cannot read 'gone.json': No such file"),
+        (["--verify", "gone.json", "--mesh", "4", "--compare"], "drop --mesh, --compare"),
+        (["--verify", "gone.json", "--model", "gpt2"], "not allowed with"),
+        ([*GPT2, "--frobnicate"], "--frobnicate"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, complaint):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main(["plan", *argv])
+    except SystemExit as error:  # from argparse
+        status = error.code
+    captured = capsys.readouterr()
+    assert status == 2
+    (line,) = captured.err.splitlines()
+    assert line.startswith("python -m dmuon")
+    assert complaint in line
+    wrote_first = {"--json", "--html", "--save"} & set(argv) and "--compare" not in argv
+    assert bool(captured.out) == bool(wrote_first)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "{}", '{"format": 99}', "\xff"])
+def test_a_file_that_is_no_plan_or_no_table_is_a_mistake(capsys, tmp_path, content):
+    path = tmp_path / "file.json"
+    path.write_bytes(content.encode("latin-1"))
+    for argv in (["--verify", str(path)], [*GPT2, "--costs", str(path)]):
+        status, out, err = run(capsys, "plan", *argv)
+        assert (status, out) == (2, "")
+        assert len(err.splitlines()) == 1
+
+
+def test_a_command_is_needed(capsys):
+    with pytest.raises(SystemExit) as error:
+        main([])
+    assert error.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+# ---- texts -------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=5))
+def test_sizes_joined_by_x_are_a_mesh(sizes):
+    assert mesh_shape("x".join(map(str, sizes))) == tuple(sizes)
+
+
+@given(st.text("0123456789xX -.", max_size=12))
+def test_any_text_is_a_mesh_or_a_mistake(text):
+    try:
+        shape = mesh_shape(text)
+    except PlanError as error:
+        assert "--mesh" in str(error)
+        return
+    assert "x".join(map(str, shape)) == re.sub(r"(^|x)0+(?=\d)", r"\1", text.strip().lower())
+    world = 1
+    for size in shape:
+        world *= size
+    assert 1 <= world <= MAX_RANKS
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("0", 0),
+        ("12345", 12345),
+        ("80GiB", 80 * 2**30),
+        ("80 GiB", 80 * 2**30),
+        ("80gib", 80 * 2**30),
+        ("1.5KiB", 1536),
+        ("2GB", 2 * 10**9),
+        ("3TB", 3 * 10**12),
+        ("7B", 7),
+    ],
+)
+def test_sizes_in_memory(text, count):
+    assert memory_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "80G", "80 PiB", "80GiBB", "1.GiB", "٣"])
+def test_what_is_no_size_in_memory(text):
+    with pytest.raises(PlanError, match="--memory"):
+        memory_bytes(text)
+
+
+# ---- a process of its own ----------------------------------------------------------------
+
+
+def start(*argv: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "dmuon", *argv],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def status_without_a_reader(*argv: str) -> int:
+    process = start(*argv)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read().decode() == ""
+    process.stderr.close()
+    return process.wait()
+
+
+@pytest.mark.parametrize("argv", [[*SMALL, "--json", "-"], SMALL])
+def test_a_closed_pipe_ends_quietly(argv):
+    assert status_without_a_reader(*argv) == CLOSED_PIPE
+
+
+def test_help_into_a_closed_pipe_ends_quietly():
+    # argparse itself drops the error where standard output is not buffered.
+    assert status_without_a_reader("plan", "--help") in (0, CLOSED_PIPE)
+
+
+def test_the_command_runs_as_a_module():
+    out, err = start("plan", "--help").communicate()
+    assert err == b""
+    assert b"--mesh" in out
+    assert all(name in out.decode() for name in PRESETS)

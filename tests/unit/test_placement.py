@@ -1,0 +1,410 @@
+"""Which matrix goes to which owner once the counts are known, and how crowded links get."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dmuon.scheduler.placement import (
+    Contention,
+    contention,
+    layer_of,
+    natural_key,
+    place,
+    row_major,
+)
+from dmuon.scheduler.topology import Topology
+from dmuon.types import PlanError
+
+Counts = Sequence[Mapping[int, int]]
+
+
+@dataclass
+class Case:
+    """What `place` is asked for."""
+
+    kinds: list[int]
+    layers: list[str]
+    counts: list[Counter[int]]
+    groups: list[list[int]]
+    topology: Topology
+
+    def place(self, *, with_topology: bool = True) -> list[int]:
+        order, topology = self.topology.owner_order(), self.topology if with_topology else None
+        return place(self.kinds, self.layers, self.counts, self.groups, order, topology)
+
+    def taken(self, owners: Sequence[int]) -> list[Counter[int]]:
+        """What `owners` gives to each rank."""
+        assert len(owners) == len(self.kinds)
+        taken: list[Counter[int]] = [Counter() for _ in self.counts]
+        for kind, owner in zip(self.kinds, owners):
+            taken[owner][kind] += 1
+        return taken
+
+
+def model(layers: int, kinds: Sequence[int]) -> tuple[list[int], list[str]]:
+    """Kinds and layers of a model whose layers hold these kinds."""
+    pairs = [(kind, f"layers.{layer}") for layer in range(layers) for kind in kinds]
+    return [kind for kind, _ in pairs], [layer for _, layer in pairs]
+
+
+def dealt(kinds: Sequence[int], owners: Sequence[int], world: int) -> list[Counter[int]]:
+    """Counts of ``world`` ranks when the matrices, kind by kind, go to these owners in turn."""
+    counts: list[Counter[int]] = [Counter() for _ in range(world)]
+    for i, kind in enumerate(sorted(kinds)):
+        counts[owners[i % len(owners)]][kind] += 1
+    return counts
+
+
+def items(counts: Counts) -> list[tuple[tuple[int, int], ...]]:
+    return [tuple(sorted((k, n) for k, n in taken.items() if n)) for taken in counts]
+
+
+def meetings(layers: Sequence[str], owners: Sequence[int]) -> int:
+    """How many matrices have an owner that has one of their layer already."""
+    layered = [(layer, owner) for layer, owner in zip(layers, owners) if layer]
+    return len(layered) - len(set(layered))
+
+
+@st.composite
+def cases(draw, ranks: int = 12, matrices: int = 40) -> Case:
+    nodes = draw(st.lists(st.integers(0, 3), min_size=1, max_size=ranks))
+    world = len(nodes)
+    kinds = draw(st.lists(st.integers(0, 3), max_size=matrices))
+    layers = [draw(st.sampled_from(["", "a", "b", "c.1", "c.2"])) for _ in kinds]
+    counts: list[Counter[int]] = [Counter() for _ in range(world)]
+    for kind in kinds:
+        counts[draw(st.integers(0, world - 1))][kind] += 1
+    group_of = [draw(st.integers(0, 2)) for _ in range(world)]  # 0: not interchangeable
+    groups = [[r for r in range(world) if group_of[r] == g] for g in (1, 2)]
+    return Case(kinds, layers, counts, groups, Topology.on_nodes((world,), ("dp",), nodes))
+
+
+# ---- the counts --------------------------------------------------------------------------
+
+
+@given(cases(), st.booleans())
+def test_every_owner_takes_what_was_decided(case, with_topology):
+    """Exactly, for ranks that are like no other; in some arrangement inside a group."""
+    taken = items(case.taken(case.place(with_topology=with_topology)))
+    wanted = items(case.counts)
+    for group in case.groups:
+        assert Counter(taken[r] for r in group) == Counter(wanted[r] for r in group)
+    for rank in set(range(len(wanted))) - {r for group in case.groups for r in group}:
+        assert taken[rank] == wanted[rank]
+
+
+@given(cases(), st.randoms(use_true_random=False))
+def test_the_arrangement_inside_a_group_does_not_matter(case, shuffled):
+    expected = case.place()
+    for group in case.groups:
+        handed = [case.counts[rank] for rank in group]
+        shuffled.shuffle(handed)
+        for rank, counts in zip(group, handed):
+            case.counts[rank] = Counter(dict(reversed(counts.items())))
+        shuffled.shuffle(group)
+    case.groups.reverse()
+    assert case.place() == expected
+
+
+@pytest.mark.parametrize(
+    ("kinds", "layers", "counts", "order", "message"),
+    [
+        ([0, 0], ["", ""], [{0: 1}, {}], (0, 1), "0: \\(1, 2\\)"),
+        ([0], [""], [{0: 1, 7: 1}, {}], (0, 1), "7: \\(1, 0\\)"),
+        ([0], [""], [{0: 2}, {0: -1}], (0, 1), ">= 0"),
+        ([0], [], [{0: 1}, {}], (0, 1), "1 matrices have 0 layers"),
+        ([0], [""], [{0: 1}, {}], (0, 0), "each of the 2 ranks once"),
+        ([0], [""], [{0: 1}, {}], (0,), "each of the 2 ranks once"),
+    ],
+)
+def test_counts_that_do_not_add_up_are_refused(kinds, layers, counts, order, message):
+    with pytest.raises(PlanError, match=message):
+        place(kinds, layers, counts, [], order)
+
+
+def test_no_matrix_at_all():
+    assert place([], [], [{}, {}], [[0, 1]], (0, 1), Topology.flat(2)) == []
+
+
+# ---- layers ------------------------------------------------------------------------------
+
+
+def fewest_meetings(kinds: Sequence[int], layers: Sequence[str], counts: Counts) -> int:
+    """By trying everything, layer after layer."""
+    order = sorted(range(len(kinds)), key=layers.__getitem__)
+
+    @cache
+    def go(at: int, left: tuple[tuple[int, ...], ...], used: frozenset[int]) -> int:
+        if at == len(order):
+            return 0
+        kind, layer = kinds[order[at]], layers[order[at]]
+        if at and layer != layers[order[at - 1]]:
+            used = frozenset()
+        found = len(kinds)
+        for rank, room in enumerate(left):
+            if room[kind]:
+                less = tuple(n - (k == kind) for k, n in enumerate(room))
+                meets = bool(layer) and rank in used
+                rest = (*left[:rank], less, *left[rank + 1 :])
+                found = min(found, meets + go(at + 1, rest, used | {rank}))
+        return found
+
+    width = max(kinds, default=0) + 1
+    left = tuple(tuple(taken.get(k, 0) for k in range(width)) for taken in counts)
+    return go(0, left, frozenset())
+
+
+@st.composite
+def small_cases(draw, kinds: int) -> Case:
+    matrices = draw(st.lists(st.integers(0, kinds - 1), min_size=1, max_size=8))
+    layers = [draw(st.sampled_from(["", "a", "b", "c"])) for _ in matrices]
+    world = draw(st.integers(1, 4))
+    counts: list[Counter[int]] = [Counter() for _ in range(world)]
+    for kind in matrices:
+        counts[draw(st.integers(0, world - 1))][kind] += 1
+    return Case(matrices, layers, counts, [], Topology.flat(world, ranks_per_node=2))
+
+
+@given(small_cases(kinds=1), st.booleans())
+def test_layers_of_one_kind_meet_an_owner_as_seldom_as_possible(case, with_topology):
+    owners = case.place(with_topology=with_topology)
+    fewest = fewest_meetings(case.kinds, case.layers, case.counts)
+    assert meetings(case.layers, owners) == fewest
+
+
+@given(small_cases(kinds=3), st.booleans())
+def test_layers_of_several_kinds_come_within_one_of_it(case, with_topology):
+    owners = case.place(with_topology=with_topology)
+    fewest = fewest_meetings(case.kinds, case.layers, case.counts)
+    assert meetings(case.layers, owners) <= fewest + 1
+
+
+def hidden_solution(seed: int) -> Case:
+    """Random counts for which every layer can have owners of its own."""
+    draw = random.Random(seed)
+    world = draw.choice((4, 6, 8, 16))
+    kinds: list[int] = []
+    layers: list[str] = []
+    counts: list[Counter[int]] = [Counter() for _ in range(world)]
+    for layer in range(draw.randint(2, 12)):
+        for rank in draw.sample(range(world), draw.randint(1, world)):
+            kinds.append(draw.randrange(4))
+            layers.append(f"layers.{layer}")
+            counts[rank][kinds[-1]] += 1
+    return Case(kinds, layers, counts, [], Topology.flat(world, ranks_per_node=4))
+
+
+def test_hidden_solutions_are_found():
+    """A goal and no promise: the problem holds Latin squares, which are hard to complete."""
+    missed = [meetings(case.layers, case.place()) for case in map(hidden_solution, range(100))]
+    assert missed.count(0) >= 95
+    assert sum(missed) <= 6
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 4, 32])
+@pytest.mark.parametrize("dealing", ["evenly", "to half of the ranks", "specialists"])
+def test_layers_of_a_transformer_have_an_owner_for_each_matrix(nodes, dealing):
+    topology = Topology.flat(nodes * 8, ranks_per_node=8)
+    world = topology.world
+    kinds, layers = model(80, (0, 1, 1, 0, 2, 2, 3))
+    if dealing == "specialists":
+        room = -(-len(kinds) // world)
+        counts = [Counter(sorted(kinds)[r * room : (r + 1) * room]) for r in range(world)]
+    else:
+        owners = range(0, world, 2 if dealing != "evenly" and nodes > 1 else 1)
+        counts = dealt(kinds, owners, world)
+    case = Case(kinds, layers, counts, [list(range(world))], topology)
+    owners = case.place()
+    assert meetings(layers, owners) == 0
+    before, after = contention(row_major(len(kinds), world), topology), contention(owners, topology)
+    assert nodes == 1 or after.node_mean < before.node_mean * 0.6
+    assert after.column_mean < 2.0
+
+
+def test_more_matrices_in_a_layer_than_owners():
+    """Each owner gets its share of a layer: with 4 owners, 3 or 2 of 11."""
+    kinds, layers = model(4, (0,) * 11)
+    counts = [Counter({0: 11}) for _ in range(4)]
+    case = Case(kinds, layers, counts, [], Topology.flat(4))
+    for pair in Counter(zip(layers, case.place())).items():
+        assert pair[1] in (2, 3)
+
+
+# ---- the order ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 4, 8, 32])
+def test_where_all_take_alike_nothing_is_worse_than_the_owner_order(nodes):
+    topology = Topology.flat(nodes * 8, ranks_per_node=8)
+    kinds, layers = model(topology.world, (0, 1, 1, 0, 2, 2, 3))
+    case = Case(kinds, layers, dealt(kinds, range(topology.world), topology.world), [], topology)
+    order = list(topology.owner_order()) * 7
+    assert case.place(with_topology=False) == order
+    found, ideal = contention(case.place(), topology), contention(order, topology)
+    assert (found.column_max, found.column_mean) == (1, 1.0)
+    assert found.node_max <= ideal.node_max and found.node_mean <= ideal.node_mean
+
+
+@pytest.mark.parametrize("busy", [4, 8, 12, 16, 20])
+def test_busy_and_idle_owners_are_spread_over_nodes_and_columns(busy):
+    topology = Topology.flat(32, ranks_per_node=8)
+    kinds, layers = model(busy, (0, 1))
+    counts = [Counter({0: 1, 1: 1})] * busy + [Counter()] * (32 - busy)
+    owners = set(Case(kinds, layers, counts, [list(range(32))], topology).place())
+    assert len(owners) == busy
+    assert max(Counter(map(topology.node, owners)).values()) == -(-busy // 4)
+    assert max(Counter(owner % 8 for owner in owners).values()) == -(-busy // 8)
+
+
+def test_ranks_of_different_groups_keep_what_is_theirs():
+    counts = [Counter({0: 2}), Counter(), Counter({1: 2}), Counter()]
+    case = Case([0, 1, 0, 1], ["a", "a", "b", "b"], counts, [[0, 1], [2, 3]], Topology.flat(4))
+    taken = case.taken(case.place())
+    assert sum((taken[0] + taken[1]).values()) == (taken[0] + taken[1])[0] == 2
+
+
+def test_large_and_small_shares_are_handed_out_evenly():
+    """One owner takes 28 of 56 matrices, 28 owners take one each: in turn, and not in blocks."""
+    counts = [Counter({0: 28})] + [Counter({0: 1}) for _ in range(28)]
+    case = Case([0] * 56, [""] * 56, counts, [], Topology.flat(29))
+    owners = case.place()
+    for end in range(57):
+        assert abs(owners[:end].count(0) - end / 2) <= 4
+
+
+# ---- determinism and speed ---------------------------------------------------------------
+
+PROBE = """
+import hashlib, json
+from collections import Counter
+from dmuon.scheduler.placement import place
+from dmuon.scheduler.topology import Topology
+kinds = [0, 1, 1, 0, 2, 2, 3] * 24 + [4] * 40
+layers = [f"layers.{i // 7}.x" for i in range(7 * 24)] + [""] * 40
+counts = [Counter() for _ in range(24)]
+for i, kind in enumerate(kinds):
+    counts[i * i % 24][kind] += 1
+topology = Topology.flat(24, ranks_per_node=8)
+print(json.dumps(place(kinds, layers, counts, [range(12)], topology.owner_order(), topology)))
+"""
+
+
+def test_hash_seeds_do_not_matter():
+    found = set()
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE],
+            cwd=Path(__file__).parents[2],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr
+        found.add(done.stdout)
+    assert len(found) == 1
+    assert len(json.loads(found.pop())) == 7 * 24 + 40
+
+
+@pytest.mark.parametrize(
+    ("layers", "kinds", "world", "seconds"),
+    [
+        (119, (0, 1, 1, 0) + (2,) * 256 + (3,) * 128, 4096, 30),
+        (119, (0, 1, 1, 0) + (2,) * 256 + (3,) * 128, 64, 30),
+        (288, (0, 1, 1, 0, 2, 2, 3), 4096, 10),
+    ],
+)
+def test_large_models_on_many_owners(layers, kinds, world, seconds):
+    """2 s and 0.2 s when written; a pass over all owners for each matrix takes minutes."""
+    topology = Topology.flat(world, ranks_per_node=8)
+    matrices, names = model(layers, kinds)
+    counts = dealt(matrices, range(world), world)
+    begin = time.process_time()
+    owners = Case(matrices, names, counts, [list(range(world))], topology).place()
+    assert time.process_time() - begin < seconds
+    assert meetings(names, owners) <= sum(max(0, n - world) for n in Counter(names).values())
+
+
+# ---- names -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("blocks.3.attn.q.weight", "blocks.3"),
+        ("model.layers.12.mlp.experts.w1#5", "model.layers.12"),
+        ("0.weight", "0"),
+        ("experts.w1#5", ""),
+        ("stack.7#2", "stack.7"),
+        ("layer1.weight", ""),
+        ("a.1.b.2.weight", "a.1"),
+        ("a.².weight", ""),
+        ("", ""),
+    ],
+)
+def test_layer_of(name, layer):
+    assert layer_of(name) == layer
+
+
+def test_numbers_count_in_the_natural_order():
+    names = ["l.10.q", "l.2.q", "l.2.k#10", "l.2.k#9", "l.2", "l", "10.a", "9.a", "l.02.q", "m"]
+    assert sorted(names, key=natural_key) == [
+        "9.a", "10.a", "l", "l.2", "l.2.k#9", "l.2.k#10", "l.02.q", "l.2.q", "l.10.q", "m",
+    ]  # fmt: skip
+
+
+@given(st.lists(st.text(alphabet="ab.#019²", max_size=6), unique=True), st.randoms())
+def test_the_natural_order_is_total(names, shuffled):
+    expected = sorted(names, key=natural_key)
+    assert len(set(map(natural_key, names))) == len(names)
+    shuffled.shuffle(names)
+    assert sorted(names, key=natural_key) == expected
+
+
+def test_layers_stay_together_in_the_natural_order():
+    names = [f"l.{i}.{part}.w#{j}" for i in range(12) for part in ("mlp", "attn") for j in (0, 1)]
+    layers = [layer_of(name) for name in sorted(names, key=natural_key)]
+    assert layers == sorted(layers, key=natural_key)
+
+
+# ---- contention --------------------------------------------------------------------------
+
+
+@given(cases(matrices=25), st.integers(1, 30), st.randoms(use_true_random=False))
+def test_contention_counts_every_window(case, window, draw):
+    topology = case.topology
+    owners = [draw.randrange(topology.world) for _ in case.kinds]
+    place_of = {r: (n, c) for n, row in enumerate(topology.slots()) for c, r in enumerate(row)}
+    size = min(window, len(owners))
+    windows = [owners[i : i + size] for i in range(len(owners) - size + 1)] if owners else []
+    crowds = [
+        [max(Counter(place_of[owner][axis] for owner in part).values()) for part in windows]
+        for axis in (0, 1)
+    ]
+    found = contention(owners, topology, window)
+    assert found.window == size
+    assert (found.node_max, found.column_max) == tuple(max(c, default=0) for c in crowds)
+    means = [sum(c) / len(c) if c else 0.0 for c in crowds]
+    assert (found.node_mean, found.column_mean) == pytest.approx(means)
+
+
+def test_contention_of_the_xor_order_and_of_rows():
+    topology = Topology.flat(32, ranks_per_node=8)
+    order = topology.owner_order() * 3
+    rows = row_major(96, 32)
+    assert contention(order, topology) == Contention(8, 3, pytest.approx(2.61, abs=0.01), 1, 1.0)
+    assert contention(rows, topology) == Contention(8, 8, pytest.approx(6.02, abs=0.01), 1, 1.0)

@@ -1,0 +1,729 @@
+"""Models to plan for: published architectures, Hugging Face configurations, users' functions.
+
+`python -m tests.unit.test_presets` prints the table of presets that docs/plan-command.md holds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from dmuon.scheduler.hf_config import MODEL_TYPES, architecture_of, dtype_of
+from dmuon.scheduler.presets import PRESETS, model_specs
+from dmuon.scheduler.select import collect
+from dmuon.scheduler.skeleton import GPT2, Architecture, Decoder, build
+from dmuon.scheduler.specs import ModelSpecs
+from dmuon.types import Algorithm, DmuonError, PlanError, SelectionError
+
+MUON, ADAMW = Algorithm.MUON, Algorithm.ADAMW
+DOCS = Path(__file__).parents[2] / "docs" / "plan-command.md"
+
+# Elements of the published weights, tied weights once. DeepSeek-V3 without multi-token prediction.
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_419_200,
+}
+# Published with an embedding of 257,216 rows, of which pi0 has the 257,152 that are used.
+PALIGEMMA_3B = 2_923_466_480 - (257_216 - 257_152) * 2048
+
+
+def total(specs: ModelSpecs) -> int:
+    return sum(p.numel for p in specs.parameters + specs.frozen)
+
+
+def shapes(specs: ModelSpecs) -> dict[str, tuple[int, ...]]:
+    return {p.name: p.shape for p in specs.parameters}
+
+
+def routes(specs: ModelSpecs) -> dict[str, tuple[Algorithm, str]]:
+    return {p.name: (p.algorithm, p.reason) for p in specs.parameters}
+
+
+def elements(architecture: Architecture) -> int:
+    return sum(p.numel() for p in build(architecture).parameters())
+
+
+# ---- presets -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_has_as_many_elements_as_the_published_weights(name):
+    assert total(model_specs(name)) == PUBLISHED[name]
+
+
+def test_every_published_model_is_checked():
+    assert PRESETS.keys() - PUBLISHED.keys() == {"moe-60x256", "vla"}
+
+
+def test_the_vla_mix_is_paligemma_and_an_action_expert_of_300m():
+    parts: Counter[str] = Counter()
+    for p in model_specs("vla").parameters:
+        parts[p.name.split(".")[0]] += p.numel
+    language = ("vision_tower", "multi_modal_projector", "language_model")
+    assert sum(parts[part] for part in language) == PALIGEMMA_3B
+    assert parts["action_expert"] == pytest.approx(311e6, rel=2e-3)
+    assert {"state_proj", "action_in_proj", "action_out_proj"} <= parts.keys()
+
+
+def test_the_scaling_target_has_46000_matrices():
+    specs = model_specs("moe-60x256")
+    experts = [m for m in specs.matrices if ".experts." in m.name]
+    assert len(experts) == 60 * 256 * 3
+    assert len(specs.matrices) == len(experts) + 60 * (4 + 1)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_names_its_source_and_sends_every_layer_to_muon(name):
+    preset = PRESETS[name]
+    assert len(preset.source) > 10
+    specs = model_specs(name)
+    assert {p.dtype for p in specs.parameters} == {"bfloat16"}
+    assert specs.frozen == ()
+    for parameter in specs.parameters:
+        flat = len(parameter.shape) < 2
+        at_an_end = any(part in parameter.name for part in ("embed", "wte", "wpe", "lm_head"))
+        if flat:
+            assert (parameter.algorithm, parameter.reason) == (ADAMW, "1-D")
+        elif not at_an_end:
+            assert parameter.algorithm is MUON, parameter
+
+
+def test_embeddings_and_heads_are_routed_by_the_rules_of_any_model():
+    untied = routes(model_specs("qwen2.5-7b"))
+    assert untied["model.embed_tokens.weight"] == (ADAMW, "embedding (Embedding)")
+    assert untied["lm_head.weight"] == (ADAMW, "output head ('lm_head')")
+    tied = routes(model_specs("qwen2.5-3b"))
+    assert tied["model.embed_tokens.weight"] == (
+        ADAMW,
+        "tied to embedding 'model.embed_tokens.weight'",
+    )
+    assert "lm_head.weight" not in tied
+    vla = routes(model_specs("vla"))
+    assert vla["vision_tower.embeddings.position_embedding.weight"][0] is ADAMW
+    assert vla["vision_tower.embeddings.patch_embedding.weight"][0] is MUON
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [
+        (
+            "llama3-8b",
+            {
+                "model.layers.31.self_attn.q_proj.weight": (4096, 4096),
+                "model.layers.31.self_attn.k_proj.weight": (1024, 4096),
+                "model.layers.31.mlp.down_proj.weight": (4096, 14336),
+                "model.layers.31.post_attention_layernorm.weight": (4096,),
+                "model.norm.weight": (4096,),
+            },
+        ),
+        (
+            "qwen2.5-7b",
+            {
+                "model.layers.0.self_attn.v_proj.bias": (512,),
+                "model.layers.27.self_attn.o_proj.weight": (3584, 3584),
+            },
+        ),
+        (
+            "qwen3-0.6b",
+            {
+                "model.layers.0.self_attn.q_norm.weight": (128,),
+                "model.layers.0.self_attn.q_proj.weight": (2048, 1024),
+            },
+        ),
+        (
+            "gpt2",
+            {
+                "transformer.h.11.attn.c_attn.weight": (768, 2304),
+                "transformer.h.11.mlp.c_proj.weight": (3072, 768),
+                "transformer.wpe.weight": (1024, 768),
+                "transformer.ln_f.bias": (768,),
+            },
+        ),
+        (
+            "mixtral-8x7b",
+            {
+                "model.layers.0.block_sparse_moe.gate.weight": (8, 4096),
+                "model.layers.0.block_sparse_moe.experts.w1": (8, 14336, 4096),
+                "model.layers.0.block_sparse_moe.experts.w2": (8, 4096, 14336),
+            },
+        ),
+        (
+            "qwen3-30b-a3b",
+            {
+                "model.layers.47.mlp.gate.weight": (128, 2048),
+                "model.layers.47.mlp.experts.up_proj": (128, 768, 2048),
+            },
+        ),
+        (
+            "deepseek-v3",
+            {
+                "model.layers.2.mlp.gate_proj.weight": (18432, 7168),
+                "model.layers.3.mlp.experts.down_proj": (256, 7168, 2048),
+                "model.layers.3.mlp.shared_experts.up_proj.weight": (2048, 7168),
+                "model.layers.60.self_attn.q_a_proj.weight": (1536, 7168),
+                "model.layers.60.self_attn.q_b_proj.weight": (24576, 1536),
+                "model.layers.60.self_attn.kv_a_proj_with_mqa.weight": (576, 7168),
+                "model.layers.60.self_attn.kv_b_proj.weight": (32768, 512),
+                "model.layers.60.self_attn.o_proj.weight": (7168, 16384),
+            },
+        ),
+        ("deepseek-v2-lite", {"model.layers.0.self_attn.q_proj.weight": (3072, 2048)}),
+    ],
+)
+def test_names_and_shapes_are_those_of_the_implementation(preset, parameters):
+    found = shapes(model_specs(preset))
+    assert {name: found.get(name) for name in parameters} == parameters
+
+
+def test_dense_layers_of_a_mixture_hold_no_experts():
+    names = shapes(model_specs("deepseek-v3"))
+    with_experts = {n.split(".")[2] for n in names if ".experts." in n}
+    assert with_experts == {str(layer) for layer in range(3, 61)}
+    assert not any(n.startswith("model.layers.5.mlp.gate_proj") for n in names)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3-405b", "deepseek-v3", "vla"])
+def test_building_a_preset_takes_no_memory(name):
+    assert all(p.is_meta for p in build(PRESETS[name].architecture).parameters())
+
+
+def test_a_dtype_replaces_that_of_a_preset():
+    specs = model_specs("gpt2", "float32")
+    assert {m.dtype for m in specs.matrices} == {"float32"}
+    assert shapes(specs) == shapes(model_specs("gpt2"))
+
+
+def test_case_does_not_matter_in_names():
+    assert model_specs("Qwen2.5-0.5B") == model_specs("qwen2.5-0.5b")
+
+
+def test_splits_and_heads_cut_the_matrices():
+    whole = model_specs("qwen2.5-0.5b")
+    cut = model_specs(
+        "qwen2.5-0.5b",
+        splits={"*.gate_proj.weight": [4000, 864]},
+        heads={"*.q_proj.weight": 14},
+    )
+    assert len(cut.matrices) == len(whole.matrices) + 24 * (1 + 13)
+    with pytest.raises(SelectionError, match="matches no matrix"):
+        model_specs("qwen2.5-0.5b", heads={"*.qkv.weight": 2})
+
+
+# ---- Hugging Face configurations ---------------------------------------------------------
+
+_LLAMA = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+    "attention_bias": False, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "rope_theta": 500000.0, "architectures": ["LlamaForCausalLM"],
+}  # fmt: skip
+_QWEN2 = {
+    "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+_QWEN3 = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072,
+    "head_dim": 128, "attention_bias": False, "tie_word_embeddings": True,
+}  # fmt: skip
+_QWEN3_MOE = {
+    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144,
+    "head_dim": 128, "num_experts": 128, "moe_intermediate_size": 768, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "tie_word_embeddings": False,
+}  # fmt: skip
+_MIXTRAL = {
+    "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+    "num_local_experts": 8, "tie_word_embeddings": False, "sliding_window": None,
+}  # fmt: skip
+_DEEPSEEK_V2 = {
+    "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048,
+    "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64,
+    "n_shared_experts": 2, "first_k_dense_replace": 1, "moe_layer_freq": 1, "q_lora_rank": None,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "attention_bias": False, "tie_word_embeddings": False,
+}  # fmt: skip
+_DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
+    "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+    "n_shared_experts": 1, "first_k_dense_replace": 3, "moe_layer_freq": 1, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "attention_bias": False, "tie_word_embeddings": False, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+_GPT2 = {
+    "model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": 1600, "n_layer": 48,
+    "n_head": 25, "n_ctx": 1024,
+}  # fmt: skip
+_MISTRAL = {
+    "model_type": "mistral", "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+}  # fmt: skip
+_GEMMA = {
+    "model_type": "gemma", "vocab_size": 256000, "hidden_size": 2048, "num_hidden_layers": 18,
+    "num_attention_heads": 8, "num_key_value_heads": 1, "intermediate_size": 16384,
+    "head_dim": 256,
+}  # fmt: skip
+_GEMMA2 = {
+    "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 2304, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 9216,
+    "head_dim": 256,
+}  # fmt: skip
+_PHI3 = {
+    "model_type": "phi3", "vocab_size": 32064, "hidden_size": 3072, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "intermediate_size": 8192,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "preset"),
+    [
+        (_LLAMA, "llama3-8b"),
+        (_QWEN2, "qwen2.5-7b"),
+        (_QWEN3, "qwen3-0.6b"),
+        (_QWEN3_MOE, "qwen3-30b-a3b"),
+        (_MIXTRAL, "mixtral-8x7b"),
+        (_DEEPSEEK_V2, "deepseek-v2-lite"),
+        (_DEEPSEEK_V3, "deepseek-v3"),
+        (_GPT2, "gpt2-xl"),
+    ],
+)
+def test_a_published_configuration_gives_the_architecture_of_its_preset(config, preset):
+    assert architecture_of(config) == PRESETS[preset].architecture
+
+
+@pytest.mark.parametrize(
+    ("config", "published"),
+    [
+        (_MISTRAL, 7_241_732_096),
+        (_GEMMA, 2_506_172_416),
+        (_GEMMA2, 2_614_341_888),
+        (_PHI3, 3_821_079_552),
+    ],
+)
+def test_other_configurations_have_as_many_elements_as_the_published_weights(config, published):
+    assert elements(architecture_of(config)) == published
+
+
+def test_every_known_type_is_tested():
+    tested = (
+        _LLAMA, _QWEN2, _QWEN3, _QWEN3_MOE, _MIXTRAL, _DEEPSEEK_V2, _DEEPSEEK_V3, _GPT2, _MISTRAL,
+        _GEMMA, _GEMMA2, _PHI3,
+    )  # fmt: skip
+    assert {config["model_type"] for config in tested} == MODEL_TYPES.keys()
+
+
+def test_absent_keys_have_the_defaults_of_hugging_face():
+    config = {k: v for k, v in _LLAMA.items() if k not in ("num_key_value_heads", "torch_dtype")}
+    assert architecture_of(config) == architecture_of({**_LLAMA, "num_key_value_heads": 32})
+    assert architecture_of({**_LLAMA, "head_dim": None}) == architecture_of(_LLAMA)
+    assert not architecture_of(_MISTRAL).tied
+    assert architecture_of(_GEMMA).tied
+    assert architecture_of({**_GPT2, "n_inner": None}).intermediate == 6400
+    assert architecture_of({**_GPT2, "n_inner": 7}).intermediate == 7
+
+
+def test_options_of_a_configuration_are_followed():
+    biased = elements(architecture_of({**_LLAMA, "attention_bias": True}))
+    assert biased - PUBLISHED["llama3-8b"] == 32 * (4096 + 2 * 1024 + 4096)
+    biased = elements(architecture_of({**_LLAMA, "mlp_bias": True}))
+    assert biased - PUBLISHED["llama3-8b"] == 32 * (2 * 14336 + 4096)
+    tied = elements(architecture_of({**_LLAMA, "tie_word_embeddings": True}))
+    assert PUBLISHED["llama3-8b"] - tied == 128256 * 4096
+
+
+def test_layers_without_experts_are_those_that_the_configuration_names():
+    sparse = architecture_of(
+        {**_QWEN3_MOE, "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [1]}
+    )
+    assert isinstance(sparse, Decoder)
+    names = [name for name, _ in build(sparse).named_parameters()]
+    assert {n.split(".")[2] for n in names if ".experts." in n} == {"3", "5"}
+    assert {n.split(".")[2] for n in names if ".mlp.up_proj" in n} == {"0", "1", "2", "4"}
+
+
+@pytest.mark.parametrize("kind", ["bert", None, 7, ["llama"]])
+def test_another_model_type_is_refused_with_the_known_ones(kind):
+    with pytest.raises(PlanError, match=r"llama, mistral.*module:function"):
+        architecture_of({**_LLAMA, "model_type": kind})
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size", "num_attention_heads"],
+)
+def test_a_missing_size_is_named(key):
+    with pytest.raises(PlanError, match=f"has no '{key}'"):
+        architecture_of({k: v for k, v in _LLAMA.items() if k != key})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", "4096"),
+        ("hidden_size", 0),
+        ("hidden_size", -4096),
+        ("hidden_size", True),
+        ("hidden_size", 10**18),
+        ("num_hidden_layers", 3.0),
+        ("tie_word_embeddings", "no"),
+        ("attention_bias", None),
+        ("head_dim", []),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named(key, value):
+    with pytest.raises(PlanError, match=f"'{key}' = "):
+        architecture_of({**_LLAMA, key: value})
+
+
+def test_heads_that_do_not_divide_need_a_head_dim():
+    with pytest.raises(PlanError, match="'head_dim'"):
+        architecture_of({**_LLAMA, "num_attention_heads": 30})
+    assert architecture_of({**_LLAMA, "num_attention_heads": 30, "head_dim": 64}).head_dim == 64
+
+
+@pytest.mark.parametrize("layers", [3, "0", ["0"]])
+def test_layers_must_be_listed(layers):
+    with pytest.raises(PlanError, match="mlp_only_layers"):
+        architecture_of({**_QWEN3_MOE, "mlp_only_layers": layers})
+
+
+def test_the_dtype_is_that_of_the_configuration():
+    assert dtype_of({"torch_dtype": "float16"}) == "float16"
+    assert dtype_of({"dtype": "float32", "torch_dtype": "float16"}) == "float32"
+    assert dtype_of({}) == "bfloat16"
+    for wrong in ("float8_e4m3fn", "auto", ["float32"]):
+        with pytest.raises(PlanError, match="--dtype"):
+            dtype_of({"torch_dtype": wrong})
+
+
+def write_config(folder: Path, config: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+SMALL = {**_LLAMA, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96}
+
+
+def test_a_configuration_is_read_from_its_file_or_folder(tmp_path):
+    path = write_config(tmp_path, {**SMALL, "torch_dtype": "float16"})
+    specs = model_specs(str(path))
+    assert model_specs(str(tmp_path)) == specs
+    assert {p.dtype for p in specs.parameters} == {"float16"}
+    assert {p.dtype for p in model_specs(str(path), "float32").parameters} == {"float32"}
+    assert len(specs.matrices) == 14
+
+
+def test_a_dtype_that_is_given_hides_an_unusable_one(tmp_path):
+    path = write_config(tmp_path, {**SMALL, "torch_dtype": "auto"})
+    with pytest.raises(PlanError, match="--dtype"):
+        model_specs(str(path))
+    assert model_specs(str(path), "float32").matrices[0].dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "JSON list"),
+        ("null", "JSON NoneType"),
+        ("[" * 100_000, "JSON"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, complaint):
+    path = tmp_path / "config.json"
+    path.write_text(content)
+    with pytest.raises(PlanError, match=complaint):
+        model_specs(str(path))
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    with pytest.raises(PlanError, match=r"missing.json.*No such file"):
+        model_specs(str(tmp_path / "missing.json"))
+    with pytest.raises(PlanError, match=r"config.json.*No such file"):
+        model_specs(str(tmp_path))
+    (tmp_path / "image.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(PlanError, match="is not JSON"):
+        model_specs(str(tmp_path / "image.json"))
+
+
+@settings(max_examples=30)
+@given(
+    hidden=st.integers(1, 8).map(lambda n: 8 * n),
+    layers=st.integers(1, 3),
+    heads=st.sampled_from([1, 2, 4, 8]),
+    kv_heads=st.integers(1, 8),
+    intermediate=st.integers(2, 40),
+    vocabulary=st.integers(2, 50),
+    tied=st.booleans(),
+    bias=st.booleans(),
+)
+def test_elements_of_a_llama_are_those_of_the_formula(
+    hidden, layers, heads, kv_heads, intermediate, vocabulary, tied, bias
+):
+    keys = kv_heads * (hidden // heads)
+    attention = hidden * (2 * hidden + 2 * keys) + bias * (2 * hidden + 2 * keys)
+    layer = attention + 3 * hidden * intermediate + 2 * hidden
+    config = {
+        **_LLAMA, "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "intermediate_size": intermediate, "vocab_size": vocabulary,
+        "tie_word_embeddings": tied, "attention_bias": bias,
+    }  # fmt: skip
+    expected = layers * layer + hidden + (1 if tied else 2) * hidden * vocabulary
+    assert elements(architecture_of(config)) == expected
+
+
+_VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 70), st.floats(), st.text(max_size=3),
+    st.lists(st.integers(-1, 3), max_size=2),
+)  # fmt: skip
+
+
+@settings(max_examples=150)
+@given(kind=st.sampled_from(sorted(MODEL_TYPES)), data=st.data())
+def test_whatever_a_configuration_holds_there_is_an_architecture_or_a_clear_error(kind, data):
+    whole = {
+        **_QWEN3_MOE, **_MIXTRAL, **_DEEPSEEK_V3, **_GPT2, "mlp_bias": False, "model_type": kind,
+        "n_inner": None,
+    }  # fmt: skip
+    config = {
+        key: min(value, 40) if isinstance(value, int) and value > 1 else value
+        for key, value in whole.items()
+    }
+    for key in data.draw(st.lists(st.sampled_from(sorted(config.keys() - {"model_type"})))):
+        config[key] = data.draw(_VALUES)
+    try:
+        architecture = architecture_of(config)
+    except PlanError as error:
+        assert "model configuration" in str(error)
+        return
+    assert isinstance(architecture, (Decoder, GPT2))
+    assert elements(architecture) > 0
+
+
+# ---- users' functions --------------------------------------------------------------------
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch, request):
+    """Writes a module into a new current folder; returns its name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+    written: list[str] = []
+
+    def write(source: str) -> str:
+        name = f"user_model_{abs(hash(request.node.name))}_{len(written)}"
+        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+        written.append(name)
+        return name
+
+    yield write
+    for name in written:
+        sys.modules.pop(name, None)
+
+
+GOOD = """
+import torch
+from torch import nn
+
+def on_meta():
+    with torch.device("meta"):
+        return nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 4), nn.Linear(4, 5))
+
+def here():
+    print("building")
+    return nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 4), nn.Linear(4, 5))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(3, 7, device="meta", dtype=torch.float16)
+"""
+
+
+def test_a_function_gives_the_model(user_module, capsys):
+    name = user_module(GOOD)
+    path = list(sys.path)
+    specs = model_specs(f"{name}:on_meta")
+    assert [(m.name, m.shape, m.dtype) for m in specs.matrices] == [
+        ("1.weight", (4, 6), "float32"),
+        ("2.weight", (5, 4), "float32"),
+    ]
+    assert routes(specs)["0.weight"] == (ADAMW, "embedding (Embedding)")
+    assert model_specs(f"{name}:here") == specs
+    assert sys.path == path
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "building\n")
+
+
+def test_a_class_without_arguments_is_a_function_too(user_module):
+    name = user_module(GOOD)
+    assert model_specs(f"{name}:Model").matrices[0].dtype == "float16"
+    assert model_specs(f"{name}:Model", "bfloat16").matrices[0].dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("source", "function", "complaint"),
+    [
+        ("", "build", "no function 'build'"),
+        ("build = 3", "build", "no function 'build'"),
+        ("def build(width): pass", "build", r"failed: TypeError.*width"),
+        ("def build(): raise KeyError('depth')", "build", r"failed: KeyError\('depth'\)"),
+        ("def build(): raise SystemExit(3)", "build", r"failed: SystemExit\(3\)"),
+        ("def build(): return {}", "build", "returned dict, expected a torch.nn.Module"),
+        ("1 / 0", "build", r"importing .* failed: ZeroDivisionError"),
+        ("raise SystemExit", "build", r"importing .* failed: SystemExit"),
+        ("import nothing_of_this_name", "build", "importing .* failed: ModuleNotFoundError"),
+        ("def build(:", "build", "importing .* failed: SyntaxError"),
+    ],
+)
+def test_a_function_that_gives_no_model_is_a_clear_error(user_module, source, function, complaint):
+    with pytest.raises(PlanError, match=complaint):
+        model_specs(f"{user_module(source)}:{function}")
+
+
+@pytest.mark.parametrize("text", ["no_such_module_at_all:build", ".relative:build", "a b:c"])
+def test_a_module_that_cannot_be_imported_is_a_clear_error(text):
+    with pytest.raises(PlanError, match="importing .* failed"):
+        model_specs(text)
+
+
+def test_a_model_of_another_dtype_is_refused(user_module):
+    name = user_module(
+        "import torch\n"
+        "def build(): return torch.nn.Linear(3, 4, device='meta', dtype=torch.complex64)"
+    )
+    with pytest.raises(PlanError, match=r"'weight' has dtype complex64"):
+        model_specs(f"{name}:build")
+
+
+# ---- the meta device ---------------------------------------------------------------------
+
+
+def test_a_model_on_the_meta_device_is_collected_on_request_only():
+    model = nn.Sequential(nn.Linear(4, 6, device="meta"))
+    with pytest.raises(DmuonError, match="meta device"):
+        collect(model)
+    real = collect(nn.Sequential(nn.Linear(4, 6)))
+    assert collect(model, allow_meta=True) == real
+
+
+def test_what_is_not_on_the_meta_device_is_checked_still():
+    mixed = nn.Sequential(nn.Linear(4, 6, device="meta"), nn.Linear(6, 4, dtype=torch.complex64))
+    with pytest.raises(DmuonError, match=r"'1.weight' is complex"):
+        collect(mixed, allow_meta=True)
+    lazy = nn.Sequential(nn.LazyLinear(4, device="meta"), nn.Linear(4, 4))
+    with pytest.raises(DmuonError, match=r"'0.weight' is uninitialized"):
+        collect(lazy, allow_meta=True)
+    with pytest.raises(DmuonError, match="no trainable parameter"):
+        collect(nn.Identity(), allow_meta=True)
+
+
+# ---- names -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "closest"),
+    [
+        ("qwen2.5-7", "qwen2.5-7b"),
+        ("lama3-8b", "llama3-8b"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("mixtral", "mixtral-8x7b"),
+        ("gpt-2", "gpt2"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_closest(text, closest):
+    with pytest.raises(PlanError, match=rf"did you mean [^?]*{closest}[,?]"):
+        model_specs(text)
+
+
+def test_an_unknown_name_is_answered_with_all_presets():
+    with pytest.raises(PlanError) as error:
+        model_specs("zzz")
+    assert "did you mean" not in str(error.value)
+    assert all(name in str(error.value) for name in PRESETS)
+    assert "module:function" in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", ":", "a:", ":b", "x" * 5000])
+def test_odd_names_are_unknown(text):
+    with pytest.raises(PlanError, match="no preset and no file"):
+        model_specs(text)
+
+
+@settings(max_examples=50)
+@given(st.text(st.characters(exclude_characters=":/.", exclude_categories=["Cs"]), max_size=12))
+def test_any_other_text_is_a_clear_error(text):
+    if text.lower() not in PRESETS:
+        with pytest.raises(PlanError):
+            model_specs(text)
+
+
+def test_an_unknown_dtype_is_refused():
+    for dtype in ("bf16", "int8", ""):
+        with pytest.raises(PlanError, match="unknown dtype"):
+            model_specs("gpt2", dtype)
+
+
+# ---- documentation -----------------------------------------------------------------------
+
+
+def table() -> list[str]:
+    """The table of presets in the documentation."""
+    rows = ["| preset | parameters | matrices | shapes from |", "|---|---:|---:|---|"]
+    for name, preset in PRESETS.items():
+        specs = model_specs(name)
+        billions = f"{total(specs) / 1e9:,.3f} B"
+        rows.append(f"| `{name}` | {billions} | {len(specs.matrices):,} | {preset.source} |")
+    return rows
+
+
+def test_the_documentation_lists_the_presets():
+    documented = DOCS.read_text(encoding="utf-8").splitlines()
+    expected = table()
+    begin = documented.index(expected[0])
+    assert documented[begin : begin + len(expected)] == expected
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))

@@ -1,0 +1,517 @@
+"""Counts and bounds against brute force: every solver, on every small problem."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dmuon.config import PlannerOptions
+from dmuon.scheduler import engines, exhaustive, milp
+from dmuon.scheduler.certificate import certify
+from dmuon.scheduler.columns import Budget, Columns
+from dmuon.scheduler.compact import compact
+from dmuon.scheduler.costs import CostTable
+from dmuon.scheduler.engines import EngineError, LinearProgram, Row, available_engines, minimize
+from dmuon.scheduler.greedy import greedy, improve, longest_first, round_robin
+from dmuon.scheduler.limits import OwnerLimits
+from dmuon.scheduler.plan import solve
+from dmuon.scheduler.problem import Problem, build_problem
+from dmuon.scheduler.proof import Dual, bound_of, simple_duals, work_tables
+from dmuon.scheduler.topology import Topology
+from dmuon.types import PlanError
+from tests.unit.models import specs_of
+
+SHAPES = ((4, 6, "float32"), (8, 8, "float32"), (6, 4, "bfloat16"))
+MAX_BATCH = 4
+TICKS = 1e-8  # ms; costs are rounded to picoseconds, each by half of one
+slow = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@dataclass
+class Prices:
+    """Made-up prices, neither monotone nor concave: ``table[key][batch]``."""
+
+    table: dict[tuple[int, int, str], tuple[float, ...]]
+    source: str = "made up"
+
+    def batch_ms(self, key, batch):
+        return self.table[key][batch - 1]
+
+
+@dataclass(frozen=True)
+class Instance:
+    keys: tuple[tuple[int, int, str], ...]
+    world: int
+    prices: Prices
+    limits: OwnerLimits
+
+    @property
+    def specs(self):
+        return specs_of(self.keys)
+
+    def problem(self) -> Problem:
+        return build_problem(self.specs.matrices, self.world, self.limits, self.prices.table)
+
+    def assignments(self) -> Iterator[tuple[int, ...]]:
+        """Every allowed assignment that fits the memory cap."""
+        sizes = [r * c * (4 if d == "float32" else 2) for r, c, d in self.keys]
+        for owners in product(range(self.world), repeat=len(self.keys)):
+            if not all(self.limits.may_own(r, i) for i, r in enumerate(owners)):
+                continue
+            stored = [self.limits.fixed_bytes_of(r) for r in range(self.world)]
+            for r, size in zip(owners, sizes):
+                stored[r] += size
+            cap = self.limits.memory_bytes
+            if cap is None or max(stored) <= cap:
+                yield owners
+
+    def makespan(self, owners: tuple[int, ...]) -> float:
+        """A batch holds matrices of one shape, dtype and pool."""
+        loads = [self.limits.fixed_ms_of(r) for r in range(self.world)]
+        kinds = list(zip(self.keys, self.limits.pool_of or [0] * len(self.keys)))
+        for r in range(self.world):
+            mine = [k for k, o in zip(kinds, owners) if o == r]
+            loads[r] += sum(cheapest(self.prices, k[0], mine.count(k)) for k in set(mine))
+        return max(loads)
+
+    def optimum(self) -> float | None:
+        return min((self.makespan(o) for o in self.assignments()), default=None)
+
+    def solve(self, solver: str, **options):
+        return solve(
+            self.specs,
+            Topology.flat(self.world),
+            self.prices,
+            solver=solver,
+            limits=self.limits,
+            options=PlannerOptions(max_batch=MAX_BATCH, **options),
+        )
+
+
+def counts_of(problem: Problem, owners: tuple[int, ...]):
+    counts = np.zeros((problem.world, len(problem.kinds)), np.int64)
+    for s, members in enumerate(problem.members):
+        for i in members:
+            counts[owners[i], s] += 1
+    return counts
+
+
+def partitions(count: int, largest: int) -> Iterator[tuple[int, ...]]:
+    if count == 0:
+        yield ()
+    for part in range(min(count, largest), 0, -1):
+        for tail in partitions(count - part, part):
+            yield (part, *tail)
+
+
+def cheapest(prices: Prices, key, count: int) -> float:
+    return min(
+        sum(prices.batch_ms(key, b) for b in parts) for parts in partitions(count, MAX_BATCH)
+    )
+
+
+costs = st.floats(0.125, 8.0, width=16)
+
+
+@st.composite
+def instances(draw, capped: bool = True) -> Instance:
+    """Non-monotone prices, fixed loads, memory caps, pools."""
+    table = {key: tuple(draw(costs) for _ in range(MAX_BATCH)) for key in SHAPES}
+    world = draw(st.integers(1, 3))
+    keys = draw(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=6))
+    ranks = list(range(world))
+    fixed_ms = draw(st.sampled_from([(), tuple(0.5 * draw(st.integers(0, 8)) for _ in ranks)]))
+    fixed_bytes = draw(st.sampled_from([(), tuple(draw(st.integers(0, 200)) for _ in ranks)]))
+    memory = draw(st.sampled_from([None, None, 300, 500, 800, 1500])) if capped else None
+    pools: tuple[tuple[int, ...], ...] = ()
+    pool_of: tuple[int, ...] = ()
+    if draw(st.booleans()):
+        some = st.lists(st.sampled_from(ranks), min_size=1, unique=True)
+        pools = (tuple(ranks), tuple(sorted(draw(some))))
+        pool_of = tuple(draw(st.integers(0, 1)) for _ in keys)
+    limits = OwnerLimits(fixed_ms, fixed_bytes, memory, pools, pool_of)
+    return Instance(tuple(keys), world, Prices(table), limits)
+
+
+# ---- against brute force -----------------------------------------------------------------
+
+
+@slow
+@given(instances())
+def test_milp_finds_the_optimum_and_proves_it(instance):
+    best = instance.optimum()
+    if best is None:
+        with pytest.raises(PlanError, match="owner_memory_bytes"):
+            instance.solve("milp")
+        return
+    plan = instance.solve("milp")
+    assert plan.makespan_ms == pytest.approx(best, abs=TICKS)
+    assert plan.lower_bound_ms == pytest.approx(best, abs=TICKS)
+    assert plan.status == "optimal"
+    assert certify(plan).ok
+
+
+@slow
+@given(instances(), st.sampled_from(["auto", "milp", "greedy", "round_robin"]))
+def test_no_bound_exceeds_the_optimum_and_no_plan_breaks_a_limit(instance, solver):
+    best = instance.optimum()
+    try:
+        plan = instance.solve(solver)
+    except PlanError:
+        assert best is None or solver == "round_robin"
+        return
+    assert plan.lower_bound_ms <= best + TICKS
+    assert plan.makespan_ms >= best - TICKS
+    assert plan.makespan_ms >= plan.lower_bound_ms - TICKS
+    assert plan.owners in set(instance.assignments())
+    assert sorted(i for b in plan.batches for i in b.matrices) == list(range(len(instance.keys)))
+    certificate = certify(plan)
+    assert certificate.ok and certificate.proven, str(certificate)
+    assert certificate.makespan_ms == pytest.approx(plan.makespan_ms)
+
+
+values = st.lists(st.integers(-50, 200), min_size=6, max_size=6)
+
+
+@slow
+@given(
+    instances(),
+    values,
+    st.lists(st.integers(0, 60), min_size=6, max_size=6),
+    st.integers(0, 3),
+    st.sampled_from([3, 10, 10**11]),
+    st.sampled_from([1, 3, 1000]),
+)
+def test_any_dual_whatever_it_is_bounds_the_optimum_from_below(
+    instance, each, works, byte_price, work_units, byte_steps
+):
+    with (
+        mock.patch("dmuon.scheduler.proof._WORK", work_units),
+        mock.patch("dmuon.scheduler.proof._BYTE_STEPS", byte_steps),
+    ):
+        _check_dual(instance, each, works, byte_price)
+
+
+def _check_dual(instance, each, works, byte_price):
+    best = instance.optimum()
+    if best is None:
+        return
+    problem = instance.problem()
+    n = len(problem.kinds)
+    dual = Dual(tuple(each[:n]), tuple(works[:n]), byte_price)
+    for limit_ms in (best, 2 * best + 1):
+        limit = round(limit_ms * problem.ticks_per_ms)
+        assert problem.ms(bound_of(problem, dual, limit)) <= best + TICKS
+    for simple in simple_duals(problem):
+        assert problem.ms(bound_of(problem, simple, limit)) <= best + TICKS
+
+
+@slow
+@given(instances(), st.integers(2, 9))
+def test_merged_knapsack_points_weaken_a_bound_but_never_break_it(instance, points):
+    best = instance.optimum()
+    if best is None:
+        return
+    problem = instance.problem()
+    limit = round(best * problem.ticks_per_ms)
+    with mock.patch("dmuon.scheduler.knapsack.MAX_POINTS", points):
+        for dual in simple_duals(problem):
+            exact = bound_of(problem, dual, limit)
+            made = {
+                c.allowed: _coarse(problem, dual, c.allowed, limit, points) for c in problem.classes
+            }
+            assert bound_of(problem, dual, limit, made) <= exact
+
+
+def _coarse(problem, dual, allowed, limit, points):
+    from dmuon.scheduler.knapsack import frontier
+    from dmuon.scheduler.proof import dual_options
+
+    return frontier(dual_options(problem, dual, allowed), limit, bounding=True, max_points=points)
+
+
+@slow
+@given(instances())
+def test_milp_is_no_worse_than_greedy_and_greedy_than_its_starts(instance):
+    problem = instance.problem()
+    starts = [longest_first(problem), round_robin(problem, range(len(instance.keys)))]
+    feasible = [c for c in starts if c is not None and problem.is_feasible(c)]
+    found = greedy(problem, [c for c in starts if c is not None])
+    if found is None:
+        return
+    assert problem.is_feasible(found)
+    assert all(problem.makespan(found) <= problem.makespan(c) for c in feasible)
+    assert instance.solve("milp").makespan_ms <= problem.ms(problem.makespan(found)) + 1e-12
+
+
+@slow
+@given(instances())
+def test_local_search_keeps_feasibility_and_never_loses(instance):
+    problem = instance.problem()
+    for owners in list(instance.assignments())[:3]:
+        counts = counts_of(problem, owners)
+        better = improve(problem, counts)
+        assert problem.is_feasible(better)
+        assert problem.makespan(better) <= problem.makespan(counts)
+        assert problem.ms(problem.makespan(counts)) == pytest.approx(instance.makespan(owners))
+
+
+@slow
+@given(instances(), st.randoms(use_true_random=False))
+def test_the_order_of_the_matrices_does_not_matter(instance, random):
+    try:
+        plan = instance.solve("auto")
+    except PlanError:
+        return
+    specs = instance.specs
+    order = list(range(len(instance.keys)))
+    random.shuffle(order)
+    place = {old: new for new, old in enumerate(order)}
+    shuffled = replace(
+        specs,
+        parameters=tuple(specs.parameters[i] for i in order),
+        matrices=tuple(
+            replace(specs.matrices[i], parameter=place[specs.matrices[i].parameter]) for i in order
+        ),
+    )
+    limits = instance.limits
+    if limits.pool_of:
+        limits = replace(limits, pool_of=tuple(limits.pool_of[i] for i in order))
+    again = solve(
+        shuffled,
+        Topology.flat(instance.world),
+        instance.prices,
+        limits=limits,
+        options=PlannerOptions(max_batch=MAX_BATCH),
+    )
+    assert again.fingerprint() == plan.fingerprint()
+    assert {m.name: o for m, o in zip(shuffled.matrices, again.owners)} == {
+        m.name: o for m, o in zip(specs.matrices, plan.owners)
+    }
+
+
+@slow
+@given(instances())
+def test_the_smallest_feasible_cap_in_the_error_is_feasible_and_none_below_it_is(instance):
+    if instance.optimum() is not None:
+        return
+    with pytest.raises(PlanError, match=r"smallest feasible cap is (\d+) bytes") as error:
+        instance.solve("auto")
+    cap = int(str(error.value).split("feasible cap is ")[1].split()[0])
+    enough = replace(instance, limits=replace(instance.limits, memory_bytes=cap))
+    assert enough.optimum() is not None
+    assert max(enough.solve("auto").state_bytes) <= cap
+    less = replace(instance, limits=replace(instance.limits, memory_bytes=cap - 1))
+    assert less.optimum() is None
+
+
+@slow
+@given(instances())
+def test_exhaustion_agrees_with_brute_force(instance):
+    best = instance.optimum()
+    problem = instance.problem()
+    if best is None:
+        assert exhaustive.counts_within(problem, 1 << 50) is None
+        return
+    ticks = min(problem.makespan(counts_of(problem, o)) for o in instance.assignments())
+    assert problem.ms(ticks) == pytest.approx(best, abs=TICKS)
+    found = exhaustive.counts_within(problem, ticks)
+    assert found is not None and problem.is_feasible(found)
+    assert problem.makespan(found) == ticks
+    assert exhaustive.counts_within(problem, ticks - 1) is None
+
+
+@slow
+@given(instances())
+def test_each_program_alone_is_near_the_optimum(instance):
+    best = instance.optimum()
+    if best is None:
+        return
+    problem = instance.problem()
+    start = greedy(problem, [])
+    if start is None:
+        return
+    counts = compact(problem, problem.makespan(start), "HiGHS", 10.0)
+    assert problem.is_feasible(counts)
+    assert problem.ms(problem.makespan(counts)) == pytest.approx(best, rel=1e-5)
+    bound, proof = milp.prove(problem, problem.makespan(start))
+    columns = Columns(problem, "HiGHS", Budget(30.0), start, bound, proof.dual)
+    assert columns.climb()
+    columns.round()
+    assert problem.is_feasible(columns.counts)
+    assert bound <= columns.bound
+    assert problem.ms(columns.bound) <= best + TICKS
+    assert columns.bound == bound_of(problem, columns.dual, columns.makespan)
+
+
+# ---- solvers that fail -------------------------------------------------------------------
+
+# GPT-2 XL's shapes under analytic costs: greedy is 7% above the optimum.
+GPT2_XL = ((4800, 1600), (1600, 1600), (6400, 1600), (1600, 6400))
+GPT2_PRICES = {
+    (r, c, "bfloat16"): tuple(
+        CostTable.analytic("h200").batch_ms((r, c, "bfloat16"), b) for b in range(1, MAX_BATCH + 1)
+    )
+    for r, c in GPT2_XL
+}
+HARD = Instance(tuple(GPT2_PRICES) * 48, 16, Prices(GPT2_PRICES), OwnerLimits())
+
+
+def test_a_hard_enough_problem_needs_the_solver():
+    plan, plain = HARD.solve("milp"), HARD.solve("greedy")
+    assert plan.solver == "milp" and plan.engine == "HiGHS" and plan.note == ""
+    assert plan.makespan_ms < plain.makespan_ms
+    assert plan.makespan_ms <= plan.lower_bound_ms * 1.01
+
+
+def failing(error: Exception):
+    def raises(*args, **kwargs):
+        raise error
+
+    return raises
+
+
+def test_without_any_solver_the_plan_is_greedy_and_says_so():
+    with mock.patch("dmuon.scheduler.search.available_engines", lambda: ()):
+        plan = HARD.solve("milp")
+    assert plan.solver == "greedy" and plan.engine == ""
+    assert "no MILP solver" in plan.note
+    assert plan.makespan_ms == HARD.solve("greedy").makespan_ms
+    assert certify(plan).ok
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        RuntimeError("crash"),
+        MemoryError("no memory"),
+        KeyError("status"),
+    ],
+)
+def test_solvers_that_raise_fall_back_to_greedy_and_say_so(fault):
+    with (
+        mock.patch("pulp.HiGHS.actualSolve", failing(fault)),
+        mock.patch("pulp.PULP_CBC_CMD.actualSolve", failing(fault)),
+    ):
+        plan = HARD.solve("milp")
+    assert plan.solver == "greedy"
+    assert "HiGHS failed" in plan.note or "HiGHS" in plan.note
+    assert "greedy" in plan.note
+    assert plan.makespan_ms == HARD.solve("greedy").makespan_ms
+    assert certify(plan).ok
+
+
+def test_when_highs_fails_cbc_does_it():
+    assert "PULP_CBC_CMD" in available_engines()
+    with mock.patch("pulp.HiGHS.actualSolve", failing(RuntimeError("crash"))):
+        plan = HARD.solve("milp")
+    assert (plan.solver, plan.engine) == ("milp", "PULP_CBC_CMD")
+    assert "HiGHS failed" in plan.note
+    assert plan.makespan_ms < HARD.solve("greedy").makespan_ms
+
+
+def status_of(status: int, sol_status: int, values: float | None):
+    """A solver that returns this status with this value for every variable."""
+
+    def solve(self, lp, **kwargs):
+        for v in lp.variables():
+            v.varValue = values
+        for constraint in lp._constraints.values():
+            constraint.pi = 0.0
+        lp.assignStatus(status, sol_status)
+        return status
+
+    return solve
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "sol_status", "values"),
+    [
+        ("infeasible", -1, -1, None),
+        ("time limit without a solution", 0, 0, None),
+        ("lies: optimal, but nothing is assigned", 1, 1, 0.0),
+        ("lies: optimal, but the rows are broken", 1, 1, 1000.0),
+        ("lies: optimal, but no numbers", 1, 1, float("nan")),
+    ],
+)
+def test_a_solver_that_lies_or_gives_up_is_not_believed(what, status, sol_status, values):
+    fault = status_of(status, sol_status, values)
+    with (
+        mock.patch("pulp.HiGHS.actualSolve", fault),
+        mock.patch("pulp.PULP_CBC_CMD.actualSolve", fault),
+    ):
+        plan = HARD.solve("milp")
+    assert plan.solver == "greedy" and "greedy" in plan.note, what
+    assert plan.makespan_ms == HARD.solve("greedy").makespan_ms
+    certificate = certify(plan)
+    assert certificate.ok and certificate.proven
+
+
+def test_wrong_duals_weaken_the_bound_but_never_break_it():
+    honest = HARD.solve("milp")
+
+    def lie(program, engine, **kwargs):
+        answer = minimize(program, engine, **kwargs)
+        return replace(answer, duals=answer.duals * 1e6 + 17.0)
+
+    with mock.patch("dmuon.scheduler.columns.minimize", lie):
+        plan = HARD.solve("milp")
+    assert plan.lower_bound_ms <= honest.makespan_ms + TICKS
+    assert certify(plan).ok
+
+
+def test_answers_are_checked_against_the_program():
+    program = LinearProgram([1.0, 1.0], [Row([(0, 1.0), (1, 1.0)], ">=", 2.0)])
+    assert minimize(program, "HiGHS", time_limit_s=5).values.sum() == pytest.approx(2)
+    lie = mock.patch("pulp.HiGHS.actualSolve", status_of(1, 1, 0.25))
+    with lie, pytest.raises(EngineError, match="breaks"):
+        minimize(program, "HiGHS", time_limit_s=5)
+
+
+def test_a_plan_that_hit_the_clock_is_marked():
+    keys = tuple((8 * i, 8 * i, "float32") for i in range(1, 12) for _ in range(7))
+    prices = Prices({k: tuple(k[0] ** 1.7 * b**0.93 for b in range(1, 5)) for k in set(keys)})
+    instance = Instance(keys, 6, prices, OwnerLimits())
+    plan = instance.solve("milp", time_limit_s=1e-6)
+    assert plan.hit_time_limit
+    assert plan.status in ("time_limit", "optimal")
+    assert certify(plan).ok
+    assert not HARD.solve("milp").hit_time_limit
+
+
+def test_equal_input_gives_an_equal_plan():
+    first, second = HARD.solve("milp"), HARD.solve("milp")
+    assert replace(first, seconds=0.0) == replace(second, seconds=0.0)
+    assert engines.PREFERRED[0] == "HiGHS"
+
+
+# ---- what proofs rest on -----------------------------------------------------------------
+
+
+@slow
+@given(
+    st.lists(st.floats(0.01, 9.0), min_size=1, max_size=5),
+    st.integers(2, 12),
+    st.sampled_from([1, 2, 3, 5, 8, 13, 40, 10**11]),
+)
+def test_work_counts_no_less_in_parts_than_in_one_piece(row, count, units):
+    key = SHAPES[0]
+    problem = build_problem(specs_of([key] * count).matrices, 2, OwnerLimits(), {key: row})
+    with mock.patch("dmuon.scheduler.proof._WORK", units):
+        (table,) = work_tables(problem)
+    for k in range(count + 1):
+        assert all(table[a] + table[k - a] >= table[k] for a in range(k + 1))
+
+
+def test_a_fixed_load_is_a_bound_by_itself():
+    limits = OwnerLimits(fixed_ms=(0.0, 50.0))
+    problem = build_problem(specs_of(SHAPES).matrices, 2, limits, dict.fromkeys(SHAPES, (1.0,)))
+    nothing = Dual((0,) * 3, (0,) * 3)
+    assert problem.ms(bound_of(problem, nothing, 10**12)) == 50.0

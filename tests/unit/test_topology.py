@@ -1,0 +1,296 @@
+"""Slots of a mesh, its nodes, and the owner order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import product
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dmuon.api import _topology
+from dmuon.config import PlannerOptions
+from dmuon.scheduler.topology import Topology, diagonal_slots, local_world_size
+from dmuon.types import DmuonError, OwnershipError
+
+SIZES = range(1, 17)
+MESHES = list(product(SIZES, SIZES))
+POWERS = (1, 2, 4, 8, 16)
+XOR_MESHES = [(n, g) for n, g in product(POWERS, POWERS) if g >= n]
+ROTATED = [mesh for mesh in MESHES if mesh not in XOR_MESHES]
+
+
+def most_in_a_stretch(places: list[int], cyclic: bool = True) -> list[int]:
+    """For each m, how often at most one value occurs among m consecutive entries."""
+    size = len(places)
+    hits = np.equal.outer(places + places, np.unique(places)).astype(np.int64)
+    before = np.concatenate([np.zeros((1, hits.shape[1]), np.int64), hits.cumsum(axis=0)])
+    starts = [size if cyclic else size - m + 1 for m in range(size + 1)]
+    return [int((before[m : m + n] - before[:n]).max()) for m, n in enumerate(starts)]
+
+
+# ---- the owner order ---------------------------------------------------------------------
+
+
+def test_xor_order_of_four_nodes_with_eight_ranks():
+    """The picture in the module's docstring."""
+    grid = [[0] * 8 for _ in range(4)]
+    for position, (node, column) in enumerate(diagonal_slots(4, 8)):
+        grid[node][column] = position
+    assert grid == [
+        [0, 9, 18, 27, 4, 13, 22, 31],
+        [8, 1, 26, 19, 12, 5, 30, 23],
+        [16, 25, 2, 11, 20, 29, 6, 15],
+        [24, 17, 10, 3, 28, 21, 14, 7],
+    ]
+
+
+@pytest.mark.parametrize(("nodes", "columns"), XOR_MESHES)
+def test_powers_of_two_are_walked_in_xor_order(nodes, columns):
+    assert diagonal_slots(nodes, columns) == [
+        ((w % nodes) ^ ((w // columns) % nodes), w % columns) for w in range(nodes * columns)
+    ]
+
+
+def test_every_slot_comes_once_in_every_mesh():
+    for nodes, columns in MESHES:
+        every = set(product(range(nodes), range(columns)))
+        slots = diagonal_slots(nodes, columns)
+        assert len(slots) == len(every) and set(slots) == every, (nodes, columns)
+
+
+def test_a_stretch_of_the_order_is_spread_over_nodes_and_columns():
+    """All lengths, all beginnings, also across the end."""
+    for nodes, columns in MESHES:
+        on_node, on_column = map(list, zip(*diagonal_slots(nodes, columns), strict=True))
+        for m, most in enumerate(most_in_a_stretch(on_node)):
+            assert most <= -(-m // nodes) + 1, (nodes, columns, m)
+        for m, most in enumerate(most_in_a_stretch(on_column)):
+            assert most == -(-m // columns), (nodes, columns, m)
+
+
+def test_an_aligned_stretch_hits_every_node_once():
+    for nodes, columns in MESHES:
+        on_node = [node for node, _ in diagonal_slots(nodes, columns)]
+        for begin in range(0, len(on_node), nodes):
+            assert sorted(on_node[begin : begin + nodes]) == list(range(nodes)), (nodes, columns)
+
+
+def test_the_rotation_is_tighter_where_it_does_not_cross_the_end():
+    for nodes, columns in ROTATED:
+        on_node = [node for node, _ in diagonal_slots(nodes, columns)]
+        most = most_in_a_stretch(on_node, cyclic=False)[columns]
+        assert most <= -(-(columns + 1) // nodes), (nodes, columns)
+        assert nodes <= columns or most == 1
+
+
+def test_eight_in_flight_on_four_nodes_of_eight():
+    on_node = [node for node, _ in diagonal_slots(4, 8)]
+    assert most_in_a_stretch(on_node)[8] == 3
+    assert most_in_a_stretch([w // 8 for w in range(32)])[8] == 8  # row by row
+
+
+def test_the_order_of_a_topology_is_that_of_its_slots():
+    topology = Topology((2, 12), ("replicate", "shard"), 4)
+    rows = topology.slots()
+    assert topology.owner_order() == tuple(rows[n][c] for n, c in diagonal_slots(6, 4))
+
+
+def test_smaller_nodes_are_passed_over():
+    topology = Topology.flat(11, ranks_per_node=4)  # nodes of 4, 4 and 3
+    full = Topology.flat(12, ranks_per_node=4).owner_order()
+    assert topology.owner_order() == tuple(rank for rank in full if rank != 11)
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=40))
+def test_the_order_names_every_rank_once_whatever_the_nodes(nodes):
+    topology = Topology.on_nodes((len(nodes),), ("dp",), nodes)
+    assert sorted(topology.owner_order()) == list(range(len(nodes)))
+
+
+def test_ten_thousand_ranks():
+    assert sorted(Topology.flat(10_000, ranks_per_node=8).owner_order()) == list(range(10_000))
+
+
+# ---- nodes -------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=30))
+def test_slots_nodes_and_columns_agree(nodes):
+    topology = Topology.on_nodes((len(nodes),), ("dp",), nodes)
+    rows = topology.slots()
+    assert len(rows) == topology.nodes == len(set(nodes))
+    assert max(map(len, rows)) == topology.columns == max(map(nodes.count, nodes))
+    assert sorted(rank for row in rows for rank in row) == list(range(len(nodes)))
+    for node, row in enumerate(rows):
+        assert list(row) == sorted(row)
+        assert {topology.node(rank) for rank in row} == {node}
+        assert len({nodes[rank] for rank in row}) == 1
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.permutations(range(5)))
+def test_names_of_nodes_do_not_matter(nodes, names):
+    renamed = [names[node] for node in nodes]
+    topologies = [Topology.on_nodes((len(nodes),), ("dp",), n) for n in (nodes, renamed)]
+    assert topologies[0] == topologies[1]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "node_of"),
+    [
+        ([0, 0, 1, 1], 2, ()),
+        ([3, 3, 3, 1], 3, ()),  # the last node may be smaller
+        ([0, 0, 0, 0], 4, ()),
+        ([0, 1, 2], 1, ()),
+        ([0, 1, 1, 1], 3, (0, 1, 1, 1)),  # another may not
+        ([5, 2, 5, 2], 2, (0, 1, 0, 1)),
+        ([0, 0, 1, 2, 2], 2, (0, 0, 1, 2, 2)),
+    ],
+)
+def test_runs_of_equal_length_need_no_list_of_nodes(nodes, per_node, node_of):
+    topology = Topology.on_nodes((len(nodes),), ("dp",), nodes)
+    assert (topology.ranks_per_node, topology.node_of) == (per_node, node_of)
+    if not node_of:
+        assert topology == Topology.flat(len(nodes), ranks_per_node=per_node)
+
+
+def test_a_node_with_more_places_than_ranks():
+    topology = Topology.flat(4, ranks_per_node=8)
+    assert (topology.nodes, topology.columns, topology.slots()) == (1, 4, ((0, 1, 2, 3),))
+    assert sorted(topology.owner_order()) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Topology((3,), ("dp",), 2, "cpu", (0, 1)),
+        lambda: Topology((3,), ("dp",), 2, "cpu", (0, 2, 2)),
+        lambda: Topology((3,), ("dp",), 2, "cpu", (1, 1, 2)),
+        lambda: Topology((3,), ("dp",), 3, "cpu", (0, 1, 1)),
+        lambda: Topology.on_nodes((3,), ("dp",), [0, 0]),
+        lambda: Topology.on_nodes((2, 2), ("a", "b"), [0, 0, 0, 0, 0]),
+    ],
+)
+def test_nodes_that_do_not_fit_are_refused(make):
+    with pytest.raises(ValueError):
+        make()
+
+
+# ---- as JSON -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        Topology.flat(4),
+        Topology((2, 4), ("replicate", "shard"), 4, "cuda"),
+        Topology.on_nodes((6,), ("dp",), [0, 1, 1, 2, 2, 2], "cuda"),
+    ],
+)
+def test_round_trip(topology):
+    assert Topology.from_dict(json.loads(json.dumps(topology.to_dict()))) == topology
+
+
+def test_what_was_saved_without_nodes_is_read_and_written_as_before():
+    old = {"shape": [2, 4], "axes": ["r", "s"], "ranks_per_node": 4, "device_type": "cuda"}
+    assert Topology.from_dict(old) == Topology((2, 4), ("r", "s"), 4, "cuda")
+    assert Topology.from_dict(old).to_dict() == old
+
+
+# ---- where ranks sit ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "size"), [(None, None), ("1", 1), ("8", 8)])
+def test_local_world_size(monkeypatch, text, size):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if text is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+    assert local_world_size() == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-2", "eight", "4.0", "8 ", "²"])
+def test_a_local_world_size_that_makes_no_sense(monkeypatch, text):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+    with pytest.raises(DmuonError) as error:
+        local_world_size()
+    for word in ("LOCAL_WORLD_SIZE", repr(text), "PlannerOptions(ranks_per_node=...)"):
+        assert word in str(error.value)
+
+
+@pytest.fixture
+def sixteen_ranks(monkeypatch) -> Iterator[None]:
+    """Rank 0 of 16 in a process group that moves nothing; four ranks on a node."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=16)
+    yield
+    dist.destroy_process_group()
+
+
+def topology_of(mesh=None, model=None, world=16, **options) -> Topology:
+    return _topology(mesh, world, model or nn.Linear(2, 2), PlannerOptions(**options))
+
+
+def test_all_ranks_without_a_mesh(sixteen_ranks):
+    assert topology_of() == Topology.flat(16, ranks_per_node=4)
+
+
+def test_the_option_comes_before_the_environment(sixteen_ranks, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "nonsense")
+    assert topology_of(ranks_per_node=8) == Topology.flat(16, ranks_per_node=8)
+    with pytest.raises(DmuonError, match="LOCAL_WORLD_SIZE"):
+        topology_of()
+
+
+def test_without_torchrun_everything_is_on_one_node(sixteen_ranks, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert topology_of() == Topology.flat(16)
+
+
+def test_a_mesh_of_replicas_and_shards(sixteen_ranks):
+    mesh = init_device_mesh("cpu", (2, 8), mesh_dim_names=("replicate", "shard"))
+    assert topology_of(mesh) == Topology((2, 8), ("replicate", "shard"), 4)
+    assert topology_of(init_device_mesh("cpu", (2, 8))).axes == ("axis0", "axis1")
+
+
+def test_a_mesh_with_gaps_lies_where_its_ranks_are(sixteen_ranks):
+    """The dp axis of dp x tp: global ranks 0, 2, 4, ... so two of them on a node of four."""
+    mesh = init_device_mesh("cpu", (8, 2), mesh_dim_names=("dp", "tp"))
+    assert topology_of(mesh["dp"], world=8) == Topology((8,), ("dp",), 2)
+    assert topology_of(mesh["tp"], world=2) == Topology((2,), ("tp",), 2)
+    mesh = init_device_mesh("cpu", (2, 8), mesh_dim_names=("dp", "tp"))
+    assert topology_of(mesh["dp"], world=2) == Topology((2,), ("dp",), 1)
+    assert topology_of(mesh["dp"], world=2, ranks_per_node=16).nodes == 1
+
+
+def test_a_mesh_on_nodes_of_unequal_size(sixteen_ranks):
+    """Ranks 3 to 10: one on node 0, four on node 1, three on node 2."""
+    mesh = dist.device_mesh.DeviceMesh("cpu", list(range(3, 11)), mesh_dim_names=("dp",))
+    topology = topology_of(mesh, world=8)
+    assert topology.node_of == (0, 1, 1, 1, 1, 2, 2, 2)
+    assert topology.slots() == ((0,), (1, 2, 3, 4), (5, 6, 7))
+
+
+def test_the_group_of_a_wrapped_model(sixteen_ranks):
+    group = dist.new_group([0, 4, 5, 12])
+    wrapped = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+    assert topology_of(model=wrapped, world=4).node_of == (0, 1, 1, 2)
+
+
+def test_a_mesh_of_other_devices_is_refused(sixteen_ranks):
+    mesh = init_device_mesh("cpu", (16,))
+    with pytest.raises(OwnershipError, match="cpu"):
+        topology_of(mesh, nn.Linear(2, 2, device="meta"))
+
+
+def test_one_process_alone_reads_no_environment(monkeypatch):
+    assert not dist.is_initialized()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "nonsense")
+    assert topology_of(world=1) == Topology.flat(1)
