@@ -1,8 +1,13 @@
 """Do owners take as long as planned? Four processes, measured costs, a plan and a bad plan.
 
-Each process measures, plans, trains a small model for some steps and times its own Newton-Schulz.
-With the balanced plan the busiest owner's measured time is compared with the planned makespan; with
-round robin on unequal layers the loads differ, and their order is compared with the planned one.
+Each process measures, plans, trains a small model and times its own Newton-Schulz in every step.
+Four processes share the cores of one machine, so a wall clock would mostly measure who had to wait
+for whom: everything is timed by the CPU time of the computing thread, which is what the wall clock
+shows where every process has a core of its own. And since the machine's speed drifts, every step
+is followed by one standalone run of each planned batch, as costs are measured: ``repriced_ms`` is
+the plan at the speed of the moment, and ``ratio`` compares the busiest owner with that.
+``planned_ms`` is the plan as it was made. Round robin on unequal layers has unequal loads, so the
+order of the ranks says something there; with a balanced plan it does not.
 """
 
 from __future__ import annotations
@@ -10,8 +15,12 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
+import time
+from collections.abc import Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,11 +28,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 import dmuon
+from dmuon.kernels.newton_schulz import resolve_ns_dtype
+from dmuon.measure import NewtonSchulzBench
 
 WORLD = 4
-STEPS = 14
+STEPS = 20
 WARM_UP = 4
-WIDTHS = (256, 512, 384, 768, 320)
+WIDTHS = (256, 1024, 512, 640, 384)
 
 
 class Uneven(nn.Module):
@@ -31,9 +42,9 @@ class Uneven(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.ModuleList(nn.Linear(256, w, bias=False) for w in WIDTHS for _ in range(3))
-        self.mid = nn.ModuleList(nn.Linear(w, w, bias=False) for w in WIDTHS for _ in range(3))
-        self.down = nn.ModuleList(nn.Linear(w, 256, bias=False) for w in WIDTHS for _ in range(3))
+        self.up = nn.ModuleList(nn.Linear(256, w, bias=False) for w in WIDTHS for _ in range(2))
+        self.mid = nn.ModuleList(nn.Linear(w, w, bias=False) for w in WIDTHS for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(w, 256, bias=False) for w in WIDTHS for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for up, mid, down in zip(self.up, self.mid, self.down, strict=True):
@@ -41,20 +52,32 @@ class Uneven(nn.Module):
         return x
 
 
-def _train(own: dmuon.Ownership, model: nn.Module) -> list[float]:
-    """Milliseconds of this rank's Newton-Schulz in each step after the warm-up."""
+def _train(own: dmuon.Ownership, model: nn.Module) -> tuple[float, float]:
+    """Median ms of this rank's Newton-Schulz in a step, and of its batches run by themselves."""
     opt = dmuon.Muon(model, lr=1e-3)
-    times = []
+    bench = NewtonSchulzBench(torch.device("cpu"), resolve_ns_dtype("auto", "cpu"), WORLD)
+    mine = [b for b in own.plan.batches if b.owner == own.rank]
+    shapes = [(own.plan.specs.matrices[b.matrices[0]].key, len(b.matrices)) for b in mine]
+    times, alone = [], []
     for step in range(STEPS):
         inputs = torch.randn(8, 256, generator=torch.Generator().manual_seed(100 * step + own.rank))
         model(inputs).square().mean().backward()
         opt.step()
         opt.zero_grad()
         times.append(opt.stats()["ns_ms"])
-    return times[WARM_UP:]
+        opt.synchronize()
+        dist.barrier()
+        alone.append(sum(bench.prepare(key, size)() for key, size in shapes))
+        dist.barrier()
+    return statistics.median(times[WARM_UP:]), statistics.median(alone[WARM_UP:])
 
 
 def _worker(rank: int, folder: str) -> None:
+    with mock.patch("dmuon.comm.streams.time", SimpleNamespace(perf_counter=time.thread_time)):
+        _compare(rank, folder)
+
+
+def _compare(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -70,9 +93,9 @@ def _worker(rank: int, folder: str) -> None:
         own = dmuon.dedicate_params(
             model, solver=solver, planner=dmuon.PlannerOptions(cache_dir=folder)
         )
-        mine = statistics.median(_train(own, model))
-        times: list[Any] = [None] * WORLD
-        dist.all_gather_object(times, mine)
+        pairs: list[Any] = [None] * WORLD
+        dist.all_gather_object(pairs, _train(own, model))
+        times, alone = zip(*pairs, strict=True)
         planned = own.plan.loads_ms
         rows.append(
             {
@@ -80,11 +103,14 @@ def _worker(rank: int, folder: str) -> None:
                 "solver": solver,
                 "world": WORLD,
                 "planned_ms": list(planned),
-                "measured_ms": times,
+                "repriced_ms": list(alone),
+                "measured_ms": list(times),
                 "makespan_ms": max(planned),
                 "measured_makespan_ms": max(times),
-                "ratio": max(times) / max(planned),
+                "ratio": max(times) / max(alone),
+                "ratio_to_plan": max(times) / max(planned),
                 "same_order": _order(planned) == _order(times),
+                "rank_correlation": _correlation(planned, times),
             }
         )
         own.close()
@@ -95,6 +121,10 @@ def _worker(rank: int, folder: str) -> None:
 
 def _order(loads: Any) -> list[int]:
     return sorted(range(len(loads)), key=lambda r: loads[r])
+
+
+def _correlation(planned: Sequence[float], times: Sequence[float]) -> float:
+    return float(torch.corrcoef(torch.tensor([planned, times], dtype=torch.float64))[0, 1])
 
 
 def executed_rows() -> list[dict[str, Any]]:

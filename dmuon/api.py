@@ -58,7 +58,7 @@ def dedicate_params(
         costs: "measured" times each shape on all ranks (at most ``planner.profile_budget_s``
             seconds; kept in a cache), "analytic" or "analytic:<device>" estimates it; or the path
             of a cost table, a `CostTable`, or any object with its ``batch_ms`` and ``source``.
-        solver: "auto", "greedy" or "round_robin".
+        solver: "auto", "milp", "greedy" or "round_robin" (docs/scheduler.md).
         plan: a saved plan to use again, after checking that it fits.
 
     Raises:

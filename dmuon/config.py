@@ -18,8 +18,9 @@ class PlannerOptions:
     """Limits of planning.
 
     ``time_limit_s`` bounds the solver and ``profile_budget_s`` the cost measurement, in seconds.
-    ``owner_memory_bytes`` caps what one owner stores. ``max_batch`` bounds how many matrices of
-    one shape are orthogonalized in one batch. ``ranks_per_node`` None means: all on one node.
+    ``owner_memory_bytes`` caps the optimizer state of one rank. ``max_batch`` bounds how many
+    matrices of one shape are orthogonalized in one batch. ``ranks_per_node`` counts global ranks;
+    None takes torchrun's ``LOCAL_WORLD_SIZE``, or one node where that is not set.
     ``cache_dir`` is where measured costs are kept (None: ``$XDG_CACHE_HOME/dmuon``, else
     ``~/.cache/dmuon``).
     """
@@ -37,6 +38,11 @@ class PlannerOptions:
         for name in ("time_limit_s", "profile_budget_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"PlannerOptions.{name} must be > 0, found {getattr(self, name)}")
+        if self.owner_memory_bytes is not None and self.owner_memory_bytes < 1:
+            raise ValueError(
+                "PlannerOptions.owner_memory_bytes must be at least 1 or None, found "
+                f"{self.owner_memory_bytes}"
+            )
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
             raise ValueError(
                 f"PlannerOptions.ranks_per_node must be at least 1, found {self.ranks_per_node}"

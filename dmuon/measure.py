@@ -41,7 +41,7 @@ from dmuon.scheduler.costs import (
     analytic_class,
     merge_slowest,
 )
-from dmuon.scheduler.profile import Entries, Want, Workbench, measure, wanted
+from dmuon.scheduler.profile import PASSES, Entries, Want, Workbench, measure, wanted
 from dmuon.scheduler.specs import ITEM_SIZE, dtype_name
 from dmuon.update import momentum_update
 
@@ -89,7 +89,10 @@ def measured_costs(
 
     def work() -> Entries:
         make = bench or (lambda ns_dtype, sharing: NewtonSchulzBench(device, ns_dtype, sharing))
-        with torch.no_grad(), Progress(len(lacking), shown=transport.rank == 0) as progress:
+        with (
+            torch.no_grad(),
+            Progress(PASSES * len(lacking), shown=transport.rank == 0) as progress,
+        ):
             measured = measure(
                 lacking,
                 make(here.ns_dtype, here.sharing),

@@ -16,15 +16,13 @@ from typing import Protocol
 
 from dmuon.scheduler.costs import CostModel, ShapeKey, canonical_key
 
-__all__ = ["Entries", "Want", "Workbench", "batch_sizes", "measure", "wanted"]
+__all__ = ["PASSES", "Entries", "Want", "Workbench", "batch_sizes", "measure", "wanted"]
 
 Entries = dict[ShapeKey, dict[int, float]]
 """Milliseconds by canonical shape and batch size."""
 
-# A median of five, and more of the short ones until they agree or have taken this long together.
-_MIN_REPEATS = 5
-_MAX_REPEATS = 25
-_ENOUGH_S = 0.02
+PASSES = 10  # over everything, the first of which warms up
+_MIN_TIMES = 5  # medians are of at least so many, if the budget allows
 _STABLE = 0.05  # of the median, between the quartiles
 
 
@@ -99,16 +97,28 @@ def measure(
     what weighs most first, then larger batches. Nothing is begun that is not expected to end in
     time, so at most one run overruns the budget. ``progress`` is told how many wants have been
     dealt with, and the next.
+
+    Everything is run once before anything is run again, up to `PASSES` times, and the median
+    counts. So each run finds caches and memory as it does in a training step, where no batch
+    follows itself; and since machines are slower for a second now and then, such a second spoils
+    one of several numbers of every shape, not all numbers of one. The first pass warms up: it
+    counts only for what is not run again.
     """
     session = _Session(bench, model, clock, clock() + budget_s, dict(known or {}))
     todo = _in_order(wants, model)
     if todo and not known:
         probe = min(todo, key=lambda w: (w.batch, model.batch_ms(w.key, w.batch), w.key))
         todo = [probe, *(w for w in todo if w is not probe)]
-    for i, want in enumerate(todo):
-        if progress is not None:
-            progress(i, want)
-        session.take(want, todo[i + 1 :])
+    done = 0
+    for number in range(PASSES):
+        for want in todo:
+            if progress is not None:
+                progress(done, want)
+            session.take(want, warm_up=number == 0)
+            done += 1
+        todo = [w for w in todo if w.batch in session.entries.get(w.key, {})]
+        if session.is_steady():
+            break
     return session.entries
 
 
@@ -129,20 +139,29 @@ class _Session:
     deadline: float
     known: Entries
     entries: Entries = field(default_factory=dict)
+    times: dict[tuple[ShapeKey, int], list[float]] = field(default_factory=dict)
 
-    def take(self, want: Want, later: Sequence[Want]) -> None:
-        """Measure one batch if the time and the memory allow it."""
-        run_s, left = self.expected_s(want), self.deadline - self.clock()
-        if 2 * run_s > left or not self.bench.fits(want.key, want.batch):
+    def is_steady(self) -> bool:
+        """Whether the runs so far agree on every time."""
+        return bool(self.times) and all(
+            len(times) >= _MIN_TIMES and _stable(times) for times in self.times.values()
+        )
+
+    def take(self, want: Want, warm_up: bool) -> None:
+        """Run one batch if the time and the memory allow it."""
+        left = self.deadline - self.clock()
+        if self.expected_s(want) > left or not self.bench.fits(want.key, want.batch):
             return
-        # What remains is shared out in equal numbers of runs.
-        share = left * run_s / (run_s + sum(map(self.expected_s, later)))
         try:
-            ms = self.time(want, self.clock() + share)
+            ms = self.bench.prepare(want.key, want.batch)()
         except MemoryError:
             return
+        times = [ms]
+        if not warm_up:
+            times = self.times.setdefault((want.key, want.batch), [])
+            times.append(ms)
         # No clock is better than this, and files are for people too.
-        self.entries.setdefault(want.key, {})[want.batch] = float(f"{ms:.6g}")
+        self.entries.setdefault(want.key, {})[want.batch] = float(f"{statistics.median(times):.6g}")
 
     def expected_s(self, want: Want) -> float:
         """Seconds of one run: the model's, corrected by the most similar measurement."""
@@ -167,27 +186,6 @@ class _Session:
             return 1.0
         modelled, ms = min(pairs, key=lambda pair: (abs(math.log(pair[0] / guess)), pair))
         return ms / modelled
-
-    def time(self, want: Want, until: float) -> float:
-        """Median milliseconds of repeats after a warm-up; the warm-up's if that took all time."""
-        run = self.bench.prepare(want.key, want.batch)
-        begin = self.clock()
-        warm_up = run()
-        if self.clock() >= self.deadline:
-            return warm_up
-        times: list[float] = []
-        last = self.clock() - begin
-        while not times or (
-            len(times) < _MAX_REPEATS
-            and self.clock() + last <= until
-            and not (
-                len(times) >= _MIN_REPEATS and (_stable(times) or sum(times) >= 1e3 * _ENOUGH_S)
-            )
-        ):
-            begin = self.clock()
-            times.append(run())
-            last = self.clock() - begin
-        return statistics.median(times)
 
 
 def _stable(times: Sequence[float]) -> bool:
