@@ -43,3 +43,4 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	@mkdir -p out
 	$(BIN)/python -m benchmarks.replicated --json out/bench_replicated.json
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scheduler --json out/bench_scheduler.json

@@ -35,11 +35,13 @@ Ints = npt.NDArray[np.int64]
 Pattern = tuple[int, tuple[int, ...]]  # class, count of each kind
 
 _MOST_ROUNDS = 200  # master programs while climbing
-_MOST_FINE = 8  # of them with all points of the knapsacks
+_MOST_WORK = 150_000  # points of knapsacks, where they have to be merged
 _CLOSE = 1e-5  # a gap not worth any work
-_CLOSE_IF_VAGUE = 2e-3  # the same, where knapsacks have more points than can be kept
-_DIVES = (0.0, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.02, 0.05)  # how far above the bound
+_CLOSE_IF_VAGUE = 1e-3  # the same, where knapsacks have more points than can be kept
+_DIVES = (0.0, 0.001, 0.003, 0.008, 0.02, 0.05)  # how far above the bound
 _PROGRAMS = (0.0, 0.002)
+_MORE_PROGRAMS = (0.006,)  # where the gap is still wide
+_CLOSE_AT_LAST = 5e-3
 _MOST_WHOLE = 300  # patterns in the integer master program
 _MOST_PRICINGS = 6  # in one step of a dive
 _MOST_NODES = 150  # of one integer master
@@ -238,13 +240,13 @@ class Columns:
 
     def climb(self) -> bool:
         """Raise the bound until the master program shares everything out; whether it got there."""
-        if not self._climb(_POINTS, _MOST_ROUNDS, stalled=12):
+        if not self._climb(_POINTS, stalled=10):
             return False
-        return self._climb(MAX_POINTS, _MOST_FINE, stalled=3)
+        return self._climb(MAX_POINTS, stalled=20)
 
-    def _climb(self, points: int, rounds: int, stalled: int) -> bool:
-        vague = 0
-        for _ in range(rounds):
+    def _climb(self, points: int, stalled: int) -> bool:
+        vague, work = 0, 0
+        for _ in range(_MOST_ROUNDS):
             if self.bound >= self.makespan or self._is_close(_CLOSE):
                 return True
             if self.budget.spent():
@@ -253,6 +255,7 @@ class Columns:
             proving, real = self._frontiers(dual, self.makespan, points)
             proven = bound_of(self.problem, dual, self.makespan, proving)
             climbed = proven > self.bound
+            work += sum(len(found.cost) for found in proving.values())
             if climbed:
                 self.bound, self.dual = proven, dual
             if not climbed and theta <= 1 + 1e-9:
@@ -261,9 +264,10 @@ class Columns:
                 # So many matrices an owner that trade-offs are merged: the work shared out evenly
                 # is then as good a bound as any, and rounds take long.
                 vague = 0 if climbed else vague + 1
-                if vague > stalled or self._is_close(_CLOSE_IF_VAGUE):
+                if vague > stalled or work > _MOST_WORK or self._is_close(_CLOSE_IF_VAGUE):
                     return True
-            new = self._price(real, [self.bound])
+            near = (self.bound, self.bound - self.bound // 200)
+            new = self._price(real, near)
             if not climbed and not new:
                 return True  # no pattern improves the master: converged up to rounding
         return False
@@ -276,10 +280,15 @@ class Columns:
         A dive costs little, an integer program much, so dives at all limits come first.
         """
         floor = self.bound
-        for attempt, relaxations in ((self._dive, _DIVES), (self._whole, _PROGRAMS)):
+        steps = (
+            (self._dive, _DIVES, _CLOSE),
+            (self._whole, _PROGRAMS, _CLOSE),
+            (self._whole, _MORE_PROGRAMS, _CLOSE_AT_LAST),
+        )
+        for attempt, relaxations, close in steps:
             for relaxation in relaxations:
                 limit = floor + int(floor * relaxation)
-                if limit >= self.makespan or self._is_close(_CLOSE) or self.budget.spent():
+                if limit >= self.makespan or self._is_close(close) or self.budget.spent():
                     break
                 counts = attempt(limit)
                 if counts is not None:

@@ -30,6 +30,7 @@ __all__ = ["Contention", "contention", "layer_of", "natural_key", "place", "row_
 PARTNERS_SEEN = 512  # how many matrices one exchange chooses from
 CHAIN = 3  # how many exchanges may be needed to take one matrix off an owner
 LOOKS_PER_MATRIX = 5_000  # how many exchanges are tried for it
+ONE_WALK = 20_000  # so many matrices take a second or two a walk: the evading one must do
 LOOKS = 400_000  # and for all matrices together
 
 
@@ -63,7 +64,8 @@ def place(
     _check(kinds, layers, counts, order)
     patterns = _share_out([_pattern(c) for c in counts], interchangeable, order)
     placed = []
-    for flight in _flights(order, topology):
+    flights = _flights(order, topology)
+    for flight in flights[-1:] if len(kinds) > ONE_WALK else flights:
         positions = walk(kinds, layers, [patterns[rank] for rank in order], flight)
         _Spread(kinds, layers, positions).run()
         placed.append([order[position] for position in positions])

@@ -119,7 +119,8 @@ class OwnershipPlan:
         loads = [self.limits.fixed_ms_of(rank) for rank in range(self.topology.world)]
         for batch in self.batches:
             loads[batch.owner] += batch.ms
-        return tuple(loads)
+        # Costs are whole ticks, at the finest picoseconds: what is beyond that is noise of adding.
+        return tuple(round(load, 9) for load in loads)
 
     @cached_property
     def state_bytes(self) -> tuple[int, ...]:

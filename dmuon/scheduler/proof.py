@@ -17,6 +17,7 @@ free bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -134,9 +135,13 @@ def bound_of(
     if min(dual.works, default=0) < 0 or dual.byte_price < 0:
         raise ValueError("the value of work and the price of bytes must be >= 0")
     made = dict(frontiers or {})
+    density: dict[tuple[bool, ...], float] = {}
     for c in problem.classes:
+        if c.allowed in density:
+            continue
+        options = dual_options(problem, dual, c.allowed)
+        density[c.allowed] = _density(options)
         if c.allowed not in made:
-            options = dual_options(problem, dual, c.allowed)
             made[c.allowed] = frontier(options, limit, bounding=True)
     tables = work_tables(problem)
     worth = sum(v * kind.count for v, kind in zip(dual.values, problem.kinds, strict=True))
@@ -155,11 +160,31 @@ def bound_of(
         for c, extra in zip(problem.classes, credit, strict=True):
             if ticks < c.fixed:
                 return False
-            # Taking nothing is always possible, so a credited owner holds at least its credit.
-            total += c.size * (made[c.allowed].best_value(ticks - c.fixed) + extra)
+            free = ticks - c.fixed
+            holds = made[c.allowed].best_value(free)
+            if density[c.allowed] * free < _WORTH:  # else a float says too little
+                holds = min(holds, int(density[c.allowed] * free) + 1)
+            total += c.size * (holds + extra)
         return total >= worth
 
     return _first(holds, limit)
+
+
+def _density(options: Sequence[Option]) -> float:
+    """The most worth that a tick of any choice brings, rounded up.
+
+    No owner holds more than that times its ticks. It bounds what merged points of a frontier
+    overstate where an owner takes very many matrices.
+    """
+    most = 0.0
+    for option in options:
+        cost, value = option.cost[1:], option.value[1:]
+        if (value[cost == 0] > 0).any():
+            return math.inf
+        some = cost > 0
+        if some.any():
+            most = max(most, float((value[some] / cost[some]).max()))
+    return most * (1 + 1e-12)
 
 
 def _first(holds: Callable[[int], bool], limit: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.engines import available_engines
@@ -11,7 +11,7 @@ from dmuon.scheduler.greedy import greedy, longest_first, round_robin
 from dmuon.scheduler.memory import least_memory, too_little_memory
 from dmuon.scheduler.milp import Improved, improve_by_programs, prove, settle
 from dmuon.scheduler.problem import Counts, Problem
-from dmuon.scheduler.proof import Proof
+from dmuon.scheduler.proof import Proof, bound_of
 from dmuon.types import PlanError
 
 __all__ = ["SOLVERS", "Found", "search"]
@@ -95,6 +95,9 @@ def _by_programs(problem: Problem, plain: Found, options: PlannerOptions) -> Fou
     hit = best.hit_time_limit
     best = settle(problem, best.counts, best.bound, best.proof)
     makespan = problem.makespan(best.counts)
+    if not best.proof.exhaustive:
+        # What a certificate will find: merged points depend on how far the knapsacks reach.
+        best = replace(best, bound=bound_of(problem, best.proof.dual, makespan))
     better = makespan < problem.makespan(plain.counts)
     if not used and not better:
         notes.append("this is the greedy plan")
