@@ -25,7 +25,7 @@ from dmuon.scheduler.plan import OwnershipPlan, check_plan_fits, solve
 from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology, local_world_size
-from dmuon.types import DmuonError, Layout, OwnershipError, Select
+from dmuon.types import DmuonError, Layout, OwnershipError, PlanError, Select
 
 __all__ = ["assemble", "dedicate_params"]
 
@@ -129,6 +129,7 @@ class _Request:
                     f"{type(self.plan).__name__}"
                 )
             check_plan_fits(self.plan, specs, topology)
+            _check_saved(self.plan, self.planner)
         return specs, topology
 
     def describe(self, prepared: tuple[ModelSpecs, Topology]) -> str:
@@ -274,6 +275,21 @@ def _check_layout(layout: str, options: object) -> None:
         raise TypeError(
             f"options for layout 'replicated' must be ReplicatedOptions, found "
             f"{type(options).__name__}"
+        )
+
+
+def _check_saved(plan: OwnershipPlan, planner: PlannerOptions) -> None:
+    if plan.layout is not Layout.REPLICATED:
+        raise PlanError(
+            f"the saved plan is for layout {plan.layout.value!r}; this model is 'replicated'"
+        )
+    caps = (planner.owner_memory_bytes, plan.limits.memory_bytes)
+    cap = min((c for c in caps if c is not None), default=None)
+    fullest = max(plan.state_bytes)
+    if cap is not None and fullest > cap:
+        raise PlanError(
+            f"in the saved plan rank {plan.state_bytes.index(fullest)} stores {fullest} bytes of "
+            f"optimizer state, more than owner_memory_bytes={cap}: plan anew, or raise the cap"
         )
 
 

@@ -7,18 +7,19 @@ from its batches and stored prices, and the lower bound is computed again from i
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
-import numpy as np
-
 from dmuon.scheduler.exhaustive import counts_within, is_small
 from dmuon.scheduler.plan import OwnershipPlan, problem_of
-from dmuon.scheduler.problem import Counts, Problem
+from dmuon.scheduler.problem import Problem
 from dmuon.scheduler.proof import bound_of
-from dmuon.types import PlanError
 
 __all__ = ["Certificate", "certify"]
+
+# What numbers of the wrong kind or size in a saved plan end in.
+_MALFORMED = (ValueError, TypeError, KeyError, IndexError, OverflowError, ArithmeticError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,9 @@ class Certificate:
         return self.makespan_ms / self.lower_bound_ms - 1 if self.lower_bound_ms else 0.0
 
     def __str__(self) -> str:
-        head = (
-            f"makespan {self.makespan_ms:.6g} ms, no plan is faster than "
-            f"{self.lower_bound_ms:.6g} ms (gap {self.gap:.3%})"
-        )
+        head = f"makespan {self.makespan_ms:.6g} ms"
+        if self.lower_bound_ms:
+            head += f", no plan is faster than {self.lower_bound_ms:.6g} ms (gap {self.gap:.3%})"
         if self.ok and self.proven:
             return f"certificate valid: {head}"
         verdict = "plan valid, bound not proven" if self.ok else "certificate INVALID"
@@ -53,16 +53,19 @@ class Certificate:
 
 def certify(plan: OwnershipPlan) -> Certificate:
     """Check a plan and its lower bound. Takes about as long as one step of planning."""
-    if not plan.prices:
-        missing = ("the plan stores no prices, so neither times nor bound can be computed anew",)
-        return Certificate(True, False, plan.makespan_ms, plan.lower_bound_ms, missing)
     try:
-        problem = problem_of(plan.specs, plan.topology, plan.limits, plan.prices)
-    except (PlanError, KeyError) as error:
-        findings = (f"the stored prices or limits do not fit the model: {error}",)
-        return Certificate(False, False, plan.makespan_ms, plan.lower_bound_ms, findings)
-    counts = _counts(plan, problem)
-    wrong = [*_wrong_batches(plan, problem), *_wrong_owners(plan, problem, counts)]
+        return _certify(plan)
+    except _MALFORMED as error:
+        findings = (f"the stored prices, limits or duals do not fit the model: {error}",)
+        return Certificate(False, False, math.inf, 0.0, findings)
+
+
+def _certify(plan: OwnershipPlan) -> Certificate:
+    plan.limits.check(len(plan.specs.matrices), plan.topology.world)
+    if not plan.prices and plan.specs.matrices:
+        return _without_prices(plan)
+    problem = problem_of(plan.specs, plan.topology, plan.limits, plan.prices)
+    wrong = [*_wrong_batches(plan, problem), *_wrong_owners(plan)]
     makespan = _executed(plan, problem)
     if plan.proof is None:
         wrong_bound, bound = ["the plan stores no proof of its lower bound"], 0
@@ -74,6 +77,8 @@ def certify(plan: OwnershipPlan) -> Certificate:
                 f"the plan claims a lower bound of {plan.lower_bound_ms:.6g} ms; its duals prove "
                 f"{problem.ms(bound):.6g} ms"
             )
+    if plan.proof is not None and plan.status == "optimal" and bound < makespan:
+        wrong.append("the plan claims to be optimal, which its proof does not show")
     return Certificate(
         not wrong,
         plan.proof is not None and not wrong,
@@ -81,6 +86,15 @@ def certify(plan: OwnershipPlan) -> Certificate:
         problem.ms(bound),
         tuple(wrong + wrong_bound),
     )
+
+
+def _without_prices(plan: OwnershipPlan) -> Certificate:
+    """A plan by hand, or one of the first format: there is nothing to compute times from."""
+    findings = [
+        "the plan stores no prices: its times are what it claims, and nothing bounds them",
+        *_wrong_owners(plan),
+    ]
+    return Certificate(len(findings) == 1, False, plan.makespan_ms, 0.0, tuple(findings))
 
 
 def _bound(plan: OwnershipPlan, problem: Problem, makespan: int) -> int:
@@ -93,14 +107,6 @@ def _bound(plan: OwnershipPlan, problem: Problem, makespan: int) -> int:
     if settled and bound < makespan and counts_within(problem, makespan - 1) is None:
         return makespan
     return bound
-
-
-def _counts(plan: OwnershipPlan, problem: Problem) -> Counts:
-    counts = np.zeros((problem.world, len(problem.kinds)), np.int64)
-    for s, members in enumerate(problem.members):
-        for i in members:
-            counts[plan.owners[i], s] += 1
-    return counts
 
 
 def _ticks(problem: Problem) -> dict[tuple[object, int], int]:
@@ -140,18 +146,18 @@ def _wrong_batches(plan: OwnershipPlan, problem: Problem) -> list[str]:
     return _short(found)
 
 
-def _wrong_owners(plan: OwnershipPlan, problem: Problem, counts: Counts) -> list[str]:
+def _wrong_owners(plan: OwnershipPlan) -> list[str]:
     found = [
         f"rank {rank} may not own {plan.specs.matrices[i].name}"
         for i, rank in enumerate(plan.owners)
         if not plan.limits.may_own(rank, i)
     ]
-    stored = counts @ problem.nbytes
-    for rank in np.flatnonzero(stored > problem.room).tolist():
-        found.append(
-            f"rank {rank} stores {plan.state_bytes[rank]} bytes, more than "
-            f"owner_memory_bytes={plan.limits.memory_bytes}"
-        )
+    cap = plan.limits.memory_bytes
+    found += [
+        f"rank {rank} stores {stored} bytes, more than owner_memory_bytes={cap}"
+        for rank, stored in enumerate(plan.state_bytes)
+        if cap is not None and stored > cap
+    ]
     return _short(found)
 
 

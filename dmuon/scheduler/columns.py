@@ -35,12 +35,12 @@ Ints = npt.NDArray[np.int64]
 Pattern = tuple[int, tuple[int, ...]]  # class, count of each kind
 
 _MOST_ROUNDS = 200  # master programs while climbing
-_MOST_WORK = 150_000  # points of knapsacks, where they have to be merged
-_CLOSE = 1e-5  # a gap not worth any work
+_MOST_WORK = 150_000  # points of knapsacks, in one climb
+_CLOSE = 1e-4  # a gap not worth any work
 _CLOSE_IF_VAGUE = 1e-3  # the same, where knapsacks have more points than can be kept
 _DIVES = (0.0, 0.001, 0.003, 0.008, 0.02, 0.05)  # how far above the bound
 _PROGRAMS = (0.0, 0.002)
-_MORE_PROGRAMS = (0.006,)  # where the gap is still wide
+_MORE_PROGRAMS = (0.004, 0.008, 0.012)  # where the gap is still wide
 _CLOSE_AT_LAST = 5e-3
 _MOST_WHOLE = 300  # patterns in the integer master program
 _MOST_PRICINGS = 6  # in one step of a dive
@@ -242,7 +242,7 @@ class Columns:
         """Raise the bound until the master program shares everything out; whether it got there."""
         if not self._climb(_POINTS, stalled=10):
             return False
-        return self._climb(MAX_POINTS, stalled=20)
+        return self._climb(MAX_POINTS, stalled=10)
 
     def _climb(self, points: int, stalled: int) -> bool:
         vague, work = 0, 0
@@ -258,13 +258,13 @@ class Columns:
             work += sum(len(found.cost) for found in proving.values())
             if climbed:
                 self.bound, self.dual = proven, dual
-            if not climbed and theta <= 1 + 1e-9:
+            if work > _MOST_WORK or (not climbed and theta <= 1 + 1e-9):
                 return True
             if not all(found.exact for found in real.values()):
                 # So many matrices an owner that trade-offs are merged: the work shared out evenly
                 # is then as good a bound as any, and rounds take long.
                 vague = 0 if climbed else vague + 1
-                if vague > stalled or work > _MOST_WORK or self._is_close(_CLOSE_IF_VAGUE):
+                if vague > stalled or self._is_close(_CLOSE_IF_VAGUE):
                     return True
             near = (self.bound, self.bound - self.bound // 200)
             new = self._price(real, near)
@@ -332,7 +332,8 @@ class Columns:
         self._complete(limit)
         for _ in range(_MOST_PRICINGS):
             _, dual, used = self._master(limit)
-            if not self._price(self._real(dual, limit, _Left.all_of(self.problem)), [limit]):
+            near = (limit, limit - limit // 500, limit - limit // 100)
+            if not self._price(self._real(dual, limit, _Left.all_of(self.problem)), near):
                 break
         patterns = [p for p in self._within(limit) if self._fits_memory(p)]
         if len(patterns) <= _MOST_WHOLE:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -89,6 +90,7 @@ class OwnershipPlan:
     hit_time_limit: bool = False
 
     def __post_init__(self) -> None:
+        self.limits.check(len(self.specs.matrices), self.topology.world)
         count = Counter(i for batch in self.batches for i in batch.matrices)
         total = len(self.specs.matrices)
         wrong = [i for i in range(total) if count[i] != 1] + [
@@ -212,20 +214,36 @@ class OwnershipPlan:
             return cls(
                 specs=ModelSpecs.from_dict(data["specs"]),
                 topology=Topology.from_dict(data["topology"]),
-                batches=tuple(Batch(o, tuple(m), ms) for o, m, ms in data["batches"]),
+                batches=tuple(
+                    Batch(_whole(o), tuple(map(_whole, m)), _number(ms))
+                    for o, m, ms in data["batches"]
+                ),
                 layout=Layout(data["layout"]),
                 solver=data["solver"],
                 status=data["status"],
                 cost_source=data["cost_source"],
-                lower_bound_ms=data["lower_bound_ms"],
+                lower_bound_ms=_number(data["lower_bound_ms"]),
                 alternatives=tuple((name, ms) for name, ms in data["alternatives"]),
                 seconds=data["seconds"],
                 **({} if data["format"] == 1 else _evidence(data)),
             )
         except PlanError:
             raise
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise PlanError(f"not an ownership plan: {error!r}") from error
+
+
+def _number(value: Any) -> float:
+    """A finite number from JSON, as it is."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"expected a finite number, found {value!r}")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"expected a whole number, found {value!r}")
+    return value
 
 
 def _evidence(data: dict[str, Any]) -> dict[str, Any]:
@@ -233,7 +251,7 @@ def _evidence(data: dict[str, Any]) -> dict[str, Any]:
     return {
         "limits": OwnerLimits.from_dict(data["limits"]),
         "prices": tuple(
-            PriceRow((int(k[0]), int(k[1]), str(k[2])), tuple(ms), tuple(origin))
+            PriceRow((int(k[0]), int(k[1]), str(k[2])), tuple(map(_number, ms)), tuple(origin))
             for k, ms, origin in data["prices"]
         ),
         "proof": None if data["proof"] is None else Proof.from_dict(data["proof"]),
@@ -248,6 +266,8 @@ def check_plan_fits(plan: OwnershipPlan, specs: ModelSpecs, topology: Topology) 
     found: list[str] = []
     if plan.topology.world != topology.world:
         found.append(f"the plan is for {plan.topology.world} ranks, the mesh has {topology.world}")
+    elif plan.topology.shape != topology.shape:
+        found.append(f"the plan is for mesh {plan.topology.shape}, the mesh is {topology.shape}")
     old = {p.name: p for p in plan.specs.parameters}
     new = {p.name: p for p in specs.parameters}
     found += [f"- {name} {list(old[name].shape)}" for name in old if name not in new]

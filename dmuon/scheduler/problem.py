@@ -35,6 +35,7 @@ Counts = Ints  # [ranks, kinds]
 _FINEST = 10**9  # ticks a millisecond
 _LARGEST_TOTAL = 10**15  # ticks of all matrices one by one; leaves room for products in 64 bits
 UNLIMITED = 1 << 62  # bytes
+_MOST_MS = 1e12  # of one batch: 30 years
 
 
 def ticks_per_ms(total_ms: float) -> int:
@@ -230,10 +231,11 @@ def build_problem(
 def _check_prices(prices: Mapping[ShapeKey, Sequence[float]]) -> None:
     for (rows, cols, dtype), row in prices.items():
         for batch, ms in enumerate(row, 1):
-            if not (0 <= ms < math.inf):
+            if not (0 <= ms <= _MOST_MS):
                 raise PlanError(
-                    f"the cost of {batch} matrices of {rows} x {cols} {dtype} must be finite and "
-                    f">= 0 milliseconds, found {ms}: measure again, or correct the cost table"
+                    f"the cost of {batch} matrices of {rows} x {cols} {dtype} must be between 0 "
+                    f"and {_MOST_MS:g} milliseconds, found {ms}: measure again, or correct the "
+                    "cost table"
                 )
 
 
@@ -247,7 +249,7 @@ def _classes(
     for rank in range(world):
         room = UNLIMITED
         if limits.memory_bytes is not None:
-            room = limits.memory_bytes - limits.fixed_bytes_of(rank)
+            room = min(limits.memory_bytes - limits.fixed_bytes_of(rank), UNLIMITED)
         inside = {pool: pool < 0 or rank in pools[pool] for pool in used}
         allowed = tuple(inside[kind.pool] for kind in kinds)
         fixed = round(limits.fixed_ms_of(rank) * scale)

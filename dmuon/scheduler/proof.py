@@ -33,6 +33,7 @@ __all__ = ["Dual", "Proof", "bound_of", "byte_units", "dual_options", "simple_du
 Ints = npt.NDArray[np.int64]
 
 _WORTH = 1e17  # of everything, about: exact in 64 bits, and fine enough
+_MOST_WORTH = 1 << 61
 _WORK = 10**11  # units of all work, about
 _BYTE_STEPS = 1000  # units of the bytes of the smallest matrix, about
 
@@ -134,6 +135,7 @@ def bound_of(
         raise ValueError(f"{len(dual.values)} values for {len(problem.kinds)} kinds of matrices")
     if min(dual.works, default=0) < 0 or dual.byte_price < 0:
         raise ValueError("the value of work and the price of bytes must be >= 0")
+    _check_size(problem, dual)
     made = dict(frontiers or {})
     density: dict[tuple[bool, ...], float] = {}
     for c in problem.classes:
@@ -168,6 +170,22 @@ def bound_of(
         return total >= worth
 
     return _first(holds, limit)
+
+
+def _check_size(problem: Problem, dual: Dual) -> None:
+    """Raise ValueError if the worth of everything, in parts or whole, leaves 64 bits.
+
+    The knapsacks count in 64 bits and would wrap around unnoticed.
+    """
+    sizes, _ = byte_units(problem)
+    most = sum(
+        (abs(v) + dual.byte_price * size) * kind.count + u * int(table[-1])
+        for v, u, size, kind, table in zip(
+            dual.values, dual.works, sizes, problem.kinds, work_tables(problem), strict=True
+        )
+    )
+    if most >= _MOST_WORTH:
+        raise ValueError(f"duals are too large to be checked: {most} of at most {_MOST_WORTH}")
 
 
 def _density(options: Sequence[Option]) -> float:

@@ -41,6 +41,8 @@ def search(problem: Problem, order: Sequence[int], solver: str, options: Planner
         PlanError: no assignment fits the memory cap; states the smallest cap that is known to.
     """
     turns = round_robin(problem, order)
+    if turns is not None and not problem.is_feasible(turns):
+        turns = None  # a rank that owns nothing is over the cap
     if solver == "round_robin":
         if turns is None:
             raise PlanError(

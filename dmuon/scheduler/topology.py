@@ -52,6 +52,8 @@ class Topology:
     def __post_init__(self) -> None:
         if not self.shape or any(size < 1 for size in self.shape):
             raise ValueError(f"mesh sizes must be at least 1, found {self.shape}")
+        if len(set(self.axes)) != len(self.axes):
+            raise ValueError(f"mesh axes must have different names, found {self.axes}")
         if len(self.shape) != len(self.axes):
             raise ValueError(f"mesh {self.shape} needs {len(self.shape)} axis names: {self.axes}")
         if self.ranks_per_node < 1:

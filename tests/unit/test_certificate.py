@@ -15,6 +15,7 @@ from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.plan import Batch, OwnershipPlan, PriceRow, solve
 from dmuon.scheduler.proof import Dual, Proof
 from dmuon.scheduler.topology import Topology
+from dmuon.types import PlanError
 from tests.unit.models import plan_of, specs_of
 
 KEYS = [(64, 64, "float32"), (64, 256, "float32"), (128, 128, "float32")] * 7
@@ -176,3 +177,104 @@ def test_exhaustion_proves_what_duals_cannot():
     )
     assert plan.makespan_ms == plan.lower_bound_ms == 6.0
     assert certify(plan).ok
+
+
+@pytest.mark.parametrize(
+    "dual",
+    [
+        Dual((2**62, 2**62, 2**62), (0, 0, 0)),
+        Dual((10**30, 0, 0), (0, 0, 0)),
+        Dual((0, 0, 0), (2**50, 2**50, 2**50)),
+        Dual((1, 1, 1), (0, 0, 0), byte_price=2**60),
+    ],
+)
+def test_duals_that_would_wrap_around_prove_nothing(dual):
+    worse = solve(
+        specs_of(KEYS), Topology.flat(4), CostTable.analytic("h100"), solver="round_robin"
+    )
+    lie = replace(worse, proof=Proof(dual), lower_bound_ms=worse.makespan_ms, status="optimal")
+    assert not certify(lie).ok
+    assert certify(worse).ok
+
+
+def test_a_false_claim_of_optimality_is_found():
+    worse = solve(
+        specs_of(KEYS), Topology.flat(4), CostTable.analytic("h100"), solver="round_robin"
+    )
+    assert worse.status == "feasible" and certify(worse).ok
+    assert "claims to be optimal" in str(certify(replace(worse, status="optimal")))
+
+
+def tampered(plan: OwnershipPlan, *path, value) -> str:
+    data = json.loads(plan.to_json())
+    place = data
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("lower_bound_ms",), float("nan")),
+        (("lower_bound_ms",), "1"),
+        (("lower_bound_ms",), None),
+        (("batches", 0, 2), float("inf")),
+        (("batches", 0, 2), "x"),
+        (("batches", 0, 0), 1.5),
+        (("batches", 0, 0), True),
+        (("limits", "memory_bytes"), "80GiB"),
+        (("limits", "fixed_ms"), ["a", "b", "c", "d"]),
+        (("limits", "fixed_ms"), [1.0]),
+        (("limits", "pool_of"), ["a"] * 21),
+        (("prices", 0, 1), []),
+        (("prices", 0, 1), ["1"]),
+        (("prices", 0, 1), [1e300]),
+        (("proof", "values"), [10**30] * 3),
+        (("proof", "works"), "abc"),
+    ],
+)
+def test_a_damaged_file_is_refused_or_invalid_but_never_a_traceback(plan, path, value):
+    text = tampered(plan, *path, value=value)
+    try:
+        loaded = OwnershipPlan.from_json(text)
+    except PlanError:
+        return
+    certificate = certify(loaded)
+    assert not certificate.ok
+    assert str(certificate).startswith("certificate INVALID")
+
+
+def test_without_prices_owners_are_still_checked(plan):
+    bare = replace(plan, prices=(), proof=None)
+    assert certify(bare).ok and not certify(bare).proven
+    assert certify(bare).lower_bound_ms == 0.0
+    tight = replace(bare, limits=replace(plan.limits, memory_bytes=max(plan.state_bytes) - 1))
+    assert not certify(tight).ok
+
+
+def test_a_model_without_matrices_is_proven():
+    plan = solve(specs_of([], rest=2), Topology.flat(2), CostTable.analytic())
+    assert plan.status == "optimal" and certify(plan).ok and certify(plan).proven
+
+
+def test_round_robin_never_breaks_the_cap_unseen():
+    limits = OwnerLimits(fixed_bytes=(0, 100), memory_bytes=96)
+    with pytest.raises(PlanError, match="round_robin"):
+        solve(
+            specs_of([(4, 6, "float32")]),
+            Topology.flat(2),
+            CostTable.analytic(),
+            solver="round_robin",
+            limits=limits,
+        )
+
+
+def test_costs_and_caps_out_of_all_range_are_errors_or_no_limit():
+    keys = [(4, 6, "float32")]
+    huge = CostTable("huge", {keys[0]: {1: 1e20}})
+    with pytest.raises(PlanError, match="1e\\+12 milliseconds"):
+        solve(specs_of(keys), Topology.flat(2), huge)
+    limits = OwnerLimits(memory_bytes=10**30)
+    assert solve(specs_of(keys), Topology.flat(2), CostTable.analytic(), limits=limits).owners

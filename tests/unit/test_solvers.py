@@ -515,3 +515,37 @@ def test_a_fixed_load_is_a_bound_by_itself():
     problem = build_problem(specs_of(SHAPES).matrices, 2, limits, dict.fromkeys(SHAPES, (1.0,)))
     nothing = Dual((0,) * 3, (0,) * 3)
     assert problem.ms(bound_of(problem, nothing, 10**12)) == 50.0
+
+
+@slow
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 40), st.integers(-9, 90)), min_size=1, max_size=6),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(0, 90),
+    st.sampled_from([1, 3, 64]),
+)
+def test_sifting_before_sorting_changes_no_frontier(kinds, limit, intervals):
+    from dmuon.scheduler.knapsack import Option, frontier
+
+    options = [
+        Option(np.array([0, *(c for c, _ in kind)]), np.array([0, *(v for _, v in kind)]))
+        for kind in kinds
+    ]
+    plain = frontier(options, limit, bounding=False)
+    with (
+        mock.patch("dmuon.scheduler.knapsack._MANY", 0),
+        mock.patch("dmuon.scheduler.knapsack._INTERVALS", intervals),
+    ):
+        sifted = frontier(options, limit, bounding=False)
+    assert plain.cost.tolist() == sifted.cost.tolist()
+    assert plain.value.tolist() == sifted.value.tolist()
+    assert plain.choice(limit).tolist() == sifted.choice(limit).tolist()
+    best = max(
+        sum(o.value[k] for o, k in zip(options, ks))
+        for ks in product(*(range(len(o.cost)) for o in options))
+        if sum(o.cost[k] for o, k in zip(options, ks)) <= limit
+    )
+    assert plain.best_value(limit) == best
