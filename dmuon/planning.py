@@ -226,6 +226,27 @@ def _check_combination(args: argparse.Namespace) -> None:
             raise PlanError(f"--compare makes several plans: drop it, or drop {', '.join(single)}")
 
 
+# What the library calls its arguments, and the flags of the commands.
+_FLAGS = (
+    ("PlannerOptions(owner_memory_bytes=...)", "--memory"),
+    ("PlannerOptions.max_batch", "--max-batch"),
+    ("PlannerOptions.time_limit_s", "--time-limit"),
+    ("PlannerOptions.profile_budget_s", "--budget"),
+    ("PlannerOptions.ranks_per_node", "--ranks-per-node"),
+    ("owner_memory_bytes=", "--memory "),
+    ("owner_memory_bytes", "--memory"),
+    ("solver='round_robin'", "round robin"),
+    ("solver='auto'", "--solver auto"),
+)
+
+
+def in_terms_of_flags(message: str) -> str:
+    """An error of the library as someone at a terminal would say it."""
+    for argument, flag in _FLAGS:
+        message = message.replace(argument, flag)
+    return message
+
+
 def run(args: argparse.Namespace) -> int:
     """Plan, compare or verify; 1 if a certificate does not hold, 2 for a mistake of the user."""
     try:
@@ -234,6 +255,6 @@ def run(args: argparse.Namespace) -> int:
             return _verify(args)
         return _compare(args) if args.compare else _plan(args)
     except DmuonError as error:
-        message = " ".join(str(error).split())
+        message = in_terms_of_flags(" ".join(str(error).split()))
         sys.stderr.write(f"python -m dmuon plan: error: {message}\n")
         return 2

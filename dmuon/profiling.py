@@ -73,7 +73,9 @@ def run(args: argparse.Namespace) -> int:
         _profile(args)
         return 0
     except DmuonError as error:
-        message = " ".join(str(error).split())
+        from dmuon.planning import in_terms_of_flags
+
+        message = in_terms_of_flags(" ".join(str(error).split()))
         sys.stderr.write(f"python -m dmuon profile: error: {message}\n")
         return 2
     finally:

@@ -122,7 +122,7 @@ def _undominated(cost: Ints, value: Ints, limit: int) -> Ints:
 
 
 def _promising(cost: Ints, value: Ints, limit: int) -> npt.NDArray[np.bool_]:
-    """Leaves out what some pair of a lower interval of cost beats: most of them, without sorting."""
+    """Without what a pair of a lower interval of cost beats: most of them, and no sorting."""
     interval = cost * _INTERVALS // (limit + 1)
     best = np.full(_INTERVALS + 1, np.iinfo(np.int64).min)
     np.maximum.at(best, interval + 1, value)

@@ -46,8 +46,9 @@ def least_memory(problem: Problem, seconds: float) -> LeastMemory:
 
 def too_little_memory(problem: Problem, least: LeastMemory) -> PlanError:
     """The error for a cap that nothing fits."""
+    mebibytes = f" ({least.nbytes / 2**20:.1f} MiB)" if least.nbytes >= 2**20 else ""
     known = (
-        f"the smallest feasible cap is {least.nbytes} bytes"
+        f"the smallest feasible cap is {least.nbytes} bytes{mebibytes}"
         if least.bound >= least.nbytes
         else f"a cap of {least.nbytes} bytes is feasible, and none below {least.bound} is"
     )

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import dmuon
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.costs import (
     ANALYTIC_DEVICES,
@@ -31,7 +32,7 @@ from dmuon.scheduler.select import collect
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, Layout, PlanError
-from tests.unit.models import Mixed, plan_of, plan_of_mixed, specs_of, tree
+from tests.unit.models import Mixed, TinyGPT, plan_of, plan_of_mixed, specs_of, tree
 
 SHAPES = ((4, 6, "float32"), (8, 8, "float32"), (6, 4, "bfloat16"))
 MAX_BATCH = 4
@@ -566,3 +567,25 @@ def test_algorithms_and_layouts_have_stable_names():
     # They are written into saved plans.
     assert [a.value for a in Algorithm] == ["muon", "adamw", "frozen"]
     assert [m.value for m in Layout] == ["auto", "sharded", "replicated", "dedicated"]
+
+
+# ---- a saved plan, used again ------------------------------------------------------------
+
+
+def test_a_saved_plan_for_another_layout_mesh_or_memory_is_refused():
+    model = TinyGPT()
+    own = dmuon.dedicate_params(model, costs="analytic")
+    plan = own.plan
+    own.close()
+    other_mesh = replace(plan, topology=Topology((1, 1), ("a", "b"), 1))
+    small = PlannerOptions(owner_memory_bytes=100)
+    over = replace(plan, limits=OwnerLimits(memory_bytes=max(plan.state_bytes) - 1))
+    for saved, planner, message in (
+        (replace(plan, layout=Layout.SHARDED), PlannerOptions(), "layout 'sharded'"),
+        (other_mesh, PlannerOptions(), r"mesh \(1, 1\)"),
+        (plan, small, "owner_memory_bytes=100"),
+        (over, PlannerOptions(), "owner_memory_bytes="),
+    ):
+        with pytest.raises(PlanError, match=message):
+            dmuon.dedicate_params(model, plan=saved, planner=planner)
+    dmuon.dedicate_params(model, plan=plan).close()
