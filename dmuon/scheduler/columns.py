@@ -26,13 +26,13 @@ import numpy.typing as npt
 from dmuon.scheduler.engines import LinearProgram, Row, minimize
 from dmuon.scheduler.greedy import improve
 from dmuon.scheduler.knapsack import MAX_POINTS, Frontier, Option, frontier
+from dmuon.scheduler.patterns import Pattern, maximal_patterns, spread, to_fix
 from dmuon.scheduler.problem import UNLIMITED, Counts, Problem
 from dmuon.scheduler.proof import Dual, bound_of, byte_units, dual_options, work_tables
 
 __all__ = ["Budget", "Columns"]
 
 Ints = npt.NDArray[np.int64]
-Pattern = tuple[int, tuple[int, ...]]  # class, count of each kind
 
 _MOST_ROUNDS = 200  # master programs while climbing
 _MOST_WORK = 150_000  # points of knapsacks, in one climb
@@ -47,7 +47,6 @@ _MOST_PRICINGS = 6  # in one step of a dive
 _MOST_NODES = 150  # of one integer master
 _POINTS = 2_000  # of a frontier while climbing
 _COARSE = 500  # points of a frontier that only suggests patterns
-_COMPLETE = 2_000  # so many patterns at most are listed in full
 
 
 class Budget:
@@ -305,7 +304,7 @@ class Columns:
         self.patterns = dict(known)  # what is cut to fit the rest is of no use later
         while any(left.demand) and any(left.owners) and not self.budget.spent():
             used = self._enriched(limit, left)
-            for pattern, times in _to_fix(used):
+            for pattern, times in to_fix(used):
                 times = min(times, left.owners[pattern[0]])
                 if times and left.without(pattern, times).is_possible():
                     fixed.append((pattern, times))
@@ -315,7 +314,7 @@ class Columns:
                 if left.owners[pattern[0]]:
                     self._add(*left.cut(pattern))
         self.patterns = known
-        return _spread(self.problem, fixed)
+        return spread(self.problem, fixed)
 
     def _enriched(self, limit: int, left: _Left) -> list[tuple[Pattern, float]]:
         """The linear program's use of patterns, after a few rounds of pricing on what is left."""
@@ -354,7 +353,7 @@ class Columns:
     def _complete(self, limit: int) -> bool:
         """Add every pattern that no matrix can be added to, if they are few."""
         for c, owner in enumerate(self.problem.classes):
-            full = _maximal_patterns(self.problem, c, limit - owner.fixed)
+            full = maximal_patterns(self.problem, c, limit - owner.fixed)
             if full is None:
                 return False
             for counts in full:
@@ -379,7 +378,7 @@ class Columns:
             program, self.engine, time_limit_s=self._lp_seconds(), most_nodes=_MOST_NODES
         )
         used = np.rint(answer.values[:n]).astype(np.int64).tolist()
-        return _spread(problem, [(p, k) for p, k in zip(patterns, used, strict=True) if k])
+        return spread(problem, [(p, k) for p, k in zip(patterns, used, strict=True) if k])
 
     def offer(self, counts: Counts) -> None:
         """Keep ``counts`` if they are feasible and, after local search, better."""
@@ -390,79 +389,3 @@ class Columns:
         if makespan < self.makespan:
             self.counts, self.makespan = counts, makespan
             self._learn(counts)
-
-
-def _maximal_patterns(problem: Problem, c: int, limit: int) -> list[tuple[int, ...]] | None:
-    """Patterns of a class to which no matrix can be added within ``limit``; None if too many."""
-    owner, kinds = problem.classes[c], problem.kinds
-    rows = np.zeros((1, 0), np.int64)
-    ticks = np.zeros(1, np.int64)
-    for s, kind in enumerate(kinds):
-        k = np.arange(kind.count + 1 if owner.allowed[s] else 1)
-        k = k[kind.ticks[k] <= limit]
-        total = ticks[:, None] + kind.ticks[k][None, :]
-        at, which = np.nonzero(total <= limit)
-        if len(at) > 40 * _COMPLETE:
-            return None
-        rows = np.column_stack((rows[at], k[which]))
-        ticks = total[at, which]
-    full = np.ones(len(rows), np.bool_)
-    for s, kind in enumerate(kinds):
-        if owner.allowed[s]:
-            more = np.minimum(rows[:, s] + 1, kind.count)
-            longer = ticks - kind.ticks[rows[:, s]] + kind.ticks[more] <= limit
-            full &= ~((rows[:, s] < kind.count) & longer)
-    if full.sum() > _COMPLETE:
-        return None
-    return [tuple(int(k) for k in row) for row in rows[full]]
-
-
-def _to_fix(used: Sequence[tuple[Pattern, float]]) -> list[tuple[Pattern, int]]:
-    """Whole numbers of uses, rounded down; the most used pattern once if that leaves none."""
-    whole = [(p, int(y + 1e-6)) for p, y in used if int(y + 1e-6)]
-    return whole or [(max(used, key=lambda u: (u[1], u[0]))[0], 1)]
-
-
-def _spread(problem: Problem, used: Sequence[tuple[Pattern, int]]) -> Counts | None:
-    """Patterns given to ranks; surplus taken away, and what is missing put where it fits best."""
-    counts = np.zeros((problem.world, len(problem.kinds)), np.int64)
-    free = {c: list(owner.ranks)[::-1] for c, owner in enumerate(problem.classes)}
-    for (c, pattern), times in used:
-        for _ in range(times):
-            if not free[c]:
-                return None
-            counts[free[c].pop()] = pattern
-    _trim(problem, counts)
-    return _fill(problem, counts)
-
-
-def _trim(problem: Problem, counts: Counts) -> None:
-    """Take surplus matrices away, each from the rank that gains most by it."""
-    loads = problem.loads(counts)
-    for s, kind in enumerate(problem.kinds):
-        for _ in range(int(counts[:, s].sum()) - kind.count):
-            has = np.flatnonzero(counts[:, s])
-            k = counts[has, s]
-            after = loads[has] - kind.ticks[np.minimum(k, kind.count)] + kind.ticks[k - 1]
-            # Prefer what shortens the longest; a removal may also lengthen (costs need not grow).
-            at = has[np.lexsort((has, -loads[has], after - loads[has]))[0]]
-            loads[at] += kind.ticks[counts[at, s] - 1] - kind.ticks[counts[at, s]]
-            counts[at, s] -= 1
-
-
-def _fill(problem: Problem, counts: Counts) -> Counts | None:
-    """Put missing matrices, the costliest kind first, where the load stays lowest."""
-    loads = problem.loads(counts)
-    free = problem.room - counts @ problem.nbytes
-    for s, kind in enumerate(problem.kinds):
-        for _ in range(kind.count - int(counts[:, s].sum())):
-            may = np.flatnonzero(problem.allowed[:, s] & (free >= kind.nbytes))
-            if not len(may):
-                return None
-            k = counts[may, s]
-            after = loads[may] - kind.ticks[k] + kind.ticks[k + 1]
-            at = may[int(after.argmin())]
-            loads[at] = after.min()
-            counts[at, s] += 1
-            free[at] -= kind.nbytes
-    return counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -226,3 +226,12 @@ def assert_within(
 def numbered(*shape: int) -> Tensor:
     """0, 1, 2, ... in row-major order."""
     return torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+
+
+def partitions(count: int, largest: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write ``count`` as a descending sum of parts up to ``largest``."""
+    if count == 0:
+        yield ()
+    for part in range(min(count, largest), 0, -1):
+        for tail in partitions(count - part, part):
+            yield (part, *tail)

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -32,7 +32,7 @@ from dmuon.scheduler.select import collect
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, Layout, PlanError
-from tests.unit.models import Mixed, TinyGPT, plan_of, plan_of_mixed, specs_of, tree
+from tests.unit.models import Mixed, TinyGPT, partitions, plan_of, plan_of_mixed, specs_of, tree
 
 SHAPES = ((4, 6, "float32"), (8, 8, "float32"), (6, 4, "bfloat16"))
 MAX_BATCH = 4
@@ -53,15 +53,6 @@ class Prices:
 def prices(draw, largest: int = 6) -> Prices:
     cost = st.floats(0.125, 8.0, width=16)
     return Prices({key: {b: draw(cost) for b in range(1, largest + 1)} for key in SHAPES})
-
-
-def partitions(count: int, largest: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write ``count`` as a descending sum of parts up to ``largest``."""
-    if count == 0:
-        yield ()
-    for part in range(min(count, largest), 0, -1):
-        for tail in partitions(count - part, part):
-            yield (part, *tail)
 
 
 def cheapest(costs: Prices, key: tuple[int, int, str], count: int, max_batch: int) -> float:

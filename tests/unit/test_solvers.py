@@ -26,7 +26,7 @@ from dmuon.scheduler.problem import Problem, build_problem
 from dmuon.scheduler.proof import Dual, bound_of, simple_duals, work_tables
 from dmuon.scheduler.topology import Topology
 from dmuon.types import PlanError
-from tests.unit.models import specs_of
+from tests.unit.models import partitions, specs_of
 
 SHAPES = ((4, 6, "float32"), (8, 8, "float32"), (6, 4, "bfloat16"))
 MAX_BATCH = 4
@@ -101,14 +101,6 @@ def counts_of(problem: Problem, owners: tuple[int, ...]):
         for i in members:
             counts[owners[i], s] += 1
     return counts
-
-
-def partitions(count: int, largest: int) -> Iterator[tuple[int, ...]]:
-    if count == 0:
-        yield ()
-    for part in range(min(count, largest), 0, -1):
-        for tail in partitions(count - part, part):
-            yield (part, *tail)
 
 
 def cheapest(prices: Prices, key, count: int) -> float:
