@@ -3,11 +3,12 @@
 from dmuon.accumulate import no_sync
 from dmuon.api import dedicate_params
 from dmuon.clip import clip_grad_norm_
-from dmuon.config import PlannerOptions, ReplicatedOptions
+from dmuon.config import PlannerOptions, ReplicatedOptions, ShardedOptions
 from dmuon.equivalence import EquivalenceReport, check_step_equivalence
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.optim import Muon
 from dmuon.ownership import Ownership
+from dmuon.period import LinearPeriod
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.report import LoadBalanceReport
@@ -15,12 +16,14 @@ from dmuon.scheduler.report import LoadBalanceReport
 __all__ = [
     "CostTable",
     "EquivalenceReport",
+    "LinearPeriod",
     "LoadBalanceReport",
     "Muon",
     "Ownership",
     "OwnershipPlan",
     "PlannerOptions",
     "ReplicatedOptions",
+    "ShardedOptions",
     "check_step_equivalence",
     "clip_grad_norm_",
     "dedicate_params",

@@ -53,12 +53,23 @@ def _add_check(commands: Any) -> None:
     command = commands.add_parser(
         "check",
         help="compare dmuon on several processes with Muon in one",
-        description="Trains a small model with dmuon on NPROC processes, each with its own data, "
-        "and with a plain reference Muon on the joint batch, and compares all weights and losses "
-        "after every step. Exit status 1 if they differ.",
+        description="Trains small models with dmuon on several processes, with different data on "
+        "each data rank, and with a plain reference Muon on the joint batch, and compares all "
+        "weights and losses after every step. Exit status 1 if they differ, 2 for a mistake.",
     )
-    command.add_argument("--nproc", type=_positive, default=4, help="processes (default 4)")
-    command.add_argument("--layout", choices=("replicated", "all"), default="replicated")
+    command.add_argument(
+        "--layout",
+        choices=("replicated", "sharded", "all"),
+        default="replicated",
+        help="replicated: a plain module and DistributedDataParallel; sharded: FSDP2, HSDP, tensor "
+        "and expert parallelism and their products, on 2, 4 and 8 processes",
+    )
+    command.add_argument(
+        "--nproc",
+        type=_positive,
+        help="processes of the replicated layout (default 4); sharded meshes of more processes "
+        "are left out (default: none is)",
+    )
     command.add_argument("--steps", type=_positive, default=10)
     command.add_argument("--lr", type=float, default=0.02)
     command.add_argument(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -15,15 +16,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm.consensus import attempt, solve_on_first
+from dmuon.comm.layout import LayoutRuntime
 from dmuon.comm.replicated import ReplicatedRuntime
+from dmuon.comm.sharded import ShardedRuntime
 from dmuon.comm.transport import C10dTransport, LocalTransport, Transport
-from dmuon.config import PlannerOptions, ReplicatedOptions
+from dmuon.config import PlannerOptions, ReplicatedOptions, ShardedOptions
 from dmuon.measure import measured_costs
 from dmuon.ownership import Ownership, ownerships_of
 from dmuon.scheduler.costs import CostTable, resolve_costs
+from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.plan import OwnershipPlan, check_plan_fits, solve
 from dmuon.scheduler.select import collect, trainable_parameters
-from dmuon.scheduler.specs import ModelSpecs
+from dmuon.scheduler.shards import RankShards, ShardMap
+from dmuon.scheduler.shards import assemble as assemble_shards
+from dmuon.scheduler.specs import (
+    ModelSpecs,
+    compute_device,
+    covering_mesh,
+    is_distributed,
+    local_shard,
+)
 from dmuon.scheduler.topology import Topology, local_world_size
 from dmuon.types import DmuonError, Layout, OwnershipError, PlanError, Select
 
@@ -41,17 +53,21 @@ def dedicate_params(
     costs: Any = "measured",
     solver: str = "auto",
     planner: PlannerOptions = PlannerOptions(),  # noqa: B008  frozen
-    options: ReplicatedOptions | None = None,
+    options: ReplicatedOptions | ShardedOptions | None = None,
     plan: OwnershipPlan | None = None,
 ) -> Ownership:
     """Decide which rank owns which matrix of ``model``, the same on every rank.
 
-    A collective call: every rank of ``mesh`` (default: all ranks; without `torch.distributed`,
-    this process alone) calls it with the same model and arguments. A plain module starts from the
-    weights of the mesh's first rank; one wrapped in `DistributedDataParallel` keeps DDP's.
+    A collective call: every rank of ``mesh`` calls it with the same model and arguments. Without a
+    mesh these are, in the `sharded` layout, the ranks of the model's largest mesh, otherwise all
+    ranks; without `torch.distributed`, this process alone. A plain module starts from the weights
+    of the mesh's first rank, any other keeps its own.
 
     Args:
-        layout: "auto" or "replicated".
+        layout: "sharded" for a model with `DTensor` parameters (FSDP2, HSDP, tensor and expert
+            parallelism: shard it before this call), "replicated" for a plain module or
+            `DistributedDataParallel`; "auto" looks at the parameters.
+        options: `ShardedOptions` or `ReplicatedOptions`, as the layout is.
         select: ``(name, parameter) -> bool`` picks the matrices instead of the default rules.
         splits: name pattern -> row sizes; makes several matrices of a fused parameter.
         heads: name pattern -> number of equal row blocks, each a matrix.
@@ -66,6 +82,8 @@ def dedicate_params(
             without the mistake as ConsensusError.
     """
     ddp = model if isinstance(model, DistributedDataParallel) else None
+    if mesh is None and isinstance(model, nn.Module) and ddp is None:
+        mesh = covering_mesh(trainable_parameters(model))
     transport = _make_transport(mesh, ddp, getattr(options, "timeout_s", None))
     return assemble(
         model,
@@ -81,7 +99,7 @@ def dedicate_params(
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Request:
     """The arguments of `dedicate_params`, and what this rank makes of them."""
 
@@ -92,8 +110,19 @@ class _Request:
     costs: Any
     solver: str
     planner: PlannerOptions
-    options: ReplicatedOptions | None
+    options: ReplicatedOptions | ShardedOptions | None
     plan: OwnershipPlan | None
+
+    @cached_property
+    def is_sharded(self) -> bool:
+        return any(is_distributed(p) for p in self.inner.parameters())
+
+    @property
+    def chosen(self) -> Layout:
+        """The layout, "auto" resolved."""
+        if self.layout == Layout.AUTO:
+            return Layout.SHARDED if self.is_sharded else Layout.REPLICATED
+        return Layout(self.layout)
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -103,13 +132,13 @@ class _Request:
     def inner(self) -> nn.Module:
         return self.model if self.ddp is None else self.ddp.module
 
-    def prepare(self, transport: Transport) -> tuple[ModelSpecs, Topology]:
+    def prepare(self, transport: Transport) -> _Prepared:
         """Everything that can be wrong on one rank is found here."""
         if not isinstance(self.model, nn.Module):
             raise TypeError(
                 f"dedicate_params takes an nn.Module, found {type(self.model).__name__}"
             )
-        _check_layout(self.layout, self.options)
+        self._check_layout()
         _check_wrapping(self.inner)
         if ownerships_of(self.model):
             raise OwnershipError(
@@ -128,15 +157,53 @@ class _Request:
                     "plan must be an OwnershipPlan (see OwnershipPlan.from_json), found "
                     f"{type(self.plan).__name__}"
                 )
-            check_plan_fits(self.plan, specs, topology)
-            _check_saved(self.plan, self.planner)
-        return specs, topology
+            _check_saved(self.plan, self.planner, self.chosen)
+        if self.chosen is not Layout.SHARDED:
+            return _Prepared(specs, topology, None)
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        named = trainable_parameters(self.inner)
+        return _Prepared(
+            specs, topology, RankShards.of(rank, [local_shard(n, p, rank) for n, p in named])
+        )
 
-    def describe(self, prepared: tuple[ModelSpecs, Topology]) -> str:
+    def _check_layout(self) -> None:
+        known = [member.value for member in Layout]
+        if self.layout not in known:
+            raise DmuonError(f"layout must be one of {known}, found {self.layout!r}")
+        if self.layout == Layout.DEDICATED:
+            raise DmuonError(
+                "layout='dedicated' is not part of this version; use 'sharded' on a model with "
+                "DTensor parameters, 'replicated' on a plain module or DistributedDataParallel"
+            )
+        if self.chosen is Layout.REPLICATED and self.is_sharded:
+            name = next(n for n, p in self.inner.named_parameters() if is_distributed(p))
+            raise DmuonError(
+                f"layout='replicated' but parameter {name!r} is a DTensor: use layout='sharded' "
+                "(or 'auto')"
+            )
+        if self.chosen is Layout.SHARDED and not self.is_sharded and self.ddp is None:
+            raise DmuonError(
+                "layout='sharded' but no parameter is a DTensor: call fully_shard or "
+                "parallelize_module before dmuon.dedicate_params, or use layout='replicated'"
+            )
+        if self.chosen is Layout.SHARDED and self.ddp is not None:
+            raise DmuonError(
+                "layout='sharded' does not take DistributedDataParallel; replicate with a 2-D mesh "
+                "in fully_shard (HSDP), or use layout='replicated'"
+            )
+        wanted = _OPTIONS[self.chosen]
+        if self.options is not None and not isinstance(self.options, wanted):
+            raise TypeError(
+                f"options for layout {self.chosen.value!r} must be {wanted.__name__}, found "
+                f"{type(self.options).__name__}"
+            )
+
+    def describe(self, prepared: _Prepared) -> str:
         """What all ranks must have in common, a line each."""
-        specs, topology = prepared
+        specs, topology = prepared.specs, prepared.topology
         arguments = {
-            "options": self.options or ReplicatedOptions(),
+            "layout": self.chosen.value,
+            "options": self.options or _OPTIONS[self.chosen](),
             # Each rank may keep its cache where it likes.
             "planner": replace(self.planner, cache_dir=None),
             "costs": _costs_text(self.costs),
@@ -150,19 +217,51 @@ class _Request:
         """The costs; measured, by all ranks together, if that is asked for."""
         if self.plan is not None or not isinstance(self.costs, str) or self.costs != "measured":
             return self.costs
-        device = trainable_parameters(self.inner)[0][1].device
+        device = compute_device([p for _, p in trainable_parameters(self.inner)])
         return measured_costs(transport, [m.key for m in specs.matrices], device, self.planner)
 
-    def solve(self, specs: ModelSpecs, topology: Topology, costs: Any) -> OwnershipPlan:
+    def solve(
+        self, specs: ModelSpecs, topology: Topology, costs: Any, limits: OwnerLimits | None
+    ) -> OwnershipPlan:
         """The plan; the given one if there is one."""
         return self.plan or solve(
             specs,
             topology,
             resolve_costs(costs, topology.device_type),
-            layout=Layout.REPLICATED,
+            layout=self.chosen,
             solver=self.solver,
             options=self.planner,
+            limits=limits,
         )
+
+    def runtime(
+        self, plan: OwnershipPlan, shards: ShardMap | None, transport: Transport
+    ) -> LayoutRuntime:
+        """The machinery of the layout; hooks are installed when an optimizer binds to it."""
+        named = [p for _, p in trainable_parameters(self.inner)]
+        if shards is not None:
+            options = self.options or ShardedOptions()
+            assert isinstance(options, ShardedOptions)
+            device = compute_device(named)
+            return ShardedRuntime(plan, shards, self.inner, named, transport, options, device)
+        replicated = self.options or ReplicatedOptions()
+        assert isinstance(replicated, ReplicatedOptions)
+        return ReplicatedRuntime(plan, self.inner, named, transport, replicated, self.ddp)
+
+
+_OPTIONS: dict[Layout, type[ReplicatedOptions] | type[ShardedOptions]] = {
+    Layout.REPLICATED: ReplicatedOptions,
+    Layout.SHARDED: ShardedOptions,
+}
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """``shards``: what this rank holds, in the `sharded` layout."""
+
+    specs: ModelSpecs
+    topology: Topology
+    shards: RankShards | None
 
 
 def assemble(
@@ -175,7 +274,7 @@ def assemble(
     costs: Any = "measured",
     solver: str = "auto",
     planner: PlannerOptions = PlannerOptions(),  # noqa: B008  frozen
-    options: ReplicatedOptions | None = None,
+    options: ReplicatedOptions | ShardedOptions | None = None,
     plan: OwnershipPlan | None = None,
 ) -> Ownership:
     """`dedicate_params` over a given transport; on failure the transport is closed."""
@@ -184,27 +283,35 @@ def assemble(
     )
     with ExitStack() as undo:
         undo.callback(transport.close)
-        specs, mesh = attempt(
+        prepared = attempt(
             transport,
             lambda: request.prepare(transport),
             what="dmuon.dedicate_params",
             digest=request.describe,
         )
+        specs, mesh = prepared.specs, prepared.topology
+        shards, limits = None, None
+        if prepared.shards is not None:
+            # Pure from here on: every rank comes to the same result, or to the same error.
+            shards = assemble_shards(specs, transport.gather_objects(prepared.shards))
+            specs = shards.specs
+            limits = shards.limits(None, planner.owner_memory_bytes)
+        if plan is not None:
+            check_plan_fits(plan, specs, mesh)
+            _check_pools(plan, limits)
         prices = request.prices(transport, specs)
-        text = solve_on_first(transport, lambda: request.solve(specs, mesh, prices).to_json())
+        text = solve_on_first(
+            transport, lambda: request.solve(specs, mesh, prices, limits).to_json()
+        )
         agreed = attempt(
             transport,
             lambda: OwnershipPlan.from_json(text),
             what="dmuon.dedicate_params (the plan)",
             digest=OwnershipPlan.fingerprint,
         )
-        inner = request.inner
-        parameters = [p for _, p in trainable_parameters(inner)]
-        runtime = ReplicatedRuntime(
-            agreed, inner, parameters, transport, options or ReplicatedOptions(), request.ddp
-        )
+        runtime = request.runtime(agreed, shards, transport)
         undo.pop_all()
-    return Ownership(agreed, runtime, inner)
+    return Ownership(agreed, runtime, request.inner)
 
 
 def _costs_text(costs: Any) -> str:
@@ -239,7 +346,7 @@ def _make_transport(
 def _topology(
     mesh: DeviceMesh | None, world: int, model: nn.Module, planner: PlannerOptions
 ) -> Topology:
-    device = next(p.device for p in model.parameters() if p.requires_grad)
+    device = compute_device([p for p in model.parameters() if p.requires_grad])
     if mesh is not None and mesh.device_type != device.type:
         raise OwnershipError(
             f"the mesh is of {mesh.device_type!r} devices but the model is on {device}: move the "
@@ -262,26 +369,23 @@ def _topology(
     return Topology.on_nodes(shape, axes, nodes, device.type)
 
 
-def _check_layout(layout: str, options: object) -> None:
-    known = [member.value for member in Layout]
-    if layout not in known:
-        raise DmuonError(f"layout must be one of {known}, found {layout!r}")
-    if layout in (Layout.SHARDED, Layout.DEDICATED):
-        raise DmuonError(
-            f"layout={layout!r} is not part of this version; use layout='replicated' on a plain "
-            "module or on DistributedDataParallel"
-        )
-    if options is not None and not isinstance(options, ReplicatedOptions):
-        raise TypeError(
-            f"options for layout 'replicated' must be ReplicatedOptions, found "
-            f"{type(options).__name__}"
-        )
+def _check_pools(plan: OwnershipPlan, limits: OwnerLimits | None) -> None:
+    """A saved plan must let the same ranks own each matrix as the model's shards do."""
+    wanted = limits or OwnerLimits()
+    everyone = tuple(range(plan.topology.world))
+    for i, matrix in enumerate(plan.specs.matrices):
+        pool = wanted.pools[wanted.pool_of[i]] if wanted.pool_of else everyone
+        if plan.owners[i] not in pool:
+            raise PlanError(
+                f"in the saved plan rank {plan.owners[i]} owns {matrix.name!r}, which only ranks "
+                f"{list(pool)[:8]} hold in this model: plan anew"
+            )
 
 
-def _check_saved(plan: OwnershipPlan, planner: PlannerOptions) -> None:
-    if plan.layout is not Layout.REPLICATED:
+def _check_saved(plan: OwnershipPlan, planner: PlannerOptions, layout: Layout) -> None:
+    if plan.layout is not layout:
         raise PlanError(
-            f"the saved plan is for layout {plan.layout.value!r}; this model is 'replicated'"
+            f"the saved plan is for layout {plan.layout.value!r}; this model is {layout.value!r}"
         )
     caps = (planner.owner_memory_bytes, plan.limits.memory_bytes)
     cap = min((c for c in caps if c is not None), default=None)

@@ -1,16 +1,20 @@
-"""The ``check`` command: dmuon on several processes against Muon in one, on a built-in model."""
+"""The ``check`` command: dmuon on several processes against Muon in one, on built-in models."""
 
 from __future__ import annotations
 
 import argparse
 import gc
 import json
+import logging
 import os
 import sys
 import tempfile
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -22,10 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.config import ReplicatedOptions
 from dmuon.equivalence import EquivalenceReport, EquivalenceRow, check_step_equivalence
-from dmuon.kernels.newton_schulz import newton_schulz
+
+if TYPE_CHECKING:
+    from dmuon.parallel_models import ParallelCase
 
 __all__ = ["run"]
 
+_NPROC = 4  # processes of the replicated layout
 _VOCAB = 61
 
 
@@ -79,50 +86,114 @@ _CASES = (
 )
 
 
-def _fault(args: argparse.Namespace, rank: int) -> AbstractContextManager[Any]:
+# Cases that are also compared with Newton-Schulz in half precision.
+_HALF_PRECISION = ("fsdp4", "tp+fsdp")
+
+# What an owner calls for Newton-Schulz, by layout.
+NEWTON_SCHULZ = {
+    "replicated": "dmuon.replicated_engine.newton_schulz",
+    "sharded": "dmuon.sharded_steps.iterate",
+}
+
+
+def _fault(args: argparse.Namespace, layout: str) -> AbstractContextManager[Any]:
     """With --plant-fault the last rank publishes updates that are wrong by 20%."""
-    if not args.plant_fault or rank != args.nproc - 1:
+    if not args.plant_fault or dist.get_rank() != dist.get_world_size() - 1:
         return nullcontext()
-    return mock.patch("dmuon.optim.newton_schulz", lambda *a, **k: 1.2 * newton_schulz(*a, **k))
+    honest = resolve_name(NEWTON_SCHULZ[layout])
+    return mock.patch(NEWTON_SCHULZ[layout], lambda *a, **k: 1.2 * honest(*a, **k))
 
 
-def _check_worker(rank: int, args: argparse.Namespace, folder: str) -> None:
+def _replicated_rows(args: argparse.Namespace) -> Iterator[EquivalenceRow]:
+    for ddp, dtype, ns_dtype in _CASES:
+
+        def build(dtype: torch.dtype = dtype) -> nn.Module:
+            torch.manual_seed(dist.get_rank())  # rank 0's weights count
+            return _CheckModel().to(dtype)
+
+        half = dtype.itemsize < 4
+        with _fault(args, "replicated"):
+            report = check_step_equivalence(
+                build,
+                _loss,
+                _batch,
+                parallelize=DistributedDataParallel if ddp else None,
+                layout="replicated",
+                steps=args.steps,
+                # In half precision the wire's own rounding would hide what is to be checked.
+                options=ReplicatedOptions(reduce_dtype=torch.float32 if half else None),
+                lr=args.lr,
+                ns_dtype=ns_dtype,
+            )
+        yield from report.rows
+
+
+def _sharded_rows(args: argparse.Namespace, case: ParallelCase) -> Iterator[EquivalenceRow]:
+    from dmuon.parallel_models import batch, loss_of
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)  # replicas must start alike
+        return case.build()
+
+    mesh = case.make_mesh()
+    half = (torch.bfloat16,) if case.name in _HALF_PRECISION else ()
+    for ns_dtype in (torch.float32, *half):
+        with _fault(args, "sharded"):
+            report = check_step_equivalence(
+                build,
+                loss_of,
+                batch,
+                mesh,
+                parallelize=lambda model: case.parallelize(model, mesh),
+                layout="sharded",
+                steps=args.steps,
+                data_axes=case.data_axes,
+                lr=args.lr,
+                ns_dtype=ns_dtype,
+                # AdamW divides by |g| + eps: where g is all but zero, its last bits would decide.
+                adamw_eps=1e-5,
+            )
+        yield from (replace(row, case=case.name) for row in report.rows)
+
+
+def _sharded_cases(args: argparse.Namespace) -> list[ParallelCase]:
+    if args.layout == "replicated":
+        return []
+    # Only here, for FSDP takes a second to import, which the other commands do not need.
+    from dmuon.parallel_models import CASES
+
+    return [case for case in CASES if args.nproc is None or case.world <= args.nproc]
+
+
+def _worlds(args: argparse.Namespace) -> dict[int, tuple[bool, list[ParallelCase]]]:
+    """World size -> whether the replicated layout is checked there, and which cases."""
+    replicated = 0 if args.layout == "sharded" else args.nproc or _NPROC
+    cases = _sharded_cases(args)
+    return {
+        world: (world == replicated, [case for case in cases if case.world == world])
+        for world in sorted({replicated, *(case.world for case in cases)} - {0})
+    }
+
+
+def _check_worker(rank: int, world: int, args: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)  # the ranks share this machine's cores
+    # DTensor warns of slow gathers, of which comparing whole tensors has many.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/store",
+        init_method=f"file://{folder}/store{world}",
         rank=rank,
-        world_size=args.nproc,
+        world_size=world,
         timeout=timedelta(seconds=300),
     )
     try:
-        rows: list[EquivalenceRow] = []
-        for ddp, dtype, ns_dtype in _CASES:
-
-            def build(dtype: torch.dtype = dtype) -> nn.Module:
-                torch.manual_seed(rank)  # rank 0's weights count
-                return _CheckModel().to(dtype)
-
-            half = dtype.itemsize < 4
-            with _fault(args, rank):
-                report = check_step_equivalence(
-                    build,
-                    _loss,
-                    _batch,
-                    parallelize=DistributedDataParallel if ddp else None,
-                    layout="replicated",
-                    steps=args.steps,
-                    # In half precision the wire's own rounding would hide what is to be checked.
-                    options=ReplicatedOptions(reduce_dtype=torch.float32 if half else None),
-                    lr=args.lr,
-                    ns_dtype=ns_dtype,
-                )
-            rows += report.rows
+        replicated, cases = _worlds(args)[world]
+        rows = list(_replicated_rows(args)) if replicated else []
+        for case in cases:
+            rows += _sharded_rows(args, case)
         if rank == 0:
-            with open(os.path.join(folder, "report.json"), "w") as file:
-                json.dump(EquivalenceReport(tuple(rows)).to_dict(), file)
-            if args.json != "-":
-                print(EquivalenceReport(tuple(rows)), flush=True)
+            with open(os.path.join(folder, f"rows{world}.json"), "w") as file:
+                json.dump([asdict(row) for row in rows], file)
     finally:
         # DistributedDataParallel holds the group; let go of it first, so that the group's threads
         # end here and not in the interpreter's exit.
@@ -130,17 +201,36 @@ def _check_worker(rank: int, args: argparse.Namespace, folder: str) -> None:
         dist.destroy_process_group()
 
 
-def run(args: argparse.Namespace) -> int:
-    """Compare, print the table or JSON; 1 if anything differs."""
+def _compare(args: argparse.Namespace, worlds: Collection[int]) -> EquivalenceReport:
+    """All rows, those of the replicated layout first."""
+    rows: list[EquivalenceRow] = []
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_check_worker, (args, folder), nprocs=args.nproc)
-        with open(os.path.join(folder, "report.json")) as file:
-            result: dict[str, Any] = json.load(file)
+        for world in worlds:
+            if len(worlds) > 1:  # minutes on few cores
+                print(f"comparing on {world} processes ...", file=sys.stderr, flush=True)
+            spawn(_check_worker, (world, args, folder), nprocs=world)
+            with open(os.path.join(folder, f"rows{world}.json")) as file:
+                rows += (EquivalenceRow(**row) for row in json.load(file))
+    return EquivalenceReport(tuple(sorted(rows, key=lambda row: row.layout.startswith("sharded"))))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, print the table or JSON; 1 if anything differs, 2 if there is nothing to do."""
+    worlds = _worlds(args)
+    if not worlds:
+        sys.stderr.write(
+            f"python -m dmuon check: error: --nproc {args.nproc} leaves no mesh to check with "
+            "--layout sharded: give 2 or more, or leave it out\n"
+        )
+        return 2
+    report = _compare(args, worlds)
+    if args.json != "-":
+        print(report, flush=True)
     if args.json == "-":
-        print(json.dumps(result, indent=1))
+        print(json.dumps(report.to_dict(), indent=1))
     elif args.json:
         with open(args.json, "w") as file:
-            json.dump(result, file, indent=1)
-    if not result["passed"]:
+            json.dump(report.to_dict(), file, indent=1)
+    if not report.passed:
         print("dmuon differs from the reference", file=sys.stderr)
-    return 0 if result["passed"] else 1
+    return 0 if report.passed else 1

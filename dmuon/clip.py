@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from dmuon.comm.layout import Gradients
 from dmuon.ownership import Ownership, required_ownerships
 from dmuon.update import scale_all
 
@@ -44,7 +45,8 @@ def clip_grad_norm_(
         ownership.runtime.reduce_gradients()
     planned = {id(p) for o in ownerships for p in o.parameters}
     extra = [p.grad for p in model.parameters() if id(p) not in planned and p.grad is not None]
-    powers = [_power(o, norm_type) for o in ownerships]
+    parts = [o.runtime.gradients() for o in ownerships]
+    powers = [_power(o, g, norm_type) for o, g in zip(ownerships, parts, strict=True)]
     if extra:
         powers.append(_local_power(extra, norm_type))
     joint = torch.stack(powers)
@@ -56,37 +58,34 @@ def clip_grad_norm_(
             "cannot be clipped; pass error_if_nonfinite=False to scale them regardless"
         )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    grads = [g for o in ownerships for g in _gradients(o)] + extra
-    scale_all(grads, factor)
+    for stored in [g.stored for g in parts] + [extra]:
+        # With CPU offload the gradients lie elsewhere than the norm.
+        scale_all(stored, factor.to(stored[0].device) if stored else factor)
     return total
-
-
-def _shared(ownership: Ownership) -> list[Tensor]:
-    """Gradients that every rank holds alike."""
-    return [p.grad for p in ownership.parameters if p.grad is not None]
-
-
-def _gradients(ownership: Ownership) -> list[Tensor]:
-    return _shared(ownership) + ownership.runtime.owned_gradients()
 
 
 def _local_power(grads: list[Tensor], norm_type: float) -> Tensor:
     """``sum |g|^p``, or ``max |g|`` for the infinity norm; in float64, so no square overflows."""
-    norms = torch.stack(
-        [torch.linalg.vector_norm(g, norm_type, dtype=torch.float64) for g in grads]
-    )
-    return norms.amax() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+    norms = [
+        torch.linalg.vector_norm(g, norm_type, dtype=torch.float64)
+        for g in grads
+        if g.numel()  # a rank may hold nothing of a matrix, and nothing has no largest element
+    ]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=grads[0].device)
+    joint = torch.stack(norms)
+    return joint.amax() if math.isinf(norm_type) else joint.pow(norm_type).sum()
 
 
-def _power(ownership: Ownership, norm_type: float) -> Tensor:
+def _power(ownership: Ownership, gradients: Gradients, norm_type: float) -> Tensor:
     """The power sum of one ownership's gradients over all its ranks, the same on each."""
-    zero = torch.zeros((), dtype=torch.float64, device=ownership.parameters[0].device)
-    owned = ownership.runtime.owned_gradients()
-    power = _local_power(owned, norm_type) if owned else zero
+    runtime = ownership.runtime
+    power = torch.zeros((), dtype=torch.float64, device=runtime.device)
+    if gradients.counted:
+        power.copy_(_local_power(gradients.counted, norm_type))
     infinite = math.isinf(norm_type)
-    ownership.runtime.transport.all_reduce(power, tag="norm", maximum=infinite).wait()
-    shared = _shared(ownership)
-    if not shared:
+    runtime.transport.all_reduce(power, tag="norm", maximum=infinite).wait()
+    if not gradients.common:
         return power
-    rest = _local_power(shared, norm_type)
+    rest = _local_power(gradients.common, norm_type)
     return torch.maximum(power, rest) if infinite else power + rest

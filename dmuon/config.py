@@ -83,6 +83,33 @@ class ReplicatedOptions:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class ShardedOptions:
+    """How the `sharded` layout moves bytes.
+
+    ``bucket_bytes``: matrices of about this many bytes a rank, in the Newton-Schulz dtype, travel
+    in one collective. ``min_buckets``: a smaller model is cut into this many buckets nevertheless,
+    so that traffic hides behind computing. ``buffers``: buckets that may be under way to their
+    owners, and as many on their way back. ``timeout_s``: after how many seconds a collective of
+    dmuon's own process group gives up (None: torch's default for new groups, whatever
+    `init_process_group` was given).
+    """
+
+    bucket_bytes: int = 32 * MiB
+    min_buckets: int = 3
+    buffers: int = 2
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_bytes", "min_buckets", "buffers"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"ShardedOptions.{name} must be at least 1, found {getattr(self, name)}"
+                )
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError(f"ShardedOptions.timeout_s must be > 0, found {self.timeout_s}")
+
+
 ADJUST_LR = (None, "original", "match_rms_adamw")
 MOMENTUM_MODES = ("ema", "sgd")
 PUBLISH_MODES = ("async", "sync")

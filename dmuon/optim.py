@@ -6,15 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from dmuon.comm.routes import Unit
-from dmuon.comm.streams import Stopwatch
-from dmuon.config import (
-    AdamWDefaults,
-    MuonDefaults,
-)
+from dmuon.config import AdamWDefaults, MuonDefaults
+from dmuon.engine import Amp, Engine, Settings
 from dmuon.groups import (
     check_groups,
     collected,
@@ -23,18 +19,25 @@ from dmuon.groups import (
     planned_names,
     split_groups,
 )
-from dmuon.kernels.newton_schulz import newton_schulz, resolve_ns_dtype
-from dmuon.owner_state import OwnerState
+from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.ownership import Ownership
-from dmuon.rest import adamw_step, refresh_masters
+from dmuon.period import Period, Schedule
+from dmuon.replicated_engine import ReplicatedEngine
 from dmuon.scheduler.report import LoadBalanceReport
 from dmuon.settings import agreed_dtype, check_group, check_switches, fields, together
-from dmuon.types import Algorithm, Coefficients, OwnershipError
-from dmuon.update import Rates, apply_updates, momentum_update, update_rms
+from dmuon.sharded_engine import ShardedEngine
+from dmuon.types import Coefficients, Layout, OwnershipError
 
 __all__ = ["Muon"]
 
 _STATE_FORMAT = 1
+# Kept in every param group, so that tools which save groups alone (torch's distributed checkpoint)
+# save where the optimizer is in its schedule.
+_PROGRESS = {"step": "muon_step", "last_full": "muon_last_full", "period": "muon_period"}
+_ENGINES: dict[Layout, Callable[[Ownership, Optimizer, Settings], Engine]] = {
+    Layout.REPLICATED: ReplicatedEngine,
+    Layout.SHARDED: ShardedEngine,
+}
 
 
 class Muon(Optimizer):
@@ -45,21 +48,28 @@ class Muon(Optimizer):
 
     One `step`, on every rank::
 
-        gradients   whatever has not been reduced yet is; owners add up what arrived
-        owners      momentum and Newton-Schulz, batch by batch; each result leaves at once
-        everyone    AdamW on the rest, while results travel
+        gradients   are where they belong: with their shards, or (replicated) with their owners
+        owners      Newton-Schulz, batch by batch; each result leaves at once
+        everyone    AdamW on the rest, while matrices travel
         later       before a block's next forward its matrices' updates are applied
                     (publish="sync": before `step` returns)
 
     Reading weights through `state_dict`, a forward pass or after `synchronize` sees published
-    values. `step` consumes the matrices' gradients; use ``opt.zero_grad()`` (not
-    ``model.zero_grad()``) to drop gradients without a step.
+    values. In the `replicated` layout `step` consumes the matrices' gradients; use
+    ``opt.zero_grad()`` (not ``model.zero_grad()``) to drop gradients without a step. In the
+    `sharded` layout a step that finds a non-finite gradient on any rank changes nothing anywhere.
 
     Args:
         model_or_params: a dedicated module, or its parameters as frameworks pass them: tensors,
             (name, tensor) pairs, or group dicts with hyperparameters of their own.
         momentum_mode: "ema" (as `torch.optim.Muon`) or "sgd" (with ``dampening``).
-        period: 1; other periods belong to the `sharded` layout.
+        period: MuonBP (`sharded` layout only). An integer P takes a full step where the step
+            count, from 0, is a multiple of P, and block steps between: each rank orthogonalizes
+            what it holds, without any traffic. `math.inf` never takes a full step; a function of
+            the step count gives a period that changes, as `LinearPeriod` does.
+        block_lr_ratio: multiplies the learning rate of block steps, which is adjusted to the dims
+            of the block; theory has it between 1 and one over the square root of the number of
+            blocks. None is 1.
         ns_dtype: dtype of the Newton-Schulz iteration and of published updates; "auto" is float16
             on CUDA, bfloat16 on a CPU that has it, float32 otherwise or where ranks differ.
         publish: "async" returns from `step` while updates travel; "sync" waits.
@@ -88,7 +98,7 @@ class Muon(Optimizer):
         *,
         momentum_mode: str = "ema",
         dampening: float = 0.0,
-        period: int = 1,
+        period: Period = 1,
         block_lr_ratio: float | None = None,
         ns_dtype: str | torch.dtype = "auto",
         publish: str = "async",
@@ -107,43 +117,36 @@ class Muon(Optimizer):
         self._ownerships = ownerships_in(given)
         self._sealed = False
 
+        layouts = {o.plan.layout for o in self._ownerships}
+        schedule = Schedule(1)
+
         def prepare() -> list[dict[str, Any]]:
+            nonlocal schedule
             groups = input_groups(given)
-            check_switches(period, block_lr_ratio, publish)
-            resolve_ns_dtype(ns_dtype, self._ownerships[0].parameters[0].device)
+            check_switches(period, block_lr_ratio, publish, layouts)
+            schedule = Schedule.of(period)
+            resolve_ns_dtype(ns_dtype, self._ownerships[0].runtime.device)
             check_groups(groups, self._ownerships, planned_names(self._ownerships))
             made = split_groups(groups, self._ownerships, fields(muon), fields(rest))
             for group in made:
                 check_group(group)
             return made
 
-        split = together(self._ownerships, prepare, f"master_weights={master_weights}")
+        def switches() -> str:
+            return f"{master_weights=}, period={schedule.describe()}, {block_lr_ratio=}"
+
+        split = together(self._ownerships, prepare, switches)
         super().__init__(split, fields(muon))
         self._sealed = True
         self._publish = publish
-        self._master_weights = master_weights
-        self._steps = 0
-        self._seen_loads = 0
-        self._ns_dtype = agreed_dtype(self._ownerships, ns_dtype)
+        self._schedule = schedule
+        self._note_progress()
+        dtype = agreed_dtype(self._ownerships, ns_dtype)
+        self._settings = Settings(dtype, master_weights, schedule, block_lr_ratio)
         self._bytes: dict[str, int] = {}
-        self._owner_states = [self._bind(o) for o in self._ownerships]
+        self._engines = [_ENGINES[o.plan.layout](o, self, self._settings) for o in self._ownerships]
 
     # ---- construction --------------------------------------------------------------------
-
-    def _bind(self, ownership: Ownership) -> OwnerState:
-        """Tell the ownership's runtime our groups, and make the state of what is owned here."""
-        group_of = {p: g for g, group in enumerate(self.param_groups) for p in group["params"]}
-        groups = [
-            group_of[ownership.parameters[m.parameter]] for m in ownership.plan.specs.matrices
-        ]
-        ownership.runtime.bind(groups, self._payload_dtype)
-        state = OwnerState(ownership, self._master_weights)
-        for p, entry in state.momentum_entries():
-            self.state[p]["momentum_buffer"] = entry
-        return state
-
-    def _payload_dtype(self, parameter_dtype: str) -> torch.dtype:
-        return getattr(torch, parameter_dtype) if self._master_weights else self._ns_dtype
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once planned: a new parameter would have no owner."""
@@ -159,99 +162,32 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update all parameters that have a gradient on any rank. A collective call."""
-        if hasattr(self, "found_inf"):
-            raise OwnershipError(
-                "GradScaler does not work with dmuon.Muon: it cannot see the gradients that owners "
-                "hold. Train in bfloat16, or call opt.step() without a scaler"
-            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for ownership in self._ownerships:
-            ownership.runtime.reduce_gradients()
-        if self._master_weights:
-            self._refresh_masters()
-        for ownership, state in zip(self._ownerships, self._owner_states, strict=True):
-            self._launch(ownership, state)
-        for group in self.param_groups:
-            if group["algorithm"] == Algorithm.ADAMW.value:
-                adamw_step(group, self.state, master_weights=self._master_weights)
-        # Here, for all ranks have the same collectives behind them.
-        for ownership in self._ownerships:
-            ownership.telemetry.finish_step()
+        # Set by `torch.amp.GradScaler` around the call.
+        amp = Amp(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        for engine in self._engines:
+            engine.begin(amp)
+        for engine in self._engines:
+            engine.launch()
+        for engine in self._engines:
+            engine.rest()
+        for engine in self._engines:
+            engine.finish()
+        self._schedule.advance()
+        self._note_progress()
         if self._publish == "sync":
             self.synchronize()
-        self._steps += 1
         self._bytes = self._read_meters()
         return loss
 
-    def _refresh_masters(self) -> None:
-        loads = sum(o.runtime.loads for o in self._ownerships)
-        if loads == self._seen_loads:
-            return
-        self._seen_loads = loads
-        for state in self._owner_states:
-            state.refresh_masters()
+    def _note_progress(self) -> None:
+        progress = self._schedule.state()
         for group in self.param_groups:
-            if group["algorithm"] == Algorithm.ADAMW.value:
-                refresh_masters(self.state, group["params"])
-
-    def _launch(self, ownership: Ownership, state: OwnerState) -> None:
-        # Rates as they are now: a scheduler may change the groups before an update is applied.
-        rates = [Rates.of(group) for group in self.param_groups]
-        watch = ownership.telemetry.begin_step()
-
-        def compute(unit: Unit, grads: Tensor, where: list[int]) -> tuple[Tensor, Tensor]:
-            return self._compute(state, watch, rates[unit.group], unit, grads, where)
-
-        def apply(
-            unit: Unit, where: list[int], targets: list[Tensor], payload: list[Tensor]
-        ) -> None:
-            if self._master_weights:
-                torch._foreach_copy_(targets, payload)
-                return
-            rate = rates[unit.group]
-            lr = rate.adjusted(unit.rows, unit.cols)
-            apply_updates(targets, payload, decay=rate.decay, lr=lr)
-
-        ownership.runtime.step(compute, apply)
-
-    def _compute(
-        self,
-        state: OwnerState,
-        watch: Stopwatch,
-        rate: Rates,
-        unit: Unit,
-        grads: Tensor,
-        where: list[int],
-    ) -> tuple[Tensor, Tensor]:
-        """The owner's part: momentum, Newton-Schulz, and what to publish."""
-        group = self.param_groups[unit.group]
-        watch.start()
-        with state.rows(unit, where) as (buffer, master):
-            operand = momentum_update(
-                buffer,
-                grads.to(buffer.dtype),
-                momentum=group["momentum"],
-                nesterov=group["nesterov"],
-                mode=group["momentum_mode"],
-                dampening=group["dampening"],
-            )
-            update = newton_schulz(
-                operand,
-                steps=group["ns_steps"],
-                coefficients=group["ns_coefficients"],
-                dtype=self._ns_dtype,
-                eps=group["eps"],
-            )
-            watch.stop()
-            lr = rate.adjusted(unit.rows, unit.cols)
-            rms = update_rms(update, lr / rate.lr if rate.lr else 0.0)
-            if master is None:
-                return update, rms
-            master.mul_(rate.decay).add_(update, alpha=-lr)
-            return master, rms
+            for key, name in _PROGRESS.items():
+                group[name] = progress[key]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, those that owners hold apart from ``p.grad`` included."""
@@ -280,21 +216,27 @@ class Muon(Optimizer):
         return self._ownerships[0].report()
 
     def stats(self) -> dict[str, Any]:
-        """What the last step did, without any collective.
+        """What the last step did, without any collective. Waits for pending updates.
 
-        ``update_rms``: name -> RMS of the matrix's update over the learning rate, on every rank.
-        ``ns_ms``: milliseconds of momentum and Newton-Schulz on this rank. ``bytes``: what this
-        rank handed to collectives since the step before, by purpose. Waits for pending updates.
+        ``update_rms``: name -> RMS of the matrix's update over the learning rate, on every rank;
+        after a block step, of this rank's blocks. ``ns_ms``: milliseconds of Newton-Schulz on this
+        rank (`replicated`: and momentum). ``bytes``: what this rank handed to collectives since
+        the step before, by purpose. In the `sharded` layout also ``full_step`` (or a block step),
+        ``finite`` (no rank found a non-finite gradient; after a block step: this rank did not),
+        ``skipped``, the number of steps that were not, and ``step_bytes``, the memory that a full
+        step takes on this rank, by purpose.
         """
-        rms: dict[str, float] = {}
-        for ownership in self._ownerships:
-            rms.update((n, float(v)) for n, v in ownership.runtime.update_rms().items())
+        joint: dict[str, Any] = {"update_rms": {}}
+        for engine in self._engines:
+            found = engine.stats()
+            joint["update_rms"] |= found.pop("update_rms")
+            joint |= found
         return {
-            "steps": self._steps,
-            "ns_dtype": str(self._ns_dtype).removeprefix("torch."),
+            "steps": self._schedule.t,
+            "ns_dtype": str(self._settings.ns_dtype).removeprefix("torch."),
             "ns_ms": sum(o.telemetry.watch.milliseconds() for o in self._ownerships),
-            "update_rms": rms,
             "bytes": dict(self._bytes),
+            **joint,
         }
 
     def _read_meters(self) -> dict[str, int]:
@@ -307,53 +249,68 @@ class Muon(Optimizer):
     # ---- state ---------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: the momentum it owns, and AdamW's.
+        """The state that this rank stores.
 
-        Each rank must save its own. It is bound to the plan and to the rank, and
+        In the `sharded` layout momentum and AdamW's state are distributed like their parameters,
+        and `torch.distributed.checkpoint` saves and reshards them. In the `replicated` layout it is
+        what this rank owns: each rank must save its own, bound to the plan and to the rank, and
         `load_state_dict` refuses any other.
         """
         self.synchronize()
-        for state in self._owner_states:
-            for p, entry in state.master_entries():
-                self.state[p]["master_weight"] = entry
+        for engine in self._engines:
+            engine.before_state_dict()
         data = super().state_dict()
-        data["dmuon"] = {
-            "format": _STATE_FORMAT,
-            "steps": self._steps,
-            "owners": [(o.plan.fingerprint(), o.rank) for o in self._ownerships],
-        }
+        owners = self._owners()
+        if owners:
+            data["dmuon"] = {"format": _STATE_FORMAT, "steps": self._schedule.t, "owners": owners}
         return data
 
+    def _owners(self) -> list[tuple[str, int]]:
+        """What state that lies with owners is bound to."""
+        return [
+            (o.plan.fingerprint(), o.rank)
+            for o in self._ownerships
+            if o.plan.layout is not Layout.SHARDED
+        ]
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave on this rank under the same plan, bit for bit.
+        """Restore what `state_dict` gave, bit for bit.
 
         Raises:
-            OwnershipError: it is another rank's or another plan's state; nothing is changed.
+            OwnershipError: it is another model's state or (`replicated`) another rank's or another
+                plan's; nothing is changed.
         """
-        expected = [(o.plan.fingerprint(), o.rank) for o in self._ownerships]
+        expected = self._owners()
         info = state_dict.get("dmuon")
         found = None if info is None else [tuple(pair) for pair in info["owners"]]
-        if found != expected:
+        if expected and found != expected:
             raise OwnershipError(
                 "this optimizer state does not belong here: it has (plan, rank) "
                 f"{found}, this process is {expected}. Each rank loads the state that it saved, "
                 "with dedicate_params(model, plan=saved_plan)"
             )
         self.synchronize()
+        groups = state_dict["param_groups"]
+        # Keys are numbers, or names where torch's distributed checkpoint made them.
+        keys = [key for group in groups for key in group["params"]]
         order = [p for group in self.param_groups for p in group["params"]]
-        saved = {order[int(i)]: entry for i, entry in state_dict["state"].items()}
-        for ownership_state in self._owner_states:
-            ownership_state.check(saved)
-        # The base class casts state to the parameter's dtype; ours must come back exactly.
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        for ownership_state in self._owner_states:
-            ownership_state.load(saved)
-            for p, entry in ownership_state.momentum_entries():
-                self.state[p]["momentum_buffer"] = entry
-        for p, entry in saved.items():
-            if "exp_avg" in entry:
-                self.state[p] = {
-                    k: v.detach().clone().to("cpu" if k == "step" else p.device)
-                    for k, v in entry.items()
-                }
-        self._steps = info["steps"]  # type: ignore[index]
+        if len(keys) != len(order) or len(groups) != len(self.param_groups):
+            raise OwnershipError(
+                f"the optimizer state has {len(keys)} parameters in {len(groups)} groups; this "
+                f"optimizer has {len(order)} in {len(self.param_groups)}"
+            )
+        saved = {p: state_dict["state"][k] for k, p in zip(keys, order) if k in state_dict["state"]}
+        for engine in self._engines:
+            engine.check_state(saved)
+        # The base class casts state to the parameter's dtype; ours must come back exactly, and
+        # stays where it is.
+        kept = dict(self.state)
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        self.state.update(kept)
+        with torch.no_grad():
+            for engine in self._engines:
+                engine.load_state(saved)
+        progress = {key: groups[0].get(name) for key, name in _PROGRESS.items()}
+        if progress["step"] is not None:
+            self._schedule.load(progress)
+        self._note_progress()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from dmuon.comm.layout import OwnerRuntime
 from dmuon.comm.routes import Unit
 from dmuon.ownership import Ownership
 from dmuon.types import OwnershipError
@@ -32,7 +33,7 @@ class OwnerState:
         self._momentum: dict[int, Tensor] = {}
         self._masters: dict[int, Tensor] = {}
         for unit in self._units:
-            gradients = ownership.runtime.unit_gradients(unit)
+            gradients = cast(OwnerRuntime, ownership.runtime).unit_gradients(unit)
             dtype = torch.float32 if master_weights else self._parameter(unit, 0).dtype
             self._momentum[unit.matrices[0]] = torch.zeros_like(gradients, dtype=dtype)
 
@@ -107,7 +108,7 @@ class OwnerState:
         """Views of the masters for ``optimizer.state``, by parameter."""
         return self._entries(self._masters)
 
-    def check(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+    def check(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         """Raise OwnershipError if an owned matrix has no momentum among the saved entries."""
         for p, entry in self.momentum_entries():
             source = saved.get(p, {}).get("momentum_buffer")
@@ -118,7 +119,7 @@ class OwnerState:
                     f"{tuple(p.shape)}: it was saved by another rank or another plan"
                 )
 
-    def load(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+    def load(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         """Copy momentum and masters from saved entries of the same form (see `check`)."""
         _copy_entries(self.momentum_entries(), saved, "momentum_buffer")
         if not self._with_masters:
@@ -143,7 +144,7 @@ def _in_parameter_shape(
 
 
 def _copy_entries(
-    entries: Iterator[tuple[Tensor, Any]], saved: dict[Tensor, dict[str, Any]], key: str
+    entries: Iterator[tuple[Tensor, Any]], saved: Mapping[Tensor, dict[str, Any]], key: str
 ) -> None:
     for p, entry in entries:
         source = saved[p][key]

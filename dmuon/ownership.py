@@ -34,8 +34,7 @@ class Ownership:
     def __init__(self, plan: OwnershipPlan, runtime: LayoutRuntime, model: nn.Module) -> None:
         self.plan = plan
         self.runtime = runtime
-        device = runtime.parameters[0].device
-        self.telemetry = StepTelemetry(runtime.transport, runtime.meter, device)
+        self.telemetry = StepTelemetry(runtime.transport, runtime.meter, runtime.device)
         self.closed = False
         self._model = weakref.ref(model)
         self._index = {p.name: i for i, p in enumerate(plan.specs.parameters)}
@@ -112,7 +111,8 @@ class Ownership:
         """Only the `dedicated` layout has parameters to hide from `fully_shard`."""
         raise OwnershipError(
             f"ignored_by_fully_shard() belongs to layout='dedicated'; this ownership is "
-            f"{self.plan.layout.value!r}, whose model must not be given to fully_shard"
+            f"{self.plan.layout.value!r}, which leaves every parameter to the framework: call "
+            "fully_shard before dmuon.dedicate_params"
         )
         yield
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from dmuon.config import (
 )
 from dmuon.kernels.newton_schulz import resolve_coefficients, resolve_ns_dtype
 from dmuon.ownership import Ownership
-from dmuon.types import Algorithm, OwnershipError
+from dmuon.types import Algorithm, Layout, OwnershipError
 
 __all__ = ["agreed_dtype", "check_group", "check_switches", "fields", "together"]
 
@@ -27,13 +28,23 @@ def fields(defaults: MuonDefaults | AdamWDefaults) -> dict[str, Any]:
     return {name: getattr(defaults, name) for name in type(defaults).__slots__}
 
 
-def check_switches(period: object, block_lr_ratio: object, publish: object) -> None:
-    """Raise OwnershipError for a mode that this layout does not have."""
-    if period != 1 or block_lr_ratio is not None:
-        raise OwnershipError(
-            f"period={period!r}, block_lr_ratio={block_lr_ratio!r}: in the 'replicated' layout "
-            "each matrix is whole at its owner, so there is no block step; leave them at 1 and None"
-        )
+def check_switches(
+    period: object, block_lr_ratio: object, publish: object, layouts: set[Layout]
+) -> None:
+    """Raise OwnershipError for a mode that a layout does not have."""
+    for layout in layouts - {Layout.SHARDED}:
+        if period != 1 or block_lr_ratio is not None:
+            raise OwnershipError(
+                f"period={period!r}, block_lr_ratio={block_lr_ratio!r}: in the {layout.value!r} "
+                "layout each matrix is whole at its owner, so there is no block step; leave them "
+                "at 1 and None"
+            )
+    if block_lr_ratio is not None:
+        number = isinstance(block_lr_ratio, (int, float)) and not isinstance(block_lr_ratio, bool)
+        if not number or not 0 < block_lr_ratio < math.inf:  # type: ignore[operator]
+            raise ValueError(
+                f"block_lr_ratio must be a finite number > 0 or None, found {block_lr_ratio!r}"
+            )
     if publish not in PUBLISH_MODES:
         raise OwnershipError(f"publish must be one of {PUBLISH_MODES}, found {publish!r}")
 
@@ -48,7 +59,9 @@ def check_group(group: dict[str, Any]) -> None:
 
 
 def together(
-    ownerships: list[Ownership], prepare: Callable[[], list[dict[str, Any]]], switches: str
+    ownerships: list[Ownership],
+    prepare: Callable[[], list[dict[str, Any]]],
+    switches: Callable[[], str],
 ) -> list[dict[str, Any]]:
     """Run ``prepare``; if it fails or differs on any rank of any mesh, raise on all of them."""
     result: list[dict[str, Any]] = []
@@ -57,7 +70,7 @@ def together(
             ownership.runtime.transport,
             prepare,
             what="dmuon.Muon",
-            digest=lambda groups: "\n".join([switches, *map(_describe, groups)]),
+            digest=lambda groups: "\n".join([switches(), *map(_describe, groups)]),
         )
     return result
 
@@ -72,6 +85,6 @@ def agreed_dtype(ownerships: list[Ownership], ns_dtype: str | torch.dtype) -> to
 
     Updates travel in this dtype, so ranks that differ would disagree on sizes.
     """
-    mine = resolve_ns_dtype(ns_dtype, ownerships[0].parameters[0].device)
+    mine = resolve_ns_dtype(ns_dtype, ownerships[0].runtime.device)
     choices = {c for o in ownerships for c in agree(o.runtime.transport, str(mine))}
     return mine if choices == {str(mine)} else torch.float32

@@ -7,6 +7,7 @@ on one matrix ``[m, n]`` as well as on a stack ``[b, m, n]``.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,13 @@ from torch import Tensor
 __all__ = [
     "Rates",
     "adjusted_lr",
+    "advance_momentum",
     "apply_updates",
     "merged_master",
     "momentum_update",
+    "nesterov_operands",
     "scale_all",
+    "scale_into",
     "update_rms",
 ]
 
@@ -41,6 +45,43 @@ def momentum_update(
     return grad.add(buffer, alpha=momentum) if nesterov else buffer
 
 
+def advance_momentum(
+    buffers: list[Tensor],
+    grads: list[Tensor],
+    group: Mapping[str, Any],
+    ok: Sequence[Tensor] | None = None,
+) -> None:
+    """The momentum half of `momentum_update`, in place on every buffer.
+
+    ``ok``: 0-d bools on the device, one a buffer; where it is false the buffer stays as it is.
+    """
+    if ok is not None:
+        before = [buffer.clone() for buffer in buffers]
+    if group["momentum_mode"] == "ema":
+        torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+    else:
+        scale_all(buffers, group["momentum"])
+        torch._foreach_add_(buffers, grads, alpha=1 - group["dampening"])
+    if ok is not None:
+        for buffer, old, keep in zip(buffers, before, ok, strict=True):
+            torch.where(keep, buffer, old, out=buffer)
+
+
+def nesterov_operands(
+    out: list[Tensor], buffers: list[Tensor], grads: list[Tensor], group: Mapping[str, Any]
+) -> None:
+    """What Newton-Schulz gets, as `momentum_update` returns it, into ``out``; buffers stay."""
+    torch._foreach_copy_(out, buffers)
+    advance_momentum(out, grads, group)
+    if not group["nesterov"]:
+        return
+    if group["momentum_mode"] == "ema":
+        torch._foreach_lerp_(out, grads, 1 - group["momentum"])
+    else:
+        scale_all(out, group["momentum"])
+        torch._foreach_add_(out, grads)
+
+
 def adjusted_lr(lr: float, adjust_lr_fn: str | None, rows: int, cols: int) -> float:
     """The learning rate of a ``rows x cols`` matrix, as `torch.optim.Muon` adjusts it.
 
@@ -57,7 +98,9 @@ def adjusted_lr(lr: float, adjust_lr_fn: str | None, rows: int, cols: int) -> fl
     return lr * (0.2 * math.sqrt(max(rows, cols)))
 
 
-def apply_updates(targets: list[Tensor], updates: list[Tensor], *, decay: float, lr: float) -> None:
+def apply_updates(
+    targets: list[Tensor], updates: list[Tensor], *, decay: float | Tensor, lr: float
+) -> None:
     """``target = target * decay - lr * update`` for each pair, in place."""
     scale_all(targets, decay)
     torch._foreach_add_(targets, updates, alpha=-lr)
@@ -74,6 +117,17 @@ def scale_all(tensors: list[Tensor], factor: float | Tensor) -> None:
             tensor.mul_(factor)
     else:
         torch._foreach_mul_(tensors, factor)
+
+
+def scale_into(out: list[Tensor], tensors: list[Tensor], scales: Sequence[float | Tensor]) -> None:
+    """``out[i] = tensors[i] * scales[i]``, computed in float32 or wider and rounded once."""
+    for target, tensor, scale in zip(out, tensors, scales, strict=True):
+        wide = tensor if tensor.dtype.itemsize >= 4 else tensor.float()
+        if target.device == wide.device:
+            torch.mul(wide, scale, out=target)
+        else:  # with CPU offload
+            factor = scale.to(wide.device) if isinstance(scale, Tensor) else scale
+            target.copy_(wide.mul(factor), non_blocking=True)
 
 
 def merged_master(master: Tensor, weight: Tensor) -> Tensor:

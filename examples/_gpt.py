@@ -63,15 +63,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_width = config.width // config.heads
         self.q_proj = nn.Linear(config.width, config.width, bias=False)
         self.k_proj = nn.Linear(config.width, config.width, bias=False)
         self.v_proj = nn.Linear(config.width, config.width, bias=False)
         self.o_proj = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # Into as many heads as there are: with tensor parallelism a rank has a share of them.
         def split(y: Tensor) -> Tensor:
-            return y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            return y.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
         q = rotate(split(self.q_proj(x)), cos, sin)
         k = rotate(split(self.k_proj(x)), cos, sin)

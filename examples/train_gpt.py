@@ -4,6 +4,7 @@
     torchrun --standalone --nproc-per-node=4 examples/train_gpt.py --steps 300
     torchrun --standalone --nproc-per-node=8 examples/train_gpt.py --device cuda
 
+The model is sharded with FSDP2 in both runs; with `--layout replicated` it is whole on every rank.
 It also runs as plain `python examples/train_gpt.py`, in one process. Every rank reads different
 text; only rank 0 prints, and it writes `demo.json` and `demo.png` to `--out`. What to copy into
 your own script is `train_with_dmuon` and the body of the loop in `train`.
@@ -25,11 +26,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _gpt import GPT, GPTConfig
+from _parallel import shard_with_fsdp2
 from _progress import StepTimer, Ticker
 from _results import Run, machine, plot_losses, results_table, versions, write_json
 from _text import Text, load_standard_library
 from rich.console import Console
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -97,6 +100,10 @@ class Job:
         torch.manual_seed(self.arguments.seed)
         return GPT(self.config).to(self.ranks.device, getattr(torch, self.arguments.dtype))
 
+    def shard(self, model: GPT) -> GPT:
+        device = self.ranks.device.type
+        return shard_with_fsdp2(model, init_device_mesh(device, (self.ranks.world,)))
+
     def training_batch(self, step: int) -> Batch:
         seed, context = self.arguments.seed, self.config.context
         batch = self.text.training_batch(
@@ -121,6 +128,8 @@ class Job:
 
 def train_with_dmuon(job: Job) -> tuple[Run, dmuon.LoadBalanceReport]:
     model = job.build_model()
+    if job.arguments.layout == "sharded":
+        job.shard(model)
     own = dmuon.dedicate_params(model, layout=job.arguments.layout)
     opt = dmuon.Muon(model, lr=job.arguments.lr, weight_decay=WEIGHT_DECAY)
     report = own.report()
@@ -134,12 +143,13 @@ def train_with_dmuon(job: Job) -> tuple[Run, dmuon.LoadBalanceReport]:
 
 def train_with_adamw(job: Job) -> Run:
     model = job.build_model()
-    ddp = DistributedDataParallel(model)
+    sharded = job.arguments.layout == "sharded"
+    wrapped = job.shard(model) if sharded else DistributedDataParallel(model)
     opt = torch.optim.AdamW(
         model.parameters(), lr=job.arguments.adamw_lr, weight_decay=WEIGHT_DECAY, fused=True
     )
     run = Run("AdamW", job.arguments.adamw_lr)
-    train(job, run, ddp, opt, lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM))
+    train(job, run, wrapped, opt, lambda: nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM))
     return run
 
 
@@ -148,7 +158,7 @@ def train(
     run: Run,
     model: nn.Module,
     opt: torch.optim.Optimizer,
-    clip_gradients: Callable[[], Tensor],
+    clip_gradients: Callable[[], object],
 ) -> None:
     """Train for `--steps` and write what was measured into `run`, the same on every rank."""
     steps = job.arguments.steps
@@ -200,15 +210,14 @@ def stretches(steps: int) -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def validation_loss(job: Job, model: nn.Module) -> float:
-    """Mean over the validation windows of all ranks."""
+    """Mean over the validation windows of all ranks, of which each has as many."""
     model.eval()
-    sums = [
-        next_byte_loss(model, inputs, targets).item() * len(inputs)
-        for inputs, targets in job.validation_batches()
-    ]
+    total, windows = 0.0, 0
+    for inputs, targets in job.validation_batches():
+        total += next_byte_loss(model, inputs, targets).item() * len(inputs)
+        windows += len(inputs)
     model.train()
-    windows = -(-VALIDATION_WINDOWS // job.ranks.world)  # on each rank
-    [loss] = job.ranks.mean([sum(sums) / windows])
+    [loss] = job.ranks.mean([total / windows])
     return loss
 
 
@@ -242,7 +251,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a small GPT with dmuon, and with AdamW beside it."
     )
-    parser.add_argument("--layout", choices=("auto", "replicated"), default="auto")
+    parser.add_argument(
+        "--layout",
+        choices=("auto", "sharded", "replicated"),
+        default="sharded",
+        help="sharded wraps the model with FSDP2; auto leaves it plain and lets dmuon choose",
+    )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(

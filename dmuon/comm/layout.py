@@ -1,8 +1,9 @@
-"""The protocol that the optimizer drives, one implementation a layout."""
+"""The protocols that the optimizer and its tools drive, whatever the layout."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from dmuon.comm.routes import Unit
 from dmuon.comm.transport import Meter, Transport
 
-__all__ = ["Apply", "Compute", "LayoutRuntime"]
+__all__ = ["Apply", "Compute", "Gradients", "LayoutRuntime", "OwnerRuntime"]
 
 # (unit, gradients [b, m, n], positions in the unit) -> (payload [b, m, n], update RMS [b])
 Compute = Callable[[Unit, Tensor, list[int]], tuple[Tensor, Tensor]]
@@ -19,31 +20,38 @@ Compute = Callable[[Unit, Tensor, list[int]], tuple[Tensor, Tensor]]
 Apply = Callable[[Unit, list[int], list[Tensor], list[Tensor]], None]
 
 
-class LayoutRuntime(Protocol):
-    """Moves the gradients of one ownership to its owners and their results back.
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """The averaged gradients as this rank sees them, for a norm over all of them.
 
-    ``units`` are what `Compute` and `Apply` are called with, in the order of execution. An owner
-    calls `Compute` for its units; every rank calls `Apply` for all of them, in any order, before
-    the parameters are read again.
+    The sum of ``counted`` over the ranks, and ``common`` once, count every element once. ``stored``
+    is everything that is stored here.
+    """
+
+    counted: list[Tensor]
+    common: list[Tensor]
+    stored: list[Tensor]
+
+
+class LayoutRuntime(Protocol):
+    """Moves the bytes of one ownership.
+
+    ``units`` are what is computed at once, in the order of execution; there are none before the
+    optimizer has bound itself.
     """
 
     parameters: Sequence[nn.Parameter]
+    device: torch.device  # where Newton-Schulz and the collectives run
     transport: Transport
     units: tuple[Unit, ...]
     meter: Meter
     loads: int  # how often weights have been loaded into the model from a state dict
 
-    def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
-        """Prepare for an optimizer: the param group of each matrix, and what it publishes."""
-
     def reduce_gradients(self) -> None:
         """Have all gradients where they belong; a collective call."""
 
-    def present(self) -> Sequence[bool]:
-        """Which parameters have a gradient on any rank; after `reduce_gradients`."""
-
-    def step(self, compute: Compute, apply: Apply) -> None:
-        """Compute what is owned here and launch all publishing."""
+    def gradients(self) -> Gradients:
+        """The gradients of the planned parameters; after `reduce_gradients`."""
 
     def synchronize(self) -> None:
         """Wait until every parameter holds its published value."""
@@ -54,6 +62,23 @@ class LayoutRuntime(Protocol):
     def set_sync(self, sync: bool) -> bool:
         """Whether backward reduces gradients; returns the previous setting."""
 
+    def close(self) -> None:
+        """Remove every hook and release the transport."""
+
+
+class OwnerRuntime(LayoutRuntime, Protocol):
+    """A layout whose momentum and gradients lie with the owners.
+
+    An owner calls `Compute` for its units; every rank calls `Apply` for all of them, in any order,
+    before the parameters are read again.
+    """
+
+    def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
+        """Prepare for an optimizer: the param group of each matrix, and what it publishes."""
+
+    def step(self, compute: Compute, apply: Apply) -> None:
+        """Compute what is owned here and launch all publishing."""
+
     def unit_gradients(self, unit: Unit) -> Tensor:
         """The stacked gradients of a unit that is owned here, ``[b, m, n]``."""
 
@@ -62,9 +87,3 @@ class LayoutRuntime(Protocol):
 
     def update_rms(self) -> dict[str, Tensor]:
         """RMS of the last published update of each matrix, by name; waits for pending ones."""
-
-    def owned_gradients(self) -> list[Tensor]:
-        """Averaged gradients that only this rank holds."""
-
-    def close(self) -> None:
-        """Remove every hook and release the transport."""

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm.arena import Arena
 from dmuon.comm.blocks import Coverage, attach, wait_points
-from dmuon.comm.layout import Apply, Compute
+from dmuon.comm.layout import Apply, Compute, Gradients
 from dmuon.comm.publish import Publisher, wire_bytes
 from dmuon.comm.reduction import GradientReducer, LivePack, window_bytes
 from dmuon.comm.routes import (
@@ -55,6 +55,7 @@ class ReplicatedRuntime:
     ) -> None:
         self.plan = plan
         self.parameters: Sequence[nn.Parameter] = list(parameters)
+        self.device = self.parameters[0].device
         self.transport = transport
         self.units: tuple[Unit, ...] = ()
         self.meter = Meter()
@@ -63,7 +64,7 @@ class ReplicatedRuntime:
         self._ddp = None if ddp is None else weakref.ref(ddp)
         self._model = weakref.ref(model)
         self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
-        self._arena = Arena(self.parameters[0].device)
+        self._arena = Arena(self.device)
         self._matrices_of = matrices_by_parameter(plan)
         self._live: tuple[GradientReducer, Publisher] | None = None
         self._removers: list[Callable[[], None]] = []
@@ -246,15 +247,15 @@ class ReplicatedRuntime:
             )
         reducer.ensure()
 
-    def present(self) -> Sequence[bool]:
-        return self._bound[0].present
-
     def unit_gradients(self, unit: Unit) -> Tensor:
         return self._bound[1].unit_gradients(unit)
 
-    def owned_gradients(self) -> list[Tensor]:
+    def gradients(self) -> Gradients:
+        """Matrices' gradients lie with their owners, the others are the same everywhere."""
         reducer, publisher = self._bound
-        return publisher.owned_gradients(reducer.present)
+        owned = publisher.owned_gradients(reducer.present)
+        shared = [p.grad for p in self.parameters if p.grad is not None]
+        return Gradients(owned, shared, shared + owned)
 
     def zero_grad(self) -> None:
         if self._live is not None:

@@ -51,6 +51,20 @@ class Transport(Protocol):
     def broadcast(self, tensor: Tensor, src: int, *, tag: str) -> Work:
         """Copy ``tensor`` from ``src`` to every rank."""
 
+    def all_to_all(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_splits: Sequence[int],
+        source_splits: Sequence[int],
+        *,
+        tag: str,
+    ) -> Work:
+        """Send consecutive pieces of ``source`` to the ranks in order, and receive theirs.
+
+        Both are 1-D; ``source_splits[r]`` elements go to rank r, ``output_splits[r]`` come from it.
+        """
+
     def gather_objects(self, value: Any) -> list[Any]:
         """``value`` of every rank, by rank."""
 
@@ -82,6 +96,18 @@ class LocalTransport:
         return _DONE
 
     def broadcast(self, tensor: Tensor, src: int, *, tag: str) -> Work:
+        return _DONE
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_splits: Sequence[int],
+        source_splits: Sequence[int],
+        *,
+        tag: str,
+    ) -> Work:
+        output.copy_(source)
         return _DONE
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -136,6 +162,26 @@ class C10dTransport:
 
     def broadcast(self, tensor: Tensor, src: int, *, tag: str) -> Work:
         return _issued(dist.broadcast(tensor, group_src=src, group=self.group, async_op=True))
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_splits: Sequence[int],
+        source_splits: Sequence[int],
+        *,
+        tag: str,
+    ) -> Work:
+        return _issued(
+            dist.all_to_all_single(
+                output,
+                source,
+                list(output_splits),
+                list(source_splits),
+                group=self.group,
+                async_op=True,
+            )
+        )
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world
@@ -200,6 +246,19 @@ class RecordingTransport:
         self.events.append(Event("broadcast", tag, _nbytes(tensor), src))
         return self.inner.broadcast(tensor, src, tag=tag)
 
+    def all_to_all(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_splits: Sequence[int],
+        source_splits: Sequence[int],
+        *,
+        tag: str,
+    ) -> Work:
+        sent = source.numel() - source_splits[self.rank]
+        self.events.append(Event("all_to_all", tag, sent * source.element_size()))
+        return self.inner.all_to_all(output, source, output_splits, source_splits, tag=tag)
+
     def gather_objects(self, value: Any) -> list[Any]:
         return self.inner.gather_objects(value)
 
@@ -241,6 +300,18 @@ class DelayingTransport(RecordingTransport):
     def broadcast(self, tensor: Tensor, src: int, *, tag: str) -> Work:
         return self._delayed(super().broadcast(tensor, src, tag=tag))
 
+    def all_to_all(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_splits: Sequence[int],
+        source_splits: Sequence[int],
+        *,
+        tag: str,
+    ) -> Work:
+        work = super().all_to_all(output, source, output_splits, source_splits, tag=tag)
+        return self._delayed(work)
+
 
 class Meter:
     """Bytes that this rank handed to collectives, by tag, since `reset`."""
@@ -250,6 +321,9 @@ class Meter:
 
     def add(self, tag: str, tensor: Tensor) -> None:
         self.bytes[tag] += _nbytes(tensor)
+
+    def add_bytes(self, tag: str, nbytes: int) -> None:
+        self.bytes[tag] += nbytes
 
     def reset(self) -> dict[str, int]:
         """The counts so far; begin again from zero."""

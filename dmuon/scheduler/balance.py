@@ -150,9 +150,16 @@ def _certified(plan: OwnershipPlan) -> Certificate:
 
 
 def launch_owners(plan: OwnershipPlan) -> list[int]:
-    """The owner of each matrix, in about the order in which the matrices travel."""
-    named = zip(plan.specs.matrices, plan.owners, strict=True)
-    return [owner for _, owner in sorted(named, key=lambda pair: natural_key(pair[0].name))]
+    """The owner of each matrix, in about the order in which the matrices travel.
+
+    Without those that a single rank may own: they do not travel.
+    """
+    named = [
+        (natural_key(matrix.name), owner)
+        for i, (matrix, owner) in enumerate(zip(plan.specs.matrices, plan.owners, strict=True))
+        if not plan.limits.is_forced(i)
+    ]
+    return [owner for _, owner in sorted(named)]
 
 
 # ---- shapes ------------------------------------------------------------------------------

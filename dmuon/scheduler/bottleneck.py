@@ -45,7 +45,10 @@ class Floor:
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """The busiest rank and its costliest batch; ``floor`` if one matrix limits the plan."""
+    """The busiest rank and its costliest batch; ``floor`` if one matrix limits the plan.
+
+    ``movable``: some matrix of this rank could have another owner.
+    """
 
     rank: int
     ms: float
@@ -54,6 +57,7 @@ class Bottleneck:
     matrices: tuple[str, ...]
     batch_ms: float
     floor: Floor | None
+    movable: bool = True
 
 
 def key_of(plan: OwnershipPlan, batch: Batch) -> ShapeKey:
@@ -88,6 +92,9 @@ def bottleneck_of(plan: OwnershipPlan) -> Bottleneck | None:
         matrices=tuple(plan.specs.matrices[i].name for i in batch.matrices),
         batch_ms=batch.ms,
         floor=_floor(plan),
+        movable=not all(
+            plan.limits.is_forced(i) for b in plan.batches if b.owner == rank for i in b.matrices
+        ),
     )
 
 
@@ -97,7 +104,9 @@ def _floor(plan: OwnershipPlan) -> Floor | None:
     most = max(least.values())
     fixed = min(plan.limits.fixed_ms, default=0.0)
     alone = plan.makespan_ms <= (most + fixed) * (1 + 1e-9)
-    if not alone and plan.topology.world <= len(plan.specs.matrices):
+    # With pools, ranks may be idle while those of one pool have much to do.
+    enough = plan.topology.world <= len(plan.specs.matrices) or bool(plan.limits.pool_of)
+    if not alone and enough:
         return None
     # A shape costs what its transpose costs, so several shapes may be the floor together.
     keys = {key for key, ms in least.items() if ms >= most * (1 - 1e-9)}

@@ -64,7 +64,7 @@ def _certify(plan: OwnershipPlan) -> Certificate:
     plan.limits.check(len(plan.specs.matrices), plan.topology.world)
     if not plan.prices and plan.specs.matrices:
         return _without_prices(plan)
-    problem = problem_of(plan.specs, plan.topology, plan.limits, plan.prices)
+    problem = problem_of(plan.specs, plan.topology, plan.limits, plan.prices, plan.layout)
     wrong = [*_wrong_batches(plan, problem), *_wrong_owners(plan)]
     makespan = _executed(plan, problem)
     if plan.proof is None:
@@ -111,17 +111,17 @@ def _bound(plan: OwnershipPlan, problem: Problem, makespan: int) -> int:
 
 def _ticks(problem: Problem) -> dict[tuple[object, int], int]:
     """(shape, batch size) -> ticks"""
-    return {
-        (kind.key, b): ticks
-        for kind in problem.kinds
-        for b, ticks in enumerate(kind.batch_ticks, 1)
-    }
+    kinds = [*problem.kinds, *(group.kind for group in problem.forced)]
+    prices = {kind.key: kind.batch_ticks for kind in kinds}
+    return {(key, b): ticks for key, row in prices.items() for b, ticks in enumerate(row, 1)}
 
 
 def _executed(plan: OwnershipPlan, problem: Problem) -> int:
     """Ticks of the busiest owner, batch by batch."""
     ticks = _ticks(problem)
     loads = problem.fixed.copy()
+    for group in problem.forced:
+        loads[group.rank] -= group.ticks  # they are among the plan's batches
     for batch in plan.batches:
         key = plan.specs.matrices[batch.matrices[0]].key
         loads[batch.owner] += ticks.get((key, len(batch.matrices)), 0)

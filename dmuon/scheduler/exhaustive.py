@@ -29,7 +29,7 @@ def counts_within(problem: Problem, limit: int) -> Counts | None:
     reached[0][(0,) * len(shape)] = True
     owners = []
     for c, owner in enumerate(problem.classes):
-        if owner.fixed > limit:
+        if owner.fixed > limit or owner.room < 0:
             return None
         patterns = _patterns(problem, c, limit)
         for rank in owner.ranks:

@@ -6,8 +6,10 @@ All of them decide counts (see `problem`): how many matrices of each kind a rank
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -91,24 +93,23 @@ def _one_by_one(problem: Problem, start: Ints, tables: Sequence[Ints], chunk: in
 def round_robin(problem: Problem, order: Sequence[int]) -> Counts | None:
     """Matrices in turn to ranks 0, 1, 2, ..., whatever they cost: the baseline.
 
-    ``order`` lists the matrices. A rank that may not own a matrix is passed over; None if the
-    memory cap is in the way.
+    ``order`` lists the matrices; one that a single rank may own takes no turn. A rank that may not
+    own a matrix is passed over; None if the memory cap is in the way.
     """
     kind_of = {i: s for s, members in enumerate(problem.members) for i in members}
+    may_own = [np.flatnonzero(problem.allowed[:, s]).tolist() for s in range(len(problem.kinds))]
     counts = np.zeros((problem.world, len(problem.kinds)), np.int64)
-    room = problem.room.copy()
+    room = problem.room.tolist()
     turn = 0
-    for i in order:
-        s = kind_of[i]
-        for step in range(problem.world):
-            rank = (turn + step) % problem.world
-            if problem.allowed[rank, s] and room[rank] >= problem.kinds[s].nbytes:
-                break
-        else:
+    for s in (kind_of[i] for i in order if i in kind_of):
+        nbytes, at = problem.kinds[s].nbytes, bisect_left(may_own[s], turn)
+        in_turn = chain(may_own[s][at:], may_own[s][:at])
+        rank = next((r for r in in_turn if room[r] >= nbytes), None)
+        if rank is None:
             return None
         counts[rank, s] += 1
-        room[rank] -= problem.kinds[s].nbytes
-        turn = rank + 1
+        room[rank] -= nbytes
+        turn = (rank + 1) % problem.world
     return counts
 
 
@@ -177,15 +178,17 @@ class _State:
         gives = self._amounts([b])
         if not gives:
             return None
-        takes = [(-1, 0), *self._amounts(others[:_LOOK_INTO].tolist())]
-        lost, gained, given, may_take = self._changes(gives, b, others)
-        back, away, taken, may_give = self._changes(takes, b, others, sign=-1)
+        may_take = self.problem.allowed[b]
+        found = self._amounts(others[:_LOOK_INTO].tolist())
+        takes = [(-1, 0), *((s, j) for s, j in found if may_take[s])]
+        lost, gained, given, they_take = self._changes(gives, b, others)
+        back, away, taken, they_give = self._changes(takes, b, others, sign=-1)
         # [gives, takes, others]
         mine = self.loads[b] - lost[:, None] + back[None, :]
         theirs = self.loads[others] + gained[:, None, :] - away[None, :, :]
         after = np.maximum(mine[:, :, None], theirs)
         moved = given[:, None] - taken[None, :]
-        fits = may_take[:, None, :] & may_give[None, :, :]
+        fits = they_take[:, None, :] & they_give[None, :, :]
         fits &= (mine < self.loads[b])[:, :, None] & (self.free[b] >= -moved)[:, :, None]
         fits &= self.free[others] >= moved[:, :, None]
         for g, (s, _) in enumerate(gives):
@@ -220,7 +223,7 @@ class _State:
                 theirs[a] = kind.ticks[np.minimum(has + j, kind.count)] - kind.ticks[has]
                 possible[a] = problem.allowed[others, s]
             else:
-                possible[a] = (has >= j) & problem.allowed[b, s]
+                possible[a] = has >= j
                 mine[a] = kind.ticks[min(own + j, kind.count)] - kind.ticks[own]
                 theirs[a] = kind.ticks[has] - kind.ticks[np.maximum(has - j, 0)]
         return mine, theirs, nbytes, possible
@@ -268,8 +271,9 @@ class _State:
         fixed_a, fixed_b = int(problem.fixed[a]), int(problem.fixed[b])
         pool, most = self.counts[a] + self.counts[b], int(self.loads[a]) - 1
         never = np.iinfo(np.int64).max // 64
-        for s, kind in enumerate(problem.kinds):
-            k = np.arange(pool[s] + 1)
+        there = np.flatnonzero(pool)
+        for s in there.tolist():
+            kind, k = problem.kinds[s], np.arange(pool[s] + 1)
             cost, saved = kind.ticks[k].copy(), kind.ticks[pool[s]] - kind.ticks[pool[s] - k]
             if not problem.allowed[a, s]:
                 cost[1:] = never
@@ -277,13 +281,14 @@ class _State:
                 saved[:-1] = -never  # ``b`` may keep none of it
             options.append(Option(cost, saved))
         found = frontier(options, most - fixed_a, bounding=False, max_points=_SPLIT_POINTS)
-        everything = sum(int(kind.ticks[k]) for kind, k in zip(problem.kinds, pool, strict=True))
+        everything = sum(int(problem.kinds[s].ticks[pool[s]]) for s in there.tolist())
         ours = fixed_a + found.cost
         after = np.maximum(ours, fixed_b + everything - found.value)
         for at in np.argsort(after, kind="stable")[:8].tolist():
             if after[at] > most:
                 return None
-            mine = found.choice(int(found.cost[at]))
+            mine: Ints = np.zeros_like(pool)
+            mine[there] = found.choice(int(found.cost[at]))
             if self._fits(a, mine) and self._fits(b, pool - mine):
                 return mine
         return None

@@ -15,10 +15,12 @@ class OwnerLimits:
     """Fixed loads, the memory cap, and which ranks may own which matrix.
 
     ``fixed_ms`` and ``fixed_bytes`` hold, for each rank, work and optimizer state that it has
-    anyway (AdamW on the rest, other pools); empty means none. ``memory_bytes`` caps the optimizer
-    state of a rank, fixed bytes included. ``pools`` are sets of ranks (dense matrices on ``dp``,
-    the experts of one ``ep`` coordinate on that coordinate's ranks), and ``pool_of`` is the pool
-    of each matrix; empty means that every rank may own every matrix.
+    anyway (AdamW on the rest; in the sharded layout the momentum of its shards); empty means none.
+    ``memory_bytes`` caps the optimizer state of a rank, fixed bytes included. ``pools`` are sets of
+    ranks (dense matrices on ``dp``, the experts of one ``ep`` coordinate on that coordinate's
+    ranks, a matrix that is whole on its rank on that rank alone), and ``pool_of`` is the pool of
+    each matrix; empty means that every rank may own every matrix. Matrices of different pools are
+    never batched together, so equal sets of ranks should be one pool.
     """
 
     fixed_ms: tuple[float, ...] = ()
@@ -37,8 +39,9 @@ class OwnerLimits:
                 raise PlanError(f"OwnerLimits.{name} must be finite and >= 0, found {min(values)}")
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise PlanError(f"owner_memory_bytes must be at least 1, found {self.memory_bytes}")
+        ranks = frozenset(range(world))
         for pool in self.pools:
-            if not pool or len(set(pool)) != len(pool) or not set(pool) <= set(range(world)):
+            if not pool or len(set(pool)) != len(pool) or not ranks.issuperset(pool):
                 raise PlanError(
                     f"a pool of OwnerLimits must name ranks of 0..{world - 1}, each once, "
                     f"found {pool[:8]}"
@@ -60,6 +63,10 @@ class OwnerLimits:
 
     def may_own(self, rank: int, matrix: int) -> bool:
         return not self.pool_of or rank in self.pools[self.pool_of[matrix]]
+
+    def is_forced(self, matrix: int) -> bool:
+        """Whether a single rank may own it."""
+        return bool(self.pool_of) and len(self.pools[self.pool_of[matrix]]) == 1
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 
 from dmuon.scheduler.engines import available_engines
 from dmuon.scheduler.greedy import greedy
+from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.milp import Improved, improve_by_programs, prove, settle
 from dmuon.scheduler.problem import UNLIMITED, Counts, Kind, Problem
-from dmuon.types import PlanError
+from dmuon.types import Layout, PlanError
 
-__all__ = ["LeastMemory", "least_memory", "too_little_memory"]
+__all__ = ["LeastMemory", "check_fixed_bytes", "least_memory", "too_little_memory"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ def least_memory(problem: Problem, seconds: float) -> LeastMemory:
 
 def too_little_memory(problem: Problem, least: LeastMemory) -> PlanError:
     """The error for a cap that nothing fits."""
-    mebibytes = f" ({least.nbytes / 2**20:.1f} MiB)" if least.nbytes >= 2**20 else ""
+    mebibytes = _mebibytes(least.nbytes)
+    matrices = int(problem.demand.sum()) + sum(group.kind.count for group in problem.forced)
     known = (
         f"the smallest feasible cap is {least.nbytes} bytes{mebibytes}"
         if least.bound >= least.nbytes
@@ -54,6 +56,28 @@ def too_little_memory(problem: Problem, least: LeastMemory) -> PlanError:
     )
     return PlanError(
         f"owner_memory_bytes={problem.memory_cap} is too small for the optimizer state of "
-        f"{int(problem.demand.sum())} matrices on {problem.world} ranks: {known}. Raise "
+        f"{matrices} matrices on {problem.world} ranks: {known}. Raise "
         "PlannerOptions(owner_memory_bytes=...), or use more ranks"
     )
+
+
+def check_fixed_bytes(limits: OwnerLimits, world: int, layout: Layout) -> None:
+    """Raise PlanError if, in the sharded layout, a rank stores more than the cap.
+
+    There the momentum lies with the shards, so that no ownership changes what a rank stores.
+    """
+    cap = limits.memory_bytes
+    if layout is not Layout.SHARDED or cap is None:
+        return
+    nbytes, rank = max((limits.fixed_bytes_of(r), -r) for r in range(world))
+    if nbytes > cap:
+        raise PlanError(
+            f"owner_memory_bytes={cap} is too small: rank {-rank} stores {nbytes} bytes"
+            f"{_mebibytes(nbytes)} of optimizer state. In the sharded layout that state lies with "
+            "the parameters' shards, so no other ownership meets the cap: use more ranks or a "
+            "lower-precision state, or raise PlannerOptions(owner_memory_bytes=...)"
+        )
+
+
+def _mebibytes(nbytes: int) -> str:
+    return f" ({nbytes / 2**20:.1f} MiB)" if nbytes >= 2**20 else ""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dmuon.scheduler.columns import Budget, Columns
+from dmuon.scheduler.budget import Budget
+from dmuon.scheduler.columns import Columns
 from dmuon.scheduler.compact import MOST_VARIABLES, compact, variables
 from dmuon.scheduler.engines import EngineError
 from dmuon.scheduler.exhaustive import counts_within, is_small

@@ -29,8 +29,10 @@ __all__ = ["Contention", "contention", "layer_of", "natural_key", "place", "row_
 
 PARTNERS_SEEN = 512  # how many matrices one exchange chooses from
 CHAIN = 3  # how many exchanges may be needed to take one matrix off an owner
+FAILURES = 12  # matrices of a layer that could not be moved, before the others are left alone
 LOOKS_PER_MATRIX = 5_000  # how many exchanges are tried for it
 ONE_WALK = 20_000  # so many matrices take a second or two a walk: the evading one must do
+_COPY = re.compile(r" \(copy [0-9]+ of [0-9]+\)$")
 LOOKS = 400_000  # and for all matrices together
 
 
@@ -161,13 +163,17 @@ class _Spread:
     def run(self) -> None:
         most = self._most_owners()
         left = LOOKS
+        failed: Counter[str] = Counter()
         for i in sorted(i for held in self.held.values() if len(held) > 1 for i in held):
             layer = self.layers[i]
             if self._times(layer, self.positions[i]) < 2 or self.owners[layer] >= most[layer]:
                 continue
+            if failed[layer] >= FAILURES:
+                continue
             allowed = self.looks = min(LOOKS_PER_MATRIX, left)
             # Short chains first, so that a long one is looked for only where none is found.
-            any(self._move(i, steps) for steps in range(1, CHAIN + 1))
+            moved = any(self._move(i, steps) for steps in range(1, CHAIN + 1))
+            failed[layer] += not moved
             left -= allowed - self.looks
 
     def _most_owners(self) -> dict[str, int]:
@@ -247,12 +253,16 @@ class _Spread:
 def layer_of(name: str) -> str:
     """The layer that a parameter or matrix belongs to: its name up to the first number.
 
+    Copies of a matrix, which several parts of the mesh hold, belong to the same layer.
+
     >>> layer_of("model.layers.12.mlp.experts.w1#5")
     'model.layers.12'
+    >>> layer_of("model.scales.3 (copy 2 of 4)")
+    'model.scales.3'
     >>> layer_of("lm_head.weight")
     ''
     """
-    parts = name.partition("#")[0].split(".")
+    parts = _COPY.sub("", name).partition("#")[0].split(".")
     for i, part in enumerate(parts):
         if part.isascii() and part.isdigit():
             return ".".join(parts[: i + 1])

@@ -22,6 +22,7 @@ from typing import Any
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.costs import CostModel, ShapeKey
 from dmuon.scheduler.limits import OwnerLimits
+from dmuon.scheduler.memory import check_fixed_bytes
 from dmuon.scheduler.placement import layer_of, natural_key, place
 from dmuon.scheduler.problem import Counts, Problem, build_problem, state_bytes
 from dmuon.scheduler.proof import Proof
@@ -126,10 +127,13 @@ class OwnershipPlan:
 
     @cached_property
     def state_bytes(self) -> tuple[int, ...]:
-        """Bytes of optimizer state of each rank: momentum, in the parameters' dtypes, and fixed."""
+        """Bytes of optimizer state of each rank: momentum, in the parameters' dtypes, and fixed.
+
+        In the sharded layout the fixed bytes alone: momentum lies with the shards, not the owners.
+        """
         state = [self.limits.fixed_bytes_of(rank) for rank in range(self.topology.world)]
         for matrix, owner in zip(self.specs.matrices, self.owners, strict=True):
-            state[owner] += state_bytes(matrix)
+            state[owner] += state_bytes(matrix, self.layout)
         return tuple(state)
 
     @property
@@ -295,7 +299,9 @@ def _batches(problem: Problem, owners: Sequence[int], order: Sequence[int]) -> t
     """Cut every owner's matrices of a kind into the cheapest batches, earliest layers first."""
     position = {i: at for at, i in enumerate(order)}
     batches = []
-    for kind, members in zip(problem.kinds, problem.members, strict=True):
+    groups = [*zip(problem.kinds, problem.members, strict=True)]
+    groups += [(group.kind, group.members) for group in problem.forced]
+    for kind, members in groups:
         by_owner: dict[int, list[int]] = defaultdict(list)
         for i in sorted(members, key=position.__getitem__):
             by_owner[owners[i]].append(i)
@@ -325,11 +331,15 @@ def price_rows(specs: ModelSpecs, costs: CostModel, max_batch: int) -> tuple[Pri
 
 
 def problem_of(
-    specs: ModelSpecs, topology: Topology, limits: OwnerLimits, prices: Sequence[PriceRow]
+    specs: ModelSpecs,
+    topology: Topology,
+    limits: OwnerLimits,
+    prices: Sequence[PriceRow],
+    layout: Layout = Layout.REPLICATED,
 ) -> Problem:
     """The assignment problem that a plan answers."""
     rows = {row.key: row.ms for row in prices}
-    return build_problem(specs.matrices, topology.world, limits, rows)
+    return build_problem(specs.matrices, topology.world, limits, rows, layout)
 
 
 def solve(
@@ -344,7 +354,8 @@ def solve(
 ) -> OwnershipPlan:
     """Assign every matrix to an owner, balancing predicted time.
 
-    Pure; equal input gives an equal plan, in whatever order the matrices come.
+    Pure; equal input gives an equal plan, in whatever order the matrices come. A matrix that one
+    rank alone may own goes there, whatever the solver; it counts in that rank's load and bytes.
 
     Raises:
         PlanError: unknown solver, a shape without a cost, or a memory cap that no plan fits.
@@ -355,7 +366,8 @@ def solve(
     begin = time.perf_counter()
     limits = limits or OwnerLimits(memory_bytes=options.owner_memory_bytes)
     rows = price_rows(specs, costs, options.max_batch)
-    problem = problem_of(specs, topology, limits, rows)
+    check_fixed_bytes(limits, topology.world, layout)
+    problem = problem_of(specs, topology, limits, rows, layout)
     order = _walking_order(specs)
     found = search(problem, order, solver, options)
     owners = _placed(specs, topology, problem, found.counts, order)
@@ -383,16 +395,20 @@ def _placed(
     specs: ModelSpecs, topology: Topology, problem: Problem, counts: Counts, order: Sequence[int]
 ) -> list[int]:
     """The owner of each matrix: counts made concrete, with consecutive matrices apart."""
+    owners = [0] * len(order)
+    for group in problem.forced:
+        for i in group.members:
+            owners[i] = group.rank
     kind_of = {i: s for s, members in enumerate(problem.members) for i in members}
+    free = [i for i in order if i in kind_of]
     placed = place(
-        [kind_of[i] for i in order],
-        [layer_of(specs.matrices[i].name) for i in order],
+        [kind_of[i] for i in free],
+        [layer_of(specs.matrices[i].name) for i in free],
         [{s: int(k) for s, k in enumerate(row) if k} for row in counts],
         [c.ranks for c in problem.classes],
         topology.owner_order(),
         topology,
     )
-    owners = [0] * len(order)
-    for i, owner in zip(order, placed, strict=True):
+    for i, owner in zip(free, placed, strict=True):
         owners[i] = owner
     return owners

@@ -7,6 +7,7 @@ equal plans have equal makespans to the last digit, and a proof needs no toleran
 
     kinds      s = 0 .. S-1    d_s equal matrices, C_s(k) ticks for k of them on one owner
     classes    c = 0 .. I-1    n_c interchangeable owners: fixed ticks, free bytes, allowed kinds
+    forced                     matrices that a single rank may own: part of its fixed ticks
     counts     x[rank, s]      how many of each kind a rank takes: what a solver decides
     load       fixed_c + sum_s C_s(x[rank, s])          makespan = the largest load
 """
@@ -17,7 +18,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +26,9 @@ import numpy.typing as npt
 from dmuon.scheduler.costs import ShapeKey
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.specs import ITEM_SIZE, MatrixSpec
-from dmuon.types import PlanError
+from dmuon.types import Layout, PlanError
 
-__all__ = ["Counts", "Kind", "OwnerClass", "Problem", "build_problem"]
+__all__ = ["Counts", "Forced", "Kind", "OwnerClass", "Problem", "build_problem"]
 
 Ints = npt.NDArray[np.int64]
 Counts = Ints  # [ranks, kinds]
@@ -50,6 +51,26 @@ def ticks_per_ms(total_ms: float) -> int:
     return scale
 
 
+@lru_cache(maxsize=4096)
+def _cheapest(price: tuple[int, ...], count: int) -> tuple[Ints, Ints]:
+    """``C(k)`` for k = 0 .. count, and the first batch of a cheapest split of k.
+
+    ``price[b - 1]`` is the cost of one batch of b: neither concave nor monotone in general, so
+    every size is tried for the first batch. Ties go to the larger batch: fewer launches. Kept,
+    for under expert parallelism hundreds of kinds have equal prices and counts.
+    """
+    best, first = [0], [0]
+    sizes = range(1, len(price) + 1)
+    for k in range(1, count + 1):
+        ticks, size = min((best[k - b] + price[b - 1], -b) for b in sizes if b <= k)
+        best.append(ticks)
+        first.append(-size)
+    tables = np.array(best, np.int64), np.array(first, np.int64)
+    for table in tables:
+        table.setflags(write=False)
+    return tables
+
+
 @dataclass(frozen=True)
 class Kind:
     """``count`` interchangeable matrices: equal shape, dtype and set of possible owners.
@@ -57,7 +78,8 @@ class Kind:
     Only they are batched with each other: other pools travel in other collectives.
 
     ``batch_ticks[b - 1]`` is the cost of one batch of b. ``pool`` is an index into
-    `OwnerLimits.pools`, or -1 for every rank. ``nbytes`` is the optimizer state of one matrix.
+    `OwnerLimits.pools`, or -1 for every rank. ``nbytes`` is the optimizer state of one matrix
+    that lies with its owner.
     """
 
     key: ShapeKey
@@ -67,30 +89,14 @@ class Kind:
     batch_ticks: tuple[int, ...]
 
     @cached_property
-    def _cheapest(self) -> tuple[Ints, Ints]:
-        """``C(k)`` for k = 0 .. count, and the first batch of a cheapest split of k.
-
-        The cost of a batch is neither concave nor monotone in general, so every size is tried
-        for the first batch. Ties go to the larger batch: fewer launches.
-        """
-        best, first = [0], [0]
-        sizes = range(1, len(self.batch_ticks) + 1)
-        price = self.batch_ticks
-        for k in range(1, self.count + 1):
-            ticks, size = min((best[k - b] + price[b - 1], -b) for b in sizes if b <= k)
-            best.append(ticks)
-            first.append(-size)
-        return np.array(best, np.int64), np.array(first, np.int64)
-
-    @property
     def ticks(self) -> Ints:
         """``C(k)``: ticks of the cheapest split of k matrices into batches, k = 0 .. count."""
-        return self._cheapest[0]
+        return _cheapest(self.batch_ticks, self.count)[0]
 
     def batches(self, k: int) -> tuple[int, ...]:
         """Sizes of a cheapest split of k matrices, largest first."""
         sizes = []
-        first = self._cheapest[1]
+        first = _cheapest(self.batch_ticks, self.count)[1]
         while k:
             sizes.append(int(first[k]))
             k -= sizes[-1]
@@ -98,10 +104,31 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True)
+class Forced:
+    """All matrices of a kind whose pool is one rank: nothing to decide, only to be counted.
+
+    They run in the cheapest batches. ``members`` are the matrices, as given.
+    """
+
+    rank: int
+    kind: Kind
+    members: tuple[int, ...]
+
+    @property
+    def ticks(self) -> int:
+        return int(self.kind.ticks[-1])
+
+    @property
+    def nbytes(self) -> int:
+        return self.kind.nbytes * self.kind.count
+
+
+@dataclass(frozen=True, slots=True)
 class OwnerClass:
     """Interchangeable ranks. ``room`` is what they may store of matrices' state, in bytes.
 
-    It is negative where fixed bytes alone exceed the memory cap; then nothing is feasible.
+    ``fixed`` and ``room`` have the forced matrices' share in them. ``room`` is negative where
+    fixed bytes alone exceed the memory cap; then nothing is feasible.
     """
 
     ranks: tuple[int, ...]
@@ -123,6 +150,7 @@ class Problem:
     members: tuple[tuple[int, ...], ...]
     ticks_per_ms: int = _FINEST
     memory_cap: int | None = None  # bytes; the room of every class follows from it
+    forced: tuple[Forced, ...] = ()
 
     def ms(self, ticks: int) -> float:
         """Milliseconds of a number of ticks."""
@@ -142,7 +170,7 @@ class Problem:
 
     @cached_property
     def fixed(self) -> Ints:
-        """Ticks that each rank is busy anyway."""
+        """Ticks that each rank is busy anyway, forced matrices included."""
         return self._by_rank([c.fixed for c in self.classes])
 
     @cached_property
@@ -183,9 +211,12 @@ class Problem:
         )
 
 
-def state_bytes(matrix: MatrixSpec) -> int:
-    """Optimizer state that the owner of a matrix keeps: one momentum, in the parameter's dtype."""
-    return matrix.numel * ITEM_SIZE[matrix.dtype]
+def state_bytes(matrix: MatrixSpec, layout: Layout) -> int:
+    """Optimizer state that the owner of a matrix keeps: one momentum, in the parameter's dtype.
+
+    None in the sharded layout: there the momentum lies with the shards, whoever owns the matrix.
+    """
+    return 0 if layout is Layout.SHARDED else matrix.numel * ITEM_SIZE[matrix.dtype]
 
 
 def build_problem(
@@ -193,10 +224,12 @@ def build_problem(
     world: int,
     limits: OwnerLimits,
     prices: Mapping[ShapeKey, Sequence[float]],
+    layout: Layout = Layout.REPLICATED,
 ) -> Problem:
     """Kinds and classes of a model on ``world`` ranks; permuted matrices change only ``members``.
 
-    ``prices`` are the milliseconds of batches of 1, 2, ... matrices of each shape.
+    ``prices`` are the milliseconds of batches of 1, 2, ... matrices of each shape. Matrices that
+    a single rank may own are no kinds: as such they would make each rank a class of its own.
 
     Raises:
         PlanError: a price is negative or not finite, or ``limits`` do not fit.
@@ -208,24 +241,36 @@ def build_problem(
     top = max((max(row) for row in prices.values()), default=0.0)
     scale = ticks_per_ms(max(total, top, *limits.fixed_ms, 0.0))
     batch_ticks = {key: tuple(round(ms * scale) for ms in row) for key, row in prices.items()}
+    kinds, members, forced = [], [], []
+    for key, pool, mine in _groups(matrices, limits, batch_ticks):
+        nbytes = state_bytes(matrices[mine[0]], layout)
+        kind = Kind(key, pool, len(mine), nbytes, batch_ticks[key])
+        if pool >= 0 and len(limits.pools[pool]) == 1:
+            forced.append(Forced(limits.pools[pool][0], kind, mine))
+        else:
+            kinds.append(kind)
+            members.append(mine)
+    classes = _classes(kinds, forced, world, limits, scale)
+    return Problem(tuple(kinds), classes, tuple(members), scale, limits.memory_bytes, tuple(forced))
+
+
+def _groups(
+    matrices: Sequence[MatrixSpec],
+    limits: OwnerLimits,
+    batch_ticks: Mapping[ShapeKey, tuple[int, ...]],
+) -> list[tuple[ShapeKey, int, tuple[int, ...]]]:
+    """(shape, pool, its matrices), the costliest first: solvers decide on them first.
+
+    Of equal shapes the pools' ranks decide, for the numbers of pools depend on the order in which
+    they were found; and of equal pools a matrix's name.
+    """
     members: dict[tuple[ShapeKey, int], list[int]] = defaultdict(list)
     for i, matrix in enumerate(matrices):
         members[matrix.key, limits.pool_of[i] if limits.pool_of else -1].append(i)
-    # The costliest first: solvers decide on large matrices before small ones.
-    order = sorted(members, key=lambda kp: (-batch_ticks[kp[0]][0], kp))
-    kinds = tuple(
-        Kind(
-            key,
-            pool,
-            len(members[key, pool]),
-            state_bytes(matrices[members[key, pool][0]]),
-            batch_ticks[key],
-        )
-        for key, pool in order
-    )
-    classes = _classes(kinds, world, limits, scale)
-    indices = tuple(tuple(members[k]) for k in order)
-    return Problem(kinds, classes, indices, scale, limits.memory_bytes)
+    ranks = {-1: ()} | {i: tuple(sorted(pool)) for i, pool in enumerate(limits.pools)}
+    name = {group: min(matrices[i].name for i in mine) for group, mine in members.items()}
+    order = sorted(members, key=lambda kp: (-batch_ticks[kp[0]][0], kp[0], ranks[kp[1]], name[kp]))
+    return [(key, pool, tuple(members[key, pool])) for key, pool in order]
 
 
 def _check_prices(prices: Mapping[ShapeKey, Sequence[float]]) -> None:
@@ -240,20 +285,31 @@ def _check_prices(prices: Mapping[ShapeKey, Sequence[float]]) -> None:
 
 
 def _classes(
-    kinds: Sequence[Kind], world: int, limits: OwnerLimits, scale: int
+    kinds: Sequence[Kind],
+    forced: Sequence[Forced],
+    world: int,
+    limits: OwnerLimits,
+    scale: int,
 ) -> tuple[OwnerClass, ...]:
     pools = [frozenset(pool) for pool in limits.pools]
+    fixed = [round(limits.fixed_ms_of(rank) * scale) for rank in range(world)]
+    stored = [limits.fixed_bytes_of(rank) for rank in range(world)]
+    for group in forced:
+        fixed[group.rank] += group.ticks
+        stored[group.rank] += group.nbytes
     ranks: dict[tuple[int, int, tuple[bool, ...]], list[int]] = defaultdict(list)
     # Pools have few distinct membership patterns; ranks are many.
-    used = Counter(kind.pool for kind in kinds)
+    used = {kind.pool for kind in kinds}
+    weightless = not any(kind.nbytes for kind in kinds)
     for rank in range(world):
         room = UNLIMITED
         if limits.memory_bytes is not None:
-            room = min(limits.memory_bytes - limits.fixed_bytes_of(rank), UNLIMITED)
+            room = min(limits.memory_bytes - stored[rank], UNLIMITED)
+            if weightless and room >= 0:
+                room = UNLIMITED  # whatever it takes, it fits: no reason to tell ranks apart
         inside = {pool: pool < 0 or rank in pools[pool] for pool in used}
         allowed = tuple(inside[kind.pool] for kind in kinds)
-        fixed = round(limits.fixed_ms_of(rank) * scale)
-        ranks[fixed, room, allowed].append(rank)
+        ranks[fixed[rank], room, allowed].append(rank)
     return tuple(
         OwnerClass(tuple(members), fixed, room, allowed)
         for (fixed, room, allowed), members in ranks.items()

@@ -18,7 +18,7 @@ free bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from dmuon.scheduler.knapsack import Frontier, Option, frontier
 from dmuon.scheduler.problem import UNLIMITED, Problem
+from dmuon.scheduler.symmetry import orbits_of
 
 __all__ = ["Dual", "Proof", "bound_of", "byte_units", "dual_options", "simple_duals", "work_tables"]
 
@@ -109,15 +110,49 @@ def byte_units(problem: Problem) -> tuple[list[int], list[int]]:
 
 
 def dual_options(problem: Problem, dual: Dual, allowed: Sequence[bool]) -> list[Option]:
-    """The knapsack choices of an owner that may take the ``allowed`` kinds."""
+    """The knapsack choices of an owner: one option for each of the ``allowed`` kinds."""
     sizes, _ = byte_units(problem)
     tables = work_tables(problem)
     options = []
     for s, kind in enumerate(problem.kinds):
-        k = np.arange(kind.count + 1 if allowed[s] else 1, dtype=np.int64)
-        each = dual.values[s] - dual.byte_price * sizes[s]
-        options.append(Option(kind.ticks[: len(k)], each * k + dual.works[s] * tables[s][: len(k)]))
+        if allowed[s]:
+            each = dual.values[s] - dual.byte_price * sizes[s]
+            value = each * np.arange(kind.count + 1) + dual.works[s] * tables[s]
+            options.append(Option(kind.ticks, value))
     return options
+
+
+def _likeness(problem: Problem, dual: Dual, allowed: Sequence[bool]) -> Hashable:
+    """Equal for owners to whom ``dual`` offers equal choices, be they of different kinds."""
+    return tuple(
+        (kind.batch_ticks, kind.count, kind.nbytes, dual.values[s], dual.works[s])
+        for s, kind in enumerate(problem.kinds)
+        if allowed[s]
+    )
+
+
+def _holdings(
+    problem: Problem,
+    dual: Dual,
+    limit: int,
+    frontiers: Mapping[tuple[bool, ...], Frontier] | None,
+) -> dict[tuple[bool, ...], tuple[Frontier, float]]:
+    """By allowed kinds: the worth that an owner holds within a load, and the most a tick brings."""
+    made: dict[Hashable, tuple[Frontier, float]] = {}
+    given = list((frontiers or {}).items())
+    found = {}
+    for allowed, known in [*given, *((c.allowed, None) for c in problem.classes)]:
+        if allowed in found:
+            continue
+        like = _likeness(problem, dual, allowed)
+        if like not in made:
+            options = dual_options(problem, dual, allowed)
+            if known is None:
+                worthy = [option for option in options if (option.value > 0).any()]
+                known = frontier(worthy, limit, bounding=True)
+            made[like] = known, _density(options)
+        found[allowed] = made[like]
+    return found
 
 
 def bound_of(
@@ -136,15 +171,7 @@ def bound_of(
     if min(dual.works, default=0) < 0 or dual.byte_price < 0:
         raise ValueError("the value of work and the price of bytes must be >= 0")
     _check_size(problem, dual)
-    made = dict(frontiers or {})
-    density: dict[tuple[bool, ...], float] = {}
-    for c in problem.classes:
-        if c.allowed in density:
-            continue
-        options = dual_options(problem, dual, c.allowed)
-        density[c.allowed] = _density(options)
-        if c.allowed not in made:
-            made[c.allowed] = frontier(options, limit, bounding=True)
+    made = _holdings(problem, dual, limit, frontiers)
     tables = work_tables(problem)
     worth = sum(v * kind.count for v, kind in zip(dual.values, problem.kinds, strict=True))
     worth += sum(u * int(table[-1]) for u, table in zip(dual.works, tables, strict=True))
@@ -163,9 +190,10 @@ def bound_of(
             if ticks < c.fixed:
                 return False
             free = ticks - c.fixed
-            holds = made[c.allowed].best_value(free)
-            if density[c.allowed] * free < _WORTH:  # else a float says too little
-                holds = min(holds, int(density[c.allowed] * free) + 1)
+            points, density = made[c.allowed]
+            holds = points.best_value(free)
+            if density * free < _WORTH:  # else a float says too little
+                holds = min(holds, int(density * free) + 1)
             total += c.size * (holds + extra)
         return total >= worth
 
@@ -218,12 +246,21 @@ def _first(holds: Callable[[int], bool], limit: int) -> int:
 
 
 def simple_duals(problem: Problem) -> Iterable[Dual]:
-    """Duals that need no solver: all work shared out evenly, and one kind alone.
+    """Duals that need no solver: work shared out evenly, and one kind alone.
 
-    The last counts matrices (the pigeonhole principle; for more owners than matrices, the
-    costliest single matrix).
+    All work is shared by all owners, and the work that only some owners may do by those. One kind
+    alone counts matrices (the pigeonhole principle; for more owners than matrices, the costliest
+    single matrix). Of kinds that are alike one is enough.
     """
-    none = (0,) * len(problem.kinds)
-    yield Dual(none, (1,) * len(problem.kinds))
-    for s in range(len(problem.kinds)):
+    kinds = len(problem.kinds)
+    owners = [
+        frozenset(c for c, o in enumerate(problem.classes) if o.allowed[s]) for s in range(kinds)
+    ]
+    none = (0,) * kinds
+    alike = orbits_of(problem).first_kinds
+    yield Dual(none, (1,) * kinds)
+    for those in dict.fromkeys(owners[s] for s in alike):
+        if len(those) < len(problem.classes):
+            yield Dual(none, tuple(int(mine <= those) for mine in owners))
+    for s in alike:
         yield Dual((*none[:s], 1, *none[s + 1 :]), none)

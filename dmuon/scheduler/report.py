@@ -97,7 +97,7 @@ def _measured_dict(measured: MeasuredBalance) -> dict[str, Any]:
 
 
 def build_report(plan: OwnershipPlan, measured: Sequence[float] | None = None) -> LoadBalanceReport:
-    """Sum up a plan per rank. State is one momentum buffer in the parameter's dtype.
+    """Sum up a plan per rank. State is what `OwnershipPlan.state_bytes` says.
 
     ``measured`` are the milliseconds of momentum and Newton-Schulz that each rank needs a step.
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dmuon.scheduler.balance import Balance, ShapeUse
 from dmuon.scheduler.bottleneck import Floor
 from dmuon.scheduler.measured import REPLAN_FRACTION, REPLAN_MS, MeasuredBalance
-from dmuon.types import Algorithm
+from dmuon.types import Algorithm, Layout
 
 __all__ = [
     "Routed",
@@ -88,6 +88,7 @@ def facts(balance: Balance) -> list[tuple[str, str]]:
         ("note", balance.plan.note),
         ("bottleneck", _bottleneck_text(balance, top)),
         ("floor", "" if floor is None else _floor_text(floor, balance.makespan_ms, top)),
+        ("owners", _pools_text(balance)),
         ("idle", _idle_text(balance)),
         ("contention", _contention_text(balance)),
         ("memory", _memory_text(balance)),
@@ -143,10 +144,32 @@ def _memory_text(balance: Balance) -> str:
     """Optimizer state of a rank, and its cap."""
     memory, cap = balance.memory, balance.plan.limits.memory_bytes
     limit = "" if cap is None else f", cap {bytes_text(cap)}"
+    sharded = balance.plan.layout is Layout.SHARDED
+    where = ". It lies with the parameters' shards, whoever owns a matrix" if sharded else ""
     return (
         f"state a rank: min {bytes_text(memory.min)}, mean {bytes_text(memory.mean)}, "
-        f"max {bytes_text(memory.max)}{limit}"
+        f"max {bytes_text(memory.max)}{limit}{where}"
     )
+
+
+def _pools_text(balance: Balance) -> str:
+    """Which ranks may own how many matrices, where not every rank may own all."""
+    limits, world = balance.plan.limits, balance.plan.topology.world
+    matrices: Counter[int] = Counter()  # by size of the pool
+    pools: Counter[int] = Counter()
+    for pool, count in Counter(limits.pool_of).items():
+        matrices[len(limits.pools[pool])] += count
+        pools[len(limits.pools[pool])] += 1
+    parts = []
+    for size in sorted(matrices, reverse=True):
+        if size == world:
+            where = "any rank"
+        elif size == 1:
+            where = "a single rank, which has it whole"
+        else:
+            where = f"{size} ranks a pool, {_count(pools[size], 'pool')}"
+        parts.append(f"{_count(matrices[size], 'matrix')}: {where}")
+    return "; ".join(parts)
 
 
 def _idle_text(balance: Balance) -> str:
@@ -169,7 +192,9 @@ def _bottleneck_text(balance: Balance, top: float) -> str:
         f"rank {found.rank}, {ms_text(found.ms, top)} ms; its costliest {what} of {shape}: "
         f"{found.matrices[0]}{more}, {ms_text(found.batch_ms, top)} ms"
     )
-    if found.floor is None:
+    if not found.movable:
+        text += ". All of its matrices are whole on that rank alone, so no plan can move them"
+    elif found.floor is None:
         text += ". No single matrix is the floor, so splitting one saves nothing by itself"
     return text
 

@@ -1,0 +1,249 @@
+"""Validation loss of the demo's model with MuonBP, for `benchmarks.muonbp`.
+
+Every training starts from the same weights and sees the same batches, on FSDP2 over 4 processes and
+on tensor parallelism over 2. Periods differ, and so do the step sizes of a block step, compared
+with a full step of the same matrix:
+
+- ``one``: the same. The learning rate is adjusted by the dims of the whole matrix in both.
+- ``two``: the default of `dmuon.Muon`, each adjusted by the dims of what is orthogonalized.
+- ``low``: two, with ``block_lr_ratio`` at the lower end that theory gives, ``1 / sqrt(blocks)``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import dmuon
+from dmuon.period import Schedule
+from dmuon.update import adjusted_lr
+
+# The examples are scripts: their folder is on the path when they run, and so it must be here.
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import train_gpt as demo
+from _gpt import GPTConfig
+from _parallel import shard_with_fsdp2, split_with_tensor_parallelism
+from _results import Run
+from _text import load_standard_library
+
+PERIODS = (1, 2, 5, math.inf)
+MESHES = {"fsdp=4": 4, "tp=2": 2}  # with their numbers of ranks
+STEP_SIZES = ("one", "two", "low")
+STREAMS = 4  # a batch is what four ranks of the demo read in a step, whoever reads it here
+ADJUST = "match_rms_adamw"
+
+Rows = list[dict[str, Any]]
+
+
+def period_name(period: float) -> float | str:
+    """The period as JSON has it, which knows no infinity."""
+    return "inf" if period == math.inf else period
+
+
+@dataclass(frozen=True)
+class Dealt(demo.Job):
+    """The demo's training on the batch of `STREAMS` ranks, of which this rank reads its share.
+
+    All ranks of a tensor-parallel group read the same share; on FSDP2 each has one of its own.
+    """
+
+    share: int
+    shares: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        return demo.SEQUENCES * self.config.context * STREAMS
+
+    def training_batch(self, step: int) -> demo.Batch:
+        each = STREAMS // self.shares
+        parts = [
+            self.text.training_batch(
+                step,
+                stream,
+                sequences=demo.SEQUENCES,
+                context=self.config.context,
+                seed=self.arguments.seed,
+            )
+            for stream in range(self.share * each, (self.share + 1) * each)
+        ]
+        inputs, targets = zip(*parts, strict=True)
+        return torch.cat(inputs), torch.cat(targets)
+
+    def validation_batches(self) -> Iterator[demo.Batch]:
+        return iter(
+            self.text.validation_batches(
+                self.share,
+                self.shares,
+                sequences=2 * demo.SEQUENCES,
+                context=self.config.context,
+                total=demo.VALIDATION_WINDOWS,
+            )
+        )
+
+
+def matrices(model: nn.Module) -> dict[str, DTensor]:
+    """What Muon updates here: the linear weights of the blocks."""
+    named_parameters = model.named_parameters()
+    return {n: p for n, p in named_parameters if n.startswith("blocks.") and p.ndim == 2}  # type: ignore[misc]
+
+
+def full_over_block(p: DTensor) -> float:
+    """The adjusted learning rate of the whole matrix over that of this rank's block."""
+    return adjusted_lr(1.0, ADJUST, *p.shape) / adjusted_lr(1.0, ADJUST, *p.to_local().shape)
+
+
+def groups_of_one_step_size(model: nn.Module) -> list[dict[str, Any]]:
+    """A param group for each factor by which a block's learning rate falls short of the whole's.
+
+    Every block of a matrix has the same shape here, so that all ranks make the same groups.
+    """
+    factors = {p: full_over_block(p) for p in matrices(model).values()}
+    groups: dict[float, list[Tensor]] = {1.0: []}
+    for p in model.parameters():
+        groups.setdefault(factors.get(p, 1.0), []).append(p)  # type: ignore[call-overload]
+    return [{"params": params, "factor": factor} for factor, params in groups.items()]
+
+
+def tie_step_sizes(opt: torch.optim.Optimizer, period: float) -> None:
+    """In block steps, raise each group's learning rate by its factor, and leave its decay alone."""
+    schedule = Schedule.of(period)
+    rates: list[tuple[Any, Any]] = []
+
+    def before(opt: Any, *_: Any) -> None:
+        rates[:] = [(group["lr"], group["weight_decay"]) for group in opt.param_groups]
+        if schedule.is_full(schedule.t):
+            return
+        for group in opt.param_groups:
+            group["lr"] *= group["factor"]
+            group["weight_decay"] /= group["factor"]
+
+    def after(opt: Any, *_: Any) -> None:
+        for group, (lr, decay) in zip(opt.param_groups, rates, strict=True):
+            group["lr"], group["weight_decay"] = lr, decay
+        schedule.advance()
+
+    opt.register_step_pre_hook(before)
+    opt.register_step_post_hook(after)
+
+
+def make_muon(model: nn.Module, period: float, sizes: str, blocks: int) -> dmuon.Muon:
+    settings: Any = {
+        "lr": demo.LR,
+        "weight_decay": demo.WEIGHT_DECAY,
+        "adjust_lr_fn": ADJUST,
+        "period": period,
+    }
+    if sizes != "one":
+        ratio = 1 / math.sqrt(blocks) if sizes == "low" else None
+        return dmuon.Muon(model, block_lr_ratio=ratio, **settings)
+    opt = dmuon.Muon(groups_of_one_step_size(model), **settings)
+    tie_step_sizes(opt, period)
+    return opt
+
+
+def weight_norm(model: nn.Module) -> float:
+    """Frobenius norm of all matrices together: every rank holds other elements of them."""
+    total = torch.zeros((), dtype=torch.float64)
+    for p in matrices(model).values():
+        total += p.detach().to_local().double().square().sum()
+    dist.all_reduce(total)
+    return math.sqrt(float(total))
+
+
+def train(job: Dealt, mesh: str, period: float | None, sizes: str) -> dict[str, Any]:
+    """Train the demo's model once; period None is AdamW."""
+    model = job.build_model()
+    world = job.ranks.world
+    parallelize = shard_with_fsdp2 if mesh.startswith("fsdp") else split_with_tensor_parallelism
+    parallelize(model, init_device_mesh("cpu", (world,)))
+    own: dmuon.Ownership | None = None
+    clip: Callable[[], object]
+    if period is None:
+        run = Run("adamw", demo.ADAMW_LR)
+        opt: Any = torch.optim.AdamW(
+            model.parameters(), lr=demo.ADAMW_LR, weight_decay=demo.WEIGHT_DECAY
+        )
+
+        def clip() -> object:
+            return nn.utils.clip_grad_norm_(model.parameters(), demo.CLIP_NORM)
+    else:
+        run = Run("muonbp", demo.LR)
+        own = dmuon.dedicate_params(model, layout="sharded", costs="analytic")
+        opt = make_muon(model, period, sizes, blocks=world)
+
+        def clip() -> object:
+            return dmuon.clip_grad_norm_(model, demo.CLIP_NORM)
+
+    demo.train(job, run, model, opt, clip)
+    row = {
+        "set": "demo loss",
+        "optimizer": run.name,
+        "layout": "sharded",
+        "mesh": mesh,
+        "world": world,
+        "period": None if period is None else period_name(period),
+        "step_sizes": sizes,
+        "lr": run.lr,
+        "seed": job.arguments.seed,
+        "steps": len(run.losses),
+        "validation_loss": run.validation_loss,
+        "train_loss": run.train_loss,
+        "weight_norm": weight_norm(model),
+        "seconds": run.seconds,
+        "validation": run.validation,
+    }
+    if own is not None:
+        own.close()
+    return row
+
+
+def loss_runs(mesh: str, sizes: list[str]) -> list[tuple[float | None, str]]:
+    """Period and step sizes of each training; plain Muon takes no block step, so it has one."""
+    adamw = [(None, "one")] if mesh.startswith("fsdp") else []
+    return [*adamw, (1, "one"), *((p, s) for p in PERIODS[1:] for s in sizes)]
+
+
+def loss_rows(rank: int, args: Namespace, mesh: str) -> Rows:
+    world = dist.get_world_size()
+    share, shares = (rank, world) if mesh.startswith("fsdp") else (0, 1)
+    text = load_standard_library()
+    rows: Rows = []
+    for seed in range(args.seeds):
+        arguments = Namespace(steps=args.steps, seed=seed, dtype="float32")
+        # Four heads instead of the demo's five, so that two ranks can share them.
+        job = Dealt(
+            arguments,
+            demo.Ranks(rank, world, torch.device("cpu")),
+            Console(quiet=True),
+            text,
+            GPTConfig(heads=4),
+            share,
+            shares,
+        )
+        for period, sizes in loss_runs(mesh, args.step_sizes):
+            rows.append(train(job, mesh, period, sizes))
+            if rank == 0:
+                print(loss_line(rows[-1]), flush=True)
+    return rows
+
+
+def loss_line(row: dict[str, Any]) -> str:
+    name = row["optimizer"] if row["optimizer"] == "adamw" else f"P={row['period']}"
+    return (
+        f"{row['mesh']}  {name:6} {row['step_sizes']:4} seed {row['seed']}  "
+        f"validation {row['validation_loss']:.4f}  train {row['train_loss']:.4f}  "
+        f"weights {row['weight_norm']:6.1f}  {row['seconds']:5.0f} s"
+    )

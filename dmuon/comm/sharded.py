@@ -1,0 +1,275 @@
+"""The `sharded` layout: weights, gradients and momentum stay where the framework put them.
+
+::
+
+    backward   the framework reduces gradients to shards, as always
+    step       norms and verdict ---all-reduce---> everyone
+               shards of the operands ---all-to-all---> owners: Newton-Schulz
+               shards of the updates  <---all-to-all--- owners
+    forward    before a block runs (and before FSDP2 gathers it): apply the updates of its shards
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmuon.comm.blocks import Coverage, WaitPoint, attach, wait_points
+from dmuon.comm.fsdp import Gathers, drain_before_unshard, fsdp_roots, fsdp_wait_points
+from dmuon.comm.layout import Gradients
+from dmuon.comm.pipeline import BucketWork, Pipeline, pipeline_elements
+from dmuon.comm.routes import Unit, units_of
+from dmuon.comm.shard_routes import BucketRoute, bucket_route, cut_buckets, wire_elements
+from dmuon.comm.transport import Meter, Transport, Work
+from dmuon.config import ShardedOptions
+from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.scheduler.shards import ShardMap
+from dmuon.scheduler.specs import (
+    LayoutStamp,
+    gradient_like,
+    layout_stamp,
+    local_tensor,
+)
+from dmuon.types import OwnershipError
+
+__all__ = ["ShardedRuntime"]
+
+
+class ShardedRuntime:
+    """See the module's docstring. ``device`` is where Newton-Schulz runs; with CPU offload the
+    parameters lie elsewhere."""
+
+    def __init__(
+        self,
+        plan: OwnershipPlan,
+        shards: ShardMap,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        transport: Transport,
+        options: ShardedOptions,
+        device: torch.device,
+    ) -> None:
+        self.plan = plan
+        self.shards = shards
+        self.parameters: Sequence[nn.Parameter] = list(parameters)
+        self.transport = transport
+        self.device = device
+        self.units: tuple[Unit, ...] = ()
+        self.meter = Meter()
+        self.loads = 0
+        self.pipeline: Pipeline | None = None
+        self._options = options
+        self._model = weakref.ref(model)
+        self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+        self._stamps: list[LayoutStamp] = [layout_stamp(p) for p in self.parameters]
+        self._needs: dict[int, set[int]] = {}  # id(parameter) -> buckets with a part of it
+        self._removers: list[Callable[[], None]] = []
+        self._coverage: Coverage | None = None
+        self._gathers: Gathers | None = None
+        self._sync = True
+        self._routes: list[BucketRoute] = []
+        self._missing: tuple[int, ...] = ()  # parameters without a gradient, when last looked at
+        self._closed = False
+
+    # ---- binding and closing -------------------------------------------------------------
+
+    def bind(self, groups: Sequence[int], wire_dtype: torch.dtype) -> None:
+        """Prepare for an optimizer: the param group of each matrix, and the dtype that travels."""
+        if self.pipeline is not None:
+            raise OwnershipError(
+                "these parameters already have a dmuon.Muon; to make another one, call "
+                "own.close() and dmuon.dedicate_params(model) again"
+            )
+        options = self._options
+        self.units = units_of(self.plan, groups)
+        wire = [u for u, unit in enumerate(self.units) if not self.is_local(unit)]
+        buckets = cut_buckets(
+            self.units, wire, options.bucket_bytes, options.min_buckets, wire_dtype.itemsize
+        )
+        rank = self.transport.rank
+        routes = [bucket_route(self.shards, self.units, bucket, rank) for bucket in buckets]
+        self._routes = routes
+        self.pipeline = Pipeline(
+            routes,
+            self.units,
+            self.shards,
+            self.transport,
+            self.meter,
+            options.buffers,
+            torch.empty(0, dtype=wire_dtype, device=self.device),
+        )
+        for b, route in enumerate(routes):
+            for part in (*route.held.parts, *route.copies_in.parts):
+                p = self.plan.specs.matrices[part.matrix].parameter
+                self._needs.setdefault(id(self.parameters[p]), set()).add(b)
+        self._install_hooks(self.pipeline)
+
+    def buffer_elements(self) -> dict[str, int]:
+        """Elements of the wire's dtype that the buffers hold, by purpose."""
+        return pipeline_elements(self._routes, self.units, self._options.buffers)
+
+    def wire_elements(self) -> dict[str, int]:
+        """Elements of the wire's dtype that all ranks together send in a full step, by purpose."""
+        wire = [u for u, unit in enumerate(self.units) if not self.is_local(unit)]
+        return wire_elements(self.shards, self.units, wire)
+
+    def is_local(self, unit: Unit) -> bool:
+        """Whether a unit's matrices lie whole on their owner and nowhere else."""
+        # Matrices of different pools are never batched together, so one speaks for all.
+        return self.shards.is_local(unit.matrices[0])
+
+    def _install_hooks(self, pipeline: Pipeline) -> None:
+        model = self._model()
+        assert model is not None
+        self._gathers = gathers = Gathers(model, self.device)
+        points = [*wait_points(model), *fsdp_wait_points(model)]
+        self._coverage = coverage = Coverage(points)
+        for number, point in enumerate(points):
+            needed = sorted(set().union(*(self._needs.get(i, set()) for i in point.parameters)))
+            wait = _waiter(number, point, needed, coverage, pipeline, gathers)
+            self._removers += attach(point, wait, self.synchronize, self._weights_loaded)
+        self._removers += drain_before_unshard(model, self.synchronize)
+
+    def _weights_loaded(self) -> None:
+        self.loads += 1
+
+    def close(self) -> None:
+        self.synchronize()
+        for remove in self._removers:
+            remove()
+        self._removers = []
+        self.pipeline = None
+        self._closed = True
+        self.transport.close()
+
+    def bound(self) -> Pipeline:
+        """The pipeline; OwnershipError if there is no optimizer (any more)."""
+        if self.pipeline is None:
+            raise OwnershipError(
+                "this ownership was closed: call dmuon.dedicate_params(model) and dmuon.Muon again"
+                if self._closed
+                else "no optimizer yet: make opt = dmuon.Muon(model, ...) first"
+            )
+        return self.pipeline
+
+    # ---- gradients -----------------------------------------------------------------------
+
+    def reduce_gradients(self) -> None:
+        """The framework has reduced them; check that parameters are what was planned."""
+        self.bound()
+        for p, stamp, spec in zip(
+            self.parameters, self._stamps, self.plan.specs.parameters, strict=True
+        ):
+            if not stamp.fits(p):
+                raise OwnershipError(
+                    f"parameter {spec.name!r} is now {layout_stamp(p)}; it was planned as {stamp}. "
+                    "Shard, move or convert the model before dmuon.dedicate_params(model), or call "
+                    "own.close() and dmuon.dedicate_params(model) again"
+                )
+        for name, p in self._frozen:
+            if p.requires_grad:
+                raise OwnershipError(
+                    f"parameter {name!r} was frozen at dedicate_params and is trainable now, but "
+                    "has no owner: call own.close(), dmuon.dedicate_params(model) and dmuon.Muon "
+                    "again after unfreezing"
+                )
+        self.synchronize()
+
+    def local_gradients(self) -> list[Tensor | None]:
+        """The local part of each parameter's gradient, None where there is none here."""
+        found: list[Tensor | None] = []
+        for p in self.parameters:
+            if p.grad is not None:
+                whole = gradient_like(p.grad, p)
+                if whole is not p.grad:
+                    p.grad = whole
+            found.append(None if p.grad is None else local_tensor(p.grad))
+        missing = tuple(i for i, grad in enumerate(found) if grad is None)
+        if missing and missing != self._missing:
+            self._check_replaced()
+            self._missing = missing  # the same modules are unused, step after step
+        return found
+
+    def _check_replaced(self) -> None:
+        """A missing gradient may mean that the module has another parameter by now."""
+        model = self._model()
+        if model is None:
+            return
+        known = {id(p) for p in self.parameters}
+        for name, p in model.named_parameters():
+            if id(p) not in known and p.requires_grad and p.grad is not None:
+                raise OwnershipError(
+                    f"{name!r} is another parameter object now than at dedicate_params, and has "
+                    "a gradient that would be lost: call fully_shard and parallelize_module before "
+                    "dmuon.dedicate_params(model)"
+                )
+
+    def gradients(self) -> Gradients:
+        """The first replica of the first copy of each parameter counts."""
+        counted, stored = [], []
+        rank = self.transport.rank
+        for i, grad in enumerate(self.local_gradients()):
+            if grad is None:
+                continue
+            stored.append(grad)
+            if self.shards.counts(i, rank):
+                counted.append(grad)
+        return Gradients(counted, [], stored)
+
+    def zero_grad(self) -> None:
+        """Nothing is kept apart from ``p.grad``."""
+
+    def set_sync(self, sync: bool) -> bool:
+        previous, self._sync = self._sync, sync
+        model = self._model()
+        if model is not None:
+            for root in fsdp_roots(model):
+                root.set_requires_gradient_sync(sync)
+        return previous
+
+    # ---- step ----------------------------------------------------------------------------
+
+    def all_reduce(self, vector: Tensor, tag: str) -> Work:
+        """Sum ``vector`` over all ranks, counted in the meter."""
+        self.meter.add(tag, vector)
+        return self.transport.all_reduce(vector, tag=tag)
+
+    def run(self, work: BucketWork, meanwhile: Callable[[], None]) -> None:
+        """Send every bucket to its owners and back; see `Pipeline.run`."""
+        pipeline = self.bound()
+        pipeline.run(work, meanwhile)
+        assert self._coverage is not None and self._gathers is not None
+        missed = self._coverage.take_missed()
+        if self._gathers.by_other_methods():
+            pipeline.land(pipeline.pending)
+        # The forward that led here read them without passing their wait point.
+        pipeline.land(sorted(set().union(*(self._needs.get(i, set()) for i in missed))))
+
+    def synchronize(self) -> None:
+        if self.pipeline is not None and self.pipeline.pending:
+            with torch.no_grad():
+                self.pipeline.land(self.pipeline.pending)
+
+
+def _waiter(
+    number: int,
+    point: WaitPoint,
+    needed: Sequence[int],
+    coverage: Coverage,
+    pipeline: Pipeline,
+    gathers: Gathers,
+) -> Callable[[], Any]:
+    def wait() -> None:
+        coverage.passed(number)
+        if not pipeline.pending:
+            return
+        with torch.no_grad():
+            # A unit that gathers others ahead of time reads them before their own hooks run.
+            pipeline.land(pipeline.pending if gathers.ahead() else needed)
+        gathers.follow()
+
+    return wait

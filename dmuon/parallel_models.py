@@ -1,0 +1,301 @@
+"""Small built-in models and the ways to parallelize them that ``python -m dmuon check`` covers.
+
+The same model without `parallelize` is the single-process reference. Sizes are chosen to be
+awkward: widths that no mesh divides, and matrices with fewer rows than ranks. No layer before a
+softmax has a bias that the softmax cancels: its gradient would be rounding alone, which AdamW
+blows up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+__all__ = ["CASES", "ParallelCase", "ParallelModel", "batch", "loss_of"]
+
+VOCAB = 61
+
+
+# ---- models ------------------------------------------------------------------------------
+
+
+class _Attention(nn.Module):
+    """Causal attention of as many heads as the local projections hold."""
+
+    def __init__(self, width: int, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(width, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(width, heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(width, heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(y.transpose(-3, -2).flatten(-2))
+
+
+class _Mlp(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def _own_part(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's equal part of dim 0 of the group's sum of ``tensor``."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total.chunk(group.size())[group.rank()].clone()  # FSDP2 warns of views
+
+
+def _all_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The group's parts, concatenated on dim 0."""
+    whole = part.new_zeros(group.size() * part.shape[0], *part.shape[1:])
+    whole.chunk(group.size())[group.rank()].copy_(part)
+    # A sum of one part and zeros: exact, and every backend and version of torch has it.
+    dist.all_reduce(whole, group=group)
+    return whole
+
+
+class _Gather(torch.autograd.Function):
+    """``[t, ...] -> [group * t, ...]``; its derivative sums over the group."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_parts(part, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _own_part(grad, ctx.group), None
+
+
+class _SumScatter(torch.autograd.Function):
+    """``[group * t, ...] -> [t, ...]``, summed over the group."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _own_part(whole, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _all_parts(grad, ctx.group), None
+
+
+class _Experts(nn.Module):
+    """Experts as 3-D parameters ``w1 [E, hidden, width]`` and ``w2 [E, width, hidden]``.
+
+    With ``group`` each of its ranks holds a part of the experts, and applies them to the tokens
+    of all: every token goes to every expert, weighted by its gate.
+    """
+
+    def __init__(self, count: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(count, hidden, width) * width**-0.5)
+        self.w2 = nn.Parameter(torch.randn(count, width, hidden) * hidden**-0.5)
+        self.group: dist.ProcessGroup | None = None
+
+    def forward(self, x: Tensor, gates: Tensor) -> Tensor:
+        """Tokens ``[t, width]`` and gates ``[t, E]`` to ``[t, width]``."""
+        w1, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2))
+        if self.group is not None:
+            x, gates = _Gather.apply(x, self.group), _Gather.apply(gates, self.group)
+            gates = gates.tensor_split(self.group.size(), dim=1)[self.group.rank()]
+        hidden = F.gelu(torch.einsum("ti,ehi->teh", x, w1))
+        y = torch.einsum("teh,eih,te->ti", hidden, w2, gates)
+        return y if self.group is None else _SumScatter.apply(y, self.group)
+
+
+class _Moe(nn.Module):
+    def __init__(self, count: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, count, bias=False)
+        self.experts = _Experts(count, width, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        return self.experts(tokens, self.router(tokens).softmax(-1)).view_as(x)
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = _Attention(width, heads=2, head_dim=6)
+        self.mlp = _Moe(experts, width, hidden) if experts else _Mlp(width, hidden)
+        self.narrow = _Mlp(width, 3)
+        self.mix = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        x = x + self.mlp(self.norm(x))
+        return x + self.mix(self.norm(x + self.narrow(x)))
+
+
+class ParallelModel(nn.Module):
+    """A small language model; ``experts > 0`` makes its MLPs mixtures of as many."""
+
+    def __init__(
+        self, width: int = 50, hidden: int = 15, layers: int = 2, experts: int = 0
+    ) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList(_Block(width, hidden, experts) for _ in range(layers))
+        self.lm_head = nn.Linear(width, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)
+
+
+def loss_of(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
+    """Mean cross-entropy of the next token."""
+    return F.cross_entropy(model(inputs[0]).float().flatten(0, 1), inputs[1].flatten())
+
+
+def batch(step: int, data_rank: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets ``[4, 16]``, different for every step and data rank."""
+    generator = torch.Generator().manual_seed(104729 * step + data_rank)
+    tokens = torch.randint(0, VOCAB, (4, 17), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+# ---- ways to parallelize them ------------------------------------------------------------
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """FSDP2 over one axis, or HSDP over two (replicate, shard)."""
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Projections by columns and rows; embedding, head, norms and `mix` stay plain tensors."""
+    # Between the two halves of an MLP activations stay DTensors, which know uneven parts.
+    uneven = partial(ColwiseParallel, use_local_output=False)
+    plan = {
+        "attention.q_proj": ColwiseParallel(),
+        "attention.k_proj": ColwiseParallel(),
+        "attention.v_proj": ColwiseParallel(),
+        "attention.o_proj": RowwiseParallel(),
+        "mlp.up": uneven(),
+        "mlp.down": RowwiseParallel(),
+        "narrow.up": uneven(),
+        "narrow.down": RowwiseParallel(),
+    }
+    for block in model.blocks:  # type: ignore[union-attr]
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+def _tensor_parallel_then_shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    names = mesh.mesh_dim_names
+    assert names is not None and names[-1] == "tp"
+    data = names[:-1] if len(names) > 2 else names[0]
+    return _shard(_tensor_parallel(model, mesh["tp"]), mesh[data])
+
+
+def _expert_parallel(model: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Module:
+    """Experts over "ep", then ``dim`` of them over "fsdp"; all else over all ranks."""
+    everyone = init_device_mesh(mesh.device_type, (mesh.size(),), mesh_dim_names=("dp",))
+    for block in model.blocks:  # type: ignore[union-attr]
+        experts = block.mlp.experts  # type: ignore[union-attr]
+        for name, p in list(experts.named_parameters()):
+            part = distribute_tensor(p.detach(), mesh["ep"], [Shard(0)])
+            experts.register_parameter(name, nn.Parameter(part))
+        experts.group = mesh["ep"].get_group()
+        fully_shard(experts, mesh=mesh["fsdp"], shard_placement_fn=lambda p: Shard(dim))
+        # Experts have seen the tokens of all ranks, so that is what the mean is over. As a sum
+        # and a division, for gloo has no scaled sum.
+        experts.set_force_sum_reduction_for_comms(True)
+        experts.set_gradient_divide_factor(float(mesh.size()))
+        fully_shard(block, mesh=everyone)
+    fully_shard(model, mesh=everyone)
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelCase:
+    """A model and a way to parallelize it in place over a mesh.
+
+    ``data_axes`` are the mesh axes along which data differ; ranks that differ in other axes
+    only must be given the same data.
+    """
+
+    name: str
+    mesh_shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    data_axes: tuple[str, ...]
+    build: Callable[[], nn.Module]
+    parallelize: Callable[[nn.Module, DeviceMesh], nn.Module]
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.mesh_shape)
+
+    def make_mesh(self, device_type: str = "cpu") -> DeviceMesh:
+        """The mesh over all ranks of the default process group; a collective call."""
+        return init_device_mesh(device_type, self.mesh_shape, mesh_dim_names=self.axes)
+
+
+_MOE = partial(ParallelModel, hidden=6, experts=4)
+
+CASES: tuple[ParallelCase, ...] = (
+    ParallelCase("fsdp2", (2,), ("dp",), ("dp",), ParallelModel, _shard),
+    ParallelCase("tp", (2,), ("tp",), (), ParallelModel, _tensor_parallel),
+    ParallelCase("fsdp4", (4,), ("dp",), ("dp",), partial(ParallelModel, hidden=6), _shard),
+    ParallelCase(
+        "hsdp", (2, 2), ("replicate", "shard"), ("replicate", "shard"), ParallelModel, _shard
+    ),
+    ParallelCase(
+        "tp+fsdp", (2, 2), ("dp", "tp"), ("dp",), ParallelModel, _tensor_parallel_then_shard
+    ),
+    ParallelCase(
+        "ep+fsdp", (2, 2), ("fsdp", "ep"), ("fsdp", "ep"), _MOE, partial(_expert_parallel, dim=0)
+    ),
+    ParallelCase(
+        "ep+fsdp, split experts",
+        (2, 2),
+        ("fsdp", "ep"),
+        ("fsdp", "ep"),
+        _MOE,
+        partial(_expert_parallel, dim=1),
+    ),
+    ParallelCase(
+        "hsdp+tp",
+        (2, 2, 2),
+        ("replicate", "shard", "tp"),
+        ("replicate", "shard"),
+        ParallelModel,
+        _tensor_parallel_then_shard,
+    ),
+)

@@ -1,0 +1,207 @@
+"""When MuonBP takes a full step: a period that is a number, infinite, or changes over the steps.
+
+A full step orthogonalizes whole matrices, a block step only what each rank holds; Algorithm 1 of
+MuonBP (https://openreview.net/forum?id=mHouLSUQP5). Nothing here communicates: the schedule is a
+function of the step count alone, so that all ranks agree without asking.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+__all__ = ["LinearPeriod", "Period", "Schedule"]
+
+Period = float | Callable[[int], float]
+"""A whole number of steps >= 1, `math.inf` (never a full step), or a function of the step."""
+
+_NEVER = -1
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPeriod:
+    """A period that goes from ``start`` at step 0 to ``end`` at step ``steps``, and stays there.
+
+    >>> period = LinearPeriod(2, 20, steps=90)
+    >>> period(0), period(45), period(90), period(1000)
+    (2.0, 11.0, 20.0, 20.0)
+
+    Raises:
+        TypeError: an argument is no number, or ``steps`` no whole one.
+        ValueError: a period is below 1 or not finite, or ``steps`` below 1.
+    """
+
+    start: float
+    end: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        for name in ("start", "end"):
+            value = getattr(self, name)
+            _check_number(f"LinearPeriod.{name}", value)
+            if not 1 <= value < math.inf:
+                raise ValueError(
+                    f"LinearPeriod.{name} must be finite and at least 1, found {value}"
+                )
+        if isinstance(self.steps, bool) or not hasattr(self.steps, "__index__"):
+            raise TypeError(f"LinearPeriod.steps must be a whole number, found {self.steps!r}")
+        if self.steps < 1:
+            raise ValueError(f"LinearPeriod.steps must be at least 1, found {self.steps}")
+
+    def __call__(self, t: int) -> float:
+        """The period at step ``t``."""
+        if t >= self.steps:
+            return float(self.end)
+        # Multiplied first: whole periods at whole steps come out whole, as `Schedule` rounds down.
+        return self.start + (self.end - self.start) * t / self.steps
+
+
+class Schedule:
+    """The step counter of an optimizer, and which of its steps are full.
+
+    With an integer period P step t is full when ``t % P == 0``; with `math.inf` never. With a
+    function the first step is full, and then every step with ``t - last_full >= floor(P(t))``.
+    A step that is skipped because of non-finite gradients counts like any other.
+
+    >>> schedule, full = Schedule.of(3), []
+    >>> for _ in range(7):
+    ...     full.append(schedule.is_full(schedule.t))
+    ...     schedule.advance()
+    >>> full
+    [True, False, False, True, False, False, True]
+    """
+
+    __slots__ = ("_last_full", "_period", "_t")
+
+    def __init__(self, period: Period) -> None:
+        self._period = _checked(period)
+        self._t = 0
+        self._last_full = _NEVER
+
+    @classmethod
+    def of(cls, period: Period) -> Schedule:
+        """The schedule of a period, at step 0.
+
+        Raises:
+            TypeError: ``period`` is neither a number nor callable.
+            ValueError: it is a number below 1, NaN, or not whole.
+        """
+        return cls(period)
+
+    @property
+    def t(self) -> int:
+        """The step to come, counted from 0."""
+        return self._t
+
+    @property
+    def last_full(self) -> int:
+        """The last full step that was taken; -1 when there was none."""
+        return self._last_full
+
+    @property
+    def always_full(self) -> bool:
+        """Whether this is plain Muon."""
+        return self._period == 1
+
+    def is_full(self, t: int) -> bool:
+        """Whether step ``t`` is full, given the full steps up to now. Changes nothing.
+
+        Raises:
+            TypeError, ValueError: the function gave no number, one below 1, or NaN.
+        """
+        if not callable(self._period):
+            return self._period != math.inf and t % int(self._period) == 0
+        # Asked for even where the answer is known, so that a bad function fails at once.
+        period = self._period_at(t)
+        return self._last_full == _NEVER or t - self._last_full >= period
+
+    def _period_at(self, t: int) -> float:
+        assert callable(self._period)
+        period = self._period(t)
+        _check_number(f"the period at step t={t}, from {self.describe()},", period)
+        if not period >= 1:
+            raise ValueError(
+                f"the period at step t={t} must be at least 1, found {period} from "
+                f"{self.describe()}; return math.inf where no step should be full"
+            )
+        return period if period == math.inf else math.floor(period)
+
+    def advance(self) -> None:
+        """Commit the step: it has been taken, or skipped on all ranks."""
+        if self.is_full(self._t):
+            self._last_full = self._t
+        self._t += 1
+
+    def describe(self) -> str:
+        """The period as text, alike on all ranks that were given the same one.
+
+        >>> Schedule.of(5).describe(), Schedule.of(LinearPeriod(2, 20, 90)).describe()
+        ('5', 'LinearPeriod(start=2, end=20, steps=90)')
+        """
+        if isinstance(self._period, LinearPeriod):
+            return repr(self._period)
+        if not callable(self._period):
+            return str(self._period)
+        # Not the repr of other callables: it holds an address, which differs from rank to rank.
+        named = self._period if hasattr(self._period, "__qualname__") else type(self._period)
+        return f"{named.__module__}.{named.__qualname__}"
+
+    def state(self) -> dict[str, int | str]:
+        """Counter, last full step and period as plain numbers and text, for a checkpoint."""
+        return {"step": self._t, "last_full": self._last_full, "period": self.describe()}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken, in the middle of a period too.
+
+        A saved period that differs from this schedule's gives a warning; this schedule's counts.
+
+        Raises:
+            ValueError: ``state`` is not what `state` gives; nothing is changed.
+        """
+        missing = {"step", "last_full", "period"} - state.keys()
+        if missing:
+            raise ValueError(
+                f"the state of a period schedule lacks {sorted(missing)}; it has {sorted(state)}"
+            )
+        step, last_full = int(state["step"]), int(state["last_full"])
+        if not _NEVER <= last_full < step:
+            raise ValueError(
+                "the state of a period schedule must have step >= 0 and -1 <= last_full < step, "
+                f"found step={step}, last_full={last_full}"
+            )
+        if state["period"] != self.describe():
+            warnings.warn(
+                f"the saved state has period {state['period']}, this optimizer has "
+                f"{self.describe()}: it continues at step {step} with its own",
+                stacklevel=2,
+            )
+        self._t, self._last_full = step, last_full
+
+
+def _check_number(what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{what} must be a number, found {value!r}")
+
+
+def _checked(period: Period) -> Period:
+    """The period as an int, `math.inf`, or the function that was given."""
+    if callable(period):
+        return period
+    if isinstance(period, bool) or not isinstance(period, Real):
+        raise TypeError(
+            "period must be a whole number of steps >= 1, math.inf, or a function of the step "
+            f"such as dmuon.LinearPeriod, found {period!r}"
+        )
+    if not period >= 1:
+        raise ValueError(f"period must be at least 1 (1 is plain Muon), found {period}")
+    if period == math.inf:
+        return math.inf
+    if period != math.floor(period):
+        raise ValueError(
+            f"period must be a whole number of steps, math.inf or a function, found {period}"
+        )
+    return int(period)

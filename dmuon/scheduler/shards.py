@@ -1,0 +1,395 @@
+"""Which rank holds which part of which matrix: pure data, made from what every rank reports.
+
+A parameter of any number of dims is cut into boxes, one a rank; ranks that replicate hold equal
+boxes. A matrix is a box of its parameter too, so what a rank holds of a matrix is the intersection
+of two boxes. Example: ``[8, 6]`` under tensor parallelism (columns, 2 ranks) and FSDP (rows, 2)::
+
+             columns 0-2   columns 3-5
+    rows 0-3   rank 0        rank 1
+    rows 4-7   rank 2        rank 3
+
+One parameter may exist several times: a weight that tensor parallelism leaves alone is sharded
+over the data-parallel ranks of every tensor-parallel coordinate by itself. Such *copies* are
+matrices of their own, each with an owner among the ranks that hold it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+
+from dmuon.scheduler.limits import OwnerLimits
+from dmuon.scheduler.specs import ITEM_SIZE, LocalShard, MatrixSpec, ModelSpecs
+from dmuon.types import OwnershipError
+
+__all__ = ["Box", "Form", "MatrixBox", "Piece", "RankShards", "ShardMap", "assemble", "matrix_box"]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Elements ``offset .. offset + shape`` of a tensor.
+
+    >>> Box((2, 0), (4, 3)).intersection(Box((0, 1), (3, 9)))
+    Box(offset=(2, 1), shape=(1, 2))
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def intersection(self, other: Box) -> Box:
+        """What both contain; its numel is 0 if that is nothing."""
+        low = tuple(map(max, self.offset, other.offset))
+        ends = [
+            min(a + n, b + m) for a, n, b, m in zip(*self._parts(), *other._parts(), strict=True)
+        ]
+        return Box(low, tuple(max(0, end - start) for start, end in zip(low, ends, strict=True)))
+
+    def _parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.offset, self.shape
+
+    def within(self, outer: Box) -> Box:
+        """The same elements, counted from the corner of ``outer``."""
+        return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
+
+    def slices(self) -> tuple[slice, ...]:
+        """The index that takes these elements out of a tensor."""
+        return tuple(slice(a, a + n) for a, n in zip(self.offset, self.shape, strict=True))
+
+
+class Form(Enum):
+    """How a box of a parameter reads as a matrix."""
+
+    FLAT = "flat"  # dim 0 is the rows, all other dims together the columns
+    STACK = "stack"  # the last two dims; the ones before them have size 1
+    TRANSPOSED = "transposed"  # FLAT after dims 0 and 1 swap
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixBox:
+    """A matrix as a box of its parameter."""
+
+    box: Box
+    form: Form
+
+    def matrix_shape(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Rows and columns of a part of the matrix that has ``shape`` in the parameter's dims."""
+        if self.form is Form.STACK:
+            return shape[-2], shape[-1]
+        if self.form is Form.TRANSPOSED:
+            return shape[1], shape[0] * math.prod(shape[2:])
+        return shape[0], math.prod(shape[1:])
+
+
+def matrix_box(matrix: MatrixSpec, shape: tuple[int, ...]) -> MatrixBox:
+    """The box of ``matrix`` in a parameter of this shape.
+
+    >>> spec = MatrixSpec("w[1]", 0, 3, 5, "float32", start=15)
+    >>> matrix_box(spec, (4, 3, 5)).box
+    Box(offset=(1, 0, 0), shape=(1, 3, 5))
+    """
+    zeros = (0,) * len(shape)
+    if matrix.transposed:
+        return MatrixBox(Box(zeros, shape), Form.TRANSPOSED)
+    if matrix.cols == math.prod(shape[1:]):
+        rows = (matrix.start // matrix.cols, *zeros[1:])
+        return MatrixBox(Box(rows, (matrix.rows, *shape[1:])), Form.FLAT)
+    offset, rest = [], matrix.start
+    for dim in range(len(shape)):
+        stride = math.prod(shape[dim + 1 :])
+        offset.append(rest // stride)
+        rest %= stride
+    ones = (1,) * (len(shape) - 2)
+    return MatrixBox(Box(tuple(offset), (*ones, matrix.rows, matrix.cols)), Form.STACK)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What ``rank`` holds of a matrix: ``box`` counts from the corner of the matrix's box."""
+
+    rank: int
+    replica: tuple[int, ...]
+    box: Box
+
+    @property
+    def numel(self) -> int:
+        return self.box.numel
+
+
+@dataclass(frozen=True, slots=True)
+class RankShards:
+    """What one rank reports: its global rank, and its shard of each parameter.
+
+    ``index[p]`` points into ``distinct``: most parameters of a model are sharded alike.
+    """
+
+    global_rank: int
+    distinct: tuple[LocalShard, ...]
+    index: tuple[int, ...]
+
+    @classmethod
+    def of(cls, global_rank: int, shards: Sequence[LocalShard]) -> RankShards:
+        """
+        >>> s = LocalShard((0,), (), (0,), (4,))
+        >>> RankShards.of(0, [s, s]).index
+        (0, 0)
+        """
+        number = {shard: i for i, shard in enumerate(dict.fromkeys(shards))}
+        return cls(global_rank, tuple(number), tuple(number[s] for s in shards))
+
+    def shard(self, parameter: int) -> LocalShard:
+        return self.distinct[self.index[parameter]]
+
+
+@dataclass(frozen=True)
+class ShardMap:
+    """The shards of all ranks. Ranks are counted in the order of ``reports``.
+
+    ``specs`` holds one matrix for every copy of every matrix of the model. ``copies`` are the
+    groups of ranks that hold a copy of each parameter together, ``holders`` those of each matrix.
+    """
+
+    specs: ModelSpecs
+    reports: tuple[RankShards, ...]
+    copies: tuple[tuple[tuple[int, ...], ...], ...]
+    holders: tuple[tuple[int, ...], ...]
+
+    @property
+    def world(self) -> int:
+        return len(self.reports)
+
+    @cached_property
+    def boxes(self) -> tuple[MatrixBox, ...]:
+        """The box of each matrix in its parameter."""
+        shapes = [p.shape for p in self.specs.parameters]
+        return tuple(matrix_box(m, shapes[m.parameter]) for m in self.specs.matrices)
+
+    def local_box(self, rank: int, parameter: int) -> Box:
+        """What ``rank`` stores of a parameter."""
+        shard = self.reports[rank].shard(parameter)
+        return Box(shard.offset, shard.shape)
+
+    def piece(self, matrix: int, rank: int) -> Piece:
+        """What ``rank`` holds of a matrix; empty if it is nothing."""
+        outer = self.boxes[matrix].box
+        if rank not in self._holder_sets[matrix]:
+            return Piece(rank, (), Box((0,) * len(outer.shape), (0,) * len(outer.shape)))
+        parameter = self.specs.matrices[matrix].parameter
+        shard = self.reports[rank].shard(parameter)
+        common = outer.intersection(Box(shard.offset, shard.shape))
+        return Piece(rank, shard.replica, common.within(outer))
+
+    def pieces(self, matrix: int) -> list[Piece]:
+        """The pieces of all ranks that hold something of it, replicas included, by rank."""
+        found = (self.piece(matrix, rank) for rank in self.holders[matrix])
+        return [piece for piece in found if piece.numel]
+
+    def replica_of(self, matrix: int, rank: int) -> tuple[int, ...]:
+        """The coordinates of ``rank`` along the axes that replicate a matrix."""
+        return self.reports[rank].shard(self.specs.matrices[matrix].parameter).replica
+
+    def is_replicated(self, matrix: int) -> bool:
+        """Whether several ranks hold the same part of a matrix."""
+        return self._replicated[self.specs.matrices[matrix].parameter, self.holders[matrix]]
+
+    def counts(self, parameter: int, rank: int) -> bool:
+        """Whether ``rank`` belongs to the first replica of the first copy of a parameter.
+
+        These ranks hold every element once.
+        """
+        replica = self.reports[rank].shard(parameter).replica
+        return rank in self.copies[parameter][0] and not any(replica)
+
+    @cached_property
+    def _replicated(self) -> dict[tuple[int, tuple[int, ...]], bool]:
+        keys = {(m.parameter, h) for m, h in zip(self.specs.matrices, self.holders, strict=True)}
+        return {(p, h): len({self.reports[r].shard(p).replica for r in h}) > 1 for p, h in keys}
+
+    def partners(self, matrix: int, rank: int) -> list[tuple[int, tuple[int, ...]]]:
+        """The other ranks that hold the same part of a matrix as ``rank``: (rank, replica)."""
+        key = (self.specs.matrices[matrix].parameter, self.holders[matrix], rank)
+        if key not in self._partners:
+            parameter, holders, _ = key
+            mine = self.local_box(rank, parameter)
+            self._partners[key] = [
+                (r, self.reports[r].shard(parameter).replica)
+                for r in holders
+                if r != rank and self.local_box(r, parameter) == mine
+            ]
+        return self._partners[key]
+
+    @cached_property
+    def _partners(
+        self,
+    ) -> dict[tuple[int, tuple[int, ...], int], list[tuple[int, tuple[int, ...]]]]:
+        return {}
+
+    @cached_property
+    def _holder_sets(self) -> tuple[frozenset[int], ...]:
+        shared = {ranks: frozenset(ranks) for ranks in set(self.holders)}
+        return tuple(shared[ranks] for ranks in self.holders)
+
+    def is_local(self, matrix: int) -> bool:
+        """Whether one rank alone holds the matrix, so that nothing has to travel."""
+        return len(self.pools[matrix]) == 1
+
+    @cached_property
+    def pools(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that may own each matrix.
+
+        All that hold the parameter together; of a stack of matrices, those that hold this one.
+        """
+        cache: dict[tuple[object, ...], tuple[int, ...]] = {}
+        found = []
+        for i, matrix in enumerate(self.specs.matrices):
+            box = self.boxes[i]
+            lead = box.box.offset[:-2] if box.form is Form.STACK else ()
+            key = (matrix.parameter, self.holders[i], lead)
+            if key not in cache:
+                cache[key] = tuple(self._pool(i, len(lead)))
+            found.append(cache[key])
+        return tuple(found)
+
+    def _pool(self, matrix: int, lead: int) -> Iterator[int]:
+        outer = self.boxes[matrix].box
+        parameter = self.specs.matrices[matrix].parameter
+        for rank in self.holders[matrix]:
+            box = self.local_box(rank, parameter).intersection(outer)
+            if all(box.shape[:lead]):
+                yield rank
+
+    def limits(self, momentum_item: int | None, memory_bytes: int | None) -> OwnerLimits:
+        """Who may own what, and the optimizer state that each rank has anyway, in bytes.
+
+        ``momentum_item``: bytes of one element of momentum, None for the parameters' own dtype.
+        """
+        pools = sorted(set(self.pools), key=lambda pool: (len(pool), pool))
+        fixed = self._state_bytes(momentum_item)
+        everyone = tuple(range(self.world))
+        if pools == [everyone]:
+            return OwnerLimits(fixed_bytes=fixed, memory_bytes=memory_bytes)
+        number = {pool: i for i, pool in enumerate(pools)}
+        return OwnerLimits(
+            fixed_bytes=fixed,
+            memory_bytes=memory_bytes,
+            pools=tuple(pools),
+            pool_of=tuple(number[pool] for pool in self.pools),
+        )
+
+    def _state_bytes(self, momentum_item: int | None) -> tuple[int, ...]:
+        items = [momentum_item or ITEM_SIZE[p.dtype] for p in self.specs.parameters]
+        muon = self.specs.muon()
+        totals = []
+        for report in self.reports:
+            sizes = [math.prod(shard.shape) for shard in report.distinct]
+            totals.append(sum(sizes[report.index[p]] * items[p] for p in muon))
+        return tuple(totals)
+
+
+def assemble(specs: ModelSpecs, reports: Sequence[RankShards]) -> ShardMap:
+    """Join the reports of all ranks; the same result, or the same error, on every rank.
+
+    Raises:
+        OwnershipError: ranks contradict each other, or their boxes do not tile a parameter.
+    """
+    mesh_rank = {report.global_rank: rank for rank, report in enumerate(reports)}
+    copies = [
+        _copies(specs.parameters[p].name, p, reports, mesh_rank)
+        for p in range(len(specs.parameters))
+    ]
+    checked: set[tuple[object, ...]] = set()
+    for p in specs.muon():
+        shape = specs.parameters[p].shape
+        for ranks in copies[p]:
+            key = (shape, *(reports[r].shard(p) for r in ranks))
+            if key not in checked:
+                _check_tiling(specs.parameters[p].name, shape, p, ranks, reports)
+                checked.add(key)
+    matrices: list[MatrixSpec] = []
+    holders: list[tuple[int, ...]] = []
+    for matrix in specs.matrices:
+        found = copies[matrix.parameter]
+        for number, ranks in enumerate(found, 1):
+            name = f"{matrix.name} (copy {number} of {len(found)})"
+            matrices.append(matrix if len(found) == 1 else replace(matrix, name=name))
+            holders.append(ranks)
+    expanded = replace(specs, matrices=tuple(matrices))
+    return ShardMap(expanded, tuple(reports), tuple(copies), tuple(holders))
+
+
+def _copies(
+    name: str, parameter: int, reports: Sequence[RankShards], mesh_rank: dict[int, int]
+) -> tuple[tuple[int, ...], ...]:
+    """The groups of ranks that hold a copy of the parameter each, in order of their first rank."""
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank, report in enumerate(reports):
+        groups[report.shard(parameter).ranks].append(rank)
+    for ranks, reporters in groups.items():
+        missing = [r for r in ranks if r not in mesh_rank]
+        if missing:
+            raise OwnershipError(
+                f"parameter {name!r} also lies on global ranks {missing[:8]}, which are no part of "
+                f"the mesh of {len(reports)} ranks: pass a mesh of all of them to "
+                "dmuon.dedicate_params(model, mesh)"
+            )
+        expected = sorted(mesh_rank[r] for r in ranks)
+        if reporters != expected:
+            raise OwnershipError(
+                f"mesh ranks {reporters} say that {name!r} lies on ranks {expected}, but not all "
+                "of these say so: shard the model in the same way on every rank"
+            )
+    return tuple(sorted(tuple(reporters) for reporters in groups.values()))
+
+
+def _check_tiling(
+    name: str,
+    shape: tuple[int, ...],
+    parameter: int,
+    ranks: Sequence[int],
+    reports: Sequence[RankShards],
+) -> None:
+    replicas: dict[tuple[int, ...], list[Box]] = defaultdict(list)
+    for rank in ranks:
+        shard = reports[rank].shard(parameter)
+        box = Box(shard.offset, shard.shape)
+        if box.numel:
+            replicas[shard.replica].append(box)
+        else:
+            replicas.setdefault(shard.replica, [])
+    whole = Box((0,) * len(shape), shape)
+    shares = {coordinates: Counter(boxes) for coordinates, boxes in replicas.items()}
+    first = next(iter(shares.values()))
+    for boxes in replicas.values():
+        inside = all(box.intersection(whole) == box for box in boxes)
+        if not inside or sum(box.numel for box in boxes) != whole.numel or _overlap(boxes):
+            raise OwnershipError(
+                f"the shards of parameter {name!r} of shape {list(shape)} on ranks "
+                f"{list(ranks)[:8]} do not tile it with boxes: found {boxes[:4]}. Interleaved "
+                "shards cannot be routed; shard it with fully_shard or parallelize_module"
+            )
+    if any(share != first for share in shares.values()):
+        raise OwnershipError(
+            f"the replicas of parameter {name!r} are sharded differently: shard each in one way"
+        )
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Whether any two boxes share an element.
+
+    Sorted by their first offset, a box can only meet those that begin before it ends.
+    """
+    ordered = sorted(boxes, key=lambda box: box.offset)
+    for i, box in enumerate(ordered):
+        for other in ordered[i + 1 :]:
+            if other.offset[0] >= box.offset[0] + box.shape[0]:
+                break
+            if box.intersection(other).numel:
+                return True
+    return False

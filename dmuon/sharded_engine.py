@@ -1,0 +1,155 @@
+"""Muon in the `sharded` layout: momentum on shards, Newton-Schulz at owners or on blocks.
+
+`begin` looks up gradients, `launch` takes a full step or a block step (`dmuon.sharded_steps`); what
+both work on is a `Bench`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dmuon.comm.sharded import ShardedRuntime
+from dmuon.comm.streams import host_can_read
+from dmuon.engine import Amp, Settings, group_of_matrices, rest_by_group
+from dmuon.kernels.footprint import iterate_elements
+from dmuon.ownership import Ownership
+from dmuon.rest import make_adamw_state, refresh_masters
+from dmuon.scheduler.specs import local_tensor
+from dmuon.shard_state import ShardState, copy_state
+from dmuon.sharded_steps import Bench, BlockStep, FullStep, Outcome
+from dmuon.update import Rates
+
+__all__ = ["ShardedEngine"]
+
+
+class ShardedEngine:
+    """See `dmuon.engine.Engine`."""
+
+    def __init__(self, ownership: Ownership, optimizer: Optimizer, settings: Settings) -> None:
+        runtime = cast(ShardedRuntime, ownership.runtime)
+        self._ownership = ownership
+        self._runtime = runtime
+        self._optimizer = optimizer
+        self._settings = settings
+        on_host = host_can_read(runtime.device)
+        groups = group_of_matrices(ownership, optimizer)
+        runtime.bind(groups, settings.ns_dtype)
+        kept = ShardState(runtime, optimizer, groups, settings.master_weights)
+        rest = rest_by_group(ownership, optimizer)
+        for params in rest.values():
+            for p in params:  # made now, so that every rank saves the same keys
+                make_adamw_state(p, optimizer.state, settings.master_weights, on_device=not on_host)
+        self.bench = Bench(runtime, optimizer, settings, kept, rest, on_host)
+        self._full = FullStep(self.bench)
+        self._block = BlockStep(self.bench)
+        self._outcome = Outcome()
+        self._grads: list[Tensor | None] = []
+        self._amp = Amp()
+        self._skipped = 0
+        self._seen_loads = 0
+
+    # ---- a step --------------------------------------------------------------------------
+
+    def begin(self, amp: Amp) -> None:
+        self._runtime.reduce_gradients()
+        self._outcome.settle()
+        self.bench.kept.follow()
+        self._refresh_masters()
+        self._grads = self._runtime.local_gradients()
+        self._amp = amp
+        present = [g for g in self._grads if g is not None]
+        if amp.scale is not None and present:
+            torch._foreach_mul_(present, float(amp.scale.double().reciprocal()))
+
+    def _refresh_masters(self) -> None:
+        if not self._settings.master_weights:
+            return
+        self.bench.kept.make_masters()
+        if self._runtime.loads != self._seen_loads:
+            self._seen_loads = self._runtime.loads
+            self.bench.kept.refresh_masters()
+            for params in self.bench.rest.values():
+                refresh_masters(self._optimizer.state, params)
+
+    def launch(self) -> None:
+        schedule = self._settings.schedule
+        # Rates as they are now: a scheduler may change the groups before an update is applied.
+        rates = [Rates.of(group) for group in self._optimizer.param_groups]
+        watch = self._ownership.telemetry.begin_step()
+        kind = self._full if schedule.is_full(schedule.t) else self._block
+        self._outcome = kind.run(self._grads, rates, watch, self._amp.found_inf)
+        self._grads = []
+
+    def rest(self) -> None:
+        """AdamW ran while the first buckets travelled."""
+
+    def finish(self) -> None:
+        if self._outcome.full:  # a block step issues no collective, and this may
+            self._ownership.telemetry.finish_step()
+
+    # ---- reading and state ---------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        self._runtime.synchronize()
+        outcome = self._outcome
+        outcome.settle()
+        names = [m.name for m in self._runtime.plan.specs.matrices]
+        finite = outcome.finite if isinstance(outcome.finite, bool) else bool(outcome.finite)
+        return {
+            "update_rms": {names[i]: float(v) for i, v in outcome.rms()},
+            "full_step": outcome.full,
+            "finite": finite,
+            "skipped": self.bench.skipped(),
+            "step_bytes": self.step_bytes(),
+        }
+
+    def step_bytes(self) -> dict[str, int]:
+        """Bytes beside weights, gradients and optimizer state that a full step takes, by purpose.
+
+        "operands" to "assembly" are allocated once and kept (see `pipeline_elements`);
+        "newton_schulz" is the most that is alive at once while an owner computes: the iteration's
+        own (see `iterate_elements`), or its result with a float32 copy for the RMS.
+        """
+        kept = self.bench.kept
+        dtype = self._settings.ns_dtype
+        found = {"operands": sum(o.numel() * o.element_size() for o in kept.operands)}
+        for purpose, elements in self._runtime.buffer_elements().items():
+            found[purpose] = elements * dtype.itemsize
+        peak = 0
+        for unit in self._runtime.units:
+            if unit.owner != self._ownership.rank:
+                continue
+            steps = self._optimizer.param_groups[unit.group]["ns_steps"]
+            count, device = len(unit.matrices), self._runtime.device
+            elements = iterate_elements(count, unit.rows, unit.cols, dtype, steps, device)
+            copy = 4 * unit.numel if dtype.itemsize < 4 else 0
+            size = max(elements * dtype.itemsize, unit.numel * dtype.itemsize + copy)
+            if self._runtime.is_local(unit):
+                size += unit.numel * dtype.itemsize  # its batch has no place in "assembly"
+            peak = max(peak, size)
+        return found | {"newton_schulz": peak}
+
+    def before_state_dict(self) -> None:
+        """Everything is in the optimizer's state already."""
+
+    def check_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
+        self.bench.kept.check(saved)
+
+    def load_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
+        self.bench.kept.load(saved)
+        for params in self.bench.rest.values():
+            for p in params:
+                entry, state = saved.get(p, {}), self._optimizer.state[p]
+                if "exp_avg" not in entry:  # it had no gradient before the state was saved
+                    for value in state.values():
+                        local_tensor(value).zero_()
+                    continue
+                if "master_weight" in entry and "master_weight" not in state:
+                    state["master_weight"] = torch.empty_like(p.detach(), dtype=torch.float32)
+                for key in state:
+                    copy_state(state[key], torch.as_tensor(entry[key]))

@@ -1,0 +1,142 @@
+"""Helpers for tests of the `sharded` layout: a parallelized model, its twin, and their data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import dmuon
+from dmuon.api import assemble
+from dmuon.comm.transport import C10dTransport, RecordingTransport, Transport
+from dmuon.parallel_models import CASES, ParallelCase, batch, loss_of
+from dmuon.reference import ReferenceMuon
+from dmuon.scheduler.specs import whole_tensor
+from dmuon.scheduler.topology import Topology
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+def cases(world: int) -> list[str]:
+    """Names of the cases that run on so many ranks."""
+    return [case.name for case in CASES if case.world == world]
+
+
+@dataclass
+class Pair:
+    """A parallelized model and the same model in one process."""
+
+    case: ParallelCase
+    mesh: DeviceMesh
+    model: nn.Module
+    twin: nn.Module
+
+    @property
+    def data_rank(self) -> int:
+        return self.data_ranks()[dist.get_rank()]
+
+    def data_ranks(self) -> list[int]:
+        """The data rank of each rank."""
+        axes = [self.case.axes.index(axis) for axis in self.case.data_axes]
+        found = []
+        for rank in range(self.mesh.size()):
+            where = (self.mesh.mesh == rank).nonzero()[0].tolist()
+            number = 0
+            for axis in axes:
+                number = number * self.case.mesh_shape[axis] + where[axis]
+            found.append(number)
+        return found
+
+    def backward(self, step: int) -> Tensor:
+        """One backward pass of the parallelized model on this rank's data."""
+        loss = loss_of(self.model, batch(step, self.data_rank))
+        loss.backward()
+        return loss
+
+    def joint_backward(self, step: int) -> Tensor:
+        """One backward pass of the twin on everybody's data."""
+        ranks = sorted(set(self.data_ranks()))
+        loss = sum(loss_of(self.twin, batch(step, r)) for r in ranks) / len(ranks)
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        return loss
+
+    def whole(self) -> dict[str, Tensor]:
+        """The full weights; a collective call."""
+        return {n: whole_tensor(p).clone() for n, p in self.model.named_parameters()}
+
+    def difference(self) -> tuple[float, str]:
+        """The largest difference of a weight from the twin's, and where; a collective call."""
+        twins = dict(self.twin.named_parameters())
+        return max(
+            (float((w.double() - twins[n].detach().double()).abs().max()), n)
+            for n, w in self.whole().items()
+        )
+
+
+def pair(name: str, *, seed: int = 0, change: Callable[[nn.Module], Any] | None = None) -> Pair:
+    """Model and twin of a case, with equal weights on every rank."""
+    case = BY_NAME[name]
+    torch.manual_seed(seed)
+    model = case.build()
+    if change is not None:
+        change(model)
+    twin = copy.deepcopy(model)
+    mesh = case.make_mesh()
+    return Pair(case, mesh, case.parallelize(model, mesh), twin)
+
+
+# AdamW amplifies rounding where gradients are nearly zero, the more the larger its rate.
+MUON = {"lr": 0.02, "adamw_lr": 1e-3, "ns_dtype": torch.float32}
+
+
+_PLANNING = ("options", "costs", "plan", "mesh", "planner", "solver")
+
+
+@contextmanager
+def dedicated(
+    model: nn.Module, transport: Callable[[Transport], Transport] | None = None, **kwargs: Any
+) -> Iterator[tuple[dmuon.Ownership, dmuon.Muon]]:
+    """Ownership and optimizer; keywords that `dedicate_params` knows go there."""
+    planning = {k: kwargs.pop(k) for k in _PLANNING if k in kwargs}
+    if transport is None:
+        own = dmuon.dedicate_params(model, **planning)
+    else:
+        wrapped = transport(C10dTransport(list(range(dist.get_world_size()))))
+        own = assemble(model, wrapped, lambda: Topology.flat(wrapped.world), **planning)
+    try:
+        yield own, dmuon.Muon(model, **(MUON | kwargs))
+    finally:
+        own.close()
+
+
+def reference(model: nn.Module, **kwargs: Any) -> ReferenceMuon:
+    return ReferenceMuon(model, **(MUON | kwargs))
+
+
+def train(both: Pair, steps: int, after: Callable[[int], Any] | None = None, **kwargs: Any) -> None:
+    """Train both sides for some steps; ``after`` is called with each step's number."""
+    with dedicated(both.model, **kwargs) as (_, opt):
+        shared = {k: v for k, v in kwargs.items() if k not in ("publish", "options")}
+        ref = reference(both.twin, **shared)
+        for step in range(steps):
+            both.backward(step)
+            opt.step()
+            opt.zero_grad()
+            both.joint_backward(step)
+            ref.step()
+            ref.zero_grad()
+            if after is not None:
+                after(step)
+
+
+def recorded(own: dmuon.Ownership) -> RecordingTransport:
+    assert isinstance(own.runtime.transport, RecordingTransport)
+    return own.runtime.transport

@@ -1,0 +1,256 @@
+"""MuonBP: block steps without traffic, full steps in between, against an oracle in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor.debug import CommDebugMode
+
+import dmuon
+from dmuon.comm.transport import RecordingTransport
+from dmuon.kernels.newton_schulz import newton_schulz
+from dmuon.period import Schedule
+from dmuon.scheduler.select import trainable_parameters
+from dmuon.scheduler.shards import Form
+from dmuon.update import adjusted_lr
+from tests.distributed.harness import distributed
+from tests.distributed.sharded import MUON, Pair, dedicated, pair, recorded
+
+
+class Oracle:
+    """MuonBP in one process: Algorithm 1 of the paper, block by block on whole tensors.
+
+    A full step sees each matrix as one block.
+    """
+
+    def __init__(self, both: Pair, own: dmuon.Ownership, period: Any, ratio: float = 1.0) -> None:
+        self.schedule = Schedule.of(period)
+        self.ratio = ratio
+        self.parameters = [p for _, p in trainable_parameters(both.twin)]
+        specs, shards = own.plan.specs, own.runtime.shards
+        rest = [self.parameters[i] for i in specs.rest()]
+        self.adamw = torch.optim.AdamW(
+            rest, lr=MUON["adamw_lr"], betas=(0.9, 0.95), weight_decay=0.1
+        )
+        self.momentum = {i: torch.zeros_like(self.parameters[i]) for i in specs.muon()}
+        # (parameter, form, index of the matrix, indices of its blocks)
+        self.matrices = []
+        for i, matrix in enumerate(specs.matrices):
+            if shards.copies[matrix.parameter][0] != shards.holders[i]:
+                continue  # a copy of one that is there already
+            box = shards.boxes[i]
+            first = min(p.replica for p in shards.pieces(i))
+            blocks = [
+                tuple(
+                    slice(a + b, a + b + n)
+                    for a, b, n in zip(box.box.offset, p.box.offset, p.box.shape, strict=True)
+                )
+                for p in shards.pieces(i)
+                if p.replica == first
+            ]
+            self.matrices.append((matrix.parameter, box.form, box.box.slices(), blocks))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        full = self.schedule.is_full(self.schedule.t)
+        self.schedule.advance()
+        operands = {}
+        for i, buffer in self.momentum.items():
+            grad = self.parameters[i].grad
+            assert grad is not None
+            buffer.lerp_(grad, 0.05)
+            operands[i] = grad.lerp(buffer, 0.95)
+        for i, form, whole, blocks in self.matrices:
+            for index in [whole] if full or len(blocks) == 1 else blocks:
+                ratio = 1.0 if full or len(blocks) == 1 else self.ratio
+                self._update(self.parameters[i][index], operands[i][index], form, ratio)
+        self.adamw.step()
+        for p in self.parameters:
+            p.grad = None
+
+    def _update(self, weight: Tensor, operand: Tensor, form: Form, ratio: float) -> None:
+        flat = operand.reshape(operand.shape[-2:] if form is Form.STACK else (len(operand), -1))
+        update = newton_schulz(flat, dtype=torch.float32).reshape(weight.shape)
+        lr = adjusted_lr(MUON["lr"], "match_rms_adamw", *flat.shape) * ratio
+        weight.mul_(1 - MUON["lr"] * 0.1).sub_(update, alpha=lr)
+
+
+def check_against_oracle(case: str, period: Any, ratio: float | None, steps: int) -> None:
+    both = pair(case)
+    with dedicated(both.model, period=period, block_lr_ratio=ratio) as (own, opt):
+        oracle = Oracle(both, own, period, ratio or 1.0)
+        kinds = []
+        for step in range(steps):
+            both.backward(step)
+            opt.step()
+            opt.zero_grad()
+            kinds.append(opt.stats()["full_step"])
+            both.joint_backward(step)
+            oracle.step()
+        expected = Schedule.of(period)
+        for kind in kinds:
+            assert kind == expected.is_full(expected.t)
+            expected.advance()
+        assert both.difference()[0] <= 1e-5, both.difference()
+
+
+@pytest.mark.parametrize("case", ["fsdp2", "tp"])
+@pytest.mark.parametrize("period", [math.inf, 3])
+@distributed(2)
+def test_blocks_are_orthogonalized_alone_on_2(rank, world, case, period):
+    check_against_oracle(case, period, None, 7)
+
+
+@pytest.mark.parametrize("case", ["fsdp4", "hsdp", "tp+fsdp", "ep+fsdp, split experts"])
+@distributed(4)
+def test_blocks_are_orthogonalized_alone_on_4(rank, world, case):
+    check_against_oracle(case, math.inf, 0.7, 4)
+
+
+@distributed(4)
+def test_a_changing_period_alternates_as_its_schedule(rank, world):
+    check_against_oracle("tp+fsdp", dmuon.LinearPeriod(1, 4, 6), 0.7, 8)
+
+
+def weights_after(case: str, steps: int, **kwargs: Any) -> list[Tensor]:
+    both = pair(case)
+    with dedicated(both.model, **kwargs) as (_, opt):
+        for step in range(steps):
+            both.backward(step)
+            opt.step()
+            opt.zero_grad()
+    return [w for _, w in sorted(both.whole().items())]
+
+
+@distributed(2)
+def test_period_one_is_muon_bitwise(rank, world):
+    plain, one = weights_after("fsdp2", 4), weights_after("fsdp2", 4, period=1)
+    assert all(torch.equal(a, b) for a, b in zip(plain, one, strict=True))
+    blocks = weights_after("fsdp2", 4, period=2)
+    assert not all(torch.equal(a, b) for a, b in zip(plain, blocks, strict=True))
+
+
+def through_torch(model: nn.Module, opt: dmuon.Muon) -> Callable[[nn.Module, dmuon.Muon], None]:
+    saved = get_optimizer_state_dict(model, opt)
+    return lambda m, o: set_optimizer_state_dict(m, o, saved)
+
+
+def directly(model: nn.Module, opt: dmuon.Muon) -> Callable[[nn.Module, dmuon.Muon], None]:
+    saved = opt.state_dict()
+    return lambda m, o: o.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("save", [through_torch, directly])
+@pytest.mark.parametrize("period", [3, dmuon.LinearPeriod(1, 4, 6)])
+@distributed(2)
+def test_a_checkpoint_in_mid_period_resumes_there(rank, world, save, period):
+    straight = weights_after("fsdp2", 8, period=period)
+    both = pair("fsdp2")
+    with dedicated(both.model, period=period) as (_, opt):
+        for step in range(5):
+            both.backward(step)
+            opt.step()
+            opt.zero_grad()
+        restore = save(both.model, opt)
+        weights = both.model.state_dict()
+        again = pair("fsdp2", seed=1)
+        with dedicated(again.model, period=period) as (_, other):
+            again.model.load_state_dict(weights)
+            restore(again.model, other)
+            assert other.stats()["steps"] == 5
+            for step in range(5, 8):
+                again.backward(step)
+                other.step()
+                other.zero_grad()
+        resumed = [w for _, w in sorted(again.whole().items())]
+    assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
+
+
+@pytest.mark.parametrize("case", ["fsdp4", "tp+fsdp", "hsdp"])
+@distributed(4)
+def test_block_steps_issue_no_collective_and_full_steps_the_planned_ones(rank, world, case):
+    both = pair(case)
+    with dedicated(both.model, RecordingTransport, period=3) as (own, opt):
+        transport = recorded(own)
+        sequences = []
+        for step in range(7):
+            both.backward(step)
+            transport.events.clear()
+            with CommDebugMode() as comm:
+                opt.step()
+                opt.synchronize()
+            events = [(e.op, e.tag) for e in transport.events]
+            sequences.append(events)
+            assert comm.get_total_counts() == len(events), (step, comm.get_comm_counts(), events)
+            assert opt.stats()["full_step"] is (step % 3 == 0)
+            if step % 3:
+                assert events == []
+            opt.zero_grad()
+        buckets = len(own.runtime.pipeline._buckets)
+        trips = ["gather", "scatter"] + ["replicate"] * (case == "hsdp")
+        planned = ["norms", *trips * buckets, "rms"]
+        # The second full step is not among those that exchange times.
+        assert sorted(tag for _, tag in sequences[3]) == sorted(planned)
+        assert sequences[0] == sequences[3] == sequences[6]
+        everyone = own.runtime.transport.gather_objects(sequences)
+        assert everyone == [sequences] * world
+
+
+@distributed(2)
+def test_block_steps_keep_to_themselves_whatever_gradients_are_missing(rank, world):
+    both = pair("fsdp2")
+    with dedicated(both.model, period=math.inf) as (_, opt):
+        for step in range(3):
+            both.backward(step)
+            weight = both.model.blocks[0].mlp.up.weight
+            if rank == 1:
+                weight.grad = None
+            before = weight.to_local().detach().clone()
+            opt.step()
+            assert torch.equal(before, weight.to_local()) is (rank == 1)
+            opt.zero_grad()
+
+
+@distributed(2)
+def test_a_block_with_a_non_finite_gradient_is_left_alone(rank, world):
+    both = pair("fsdp2")
+    with dedicated(both.model, period=math.inf) as (_, opt):
+        both.backward(0)
+        bad = both.model.blocks[0].mlp.up.weight
+        if rank == 0:
+            bad.grad.to_local().view(-1)[0] = math.inf
+        before = [p.to_local().detach().clone() for p in both.model.parameters()]
+        opt.step()
+        changed = {
+            n
+            for (n, p), old in zip(both.model.named_parameters(), before, strict=True)
+            if not torch.equal(p.to_local(), old)
+        }
+        assert ("blocks.0.mlp.up.weight" in changed) is (rank == 1)
+        assert "blocks.1.mlp.up.weight" in changed
+        assert opt.stats()["finite"] is (rank == 1)
+        assert opt.stats()["skipped"] == int(rank == 0)
+        assert all(torch.isfinite(p.to_local()).all() for p in both.model.parameters())
+        assert all(
+            torch.isfinite(t.to_local() if hasattr(t, "to_local") else t).all()
+            for entry in opt.state.values()
+            for t in entry.values()
+        )
+
+
+@distributed(2)
+def test_other_layouts_refuse_a_period(rank, world):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    own = dmuon.dedicate_params(model)
+    with pytest.raises(ValueError, match="whole at its owner"):
+        dmuon.Muon(model, period=2)
+    own.close()

@@ -1,0 +1,350 @@
+"""Matrices whose owners are given or few: pools of one rank, alike pools, the sharded layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dmuon.config import PlannerOptions
+from dmuon.scheduler.certificate import certify
+from dmuon.scheduler.costs import CostTable
+from dmuon.scheduler.limits import OwnerLimits
+from dmuon.scheduler.placement import layer_of, natural_key
+from dmuon.scheduler.plan import Batch, OwnershipPlan, problem_of, solve
+from dmuon.scheduler.report import build_report
+from dmuon.scheduler.search import SOLVERS
+from dmuon.scheduler.symmetry import orbits_of
+from dmuon.scheduler.topology import Topology
+from dmuon.types import Layout, PlanError
+from tests.unit.models import specs_of
+from tests.unit.test_solvers import MAX_BATCH, SHAPES, TICKS, Instance, Prices, costs
+
+KEYS = [(64, 64, "float32"), (64, 256, "float32"), (128, 128, "float32")] * 4
+some = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@st.composite
+def forced_instances(draw, capped: bool = True) -> Instance:
+    """Every rank is a pool of its own; beside these a pair of ranks and all ranks."""
+    table = {key: tuple(draw(costs) for _ in range(MAX_BATCH)) for key in SHAPES}
+    world = draw(st.integers(1, 3))
+    keys = draw(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=7))
+    ranks = range(world)
+    pools = (*((r,) for r in ranks), tuple(ranks), tuple(ranks)[-2:])
+    pool_of = tuple(draw(st.integers(0, len(pools) - 1)) for _ in keys)
+    fixed_ms = draw(st.sampled_from([(), tuple(0.5 * draw(st.integers(0, 8)) for _ in ranks)]))
+    fixed_bytes = draw(st.sampled_from([(), tuple(draw(st.integers(0, 200)) for _ in ranks)]))
+    memory = draw(st.sampled_from([None, None, 500, 800, 1500])) if capped else None
+    limits = OwnerLimits(fixed_ms, fixed_bytes, memory, pools, pool_of)
+    return Instance(tuple(keys), world, Prices(table), limits)
+
+
+def planned(pool_of, pools, world=4, keys=KEYS, solver="auto", layout=Layout.REPLICATED, **limits):
+    return solve(
+        specs_of(keys),
+        Topology.flat(world),
+        CostTable.analytic("h100"),
+        solver=solver,
+        layout=layout,
+        options=PlannerOptions(time_limit_s=300),  # work limits end it first, on any machine
+        limits=OwnerLimits(pools=tuple(pools), pool_of=tuple(pool_of), **limits),
+    )
+
+
+def each_rank_alone(**options) -> OwnershipPlan:
+    return planned([i % 4 for i in range(len(KEYS))], [(r,) for r in range(4)], **options)
+
+
+def half_forced(**options) -> OwnershipPlan:
+    """Every second matrix is forced, mostly on rank 0."""
+    pool_of = [4 if i % 2 else (0 if i < 6 else i % 4) for i in range(len(KEYS))]
+    return planned(pool_of, [*((r,) for r in range(4)), (0, 1, 2, 3)], **options)
+
+
+# ---- against brute force -----------------------------------------------------------------
+
+
+@some
+@given(forced_instances())
+def test_the_optimum_is_found_and_proven(instance):
+    best = instance.optimum()
+    if best is None:
+        with pytest.raises(PlanError, match="owner_memory_bytes"):
+            instance.solve("milp")
+        return
+    plan = instance.solve("milp")
+    assert plan.status == "optimal"
+    assert plan.makespan_ms == pytest.approx(best, abs=TICKS)
+    assert plan.lower_bound_ms == pytest.approx(best, abs=TICKS)
+    certificate = certify(plan)
+    assert certificate.ok and certificate.proven, str(certificate)
+    assert certificate.makespan_ms == pytest.approx(plan.makespan_ms)
+
+
+@some
+@given(forced_instances(), st.sampled_from(SOLVERS))
+def test_every_solver_keeps_to_the_pools_and_counts_each_batch_once(instance, solver):
+    best = instance.optimum()
+    try:
+        plan = instance.solve(solver)
+    except PlanError:
+        assert best is None or solver == "round_robin"
+        return
+    assert plan.owners in set(instance.assignments())
+    assert plan.lower_bound_ms <= best + TICKS
+    assert plan.limits == instance.limits
+    loads = [instance.limits.fixed_ms_of(r) for r in range(instance.world)]
+    for batch in plan.batches:
+        loads[batch.owner] += batch.ms
+    assert plan.loads_ms == pytest.approx(tuple(loads))
+    assert certify(plan).ok
+
+
+@some
+@given(forced_instances(capped=False), st.randoms(use_true_random=False))
+def test_neither_the_order_of_matrices_nor_the_numbers_of_pools_matter(instance, random):
+    plan = instance.solve("auto")
+    order, numbers = list(range(len(instance.keys))), list(range(len(instance.limits.pools)))
+    random.shuffle(order)
+    random.shuffle(numbers)
+    place = {old: new for new, old in enumerate(order)}
+    old, limits = instance.specs, instance.limits
+    again = solve(
+        replace(
+            old,
+            parameters=tuple(old.parameters[i] for i in order),
+            matrices=tuple(
+                replace(old.matrices[i], parameter=place[old.matrices[i].parameter]) for i in order
+            ),
+        ),
+        Topology.flat(instance.world),
+        instance.prices,
+        options=PlannerOptions(max_batch=MAX_BATCH),
+        limits=replace(
+            limits,
+            pools=tuple(limits.pools[n][::-1] for n in numbers),
+            pool_of=tuple(numbers.index(limits.pool_of[i]) for i in order),
+        ),
+    )
+    assert again.fingerprint() == plan.fingerprint()
+
+
+# ---- forced matrices ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("layout", [Layout.REPLICATED, Layout.SHARDED])
+def test_with_nothing_to_decide_every_plan_is_optimal(solver, layout):
+    plan = each_rank_alone(solver=solver, layout=layout, fixed_ms=(0.0, 0.7, 0.0, 0.1))
+    assert plan.status == "optimal"
+    assert plan.lower_bound_ms == pytest.approx(plan.makespan_ms, abs=TICKS)
+    assert plan.owners == tuple(i % 4 for i in range(len(KEYS)))
+    assert certify(plan).ok and certify(plan).proven
+
+
+def test_forced_matrices_run_in_the_cheapest_batches():
+    plan = planned([0] * 6, [(0,)], world=2, keys=[KEYS[0]] * 6)
+    (batch,) = plan.batches
+    assert batch.matrices == tuple(range(6))
+    assert plan.loads_ms == (batch.ms, 0.0)
+
+
+def test_ranks_with_equal_forced_matrices_stay_interchangeable():
+    pools = [*((r,) for r in range(16)), tuple(range(16))]
+    plan = planned([*range(16), 16, 16], pools, world=16, keys=[KEYS[0]] * 18)
+    problem = problem_of(plan.specs, plan.topology, plan.limits, plan.prices)
+    assert len(problem.classes) == len(problem.kinds) == 1
+    assert len(problem.forced) == 16
+    assert problem.demand.tolist() == [2]
+
+
+def test_free_matrices_evade_the_ranks_with_forced_ones():
+    plan = half_forced()
+    forced = {i for i in range(len(KEYS)) if plan.limits.is_forced(i)}
+    assert all(plan.owners[i] == plan.limits.pools[plan.limits.pool_of[i]][0] for i in forced)
+    assert not any(owner == 0 for i, owner in enumerate(plan.owners) if i not in forced)
+
+
+def test_forced_state_counts_under_a_memory_cap():
+    plan = half_forced()
+    stored = [0] * 4
+    for matrix, owner in zip(plan.specs.matrices, plan.owners):
+        stored[owner] += 4 * matrix.numel
+    assert plan.state_bytes == tuple(stored)
+    forced = sum(
+        4 * m.numel for i, m in enumerate(plan.specs.matrices) if plan.limits.pool_of[i] == 0
+    )
+    with pytest.raises(PlanError, match=rf"for the optimizer state of {len(KEYS)} matrices"):
+        half_forced(memory_bytes=forced - 1)
+    tight = half_forced(memory_bytes=max(forced, max(stored) - 1))
+    assert max(tight.state_bytes) <= tight.limits.memory_bytes
+    assert certify(tight).ok
+
+
+@pytest.mark.parametrize("make", [each_rank_alone, half_forced])
+def test_a_certificate_notices_tampering_with_forced_matrices(make):
+    plan = make(solver="milp")
+    at, batch = next(
+        (at, b) for at, b in enumerate(plan.batches) if plan.limits.is_forced(b.matrices[0])
+    )
+
+    def changed(*instead: Batch) -> str:
+        batches = (*plan.batches[:at], *instead, *plan.batches[at + 1 :])
+        certificate = certify(replace(plan, batches=batches))
+        assert not certificate.ok and not certificate.proven
+        return str(certificate)
+
+    assert certify(plan).ok and certify(plan).proven
+    assert "may not own" in changed(replace(batch, owner=(batch.owner + 1) % 4))
+    assert "its price is" in changed(replace(batch, ms=batch.ms / 2))
+    higher = certify(replace(plan, lower_bound_ms=plan.lower_bound_ms * 1.01))
+    assert "claims a lower bound" in str(higher)
+    fixed = replace(plan.limits, fixed_ms=(0.0, 0.0, 0.0, 9.0))
+    assert certify(replace(plan, limits=fixed)).makespan_ms > 9.0
+
+
+def test_a_dearer_split_of_forced_matrices_is_not_optimal():
+    plan = planned([0] * 6, [(0,)], world=2, keys=[KEYS[0]] * 6)
+    alone = CostTable.analytic("h100").batch_ms(KEYS[0], 1)
+    split = replace(plan, batches=tuple(Batch(0, (i,), alone) for i in range(6)))
+    certificate = certify(split)
+    assert certificate.makespan_ms == pytest.approx(6 * alone)
+    assert "claims to be optimal" in str(certificate)
+
+
+# ---- the sharded layout ------------------------------------------------------------------
+
+
+def test_in_the_sharded_layout_owners_store_nothing_for_their_matrices():
+    fixed = (10, 20, 30, 40)
+    plan = half_forced(layout=Layout.SHARDED, fixed_bytes=fixed, memory_bytes=40)
+    assert plan.state_bytes == fixed
+    assert certify(plan).ok and certify(plan).proven
+    assert plan.owners == half_forced(layout=Layout.SHARDED).owners
+    elsewhere = certify(replace(plan, layout=Layout.REPLICATED))
+    assert "owner_memory_bytes=40" in str(elsewhere) and not elsewhere.ok
+    assert OwnershipPlan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_cap_below_the_shards_state_names_the_rank_and_what_helps(solver):
+    with pytest.raises(PlanError, match=r"rank 2 stores 50 bytes") as error:
+        half_forced(
+            layout=Layout.SHARDED, fixed_bytes=(1, 2, 50, 4), memory_bytes=49, solver=solver
+        )
+    for words in ("owner_memory_bytes=49", "sharded layout", "no other ownership", "more ranks"):
+        assert words in str(error.value)
+
+
+def test_a_cap_that_shards_exceed_is_found_by_the_certificate():
+    plan = half_forced(layout=Layout.SHARDED, fixed_bytes=(1, 2, 50, 4))
+    tight = replace(plan, limits=replace(plan.limits, memory_bytes=49))
+    assert "rank 2 stores 50 bytes" in str(certify(tight))
+
+
+# ---- alike pools -------------------------------------------------------------------------
+
+EXPERTS = ((1408, 2048, "float32"), (2048, 1536, "float32"))
+DENSE = ((1024, 1024, "float32"), (1024, 2560, "float32"))
+
+
+def experts(coordinates: int, ranks: int, layers: int, each: int, extra: int = 0, **options):
+    """``each`` experts a coordinate, ``extra`` more on the first; dense matrices anywhere."""
+    world = coordinates * ranks
+    keys, pool_of = [], []
+    for _ in range(layers):
+        for c in range(coordinates):
+            count = each + (extra if c == 0 else 0)
+            keys += EXPERTS * count
+            pool_of += [c] * (len(EXPERTS) * count)
+        keys += DENSE
+        pool_of += [coordinates] * len(DENSE)
+    pools = [tuple(range(c * ranks, (c + 1) * ranks)) for c in range(coordinates)]
+    return planned(pool_of, [*pools, tuple(range(world))], world, keys, **options)
+
+
+@pytest.mark.parametrize("extra", [0, 2])
+def test_many_alike_pools_are_planned_near_the_bound(extra):
+    plan = experts(16, 4, layers=24, each=2, extra=extra, layout=Layout.SHARDED)
+    assert not plan.hit_time_limit
+    assert plan.makespan_ms <= plan.lower_bound_ms * 1.012
+    certificate = certify(plan)
+    assert certificate.ok and certificate.proven
+    assert dict(plan.alternatives)["greedy"] > plan.makespan_ms
+
+
+def orbits(plan: OwnershipPlan):
+    return orbits_of(problem_of(plan.specs, plan.topology, plan.limits, plan.prices, plan.layout))
+
+
+def test_alike_pools_are_one_orbit_and_others_are_not():
+    alike = orbits(experts(4, 2, layers=2, each=2, solver="greedy"))
+    assert len(set(alike.classes)) == 1
+    assert sorted(set(alike.kinds)) == list(range(len(EXPERTS) + len(DENSE)))
+    more = orbits(experts(4, 2, layers=2, each=2, extra=1, solver="greedy"))
+    assert [more.classes.count(o) for o in sorted(set(more.classes))] == [1, 3]
+    busy = orbits(
+        experts(4, 2, layers=2, each=2, solver="greedy", fixed_ms=(1.0,) * 2 + (0.0,) * 6)
+    )
+    assert len(set(busy.classes)) == 2
+    assert orbits(planned([], [], keys=KEYS)).are_trivial
+
+
+def test_ranks_that_all_differ_are_still_planned_near_the_bound():
+    plan = experts(8, 4, layers=16, each=2, fixed_ms=tuple(0.01 * r for r in range(32)))
+    assert not plan.hit_time_limit
+    assert plan.makespan_ms <= plan.lower_bound_ms * 1.02
+    assert certify(plan).ok
+
+
+# ---- names and reports -------------------------------------------------------------------
+
+
+def test_copies_of_a_matrix_belong_to_its_layer_and_follow_it():
+    assert layer_of("model.layers.12.up (copy 2 of 4)") == "model.layers.12"
+    assert layer_of("scales.3 (copy 2 of 4)") == "scales.3"
+    assert layer_of("layers.1.experts.w1#5 (copy 10 of 16)") == "layers.1"
+    assert layer_of("head (copy 1 of 2)") == ""
+    names = [f"layers.{i}.up (copy {k} of 16)" for i in (2, 10) for k in (1, 2, 10)]
+    assert sorted([*names[3:], *names[:3]], key=natural_key) == names
+
+
+def test_the_report_tells_pools_copies_and_where_state_lies(tmp_path):
+    specs = specs_of(KEYS)
+    names = [f"layers.{i // 2}.w (copy {i % 2 + 1} of 2)" for i in range(len(KEYS))]
+    specs = replace(
+        specs, matrices=tuple(replace(m, name=n) for m, n in zip(specs.matrices, names))
+    )
+    pools = ((0,), (2, 3), (0, 1, 2, 3))
+    plan = solve(
+        specs,
+        Topology.flat(4, ranks_per_node=2),
+        CostTable.analytic("h100"),
+        layout=Layout.SHARDED,
+        limits=OwnerLimits(
+            fixed_bytes=(1 << 20,) * 4, pools=pools, pool_of=(0, *(1 + i % 2 for i in range(11)))
+        ),
+    )
+    report = build_report(plan)
+    text = " ".join(str(report).split())
+    assert (
+        "5 matrices: any rank; 6 matrices: 2 ranks a pool, 1 pool; 1 matrix: a single rank" in text
+    )
+    assert "state a rank: min 1.0 MiB, mean 1.0 MiB, max 1.0 MiB. It lies with the" in text
+    assert "(copy " in text
+    report.to_html(tmp_path / "report.html")
+    assert "any rank; 6 matrices" in (tmp_path / "report.html").read_text()
+    assert report.to_dict()["certificate"]["proven"]
+    without = str(build_report(replace(plan, layout=Layout.REPLICATED)))
+    assert "It lies with" not in without
+
+
+def test_the_report_says_when_the_busiest_rank_has_no_choice():
+    text = " ".join(str(build_report(each_rank_alone())).split())
+    assert "whole on that rank alone, so no plan can move them" in text
+    assert "so no plan can move them" not in str(build_report(planned([], [])))
+    idle_elsewhere = planned([0] * 6, [(0, 1)], world=64, keys=[KEYS[0], KEYS[2]] * 3)
+    assert build_report(idle_elsewhere).bottleneck.floor is None

@@ -1,0 +1,300 @@
+"""The schedule of full steps: numbers, functions, checkpoints."""
+
+from __future__ import annotations
+
+import doctest
+import math
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dmuon.period
+from dmuon.period import LinearPeriod, Schedule
+
+periods = st.integers(1, 40)
+lengths = st.integers(0, 60)
+varying = st.lists(st.floats(1, 12), min_size=1, max_size=10)
+
+
+def full_steps(schedule: Schedule, count: int) -> list[int]:
+    """Those of the next ``count`` steps that are full; the schedule is advanced past them."""
+    full = []
+    for _ in range(count):
+        if schedule.is_full(schedule.t):
+            full.append(schedule.t)
+        schedule.advance()
+    return full
+
+
+def cycling(values: list[float]) -> Callable[[int], float]:
+    return lambda t: values[t % len(values)]
+
+
+# ---- which steps are full ----------------------------------------------------------------
+
+
+def test_an_integer_period_by_hand():
+    assert full_steps(Schedule.of(3), 10) == [0, 3, 6, 9]
+
+
+def test_infinite_is_never_full():
+    schedule = Schedule.of(math.inf)
+    assert full_steps(schedule, 10) == []
+    assert schedule.last_full == -1
+
+
+def test_a_function_by_hand():
+    # Rounded down: 2.9 means two steps from one full step to the next.
+    schedule = Schedule.of(lambda t: 2.9 if t < 6 else 4)
+    assert full_steps(schedule, 16) == [0, 2, 4, 8, 12]
+
+
+def test_a_function_that_shortens_is_heeded_at_once():
+    schedule = Schedule.of(lambda t: 100 if t < 5 else 2)
+    assert full_steps(schedule, 10) == [0, 5, 7, 9]
+
+
+def test_a_function_may_switch_full_steps_off_and_on():
+    schedule = Schedule.of(lambda t: math.inf if 3 <= t < 8 else 1)
+    assert full_steps(schedule, 11) == [0, 1, 2, 8, 9, 10]
+
+
+def test_the_first_step_of_a_function_is_full_whatever_it_says():
+    assert full_steps(Schedule.of(lambda t: math.inf), 5) == [0]
+
+
+def test_a_linear_period_by_hand():
+    # P(t) = 1, 1.5, 2, 2.5, 3, 3, ...
+    assert full_steps(Schedule.of(LinearPeriod(1, 3, steps=4)), 12) == [0, 1, 3, 6, 9]
+
+
+@given(lengths)
+def test_period_one_is_always_full(count):
+    assert full_steps(Schedule.of(1), count) == list(range(count))
+
+
+@given(periods, lengths)
+def test_an_integer_period_is_a_constant_function(period, count):
+    expected = list(range(0, count, period))
+    assert full_steps(Schedule.of(period), count) == expected
+    assert full_steps(Schedule.of(lambda t: period), count) == expected
+    assert full_steps(Schedule.of(LinearPeriod(period, period, steps=7)), count) == expected
+
+
+@given(varying, lengths)
+def test_distances_of_full_steps_are_those_of_the_function(values, count):
+    period = cycling(values)
+    full = full_steps(Schedule.of(period), count)
+    assert full[:1] == [0][:count]
+    for last, now in pairwise(full):
+        assert now - last >= math.floor(period(now))
+        assert all(t - last < math.floor(period(t)) for t in range(last + 1, now))
+
+
+@pytest.mark.parametrize("period", [4, math.inf, lambda t: 2 + t % 3])
+def test_asking_changes_nothing(period):
+    schedule = Schedule.of(period)
+    schedule.advance()
+    before = schedule.state()
+    assert [schedule.is_full(t) for t in range(20)] == [schedule.is_full(t) for t in range(20)]
+    assert schedule.state() == before
+
+
+def test_always_full():
+    assert Schedule.of(1).always_full and Schedule.of(1.0).always_full
+    assert not any(Schedule.of(p).always_full for p in (2, math.inf, lambda t: 1))
+
+
+def test_the_counters():
+    schedule = Schedule.of(2)
+    assert (schedule.t, schedule.last_full) == (0, -1)
+    seen = []
+    for _ in range(4):
+        schedule.advance()
+        seen.append((schedule.t, schedule.last_full))
+    assert seen == [(1, 0), (2, 0), (3, 2), (4, 2)]
+
+
+def test_examples_in_docstrings_are_true():
+    result = doctest.testmod(dmuon.period)
+    assert result.attempted > 0 and result.failed == 0
+
+
+# ---- linear periods ----------------------------------------------------------------------
+
+
+ends = st.floats(1, 1e6) | st.integers(1, 1000)
+
+
+@given(ends, ends, st.integers(1, 1000))
+@settings(max_examples=200)
+def test_a_linear_period_goes_from_start_to_end(start, end, steps):
+    period = LinearPeriod(start, end, steps)
+    at = sorted({0, 1, steps // 3, steps // 2, steps - 1, steps})
+    values = [period(t) for t in at]
+    assert values == sorted(values, reverse=end < start)
+    assert values[0] == start and values[-1] == end
+    assert period(steps + 1) == period(10 * steps) == end
+    middle = start + (end - start) * (steps // 2 / steps)
+    assert period(steps // 2) == pytest.approx(middle, rel=1e-9)
+
+
+@given(periods, st.integers(1, 100))
+def test_a_linear_period_is_whole_where_it_should_be(start, steps):
+    # One longer each step: a value a rounding error below would cost a whole step.
+    period = LinearPeriod(start, start + steps, steps)
+    assert [period(t) for t in range(steps + 1)] == list(range(start, start + steps + 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((0.5, 20, 90), ValueError, r"LinearPeriod\.start must be finite and at least 1.* 0\.5"),
+        ((2, 0, 90), ValueError, r"LinearPeriod\.end must be finite and at least 1.* 0"),
+        ((2, math.inf, 90), ValueError, r"LinearPeriod\.end must be finite.* inf"),
+        ((math.nan, 2, 90), ValueError, r"LinearPeriod\.start must be finite.* nan"),
+        ((2, 20, 0), ValueError, r"LinearPeriod\.steps must be at least 1, found 0"),
+        ((2, 20, 9.0), TypeError, r"LinearPeriod\.steps must be a whole number, found 9\.0"),
+        ((2, 20, True), TypeError, r"LinearPeriod\.steps must be a whole number, found True"),
+        (("2", 20, 90), TypeError, r"LinearPeriod\.start must be a number, found '2'"),
+        ((2, True, 90), TypeError, r"LinearPeriod\.end must be a number, found True"),
+    ],
+)
+def test_linear_periods_that_make_no_sense(arguments, error, words):
+    with pytest.raises(error, match=words):
+        LinearPeriod(*arguments)
+
+
+# ---- what is refused ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("period", "error", "words"),
+    [
+        (True, TypeError, "period must be a whole number of steps.*found True"),
+        ("5", TypeError, "period must be a whole number of steps.*found '5'"),
+        (None, TypeError, "period must be a whole number of steps.*found None"),
+        (0, ValueError, "period must be at least 1.*found 0"),
+        (-3, ValueError, "period must be at least 1.*found -3"),
+        (-math.inf, ValueError, "period must be at least 1.*found -inf"),
+        (math.nan, ValueError, "period must be at least 1.*found nan"),
+        (0.5, ValueError, "period must be at least 1.*found 0.5"),
+        (2.5, ValueError, "period must be a whole number of steps.*found 2.5"),
+    ],
+)
+def test_periods_that_make_no_sense(period, error, words):
+    with pytest.raises(error, match=words):
+        Schedule.of(period)
+
+
+@pytest.mark.parametrize("value", [0.99, 0, -2, math.nan, -math.inf])
+def test_a_function_that_goes_wrong_names_the_step_and_the_value(value):
+    schedule = Schedule.of(lambda t: 2 if t < 3 else value)
+    full_steps(schedule, 3)
+    with pytest.raises(ValueError, match=f"t=3 must be at least 1, found {value}"):
+        schedule.is_full(schedule.t)
+    with pytest.raises(ValueError, match="t=3"):
+        schedule.advance()
+    assert schedule.t == 3
+
+
+@pytest.mark.parametrize("value", [None, "2", True])
+def test_a_function_that_gives_no_number_fails_at_the_first_step(value):
+    with pytest.raises(TypeError, match=f"t=0, .* must be a number, found {value!r}"):
+        Schedule.of(lambda t: value).is_full(0)
+
+
+# ---- description and state ---------------------------------------------------------------
+
+
+class Rising:
+    def __call__(self, t: int) -> float:
+        return 1 + t
+
+
+def rising(t: int) -> float:
+    return 1 + t
+
+
+@pytest.mark.parametrize(
+    ("period", "text"),
+    [
+        (5, "5"),
+        (5.0, "5"),
+        (math.inf, "inf"),
+        (LinearPeriod(2, 20, 90), "LinearPeriod(start=2, end=20, steps=90)"),
+        (rising, f"{__name__}.rising"),
+        (Rising(), f"{__name__}.Rising"),
+    ],
+)
+def test_the_description_is_the_same_in_every_process(period, text):
+    assert Schedule.of(period).describe() == text
+
+
+@given(
+    st.one_of(periods, st.just(math.inf), varying.map(cycling), st.just(LinearPeriod(1, 9, 20))),
+    lengths,
+    lengths,
+)
+def test_a_state_continues_the_same_sequence(period, before, after):
+    whole = Schedule.of(period)
+    full_steps(whole, before)
+    state = whole.state()
+    resumed = Schedule.of(period)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed.load(state)
+    assert resumed.state() == state
+    assert full_steps(resumed, after) == full_steps(whole, after)
+    assert resumed.state() == whole.state()
+
+
+def test_a_state_is_plain_data():
+    schedule = Schedule.of(4)
+    full_steps(schedule, 6)
+    state = schedule.state()
+    assert state == {"step": 6, "last_full": 4, "period": "4"}
+    assert {type(v) for v in state.values()} == {int, str}
+
+
+def test_another_period_goes_on_with_a_warning():
+    saved = Schedule.of(5)
+    full_steps(saved, 7)
+    schedule = Schedule.of(LinearPeriod(3, 3, 10))
+    with pytest.warns(UserWarning, match=r"saved state has period 5,.*LinearPeriod\(start=3"):
+        schedule.load(saved.state())
+    assert (schedule.t, schedule.last_full) == (7, 5)
+    assert full_steps(schedule, 5) == [8, 11]
+
+
+def test_block_steps_alone_leave_no_full_step_behind():
+    saved = Schedule.of(math.inf)
+    full_steps(saved, 4)
+    schedule = Schedule.of(lambda t: 3)
+    with pytest.warns(UserWarning, match="period inf"):
+        schedule.load(saved.state())
+    assert full_steps(schedule, 6) == [4, 7]
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"step": 3, "period": "2"}, r"lacks \['last_full'\]"),
+        ({}, r"lacks \['last_full', 'period', 'step'\]"),
+        ({"step": 3, "last_full": 3, "period": "2"}, "step=3, last_full=3"),
+        ({"step": 3, "last_full": -2, "period": "2"}, "step=3, last_full=-2"),
+        ({"step": -1, "last_full": -1, "period": "2"}, "step=-1, last_full=-1"),
+    ],
+)
+def test_a_damaged_state_changes_nothing(state: dict[str, Any], words: str):
+    schedule = Schedule.of(2)
+    full_steps(schedule, 3)
+    before = schedule.state()
+    with pytest.raises(ValueError, match=words):
+        schedule.load(state)
+    assert schedule.state() == before
