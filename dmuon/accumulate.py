@@ -18,7 +18,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Inside, backward only accumulates gradients locally.
 
     The first backward after it (or `step`, or `clip_grad_norm_`) reduces what has accumulated, as
-    with `DistributedDataParallel.no_sync`, which is used for a wrapped model.
+    with `DistributedDataParallel.no_sync`, which is used for a wrapped model. On FSDP2 this is
+    ``set_requires_gradient_sync(False)``, and only a backward reduces: let the last one of a step
+    run outside.
 
     Raises:
         OwnershipError: the model is not dedicated, or has no `dmuon.Muon` yet.

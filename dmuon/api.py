@@ -16,28 +16,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm.consensus import attempt, solve_on_first
+from dmuon.comm.fsdp import reshard
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.comm.replicated import ReplicatedRuntime
 from dmuon.comm.sharded import ShardedRuntime
-from dmuon.comm.transport import C10dTransport, LocalTransport, Transport
+from dmuon.comm.transport import Transport
 from dmuon.config import PlannerOptions, ReplicatedOptions, ShardedOptions
 from dmuon.measure import measured_costs
+from dmuon.meshes import make_transport, mesh_topology
 from dmuon.ownership import Ownership, ownerships_of
+from dmuon.requirements import check_ddp, check_pools, check_saved, check_wrapping
 from dmuon.scheduler.costs import CostTable, resolve_costs
+from dmuon.scheduler.dtensors import compute_device, covering_mesh, is_distributed, local_shard
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.plan import OwnershipPlan, check_plan_fits, solve
 from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.scheduler.shards import RankShards, ShardMap
 from dmuon.scheduler.shards import assemble as assemble_shards
-from dmuon.scheduler.specs import (
-    ModelSpecs,
-    compute_device,
-    covering_mesh,
-    is_distributed,
-    local_shard,
-)
-from dmuon.scheduler.topology import Topology, local_world_size
-from dmuon.types import DmuonError, Layout, OwnershipError, PlanError, Select
+from dmuon.scheduler.specs import ModelSpecs
+from dmuon.scheduler.topology import Topology
+from dmuon.types import DmuonError, Layout, OwnershipError, Select
 
 __all__ = ["assemble", "dedicate_params"]
 
@@ -82,13 +80,14 @@ def dedicate_params(
             without the mistake as ConsensusError.
     """
     ddp = model if isinstance(model, DistributedDataParallel) else None
-    if mesh is None and isinstance(model, nn.Module) and ddp is None:
-        mesh = covering_mesh(trainable_parameters(model))
-    transport = _make_transport(mesh, ddp, getattr(options, "timeout_s", None))
+    if isinstance(model, nn.Module) and ddp is None:
+        reshard(model)
+        mesh = covering_mesh(trainable_parameters(model)) if mesh is None else mesh
+    transport = make_transport(mesh, ddp, getattr(options, "timeout_s", None))
     return assemble(
         model,
         transport,
-        lambda: _topology(mesh, transport.world, model, planner),
+        lambda: mesh_topology(mesh, transport.world, model, planner),
         layout=layout,
         collect_specs=lambda m: collect(m, select=select, splits=splits, heads=heads),
         costs=costs,
@@ -139,7 +138,7 @@ class _Request:
                 f"dedicate_params takes an nn.Module, found {type(self.model).__name__}"
             )
         self._check_layout()
-        _check_wrapping(self.inner)
+        check_wrapping(self.inner)
         if ownerships_of(self.model):
             raise OwnershipError(
                 "this model is dedicated already: call close() on its Ownership before "
@@ -149,7 +148,7 @@ class _Request:
         if not isinstance(self.planner, PlannerOptions):
             raise TypeError(f"planner must be PlannerOptions, found {type(self.planner).__name__}")
         if self.ddp is not None:
-            _check_ddp(self.ddp, self.inner, transport)
+            check_ddp(self.ddp, self.inner, transport)
         topology = self.topology()
         if self.plan is not None:
             if not isinstance(self.plan, OwnershipPlan):
@@ -157,7 +156,7 @@ class _Request:
                     "plan must be an OwnershipPlan (see OwnershipPlan.from_json), found "
                     f"{type(self.plan).__name__}"
                 )
-            _check_saved(self.plan, self.planner, self.chosen)
+            check_saved(self.plan, self.planner, self.chosen)
         if self.chosen is not Layout.SHARDED:
             return _Prepared(specs, topology, None)
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -298,7 +297,7 @@ def assemble(
             limits = shards.limits(None, planner.owner_memory_bytes)
         if plan is not None:
             check_plan_fits(plan, specs, mesh)
-            _check_pools(plan, limits)
+            check_pools(plan, limits)
         prices = request.prices(transport, specs)
         text = solve_on_first(
             transport, lambda: request.solve(specs, mesh, prices, limits).to_json()
@@ -322,103 +321,3 @@ def _costs_text(costs: Any) -> str:
     if isinstance(costs, (str, os.PathLike)):
         return os.fspath(costs)
     return str(getattr(costs, "source", type(costs)))
-
-
-def _make_transport(
-    mesh: DeviceMesh | None, ddp: DistributedDataParallel | None, timeout_s: float | None
-) -> Transport:
-    if not dist.is_available() or not dist.is_initialized():
-        if mesh is not None:
-            raise OwnershipError(
-                "a mesh was given but torch.distributed is not initialized: call "
-                "torch.distributed.init_process_group() first"
-            )
-        return LocalTransport()
-    if mesh is not None:
-        if not isinstance(mesh, DeviceMesh):
-            raise TypeError(f"mesh must be a DeviceMesh or None, found {type(mesh).__name__}")
-        return C10dTransport(mesh.mesh.flatten().tolist(), timeout_s)
-    if ddp is not None:
-        return C10dTransport(dist.get_process_group_ranks(ddp.process_group), timeout_s)
-    return C10dTransport(list(range(dist.get_world_size())), timeout_s)
-
-
-def _topology(
-    mesh: DeviceMesh | None, world: int, model: nn.Module, planner: PlannerOptions
-) -> Topology:
-    device = compute_device([p for p in model.parameters() if p.requires_grad])
-    if mesh is not None and mesh.device_type != device.type:
-        raise OwnershipError(
-            f"the mesh is of {mesh.device_type!r} devices but the model is on {device}: move the "
-            f"model to {mesh.device_type!r}, or make the mesh with "
-            f"init_device_mesh({device.type!r}, ...)"
-        )
-    shape: tuple[int, ...] = (world,)
-    axes: tuple[str, ...] = ("dp",)
-    ranks = list(range(world))
-    if mesh is not None:
-        shape, ranks = tuple(mesh.shape), mesh.mesh.flatten().tolist()
-        axes = tuple(mesh.mesh_dim_names or (f"axis{i}" for i in range(mesh.ndim)))
-    elif isinstance(model, DistributedDataParallel):
-        ranks = dist.get_process_group_ranks(model.process_group)
-    # A mesh may be a part of all ranks, with gaps: its ranks lie where the launcher put them.
-    per_node = planner.ranks_per_node
-    if per_node is None and dist.is_available() and dist.is_initialized():
-        per_node = local_world_size()
-    nodes = [0 if per_node is None else rank // per_node for rank in ranks]
-    return Topology.on_nodes(shape, axes, nodes, device.type)
-
-
-def _check_pools(plan: OwnershipPlan, limits: OwnerLimits | None) -> None:
-    """A saved plan must let the same ranks own each matrix as the model's shards do."""
-    wanted = limits or OwnerLimits()
-    everyone = tuple(range(plan.topology.world))
-    for i, matrix in enumerate(plan.specs.matrices):
-        pool = wanted.pools[wanted.pool_of[i]] if wanted.pool_of else everyone
-        if plan.owners[i] not in pool:
-            raise PlanError(
-                f"in the saved plan rank {plan.owners[i]} owns {matrix.name!r}, which only ranks "
-                f"{list(pool)[:8]} hold in this model: plan anew"
-            )
-
-
-def _check_saved(plan: OwnershipPlan, planner: PlannerOptions, layout: Layout) -> None:
-    if plan.layout is not layout:
-        raise PlanError(
-            f"the saved plan is for layout {plan.layout.value!r}; this model is {layout.value!r}"
-        )
-    caps = (planner.owner_memory_bytes, plan.limits.memory_bytes)
-    cap = min((c for c in caps if c is not None), default=None)
-    fullest = max(plan.state_bytes)
-    if cap is not None and fullest > cap:
-        raise PlanError(
-            f"in the saved plan rank {plan.state_bytes.index(fullest)} stores {fullest} bytes of "
-            f"optimizer state, more than owner_memory_bytes={cap}: plan anew, or raise the cap"
-        )
-
-
-def _check_wrapping(inner: nn.Module) -> None:
-    for name, module in inner.named_modules():
-        if isinstance(module, DistributedDataParallel):
-            raise OwnershipError(
-                f"the model holds a DistributedDataParallel at {name!r}, which would average "
-                "gradients a second time: pass the DistributedDataParallel itself to "
-                "dedicate_params (and compile the module inside it, or the blocks)"
-            )
-
-
-def _check_ddp(ddp: DistributedDataParallel, inner: nn.Module, transport: Transport) -> None:
-    world = dist.get_world_size(ddp.process_group)
-    if world != transport.world:
-        raise OwnershipError(
-            f"DistributedDataParallel averages over {world} ranks but the mesh has "
-            f"{transport.world}: pass the mesh that DDP was built on, or none"
-        )
-    reduced = {id(p) for p in ddp.parameters() if p.requires_grad}
-    ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
-    for name, p in inner.named_parameters():
-        if p.requires_grad and (id(p) not in reduced or name in ignored):
-            raise OwnershipError(
-                f"parameter {name!r} is ignored by DistributedDataParallel, so its gradient would "
-                "not be averaged: freeze it, or let DDP have it"
-            )

@@ -21,8 +21,9 @@ from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.optim import Muon
 from dmuon.ownership import Ownership
 from dmuon.reference import ReferenceMuon
+from dmuon.scheduler.dtensors import whole_tensor
 from dmuon.scheduler.select import collect, trainable_parameters
-from dmuon.scheduler.specs import canonical_name, dtype_name, whole_tensor
+from dmuon.scheduler.specs import canonical_name, dtype_name
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, DmuonError, Layout
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dmuon.comm.fsdp import reshard
 from dmuon.ownership import Ownership, ownership_of
 from dmuon.scheduler.specs import canonical_name
 from dmuon.types import Algorithm, OwnershipError
@@ -24,6 +25,8 @@ _ADAMW_KEYS = {
 
 def collected(model_or_params: Any) -> Any:
     """The same, with generators turned into lists, so that it can be looked at twice."""
+    if isinstance(model_or_params, nn.Module):
+        reshard(model_or_params)
     if isinstance(model_or_params, nn.Module | Tensor) or not isinstance(model_or_params, Iterable):
         return model_or_params
     members = list(model_or_params)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.scheduler.plan import OwnershipPlan
@@ -18,8 +17,9 @@ from dmuon.types import OwnershipError
 
 __all__ = ["Ownership", "ownership_of"]
 
-# Weak on both sides: parameters and ownerships may go.
-_owner_by_parameter: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# By the id of a parameter: an ownership keeps its parameters, so ids are theirs while it lives. No
+# weak references to parameters, for torch refuses to convert a DTensor that has one (`model.to`).
+_owner_by_parameter: dict[int, weakref.ref[Ownership]] = {}
 # A model keeps its ownership alive, for the handle may be dropped. An ownership refers to
 # parameters but never to modules, so this keeps no model.
 _owner_by_model: weakref.WeakKeyDictionary[nn.Module, Ownership] = weakref.WeakKeyDictionary()
@@ -40,8 +40,9 @@ class Ownership:
         self._index = {p.name: i for i, p in enumerate(plan.specs.parameters)}
         self._matrix_index = {m.name: i for i, m in enumerate(plan.specs.matrices)}
         _owner_by_model[model] = self
-        for p in runtime.parameters:
-            _owner_by_parameter[p] = weakref.ref(self)
+        ids = [id(p) for p in runtime.parameters]
+        _owner_by_parameter.update(dict.fromkeys(ids, weakref.ref(self)))
+        weakref.finalize(self, _forget, ids, weakref.ref(self)).atexit = False
 
     def __repr__(self) -> str:
         return (
@@ -130,20 +131,28 @@ class Ownership:
         if model is not None:
             _owner_by_model.pop(model, None)
         for p in self.runtime.parameters:
-            _owner_by_parameter.pop(p, None)
+            _owner_by_parameter.pop(id(p), None)
+
+
+def _forget(ids: Sequence[int], reference: weakref.ref[Ownership]) -> None:
+    for i in ids:
+        if _owner_by_parameter.get(i) is reference:
+            del _owner_by_parameter[i]
 
 
 def ownership_of(parameter: Tensor) -> Ownership | None:
     """The open ownership that a parameter belongs to."""
-    reference = _owner_by_parameter.get(parameter)
+    reference = _owner_by_parameter.get(id(parameter))
     ownership = None if reference is None else reference()
     return None if ownership is None or ownership.closed else ownership
 
 
 def ownerships_of(model: nn.Module) -> list[Ownership]:
     """The ownerships of a model's parameters, each once, in order of first use."""
-    found = [ownership_of(p) for p in model.parameters()]
-    return list(dict.fromkeys(o for o in found if o is not None))
+    # FSDP2 puts other parameters into a unit while it is gathered, so modules are asked as well.
+    found = [_owner_by_model.get(m) for m in model.modules()]
+    found += [ownership_of(p) for p in model.parameters()]
+    return list(dict.fromkeys(o for o in found if o is not None and not o.closed))
 
 
 def required_ownerships(model: nn.Module, caller: str) -> list[Ownership]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from dmuon.scheduler.specs import local_tensor
+from dmuon.scheduler.dtensors import local_tensor
 from dmuon.update import merged_master
 
 __all__ = ["adamw_step", "make_adamw_state", "refresh_masters"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dmuon.comm.sharded import ShardedRuntime
-from dmuon.scheduler.specs import local_tensor
+from dmuon.scheduler.dtensors import local_tensor
 from dmuon.types import OwnershipError
 from dmuon.update import merged_master
 

@@ -1,7 +1,7 @@
 """Muon in the `sharded` layout: momentum on shards, Newton-Schulz at owners or on blocks.
 
-`begin` looks up gradients, `launch` takes a full step or a block step (`dmuon.sharded_steps`); what
-both work on is a `Bench`.
+`begin` looks up gradients, `launch` takes a full step or a block step; what both work on is a
+`Bench`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dmuon.block_step import BlockStep
 from dmuon.comm.sharded import ShardedRuntime
 from dmuon.comm.streams import host_can_read
 from dmuon.engine import Amp, Settings, group_of_matrices, rest_by_group
+from dmuon.full_step import FullStep
 from dmuon.kernels.footprint import iterate_elements
 from dmuon.ownership import Ownership
 from dmuon.rest import make_adamw_state, refresh_masters
-from dmuon.scheduler.specs import local_tensor
+from dmuon.scheduler.dtensors import local_tensor
 from dmuon.shard_state import ShardState, copy_state
-from dmuon.sharded_steps import Bench, BlockStep, FullStep, Outcome
+from dmuon.sharded_bench import Bench, Outcome
 from dmuon.update import Rates
 
 __all__ = ["ShardedEngine"]

@@ -19,13 +19,20 @@ from torch import nn
 
 from dmuon.comm.blocks import WaitPoint
 
-__all__ = ["Gathers", "drain_before_unshard", "fsdp_roots", "fsdp_wait_points"]
+__all__ = ["Gathers", "drain_before_unshard", "fsdp_roots", "fsdp_wait_points", "reshard"]
 
 
 def _fsdp_modules(model: nn.Module) -> Iterator[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return (m for m in model.modules() if isinstance(m, FSDPModule))
+
+
+def reshard(model: nn.Module) -> None:
+    """Show the sharded parameters again: after a forward pass without backward the root's are
+    still gathered."""
+    for module in _fsdp_modules(model):
+        module.reshard()
 
 
 def _below(module: nn.Module, inner: set[nn.Module]) -> Iterator[int]:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from dmuon.comm.routes import Unit
 from dmuon.comm.transport import Meter, Transport
+from dmuon.types import OwnershipError
 
-__all__ = ["Apply", "Compute", "Gradients", "LayoutRuntime", "OwnerRuntime"]
+__all__ = ["Apply", "Compute", "Gradients", "LayoutRuntime", "OwnerRuntime", "check_replaced"]
 
 # (unit, gradients [b, m, n], positions in the unit) -> (payload [b, m, n], update RMS [b])
 Compute = Callable[[Unit, Tensor, list[int]], tuple[Tensor, Tensor]]
@@ -87,3 +88,18 @@ class OwnerRuntime(LayoutRuntime, Protocol):
 
     def update_rms(self) -> dict[str, Tensor]:
         """RMS of the last published update of each matrix, by name; waits for pending ones."""
+
+
+def check_replaced(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """Raise OwnershipError if the model has another parameter by now, with a gradient.
+
+    A missing gradient may mean this.
+    """
+    known = {id(p) for p in parameters}
+    for name, p in model.named_parameters():
+        if id(p) not in known and p.requires_grad and p.grad is not None:
+            raise OwnershipError(
+                f"{name!r} is another parameter object now than at dedicate_params, and has a "
+                "gradient that would be lost: call fully_shard and parallelize_module before "
+                "dmuon.dedicate_params(model)"
+            )

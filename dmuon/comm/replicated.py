@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm.arena import Arena
 from dmuon.comm.blocks import Coverage, attach, wait_points
-from dmuon.comm.layout import Apply, Compute, Gradients
+from dmuon.comm.layout import Apply, Compute, Gradients, check_replaced
 from dmuon.comm.publish import Publisher, wire_bytes
 from dmuon.comm.reduction import GradientReducer, LivePack, window_bytes
 from dmuon.comm.routes import (
@@ -246,6 +246,9 @@ class ReplicatedRuntime:
                 "this backward. Build it with find_unused_parameters=True"
             )
         reducer.ensure()
+        model = self._model()
+        if model is not None and not any(reducer.present):
+            check_replaced(model, self.parameters)
 
     def unit_gradients(self, unit: Unit) -> Tensor:
         return self._bound[1].unit_gradients(unit)

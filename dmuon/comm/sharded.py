@@ -20,20 +20,15 @@ from torch import Tensor, nn
 
 from dmuon.comm.blocks import Coverage, WaitPoint, attach, wait_points
 from dmuon.comm.fsdp import Gathers, drain_before_unshard, fsdp_roots, fsdp_wait_points
-from dmuon.comm.layout import Gradients
+from dmuon.comm.layout import Gradients, check_replaced
 from dmuon.comm.pipeline import BucketWork, Pipeline, pipeline_elements
 from dmuon.comm.routes import Unit, units_of
 from dmuon.comm.shard_routes import BucketRoute, bucket_route, cut_buckets, wire_elements
 from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.config import ShardedOptions
+from dmuon.scheduler.dtensors import LayoutStamp, gradient_like, layout_stamp, local_tensor
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.shards import ShardMap
-from dmuon.scheduler.specs import (
-    LayoutStamp,
-    gradient_like,
-    layout_stamp,
-    local_tensor,
-)
 from dmuon.types import OwnershipError
 
 __all__ = ["ShardedRuntime"]
@@ -190,23 +185,11 @@ class ShardedRuntime:
             found.append(None if p.grad is None else local_tensor(p.grad))
         missing = tuple(i for i, grad in enumerate(found) if grad is None)
         if missing and missing != self._missing:
-            self._check_replaced()
+            model = self._model()
+            if model is not None:
+                check_replaced(model, self.parameters)
             self._missing = missing  # the same modules are unused, step after step
         return found
-
-    def _check_replaced(self) -> None:
-        """A missing gradient may mean that the module has another parameter by now."""
-        model = self._model()
-        if model is None:
-            return
-        known = {id(p) for p in self.parameters}
-        for name, p in model.named_parameters():
-            if id(p) not in known and p.requires_grad and p.grad is not None:
-                raise OwnershipError(
-                    f"{name!r} is another parameter object now than at dedicate_params, and has "
-                    "a gradient that would be lost: call fully_shard and parallelize_module before "
-                    "dmuon.dedicate_params(model)"
-                )
 
     def gradients(self) -> Gradients:
         """The first replica of the first copy of each parameter counts."""

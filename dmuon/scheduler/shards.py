@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
+from dmuon.scheduler.dtensors import LocalShard
 from dmuon.scheduler.limits import OwnerLimits
-from dmuon.scheduler.specs import ITEM_SIZE, LocalShard, MatrixSpec, ModelSpecs
+from dmuon.scheduler.specs import ITEM_SIZE, MatrixSpec, ModelSpecs
 from dmuon.types import OwnershipError
 
 __all__ = ["Box", "Form", "MatrixBox", "Piece", "RankShards", "ShardMap", "assemble", "matrix_box"]

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dmuon.comm.transport import Transport
 from dmuon.parallel_models import ParallelCase, ParallelModel
-from dmuon.scheduler.specs import local_tensor
+from dmuon.scheduler.dtensors import local_tensor
 from tests.distributed.sharded import Pair, dedicated, reference
 
 TOLERANCE = 1e-5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from dmuon.api import assemble
 from dmuon.comm.transport import C10dTransport, RecordingTransport, Transport
 from dmuon.parallel_models import CASES, ParallelCase, batch, loss_of
 from dmuon.reference import ReferenceMuon
-from dmuon.scheduler.specs import whole_tensor
+from dmuon.scheduler.dtensors import whole_tensor
 from dmuon.scheduler.topology import Topology
 
 BY_NAME = {case.name: case for case in CASES}
@@ -75,10 +76,12 @@ class Pair:
     def difference(self) -> tuple[float, str]:
         """The largest difference of a weight from the twin's, and where; a collective call."""
         twins = dict(self.twin.named_parameters())
-        return max(
-            (float((w.double() - twins[n].detach().double()).abs().max()), n)
-            for n, w in self.whole().items()
-        )
+        worst = (0.0, "-")
+        for name, weight in self.whole().items():
+            value = float((weight.double() - twins[name].detach().double()).abs().max())
+            if not value <= worst[0]:  # a NaN too
+                worst = (math.inf if math.isnan(value) else value, name)
+        return worst
 
 
 def pair(name: str, *, seed: int = 0, change: Callable[[nn.Module], Any] | None = None) -> Pair:
@@ -124,7 +127,8 @@ def reference(model: nn.Module, **kwargs: Any) -> ReferenceMuon:
 def train(both: Pair, steps: int, after: Callable[[int], Any] | None = None, **kwargs: Any) -> None:
     """Train both sides for some steps; ``after`` is called with each step's number."""
     with dedicated(both.model, **kwargs) as (_, opt):
-        shared = {k: v for k, v in kwargs.items() if k not in ("publish", "options")}
+        ours = ("publish", "transport", *_PLANNING)
+        shared = {k: v for k, v in kwargs.items() if k not in ours}
         ref = reference(both.twin, **shared)
         for step in range(steps):
             both.backward(step)
@@ -135,6 +139,7 @@ def train(both: Pair, steps: int, after: Callable[[int], Any] | None = None, **k
             ref.zero_grad()
             if after is not None:
                 after(step)
+        opt.synchronize()
 
 
 def recorded(own: dmuon.Ownership) -> RecordingTransport:

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dmuon
 from dmuon.parallel_models import ParallelModel, batch, loss_of
 from dmuon.reference import ReferenceMuon
-from dmuon.scheduler.specs import local_shard, local_tensor, whole_tensor
+from dmuon.scheduler.dtensors import local_shard, local_tensor, whole_tensor
 from tests.distributed.harness import distributed
 from tests.distributed.sharded import MUON, cases, dedicated, pair, reference, train
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import dmuon
 from dmuon.parallel_models import batch, loss_of
 from dmuon.reference import ReferenceMuon
-from dmuon.scheduler.specs import local_tensor, whole_tensor
+from dmuon.scheduler.dtensors import local_tensor, whole_tensor
 from tests.distributed.fsdp import TOLERANCE, advance, assert_close, fsdp, snapshot
 from tests.distributed.harness import distributed
 from tests.distributed.sharded import MUON, cases, dedicated, pair, reference

@@ -119,15 +119,15 @@ def importers_of(prefix: str) -> set[str]:
     }
 
 
-def test_only_specs_reads_dtensors():
+def test_only_one_file_reads_dtensors():
     # `parallel_models` makes them, for the built-in models of the `check` command.
-    allowed = {"dmuon.scheduler.specs", "dmuon.parallel_models"}
+    allowed = {"dmuon.scheduler.dtensors", "dmuon.parallel_models"}
     assert importers_of("torch.distributed.tensor") <= allowed
 
 
 def test_planning_and_kernels_never_touch_process_groups_or_devices():
     pure = {m for m in MODULES if room(m) in ("scheduler", "kernels", "update")}
-    assert pure & importers_of("torch.distributed") <= {"dmuon.scheduler.specs"}
+    assert pure & importers_of("torch.distributed") <= {"dmuon.scheduler.dtensors"}
     planning = {m for m in MODULES if room(m) == "scheduler"}
     assert planning & (importers_of("torch.cuda") | importers_of("torch.accelerator")) == set()
 
@@ -184,7 +184,7 @@ PRIVATE_EXCEPTIONS = {
         "torch.autograd.Variable._execution_engine.queue_callback",
     },
     # What a rank holds of a DTensor, for strided, uneven and empty shards too.
-    "dmuon.scheduler.specs": {
+    "dmuon.scheduler.dtensors": {
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
         "torch.distributed.tensor._utils",
     },

@@ -1,0 +1,105 @@
+"""A block step (MuonBP, arXiv 2510.16981, Algorithm 1): blocks by themselves, no collective."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dmuon.comm.streams import Stopwatch
+from dmuon.sharded_bench import Bench, Gradients, Outcome, Scale, reciprocal
+from dmuon.update import Rates, update_rms
+
+__all__ = ["BlockStep"]
+
+_BLOCK_BATCH = 16  # blocks of one shape that are orthogonalized together
+
+
+class BlockStep:
+    """See the module's docstring.
+
+    A block without a gradient here, or with one that is not finite, is left alone: without a
+    collective that is all a rank can know, and replicas know the same.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+
+    def run(
+        self,
+        grads: Gradients,
+        rates: list[Rates],
+        watch: Stopwatch,
+        found_inf: Tensor | None,
+    ) -> Outcome:
+        """Take the step. ``found_inf`` says nothing that is not seen here, block by block."""
+        bench, blocks = self._bench, self._bench.kept.blocks
+        of_blocks = bench.kept.gradients_of_blocks(grads)
+        norms = bench.operands(of_blocks)
+        checked = norms + bench.rest_peaks(grads)
+        which = [g is not None for g in of_blocks]
+        oks: list[Tensor] | None = None
+        values: Sequence[Scale] = norms
+        finite: bool | Tensor = True
+        if bench.on_host:
+            found = torch.stack([c.double() for c in checked]).tolist() if checked else []
+            finite = all(map(math.isfinite, found))
+            values = found[: len(norms)]
+            which = [
+                w and math.isfinite(v) for w, v in zip(which, found[: len(norms)], strict=True)
+            ]
+        else:
+            oks = [norm.isfinite() for norm in norms]
+            if checked:
+                finite = torch.stack([c.double() for c in checked]).isfinite().all()
+        bench.count_skip(not finite if isinstance(finite, bool) else finite.logical_not())
+        bench.commit(of_blocks, which, oks)
+        members = [k for k in range(len(blocks)) if which[k]]
+        rms = self._orthogonalize(members, values, oks, rates, watch)
+        bench.update_rest_alone(grads)
+        matrices = [blocks[k].matrix for k, _ in rms]
+        stacked = torch.stack([v for _, v in rms]) if rms else None
+        return Outcome(False, finite, matrices, stacked)
+
+    def _orthogonalize(
+        self,
+        members: Sequence[int],
+        norms: Sequence[Scale],
+        oks: list[Tensor] | None,
+        rates: list[Rates],
+        watch: Stopwatch,
+    ) -> list[tuple[int, Tensor]]:
+        """Newton-Schulz on blocks, equal ones together; (block, RMS of its update)."""
+        bench, blocks = self._bench, self._bench.kept.blocks
+        alike: dict[tuple[int, int, int, bool], list[int]] = defaultdict(list)
+        for k in members:
+            b = blocks[k]
+            alike[b.group, b.rows, b.cols, b.is_whole].append(k)
+        found: list[tuple[int, Tensor]] = []
+        for (group, rows, cols, whole), equal in alike.items():
+            eps = float(bench.optimizer.param_groups[group]["eps"])
+            rate = rates[group]
+            lr = self._lr(rate, rows, cols, whole)
+            for start in range(0, len(equal), _BLOCK_BATCH):
+                some = equal[start : start + _BLOCK_BATCH]
+                scales = [reciprocal(norms[k], eps) for k in some]
+                batch = bench.stacked(some, scales, oks)
+                update = bench.orthogonalize(group, batch, watch)
+                values = update_rms(update, lr / rate.lr if rate.lr else 0.0)
+                found += zip(some, values.unbind(), strict=True)
+                views = bench.unstacked(some, update)
+                if oks is None:
+                    bench.apply(some, views, rate.decay, lr, None)
+                else:
+                    for k, view in zip(some, views, strict=True):
+                        bench.apply([k], [view], rate.decay, lr, oks[k])
+        return found
+
+    def _lr(self, rate: Rates, rows: int, cols: int, whole: bool) -> float:
+        """The block's own learning rate; a matrix that is whole here always takes full steps."""
+        lr = rate.adjusted(rows, cols)
+        ratio = self._bench.settings.block_lr_ratio
+        return lr if whole or ratio is None else lr * ratio

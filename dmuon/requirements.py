@@ -1,0 +1,70 @@
+"""What `dedicate_params` requires of a model's wrapping and of a saved plan."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dmuon.comm.transport import Transport
+from dmuon.config import PlannerOptions
+from dmuon.scheduler.limits import OwnerLimits
+from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.types import Layout, OwnershipError, PlanError
+
+__all__ = ["check_ddp", "check_pools", "check_saved", "check_wrapping"]
+
+
+def check_pools(plan: OwnershipPlan, limits: OwnerLimits | None) -> None:
+    """A saved plan must let the same ranks own each matrix as the model's shards do."""
+    wanted = limits or OwnerLimits()
+    everyone = tuple(range(plan.topology.world))
+    for i, matrix in enumerate(plan.specs.matrices):
+        pool = wanted.pools[wanted.pool_of[i]] if wanted.pool_of else everyone
+        if plan.owners[i] not in pool:
+            raise PlanError(
+                f"in the saved plan rank {plan.owners[i]} owns {matrix.name!r}, which only ranks "
+                f"{list(pool)[:8]} hold in this model: plan anew"
+            )
+
+
+def check_saved(plan: OwnershipPlan, planner: PlannerOptions, layout: Layout) -> None:
+    if plan.layout is not layout:
+        raise PlanError(
+            f"the saved plan is for layout {plan.layout.value!r}; this model is {layout.value!r}"
+        )
+    caps = (planner.owner_memory_bytes, plan.limits.memory_bytes)
+    cap = min((c for c in caps if c is not None), default=None)
+    fullest = max(plan.state_bytes)
+    if cap is not None and fullest > cap:
+        raise PlanError(
+            f"in the saved plan rank {plan.state_bytes.index(fullest)} stores {fullest} bytes of "
+            f"optimizer state, more than owner_memory_bytes={cap}: plan anew, or raise the cap"
+        )
+
+
+def check_wrapping(inner: nn.Module) -> None:
+    for name, module in inner.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise OwnershipError(
+                f"the model holds a DistributedDataParallel at {name!r}, which would average "
+                "gradients a second time: pass the DistributedDataParallel itself to "
+                "dedicate_params (and compile the module inside it, or the blocks)"
+            )
+
+
+def check_ddp(ddp: DistributedDataParallel, inner: nn.Module, transport: Transport) -> None:
+    world = dist.get_world_size(ddp.process_group)
+    if world != transport.world:
+        raise OwnershipError(
+            f"DistributedDataParallel averages over {world} ranks but the mesh has "
+            f"{transport.world}: pass the mesh that DDP was built on, or none"
+        )
+    reduced = {id(p) for p in ddp.parameters() if p.requires_grad}
+    ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
+    for name, p in inner.named_parameters():
+        if p.requires_grad and (id(p) not in reduced or name in ignored):
+            raise OwnershipError(
+                f"parameter {name!r} is ignored by DistributedDataParallel, so its gradient would "
+                "not be averaged: freeze it, or let DDP have it"
+            )
