@@ -26,13 +26,13 @@ from dmuon.measure import measured_costs
 from dmuon.meshes import make_transport, mesh_topology
 from dmuon.ownership import Ownership, ownerships_of
 from dmuon.requirements import check_ddp, check_pools, check_saved, check_wrapping
+from dmuon.scheduler.assembly import assemble as assemble_shards
 from dmuon.scheduler.costs import CostTable, resolve_costs
 from dmuon.scheduler.dtensors import compute_device, covering_mesh, is_distributed, local_shard
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.plan import OwnershipPlan, check_plan_fits, solve
 from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.scheduler.shards import RankShards, ShardMap
-from dmuon.scheduler.shards import assemble as assemble_shards
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
 from dmuon.types import DmuonError, Layout, OwnershipError, Select

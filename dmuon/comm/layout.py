@@ -13,7 +13,16 @@ from dmuon.comm.routes import Unit
 from dmuon.comm.transport import Meter, Transport
 from dmuon.types import OwnershipError
 
-__all__ = ["Apply", "Compute", "Gradients", "LayoutRuntime", "OwnerRuntime", "check_replaced"]
+__all__ = [
+    "Apply",
+    "Compute",
+    "Gradients",
+    "LayoutRuntime",
+    "OwnerRuntime",
+    "check_frozen",
+    "check_replaced",
+    "not_bound",
+]
 
 # (unit, gradients [b, m, n], positions in the unit) -> (payload [b, m, n], update RMS [b])
 Compute = Callable[[Unit, Tensor, list[int]], tuple[Tensor, Tensor]]
@@ -103,3 +112,23 @@ def check_replaced(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None
                 "gradient that would be lost: call fully_shard and parallelize_module before "
                 "dmuon.dedicate_params(model)"
             )
+
+
+def check_frozen(frozen: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise OwnershipError if a parameter that was frozen at planning is trainable now."""
+    for name, p in frozen:
+        if p.requires_grad:
+            raise OwnershipError(
+                f"parameter {name!r} was frozen at dedicate_params and is trainable now, but "
+                "has no owner: call own.close(), dmuon.dedicate_params(model) and dmuon.Muon "
+                "again after unfreezing"
+            )
+
+
+def not_bound(closed: bool) -> OwnershipError:
+    """The error of a call that needs an optimizer when there is none."""
+    return OwnershipError(
+        "this ownership was closed: call dmuon.dedicate_params(model) and dmuon.Muon again"
+        if closed
+        else "no optimizer yet: make opt = dmuon.Muon(model, ...) first"
+    )

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm.arena import Arena
 from dmuon.comm.blocks import Coverage, attach, wait_points
-from dmuon.comm.layout import Apply, Compute, Gradients, check_replaced
+from dmuon.comm.layout import Apply, Compute, Gradients, check_frozen, check_replaced, not_bound
 from dmuon.comm.publish import Publisher, wire_bytes
 from dmuon.comm.reduction import GradientReducer, LivePack, window_bytes
 from dmuon.comm.routes import (
@@ -170,11 +170,7 @@ class ReplicatedRuntime:
     @property
     def _bound(self) -> tuple[GradientReducer, Publisher]:
         if self._live is None:
-            raise OwnershipError(
-                "this ownership was closed: call dmuon.dedicate_params(model) and dmuon.Muon again"
-                if self._closed
-                else "no optimizer yet: make opt = dmuon.Muon(model, ...) first"
-            )
+            raise not_bound(self._closed)
         return self._live
 
     # ---- gradients -----------------------------------------------------------------------
@@ -221,13 +217,7 @@ class ReplicatedRuntime:
     def reduce_gradients(self) -> None:
         reducer, publisher = self._bound
         publisher.check_storage()
-        for name, p in self._frozen:
-            if p.requires_grad:
-                raise OwnershipError(
-                    f"parameter {name!r} was frozen at dedicate_params and is trainable now, but "
-                    "has no owner: call own.close(), dmuon.dedicate_params(model) and dmuon.Muon "
-                    "again after unfreezing"
-                )
+        check_frozen(self._frozen)
         publisher.synchronize()
         ddp = self._ddp is not None
         if not reducer.open and reducer.rounds and not reducer.owed:

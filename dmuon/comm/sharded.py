@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dmuon.comm.blocks import Coverage, WaitPoint, attach, wait_points
 from dmuon.comm.fsdp import Gathers, drain_before_unshard, fsdp_roots, fsdp_wait_points
-from dmuon.comm.layout import Gradients, check_replaced
+from dmuon.comm.layout import Gradients, check_frozen, check_replaced, not_bound
 from dmuon.comm.pipeline import BucketWork, Pipeline, pipeline_elements
 from dmuon.comm.routes import Unit, units_of
 from dmuon.comm.shard_routes import BucketRoute, bucket_route, cut_buckets, wire_elements
@@ -144,11 +144,7 @@ class ShardedRuntime:
     def bound(self) -> Pipeline:
         """The pipeline; OwnershipError if there is no optimizer (any more)."""
         if self.pipeline is None:
-            raise OwnershipError(
-                "this ownership was closed: call dmuon.dedicate_params(model) and dmuon.Muon again"
-                if self._closed
-                else "no optimizer yet: make opt = dmuon.Muon(model, ...) first"
-            )
+            raise not_bound(self._closed)
         return self.pipeline
 
     # ---- gradients -----------------------------------------------------------------------
@@ -165,13 +161,7 @@ class ShardedRuntime:
                     "Shard, move or convert the model before dmuon.dedicate_params(model), or call "
                     "own.close() and dmuon.dedicate_params(model) again"
                 )
-        for name, p in self._frozen:
-            if p.requires_grad:
-                raise OwnershipError(
-                    f"parameter {name!r} was frozen at dedicate_params and is trainable now, but "
-                    "has no owner: call own.close(), dmuon.dedicate_params(model) and dmuon.Muon "
-                    "again after unfreezing"
-                )
+        check_frozen(self._frozen)
         self.synchronize()
 
     def local_gradients(self) -> list[Tensor | None]:
