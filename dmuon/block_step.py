@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from dmuon.comm.streams import Stopwatch
+from dmuon.kernels.footprint import iterate_elements
 from dmuon.sharded_bench import Bench, Gradients, Outcome, Scale, reciprocal
 from dmuon.update import Rates, update_rms
 
@@ -35,8 +36,14 @@ class BlockStep:
         watch: Stopwatch,
         found_inf: Tensor | None,
     ) -> Outcome:
-        """Take the step. ``found_inf`` says nothing that is not seen here, block by block."""
+        """Take the step; nothing changes where ``found_inf`` (0-d) is not zero: torch's scaler has
+        shared its verdict, and lowers its scale on all ranks."""
         bench, blocks = self._bench, self._bench.kept.blocks
+        bench.runtime.pass_by()
+        overflow = None if found_inf is None else found_inf.to(bench.runtime.device) != 0
+        if overflow is not None and bench.on_host and bool(overflow):
+            bench.count_skip(True)
+            return Outcome(full=False, finite=False)
         of_blocks = bench.kept.gradients_of_blocks(grads)
         norms = bench.operands(of_blocks)
         checked = norms + bench.rest_peaks(grads)
@@ -55,11 +62,14 @@ class BlockStep:
             oks = [norm.isfinite() for norm in norms]
             if checked:
                 finite = torch.stack([c.double() for c in checked]).isfinite().all()
+            if overflow is not None:
+                oks = [ok & ~overflow.to(ok.device) for ok in oks]
+                finite = ~overflow & torch.as_tensor(finite, device=overflow.device)
         bench.count_skip(not finite if isinstance(finite, bool) else finite.logical_not())
         bench.commit(of_blocks, which, oks)
         members = [k for k in range(len(blocks)) if which[k]]
         rms = self._orthogonalize(members, values, oks, rates, watch)
-        bench.update_rest_alone(grads)
+        bench.update_rest_alone(grads, overflow)
         matrices = [blocks[k].matrix for k, _ in rms]
         stacked = torch.stack([v for _, v in rms]) if rms else None
         return Outcome(False, finite, matrices, stacked)
@@ -97,6 +107,21 @@ class BlockStep:
                     for k, view in zip(some, views, strict=True):
                         bench.apply([k], [view], rate.decay, lr, oks[k])
         return found
+
+    def batch_bytes(self) -> int:
+        """The most that a batch of blocks and its Newton-Schulz take."""
+        bench, dtype = self._bench, self._bench.settings.ns_dtype
+        alike = Counter((b.group, b.rows, b.cols, b.is_whole) for b in bench.kept.blocks)
+        peak = 0
+        for (group, rows, cols, _), members in alike.items():
+            count = min(members, _BLOCK_BATCH)
+            steps = bench.optimizer.param_groups[group]["ns_steps"]
+            device = bench.runtime.device
+            inner = iterate_elements(count, rows, cols, dtype, steps, device) * dtype.itemsize
+            numel = count * rows * cols
+            copy = numel * (dtype.itemsize + 4) if dtype.itemsize < 4 else 0
+            peak = max(peak, numel * dtype.itemsize + max(inner, copy))
+        return peak
 
     def _lr(self, rate: Rates, rows: int, cols: int, whole: bool) -> float:
         """The block's own learning rate; a matrix that is whole here always takes full steps."""

@@ -80,6 +80,7 @@ class FullStep:
         runtime.all_reduce(vector, "norms").wait()
         verdict = self._message.read(vector, here, on_host=bench.on_host)
         if verdict.finite is False:
+            runtime.pass_by()
             bench.count_skip(True)
             return Outcome(full=True, finite=False)
         ok = verdict.ok

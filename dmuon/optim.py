@@ -57,7 +57,8 @@ class Muon(Optimizer):
     Reading weights through `state_dict`, a forward pass or after `synchronize` sees published
     values. In the `replicated` layout `step` consumes the matrices' gradients; use
     ``opt.zero_grad()`` (not ``model.zero_grad()``) to drop gradients without a step. In the
-    `sharded` layout a step that finds a non-finite gradient on any rank changes nothing anywhere.
+    `sharded` layout a step that finds a non-finite gradient on any rank changes nothing on any
+    rank; of several models in one optimizer, each has a verdict of its own.
 
     Args:
         model_or_params: a dedicated module, or its parameters as frameworks pass them: tensors,
@@ -226,11 +227,17 @@ class Muon(Optimizer):
         ``skipped``, the number of steps that were not, and ``step_bytes``, the memory that a full
         step takes on this rank, by purpose.
         """
+        found = [engine.stats() for engine in self._engines]
         joint: dict[str, Any] = {"update_rms": {}}
-        for engine in self._engines:
-            found = engine.stats()
-            joint["update_rms"] |= found.pop("update_rms")
-            joint |= found
+        for number, stats in enumerate(found):
+            rms = stats.pop("update_rms")
+            clash = joint["update_rms"].keys() & rms.keys()  # two models may use the same names
+            joint["update_rms"] |= {
+                f"{n} ({number})" if n in clash else n: v for n, v in rms.items()
+            }
+        for stats in found:
+            for key, value in stats.items():
+                joint[key] = _combined(key, joint[key], value) if key in joint else value
         return {
             "steps": self._schedule.t,
             "ns_dtype": str(self._settings.ns_dtype).removeprefix("torch."),
@@ -314,3 +321,12 @@ class Muon(Optimizer):
         if progress["step"] is not None:
             self._schedule.load(progress)
         self._note_progress()
+
+
+def _combined(key: str, one: Any, other: Any) -> Any:
+    """A number of `Muon.stats` over two ownerships."""
+    if key == "finite":
+        return one and other
+    if key == "step_bytes":
+        return {k: one.get(k, 0) + other.get(k, 0) for k in one.keys() | other.keys()}
+    return max(one, other)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dmuon.comm.sharded import ShardedRuntime
-from dmuon.scheduler.dtensors import local_tensor
+from dmuon.scheduler.dtensors import layout_stamp, local_tensor
 from dmuon.types import OwnershipError
 from dmuon.update import merged_master
 
@@ -94,12 +94,8 @@ class ShardState:
                 p, dtype=dtype, memory_format=torch.contiguous_format
             )
         self.rebind()
-        total = sum(view.numel() for view in self.momentum)
-        like = self.momentum[0] if self.momentum else torch.empty(0)
-        flat = torch.empty(total, dtype=like.dtype, device=like.device)
-        parts = flat.split([view.numel() for view in self.momentum]) if self.blocks else ()
         self.operands = [
-            part.view(view.shape) for part, view in zip(parts, self.momentum, strict=True)
+            torch.empty_like(view, memory_format=torch.contiguous_format) for view in self.momentum
         ]
         self.chunks = list(self._chunks())
 
@@ -144,10 +140,10 @@ class ShardState:
             self.rebind()
 
     def _chunks(self) -> Iterator[list[int]]:
-        """Blocks of one param group that are worked on together, as indices."""
-        by_group: dict[int, list[int]] = defaultdict(list)
+        """Blocks of one param group and dtype that are worked on together, as indices."""
+        by_group: dict[tuple[int, torch.dtype], list[int]] = defaultdict(list)
         for k, block in enumerate(self.blocks):
-            by_group[block.group].append(k)
+            by_group[block.group, self.momentum[k].dtype].append(k)
         small = self._runtime.device.type == "cpu"
         for members in by_group.values():
             chunk: list[int] = []
@@ -216,9 +212,9 @@ class ShardState:
 
 def copy_state(target: Tensor, source: Tensor) -> None:
     """Copy a saved tensor, whether it was saved with the shards of ``target`` or otherwise."""
-    ours, theirs = local_tensor(target), local_tensor(source)
-    if type(target) is type(source) and ours.shape == theirs.shape:
-        ours.copy_(theirs)
+    stamps = layout_stamp(target), layout_stamp(source)
+    if (stamps[0].placements, stamps[0].mesh) == (stamps[1].placements, stamps[1].mesh):
+        local_tensor(target).copy_(local_tensor(source))
         return
     assert math.prod(target.shape) == math.prod(source.shape)
     target.copy_(source)

@@ -212,16 +212,19 @@ class Bench:
                 found_inf,
             )
 
-    def update_rest_alone(self, grads: Gradients) -> None:
+    def update_rest_alone(self, grads: Gradients, overflow: Tensor | None) -> None:
         """AdamW on what this rank knows: parameters without a gradient here, or with one that is
-        not finite, are left alone. Replicas know the same."""
+        not finite, are left alone, and all where ``overflow`` (0-d bool) is true. Replicas know
+        the same."""
         for g, params in self.rest.items():
             members = [p for p in params if grads[self._index[p]] is not None]
             found = [x for x in (grads[self._index[p]] for p in members) if x is not None]
             if not self.on_host:
                 # A mask each, for the fused form takes one for all that it is given.
                 for p, grad in zip(members, found, strict=True):
-                    self._adamw(g, [p], [grad], grad.isfinite().all().logical_not().float())
+                    bad = grad.isfinite().all().logical_not()
+                    bad = bad if overflow is None else bad | overflow.to(bad.device)
+                    self._adamw(g, [p], [grad], bad.float())
                 continue
             finite = [bool(grad.isfinite().all()) for grad in found]
             self._adamw(

@@ -113,16 +113,30 @@ class ShardedEngine:
     def step_bytes(self) -> dict[str, int]:
         """Bytes beside weights, gradients and optimizer state that a full step takes, by purpose.
 
-        "operands" to "assembly" are allocated once and kept (see `pipeline_elements`);
-        "newton_schulz" is the most that is alive at once while an owner computes: the iteration's
-        own (see `iterate_elements`), or its result with a float32 copy for the RMS.
+        "operands" to "assembly" are allocated once and kept (see `pipeline_elements`). Of the
+        others one is alive at a time: "newton_schulz" while an owner computes, the iteration's own
+        (see `iterate_elements`) or its result with a float32 copy for the RMS; "adamw" for its two
+        temporaries of the largest local tensor (on a CPU; its fused form has none);
+        "block_step" for the largest batch of blocks and its iteration.
         """
         kept = self.bench.kept
         dtype = self._settings.ns_dtype
         found = {"operands": sum(o.numel() * o.element_size() for o in kept.operands)}
         for purpose, elements in self._runtime.buffer_elements().items():
             found[purpose] = elements * dtype.itemsize
-        peak = 0
+        found["newton_schulz"] = self._newton_schulz_bytes()
+        sizes = [
+            local_tensor(p).numel() * (4 if self._settings.master_weights else p.dtype.itemsize)
+            for params in self.bench.rest.values()
+            for p in params
+        ]
+        found["adamw"] = 2 * max(sizes, default=0) if self.bench.on_host else 0
+        if not self._settings.schedule.always_full:
+            found["block_step"] = self._block.batch_bytes()
+        return found
+
+    def _newton_schulz_bytes(self) -> int:
+        dtype, peak = self._settings.ns_dtype, 0
         for unit in self._runtime.units:
             if unit.owner != self._ownership.rank:
                 continue
@@ -134,7 +148,7 @@ class ShardedEngine:
             if self._runtime.is_local(unit):
                 size += unit.numel * dtype.itemsize  # its batch has no place in "assembly"
             peak = max(peak, size)
-        return found | {"newton_schulz": peak}
+        return peak
 
     def before_state_dict(self) -> None:
         """Everything is in the optimizer's state already."""

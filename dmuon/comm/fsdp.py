@@ -8,6 +8,7 @@ they are read here alone.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -69,26 +70,33 @@ class Gathers:
     """Whether and where units are gathered; may change at any time, so it is looked up anew."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._modules = list(_fsdp_modules(model))
-        self._states = [m._get_fsdp_state() for m in self._modules]
+        # Weak: what belongs to an ownership must not keep the model.
+        self._references = [weakref.ref(m) for m in _fsdp_modules(model)]
         self._device_module = torch.get_device_module(device)
+
+    def _modules(self) -> list[Any]:
+        return [m for m in (reference() for reference in self._references) if m is not None]
+
+    def _states(self) -> list[Any]:
+        return [m._get_fsdp_state() for m in self._modules()]
 
     def ahead(self) -> bool:
         """Whether any unit gathers others, or the order of gathering cannot be told."""
         # Where torch keeps the list elsewhere, it is assumed to be in use.
-        if any(getattr(s, "_states_to_forward_prefetch", True) for s in self._states):
+        if any(getattr(s, "_states_to_forward_prefetch", True) for s in self._states()):
             return True
-        return bool(self._states) and not self._streams()
+        return bool(self._references) and not self._streams()
 
     def by_other_methods(self) -> bool:
         """Whether `register_fsdp_forward_method` made a method gather, which calls no hook.
 
-        It puts a bound method of the module into the module.
+        It puts a bound method of the module into the module; as others do with ``forward``, which
+        runs between hooks.
         """
         return any(
-            isinstance(value, MethodType) and value.__self__ is module
-            for module in self._modules
-            for value in vars(module).values()
+            isinstance(value, MethodType) and value.__self__ is module and name != "forward"
+            for module in self._modules()
+            for name, value in vars(module).items()
         )
 
     def follow(self) -> None:
@@ -102,7 +110,7 @@ class Gathers:
 
     def _streams(self) -> dict[int, Any]:
         """None before the first forward pass: what its root does then is enough."""
-        contexts = [getattr(s, "_comm_ctx", None) for s in self._states]
+        contexts = [getattr(s, "_comm_ctx", None) for s in self._states()]
         streams = [getattr(c, "all_gather_copy_in_stream", None) for c in contexts]
         return {id(stream): stream for stream in streams if stream is not None}
 
@@ -116,17 +124,19 @@ def drain_before_unshard(model: nn.Module, drain: Callable[[], None]) -> list[Ca
 
 
 def _wrapped(module: Any, drain: Callable[[], None]) -> Callable[[], None]:
-    unshard = module.unshard
+    reference = weakref.ref(module)
+    unshard = type(module).unshard
 
     @wraps(unshard)
     def drained(*args: Any, **kwargs: Any) -> Any:
         drain()
-        return unshard(*args, **kwargs)
+        return unshard(reference(), *args, **kwargs)
 
     module.unshard = drained
 
     def remove() -> None:
-        if vars(module).get("unshard") is drained:
-            del module.unshard
+        alive = reference()
+        if alive is not None and vars(alive).get("unshard") is drained:
+            del alive.unshard
 
     return remove

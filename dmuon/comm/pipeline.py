@@ -219,11 +219,13 @@ class Pipeline:
             self._assemble(bucket)
             if b + self._slots < count:
                 self._gather(b + self._slots, work)
+            if b and self._slots == 1:  # its slot is needed now
+                self._replicate(b - 1)
             if b >= self._slots:
                 self.land([b - self._slots])
             self._compute(bucket, work)
             self._scatter(b, work)
-            if b:
+            if b and self._slots > 1:
                 self._replicate(b - 1)
         if count:
             self._replicate(count - 1)

@@ -222,6 +222,11 @@ class ShardedRuntime:
         # The forward that led here read them without passing their wait point.
         pipeline.land(sorted(set().union(*(self._needs.get(i, set()) for i in missed))))
 
+    def pass_by(self) -> None:
+        """A step in which nothing travels: forget which hooks the forward before it passed."""
+        if self._coverage is not None:
+            self._coverage.take_missed()
+
     def synchronize(self) -> None:
         if self.pipeline is not None and self.pipeline.pending:
             with torch.no_grad():

@@ -5,7 +5,10 @@ No answer is believed here or elsewhere: callers check what it says by their own
 
 from __future__ import annotations
 
+import importlib
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +52,25 @@ class Answer:
     duals: npt.NDArray[np.float64]
 
 
+def _import_pulp() -> None:
+    """Import PuLP on a stack of its own.
+
+    It keeps an exception of its import, and an exception keeps the frames of all callers: with
+    them the model that is being planned for would never be freed.
+    """
+
+    def run() -> None:
+        with suppress(ImportError):
+            importlib.import_module("pulp")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
 def available_engines() -> tuple[str, ...]:
     """The solvers that PuLP finds here, in order of preference."""
+    _import_pulp()
     try:
         import pulp
     except ImportError:

@@ -212,6 +212,28 @@ def test_replicas_and_copies_skip_alike(rank, world):
 # ---- GradScaler --------------------------------------------------------------------------
 
 
+@distributed(2)
+def test_grad_scaler_is_obeyed_in_block_steps(rank, world):
+    """Its verdict is shared already, and it lowers its scale on every rank."""
+    both = fsdp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with dedicated(both.model, period=3) as (_, opt):
+        for step in range(4):
+            scaler.scale(loss_of(both.model, batch(step, rank))).backward()
+            if step == 1:
+                poison(both.model, WHERE[0], math.inf)
+                before = snapshot(both.model, opt)
+            scaler.unscale_(opt)
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+            if step == 1:
+                after = snapshot(both.model, opt)
+                assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+                assert opt.stats()["finite"] is False and scaler.get_scale() == 2.0**9
+        assert opt.stats()["finite"] and opt.stats()["skipped"] == 1
+
+
 @pytest.mark.parametrize("unscale", [True, False], ids=["unscale_ and clip", "step alone"])
 @distributed(2)
 def test_grad_scaler(rank, world, unscale):

@@ -86,7 +86,7 @@ def test_bf16_parameters(rank, world, ddp, reduce):
     )
     row = report.rows[0]
     assert row.dtype == "bfloat16" and row.passed, str(report)
-    assert row.tolerance == (0.25 if reduce is None and world > 1 else 0.05)
+    assert row.tolerance == (0.35 if reduce is None and world > 1 else 0.05)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dmuon.api import _topology
 from dmuon.config import PlannerOptions
+from dmuon.meshes import mesh_topology
 from dmuon.scheduler.topology import Topology, diagonal_slots, local_world_size
 from dmuon.types import DmuonError, OwnershipError
 
@@ -235,7 +235,7 @@ def sixteen_ranks(monkeypatch) -> Iterator[None]:
 
 
 def topology_of(mesh=None, model=None, world=16, **options) -> Topology:
-    return _topology(mesh, world, model or nn.Linear(2, 2), PlannerOptions(**options))
+    return mesh_topology(mesh, world, model or nn.Linear(2, 2), PlannerOptions(**options))
 
 
 def test_all_ranks_without_a_mesh(sixteen_ranks):
