@@ -69,7 +69,7 @@ class BlockStep:
         bench.commit(of_blocks, which, oks)
         members = [k for k in range(len(blocks)) if which[k]]
         rms = self._orthogonalize(members, values, oks, rates, watch)
-        bench.update_rest_alone(grads, overflow)
+        bench.update_rest_alone(grads, overflow, all_finite=finite is True)
         matrices = [blocks[k].matrix for k, _ in rms]
         stacked = torch.stack([v for _, v in rms]) if rms else None
         return Outcome(False, finite, matrices, stacked)

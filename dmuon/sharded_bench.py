@@ -212,10 +212,12 @@ class Bench:
                 found_inf,
             )
 
-    def update_rest_alone(self, grads: Gradients, overflow: Tensor | None) -> None:
+    def update_rest_alone(
+        self, grads: Gradients, overflow: Tensor | None, *, all_finite: bool
+    ) -> None:
         """AdamW on what this rank knows: parameters without a gradient here, or with one that is
         not finite, are left alone, and all where ``overflow`` (0-d bool) is true. Replicas know
-        the same."""
+        the same. ``all_finite``: the host knows that there is nothing to look for."""
         for g, params in self.rest.items():
             members = [p for p in params if grads[self._index[p]] is not None]
             found = [x for x in (grads[self._index[p]] for p in members) if x is not None]
@@ -226,7 +228,7 @@ class Bench:
                     bad = bad if overflow is None else bad | overflow.to(bad.device)
                     self._adamw(g, [p], [grad], bad.float())
                 continue
-            finite = [bool(grad.isfinite().all()) for grad in found]
+            finite = [all_finite or bool(grad.isfinite().all()) for grad in found]
             self._adamw(
                 g,
                 [p for p, ok in zip(members, finite, strict=True) if ok],

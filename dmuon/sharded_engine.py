@@ -24,7 +24,7 @@ from dmuon.rest import make_adamw_state, refresh_masters
 from dmuon.scheduler.dtensors import local_tensor
 from dmuon.shard_state import ShardState, copy_state
 from dmuon.sharded_bench import Bench, Outcome
-from dmuon.update import Rates
+from dmuon.update import Rates, scale_all
 
 __all__ = ["ShardedEngine"]
 
@@ -66,7 +66,8 @@ class ShardedEngine:
         self._amp = amp
         present = [g for g in self._grads if g is not None]
         if amp.scale is not None and present:
-            torch._foreach_mul_(present, float(amp.scale.double().reciprocal()))
+            # A tensor, for reading it would wait for the device.
+            scale_all(present, amp.scale.reciprocal().to(present[0].device))
 
     def _refresh_masters(self) -> None:
         if not self._settings.master_weights:
