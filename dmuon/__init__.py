@@ -3,7 +3,7 @@
 from dmuon.accumulate import no_sync
 from dmuon.api import dedicate_params
 from dmuon.clip import clip_grad_norm_
-from dmuon.config import PlannerOptions, ReplicatedOptions, ShardedOptions
+from dmuon.config import DedicatedOptions, PlannerOptions, ReplicatedOptions, ShardedOptions
 from dmuon.equivalence import EquivalenceReport, check_step_equivalence
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.optim import Muon
@@ -15,6 +15,7 @@ from dmuon.scheduler.report import LoadBalanceReport
 
 __all__ = [
     "CostTable",
+    "DedicatedOptions",
     "EquivalenceReport",
     "LinearPeriod",
     "LoadBalanceReport",

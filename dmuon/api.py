@@ -16,16 +16,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm.consensus import attempt, solve_on_first
+from dmuon.comm.dedicated import DedicatedRuntime
+from dmuon.comm.dedicated_routes import Slices, slice_boxes
 from dmuon.comm.fsdp import reshard
+from dmuon.comm.grid import Grid, open_lanes
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.comm.replicated import ReplicatedRuntime
 from dmuon.comm.sharded import ShardedRuntime
-from dmuon.comm.transport import Transport
-from dmuon.config import PlannerOptions, ReplicatedOptions, ShardedOptions
+from dmuon.comm.transport import C10dTransport, Transport
+from dmuon.config import DedicatedOptions, PlannerOptions, ReplicatedOptions, ShardedOptions
 from dmuon.measure import measured_costs
-from dmuon.meshes import make_transport, mesh_topology
+from dmuon.meshes import lane_maker, make_transport, mesh_device, mesh_topology, tensor_axes
 from dmuon.ownership import Ownership, ownerships_of
-from dmuon.requirements import check_ddp, check_pools, check_saved, check_wrapping
+from dmuon.requirements import (
+    check_axes,
+    check_ddp,
+    check_dedicated,
+    check_pools,
+    check_saved,
+    check_wrapping,
+)
 from dmuon.scheduler.assembly import assemble as assemble_shards
 from dmuon.scheduler.costs import CostTable, resolve_costs
 from dmuon.scheduler.dtensors import compute_device, covering_mesh, is_distributed, local_shard
@@ -39,6 +49,8 @@ from dmuon.types import DmuonError, Layout, OwnershipError, Select
 
 __all__ = ["assemble", "dedicate_params"]
 
+Options = DedicatedOptions | ReplicatedOptions | ShardedOptions
+
 
 def dedicate_params(
     model: nn.Module,
@@ -51,7 +63,7 @@ def dedicate_params(
     costs: Any = "measured",
     solver: str = "auto",
     planner: PlannerOptions = PlannerOptions(),  # noqa: B008  frozen
-    options: ReplicatedOptions | ShardedOptions | None = None,
+    options: Options | None = None,
     plan: OwnershipPlan | None = None,
 ) -> Ownership:
     """Decide which rank owns which matrix of ``model``, the same on every rank.
@@ -64,8 +76,11 @@ def dedicate_params(
     Args:
         layout: "sharded" for a model with `DTensor` parameters (FSDP2, HSDP, tensor and expert
             parallelism: shard it before this call), "replicated" for a plain module or
-            `DistributedDataParallel`; "auto" looks at the parameters.
-        options: `ShardedOptions` or `ReplicatedOptions`, as the layout is.
+            `DistributedDataParallel`; "auto" looks at the parameters. "dedicated": only its owner
+            stores a matrix. Ask for it before ``fully_shard(..., ignored_params=
+            own.dedicated_params)``, or on a plain module, also one on the meta device; a mesh of
+            two axes is then (replicate, shard), axes of tensor parallelism apart.
+        options: `ShardedOptions`, `ReplicatedOptions` or `DedicatedOptions`, as the layout is.
         select: ``(name, parameter) -> bool`` picks the matrices instead of the default rules.
         splits: name pattern -> row sizes; makes several matrices of a fused parameter.
         heads: name pattern -> number of equal row blocks, each a matrix.
@@ -83,18 +98,26 @@ def dedicate_params(
     if isinstance(model, nn.Module) and ddp is None:
         reshard(model)
         mesh = covering_mesh(trainable_parameters(model)) if mesh is None else mesh
-    transport = make_transport(mesh, ddp, getattr(options, "timeout_s", None))
+    timeout_s = getattr(options, "timeout_s", None)
+    transport = make_transport(mesh, ddp, timeout_s)
     return assemble(
         model,
         transport,
         lambda: mesh_topology(mesh, transport.world, model, planner),
         layout=layout,
-        collect_specs=lambda m: collect(m, select=select, splits=splits, heads=heads),
+        collect_specs=lambda m: collect(
+            m,
+            select=select,
+            splits=splits,
+            heads=heads,
+            allow_meta=layout == Layout.DEDICATED,
+        ),
         costs=costs,
         solver=solver,
         planner=planner,
         options=options,
         plan=plan,
+        new_lane=lane_maker(mesh, transport.world, timeout_s),
     )
 
 
@@ -109,8 +132,9 @@ class _Request:
     costs: Any
     solver: str
     planner: PlannerOptions
-    options: ReplicatedOptions | ShardedOptions | None
+    options: Options | None
     plan: OwnershipPlan | None
+    new_lane: Callable[[Sequence[int]], Transport]
 
     @cached_property
     def is_sharded(self) -> bool:
@@ -139,6 +163,8 @@ class _Request:
             )
         self._check_layout()
         check_wrapping(self.inner)
+        if self.chosen is Layout.DEDICATED:
+            check_dedicated(self.model, transport)
         if ownerships_of(self.model):
             raise OwnershipError(
                 "this model is dedicated already: call close() on its Ownership before "
@@ -157,8 +183,10 @@ class _Request:
                     f"{type(self.plan).__name__}"
                 )
             check_saved(self.plan, self.planner, self.chosen)
-        if self.chosen is not Layout.SHARDED:
+        if self.chosen is Layout.REPLICATED:
             return _Prepared(specs, topology, None)
+        if self.chosen is Layout.DEDICATED:
+            check_axes(trainable_parameters(self.inner), topology, self.options)
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         named = trainable_parameters(self.inner)
         return _Prepared(
@@ -169,11 +197,6 @@ class _Request:
         known = [member.value for member in Layout]
         if self.layout not in known:
             raise DmuonError(f"layout must be one of {known}, found {self.layout!r}")
-        if self.layout == Layout.DEDICATED:
-            raise DmuonError(
-                "layout='dedicated' is not part of this version; use 'sharded' on a model with "
-                "DTensor parameters, 'replicated' on a plain module or DistributedDataParallel"
-            )
         if self.chosen is Layout.REPLICATED and self.is_sharded:
             name = next(n for n, p in self.inner.named_parameters() if is_distributed(p))
             raise DmuonError(
@@ -216,7 +239,8 @@ class _Request:
         """The costs; measured, by all ranks together, if that is asked for."""
         if self.plan is not None or not isinstance(self.costs, str) or self.costs != "measured":
             return self.costs
-        device = compute_device([p for _, p in trainable_parameters(self.inner)])
+        parameters = [p for _, p in trainable_parameters(self.inner)]
+        device = mesh_device(self.topology(), parameters)
         return measured_costs(transport, [m.key for m in specs.matrices], device, self.planner)
 
     def solve(
@@ -233,6 +257,21 @@ class _Request:
             limits=limits,
         )
 
+    def dedicated(
+        self, plan: OwnershipPlan, reports: Sequence[RankShards], transport: Transport
+    ) -> LayoutRuntime:
+        """The machinery of the `dedicated` layout; places the weights. A collective call."""
+        named = trainable_parameters(self.inner)
+        axes = tensor_axes(named)
+        grid = Grid.of(plan.topology, axes)
+        slices = Slices(plan, grid, slice_boxes(plan.specs, grid, reports))
+        lanes = open_lanes(grid, transport, self.new_lane)
+        options = self.options or DedicatedOptions()
+        assert isinstance(options, DedicatedOptions)
+        parameters = [p for _, p in named]
+        device = mesh_device(plan.topology, parameters)
+        return DedicatedRuntime(plan, slices, self.inner, parameters, lanes, options, axes, device)
+
     def runtime(
         self, plan: OwnershipPlan, shards: ShardMap | None, transport: Transport
     ) -> LayoutRuntime:
@@ -248,7 +287,8 @@ class _Request:
         return ReplicatedRuntime(plan, self.inner, named, transport, replicated, self.ddp)
 
 
-_OPTIONS: dict[Layout, type[ReplicatedOptions] | type[ShardedOptions]] = {
+_OPTIONS: dict[Layout, type[Options]] = {
+    Layout.DEDICATED: DedicatedOptions,
     Layout.REPLICATED: ReplicatedOptions,
     Layout.SHARDED: ShardedOptions,
 }
@@ -256,7 +296,7 @@ _OPTIONS: dict[Layout, type[ReplicatedOptions] | type[ShardedOptions]] = {
 
 @dataclass(frozen=True)
 class _Prepared:
-    """``shards``: what this rank holds, in the `sharded` layout."""
+    """``shards``: what this rank holds, in the layouts that look at it."""
 
     specs: ModelSpecs
     topology: Topology
@@ -273,12 +313,16 @@ def assemble(
     costs: Any = "measured",
     solver: str = "auto",
     planner: PlannerOptions = PlannerOptions(),  # noqa: B008  frozen
-    options: ReplicatedOptions | ShardedOptions | None = None,
+    options: Options | None = None,
     plan: OwnershipPlan | None = None,
+    new_lane: Callable[[Sequence[int]], Transport] = C10dTransport,
 ) -> Ownership:
-    """`dedicate_params` over a given transport; on failure the transport is closed."""
+    """`dedicate_params` over a given transport; on failure the transport is closed.
+
+    ``new_lane`` makes a transport of its own over some of the mesh's ranks.
+    """
     request = _Request(
-        model, topology, layout, collect_specs, costs, solver, planner, options, plan
+        model, topology, layout, collect_specs, costs, solver, planner, options, plan, new_lane
     )
     with ExitStack() as undo:
         undo.callback(transport.close)
@@ -290,9 +334,12 @@ def assemble(
         )
         specs, mesh = prepared.specs, prepared.topology
         shards, limits = None, None
+        reports: list[RankShards] = []
         if prepared.shards is not None:
+            reports = transport.gather_objects(prepared.shards)
+        if request.chosen is Layout.SHARDED:
             # Pure from here on: every rank comes to the same result, or to the same error.
-            shards = assemble_shards(specs, transport.gather_objects(prepared.shards))
+            shards = assemble_shards(specs, reports)
             specs = shards.specs
             limits = shards.limits(None, planner.owner_memory_bytes)
         if plan is not None:
@@ -308,7 +355,10 @@ def assemble(
             what="dmuon.dedicate_params (the plan)",
             digest=OwnershipPlan.fingerprint,
         )
-        runtime = request.runtime(agreed, shards, transport)
+        if request.chosen is Layout.DEDICATED:
+            runtime = request.dedicated(agreed, reports, transport)
+        else:
+            runtime = request.runtime(agreed, shards, transport)
         undo.pop_all()
     return Ownership(agreed, runtime, request.inner)
 

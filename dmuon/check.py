@@ -91,7 +91,7 @@ _HALF_PRECISION = ("fsdp4", "tp+fsdp")
 
 # What an owner calls for Newton-Schulz, by layout.
 NEWTON_SCHULZ = {
-    "replicated": "dmuon.replicated_engine.newton_schulz",
+    "replicated": "dmuon.owner_engine.newton_schulz",
     "sharded": "dmuon.sharded_bench.iterate",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +109,49 @@ class ShardedOptions:
                 )
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ValueError(f"ShardedOptions.timeout_s must be > 0, found {self.timeout_s}")
+
+
+@dataclass(frozen=True, slots=True)
+class DedicatedOptions:
+    """How the `dedicated` layout moves bytes.
+
+    ``prefetch``: how many groups of modules are broadcast ahead of the one that runs.
+    ``free_after_forward``: drop a group's weights when it has run, and broadcast them again for
+    backward; False keeps them until backward is done. ``groups``: ``(name, module) -> bool`` picks
+    the modules whose weights travel together (None: the members of the outermost `ModuleList`,
+    `ModuleDict` and `Sequential`). ``param_dtype``: the dtype in which weights travel and are used
+    (None: their own). ``reduce_dtype``: the dtype in which gradients travel and are averaged (None:
+    the parameter's own). ``broadcast_parameters``: start from the weights and buffers of the mesh's
+    first rank. ``timeout_s``: after how many seconds a collective of dmuon's own process groups
+    gives up (None: torch's default for new groups, whatever `init_process_group` was given).
+    """
+
+    prefetch: int = 1
+    free_after_forward: bool = True
+    groups: Callable[[str, torch.nn.Module], bool] | None = None
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    broadcast_parameters: bool = True
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int):
+            raise TypeError(f"DedicatedOptions.prefetch must be an int, found {self.prefetch!r}")
+        if self.prefetch < 0:
+            raise ValueError(f"DedicatedOptions.prefetch must be >= 0, found {self.prefetch}")
+        if self.groups is not None and not callable(self.groups):
+            raise TypeError(
+                "DedicatedOptions.groups must be a function (name, module) -> bool or None, found "
+                f"{self.groups!r}"
+            )
+        for name in ("param_dtype", "reduce_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not dtype.is_floating_point:
+                raise ValueError(
+                    f"DedicatedOptions.{name} must be a floating dtype or None, found {dtype}"
+                )
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError(f"DedicatedOptions.timeout_s must be > 0, found {self.timeout_s}")
 
 
 ADJUST_LR = (None, "original", "match_rms_adamw")

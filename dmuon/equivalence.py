@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.api import dedicate_params
-from dmuon.comm.layout import OwnerRuntime
+from dmuon.comm.replicated import ReplicatedRuntime
 from dmuon.config import ReplicatedOptions
 from dmuon.equivalence_report import EquivalenceReport, EquivalenceRow
 from dmuon.kernels.newton_schulz import newton_schulz
@@ -311,7 +311,7 @@ class _Trial:
 
     def _compare_published(self, step: int, updated: list[bool]) -> None:
         """What this rank received, before it is rounded into weights, with the reference's."""
-        published = cast(OwnerRuntime, self.own.runtime).published()
+        published = cast(ReplicatedRuntime, self.own.runtime).published()
         matrices = [m for m in self.own.plan.specs.matrices if updated[m.parameter]]
         for matrix, theirs in zip(matrices, self._orthogonalized, strict=True):
             ours, theirs = published[matrix.name].double(), theirs.double()

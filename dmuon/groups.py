@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dmuon.comm.fsdp import reshard
-from dmuon.ownership import Ownership, ownership_of
+from dmuon.ownership import Ownership, ownership_of, ownerships_of
 from dmuon.scheduler.specs import canonical_name
 from dmuon.types import Algorithm, OwnershipError
 
@@ -92,8 +92,13 @@ def ownerships_in(given: Any) -> list[Ownership]:
         TypeError: there is none, and ``given`` is not what an optimizer takes.
         OwnershipError: there is none: `dedicate_params` was not called.
     """
-    found = [ownership_of(p) for p in _tensors(given)]
-    ownerships = list(dict.fromkeys(o for o in found if o is not None))
+    if isinstance(given, nn.Module):
+        ownerships = ownerships_of(given)
+    else:
+        found = [ownership_of(p) for p in _tensors(given)]
+        ownerships = list(dict.fromkeys(o for o in found if o is not None))
+    for ownership in ownerships:
+        ownership.adopt()
     if not ownerships:
         input_groups(given)  # if it is malformed, that is the better error
         raise OwnershipError(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,11 +12,40 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm.transport import C10dTransport, LocalTransport, Transport
 from dmuon.config import PlannerOptions
-from dmuon.scheduler.dtensors import compute_device
+from dmuon.scheduler.dtensors import compute_device, mesh_axes
 from dmuon.scheduler.topology import Topology, local_world_size
 from dmuon.types import OwnershipError
 
-__all__ = ["make_transport", "mesh_topology"]
+__all__ = ["lane_maker", "make_transport", "mesh_device", "mesh_topology", "tensor_axes"]
+
+
+def lane_maker(
+    mesh: DeviceMesh | None, world: int, timeout_s: float | None
+) -> Callable[[Sequence[int]], Transport]:
+    """Makes a transport of its own over some of the mesh's ranks; a collective call for these."""
+    ranks = list(range(world)) if mesh is None else mesh.mesh.flatten().tolist()
+
+    def new_lane(members: Sequence[int]) -> Transport:
+        if not dist.is_available() or not dist.is_initialized():
+            return LocalTransport()
+        return C10dTransport([ranks[r] for r in members], timeout_s)
+
+    return new_lane
+
+
+def tensor_axes(named: Sequence[tuple[str, nn.Parameter]]) -> frozenset[str]:
+    """The mesh axes along which tensor parallelism has distributed parameters."""
+    return frozenset(axis for _, p in named for axis in mesh_axes(p))
+
+
+def mesh_device(topology: Topology, parameters: Sequence[nn.Parameter]) -> torch.device:
+    """Where Newton-Schulz runs; for a model on the meta device, where its mesh lies."""
+    device = compute_device(parameters)
+    if device.type != "meta":
+        return device
+    if topology.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(topology.device_type, torch.accelerator.current_device_index())
 
 
 def make_transport(
@@ -39,6 +71,11 @@ def mesh_topology(
     mesh: DeviceMesh | None, world: int, model: nn.Module, planner: PlannerOptions
 ) -> Topology:
     device = compute_device([p for p in model.parameters() if p.requires_grad])
+    if mesh is not None and device.type == "meta":
+        device = torch.device(mesh.device_type)
+    elif mesh is None and device.type == "meta":
+        accelerator = torch.accelerator.current_accelerator()
+        device = torch.device("cpu") if accelerator is None else accelerator
     if mesh is not None and mesh.device_type != device.type:
         raise OwnershipError(
             f"the mesh is of {mesh.device_type!r} devices but the model is on {device}: move the "

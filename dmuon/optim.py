@@ -20,9 +20,9 @@ from dmuon.groups import (
     split_groups,
 )
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
+from dmuon.owner_engine import OwnerEngine
 from dmuon.ownership import Ownership
 from dmuon.period import Period, Schedule
-from dmuon.replicated_engine import ReplicatedEngine
 from dmuon.scheduler.report import LoadBalanceReport
 from dmuon.settings import agreed_dtype, check_group, check_switches, fields, together
 from dmuon.sharded_engine import ShardedEngine
@@ -35,7 +35,8 @@ _STATE_FORMAT = 1
 # save where the optimizer is in its schedule.
 _PROGRESS = {"step": "muon_step", "last_full": "muon_last_full", "period": "muon_period"}
 _ENGINES: dict[Layout, Callable[[Ownership, Optimizer, Settings], Engine]] = {
-    Layout.REPLICATED: ReplicatedEngine,
+    Layout.DEDICATED: OwnerEngine,
+    Layout.REPLICATED: OwnerEngine,
     Layout.SHARDED: ShardedEngine,
 }
 

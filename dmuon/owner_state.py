@@ -27,13 +27,14 @@ class OwnerState:
 
     def __init__(self, ownership: Ownership, master_weights: bool) -> None:
         self._ownership = ownership
+        self._runtime = cast(OwnerRuntime, ownership.runtime)
         self._with_masters = master_weights
         rank = ownership.rank
         self._units = [u for u in ownership.runtime.units if u.owner == rank]
         self._momentum: dict[int, Tensor] = {}
         self._masters: dict[int, Tensor] = {}
         for unit in self._units:
-            gradients = cast(OwnerRuntime, ownership.runtime).unit_gradients(unit)
+            gradients = self._runtime.unit_gradients(unit)
             dtype = torch.float32 if master_weights else self._parameter(unit, 0).dtype
             self._momentum[unit.matrices[0]] = torch.zeros_like(gradients, dtype=dtype)
 
@@ -60,25 +61,18 @@ class OwnerState:
     def _master(self, unit: Unit) -> Tensor:
         key = unit.matrices[0]
         if key not in self._masters:
-            specs = self._ownership.plan.specs.matrices
             shape = (unit.rows, unit.cols)
-            self._masters[key] = torch.stack(
-                [
-                    specs[i].view(self._parameter(unit, k).detach()).float().reshape(shape)
-                    for k, i in enumerate(unit.matrices)
-                ]
-            )
+            weights = self._runtime.weights(unit)
+            self._masters[key] = torch.stack([w.float().reshape(shape) for w in weights])
         return self._masters[key]
 
     def refresh_masters(self) -> None:
         """Take over weights that were loaded into the model since the masters were made."""
-        specs = self._ownership.plan.specs.matrices
         for unit in self._units:
             master = self._masters.get(unit.matrices[0])
             if master is None:
                 continue
-            for k, i in enumerate(unit.matrices):
-                weight = specs[i].view(self._parameter(unit, k).detach())
+            for k, weight in enumerate(self._runtime.weights(unit)):
                 master[k].copy_(merged_master(master[k], weight.reshape(master[k].shape)))
 
     def _entries(self, stacked: dict[int, Tensor]) -> Iterator[tuple[Tensor, Any]]:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from dmuon.comm.dedicated import DedicatedRuntime
+from dmuon.comm.hiding import hidden_parameters
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.report import LoadBalanceReport, build_report
@@ -40,9 +42,23 @@ class Ownership:
         self._index = {p.name: i for i, p in enumerate(plan.specs.parameters)}
         self._matrix_index = {m.name: i for i, m in enumerate(plan.specs.matrices)}
         _owner_by_model[model] = self
-        ids = [id(p) for p in runtime.parameters]
-        _owner_by_parameter.update(dict.fromkeys(ids, weakref.ref(self)))
-        weakref.finalize(self, _forget, ids, weakref.ref(self)).atexit = False
+        self._ids: list[int] = []
+        self._register()
+        weakref.finalize(self, _forget, self._ids, weakref.ref(self)).atexit = False
+
+    def _register(self) -> None:
+        _forget(self._ids, weakref.ref(self))
+        self._ids[:] = [id(p) for p in self.runtime.parameters]
+        _owner_by_parameter.update(dict.fromkeys(self._ids, weakref.ref(self)))
+
+    def adopt(self) -> None:
+        """Take over the parameters that a framework has made since planning (`dedicated` layout).
+
+        Raises:
+            OwnershipError: a parameter that dmuon keeps has been replaced.
+        """
+        self.runtime.adopt()
+        self._register()
 
     def __repr__(self) -> str:
         return (
@@ -96,26 +112,53 @@ class Ownership:
         """Elements of all planned parameters, counted by their logical shapes."""
         return sum(p.numel for p in self.plan.specs.parameters)
 
+    def shape_of(self, fqn: str) -> tuple[int, ...]:
+        """The logical shape of a parameter, wherever it is stored. KeyError for another name."""
+        name = canonical_name(fqn)
+        if name not in self._index:
+            raise KeyError(f"{fqn!r} is no planned parameter")
+        return self.plan.specs.parameters[self._index[name]].shape
+
     @property
     def dedicated_params(self) -> set[nn.Parameter]:
         """Parameters that only their owner stores: none but in the `dedicated` layout."""
-        return set()
+        return set(self.runtime.dedicated) if isinstance(self.runtime, DedicatedRuntime) else set()
 
     @contextmanager
     def materialized(self, module: nn.Module) -> Iterator[None]:
-        """Inside, the weights of ``module`` can be read directly: published values are there."""
+        """Inside, the weights of ``module`` can be read directly: published values are there.
+
+        In the `dedicated` layout a collective call: every rank enters it, for the same module, and
+        has the whole weights in the dtype in which they are kept. What is written to them is kept
+        by each weight's owner (with replicas, by every rank that stores it), so write the same
+        values on every rank.
+        """
         self.runtime.synchronize()
-        yield
+        if isinstance(self.runtime, DedicatedRuntime):
+            with self.runtime.materialized(module):
+                yield
+        else:
+            yield
 
     @contextmanager
     def ignored_by_fully_shard(self) -> Iterator[None]:
-        """Only the `dedicated` layout has parameters to hide from `fully_shard`."""
-        raise OwnershipError(
-            f"ignored_by_fully_shard() belongs to layout='dedicated'; this ownership is "
-            f"{self.plan.layout.value!r}, which leaves every parameter to the framework: call "
-            "fully_shard before dmuon.dedicate_params"
-        )
-        yield
+        """Inside, `fully_shard` does not see the dedicated parameters.
+
+        They are taken out of their modules meanwhile, for code that calls `fully_shard` and cannot
+        be given ``ignored_params=own.dedicated_params``. Not a collective call.
+
+        Raises:
+            OwnershipError: the layout is not `dedicated`.
+        """
+        model = self._model()
+        if not isinstance(self.runtime, DedicatedRuntime) or model is None:
+            raise OwnershipError(
+                f"ignored_by_fully_shard() belongs to layout='dedicated'; this ownership is "
+                f"{self.plan.layout.value!r}, which leaves every parameter to the framework: call "
+                "fully_shard before dmuon.dedicate_params"
+            )
+        with hidden_parameters(model, self.dedicated_params):
+            yield
 
     def close(self) -> None:
         """Publish what is pending, remove every hook, and destroy the process group.
@@ -130,8 +173,7 @@ class Ownership:
         model = self._model()
         if model is not None:
             _owner_by_model.pop(model, None)
-        for p in self.runtime.parameters:
-            _owner_by_parameter.pop(id(p), None)
+        _forget(self._ids, weakref.ref(self))
 
 
 def _forget(ids: Sequence[int], reference: weakref.ref[Ownership]) -> None:

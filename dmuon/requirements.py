@@ -2,17 +2,71 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dmuon.comm.fsdp import fsdp_roots
 from dmuon.comm.transport import Transport
-from dmuon.config import PlannerOptions
+from dmuon.config import DedicatedOptions, PlannerOptions
+from dmuon.scheduler.dtensors import mesh_axes
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.scheduler.topology import Topology
 from dmuon.types import Layout, OwnershipError, PlanError
 
-__all__ = ["check_ddp", "check_pools", "check_saved", "check_wrapping"]
+__all__ = [
+    "check_axes",
+    "check_ddp",
+    "check_dedicated",
+    "check_pools",
+    "check_saved",
+    "check_wrapping",
+]
+
+
+def check_dedicated(model: nn.Module, transport: Transport) -> None:
+    """What the `dedicated` layout cannot be laid over."""
+    if isinstance(model, DistributedDataParallel):
+        raise OwnershipError(
+            "layout='dedicated' does not take DistributedDataParallel, whose constructor refuses "
+            "the placeholders that ranks without a weight have: pass the plain module (dmuon "
+            "reduces all of its gradients), or call fully_shard(..., "
+            "ignored_params=own.dedicated_params) after dmuon.dedicate_params"
+        )
+    root = next(iter(fsdp_roots(model)), None)
+    if root is not None:
+        raise OwnershipError(
+            "layout='dedicated' was asked for after fully_shard: call own = "
+            "dmuon.dedicate_params(model, mesh, layout='dedicated') first, then fully_shard(..., "
+            "ignored_params=own.dedicated_params)"
+        )
+
+
+def check_axes(
+    named: Sequence[tuple[str, nn.Parameter]], topology: Topology, options: object
+) -> None:
+    """In the `dedicated` layout distributed parameters lie on tensor-parallel axes of the mesh."""
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    for name, p in named:
+        axes = mesh_axes(p)
+        if not axes:
+            continue
+        missing = [axis for axis in axes if axis not in topology.axes]
+        if missing or topology.world < world:
+            raise OwnershipError(
+                f"parameter {name!r} lies on the mesh axes {list(axes)}; pass the whole mesh of "
+                "named axes, data-parallel ones included: dmuon.dedicate_params(model, mesh, "
+                f"layout='dedicated'). Found {list(topology.axes)} with {topology.world} ranks"
+            )
+        if isinstance(options, DedicatedOptions) and options.param_dtype is not None:
+            raise OwnershipError(
+                f"DedicatedOptions.param_dtype={options.param_dtype} but parameter {name!r} is "
+                "tensor-parallel: its local part cannot change its dtype. Leave param_dtype None "
+                "and use torch.autocast"
+            )
 
 
 def check_pools(plan: OwnershipPlan, limits: OwnerLimits | None) -> None:

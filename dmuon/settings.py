@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dmuon.comm.consensus import agree, attempt
 from dmuon.config import (
@@ -65,18 +66,26 @@ def together(
 ) -> list[dict[str, Any]]:
     """Run ``prepare``; if it fails or differs on any rank of any mesh, raise on all of them."""
     result: list[dict[str, Any]] = []
+    # A rank may have a placeholder where another has the weight.
+    planned = {
+        p: spec.shape
+        for o in ownerships
+        for p, spec in zip(o.parameters, o.plan.specs.parameters, strict=True)
+    }
     for ownership in ownerships:
         result = attempt(
             ownership.runtime.transport,
             prepare,
             what="dmuon.Muon",
-            digest=lambda groups: "\n".join([switches(), *map(_describe, groups)]),
+            digest=lambda groups: "\n".join(
+                [switches(), *(_describe(group, planned) for group in groups)]
+            ),
         )
     return result
 
 
-def _describe(group: dict[str, Any]) -> str:
-    shapes = [tuple(p.shape) for p in group["params"]]
+def _describe(group: dict[str, Any], planned: Mapping[Tensor, tuple[int, ...]]) -> str:
+    shapes = [planned.get(p, tuple(p.shape)) for p in group["params"]]
     return ", ".join([f"{k}={v}" for k, v in group.items() if k != "params"] + [str(shapes)])
 
 

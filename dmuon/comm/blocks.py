@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Coverage", "WaitPoint", "attach", "wait_points"]
+__all__ = ["Coverage", "WaitPoint", "attach", "outermost_members", "wait_points"]
 
 # These are never called themselves; a Sequential is, and calls its members.
 _UNCALLED = (nn.ModuleList, nn.ModuleDict)
@@ -48,6 +48,19 @@ def _members(container: nn.Module) -> Iterator[nn.Module]:
             yield from _members(child)
         elif _has_children(child):
             yield child
+
+
+def outermost_members(root: nn.Module) -> Iterator[nn.Module]:
+    """Members of the outermost containers from ``root`` down, leaf modules too; may repeat."""
+    if isinstance(root, _CONTAINERS):
+        for child in root.children():
+            if isinstance(child, _UNCALLED):
+                yield from outermost_members(child)
+            else:
+                yield child
+        return
+    for child in root.children():
+        yield from outermost_members(child)
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:

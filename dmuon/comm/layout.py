@@ -57,6 +57,9 @@ class LayoutRuntime(Protocol):
     meter: Meter
     loads: int  # how often weights have been loaded into the model from a state dict
 
+    def adopt(self) -> None:
+        """Find the parameters as they are now, where the layout lets a framework replace them."""
+
     def reduce_gradients(self) -> None:
         """Have all gradients where they belong; a collective call."""
 
@@ -80,8 +83,10 @@ class OwnerRuntime(LayoutRuntime, Protocol):
     """A layout whose momentum and gradients lie with the owners.
 
     An owner calls `Compute` for its units; every rank calls `Apply` for all of them, in any order,
-    before the parameters are read again.
+    before the parameters are read again. ``keeps_whole``: an owner stores its matrices whole.
     """
+
+    keeps_whole: bool
 
     def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
         """Prepare for an optimizer: the param group of each matrix, and what it publishes."""
@@ -92,11 +97,11 @@ class OwnerRuntime(LayoutRuntime, Protocol):
     def unit_gradients(self, unit: Unit) -> Tensor:
         """The stacked gradients of a unit that is owned here, ``[b, m, n]``."""
 
-    def published(self) -> dict[str, Tensor]:
-        """What was last published of each matrix, by name; waits for pending ones."""
+    def weights(self, unit: Unit) -> list[Tensor]:
+        """The weights of a unit that is owned here, ``[m, ...]`` each."""
 
     def update_rms(self) -> dict[str, Tensor]:
-        """RMS of the last published update of each matrix, by name; waits for pending ones."""
+        """RMS of the last update of each matrix known here, by name; waits for pending ones."""
 
 
 def check_replaced(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:

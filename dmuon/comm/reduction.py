@@ -12,8 +12,9 @@ collectives of a round, and their order, never depend on which gradients a rank 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +23,11 @@ from dmuon.comm.arena import Arena, Carver
 from dmuon.comm.routes import EVERYONE, Pack, Window, aligned
 from dmuon.comm.streams import host_can_read
 from dmuon.comm.transport import Meter, Transport, Work
+from dmuon.scheduler.dtensors import gradient_like, local_tensor
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm, DmuonError
 
-__all__ = ["GradientReducer"]
+__all__ = ["FlatWire", "GradientReducer", "LivePack", "Wire"]
 
 # Added to a parameter's participation flag by a rank that found a gradient it cannot use, so that
 # every rank learns which parameter it was. More than any number of ranks.
@@ -45,11 +47,58 @@ class LivePack:
         self.deliveries: list[tuple[Tensor, Tensor]] | None = None
 
 
-class _LiveWindow:
-    """A window with buffers in the arena."""
+class Wire(Protocol):
+    """Takes packs where they belong; ``scale`` turns a sum of gradients into their mean."""
 
-    def __init__(self, window: Window, carver: Carver) -> None:
+    scale: float
+
+    def begin_window(self) -> None:
+        """The packs of another window follow."""
+
+    def is_mine(self, pack: Pack) -> bool:
+        """Whether this rank is the one that collects the pack."""
+
+    def send(self, live: LivePack) -> Work:
+        """Launch a pack; the same sequence of calls on every rank."""
+
+    def all_reduce_flags(self, flags: Tensor) -> Work:
+        """Sum the participation flags over all ranks."""
+
+
+class FlatWire:
+    """Every rank has data of its own, and a pack goes straight to the rank that owns it."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.scale = 1.0 / transport.world
+        self._transport = transport
+
+    def begin_window(self) -> None:
+        """Nothing depends on windows."""
+
+    def is_mine(self, pack: Pack) -> bool:
+        return pack.owner == self._transport.rank
+
+    def send(self, live: LivePack) -> Work:
+        if live.pack.owner == EVERYONE:
+            return self._transport.all_reduce(live.buffer, tag="rest")
+        return self._transport.reduce(live.buffer, live.pack.owner, tag="gradients")
+
+    def all_reduce_flags(self, flags: Tensor) -> Work:
+        return self._transport.all_reduce(flags, tag="flags")
+
+
+class _LiveWindow:
+    """A window with its buffers: in an arena, or (``store``) in memory that it has for itself.
+
+    Such memory is there from the first gradient until what was sent has been collected.
+    """
+
+    def __init__(
+        self, window: Window, carver: Carver, store: torch.UntypedStorage | None = None
+    ) -> None:
         self.window = window
+        self._store = store
+        self._nbytes = 0 if store is None else store.nbytes()
         self.packs = [
             LivePack(pack, carver.take(pack.numel, getattr(torch, pack.dtype)))
             for pack in window.packs
@@ -60,14 +109,29 @@ class _LiveWindow:
                 self.targets[span.parameter].append((span.start, view))
         self.end = carver.offset
         self.empty = set(window.parameters)
+        self.waiting = set(window.parameters)  # for gradients that are still to come
         self.launched = False
+        self.release()
+
+    @classmethod
+    def apart(cls, window: Window, device: torch.device) -> _LiveWindow:
+        """A window with memory of its own."""
+        whole = torch.empty(window_bytes([window]), dtype=torch.uint8, device=device)
+        return cls(window, Carver(whole, 0), whole.untyped_storage())
+
+    def release(self) -> None:
+        if self._store is not None:
+            self._store.resize_(0)
 
     def reset(self) -> None:
         self.empty.update(self.window.parameters)
+        self.waiting.update(self.window.parameters)
         self.launched = False
 
     def fill(self, parameter: int, grad: Tensor | None, scale: float) -> None:
         """Write ``scale * grad`` (zeros for None) to where the parameter's gradient travels."""
+        if self._store is not None and self._store.nbytes() != self._nbytes:
+            self._store.resize_(self._nbytes)
         self.empty.discard(parameter)
         if grad is None:
             for _, view in self.targets[parameter]:
@@ -75,7 +139,11 @@ class _LiveWindow:
             return
         flat = grad.detach().reshape(-1)
         for start, view in self.targets[parameter]:
-            torch.mul(flat.narrow(0, start, view.numel()), scale, out=view)
+            part = flat.narrow(0, start, view.numel())
+            if part.dtype is view.dtype:
+                torch.mul(part, scale, out=view)
+            else:
+                view.copy_(part).mul_(scale)  # in the wider dtype
 
     def add(self, parameter: int, grad: Tensor, scale: float) -> None:
         """Add ``scale * grad`` to what is there."""
@@ -86,10 +154,11 @@ class _LiveWindow:
 
 @dataclass(slots=True)
 class _Flight:
-    """A pack on its way."""
+    """A pack on its way, and the window whose memory it uses."""
 
     work: Work
     pack: LivePack
+    window: _LiveWindow | None = None
 
 
 def window_bytes(windows: Sequence[Window]) -> int:
@@ -104,16 +173,18 @@ def window_bytes(windows: Sequence[Window]) -> int:
 class GradientReducer:
     """Carries out rounds; see the module's docstring.
 
-    ``deliver(owned)`` is called with the packs that arrived here as owner, one list a round, and
-    whether they are the first since `clear`. Rest gradients are written to ``p.grad``.
+    ``deliver(owned)`` is called with the packs that arrived here as owner, and whether they are of
+    the first round since `clear`. Rest gradients are written to ``p.grad``. Without an ``arena``
+    each window has memory of its own while it is under way, and only the parameters of ``windows``
+    take part.
     """
 
     def __init__(
         self,
         specs: ModelSpecs,
         parameters: Sequence[nn.Parameter],
-        transport: Transport,
-        arena: Arena,
+        wire: Wire,
+        arena: Arena | None,
         meter: Meter,
         windows: Sequence[Window],
         deliver: Callable[[list[LivePack], bool], None],
@@ -124,16 +195,23 @@ class GradientReducer:
         self.rounds = 0  # completed since `clear`
         self.owed = False  # whether gradients may lie in p.grad that no round has seen
         self.present = [False] * len(parameters)  # on any rank, since `clear`
-        self._transport = transport
+        self._wire = wire
         self._arena = arena
         self._meter = meter
         self._deliver = deliver
         self._windows = list(windows)
         self.is_matrix = [p.algorithm is Algorithm.MUON for p in specs.parameters]
+        # How many gradients one backward accumulates into each parameter: more than one where its
+        # storage changed its dtype between two uses.
+        self.expected = [1] * len(parameters)
+        self._tracked = sorted({p for window in windows for p in window.parameters})
+        if arena is not None:
+            self._tracked = list(range(len(parameters)))  # of windows that others cut, too
         self._device = parameters[0].device
-        self._scale = 1.0 / transport.world
+        self._scale = wire.scale
         self._flags = torch.zeros(len(parameters), dtype=torch.int32, device=self._device)
         self._local: list[int] = []
+        self._arrived: list[int] = []
         self._live: list[_LiveWindow] = []
         self._live_of: dict[int, _LiveWindow] = {}
         # Windows return at the same place round after round: their views are made once.
@@ -141,6 +219,7 @@ class GradientReducer:
         self._launched = 0
         self._flights: list[_Flight] = []
         self._open = False
+        self._first = True
         self._unusable: str | None = None
 
     # ---- a round -------------------------------------------------------------------------
@@ -155,11 +234,9 @@ class GradientReducer:
 
     def local_matrix(self) -> str | None:
         """The name of a matrix with a gradient in ``p.grad``, which none has after a round."""
-        for spec, is_matrix, p in zip(
-            self.specs.parameters, self.is_matrix, self.parameters, strict=True
-        ):
-            if is_matrix and p.grad is not None:
-                return spec.name
+        for p in self._tracked:
+            if self.is_matrix[p] and self.parameters[p].grad is not None:
+                return self.specs.parameters[p].name
         return None
 
     @property
@@ -179,8 +256,10 @@ class GradientReducer:
         self.collect()
         self.owed = False
         self._open = True
+        self._first = self.rounds == 0
         self._launched = 0
         self._local = [0] * len(self.parameters)
+        self._arrived = [0] * len(self.parameters)
         self._unusable = None
         self._live, self._live_of = [], {}
         for window in self._windows if windows is None else windows:
@@ -189,9 +268,13 @@ class GradientReducer:
     def add_window(self, window: Window) -> None:
         """Give the next window of this round its buffers, right behind the last one's."""
         offset = self._live[-1].end if self._live else 0
+        offset = offset if self._arena is not None else 0
         live = self._known.get((offset, window.parameters))
         if live is None:
-            live = _LiveWindow(window, self._arena.carve(offset))
+            if self._arena is None:
+                live = _LiveWindow.apart(window, self._device)
+            else:
+                live = _LiveWindow(window, self._arena.carve(offset))
             self._known[offset, window.parameters] = live
         live.reset()
         self._live.append(live)
@@ -213,6 +296,18 @@ class GradientReducer:
             live.fill(parameter, grad, self._scale)
         elif grad is not None:
             self._take_again(live, parameter, grad)
+        self._arrived[parameter] += 1
+        if self._arrived[parameter] >= self.expected[parameter]:
+            live.waiting.discard(parameter)
+
+    def gradient_of(self, parameter: int) -> Tensor | None:
+        """The local part of what lies in the parameter's ``grad``."""
+        p = self.parameters[parameter]
+        return None if p.grad is None else local_tensor(gradient_like(p.grad, p))
+
+    def is_complete(self, parameters: Iterable[int]) -> bool:
+        """Whether these have all their gradients of the open round."""
+        return all(p not in self._live_of[p].waiting for p in parameters if p in self._live_of)
 
     def _take_again(self, live: _LiveWindow, parameter: int, grad: Tensor) -> None:
         """A second gradient in one round: nested backward calls, of a module run several times."""
@@ -229,16 +324,29 @@ class GradientReducer:
 
     def launch_ready(self) -> None:
         """Send every window that is full and whose predecessors have left."""
-        while self._launched < len(self._live) and not self._live[self._launched].empty:
-            self._live[self._launched].launched = True
-            for pack in self._live[self._launched].packs:
+        while self._launched < len(self._live) and not self._live[self._launched].waiting:
+            live = self._live[self._launched]
+            live.launched = True
+            self._wire.begin_window()
+            for pack in live.packs:
                 self._meter.add("gradients", pack.buffer)
-                if pack.pack.owner == EVERYONE:
-                    work = self._transport.all_reduce(pack.buffer, tag="rest")
-                else:
-                    work = self._transport.reduce(pack.buffer, pack.pack.owner, tag="gradients")
-                self._flights.append(_Flight(work, pack))
+                self._flights.append(_Flight(self._wire.send(pack), pack, live))
             self._launched += 1
+            if self._arena is None:
+                self._collect_arrived()
+
+    def flush(self) -> None:
+        """Send every window, what is missing as zeros."""
+        self.give_up([p for live in self._live for p in sorted(live.waiting)])
+
+    def give_up(self, parameters: Iterable[int]) -> None:
+        """No gradients of these are to come in this round: send what there is."""
+        for p in parameters:
+            live = self._live_of[p]
+            if p in live.empty:
+                self.take(p, self.gradient_of(p))
+            live.waiting.discard(p)
+        self.launch_ready()
 
     def finish(self) -> None:
         """End the round: send what is missing as zeros, agree on who took part.
@@ -247,30 +355,27 @@ class GradientReducer:
             DmuonError: a rank found a gradient that cannot be reduced. Raised on every rank that
                 reads the flags: on CPU all, on CUDA those that miss a gradient themselves.
         """
-        for live in self._live:
-            for p in sorted(live.empty):
-                self.take(p, self.parameters[p].grad)
-        self.launch_ready()
+        self.flush()
         self._open = False
         self.rounds += 1
         anywhere = self._participation()
         self._write_rest(anywhere)
-        for p, is_matrix in enumerate(self.is_matrix):
+        for p in self._tracked:
             self.present[p] = self.present[p] or anywhere[p]
-            if is_matrix:
+            if self.is_matrix[p]:
                 # The owner has it now. Left here, a second backward would add to it and
                 # reduce the sum again.
                 self.parameters[p].grad = None
 
     def _participation(self) -> list[bool]:
         """Which parameters have a gradient on any rank."""
-        complete = all(self._local) and self._unusable is None
+        complete = all(self._local[p] for p in self._tracked) and self._unusable is None
         if complete:
             self._flags.fill_(1)
         else:
             self._flags.copy_(torch.tensor(self._local, dtype=torch.int32))
         self._meter.add("flags", self._flags)
-        work = self._transport.all_reduce(self._flags, tag="flags")
+        work = self._wire.all_reduce_flags(self._flags)
         if complete and not host_can_read(self._device):
             # All are present here, hence anywhere: no need to wait for the others, or to read
             # back from the device.
@@ -302,11 +407,15 @@ class GradientReducer:
                 parameter = self.parameters[span.parameter]
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
-                grads.append(parameter.grad)
-                means.append(view.view(parameter.shape))
+                grad = local_tensor(parameter.grad)
+                grads.append(grad)
+                means.append(view.view(grad.shape))
         self._flights = matrices
         if grads:
             torch._foreach_copy_(grads, means)
+        for live in self._live:
+            if not any(flight.window is live for flight in matrices):
+                live.release()
 
     # ---- between rounds ------------------------------------------------------------------
 
@@ -324,15 +433,42 @@ class GradientReducer:
 
     def collect(self) -> None:
         """Wait for the matrices' gradients and hand over those that arrived here."""
-        if not self._flights:
-            return
-        arrived = []
+        self._collect(len(self._flights))
+
+    def _collect_arrived(self) -> None:
+        """Collect what has arrived, up to the first window that has not.
+
+        Never waits: another rank may launch that window at the end of its backward only, and need
+        something of this rank before.
+        """
+        arrived = 0
         for flight in self._flights:
+            if flight.pack.pack.owner != EVERYONE and not flight.work.is_completed():
+                break
+            arrived += 1
+        self._collect(arrived)
+
+    def _collect(self, count: int) -> None:
+        """Wait for the first ``count`` flights and hand over what arrived here.
+
+        While the round is open the rest stays: it is written when the flags are known.
+        """
+        mine: list[LivePack] = []
+        left: list[_Flight] = []
+        for i, flight in enumerate(self._flights):
+            if i >= count or (self._open and flight.pack.pack.owner == EVERYONE):
+                left.append(flight)
+                continue
             flight.work.wait()
-            if flight.pack.pack.owner == self._transport.rank:
-                arrived.append(flight.pack)
-        self._flights = []
-        self._deliver(arrived, self.rounds == 1)
+            if self._wire.is_mine(flight.pack.pack):
+                mine.append(flight.pack)
+        done = [flight.window for flight in self._flights if flight.window is not None]
+        self._flights = left
+        if mine:
+            self._deliver(mine, self._first)
+        for live in done:
+            if not any(flight.window is live for flight in left):
+                live.release()
 
     def clear(self) -> None:
         """Forget the gradients reduced so far, as `zero_grad` does."""

@@ -20,7 +20,7 @@ from dmuon.comm.arena import Arena
 from dmuon.comm.blocks import Coverage, attach, wait_points
 from dmuon.comm.layout import Apply, Compute, Gradients, check_frozen, check_replaced, not_bound
 from dmuon.comm.publish import Publisher, wire_bytes
-from dmuon.comm.reduction import GradientReducer, LivePack, window_bytes
+from dmuon.comm.reduction import FlatWire, GradientReducer, LivePack, window_bytes
 from dmuon.comm.routes import (
     Unit,
     Window,
@@ -43,6 +43,8 @@ __all__ = ["ReplicatedRuntime"]
 
 class ReplicatedRuntime:
     """See the module's docstring. ``ddp`` is the wrapper whose buckets trigger the reduction."""
+
+    keeps_whole = True
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class ReplicatedRuntime:
         reducer = GradientReducer(
             self.plan.specs,
             self.parameters,
-            self.transport,
+            FlatWire(self.transport),
             self._arena,
             self.meter,
             windows,
@@ -172,6 +174,9 @@ class ReplicatedRuntime:
         if self._live is None:
             raise not_bound(self._closed)
         return self._live
+
+    def adopt(self) -> None:
+        """Nobody may replace a parameter."""
 
     # ---- gradients -----------------------------------------------------------------------
 
@@ -269,7 +274,12 @@ class ReplicatedRuntime:
         if self._live is not None:
             self._live[1].synchronize()
 
+    def weights(self, unit: Unit) -> list[Tensor]:
+        specs = self.plan.specs.matrices
+        return [specs[i].view(self.parameters[specs[i].parameter].detach()) for i in unit.matrices]
+
     def published(self) -> dict[str, Tensor]:
+        """What was last published of each matrix, by name; waits for pending ones."""
         _, publisher = self._bound
         publisher.synchronize()
         return publisher.published()

@@ -147,6 +147,9 @@ class ShardedRuntime:
             raise not_bound(self._closed)
         return self.pipeline
 
+    def adopt(self) -> None:
+        """Nobody may replace a parameter."""
+
     # ---- gradients -----------------------------------------------------------------------
 
     def reduce_gradients(self) -> None:

@@ -31,6 +31,8 @@ class Work(Protocol):
 
     def wait(self) -> Any: ...
 
+    def is_completed(self) -> bool: ...
+
 
 class Transport(Protocol):
     """Collectives over the ranks 0 .. world-1 of one mesh; every rank issues them in one order.
@@ -78,6 +80,9 @@ class Transport(Protocol):
 class _Done:
     def wait(self) -> None:
         return None
+
+    def is_completed(self) -> bool:
+        return True
 
 
 _DONE = _Done()
@@ -277,6 +282,9 @@ class _DelayedWork:
     def wait(self) -> None:
         self.inner.wait()
         time.sleep(max(0.0, self.ready_at - time.perf_counter()))
+
+    def is_completed(self) -> bool:
+        return time.perf_counter() >= self.ready_at and self.inner.is_completed()
 
 
 @dataclass

@@ -16,12 +16,12 @@ from dmuon.comm.reduction import GradientReducer
 from dmuon.comm.routes import Window
 from dmuon.types import OwnershipError
 
-__all__ = ["hook_ddp", "hook_parameters"]
+__all__ = ["at_end_of_backward", "hook_ddp", "hook_parameters"]
 
 Remove = Callable[[], None]
 
 
-def _at_end_of_backward(callback: Callable[[], None]) -> None:
+def at_end_of_backward(callback: Callable[[], None]) -> None:
     # The engine's own queue: there is no public name for "when this backward is done", and FSDP2
     # uses the same one.
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -52,7 +52,7 @@ def hook_parameters(
             if not reducer.open:
                 before()
                 reducer.begin()
-                _at_end_of_backward(_end(reducer))
+                at_end_of_backward(_end(reducer))
             reducer.take(index, p.grad)
             if reducer.is_matrix[index]:
                 p.grad = None  # packed: its memory is free for the rest of backward
@@ -125,7 +125,7 @@ def hook_ddp(
         if bucket.is_last():
             # DDP queues its own end (it writes p.grad) right after this hook returns; ours must
             # come after that one, hence the second turn in the queue.
-            _at_end_of_backward(lambda: _at_end_of_backward(end))
+            at_end_of_backward(lambda: at_end_of_backward(end))
 
     hook = _ddp_hook(ddp)
     hook.on_bucket = on_bucket

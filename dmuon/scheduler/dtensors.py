@@ -22,8 +22,10 @@ __all__ = [
     "gradient_like",
     "is_distributed",
     "layout_stamp",
+    "local_cell",
     "local_shard",
     "local_tensor",
+    "mesh_axes",
     "whole_tensor",
 ]
 
@@ -58,6 +60,24 @@ def local_tensor(tensor: Tensor) -> Tensor:
         with torch.no_grad():  # with gradients it would make an autograd node
             tensor = tensor.to_local()
     return tensor.detach()
+
+
+def local_cell(tensor: Tensor) -> Tensor:
+    """The tensor whose data is what this rank stores: ``tensor``, or what is inside a `DTensor`.
+
+    Not a public name: `DTensor.to_local` gives a new tensor, and what is assigned to its data does
+    not reach the parameter.
+    """
+    inner: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return inner
+
+
+def mesh_axes(tensor: Tensor) -> tuple[str, ...]:
+    """The names of the mesh axes that a `DTensor` lies on; none for a plain tensor."""
+    if not is_distributed(tensor):
+        return ()
+    mesh: DeviceMesh = tensor.device_mesh  # type: ignore[attr-defined]
+    return tuple(mesh.mesh_dim_names or (f"axis{i}" for i in range(mesh.ndim)))
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:

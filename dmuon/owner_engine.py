@@ -1,4 +1,4 @@
-"""Muon in the `replicated` layout: owners keep the momentum, every rank applies the updates."""
+"""Muon where owners keep the momentum: in the `replicated` and the `dedicated` layout."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.owner_state import OwnerState
 from dmuon.ownership import Ownership
 from dmuon.rest import adamw_step, refresh_masters
+from dmuon.scheduler.dtensors import gradient_like, local_tensor
 from dmuon.types import OwnershipError
 from dmuon.update import Rates, apply_updates, momentum_update, update_rms
 
-__all__ = ["ReplicatedEngine"]
+__all__ = ["OwnerEngine"]
 
 
-class ReplicatedEngine:
+class OwnerEngine:
     """See `dmuon.engine.Engine`."""
 
     def __init__(self, ownership: Ownership, optimizer: Optimizer, settings: Settings) -> None:
@@ -32,6 +33,13 @@ class ReplicatedEngine:
         self._optimizer = optimizer
         self._settings = settings
         self._seen_loads = 0
+        layout = ownership.plan.layout
+        if settings.master_weights and not self._runtime.keeps_whole:
+            raise OwnershipError(
+                f"master_weights=True: in the {layout.value!r} layout under tensor parallelism an "
+                "owner keeps a slice of a weight only. Keep the parameters in float32 and compute "
+                "in bfloat16 (torch.autocast), or leave master_weights off"
+            )
         self._runtime.bind(group_of_matrices(ownership, optimizer), self._payload_dtype)
         self._owned = OwnerState(ownership, settings.master_weights)
         self._rest = rest_by_group(ownership, optimizer)
@@ -52,8 +60,9 @@ class ReplicatedEngine:
     def begin(self, amp: Amp) -> None:
         if amp.found_inf is not None:
             raise OwnershipError(
-                "GradScaler does not work in the 'replicated' layout: it cannot see the gradients "
-                "that owners hold. Train in bfloat16, or call opt.step() without a scaler"
+                f"GradScaler does not work in the {self._ownership.plan.layout.value!r} layout: it "
+                "cannot see the gradients that owners hold. Train in bfloat16, or call opt.step() "
+                "without a scaler"
             )
         self._runtime.reduce_gradients()
         if self._settings.master_weights and self._runtime.loads != self._seen_loads:
@@ -115,7 +124,9 @@ class ReplicatedEngine:
     def rest(self) -> None:
         for g, params in self._rest.items():
             with_grad = [p for p in params if p.grad is not None]
-            grads = [p.grad for p in with_grad if p.grad is not None]
+            grads = [
+                local_tensor(gradient_like(p.grad, p)) for p in with_grad if p.grad is not None
+            ]
             adamw_step(
                 self._optimizer.param_groups[g],
                 self._optimizer.state,
