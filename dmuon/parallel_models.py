@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-__all__ = ["CASES", "ParallelCase", "ParallelModel", "batch", "loss_of"]
+__all__ = ["CASES", "DEDICATED_CASES", "ParallelCase", "ParallelModel", "batch", "loss_of"]
 
 VOCAB = 61
 
@@ -190,11 +190,19 @@ def batch(step: int, data_rank: int) -> tuple[Tensor, Tensor]:
 # ---- ways to parallelize them ------------------------------------------------------------
 
 
+def _as_it_is(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return model
+
+
 def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """FSDP2 over one axis, or HSDP over two (replicate, shard)."""
+    """FSDP2 over the data axes: one, or HSDP over two (replicate, shard)."""
+    names = mesh.mesh_dim_names
+    assert names is not None
+    data = tuple(name for name in names if name != "tp")
+    part = mesh if data == names else mesh[data if len(data) > 1 else data[0]]
     for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=part)
+    fully_shard(model, mesh=part)
     return model
 
 
@@ -213,15 +221,8 @@ def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         "narrow.down": RowwiseParallel(),
     }
     for block in model.blocks:  # type: ignore[union-attr]
-        parallelize_module(block, mesh, plan)
+        parallelize_module(block, mesh["tp"], plan)
     return model
-
-
-def _tensor_parallel_then_shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    names = mesh.mesh_dim_names
-    assert names is not None and names[-1] == "tp"
-    data = names[:-1] if len(names) > 2 else names[0]
-    return _shard(_tensor_parallel(model, mesh["tp"]), mesh[data])
 
 
 def _expert_parallel(model: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Module:
@@ -245,10 +246,10 @@ def _expert_parallel(model: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class ParallelCase:
-    """A model and a way to parallelize it in place over a mesh.
+    """A model and the ways to parallelize it in place over a mesh.
 
     ``data_axes`` are the mesh axes along which data differ; ranks that differ in other axes
-    only must be given the same data.
+    only must be given the same data. ``tensor_parallel`` comes before ``data_parallel``.
     """
 
     name: str
@@ -256,10 +257,16 @@ class ParallelCase:
     axes: tuple[str, ...]
     data_axes: tuple[str, ...]
     build: Callable[[], nn.Module]
-    parallelize: Callable[[nn.Module, DeviceMesh], nn.Module]
+    data_parallel: Callable[[nn.Module, DeviceMesh], nn.Module] = _as_it_is
+    tensor_parallel: Callable[[nn.Module, DeviceMesh], nn.Module] = _as_it_is
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Both, in their order."""
+        return self.data_parallel(self.tensor_parallel(model, mesh), mesh)
 
     @property
     def world(self) -> int:
+        """How many ranks it needs."""
         return math.prod(self.mesh_shape)
 
     def make_mesh(self, device_type: str = "cpu") -> DeviceMesh:
@@ -269,16 +276,22 @@ class ParallelCase:
 
 _MOE = partial(ParallelModel, hidden=6, experts=4)
 
+_FSDP2 = ParallelCase("fsdp2", (2,), ("dp",), ("dp",), ParallelModel, _shard)
+_FSDP4 = ParallelCase("fsdp4", (4,), ("dp",), ("dp",), partial(ParallelModel, hidden=6), _shard)
+_HSDP = ParallelCase(
+    "hsdp", (2, 2), ("replicate", "shard"), ("replicate", "shard"), ParallelModel, _shard
+)
+_TP_FSDP = ParallelCase(
+    "tp+fsdp", (2, 2), ("dp", "tp"), ("dp",), ParallelModel, _shard, _tensor_parallel
+)
+
+# Distributed by the framework: for the `sharded` layout.
 CASES: tuple[ParallelCase, ...] = (
-    ParallelCase("fsdp2", (2,), ("dp",), ("dp",), ParallelModel, _shard),
-    ParallelCase("tp", (2,), ("tp",), (), ParallelModel, _tensor_parallel),
-    ParallelCase("fsdp4", (4,), ("dp",), ("dp",), partial(ParallelModel, hidden=6), _shard),
-    ParallelCase(
-        "hsdp", (2, 2), ("replicate", "shard"), ("replicate", "shard"), ParallelModel, _shard
-    ),
-    ParallelCase(
-        "tp+fsdp", (2, 2), ("dp", "tp"), ("dp",), ParallelModel, _tensor_parallel_then_shard
-    ),
+    _FSDP2,
+    ParallelCase("tp", (2,), ("tp",), (), ParallelModel, tensor_parallel=_tensor_parallel),
+    _FSDP4,
+    _HSDP,
+    _TP_FSDP,
     ParallelCase(
         "ep+fsdp", (2, 2), ("fsdp", "ep"), ("fsdp", "ep"), _MOE, partial(_expert_parallel, dim=0)
     ),
@@ -296,6 +309,20 @@ CASES: tuple[ParallelCase, ...] = (
         ("replicate", "shard", "tp"),
         ("replicate", "shard"),
         ParallelModel,
-        _tensor_parallel_then_shard,
+        _shard,
+        _tensor_parallel,
     ),
+)
+
+# For the `dedicated` layout, where ``data_parallel`` is for what dmuon does not keep; where there
+# is none, dmuon reduces all gradients.
+DEDICATED_CASES: tuple[ParallelCase, ...] = (
+    ParallelCase("plain", (2,), ("dp",), ("dp",), ParallelModel),
+    _FSDP2,
+    _FSDP4,
+    _HSDP,
+    ParallelCase(
+        "tp+dp", (2, 2), ("dp", "tp"), ("dp",), ParallelModel, tensor_parallel=_tensor_parallel
+    ),
+    _TP_FSDP,
 )

@@ -67,7 +67,7 @@ def together(
     """Run ``prepare``; if it fails or differs on any rank of any mesh, raise on all of them."""
     result: list[dict[str, Any]] = []
     # A rank may have a placeholder where another has the weight.
-    planned = {
+    planned: dict[Tensor, tuple[int, ...]] = {
         p: spec.shape
         for o in ownerships
         for p, spec in zip(o.parameters, o.plan.specs.parameters, strict=True)

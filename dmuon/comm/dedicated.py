@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from dmuon.comm.dedicated_hooks import check_first_forward, hook_gradients, hook_module
 from dmuon.comm.dedicated_routes import Slices, group_window
 from dmuon.comm.dedicated_wire import GridWire, Publisher
+from dmuon.comm.fsdp import fsdp_roots
 from dmuon.comm.grid import Lanes
 from dmuon.comm.layout import Apply, Compute, Gradients, check_frozen, not_bound
 from dmuon.comm.materialize import Materializer
@@ -87,7 +88,9 @@ class DedicatedRuntime:
         self._closed = False
         self._stored: tuple[Vault, Materializer] | None = None
         self.keeps_whole = slices.grid.shape[2] == 1
-        self._publisher = Publisher(lanes.replicas, self.meter, *self._place[:2])
+        self._publisher = Publisher(
+            lanes.replicas, self.meter, *self._place[:2], slices.grid.shape[0]
+        )
         index = {id(p): i for i, p in enumerate(parameters)}
         self._modules = module_groups(model, options.groups, index)
         self._carrying = [g for g in self._modules if not self._muon.isdisjoint(g.parameters)]
@@ -200,9 +203,10 @@ class DedicatedRuntime:
     def materialized(self, module: nn.Module) -> Iterator[None]:
         """Inside, the parameters of ``module`` are whole; a collective call."""
         vault, materializer = self._storage
-        self._recover()
-        materializer.end_forward()
-        vault.check()
+        inside = materializer.forward_open  # of a forward pass: it goes on afterwards
+        if not inside:
+            self._recover()
+            vault.check()
         self._publisher.wait()
         index = {id(p): i for i, p in enumerate(self.parameters)}
         members = [index[id(p)] for p in module.parameters() if id(p) in index]
@@ -212,7 +216,8 @@ class DedicatedRuntime:
             yield
         finally:
             vault.unpin(members)
-            materializer.drop()  # what was launched ahead may have been written to
+            if not inside:
+                materializer.drop()  # what was launched ahead may have been written to
             self.loads += 1
 
     def check_state_dict(self, module: nn.Module) -> None:
@@ -255,17 +260,13 @@ class DedicatedRuntime:
         for g in groups:
             if not vault.groups[g].in_use:
                 materializer.enter(g)
-                materializer.leave(g, keep=True)
-                vault.groups[g].record()
+                materializer.leave(g, recorded=torch.is_grad_enabled(), keep=True)
 
     def leave(self, groups: Sequence[int], *, recorded: bool, announced: bool) -> None:
         """A module of these groups has run. ``recorded``: by autograd; ``announced``: a hook will
         tell when its backward begins."""
-        vault, materializer = self._storage
         for g in groups:
-            if recorded:
-                vault.groups[g].record()
-            materializer.leave(g, keep=recorded and not announced)
+            self._storage[1].leave(g, recorded=recorded, keep=recorded and not announced)
 
     def begin_backward(self) -> None:
         """The first hook of a backward pass has fired."""
@@ -285,10 +286,12 @@ class DedicatedRuntime:
         for g in groups:
             materializer.need(g)
         if self._live is not None and self._live.reducer.open:
-            # Groups that did not run have no gradients: nobody has to wait for the end.
+            # Groups that did not run have no gradients: the others need not wait for the end.
             passed = [vault.groups[g] for g in materializer.passed]
-            idle = [p for group in passed if not group.epochs for p in group.parameters]
-            self._live.reducer.give_up(idle)
+            idle = [group for group in passed if not group.epochs and not group.asked]
+            self._live.reducer.give_up(
+                p for group in idle for p in group.parameters if not vault.is_pinned(p)
+            )
 
     def take_gradient(self, parameter: int) -> None:
         """Autograd has accumulated into a parameter's ``grad``."""
@@ -410,6 +413,9 @@ class DedicatedRuntime:
         reducer = self._bound.reducer
         previous, self._sync = self._sync, sync
         reducer.owed = reducer.owed or (sync and not previous)
+        model = self._model()
+        for root in () if model is None else fsdp_roots(model):
+            root.set_requires_gradient_sync(sync)
         return previous
 
     def reduce_gradients(self) -> None:
@@ -472,7 +478,7 @@ class DedicatedRuntime:
 
     def step(self, compute: Compute, apply: Apply) -> None:
         reducer, owned = self._bound.reducer, self._bound.owned
-        self._storage[1].drop()
+        self._storage[1].begin_step()
         self._publisher.begin()
         self.steps += 1
         todo = {i for unit in owned.mine for i in unit.matrices}

@@ -28,7 +28,9 @@ class Passes(Protocol):
     """What the hooks tell; ``steps`` counts how often weights have changed."""
 
     steps: int
-    in_backward: bool
+
+    @property
+    def in_backward(self) -> bool: ...
 
     def begin_forward(self) -> None: ...
     def end_forward(self) -> None: ...
@@ -57,10 +59,13 @@ class _Hook:
     def __init__(self, passes: Passes, action: Callable[[Passes, nn.Module, Any], None]) -> None:
         self._passes = weakref.ref(passes)
         self._action = action
+        # Opaque to torch.compile: the graph breaks, and what is traced never sees placeholders.
+        self._opaque = torch.compiler.disable(self._act)
 
-    # Opaque to torch.compile: the graph breaks here, and what was traced never sees placeholders.
-    @torch.compiler.disable
     def __call__(self, module: nn.Module, *args: Any) -> None:
+        self._opaque(module, *args)
+
+    def _act(self, module: nn.Module, *args: Any) -> None:
         passes = self._passes()
         if passes is not None:
             self._action(passes, module, args[-1] if args else None)
@@ -194,7 +199,6 @@ def check_first_forward(passes: Passes, root: nn.Module) -> Remove:
     weak = weakref.ref(passes)
     members = weakref.WeakSet(root.modules())
 
-    @torch.compiler.disable
     def hook(module: nn.Module, inputs: Any) -> None:
         passes = weak()
         if passes is None:
@@ -203,5 +207,5 @@ def check_first_forward(passes: Passes, root: nn.Module) -> Remove:
             passes.adopt()
             handle.remove()
 
-    handle = register_module_forward_pre_hook(hook)
+    handle = register_module_forward_pre_hook(torch.compiler.disable(hook))
     return handle.remove

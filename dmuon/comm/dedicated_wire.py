@@ -102,11 +102,14 @@ class GridWire:
 class Publisher:
     """Once a step, weights from their owners to the holders in the other replicas."""
 
-    def __init__(self, lane: Transport, meter: Meter, replica: int, shard: int) -> None:
+    def __init__(
+        self, lane: Transport, meter: Meter, replica: int, shard: int, replicas: int
+    ) -> None:
         self._lane = lane
         self._meter = meter
         self._replica = replica
         self._shard = shard
+        self._several = replicas > 1
         self._order: list[tuple[Group, Range, Tensor, frozenset[int]]] = []
         self._next = 0
         self._pending: dict[int, list[Work]] = {}  # by id of the group
@@ -114,9 +117,7 @@ class Publisher:
     def plan(self, groups: Sequence[Group]) -> None:
         """Fix what is published, in the order in which the next forward pass needs it."""
         self._order = []
-        if self._lane.world == 1:
-            return
-        for group in groups:
+        for group in groups if self._several else ():
             for live in group.carriers:
                 for piece in live.carrier.publishes:
                     if piece.shard != self._shard:

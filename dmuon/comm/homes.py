@@ -137,6 +137,7 @@ class Group:
     running: int = 0  # forward calls under way
     calls: int = 0  # forward calls that ended in this round
     expected: int = 1  # forward calls in a round, as far as known
+    asked: bool = False  # in this backward
     done: bool = False  # backward has all gradients
     keep: bool = False  # until the end of backward, for nothing would announce that
     epochs: int = 0  # times that autograd has recorded its use since the last backward

@@ -61,7 +61,9 @@ class Materializer:
         self._first = len(ahead)
         self._forward = _Sweep([*ahead, *others], "forward")
         self._backward = _Sweep([*ahead, *reversed(others)], "backward")
-        self.prelaunched = 0
+        self._prelaunched = 0
+        self._recorded = False  # by autograd, in the forward pass that is open
+        self._recordings = 0  # forward passes that were, since the last step
 
     # ---- sweeps --------------------------------------------------------------------------
 
@@ -78,11 +80,7 @@ class Materializer:
 
     def _ask(self, sweep: _Sweep, g: int) -> None:
         """Launch ``g``, what comes before it, and what is prefetched behind it."""
-        place = sweep.place[g]
-        ahead = self._prefetch
-        if place < self._first:  # needed all the time: what follows is prefetched by itself
-            ahead = 0
-        last = min(place + ahead, len(sweep.order) - 1)
+        last = min(sweep.place[g] + self._prefetch, len(sweep.order) - 1)
         while sweep.cursor <= last:
             self._next(sweep)
         if not self.groups[g].valid:
@@ -112,7 +110,8 @@ class Materializer:
     def _open_forward(self) -> None:
         sweep = self._forward
         sweep.open = True
-        sweep.cursor, self.prelaunched = self.prelaunched, 0
+        self._recorded = False
+        sweep.cursor, self._prelaunched = self._prelaunched, 0
         for group in self.groups:
             group.running = group.calls = 0
 
@@ -125,9 +124,12 @@ class Materializer:
         group.use()
         group.running += 1
 
-    def leave(self, g: int, *, keep: bool) -> None:
-        """It has run. ``keep``: its backward may come unannounced."""
+    def leave(self, g: int, *, recorded: bool, keep: bool) -> None:
+        """It has run. ``recorded``: by autograd; ``keep``: its backward may come unannounced."""
         group = self.groups[g]
+        if recorded:
+            group.record()
+            self._recorded = True
         group.running -= 1
         group.keep = group.keep or keep
         if group.running > 0:
@@ -146,6 +148,7 @@ class Materializer:
             group.running = 0
             if self._free and group.valid and not group.keep:
                 group.free()
+        self._recordings += self._recorded
         self._complete(self._forward)
 
     # ---- backward ------------------------------------------------------------------------
@@ -159,7 +162,7 @@ class Materializer:
         self._backward.open = True
         self._backward.cursor = 0
         for group in self.groups:
-            group.done = False
+            group.done = group.asked = False
 
     def need(self, g: int) -> None:
         """The backward of the group is about to run."""
@@ -167,6 +170,7 @@ class Materializer:
             if group.done and i != g and group.valid:
                 group.free()
         self._ask(self._backward, g)
+        self.groups[g].asked = True
         self.groups[g].use()
 
     @property
@@ -187,28 +191,34 @@ class Materializer:
     # ---- between passes ------------------------------------------------------------------
 
     def drop(self) -> None:
-        """Free every group: the weights are about to change, or no longer needed."""
+        """Free every group: the weights may have changed, or are no longer needed."""
         for group in self.groups:
             if group.valid or group.in_use:
                 group.free()
         self._forward.open = self._backward.open = False
-        self._forward.cursor = self.prelaunched = 0
+        self._prelaunched = 0
+
+    def begin_step(self) -> None:
+        """The weights are about to change."""
+        self.drop()
+        self._recordings = 0
 
     def next_ahead(self) -> Group | None:
         """The group that the next forward pass needs next, if it is to be launched ahead."""
         order = self._forward.order
-        if self.prelaunched > self._first + self._prefetch or self.prelaunched >= len(order):
+        if self._prelaunched >= min(self._first + self._prefetch + 1, len(order)):
             return None
-        return self.groups[order[self.prelaunched]]
+        return self.groups[order[self._prelaunched]]
 
     def prelaunch(self) -> None:
         """Launch that group."""
-        self._launch(self._forward.order[self.prelaunched], "forward")
-        self.prelaunched += 1
+        self._launch(self._forward.order[self._prelaunched], "forward")
+        self._prelaunched += 1
 
     def pass_by(self) -> None:
-        """Take part in the broadcasts of a forward and a backward pass that run elsewhere."""
-        if not self._forward.open:
+        """Take part in the broadcasts of a backward pass, and of the forward pass before it if
+        there was none here, that run elsewhere."""
+        if not self._forward.open and not self._recordings:
             self._open_forward()
         self.begin_backward()
         self.end_backward()

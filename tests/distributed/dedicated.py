@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +14,11 @@ from torch.distributed.fsdp import fully_shard
 import dmuon
 from dmuon.api import assemble
 from dmuon.comm.transport import C10dTransport, Event, RecordingTransport, Transport
-from dmuon.config import DedicatedOptions
-from dmuon.meshes import mesh_topology
 from dmuon.config import PlannerOptions
+from dmuon.meshes import mesh_topology
 from dmuon.scheduler.dtensors import whole_tensor
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.topology import Topology
-from tests.distributed.models import batch, loss_of, reference_for, seeded
 
 MUON = {"lr": 0.02, "adamw_lr": 1e-3, "ns_dtype": torch.float32}
 
