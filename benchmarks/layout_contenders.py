@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,17 +23,18 @@ from benchmarks.replicated import Stack
 from dmuon.api import assemble
 from dmuon.comm.transport import C10dTransport, RecordingTransport, Transport
 from dmuon.config import DedicatedOptions, PlannerOptions
-from dmuon.meshes import mesh_topology
+from dmuon.meshes import lane_maker, mesh_topology
 from dmuon.scheduler.dtensors import local_tensor
 
 # The examples are scripts side by side, no package.
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from _gpt import GPT, GPTConfig  # type: ignore[import-not-found]  # noqa: E402
-from _text import load_standard_library  # type: ignore[import-not-found]  # noqa: E402
-from train_gpt import SEQUENCES, next_byte_loss  # type: ignore[import-not-found]  # noqa: E402
+from _gpt import GPT, GPTConfig  # type: ignore[import-not-found]
+from _text import load_standard_library  # type: ignore[import-not-found]
+from train_gpt import SEQUENCES, next_byte_loss  # type: ignore[import-not-found]
 
 Batch = tuple[Tensor, Tensor]
 WIDTH = SETS["first"][0][0]
+TIMEOUT_S = 300.0
 
 
 # ---- models --------------------------------------------------------------------------------
@@ -100,8 +101,8 @@ class Traffic:
 
     lanes: list[RecordingTransport] = field(default_factory=list)
 
-    def lane(self, ranks: Sequence[int]) -> Transport:
-        recording = RecordingTransport(C10dTransport(ranks, timeout_s=300))
+    def record(self, transport: Transport) -> Any:
+        recording = RecordingTransport(transport)
         self.lanes.append(recording)
         return recording
 
@@ -114,7 +115,7 @@ class Traffic:
 
         A tag is a purpose, or a purpose and the name of a group of modules.
         """
-        mine: Counter[str] = Counter()
+        mine: dict[str, float] = defaultdict(float)
         for lane in self.lanes:
             for event in lane.events:
                 first = event.tag.split(" ")[0]
@@ -233,13 +234,14 @@ class Contender:
     def _dedicate(self, mesh: DeviceMesh | None) -> dmuon.Ownership:
         """`dmuon.dedicate_params` with its defaults, over transports that record."""
         world, kind = dist.get_world_size(), self.kind
+        make = lane_maker(mesh, world, TIMEOUT_S)
         return assemble(
             self.model,
-            self.traffic.lane(range(world)),
+            self.traffic.record(C10dTransport(range(world), TIMEOUT_S)),
             lambda: mesh_topology(mesh, world, self.model, PlannerOptions()),
             layout=kind.layout,
             options=None if kind.freed is None else DedicatedOptions(free_after_forward=kind.freed),
-            new_lane=self.traffic.lane,
+            new_lane=lambda partition: self.traffic.record(make(partition)),
         )
 
     def _fully_shard(self, mesh: DeviceMesh) -> None:
@@ -293,6 +295,12 @@ class Contender:
             storage = local_tensor(tensor.detach()).untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
         return sum(storages.values())
+
+    def hidden_bytes(self) -> int:
+        """What no Python object shows: the buckets that `DistributedDataParallel` keeps."""
+        if not isinstance(self.model, DistributedDataParallel):
+            return 0
+        return sum(p.numel() * p.element_size() for p in self.model.parameters())
 
     def close(self) -> None:
         if self.own is not None:

@@ -19,11 +19,11 @@ from dmuon.comm.consensus import attempt, solve_on_first
 from dmuon.comm.dedicated import DedicatedRuntime
 from dmuon.comm.dedicated_routes import Slices, slice_boxes
 from dmuon.comm.fsdp import reshard
-from dmuon.comm.grid import Grid, open_lanes
+from dmuon.comm.grid import Grid, NewLane, open_lanes
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.comm.replicated import ReplicatedRuntime
 from dmuon.comm.sharded import ShardedRuntime
-from dmuon.comm.transport import C10dTransport, Transport
+from dmuon.comm.transport import Transport
 from dmuon.config import DedicatedOptions, PlannerOptions, ReplicatedOptions, ShardedOptions
 from dmuon.measure import measured_costs
 from dmuon.meshes import lane_maker, make_transport, mesh_device, mesh_topology, tensor_axes
@@ -134,7 +134,7 @@ class _Request:
     planner: PlannerOptions
     options: Options | None
     plan: OwnershipPlan | None
-    new_lane: Callable[[Sequence[int]], Transport]
+    new_lane: NewLane | None
 
     @cached_property
     def is_sharded(self) -> bool:
@@ -265,7 +265,8 @@ class _Request:
         axes = tensor_axes(named)
         grid = Grid.of(plan.topology, axes)
         slices = Slices(plan, grid, slice_boxes(plan.specs, grid, reports))
-        lanes = open_lanes(grid, transport, self.new_lane)
+        new_lane = self.new_lane or lane_maker(None, transport.world, None)
+        lanes = open_lanes(grid, transport, new_lane)
         options = self.options or DedicatedOptions()
         assert isinstance(options, DedicatedOptions)
         parameters = [p for _, p in named]
@@ -315,11 +316,11 @@ def assemble(
     planner: PlannerOptions = PlannerOptions(),  # noqa: B008  frozen
     options: Options | None = None,
     plan: OwnershipPlan | None = None,
-    new_lane: Callable[[Sequence[int]], Transport] = C10dTransport,
+    new_lane: NewLane | None = None,
 ) -> Ownership:
     """`dedicate_params` over a given transport; on failure the transport is closed.
 
-    ``new_lane`` makes a transport of its own over some of the mesh's ranks.
+    ``new_lane`` makes the transports of the `dedicated` layout's lanes.
     """
     request = _Request(
         model, topology, layout, collect_specs, costs, solver, planner, options, plan, new_lane

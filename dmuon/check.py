@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -89,11 +89,38 @@ _CASES = (
 # Cases that are also compared with Newton-Schulz in half precision.
 _HALF_PRECISION = ("fsdp4", "tp+fsdp")
 
+_LAYOUTS = ("replicated", "sharded", "dedicated")
+
 # What an owner calls for Newton-Schulz, by layout.
 NEWTON_SCHULZ = {
     "replicated": "dmuon.owner_engine.newton_schulz",
     "sharded": "dmuon.sharded_bench.iterate",
+    "dedicated": "dmuon.owner_engine.newton_schulz",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Comparisons that share ``world`` processes; ``case`` is None in the replicated layout."""
+
+    layout: str
+    world: int
+    case: ParallelCase | None = None
+
+
+def _jobs(args: argparse.Namespace) -> list[_Job]:
+    """What is compared, layout by layout; cases of more than ``--nproc`` processes are left out."""
+    chosen = _LAYOUTS if args.layout == "all" else (args.layout,)
+    jobs = [_Job("replicated", args.nproc or _NPROC)] if "replicated" in chosen else []
+    if chosen == ("replicated",):
+        return jobs
+    # Only here, for FSDP takes a second to import, which the other commands do not need.
+    from dmuon.parallel_models import CASES, DEDICATED_CASES
+
+    for layout, cases in (("sharded", CASES), ("dedicated", DEDICATED_CASES)):
+        fitting = [case for case in cases if args.nproc is None or case.world <= args.nproc]
+        jobs += [_Job(layout, case.world, case) for case in fitting if layout in chosen]
+    return jobs
 
 
 def _fault(args: argparse.Namespace, layout: str) -> AbstractContextManager[Any]:
@@ -128,7 +155,9 @@ def _replicated_rows(args: argparse.Namespace) -> Iterator[EquivalenceRow]:
         yield from report.rows
 
 
-def _sharded_rows(args: argparse.Namespace, case: ParallelCase) -> Iterator[EquivalenceRow]:
+def _parallel_rows(
+    args: argparse.Namespace, layout: str, case: ParallelCase
+) -> Iterator[EquivalenceRow]:
     from dmuon.parallel_models import batch, loss_of
 
     def build() -> nn.Module:
@@ -138,14 +167,15 @@ def _sharded_rows(args: argparse.Namespace, case: ParallelCase) -> Iterator[Equi
     mesh = case.make_mesh()
     half = (torch.bfloat16,) if case.name in _HALF_PRECISION else ()
     for ns_dtype in (torch.float32, *half):
-        with _fault(args, "sharded"):
+        with _fault(args, layout):
             report = check_step_equivalence(
                 build,
                 loss_of,
                 batch,
                 mesh,
-                parallelize=lambda model: case.parallelize(model, mesh),
-                layout="sharded",
+                tensor_parallel=lambda model: case.tensor_parallel(model, mesh),
+                parallelize=lambda model: case.data_parallel(model, mesh),
+                layout=layout,
                 steps=args.steps,
                 data_axes=case.data_axes,
                 lr=args.lr,
@@ -154,25 +184,6 @@ def _sharded_rows(args: argparse.Namespace, case: ParallelCase) -> Iterator[Equi
                 adamw_eps=1e-5,
             )
         yield from (replace(row, case=case.name) for row in report.rows)
-
-
-def _sharded_cases(args: argparse.Namespace) -> list[ParallelCase]:
-    if args.layout == "replicated":
-        return []
-    # Only here, for FSDP takes a second to import, which the other commands do not need.
-    from dmuon.parallel_models import CASES
-
-    return [case for case in CASES if args.nproc is None or case.world <= args.nproc]
-
-
-def _worlds(args: argparse.Namespace) -> dict[int, tuple[bool, list[ParallelCase]]]:
-    """World size -> whether the replicated layout is checked there, and which cases."""
-    replicated = 0 if args.layout == "sharded" else args.nproc or _NPROC
-    cases = _sharded_cases(args)
-    return {
-        world: (world == replicated, [case for case in cases if case.world == world])
-        for world in sorted({replicated, *(case.world for case in cases)} - {0})
-    }
 
 
 def _check_worker(rank: int, world: int, args: argparse.Namespace, folder: str) -> None:
@@ -187,10 +198,14 @@ def _check_worker(rank: int, world: int, args: argparse.Namespace, folder: str) 
         timeout=timedelta(seconds=300),
     )
     try:
-        replicated, cases = _worlds(args)[world]
-        rows = list(_replicated_rows(args)) if replicated else []
-        for case in cases:
-            rows += _sharded_rows(args, case)
+        rows: list[EquivalenceRow] = []
+        for job in _jobs(args):
+            if job.world != world:
+                continue
+            if job.case is None:
+                rows += _replicated_rows(args)
+            else:
+                rows += _parallel_rows(args, job.layout, job.case)
         if rank == 0:
             with open(os.path.join(folder, f"rows{world}.json"), "w") as file:
                 json.dump([asdict(row) for row in rows], file)
@@ -202,7 +217,7 @@ def _check_worker(rank: int, world: int, args: argparse.Namespace, folder: str) 
 
 
 def _compare(args: argparse.Namespace, worlds: Collection[int]) -> EquivalenceReport:
-    """All rows, those of the replicated layout first."""
+    """All rows, layout by layout."""
     rows: list[EquivalenceRow] = []
     with tempfile.TemporaryDirectory() as folder:
         for world in worlds:
@@ -211,16 +226,17 @@ def _compare(args: argparse.Namespace, worlds: Collection[int]) -> EquivalenceRe
             spawn(_check_worker, (world, args, folder), nprocs=world)
             with open(os.path.join(folder, f"rows{world}.json")) as file:
                 rows += (EquivalenceRow(**row) for row in json.load(file))
-    return EquivalenceReport(tuple(sorted(rows, key=lambda row: row.layout.startswith("sharded"))))
+    order = {layout: i for i, layout in enumerate(_LAYOUTS)}
+    return EquivalenceReport(tuple(sorted(rows, key=lambda row: order[row.layout.split()[0]])))
 
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print the table or JSON; 1 if anything differs, 2 if there is nothing to do."""
-    worlds = _worlds(args)
+    worlds = sorted({job.world for job in _jobs(args)})
     if not worlds:
         sys.stderr.write(
             f"python -m dmuon check: error: --nproc {args.nproc} leaves no mesh to check with "
-            "--layout sharded: give 2 or more, or leave it out\n"
+            f"--layout {args.layout}: give 2 or more, or leave it out\n"
         )
         return 2
     report = _compare(args, worlds)

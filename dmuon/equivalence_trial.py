@@ -69,11 +69,12 @@ class Rounding:
             if isinstance(options, DedicatedOptions | ReplicatedOptions)
             else None
         )
-        coarser = used is not None and used not in dtypes and used.itemsize < 4
+        # The reference has no such option; it rounds its gradients to the parameters' dtype only.
+        coarser = used is not None and any(used.itemsize < d.itemsize for d in dtypes)
         several = own.plan.topology.world > 1
         return cls(
             weights=coarser or any(d.itemsize < 4 for d in dtypes),
-            gradients=coarser or several and any((averaged or d).itemsize < 4 for d in dtypes),
+            gradients=coarser or (several and any((averaged or d).itemsize < 4 for d in dtypes)),
         )
 
 
@@ -192,10 +193,11 @@ class Trial:
                     continue
                 where = f"{name} at step {step}"
                 self.weights.see(float((ours - theirs).abs().max()), where)
-                changes = ours - view(self._before[i]), theirs - view(self._start[i])
-                self.updates.see(_relative(*changes, theirs), where)
+                change = (ours - view(self._before[i])).double()
+                expected = (theirs - view(self._start[i])).double()
+                self.updates.see(_relative(change, expected, theirs), where)
         if not self.absolute:
-            torch._foreach_copy_(self.twins, after)
+            torch._foreach_copy_([t.detach() for t in self.twins], after)
         self._before = after
         self._start = [t.clone() for t in self.twins]
 

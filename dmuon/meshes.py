@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from dmuon.comm.grid import NewLane
 from dmuon.comm.transport import C10dTransport, LocalTransport, Transport
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.dtensors import compute_device, mesh_axes
@@ -19,16 +20,17 @@ from dmuon.types import OwnershipError
 __all__ = ["lane_maker", "make_transport", "mesh_device", "mesh_topology", "tensor_axes"]
 
 
-def lane_maker(
-    mesh: DeviceMesh | None, world: int, timeout_s: float | None
-) -> Callable[[Sequence[int]], Transport]:
-    """Makes a transport of its own over some of the mesh's ranks; a collective call for these."""
+def lane_maker(mesh: DeviceMesh | None, world: int, timeout_s: float | None) -> NewLane:
+    """Makes transports of their own over some of the mesh's ranks; collective calls of the mesh."""
     ranks = list(range(world)) if mesh is None else mesh.mesh.flatten().tolist()
 
-    def new_lane(members: Sequence[int]) -> Transport:
+    def new_lane(partition: Sequence[tuple[int, ...]]) -> Transport:
         if not dist.is_available() or not dist.is_initialized():
             return LocalTransport()
-        return C10dTransport([ranks[r] for r in members], timeout_s)
+        lanes = [[ranks[r] for r in lane] for lane in partition]
+        mine = next(lane for lane in lanes if dist.get_rank() in lane)
+        everyone = len(ranks) == dist.get_world_size()
+        return C10dTransport(mine, timeout_s, lanes=lanes if everyone else None)
 
     return new_lane
 

@@ -49,15 +49,16 @@ class Muon(Optimizer):
 
     One `step`, on every rank::
 
-        gradients   are where they belong: with their shards, or (replicated) with their owners
+        gradients   are where they belong: with their shards, or (replicated, dedicated) with owners
         owners      Newton-Schulz, batch by batch; each result leaves at once
         everyone    AdamW on the rest, while matrices travel
         later       before a block's next forward its matrices' updates are applied
-                    (publish="sync": before `step` returns)
+                    (publish="sync": before `step` returns); dedicated: its matrices are broadcast
 
     Reading weights through `state_dict`, a forward pass or after `synchronize` sees published
-    values. In the `replicated` layout `step` consumes the matrices' gradients; use
-    ``opt.zero_grad()`` (not ``model.zero_grad()``) to drop gradients without a step. In the
+    values; in the `dedicated` layout inside ``own.materialized``. In the `replicated` and
+    `dedicated` layouts `step` consumes the matrices' gradients; use ``opt.zero_grad()`` (not
+    ``model.zero_grad()``) to drop gradients without a step. In the
     `sharded` layout a step that finds a non-finite gradient on any rank changes nothing on any
     rank; of several models in one optimizer, each has a verdict of its own.
 
@@ -260,7 +261,7 @@ class Muon(Optimizer):
         """The state that this rank stores.
 
         In the `sharded` layout momentum and AdamW's state are distributed like their parameters,
-        and `torch.distributed.checkpoint` saves and reshards them. In the `replicated` layout it is
+        and `torch.distributed.checkpoint` saves and reshards them. In the other layouts it is
         what this rank owns: each rank must save its own, bound to the plan and to the rank, and
         `load_state_dict` refuses any other.
         """

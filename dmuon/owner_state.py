@@ -141,7 +141,9 @@ def _copy_entries(
     entries: Iterator[tuple[Tensor, Any]], saved: Mapping[Tensor, dict[str, Any]], key: str
 ) -> None:
     for p, entry in entries:
-        source = saved[p][key]
+        source = saved[p].get(key)
+        if source is None:
+            continue  # a master that its weight had not needed yet
         if isinstance(entry, dict):
             for name, target in entry.items():
                 target.copy_(source[name])

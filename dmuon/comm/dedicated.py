@@ -84,6 +84,7 @@ class DedicatedRuntime:
         self._place = slices.grid.place(lanes.world.rank)
         self._sync = True
         self._backwards = 0  # since the last step
+        self._gathered = 0  # rounds of reduction whose slices have been gathered
         self._live: _Bound | None = None
         self._closed = False
         self._stored: tuple[Vault, Materializer] | None = None
@@ -272,13 +273,15 @@ class DedicatedRuntime:
         """The first hook of a backward pass has fired."""
         vault, materializer = self._storage
         materializer.begin_backward()
-        if self._live is None or not self._sync:
-            return
-        reducer = self._live.reducer
-        for p, group in vault.group_of.items():
+        for group in vault.groups:
             # Changing the dtype of a parameter's data makes autograd accumulate apart.
-            reducer.expected[p] = max(1, group.epochs) if vault.casts(p) else 1
-        reducer.begin()
+            parts = [max(1, group.epochs) if vault.casts(p) else 1 for p in group.parameters]
+            group.awaited = sum(parts)
+            if self._live is not None:
+                for p, count in zip(group.parameters, parts, strict=True):
+                    self._live.reducer.expected[p] = count
+        if self._live is not None and self._sync:
+            self._live.reducer.begin()
 
     def need(self, groups: Sequence[int]) -> None:
         """The backward of these groups is about to run."""
@@ -286,23 +289,25 @@ class DedicatedRuntime:
         for g in groups:
             materializer.need(g)
         if self._live is not None and self._live.reducer.open:
-            # Groups that did not run have no gradients: the others need not wait for the end.
-            passed = [vault.groups[g] for g in materializer.passed]
-            idle = [group for group in passed if not group.epochs and not group.asked]
+            # They have no gradients: the others need not wait for the end.
             self._live.reducer.give_up(
-                p for group in idle for p in group.parameters if not vault.is_pinned(p)
+                p
+                for group in materializer.idle()
+                for p in group.parameters
+                if not vault.is_pinned(p)
             )
 
     def take_gradient(self, parameter: int) -> None:
         """Autograd has accumulated into a parameter's ``grad``."""
-        if self._live is None or not self._sync:
+        is_matrix = parameter in self._muon
+        if is_matrix:
+            self._storage[0].group_of[parameter].arrived += 1
+        if self._live is None or not self._live.reducer.open:
             return
         reducer = self._live.reducer
         reducer.take(parameter, reducer.gradient_of(parameter))
-        if parameter in self._muon:
+        if is_matrix:
             self.parameters[parameter].grad = None
-            group = self._storage[0].group_of[parameter]
-            group.done = reducer.is_complete(group.parameters)
         reducer.launch_ready()
 
     def end_backward(self) -> None:
@@ -436,7 +441,9 @@ class DedicatedRuntime:
                 "(p.register_hook)"
             )
         reducer.ensure()
-        owned.gather()
+        if self._gathered != reducer.rounds:  # not again between clipping and step
+            owned.gather()
+            self._gathered = reducer.rounds
 
     def unit_gradients(self, unit: Unit) -> Tensor:
         return self._bound.owned.gradients[unit]
@@ -473,6 +480,7 @@ class DedicatedRuntime:
         if self._live is not None:
             self._recover()
             self._live.reducer.clear()
+            self._gathered = 0
 
     # ---- step ----------------------------------------------------------------------------
 
@@ -496,7 +504,7 @@ class DedicatedRuntime:
             owned.scatter(reducer.present, apply)
         self._launch_ahead(set())
         reducer.clear()
-        self._backwards = 0
+        self._backwards = self._gathered = 0
 
     def _launch_ahead(self, todo: set[int]) -> None:
         """Publish to holders, or launch the next forward pass's first groups, as far as done."""

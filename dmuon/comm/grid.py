@@ -19,7 +19,7 @@ from itertools import product
 from dmuon.comm.transport import Transport
 from dmuon.scheduler.topology import Topology
 
-__all__ = ["Grid", "Lanes", "open_lanes"]
+__all__ = ["Grid", "Lanes", "NewLane", "open_lanes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +117,21 @@ class Lanes:
             transport.close()
 
 
-def open_lanes(
-    grid: Grid, world: Transport, new_lane: Callable[[Sequence[int]], Transport]
-) -> Lanes:
-    """The lanes of this rank; a collective call. ``new_lane`` makes one over some mesh ranks."""
-    rank = world.rank
+# Makes a transport over the lane with this rank of a partition of the mesh's ranks.
+NewLane = Callable[[Sequence[tuple[int, ...]]], Transport]
+
+
+def open_lanes(grid: Grid, world: Transport, new_lane: NewLane) -> Lanes:
+    """The lanes of this rank; a collective call of all ranks of the mesh."""
     replicas, _, tensors = grid.shape
+
+    def along(lane_of: Callable[[int], tuple[int, ...]]) -> Transport:
+        return new_lane(sorted({lane_of(rank) for rank in range(world.world)}))
+
     flat = replicas == 1 and tensors == 1
-    weights = new_lane(grid.along_shards(rank))
-    gradients = world if flat else new_lane(grid.along_shards(rank))
-    across = gradients if replicas == 1 else new_lane(grid.along_replicas(rank))
-    within = world if tensors == 1 else new_lane(grid.along_tensors(rank))
-    data = gradients if replicas == 1 else new_lane(grid.along_data(rank))
+    weights = along(grid.along_shards)
+    gradients = world if flat else along(grid.along_shards)
+    across = gradients if replicas == 1 else along(grid.along_replicas)
+    within = world if tensors == 1 else along(grid.along_tensors)
+    data = gradients if replicas == 1 else along(grid.along_data)
     return Lanes(world, weights, gradients, across, within, data)

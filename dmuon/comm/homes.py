@@ -138,11 +138,17 @@ class Group:
     calls: int = 0  # forward calls that ended in this round
     expected: int = 1  # forward calls in a round, as far as known
     asked: bool = False  # in this backward
-    done: bool = False  # backward has all gradients
+    arrived: int = 0  # gradients in this backward
+    awaited: int = 1  # how many of them there will be
     keep: bool = False  # until the end of backward, for nothing would announce that
     epochs: int = 0  # times that autograd has recorded its use since the last backward
     recorded: bool = False  # in this use
     tags: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        """Whether backward has all gradients."""
+        return self.arrived >= self.awaited
 
     @torch.no_grad()
     def launch(self, lane: Transport, phase: str) -> int:
@@ -191,4 +197,4 @@ class Group:
             self.in_use = False
         for live in self.carriers:
             live.release()
-        self.valid = self.done = self.keep = self.recorded = False
+        self.valid = self.keep = self.recorded = False

@@ -62,6 +62,7 @@ class Materializer:
         self._forward = _Sweep([*ahead, *others], "forward")
         self._backward = _Sweep([*ahead, *reversed(others)], "backward")
         self._prelaunched = 0
+        self._looked_at = 0  # how far `idle` has come
         self._recorded = False  # by autograd, in the forward pass that is open
         self._recordings = 0  # forward passes that were, since the last step
 
@@ -161,8 +162,9 @@ class Materializer:
         self.end_forward()
         self._backward.open = True
         self._backward.cursor = 0
+        self._looked_at = self._first
         for group in self.groups:
-            group.done = group.asked = False
+            group.arrived, group.asked = 0, False
 
     def need(self, g: int) -> None:
         """The backward of the group is about to run."""
@@ -173,10 +175,13 @@ class Materializer:
         self.groups[g].asked = True
         self.groups[g].use()
 
-    @property
-    def passed(self) -> Sequence[int]:
-        """The groups whose turn in this backward pass is over, or has never come."""
-        return self._backward.order[self._first : max(0, self._backward.cursor - self._prefetch)]
+    def idle(self) -> list[Group]:
+        """Groups whose turn in this backward pass has come, that did not run in forward and were
+        not asked for; each once."""
+        begin, end = self._looked_at, self._backward.cursor - self._prefetch
+        self._looked_at = max(begin, end)
+        passed = (self.groups[g] for g in self._backward.order[begin : max(begin, end)])
+        return [group for group in passed if not group.epochs and not group.asked]
 
     def end_backward(self) -> None:
         """Every rank has issued every broadcast of the pass; nothing stays materialized."""

@@ -59,7 +59,6 @@ class OwnedUnits:
         self._weight_of = weight_of
         self.gradients: dict[Unit, Tensor] = {}
         self._payload: dict[Unit, Tensor] = {}
-        self._rms: dict[Unit, Tensor] = {}
         # Where each matrix collects its gradient here: in the parameter's dims.
         self._targets: dict[int, Tensor] = {}
         self._parts = {i: slices.part(i, self._tensor) for u in self.near for i in u.matrices}
@@ -73,7 +72,13 @@ class OwnedUnits:
                     self._targets[i] = torch.zeros(
                         box.shape, dtype=self._grad_dtype(i), device=device
                     )
-        self.gathered = False
+        self._rms = {unit: torch.zeros(len(unit.matrices), device=device) for unit in self.mine}
+        # Views of what is kept, which never moves.
+        self._weights = {
+            unit: [self._weight(i) for i in unit.matrices]
+            for unit in self.mine
+            if not any(slices.is_cut(i) for i in unit.matrices)
+        }
 
     def _grad_dtype(self, matrix: int) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self._specs.matrices[matrix].dtype)
@@ -110,7 +115,6 @@ class OwnedUnits:
             for destination, source in live.deliveries:
                 destinations.append(destination)
                 sources.append(source)
-        self.gathered = False
         if destinations and first:
             torch._foreach_copy_(destinations, sources)
         elif destinations:
@@ -142,10 +146,7 @@ class OwnedUnits:
         ]
 
     def gather(self) -> None:
-        """Slices to their owners, once a step; a collective call along tensors."""
-        if self.gathered:
-            return
-        self.gathered = True
+        """Slices to their owners; a collective call along tensors."""
         by_dtype: dict[torch.dtype, list[tuple[Unit, int]]] = defaultdict(list)
         for unit in self.near:
             for i in unit.matrices:
@@ -206,7 +207,7 @@ class OwnedUnits:
 
     def weights(self, unit: Unit) -> list[Tensor]:
         """The weights of a unit that lie whole on this rank, ``[rows, ...]``."""
-        return [self._weight(i) for i in unit.matrices]
+        return self._weights[unit]
 
     def _weight(self, i: int) -> Tensor:
         spec = self._specs.matrices[i]
@@ -221,8 +222,8 @@ class OwnedUnits:
     def compute(self, unit: Unit, where: list[int], compute: Compute) -> None:
         """The owner's part of a step: the update of a unit, kept until `apply`."""
         stack = self.gradients[unit]
-        self._rms[unit] = torch.zeros(len(unit.matrices), device=self._device)
         if not where:
+            self._rms[unit].zero_()
             return
         if len(where) == len(unit.matrices):
             payload, rms = compute(unit, stack, where)
@@ -230,7 +231,7 @@ class OwnedUnits:
         else:
             index = torch.tensor(where, device=self._device)
             payload, rms = compute(unit, stack.index_select(0, index), where)
-            self._rms[unit].index_copy_(0, index, rms.to(torch.float32))
+            self._rms[unit].zero_().index_copy_(0, index, rms.to(torch.float32))
         self._payload[unit] = payload
 
     def apply(self, unit: Unit, where: list[int], apply: Apply) -> None:
@@ -238,7 +239,8 @@ class OwnedUnits:
         payload = self._payload.pop(unit, None)
         if payload is None:
             return
-        targets = [self._weight(unit.matrices[k]) for k in where]
+        weights = self._weights[unit]
+        targets = weights if len(where) == len(weights) else [weights[k] for k in where]
         apply(
             unit, where, targets, [p.view(t.shape) for p, t in zip(payload, targets, strict=True)]
         )

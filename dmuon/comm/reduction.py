@@ -305,10 +305,6 @@ class GradientReducer:
         p = self.parameters[parameter]
         return None if p.grad is None else local_tensor(gradient_like(p.grad, p))
 
-    def is_complete(self, parameters: Iterable[int]) -> bool:
-        """Whether these have all their gradients of the open round."""
-        return all(p not in self._live_of[p].waiting for p in parameters if p in self._live_of)
-
     def _take_again(self, live: _LiveWindow, parameter: int, grad: Tensor) -> None:
         """A second gradient in one round: nested backward calls, of a module run several times."""
         if live.launched:

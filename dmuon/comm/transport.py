@@ -125,6 +125,12 @@ class LocalTransport:
         return None
 
 
+# Groups over some of the ranks that are in use no more, by (ranks, timeout). torch names such a
+# group after its ranks and the number of groups alive, and the store never forgets a name: one that
+# is made anew under an old name finds old addresses. So they are kept and used again.
+_idle: dict[tuple[tuple[int, ...], float | None], list[weakref.ref[dist.ProcessGroup]]] = {}
+
+
 class C10dTransport:
     """`torch.distributed` over a process group of its own.
 
@@ -133,14 +139,31 @@ class C10dTransport:
     all-reduce of a synchronized batch norm.
     """
 
-    def __init__(self, ranks: Sequence[int], timeout_s: float | None = None) -> None:
-        everyone = sorted(ranks) == list(range(dist.get_world_size()))
-        # A mesh over some of the ranks cannot ask the others to join in making its group.
-        group = dist.new_group(
-            list(ranks),
-            timeout=None if timeout_s is None else timedelta(seconds=timeout_s),
-            use_local_synchronization=not everyone,
-        )
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        timeout_s: float | None = None,
+        *,
+        lanes: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """A collective call of ``ranks``; with ``lanes``, which partition all ranks of
+        `torch.distributed` and of which ``ranks`` is one, of everyone."""
+        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        self._key = (tuple(sorted(ranks)), timeout_s)
+        self._reused = False
+        if len(ranks) == dist.get_world_size():
+            group = dist.new_group(list(ranks), timeout=timeout)
+        elif lanes is not None:
+            group, _ = dist.new_subgroups_by_enumeration(
+                [list(lane) for lane in lanes], timeout=timeout
+            )
+        else:
+            # A mesh over some of the ranks cannot ask the others to join in making its group.
+            self._reused = True
+            known = _idle.get(self._key, [])
+            group = next((g for g in (known.pop()() for _ in list(known)) if g is not None), None)
+            if group is None:
+                group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
         # torch.distributed keeps the group. A reference here would keep its threads running after
         # destroy_process_group(), until the interpreter's exit aborts them.
         self._group = weakref.ref(group)
@@ -201,7 +224,11 @@ class C10dTransport:
     def close(self) -> None:
         # The user may have torn down torch.distributed first, which destroys every group.
         group = self._group()
-        if group is not None and dist.is_initialized():
+        if group is None or not dist.is_initialized():
+            return
+        if self._reused:
+            _idle.setdefault(self._key, []).append(self._group)
+        else:
             dist.destroy_process_group(group)
 
 

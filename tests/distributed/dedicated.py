@@ -15,7 +15,7 @@ import dmuon
 from dmuon.api import assemble
 from dmuon.comm.transport import C10dTransport, Event, RecordingTransport, Transport
 from dmuon.config import PlannerOptions
-from dmuon.meshes import mesh_topology
+from dmuon.meshes import lane_maker, mesh_topology
 from dmuon.scheduler.dtensors import whole_tensor
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.topology import Topology
@@ -51,8 +51,10 @@ def recorded(
     world = C10dTransport(list(range(dist.get_world_size())))
     first = wrapper(world)
 
-    def new_lane(ranks: Sequence[int]) -> Transport:
-        return wrapper(C10dTransport(ranks), events=first.events)
+    make = lane_maker(mesh, world.world, None)
+
+    def new_lane(partition: Sequence[tuple[int, ...]]) -> Transport:
+        return wrapper(make(partition), events=first.events)
 
     own = assemble(
         model,

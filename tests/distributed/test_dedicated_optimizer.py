@@ -242,8 +242,9 @@ def test_the_comparison_notices_a_lost_split(rank, world):
     with both(Pieces, **IN_TURN) as pair:
         pair.ref = ReferenceMuon(pair.twin, **MUON)
         pair.train(range(2))
-        with pytest.raises(AssertionError, match="blocks.0.qkv.weight is .* off"):
-            pair.check()
+        found, other = whole(pair.model, pair.own), weights(pair.twin)
+        for name in ("blocks.0.qkv.weight", "blocks.0.o_proj.weight"):
+            assert float((found[name] - other[name]).abs().max()) > 1e-3, name
 
 
 @FREED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import doctest
 import random
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -41,7 +41,7 @@ class Messages:
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
         self.ranks = grid.ranks
-        self.by_purpose: Counter[str] = Counter()
+        self.by_purpose: dict[str, float] = defaultdict(float)
 
     def send(self, purpose: str, source: int, target: int, nbytes: float) -> None:
         assert source != target
