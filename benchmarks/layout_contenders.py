@@ -296,12 +296,6 @@ class Contender:
             storages[storage.data_ptr()] = storage.nbytes()
         return sum(storages.values())
 
-    def hidden_bytes(self) -> int:
-        """What no Python object shows: the buckets that `DistributedDataParallel` keeps."""
-        if not isinstance(self.model, DistributedDataParallel):
-            return 0
-        return sum(p.numel() * p.element_size() for p in self.model.parameters())
-
     def close(self) -> None:
         if self.own is not None:
             self.own.close()

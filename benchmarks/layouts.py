@@ -29,6 +29,7 @@ import os
 import statistics
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -37,16 +38,16 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.spawn import spawn
-from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.layout_contenders import WORKLOADS, Contender, Kind, Workload, kinds
 from benchmarks.results import spread, write
 from dmuon.scheduler.dtensors import local_tensor
 
 WARM_UP = 2
-PROFILED = 3
 PHASES = ("whole", "backward", "step", "forward")
 
 Row = dict[str, Any]
@@ -56,42 +57,54 @@ Times = list[tuple[float, ...]]  # milliseconds by phase
 # ---- measuring -----------------------------------------------------------------------------
 
 
-def tensor_bytes() -> int:
-    """Bytes behind all tensors of this process, each storage once."""
-    gc.collect()
-    storages = {}
-    for found in gc.get_objects():
-        if issubclass(type(found), Tensor):
-            storage = local_tensor(found.detach()).untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+class LiveBytes(TorchDispatchMode):
+    """Bytes behind the tensors of this process, looked at after each operation inside.
+
+    Not by torch's profiler: gloo's threads free tensors when it may already have ended, which
+    crashes. What an operation allocates for itself is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        gc.collect()
+        self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
+        for found in gc.get_objects():
+            if issubclass(type(found), Tensor):
+                self._note(found)
+        self.most = self.now()
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = local_tensor(tensor).untyped_storage()
+        known = self._storages.get(id(storage))
+        if known is None or known() is not storage:
+            self._storages[id(storage)] = weakref.ref(storage)
+
+    def now(self) -> int:
+        """Those of all storages that are still there, as large as they are now."""
+        alive = 0
+        for key, known in list(self._storages.items()):
+            storage = known()
+            if storage is None:
+                del self._storages[key]
+            else:
+                alive += storage.nbytes()
+        return alive
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for found in tree_leaves(result):
+            if isinstance(found, Tensor):
+                self._note(found)
+        self.most = max(self.most, self.now())
+        return result
 
 
 def most_alive(action: Callable[[], Any]) -> int:
-    """Most bytes that were alive at once during ``action`` beyond those before it.
-
-    The profiler sees what this thread allocates and frees. What a communication thread frees it
-    misses, which can only add, so the smallest of some runs is taken.
-    """
-    gc.collect()  # what goes during the action would count against it
-    gc.disable()
-    try:
-        found = [_profiled_peak(action) for _ in range(PROFILED)]
-    finally:
-        gc.enable()
-    return min(found)
-
-
-def _profiled_peak(action: Callable[[], Any]) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    """Most bytes that were alive at once during ``action`` beyond those before it."""
+    with LiveBytes() as live:
+        before = live.most
         action()
-    assert prof.profiler is not None and prof.profiler.kineto_results is not None
-    events = prof.profiler.kineto_results.events()
-    alive = most = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        alive += event.nbytes()
-        most = max(most, alive)
-    return most
+    return live.most - before
 
 
 def timed(contender: Contender, step: int) -> tuple[float, ...]:
@@ -121,11 +134,11 @@ def largest(*values: float) -> list[int]:
 def memory(contender: Contender) -> Row:
     """Build the contender, train it a little, and see what that takes."""
     rank = dist.get_rank()
-    before = tensor_bytes()
+    before = LiveBytes().now()
     contender.build()
     for step in range(WARM_UP):
         contender.whole_step(contender.load.batch(step, rank))
-    kept = tensor_bytes() - before + contender.hidden_bytes()
+    kept = LiveBytes().now() - before
     batch = contender.load.batch(WARM_UP, rank)
     above = most_alive(lambda: contender.whole_step(batch))
     names = ("state_bytes", "kept_bytes", "step_bytes", "peak_bytes")

@@ -43,7 +43,7 @@ from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.plan import OwnershipPlan, check_plan_fits, solve
 from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.scheduler.shards import RankShards, ShardMap
-from dmuon.scheduler.specs import ModelSpecs
+from dmuon.scheduler.specs import ModelSpecs, canonical_name
 from dmuon.scheduler.topology import Topology
 from dmuon.types import DmuonError, Layout, OwnershipError, Select
 
@@ -225,7 +225,7 @@ class _Request:
         specs, topology = prepared.specs, prepared.topology
         arguments = {
             "layout": self.chosen.value,
-            "options": self.options or _OPTIONS[self.chosen](),
+            **self._options_texts(),
             # Each rank may keep its cache where it likes.
             "planner": replace(self.planner, cache_dir=None),
             "costs": _costs_text(self.costs),
@@ -234,6 +234,15 @@ class _Request:
         }
         lines = [str(topology), *map(str, specs.parameters), *map(str, specs.matrices)]
         return "\n".join(lines + [f"{name}={value}" for name, value in arguments.items()])
+
+    def _options_texts(self) -> dict[str, Any]:
+        """The options; of a function what it chooses, for its own text differs between ranks."""
+        options = self.options or _OPTIONS[self.chosen]()
+        if not isinstance(options, DedicatedOptions) or options.groups is None:
+            return {"options": options}
+        chooses = options.groups
+        chosen = [n for n, m in self.inner.named_modules() if n and chooses(canonical_name(n), m)]
+        return {"options": replace(options, groups=None), "groups": chosen}
 
     def prices(self, transport: Transport, specs: ModelSpecs) -> Any:
         """The costs; measured, by all ranks together, if that is asked for."""

@@ -15,8 +15,8 @@ broadcast of each weight from the owner to the holders, awaited by the next forw
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from dmuon.comm.dedicated_hooks import check_first_forward, hook_gradients, hook_module
 from dmuon.comm.dedicated_routes import Slices, group_window
-from dmuon.comm.dedicated_wire import GridWire, Publisher
+from dmuon.comm.dedicated_weights import DedicatedWeights
+from dmuon.comm.dedicated_wire import GridWire
 from dmuon.comm.fsdp import fsdp_roots
 from dmuon.comm.grid import Lanes
 from dmuon.comm.layout import Apply, Compute, Gradients, check_frozen, not_bound
@@ -35,11 +36,10 @@ from dmuon.comm.owned import OwnedUnits
 from dmuon.comm.reduction import GradientReducer
 from dmuon.comm.routes import Unit, Window, units_of
 from dmuon.comm.transport import Meter, Transport
-from dmuon.comm.vault import Vault, shed_on_meta
+from dmuon.comm.vault import Vault
 from dmuon.config import DedicatedOptions
 from dmuon.scheduler.dtensors import is_distributed, local_shard, local_tensor, mesh_axes
 from dmuon.scheduler.plan import OwnershipPlan
-from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.specs import dtype_name
 from dmuon.types import OwnershipError
 
@@ -67,177 +67,76 @@ class DedicatedRuntime:
         device: torch.device,
     ) -> None:
         self.plan = plan
-        self.parameters: Sequence[nn.Parameter] = list(parameters)
         self.device = device
         self.transport: Transport = lanes.world
         self.units: tuple[Unit, ...] = ()
         self.meter = Meter()
-        self.loads = 0
         self.steps = 0
+        self.keeps_whole = slices.grid.shape[2] == 1
         self.lanes = lanes
         self._slices = slices
         self._options = options
         self._tensor_axes = tensor_axes
         self._model = weakref.ref(model)
         self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
-        self._muon = frozenset(plan.specs.muon())
         self._place = slices.grid.place(lanes.world.rank)
         self._sync = True
         self._backwards = 0  # since the last step
         self._gathered = 0  # rounds of reduction whose slices have been gathered
         self._live: _Bound | None = None
         self._closed = False
-        self._stored: tuple[Vault, Materializer] | None = None
-        self.keeps_whole = slices.grid.shape[2] == 1
-        self._publisher = Publisher(
-            lanes.replicas, self.meter, *self._place[:2], slices.grid.shape[0]
-        )
+        self._muon = muon = frozenset(plan.specs.muon())
         index = {id(p): i for i, p in enumerate(parameters)}
-        self._modules = module_groups(model, options.groups, index)
-        self._carrying = [g for g in self._modules if not self._muon.isdisjoint(g.parameters)]
-        muon = {key: p for key, p in index.items() if p in self._muon}
-        points = hook_points(model, self._carrying, muon)
-        self._muon_below = {
-            point.module: [muon[id(p)] for p in point.module.parameters() if id(p) in muon]
-            for point in points
-        }
-        self._on_meta = any(p.device.type == "meta" for p in parameters)
-        if self._on_meta:
-            shed_on_meta(slices, parameters, lanes.world.rank)
-        else:
-            if options.broadcast_parameters:
-                self._broadcast([*model.parameters(), *model.buffers()])
-            self._store()
-        self._removers = [remove for point in points for remove in hook_module(self, point)]
-        self._removers.append(check_first_forward(self, model))
+        modules = module_groups(model, options.groups, index)
+        # Not kept: an ownership refers to no module, for the model refers to it.
+        points = hook_points(
+            model,
+            [group for group in modules if not muon.isdisjoint(group.parameters)],
+            {key: p for key, p in index.items() if p in muon},
+        )
+        self.kept = DedicatedWeights(
+            plan, slices, model, parameters, lanes, self.meter, options, device, modules, points
+        )
+        self._removers = [r for point in points for r in hook_module(self, point)]
+        self._end_watch = check_first_forward(self, model)
+        self._removers.append(self._end_watch)
 
     # ---- weights -------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Start from the values of the first rank; a `DTensor` from those of its slice's."""
-        works = []
-        for tensor in tensors:
-            lane = self.lanes.data if is_distributed(tensor) else self.transport
-            data = local_tensor(tensor)
-            whole = data if data.is_contiguous() else data.contiguous()
-            works.append((lane.broadcast(whole, 0, tag="initial weights"), data, whole))
-        for work, data, whole in works:
-            work.wait()
-            if whole is not data:
-                data.copy_(whole)
-
-    def _store(self) -> None:
-        vault = Vault(
-            self._slices,
-            self._carrying,
-            self.parameters,
-            self.transport.rank,
-            self.lanes.weights,
-            self._options.param_dtype,
-            self.device,
-        )
-        self._publisher.plan(vault.groups)
-        materializer = Materializer(
-            vault.groups,
-            self.lanes.weights,
-            self.meter,
-            prefetch=self._options.prefetch,
-            free_after_forward=self._options.free_after_forward,
-            first=[g for g, spec in enumerate(self._carrying) if spec.is_root],
-            before_launch=self._publisher.wait_for,
-        )
-        self._stored = vault, materializer
-
-    def adopt(self) -> None:
-        """Find the parameters as they are now: `fully_shard` and `to_empty` make new ones.
-
-        Raises:
-            OwnershipError: a dedicated parameter has been replaced, or is still on the meta device.
-        """
-        model = self._model()
-        if model is None:
-            return
-        now = dict(trainable_parameters(model))
-        found = []
-        for i, (spec, known) in enumerate(
-            zip(self.plan.specs.parameters, self.parameters, strict=True)
-        ):
-            p = now.get(spec.name, known)
-            if i in self._muon and p is not known and (not self._on_meta or is_distributed(p)):
-                raise _replaced(spec.name, p)
-            found.append(p)
-        self.parameters = found
-        if self._on_meta:
-            self._leave_meta(model)
-
-    def _leave_meta(self, model: nn.Module) -> None:
-        for spec, p in zip(self.plan.specs.parameters, self.parameters, strict=True):
-            if p.device.type == "meta":
-                raise OwnershipError(
-                    f"parameter {spec.name!r} is still on the meta device: call "
-                    "model.to_empty(device=...) and initialize the model before dmuon.Muon(model) "
-                    "and the first forward pass"
-                )
-        self._on_meta = False
-        if self._options.broadcast_parameters:
-            rest = [p for i, p in enumerate(self.parameters) if i not in self._muon]
-            self._broadcast([t for t in [*rest, *model.buffers()] if not is_distributed(t)])
-        self._store()
-        self._publisher.publish_all()
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        return self.kept.parameters
 
     @property
-    def _storage(self) -> tuple[Vault, Materializer]:
-        if self._closed:
-            raise not_bound(True)
-        if self._stored is None:
-            self.adopt()
-        assert self._stored is not None
-        return self._stored
+    def loads(self) -> int:
+        return self.kept.loads
 
     @property
     def dedicated(self) -> list[nn.Parameter]:
         """The parameters that are kept by their owners only."""
         return [self.parameters[p] for p in sorted(self._muon)]
 
-    @contextmanager
-    def materialized(self, module: nn.Module) -> Iterator[None]:
+    def adopt(self) -> None:
+        self.kept.adopt()
+
+    def materialized(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, the parameters of ``module`` are whole; a collective call."""
-        vault, materializer = self._storage
-        inside = materializer.forward_open  # of a forward pass: it goes on afterwards
-        if not inside:
-            self._recover()
-            vault.check()
-        self._publisher.wait()
-        index = {id(p): i for i, p in enumerate(self.parameters)}
-        members = [index[id(p)] for p in module.parameters() if id(p) in index]
-        members = [p for p in members if p in self._muon]
-        vault.pin(members)
-        try:
-            yield
-        finally:
-            vault.unpin(members)
-            if not inside:
-                materializer.drop()  # what was launched ahead may have been written to
-            self.loads += 1
+        return self.kept.materialized(module, self._recover)
 
     def check_state_dict(self, module: nn.Module) -> None:
         """Raise OwnershipError if placeholders would be saved or loaded into."""
-        vault, _ = self._storage
-        for p in self._muon_below.get(module, ()):
-            if not vault.is_pinned(p):
-                raise OwnershipError(
-                    f"{self.plan.specs.parameters[p].name!r} is stored by its owner only; the "
-                    "other ranks have a placeholder. Call state_dict and load_state_dict on every "
-                    "rank, inside `with own.materialized(model):`"
-                )
+        self.kept.check_state_dict(module)
+
+    @property
+    def _storage(self) -> tuple[Vault, Materializer]:
+        return self.kept.storage
 
     # ---- passes --------------------------------------------------------------------------
 
     @property
     def in_backward(self) -> bool:
         """Whether a backward pass has begun and not ended."""
-        return self._stored is not None and self._stored[1].backward_open
+        return self.kept.is_backward_open
 
     def begin_forward(self) -> None:
         """The root is about to run."""
@@ -338,6 +237,7 @@ class DedicatedRuntime:
                 "own.close() and dmuon.dedicate_params(model) again"
             )
         vault, _ = self._storage
+        self._end_watch()  # `Muon` has looked
         self.units = units_of(self.plan, groups)
         owned = OwnedUnits(
             self._slices,
@@ -378,7 +278,7 @@ class DedicatedRuntime:
             if i not in self._muon and set(mesh_axes(p)) <= self._tensor_axes
         }
         windows, last = [], []
-        for spec in reversed(self._modules):
+        for spec in reversed(self.kept.modules):
             members = [p for p in spec.parameters if p in self._muon or p in rest]
             if spec.is_root or self._muon.isdisjoint(members):
                 last += members
@@ -396,19 +296,11 @@ class DedicatedRuntime:
 
     def close(self) -> None:
         """Give every rank the whole weights again and remove every hook; a collective call."""
-        if self._stored is not None:
-            vault, materializer = self._stored
-            try:
-                materializer.drop()
-                self._publisher.wait()
-                vault.restore()
-            except OwnershipError:
-                pass  # torch.distributed was shut down first: nothing can travel any more
+        self.kept.close()
         for remove in self._removers:
             remove()
         self._removers = []
         self._live = None
-        self._stored = None
         self._closed = True
         self.lanes.close()
 
@@ -487,7 +379,7 @@ class DedicatedRuntime:
     def step(self, compute: Compute, apply: Apply) -> None:
         reducer, owned = self._bound.reducer, self._bound.owned
         self._storage[1].begin_step()
-        self._publisher.begin()
+        self.kept.publisher.begin()
         self.steps += 1
         todo = {i for unit in owned.mine for i in unit.matrices}
         sliced = not self.keeps_whole
@@ -509,7 +401,7 @@ class DedicatedRuntime:
     def _launch_ahead(self, todo: set[int]) -> None:
         """Publish to holders, or launch the next forward pass's first groups, as far as done."""
         if self._slices.grid.shape[0] > 1:
-            self._publisher.launch_ready(todo)
+            self.kept.publisher.launch_ready(todo)
             return
         _, materializer = self._storage
         matrices = self.plan.specs.matrices
@@ -518,20 +410,7 @@ class DedicatedRuntime:
             materializer.prelaunch()
 
     def synchronize(self) -> None:
-        self._publisher.wait()
+        self.kept.publisher.wait()
 
     def update_rms(self) -> dict[str, Tensor]:
         return self._bound.owned.update_rms()
-
-
-def _replaced(name: str, p: nn.Parameter) -> OwnershipError:
-    if is_distributed(p):
-        return OwnershipError(
-            f"fully_shard has taken parameter {name!r}, which dmuon dedicates to its owner: pass "
-            "ignored_params=own.dedicated_params to every fully_shard call, or make the calls "
-            "inside `with own.ignored_by_fully_shard():`"
-        )
-    return OwnershipError(
-        f"{name!r} is another parameter object now than at dedicate_params: change values in "
-        "place, inside `with own.materialized(module):`"
-    )

@@ -126,6 +126,11 @@ def _announce(passes: Passes, groups: Sequence[int], output: Any) -> bool:
                 "opt.step() changed weights between this forward pass and its backward, which "
                 "would give gradients of neither: call backward before opt.step()"
             )
+        if torch.is_grad_enabled():
+            raise DmuonError(
+                "create_graph=True: weights of the 'dedicated' layout are freed when backward is "
+                "done, so there is no second derivative. Use layout='replicated' for it"
+            )
         ensure_backward(passes)
         passes.need(groups)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from dmuon.comm.dedicated_routes import Range, Slices
 from dmuon.comm.grid import Lanes
 from dmuon.comm.homes import Group
-from dmuon.comm.reduction import LivePack
 from dmuon.comm.routes import EVERYONE, Pack
 from dmuon.comm.transport import Meter, Transport, Work
+from dmuon.comm.windows import LivePack
 
 __all__ = ["GridWire", "Publisher"]
 

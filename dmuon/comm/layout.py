@@ -50,12 +50,18 @@ class LayoutRuntime(Protocol):
     optimizer has bound itself.
     """
 
-    parameters: Sequence[nn.Parameter]
     device: torch.device  # where Newton-Schulz and the collectives run
     transport: Transport
     units: tuple[Unit, ...]
     meter: Meter
-    loads: int  # how often weights have been loaded into the model from a state dict
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The planned parameters, in the order of the plan."""
+
+    @property
+    def loads(self) -> int:
+        """How often weights have been loaded into the model from a state dict."""
 
     def adopt(self) -> None:
         """Find the parameters as they are now, where the layout lets a framework replace them."""

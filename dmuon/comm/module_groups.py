@@ -7,7 +7,8 @@ while the root runs. A parameter that several groups use (tied weights) belongs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -30,7 +31,7 @@ class ModuleGroup:
     """
 
     name: str
-    module: nn.Module
+    module: weakref.ref[nn.Module]  # who keeps groups keeps no model
     parameters: tuple[int, ...]
     is_root: bool
     uses: int = 1
@@ -57,7 +58,7 @@ def _group_modules(root: nn.Module, chooses: Chooses | None) -> dict[nn.Module, 
     )
 
 
-def _own_parameters(module: nn.Module, groups: dict[nn.Module, None]) -> Iterator[int]:
+def _own_parameters(module: nn.Module, groups: Container[nn.Module | None]) -> Iterator[int]:
     """Ids of the parameters below ``module`` and in no group inside it."""
     for p in module.parameters(recurse=False):
         yield id(p)
@@ -87,7 +88,9 @@ def module_groups(
         seen.update(mine)
         if mine:
             is_root = module is root
-            found.append(ModuleGroup(where[0] or "root", module, mine, is_root, len(where)))
+            found.append(
+                ModuleGroup(where[0] or "root", weakref.ref(module), mine, is_root, len(where))
+            )
     return found
 
 
@@ -95,7 +98,7 @@ def hook_points(
     root: nn.Module, groups: Sequence[ModuleGroup], index: Mapping[int, int]
 ) -> list[HookPoint]:
     """Where to materialize: the root, every group's module, what lies between, and their parts."""
-    modules = dict.fromkeys(g.module for g in groups if not g.is_root)
+    modules = dict.fromkeys(g.module() for g in groups if not g.is_root)
     group_of = {p: g for g, group in enumerate(groups) for p in group.parameters}
     inside: dict[nn.Module, nn.Module | None] = {}
 

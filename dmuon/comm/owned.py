@@ -17,9 +17,9 @@ from torch import Tensor
 
 from dmuon.comm.dedicated_routes import Part, Slices
 from dmuon.comm.layout import Apply, Compute
-from dmuon.comm.reduction import LivePack
 from dmuon.comm.routes import Unit
 from dmuon.comm.transport import Meter, Transport
+from dmuon.comm.windows import LivePack
 from dmuon.scheduler.shards import Form, matrix_box
 
 __all__ = ["OwnedUnits"]

@@ -14,142 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from dmuon.comm.arena import Arena, Carver
-from dmuon.comm.routes import EVERYONE, Pack, Window, aligned
+from dmuon.comm.arena import Arena
+from dmuon.comm.routes import EVERYONE, Pack, Window
 from dmuon.comm.streams import host_can_read
-from dmuon.comm.transport import Meter, Transport, Work
+from dmuon.comm.transport import Meter, Work
+from dmuon.comm.windows import LivePack, LiveWindow, Wire
 from dmuon.scheduler.dtensors import gradient_like, local_tensor
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm, DmuonError
 
-__all__ = ["FlatWire", "GradientReducer", "LivePack", "Wire"]
+__all__ = ["GradientReducer"]
 
 # Added to a parameter's participation flag by a rank that found a gradient it cannot use, so that
 # every rank learns which parameter it was. More than any number of ranks.
 _UNUSABLE = 1 << 20
-
-
-class LivePack:
-    """The buffer of one pack, cut into the views of its spans.
-
-    ``deliveries`` is where the owner's side keeps (destination, source) of what it receives.
-    """
-
-    def __init__(self, pack: Pack, buffer: Tensor) -> None:
-        self.pack = pack
-        self.buffer = buffer
-        self.views = list(buffer.split([span.numel for span in pack.spans]))
-        self.deliveries: list[tuple[Tensor, Tensor]] | None = None
-
-
-class Wire(Protocol):
-    """Takes packs where they belong; ``scale`` turns a sum of gradients into their mean."""
-
-    scale: float
-
-    def begin_window(self) -> None:
-        """The packs of another window follow."""
-
-    def is_mine(self, pack: Pack) -> bool:
-        """Whether this rank is the one that collects the pack."""
-
-    def send(self, live: LivePack) -> Work:
-        """Launch a pack; the same sequence of calls on every rank."""
-
-    def all_reduce_flags(self, flags: Tensor) -> Work:
-        """Sum the participation flags over all ranks."""
-
-
-class FlatWire:
-    """Every rank has data of its own, and a pack goes straight to the rank that owns it."""
-
-    def __init__(self, transport: Transport) -> None:
-        self.scale = 1.0 / transport.world
-        self._transport = transport
-
-    def begin_window(self) -> None:
-        """Nothing depends on windows."""
-
-    def is_mine(self, pack: Pack) -> bool:
-        return pack.owner == self._transport.rank
-
-    def send(self, live: LivePack) -> Work:
-        if live.pack.owner == EVERYONE:
-            return self._transport.all_reduce(live.buffer, tag="rest")
-        return self._transport.reduce(live.buffer, live.pack.owner, tag="gradients")
-
-    def all_reduce_flags(self, flags: Tensor) -> Work:
-        return self._transport.all_reduce(flags, tag="flags")
-
-
-class _LiveWindow:
-    """A window with its buffers: in an arena, or (``store``) in memory that it has for itself.
-
-    Such memory is there from the first gradient until what was sent has been collected.
-    """
-
-    def __init__(
-        self, window: Window, carver: Carver, store: torch.UntypedStorage | None = None
-    ) -> None:
-        self.window = window
-        self._store = store
-        self._nbytes = 0 if store is None else store.nbytes()
-        self.packs = [
-            LivePack(pack, carver.take(pack.numel, getattr(torch, pack.dtype)))
-            for pack in window.packs
-        ]
-        self.targets: dict[int, list[tuple[int, Tensor]]] = {p: [] for p in window.parameters}
-        for live in self.packs:
-            for span, view in zip(live.pack.spans, live.views, strict=True):
-                self.targets[span.parameter].append((span.start, view))
-        self.end = carver.offset
-        self.empty = set(window.parameters)
-        self.waiting = set(window.parameters)  # for gradients that are still to come
-        self.launched = False
-        self.release()
-
-    @classmethod
-    def apart(cls, window: Window, device: torch.device) -> _LiveWindow:
-        """A window with memory of its own."""
-        whole = torch.empty(window_bytes([window]), dtype=torch.uint8, device=device)
-        return cls(window, Carver(whole, 0), whole.untyped_storage())
-
-    def release(self) -> None:
-        if self._store is not None:
-            self._store.resize_(0)
-
-    def reset(self) -> None:
-        self.empty.update(self.window.parameters)
-        self.waiting.update(self.window.parameters)
-        self.launched = False
-
-    def fill(self, parameter: int, grad: Tensor | None, scale: float) -> None:
-        """Write ``scale * grad`` (zeros for None) to where the parameter's gradient travels."""
-        if self._store is not None and self._store.nbytes() != self._nbytes:
-            self._store.resize_(self._nbytes)
-        self.empty.discard(parameter)
-        if grad is None:
-            for _, view in self.targets[parameter]:
-                view.zero_()
-            return
-        flat = grad.detach().reshape(-1)
-        for start, view in self.targets[parameter]:
-            part = flat.narrow(0, start, view.numel())
-            if part.dtype is view.dtype:
-                torch.mul(part, scale, out=view)
-            else:
-                view.copy_(part).mul_(scale)  # in the wider dtype
-
-    def add(self, parameter: int, grad: Tensor, scale: float) -> None:
-        """Add ``scale * grad`` to what is there."""
-        flat = grad.detach().reshape(-1)
-        for start, view in self.targets[parameter]:
-            view.add_(flat.narrow(0, start, view.numel()), alpha=scale)
 
 
 @dataclass(slots=True)
@@ -158,16 +40,7 @@ class _Flight:
 
     work: Work
     pack: LivePack
-    window: _LiveWindow | None = None
-
-
-def window_bytes(windows: Sequence[Window]) -> int:
-    """Bytes of arena that these windows take together."""
-    return sum(
-        aligned(pack.numel * getattr(torch, pack.dtype).itemsize)
-        for window in windows
-        for pack in window.packs
-    )
+    window: LiveWindow | None = None
 
 
 class GradientReducer:
@@ -212,10 +85,10 @@ class GradientReducer:
         self._flags = torch.zeros(len(parameters), dtype=torch.int32, device=self._device)
         self._local: list[int] = []
         self._arrived: list[int] = []
-        self._live: list[_LiveWindow] = []
-        self._live_of: dict[int, _LiveWindow] = {}
+        self._live: list[LiveWindow] = []
+        self._live_of: dict[int, LiveWindow] = {}
         # Windows return at the same place round after round: their views are made once.
-        self._known: dict[tuple[int, tuple[int, ...]], _LiveWindow] = {}
+        self._known: dict[tuple[int, tuple[int, ...]], LiveWindow] = {}
         self._launched = 0
         self._flights: list[_Flight] = []
         self._open = False
@@ -272,9 +145,9 @@ class GradientReducer:
         live = self._known.get((offset, window.parameters))
         if live is None:
             if self._arena is None:
-                live = _LiveWindow.apart(window, self._device)
+                live = LiveWindow.apart(window, self._device)
             else:
-                live = _LiveWindow(window, self._arena.carve(offset))
+                live = LiveWindow(window, self._arena.carve(offset))
             self._known[offset, window.parameters] = live
         live.reset()
         self._live.append(live)
@@ -305,7 +178,7 @@ class GradientReducer:
         p = self.parameters[parameter]
         return None if p.grad is None else local_tensor(gradient_like(p.grad, p))
 
-    def _take_again(self, live: _LiveWindow, parameter: int, grad: Tensor) -> None:
+    def _take_again(self, live: LiveWindow, parameter: int, grad: Tensor) -> None:
         """A second gradient in one round: nested backward calls, of a module run several times."""
         if live.launched:
             raise DmuonError(

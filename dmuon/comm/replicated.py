@@ -20,7 +20,7 @@ from dmuon.comm.arena import Arena
 from dmuon.comm.blocks import Coverage, attach, wait_points
 from dmuon.comm.layout import Apply, Compute, Gradients, check_frozen, check_replaced, not_bound
 from dmuon.comm.publish import Publisher, wire_bytes
-from dmuon.comm.reduction import FlatWire, GradientReducer, LivePack, window_bytes
+from dmuon.comm.reduction import GradientReducer
 from dmuon.comm.routes import (
     Unit,
     Window,
@@ -33,6 +33,7 @@ from dmuon.comm.routes import (
 )
 from dmuon.comm.transport import Meter, Transport
 from dmuon.comm.triggers import hook_ddp, hook_parameters
+from dmuon.comm.windows import FlatWire, LivePack, window_bytes
 from dmuon.config import ReplicatedOptions
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.specs import dtype_name

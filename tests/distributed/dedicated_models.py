@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import dmuon
 from dmuon.reference import ReferenceMuon
@@ -22,6 +24,12 @@ from tests.distributed.models import Net, Zoo, batch, loss_of, weights
 PLAIN, FSDP = "plain", "fsdp"
 RESTS = pytest.mark.parametrize("rest", [PLAIN, FSDP])
 FREED = pytest.mark.parametrize("freed", [True, False], ids=["freed", "kept"])
+KEPT = {"free_after_forward": False}
+MODES = pytest.mark.parametrize(
+    "mode",
+    [{"rest": PLAIN}, {"rest": PLAIN, "options": KEPT}, {"rest": FSDP}],
+    ids=["plain", "kept", "fsdp"],
+)
 
 Loss = Callable[[nn.Module, Any], Tensor]
 # (model, step, data rank): sets up what differs from step to step and from rank to rank.
@@ -175,6 +183,21 @@ class Skipping(Net):
         return self.lm_head(self.mid(x))
 
 
+class Checkpointed(Net):
+    """The blocks ``which`` are run again in backward."""
+
+    def __init__(self, reentrant: bool, which: Sequence[int] = (0, 1, 2)) -> None:
+        super().__init__()
+        self.again = partial(checkpoint, use_reentrant=reentrant)
+        self.which = which
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok(tokens)
+        for i, block in enumerate(self.blocks):
+            x = self.again(block, x) if i in self.which else block(x)
+        return self.lm_head(self.mid(x))
+
+
 PIECES = {"splits": {"*qkv.weight": (8, 8, 12)}, "heads": {"*o_proj.weight": 4}}
 
 
@@ -245,11 +268,12 @@ class Casting(nn.Module):
         self.tok = nn.Embedding(50, 16)
         self.blocks = nn.ModuleList(CastingBlock() for _ in range(3))
         self.lm_head = nn.Linear(16, 50)
+        self.order: Sequence[int] = range(3)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tok(tokens)
-        for block in self.blocks:
-            x = block(x)
+        for i in self.order:
+            x = self.blocks[i](x)
         return self.lm_head(x.float())
 
 

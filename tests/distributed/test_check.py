@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import doctest
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pkgutil import resolve_name
 
 import pytest
@@ -13,36 +15,25 @@ import torch
 
 import dmuon
 import dmuon.equivalence
+from dmuon import check as command
+from dmuon.__main__ import main
 from dmuon.check import NEWTON_SCHULZ
 from dmuon.comm.transport import C10dTransport
-from dmuon.parallel_models import CASES
+from dmuon.parallel_models import CASES, DEDICATED_CASES
 from dmuon.parallel_models import batch as parallel_batch
 from dmuon.parallel_models import loss_of as parallel_loss
 from tests.distributed.harness import distributed
 from tests.distributed.models import Net, batch, loss_of, seeded
 
-
-def lost_gradient(monkeypatch, rank):
-    honest = C10dTransport.reduce
-
-    def reduce(self, tensor, dst, *, tag):
-        return honest(self, tensor.zero_() if self.rank == 1 else tensor, dst, tag=tag)
-
-    monkeypatch.setattr(C10dTransport, "reduce", reduce)
+FP32, BF16 = torch.float32, torch.bfloat16
 
 
-def lost_publication(monkeypatch, rank):
-    honest = C10dTransport.broadcast
-
-    def broadcast(self, tensor, src, *, tag):
-        if tag == "updates" and src == 0 and self.rank == 1:
-            return honest(self, tensor.clone(), src, tag=tag)
-        return honest(self, tensor, src, tag=tag)
-
-    monkeypatch.setattr(C10dTransport, "broadcast", broadcast)
+# ---- faults ------------------------------------------------------------------------------
 
 
 def scaled(factor, layout="replicated"):
+    """Rank 1 computes wrong updates."""
+
     def fault(monkeypatch, rank):
         target = NEWTON_SCHULZ[layout]
         honest = resolve_name(target)
@@ -52,35 +43,111 @@ def scaled(factor, layout="replicated"):
     return fault
 
 
+def lost_gradient(tag):
+    """What rank 1 gives to a reduction is zero."""
+
+    def fault(monkeypatch, rank):
+        honest = C10dTransport.reduce
+
+        def reduce(self, tensor, dst, *, tag):
+            return honest(
+                self, tensor.zero_() if tag == lost and rank == 1 else tensor, dst, tag=tag
+            )
+
+        lost = tag
+        monkeypatch.setattr(C10dTransport, "reduce", reduce)
+
+    return fault
+
+
+def lost_broadcast(prefix):
+    """What rank 1 should receive never gets there."""
+
+    def fault(monkeypatch, rank):
+        honest = C10dTransport.broadcast
+
+        def broadcast(self, tensor, src, *, tag):
+            lost = tag.startswith(prefix) and rank == 1 and src != self.rank
+            return honest(self, tensor.clone() if lost else tensor, src, tag=tag)
+
+        monkeypatch.setattr(C10dTransport, "broadcast", broadcast)
+
+    return fault
+
+
+def wrong_broadcast(prefix, change):
+    """Rank 1 receives something else: ``change(what arrived, what arrived the time before)``."""
+
+    def fault(monkeypatch, rank):
+        honest, seen = C10dTransport.broadcast, {}
+
+        def broadcast(self, tensor, src, *, tag):
+            work = honest(self, tensor, src, tag=tag)
+            if tag.startswith(prefix) and rank == 1 and src != self.rank:
+                work.wait()
+                arrived, key = tensor.clone(), (tag, src, tensor.numel())
+                tensor.data.copy_(change(arrived, seen.get(key, arrived)))
+                seen[key] = arrived
+            return work
+
+        monkeypatch.setattr(C10dTransport, "broadcast", broadcast)
+
+    return fault
+
+
+def lost_message(tag):
+    """Rank 1 receives zeros in an exchange."""
+
+    def fault(monkeypatch, rank):
+        honest = C10dTransport.all_to_all
+
+        def all_to_all(self, output, *args, **kwargs):
+            if kwargs["tag"] == tag and rank == 1:
+                return honest(self, output.zero_().clone(), *args, **kwargs)
+            return honest(self, output, *args, **kwargs)
+
+        monkeypatch.setattr(C10dTransport, "all_to_all", all_to_all)
+
+    return fault
+
+
+def assert_caught(plant, rank, compare, *args, **kwargs):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        plant(monkeypatch, rank)
+        report = compare(*args, **kwargs)
+    assert not report.passed and not report, str(report)
+    assert "DIFFERS" in str(report)
+
+
+# ---- replicated --------------------------------------------------------------------------
+
 FAULTS = {
     "slightly wrong": scaled(1.07),
-    "half more": scaled(1.5),
     "zero": scaled(0.0),
     "sign": scaled(-1.0),
-    "lost gradient": lost_gradient,
-    "lost publication": lost_publication,
+    "lost gradient": lost_gradient("gradients"),
+    "lost publication": lost_broadcast("updates"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("dtypes", ["fp32 fp32", "fp32 bf16", "bf16 bf16"])
-@pytest.mark.parametrize("lr", [0.02, 1e-3])
+@pytest.mark.parametrize("weights, ns", [(FP32, FP32), (FP32, BF16), (BF16, BF16)], ids=str)
 @distributed(2)
-def test_planted_faults_are_caught(rank, world, fault, dtypes, lr):
-    weights, ns = [{"fp32": torch.float32, "bf16": torch.bfloat16}[d] for d in dtypes.split()]
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        FAULTS[fault](monkeypatch, rank)
-        report = dmuon.check_step_equivalence(
+def test_planted_faults_are_caught(rank, world, fault, weights, ns):
+    def compare(lr):
+        return dmuon.check_step_equivalence(
             lambda: seeded(Net).to(weights),
             loss_of,
             batch,
-            steps=3,
+            steps=2,
             lr=lr,
             ns_dtype=ns,
-            options=dmuon.ReplicatedOptions(reduce_dtype=torch.float32),
+            options=dmuon.ReplicatedOptions(reduce_dtype=FP32),
         )
-    assert not report.passed and not report, str(report)
-    assert "DIFFERS" in str(report)
+
+    # A small rate makes small differences; with a large one bfloat16 weights hide none of them.
+    for lr in (1e-3, 0.02) if fault == "slightly wrong" else (1e-3,):
+        assert_caught(FAULTS[fault], rank, compare, lr)
 
 
 @distributed(2)
@@ -96,110 +163,142 @@ def test_a_scaled_gradient_is_caught_with_sgd_momentum_and_clipping_free_referen
 
         monkeypatch.setattr(C10dTransport, "all_reduce", all_reduce)
         report = dmuon.check_step_equivalence(
-            lambda: seeded(Net),
-            loss_of,
-            batch,
-            steps=3,
-            lr=0.02,
-            adamw_eps=1e-3,
-            ns_dtype=torch.float32,
+            lambda: seeded(Net), loss_of, batch, steps=3, lr=0.02, adamw_eps=1e-3, ns_dtype=FP32
         )
     assert not report.passed
 
 
-# ---- sharded models ----------------------------------------------------------------------
+# ---- parallel models ---------------------------------------------------------------------
 
-BY_NAME = {case.name: case for case in CASES}
-
-
-def names(world):
-    return [case.name for case in CASES if case.world == world]
+BY_NAME = {case.name: case for case in (*CASES, *DEDICATED_CASES)}
+BY_NAME["hsdp 2x3"] = replace(BY_NAME["hsdp"], mesh_shape=(2, 3))
+# Three axes on four ranks: each rank is a process, of which this machine may have few.
+BY_NAME["hsdp+tp"] = replace(BY_NAME["hsdp+tp"], mesh_shape=(2, 1, 2))
 
 
 def check(name, *, seed=0, parallelize=None, **kwargs):
     case = BY_NAME[name]
     mesh = case.make_mesh()
-    kwargs.setdefault("data_axes", case.data_axes)
+    kwargs = {"data_axes": case.data_axes, "ns_dtype": FP32} | kwargs
     return dmuon.check_step_equivalence(
         lambda: seeded(case.build, seed),
         parallel_loss,
         parallel_batch,
         mesh,
-        parallelize=parallelize or (lambda model: case.parallelize(model, mesh)),
+        tensor_parallel=lambda model: case.tensor_parallel(model, mesh),
+        parallelize=parallelize or (lambda model: case.data_parallel(model, mesh)),
         lr=0.02,
         adamw_eps=1e-5,  # AdamW divides by |g| + eps: an all but zero g has no certain sign
         **kwargs,
     )
 
 
-def agrees(name):
+def agrees(name, layout, **kwargs):
     case = BY_NAME[name]
-    report = check(name, ns_dtype=torch.float32)
+    report = check(name, layout=layout, **kwargs)
     assert report.passed, str(report)
     (row,) = report.rows
-    assert row.layout == "sharded" and row.criterion == "absolute"
+    assert row.layout == layout and row.criterion == "absolute" and row.tolerance == 1e-5
+    assert 0 < row.max_abs_diff <= 1e-5 and row.max_loss_diff <= 1e-5
     sizes, axes = row.mesh.split(" ", 1)
     assert sizes == "x".join(map(str, case.mesh_shape)) and axes == " x ".join(case.axes)
 
 
-@pytest.mark.parametrize("name", names(2))
+# Ten steps of the same cases against the reference are in test_sharded.
+@pytest.mark.parametrize("name", ["fsdp2", "tp"])
 @distributed(2)
-def test_ten_steps_on_two_ranks(rank, world, name):
-    agrees(name)
+def test_sharded_models_on_two_ranks(rank, world, name):
+    agrees(name, "sharded", steps=3)
 
 
-@pytest.mark.parametrize("name", names(4))
+@pytest.mark.parametrize("name", ["fsdp4", "hsdp", "tp+fsdp", "ep+fsdp, split experts", "hsdp+tp"])
 @distributed(4)
-def test_ten_steps_on_four_ranks(rank, world, name):
-    agrees(name)
+def test_sharded_models_on_four_ranks(rank, world, name):
+    agrees(name, "sharded", steps=3)
 
 
-@pytest.mark.parametrize("name", names(8))
-@distributed(8)
-def test_ten_steps_on_eight_ranks(rank, world, name):
-    agrees(name)
+# Every rank builds other weights: in the `dedicated` layout the first rank's count.
+@pytest.mark.parametrize("name", ["plain", "fsdp2"])
+@distributed(2)
+def test_ten_dedicated_steps_on_two_ranks(rank, world, name):
+    agrees(name, "dedicated", seed=rank)
+
+
+@pytest.mark.parametrize("name", ["fsdp4", "hsdp", "tp+dp", "tp+fsdp"])
+@distributed(4)
+def test_ten_dedicated_steps_on_four_ranks(rank, world, name):
+    agrees(name, "dedicated", seed=rank)
+
+
+@distributed(6)
+def test_ten_dedicated_steps_on_two_replicas_of_three(rank, world):
+    agrees("hsdp 2x3", "dedicated", seed=rank)
 
 
 @distributed(2)
 def test_the_twin_has_the_weights_that_fsdp_made_of_all_ranks_weights(rank, world):
-    report = check("fsdp2", seed=rank, steps=2, ns_dtype=torch.float32)
+    report = check("fsdp2", seed=rank, steps=2)
     assert report.passed, str(report)
-
-
-def lost(tag):
-    """Rank 1 does not get what is sent to it under this tag."""
-
-    def fault(monkeypatch, rank):
-        honest = C10dTransport.all_to_all
-
-        def all_to_all(self, output, *args, **kwargs):
-            if kwargs["tag"] == tag and rank == 1:
-                return honest(self, output.zero_().clone(), *args, **kwargs)
-            return honest(self, output, *args, **kwargs)
-
-        monkeypatch.setattr(C10dTransport, "all_to_all", all_to_all)
-
-    return fault
 
 
 SHARDED_FAULTS = {
     "slightly wrong": ("tp+fsdp", scaled(1.07, "sharded")),
     "sign of experts": ("ep+fsdp, split experts", scaled(-1.0, "sharded")),
-    "lost gather": ("fsdp4", lost("gather")),
-    "lost scatter": ("fsdp4", lost("scatter")),
-    "lost copy": ("hsdp", lost("replicate")),
+    "lost gather": ("fsdp4", lost_message("gather")),
+    "lost scatter": ("fsdp4", lost_message("scatter")),
+    "lost copy": ("hsdp", lost_message("replicate")),
 }
 
 
 @pytest.mark.parametrize("fault", SHARDED_FAULTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @distributed(4)
-def test_planted_faults_in_sharded_models_are_caught(rank, world, fault, dtype):
+def test_planted_faults_in_sharded_models_are_caught(rank, world, fault):
     name, plant = SHARDED_FAULTS[fault]
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        plant(monkeypatch, rank)
-        report = check(name, steps=2, ns_dtype=dtype)
-    assert not report.passed, str(report)
+    # A wrong sign shows in any precision.
+    for dtype in (FP32,) if fault.startswith("sign") else (FP32, BF16):
+        assert_caught(plant, rank, check, name, steps=1, ns_dtype=dtype)
+
+
+def earlier(arrived, before):
+    return before
+
+
+def larger(arrived, before):
+    return 1.07 * arrived
+
+
+DEDICATED_FAULTS = {
+    "slightly wrong": ("plain", scaled(1.07, "dedicated")),
+    "lost gradient": ("plain", lost_gradient("gradients")),
+    "stale weights": ("plain", wrong_broadcast("forward", earlier)),
+    "scaled weights in forward": ("fsdp2", wrong_broadcast("forward", larger)),
+    "scaled weights in backward": ("fsdp2", wrong_broadcast("backward", larger)),
+}
+DEDICATED_FAULTS_ON_FOUR = {
+    "slightly wrong": ("tp+dp", scaled(1.07, "dedicated")),
+    "lost slices": ("tp+dp", lost_message("slices")),
+    "lost update": ("tp+dp", lost_message("updates")),
+    "lost publish": ("hsdp", lost_broadcast("publish")),
+    "lost replica": ("hsdp", lost_gradient("gradients across replicas")),
+}
+
+
+def dedicated_fault_is_caught(name, plant, rank):
+    for dtype in (FP32, BF16):
+        # Two steps, for weights that arrive late are right in the first one.
+        assert_caught(plant, rank, check, name, layout="dedicated", steps=2, ns_dtype=dtype)
+
+
+@pytest.mark.parametrize("fault", DEDICATED_FAULTS)
+@distributed(2)
+def test_planted_faults_in_dedicated_models_are_caught(rank, world, fault):
+    dedicated_fault_is_caught(*DEDICATED_FAULTS[fault], rank)
+
+
+@pytest.mark.parametrize("fault", DEDICATED_FAULTS_ON_FOUR)
+@distributed(4)
+def test_planted_faults_on_meshes_of_dedicated_models_are_caught(rank, world, fault):
+    dedicated_fault_is_caught(*DEDICATED_FAULTS_ON_FOUR[fault], rank)
 
 
 @distributed(2)
@@ -214,6 +313,20 @@ def test_errors_name_the_axes_and_the_parameters(rank, world):
 
     with pytest.raises(ValueError, match=r"turned .*'lm_head.weight'.* into .*'head.weight'"):
         check("fsdp2", parallelize=rename)
+
+
+@distributed(2)
+def test_a_mistake_in_parallelize_leaves_the_model_as_it_was(rank, world):
+    seen = []
+
+    def fail(model):
+        seen.append(model)
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        check("plain", layout="dedicated", parallelize=fail)
+    assert all(p.numel() for p in seen[0].parameters())
+    dmuon.dedicate_params(seen[0], layout="dedicated").close()
 
 
 def test_data_ranks_are_counted_along_the_data_axes():
@@ -233,40 +346,57 @@ def run(*arguments):
     )
 
 
-def test_the_command_passes_and_prints_a_table():
-    done = run("--layout", "replicated")
-    assert done.returncode == 0, done.stderr
-    assert "replicated (DDP)" in done.stdout and "equal" in done.stdout
+# (layout, case, mesh) of what fits on two processes.
+ON_TWO = [
+    ("replicated", "", "2"),
+    ("replicated (DDP)", "", "2"),
+    ("replicated", "", "2"),
+    ("replicated", "", "2"),
+    ("sharded", "fsdp2", "2 dp"),
+    ("sharded", "tp", "2 tp"),
+    ("dedicated", "plain", "2 dp"),
+    ("dedicated", "fsdp2", "2 dp"),
+]
+
+
+def test_the_command_passes_and_prints_a_table(tmp_path):
+    done = run("--layout", "all", "--json", str(tmp_path / "rows.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "replicated (DDP)" in done.stdout and done.stdout.count("equal") == len(ON_TWO)
     assert "DIFFERS" not in done.stdout
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(r["layout"], r["case"], r["mesh"]) for r in rows] == ON_TWO
+    assert {"dtype", "steps", "max_abs_diff", "tolerance", "passed"} <= set(rows[0])
 
 
-def test_the_command_fails_on_a_planted_fault():
-    done = run("--plant-fault", "--json", "-")
+def test_the_command_fails_on_a_planted_fault_in_every_layout():
+    done = run("--layout", "all", "--plant-fault", "--json", "-")
     assert done.returncode == 1 and done.stdout, done.stderr
     rows = json.loads(done.stdout)["rows"]
-    assert {"layout", "mesh", "dtype", "steps", "max_abs_diff", "tolerance", "passed"} <= set(
-        rows[0]
-    )
-    assert [row["passed"] for row in rows] == [False] * 4
+    assert [row["passed"] for row in rows] == [False] * len(ON_TWO)
 
 
-@pytest.mark.parametrize("layout", ["sharded", "all"])
+@pytest.mark.parametrize("layout", ["replicated", "sharded", "dedicated", "all"])
 def test_the_command_covers_the_meshes_that_fit(layout):
-    done = run("--layout", layout, "--json", "-")
-    assert done.returncode == 0 and done.stdout, done.stdout + done.stderr
-    rows = json.loads(done.stdout)["rows"]
-    found = [(r["layout"], r["case"], r["mesh"]) for r in rows if r["layout"] == "sharded"]
-    assert found == [("sharded", "fsdp2", "2 dp"), ("sharded", "tp", "2 tp")]
-    assert len(rows) - len(found) == (4 if layout == "all" else 0)
+    def jobs(nproc):
+        return command._jobs(argparse.Namespace(layout=layout, nproc=nproc))
+
+    found = {(job.layout, job.case.name if job.case else "") for job in jobs(2)}
+    fitting = {(row.split()[0], case) for row, case, _ in ON_TWO}
+    assert found == {(row, case) for row, case in fitting if layout in (row, "all")}
+    worlds = {job.world for job in jobs(None)}
+    assert (
+        worlds
+        == {
+            "replicated": {4},
+            "sharded": {2, 4, 8},
+            "dedicated": {2, 4},
+            "all": {2, 4, 8},
+        }[layout]
+    )
 
 
-def test_the_command_fails_on_a_planted_fault_in_every_sharded_mesh():
-    done = run("--layout", "sharded", "--plant-fault")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert done.stdout.count("DIFFERS") == 2 and "equal" not in done.stdout
-
-
-def test_the_command_tells_that_no_mesh_fits():
-    done = run("--layout", "sharded", "--nproc", "1")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "--nproc 1" in done.stderr
+def test_the_command_tells_that_no_mesh_fits(capsys):
+    assert main(["check", "--layout", "sharded", "--nproc", "1"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "--nproc 1" in error and "--layout sharded" in error

@@ -1,20 +1,15 @@
-"""The `dedicated` layout from outside: direct reads, parts called alone, compiled blocks."""
+"""The `dedicated` layout from outside: direct reads, parts called alone, groups."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-import dmuon
-from dmuon.reference import ReferenceMuon
-from tests.distributed.dedicated import MUON, whole
-from tests.distributed.dedicated_models import FREED, RESTS, Skipping, both, follow
+from tests.distributed.dedicated_models import FREED, MODES, RESTS, Skipping, both, follow
 from tests.distributed.harness import distributed
-from tests.distributed.models import Net, batch, loss_of, seeded, weights
+from tests.distributed.models import batch, loss_of, weights
 
 # ---- direct reads and writes -------------------------------------------------------------
 
@@ -55,11 +50,10 @@ def rewrite(model, seed):
     model.blocks[2].up.weight[3:5] = 0.25
 
 
-@FREED
-@RESTS
+@MODES
 @distributed(2)
-def test_what_is_written_inside_materialized_persists(rank, world, rest, freed):
-    with both(rest=rest, options={"free_after_forward": freed}) as pair:
+def test_what_is_written_inside_materialized_persists(rank, world, mode):
+    with both(**mode) as pair:
         for step in range(3):
             with pair.own.materialized(pair.model):
                 rewrite(pair.model, step)
@@ -182,12 +176,10 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-@FREED
 @RESTS
 @distributed(2)
-def test_groups_by_predicate(rank, world, rest, freed, groups):
-    options = {"groups": GROUPS[groups], "free_after_forward": freed}
-    follow(steps=4, rest=rest, options=options)
+def test_groups_by_predicate(rank, world, rest, groups):
+    follow(rest=rest, options={"groups": GROUPS[groups]})
 
 
 @pytest.mark.parametrize("groups", ["linears", "nested"])
@@ -199,184 +191,3 @@ def test_groups_and_parts_in_another_order(rank, world, groups):
     options = {"groups": GROUPS[groups]}
     follow(Skipping, steps=4, prepare=prepare, options=options)
     follow(Skipping, steps=4, loss_of=children_alone, options=options)
-
-
-# ---- compiled blocks ---------------------------------------------------------------------
-
-
-def compile_in_place(model, backend):
-    for block in model.blocks:
-        block.compile(backend=backend)
-
-
-def compile_wrapped(model, backend):
-    for i, block in enumerate(model.blocks):
-        model.blocks[i] = torch.compile(block, backend=backend)
-
-
-def compile_children(model, backend):
-    for block in model.blocks:
-        block.up.compile(backend=backend)
-
-
-def compile_all(model, backend):
-    model.compile(backend=backend)
-
-
-COMPILED = [compile_in_place, compile_wrapped, compile_children, compile_all]
-
-
-@pytest.mark.parametrize("how", COMPILED, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@FREED
-@distributed(2)
-def test_compiled_before_planning(rank, world, freed, backend, how):
-    torch.compiler.reset()
-    options = {"free_after_forward": freed}
-    with both(compiled=lambda model: how(model, backend), options=options) as pair:
-        pair.train(range(3))
-        pair.check()
-        with torch.no_grad():
-            found = pair.loss(pair.model, 9, rank)
-            assert abs(float(found) - float(pair.loss(pair.twin, 9, rank))) <= 1e-5
-    torch.compiler.reset()
-
-
-@pytest.mark.parametrize("how", [compile_in_place, compile_wrapped], ids=lambda f: f.__name__)
-@distributed(2)
-def test_compiled_after_planning(rank, world, how):
-    torch.compiler.reset()
-    with both() as pair:
-        how(pair.model, "aot_eager")
-        pair.train(range(3))
-        found, expected = whole(pair.model, pair.own), weights(pair.twin)
-        for name, weight in found.items():
-            assert torch.allclose(weight, expected[name], rtol=0, atol=1e-5), name
-    torch.compiler.reset()
-
-
-# ---- users' own collectives --------------------------------------------------------------
-
-
-class Talking(Net):
-    """All ranks exchange statistics in forward and gradients' norms in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.talk = True
-        self.heard = []
-
-    def tell(self, value):
-        if self.talk:
-            value = value.detach().clone()
-            dist.all_reduce(value)
-            self.heard.append(float(value))
-
-    def forward(self, tokens):
-        x = self.tok(tokens)
-        for block in self.blocks:
-            x = block(x)
-            self.tell(x.square().mean())
-            if x.requires_grad:
-                x.register_hook(lambda grad: self.tell(grad.square().sum()))
-        return self.lm_head(self.mid(x))
-
-
-@FREED
-@RESTS
-@distributed(2)
-def test_collectives_of_the_user_between_ours(rank, world, rest, freed):
-    options = {"free_after_forward": freed, "prefetch": 3}
-    with both(Talking, rest=rest, options=options) as pair:
-        pair.twin.talk = False
-        for step in range(3):
-            pair.backward(step)
-            dist.barrier()
-            pair.joint_backward(step)
-            pair.advance()
-            dist.barrier()
-        pair.check()
-        heard = [None] * world
-        dist.all_gather_object(heard, pair.model.heard)
-        assert len(heard[0]) == 18 and heard[0] == heard[1]
-
-
-# ---- pipeline stages ---------------------------------------------------------------------
-
-
-def chunk_of(model, i):
-    """Four chunks: a model each, of which a stage has the first and the third, or the others."""
-    layers = [nn.Sequential(model.tok, model.blocks[0])]
-    layers += [nn.Sequential(model.blocks[k]) for k in (1, 2)]
-    layers += [nn.Sequential(model.mid, model.lm_head)]
-    return layers[i]
-
-
-def send(tensor, peer):
-    dist.send(tensor.detach().contiguous(), peer)
-
-
-def receive(shape, peer):
-    found = torch.empty(shape)
-    dist.recv(found, peer)
-    return found.requires_grad_()
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@FREED
-@distributed(4)
-def test_two_models_in_one_optimizer_of_each_pipeline_stage(rank, world, freed, micro_batches):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "dp"))
-    stage, data_rank = divmod(rank, 2)
-    peer = (1 - stage) * 2 + data_rank
-    model, twin = seeded(), seeded()
-    chunks = {i: chunk_of(model, i) for i in range(4) if i % 2 == stage}
-    options = dmuon.DedicatedOptions(free_after_forward=freed)
-    owns = {
-        i: dmuon.dedicate_params(
-            chunk, mesh["dp"], layout="dedicated", options=options, solver="greedy"
-        )
-        for i, chunk in chunks.items()
-    }
-    named = [p for chunk in chunks.values() for p in chunk.parameters()]
-    opt, ref = dmuon.Muon(named, **MUON), ReferenceMuon(twin, **MUON)
-
-    def forward(part):
-        seen = {}
-        tokens, targets = batch(part, data_rank)
-        for i in range(4):
-            if i % 2 != stage:
-                continue
-            x = tokens if i == 0 else receive((4, 8, 24), peer)
-            y = chunks[i](x)
-            seen[i] = (x, y)
-            if i < 3:
-                send(y, peer)
-            else:
-                loss = F.cross_entropy(y.flatten(0, 1), targets.flatten()) / micro_batches
-                seen[i] = (x, loss)
-        return seen
-
-    def backward(seen):
-        for i in (3, 2, 1, 0):
-            if i % 2 != stage:
-                continue
-            x, y = seen[i]
-            y.backward() if i == 3 else y.backward(receive(y.shape, peer).detach())
-            if i:
-                send(x.grad, peer)
-
-    for step in range(3):
-        parts = range(step * micro_batches, (step + 1) * micro_batches)
-        for seen in [forward(part) for part in parts]:
-            backward(seen)
-        opt.step(), opt.zero_grad()
-        for part in parts:
-            for r in range(2):
-                (loss_of(twin, batch(part, r)) / (2 * micro_batches)).backward()
-        ref.step(), ref.zero_grad()
-    for i, own in owns.items():
-        found, expected = whole(chunks[i], own), weights(chunk_of(twin, i))
-        for name, weight in found.items():
-            assert torch.allclose(weight, expected[name], rtol=0, atol=1e-5), name
-        own.close()

@@ -15,8 +15,9 @@ from tests.distributed.dedicated import MUON, mesh_of, shard_rest, whole
 from tests.distributed.dedicated_models import (
     FREED,
     FSDP,
+    MODES,
     PIECES,
-    RESTS,
+    PLAIN,
     Casting,
     Pieces,
     ZooBlocks,
@@ -69,8 +70,7 @@ def an_optimizer_each(model, rates, matrices):
     return made
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@RESTS
+@pytest.mark.parametrize("rest, schedule", [(PLAIN, "cosine"), (FSDP, "lambda")])
 @distributed(2)
 def test_param_groups_and_schedules(rank, world, rest, schedule):
     model, twin, mesh = seeded(), seeded(), mesh_of((world,))
@@ -160,8 +160,11 @@ def as_bfloat16(twin, names):
     return run
 
 
-@pytest.mark.parametrize("reduce", [None, torch.float32, torch.bfloat16], ids=str)
-@FREED
+@pytest.mark.parametrize(
+    "freed, reduce",
+    [(True, None), (False, None), (True, torch.float32), (True, torch.bfloat16)],
+    ids=["freed", "kept", "reduce32", "reduce16"],
+)
 @distributed(2)
 def test_weights_used_in_bfloat16(rank, world, freed, reduce):
     options = {
@@ -182,6 +185,47 @@ def test_weights_used_in_bfloat16(rank, world, freed, reduce):
         assert all(dtypes == {torch.bfloat16} for dtypes in used.values()) and len(used) == 3
         kept = {p.dtype for p in pair.own.dedicated_params}
         assert kept == {torch.float32}
+
+
+def called_twice(model, step, rank):
+    model.order = [0, 1, 2, 0]
+
+
+def tied(model):
+    model.blocks[2].up.weight = model.blocks[0].up.weight
+
+
+def two_forwards(model, inputs):
+    return loss_of(model, inputs) + loss_of(model, (inputs[0].flip(1), inputs[1]))
+
+
+SEVERAL = {
+    "called twice": {"prepare": called_twice},
+    "tied": {"change": tied},
+    "two forwards": {"loss_of": two_forwards},
+}
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+@FREED
+@distributed(2)
+def test_weights_used_in_bfloat16_several_times(rank, world, freed, kind):
+    """Autograd accumulates once for every use, for the weight's dtype has changed in between.
+
+    The sum of two uses is rounded to bfloat16 in another order than in the twin.
+    """
+    options = {"param_dtype": torch.bfloat16, "free_after_forward": freed}
+    with both(Casting, options=options, **SEVERAL[kind]) as pair:
+        matrices = {m.name for m in pair.own.plan.specs.matrices}
+        for step in range(3):
+            copy_weights(pair)
+            pair.backward(step)
+            pair.prepare(pair.twin, step, rank)
+            rounded = as_bfloat16(pair.twin, matrices)
+            for r in range(world):
+                (pair.loss_of(rounded, batch(step, r)) / world).backward()
+            pair.advance()
+            pair.check(1e-3)
 
 
 @distributed(2)
@@ -219,12 +263,10 @@ def test_mixed_precision_of_both(rank, world):
 IN_TURN = {"select": PIECES, "solver": "round_robin"}
 
 
-@FREED
-@RESTS
+@MODES
 @distributed(2)
-def test_pieces_of_one_parameter_have_different_owners(rank, world, rest, freed):
-    options = {"free_after_forward": freed}
-    with both(Pieces, rest=rest, options=options, **IN_TURN) as pair:
+def test_pieces_of_one_parameter_have_different_owners(rank, world, mode):
+    with both(Pieces, **mode, **IN_TURN) as pair:
         for name, pieces in {"qkv.weight": 3, "o_proj.weight": 4, "w1": 5, "w2": 5}.items():
             owners = pair.own.owner_of(f"blocks.0.{name}")
             assert len(owners) == pieces and set(owners) == {0, 1}, name
@@ -247,8 +289,7 @@ def test_the_comparison_notices_a_lost_split(rank, world):
             assert float((found[name] - other[name]).abs().max()) > 1e-3, name
 
 
-@FREED
-@RESTS
+@MODES
 @distributed(2)
-def test_convolutions_experts_and_attention(rank, world, rest, freed):
-    follow(ZooBlocks, steps=4, rest=rest, options={"free_after_forward": freed})
+def test_convolutions_experts_and_attention(rank, world, mode):
+    follow(ZooBlocks, **mode)

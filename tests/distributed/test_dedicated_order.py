@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from functools import partial
 
 import pytest
@@ -157,6 +159,7 @@ def waits(rank: int, world: int, delay: float, options: DedicatedOptions, steps:
         layer.register_forward_hook(slow)
     best = float("inf")
     for step in range(steps):
+        time.sleep(DELAY_S)  # loading data, while what was launched ahead arrives
         dist.barrier()
         begin = time.perf_counter()
         model(torch.randn(5, WIDTHS[0])).square().mean().backward()
@@ -169,7 +172,7 @@ def waits(rank: int, world: int, delay: float, options: DedicatedOptions, steps:
     return float(slowest)
 
 
-COMPUTE_S, DELAY_S = 0.15, 0.1
+COMPUTE_S, DELAY_S = 0.2, 0.15
 
 
 class Busy(torch.autograd.Function):
@@ -192,17 +195,17 @@ def slow(module, args, output):
 
 @distributed(2)
 def test_broadcasts_and_reductions_hide_behind_computing(rank, world):
-    """Of seven delayed collectives a step, three are on the critical path.
+    """Of ten delayed collectives a step, three are on the critical path.
 
     These are the last broadcast of forward sent again for backward, the reduction of layer 0, and
-    the flags behind it. What the next forward pass needs first left with the step before.
+    the flags behind it. What the next forward pass needs first left with the step before. Without
+    prefetching four more are waited for, two in each pass. Bounds lie a delay apart from that.
     """
     fast = waits(rank, world, 0.0, DedicatedOptions())
     hidden = waits(rank, world, DELAY_S, DedicatedOptions())
     exposed = waits(rank, world, DELAY_S, DedicatedOptions(prefetch=0))
-    assert hidden - fast < 3.7 * DELAY_S, (fast, hidden, exposed)
-    # Without prefetching two more in forward and two more in backward are waited for.
-    assert exposed - hidden > 2.5 * DELAY_S, (fast, hidden, exposed)
+    assert hidden - fast < 4 * DELAY_S, (fast, hidden, exposed)
+    assert exposed - hidden > 2 * DELAY_S, (fast, hidden, exposed)
 
 
 # ---- memory ------------------------------------------------------------------------------
@@ -237,8 +240,6 @@ def buffer_bytes(own) -> int:
 
 def live_bytes() -> int:
     """Bytes of all tensors' storages in this process, each once."""
-    import gc
-
     found = {}
     for o in gc.get_objects():
         if isinstance(o, Tensor) and type(o) in (Tensor, nn.Parameter):
@@ -309,3 +310,20 @@ def test_no_growth_over_200_steps(rank, world):
             sizes.append((live_bytes(), len(own.runtime.meter.bytes)))
     assert sizes[0] == sizes[1]
     own.close()
+
+
+@distributed(2)
+def test_a_model_that_nobody_needs_is_freed(rank, world):
+    gc.collect()
+    model = Wide(layers=2, width=16)
+    own = dmuon.dedicate_params(model, mesh_of((world,)), layout="dedicated")
+    opt = dmuon.Muon(model, **MUON)
+    for _ in range(2):
+        model(torch.randn(2, 16)).square().mean().backward()
+        opt.step()
+    seen = [weakref.ref(model), weakref.ref(own), weakref.ref(model.blocks[0].weight)]
+    own.runtime.lanes.close()
+    del model, own, opt
+    gc.collect()  # the model, which keeps its ownership
+    gc.collect()  # that one
+    assert [ref() for ref in seen] == [None, None, None]

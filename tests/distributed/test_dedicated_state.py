@@ -17,6 +17,7 @@ from tests.distributed.dedicated import MUON, mesh_of, shard_rest, whole
 from tests.distributed.dedicated_models import (
     FREED,
     FSDP,
+    MODES,
     PLAIN,
     RESTS,
     Pieces,
@@ -136,15 +137,14 @@ def assert_ordinary(model, twin):
             assert not any(type(hook).__module__.startswith("dmuon") for hook in hooks.values())
 
 
-@FREED
-@RESTS
+@MODES
 @distributed(2)
-def test_closing_makes_the_model_ordinary_again(rank, world, rest, freed):
-    with both(rest=rest, options={"free_after_forward": freed}) as pair:
+def test_closing_makes_the_model_ordinary_again(rank, world, mode):
+    with both(**mode) as pair:
         pair.train(range(3))
         pair.own.close()
         assert_ordinary(pair.model, pair.twin)
-        if rest == FSDP:
+        if mode["rest"] == FSDP:
             return
         # No collective any more: one rank alone can use it.
         found = pair.loss(pair.model, 9, rank) if rank else torch.zeros(())
@@ -186,9 +186,10 @@ def test_closing_twice_before_any_step_and_after_a_backward(rank, world):
 # ---- evaluating --------------------------------------------------------------------------
 
 
-def evaluate(pair, step, rank, times):
+def evaluate(pair, step, rank):
+    """Twice in a row."""
     pair.model.eval()
-    for _ in range(times):
+    for _ in range(2):
         with torch.no_grad():
             found = pair.loss(pair.model, 100 + step, rank)
             expected = pair.loss(pair.twin, 100 + step, rank)
@@ -198,16 +199,14 @@ def evaluate(pair, step, rank, times):
     pair.model.train()
 
 
-@pytest.mark.parametrize("times", [1, 2])
-@FREED
-@RESTS
+@MODES
 @distributed(2)
-def test_forward_without_backward_at_any_time(rank, world, rest, freed, times):
-    with both(rest=rest, options={"free_after_forward": freed}) as pair:
+def test_forward_without_backward_at_any_time(rank, world, mode):
+    with both(**mode) as pair:
         for step in range(4):
-            evaluate(pair, step, rank, times)
+            evaluate(pair, step, rank)
             pair.backward(step)
-            evaluate(pair, step + 50, rank, times)
+            evaluate(pair, step + 50, rank)
             pair.joint_backward(step)
             pair.advance()
         pair.check()
@@ -232,7 +231,7 @@ def test_evaluation_between_forward_and_backward(rank, world, freed):
     with both(options={"free_after_forward": freed}) as pair:
         for step in range(3):
             loss = pair.loss(pair.model, step, rank)
-            evaluate(pair, step, rank, 1)
+            evaluate(pair, step, rank)
             loss.backward()
             pair.joint_backward(step)
             pair.advance()

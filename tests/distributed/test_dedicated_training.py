@@ -10,6 +10,7 @@ import dmuon
 from tests.distributed.dedicated import MUON, mesh_of, whole
 from tests.distributed.dedicated_models import (
     FREED,
+    MODES,
     RESTS,
     Skipping,
     Sums,
@@ -50,11 +51,16 @@ def test_switches_change_nothing_bitwise_with_replicas(rank, world):
         assert all(torch.equal(found[n], expected[n]) for n in expected), name
 
 
-@FREED
-@RESTS
-@distributed(1, 2)
-def test_training_follows_the_reference(rank, world, rest, freed):
-    follow(rest=rest, steps=5, options={"free_after_forward": freed})
+@MODES
+@distributed(2)
+def test_training_follows_the_reference(rank, world, mode):
+    follow(steps=5, **mode)
+
+
+@distributed(1)
+def test_a_group_of_one_rank(rank, world):
+    follow()
+    follow(rest="fsdp", options={"free_after_forward": False})
 
 
 # ---- gradients ---------------------------------------------------------------------------
@@ -203,12 +209,10 @@ def freeze(model):
     model.mid.weight.requires_grad_(False)
 
 
-@FREED
-@RESTS
+@MODES
 @distributed(2)
-def test_frozen_parameters_let_gradients_through(rank, world, rest, freed):
-    options = {"free_after_forward": freed}
-    with both(rest=rest, change=freeze, options=options) as pair:
+def test_frozen_parameters_let_gradients_through(rank, world, mode):
+    with both(change=freeze, **mode) as pair:
         assert pair.model.blocks[1].up.weight not in pair.own.dedicated_params
         before = {n: p.clone() for n, p in pair.twin.named_parameters() if not p.requires_grad}
         pair.train(range(3))
@@ -243,8 +247,7 @@ def test_clipping_is_that_of_the_joint_batch(rank, world, rest, norm_type):
     clip_and_compare(norm_type, rest=rest)
 
 
-@NORMS
 @RESTS
 @distributed(4)
-def test_clipping_with_replicas(rank, world, rest, norm_type):
-    clip_and_compare(norm_type, rest=rest, mesh=(2, 2))
+def test_clipping_with_replicas(rank, world, rest):
+    clip_and_compare(2.0, rest=rest, mesh=(2, 2))
