@@ -6,6 +6,7 @@ import argparse
 import gc
 import json
 import logging
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.config import ReplicatedOptions
@@ -216,6 +217,18 @@ def _check_worker(rank: int, world: int, args: argparse.Namespace, folder: str) 
         dist.destroy_process_group()
 
 
+# What takes seconds to import; the last for what `DTensor` imports when it is first used.
+_IMPORTS = ["dmuon.__main__", "dmuon.parallel_models", "torch.distributed.pipelining"]
+
+
+def _start_method() -> str:
+    """How to start processes: where there is fork, all share one import of torch."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    multiprocessing.set_forkserver_preload(_IMPORTS)
+    return "forkserver"
+
+
 def _compare(args: argparse.Namespace, worlds: Collection[int]) -> EquivalenceReport:
     """All rows, layout by layout."""
     rows: list[EquivalenceRow] = []
@@ -223,7 +236,9 @@ def _compare(args: argparse.Namespace, worlds: Collection[int]) -> EquivalenceRe
         for world in worlds:
             if len(worlds) > 1:  # minutes on few cores
                 print(f"comparing on {world} processes ...", file=sys.stderr, flush=True)
-            spawn(_check_worker, (world, args, folder), nprocs=world)
+            start_processes(
+                _check_worker, (world, args, folder), nprocs=world, start_method=_start_method()
+            )
             with open(os.path.join(folder, f"rows{world}.json")) as file:
                 rows += (EquivalenceRow(**row) for row in json.load(file))
     order = {layout: i for i, layout in enumerate(_LAYOUTS)}

@@ -157,10 +157,11 @@ class DedicatedRuntime:
     def touch(self, groups: Sequence[int]) -> None:
         """A part of these groups' modules runs, normally inside them."""
         vault, materializer = self._storage
+        recorded = torch.is_grad_enabled()
         for g in groups:
-            if not vault.groups[g].in_use:
+            if not vault.groups[g].running:  # called by itself, so nobody announces its backward
                 materializer.enter(g)
-                materializer.leave(g, recorded=torch.is_grad_enabled(), keep=True)
+                materializer.leave(g, recorded=recorded, keep=recorded)
 
     def leave(self, groups: Sequence[int], *, recorded: bool, announced: bool) -> None:
         """A module of these groups has run. ``recorded``: by autograd; ``announced``: a hook will

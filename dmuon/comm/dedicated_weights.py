@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from dmuon.comm.dedicated_routes import Slices
 from dmuon.comm.dedicated_wire import Publisher
 from dmuon.comm.grid import Lanes
+from dmuon.comm.initial import start_from_first
 from dmuon.comm.layout import not_bound
 from dmuon.comm.materialize import Materializer
 from dmuon.comm.module_groups import HookPoint, ModuleGroup
 from dmuon.comm.transport import Meter
 from dmuon.comm.vault import Vault, shed_on_meta
 from dmuon.config import DedicatedOptions
-from dmuon.scheduler.dtensors import is_distributed, local_tensor
+from dmuon.scheduler.dtensors import is_distributed
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.types import OwnershipError
@@ -69,22 +70,13 @@ class DedicatedWeights:
             shed_on_meta(slices, parameters, lanes.world.rank)
         else:
             if options.broadcast_parameters:
-                self._broadcast([*model.parameters(), *model.buffers()])
+                self._start_from_first([*model.parameters(), *model.buffers()])
             self._store()
 
-    @torch.no_grad()
-    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Start from the values of the first rank; a `DTensor` from those of its slice's."""
-        works = []
-        for tensor in tensors:
-            lane = self._lanes.data if is_distributed(tensor) else self._lanes.world
-            data = local_tensor(tensor)
-            whole = data if data.is_contiguous() else data.contiguous()
-            works.append((lane.broadcast(whole, 0, tag="initial weights"), data, whole))
-        for work, data, whole in works:
-            work.wait()
-            if whole is not data:
-                data.copy_(whole)
+    def _start_from_first(self, tensors: Sequence[Tensor]) -> None:
+        """Equal values everywhere; of a `DTensor` wherever the same slice of it lies."""
+        world, data = self._lanes.world, self._lanes.data
+        start_from_first([(t, data if is_distributed(t) else world) for t in tensors])
 
     def _store(self) -> None:
         vault = Vault(
@@ -141,7 +133,7 @@ class DedicatedWeights:
         self._on_meta = False
         if self._options.broadcast_parameters:
             rest = [p for i, p in enumerate(self.parameters) if i not in self.dedicated]
-            self._broadcast([t for t in [*rest, *model.buffers()] if not is_distributed(t)])
+            self._start_from_first([t for t in [*rest, *model.buffers()] if not is_distributed(t)])
         self._store()
         self.publisher.publish_all()
 

@@ -143,6 +143,7 @@ class Group:
     keep: bool = False  # until the end of backward, for nothing would announce that
     epochs: int = 0  # times that autograd has recorded its use since the last backward
     recorded: bool = False  # in this use
+    ran: bool = False  # recorded by autograd since the last step
     tags: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -186,7 +187,7 @@ class Group:
     def record(self) -> None:
         """Autograd records what runs now."""
         self.epochs += not self.recorded
-        self.recorded = True
+        self.recorded = self.ran = True
 
     def free(self) -> None:
         """Back home; the buffers' memory is given back."""

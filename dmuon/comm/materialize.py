@@ -181,7 +181,7 @@ class Materializer:
         begin, end = self._looked_at, self._backward.cursor - self._prefetch
         self._looked_at = max(begin, end)
         passed = (self.groups[g] for g in self._backward.order[begin : max(begin, end)])
-        return [group for group in passed if not group.epochs and not group.asked]
+        return [group for group in passed if not group.ran and not group.asked]
 
     def end_backward(self) -> None:
         """Every rank has issued every broadcast of the pass; nothing stays materialized."""
@@ -207,6 +207,8 @@ class Materializer:
         """The weights are about to change."""
         self.drop()
         self._recordings = 0
+        for group in self.groups:
+            group.ran = False
 
     def next_ahead(self) -> Group | None:
         """The group that the next forward pass needs next, if it is to be launched ahead."""

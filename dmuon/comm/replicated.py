@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm.arena import Arena
 from dmuon.comm.blocks import Coverage, attach, wait_points
+from dmuon.comm.initial import start_from_first
 from dmuon.comm.layout import Apply, Compute, Gradients, check_frozen, check_replaced, not_bound
 from dmuon.comm.publish import Publisher, wire_bytes
 from dmuon.comm.reduction import GradientReducer
@@ -73,7 +74,7 @@ class ReplicatedRuntime:
         self._removers: list[Callable[[], None]] = []
         self._closed = False
         if ddp is None and options.broadcast_parameters:
-            _broadcast_model(model, transport)
+            start_from_first([(t, transport) for t in [*model.parameters(), *model.buffers()]])
 
     # ---- binding and closing -------------------------------------------------------------
 
@@ -289,17 +290,3 @@ class ReplicatedRuntime:
         _, publisher = self._bound
         publisher.synchronize()
         return publisher.update_rms()
-
-
-@torch.no_grad()
-def _broadcast_model(model: nn.Module, transport: Transport) -> None:
-    """Give every rank the parameters and buffers of the mesh's first rank, as DDP does."""
-    works = []
-    for tensor in [*model.parameters(), *model.buffers()]:
-        data = tensor.detach()
-        whole = data if data.is_contiguous() else data.contiguous()
-        works.append((transport.broadcast(whole, 0, tag="initial weights"), data, whole))
-    for work, data, whole in works:
-        work.wait()
-        if whole is not data:
-            data.copy_(whole)
