@@ -85,7 +85,7 @@ def eight_layers() -> Workload:
         lambda model: list(model.layers),  # type: ignore[arg-type]
         batch,
         lambda model, given: (model(given[0]) - given[1]).square().mean(),
-        rounds=15,
+        rounds=13,
     )
 
 

@@ -218,7 +218,7 @@ HEADINGS = (
     "layout",
     "ms (p10-p90)",
     "x AdamW",
-    "backward, step, forward ms",
+    "bwd, step, fwd ms",
     "MB received",
     "theory",
     "FSDP2's",
@@ -259,10 +259,10 @@ def show(rows: list[Row]) -> None:
     for mine in by_set(rows):
         table = Table(title=title(mine))
         for i, heading in enumerate(HEADINGS):
-            table.add_column(heading, justify="right" if i else "left", no_wrap=i == 0)
+            table.add_column(heading, justify="right" if i else "left", no_wrap=True)
         for entry in mine:
             table.add_row(*cells(entry))
-        Console(width=130).print(table)
+        Console(width=150).print(table)
 
 
 def markdown(rows: list[Row]) -> str:

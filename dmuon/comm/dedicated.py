@@ -123,9 +123,9 @@ class DedicatedRuntime:
         """Inside, the parameters of ``module`` are whole; a collective call."""
         return self.kept.materialized(module, self._recover)
 
-    def check_state_dict(self, module: nn.Module) -> None:
-        """Raise OwnershipError if placeholders would be saved or loaded into."""
-        self.kept.check_state_dict(module)
+    def check_whole(self, module: nn.Module) -> None:
+        """Raise OwnershipError if placeholders would be saved, copied or loaded into."""
+        self.kept.check_whole(module)
 
     @property
     def _storage(self) -> tuple[Vault, Materializer]:

@@ -22,6 +22,7 @@ from dmuon.types import DmuonError
 __all__ = ["Passes", "check_first_forward", "hook_gradients", "hook_module"]
 
 Remove = Callable[[], None]
+_ANNOUNCED = "_dmuon_announced"  # set on what a module keeps from one pass to the next
 
 
 class Passes(Protocol):
@@ -42,7 +43,7 @@ class Passes(Protocol):
     def end_backward(self) -> None: ...
     def take_gradient(self, parameter: int) -> None: ...
     def adopt(self) -> None: ...
-    def check_state_dict(self, module: nn.Module) -> None: ...
+    def check_whole(self, module: nn.Module) -> None: ...
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -56,8 +57,14 @@ def _make_nothing() -> Callable[..., None]:
 class _Hook:
     """Calls ``action(passes, module, output)`` while there is a runtime; a copy does nothing."""
 
-    def __init__(self, passes: Passes, action: Callable[[Passes, nn.Module, Any], None]) -> None:
+    def __init__(
+        self,
+        passes: Passes,
+        module: nn.Module,
+        action: Callable[[Passes, nn.Module, Any], None],
+    ) -> None:
         self._passes = weakref.ref(passes)
+        self._module = weakref.ref(module)
         self._action = action
         # Opaque to torch.compile: the graph breaks, and what is traced never sees placeholders.
         self._opaque = torch.compiler.disable(self._act)
@@ -71,6 +78,9 @@ class _Hook:
             self._action(passes, module, args[-1] if args else None)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        passes, module = self._passes(), self._module()
+        if passes is not None and module is not None:
+            passes.check_whole(module)  # a copy of placeholders would be of no use
         return (_make_nothing, ())
 
 
@@ -97,6 +107,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name, None))
 
 
+def kept_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Results that a module's forward keeps as attributes, such as the loss of a router."""
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) or (name[0] != "_" and isinstance(value, list | tuple)):
+                yield from (t for t in tensors_in(value) if t.grad_fn is not None)
+
+
 def ensure_backward(passes: Passes) -> None:
     """Begin the backward pass if this is the first that is heard of it."""
     if passes.in_backward:
@@ -113,8 +131,11 @@ def ensure_backward(passes: Passes) -> None:
     at_end_of_backward(end)
 
 
-def _announce(passes: Passes, groups: Sequence[int], output: Any) -> bool:
-    """Have the weights there before the backward of ``output``; whether that can be."""
+def _announce(passes: Passes, module: nn.Module, groups: Sequence[int], output: Any) -> bool:
+    """Have the weights there before the backward of ``output``; whether that can be.
+
+    Backward may also begin at what the module keeps.
+    """
     step, weak = passes.steps, weakref.ref(passes)
 
     def before_backward(grad: Tensor) -> None:
@@ -137,6 +158,10 @@ def _announce(passes: Passes, groups: Sequence[int], output: Any) -> bool:
     found = [t for t in tensors_in(output) if t.requires_grad]
     for tensor in found:
         tensor.register_hook(before_backward)
+    for tensor in kept_tensors(module):
+        if not any(tensor is t for t in found) and not hasattr(tensor, _ANNOUNCED):
+            tensor.register_hook(before_backward)
+            setattr(tensor, _ANNOUNCED, True)
     return bool(found)
 
 
@@ -156,7 +181,7 @@ def hook_module(passes: Passes, point: HookPoint) -> list[Remove]:
         if passes.in_backward:
             return
         recorded = torch.is_grad_enabled()
-        announced = _announce(passes, groups, output) if recorded else False
+        announced = _announce(passes, module, groups, output) if recorded else False
         passes.leave(groups, recorded=recorded, announced=announced)
         if point.is_root:
             passes.end_forward()
@@ -165,17 +190,17 @@ def hook_module(passes: Passes, point: HookPoint) -> list[Remove]:
         passes.need(groups) if passes.in_backward else passes.touch(groups)
 
     def check(passes: Passes, module: nn.Module, _: Any) -> None:
-        passes.check_state_dict(module)
+        passes.check_whole(module)
 
     if point.is_part:
-        handles = [module.register_forward_pre_hook(_PartHook(passes, touch))]
+        handles = [module.register_forward_pre_hook(_PartHook(passes, module, touch))]
     else:
         handles = [
-            module.register_forward_pre_hook(_Hook(passes, before), prepend=True),
-            module.register_forward_hook(_Hook(passes, after)),
+            module.register_forward_pre_hook(_Hook(passes, module, before), prepend=True),
+            module.register_forward_hook(_Hook(passes, module, after)),
         ]
-    handles.append(module.register_state_dict_pre_hook(_Hook(passes, check)))
-    handles.append(module.register_load_state_dict_pre_hook(_Hook(passes, check)))
+    handles.append(module.register_state_dict_pre_hook(_Hook(passes, module, check)))
+    handles.append(module.register_load_state_dict_pre_hook(_Hook(passes, module, check)))
     return [handle.remove for handle in handles]
 
 

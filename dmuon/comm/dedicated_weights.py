@@ -171,15 +171,18 @@ class DedicatedWeights:
                 materializer.drop()  # what was launched ahead may have been written to
             self.loads += 1
 
-    def check_state_dict(self, module: nn.Module) -> None:
-        """Raise OwnershipError if placeholders would be saved or loaded into."""
+    def check_whole(self, module: nn.Module) -> None:
+        """Raise OwnershipError if placeholders would be saved, copied or loaded into."""
         vault, _ = self.storage
+        if self._lanes.weights.world == 1:
+            self.loads += 1  # nothing is a placeholder, and this may load weights
+            return
         for p in self._below.get(module, ()):
             if not vault.is_pinned(p):
                 raise OwnershipError(
                     f"{self.plan.specs.parameters[p].name!r} is stored by its owner only; the "
-                    "other ranks have a placeholder. Call state_dict and load_state_dict on every "
-                    "rank, inside `with own.materialized(model):`"
+                    "other ranks have a placeholder. Call state_dict, load_state_dict, copy.deepcopy "
+                    "or pickle on every rank, inside `with own.materialized(model):`"
                 )
 
     @property

@@ -143,7 +143,7 @@ class Group:
     keep: bool = False  # until the end of backward, for nothing would announce that
     epochs: int = 0  # times that autograd has recorded its use since the last backward
     recorded: bool = False  # in this use
-    ran: bool = False  # recorded by autograd since the last step
+    ran: bool = False  # since the last step, also without autograd: a checkpointed forward does
     tags: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -187,7 +187,7 @@ class Group:
     def record(self) -> None:
         """Autograd records what runs now."""
         self.epochs += not self.recorded
-        self.recorded = self.ran = True
+        self.recorded = True
 
     def free(self) -> None:
         """Back home; the buffers' memory is given back."""

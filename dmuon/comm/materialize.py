@@ -123,6 +123,7 @@ class Materializer:
         self._ask(self._forward, g)
         group = self.groups[g]
         group.use()
+        group.ran = True
         group.running += 1
 
     def leave(self, g: int, *, recorded: bool, keep: bool) -> None:

@@ -18,6 +18,7 @@ import dmuon.equivalence
 from dmuon import check as command
 from dmuon.__main__ import main
 from dmuon.check import NEWTON_SCHULZ
+from dmuon.comm import dedicated_wire
 from dmuon.comm.transport import C10dTransport
 from dmuon.parallel_models import CASES, DEDICATED_CASES
 from dmuon.parallel_models import batch as parallel_batch
@@ -93,6 +94,36 @@ def wrong_broadcast(prefix, change):
         monkeypatch.setattr(C10dTransport, "broadcast", broadcast)
 
     return fault
+
+
+class OnWait:
+    """What ``arrived`` by ``work`` is there only once somebody waits for it."""
+
+    def __init__(self, work, tensor, arrived):
+        self.work, self.tensor, self.arrived = work, tensor, arrived
+        self.is_completed = work.is_completed
+
+    def wait(self):
+        self.work.wait()
+        self.tensor.data.copy_(self.arrived)
+
+
+def delivered_on_wait(monkeypatch, rank):
+    """No fault: weights for holders arrive at the last moment."""
+    honest = C10dTransport.broadcast
+
+    def broadcast(self, tensor, src, *, tag):
+        if not tag.startswith("publish") or src == self.rank:
+            return honest(self, tensor, src, tag=tag)
+        arrived = tensor.clone()
+        return OnWait(honest(self, arrived, src, tag=tag), tensor, arrived)
+
+    monkeypatch.setattr(C10dTransport, "broadcast", broadcast)
+
+
+def forward_does_not_wait(monkeypatch, rank):
+    delivered_on_wait(monkeypatch, rank)
+    monkeypatch.setattr(dedicated_wire.Publisher, "wait_for", lambda self, group: None)
 
 
 def lost_message(tag):
@@ -278,6 +309,7 @@ DEDICATED_FAULTS_ON_FOUR = {
     "slightly wrong": ("tp+dp", scaled(1.07, "dedicated")),
     "lost slices": ("tp+dp", lost_message("slices")),
     "lost update": ("tp+dp", lost_message("updates")),
+    "forward does not wait": ("hsdp", forward_does_not_wait),
     "lost publish": ("hsdp", lost_broadcast("publish")),
     "lost replica": ("hsdp", lost_gradient("gradients across replicas")),
 }
@@ -299,6 +331,13 @@ def test_planted_faults_in_dedicated_models_are_caught(rank, world, fault):
 @distributed(4)
 def test_planted_faults_on_meshes_of_dedicated_models_are_caught(rank, world, fault):
     dedicated_fault_is_caught(*DEDICATED_FAULTS_ON_FOUR[fault], rank)
+
+
+@distributed(4)
+def test_weights_that_arrive_late_are_waited_for(rank, world):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        delivered_on_wait(monkeypatch, rank)
+        agrees("hsdp", "dedicated", steps=2)
 
 
 @distributed(2)
@@ -337,14 +376,7 @@ def test_data_ranks_are_counted_along_the_data_axes():
 # ---- the command -------------------------------------------------------------------------
 
 
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "dmuon", "check", "--nproc", "2", "--steps", "2", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-
+COMMAND = ["check", "--nproc", "2", "--steps", "2"]
 
 # (layout, case, mesh) of what fits on two processes.
 ON_TWO = [
@@ -360,7 +392,13 @@ ON_TWO = [
 
 
 def test_the_command_passes_and_prints_a_table(tmp_path):
-    done = run("--layout", "all", "--json", str(tmp_path / "rows.json"))
+    done = subprocess.run(
+        [sys.executable, "-m", "dmuon", *COMMAND, "--layout", "all"]
+        + ["--json", str(tmp_path / "rows.json")],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "replicated (DDP)" in done.stdout and done.stdout.count("equal") == len(ON_TWO)
     assert "DIFFERS" not in done.stdout
@@ -369,10 +407,9 @@ def test_the_command_passes_and_prints_a_table(tmp_path):
     assert {"dtype", "steps", "max_abs_diff", "tolerance", "passed"} <= set(rows[0])
 
 
-def test_the_command_fails_on_a_planted_fault_in_every_layout():
-    done = run("--layout", "all", "--plant-fault", "--json", "-")
-    assert done.returncode == 1 and done.stdout, done.stderr
-    rows = json.loads(done.stdout)["rows"]
+def test_the_command_fails_on_a_planted_fault_in_every_layout(capsys):
+    assert main([*COMMAND, "--layout", "all", "--plant-fault", "--json", "-"]) == 1
+    rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["passed"] for row in rows] == [False] * len(ON_TWO)
 
 

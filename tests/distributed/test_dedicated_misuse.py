@@ -138,7 +138,10 @@ def test_state_dicts_of_placeholders_are_refused_and_whole_ones_work(rank, world
         model.state_dict()
     with pytest.raises(OwnershipError, match="materialized"):
         model.load_state_dict(other.state_dict())
+    with pytest.raises(OwnershipError, match=r"copy\.deepcopy"):
+        copy.deepcopy(model)
     with own.materialized(model):
+        assert copy.deepcopy(model).mid.weight.shape == (18, 24)
         model.load_state_dict(other.state_dict())
         saved = copy.deepcopy(model.state_dict())
     assert largest_difference(saved, other.state_dict()) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -106,11 +108,11 @@ def test_three_micro_batches_are_one_batch(rank, world, rest, how):
                 loss_of(pair.model, joined).backward()
             else:
                 for part in parts:
-                    if how == "no_sync" and part != parts[-1]:
-                        with dmuon.no_sync(pair.model):
-                            pair.backward(part, 3)
-                    else:
+                    wait = how == "no_sync" and part != parts[-1]
+                    with dmuon.no_sync(pair.model) if wait else nullcontext():
                         pair.backward(part, 3)
+                    local = [p.grad is not None for p in pair.own.dedicated_params]
+                    assert any(local) == wait, "gradients of matrices stay here until they sync"
             for part in parts:
                 pair.joint_backward(part, 3)
             pair.advance()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from dmuon.parallel_models import CASES, batch, loss_of
+from dmuon.parallel_models import CASES, DEDICATED_CASES, ParallelModel, batch, loss_of
 from tests.distributed.harness import distributed
 
 BY_NAME = {case.name: case for case in CASES}
@@ -106,3 +106,12 @@ def test_what_tensor_parallelism_leaves_alone_is_plain(rank, world):
 def test_every_case_has_a_test():
     assert {case.world for case in CASES} == {2, 4, 8}
     assert len(BY_NAME) == len(CASES)
+
+
+def test_what_is_only_for_the_dedicated_layout_leaves_the_gradients_to_it():
+    model = ParallelModel(layers=1)
+    own = [case for case in DEDICATED_CASES if case not in CASES]
+    assert [case.name for case in own] == ["plain", "tp+dp"]
+    for case in own:
+        assert case.data_parallel(model, None) is model
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
