@@ -59,16 +59,17 @@ def _add_check(commands: Any) -> None:
     )
     command.add_argument(
         "--layout",
-        choices=("replicated", "sharded", "all"),
+        choices=("replicated", "sharded", "dedicated", "all"),
         default="replicated",
         help="replicated: a plain module and DistributedDataParallel; sharded: FSDP2, HSDP, tensor "
-        "and expert parallelism and their products, on 2, 4 and 8 processes",
+        "and expert parallelism and their products, on 2, 4 and 8 processes; dedicated: a plain "
+        "module, tensor parallelism, and FSDP2 or HSDP for what owners do not keep, on 2 and 4",
     )
     command.add_argument(
         "--nproc",
         type=_positive,
-        help="processes of the replicated layout (default 4); sharded meshes of more processes "
-        "are left out (default: none is)",
+        help="processes of the replicated layout (default 4); meshes of more processes are left "
+        "out in the other layouts (default: none is)",
     )
     command.add_argument("--steps", type=_positive, default=10)
     command.add_argument("--lr", type=float, default=0.02)

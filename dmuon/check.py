@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
-from dmuon.config import ReplicatedOptions
+from dmuon.config import DedicatedOptions, ReplicatedOptions, ShardedOptions
 from dmuon.equivalence import EquivalenceReport, EquivalenceRow, check_step_equivalence
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _NPROC = 4  # processes of the replicated layout
+_TIMEOUT_S = 300  # of a collective; a check that hangs has failed
 _VOCAB = 61
 
 
@@ -149,7 +150,9 @@ def _replicated_rows(args: argparse.Namespace) -> Iterator[EquivalenceRow]:
                 layout="replicated",
                 steps=args.steps,
                 # In half precision the wire's own rounding would hide what is to be checked.
-                options=ReplicatedOptions(reduce_dtype=torch.float32 if half else None),
+                options=ReplicatedOptions(
+                    reduce_dtype=torch.float32 if half else None, timeout_s=_TIMEOUT_S
+                ),
                 lr=args.lr,
                 ns_dtype=ns_dtype,
             )
@@ -166,6 +169,7 @@ def _parallel_rows(
         return case.build()
 
     mesh = case.make_mesh()
+    options = ShardedOptions if layout == "sharded" else DedicatedOptions
     half = (torch.bfloat16,) if case.name in _HALF_PRECISION else ()
     for ns_dtype in (torch.float32, *half):
         with _fault(args, layout):
@@ -178,6 +182,7 @@ def _parallel_rows(
                 parallelize=lambda model: case.data_parallel(model, mesh),
                 layout=layout,
                 steps=args.steps,
+                options=options(timeout_s=_TIMEOUT_S),
                 data_axes=case.data_axes,
                 lr=args.lr,
                 ns_dtype=ns_dtype,
@@ -196,7 +201,7 @@ def _check_worker(rank: int, world: int, args: argparse.Namespace, folder: str) 
         init_method=f"file://{folder}/store{world}",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=300),
+        timeout=timedelta(seconds=_TIMEOUT_S),
     )
     try:
         rows: list[EquivalenceRow] = []

@@ -54,13 +54,13 @@ class Worst:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What is half precision: the weights in use; the gradients when the reference rounds less."""
+    """What is half precision: the weights in use; the gradients or the momentum, on one side."""
 
     weights: bool
     gradients: bool
 
     @classmethod
-    def of(cls, own: Ownership, options: object) -> Rounding:
+    def of(cls, own: Ownership, options: object, master_weights: bool) -> Rounding:
         """By the dtypes of the parameters and those that ``options`` of a layout ask for."""
         dtypes = {p.dtype for p in own.parameters}
         used = options.param_dtype if isinstance(options, DedicatedOptions) else None
@@ -69,12 +69,15 @@ class Rounding:
             if isinstance(options, DedicatedOptions | ReplicatedOptions)
             else None
         )
-        # The reference has no such option; it rounds its gradients to the parameters' dtype only.
+        # The reference has none of these options: it rounds gradients and momentum to the
+        # parameters' dtype, and nothing else.
         coarser = used is not None and any(used.itemsize < d.itemsize for d in dtypes)
         several = own.plan.topology.world > 1
+        half = any(d.itemsize < 4 for d in dtypes)
+        half_average = several and any((averaged or d).itemsize < 4 for d in dtypes)
         return cls(
-            weights=coarser or any(d.itemsize < 4 for d in dtypes),
-            gradients=coarser or (several and any((averaged or d).itemsize < 4 for d in dtypes)),
+            weights=coarser or half,
+            gradients=coarser or half_average or (half and master_weights),
         )
 
 

@@ -222,7 +222,7 @@ class DedicatedRuntime:
             reducer.finish()
         self._backwards += 1
         for group in vault.groups:
-            group.epochs = 0
+            group.settle()
 
     def _recover(self) -> None:
         """End a backward that raised: the other ranks count on the rest of it."""

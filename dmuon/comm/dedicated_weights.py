@@ -181,8 +181,9 @@ class DedicatedWeights:
             if not vault.is_pinned(p):
                 raise OwnershipError(
                     f"{self.plan.specs.parameters[p].name!r} is stored by its owner only; the "
-                    "other ranks have a placeholder. Call state_dict, load_state_dict, copy.deepcopy "
-                    "or pickle on every rank, inside `with own.materialized(model):`"
+                    "other ranks have a placeholder. Call state_dict, load_state_dict, "
+                    "copy.deepcopy or pickle on every rank, inside "
+                    "`with own.materialized(model):`"
                 )
 
     @property

@@ -141,10 +141,15 @@ class Group:
     arrived: int = 0  # gradients in this backward
     awaited: int = 1  # how many of them there will be
     keep: bool = False  # until the end of backward, for nothing would announce that
-    epochs: int = 0  # times that autograd has recorded its use since the last backward
+    epochs: int = 0  # recorded uses whose backward has not come yet
     recorded: bool = False  # in this use
     ran: bool = False  # since the last step, also without autograd: a checkpointed forward does
     tags: dict[str, str] = field(default_factory=dict)
+
+    def settle(self) -> None:
+        """A backward is over, in which each parameter got a gradient of so many uses."""
+        used = -(-self.arrived // len(self.parameters))
+        self.epochs = max(0, self.epochs - used)
 
     @property
     def done(self) -> bool:

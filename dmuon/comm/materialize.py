@@ -210,6 +210,7 @@ class Materializer:
         self._recordings = 0
         for group in self.groups:
             group.ran = False
+            group.epochs = 0
 
     def next_ahead(self) -> Group | None:
         """The group that the next forward pass needs next, if it is to be launched ahead."""

@@ -105,7 +105,8 @@ class Vault:
         """Follow weights that were moved.
 
         Raises:
-            OwnershipError: a weight has another shape, dtype or device than it is kept in.
+            OwnershipError: a weight has another shape, dtype or device than it is kept in, or was
+                replaced by other values, which ranks without it cannot have followed.
         """
         for p, cell in self.cells.items():
             if cell.pinned is not None or self.group_of[p].in_use:
@@ -115,16 +116,15 @@ class Vault:
             if alike and data.data_ptr() == home.data_ptr():
                 continue
             local = local_cell(data.detach())
-            if not alike or local.shape != home.shape:
+            if not alike or not torch.equal(local, home):
                 raise OwnershipError(
                     f"parameter {self._specs[p].name!r} is now {list(local.shape)} {data.dtype} on "
-                    f"{data.device}; it was kept as {list(home.shape)} {home.dtype} on "
-                    f"{home.device}. Move or convert the model before dmuon.dedicate_params(model),"
-                    " and change values in place inside `with own.materialized(module):`"
+                    f"{data.device}, by an assignment to its data; it was kept as "
+                    f"{list(home.shape)} {home.dtype} on {home.device}. Move or convert the model "
+                    "before dmuon.dedicate_params(model), and change values in place inside "
+                    "`with own.materialized(module):`"
                 )
-            with torch.no_grad():
-                home.copy_(local)
-                cell.rest()
+            cell.rest()
 
     # ---- direct reading ------------------------------------------------------------------
 

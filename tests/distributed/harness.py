@@ -66,6 +66,18 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     pipe.close()
 
 
+# What takes seconds to import; the last for what `DTensor` imports when it is first used.
+_IMPORTS = ["dmuon.api", "dmuon.parallel_models", "torch.distributed.pipelining"]
+
+
+def _start_method() -> str:
+    """How to start processes: where there is fork, all share one import of torch."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    multiprocessing.set_forkserver_preload(_IMPORTS)
+    return "forkserver"
+
+
 class Pool:
     """``world`` processes in one gloo group."""
 
@@ -73,7 +85,7 @@ class Pool:
         self.world = world
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(_start_method())
         self._pipes = []
         self._processes = []
         for rank in range(world):

@@ -207,12 +207,12 @@ BY_NAME["hsdp 2x3"] = replace(BY_NAME["hsdp"], mesh_shape=(2, 3))
 BY_NAME["hsdp+tp"] = replace(BY_NAME["hsdp+tp"], mesh_shape=(2, 1, 2))
 
 
-def check(name, *, seed=0, parallelize=None, **kwargs):
+def check(name, *, seed=0, layers=2, parallelize=None, **kwargs):
     case = BY_NAME[name]
     mesh = case.make_mesh()
     kwargs = {"data_axes": case.data_axes, "ns_dtype": FP32} | kwargs
     return dmuon.check_step_equivalence(
-        lambda: seeded(case.build, seed),
+        lambda: seeded(case.build, seed, layers=layers),
         parallel_loss,
         parallel_batch,
         mesh,
@@ -287,7 +287,7 @@ def test_planted_faults_in_sharded_models_are_caught(rank, world, fault):
     name, plant = SHARDED_FAULTS[fault]
     # A wrong sign shows in any precision.
     for dtype in (FP32,) if fault.startswith("sign") else (FP32, BF16):
-        assert_caught(plant, rank, check, name, steps=1, ns_dtype=dtype)
+        assert_caught(plant, rank, check, name, layers=1, steps=1, ns_dtype=dtype)
 
 
 def earlier(arrived, before):
@@ -318,7 +318,8 @@ DEDICATED_FAULTS_ON_FOUR = {
 def dedicated_fault_is_caught(name, plant, rank):
     for dtype in (FP32, BF16):
         # Two steps, for weights that arrive late are right in the first one.
-        assert_caught(plant, rank, check, name, layout="dedicated", steps=2, ns_dtype=dtype)
+        settings = {"layout": "dedicated", "layers": 1, "steps": 2, "ns_dtype": dtype}
+        assert_caught(plant, rank, check, name, **settings)
 
 
 @pytest.mark.parametrize("fault", DEDICATED_FAULTS)

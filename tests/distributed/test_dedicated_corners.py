@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -118,6 +120,26 @@ def test_two_forwards_then_two_backwards_in_another_order(rank, world, options):
                 pair.joint_backward(s)
             pair.advance()
         pair.check()
+
+
+@distributed(2)
+def test_uses_in_another_dtype_are_counted_over_several_backwards(rank, world):
+    """Each use of a weight that is cast has a gradient of its own, and arrives by itself."""
+    half = {"param_dtype": torch.bfloat16}
+    autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    with both(Reversed, change=without_biases, options=half, context=autocast) as pair:
+        for step in range(2):
+            losses = []
+            for order in ((0, 0, 1, 2), (2, 1, 1, 0)):
+                pair.model.order = order
+                losses.append(pair.loss(pair.model, step, pair.data_rank))
+            for loss in reversed(losses):
+                loss.backward()
+            for order in ((0, 0, 1, 2), (2, 1, 1, 0)):
+                pair.twin.order = order
+                pair.joint_backward(step)
+            pair.advance()
+        pair.check(0.05)
 
 
 @distributed(2)

@@ -161,6 +161,16 @@ def test_converting_the_model_afterwards_is_an_error_on_every_rank(rank, world):
 
 
 @distributed(2)
+def test_assigning_other_values_is_an_error_on_every_rank(rank, world):
+    model = seeded()
+    own = dedicated(model, world)
+    model.mid.weight.data = torch.randn(18, 24)
+    with pytest.raises(OwnershipError, match=r"mid\.weight.* by an assignment to its data"):
+        model(batch(0, rank)[0])
+    own.runtime.lanes.close()
+
+
+@distributed(2)
 def test_weights_that_were_moved_are_followed(rank, world):
     model, twin = seeded(), seeded()
     own = dedicated(model, world)
