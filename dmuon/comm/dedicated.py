@@ -161,7 +161,7 @@ class DedicatedRuntime:
         for g in groups:
             if not vault.groups[g].running:  # called by itself, so nobody announces its backward
                 materializer.enter(g)
-                materializer.leave(g, recorded=recorded, keep=recorded)
+                materializer.leave(g, recorded=recorded, keep=recorded, free=False)
 
     def leave(self, groups: Sequence[int], *, recorded: bool, announced: bool) -> None:
         """A module of these groups has run. ``recorded``: by autograd; ``announced``: a hook will

@@ -107,9 +107,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name, None))
 
 
-def kept_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Results that a module's forward keeps as attributes, such as the loss of a router."""
-    for part in module.modules():
+def kept_tensors(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Results that a forward keeps as attributes of modules, such as the loss of a router."""
+    for part in modules:
         for name, value in vars(part).items():
             if isinstance(value, Tensor) or (name[0] != "_" and isinstance(value, list | tuple)):
                 yield from (t for t in tensors_in(value) if t.grad_fn is not None)
@@ -131,12 +131,12 @@ def ensure_backward(passes: Passes) -> None:
     at_end_of_backward(end)
 
 
-def _announce(passes: Passes, module: nn.Module, groups: Sequence[int], output: Any) -> bool:
+def _announce(passes: Passes, point: HookPoint, output: Any) -> bool:
     """Have the weights there before the backward of ``output``; whether that can be.
 
     Backward may also begin at what the module keeps.
     """
-    step, weak = passes.steps, weakref.ref(passes)
+    groups, step, weak = point.groups, passes.steps, weakref.ref(passes)
 
     def before_backward(grad: Tensor) -> None:
         passes = weak()
@@ -158,7 +158,7 @@ def _announce(passes: Passes, module: nn.Module, groups: Sequence[int], output: 
     found = [t for t in tensors_in(output) if t.requires_grad]
     for tensor in found:
         tensor.register_hook(before_backward)
-    for tensor in kept_tensors(module):
+    for tensor in kept_tensors(point.area):
         if not any(tensor is t for t in found) and not hasattr(tensor, _ANNOUNCED):
             tensor.register_hook(before_backward)
             setattr(tensor, _ANNOUNCED, True)
@@ -181,7 +181,7 @@ def hook_module(passes: Passes, point: HookPoint) -> list[Remove]:
         if passes.in_backward:
             return
         recorded = torch.is_grad_enabled()
-        announced = _announce(passes, module, groups, output) if recorded else False
+        announced = _announce(passes, point, output) if recorded else False
         passes.leave(groups, recorded=recorded, announced=announced)
         if point.is_root:
             passes.end_forward()

@@ -126,8 +126,9 @@ class Materializer:
         group.ran = True
         group.running += 1
 
-    def leave(self, g: int, *, recorded: bool, keep: bool) -> None:
-        """It has run. ``recorded``: by autograd; ``keep``: its backward may come unannounced."""
+    def leave(self, g: int, *, recorded: bool, keep: bool, free: bool = True) -> None:
+        """It has run. ``recorded``: by autograd; ``keep``: its backward may come unannounced; not
+        ``free``: it is only about to run, and nothing will tell when it has."""
         group = self.groups[g]
         if recorded:
             group.record()
@@ -137,7 +138,7 @@ class Materializer:
         if group.running > 0:
             return
         group.calls += 1
-        if self._free and group.calls >= group.expected and not group.keep:
+        if free and self._free and group.calls >= group.expected and not group.keep:
             group.free()
 
     def end_forward(self) -> None:

@@ -41,13 +41,15 @@ class ModuleGroup:
 class HookPoint:
     """A module, and the groups that must be there while it runs.
 
-    ``is_part``: it lies inside a group's module, which normally has seen to it.
+    ``is_part``: it lies inside a group's module, which normally has seen to it. ``area``: itself
+    and what lies below it, other groups apart.
     """
 
     module: nn.Module
     groups: tuple[int, ...]
     is_root: bool = False
     is_part: bool = False
+    area: tuple[nn.Module, ...] = ()
 
 
 def _group_modules(root: nn.Module, chooses: Chooses | None) -> dict[nn.Module, None]:
@@ -65,6 +67,13 @@ def _own_parameters(module: nn.Module, groups: Container[nn.Module | None]) -> I
     for child in module.children():
         if child not in groups:
             yield from _own_parameters(child, groups)
+
+
+def _area(module: nn.Module, groups: Container[nn.Module | None]) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if child not in groups:
+            yield from _area(child, groups)
 
 
 def module_groups(
@@ -117,5 +126,6 @@ def hook_points(
         is_part = group is not None and module is not group
         called = not isinstance(module, nn.ModuleList | nn.ModuleDict)
         if module is root or (needs and called):
-            points.append(HookPoint(module, needs, module is root, is_part))
+            area = () if is_part else tuple(_area(module, modules))
+            points.append(HookPoint(module, needs, module is root, is_part, area))
     return points

@@ -240,9 +240,10 @@ def buffer_bytes(own) -> int:
 
 def live_bytes() -> int:
     """Bytes of all tensors' storages in this process, each once."""
+    gc.collect()
     found = {}
     for o in gc.get_objects():
-        if isinstance(o, Tensor) and type(o) in (Tensor, nn.Parameter):
+        if type(o) in (Tensor, nn.Parameter):
             storage = o.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
@@ -308,7 +309,9 @@ def test_no_growth_over_200_steps(rank, world):
         opt.zero_grad()
         if step in (20, 199):
             sizes.append((live_bytes(), len(own.runtime.meter.bytes)))
-    assert sizes[0] == sizes[1]
+    (before, tags), (after, tags_after) = sizes
+    assert after <= before  # what other tests have left may go, nothing may come
+    assert tags_after == tags
     own.close()
 
 

@@ -1274,7 +1274,6 @@ def test_wrong_settings_are_refused_at_once_and_the_model_stays_usable(settings,
     [
         ({"layout": "scattered"}, ValueError, r"layout.*'scattered'"),
         ({"layout": "sharded"}, ValueError, r"layout='sharded'"),
-        ({"layout": "dedicated"}, ValueError, r"layout='dedicated'"),
         ({"solver": "simplex"}, ValueError, r"solver='simplex'"),
         ({"costs": "guessed"}, ValueError, r"costs='guessed'"),
         ({"costs": 3}, ValueError, r"costs"),

@@ -284,10 +284,13 @@ def test_the_group_of_a_wrapped_model(sixteen_ranks):
     assert topology_of(model=wrapped, world=4).node_of == (0, 1, 1, 2)
 
 
-def test_a_mesh_of_other_devices_is_refused(sixteen_ranks):
+def test_a_mesh_of_other_devices_is_refused(sixteen_ranks, monkeypatch):
     mesh = init_device_mesh("cpu", (16,))
-    with pytest.raises(OwnershipError, match="cpu"):
-        topology_of(mesh, nn.Linear(2, 2, device="meta"))
+    # A model on the meta device will lie where its mesh does.
+    assert topology_of(mesh, nn.Linear(2, 2, device="meta")).device_type == "cpu"
+    monkeypatch.setattr(type(mesh), "device_type", "cuda")
+    with pytest.raises(OwnershipError, match="'cuda' devices but the model is on cpu"):
+        topology_of(mesh, nn.Linear(2, 2))
 
 
 def test_one_process_alone_reads_no_environment(monkeypatch):
