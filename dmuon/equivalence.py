@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.api import dedicate_params
+from dmuon.comm.consensus import attempt
 from dmuon.equivalence_report import EquivalenceReport, EquivalenceRow
 from dmuon.equivalence_trial import Rounding, Trial
 from dmuon.ownership import Ownership
@@ -114,15 +115,21 @@ def _distribute(
         wrapped = model if parallelize is None else parallelize(model)
         return wrapped, dedicate_params(wrapped, mesh, layout=layout, options=options)
     own = dedicate_params(model, mesh, layout=layout, options=options)
+    if parallelize is None:
+        return model, own
+
+    def wrap() -> nn.Module:
+        with own.ignored_by_fully_shard():
+            wrapped = parallelize(model)
+        own.adopt()  # fully_shard has made new parameters of the others
+        return wrapped
+
     try:
-        if parallelize is not None:
-            with own.ignored_by_fully_shard():
-                model = parallelize(model)
-            own.adopt()  # fully_shard has made new parameters of the others
-    except BaseException:
+        wrapped = attempt(own.runtime.transport, wrap, what="parallelize", digest=lambda _: "")
+    except Exception:  # raised on every rank, so all of them close
         own.close()
         raise
-    return model, own
+    return wrapped, own
 
 
 def _mesh_text(topology: Topology, *, named: bool) -> str:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
 
-from dmuon.comm.dedicated import DedicatedRuntime
 from dmuon.comm.hiding import hidden_parameters
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.report import LoadBalanceReport, build_report
 from dmuon.scheduler.specs import canonical_name
 from dmuon.telemetry import StepTelemetry
-from dmuon.types import OwnershipError
+from dmuon.types import Layout, OwnershipError
 
 __all__ = ["Ownership", "ownership_of"]
 
@@ -122,10 +121,9 @@ class Ownership:
     @property
     def dedicated_params(self) -> set[nn.Parameter]:
         """Parameters that only their owner stores: none but in the `dedicated` layout."""
-        return set(self.runtime.dedicated) if isinstance(self.runtime, DedicatedRuntime) else set()
+        return set(self.runtime.dedicated)
 
-    @contextmanager
-    def materialized(self, module: nn.Module) -> Iterator[None]:
+    def materialized(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, the weights of ``module`` can be read directly: published values are there.
 
         In the `dedicated` layout a collective call: every rank enters it, for the same module, and
@@ -133,12 +131,7 @@ class Ownership:
         by each weight's owner (with replicas, by every rank that stores it), so write the same
         values on every rank.
         """
-        self.runtime.synchronize()
-        if isinstance(self.runtime, DedicatedRuntime):
-            with self.runtime.materialized(module):
-                yield
-        else:
-            yield
+        return self.runtime.materialized(module)
 
     @contextmanager
     def ignored_by_fully_shard(self) -> Iterator[None]:
@@ -151,7 +144,7 @@ class Ownership:
             OwnershipError: the layout is not `dedicated`.
         """
         model = self._model()
-        if not isinstance(self.runtime, DedicatedRuntime) or model is None:
+        if self.plan.layout is not Layout.DEDICATED or model is None:
             raise OwnershipError(
                 f"ignored_by_fully_shard() belongs to layout='dedicated'; this ownership is "
                 f"{self.plan.layout.value!r}, which leaves every parameter to the framework: call "

@@ -33,6 +33,7 @@ from dmuon.comm.layout import Apply, Compute, Gradients, check_frozen, not_bound
 from dmuon.comm.materialize import Materializer
 from dmuon.comm.module_groups import hook_points, module_groups
 from dmuon.comm.owned import OwnedUnits
+from dmuon.comm.passes import WeightPasses
 from dmuon.comm.reduction import GradientReducer
 from dmuon.comm.routes import Unit, Window, units_of
 from dmuon.comm.transport import Meter, Transport
@@ -71,7 +72,6 @@ class DedicatedRuntime:
         self.transport: Transport = lanes.world
         self.units: tuple[Unit, ...] = ()
         self.meter = Meter()
-        self.steps = 0
         self.keeps_whole = slices.grid.shape[2] == 1
         self.lanes = lanes
         self._slices = slices
@@ -80,8 +80,6 @@ class DedicatedRuntime:
         self._model = weakref.ref(model)
         self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
         self._place = slices.grid.place(lanes.world.rank)
-        self._sync = True
-        self._backwards = 0  # since the last step
         self._gathered = 0  # rounds of reduction whose slices have been gathered
         self._live: _Bound | None = None
         self._closed = False
@@ -97,8 +95,9 @@ class DedicatedRuntime:
         self.kept = DedicatedWeights(
             plan, slices, model, parameters, lanes, self.meter, options, device, modules, points
         )
-        self._removers = [r for point in points for r in hook_module(self, point)]
-        self._end_watch = check_first_forward(self, model)
+        self.passes = WeightPasses(self.kept)
+        self._removers = [r for point in points for r in hook_module(self.passes, point)]
+        self._end_watch = check_first_forward(self.passes, model)
         self._removers.append(self._end_watch)
 
     # ---- weights -------------------------------------------------------------------------
@@ -121,113 +120,11 @@ class DedicatedRuntime:
 
     def materialized(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, the parameters of ``module`` are whole; a collective call."""
-        return self.kept.materialized(module, self._recover)
-
-    def check_whole(self, module: nn.Module) -> None:
-        """Raise OwnershipError if placeholders would be saved, copied or loaded into."""
-        self.kept.check_whole(module)
+        return self.kept.materialized(module, self.passes.recover)
 
     @property
     def _storage(self) -> tuple[Vault, Materializer]:
         return self.kept.storage
-
-    # ---- passes --------------------------------------------------------------------------
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward pass has begun and not ended."""
-        return self.kept.is_backward_open
-
-    def begin_forward(self) -> None:
-        """The root is about to run."""
-        vault, materializer = self._storage
-        self._recover()
-        vault.check()
-        materializer.begin_forward()
-
-    def end_forward(self) -> None:
-        """The root has run."""
-        self._storage[1].end_forward()
-
-    def enter(self, groups: Sequence[int]) -> None:
-        """A module of these groups is about to run."""
-        for g in groups:
-            self._storage[1].enter(g)
-
-    def touch(self, groups: Sequence[int]) -> None:
-        """A part of these groups' modules runs, normally inside them."""
-        vault, materializer = self._storage
-        recorded = torch.is_grad_enabled()
-        for g in groups:
-            if not vault.groups[g].running:  # called by itself, so nobody announces its backward
-                materializer.enter(g)
-                materializer.leave(g, recorded=recorded, keep=recorded, free=False)
-
-    def leave(self, groups: Sequence[int], *, recorded: bool, announced: bool) -> None:
-        """A module of these groups has run. ``recorded``: by autograd; ``announced``: a hook will
-        tell when its backward begins."""
-        for g in groups:
-            self._storage[1].leave(g, recorded=recorded, keep=recorded and not announced)
-
-    def begin_backward(self) -> None:
-        """The first hook of a backward pass has fired."""
-        vault, materializer = self._storage
-        materializer.begin_backward()
-        for group in vault.groups:
-            # Changing the dtype of a parameter's data makes autograd accumulate apart.
-            parts = [max(1, group.epochs) if vault.casts(p) else 1 for p in group.parameters]
-            group.awaited = sum(parts)
-            if self._live is not None:
-                for p, count in zip(group.parameters, parts, strict=True):
-                    self._live.reducer.expected[p] = count
-        if self._live is not None and self._sync:
-            self._live.reducer.begin()
-
-    def need(self, groups: Sequence[int]) -> None:
-        """The backward of these groups is about to run."""
-        vault, materializer = self._storage
-        for g in groups:
-            materializer.need(g)
-        if self._live is not None and self._live.reducer.open:
-            # They have no gradients: the others need not wait for the end.
-            self._live.reducer.give_up(
-                p
-                for group in materializer.idle()
-                for p in group.parameters
-                if not vault.is_pinned(p)
-            )
-
-    def take_gradient(self, parameter: int) -> None:
-        """Autograd has accumulated into a parameter's ``grad``."""
-        is_matrix = parameter in self._muon
-        if is_matrix:
-            self._storage[0].group_of[parameter].arrived += 1
-        if self._live is None or not self._live.reducer.open:
-            return
-        reducer = self._live.reducer
-        reducer.take(parameter, reducer.gradient_of(parameter))
-        if is_matrix:
-            self.parameters[parameter].grad = None
-        reducer.launch_ready()
-
-    def end_backward(self) -> None:
-        """Autograd is done, or has raised."""
-        vault, materializer = self._storage
-        reducer = None if self._live is None else self._live.reducer
-        if reducer is not None and reducer.open:
-            # First, for another rank may wait for these before it sends what comes next.
-            reducer.flush()
-        materializer.end_backward()
-        if reducer is not None and reducer.open:
-            reducer.finish()
-        self._backwards += 1
-        for group in vault.groups:
-            group.settle()
-
-    def _recover(self) -> None:
-        """End a backward that raised: the other ranks count on the rest of it."""
-        if self.in_backward:
-            self.end_backward()
 
     # ---- binding and closing -------------------------------------------------------------
 
@@ -262,8 +159,9 @@ class DedicatedRuntime:
             owned.deliver,
         )
         self._live = _Bound(reducer, owned)
+        self.passes.reducer = reducer
         tracked = [(p, self.parameters[p]) for window in windows for p in window.parameters]
-        self._removers += hook_gradients(self, tracked)
+        self._removers += hook_gradients(self.passes, tracked)
 
     def _windows(self) -> list[Window]:
         """One window a group in the order of backward; the root's, and what is in none, last.
@@ -301,7 +199,7 @@ class DedicatedRuntime:
         for remove in self._removers:
             remove()
         self._removers = []
-        self._live = None
+        self._live = self.passes.reducer = None
         self._closed = True
         self.lanes.close()
 
@@ -309,7 +207,7 @@ class DedicatedRuntime:
 
     def set_sync(self, sync: bool) -> bool:
         reducer = self._bound.reducer
-        previous, self._sync = self._sync, sync
+        previous, self.passes.sync = self.passes.sync, sync
         reducer.owed = reducer.owed or (sync and not previous)
         model = self._model()
         for root in () if model is None else fsdp_roots(model):
@@ -321,11 +219,11 @@ class DedicatedRuntime:
         vault, materializer = self._storage
         vault.check()
         check_frozen(self._frozen)
-        self._recover()
-        if not self._backwards:
+        self.passes.recover()
+        if not self.passes.backwards:
             # No backward ran here. The other ranks' passes count on this one all the same.
             materializer.pass_by()
-            self._backwards = 1
+            self.passes.backwards = 1
         left = None if reducer.owed or not reducer.rounds else reducer.local_matrix()
         if left:
             raise OwnershipError(
@@ -371,7 +269,7 @@ class DedicatedRuntime:
 
     def zero_grad(self) -> None:
         if self._live is not None:
-            self._recover()
+            self.passes.recover()
             self._live.reducer.clear()
             self._gathered = 0
 
@@ -381,7 +279,7 @@ class DedicatedRuntime:
         reducer, owned = self._bound.reducer, self._bound.owned
         self._storage[1].begin_step()
         self.kept.publisher.begin()
-        self.steps += 1
+        self.passes.steps += 1
         todo = {i for unit in owned.mine for i in unit.matrices}
         sliced = not self.keeps_whole
         if not sliced:
@@ -397,7 +295,7 @@ class DedicatedRuntime:
             owned.scatter(reducer.present, apply)
         self._launch_ahead(set())
         reducer.clear()
-        self._backwards = self._gathered = 0
+        self.passes.backwards = self._gathered = 0
 
     def _launch_ahead(self, todo: set[int]) -> None:
         """Publish to holders, or launch the next forward pass's first groups, as far as done."""
@@ -405,9 +303,7 @@ class DedicatedRuntime:
             self.kept.publisher.launch_ready(todo)
             return
         _, materializer = self._storage
-        matrices = self.plan.specs.matrices
-        pending = {matrices[i].parameter for i in todo}
-        while (group := materializer.next_ahead()) and pending.isdisjoint(group.parameters):
+        while (group := materializer.next_ahead()) and group.matrices.isdisjoint(todo):
             materializer.prelaunch()
 
     def synchronize(self) -> None:

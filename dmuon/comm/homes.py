@@ -137,6 +137,7 @@ class Group:
     running: int = 0  # forward calls under way
     calls: int = 0  # forward calls that ended in this round
     expected: int = 1  # forward calls in a round, as far as known
+    matrices: frozenset[int] = frozenset()
     asked: bool = False  # in this backward
     arrived: int = 0  # gradients in this backward
     awaited: int = 1  # how many of them there will be

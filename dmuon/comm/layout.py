@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,6 +63,13 @@ class LayoutRuntime(Protocol):
     @property
     def loads(self) -> int:
         """How often weights have been loaded into the model from a state dict."""
+
+    @property
+    def dedicated(self) -> Sequence[nn.Parameter]:
+        """The parameters that only their owners store."""
+
+    def materialized(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, the parameters of ``module`` are whole and hold their published values."""
 
     def adopt(self) -> None:
         """Find the parameters as they are now, where the layout lets a framework replace them."""

@@ -62,6 +62,7 @@ class Materializer:
         self._forward = _Sweep([*ahead, *others], "forward")
         self._backward = _Sweep([*ahead, *reversed(others)], "backward")
         self._prelaunched = 0
+        self._needed: set[int] = set()  # asked for in this backward pass, and not freed
         self._looked_at = 0  # how far `idle` has come
         self._recorded = False  # by autograd, in the forward pass that is open
         self._recordings = 0  # forward passes that were, since the last step
@@ -165,14 +166,16 @@ class Materializer:
         self._backward.open = True
         self._backward.cursor = 0
         self._looked_at = self._first
+        self._needed.clear()
         for group in self.groups:
             group.arrived, group.asked = 0, False
 
     def need(self, g: int) -> None:
         """The backward of the group is about to run."""
-        for i, group in enumerate(self.groups):
-            if group.done and i != g and group.valid:
-                group.free()
+        for i in [i for i in self._needed if i != g and self.groups[i].done]:
+            self.groups[i].free()
+            self._needed.discard(i)
+        self._needed.add(g)
         self._ask(self._backward, g)
         self.groups[g].asked = True
         self.groups[g].use()

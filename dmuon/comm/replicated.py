@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -176,6 +177,14 @@ class ReplicatedRuntime:
         if self._live is None:
             raise not_bound(self._closed)
         return self._live
+
+    @property
+    def dedicated(self) -> Sequence[nn.Parameter]:
+        return ()
+
+    def materialized(self, module: nn.Module) -> AbstractContextManager[None]:
+        self.synchronize()
+        return nullcontext()
 
     def adopt(self) -> None:
         """Nobody may replace a parameter."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -146,6 +147,14 @@ class ShardedRuntime:
         if self.pipeline is None:
             raise not_bound(self._closed)
         return self.pipeline
+
+    @property
+    def dedicated(self) -> Sequence[nn.Parameter]:
+        return ()
+
+    def materialized(self, module: nn.Module) -> AbstractContextManager[None]:
+        self.synchronize()
+        return nullcontext()
 
     def adopt(self) -> None:
         """Nobody may replace a parameter."""

@@ -64,7 +64,10 @@ class Vault:
                     for carrier in carriers_of(slices, members, self._tensor)
                 ]
                 cells = [self.cells[p] for p in members]
-                self.groups.append(Group(spec.name, members, live, cells, expected=spec.uses))
+                matrices = frozenset(i for p in members for i in slices.matrices_of[p])
+                group = Group(spec.name, members, live, cells, matrices=matrices)
+                group.expected = spec.uses
+                self.groups.append(group)
         self.group_of = {p: group for group in self.groups for p in group.parameters}
 
     def _carry(self, carrier: Carrier, parameters: Sequence[nn.Parameter]) -> LiveCarrier:
