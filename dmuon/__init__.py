@@ -3,7 +3,13 @@
 from dmuon.accumulate import no_sync
 from dmuon.api import dedicate_params
 from dmuon.clip import clip_grad_norm_
-from dmuon.config import DedicatedOptions, PlannerOptions, ReplicatedOptions, ShardedOptions
+from dmuon.config import (
+    DedicatedOptions,
+    KernelOptions,
+    PlannerOptions,
+    ReplicatedOptions,
+    ShardedOptions,
+)
 from dmuon.equivalence import EquivalenceReport, check_step_equivalence
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.optim import Muon
@@ -17,6 +23,7 @@ __all__ = [
     "CostTable",
     "DedicatedOptions",
     "EquivalenceReport",
+    "KernelOptions",
     "LinearPeriod",
     "LoadBalanceReport",
     "Muon",

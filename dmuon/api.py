@@ -24,7 +24,13 @@ from dmuon.comm.layout import LayoutRuntime
 from dmuon.comm.replicated import ReplicatedRuntime
 from dmuon.comm.sharded import ShardedRuntime
 from dmuon.comm.transport import Transport
-from dmuon.config import DedicatedOptions, PlannerOptions, ReplicatedOptions, ShardedOptions
+from dmuon.config import (
+    DedicatedOptions,
+    KernelOptions,
+    PlannerOptions,
+    ReplicatedOptions,
+    ShardedOptions,
+)
 from dmuon.measure import measured_costs
 from dmuon.meshes import lane_maker, make_transport, mesh_device, mesh_topology, tensor_axes
 from dmuon.ownership import Ownership, ownerships_of
@@ -32,6 +38,7 @@ from dmuon.requirements import (
     check_axes,
     check_ddp,
     check_dedicated,
+    check_kernels,
     check_pools,
     check_saved,
     check_wrapping,
@@ -65,6 +72,7 @@ def dedicate_params(
     planner: PlannerOptions = PlannerOptions(),  # noqa: B008  frozen
     options: Options | None = None,
     plan: OwnershipPlan | None = None,
+    kernels: KernelOptions = KernelOptions(),  # noqa: B008  frozen
 ) -> Ownership:
     """Decide which rank owns which matrix of ``model``, the same on every rank.
 
@@ -89,6 +97,8 @@ def dedicate_params(
             of a cost table, a `CostTable`, or any object with its ``batch_ms`` and ``source``.
         solver: "auto", "milp", "greedy" or "round_robin" (docs/scheduler.md).
         plan: a saved plan to use again, after checking that it fits.
+        kernels: how owners compute Newton-Schulz (docs/kernels.md). A kernel that a saved plan
+            names is the one that runs.
 
     Raises:
         ValueError: the arguments or the model do not fit; raised on every rank, on the ranks
@@ -117,6 +127,7 @@ def dedicate_params(
         planner=planner,
         options=options,
         plan=plan,
+        kernels=kernels,
         new_lane=lane_maker(mesh, transport.world, timeout_s),
     )
 
@@ -134,6 +145,7 @@ class _Request:
     planner: PlannerOptions
     options: Options | None
     plan: OwnershipPlan | None
+    kernels: KernelOptions
     new_lane: NewLane | None
 
     @cached_property
@@ -171,6 +183,7 @@ class _Request:
                 "dedicate_params is called again"
             )
         specs = self.collect_specs(self.inner)
+        check_kernels(self.kernels)
         if not isinstance(self.planner, PlannerOptions):
             raise TypeError(f"planner must be PlannerOptions, found {type(self.planner).__name__}")
         if self.ddp is not None:
@@ -230,6 +243,7 @@ class _Request:
             "planner": replace(self.planner, cache_dir=None),
             "costs": _costs_text(self.costs),
             "solver": self.solver,
+            "kernels": self.kernels,
             "plan": None if self.plan is None else self.plan.fingerprint(),
         }
         lines = [str(topology), *map(str, specs.parameters), *map(str, specs.matrices)]
@@ -250,7 +264,8 @@ class _Request:
             return self.costs
         parameters = [p for _, p in trainable_parameters(self.inner)]
         device = mesh_device(self.topology(), parameters)
-        return measured_costs(transport, [m.key for m in specs.matrices], device, self.planner)
+        keys = [m.key for m in specs.matrices]
+        return measured_costs(transport, keys, device, self.planner, kernels=self.kernels)
 
     def solve(
         self, specs: ModelSpecs, topology: Topology, costs: Any, limits: OwnerLimits | None
@@ -325,6 +340,7 @@ def assemble(
     planner: PlannerOptions = PlannerOptions(),  # noqa: B008  frozen
     options: Options | None = None,
     plan: OwnershipPlan | None = None,
+    kernels: KernelOptions = KernelOptions(),  # noqa: B008  frozen
     new_lane: NewLane | None = None,
 ) -> Ownership:
     """`dedicate_params` over a given transport; on failure the transport is closed.
@@ -332,7 +348,17 @@ def assemble(
     ``new_lane`` makes the transports of the `dedicated` layout's lanes.
     """
     request = _Request(
-        model, topology, layout, collect_specs, costs, solver, planner, options, plan, new_lane
+        model,
+        topology,
+        layout,
+        collect_specs,
+        costs,
+        solver,
+        planner,
+        options,
+        plan,
+        kernels,
+        new_lane,
     )
     with ExitStack() as undo:
         undo.callback(transport.close)
@@ -370,7 +396,7 @@ def assemble(
         else:
             runtime = request.runtime(agreed, shards, transport)
         undo.pop_all()
-    return Ownership(agreed, runtime, request.inner)
+    return Ownership(agreed, runtime, request.inner, kernels)
 
 
 def _costs_text(costs: Any) -> str:

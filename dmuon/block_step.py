@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from dmuon.comm.streams import Stopwatch
-from dmuon.kernels.footprint import iterate_elements
+from dmuon.kernels.runner import Call
 from dmuon.sharded_bench import Bench, Gradients, Outcome, Scale, reciprocal
 from dmuon.update import Rates, update_rms
 
@@ -96,8 +96,10 @@ class BlockStep:
             for start in range(0, len(equal), _BLOCK_BATCH):
                 some = equal[start : start + _BLOCK_BATCH]
                 scales = [reciprocal(norms[k], eps) for k in some]
-                batch = bench.stacked(some, scales, oks)
-                update = bench.orthogonalize(group, batch, watch)
+                call = bench.call(group, [(len(some), rows, cols)])
+                (operand,) = bench.kernels.operands(call)
+                bench.fill(operand, some, scales, oks)
+                (update,) = bench.orthogonalize(call, [operand], watch)
                 values = update_rms(update, lr / rate.lr if rate.lr else 0.0)
                 found += zip(some, values.unbind(), strict=True)
                 views = bench.unstacked(some, update)
@@ -108,20 +110,21 @@ class BlockStep:
                         bench.apply([k], [view], rate.decay, lr, oks[k])
         return found
 
-    def batch_bytes(self) -> int:
-        """The most that a batch of blocks and its Newton-Schulz take."""
-        bench, dtype = self._bench, self._bench.settings.ns_dtype
+    def calls(self) -> Iterator[Call]:
+        """What a step runs where every block has a gradient."""
+        bench = self._bench
         alike = Counter((b.group, b.rows, b.cols, b.is_whole) for b in bench.kept.blocks)
-        peak = 0
         for (group, rows, cols, _), members in alike.items():
-            count = min(members, _BLOCK_BATCH)
-            steps = bench.optimizer.param_groups[group]["ns_steps"]
-            device = bench.runtime.device
-            inner = iterate_elements(count, rows, cols, dtype, steps, device) * dtype.itemsize
-            numel = count * rows * cols
-            copy = numel * (dtype.itemsize + 4) if dtype.itemsize < 4 else 0
-            peak = max(peak, numel * dtype.itemsize + max(inner, copy))
-        return peak
+            whole, left = divmod(members, _BLOCK_BATCH)
+            for count in {_BLOCK_BATCH if whole else left, left} - {0}:
+                yield bench.call(group, [(count, rows, cols)])
+
+    def batch_bytes(self) -> int:
+        """The most that a batch of blocks takes beside the workspace of Newton-Schulz: a float32
+        copy for the RMS."""
+        if self._bench.settings.ns_dtype.itemsize >= 4:
+            return 0
+        return 4 * max((b * m * n for call in self.calls() for b, m, n in call.shapes), default=0)
 
     def _lr(self, rate: Rates, rows: int, cols: int, whole: bool) -> float:
         """The block's own learning rate; a matrix that is whole here always takes full steps."""

@@ -95,9 +95,9 @@ _LAYOUTS = ("replicated", "sharded", "dedicated")
 
 # What an owner calls for Newton-Schulz, by layout.
 NEWTON_SCHULZ = {
-    "replicated": "dmuon.owner_engine.newton_schulz",
-    "sharded": "dmuon.sharded_bench.iterate",
-    "dedicated": "dmuon.owner_engine.newton_schulz",
+    "replicated": "dmuon.owner_engine.orthogonalize",
+    "sharded": "dmuon.sharded_bench.orthogonalize",
+    "dedicated": "dmuon.owner_engine.orthogonalize",
 }
 
 
@@ -130,7 +130,7 @@ def _fault(args: argparse.Namespace, layout: str) -> AbstractContextManager[Any]
     if not args.plant_fault or dist.get_rank() != dist.get_world_size() - 1:
         return nullcontext()
     honest = resolve_name(NEWTON_SCHULZ[layout])
-    return mock.patch(NEWTON_SCHULZ[layout], lambda *a, **k: 1.2 * honest(*a, **k))
+    return mock.patch(NEWTON_SCHULZ[layout], lambda *a: [1.2 * u for u in honest(*a)])
 
 
 def _replicated_rows(args: argparse.Namespace) -> Iterator[EquivalenceRow]:

@@ -51,6 +51,40 @@ class PlannerOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelOptions:
+    """How owners compute Newton-Schulz.
+
+    ``method``: "standard", "gram" (with the restarts that are safe), "gram[2]" and so on fix the
+    form for every matrix; "auto" takes for each shape and batch what measures fastest with
+    ``costs="measured"``, and what a fixed rule says otherwise. ``backend``: one of
+    `dmuon.kernels.backends.BACKENDS`, or "auto". What is fixed here or saved in a plan runs the
+    same after every restart. ``tune_budget_s``: seconds for measuring what was not measured before
+    (kept in the cache of the costs). ``cuda_graphs``: replay an owner's Newton-Schulz as CUDA
+    graphs (None: on CUDA, for the shapes of the plan).
+    """
+
+    method: str = "auto"
+    backend: str = "auto"
+    tune_budget_s: float = 30.0
+    cuda_graphs: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("method", "backend"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(
+                    f"KernelOptions.{name} must be a string, found {getattr(self, name)!r}"
+                )
+        if not self.tune_budget_s >= 0:
+            raise ValueError(
+                f"KernelOptions.tune_budget_s must be >= 0, found {self.tune_budget_s}"
+            )
+        if self.cuda_graphs not in (None, True, False):
+            raise TypeError(
+                f"KernelOptions.cuda_graphs must be True, False or None, found {self.cuda_graphs!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicatedOptions:
     """How the `replicated` layout moves bytes.
 

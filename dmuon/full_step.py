@@ -8,14 +8,16 @@ pipeline    normalized blocks to the owners, Newton-Schulz there, updates back t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from dmuon.comm.routes import Unit, unit_runs
 from dmuon.comm.shard_routes import Part
 from dmuon.comm.streams import Stopwatch
+from dmuon.kernels.runner import Call
 from dmuon.sharded_bench import Bench, Gradients, Outcome, Scale, reciprocal
 from dmuon.update import Rates, scale_into, update_rms
 from dmuon.verdict import Verdict, VerdictMessage
@@ -94,8 +96,8 @@ class FullStep:
         work = _Buckets(self, flight)
 
         def meanwhile() -> None:
-            for u in self._local_units:
-                self._local_unit(work, u)
+            for run in unit_runs([runtime.units[u] for u in self._local_units]):
+                self._local_run(work, run)
             inf = None if bad is None else bad.float()
             bench.update_rest(grads, verdict.absent_parameters, inf)
 
@@ -117,22 +119,39 @@ class FullStep:
             found[block.matrix] = reciprocal(norm, float(groups[block.group]["eps"]))
         return found
 
-    def _local_unit(self, work: _Buckets, u: int) -> None:
-        """A unit whose matrices lie whole on this rank: no traffic."""
+    def calls(self) -> Iterator[Call]:
+        """What this rank runs in every step."""
+        bench = self._bench
+        units, rank = bench.runtime.units, bench.runtime.transport.rank
+        for run in unit_runs([unit for unit in units if unit.owner == rank]):
+            yield bench.call(run[0].group, [unit.shape for unit in run], run[0].kernel)
+
+    def _local_run(self, work: _Buckets, run: Sequence[Unit]) -> None:
+        """Units whose matrices lie whole on this rank: no traffic."""
         bench, flight = self._bench, work.flight
-        unit = bench.runtime.units[u]
-        members = [bench.block_of[i] for i in unit.matrices if i not in flight.absent]
-        if not members:
-            return
         oks = None if flight.ok is None else [flight.ok] * len(bench.kept.blocks)
-        scales = [flight.scales[bench.kept.blocks[k].matrix] for k in members]
-        update = bench.orthogonalize(unit.group, bench.stacked(members, scales, oks), flight.watch)
-        rate = flight.rates[unit.group]
-        lr = rate.adjusted(unit.rows, unit.cols)
-        index = [bench.kept.blocks[k].matrix for k in members]
-        values = update_rms(update, lr / rate.lr if rate.lr else 0.0)
-        flight.rms.index_copy_(0, torch.tensor(index, device=flight.rms.device), values)
-        bench.apply(members, bench.unstacked(members, update), rate.decay, lr, flight.ok)
+        present = [
+            (unit, [bench.block_of[i] for i in unit.matrices if i not in flight.absent])
+            for unit in run
+        ]
+        present = [(unit, members) for unit, members in present if members]
+        if not present:
+            return
+        shapes = [(len(members), unit.rows, unit.cols) for unit, members in present]
+        call = bench.call(run[0].group, shapes, run[0].kernel)
+        operands = bench.kernels.operands(call)
+        for (_, members), operand in zip(present, operands, strict=True):
+            scales = [flight.scales[bench.kept.blocks[k].matrix] for k in members]
+            bench.fill(operand, members, scales, oks)
+        updates = bench.orthogonalize(call, operands, flight.watch)
+        for (unit, members), update in zip(present, updates, strict=True):
+            rate = flight.rates[unit.group]
+            lr = rate.adjusted(unit.rows, unit.cols)
+            index = [bench.kept.blocks[k].matrix for k in members]
+            values = update_rms(update, lr / rate.lr if rate.lr else 0.0)
+            flight.rms.index_copy_(0, torch.tensor(index, device=flight.rms.device), values)
+            views = bench.unstacked(members, update)
+            bench.apply(members, views, rate.decay, lr, flight.ok, unit.kernel)
 
     def runs(self, parts: Sequence[Part]) -> list[tuple[int, list[int], slice]]:
         """(unit, blocks, where) of the parts of a message, unit by unit."""
@@ -171,17 +190,27 @@ class _Buckets:
             for view in views:
                 view.masked_fill_(bad, 0.0)
 
-    def compute(self, unit: int, batch: Tensor) -> Tensor:
+    def compute(
+        self, batches: Sequence[tuple[int, Tensor]], done: Callable[[int, Tensor], None]
+    ) -> None:
         bench, flight = self._bench, self.flight
-        which = bench.runtime.units[unit]
-        if flight.absent.issuperset(which.matrices):
-            return batch  # of zeros, which nobody applies
-        update = bench.orthogonalize(which.group, batch, flight.watch)
-        rate = flight.rates[which.group]
-        lr = rate.adjusted(which.rows, which.cols)
-        values = update_rms(update, lr / rate.lr if rate.lr else 0.0)
-        flight.rms.index_copy_(0, self._step._rms_index[unit], values)
-        return update
+        number_of: dict[Unit, int] = {}
+        for n, (u, batch) in enumerate(batches):
+            unit = bench.runtime.units[u]
+            if flight.absent.issuperset(unit.matrices):
+                done(n, batch)  # of zeros, which nobody applies
+            else:
+                number_of[unit] = n
+        for run in unit_runs(list(number_of)):
+            members = [number_of[unit] for unit in run]
+            call = bench.call(run[0].group, [unit.shape for unit in run], run[0].kernel)
+            updates = bench.orthogonalize(call, [batches[n][1] for n in members], flight.watch)
+            for unit, n, update in zip(run, members, updates, strict=True):
+                rate = flight.rates[unit.group]
+                lr = rate.adjusted(unit.rows, unit.cols)
+                values = update_rms(update, lr / rate.lr if rate.lr else 0.0)
+                flight.rms.index_copy_(0, self._step._rms_index[batches[n][0]], values)
+                done(n, update)
 
     def apply(self, parts: Sequence[Part], views: list[Tensor]) -> None:
         bench, flight = self._bench, self.flight
@@ -199,4 +228,4 @@ class _Buckets:
             unit = bench.runtime.units[u]
             rate = flight.rates[unit.group]
             lr = rate.adjusted(unit.rows, unit.cols)
-            bench.apply(members, updates, rate.decay, lr, flight.ok)
+            bench.apply(members, updates, rate.decay, lr, flight.ok, unit.kernel)

@@ -3,7 +3,8 @@
 ::
 
     every rank   which device, which Newton-Schulz dtype           -> exchange
-                 read the cache, say what it lacks                 -> exchange
+    first rank   choose kernels: cached, or measured               -> exchange
+    every rank   read the cache, say what it lacks                 -> exchange
                  measure, all at once, what anyone lacks           -> exchange, the slowest counts
                  write the cache
 """
@@ -17,9 +18,10 @@ import re
 import socket
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,29 +31,47 @@ from torch import Tensor
 from dmuon.comm.consensus import attempt
 from dmuon.comm.streams import Stopwatch
 from dmuon.comm.transport import Transport
-from dmuon.config import MuonDefaults, PlannerOptions
-from dmuon.kernels.newton_schulz import KERNEL_VERSION, newton_schulz, resolve_ns_dtype
-from dmuon.kernels.ops import ops_for
+from dmuon.config import KernelOptions, MuonDefaults, PlannerOptions
+from dmuon.kernel_tuning import Kernels, choose_kernels
+from dmuon.kernels.backends import backend_version, ops_of
+from dmuon.kernels.coefficients import resolve_coefficients
+from dmuon.kernels.iterations import iterate_squares
+from dmuon.kernels.newton_schulz import KERNEL_VERSION, resolve_ns_dtype
+from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
+from dmuon.kernels.workspace import Workspace, aligned_bytes
+from dmuon.operand import normalized_momentum
 from dmuon.scheduler import cost_cache
-from dmuon.scheduler.cost_cache import CacheKey
+from dmuon.scheduler.cost_cache import CacheKey, Found
 from dmuon.scheduler.costs import (
     ANALYTIC_DEVICES,
     CostTable,
     ShapeKey,
+    SquareKey,
     analytic_class,
     merge_slowest,
+    square_key,
 )
-from dmuon.scheduler.profile import PASSES, Entries, Want, Workbench, measure, wanted
+from dmuon.scheduler.profile import (
+    PASSES,
+    Entries,
+    Want,
+    Workbench,
+    batch_sizes,
+    measure,
+    wanted,
+)
 from dmuon.scheduler.specs import ITEM_SIZE, dtype_name
-from dmuon.update import momentum_update
+from dmuon.types import KernelChoice
 
-__all__ = ["NewtonSchulzBench", "Progress", "device_name", "measured_costs"]
+__all__ = ["NewtonSchulzBench", "Progress", "SquareBench", "device_name", "measured_costs"]
 
 T = TypeVar("T")
 _SHOW_AFTER_S = 2.0
+_GROUP = {name: getattr(MuonDefaults(), name) for name in MuonDefaults.__slots__}
 _MEMORY_SHARE = 0.25  # of what is free
 
-BenchFactory = Callable[[torch.dtype, int], Workbench]
+# From the Newton-Schulz dtype, the processes that share this machine's memory, and the kernels.
+BenchFactory = Callable[[torch.dtype, int, Kernels], Workbench]
 
 
 # ---- what all ranks agree on -------------------------------------------------------------
@@ -63,16 +83,21 @@ def measured_costs(
     device: torch.device,
     options: PlannerOptions,
     *,
+    kernels: KernelOptions = KernelOptions(),  # noqa: B008  frozen
     fresh: bool = False,
     bench: BenchFactory | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    squares: bool | None = None,
 ) -> CostTable:
-    """What batches of matrices with these (rows, cols, dtype) cost on the slowest rank.
+    """What batches of matrices with these (rows, cols, dtype) cost on the slowest rank, and with
+    which kernels.
 
-    A collective call; the entries are equal on all ranks. Takes about
-    ``options.profile_budget_s`` seconds at most, and next to none where every rank finds all it
-    needs in its cache. ``fresh`` ignores what is cached. ``bench`` makes the `Workbench` from the
-    Newton-Schulz dtype and the number of processes that share this machine's memory.
+    A collective call; the entries are equal on all ranks. The mesh's first rank chooses kernels
+    (at most ``kernels.tune_budget_s`` seconds), then all measure, for about
+    ``options.profile_budget_s`` seconds at most. Both take next to nothing where every rank finds
+    all it needs in its cache. ``fresh`` ignores what is cached. ``bench`` makes the `Workbench`.
+    ``squares``: measure the m x m part alone too, which tells what batches of several widths gain
+    by running together (None: on CUDA; a CPU gains nothing).
 
     Raises:
         Exception: what measuring raised here; ConsensusError if that was on another rank.
@@ -81,42 +106,127 @@ def measured_costs(
     places = _exchange(transport, lambda: _Place.of(device, directory))
     here = _Setting.of(places, transport.rank, device)
     wants = wanted(keys, options.max_batch)
-    cached, trouble = here.recall(wants, fresh)
-    lacking, agreed = _lacking(transport, wants, cached)
-    if not lacking and agreed:
-        here.warn(trouble)
-        return here.table(cached)
+    found = here.recall(fresh)
+    chosen = _agreed_kernels(transport, here, wants, found, kernels, clock)
+    parts: list[tuple[Sequence[Want], Entries]] = []
+    parts.append((wants, _usable(found, wants, chosen)))
+    if squares or (squares is None and device.type == "cuda"):
+        sides = _squares(wants, chosen)
+        parts.append((sides, _usable_squares(found, sides)))
+    lacking = [_lacking(transport, some, cached) for some, cached in parts]
+    cached = [entries for _, entries in parts]
+    if all(agreed and not missing for missing, agreed in lacking):
+        here.warn(found.problem)
+        return here.table(chosen, *cached)
 
-    def work() -> Entries:
-        make = bench or (lambda ns_dtype, sharing: NewtonSchulzBench(device, ns_dtype, sharing))
-        with (
-            torch.no_grad(),
-            Progress(PASSES * len(lacking), shown=transport.rank == 0) as progress,
-        ):
-            measured = measure(
-                lacking,
-                make(here.ns_dtype, here.sharing),
-                here.table({}),
-                budget_s=options.profile_budget_s,
-                known=cached,
-                clock=clock,
-                progress=progress.update,
+    def work() -> list[Entries]:
+        make = bench or (
+            lambda ns_dtype, sharing, chosen: NewtonSchulzBench(
+                device, ns_dtype, sharing, chosen, kernels
             )
+        )
+        benches = [
+            make(here.ns_dtype, here.sharing, chosen),
+            SquareBench(device, here.ns_dtype, chosen),
+        ]
+        deadline = clock() + options.profile_budget_s
+        total = PASSES * sum(len(missing) for missing, _ in lacking)
+        results = []
+        with torch.no_grad(), Progress(total, shown=transport.rank == 0) as progress:
+            for (missing, _), known, one in zip(lacking, cached, benches):
+                measured = measure(
+                    missing,
+                    one,
+                    here.table({}, {}),
+                    budget_s=max(deadline - clock(), 0.0),
+                    known=known,
+                    clock=clock,
+                    progress=progress.update,
+                )
+                # A fresh time replaces the cached one, whichever is larger.
+                results.append(
+                    {k: known.get(k, {}) | measured.get(k, {}) for k in known | measured}
+                )
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        # A fresh time replaces the cached one, whichever is larger.
-        return {k: cached.get(k, {}) | measured.get(k, {}) for k in cached | measured}
+        return results
 
-    merged = merge_slowest(_exchange(transport, work))
-    lost = here.keep(merged) if merged != cached else None
-    here.warn(trouble or lost)
-    return here.table(merged)
+    by_rank = _exchange(transport, work)
+    merged = [merge_slowest(part) for part in zip(*by_rank, strict=True)]
+    lost = here.keep(chosen, *merged) if merged != cached else None
+    here.warn(found.problem or lost)
+    return here.table(chosen, *merged)
 
 
 def _exchange(transport: Transport, work: Callable[[], T]) -> list[T]:
     """What ``work`` gave on each rank; if it failed on one, all raise."""
     mine = attempt(transport, work, what="dmuon: measuring costs", digest=lambda _: "")
     return transport.gather_objects(mine)
+
+
+def _agreed_kernels(
+    transport: Transport,
+    here: _Setting,
+    wants: Sequence[Want],
+    found: Found,
+    options: KernelOptions,
+    clock: Callable[[], float],
+) -> Kernels:
+    """The first rank's choices, on every rank."""
+
+    def work() -> Kernels:
+        if transport.rank != 0:
+            return {}
+        what = "dmuon chooses kernels"
+        with torch.no_grad(), Progress(len(wants), shown=True, what=what) as progress:
+            return choose_kernels(
+                wants,
+                found.kernels,
+                here.table({}, {}),
+                here.device,
+                here.ns_dtype,
+                options,
+                clock=clock,
+                progress=lambda done, case: progress.show(done, case.rows, case.cols, case.batch),
+            )
+
+    return _exchange(transport, work)[0]
+
+
+def _usable(found: Found, wants: Sequence[Want], chosen: Kernels) -> Entries:
+    """The cached times among ``wants`` that were measured with the chosen kernels."""
+    entries: Entries = {}
+    for want in wants:
+        ms = found.entries.get(want.key, {}).get(want.batch)
+        kernel = found.kernels.get(want.key, {}).get(want.batch)
+        if ms is not None and kernel == chosen[want.key][want.batch]:
+            entries.setdefault(want.key, {})[want.batch] = ms
+    return entries
+
+
+def _squares(wants: Sequence[Want], chosen: Kernels) -> list[Want]:
+    """The m x m parts to measure, where matrices of several widths run a Gram form: as wants of
+    shape (m, m)."""
+    by_side: dict[SquareKey, dict[ShapeKey, int]] = {}
+    for want in wants:
+        if chosen[want.key][want.batch].startswith("gram"):
+            largest = by_side.setdefault(square_key(want.key), {})
+            largest[want.key] = max(want.batch, largest.get(want.key, 0))
+    return [
+        Want((m, m, dtype), batch)
+        for (m, dtype), largest in sorted(by_side.items())
+        if len(largest) > 1
+        for batch in batch_sizes(sum(largest.values()))
+    ]
+
+
+def _usable_squares(found: Found, wants: Sequence[Want]) -> Entries:
+    entries: Entries = {}
+    for want in wants:
+        ms = found.squares.get(square_key(want.key), {}).get(want.batch)
+        if ms is not None:
+            entries.setdefault(want.key, {})[want.batch] = ms
+    return entries
 
 
 def _lacking(
@@ -178,40 +288,51 @@ class _Setting:
         key = CacheKey(
             device=name,
             torch=torch.__version__,
-            kernels=f"{ops_for(device).name}-{KERNEL_VERSION}",
+            kernels=f"{backend_version(device)}-{KERNEL_VERSION}",
             ns_dtype=dtype_name(ns_dtype),
             ns_steps=MuonDefaults().ns_steps,
         )
         directory = None if mine.directory is None else Path(mine.directory)
         return cls(device, ns_dtype, sharing, key, directory, places.index(mine) == rank)
 
-    def table(self, entries: Entries) -> CostTable:
+    def table(
+        self, kernels: Kernels, entries: Entries, squares: Entries | None = None
+    ) -> CostTable:
         row = ANALYTIC_DEVICES[analytic_class(self.device.type, self.key.device)]
         source = f"measured on {self.key.device}"
-        return CostTable(source, entries, row, self.key.ns_steps, "measured")
+        steps, sides = self.key.ns_steps, _by_side(squares or {})
+        return CostTable(source, entries, row, steps, "measured", kernels, sides)
 
-    def recall(self, wants: Sequence[Want], fresh: bool) -> tuple[Entries, str | None]:
-        """The cached entries among ``wants``, and what was wrong with the cache."""
+    def recall(self, fresh: bool) -> Found:
+        """What is cached, and what was wrong with the cache."""
         if self.directory is None:
-            return {}, "costs are not cached: there is no home directory and no cache_dir was given"
-        if fresh:
-            return {}, None
-        found = cost_cache.read(self.directory, self.key)
-        entries: Entries = {}
-        for want in wants:
-            if want.batch in found.entries.get(want.key, {}):
-                entries.setdefault(want.key, {})[want.batch] = found.entries[want.key][want.batch]
-        return entries, found.problem
+            return Found(
+                {}, "costs are not cached: there is no home directory and no cache_dir was given"
+            )
+        return Found({}) if fresh else cost_cache.read(self.directory, self.key)
 
-    def keep(self, entries: Entries) -> str | None:
-        """Write ``entries`` to the cache, once for all ranks that share it; what went wrong."""
+    def keep(
+        self, kernels: Kernels, entries: Entries, squares: Entries | None = None
+    ) -> str | None:
+        """Write to the cache, once for all ranks that share it; what went wrong."""
         if not self.leads or self.directory is None:
             return None
-        return cost_cache.add(self.directory, self.key, entries, self.table({}).device)
+        named = {
+            key: {batch: kernels[key][batch] for batch in by_batch}
+            for key, by_batch in entries.items()
+        }
+        device, sides = self.table({}, {}).device, _by_side(squares or {})
+        return cost_cache.add(
+            self.directory, self.key, entries, device, kernels=named, squares=sides
+        )
 
     def warn(self, trouble: str | None) -> None:
         if trouble is not None and self.leads:
             warnings.warn(f"dmuon: {trouble}", RuntimeWarning, stacklevel=3)
+
+
+def _by_side(squares: Entries) -> dict[SquareKey, dict[int, float]]:
+    return {square_key(key): dict(by_batch) for key, by_batch in squares.items()}
 
 
 # ---- what is measured --------------------------------------------------------------------
@@ -221,13 +342,16 @@ class _Setting:
 class NewtonSchulzBench:
     """Times what an owner does in `Muon.step` for one batch: momentum and Newton-Schulz.
 
-    With the default settings of `Muon`, in the dtype that all ranks use. ``sharing`` processes
-    take their operands from the same memory.
+    With the default settings of `Muon`, in the dtype that all ranks use, with the chosen
+    ``kernels`` (those of the fixed rule where there is none). ``sharing`` processes take their
+    operands from the same memory.
     """
 
     device: torch.device
     ns_dtype: torch.dtype
     sharing: int = 1
+    kernels: Kernels = field(default_factory=dict)
+    options: KernelOptions = KernelOptions()  # noqa: RUF009  frozen
 
     def fits(self, key: ShapeKey, batch: int) -> bool:
         """Whether the operands take no more than a quarter of the free memory."""
@@ -239,6 +363,10 @@ class NewtonSchulzBench:
     def prepare(self, key: ShapeKey, batch: int) -> Callable[[], float]:
         """One update of a stack ``[batch, rows, cols]``; a call returns its milliseconds."""
         rows, cols, dtype = key
+        muon = MuonDefaults()
+        triples = resolve_coefficients(muon.ns_coefficients, muon.ns_steps)
+        kernel = self.kernels.get(key, {}).get(batch, "")
+        call = Call(((batch, rows, cols),), triples, kernel)
         # A generator of our own, and every factory told its device and dtype: the user's random
         # state and defaults neither change nor matter.
         generator = torch.Generator(self.device).manual_seed(0)
@@ -247,36 +375,80 @@ class NewtonSchulzBench:
                 batch, rows, cols, dtype=getattr(torch, dtype), device=self.device
             ).uniform_(-1, 1, generator=generator)
             buffer = torch.zeros_like(grads)
+            runner = Orthogonalizer(self.device, self.ns_dtype, self.options)
+            runner.reserve([call])
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from None
-        return lambda: self._run(buffer, grads)
+        if self.device.type == "cuda":
+            for _ in range(2):  # kernels compile in the first, graphs are captured in the second
+                self._run(runner, call, buffer, grads)
+        return lambda: self._run(runner, call, buffer, grads)
 
     @torch.no_grad()
-    def _run(self, buffer: Tensor, grads: Tensor) -> float:
-        muon = MuonDefaults()
+    def _run(self, runner: Orthogonalizer, call: Call, buffer: Tensor, grads: Tensor) -> float:
         try:
             with _current(self.device):
                 watch = Stopwatch(self.device)
                 watch.start()
-                operand = momentum_update(
-                    buffer,
-                    grads,
-                    momentum=muon.momentum,
-                    nesterov=muon.nesterov,
-                    mode=muon.momentum_mode,
-                    dampening=muon.dampening,
-                )
-                newton_schulz(
-                    operand,
-                    steps=muon.ns_steps,
-                    coefficients=muon.ns_coefficients,
-                    dtype=self.ns_dtype,
-                    eps=muon.eps,
-                )
+                (operand,) = runner.operands(call)
+                normalized_momentum(buffer, grads, _GROUP, out=operand, fused=runner.is_fused(call))
+                orthogonalize(runner, call, [operand])
                 watch.stop()
                 return watch.milliseconds()
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class SquareBench:
+    """Times the m x m part of Gram Newton-Schulz alone; its shapes are (m, m).
+
+    With the Gram kernel that is chosen most often for matrices of this short side: the m x m parts
+    of two forms or tiles differ by little.
+    """
+
+    device: torch.device
+    ns_dtype: torch.dtype
+    kernels: Kernels
+
+    def fits(self, key: ShapeKey, batch: int) -> bool:
+        """Whether the operands take no more than a quarter of the free memory."""
+        free = _free_bytes(self.device)
+        needed = 4 * batch * key[0] ** 2 * self.ns_dtype.itemsize
+        return free is None or needed <= _MEMORY_SHARE * free
+
+    def prepare(self, key: ShapeKey, batch: int) -> Callable[[], float]:
+        """One pass over ``[batch, m, m]``; a call returns its milliseconds."""
+        m, muon = key[0], MuonDefaults()
+        triples = resolve_coefficients(muon.ns_coefficients, muon.ns_steps)
+        choice = self._choice(key)
+        ops = ops_of(choice, self.device, m)
+        workspace = Workspace(self.device)
+        try:
+            workspace.reserve(3 * aligned_bytes((batch, m, m), self.ns_dtype))
+            eye = torch.eye(m, dtype=self.ns_dtype, device=self.device)
+            r = eye.expand(batch, m, m).contiguous()
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from None
+
+        def run() -> float:
+            with _current(self.device):
+                watch = Stopwatch(self.device)
+                watch.start()
+                iterate_squares(r, triples, choice.restarts, ops, workspace)
+                watch.stop()
+                return watch.milliseconds()
+
+        return run
+
+    def _choice(self, key: ShapeKey) -> KernelChoice:
+        names = Counter(
+            kernel
+            for shape, by_batch in self.kernels.items()
+            for kernel in by_batch.values()
+            if square_key(shape) == square_key(key) and kernel.startswith("gram")
+        )
+        return KernelChoice.parse(min(names, key=lambda name: (-names[name], name)))
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
@@ -347,10 +519,12 @@ class Progress:
         total: int,
         *,
         shown: bool,
+        what: str = "dmuon measures Newton-Schulz",
         console: Any = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total = total
+        self._what = what
         self._console = console
         self._clock = clock
         self._visible_at = clock() + _SHOW_AFTER_S if shown else None
@@ -365,12 +539,15 @@ class Progress:
 
     def update(self, done: int, want: Want) -> None:
         """``done`` of the wants are through, ``want`` is next."""
+        self.show(done, *want.key[:2], want.batch)
+
+    def show(self, done: int, rows: int, cols: int, batch: int) -> None:
+        """``done`` are through, a batch of this shape is next."""
         if self._visible_at is None or self._clock() < self._visible_at:
             return
         if self._bar is None and not self._start():
             return
-        rows, cols, _ = want.key
-        text = f"dmuon measures Newton-Schulz: {want.batch} x [{rows}, {cols}]"
+        text = f"{self._what}: {batch} x [{rows}, {cols}]"
         self._bar.update(self._bar.task_ids[0], completed=done, description=text, refresh=True)
 
     def _start(self) -> bool:

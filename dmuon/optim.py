@@ -24,7 +24,14 @@ from dmuon.owner_engine import OwnerEngine
 from dmuon.ownership import Ownership
 from dmuon.period import Period, Schedule
 from dmuon.scheduler.report import LoadBalanceReport
-from dmuon.settings import agreed_dtype, check_group, check_switches, fields, together
+from dmuon.settings import (
+    agreed_dtype,
+    check_group,
+    check_kernels,
+    check_switches,
+    fields,
+    together,
+)
 from dmuon.sharded_engine import ShardedEngine
 from dmuon.types import Coefficients, Layout, OwnershipError
 
@@ -128,11 +135,13 @@ class Muon(Optimizer):
             groups = input_groups(given)
             check_switches(period, block_lr_ratio, publish, layouts)
             schedule = Schedule.of(period)
-            resolve_ns_dtype(ns_dtype, self._ownerships[0].runtime.device)
+            mine = resolve_ns_dtype(ns_dtype, self._ownerships[0].runtime.device)
             check_groups(groups, self._ownerships, planned_names(self._ownerships))
             made = split_groups(groups, self._ownerships, fields(muon), fields(rest))
             for group in made:
                 check_group(group)
+            for ownership in self._ownerships:
+                check_kernels(ownership, mine, made)
             return made
 
         def switches() -> str:
@@ -224,7 +233,10 @@ class Muon(Optimizer):
         ``update_rms``: name -> RMS of the matrix's update over the learning rate, on every rank;
         after a block step, of this rank's blocks. ``ns_ms``: milliseconds of Newton-Schulz on this
         rank (`replicated`: and momentum). ``bytes``: what this rank handed to collectives since
-        the step before, by purpose. In the `sharded` layout also ``full_step`` (or a block step),
+        the step before, by purpose. ``kernels``: which kernels
+        Newton-Schulz ran on this rank, by the shapes that ran together (``ran``, such as
+        ``gram[2]/torch_strips/float32``), the ``workspace_bytes`` they keep, and the state of
+        ``cuda_graphs``. In the `sharded` layout also ``full_step`` (or a block step),
         ``finite`` (no rank found a non-finite gradient; after a block step: this rank did not),
         ``skipped``, the number of steps that were not, and ``step_bytes``, the memory that a full
         step takes on this rank, by purpose.
@@ -331,4 +343,10 @@ def _combined(key: str, one: Any, other: Any) -> Any:
         return one and other
     if key == "step_bytes":
         return {k: one.get(k, 0) + other.get(k, 0) for k in one.keys() | other.keys()}
+    if key == "kernels":
+        return {
+            "ran": one["ran"] | other["ran"],
+            "workspace_bytes": one["workspace_bytes"] + other["workspace_bytes"],
+            "cuda_graphs": " and ".join(dict.fromkeys([one["cuda_graphs"], other["cuda_graphs"]])),
+        }
     return max(one, other)

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dmuon.comm.layout import OwnerRuntime
-from dmuon.comm.routes import Unit
+from dmuon.comm.layout import Done, Job, OwnerRuntime
+from dmuon.comm.routes import Unit, unit_runs
 from dmuon.comm.streams import Stopwatch
 from dmuon.engine import Amp, Settings, group_of_matrices, rest_by_group
-from dmuon.kernels.newton_schulz import newton_schulz
+from dmuon.kernels.newton_schulz import resolve_coefficients
+from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
+from dmuon.operand import apply_all, is_fused, normalized_momentum
 from dmuon.owner_state import OwnerState
 from dmuon.ownership import Ownership
 from dmuon.rest import adamw_step, refresh_masters
 from dmuon.scheduler.dtensors import gradient_like, local_tensor
 from dmuon.types import OwnershipError
-from dmuon.update import Rates, apply_updates, momentum_update, update_rms
+from dmuon.update import Rates, update_rms
 
 __all__ = ["OwnerEngine"]
 
@@ -43,7 +46,21 @@ class OwnerEngine:
         self._runtime.bind(group_of_matrices(ownership, optimizer), self._payload_dtype)
         self._owned = OwnerState(ownership, settings.master_weights)
         self._rest = rest_by_group(ownership, optimizer)
+        self._kernels = Orthogonalizer(self._runtime.device, settings.ns_dtype, ownership.kernels)
+        mine = [u for u in self._runtime.units if u.owner == ownership.rank]
+        self._kernels.reserve(
+            self._call(run, [len(u.matrices) for u in run]) for run in unit_runs(mine)
+        )
         self._show_momentum()
+
+    def _call(self, units: Sequence[Unit], counts: Sequence[int]) -> Call:
+        """Newton-Schulz on ``counts[i]`` matrices of ``units[i]``."""
+        group = self._optimizer.param_groups[units[0].group]
+        return Call(
+            tuple((count, u.rows, u.cols) for u, count in zip(units, counts, strict=True)),
+            resolve_coefficients(group["ns_coefficients"], group["ns_steps"]),
+            units[0].kernel,
+        )
 
     def _payload_dtype(self, parameter_dtype: str) -> torch.dtype:
         if self._settings.master_weights:
@@ -76,8 +93,10 @@ class OwnerEngine:
         rates = [Rates.of(group) for group in self._optimizer.param_groups]
         watch = self._ownership.telemetry.begin_step()
 
-        def compute(unit: Unit, grads: Tensor, where: list[int]) -> tuple[Tensor, Tensor]:
-            return self._compute(watch, rates[unit.group], unit, grads, where)
+        def compute(jobs: Sequence[Job], done: Done) -> None:
+            numbers = {job.unit: n for n, job in enumerate(jobs)}
+            for run in unit_runs([job.unit for job in jobs]):
+                self._compute(watch, rates[run[0].group], [numbers[u] for u in run], jobs, done)
 
         def apply(
             unit: Unit, where: list[int], targets: list[Tensor], payload: list[Tensor]
@@ -87,39 +106,42 @@ class OwnerEngine:
                 return
             rate = rates[unit.group]
             lr = rate.adjusted(unit.rows, unit.cols)
-            apply_updates(targets, payload, decay=rate.decay, lr=lr)
+            fused = is_fused(unit.kernel, targets[0])
+            apply_all(targets, payload, decay=rate.decay, lr=lr, fused=fused)
 
         self._runtime.step(compute, apply)
 
     def _compute(
-        self, watch: Stopwatch, rate: Rates, unit: Unit, grads: Tensor, where: list[int]
-    ) -> tuple[Tensor, Tensor]:
-        """The owner's part: momentum, Newton-Schulz, and what to publish."""
-        group = self._optimizer.param_groups[unit.group]
+        self,
+        watch: Stopwatch,
+        rate: Rates,
+        numbers: Sequence[int],
+        jobs: Sequence[Job],
+        done: Done,
+    ) -> None:
+        """The owner's part for jobs that run together: momentum, Newton-Schulz, what to publish."""
+        members = [jobs[n] for n in numbers]
+        call = self._call([job.unit for job in members], [len(job.where) for job in members])
         watch.start()
-        with self._owned.rows(unit, where) as (buffer, master):
-            operand = momentum_update(
-                buffer,
-                grads.to(buffer.dtype),
-                momentum=group["momentum"],
-                nesterov=group["nesterov"],
-                mode=group["momentum_mode"],
-                dampening=group["dampening"],
-            )
-            update = newton_schulz(
-                operand,
-                steps=group["ns_steps"],
-                coefficients=group["ns_coefficients"],
-                dtype=self._settings.ns_dtype,
-                eps=group["eps"],
-            )
+        with ExitStack() as rows:
+            masters = []
+            operands = self._kernels.operands(call)
+            fused = self._kernels.is_fused(call)
+            for job, operand in zip(members, operands, strict=True):
+                buffer, master = rows.enter_context(self._owned.rows(job.unit, job.where))
+                masters.append(master)
+                group = self._optimizer.param_groups[job.unit.group]
+                normalized_momentum(buffer, job.gradients, group, out=operand, fused=fused)
+            updates = orthogonalize(self._kernels, call, operands)
             watch.stop()
-            lr = rate.adjusted(unit.rows, unit.cols)
-            rms = update_rms(update, lr / rate.lr if rate.lr else 0.0)
-            if master is None:
-                return update, rms
-            master.mul_(rate.decay).add_(update, alpha=-lr)
-            return master, rms
+            for number, job, update, master in zip(numbers, members, updates, masters, strict=True):
+                lr = rate.adjusted(job.unit.rows, job.unit.cols)
+                rms = update_rms(update, lr / rate.lr if rate.lr else 0.0)
+                if master is None:
+                    done(number, update, rms)
+                else:
+                    master.mul_(rate.decay).add_(update, alpha=-lr)
+                    done(number, master, rms)
 
     def rest(self) -> None:
         for g, params in self._rest.items():
@@ -142,7 +164,7 @@ class OwnerEngine:
 
     def stats(self) -> dict[str, Any]:
         rms = {name: float(value) for name, value in self._runtime.update_rms().items()}
-        return {"update_rms": rms}
+        return {"update_rms": rms, "kernels": self._kernels.report()}
 
     def before_state_dict(self) -> None:
         for p, entry in self._owned.master_entries():

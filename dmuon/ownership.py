@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dmuon.comm.hiding import hidden_parameters
 from dmuon.comm.layout import LayoutRuntime
+from dmuon.config import KernelOptions
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.report import LoadBalanceReport, build_report
 from dmuon.scheduler.specs import canonical_name
@@ -32,8 +33,15 @@ class Ownership:
     Made by `dmuon.dedicate_params`. Keep it for `report`, or drop it: the model keeps it alive.
     """
 
-    def __init__(self, plan: OwnershipPlan, runtime: LayoutRuntime, model: nn.Module) -> None:
+    def __init__(
+        self,
+        plan: OwnershipPlan,
+        runtime: LayoutRuntime,
+        model: nn.Module,
+        kernels: KernelOptions = KernelOptions(),  # noqa: B008  frozen
+    ) -> None:
         self.plan = plan
+        self.kernels = kernels
         self.runtime = runtime
         self.telemetry = StepTelemetry(runtime.transport, runtime.meter, runtime.device)
         self.closed = False

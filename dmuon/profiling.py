@@ -164,8 +164,8 @@ def _rendered(table: CostTable, wants: tuple[Want, ...], seconds: float) -> str:
     origins = Counter(table.origin(want.key, want.batch) for want in wants)
     counts = ", ".join(f"{count} {origin}" for origin, count in sorted(origins.items()))
     rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("shape", "dtype", "batch", "ms", "ms a matrix", "GFLOP/s", "origin"):
-        left = heading in ("shape", "dtype", "origin")
+    for heading in ("shape", "dtype", "batch", "ms", "ms a matrix", "GFLOP/s", "origin", "kernel"):
+        left = heading in ("shape", "dtype", "origin", "kernel")
         rows.add_column(heading, justify="left" if left else "right")
     for i, want in enumerate(wants):
         first = i == 0 or wants[i - 1].key != want.key
@@ -195,4 +195,5 @@ def _cells(table: CostTable, want: Want, first: bool) -> list[Any]:
         f"{ms / want.batch:.3f}",
         f"{rate:,.0f}" if rate >= 100 else f"{rate:.2f}",
         table.origin(want.key, want.batch),
+        table.kernel(want.key, want.batch).rpartition("/")[0],
     ]

@@ -10,7 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm.fsdp import fsdp_roots
 from dmuon.comm.transport import Transport
-from dmuon.config import DedicatedOptions, PlannerOptions
+from dmuon.config import DedicatedOptions, KernelOptions, PlannerOptions
+from dmuon.kernels.backends import BACKENDS
+from dmuon.kernels.choice import check_method
 from dmuon.scheduler.dtensors import mesh_axes
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.plan import OwnershipPlan
@@ -21,6 +23,7 @@ __all__ = [
     "check_axes",
     "check_ddp",
     "check_dedicated",
+    "check_kernels",
     "check_pools",
     "check_saved",
     "check_wrapping",
@@ -122,3 +125,15 @@ def check_ddp(ddp: DistributedDataParallel, inner: nn.Module, transport: Transpo
                 f"parameter {name!r} is ignored by DistributedDataParallel, so its gradient would "
                 "not be averaged: freeze it, or let DDP have it"
             )
+
+
+def check_kernels(options: object) -> None:
+    """Raise TypeError or ValueError unless these are `KernelOptions` that name what there is."""
+    if not isinstance(options, KernelOptions):
+        raise TypeError(f"kernels must be KernelOptions, found {type(options).__name__}")
+    check_method(options.method)
+    if options.backend not in ("auto", *BACKENDS):
+        raise ValueError(
+            f"KernelOptions.backend must be 'auto' or one of {', '.join(BACKENDS)}, found "
+            f"{options.backend!r}"
+        )

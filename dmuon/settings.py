@@ -17,11 +17,21 @@ from dmuon.config import (
     check_adamw_group,
     check_muon_group,
 )
+from dmuon.kernels.backends import why_not
+from dmuon.kernels.choice import fixed_choice
 from dmuon.kernels.newton_schulz import resolve_coefficients, resolve_ns_dtype
+from dmuon.kernels.runner import check_graphs
 from dmuon.ownership import Ownership
-from dmuon.types import Algorithm, Layout, OwnershipError
+from dmuon.types import Algorithm, KernelChoice, Layout, OwnershipError
 
-__all__ = ["agreed_dtype", "check_group", "check_switches", "fields", "together"]
+__all__ = [
+    "agreed_dtype",
+    "check_group",
+    "check_kernels",
+    "check_switches",
+    "fields",
+    "together",
+]
 
 
 def fields(defaults: MuonDefaults | AdamWDefaults) -> dict[str, Any]:
@@ -57,6 +67,25 @@ def check_group(group: dict[str, Any]) -> None:
         return
     check_muon_group(group)
     resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
+
+
+def check_kernels(ownership: Ownership, dtype: torch.dtype, groups: list[dict[str, Any]]) -> None:
+    """Raise ValueError if a kernel that was asked for, or that the plan names, cannot run here."""
+    options, device, plan = ownership.kernels, ownership.runtime.device, ownership.plan
+    check_graphs(options, device)
+    steps = {g["ns_steps"] for g in groups if g["algorithm"] == Algorithm.MUON.value}
+    shapes = {m.shape for m in plan.specs.matrices}
+    for rows, cols in shapes:
+        for count in steps:
+            fixed_choice(rows, cols, dtype, device, count, options.method, options.backend)
+    for kernel in {batch.kernel for batch in plan.batches} - {""}:
+        choice = KernelChoice.parse(kernel)
+        reason = why_not(choice.backend, device, getattr(torch, choice.dtype))
+        if reason is not None:
+            raise ValueError(
+                f"the plan runs {kernel} on {device}, which is not possible: {reason}. Plan again "
+                "on this hardware (without plan=)"
+            )
 
 
 def together(

@@ -14,12 +14,16 @@ from dmuon.comm.pipeline import in_parameter_dims
 from dmuon.comm.sharded import ShardedRuntime
 from dmuon.comm.streams import Stopwatch
 from dmuon.comm.transport import Work
+from dmuon.config import KernelOptions
 from dmuon.engine import Settings
-from dmuon.kernels.newton_schulz import iterate, resolve_coefficients
+from dmuon.kernels.iterations import Shape
+from dmuon.kernels.newton_schulz import resolve_coefficients
+from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
+from dmuon.operand import apply_all, is_fused
 from dmuon.rest import adamw_step
 from dmuon.scheduler.dtensors import local_tensor
 from dmuon.shard_state import ShardState
-from dmuon.update import advance_momentum, apply_updates, nesterov_operands, scale_into
+from dmuon.update import advance_momentum, nesterov_operands, scale_into
 
 __all__ = ["Bench", "Gradients", "Outcome", "Scale", "reciprocal"]
 
@@ -67,6 +71,7 @@ class Bench:
         kept: ShardState,
         rest: dict[int, list[Tensor]],
         on_host: bool,
+        options: KernelOptions,
     ) -> None:
         self.runtime = runtime
         self.optimizer = optimizer
@@ -77,6 +82,7 @@ class Bench:
         self.block_of = {block.matrix: k for k, block in enumerate(kept.blocks)}
         self.forms = [box.form for box in runtime.shards.boxes]
         self._index: dict[Tensor, int] = {p: i for i, p in enumerate(runtime.parameters)}
+        self.kernels = Orthogonalizer(runtime.device, settings.ns_dtype, options)
         self._zero = torch.zeros((), dtype=torch.float32, device=runtime.parameters[0].device)
         self._skipped: int | Tensor = 0
 
@@ -123,32 +129,35 @@ class Bench:
 
     # ---- Newton-Schulz -------------------------------------------------------------------
 
-    def orthogonalize(self, group: int, batch: Tensor, watch: Stopwatch) -> Tensor:
-        """Newton-Schulz on normalized matrices ``[b, rows, cols]`` with a group's settings."""
+    def call(self, group: int, shapes: Sequence[Shape], kernel: str = "") -> Call:
+        """Newton-Schulz on batches of these shapes with a group's settings."""
         settings = self.optimizer.param_groups[group]
         triples = resolve_coefficients(settings["ns_coefficients"], settings["ns_steps"])
-        watch.start()
-        update = iterate(batch, triples)
-        watch.stop()
-        return update
+        return Call(tuple(shapes), triples, kernel)
 
-    def stacked(
-        self, members: Sequence[int], scales: Sequence[Scale], ok: Sequence[Tensor] | None
-    ) -> Tensor:
-        """Equal blocks, scaled, as a batch ``[b, rows, cols]`` in the Newton-Schulz dtype."""
-        first = self.kept.blocks[members[0]]
-        tall = first.rows > first.cols
-        shape = (first.cols, first.rows) if tall else (first.rows, first.cols)
-        batch = torch.empty(
-            (len(members), *shape), dtype=self.settings.ns_dtype, device=self.runtime.device
-        )
-        batch = batch.mT if tall else batch
+    def orthogonalize(
+        self, call: Call, batches: Sequence[Tensor], watch: Stopwatch
+    ) -> list[Tensor]:
+        """Newton-Schulz on normalized matrices ``[b, rows, cols]`` that run together; they are
+        overwritten, and the results are valid until the next call."""
+        watch.start()
+        updates = orthogonalize(self.kernels, call, batches)
+        watch.stop()
+        return updates
+
+    def fill(
+        self,
+        batch: Tensor,
+        members: Sequence[int],
+        scales: Sequence[Scale],
+        ok: Sequence[Tensor] | None,
+    ) -> None:
+        """Write equal blocks, scaled, into a batch ``[b, rows, cols]``."""
         views = self.unstacked(members, batch)
         scale_into(views, [self.kept.operands[k] for k in members], scales)
         if ok is not None:
             for view, k in zip(views, members, strict=True):
                 view.masked_fill_(ok[k].logical_not().to(view.device), 0.0)
-        return batch
 
     def unstacked(self, members: Sequence[int], batch: Tensor) -> list[Tensor]:
         """Views of a batch in the dims that the blocks have in their parameters."""
@@ -167,15 +176,17 @@ class Bench:
         decay: float,
         lr: float,
         ok: Tensor | None,
+        kernel: str = "",
     ) -> None:
-        """Decay and update the weights of blocks; ``ok`` false leaves them as they are."""
+        """Decay and update the weights of blocks; ``ok`` false leaves them as they are. ``kernel``
+        is the planned one of the unit."""
         kept = self.kept
         targets = [kept.targets[k] for k in members]
         where = targets[0].device
         # With CPU offload the weights lie elsewhere than the updates.
         moved = [u if u.device == where else u.to(where) for u in updates]
         factor = decay if ok is None else torch.where(ok.to(where), decay, 1.0).float()
-        apply_updates(targets, moved, decay=factor, lr=lr)
+        apply_all(targets, moved, decay=factor, lr=lr, fused=is_fused(kernel, targets[0]))
         if kept.targets is not kept.weights:
             torch._foreach_copy_([kept.weights[k] for k in members], targets)
 

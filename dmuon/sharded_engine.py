@@ -18,7 +18,6 @@ from dmuon.comm.sharded import ShardedRuntime
 from dmuon.comm.streams import host_can_read
 from dmuon.engine import Amp, Settings, group_of_matrices, rest_by_group
 from dmuon.full_step import FullStep
-from dmuon.kernels.footprint import iterate_elements
 from dmuon.ownership import Ownership
 from dmuon.rest import make_adamw_state, refresh_masters
 from dmuon.scheduler.dtensors import local_tensor
@@ -46,9 +45,11 @@ class ShardedEngine:
         for params in rest.values():
             for p in params:  # made now, so that every rank saves the same keys
                 make_adamw_state(p, optimizer.state, settings.master_weights, on_device=not on_host)
-        self.bench = Bench(runtime, optimizer, settings, kept, rest, on_host)
+        self.bench = Bench(runtime, optimizer, settings, kept, rest, on_host, ownership.kernels)
         self._full = FullStep(self.bench)
         self._block = BlockStep(self.bench)
+        blocks = [] if settings.schedule.always_full else self._block.calls()
+        self.bench.kernels.reserve([*self._full.calls(), *blocks])
         self._outcome = Outcome()
         self._grads: list[Tensor | None] = []
         self._amp = Amp()
@@ -109,23 +110,28 @@ class ShardedEngine:
             "finite": finite,
             "skipped": self.bench.skipped(),
             "step_bytes": self.step_bytes(),
+            "kernels": self.bench.kernels.report(),
         }
 
     def step_bytes(self) -> dict[str, int]:
         """Bytes beside weights, gradients and optimizer state that a full step takes, by purpose.
 
-        "operands" to "assembly" are allocated once and kept (see `pipeline_elements`). Of the
-        others one is alive at a time: "newton_schulz" while an owner computes, the iteration's own
-        (see `iterate_elements`) or its result with a float32 copy for the RMS; "adamw" for its two
-        temporaries of the largest local tensor (on a CPU; its fused form has none);
-        "block_step" for the largest batch of blocks and its iteration.
+        "operands" to "assembly" are allocated once and kept (see `pipeline_elements`), and so is
+        "newton_schulz", the workspace of `Orthogonalizer`. Of the others one is alive at a time:
+        "norms" for the largest block in float64, whose norm is taken (on a CPU);
+        "updates" while an owner computes, a float32 copy of half-precision updates for their RMS;
+        "adamw" for its two temporaries of the largest local tensor (on a CPU; its fused form has
+        none); "block_step" for what "updates" is there.
         """
         kept = self.bench.kept
         dtype = self._settings.ns_dtype
         found = {"operands": sum(o.numel() * o.element_size() for o in kept.operands)}
         for purpose, elements in self._runtime.buffer_elements().items():
             found[purpose] = elements * dtype.itemsize
-        found["newton_schulz"] = self._newton_schulz_bytes()
+        found["newton_schulz"] = self.bench.kernels.nbytes
+        largest = max((o.numel() for o in kept.operands), default=0)
+        found["norms"] = 8 * largest if self.bench.on_host else 0
+        found["updates"] = self._update_bytes()
         sizes = [
             local_tensor(p).numel() * (4 if self._settings.master_weights else p.dtype.itemsize)
             for params in self.bench.rest.values()
@@ -136,20 +142,11 @@ class ShardedEngine:
             found["block_step"] = self._block.batch_bytes()
         return found
 
-    def _newton_schulz_bytes(self) -> int:
-        dtype, peak = self._settings.ns_dtype, 0
-        for unit in self._runtime.units:
-            if unit.owner != self._ownership.rank:
-                continue
-            steps = self._optimizer.param_groups[unit.group]["ns_steps"]
-            count, device = len(unit.matrices), self._runtime.device
-            elements = iterate_elements(count, unit.rows, unit.cols, dtype, steps, device)
-            copy = 4 * unit.numel if dtype.itemsize < 4 else 0
-            size = max(elements * dtype.itemsize, unit.numel * dtype.itemsize + copy)
-            if self._runtime.is_local(unit):
-                size += unit.numel * dtype.itemsize  # its batch has no place in "assembly"
-            peak = max(peak, size)
-        return peak
+    def _update_bytes(self) -> int:
+        if self._settings.ns_dtype.itemsize >= 4:
+            return 0
+        mine = [u.numel for u in self._runtime.units if u.owner == self._ownership.rank]
+        return 4 * max(mine, default=0)
 
     def before_state_dict(self) -> None:
         """Everything is in the optimizer's state already."""

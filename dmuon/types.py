@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from torch import Tensor
@@ -12,6 +14,7 @@ __all__ = [
     "Coefficients",
     "ConsensusError",
     "DmuonError",
+    "KernelChoice",
     "Layout",
     "OwnershipError",
     "PlanError",
@@ -60,3 +63,48 @@ class OwnershipError(DmuonError):
 
 class ConsensusError(DmuonError):
     """Ranks disagree, or another rank failed; raised on every rank."""
+
+
+_CHOICE = re.compile(r"(standard|gram)(?:\[([0-9,]*)\])?/([a-z_]+)(?:-([0-9a-z-]+))?/([a-z0-9]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """How a batch is orthogonalized, so that ranks and restarts that share it agree to the bit.
+
+    ``method``: "standard" or "gram", the latter with ``restarts`` (after which steps X is formed
+    anew). ``backend`` and ``tile``: who multiplies, see `dmuon.kernels.backends`. ``dtype``: the
+    Newton-Schulz dtype that this was chosen for.
+    """
+
+    method: str
+    restarts: tuple[int, ...]
+    backend: str
+    dtype: str
+    tile: str = ""
+
+    def __str__(self) -> str:
+        """
+        >>> str(KernelChoice("gram", (1, 3), "triton", "float16", "128x64-w4-s3"))
+        'gram[1,3]/triton-128x64-w4-s3/float16'
+        """
+        restarts = f"[{','.join(map(str, self.restarts))}]" if self.method == "gram" else ""
+        tile = f"-{self.tile}" if self.tile else ""
+        return f"{self.method}{restarts}/{self.backend}{tile}/{self.dtype}"
+
+    @classmethod
+    def parse(cls, text: str) -> KernelChoice:
+        """The choice that `str` wrote; ValueError for anything else.
+
+        >>> KernelChoice.parse("standard/torch/float32")
+        KernelChoice(method='standard', restarts=(), backend='torch', dtype='float32', tile='')
+        """
+        match = _CHOICE.fullmatch(text)
+        if match is None:
+            raise ValueError(
+                f"{text!r} is no kernel choice: expected method/backend/dtype, such as "
+                "'gram[2]/torch/float16'"
+            )
+        method, inner, backend, tile, dtype = match.groups()
+        restarts = tuple(int(step) for step in (inner or "").split(",") if step)
+        return cls(method, restarts, backend, dtype, tile or "")

@@ -29,13 +29,19 @@ from dmuon.comm.dedicated_weights import DedicatedWeights
 from dmuon.comm.dedicated_wire import GridWire
 from dmuon.comm.fsdp import fsdp_roots
 from dmuon.comm.grid import Lanes
-from dmuon.comm.layout import Apply, Compute, Gradients, check_frozen, not_bound
+from dmuon.comm.layout import (
+    Apply,
+    Compute,
+    Gradients,
+    check_frozen,
+    not_bound,
+)
 from dmuon.comm.materialize import Materializer
 from dmuon.comm.module_groups import hook_points, module_groups
 from dmuon.comm.owned import OwnedUnits
 from dmuon.comm.passes import WeightPasses
 from dmuon.comm.reduction import GradientReducer
-from dmuon.comm.routes import Unit, Window, units_of
+from dmuon.comm.routes import Unit, Window, unit_runs, units_of
 from dmuon.comm.transport import Meter, Transport
 from dmuon.comm.vault import Vault
 from dmuon.config import DedicatedOptions
@@ -284,12 +290,10 @@ class DedicatedRuntime:
         sliced = not self.keeps_whole
         if not sliced:
             self._launch_ahead(todo)
-        for unit in owned.mine:
-            where = owned.where(unit, reducer.present)
-            owned.compute(unit, where, compute)
+        for run in unit_runs(owned.mine):
+            owned.compute(run, reducer.present, compute, None if sliced else apply)
             if not sliced:
-                owned.apply(unit, where, apply)
-                todo.difference_update(unit.matrices)
+                todo.difference_update(i for unit in run for i in unit.matrices)
                 self._launch_ahead(todo)
         if sliced:
             owned.scatter(reducer.present, apply)

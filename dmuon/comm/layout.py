@@ -17,16 +17,32 @@ from dmuon.types import OwnershipError
 __all__ = [
     "Apply",
     "Compute",
+    "Done",
     "Gradients",
+    "Job",
     "LayoutRuntime",
     "OwnerRuntime",
     "check_frozen",
     "check_replaced",
     "not_bound",
+    "rows_of",
 ]
 
-# (unit, gradients [b, m, n], positions in the unit) -> (payload [b, m, n], update RMS [b])
-Compute = Callable[[Unit, Tensor, list[int]], tuple[Tensor, Tensor]]
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A unit that its owner is to compute: the gradients ``[b, m, n]`` of the matrices at the
+    positions ``where``."""
+
+    unit: Unit
+    gradients: Tensor
+    where: list[int]
+
+
+# (number of the job, payload [b, m, n], update RMS [b]); tensors are valid during the call
+Done = Callable[[int, Tensor, Tensor], None]
+# Jobs in order; units that run together are all among them. `Done` is called once for each.
+Compute = Callable[[Sequence[Job], Done], None]
 # (unit, positions in the unit, views of the parameters, views of the payload)
 Apply = Callable[[Unit, list[int], list[Tensor], list[Tensor]], None]
 
@@ -116,6 +132,13 @@ class OwnerRuntime(LayoutRuntime, Protocol):
 
     def update_rms(self) -> dict[str, Tensor]:
         """RMS of the last update of each matrix known here, by name; waits for pending ones."""
+
+
+def rows_of(stack: Tensor, where: list[int]) -> Tensor:
+    """The matrices of ``[b, m, n]`` at these increasing positions; the stack itself if all."""
+    if len(where) == len(stack):
+        return stack
+    return stack.index_select(0, torch.tensor(where, device=stack.device))
 
 
 def check_replaced(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:

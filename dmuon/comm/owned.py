@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.dedicated_routes import Part, Slices
-from dmuon.comm.layout import Apply, Compute
+from dmuon.comm.layout import Apply, Compute, Job, rows_of
 from dmuon.comm.routes import Unit
 from dmuon.comm.transport import Meter, Transport
 from dmuon.comm.windows import LivePack
@@ -219,26 +219,38 @@ class OwnedUnits:
         matrices = self._specs.matrices
         return [k for k, i in enumerate(unit.matrices) if present[matrices[i].parameter]]
 
-    def compute(self, unit: Unit, where: list[int], compute: Compute) -> None:
-        """The owner's part of a step: the update of a unit, kept until `apply`."""
-        stack = self.gradients[unit]
-        if not where:
-            self._rms[unit].zero_()
-            return
-        if len(where) == len(unit.matrices):
-            payload, rms = compute(unit, stack, where)
-            self._rms[unit].copy_(rms)
-        else:
-            index = torch.tensor(where, device=self._device)
-            payload, rms = compute(unit, stack.index_select(0, index), where)
-            self._rms[unit].zero_().index_copy_(0, index, rms.to(torch.float32))
-        self._payload[unit] = payload
+    def compute(
+        self, units: Sequence[Unit], present: Sequence[bool], compute: Compute, apply: Apply | None
+    ) -> None:
+        """The owner's part of a step for units that run together.
 
-    def apply(self, unit: Unit, where: list[int], apply: Apply) -> None:
-        """Update the weights of a unit that lie whole on this rank."""
-        payload = self._payload.pop(unit, None)
-        if payload is None:
-            return
+        Updates weights that lie whole on this rank at once; without ``apply`` the updates are kept
+        for `scatter`.
+        """
+        jobs = []
+        for unit in units:
+            where = self.where(unit, present)
+            if len(where) < len(unit.matrices):
+                self._rms[unit].zero_()
+            if where:
+                jobs.append(Job(unit, rows_of(self.gradients[unit], where), where))
+
+        def done(number: int, payload: Tensor, rms: Tensor) -> None:
+            unit, where = jobs[number].unit, jobs[number].where
+            if len(where) == len(unit.matrices):
+                self._rms[unit].copy_(rms)
+            else:
+                index = torch.tensor(where, device=self._device)
+                self._rms[unit].index_copy_(0, index, rms.to(torch.float32))
+            if apply is None:
+                self._payload[unit] = payload.clone()
+            else:
+                self._apply_whole(unit, where, payload, apply)
+
+        if jobs:
+            compute(jobs, done)
+
+    def _apply_whole(self, unit: Unit, where: list[int], payload: Tensor, apply: Apply) -> None:
         weights = self._weights[unit]
         targets = weights if len(where) == len(weights) else [weights[k] for k in where]
         apply(

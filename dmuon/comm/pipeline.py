@@ -34,8 +34,13 @@ class BucketWork(Protocol):
     def pack(self, parts: Sequence[Part], views: list[Tensor]) -> None:
         """Write what this rank holds of the operands of Newton-Schulz into ``views``."""
 
-    def compute(self, unit: int, batch: Tensor) -> Tensor:
-        """The owner's update of a unit: ``[b, rows, cols]`` from operands of the same shape."""
+    def compute(
+        self, batches: Sequence[tuple[int, Tensor]], done: Callable[[int, Tensor], None]
+    ) -> None:
+        """The owner's updates of (unit, operands ``[b, rows, cols]``), which may be overwritten.
+
+        ``done(n, update)`` is called once for each, with an update that is valid during the call.
+        """
 
     def apply(self, parts: Sequence[Part], views: list[Tensor]) -> None:
         """Update the local parts of the parameters with these parts of the updates."""
@@ -254,10 +259,12 @@ class Pipeline:
             torch._foreach_copy_(*bucket.assembly)
 
     def _compute(self, bucket: _Bucket, work: BucketWork) -> None:
-        for n, (unit, batch) in enumerate(bucket.batches):
-            update = work.compute(unit, batch)
+        def done(n: int, update: Tensor) -> None:
             parts, places = bucket.results[n]
             torch._foreach_copy_(places, [self._part_of(update, part) for part in parts])
+
+        if bucket.batches:
+            work.compute(bucket.batches, done)
 
     def _scatter(self, b: int, work: BucketWork) -> None:
         bucket, route = self._buckets[b], self._buckets[b].route

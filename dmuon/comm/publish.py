@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dmuon.comm.arena import Arena
-from dmuon.comm.layout import Apply, Compute
+from dmuon.comm.layout import Apply, Compute, Job, rows_of
 from dmuon.comm.routes import PublishBucket, Unit, aligned
 from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.scheduler.plan import OwnershipPlan
@@ -176,9 +176,7 @@ class Publisher:
                 continue
             if live.bucket.owner == self._transport.rank:
                 live.tail.zero_()
-                for unit, where in zip(units, positions, strict=True):
-                    if where:
-                        _compute_unit(unit, where, compute)
+                _compute_units(units, positions, compute)
             self._meter.add("updates", live.wire)
             live.work = self._transport.broadcast(live.wire, live.bucket.owner, tag="updates")
             live.apply, live.positions = apply, positions
@@ -257,17 +255,26 @@ class Publisher:
         return found
 
 
-def _compute_unit(live: _LiveUnit, where: list[int], compute: Compute) -> None:
-    assert live.gradients is not None
-    if len(where) == len(live.unit.matrices):
-        payload, rms = compute(live.unit, live.gradients, where)
-        live.payload.copy_(payload)
-        live.rms.copy_(rms)
-        return
-    index = torch.tensor(where, device=live.payload.device)
-    payload, rms = compute(live.unit, live.gradients.index_select(0, index), where)
-    live.payload.index_copy_(0, index, payload.to(live.payload.dtype))
-    live.rms.index_copy_(0, index, rms.to(live.rms.dtype))
+def _compute_units(
+    units: Sequence[_LiveUnit], positions: Sequence[list[int]], compute: Compute
+) -> None:
+    members = [(live, where) for live, where in zip(units, positions, strict=True) if where]
+    jobs = []
+    for live, where in members:
+        assert live.gradients is not None
+        jobs.append(Job(live.unit, rows_of(live.gradients, where), where))
+
+    def done(number: int, payload: Tensor, rms: Tensor) -> None:
+        live, where = members[number]
+        if len(where) == len(live.unit.matrices):
+            live.payload.copy_(payload)
+            live.rms.copy_(rms)
+            return
+        index = torch.tensor(where, device=live.payload.device)
+        live.payload.index_copy_(0, index, payload.to(live.payload.dtype))
+        live.rms.index_copy_(0, index, rms.to(live.rms.dtype))
+
+    compute(jobs, done)
 
 
 def _apply_unit(live: _LiveUnit, where: list[int], apply: Apply) -> None:

@@ -4,8 +4,9 @@
 
     backward    windows of parameters in reverse order; in each, one pack per owner and one for
                 the rest:        window 0: [->rank 2 | ->rank 3 | all]   window 1: ...
-    step        units (a batch, cut where parameter groups differ) and the buckets in which their
-                updates are published, in the order in which owners finish them
+    step        units (a batch, cut where parameter groups differ), runs of units that share a
+                call, and the buckets in which their updates are published, in the order in which
+                owners finish them
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from dmuon.scheduler.batches import Batch
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.specs import ITEM_SIZE
 
@@ -27,6 +29,8 @@ __all__ = [
     "make_window",
     "publish_buckets",
     "reduction_windows",
+    "runs_of",
+    "unit_runs",
     "units_of",
 ]
 
@@ -69,7 +73,11 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is orthogonalized in one call: same-shape matrices of one owner and one param group."""
+    """Same-shape matrices of one owner and one param group, which are orthogonalized together.
+
+    ``kernel`` is what runs them, as `KernelChoice` writes it, "" for the fixed rule. Units with the
+    same ``fused`` >= 0 are one *run*: they share a call; -1 runs alone.
+    """
 
     owner: int
     group: int
@@ -77,6 +85,13 @@ class Unit:
     rows: int
     cols: int
     ms: float
+    kernel: str = ""
+    fused: int = -1
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of its stacked matrices."""
+        return len(self.matrices), self.rows, self.cols
 
     @property
     def numel(self) -> int:
@@ -168,18 +183,62 @@ def units_of(plan: OwnershipPlan, groups: Sequence[int]) -> tuple[Unit, ...]:
 
     ``groups`` gives the param group of each matrix. A cut batch shares its predicted time out by
     the number of matrices. Owners execute them in order of registration, for that is the order in
-    which the next forward pass needs the results.
+    which the next forward pass needs the results. The units of a plan's group that are in one param
+    group are a run: they follow each other, where the first matrix of the group has its place.
     """
-    units = []
-    for batch in sorted(plan.batches, key=lambda b: (min(b.matrices), b.owner)):
-        by_group: dict[int, list[int]] = defaultdict(list)
-        for i in batch.matrices:
-            by_group[groups[i]].append(i)
-        for group, members in by_group.items():
-            rows, cols = plan.specs.matrices[members[0]].shape
-            share = batch.ms * len(members) / len(batch.matrices)
-            units.append(Unit(batch.owner, group, tuple(members), rows, cols, share))
+    together: dict[tuple[int, int], list[Batch]] = defaultdict(list)
+    for b, batch in enumerate(plan.batches):
+        together[(0, batch.group) if batch.group >= 0 else (1, b)].append(batch)
+    runs: list[list[Unit]] = []
+    for batches in sorted(together.values(), key=_turn):
+        by_group: dict[int, list[Unit]] = defaultdict(list)
+        for batch in sorted(batches, key=lambda b: min(b.matrices)):
+            for unit in _cut(plan, batch, groups):
+                by_group[unit.group].append(unit)
+        runs += by_group.values()
+    number, units = 0, []
+    for run in runs:
+        fused = number if len(run) > 1 else -1
+        number += len(run) > 1
+        units += [replace(unit, fused=fused) for unit in run]
     return tuple(units)
+
+
+def _turn(batches: Sequence[Batch]) -> tuple[int, int]:
+    """When batches that run together are executed: by their smallest matrix."""
+    return min(min(batch.matrices) for batch in batches), batches[0].owner
+
+
+def _cut(plan: OwnershipPlan, batch: Batch, groups: Sequence[int]) -> list[Unit]:
+    """A unit for each param group in a batch, in order of their first matrix."""
+    by_group: dict[int, list[int]] = defaultdict(list)
+    for i in batch.matrices:
+        by_group[groups[i]].append(i)
+    units = []
+    for group, members in by_group.items():
+        rows, cols = plan.specs.matrices[members[0]].shape
+        share = batch.ms * len(members) / len(batch.matrices)
+        units.append(Unit(batch.owner, group, tuple(members), rows, cols, share, batch.kernel))
+    return units
+
+
+def runs_of(units: Sequence[Unit], members: Sequence[int]) -> list[tuple[int, ...]]:
+    """Indices of ``units`` by what runs in one call; most runs are of one unit.
+
+    ``members`` are indices in ascending order, as `units_of` orders the units.
+    """
+    runs: list[tuple[int, ...]] = []
+    for u in members:
+        if runs and units[u].fused >= 0 and units[runs[-1][-1]].fused == units[u].fused:
+            runs[-1] += (u,)
+        else:
+            runs.append((u,))
+    return runs
+
+
+def unit_runs(units: Sequence[Unit]) -> list[list[Unit]]:
+    """`runs_of` all of these units, as units."""
+    return [[units[u] for u in run] for run in runs_of(units, range(len(units)))]
 
 
 def publish_buckets(
@@ -187,7 +246,8 @@ def publish_buckets(
 ) -> tuple[PublishBucket, ...]:
     """Buckets in the order of their predicted completion, the same on every rank.
 
-    Each owner fills its buckets in its order of execution, up to ``bucket_bytes`` of payload.
+    Each owner fills its buckets in its order of execution, up to ``bucket_bytes`` of payload. A run
+    is never cut, for its units are done at the same time; it may fill a bucket beyond its size.
     """
     clock: dict[int, float] = defaultdict(float)
     open_buckets: dict[int, tuple[list[int], int]] = {}
@@ -197,14 +257,14 @@ def publish_buckets(
         members, _ = open_buckets.pop(owner)
         done.append((clock[owner], owner, PublishBucket(owner, tuple(members))))
 
-    for u, unit in enumerate(units):
-        size = unit.numel * item_size
-        if unit.owner in open_buckets and open_buckets[unit.owner][1] + size > bucket_bytes:
-            close(unit.owner)
-        members, filled = open_buckets.setdefault(unit.owner, ([], 0))
-        members.append(u)
-        open_buckets[unit.owner] = (members, filled + size)
-        clock[unit.owner] += unit.ms
+    for run in runs_of(units, range(len(units))):
+        owner = units[run[0]].owner
+        size = sum(units[u].numel for u in run) * item_size
+        if owner in open_buckets and open_buckets[owner][1] + size > bucket_bytes:
+            close(owner)
+        members, filled = open_buckets.setdefault(owner, ([], 0))
+        open_buckets[owner] = ([*members, *run], filled + size)
+        clock[owner] += sum(units[u].ms for u in run)
     for owner in sorted(open_buckets):
         close(owner)
     return tuple(bucket for _, _, bucket in sorted(done, key=lambda d: (d[0], d[1], d[2].units)))

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from dmuon.comm.routes import Unit
+from dmuon.comm.routes import Unit, runs_of
 from dmuon.scheduler.shards import Box, ShardMap
 
 __all__ = ["BucketRoute", "Part", "bucket_route", "cut_buckets", "wire_elements"]
@@ -80,28 +80,33 @@ def cut_buckets(
 
     ``wire`` are the indices of the units that travel at all. Every owner has about the same share
     of its time in each bucket, so that none waits for another; the first and the last bucket are
-    half as large, for nothing hides the gather of the first and the scatter of the last.
+    half as large, for nothing hides the gather of the first and the scatter of the last. Units that
+    share a call are in one bucket.
     """
-    by_owner: dict[int, list[int]] = defaultdict(list)
-    for u in wire:
-        by_owner[units[u].owner].append(u)
+    by_owner: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for run in runs_of(units, wire):
+        by_owner[units[run[0]].owner].append(run)
     if not by_owner:
         return ()
-    fullest = max(sum(units[u].numel for u in mine) * item for mine in by_owner.values())
+    fullest = max(sum(_numel(units, run) for run in mine) * item for mine in by_owner.values())
     most = max(len(mine) for mine in by_owner.values())
     count = min(max(min_buckets, math.ceil(fullest / bucket_bytes)), most)
     edges = _edges(count)
     buckets: list[list[int]] = [[] for _ in range(count)]
     for mine in by_owner.values():
-        weights = [units[u].ms for u in mine]
+        weights = [sum(units[u].ms for u in run) for run in mine]
         if not sum(weights) > 0:
-            weights = [float(units[u].numel) for u in mine]
+            weights = [float(_numel(units, run)) for run in mine]
         total, done = sum(weights), 0.0
-        for u, weight in zip(mine, weights, strict=True):
+        for run, weight in zip(mine, weights, strict=True):
             middle = (done + weight / 2) / total
             done += weight
-            buckets[min(sum(edge <= middle for edge in edges), count - 1)].append(u)
+            buckets[min(sum(edge <= middle for edge in edges), count - 1)] += run
     return tuple(tuple(sorted(bucket)) for bucket in buckets if bucket)
+
+
+def _numel(units: Sequence[Unit], run: Sequence[int]) -> int:
+    return sum(units[u].numel for u in run)
 
 
 def _edges(count: int) -> list[float]:

@@ -1,6 +1,7 @@
 """The matrix products that the Newton-Schulz iterations are written over, one record a backend.
 
-Operands are one matrix `[m, k]` or a batch `[b, m, k]`, all of one dtype and on one device.
+Operands are one matrix `[m, k]` or a batch `[b, m, k]`, of any strides, of one dtype and on one
+device. Results are written where the caller says, so that a step allocates nothing.
 """
 
 from __future__ import annotations
@@ -8,11 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["CPU_OPS", "TORCH_OPS", "MatmulOps", "native_ns_dtype", "ops_for"]
+__all__ = [
+    "TORCH_OPS",
+    "TORCH_STRIPS_OPS",
+    "General",
+    "MatmulOps",
+    "Symmetric",
+    "native_ns_dtype",
+    "rounded_ops",
+]
 
 # Row strips pay from 512 rows up (one thread: 5% of Newton-Schulz at 512, 20% at 1024 and above).
 _STRIP_ROWS = 256
@@ -21,30 +31,109 @@ _MAX_STRIPS = 4
 _BF16_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
 
 
+class Symmetric(Protocol):
+    """A product that the caller knows to be symmetric."""
+
+    def __call__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor | None = None,
+        *,
+        out: Tensor,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        diag: float = 0.0,
+        plain: Tensor | None = None,
+    ) -> None:
+        """``out = alpha * a @ b + beta * c + diag * I``; ``plain`` gets it without the diagonal.
+
+        Neither result shares memory with an operand.
+        """
+
+
+class General(Protocol):
+    """Any product."""
+
+    def __call__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor | None = None,
+        *,
+        out: Tensor,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        """``out = alpha * a @ b + beta * c``; the result shares no memory with an operand."""
+
+
+Whole = Callable[[Tensor, "list[tuple[float, float, float]]", tuple[int, ...]], None]
+
+
 @dataclass(frozen=True, slots=True)
 class MatmulOps:
-    """What a backend supplies. No operation writes to its operands.
+    """What a backend supplies.
 
-    matmul(a, b)                         -> a @ b
-    addmm(c, a, b, beta, alpha)          -> beta * c + alpha * a @ b
-    symmetric(a, b)                      -> a @ b, which the caller knows to be symmetric
-    symmetric_addmm(c, a, b, beta, alpha)-> beta * c + alpha * a @ b, all symmetric m x m
-
-    The symmetric two may compute one triangle and mirror it. `batch_rows` is the largest m for
-    which a batched call beats one call a matrix; None means always.
+    ``symmetric`` may compute one triangle and mirror it. ``held``: the dtype in which matrices are
+    kept between products, None for their own. ``batch_rows``: the largest m for which a batched
+    call beats one call a matrix, None for any. ``whole``: where not None, the iteration on
+    ``[b, m, n]`` in one call, in place, instead of the products.
     """
 
     name: str
-    matmul: Callable[[Tensor, Tensor], Tensor]
-    addmm: Callable[[Tensor, Tensor, Tensor, float, float], Tensor]
-    symmetric: Callable[[Tensor, Tensor], Tensor]
-    symmetric_addmm: Callable[[Tensor, Tensor, Tensor, float, float], Tensor]
+    symmetric: Symmetric
+    general: General
+    held: torch.dtype | None = None
     batch_rows: int | None = None
+    whole: Whole | None = None
+    plain_rows: int = 0
+    """Up to so many rows this is plain torch, and so is what `for_rows` gives."""
+
+    def for_rows(self, rows: int) -> MatmulOps:
+        """What to run matrices with so many rows with: the same, by the shortest way."""
+        return TORCH_OPS if rows <= self.plain_rows else self
 
 
-def _addmm(c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
-    add = torch.addmm if a.ndim == 2 else torch.baddbmm
-    return add(c, a, b, beta=beta, alpha=alpha)
+def _general(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    *,
+    out: Tensor,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+) -> None:
+    if a.ndim == 3 and len(a) == 1:  # a batch of one costs up to twice the 2-D product on a CPU
+        _general(a[0], b[0], None if c is None else c[0], out=out[0], alpha=alpha, beta=beta)
+    elif c is None and alpha == 1.0:
+        (torch.mm if a.ndim == 2 else torch.bmm)(a, b, out=out)
+    else:
+        add = torch.addmm if a.ndim == 2 else torch.baddbmm
+        # With beta 0 the first argument is not read.
+        add(out if c is None else c, a, b, beta=0.0 if c is None else beta, alpha=alpha, out=out)
+
+
+def _finish(out: Tensor, plain: Tensor | None, diag: float) -> None:
+    if plain is not None:
+        out.copy_(plain)
+    if diag:
+        out.diagonal(dim1=-2, dim2=-1).add_(diag)
+
+
+def _symmetric(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    *,
+    out: Tensor,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    diag: float = 0.0,
+    plain: Tensor | None = None,
+) -> None:
+    _general(a, b, c, out=out if plain is None else plain, alpha=alpha, beta=beta)
+    _finish(out, plain, diag)
 
 
 def _strips(m: int) -> list[tuple[int, int]]:
@@ -58,51 +147,100 @@ def _strips(m: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def _mirror(out: Tensor, strips: list[tuple[int, int]]) -> Tensor:
+def _strips_symmetric(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None = None,
+    *,
+    out: Tensor,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    diag: float = 0.0,
+    plain: Tensor | None = None,
+) -> None:
+    """Lower block triangle in s row strips, then mirrored: (s + 1) / 2s of the multiplications."""
+    target = out if plain is None else plain
+    if a.shape[-2] < _MIN_ROWS:
+        _general(a, b, c, out=target, alpha=alpha, beta=beta)
+    elif a.ndim == 3:
+        for i in range(len(a)):
+            _lower(a[i], b[i], None if c is None else c[i], target[i], alpha, beta)
+    else:
+        _lower(a, b, c, target, alpha, beta)
+    _finish(out, plain, diag)
+
+
+def _lower(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, alpha: float, beta: float) -> None:
+    strips = _strips(len(a))
+    for low, high in strips:
+        _general(
+            a[low:high],
+            b[:, :high],
+            None if c is None else c[low:high, :high],
+            out=out[low:high, :high],
+            alpha=alpha,
+            beta=beta,
+        )
     for low, high in strips[:-1]:
         out[low:high, high:].copy_(out[high:, low:high].mT)
-    return out
 
 
-def _strip_symmetric(a: Tensor, b: Tensor) -> Tensor:
-    """Lower block triangle in s row strips, then mirrored: (s + 1) / 2s of the multiplications."""
-    if a.ndim > 2 or len(a) < _MIN_ROWS:
-        return torch.matmul(a, b)
-    strips = _strips(len(a))
-    out = a.new_empty(len(a), len(a))
-    for low, high in strips:
-        torch.mm(a[low:high], b[:, :high], out=out[low:high, :high])
-    return _mirror(out, strips)
-
-
-def _strip_symmetric_addmm(c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
-    if a.ndim > 2 or len(a) < _MIN_ROWS:
-        return _addmm(c, a, b, beta, alpha)
-    strips = _strips(len(a))
-    out = torch.empty_like(c)
-    for low, high in strips:
-        block = out[low:high, :high]
-        torch.addmm(c[low:high, :high], a[low:high], b[:, :high], beta=beta, alpha=alpha, out=block)
-    return _mirror(out, strips)
-
-
-TORCH_OPS = MatmulOps("torch", torch.matmul, _addmm, torch.matmul, _addmm)
+TORCH_OPS = MatmulOps("torch", _symmetric, _general)
 """Plain torch on any device; a symmetric product costs as much as a general one."""
 
-CPU_OPS = MatmulOps(
-    name="cpu-strips",
-    matmul=torch.matmul,
-    addmm=_addmm,
-    symmetric=_strip_symmetric,
-    symmetric_addmm=_strip_symmetric_addmm,
+TORCH_STRIPS_OPS = MatmulOps(
+    "torch_strips",
+    _strips_symmetric,
+    _general,
     batch_rows=_MIN_ROWS - 1,
+    plain_rows=_MIN_ROWS - 1,
 )
 """Row strips from m = 512 up; there a batch gains nothing on a CPU and runs matrix by matrix."""
 
 
-def ops_for(device: torch.device | str) -> MatmulOps:
-    """The backend that serves a device."""
-    return CPU_OPS if torch.device(device).type == "cpu" else TORCH_OPS
+def rounded_ops(dtype: torch.dtype) -> MatmulOps:
+    """Products in float32, each result rounded to ``dtype``: what a half-precision unit computes.
+
+    For a CPU without instructions for ``dtype``, where the emulated product takes 10 to 100 times
+    as long. Matrices are held in float32; every value in them is one of ``dtype``.
+    """
+
+    def rounded(out: Tensor) -> None:
+        out.copy_(out.to(dtype))
+
+    def symmetric(
+        a: Tensor,
+        b: Tensor,
+        c: Tensor | None = None,
+        *,
+        out: Tensor,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+        diag: float = 0.0,
+        plain: Tensor | None = None,
+    ) -> None:
+        target = out if plain is None else plain
+        _strips_symmetric(a, b, c, out=target, alpha=alpha, beta=beta)
+        rounded(target)
+        _finish(out, plain, diag)
+        if diag:
+            rounded(out)
+
+    def general(
+        a: Tensor,
+        b: Tensor,
+        c: Tensor | None = None,
+        *,
+        out: Tensor,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        _general(a, b, c, out=out, alpha=alpha, beta=beta)
+        rounded(out)
+
+    return MatmulOps(
+        "torch_rounded", symmetric, general, held=torch.float32, batch_rows=_MIN_ROWS - 1
+    )
 
 
 def native_ns_dtype(device: torch.device | str) -> torch.dtype:
@@ -115,12 +253,13 @@ def native_ns_dtype(device: torch.device | str) -> torch.dtype:
     kind = torch.device(device).type
     if kind == "cuda":
         return torch.float16
-    if kind == "cpu" and _cpu_has_bf16():
+    if kind == "cpu" and cpu_has_bf16():
         return torch.bfloat16
     return torch.float32
 
 
-def _cpu_has_bf16() -> bool:
+def cpu_has_bf16() -> bool:
+    """Whether bfloat16 products are faster than float32 ones on this CPU."""
     # Only oneDNN uses the instructions: without it a bf16 product is slower than an fp32 one.
     features = torch.cpu.get_capabilities()
     return torch.backends.mkldnn.is_available() and any(features.get(f) for f in _BF16_FEATURES)

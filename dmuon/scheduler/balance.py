@@ -12,6 +12,7 @@ from dmuon.scheduler.costs import ShapeKey
 from dmuon.scheduler.measured import MeasuredBalance, compare, excess
 from dmuon.scheduler.placement import Contention, contention, natural_key, row_major
 from dmuon.scheduler.plan import Batch, OwnershipPlan
+from dmuon.scheduler.report_kernels import KernelUse, Together, kernel_uses, together_of
 
 __all__ = ["Balance", "ContentionPair", "RankLoad", "ShapeUse", "Spread", "launch_owners"]
 
@@ -117,6 +118,16 @@ class Balance:
     def shapes(self) -> tuple[ShapeUse, ...]:
         """Every shape with its batches, the costliest first."""
         return _shapes(self.plan)
+
+    @cached_property
+    def kernels(self) -> tuple[KernelUse, ...]:
+        """Which kernels run how many batches; empty where the plan names none."""
+        return kernel_uses(self.plan)
+
+    @cached_property
+    def together(self) -> Together | None:
+        """What running batches together saves; None where none do."""
+        return together_of(self.plan)
 
     @cached_property
     def bottleneck(self) -> Bottleneck | None:

@@ -13,11 +13,18 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from dmuon.scheduler.costs import AnalyticDevice, CostTable, ShapeKey, canonical_key
+from dmuon.scheduler.costs import (
+    AnalyticDevice,
+    CostTable,
+    ShapeKey,
+    SquareKey,
+    canonical_key,
+    merge_slowest,
+)
 from dmuon.types import PlanError
 
 __all__ = ["CacheKey", "add", "default_directory", "path_of", "read"]
@@ -52,10 +59,17 @@ class CacheKey:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What `read` found: entries by canonical shape and batch size, and what was wrong."""
+    """What `read` found: entries by canonical shape and batch size, and what was wrong.
+
+    ``kernels`` are those that the times of ``entries`` were measured with, where they were named,
+    and ``squares`` the times of the m x m part by (m, dtype) and batch size. A time counts only
+    with the kernel that it was measured with.
+    """
 
     entries: dict[ShapeKey, dict[int, float]]
     problem: str | None = None
+    kernels: dict[ShapeKey, dict[int, str]] = field(default_factory=dict)
+    squares: dict[SquareKey, dict[int, float]] = field(default_factory=dict)
 
 
 def default_directory() -> Path | None:
@@ -92,16 +106,27 @@ def read(directory: str | os.PathLike[str], key: CacheKey) -> Found:
         return Found(
             {}, f"{path} is for {named}, expected {asdict(key)}; it is ignored and rebuilt"
         )
-    return Found({canonical_key(k): dict(by) for k, by in table.entries.items()})
+    return Found(
+        merge_slowest([{canonical_key(k): by} for k, by in table.entries.items()]),
+        None,
+        {key: dict(by) for key, by in table.kernels.items()},
+        {key: dict(by) for key, by in table.squares.items()},
+    )
 
 
 def add(
     directory: str | os.PathLike[str],
     key: CacheKey,
-    entries: dict[ShapeKey, dict[int, float]],
+    entries: Mapping[ShapeKey, Mapping[int, float]],
     device: AnalyticDevice | None = None,
+    *,
+    kernels: Mapping[ShapeKey, Mapping[int, str]] | None = None,
+    squares: Mapping[SquareKey, Mapping[int, float]] | None = None,
 ) -> str | None:
     """Merge ``entries`` into the file of ``key``, over what it has; a problem, or None.
+
+    ``kernels`` are those of ``entries``. An entry replaces the kernel of the one before it too: one
+    that comes without a kernel has none afterwards.
 
     The file is replaced in one step, so that readers see the old or the new one, and writers take
     turns, so that none undoes what another wrote.
@@ -110,15 +135,39 @@ def add(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _turn(path):
-            merged = read(directory, key).entries
-            for shape, by_batch in entries.items():
-                merged.setdefault(canonical_key(shape), {}).update(by_batch)
-            source = f"measured on {key.device}"
-            table = CostTable(source, merged, device, key.ns_steps, "measured")
+            found = read(directory, key)
+            _merge(found, entries, kernels or {}, squares or {})
+            table = CostTable(
+                f"measured on {key.device}",
+                found.entries,
+                device,
+                key.ns_steps,
+                "measured",
+                {shape: names for shape, names in found.kernels.items() if names},
+                found.squares,
+            )
             _replace(path, json.dumps(table.to_dict() | {"key": asdict(key)}, indent=1) + "\n")
     except OSError as error:
         return f"measured costs cannot be kept in {path} ({error})"
     return None
+
+
+def _merge(
+    found: Found,
+    entries: Mapping[ShapeKey, Mapping[int, float]],
+    kernels: Mapping[ShapeKey, Mapping[int, str]],
+    squares: Mapping[SquareKey, Mapping[int, float]],
+) -> None:
+    """Put these over what was ``found``: entries with their kernels, and squares."""
+    for shape, by_batch in entries.items():
+        names = found.kernels.setdefault(canonical_key(shape), {})
+        for batch in by_batch:
+            names.pop(batch, None)
+        found.entries.setdefault(canonical_key(shape), {}).update(by_batch)
+    for shape, by_name in kernels.items():
+        found.kernels.setdefault(canonical_key(shape), {}).update(by_name)
+    for square, by_batch in squares.items():
+        found.squares.setdefault(square, {}).update(by_batch)
 
 
 def _replace(path: Path, text: str) -> None:

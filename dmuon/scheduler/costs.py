@@ -6,18 +6,35 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
-from dmuon.scheduler.specs import ITEM_SIZE
+from dmuon.scheduler import cost_files
+from dmuon.scheduler.analytic import (
+    ANALYTIC_DEVICES,
+    AnalyticDevice,
+    analytic_class,
+    analytic_ms,
+    newton_schulz_flops,
+)
+from dmuon.scheduler.cost_entries import (
+    ORIGINS,
+    ShapeKey,
+    SquareKey,
+    canonical_key,
+    check_entry,
+    check_kernels,
+    check_squares,
+    interpolated,
+    merge_slowest,
+    square_key,
+)
 from dmuon.types import PlanError
 
 __all__ = [
@@ -27,18 +44,14 @@ __all__ = [
     "CostModel",
     "CostTable",
     "ShapeKey",
+    "SquareKey",
     "analytic_class",
     "canonical_key",
+    "merge_slowest",
+    "newton_schulz_flops",
     "resolve_costs",
+    "square_key",
 ]
-
-ShapeKey = tuple[int, int, str]  # rows, cols, dtype of the parameter
-
-ORIGINS = ("measured", "interpolated", "estimated", "analytic", "given")
-"""How a price came about; "estimated" is scaled from what was measured, beyond its range."""
-
-_FORMAT = "dmuon cost table"
-_VERSION = 1
 
 
 class CostModel(Protocol):
@@ -54,69 +67,18 @@ class CostModel(Protocol):
     def origin(self, key: ShapeKey, batch: int) -> str:
         """One of `ORIGINS`. A model without this method is taken to say "given"."""
 
+    def kernel(self, key: ShapeKey, batch: int) -> str:
+        """The kernel whose time `batch_ms` is, as `KernelChoice` writes it, "" for no choice.
 
-@dataclass(frozen=True, slots=True)
-class AnalyticDevice:
-    """A device class: matmul rate, bytes moved per second, and the cost of one kernel launch.
+        A model without this method leaves the choice to the fixed rule at run time.
+        """
 
-    ``flops`` is what dense products in the NS dtype reach, ``bandwidth`` in bytes per second,
-    ``launch_s`` the overhead of one kernel, ``half_batch_dim`` the matrix dim at which one product
-    reaches half of ``flops`` (small matrices underfill the device).
-    """
+    def square_ms(self, key: ShapeKey, batch: int) -> float | None:
+        """Milliseconds of the m x m part of an update of ``batch`` matrices, m the short side.
 
-    flops: float
-    bandwidth: float
-    launch_s: float
-    half_batch_dim: float
-
-
-# CPU: fitted to measurements of one thread with AMX bf16. GPUs: not measured, but 80% of the
-# data sheet's dense fp16 rate and 90% of its bandwidth. `docs/costs.md` has sources and errors.
-ANALYTIC_DEVICES: Mapping[str, AnalyticDevice] = MappingProxyType(
-    {
-        "cpu": AnalyticDevice(8.1e11, 7.3e9, 4.3e-5, 105.0),
-        "cuda": AnalyticDevice(2.5e14, 1.8e12, 5e-6, 512.0),
-        "a100": AnalyticDevice(2.5e14, 1.8e12, 5e-6, 512.0),
-        "h100": AnalyticDevice(7.9e14, 3.0e12, 5e-6, 768.0),
-        "h200": AnalyticDevice(7.9e14, 4.3e12, 5e-6, 768.0),
-        "b200": AnalyticDevice(1.8e15, 6.9e12, 5e-6, 1024.0),
-    }
-)
-
-
-def analytic_class(device_type: str, device_name: str = "") -> str:
-    """The row of `ANALYTIC_DEVICES` for a device: by its name if that is known, else by its type.
-
-    >>> analytic_class("cuda", "NVIDIA H100 80GB HBM3"), analytic_class("cuda"), analytic_class("x")
-    ('h100', 'cuda', 'cuda')
-    """
-    if device_type == "cpu":
-        return "cpu"
-    known = [name for name in ANALYTIC_DEVICES if name not in ("cpu", "cuda")]
-    return next((name for name in known if name in device_name.lower()), "cuda")
-
-
-def newton_schulz_flops(rows: int, cols: int, steps: int) -> float:
-    """Floating point operations of the standard iteration.
-
-    Per step two products of ``m^2 n`` and one of ``m^3`` multiply-adds, with m <= n
-    (MuonBP, section 2: ``2K(2nm^2 + m^3)``).
-
-    >>> newton_schulz_flops(2, 3, 1)
-    64.0
-    """
-    m, n = min(rows, cols), max(rows, cols)
-    return 2.0 * steps * (2 * n * m * m + m**3)
-
-
-def canonical_key(key: ShapeKey) -> ShapeKey:
-    """The wide form of a shape: a tall matrix is transposed before Newton-Schulz.
-
-    >>> canonical_key((6, 4, "float32"))
-    (4, 6, 'float32')
-    """
-    rows, cols, dtype = key
-    return (min(rows, cols), max(rows, cols), dtype)
+        Under the Gram kernel of such matrices, whatever their long sides; None if unknown. A model
+        without this method knows none.
+        """
 
 
 @dataclass(frozen=True)
@@ -129,8 +91,14 @@ class CostTable:
     the ``device``'s analytic model, times the median ratio of the entries to that model; with
     ``device`` None it has no price. ``entry_origin`` says how the entries came about.
 
+    ``kernels`` names, by canonical shape and batch size, the kernel that took the time of an entry,
+    or would run a batch whose time was not reached;
+    ``squares`` holds the time of the m x m part under the Gram kernel, by ``(m, dtype)`` and batch
+    size.
+
     Raises:
-        PlanError: an entry is not a shape with positive batch sizes and finite times >= 0.
+        PlanError: an entry is not a shape with positive batch sizes and finite times >= 0, or a
+            kernel is none or not by canonical shape.
     """
 
     source: str
@@ -138,6 +106,8 @@ class CostTable:
     device: AnalyticDevice | None = None
     ns_steps: int = 5
     entry_origin: str = "given"
+    kernels: Mapping[ShapeKey, Mapping[int, str]] = field(default_factory=dict)
+    squares: Mapping[SquareKey, Mapping[int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.entry_origin not in ORIGINS:
@@ -145,7 +115,9 @@ class CostTable:
                 f"{self.source}: entry_origin must be one of {ORIGINS}, found {self.entry_origin!r}"
             )
         for key, by_batch in self.entries.items():
-            _check_entry(self.source, key, by_batch)
+            check_entry(self.source, key, by_batch)
+        check_kernels(self.source, self.kernels)
+        check_squares(self.source, self.squares)
 
     @classmethod
     def analytic(cls, device: str = "cpu", ns_steps: int = 5) -> CostTable:
@@ -170,7 +142,7 @@ class CostTable:
     def _scale(self) -> float:
         """Median ratio of the entries to the analytic model."""
         ratios = [
-            ms / _analytic_ms(self.device, key, batch, self.ns_steps)
+            ms / analytic_ms(self.device, key, batch, self.ns_steps)
             for key, by_batch in self._known.items()
             for batch, ms in by_batch.items()
             if self.device is not None
@@ -191,23 +163,19 @@ class CostTable:
         known = self._known.get(canonical_key(key))
         if known is None:
             return self._unknown_shape(key, batch)
-        if batch in known:
-            return known[batch], self.entry_origin
-        sizes = list(known)
-        at = bisect_left(sizes, batch)
-        if at == len(sizes):
-            return known[sizes[-1]] / sizes[-1] * batch, "estimated"
-        if at == 0:
-            return self._below(key, batch, sizes[0], known[sizes[0]]), "estimated"
-        low, high = sizes[at - 1], sizes[at]
-        return _between(known[low], known[high], (batch - low) / (high - low)), "interpolated"
+        found = interpolated(known, batch)
+        if found is None:
+            smallest = next(iter(known))
+            return self._below(key, batch, smallest, known[smallest]), "estimated"
+        ms, origin = found
+        return ms, origin or self.entry_origin
 
     def _below(self, key: ShapeKey, batch: int, smallest: int, ms: float) -> float:
         """A batch smaller than any entry: as the device model shrinks it, or as if padded."""
         if self.device is None:
             return ms
-        ratio = _analytic_ms(self.device, key, batch, self.ns_steps)
-        return ms * ratio / _analytic_ms(self.device, key, smallest, self.ns_steps)
+        ratio = analytic_ms(self.device, key, batch, self.ns_steps)
+        return ms * ratio / analytic_ms(self.device, key, smallest, self.ns_steps)
 
     def _unknown_shape(self, key: ShapeKey, batch: int) -> tuple[float, str]:
         if self.device is None:
@@ -216,30 +184,55 @@ class CostTable:
                 "estimate it by: add the shape to the table (python -m dmuon profile writes one), "
                 "or pass costs='measured' or 'analytic'"
             )
-        ms = _analytic_ms(self.device, key, batch, self.ns_steps)
+        ms = analytic_ms(self.device, key, batch, self.ns_steps)
         return self._scale * ms, "estimated" if self._known else "analytic"
+
+    # ---- kernels -------------------------------------------------------------------------
+
+    def kernel(self, key: ShapeKey, batch: int) -> str:
+        """The kernel of `batch_ms`; "" where none was named.
+
+        A batch size with neither an entry nor a kernel runs as the next larger one that has any,
+        beyond the largest as the largest: a kernel chosen for more work fills the device.
+        """
+        if batch < 1:
+            raise ValueError(f"batch must be at least 1, found {batch}")
+        names = self.kernels.get(canonical_key(key), {})
+        sizes = sorted({*names, *self._known.get(canonical_key(key), ())})
+        if not sizes:
+            return ""
+        return names.get(sizes[min(bisect_left(sizes, batch), len(sizes) - 1)], "")
+
+    def square_ms(self, key: ShapeKey, batch: int) -> float | None:
+        """Milliseconds of the m x m part, None if unknown; between and beyond as `batch_ms`.
+
+        Below the smallest entry each matrix costs what it costs there, the least that it can be
+        worth to have it run with others.
+        """
+        if batch < 1:
+            raise ValueError(f"batch must be at least 1, found {batch}")
+        known = dict(sorted(self.squares.get(square_key(key), {}).items()))
+        if not known:
+            return None
+        found = interpolated(known, batch)
+        if found is None:
+            smallest = next(iter(known))
+            return known[smallest] / smallest * batch
+        return found[0]
 
     # ---- files ---------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `from_dict` gives an equal table."""
-        return {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "source": self.source,
-            "origin": self.entry_origin,
-            "ns_steps": self.ns_steps,
-            "device": None if self.device is None else asdict(self.device),
-            "entries": [
-                {
-                    "rows": rows,
-                    "cols": cols,
-                    "dtype": dtype,
-                    "ms": {str(batch): ms for batch, ms in sorted(by_batch.items())},
-                }
-                for (rows, cols, dtype), by_batch in sorted(self.entries.items())
-            ],
-        }
+        return cost_files.plain(
+            source=self.source,
+            entries=self.entries,
+            device=self.device,
+            ns_steps=self.ns_steps,
+            entry_origin=self.entry_origin,
+            kernels=self.kernels,
+            squares=self.squares,
+        )
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "the cost table") -> CostTable:
@@ -249,34 +242,8 @@ class CostTable:
             PlanError: not a cost table, one of another version, or a wrong entry; the message
                 begins with ``where``.
         """
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise PlanError(
-                f"{where} is no cost table: found format {found!r}, expected {_FORMAT!r}; "
-                "python -m dmuon profile --out PATH writes one"
-            )
-        if data.get("version") != _VERSION:
-            raise PlanError(
-                f"{where} is a cost table of version {data.get('version')!r}, this dmuon reads "
-                f"version {_VERSION}: write it again with python -m dmuon profile --out PATH"
-            )
-        try:
-            device = data["device"]
-            return cls(
-                source=str(data["source"]),
-                entries={
-                    (e["rows"], e["cols"], e["dtype"]): {int(b): ms for b, ms in e["ms"].items()}
-                    for e in data["entries"]
-                },
-                device=None if device is None else AnalyticDevice(**device),
-                ns_steps=int(data["ns_steps"]),
-                entry_origin=data["origin"],
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(
-                f"{where} is damaged ({type(error).__name__}: {error}): write it again with "
-                "python -m dmuon profile --out PATH"
-            ) from error
+        fields = cost_files.fields_of(data, where)
+        return cost_files.readable(lambda: cls(**fields), where)
 
     def to_json(self) -> str:
         """One JSON object; `from_json` gives an equal table."""
@@ -285,14 +252,7 @@ class CostTable:
     @classmethod
     def from_json(cls, text: str, where: str = "the cost table") -> CostTable:
         """The table that `to_json` wrote; PlanError that begins with ``where`` otherwise."""
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise PlanError(
-                f"{where} is no cost table: expected JSON, found {text[:40]!r} ({error}); "
-                "python -m dmuon profile --out PATH writes one"
-            ) from error
-        return cls.from_dict(data, where)
+        return cls.from_dict(cost_files.parsed(text, where), where)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table to a file that `load` and ``costs=path`` read."""
@@ -302,72 +262,7 @@ class CostTable:
     def load(cls, path: str | os.PathLike[str]) -> CostTable:
         """The table in a file; PlanError that names the file if there is none."""
         where = f"costs={os.fspath(path)!r}"
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(
-                f"{where} cannot be read ({error}): give the path of a cost table as "
-                "python -m dmuon profile --out PATH writes it"
-            ) from error
-        return cls.from_json(text, where)
-
-
-def _check_entry(source: str, key: object, by_batch: object) -> None:
-    def is_size(value: object) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-    rows, cols, dtype = key if isinstance(key, tuple) and len(key) == 3 else (0, 0, "")
-    if not (is_size(rows) and is_size(cols) and dtype in ITEM_SIZE):
-        raise PlanError(
-            f"{source}: a shape must be (rows, cols, dtype) with dtype one of "
-            f"{', '.join(ITEM_SIZE)}, found {key!r}"
-        )
-    if not isinstance(by_batch, Mapping):
-        raise PlanError(f"{source}: {key} needs a mapping from batch size to ms: {by_batch!r}")
-    for batch, ms in by_batch.items():
-        number = isinstance(ms, (int, float)) and not isinstance(ms, bool)
-        if not is_size(batch) or not number or not 0 <= ms < math.inf:
-            raise PlanError(
-                f"{source}: {key} needs batch sizes >= 1 and finite milliseconds >= 0, found "
-                f"{batch!r}: {ms!r}"
-            )
-
-
-def _between(first: float, last: float, part: float) -> float:
-    """``first`` at part 0, ``last`` at part 1, never outside of the two."""
-    ms = first * (1 - part) + last * part
-    return min(max(ms, min(first, last)), max(first, last))  # rounding may leave them
-
-
-def merge_slowest(
-    parts: Sequence[Mapping[ShapeKey, Mapping[int, float]]],
-) -> dict[ShapeKey, dict[int, float]]:
-    """Entries of all parts; where several have one, the largest time counts.
-
-    >>> merge_slowest([{(4, 6, "float32"): {1: 2.5}}, {(4, 6, "float32"): {1: 2.0, 2: 3.0}}])
-    {(4, 6, 'float32'): {1: 2.5, 2: 3.0}}
-    """
-    merged: dict[ShapeKey, dict[int, float]] = {}
-    for part in parts:
-        for key, by_batch in part.items():
-            into = merged.setdefault(key, {})
-            for batch, ms in by_batch.items():
-                into[batch] = max(ms, into.get(batch, ms))
-    return merged
-
-
-def _analytic_ms(device: AnalyticDevice | None, key: ShapeKey, batch: int, steps: int) -> float:
-    assert device is not None
-    rows, cols, dtype = key
-    # A product fills the device to work / (work + half): one small matrix leaves it idle,
-    # a batch of them does not.
-    work = batch * float(min(rows, cols)) ** 2
-    rate = device.flops * work / (work + device.half_batch_dim**2)
-    compute = batch * newton_schulz_flops(rows, cols, steps) / rate
-    # Momentum is read and written, the gradient read, the NS operand written and read per step.
-    moved = batch * rows * cols * (3 * ITEM_SIZE.get(dtype, 4) + 2 * 4 * steps)
-    launches = 3 * steps + 6
-    return 1e3 * (compute + moved / device.bandwidth + launches * device.launch_s)
+        return cls.from_json(cost_files.text_of(path, where), where)
 
 
 def resolve_costs(costs: Any, device_type: str, ns_steps: int = 5) -> CostModel:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dmuon.scheduler.budget import Budget
-from dmuon.scheduler.engines import LinearProgram, Row, minimize
+from dmuon.scheduler.engines import EngineError, LinearProgram, Row, minimize
 from dmuon.scheduler.knapsack import Frontier, Option, frontier
 from dmuon.scheduler.patterns import Pattern
 from dmuon.scheduler.problem import UNLIMITED, Counts, Problem
@@ -138,9 +138,20 @@ class Master:
 
         With ``left`` only what is left of the demand is shared out over the owners left.
         """
+        if left is not None:
+            return self._solved([p for p in self.within(limit) if left.covers(p)], left)
+        try:
+            return self._solved(self.within(limit), self.everything())
+        except EngineError:
+            # Where prices fall with the batch, the patterns known within the limit may not share
+            # everything out. With those of the best counts they do, and whatever the duals are,
+            # they prove a bound. If it was the solver that failed, it fails again.
+            return self._solved(self.within(max(limit, self.makespan)), self.everything())
+
+    def _solved(
+        self, patterns: Sequence[Pattern], left: Left
+    ) -> tuple[float, Dual, list[tuple[Pattern, float]]]:
         problem = self.problem
-        left = left or self.everything()
-        patterns = [p for p in self.within(limit) if left.covers(p)]
         theta = len(patterns)
         table = np.array([counts for _, counts in patterns], np.int64)
         table = table.reshape(theta, len(problem.kinds))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from dmuon.scheduler.batches import groups_of
 from dmuon.scheduler.bottleneck import key_of, least_ms
 from dmuon.scheduler.costs import ShapeKey
 from dmuon.scheduler.plan import OwnershipPlan
@@ -17,6 +18,8 @@ __all__ = ["REPLAN_FRACTION", "REPLAN_MS", "MeasuredBalance", "compare", "excess
 # Below these a new plan is not worth a restart: measured times vary by as much.
 REPLAN_FRACTION = 0.05
 REPLAN_MS = 0.05
+
+_Run = tuple[tuple[ShapeKey, int, str], ...]  # shape, size and kernel of batches that run together
 
 
 def excess(most: float, mean: float) -> float:
@@ -114,12 +117,17 @@ def compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBala
 
 
 def _alike(plan: OwnershipPlan, measured: Sequence[float]) -> tuple[float, ...]:
-    """Each rank's time, averaged over the ranks that execute the same batches."""
-    batches: list[Counter[tuple[ShapeKey, int]]] = [Counter() for _ in measured]
-    for batch in plan.batches:
-        batches[batch.owner][key_of(plan, batch), len(batch.matrices)] += 1
-    same: dict[frozenset[tuple[tuple[ShapeKey, int], int]], list[float]] = defaultdict(list)
-    patterns = [frozenset(counts.items()) for counts in batches]
+    """Each rank's time, averaged over the ranks that execute the same batches and groups."""
+    runs: list[Counter[_Run]] = [Counter() for _ in measured]
+    for members in [
+        *groups_of(plan.batches).values(),
+        *([b] for b, batch in enumerate(plan.batches) if batch.group < 0),
+    ]:
+        batches = [plan.batches[b] for b in members]
+        run = sorted((key_of(plan, b), len(b.matrices), b.kernel) for b in batches)
+        runs[batches[0].owner][tuple(run)] += 1
+    same: dict[frozenset[tuple[_Run, int]], list[float]] = defaultdict(list)
+    patterns = [frozenset(counts.items()) for counts in runs]
     for pattern, ms in zip(patterns, measured, strict=True):
         same[pattern].append(ms)
     return tuple(sum(same[p]) / len(same[p]) for p in patterns)

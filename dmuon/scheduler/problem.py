@@ -19,11 +19,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dmuon.scheduler.costs import ShapeKey
+from dmuon.scheduler.costs import ShapeKey, SquareKey
+from dmuon.scheduler.grouping import PriceBook
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.specs import ITEM_SIZE, MatrixSpec
 from dmuon.types import Layout, PlanError
@@ -37,6 +40,7 @@ _FINEST = 10**9  # ticks a millisecond
 _LARGEST_TOTAL = 10**15  # ticks of all matrices one by one; leaves room for products in 64 bits
 UNLIMITED = 1 << 62  # bytes
 _MOST_MS = 1e12  # of one batch: 30 years
+_NONE: Mapping[Any, Any] = MappingProxyType({})
 
 
 def ticks_per_ms(total_ms: float) -> int:
@@ -225,26 +229,36 @@ def build_problem(
     limits: OwnerLimits,
     prices: Mapping[ShapeKey, Sequence[float]],
     layout: Layout = Layout.REPLICATED,
+    kernels: Mapping[ShapeKey, Sequence[str]] = _NONE,
+    squares: Mapping[SquareKey, Sequence[float]] = _NONE,
+    within: int | None = None,
 ) -> Problem:
     """Kinds and classes of a model on ``world`` ranks; permuted matrices change only ``members``.
 
     ``prices`` are the milliseconds of batches of 1, 2, ... matrices of each shape. Matrices that
     a single rank may own are no kinds: as such they would make each rank a class of its own.
 
+    With ``kernels`` of these batches and ``squares``, the milliseconds of the m x m parts that they
+    may share, batches have the prices that no grouping gets below (see `grouping`), in plans with a
+    makespan of at most ``within`` ticks if that is given. Kinds, their order and the length of a
+    tick are the same as without.
+
     Raises:
         PlanError: a price is negative or not finite, or ``limits`` do not fit.
     """
     limits.check(len(matrices), world)
-    _check_prices(prices)
+    _check_prices(prices, squares)
     demand = Counter(matrix.key for matrix in matrices)
     total = math.fsum(prices[key][0] * count for key, count in demand.items())
     top = max((max(row) for row in prices.values()), default=0.0)
     scale = ticks_per_ms(max(total, top, *limits.fixed_ms, 0.0))
-    batch_ticks = {key: tuple(round(ms * scale) for ms in row) for key, row in prices.items()}
+    book = PriceBook.in_ticks(prices, kernels, squares, scale)
+    groups = _groups(matrices, limits, book.whole)
+    batch_ticks = book.lowered_all(groups, within)
     kinds, members, forced = [], [], []
-    for key, pool, mine in _groups(matrices, limits, batch_ticks):
+    for key, pool, mine in groups:
         nbytes = state_bytes(matrices[mine[0]], layout)
-        kind = Kind(key, pool, len(mine), nbytes, batch_ticks[key])
+        kind = Kind(key, pool, len(mine), nbytes, batch_ticks[key, pool])
         if pool >= 0 and len(limits.pools[pool]) == 1:
             forced.append(Forced(limits.pools[pool][0], kind, mine))
         else:
@@ -273,7 +287,15 @@ def _groups(
     return [(key, pool, tuple(members[key, pool])) for key, pool in order]
 
 
-def _check_prices(prices: Mapping[ShapeKey, Sequence[float]]) -> None:
+def _check_prices(
+    prices: Mapping[ShapeKey, Sequence[float]], squares: Mapping[SquareKey, Sequence[float]]
+) -> None:
+    for (m, dtype), square in squares.items():
+        if not all(0 <= ms <= _MOST_MS for ms in square):
+            raise PlanError(
+                f"the cost of the {m} x {m} parts of {dtype} must be between 0 and {_MOST_MS:g} "
+                f"milliseconds, found {max(square, key=abs)}: measure again, or correct the table"
+            )
     for (rows, cols, dtype), row in prices.items():
         for batch, ms in enumerate(row, 1):
             if not (0 <= ms <= _MOST_MS):

@@ -74,10 +74,14 @@ class Proof:
 
     ``exhaustive``: that nothing is faster than the plan can be seen by trying everything, see
     `exhaustive.counts_within`; the problem is small enough.
+
+    ``within``: the prices behind it are those of plans with a makespan of at most so many ticks,
+    see `grouping`; all others are slower anyway. None: of any plan.
     """
 
     dual: Dual
     exhaustive: bool = False
+    within: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -85,12 +89,15 @@ class Proof:
             "works": list(self.dual.works),
             "byte_price": self.dual.byte_price,
             "exhaustive": self.exhaustive,
+            "within": self.within,
         }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Proof:
         values, works = (tuple(int(v) for v in data[name]) for name in ("values", "works"))
-        return cls(Dual(values, works, int(data["byte_price"])), bool(data["exhaustive"]))
+        dual = Dual(values, works, int(data["byte_price"]))
+        within = data.get("within")
+        return cls(dual, bool(data["exhaustive"]), None if within is None else int(within))
 
 
 def work_tables(problem: Problem) -> list[Ints]:

@@ -66,6 +66,8 @@ class LoadBalanceReport(Balance):
             "imbalance": self.imbalance,
             "certificate": asdict(self.certificate) | {"verdict": str(self.certificate)},
             "alternatives_ms": dict(plan.alternatives),
+            "kernels": [asdict(use) for use in self.kernels],
+            "together": None if self.together is None else asdict(self.together),
             "idle": list(self.idle),
             "memory": asdict(self.memory) | {"cap": plan.limits.memory_bytes},
             "bottleneck": None if self.bottleneck is None else asdict(self.bottleneck),

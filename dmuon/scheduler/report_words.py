@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 
 from dmuon.scheduler.balance import Balance, ShapeUse
 from dmuon.scheduler.bottleneck import Floor
 from dmuon.scheduler.measured import REPLAN_FRACTION, REPLAN_MS, MeasuredBalance
+from dmuon.scheduler.report_kernels import kernels_text, ms_text, together_text
 from dmuon.types import Algorithm, Layout
 
 __all__ = [
@@ -35,16 +35,6 @@ REPLAN_HOW = (
 
 
 # ---- numbers -----------------------------------------------------------------------------
-
-
-def ms_text(ms: float, top: float) -> str:
-    """Milliseconds with as many decimals as a table whose largest entry is ``top`` needs.
-
-    >>> ms_text(12.3456, 20.0), ms_text(0.0012345, 0.02)
-    ('12.346', '0.00123')
-    """
-    decimals = 3 if top >= 0.1 or top <= 0 else min(6, 2 - math.floor(math.log10(top)) + 1)
-    return f"{ms:.{decimals}f}"
 
 
 def bytes_text(count: float) -> str:
@@ -85,6 +75,8 @@ def facts(balance: Balance) -> list[tuple[str, str]]:
         ("solver", _solver_text(balance)),
         ("certificate", _certificate_text(balance)),
         ("compared", _compared_text(balance, top)),
+        ("kernels", kernels_text(balance.kernels)),
+        ("together", together_text(balance.together, top)),
         ("note", balance.plan.note),
         ("bottleneck", _bottleneck_text(balance, top)),
         ("floor", "" if floor is None else _floor_text(floor, balance.makespan_ms, top)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dmuon.scheduler.engines import LinearProgram, Row, minimize
+from dmuon.scheduler.engines import EngineError, LinearProgram, Row, minimize
 from dmuon.scheduler.master import Left, Master
 from dmuon.scheduler.patterns import Pattern, maximal_patterns, spread, to_fix
 from dmuon.scheduler.problem import Counts
@@ -24,7 +24,11 @@ def dive(master: Master, limit: int) -> Counts | None:
     known = master.patterns
     master.patterns = dict(known)  # what is cut to fit the rest is of no use later
     while any(left.demand) and _is_covered(master, limit, left) and not master.budget.spent():
-        used = _enriched(master, limit, left)
+        try:
+            used = _enriched(master, limit, left)
+        except EngineError:  # what is left cannot be shared out: what was fixed before was wrong
+            master.patterns = known
+            return None
         for pattern, times in to_fix(used):
             times = min(times, left.owners[pattern[0]])
             if times and left.without(pattern, times).is_possible():

@@ -21,13 +21,16 @@ SOLVERS = ("auto", "milp", "greedy", "round_robin")
 
 @dataclass(frozen=True)
 class Found:
-    """Counts, and what is known about them; times in ticks."""
+    """Counts, and what is known about them; times in ticks.
+
+    ``alternatives`` are the counts of simpler solvers.
+    """
 
     counts: Counts
     solver: str
     status: str
     bound: int
-    alternatives: tuple[tuple[str, int], ...]
+    alternatives: tuple[tuple[str, Counts], ...]
     proof: Proof
     engine: str = ""
     note: str = ""
@@ -51,9 +54,9 @@ def search(problem: Problem, order: Sequence[int], solver: str, options: Planner
         return _found(problem, turns, "round_robin", ())
     starts = [c for c in (longest_first(problem), turns) if c is not None]
     counts = _greedy(problem, options, starts)
-    alternatives = [("greedy", problem.makespan(counts))]
+    alternatives = [("greedy", counts)]
     if turns is not None:
-        alternatives.append(("round_robin", problem.makespan(turns)))
+        alternatives.append(("round_robin", turns))
     plain = _found(problem, counts, "greedy", tuple(alternatives))
     if solver == "greedy" or (solver == "auto" and plain.status == "optimal"):
         return plain
@@ -72,7 +75,7 @@ def _greedy(problem: Problem, options: PlannerOptions, starts: list[Counts]) -> 
 
 
 def _found(
-    problem: Problem, counts: Counts, solver: str, alternatives: tuple[tuple[str, int], ...]
+    problem: Problem, counts: Counts, solver: str, alternatives: tuple[tuple[str, Counts], ...]
 ) -> Found:
     makespan = problem.makespan(counts)
     bound, proof = prove(problem, makespan)

@@ -39,7 +39,7 @@ def scaled(factor, layout="replicated"):
         target = NEWTON_SCHULZ[layout]
         honest = resolve_name(target)
         if rank == 1:
-            monkeypatch.setattr(target, lambda *a, **k: factor * honest(*a, **k))
+            monkeypatch.setattr(target, lambda *a: [factor * u for u in honest(*a)])
 
     return fault
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 import dmuon
 from dmuon.comm.transport import C10dTransport
-from dmuon.config import PlannerOptions
+from dmuon.config import KernelOptions, PlannerOptions
+from dmuon.kernel_tuning import Kernels, choose_kernels
 from dmuon.measure import NewtonSchulzBench, measured_costs
 from dmuon.scheduler import cost_cache
 from dmuon.scheduler.costs import CostTable, ShapeKey
@@ -39,8 +40,9 @@ class Bench:
         self.prepared: set[tuple[ShapeKey, int]] = set()
         self.ns_dtypes: list[torch.dtype] = []
 
-    def __call__(self, ns_dtype: torch.dtype, sharing: int) -> Bench:
+    def __call__(self, ns_dtype: torch.dtype, sharing: int, kernels: Kernels) -> Bench:
         self.ns_dtypes.append(ns_dtype)
+        self.kernels = kernels
         return self
 
     def fits(self, key: ShapeKey, batch: int) -> bool:
@@ -207,6 +209,105 @@ def test_a_damaged_cache_is_reported_by_one_rank(rank, world):
         texts = [str(w.message) for w in caught if w.category is RuntimeWarning]
         assert len(texts) == (1 if rank == 0 else 0)
         assert all("ignored and rebuilt" in text for text in texts)
+
+
+GRAM = "gram[1,3]/torch_strips/float32"
+STANDARD = "standard/torch_strips/float32"
+
+
+@distributed(2, 4)
+def test_the_first_rank_chooses_kernels_for_all(rank, world):
+    def chosen(wants, *args, **kwargs):
+        assert rank == 0, "only the first rank measures kernels"
+        return {w.key: dict.fromkeys((1, 2, 3), GRAM) for w in wants}
+
+    bench = Bench(lambda key, b: 1.0)
+    with (
+        shared_folder() as folder,
+        transport_of(world) as transport,
+        mock.patch("dmuon.measure.choose_kernels", chosen),
+        mock.patch("dmuon.measure.resolve_ns_dtype", return_value=torch.float32),
+    ):
+        table = costs_of(transport, folder, bench)
+        assert {table.kernel(key, b) for key, b in BATCHES} == {GRAM}
+        assert bench.kernels[A][2] == GRAM
+        everyone = transport.gather_objects(table.kernels)
+        assert all(kernels == everyone[0] for kernels in everyone)
+
+
+@distributed(2)
+def test_a_cached_time_counts_only_with_the_kernel_it_was_measured_with(rank, world):
+    with (
+        shared_folder() as root,
+        transport_of(world) as transport,
+        mock.patch("dmuon.measure.resolve_ns_dtype", return_value=torch.float32),
+    ):
+        own = root / str(rank)
+        standard = KernelOptions(method="standard")
+        costs_of(transport, own, Bench(lambda key, b: 10.0 + b), kernels=standard)
+        again = Bench(lambda key, b: 1.0)
+        costs_of(transport, own, again, kernels=standard)
+        assert again.prepared == set()
+        if rank == 1:  # its times are of other kernels than the first rank has chosen
+            (path,) = own.glob("*.json")
+            path.write_text(path.read_text().replace(STANDARD, GRAM))
+        table = costs_of(transport, own, again, kernels=standard)
+        assert again.prepared == set(BATCHES)
+        assert {table.kernel(key, b) for key, b in BATCHES} == {STANDARD}
+        gram = Bench(lambda key, b: 2.0)
+        table = costs_of(transport, own, gram, kernels=KernelOptions(method="gram[1,3]"))
+        assert gram.prepared == set(BATCHES) and set(flat(table).values()) == {2.0}
+        assert {table.kernel(key, b) for key, b in BATCHES} == {GRAM}
+
+
+@distributed(2)
+def test_a_kernel_that_cannot_run_makes_all_raise(rank, world):
+    with shared_folder() as folder, transport_of(world) as transport:
+        expected = ValueError if rank == 0 else ConsensusError
+        with pytest.raises(expected, match="'triton' cannot run on cpu"):
+            kernels = KernelOptions(backend="triton")
+            costs_of(transport, folder, Bench(lambda key, b: 1.0), kernels=kernels)
+
+
+@distributed(2)
+def test_chosen_kernels_are_remembered(rank, world):
+    with shared_folder() as folder, transport_of(world) as transport:
+        with mock.patch("dmuon.measure.choose_kernels", wraps=choose_kernels) as choose:
+            first = costs_of(transport, folder, Bench(lambda key, b: 1.0))
+            dist.barrier()
+            second = costs_of(transport, folder, Bench(lambda key, b: 1.0))
+        assert first.kernels == second.kernels
+        if rank == 0:
+            known = choose.call_args_list[1].args[1]
+            assert {b for by in known.values() for b in by} == {1, 2, 3}
+
+
+SIDES: list[ShapeKey] = [(4, 6, "float32"), (4, 9, "float32"), (12, 4, "float32"), B]
+
+
+@distributed(2)
+def test_the_square_part_is_measured_where_widths_differ(rank, world):
+    with shared_folder() as folder, transport_of(world) as transport:
+        options = PlannerOptions(cache_dir=str(folder))
+
+        def costs():
+            return measured_costs(
+                transport,
+                SIDES,
+                CPU,
+                options,
+                kernels=KernelOptions(method="gram[1,3]"),
+                bench=Bench(lambda key, b: 1.0),
+                squares=True,
+            )
+
+        table = costs()
+        assert {key: set(by) for key, by in table.squares.items()} == {(4, "float32"): {1, 2, 3}}
+        assert table.square_ms((4, 6, "float32"), 2) > 0
+        everyone = transport.gather_objects(table.squares)
+        assert everyone[0] == everyone[1]
+        with mock.patch("dmuon.measure.SquareBench.prepare", side_effect=AssertionError):
+            assert costs().squares == table.squares
 
 
 def plan_and_train(rank: int, planner: PlannerOptions) -> str:

@@ -118,6 +118,10 @@ def peak_bytes(action: Any) -> tuple[int, int]:
     return most, alive
 
 
+# Of `step_bytes`, what is alive for a moment only; one at a time.
+TEMPORARIES = ("norms", "updates", "adamw", "block_step")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @distributed(2)
 def test_memory_of_a_step_follows_the_published_formula(rank, world, dtype):
@@ -128,14 +132,17 @@ def test_memory_of_a_step_follows_the_published_formula(rank, world, dtype):
     opt = made[0]
     formula = opt.stats()["step_bytes"]
     state = sum(p.to_local().numel() for p in model.parameters()) * 4
-    buffers = sum(n for purpose, n in formula.items() if purpose != "newton_schulz")
+    buffers = sum(n for purpose, n in formula.items() if purpose not in TEMPORARIES)
     assert abs(kept / (state + buffers) - 1) <= 0.1, (kept, state, formula)
     set_gradients(model, 0, rank)
     opt.step()
     opt.synchronize()
     most, left = peak_bytes(lambda: (opt.step(), opt.synchronize()))
-    assert abs(most / formula["newton_schulz"] - 1) <= 0.1, (most, formula)
-    assert abs(left) <= 0.01 * most
+    assert abs(most / max(formula[t] for t in TEMPORARIES if t in formula) - 1) <= 0.1, (
+        most,
+        formula,
+    )
+    assert abs(left) <= 0.01 * formula["newton_schulz"]
     own.close()
 
 
@@ -154,7 +161,6 @@ def test_a_large_embedding_shows_in_the_memory_of_a_step(rank, world):
             if period == 2:  # the next one is full again
                 opt.step()
             most, _ = peak_bytes(lambda: (opt.step(), opt.synchronize()))
-        assert formula["adamw"] > formula["newton_schulz"]
         assert abs(most / formula["adamw"] - 1) <= 0.1, (period, most, formula)
 
 
@@ -168,7 +174,8 @@ def test_memory_of_a_block_step_is_published_too(rank, world):
             opt.synchronize()
         formula = opt.stats()["step_bytes"]
         most, _ = peak_bytes(opt.step)
-        assert abs(most / formula["block_step"] - 1) <= 0.1, (most, formula)
+        expected = max(formula["block_step"], formula["norms"])
+        assert abs(most / expected - 1) <= 0.1, (most, formula)
 
 
 @pytest.mark.parametrize("slots", [1, 3])
@@ -190,17 +197,16 @@ def test_any_number_of_buffers_gives_the_same_bits(rank, world, slots):
 
 
 @distributed(2)
-def test_a_step_allocates_nothing_that_grows_with_the_model_but_newton_schulz(rank, world):
+def test_a_step_allocates_nothing_that_grows_with_the_model(rank, world):
     most = {}
-    for layers in (2, 6):
+    for layers in (2, 6):  # the workspace of Newton-Schulz is there before
         model = sharded_wide((2,), width=64, layers=layers)
         options = dmuon.ShardedOptions(min_buckets=layers)
         with dedicated(model, options=options) as (_, opt):
             set_gradients(model, 0, rank)
             opt.step()
             opt.synchronize()
-            formula = opt.stats()["step_bytes"]["newton_schulz"]
-            most[layers] = peak_bytes(lambda: (opt.step(), opt.synchronize()))[0] / formula
+            most[layers] = peak_bytes(lambda: (opt.step(), opt.synchronize()))[0]
     assert most[6] <= 1.1 * most[2], most
 
 

@@ -31,6 +31,32 @@ def test_what_is_added_is_found_again_and_merged(tmp_path):
     assert found.entries == {A: {1: 0.25, 2: 3.0}, B: {1: 0.5}} and found.problem is None
 
 
+GRAM, STANDARD = "gram[2]/torch/float16", "standard/torch/float16"
+
+
+def test_a_time_is_kept_with_its_kernel_and_replaced_with_it(tmp_path):
+    names = {A: {1: GRAM, 2: GRAM}}
+    assert add(tmp_path, KEY, {A: {1: 1.0, 2: 2.0}}, kernels=names) is None
+    assert read(tmp_path, KEY).kernels == names
+    add(tmp_path, KEY, {A_TALL: {2: 3.0}, B: {1: 1.0}}, kernels={A_TALL: {2: STANDARD}})
+    found = read(tmp_path, KEY)
+    assert found.entries == {A: {1: 1.0, 2: 3.0}, B: {1: 1.0}}
+    assert found.kernels == {A: {1: GRAM, 2: STANDARD}}
+    add(tmp_path, KEY, {A: {1: 5.0}})  # measured without a choice: the old one is not its kernel
+    assert read(tmp_path, KEY).kernels == {A: {2: STANDARD}}
+    add(tmp_path, KEY, {A: {2: 5.0}})
+    assert read(tmp_path, KEY).kernels == {}
+
+
+def test_the_times_of_m_x_m_parts_are_kept_and_merged(tmp_path):
+    add(tmp_path, KEY, {}, squares={(4, "float32"): {1: 1.0, 2: 2.0}})
+    add(tmp_path, KEY, {A: {1: 1.0}}, squares={(4, "float32"): {2: 3.0}, (8, "bfloat16"): {1: 0.5}})
+    found = read(tmp_path, KEY)
+    assert found.squares == {(4, "float32"): {1: 1.0, 2: 3.0}, (8, "bfloat16"): {1: 0.5}}
+    table = CostTable.load(path_of(tmp_path, KEY))
+    assert table.square_ms(A, 2) == 3.0 and found.entries == {A: {1: 1.0}}
+
+
 def test_a_cache_file_is_a_cost_table(tmp_path):
     add(tmp_path, KEY, {A: {1: 1.0}})
     table = CostTable.load(path_of(tmp_path, KEY))

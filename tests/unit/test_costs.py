@@ -15,6 +15,7 @@ from dmuon.scheduler.costs import (
     ORIGINS,
     CostTable,
     analytic_class,
+    canonical_key,
     merge_slowest,
     resolve_costs,
 )
@@ -30,14 +31,27 @@ by_batch = st.dictionaries(st.integers(1, 16), milliseconds, min_size=1, max_siz
 shape_keys = st.tuples(
     st.integers(1, 300), st.integers(1, 300), st.sampled_from(["float32", "bfloat16", "float64"])
 )
-tables = st.builds(
-    CostTable,
-    source=st.text(max_size=20),
-    entries=st.dictionaries(shape_keys, by_batch, max_size=5),
-    device=st.sampled_from([None, *ANALYTIC_DEVICES.values()]),
-    ns_steps=st.integers(0, 9),
-    entry_origin=st.sampled_from(ORIGINS),
-)
+square_keys = st.tuples(st.integers(1, 300), st.sampled_from(["float32", "bfloat16"]))
+GRAM, STANDARD = "gram[2]/triton-128x64-w4-s3/float16", "standard/torch/float32"
+
+
+@st.composite
+def tables(draw) -> CostTable:
+    entries = draw(st.dictionaries(shape_keys, by_batch, max_size=5))
+    names = st.sampled_from([GRAM, STANDARD, ""])
+    return CostTable(
+        source=draw(st.text(max_size=20)),
+        entries=entries,
+        device=draw(st.sampled_from([None, *ANALYTIC_DEVICES.values()])),
+        ns_steps=draw(st.integers(0, 9)),
+        entry_origin=draw(st.sampled_from(ORIGINS)),
+        kernels={
+            canonical_key(key): {batch: draw(names) for batch in by}
+            for key, by in entries.items()
+            if draw(st.booleans())
+        },
+        squares=draw(st.dictionaries(square_keys, by_batch, max_size=3)),
+    )
 
 
 def measured(entries, device=CPU) -> CostTable:
@@ -146,6 +160,67 @@ def test_an_unknown_origin_is_refused():
         CostTable("mine", entry_origin="rumoured")
 
 
+# ---- kernels and squares -----------------------------------------------------------------
+
+
+def with_kernels(sizes, names, squares=None) -> CostTable:
+    entries = {A: {b: float(b) for b in sizes}}
+    return CostTable("mine", entries, CPU, 5, "measured", {A: names}, squares or {})
+
+
+def test_a_kernel_is_that_of_the_entry_and_between_two_that_of_the_larger():
+    table = with_kernels((2, 4, 8), {2: STANDARD, 4: GRAM})
+    assert [table.kernel(A, b) for b in range(1, 5)] == [STANDARD, STANDARD, GRAM, GRAM]
+    assert [table.kernel(A_TALL, b) for b in (5, 8, 99)] == ["", "", ""]  # 8 names none
+    table = with_kernels((1, 4), {1: STANDARD, 4: GRAM})
+    assert [table.kernel(A, b) for b in (1, 2, 4, 64)] == [STANDARD, GRAM, GRAM, GRAM]
+    table = with_kernels((1, 2), {1: STANDARD, 2: STANDARD, 8: GRAM})  # 8 was not reached
+    assert [table.kernel(A, b) for b in (2, 3, 8, 9)] == [STANDARD, GRAM, GRAM, GRAM]
+    assert CostTable("mine", device=CPU, kernels={A: {1: GRAM}}).kernel(A_TALL, 1) == GRAM
+    assert table.kernel(B, 1) == CostTable.analytic().kernel(A, 1) == ""
+    with pytest.raises(ValueError, match="at least 1"):
+        table.kernel(A, 0)
+
+
+def test_the_m_x_m_part_depends_on_the_short_side_and_the_dtype_alone():
+    table = with_kernels((1,), {}, {(4, "float32"): {2: 6.0, 4: 8.0}})
+    for key in (A, A_TALL, (4, 4, "float32"), (900, 4, "float32")):
+        found = [table.square_ms(key, b) for b in (1, 2, 3, 4, 8)]
+        assert found == [3.0, 6.0, 7.0, 8.0, 16.0]
+    assert table.square_ms(B, 1) is None and table.square_ms((4, 6, "bfloat16"), 1) is None
+    assert CostTable.analytic().square_ms(A, 1) is None
+    with pytest.raises(ValueError, match="at least 1"):
+        table.square_ms(A, 0)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "squares", "message"),
+    [
+        ({A: {0: GRAM}}, {}, "found 0: "),
+        ({A: GRAM}, {}, "a mapping"),
+        ({(4, 6, "int8"): {1: GRAM}}, {}, "int8"),
+        ({A: {1: "fast"}}, {}, "found 1: 'fast'"),
+        ({A: {1: 3}}, {}, "found 1: 3"),
+        ({A_TALL: {1: GRAM}}, {}, r"found \(6, 4"),
+        ({}, {(0, "float32"): {1: 1.0}}, r"found \(0, "),
+        ({}, {(4, "int8"): {1: 1.0}}, "int8"),
+        ({}, {4: {1: 1.0}}, "found 4"),
+        ({}, {(4, "float32"): {0: 1.0}}, "0: 1.0"),
+        ({}, {(4, "float32"): {1: -1.0}}, r"1: -1\.0"),
+        ({}, {(4, "float32"): 3.0}, r"3\.0"),
+    ],
+)
+def test_wrong_kernels_and_squares_are_refused_with_what_was_found(kernels, squares, message):
+    with pytest.raises(PlanError, match=rf"mine.*{message}"):
+        CostTable("mine", {A: {1: 1.0}}, kernels=kernels, squares=squares)
+
+
+def test_a_table_written_without_kernels_is_still_read():
+    data = measured({A: {1: 1.0}}).to_dict()
+    del data["kernels"], data["squares"]
+    assert CostTable.from_dict(data) == measured({A: {1: 1.0}})
+
+
 # ---- merging -----------------------------------------------------------------------------
 
 
@@ -162,7 +237,7 @@ def test_merging_takes_the_slowest_of_every_entry(parts):
 # ---- files -------------------------------------------------------------------------------
 
 
-@given(tables)
+@given(tables())
 @settings(max_examples=60)
 def test_a_table_comes_back_from_json_as_it_was(table):
     again = CostTable.from_json(table.to_json())

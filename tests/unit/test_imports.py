@@ -294,6 +294,7 @@ import importlib, json, os, pkgutil, sys
 import numpy, rich, rich.console, rich.table, torch, torch.distributed
 import torch.distributed.checkpoint, torch.distributed.tensor, torch.nn.parallel, torch.optim
 import torch.multiprocessing, torch.utils.weak
+import triton, triton.language, triton.runtime
 
 def functions():
     owners = [

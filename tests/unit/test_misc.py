@@ -214,5 +214,11 @@ def test_there_are_examples_in_docstrings():
     examples = {
         m: sum(len(t.examples) for t in finder.find(importlib.import_module(m))) for m in PURE
     }
-    for module in ("update", "scheduler.costs", "scheduler.specs", "comm.routes", "comm.blocks"):
+    for module in (
+        "update",
+        "scheduler.cost_entries",
+        "scheduler.specs",
+        "comm.routes",
+        "comm.blocks",
+    ):
         assert examples[f"dmuon.{module}"] > 0

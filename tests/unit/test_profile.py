@@ -22,11 +22,13 @@ from rich.console import Console
 
 import dmuon
 from dmuon.comm.transport import LocalTransport
-from dmuon.config import PlannerOptions
+from dmuon.config import MuonDefaults, PlannerOptions
+from dmuon.kernels.newton_schulz import resolve_ns_dtype
+from dmuon.kernels.runner import orthogonalize
 from dmuon.measure import NewtonSchulzBench, Progress, _free_host_bytes, device_name, measured_costs
+from dmuon.operand import normalized_momentum
 from dmuon.scheduler.costs import CostTable, ShapeKey
 from dmuon.scheduler.profile import PASSES, Want, batch_sizes, measure, wanted
-from dmuon.update import momentum_update
 from tests.unit.models import AllDifferent, TinyGPT
 
 MODEL = CostTable.analytic("cpu")
@@ -299,7 +301,7 @@ def test_one_process_measures_what_its_plan_needs(tmp_path):
 
 
 def bench_that_counts(made: list[FakeBench], factor: float = 1.0):
-    def make(ns_dtype, sharing):
+    def make(ns_dtype, sharing, chosen):
         made.append(FakeBench(as_modelled(factor)))
         return made[-1]
 
@@ -373,11 +375,11 @@ def test_measuring_does_not_disturb_random_numbers_gradients_or_memory(tmp_path)
 def test_measuring_works_whatever_the_default_device_and_dtype_are(tmp_path):
     operands = []
 
-    def noted(x: torch.Tensor, **kwargs) -> torch.Tensor:
-        operands.append((x.device.type, x.dtype))
-        return dmuon.newton_schulz(x, **kwargs)
+    def noted(runner, call, xs):
+        operands.extend((x.device.type, x.dtype) for x in xs)
+        return orthogonalize(runner, call, xs)
 
-    noting = mock.patch("dmuon.measure.newton_schulz", noted)
+    noting = mock.patch("dmuon.measure.orthogonalize", noted)
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), noting:
@@ -385,25 +387,29 @@ def test_measuring_works_whatever_the_default_device_and_dtype_are(tmp_path):
     finally:
         torch.set_default_dtype(torch.float32)
     assert len(table.entries) == 2
-    assert set(operands) == {("cpu", torch.float32), ("cpu", torch.bfloat16)}
+    assert set(operands) == {("cpu", resolve_ns_dtype("auto", "cpu"))}
 
 
 def test_what_is_timed_is_what_the_optimizer_runs():
     """The same calls with the same operands, but for the values, as `Muon` with its defaults."""
-    real_ones = {"momentum_update": momentum_update, "newton_schulz": dmuon.newton_schulz}
-    names = list(real_ones)
 
     def recorded(module: str, action: Callable[[], object]) -> list:
         calls = []
-        with mock.patch.multiple(module, **dict.fromkeys(names, mock.DEFAULT)) as mocks:
-            for name, real in real_ones.items():
 
-                def spy(*args, name=name, real=real, **kwargs):
-                    tensors = [(a.shape, a.dtype) for a in args]
-                    calls.append((name, tensors, kwargs))
-                    return real(*args, **kwargs)
+        def momentum(buffer, grad, group, *, out, fused=False):
+            settings = {name: group[name] for name in MuonDefaults.__slots__ if "lr" not in name}
+            tensors = [(t.shape, t.dtype) for t in (buffer, grad, out)]
+            calls.append(("momentum", tensors, settings, fused))
+            normalized_momentum(buffer, grad, group, out=out, fused=fused)
 
-                mocks[name].side_effect = spy
+        def run(runner, call, xs):
+            calls.append(("orthogonalize", call, [(x.shape, x.dtype) for x in xs]))
+            return orthogonalize(runner, call, xs)
+
+        with (
+            mock.patch(f"{module}.normalized_momentum", momentum),
+            mock.patch(f"{module}.orthogonalize", run),
+        ):
             action()
         return calls
 
@@ -415,7 +421,7 @@ def test_what_is_timed_is_what_the_optimizer_runs():
     key = (10, 13, "float32")
     bench = NewtonSchulzBench(CPU, getattr(torch, opt.stats()["ns_dtype"]))
     timed = recorded("dmuon.measure", bench.prepare(key, 1))
-    assert [call[0] for call in timed] == names
+    assert [call[0] for call in timed] == ["momentum", "orthogonalize"]
     for call in timed:
         assert call in in_training
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dmuon.config import PlannerOptions
@@ -321,8 +321,22 @@ def test_exhaustion_agrees_with_brute_force(instance):
     assert exhaustive.counts_within(problem, ticks - 1) is None
 
 
+# A price that falls with the batch: every pattern known at first is above the bound.
+FALLING = [
+    Instance(((8, 8, "float32"),) * 3, world, Prices({(8, 8, "float32"): prices}), OwnerLimits())
+    for world, prices in [
+        (2, (2.0, 1.0, 2.0, 1.0)),
+        (2, (4.0, 3.0, 5.0, 1.0)),
+        (3, (3.0, 1.0, 4.0, 1.0)),
+    ]
+]
+
+
 @slow
 @given(instances())
+@example(FALLING[0])
+@example(FALLING[1])
+@example(FALLING[2])
 def test_each_program_alone_is_near_the_optimum(instance):
     best = instance.optimum()
     if best is None:

@@ -1,0 +1,265 @@
+"""Who takes part in the kernel benchmark.
+
+==================  ============================================================================
+standard            Newton-Schulz as `torch.optim.Muon` writes it, one matrix after the other
+standard_batched    the same on whole stacks (CUDA, where there are stacks)
+compiled            standard through `torch.compile`; compiled_bfloat16: the same in that dtype
+gram                the Gram form over plain torch products
+ours                what tuning chose, as an optimizer runs it: batches of at most
+                    `PlannerOptions.max_batch`, in a workspace, as CUDA graphs on CUDA
+ours_joint          the same, but all matrices of one short side in one call (CUDA)
+ours_whole          the same, but a stack in one call, however large (CUDA)
+==================  ============================================================================
+
+All start from normalized matrices. Momentum, normalization and the weight update are not timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.kernel_cases import STEPS, Case, executed_flops
+from dmuon.config import KernelOptions
+from dmuon.kernels.backends import default_backend
+from dmuon.kernels.choice import default_restarts
+from dmuon.kernels.coefficients import resolve_coefficients
+from dmuon.kernels.footprint import call_bytes
+from dmuon.kernels.newton_schulz import iterate_all
+from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
+from dmuon.kernels.workspace import Workspace
+from dmuon.types import KernelChoice, Triple
+
+__all__ = [
+    "TRIPLES",
+    "Contender",
+    "Piece",
+    "compiled",
+    "gram",
+    "is_emulated",
+    "kernel_key",
+    "ours",
+    "standard",
+    "standard_form",
+]
+
+TRIPLES = resolve_coefficients("polar_express", STEPS)
+Kernels = dict[tuple[int, int, str], dict[int, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One call. ``refill`` writes its operands and is not timed; ``run`` returns what it computed.
+
+    ``firsts``: stack -> which result, and which matrix of it, is the stack's first one.
+    """
+
+    refill: Callable[[], None]
+    run: Callable[[], list[Tensor]]
+    firsts: dict[int, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """Runs a case in pieces, one after the other. ``kernel`` and ``executed`` (FLOPs) where known,
+    ``workspace_bytes`` where there is one."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+    kernel: str = ""
+    executed: float | None = None
+    workspace_bytes: int | None = None
+
+
+def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the device has no instructions for products of a dtype."""
+    return default_backend(device, dtype) == "torch_rounded"
+
+
+def standard_form(x: Tensor, triples: Sequence[Triple] = TRIPLES) -> Tensor:
+    """The iteration of `torch.optim.Muon` on one normalized matrix
+    (https://kellerjordan.github.io/posts/muon/)."""
+    is_tall = x.shape[0] > x.shape[1]
+    x = x.mT if is_tall else x
+    for a, b, c in triples:
+        gram = x @ x.mT
+        update = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, update, x, beta=a)
+    return x.mT if is_tall else x
+
+
+def _standard_stack(x: Tensor) -> Tensor:
+    for a, b, c in TRIPLES:
+        gram = x @ x.mT
+        update = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, update, x, beta=a)
+    return x
+
+
+def _copies(sources: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [source.to(dtype, copy=True) for source in sources]
+
+
+def _piece(index: int, x: Tensor, source: Tensor, run: Callable[[], Tensor]) -> Piece:
+    def refill() -> None:
+        x.copy_(source)
+
+    return Piece(refill, lambda: [run()], {index: (0, 0)})
+
+
+def standard(
+    sources: Sequence[Tensor],
+    dtype: torch.dtype,
+    *,
+    name: str = "standard",
+    form: Callable[[Tensor], Tensor] = standard_form,
+) -> Contender:
+    """``form`` on every matrix by itself; results are dropped but for the first of each stack."""
+
+    def loop(x: Tensor) -> Tensor:
+        first = form(x[0])
+        for one in x[1:]:
+            form(one)
+        return first[None]
+
+    def piece(index: int, x: Tensor, source: Tensor) -> Piece:
+        return _piece(index, x, source, lambda: loop(x))
+
+    pieces = map(piece, range(len(sources)), _copies(sources, dtype), sources)
+    return Contender(name, tuple(pieces))
+
+
+def standard_batched(sources: Sequence[Tensor], dtype: torch.dtype) -> Contender:
+    def piece(index: int, x: Tensor, source: Tensor) -> Piece:
+        return _piece(index, x, source, lambda: _standard_stack(x))
+
+    pieces = map(piece, range(len(sources)), _copies(sources, dtype), sources)
+    return Contender("standard_batched", tuple(pieces))
+
+
+def compiled(sources: Sequence[Tensor], dtype: torch.dtype, name: str) -> Contender:
+    """Compiles at the first call of each shape, or raises RuntimeError; never runs uncompiled."""
+    # A full graph, so that too many recompilations are an error and not an eager run.
+    form = torch.compile(standard_form, fullgraph=True, dynamic=False)
+    return standard(sources, dtype, name=name, form=form)
+
+
+def gram(sources: Sequence[Tensor], dtype: torch.dtype) -> Contender:
+    name = str(dtype).removeprefix("torch.")
+    choice = KernelChoice("gram", default_restarts(dtype, STEPS), "torch", name)
+    device = sources[0].device
+    shapes = [(len(x), *x.shape[1:]) for x in sources]
+    workspace = Workspace(device)
+    workspace.reserve(max(call_bytes([shape], choice, STEPS, device) for shape in shapes))
+
+    def piece(index: int, x: Tensor, source: Tensor) -> Piece:
+        return _piece(index, x, source, lambda: iterate_all([x], TRIPLES, choice, workspace)[0])
+
+    pieces = map(piece, range(len(sources)), _copies(sources, dtype), sources)
+    executed = sum(executed_flops(shape, choice) for shape in shapes)
+    return Contender("gram", tuple(pieces), str(choice), executed, workspace.nbytes)
+
+
+# ---- ours --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Matrices ``low`` to ``high`` of a stack, and the kernel that was chosen for so many."""
+
+    stack: int
+    low: int
+    high: int
+    rows: int
+    cols: int
+    kernel: str
+
+
+def kernel_key(rows: int, cols: int) -> tuple[int, int, str]:
+    """Under which `choose_kernels` answers for a shape."""
+    return min(rows, cols), max(rows, cols), "float32"
+
+
+def _parts(case: Case, kernels: Kernels, max_batch: int) -> list[_Part]:
+    parts = []
+    for stack, (count, rows, cols) in enumerate(case.stacks):
+        for low in range(0, count, max_batch):
+            high = min(low + max_batch, count)
+            kernel = kernels[kernel_key(rows, cols)][high - low]
+            parts.append(_Part(stack, low, high, rows, cols, kernel))
+    return parts
+
+
+def _by_kernel(parts: Sequence[_Part]) -> list[list[_Part]]:
+    """Gram parts of equal short side and kernel share a call, of one part a stack, as in plans."""
+    groups: dict[object, list[_Part]] = {}
+    for part in parts:
+        alone = not part.kernel.startswith("gram")
+        key = (part.stack if alone else -1, part.low, min(part.rows, part.cols), part.kernel)
+        groups.setdefault(key, []).append(part)
+    return list(groups.values())
+
+
+def _by_side(parts: Sequence[_Part]) -> list[list[_Part]]:
+    """All parts of a short side share a call, with the kernel of the widest."""
+    groups: dict[int, list[_Part]] = {}
+    for part in parts:
+        groups.setdefault(min(part.rows, part.cols), []).append(part)
+    widest_first = [
+        sorted(group, key=lambda part: -max(part.rows, part.cols)) for group in groups.values()
+    ]
+    return widest_first
+
+
+def ours(
+    case: Case,
+    sources: Sequence[Tensor],
+    dtype: torch.dtype,
+    kernels: Kernels,
+    *,
+    max_batch: int,
+    name: str = "ours",
+) -> Contender:
+    """The calls that an owner makes for a case. A call runs the kernel of its first part."""
+    device = sources[0].device
+    parts = _parts(case, kernels, max_batch)
+    if name == "ours_joint":
+        groups = _by_side(parts)
+    else:
+        groups = _by_kernel(parts) if device.type == "cuda" else [[part] for part in parts]
+    calls = [
+        Call(tuple((p.high - p.low, p.rows, p.cols) for p in group), TRIPLES, group[0].kernel)
+        for group in groups
+    ]
+    runner = Orthogonalizer(device, dtype, KernelOptions())
+    runner.reserve(dict.fromkeys(calls))
+    pieces = [_our_piece(runner, *pair, sources) for pair in zip(calls, groups)]
+    executed = sum(
+        executed_flops(shape, runner.choice(call)) for call in calls for shape in call.shapes
+    )
+    text = "; ".join(
+        dict.fromkeys(
+            " + ".join(f"{b} x [{m}, {n}]" for b, m, n in call.shapes) + f": {runner.choice(call)}"
+            for call in calls
+        )
+    )
+    return Contender(name, tuple(pieces), text, executed, runner.nbytes)
+
+
+def _our_piece(
+    runner: Orthogonalizer, call: Call, parts: Sequence[_Part], sources: Sequence[Tensor]
+) -> Piece:
+    operands = runner.operands(call)
+
+    def refill() -> None:
+        for x, part in zip(operands, parts, strict=True):
+            x.copy_(sources[part.stack][part.low : part.high])
+
+    def run() -> list[Tensor]:
+        return orthogonalize(runner, call, operands)
+
+    firsts = {part.stack: (i, 0) for i, part in enumerate(parts) if part.low == 0}
+    return Piece(refill, run, firsts)

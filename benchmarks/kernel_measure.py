@@ -1,0 +1,247 @@
+"""Measuring one case of the kernel benchmark: who takes part, how long, how exact, how large."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import kernel_contenders as field_of
+from benchmarks.kernel_cases import STEPS, Case, floor_flops, standard_flops
+from benchmarks.kernel_contenders import Contender, Kernels, is_emulated, kernel_key, standard_form
+from benchmarks.kernel_timing import Rounds, alternate, matmul_rate, once, quartiles, ratios
+from dmuon.config import KernelOptions, PlannerOptions
+from dmuon.kernel_tuning import choose_kernels
+from dmuon.kernels.newton_schulz import normalize
+from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable, analytic_class
+from dmuon.scheduler.profile import Want
+
+__all__ = [
+    "Bench",
+    "batches_of",
+    "error_of",
+    "references_of",
+    "run_case",
+    "skip_reason",
+    "sources_of",
+]
+
+_MAX_BATCH = PlannerOptions().max_batch
+_FLOAT64_LIMIT = {"cpu": 5e9, "cuda": 1e11}  # m^2 n of the largest matrix that float64 checks
+_WARM_UPS = 3  # on CUDA: kernels compile in the first, graphs are captured in the second
+
+
+@dataclass(slots=True)
+class Bench:
+    """One dtype with one number of threads."""
+
+    device: torch.device
+    dtype: torch.dtype
+    threads: int
+    case_s: float
+    max_call_s: float
+    compiles: str  # "" or why torch.compile is left out
+    kernels: Kernels = field(default_factory=dict)
+    # Seconds per FLOP, by contender: what a call will take.
+    pace: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def tune(self, cases: Sequence[Case], budget_s: float) -> float:
+        """Choose kernels as `dedicate_params` does; the seconds it took."""
+        counts: dict[tuple[tuple[int, int, str], int], int] = {}
+        for case in cases:
+            for count, rows, cols in case.stacks:
+                for batch in batches_of(count, self.device):
+                    key = (kernel_key(rows, cols), batch)
+                    counts[key] = max(count, counts.get(key, 0))
+        wants = [Want(key, batch, count) for (key, batch), count in counts.items()]
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+        row = ANALYTIC_DEVICES[analytic_class(self.device.type, name)]
+        begin = time.perf_counter()
+        with torch.no_grad():
+            self.kernels = choose_kernels(
+                wants,
+                {},
+                CostTable("benchmark", device=row, ns_steps=STEPS),
+                self.device,
+                self.dtype,
+                KernelOptions(tune_budget_s=budget_s),
+                clock=time.perf_counter,
+            )
+        return time.perf_counter() - begin
+
+
+def batches_of(count: int, device: torch.device) -> set[int]:
+    """The sizes in which a stack of ``count`` runs."""
+    sizes = {min(count, _MAX_BATCH)} | ({count % _MAX_BATCH} if count > _MAX_BATCH else set())
+    return (sizes | ({count} if device.type == "cuda" else set())) - {0}
+
+
+# ---- one case ----------------------------------------------------------------------------
+
+
+def sources_of(case: Case, device: torch.device) -> list[Tensor]:
+    """Normalized Gaussian stacks in float32, the same in each run."""
+    generator = torch.Generator(device).manual_seed(0)
+    stacks = (torch.empty(s, device=device).normal_(generator=generator) for s in case.stacks)
+    return [normalize(stack, torch.float32) for stack in stacks]
+
+
+def _builders(bench: Bench, case: Case, sources: list[Tensor]) -> Iterator[tuple[str, Any]]:
+    """Name and constructor of every contender of a case, the baseline first."""
+    dtype, on_cuda = bench.dtype, bench.device.type == "cuda"
+    yield "standard", lambda: field_of.standard(sources, dtype)
+    if on_cuda and case.count > 1:
+        yield "standard_batched", lambda: field_of.standard_batched(sources, dtype)
+    yield "compiled", lambda: field_of.compiled(sources, dtype, "compiled")
+    if on_cuda and dtype is not torch.bfloat16:
+        name = "compiled_bfloat16"
+        yield name, lambda: field_of.compiled(sources, torch.bfloat16, name)
+    yield "gram", lambda: field_of.gram(sources, dtype)
+
+    def ours(name: str, max_batch: int = _MAX_BATCH) -> Contender:
+        return field_of.ours(case, sources, dtype, bench.kernels, max_batch=max_batch, name=name)
+
+    yield "ours", lambda: ours("ours")
+    if on_cuda and len({min(rows, cols) for _, rows, cols in case.stacks}) < len(case.stacks):
+        yield "ours_joint", lambda: ours("ours_joint")
+    if on_cuda and max(stack[0] for stack in case.stacks) > _MAX_BATCH:
+        yield "ours_whole", lambda: ours("ours_whole", case.count)
+
+
+def skip_reason(bench: Bench, case: Case, name: str) -> str:
+    """Why a contender is left out; "" if it runs."""
+    if name.startswith("compiled") and bench.compiles:
+        return bench.compiles
+    if name in ("compiled", "gram") and is_emulated(bench.dtype, bench.device):
+        return f"its {bench.dtype_name} products are emulated here as those of standard are"
+    expected_s = bench.pace.get(name, 0.0) * standard_flops(case)
+    if expected_s > bench.max_call_s:
+        return (
+            f"one call would take about {expected_s:.0f} s, by the cases before; the limit is "
+            f"{bench.max_call_s:g} s (--max-call-s)"
+        )
+    return ""
+
+
+@torch.no_grad()
+def run_case(bench: Bench, set_name: str, case: Case) -> list[dict[str, Any]]:
+    """Rows of one case."""
+    sources = sources_of(case, bench.device)
+    references = references_of(case, bench.dtype, bench.device)
+    base = {
+        "set": set_name,
+        "case": case.name,
+        "stacks": [list(stack) for stack in case.stacks],
+        "dtype": bench.dtype_name,
+        "threads": bench.threads,
+    }
+    field: list[Contender] = []
+    rows: dict[str, dict[str, Any]] = {}
+    first_ms: dict[str, float] = {}
+    for name, build in _builders(bench, case, sources):
+        row = rows[name] = {**base, "contender": name}
+        reason = skip_reason(bench, case, name)
+        if not reason:
+            try:
+                contender, ms, peak = _warm(build, bench.device)
+            except RuntimeError as error:  # torch.compile has many reasons to fail
+                if not name.startswith("compiled"):
+                    raise
+                reason = f"torch.compile failed: {' '.join(str(error).split())[:160]}"
+        if reason:
+            print(f"  {case.name}, {bench.dtype_name}: {name} left out: {reason}", flush=True)
+            row["left_out"] = reason
+            continue
+        # The fastest so far: small cases are slow for their size.
+        pace = ms / 1e3 / standard_flops(case)
+        bench.pace[name] = min(pace, bench.pace.get(name, pace))
+        first_ms[name] = ms
+        row |= {"kernel": contender.kernel, "workspace_bytes": contender.workspace_bytes}
+        row |= {"peak_bytes": peak, "error": error_of(contender, references)}
+        field.append(contender)
+    rate = matmul_rate(bench.device, _rate_dtype(bench))
+    times, rates = alternate(field, bench.device, rate, first_ms, bench.case_s)
+    for contender in field:
+        rows[contender.name] |= _numbers(contender, case, bench.dtype, times, rates)
+    return list(rows.values())
+
+
+def _rate_dtype(bench: Bench) -> torch.dtype:
+    """What the floor's products run in: float32 where half precision is emulated through it."""
+    return torch.float32 if is_emulated(bench.dtype, bench.device) else bench.dtype
+
+
+def _warm(build: Any, device: torch.device) -> tuple[Contender, float, int | None]:
+    """A contender that has run, the milliseconds of a call, and on CUDA the bytes that it took."""
+    if device.type != "cuda":
+        contender = build()
+        ms = once(contender, device)
+        # A second call where it is short or compiled: the first sets up threads, and compiles.
+        again = ms < 1e3 or contender.name.startswith("compiled")
+        return contender, once(contender, device) if again else ms, None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    contender = build()
+    for _ in range(_WARM_UPS):
+        ms = once(contender, device)
+    return contender, ms, torch.cuda.max_memory_allocated(device) - before
+
+
+@lru_cache(maxsize=64)
+def references_of(case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """The standard form of the first matrix of each stack, rounded to ``dtype`` before it."""
+    found = []
+    for source in sources_of(case, device):
+        m, n = sorted(source.shape[1:])
+        is_small = m * m * n <= _FLOAT64_LIMIT[source.device.type]
+        wide = torch.float64 if is_small else torch.float32
+        found.append(standard_form(source[0].to(dtype).to(wide)))
+    return found
+
+
+def error_of(contender: Contender, references: Sequence[Tensor]) -> float:
+    worst = 0.0
+    for piece in contender.pieces:
+        piece.refill()
+        results = piece.run()
+        for stack, (which, index) in piece.firsts.items():
+            expected = references[stack]
+            found = results[which][index].to(expected.dtype)
+            error = float((found - expected).norm() / expected.norm())
+            worst = max(worst, error if error == error else float("inf"))
+    return worst
+
+
+def _numbers(
+    contender: Contender, case: Case, dtype: torch.dtype, times: Rounds, rates: list[float]
+) -> dict[str, Any]:
+    mine = times[contender.name]
+    low, middle, high = quartiles(mine)
+    floors = [floor_flops(case, dtype) / (rate * 1e12) * 1e3 for rate in rates]
+    numbers: dict[str, Any] = {
+        "rounds": len(mine),
+        "median_ms": middle,
+        "p25_ms": low,
+        "p75_ms": high,
+        "tflops": standard_flops(case) / middle / 1e9,
+        "rate_tflops": statistics.median(rates),
+        "floor_ms": statistics.median(floors),
+        "ratio_to_floor": ratios(mine, floors),
+    }
+    if contender.executed is not None:
+        numbers["executed_tflops"] = contender.executed / middle / 1e9
+    for other in ("standard", "compiled", "compiled_bfloat16"):
+        if other in times:
+            numbers[f"ratio_to_{other}"] = ratios(mine, times[other])
+    return numbers

@@ -1,0 +1,217 @@
+"""The standard and the Gram iteration, written once over `MatmulOps`.
+
+A run goes through *segments*, the steps between two restarts. A segment of one step is a standard
+step. A longer one carries `R = X X^T` and the product Q in m x m space and touches X at its ends.
+So the standard iteration is the one with a restart after every step.
+
+Matrices with the same short side m run as one group, whatever their long sides are::
+
+    X_1 [b1, m, n1]  X_2 [b2, m, n2]     X X^T and Q X: a call each
+    R, Z, Q, T  [b1 + b2, m, m]          everything else: one call for all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dmuon.kernels.ops import MatmulOps
+from dmuon.kernels.workspace import Workspace, aligned_bytes
+from dmuon.types import Triple
+
+__all__ = ["Shape", "iterate_group", "iterate_squares", "segments", "workspace_bytes"]
+
+Shape = tuple[int, int, int]  # matrices, rows, cols
+
+
+def segments(restarts: Sequence[int], steps: int) -> list[tuple[int, int]]:
+    """Step ranges between restarts.
+
+    Raises ValueError unless restarts increase and lie between 1 and steps - 1.
+
+    >>> segments((1, 3), 5)
+    [(0, 1), (1, 3), (3, 5)]
+    """
+    if steps == 0:
+        return []
+    found = list(pairwise((0, *restarts, steps)))
+    if any(low >= high for low, high in found):
+        raise ValueError(
+            f"restarts must increase and lie between 1 and {steps - 1} (steps - 1), "
+            f"found {tuple(restarts)}"
+        )
+    return found
+
+
+def iterate_group(
+    xs: Sequence[Tensor],
+    coefficients: Sequence[Triple],
+    restarts: Sequence[int],
+    ops: MatmulOps,
+    workspace: Workspace,
+) -> list[Tensor]:
+    """`aX + (bA + cA^2)X`, `A = X X^T`, once for each triple, on every matrix of every batch.
+
+    ``xs[i]`` is ``[b_i, m, n_i]`` with m <= n_i, normalized, of any strides; it is overwritten. A
+    result lies in its ``xs[i]`` or in the workspace, where the next `Workspace.take` may use the
+    memory again.
+    """
+    parts = segments(restarts, len(coefficients))
+    m = xs[0].shape[-2]
+    ops = ops.for_rows(m)
+    if ops.whole is not None:
+        for x in xs:
+            ops.whole(x, list(coefficients), tuple(restarts))
+        return list(xs)
+    with workspace.frame():
+        if len(xs) == 1 and len(xs[0]) == 1:
+            return [_run_one(xs[0][0], coefficients, parts, ops, workspace)[None]]
+        if ops.batch_rows is None or m <= ops.batch_rows:
+            return _run(xs, coefficients, parts, ops, workspace)
+    for matrix in (matrix for x in xs for matrix in x):
+        with workspace.frame():
+            result = _run_one(matrix, coefficients, parts, ops, workspace)
+            if result.data_ptr() != matrix.data_ptr():
+                matrix.copy_(result)
+    return list(xs)
+
+
+def _run_one(
+    x: Tensor,
+    coefficients: Sequence[Triple],
+    parts: Sequence[tuple[int, int]],
+    ops: MatmulOps,
+    workspace: Workspace,
+) -> Tensor:
+    """One matrix, in 2-D products: a batch of one costs up to twice as much on a CPU."""
+    dtype, m = ops.held or x.dtype, len(x)
+    symmetric, general = ops.symmetric, ops.general
+    here = x if dtype is x.dtype else _like(x, dtype, workspace).copy_(x)
+    there = _like(here, dtype, workspace)
+    squares = [workspace.take((m, m), dtype) for _ in range(_squares(parts))]
+    r, p = squares[:2]
+    for low, high in parts:
+        symmetric(here, here.mT, out=r)
+        if high - low == 1:
+            a, b, c = coefficients[low]
+            symmetric(r, r, r, out=p, alpha=c, beta=b)
+            general(p, here, here, out=there, beta=a)
+        else:
+            general(squares[_polynomial(squares, coefficients[low:high], ops)], here, out=there)
+        here, there = there, here
+    return here if dtype is x.dtype else x.copy_(here)
+
+
+def _run(
+    xs: Sequence[Tensor],
+    coefficients: Sequence[Triple],
+    parts: Sequence[tuple[int, int]],
+    ops: MatmulOps,
+    workspace: Workspace,
+) -> list[Tensor]:
+    """Batches of one height: all m x m products in one call, the others in one a batch."""
+    dtype, m = ops.held or xs[0].dtype, xs[0].shape[-2]
+    here = list(xs)
+    if dtype is not xs[0].dtype:
+        here = [_like(x, dtype, workspace).copy_(x) for x in xs]
+    there = [_like(x, dtype, workspace) for x in here]
+    rows = [len(x) for x in xs]
+    squares = [workspace.take((sum(rows), m, m), dtype) for _ in range(_squares(parts))]
+    split = [square.split(rows) for square in squares]
+    for low, high in parts:
+        for x, r in zip(here, split[0], strict=True):
+            ops.symmetric(x, x.mT, out=r)
+        if high - low == 1:
+            a, b, c = coefficients[low]
+            r, p = squares[:2]
+            ops.symmetric(r, r, r, out=p, alpha=c, beta=b)
+            for x, factor, y in zip(here, split[1], there, strict=True):
+                ops.general(factor, x, x, out=y, beta=a)
+        else:
+            q = _polynomial(squares, coefficients[low:high], ops)
+            for x, factor, y in zip(here, split[q], there, strict=True):
+                ops.general(factor, x, out=y)
+        here, there = there, here
+    if dtype is xs[0].dtype:
+        return here
+    return [x.copy_(result) for x, result in zip(xs, here, strict=True)]
+
+
+def _polynomial(squares: Sequence[Tensor], segment: Sequence[Triple], ops: MatmulOps) -> int:
+    """Which of four squares holds Q = P_s ... P_1, given R_1 = X X^T in the first.
+
+    P = aI + Z, Z = bR + cR^2, R_(i+1) = P_i R_i P_i: all of them are polynomials in X X^T, so they
+    are symmetric and commute (https://github.com/Dao-AILab/gram-newton-schulz). P is never formed
+    (but for the first factor of Q): in half precision adding a to Z's diagonal doubles the error.
+    """
+    r, z = squares[0], squares[1]
+    q, t = 2, 3
+    a, b, c = segment[0]
+    ops.symmetric(r, r, r, out=squares[q], alpha=c, beta=b, diag=a, plain=z)
+    for next_a, b, c in segment[1:]:
+        rp = squares[t]
+        ops.symmetric(r, z, r, out=rp, beta=a)
+        ops.symmetric(rp, z, rp, out=r, beta=a)
+        ops.symmetric(r, r, r, out=z, alpha=c, beta=b)
+        a = next_a
+        ops.symmetric(squares[q], z, squares[q], out=squares[t], beta=a)
+        q, t = t, q
+    return q
+
+
+def iterate_squares(
+    r: Tensor,
+    coefficients: Sequence[Triple],
+    restarts: Sequence[int],
+    ops: MatmulOps,
+    workspace: Workspace,
+) -> None:
+    """The m x m part of `iterate_group` alone, on ``R = X X^T`` ``[b, m, m]``, to be timed."""
+    with workspace.frame():
+        squares = [r, *(workspace.take(r.shape, r.dtype) for _ in range(3))]
+        for low, high in segments(restarts, len(coefficients)):
+            segment = coefficients[low:high]
+            if len(segment) > 1:
+                _polynomial(squares, segment, ops)
+            else:
+                _, b, c = segment[0]
+                ops.symmetric(r, r, r, out=squares[1], alpha=c, beta=b)
+
+
+def _like(x: Tensor, dtype: torch.dtype, workspace: Workspace) -> Tensor:
+    """A buffer of the shape and the order of dims of ``x``."""
+    *batch, m, n = x.shape
+    if x.stride(-1) == 1 or n == 1:
+        return workspace.take((*batch, m, n), dtype)
+    return workspace.take((*batch, n, m), dtype).mT
+
+
+def _squares(parts: Sequence[tuple[int, int]]) -> int:
+    return 4 if any(high - low > 1 for low, high in parts) else 2
+
+
+def workspace_bytes(
+    shapes: Sequence[Shape], dtype: torch.dtype, restarts: Sequence[int], steps: int, ops: MatmulOps
+) -> int:
+    """What `iterate_group` takes of its workspace for batches of these shapes, in bytes."""
+    if ops.whole is not None or steps == 0:
+        return 0
+    m = min(shapes[0][1:])
+    if ops.batch_rows is not None and m > ops.batch_rows:
+        ones = [(1, rows, cols) for _, rows, cols in shapes]
+        return max(_bytes([one], dtype, restarts, steps, ops) for one in ones)
+    return _bytes(shapes, dtype, restarts, steps, ops)
+
+
+def _bytes(
+    shapes: Sequence[Shape], dtype: torch.dtype, restarts: Sequence[int], steps: int, ops: MatmulOps
+) -> int:
+    held = ops.held or dtype
+    copies = 1 if held is dtype else 2
+    m = min(shapes[0][1:])
+    count = sum(shape[0] for shape in shapes)
+    squares = _squares(segments(restarts, steps)) * aligned_bytes((count, m, m), held)
+    return squares + copies * sum(aligned_bytes(shape, held) for shape in shapes)

@@ -1,0 +1,164 @@
+"""Newton-Schulz as an optimizer runs it: planned choices, one workspace, graphs on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmuon.config import KernelOptions
+from dmuon.kernels.choice import fixed_choice
+from dmuon.kernels.footprint import call_bytes
+from dmuon.kernels.graphs import Graphs
+from dmuon.kernels.iterations import Shape
+from dmuon.kernels.newton_schulz import iterate_all
+from dmuon.kernels.workspace import Workspace, aligned_bytes
+from dmuon.types import KernelChoice, Triple
+
+__all__ = ["Call", "Orthogonalizer", "check_graphs", "orthogonalize"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Batches that run together: ``[b, rows, cols]`` each, of one short side.
+
+    ``kernel`` is the planned choice as text; "" leaves it to the fixed rule.
+    """
+
+    shapes: tuple[Shape, ...]
+    coefficients: tuple[Triple, ...]
+    kernel: str = ""
+
+
+def check_graphs(options: KernelOptions, device: torch.device) -> None:
+    """Raise ValueError where CUDA graphs are asked for on another device."""
+    if options.cuda_graphs and device.type != "cuda":
+        raise ValueError(
+            f"KernelOptions.cuda_graphs=True needs a CUDA device, found {device}: leave it None"
+        )
+
+
+class Orthogonalizer:
+    """Runs calls in a workspace that is allocated once; owned by an optimizer.
+
+    ``dtype`` is the Newton-Schulz dtype. A planned choice for another dtype or more steps than a
+    call has gives way to the fixed rule; `report` says what ran.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        options: KernelOptions = KernelOptions(),  # noqa: B008  frozen
+        graphs: Graphs | None = None,
+    ) -> None:
+        self.device = device
+        self.dtype = dtype
+        self._options = options
+        check_graphs(options, device)
+        self._workspace = Workspace(device)
+        wants_graphs = options.cuda_graphs is not False and device.type == "cuda"
+        self._graphs = graphs or (Graphs() if wants_graphs else None)
+        self._choices: dict[Call, KernelChoice] = {}
+        self._ran: dict[Call, KernelChoice] = {}
+
+    def choice(self, call: Call) -> KernelChoice:
+        """What runs a call.
+
+        Raises ValueError where the options ask for what cannot run here.
+        """
+        found = self._choices.get(call)
+        if found is None:
+            found = self._choices[call] = self._choose(call)
+        return found
+
+    def _choose(self, call: Call) -> KernelChoice:
+        steps = len(call.coefficients)
+        if call.kernel:
+            planned = KernelChoice.parse(call.kernel)
+            same = planned.dtype == str(self.dtype).removeprefix("torch.")
+            if same and all(0 < step < steps for step in planned.restarts):
+                return planned
+        # Batches of one call share the m x m part, so one rule has to serve all of them.
+        rows = min(call.shapes[0][1:])
+        cols = max(max(shape[1:]) for shape in call.shapes)
+        return fixed_choice(
+            rows, cols, self.dtype, self.device, steps, self._options.method, self._options.backend
+        )
+
+    def call_bytes(self, call: Call) -> int:
+        """Bytes of workspace that a call takes, with its operands."""
+        operands = sum(aligned_bytes(shape, self.dtype) for shape in call.shapes)
+        if not call.coefficients:
+            return operands
+        return operands + call_bytes(
+            call.shapes, self.choice(call), len(call.coefficients), self.device
+        )
+
+    def reserve(self, calls: Iterable[Call]) -> None:
+        """Allocate the workspace for these calls, one at a time; they will be captured as graphs.
+
+        Raises ValueError where a choice cannot run on this device.
+        """
+        calls = list(calls)
+        self._workspace.reserve(max(map(self.call_bytes, calls), default=0))
+        if self._graphs is not None:
+            self._graphs.forget()
+            self._graphs.announce(calls)
+
+    def operands(self, call: Call) -> list[Tensor]:
+        """Where to write the normalized matrices of a call; valid until its results are used up."""
+        with self._workspace.frame():
+            return self._take(call)
+
+    def _take(self, call: Call) -> list[Tensor]:
+        return [self._workspace.take(shape, self.dtype) for shape in call.shapes]
+
+    def run(self, call: Call, xs: Sequence[Tensor]) -> list[Tensor]:
+        """The results of a call on ``xs``, its `operands` or tensors like them, which are
+        overwritten. Results are valid until the next call of this object."""
+        choice = self.choice(call)
+        self._ran[call] = choice
+        with self._workspace.frame():
+            own = self._take(call)
+            if self._graphs is None:
+                return iterate_all(xs, call.coefficients, choice, self._workspace)
+            # A graph works on the same memory each time.
+            for mine, x in zip(own, xs, strict=True):
+                if mine.data_ptr() != x.data_ptr():
+                    mine.copy_(x)
+
+            def body() -> None:
+                results = iterate_all(own, call.coefficients, choice, self._workspace)
+                for mine, result in zip(own, results, strict=True):
+                    if mine.data_ptr() != result.data_ptr():
+                        mine.copy_(result)
+
+            self._graphs.run(call, body)
+            return own
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the workspace."""
+        return self._workspace.nbytes
+
+    def is_fused(self, call: Call) -> bool:
+        """Whether the elementwise work around a call runs in Triton kernels too."""
+        return self.choice(call).backend.startswith("triton")
+
+    def report(self) -> dict[str, Any]:
+        """What ran so far: a choice a set of shapes; the workspace; the state of CUDA graphs."""
+        ran = {
+            " + ".join(f"{b} x [{m}, {n}]" for b, m, n in call.shapes): str(choice)
+            for call, choice in self._ran.items()
+        }
+        graphs = "off" if self._graphs is None else self._graphs.state()
+        return {"ran": ran, "workspace_bytes": self.nbytes, "cuda_graphs": graphs}
+
+
+def orthogonalize(kernels: Orthogonalizer, call: Call, xs: Sequence[Tensor]) -> list[Tensor]:
+    """`Orthogonalizer.run`: the one place through which all engines go."""
+    return kernels.run(call, xs)

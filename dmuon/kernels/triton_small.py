@@ -1,0 +1,196 @@
+"""The whole Newton-Schulz iteration of a small matrix in one program: m <= 128.
+
+Below that, products are bound by their launches. One program keeps R, Z and Q of its matrix to
+itself and reads X from memory (in practice from L2) twice a segment.
+
+Only imported where Triton is installed; nothing else of the package imports it at its top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dmuon.kernels.triton_host import DTYPES, batch_stride, described, on_device_of
+from dmuon.types import Triple
+
+__all__ = ["MAX_ROWS", "max_rows", "small_iteration"]
+
+MAX_ROWS = 128
+STAGES = 2
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def _product(left, right, total):
+    """``total + left @ right`` in float32."""
+    if INTERPRETED:  # where products of bfloat16 are wrong
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, total, input_precision="ieee")
+
+
+@triton.jit
+def _polynomial(r, b, c):
+    """``bR + cR^2`` in float32."""
+    return b * r.to(tl.float32) + c * _product(r, r, tl.zeros(r.shape, dtype=tl.float32))
+
+
+@triton.jit
+def _times_p(r, z, a):
+    """``R P = R Z + aR`` in R's dtype."""
+    return _product(r, z, a * r.to(tl.float32)).to(r.dtype)
+
+
+@triton.jit
+def iteration_kernel(
+    x_ptr,
+    triples_ptr,
+    edges_ptr,
+    q_ptr,
+    m,
+    n,
+    segments,
+    x_batch,
+    x_row,
+    x_col,
+    M: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEEP_Q: tl.constexpr,
+):
+    """One matrix; ``edges`` are the steps at which segments begin, and the number of steps.
+
+    Q is in memory where it is needed, unless KEEP_Q; ``q_ptr`` has M x M elements a program then.
+    """
+    dtype = x_ptr.dtype.element_ty
+    row = tl.arange(0, M)
+    col = tl.arange(0, CHUNK)
+    rows = x_ptr + tl.program_id(0).to(tl.int64) * x_batch + row[:, None].to(tl.int64) * x_row
+    q_at = q_ptr + tl.program_id(0).to(tl.int64) * (M * M) + row[:, None] * M + row[None, :]
+    on_diagonal = row[:, None] == row[None, :]
+    for segment in range(segments):
+        first = tl.load(edges_ptr + segment)
+        end = tl.load(edges_ptr + segment + 1)
+        gram = tl.zeros((M, M), dtype=tl.float32)
+        for start in range(0, n, CHUNK):
+            fits = (row[:, None] < m) & (col[None, :] < n - start)
+            at = rows + (start + col[None, :]).to(tl.int64) * x_col
+            x = tl.load(at, mask=fits, other=0.0)
+            gram = _product(x, tl.trans(x), gram)
+        r = gram.to(dtype)
+        a = tl.load(triples_ptr + 3 * first)
+        b = tl.load(triples_ptr + 3 * first + 1)
+        c = tl.load(triples_ptr + 3 * first + 2)
+        wide = _polynomial(r, b, c)
+        # A segment of one step is X <- aX + ZX: in P = aI + Z, rounding would cost more.
+        single = end - first == 1
+        own = tl.where(single, a, 0.0)
+        z = wide.to(dtype)
+        q = (wide + tl.where(on_diagonal, a - own, 0.0)).to(dtype)
+        if not KEEP_Q:
+            tl.store(q_at, q)
+        for step in range(first + 1, end):
+            r = _times_p(_times_p(r, z, a), z, a)
+            a = tl.load(triples_ptr + 3 * step)
+            b = tl.load(triples_ptr + 3 * step + 1)
+            c = tl.load(triples_ptr + 3 * step + 2)
+            z = _polynomial(r, b, c).to(dtype)
+            if KEEP_Q:
+                q = _times_p(q, z, a)
+            else:
+                tl.debug_barrier()
+                next_q = _times_p(tl.load(q_at), z, a)
+                tl.debug_barrier()
+                tl.store(q_at, next_q)
+        if not KEEP_Q:
+            tl.debug_barrier()
+            q = tl.load(q_at)
+        for start in range(0, n, CHUNK):
+            fits = (row[:, None] < m) & (col[None, :] < n - start)
+            at = rows + (start + col[None, :]).to(tl.int64) * x_col
+            x = tl.load(at, mask=fits, other=0.0)
+            x = _product(q, x, own * x.to(tl.float32)).to(dtype)
+            tl.store(at, x, mask=fits)
+        # What one thread has stored, another reads in the next segment.
+        tl.debug_barrier()
+
+
+def max_rows(dtype: torch.dtype) -> int:
+    """The most rows that `small_iteration` takes.
+
+    float32 has no tensor cores that would do: its products unroll into code that takes minutes to
+    compile for larger matrices.
+    """
+    return 32 if dtype == torch.float32 else MAX_ROWS
+
+
+def small_iteration(x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]) -> None:
+    """Newton-Schulz on ``[b, m, n]`` in place, one program a matrix, in a single launch.
+
+    The steps, restarts and formulas are those of `dmuon.kernels.newton_schulz.gram_iteration`; a
+    restart after every step is the standard iteration. ``x`` is normalized, with m <= n and
+    m <= `max_rows`, float16, bfloat16 or float32, of any strides. Products accumulate in float32
+    and are rounded to the dtype of x. The first call with new coefficients copies them to the
+    device, so it cannot be captured in a CUDA graph.
+
+    Raises ValueError for other shapes and dtypes, and for restarts that do not increase within
+    ``1 .. len(coefficients) - 1``.
+    """
+    edges = (0, *restarts, len(coefficients))
+    if x.ndim != 3 or x.dtype not in DTYPES or x.shape[1] > x.shape[2]:
+        raise ValueError(
+            "small_iteration: x must be [b, m, n] with m <= n, float16, bfloat16 or float32; "
+            f"found {described(x)}"
+        )
+    if x.shape[1] > max_rows(x.dtype):
+        raise ValueError(
+            f"small_iteration: {described(x)} has {x.shape[1]} rows, more than the "
+            f"{max_rows(x.dtype)} that one program holds; use symm_mm"
+        )
+    if not coefficients or x.numel() == 0:
+        return
+    if any(low >= high for low, high in pairwise(edges)):
+        raise ValueError(
+            f"small_iteration: restarts must increase and lie between 1 and "
+            f"{len(coefficients) - 1} (steps - 1), found {tuple(restarts)}"
+        )
+    batch, m, n = x.shape
+    size = max(16, triton.next_power_of_2(m))
+    keep = size < MAX_ROWS  # 128 rows fill the registers with R and Z alone
+    scratch = x.new_empty(0 if keep else batch * size * size)
+    triples, table = _on_device(tuple(map(tuple, coefficients)), edges, x.device)
+    with on_device_of(x):
+        iteration_kernel[(batch,)](
+            *(x, triples, table, scratch, m, n, len(edges) - 1),
+            *(batch_stride(x), x.stride(1), x.stride(2)),
+            M=size,
+            CHUNK=chunk_for(x.dtype),
+            KEEP_Q=keep,
+            num_warps=warps_for(size),
+            num_stages=STAGES,
+        )
+
+
+def chunk_for(dtype: torch.dtype) -> int:
+    """Columns of X that are loaded at a time."""
+    return 32 if dtype == torch.float32 else 64
+
+
+def warps_for(size: int) -> int:
+    """Warps of a program whose matrices are padded to ``size`` rows."""
+    return {16: 1, 32: 4, 64: 8, 128: 8}[size]
+
+
+@lru_cache(maxsize=64)
+def _on_device(
+    triples: tuple[Triple, ...], edges: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    return (
+        torch.tensor(triples, dtype=torch.float32, device=device),
+        torch.tensor(edges, dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,275 @@
+"""Products that are known to be symmetric, at half the multiplications: one triangle of tiles.
+
+    symm_mm -> grid of lower tiles x matrices -> tile_of (grouped order) -> product -> two stores
+
+Only imported where Triton is installed; nothing else of the package imports it at its top.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dmuon.kernels.triton_host import (
+    DTYPES,
+    as_batch,
+    batch_stride,
+    described,
+    on_device_of,
+    refuse_overlap,
+    source_hash,
+    why_unavailable,
+)
+from dmuon.kernels.triton_tiles import TILES, Tile, default_tile, tiles_for
+
+__all__ = ["SOURCE_HASH", "TILES", "Tile", "symm_mm", "tiles_for", "why_unavailable"]
+
+SOURCE_HASH = source_hash()
+"""Changes with the source of any Triton kernel of the package: to key what is measured of them."""
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+GROUP = tl.constexpr(8)
+"""Tile rows that are walked together, so that programs in flight share their operands in L2."""
+
+# An offset inside one tile is formed in 32 bits while strides stay below this.
+_WIDE_STRIDE = 2**22
+
+
+@triton.jit
+def triangle_row(index):
+    """The row of the ``index``-th entry of a lower triangle that is numbered row by row."""
+    row = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    # float32 is off by one at most while index < 2^31.
+    row = tl.where(row * (row + 1) // 2 > index, row - 1, row)
+    return tl.where((row + 1) * (row + 2) // 2 <= index, row + 1, row)
+
+
+@triton.jit
+def tile_of(index, tiles):
+    """(row, column) of a tile of the lower triangle: GROUP rows at a time, column by column."""
+    first = triangle_row(index) // GROUP * GROUP
+    rows = tl.minimum(tiles - first, GROUP)
+    inside = index - first * (first + 1) // 2
+    # To the left of the diagonal block columns are full; in it rows are walked one by one.
+    corner = inside - first * rows
+    corner_row = triangle_row(tl.maximum(corner, 0))
+    corner_col = corner - corner_row * (corner_row + 1) // 2
+    row = tl.where(corner < 0, first + inside % rows, first + corner_row)
+    col = tl.where(corner < 0, inside // rows, first + corner_col)
+    return row, col
+
+
+@triton.jit
+def _load(
+    pointers, rows_left, cols_left, lane_r, lane_c, MASK_R: tl.constexpr, MASK_C: tl.constexpr
+):
+    if MASK_R and MASK_C:
+        mask = (lane_r[:, None] < rows_left) & (lane_c[None, :] < cols_left)
+        return tl.load(pointers, mask=mask, other=0.0)
+    elif MASK_R:
+        return tl.load(pointers, mask=lane_r[:, None] < rows_left, other=0.0)
+    elif MASK_C:
+        return tl.load(pointers, mask=lane_c[None, :] < cols_left, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _store(pointers, value, rows_left, cols_left, MASK: tl.constexpr):
+    if MASK:
+        down = tl.arange(0, value.shape[0])[:, None]
+        right = tl.arange(0, value.shape[1])[None, :]
+        tl.store(pointers, value, mask=(down < rows_left) & (right < cols_left))
+    else:
+        tl.store(pointers, value)
+
+
+@triton.jit
+def _lower(value):
+    """The lower half of a diagonal tile, mirrored: rounding differs between its halves."""
+    lane = tl.arange(0, value.shape[0])
+    return tl.where(lane[:, None] >= lane[None, :], value, tl.trans(value))
+
+
+@triton.jit
+def symm_kernel(
+    a_ptr,
+    bt_ptr,
+    c_ptr,
+    out_ptr,
+    plain_ptr,
+    m,
+    k,
+    a_batch,
+    a_row,
+    a_col,
+    bt_batch,
+    bt_row,
+    bt_col,
+    c_batch,
+    c_row,
+    c_col,
+    out_batch,
+    out_row,
+    plain_batch,
+    plain_row,
+    alpha,
+    beta,
+    diag,
+    HAS_C: tl.constexpr,
+    HAS_PLAIN: tl.constexpr,
+    MASK_M: tl.constexpr,
+    MASK_K: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One tile of the lower triangle of one matrix, and its mirror image; see `symm_mm`."""
+    tiles = tl.cdiv(m, BLOCK)
+    triangle = tiles * (tiles + 1) // 2
+    program = tl.program_id(0)
+    batch = (program // triangle).to(tl.int64)
+    row, col = tile_of(program % triangle, tiles)
+    lane = tl.arange(0, BLOCK)
+    lane_k = tl.arange(0, BLOCK_K)
+    down, right = row.to(tl.int64) * BLOCK, col.to(tl.int64) * BLOCK
+    rows_left, cols_left = m - row * BLOCK, m - col * BLOCK
+
+    span, span_k = lane, lane_k
+    if WIDE:  # strides with which the offsets inside one tile pass 2^31
+        span, span_k = lane.to(tl.int64), lane_k.to(tl.int64)
+    a = a_ptr + batch * a_batch + down * a_row
+    a += span[:, None] * a_row + span_k[None, :] * a_col
+    b = bt_ptr + batch * bt_batch + right * bt_row
+    b += span_k[:, None] * bt_col + span[None, :] * bt_row
+    total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    for start in range(0, k, BLOCK_K):
+        left = _load(a, rows_left, k - start, lane, lane_k, MASK_M, MASK_K)
+        top = _load(b, k - start, cols_left, lane_k, lane, MASK_K, MASK_M)
+        if INTERPRETED:  # where products of bfloat16 are wrong
+            left, top = left.to(tl.float32), top.to(tl.float32)
+        total = tl.dot(left, top, total, input_precision="ieee")
+        a += BLOCK_K * a_col
+        b += BLOCK_K * bt_col
+
+    value = total * alpha
+    if HAS_C:
+        c = c_ptr + batch * c_batch + down * c_row + right * c_col
+        c += span[:, None] * c_row + span[None, :] * c_col
+        held = _load(c, rows_left, cols_left, lane, lane, MASK_M, MASK_M)
+        value += beta * held.to(tl.float32)
+    out = out_ptr + batch * out_batch
+    plain = plain_ptr + batch * plain_batch
+    inside = span[:, None] * out_row + span[None, :]
+    direct = down * out_row + right
+    mirrored = right * out_row + down
+    inside_plain = span[:, None] * plain_row + span[None, :]
+    direct_plain = down * plain_row + right
+    mirrored_plain = right * plain_row + down
+    dtype = out_ptr.dtype.element_ty
+    if row == col:
+        on_diagonal = lane[:, None] == lane[None, :]
+        if HAS_PLAIN:
+            # As a vector, so that the float32 tile need not be kept until the second result.
+            shifted = tl.sum(tl.where(on_diagonal, value, 0.0), axis=1) + diag
+            result = _lower(value.to(dtype))
+            _store(plain + direct_plain + inside_plain, result, rows_left, cols_left, MASK_M)
+            result = tl.where(on_diagonal, shifted.to(dtype)[:, None], result)
+        else:
+            result = _lower((value + tl.where(on_diagonal, diag, 0.0)).to(dtype))
+        _store(out + direct + inside, result, rows_left, cols_left, MASK_M)
+    else:
+        result = value.to(dtype)
+        _store(out + direct + inside, result, rows_left, cols_left, MASK_M)
+        if HAS_PLAIN:
+            _store(plain + direct_plain + inside_plain, result, rows_left, cols_left, MASK_M)
+        result = tl.trans(result)
+        _store(out + mirrored + inside, result, cols_left, rows_left, MASK_M)
+        if HAS_PLAIN:
+            _store(plain + mirrored_plain + inside_plain, result, cols_left, rows_left, MASK_M)
+
+
+def symm_mm(
+    a: Tensor,
+    bt: Tensor,
+    c: Tensor | None = None,
+    *,
+    out: Tensor,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    diag: float = 0.0,
+    plain: Tensor | None = None,
+    tile: Tile | None = None,
+) -> None:
+    """``out = alpha * a @ bt^T + beta * c + diag * I``, which the caller knows to be symmetric.
+
+    Only tiles of the lower triangle are computed, and each is stored twice: the result is exactly
+    symmetric. ``plain`` gets the same without ``diag``. `a` and `bt` are ``[m, k]`` or
+    ``[b, m, k]`` of any strides, float16, bfloat16 or float32 (as IEEE float32, not TF32); `c`,
+    `out` and `plain` are ``[m, m]`` or ``[b, m, m]``, the latter two with contiguous rows and of
+    one dtype. Sums and epilogue are float32 and rounded once. `c` is not read where beta is 0.
+
+    `tile` is a way to cut it up, None a default one. Raises ValueError for other shapes, dtypes
+    and devices, and where a result shares memory with an operand or with the other result.
+    """
+    a, bt, out = as_batch(a), as_batch(bt), as_batch(out)
+    c = None if c is None or beta == 0 else as_batch(c)
+    plain = None if plain is None else as_batch(plain)
+    _check(a, bt, c, out, plain)
+    batch, m, k = a.shape
+    if batch == 0 or m == 0:
+        return
+    tile = tile or default_tile(m, a.dtype)
+    blocks = triton.cdiv(m, tile.block)
+    held, kept = (out if x is None else x for x in (c, plain))  # placeholders that are not read
+    strides = [
+        *(batch_stride(a), *a.stride()[1:]),
+        *(batch_stride(bt), *bt.stride()[1:]),
+        *(batch_stride(held), *held.stride()[1:]),
+        *(batch_stride(out), out.stride(1)),
+        *(batch_stride(kept), kept.stride(1)),
+    ]
+    inner = [s for x in (a, bt, held, out, kept) for s in x.stride()[1:]]
+    with on_device_of(out):
+        symm_kernel[(batch * blocks * (blocks + 1) // 2,)](
+            *(a, bt, held, out, kept, m, k, *strides),
+            *(float(alpha), float(beta), float(diag)),
+            HAS_C=c is not None,
+            HAS_PLAIN=plain is not None,
+            MASK_M=m % tile.block != 0,
+            MASK_K=k % tile.block_k != 0,
+            WIDE=max(inner) >= _WIDE_STRIDE,
+            BLOCK=tile.block,
+            BLOCK_K=tile.block_k,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+
+def _check(a: Tensor, bt: Tensor, c: Tensor | None, out: Tensor, plain: Tensor | None) -> None:
+    if a.ndim != 3 or a.shape != bt.shape or a.dtype != bt.dtype or a.dtype not in DTYPES:
+        raise ValueError(
+            "symm_mm: a and bt must be [m, k] or [b, m, k], alike, and float16, bfloat16 or "
+            f"float32; found {described(a)} and {described(bt)}"
+        )
+    square = torch.Size((a.shape[0], a.shape[1], a.shape[1]))
+    for name, x in {"c": c, "out": out, "plain": plain}.items():
+        if x is None:
+            continue
+        if x.shape != square or x.device != a.device or x.dtype not in DTYPES:
+            raise ValueError(
+                f"symm_mm: {name} must be {list(square)}, float16, bfloat16 or float32, on "
+                f"{a.device}; found {described(x)} on {x.device}"
+            )
+        if name != "c" and x.stride(2) != 1 and x.shape[2] > 1:
+            raise ValueError(
+                f"symm_mm: {name} must have contiguous rows, found strides {x.stride()}; "
+                "it is symmetric, so its transpose will do"
+            )
+    if plain is not None and plain.dtype != out.dtype:
+        raise ValueError(f"symm_mm: plain must be {out.dtype} as out is, found {plain.dtype}")
+    refuse_overlap("symm_mm", out=out, a=a, bt=bt, c=c, plain=plain)
+    if plain is not None:
+        refuse_overlap("symm_mm", plain=plain, a=a, bt=bt, c=c)

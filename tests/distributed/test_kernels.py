@@ -1,0 +1,192 @@
+"""Planned kernels and batches that run together, in every layout, against Muon in one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import dmuon
+from dmuon.kernels.newton_schulz import KERNEL_VERSION
+from dmuon.reference import ReferenceMuon
+from dmuon.scheduler.costs import CostTable
+from dmuon.scheduler.dtensors import whole_tensor
+from tests.distributed.harness import distributed
+
+MUON = {"lr": 0.02, "adamw_lr": 1e-3, "ns_dtype": torch.float32}
+LAYOUTS = pytest.mark.parametrize("layout", ["replicated", "sharded", "dedicated"])
+GRAM = "gram[2]/torch/float32"
+SIDE = 6
+SIZES = (20, 9, 12, 6, 15)
+
+
+class Widths(nn.Module):
+    """Matrices with one short side and several long ones, wide and tall; a part may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(SIDE, n, bias=False) for n in SIZES)
+        self.down = nn.ModuleList(nn.Linear(n, SIDE) for n in SIZES)
+        self.skipped: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            if i != self.skipped:
+                x = x + down(torch.tanh(up(x)))
+        return x
+
+
+def data(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, SIDE, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) - 2 * x.roll(1, 0)).square().mean()
+
+
+def grouping_costs(kernel: str = GRAM) -> CostTable:
+    """Where running together always pays: the square part costs the same for any batch."""
+    entries = {(SIDE, n, "float32"): {b: 1.0 + 0.01 * n * b for b in range(1, 5)} for n in SIZES}
+    if SIDE not in SIZES:
+        entries[SIDE, SIDE, "float32"] = {1: 1.0}
+    kernels = {key: dict.fromkeys(by, kernel) for key, by in entries.items()}
+    squares = {(SIDE, "float32"): dict.fromkeys(range(1, 17), 0.9)}
+    return CostTable("by hand", entries, kernels=kernels, squares=squares)
+
+
+def made(layout: str, **planning):
+    """Model, twin, ownership; FSDP2 where the layout wants it."""
+    torch.manual_seed(0)
+    model = Widths()
+    twin = copy.deepcopy(model)
+    if layout == "sharded":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(model, mesh=mesh)
+    return model, twin, dmuon.dedicate_params(model, layout=layout, **planning)
+
+
+def follow(model, twin, own, opt, reference, steps, world, skip=lambda step, rank: None):
+    """Train both; the largest difference of a weight."""
+    rank = dist.get_rank()
+    for step in range(steps):
+        model.skipped = skip(step, rank)
+        loss_of(model, data(step, rank)).backward()
+        opt.step()
+        opt.zero_grad()
+        for r in range(world):
+            twin.skipped = skip(step, r)
+            (loss_of(twin, data(step, r)) / world).backward()
+        reference.step()
+        reference.zero_grad()
+    opt.synchronize()
+    with own.materialized(model):
+        pairs = [
+            (whole_tensor(p).double(), q.double())
+            for p, q in zip(model.parameters(), twin.parameters(), strict=True)
+        ]
+    return max(float((p - q).detach().abs().max()) for p, q in pairs)
+
+
+class Both:
+    """Two optimizers as one."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def ran(own, opt) -> set[tuple[str, str]]:
+    """(shapes, kernel) that ran anywhere."""
+    everyone = own.runtime.transport.gather_objects(opt.stats()["kernels"]["ran"])
+    return {item for mine in everyone for item in mine.items()}
+
+
+@LAYOUTS
+@pytest.mark.parametrize("skipping", [False, True])
+@distributed(2)
+def test_batches_that_run_together_equal_the_reference(rank, world, layout, skipping):
+    model, twin, own = made(layout, costs=grouping_costs())
+    groups = {b.group for b in own.plan.batches} - {-1}
+    assert groups, own.plan.batches
+    opt = dmuon.Muon(model, **MUON)
+    nbytes = opt.stats()["kernels"]["workspace_bytes"]
+    reference = ReferenceMuon(twin, **MUON)
+    skip = (lambda step, r: step % 3 if step else None) if skipping else (lambda step, r: None)
+    assert follow(model, twin, own, opt, reference, 5, world, skip) <= 1e-5
+    calls = ran(own, opt)
+    assert {kernel for _, kernel in calls} == {GRAM}
+    assert any(" + " in shapes for shapes, _ in calls), calls
+    assert opt.stats()["kernels"]["workspace_bytes"] == nbytes
+    own.close()
+
+
+@LAYOUTS
+@distributed(2)
+def test_groups_are_cut_where_param_groups_differ(rank, world, layout):
+    model, twin, own = made(layout, costs=grouping_costs())
+
+    ups = {"lr": 0.01, "ns_steps": 3}
+    groups = [
+        {"params": list(model.up.parameters()), **ups},
+        {"params": list(model.down.parameters())},
+    ]
+    opt = dmuon.Muon(groups, **MUON)
+    references = Both(ReferenceMuon(twin.up, **(MUON | ups)), ReferenceMuon(twin.down, **MUON))
+    assert follow(model, twin, own, opt, references, 4, world) <= 1e-5
+    own.close()
+
+
+@LAYOUTS
+@pytest.mark.parametrize("kernel", ["standard/torch", "gram[1,3]/torch_strips"])
+@distributed(2)
+def test_the_planned_kernel_is_the_one_that_runs(rank, world, layout, kernel):
+    costs = grouping_costs(f"{kernel}/float32")
+    model, twin, own = made(layout, costs=costs)
+    opt = dmuon.Muon(model, **MUON)
+    assert follow(model, twin, own, opt, ReferenceMuon(twin, **MUON), 3, world) <= 1e-5
+    assert {k for _, k in ran(own, opt)} == {f"{kernel}/float32"}
+    saved = own.plan.to_json()
+    own.close()
+    # A restart from the saved plan runs the same, bit for bit.
+    results = []
+    for _ in range(2):
+        plan = dmuon.OwnershipPlan.from_json(saved)
+        model, twin, own = made(layout, plan=plan)
+        opt = dmuon.Muon(model, **MUON)
+        follow(model, twin, own, opt, ReferenceMuon(twin, **MUON), 2, world)
+        assert {k for _, k in ran(own, opt)} == {f"{kernel}/float32"}
+        with own.materialized(model):
+            results.append([whole_tensor(p).clone() for p in model.parameters()])
+        own.close()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@distributed(2)
+def test_a_plan_from_other_hardware_is_refused_on_every_rank(rank, world):
+    model, _, own = made("replicated", costs=grouping_costs("gram[2]/triton-128x64-w4-s3/float32"))
+    with pytest.raises(ValueError, match=r"the plan runs gram\[2\]/triton.*on cpu"):
+        dmuon.Muon(model, **MUON)
+    own.close()
+
+
+@distributed(2)
+def test_kernel_options_that_differ_between_ranks_are_refused(rank, world):
+    options = dmuon.KernelOptions(method=("standard", "gram")[rank])
+    with pytest.raises(ValueError, match=r"disagree.*KernelOptions\(method='(standard|gram)'"):
+        made("replicated", kernels=options)
+
+
+def test_the_version_of_the_kernels_was_raised() -> None:
+    assert KERNEL_VERSION >= 2

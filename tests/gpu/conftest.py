@@ -1,0 +1,37 @@
+"""Tests that need a GPU: all of them are skipped, with the reason, where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    # pyproject.toml sets this option of pytest-timeout, and --strict-config refuses unknown ones.
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "of pytest-timeout, which is not installed: has no effect")
+
+
+def _why_not() -> str | None:
+    try:
+        from dmuon.kernels.triton_syrk import why_unavailable
+    except ImportError as error:
+        return f"Triton cannot be imported ({error})"
+    return why_unavailable("cuda")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = _why_not()
+    if reason is None:
+        return
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_every_time() -> None:
+    torch.manual_seed(0)

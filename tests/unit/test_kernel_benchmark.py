@@ -1,0 +1,422 @@
+"""The kernel benchmark and the GPU suite: what they count, how they judge, and that they go on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import gpu, gpu_accuracy, gpu_step, gpu_targets, kernel_measure, kernels
+from benchmarks import kernel_contenders as field_of
+from benchmarks.kernel_cases import (
+    CPU_SETS,
+    CUDA_SETS,
+    H200_LAYER_FLOOR_MS,
+    QUICK_SETS,
+    SETS,
+    Case,
+    executed_flops,
+    floor_flops,
+    standard_flops,
+)
+from benchmarks.kernel_page import misses, page, verdicts
+from benchmarks.kernel_timing import alternate, matmul_rate, quartiles, ratios
+from dmuon.kernels.newton_schulz import iterate_all, newton_schulz
+from dmuon.kernels.workspace import Workspace
+from dmuon.scheduler.presets import model_specs
+from dmuon.types import KernelChoice
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+
+
+def layer(name: str) -> Case:
+    return SETS[name][-1]
+
+
+# ---- cases -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("preset", "name", "layers"),
+    [("llama3-8b", "llama-8b", 32), ("qwen2.5-7b", "qwen2.5-7b", 28), ("gpt2", "gpt2", 12)],
+)
+def test_layers_are_those_of_the_presets(preset, name, layers):
+    found = Counter(tuple(sorted((m.rows, m.cols))) for m in model_specs(preset).matrices)
+    ours = {tuple(sorted((m, n))): count * layers for count, m, n in layer(name).stacks}
+    assert found == ours
+
+
+def test_the_vla_mix_is_a_layer_of_each_tower():
+    found = Counter(tuple(sorted((m.rows, m.cols))) for m in model_specs("vla").matrices)
+    for count, m, n in layer("vla").stacks:
+        # Rounded down: a few projections between the towers have shapes of their layers.
+        assert found[m, n] // (27 if m == 1152 else 18) == count, (m, n)
+
+
+def test_sets_are_listed_once_and_known():
+    assert set(CUDA_SETS) == SETS.keys()
+    assert set(CPU_SETS) < SETS.keys()
+    assert {name for names in QUICK_SETS.values() for name in names} <= SETS.keys()
+    names = [case.name for cases in SETS.values() for case in cases]
+    assert len({(s, c.name) for s, cases in SETS.items() for c in cases}) == len(names)
+
+
+# ---- what is counted ---------------------------------------------------------------------
+
+
+def test_flops_of_the_forms():
+    square, wide = Case("a", ((1, 64, 64),)), Case("b", ((3, 256, 64),))  # tall counts as wide
+    assert standard_flops(square) == 30 * 64**3
+    assert standard_flops(wide) == 3 * 90 * 64**3
+    assert floor_flops(square, torch.float16) == 20 * 64**3
+    assert floor_flops(wide, torch.float16) == 3 * (6 * 4 + 14) * 64**3
+    assert floor_flops(wide, torch.bfloat16) == 3 * (9 * 4 + 11) * 64**3
+
+
+def test_the_floor_of_a_llama_layer_on_an_h200():
+    floor_ms = floor_flops(layer("llama-8b"), torch.float16) / 790e12 * 1e3
+    assert floor_ms == pytest.approx(H200_LAYER_FLOOR_MS, abs=0.01)
+
+
+@pytest.mark.parametrize("backend", ["torch", "torch_strips"])
+@pytest.mark.parametrize("form", ["standard", "gram[2]", "gram[1,3]"])
+@pytest.mark.parametrize("m", [64, 512, 1024])
+def test_executed_flops_are_those_that_torch_counts(backend, form, m):
+    choice = KernelChoice.parse(f"{form}/{backend}/float32")
+    x = torch.randn(1, m, m + 64, device="cpu") / m
+    with FlopCounterMode(display=False) as counter:
+        iterate_all([x], field_of.TRIPLES, choice, Workspace(CPU))
+    assert executed_flops((1, m, m + 64), choice) == counter.get_total_flops()
+
+
+def test_executed_flops_of_triangles_of_tiles():
+    plain = executed_flops((1, 256, 256), KernelChoice.parse("standard/torch/float16"))
+    tiled = KernelChoice("standard", (), "triton", "float16", "128x64-w4-s3")
+    # Two block rows: three quarters of the symmetric products, two of three in a step.
+    assert executed_flops((1, 256, 256), tiled) == plain * (1 + 2 * 0.75) / 3
+
+
+# ---- contenders --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (24, 70), (70, 24)])
+def test_the_baseline_is_the_standard_form(shape):
+    x = torch.randn(shape, dtype=torch.float64)
+    expected = newton_schulz(x, method="standard", dtype=torch.float64)
+    torch.testing.assert_close(field_of.standard_form(x / x.norm()), expected)
+
+
+MIXED = Case("mixed", ((5, 48, 96), (2, 96, 48), (1, 48, 48), (3, 20, 30)))
+
+
+def kernels_for(case: Case, kernel: str) -> field_of.Kernels:
+    return {
+        field_of.kernel_key(m, n): dict.fromkeys(range(1, 6), kernel) for _, m, n in case.stacks
+    }
+
+
+def mixed_field() -> list[field_of.Contender]:
+    sources = kernel_measure.sources_of(MIXED, CPU)
+    chosen = kernels_for(MIXED, "gram[2]/torch_strips/float32")
+    f32 = torch.float32
+    return [
+        field_of.standard(sources, f32),
+        field_of.standard_batched([s if s.shape[1] <= s.shape[2] else s.mT for s in sources], f32),
+        field_of.gram(sources, f32),
+        field_of.ours(MIXED, sources, f32, chosen, max_batch=16),
+        field_of.ours(MIXED, sources, f32, chosen, max_batch=2, name="ours"),
+        field_of.ours(MIXED, sources, f32, chosen, max_batch=16, name="ours_joint"),
+    ]
+
+
+def error_of(contender: field_of.Contender) -> float:
+    references = kernel_measure.references_of(MIXED, torch.float32, CPU)
+    if contender.name == "standard_batched":
+        references = [r if r.shape[0] <= r.shape[1] else r.mT for r in references]
+    return kernel_measure.error_of(contender, references)
+
+
+@torch.no_grad()
+def test_all_contenders_compute_the_same():
+    for contender in mixed_field():
+        stacks = sorted(stack for piece in contender.pieces for stack in piece.firsts)
+        assert stacks == [0, 1, 2, 3], contender.name
+        assert error_of(contender) < 1e-4, contender.name
+        assert error_of(contender) < 1e-4, f"{contender.name}: again, on operands written anew"
+
+
+@torch.no_grad()
+def test_a_wrong_contender_is_seen():
+    contender, *_ = mixed_field()
+    wrong = field_of.Piece(
+        contender.pieces[1].refill,
+        lambda: [result * 1.01 for result in contender.pieces[1].run()],
+        contender.pieces[1].firsts,
+    )
+    pieces = (contender.pieces[0], wrong, *contender.pieces[2:])
+    assert error_of(field_of.Contender("wrong", pieces)) == pytest.approx(0.01, rel=0.1)
+
+
+def test_calls_of_a_batch_are_no_larger_than_asked_for():
+    sources = kernel_measure.sources_of(MIXED, CPU)
+    chosen = kernels_for(MIXED, "standard/torch/float32")
+    found = field_of.ours(MIXED, sources, torch.float32, chosen, max_batch=2)
+    assert len(found.pieces) == 3 + 1 + 1 + 2
+    joint = field_of.ours(MIXED, sources, torch.float32, chosen, max_batch=16, name="ours_joint")
+    assert len(joint.pieces) == 2  # one a short side
+    assert joint.executed == found.executed == standard_flops(MIXED)
+
+
+def test_batches_are_those_that_run():
+    assert kernel_measure.batches_of(128, CPU) == {16}
+    assert kernel_measure.batches_of(20, CPU) == {16, 4}
+    assert kernel_measure.batches_of(3, CPU) == {3}
+    assert kernel_measure.batches_of(20, torch.device("cuda")) == {16, 4, 20}
+
+
+# ---- timing ------------------------------------------------------------------------------
+
+
+def counting(name: str, order: list[str]) -> field_of.Contender:
+    def run() -> list[torch.Tensor]:
+        order.append(name)
+        return []
+
+    return field_of.Contender(name, (field_of.Piece(lambda: None, run, {}),))
+
+
+def test_contenders_take_turns():
+    order: list[str] = []
+    field = [counting(name, order) for name in "abc"]
+    first_ms = dict.fromkeys("abc", 100.0)  # long ones: one repeat a round
+    rate = matmul_rate(CPU, torch.float32)
+    times, rates = alternate(field, CPU, rate, first_ms, budget_s=1.25)
+    assert "".join(order) == "abcbcacab" + "abc"
+    assert {len(values) for values in times.values()} == {4} == {len(rates)}
+    order.clear()
+    alternate(field, CPU, rate, first_ms, budget_s=0.11)
+    assert len(order) == 9, "three rounds at least"
+    order.clear()
+    alternate(field, CPU, rate, first_ms, budget_s=0.05)
+    assert len(order) == 3, "or one, where a round takes far longer than the budget"
+
+
+def test_ratios_are_taken_within_rounds():
+    assert ratios([1.0, 10.0, 3.0], [2.0, 20.0, 2.0]) == 0.5
+    assert quartiles([7.0]) == (7.0, 7.0, 7.0)
+
+
+# ---- verdicts ----------------------------------------------------------------------------
+
+
+def document(ratio: float | None, dtype: str = "bfloat16", *, emulated: bool = False) -> dict:
+    row = {
+        "set": "sweep",
+        "case": "1024 x 4096",
+        "dtype": dtype,
+        "threads": 1,
+        "contender": "ours",
+        "ratio_to_standard": ratio,
+    }
+    return {"machine": {"device": "cpu", "bf16_emulated": emulated}, "rows": [row]}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "dtype", "emulated", "expected"),
+    [
+        (0.60, "bfloat16", False, ["kept", "kept"]),
+        (0.63, "bfloat16", False, ["missed", "kept"]),
+        (1.04, "bfloat16", False, ["missed", "missed"]),
+        (1.04, "float32", False, ["shown", "shown"]),
+        (1.04, "float32", True, ["missed", "missed"]),
+        (0.03, "bfloat16", True, ["emulated", "emulated"]),
+        (None, "bfloat16", True, ["emulated", "emulated"]),
+    ],
+)
+def test_what_counts_as_missed(ratio, dtype, emulated, expected):
+    found = document(ratio, dtype, emulated=emulated)
+    assert [verdict for _, _, verdict in verdicts(found)] == expected
+    assert len(misses(found)) == expected.count("missed")
+
+
+def test_one_run_from_the_command_line(tmp_path, capsys):
+    path = tmp_path / "new" / "kernels.json"
+    quick = ["--sets", "odd", "--dtype", "float32", "--threads", "1", "--case-s", "0.02"]
+    threads = torch.get_num_threads()
+    try:
+        assert kernels.main([*quick, "--tune-s", "0", "--no-compile", "--json", str(path)]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    printed = capsys.readouterr().out
+    assert "compiled left out: not asked for" in printed, "never silently"
+    found = json.loads(path.read_text())
+    measured = [row for row in found["rows"] if "left_out" not in row]
+    assert {row["contender"] for row in measured} == {"standard", "gram", "ours"}
+    assert len(measured) == 3 * len(SETS["odd"])
+    for row in measured:
+        assert row["error"] < 1e-3 and row["median_ms"] > 0 and row["ratio_to_floor"] > 0
+    assert {"date", "versions", "machine"} <= found.keys()
+    assert kernels.main(["--table", "--json", str(path)]) == 0
+    assert page(found) in printed and page(found) in capsys.readouterr().out
+
+
+def test_check_fails_where_a_limit_is_missed(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "kernels.json"
+    monkeypatch.setattr(kernels, "page", lambda found: "")
+    for ratio, code in ((0.5, 0), (0.7, 1)):
+        path.write_text(json.dumps(document(ratio)))
+        assert kernels.main(["--table", "--check", "--json", str(path)]) == code
+    assert "0.70 x standard, must be <= 0.62 x standard" in capsys.readouterr().out
+
+
+def test_long_calls_are_left_out_with_the_reason():
+    bench = kernel_measure.Bench(CPU, torch.float32, 1, 1.0, max_call_s=5.0, compiles="no compiler")
+    case = SETS["sweep"][-1]
+    assert kernel_measure.skip_reason(bench, case, "standard") == ""
+    bench.pace["standard"] = 10 / standard_flops(case)
+    assert "about 10 s" in kernel_measure.skip_reason(bench, case, "standard")
+    assert kernel_measure.skip_reason(bench, case, "compiled") == "no compiler"
+
+
+# ---- the GPU suite -----------------------------------------------------------------------
+
+
+def part(name: str, *command: str, share_s: float = 10, most_s: float = 60) -> gpu.Part:
+    return gpu.Part(name, command, share_s, most_s, "")
+
+
+def test_the_suite_ends_in_time_and_goes_on_after_failures():
+    now = [0.0]
+    ran: list[tuple[str, float]] = []
+
+    def run(one: gpu.Part, out: Path, limit_s: float) -> gpu.Outcome:
+        ran.append((one.name, limit_s))
+        now[0] += limit_s  # the worst case
+        return gpu.Outcome(one.name, False, limit_s, "stopped", "")
+
+    found = gpu.run_parts(gpu.parts(), Path(), gpu.TOTAL_S, run=run, clock=lambda: now[0])
+    assert [one.name for one in found] == [one.name for one in gpu.parts()]
+    assert now[0] <= gpu.TOTAL_S < 9 * 60
+    shares = {one.name: one.share_s for one in gpu.parts()}
+    assert all(limit_s >= shares[name] for name, limit_s in ran)
+
+
+@pytest.mark.parametrize(
+    ("code", "limit_s", "note"),
+    [
+        ("pass", 120, ""),
+        ("raise SystemExit(3)", 120, "exit code 3"),
+        ("import os; os.abort()", 120, "exit code -6"),
+        ("import signal; signal.pause()", 1, "stopped after 1 s"),
+    ],
+)
+def test_how_a_part_ends(tmp_path, code, limit_s, note):
+    one = part("one", "-c", f"print('{{out}}', flush=True); {code}")
+    outcome = gpu.run_part(one, tmp_path, limit_s)
+    assert (outcome.passed, outcome.note) == (not note, note)
+    assert outcome.tail.startswith(str(tmp_path)) or limit_s == 1
+
+
+def test_skipped_tests_and_missing_rows_are_failures(tmp_path):
+    (tmp_path / "tests.xml").write_text(
+        '<testsuites><testsuite tests="4" skipped="4"/></testsuites>'
+    )
+    assert gpu._judge(part("tests"), tmp_path, 0, 9) == (False, "no test ran (4 skipped)")
+    (tmp_path / "tests.xml").write_text(
+        '<testsuites><testsuite tests="4" skipped="1"/></testsuites>'
+    )
+    assert gpu._judge(part("tests"), tmp_path, 0, 9) == (True, "")
+    one = part("kernels", "--json", "{out}/a.json")
+    assert gpu._judge(one, tmp_path, 0, 9) == (False, "wrote no rows")
+    (tmp_path / "a.json").write_text('{"rows": [{}], "left_out": ["x"]}')
+    assert gpu._judge(one, tmp_path, 0, 9) == (False, "no time for 1 cases: x, ...")
+
+
+def suite_files(folder: Path, ms: float, gpu_name: str = "NVIDIA H200") -> None:
+    rows = [
+        {
+            "case": "llama-8b layer",
+            "contender": "ours",
+            "median_ms": ms,
+            "ratio_to_floor": ms / 12.72,
+            "ratio_to_compiled_bfloat16": ms / 27,
+        },
+        {
+            "case": "128 experts 768 x 2048",
+            "contender": "ours_whole",
+            "median_ms": 1,
+            "ratio_to_floor": 2,
+            "ratio_to_standard": 0.2,
+        },
+    ]
+    (folder / "kernels_float16.json").write_text(
+        json.dumps({"machine": {"gpu": gpu_name}, "rows": rows})
+    )
+    row = {"kernel": "standard/triton/float16", "error": 0.01, "expected": 0.02, "passed": True}
+    (folder / "accuracy.json").write_text(json.dumps({"rows": [row]}))
+
+
+def test_targets(tmp_path):
+    assert all(target.passed is False for target in gpu_targets.targets(tmp_path)), "nothing there"
+    suite_files(tmp_path, 15.0)
+    assert [t.passed for t in gpu_targets.targets(tmp_path)] == [True] * 5
+    suite_files(tmp_path, 16.0)
+    assert [t.passed for t in gpu_targets.targets(tmp_path)] == [False, False, False, True, True]
+    suite_files(tmp_path, 15.0, "NVIDIA A100")
+    assert gpu_targets.targets(tmp_path)[0].passed is None, "the limit is an H200's"
+
+
+def test_without_a_gpu_the_plan_is_printed(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert gpu.main([]) == 2
+    printed = capsys.readouterr().out
+    assert all(one.name in printed for one in gpu.parts())
+
+
+@pytest.mark.parametrize("fault", [1.2, float("nan")])
+def test_accuracy_sees_a_wrong_kernel(monkeypatch, fault):
+    (_, x, exact), _ = gpu_accuracy.inputs(32, 64)
+    choice = KernelChoice.parse("standard/torch/float32")
+    good = gpu_accuracy._row("log-spaced", x, exact, choice, 1e-4, CPU)
+    assert good["passed"]
+    monkeypatch.setattr(
+        gpu_accuracy, "iterate_all", lambda *args: [fault * y for y in iterate_all(*args)]
+    )
+    assert not gpu_accuracy._row("log-spaced", x, exact, choice, 1e-4, CPU)["passed"]
+
+
+BLOCKED = """
+import sys
+for name in ("pulp", "highspy", "hypothesis", "matplotlib"):
+    sys.modules[name] = None
+import tempfile
+import torch
+import torch.distributed as dist
+from benchmarks import gpu, gpu_accuracy, gpu_step, kernels
+torch.set_num_threads(1)
+with tempfile.TemporaryDirectory() as folder:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/s", rank=0, world_size=1)
+    for layout in gpu_step.LAYOUTS:
+        setting = gpu_step.Setting(layout, "torch", False, "float32")
+        row = gpu_step.step_row(setting, torch.device("cpu"), folder)
+        print(layout, row["passed"], *row["ran"].values())
+    dist.destroy_process_group()
+"""
+
+
+def test_nothing_needs_a_solver_and_layouts_agree_with_the_reference():
+    found = subprocess.run(
+        [sys.executable, "-c", BLOCKED], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    lines = found.stdout.strip().splitlines()
+    assert [line.split()[:2] for line in lines] == [[name, "True"] for name in gpu_step.LAYOUTS]
+    assert all("/torch/float32" in line for line in lines)

@@ -1,0 +1,405 @@
+"""Choosing kernels by measurement, and running them as an optimizer does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import dmuon
+from dmuon.config import KernelOptions
+from dmuon.kernel_tuning import choose_kernels
+from dmuon.kernels import backends
+from dmuon.kernels.autotune import ERROR_LIMITS, ROUNDS, Case, gate_error, tune
+from dmuon.kernels.choice import candidates, fixed_choice
+from dmuon.kernels.graphs import Graphs
+from dmuon.kernels.newton_schulz import iterate_all, normalize, resolve_coefficients
+from dmuon.kernels.ops import TORCH_OPS, MatmulOps
+from dmuon.kernels.runner import Call, Orthogonalizer
+from dmuon.kernels.workspace import Workspace
+from dmuon.scheduler.costs import CostTable
+from dmuon.scheduler.profile import Want, wanted
+from dmuon.types import KernelChoice
+
+CPU = torch.device("cpu")
+F32 = torch.float32
+POLAR = resolve_coefficients("polar_express", 5)
+A = KernelChoice("standard", (), "torch", "float32")
+B = KernelChoice("gram", (2,), "torch", "float32")
+C = KernelChoice("gram", (1, 3), "torch", "float32")
+
+ONE = Case(4, 6, 1)
+AUTO = KernelOptions()
+
+
+class FakeBench:
+    """Times and errors by choice; a clock that runs when something is timed."""
+
+    def __init__(self, ms: dict[KernelChoice, float], errors: dict[KernelChoice, float]) -> None:
+        self.ms = ms
+        self.errors = errors
+        self.now = 0.0
+        self.runs: list[KernelChoice] = []
+
+    def error(self, case: Case, choice: KernelChoice) -> float:
+        return self.errors.get(choice, 0.0)
+
+    def run(self, case: Case, choice: KernelChoice) -> float:
+        self.runs.append(choice)
+        self.now += self.ms[choice] / 1e3
+        return self.ms[choice]
+
+    def tune(self, offered, budget_s=100.0, cases=(ONE,), estimate=1.0):
+        return tune(
+            cases,
+            self,
+            lambda case: offered,
+            lambda case: estimate,
+            budget_s=budget_s,
+            clock=lambda: self.now,
+        )
+
+
+def test_the_fastest_that_is_right_is_chosen():
+    bench = FakeBench({A: 3.0, B: 2.0, C: 1.0}, {C: 0.5})
+    assert bench.tune([A, B, C]) == {ONE: B}
+    assert C not in bench.runs  # what is wrong is not timed
+    assert bench.runs == [A, B] * (ROUNDS + 1)
+
+
+def test_the_fixed_rule_wins_a_tie():
+    assert FakeBench({A: 1.0, B: 0.98}, {}).tune([A, B]) == {ONE: A}
+    assert FakeBench({A: 1.0, B: 0.96}, {}).tune([A, B]) == {ONE: B}
+    assert FakeBench({A: 1.0, B: 2.0}, {A: float("inf")}).tune([A, B]) == {ONE: B}
+
+
+def test_one_candidate_is_not_measured():
+    bench = FakeBench({}, {})
+    assert bench.tune([A], budget_s=0.0) == {ONE: A} and not bench.runs
+
+
+def test_what_the_budget_does_not_reach_is_left_out():
+    cases = [Case(4, 6, b) for b in (1, 2, 4)]
+    bench = FakeBench({A: 10.0, B: 8.0}, {})
+    enough_for_one = 2 * (ROUNDS + 3) * 1.05 * 10e-3
+    found = bench.tune([A, B], budget_s=enough_for_one, cases=cases, estimate=10.0)
+    assert found == {cases[0]: B}
+    assert bench.tune([A, B], budget_s=1e-4, cases=cases) == {}
+
+
+def test_the_estimate_learns_from_what_was_measured():
+    cases = [Case(4, 6, b) for b in (1, 2)]
+    bench = FakeBench({A: 1000.0, B: 800.0}, {})  # a thousand times what was estimated
+    assert list(bench.tune([A, B], budget_s=20.0, cases=cases)) == cases[:1]
+
+
+def test_running_out_of_memory_leaves_a_case_to_the_rule():
+    class Small(FakeBench):
+        def run(self, case, choice):
+            if case.batch > 1:
+                raise MemoryError
+            return super().run(case, choice)
+
+    cases = [Case(4, 6, 2), Case(4, 6, 1)]
+    assert Small({A: 2.0, B: 1.0}, {}).tune([A, B], cases=cases) == {cases[1]: B}
+
+
+def test_no_right_kernel_is_an_error():
+    with pytest.raises(RuntimeError, match=r"no Newton-Schulz kernel is right for 1 x \[4, 6\]"):
+        FakeBench({}, {A: 0.9, B: 0.9}).tune([A, B])
+
+
+# --- the gate -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, F32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 64), (48, 160), (160, 48), (300, 700)])
+def test_every_candidate_of_a_cpu_passes_the_gate(dtype, shape):
+    for choice in candidates(*shape, dtype, CPU, 5):
+        assert gate_error(Case(*shape, 3), choice, CPU) < ERROR_LIMITS[dtype] / 2
+
+
+def broken(name: str) -> MatmulOps:
+    """A backend with a fault of one kind."""
+
+    def symmetric(a, b, c=None, *, out, alpha=1.0, beta=0.0, diag=0.0, plain=None):
+        if name == "no diagonal":
+            diag = 0.0
+        if name == "no beta":
+            beta = 0.0
+        TORCH_OPS.symmetric(a, b, c, out=out, alpha=alpha, beta=beta, diag=diag, plain=plain)
+        if name == "no mirror":
+            out.copy_(out.tril())
+        if name == "one matrix of the batch for all" and out.ndim == 3:
+            out.copy_(out[:1].expand_as(out))
+        if name == "nan":
+            out[..., 0, 0] = float("nan")
+
+    return MatmulOps(name, symmetric, TORCH_OPS.general)
+
+
+FAULTS = ("no diagonal", "no beta", "no mirror", "one matrix of the batch for all", "nan")
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16])
+def test_the_gate_catches_a_wrong_kernel(monkeypatch, fault, dtype):
+    real = backends.ops_of
+    name = str(dtype).removeprefix("torch.")
+    reference = "float32"
+    choice = KernelChoice("gram", (1, 3), "torch", name, "x")
+    assert gate_error(Case(48, 96, 2), choice, CPU) < ERROR_LIMITS[dtype]
+
+    def planted(one, device, rows=1):
+        return real(one, device, rows) if one.dtype == reference and not one.tile else broken(fault)
+
+    monkeypatch.setattr("dmuon.kernels.newton_schulz.ops_of", planted)
+    assert not gate_error(Case(48, 96, 2), choice, CPU) <= ERROR_LIMITS[dtype]
+
+
+# --- choosing for a plan ------------------------------------------------------------------------
+
+
+def choices_of(wants, cached=None, options=AUTO, clock=None):
+    count = itertools.count()
+    return choose_kernels(
+        wants,
+        cached or {},
+        CostTable.analytic(),
+        CPU,
+        F32,
+        options,
+        clock=clock or (lambda: next(count) * 1e-6),
+    )
+
+
+KEYS = [(16, 24, "float32")] * 3 + [(64, 512, "float32")]
+
+
+def test_every_want_gets_a_choice_that_is_offered():
+    wants = wanted(KEYS, 16)
+    found = choices_of(wants)
+    for want in wants:
+        offered = map(str, candidates(*want.key[:2], F32, CPU, 5))
+        assert found[want.key][want.batch] in offered
+
+
+def test_cached_choices_count_as_long_as_they_are_offered():
+    wants = [Want((64, 512, "float32"), 1)]
+    cached = {(64, 512, "float32"): {1: "gram[1,3]/torch_strips/float32"}}
+    no_time = KernelOptions(tune_budget_s=0.0)
+    assert choices_of(wants, cached, no_time) == cached
+    for stale in ("gram[1,3]/triton-128x64-w4-s3/float32", "gram[1,3]/torch_strips/float16", "x"):
+        found = choices_of(wants, {(64, 512, "float32"): {1: stale}}, no_time)
+        assert found[64, 512, "float32"][1] == str(fixed_choice(64, 512, F32, CPU, 5))
+
+
+@pytest.mark.parametrize("method", ["standard", "gram", "gram[1,3]"])
+def test_a_fixed_method_is_what_every_batch_gets(method):
+    found = choices_of(wanted(KEYS, 16), options=KernelOptions(method=method))
+    expected = {"gram": "gram[2]"}.get(method, method)
+    assert {kernel for by in found.values() for kernel in by.values()} == {
+        f"{expected}/torch_strips/float32"
+    }
+
+
+def test_beyond_the_budget_the_fixed_rule_chooses():
+    wants = wanted(KEYS, 16)
+    found = choices_of(wants, options=KernelOptions(tune_budget_s=0.0))
+    for want in wants:
+        assert found[want.key][want.batch] == str(fixed_choice(*want.key[:2], F32, CPU, 5))
+
+
+# --- graphs, with a capture that is not CUDA's --------------------------------------------------
+
+
+class Recorder:
+    """Captures by keeping the function."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.captured = 0
+        self.replayed = 0
+        self.fails = fails
+
+    def __call__(self, call: Callable[[], None]) -> Callable[[], None]:
+        if self.fails:
+            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+        self.captured += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            call()
+
+        return replay
+
+
+def test_announced_calls_run_are_captured_and_replayed():
+    recorder, calls = Recorder(), []
+    graphs = Graphs(recorder)
+    graphs.announce(["a"])
+    for _ in range(4):
+        graphs.run("a", lambda: calls.append("a"))
+        graphs.run("b", lambda: calls.append("b"))
+    assert (recorder.captured, recorder.replayed) == (1, 3)
+    assert calls == ["a", "b"] * 4
+    assert graphs.state() == "1 of 1 captured"
+    graphs.forget()
+    graphs.run("a", lambda: calls.append("a"))
+    assert (recorder.captured, recorder.replayed) == (2, 4)
+
+
+def test_a_failed_capture_is_loud_and_training_goes_on():
+    graphs, calls = Graphs(Recorder(fails=True)), []
+    graphs.announce(["a"])
+    graphs.run("a", lambda: calls.append(1))
+    with pytest.warns(RuntimeWarning, match="CUDA graphs are off.*not permitted when stream"):
+        graphs.run("a", lambda: calls.append(2))
+    graphs.run("a", lambda: calls.append(3))
+    assert calls == [1, 2, 3]
+    assert graphs.state() == "off: operation not permitted when stream is capturing"
+
+
+# --- running ------------------------------------------------------------------------------------
+
+
+def batches(*shapes: tuple[int, int, int], seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [normalize(torch.randn(*shape, generator=generator), F32) for shape in shapes]
+
+
+GROUPS = [
+    ((2, 6, 9),),
+    ((2, 6, 9), (1, 12, 6)),
+    ((1, 520, 530),),
+    ((2, 520, 530), (1, 520, 560)),
+]
+
+
+@pytest.mark.parametrize("shapes", GROUPS, ids=str)
+@pytest.mark.parametrize("kernel", ["standard/torch", "gram[2]/torch_strips", "gram[1,3]/torch"])
+@pytest.mark.parametrize("with_graphs", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_runner_gives_what_the_iteration_gives(shapes, kernel, with_graphs, in_place):
+    recorder = Recorder()
+    runner = Orthogonalizer(CPU, F32, graphs=Graphs(recorder) if with_graphs else None)
+    call = Call(shapes, POLAR, f"{kernel}/float32")
+    runner.reserve([call])
+    nbytes = runner.nbytes
+    choice = KernelChoice.parse(f"{kernel}/float32")
+    for seed in range(3):
+        xs = batches(*shapes, seed=seed)
+        expected = iterate_all([x.clone() for x in xs], POLAR, choice, Workspace(CPU))
+        if in_place:
+            operands = runner.operands(call)
+            for operand, x in zip(operands, xs, strict=True):
+                operand.copy_(x)
+            xs = operands
+        for found, right in zip(runner.run(call, xs), expected, strict=True):
+            assert found.shape == right.shape
+            torch.testing.assert_close(found, right, rtol=0, atol=1e-5)
+    assert runner.nbytes == nbytes
+    assert recorder.replayed == (2 if with_graphs else 0)
+    report = runner.report()
+    assert report["ran"] == {
+        " + ".join(f"{b} x [{m}, {n}]" for b, m, n in shapes): f"{kernel}/float32"
+    }
+    assert report["workspace_bytes"] == nbytes
+    assert report["cuda_graphs"] == ("1 of 1 captured" if with_graphs else "off")
+
+
+def test_a_call_of_other_shapes_runs_too():
+    runner = Orthogonalizer(CPU, F32, graphs=Graphs(Recorder()))
+    runner.reserve([Call(((1, 6, 9),), POLAR)])
+    for _ in range(3):
+        (x,) = batches((4, 30, 70))
+        (expected,) = iterate_all([x.clone()], POLAR, A, Workspace(CPU))
+        (found,) = runner.run(Call(((4, 30, 70),), POLAR, str(A)), [x])
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_a_planned_kernel_gives_way_where_it_does_not_fit():
+    runner = Orthogonalizer(CPU, torch.bfloat16)
+    planned = Call(((1, 300, 900),), POLAR, "gram[2]/torch/float32")
+    assert runner.choice(planned) == fixed_choice(300, 900, torch.bfloat16, CPU, 5)
+    two_steps = Call(((1, 300, 900),), POLAR[:2], "gram[2]/torch/bfloat16")
+    assert runner.choice(two_steps) == fixed_choice(300, 900, torch.bfloat16, CPU, 2)
+    fits = Call(((1, 300, 900),), POLAR, "gram[1,3]/torch/bfloat16")
+    assert str(runner.choice(fits)) == "gram[1,3]/torch/bfloat16"
+
+
+def test_no_steps_leave_the_operands():
+    runner = Orthogonalizer(CPU, F32)
+    call = Call(((2, 6, 9),), ())
+    runner.reserve([call])
+    (x,) = batches((2, 6, 9))
+    assert torch.equal(runner.run(call, [x.clone()])[0], x)
+
+
+def test_graphs_need_cuda():
+    with pytest.raises(ValueError, match="cuda_graphs=True needs a CUDA device, found cpu"):
+        Orthogonalizer(CPU, F32, KernelOptions(cuda_graphs=True))
+
+
+# --- options ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"method": 3}, TypeError, "KernelOptions.method must be a string, found 3"),
+        ({"backend": None}, TypeError, "KernelOptions.backend must be a string"),
+        ({"tune_budget_s": -1.0}, ValueError, "tune_budget_s must be >= 0, found -1.0"),
+        ({"cuda_graphs": "yes"}, TypeError, "cuda_graphs must be True, False or None"),
+    ],
+)
+def test_wrong_options_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        KernelOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "message"),
+    [
+        ("fast", "kernels must be KernelOptions, found str"),
+        (KernelOptions(method="fast"), "method must be one of auto, standard, gram"),
+        (KernelOptions(backend="cutlass"), "backend must be 'auto' or one of torch, .*'cutlass'"),
+    ],
+)
+def test_planning_refuses_unknown_kernels(kernels, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        dmuon.dedicate_params(torch.nn.Linear(4, 6), kernels=kernels)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "message"),
+    [
+        (KernelOptions(backend="triton"), "'triton' cannot run on cpu"),
+        (KernelOptions(method="gram[4]"), "diverges in torch.float32 over 4 steps"),
+        (KernelOptions(cuda_graphs=True), "needs a CUDA device"),
+    ],
+)
+def test_the_optimizer_refuses_what_cannot_run_and_can_be_made_again(kernels, message):
+    model = torch.nn.Linear(4, 6)
+    own = dmuon.dedicate_params(model, kernels=kernels)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            dmuon.Muon(model, ns_dtype=F32)
+    own.close()
+    own = dmuon.dedicate_params(model)
+    dmuon.Muon(model)
+    own.close()
+
+
+def test_the_report_of_an_optimizer_says_what_ran():
+    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Linear(9, 6, bias=False))
+    own = dmuon.dedicate_params(model, kernels=KernelOptions(method="gram[1,3]", backend="torch"))
+    opt = dmuon.Muon(model, ns_dtype=F32)
+    model(torch.randn(3, 6)).square().sum().backward()
+    opt.step()
+    kernels = opt.stats()["kernels"]
+    assert set(kernels["ran"].values()) == {"gram[1,3]/torch/float32"}
+    assert kernels["workspace_bytes"] > 0 and kernels["cuda_graphs"] == "off"
+    own.close()

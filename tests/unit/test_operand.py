@@ -1,0 +1,92 @@
+"""The elementwise work around Newton-Schulz: when it goes to the Triton kernels, and what else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dmuon.kernels.newton_schulz import normalize
+from dmuon.operand import apply_all, is_fused, normalized_momentum
+from dmuon.update import momentum_update
+
+GROUP = {
+    "momentum": 0.9,
+    "nesterov": True,
+    "dampening": 0.0,
+    "momentum_mode": "ema",
+    "eps": 1e-7,
+    "lr": 0.1,
+}
+LARGE = (1 << 10, 1 << 10)
+
+
+@pytest.mark.parametrize("mode", ["ema", "sgd"])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_momentum_is_normalized_into_the_operand(mode, nesterov, dtype):
+    group = GROUP | {"momentum_mode": mode, "nesterov": nesterov}
+    grad, buffer = torch.randn(2, 6, 9), torch.randn(2, 6, 9)
+    expected_buffer = buffer.clone()
+    operand = momentum_update(
+        expected_buffer, grad, momentum=0.9, nesterov=nesterov, mode=mode, dampening=0.0
+    )
+    out = torch.empty(2, 6, 9, dtype=dtype)
+    normalized_momentum(buffer, grad, group, out=out)
+    assert torch.equal(buffer, expected_buffer)
+    assert torch.equal(out, normalize(operand, dtype))
+
+
+def test_the_fused_form_gets_the_groups_settings(monkeypatch):
+    seen = []
+
+    def fake(buffer, grad, **settings):
+        seen.append(settings)
+
+    monkeypatch.setattr("dmuon.kernels.triton_elementwise.momentum_norm_cast", fake)
+    out = torch.empty(2, 6, 9)
+    normalized_momentum(torch.zeros(2, 6, 9), torch.ones(2, 6, 9), GROUP, out=out, fused=True)
+    assert seen == [
+        {
+            "momentum": 0.9,
+            "nesterov": True,
+            "dampening": 0.0,
+            "mode": "ema",
+            "eps": 1e-7,
+            "out": out,
+        }
+    ]
+    wide = torch.zeros(2, 6, 9, dtype=torch.float64)
+    normalized_momentum(wide, torch.ones(2, 6, 9), GROUP, out=out, fused=True)
+    assert len(seen) == 1 and bool(out.isfinite().all())
+
+
+def test_large_weights_are_updated_in_one_pass(monkeypatch):
+    seen = []
+
+    def fake(weight, update, *, decay, lr):
+        seen.append(weight.shape)
+        weight.mul_(decay).sub_(update, alpha=lr)
+
+    monkeypatch.setattr("dmuon.kernels.triton_elementwise.apply_update", fake)
+
+    def updated(shape, dtype=torch.float32, decay=0.5, fused=True):
+        weight = torch.ones(shape, dtype=dtype)
+        apply_all([weight], [torch.ones(shape)], decay=decay, lr=0.25, fused=fused)
+        assert torch.equal(weight, torch.full(shape, 0.25, dtype=dtype))
+        return len(seen)
+
+    assert updated(LARGE) == 1
+    assert updated((4, 6)) == 1  # small ones go by lists
+    assert updated(LARGE, fused=False) == 1
+    assert updated(LARGE, dtype=torch.float64) == 1
+    assert updated(LARGE, decay=torch.tensor(0.5)) == 1
+
+
+def test_only_a_planned_triton_kernel_on_cuda_is_fused():
+    class OnCuda:
+        device = torch.device("cuda", 0)
+
+    assert is_fused("gram[2]/triton-128x64-w8-s3/float16", OnCuda())
+    assert not is_fused("gram[2]/torch/float16", OnCuda())
+    assert not is_fused("", OnCuda())
+    assert not is_fused("gram[2]/triton-128x64-w8-s3/float16", torch.empty(1))
