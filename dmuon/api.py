@@ -92,13 +92,14 @@ def dedicate_params(
         select: ``(name, parameter) -> bool`` picks the matrices instead of the default rules.
         splits: name pattern -> row sizes; makes several matrices of a fused parameter.
         heads: name pattern -> number of equal row blocks, each a matrix.
-        costs: "measured" times each shape on all ranks (at most ``planner.profile_budget_s``
-            seconds; kept in a cache), "analytic" or "analytic:<device>" estimates it; or the path
-            of a cost table, a `CostTable`, or any object with its ``batch_ms`` and ``source``.
+        costs: "measured" chooses kernels on the first rank and times each shape with them on all
+            ranks (at most ``kernels.tune_budget_s`` and ``planner.profile_budget_s`` seconds; kept
+            in a cache), "analytic" or "analytic:<device>" estimates it; or the path of a cost
+            table, a `CostTable`, or any object with its ``batch_ms`` and ``source``.
         solver: "auto", "milp", "greedy" or "round_robin" (docs/scheduler.md).
         plan: a saved plan to use again, after checking that it fits.
         kernels: how owners compute Newton-Schulz (docs/kernels.md). A kernel that a saved plan
-            names is the one that runs.
+            names is the one that runs; asking for another beside it is an error.
 
     Raises:
         ValueError: the arguments or the model do not fit; raised on every rank, on the ranks
@@ -183,7 +184,6 @@ class _Request:
                 "dedicate_params is called again"
             )
         specs = self.collect_specs(self.inner)
-        check_kernels(self.kernels)
         if not isinstance(self.planner, PlannerOptions):
             raise TypeError(f"planner must be PlannerOptions, found {type(self.planner).__name__}")
         if self.ddp is not None:
@@ -196,6 +196,7 @@ class _Request:
                     f"{type(self.plan).__name__}"
                 )
             check_saved(self.plan, self.planner, self.chosen)
+        check_kernels(self.kernels, self.plan)
         if self.chosen is Layout.REPLICATED:
             return _Prepared(specs, topology, None)
         if self.chosen is Layout.DEDICATED:

@@ -74,11 +74,12 @@ class KernelOptions:
                 raise TypeError(
                     f"KernelOptions.{name} must be a string, found {getattr(self, name)!r}"
                 )
-        if not self.tune_budget_s >= 0:
-            raise ValueError(
-                f"KernelOptions.tune_budget_s must be >= 0, found {self.tune_budget_s}"
-            )
-        if self.cuda_graphs not in (None, True, False):
+        budget = self.tune_budget_s
+        if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+            raise TypeError(f"KernelOptions.tune_budget_s must be a number, found {budget!r}")
+        if not budget >= 0:
+            raise ValueError(f"KernelOptions.tune_budget_s must be >= 0, found {budget}")
+        if not (self.cuda_graphs is None or isinstance(self.cuda_graphs, bool)):
             raise TypeError(
                 f"KernelOptions.cuda_graphs must be True, False or None, found {self.cuda_graphs!r}"
             )

@@ -23,10 +23,13 @@ from dmuon.scheduler.costs import CostTable, ShapeKey
 from dmuon.scheduler.profile import Want
 from dmuon.types import KernelChoice
 
-__all__ = ["Kernels", "choose_kernels"]
+__all__ = ["Kernels", "Tuned", "choose_kernels"]
 
 Kernels = dict[ShapeKey, dict[int, str]]
 """The choice, as text, by canonical shape and batch size."""
+
+Tuned = dict[ShapeKey, set[int]]
+"""The batch sizes whose choice was measured."""
 
 
 def choose_kernels(
@@ -39,9 +42,11 @@ def choose_kernels(
     *,
     clock: Callable[[], float],
     progress: Callable[[int, Case], None] | None = None,
-) -> Kernels:
+) -> tuple[Kernels, Tuned]:
     """A choice for every want: the cached one if it is still offered, else a measured one, else
-    (beyond the budget) the fixed rule's.
+    (beyond the budget) the fixed rule's. And which of them are not merely the rule's.
+
+    ``cached`` are choices that were measured under the same ``options``.
 
     ``model`` estimates in advance how long a call will take.
 
@@ -56,6 +61,7 @@ def choose_kernels(
         )
 
     found: Kernels = {}
+    tuned: Tuned = {}
     cases: dict[Case, list[Want]] = {}
     for want in wants:
         rows, cols, _ = want.key
@@ -63,6 +69,7 @@ def choose_kernels(
         known = cached.get(want.key, {}).get(want.batch, "")
         if known in map(str, choices):
             found.setdefault(want.key, {})[want.batch] = known
+            tuned.setdefault(want.key, set()).add(want.batch)
             continue
         # Where a batch runs matrix by matrix, its size does not matter.
         batch = 1 if _one_by_one(choices, device, rows) else want.batch
@@ -92,7 +99,9 @@ def choose_kernels(
         )
         for want in some:
             found.setdefault(want.key, {})[want.batch] = str(choice)
-    return found
+            if case in chosen:
+                tuned.setdefault(want.key, set()).add(want.batch)
+    return found, tuned
 
 
 def _one_by_one(choices: Sequence[KernelChoice], device: torch.device, rows: int) -> bool:

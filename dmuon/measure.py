@@ -32,7 +32,7 @@ from dmuon.comm.consensus import attempt
 from dmuon.comm.streams import Stopwatch
 from dmuon.comm.transport import Transport
 from dmuon.config import KernelOptions, MuonDefaults, PlannerOptions
-from dmuon.kernel_tuning import Kernels, choose_kernels
+from dmuon.kernel_tuning import Kernels, Tuned, choose_kernels
 from dmuon.kernels.backends import backend_version, ops_of
 from dmuon.kernels.coefficients import resolve_coefficients
 from dmuon.kernels.iterations import iterate_squares
@@ -104,19 +104,21 @@ def measured_costs(
     """
     directory = cost_cache.default_directory() if options.cache_dir is None else options.cache_dir
     places = _exchange(transport, lambda: _Place.of(device, directory))
-    here = _Setting.of(places, transport.rank, device)
+    here = _Setting.of(places, transport.rank, device, kernels)
     wants = wanted(keys, options.max_batch)
     found = here.recall(fresh)
-    chosen = _agreed_kernels(transport, here, wants, found, kernels, clock)
+    chosen, tuned = _agreed_kernels(transport, here, wants, found, kernels, clock)
     parts: list[tuple[Sequence[Want], Entries]] = []
     parts.append((wants, _usable(found, wants, chosen)))
     if squares or (squares is None and device.type == "cuda"):
         sides = _squares(wants, chosen)
-        parts.append((sides, _usable_squares(found, sides)))
+        parts.append((sides, _usable_squares(found, sides, chosen)))
     lacking = [_lacking(transport, some, cached) for some, cached in parts]
     cached = [entries for _, entries in parts]
     if all(agreed and not missing for missing, agreed in lacking):
-        here.warn(found.problem)
+        is_new = any(not sizes <= found.tuned.get(key, set()) for key, sizes in tuned.items())
+        lost = here.keep(chosen, tuned, *cached) if is_new else None
+        here.warn(found.problem or lost)
         return here.table(chosen, *cached)
 
     def work() -> list[Entries]:
@@ -153,7 +155,7 @@ def measured_costs(
 
     by_rank = _exchange(transport, work)
     merged = [merge_slowest(part) for part in zip(*by_rank, strict=True)]
-    lost = here.keep(chosen, *merged) if merged != cached else None
+    lost = here.keep(chosen, tuned, *merged)
     here.warn(found.problem or lost)
     return here.table(chosen, *merged)
 
@@ -171,17 +173,21 @@ def _agreed_kernels(
     found: Found,
     options: KernelOptions,
     clock: Callable[[], float],
-) -> Kernels:
-    """The first rank's choices, on every rank."""
+) -> tuple[Kernels, Tuned]:
+    """The first rank's choices, on every rank, and which of them were measured."""
+    known = {
+        key: {batch: kernel for batch, kernel in by.items() if batch in found.tuned.get(key, ())}
+        for key, by in found.kernels.items()
+    }
 
-    def work() -> Kernels:
+    def work() -> tuple[Kernels, Tuned]:
         if transport.rank != 0:
-            return {}
+            return {}, {}
         what = "dmuon chooses kernels"
         with torch.no_grad(), Progress(len(wants), shown=True, what=what) as progress:
             return choose_kernels(
                 wants,
-                found.kernels,
+                known,
                 here.table({}, {}),
                 here.device,
                 here.ns_dtype,
@@ -220,11 +226,19 @@ def _squares(wants: Sequence[Want], chosen: Kernels) -> list[Want]:
     ]
 
 
-def _usable_squares(found: Found, wants: Sequence[Want]) -> Entries:
+def _usable_squares(found: Found, wants: Sequence[Want], chosen: Kernels) -> Entries:
+    """The cached times among these, where no kernel of that short side has changed since."""
+    changed = {
+        square_key(key)
+        for key, by_batch in chosen.items()
+        for batch, kernel in by_batch.items()
+        if found.kernels.get(key, {}).get(batch) != kernel
+    }
     entries: Entries = {}
     for want in wants:
-        ms = found.squares.get(square_key(want.key), {}).get(want.batch)
-        if ms is not None:
+        side = square_key(want.key)
+        ms = found.squares.get(side, {}).get(want.batch)
+        if ms is not None and side not in changed:
             entries.setdefault(want.key, {})[want.batch] = ms
     return entries
 
@@ -276,7 +290,9 @@ class _Setting:
     leads: bool
 
     @classmethod
-    def of(cls, places: Sequence[_Place], rank: int, device: torch.device) -> _Setting:
+    def of(
+        cls, places: Sequence[_Place], rank: int, device: torch.device, options: KernelOptions
+    ) -> _Setting:
         mine = places[rank]
         same_dtype = len({place.ns_dtype for place in places}) == 1
         # As in `settings.agreed_dtype`: updates travel in this dtype.
@@ -288,7 +304,8 @@ class _Setting:
         key = CacheKey(
             device=name,
             torch=torch.__version__,
-            kernels=f"{backend_version(device)}-{KERNEL_VERSION}",
+            # What was chosen among a few kernels says nothing of the others.
+            kernels=f"{backend_version(device)}-{KERNEL_VERSION}-{options.method}-{options.backend}",
             ns_dtype=dtype_name(ns_dtype),
             ns_steps=MuonDefaults().ns_steps,
         )
@@ -312,18 +329,19 @@ class _Setting:
         return Found({}) if fresh else cost_cache.read(self.directory, self.key)
 
     def keep(
-        self, kernels: Kernels, entries: Entries, squares: Entries | None = None
+        self, kernels: Kernels, tuned: Tuned, entries: Entries, squares: Entries | None = None
     ) -> str | None:
         """Write to the cache, once for all ranks that share it; what went wrong."""
         if not self.leads or self.directory is None:
             return None
+        # A choice is worth keeping although there was no time for its price.
         named = {
-            key: {batch: kernels[key][batch] for batch in by_batch}
-            for key, by_batch in entries.items()
+            key: {b: kernels[key][b] for b in {*entries.get(key, {}), *tuned.get(key, ())}}
+            for key in entries | tuned
         }
         device, sides = self.table({}, {}).device, _by_side(squares or {})
         return cost_cache.add(
-            self.directory, self.key, entries, device, kernels=named, squares=sides
+            self.directory, self.key, entries, device, kernels=named, squares=sides, tuned=tuned
         )
 
     def warn(self, trouble: str | None) -> None:

@@ -17,7 +17,7 @@ from dmuon.scheduler.dtensors import mesh_axes
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.topology import Topology
-from dmuon.types import Layout, OwnershipError, PlanError
+from dmuon.types import KernelChoice, Layout, OwnershipError, PlanError
 
 __all__ = [
     "check_axes",
@@ -127,8 +127,9 @@ def check_ddp(ddp: DistributedDataParallel, inner: nn.Module, transport: Transpo
             )
 
 
-def check_kernels(options: object) -> None:
-    """Raise TypeError or ValueError unless these are `KernelOptions` that name what there is."""
+def check_kernels(options: object, plan: OwnershipPlan | None) -> None:
+    """Raise TypeError or ValueError unless these are `KernelOptions` that name what there is, and
+    that do not contradict a saved plan."""
     if not isinstance(options, KernelOptions):
         raise TypeError(f"kernels must be KernelOptions, found {type(options).__name__}")
     check_method(options.method)
@@ -137,3 +138,13 @@ def check_kernels(options: object) -> None:
             f"KernelOptions.backend must be 'auto' or one of {', '.join(BACKENDS)}, found "
             f"{options.backend!r}"
         )
+    for kernel in {batch.kernel for batch in (plan.batches if plan else ())} - {""}:
+        choice = KernelChoice.parse(kernel)
+        form = kernel.partition("/")[0]
+        same_form = options.method in ("auto", choice.method, form)
+        if not same_form or options.backend not in ("auto", choice.backend):
+            raise PlanError(
+                f"the saved plan runs {kernel}, and kernels= asks for method={options.method!r}, "
+                f"backend={options.backend!r}: leave kernels= out to run what the plan says, or "
+                "plan= to plan again"
+            )

@@ -18,7 +18,7 @@ from dmuon.config import (
     check_muon_group,
 )
 from dmuon.kernels.backends import why_not
-from dmuon.kernels.choice import fixed_choice
+from dmuon.kernels.choice import fixed_choice, is_safe
 from dmuon.kernels.newton_schulz import resolve_coefficients, resolve_ns_dtype
 from dmuon.kernels.runner import check_graphs
 from dmuon.ownership import Ownership
@@ -80,7 +80,13 @@ def check_kernels(ownership: Ownership, dtype: torch.dtype, groups: list[dict[st
             fixed_choice(rows, cols, dtype, device, count, options.method, options.backend)
     for kernel in {batch.kernel for batch in plan.batches} - {""}:
         choice = KernelChoice.parse(kernel)
-        reason = why_not(choice.backend, device, getattr(torch, choice.dtype))
+        planned: torch.dtype = getattr(torch, choice.dtype)
+        if choice.restarts and not is_safe(choice.restarts, planned, MuonDefaults().ns_steps):
+            raise ValueError(
+                f"the plan runs {kernel}, with which the iteration diverges: it was not made by "
+                "this version of dmuon. Plan again (without plan=)"
+            )
+        reason = why_not(choice.backend, device, planned)
         if reason is not None:
             raise ValueError(
                 f"the plan runs {kernel} on {device}, which is not possible: {reason}. Plan again "

@@ -65,7 +65,10 @@ class ConsensusError(DmuonError):
     """Ranks disagree, or another rank failed; raised on every rank."""
 
 
-_CHOICE = re.compile(r"(standard|gram)(?:\[([0-9,]*)\])?/([a-z_]+)(?:-([0-9a-z-]+))?/([a-z0-9]+)")
+_CHOICE = re.compile(
+    r"(?:standard|gram\[([1-9][0-9]*(?:,[1-9][0-9]*)*)\])/([a-z_]+)(?:-([0-9a-z-]+))?/"
+    r"(float16|bfloat16|float32|float64)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +103,12 @@ class KernelChoice:
         KernelChoice(method='standard', restarts=(), backend='torch', dtype='float32', tile='')
         """
         match = _CHOICE.fullmatch(text)
-        if match is None:
-            raise ValueError(
-                f"{text!r} is no kernel choice: expected method/backend/dtype, such as "
-                "'gram[2]/torch/float16'"
-            )
-        method, inner, backend, tile, dtype = match.groups()
+        inner, backend, tile, dtype = match.groups() if match else ("", "", "", "")
         restarts = tuple(int(step) for step in (inner or "").split(",") if step)
-        return cls(method, restarts, backend, dtype, tile or "")
+        if match is None or list(restarts) != sorted({*restarts}) or (tile and backend != "triton"):
+            raise ValueError(
+                f"{text!r} is no kernel choice: expected form/backend/dtype, such as "
+                "'standard/torch/float32', 'gram[1,3]/torch/bfloat16' (a Gram form has restarts, "
+                "in order) or 'gram[2]/triton-128x64-w8-s3/float16' (only triton has tiles)"
+            )
+        return cls("gram" if restarts else "standard", restarts, backend, dtype, tile or "")

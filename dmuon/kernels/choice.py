@@ -7,6 +7,7 @@ equal hardware agree. What a measurement chose is in the plan instead, see `auto
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import torch
 
@@ -21,7 +22,9 @@ __all__ = [
     "choose_method",
     "default_restarts",
     "fixed_choice",
+    "is_safe",
     "multiplications",
+    "restarts_of",
 ]
 
 METHODS = ("auto", "standard", "gram")
@@ -85,6 +88,17 @@ def check_method(method: object) -> None:
         )
 
 
+def restarts_of(method: str) -> tuple[int, ...]:
+    """The restarts of a Gram form that names them.
+
+    >>> restarts_of("gram[1,3]")
+    (1, 3)
+    """
+    given = _METHOD.fullmatch(method)
+    assert given is not None and given[1] is not None, method
+    return tuple(map(int, given[1].split(",")))
+
+
 def fixed_choice(
     m: int,
     n: int,
@@ -104,11 +118,9 @@ def fixed_choice(
     chosen = choose_method(m, n, dtype, steps) if method == "auto" else method
     restarts: tuple[int, ...] = _every(steps)
     if chosen != "standard":
-        given = _METHOD.fullmatch(chosen)
-        assert given is not None
         restarts = default_restarts(dtype, steps)
-        if given[1] is not None:
-            restarts = tuple(map(int, given[1].split(",")))
+        if chosen != "gram":
+            restarts = restarts_of(chosen)
             _check_restarts(restarts, dtype, steps)
     if backend == "auto":
         backend = default_backend(device, dtype)
@@ -119,6 +131,14 @@ def fixed_choice(
     if chosen == "standard":
         return KernelChoice("standard", (), backend, name)
     return KernelChoice("gram", restarts, backend, name)
+
+
+def is_safe(restarts: tuple[int, ...], dtype: torch.dtype, steps: int) -> bool:
+    """Whether these are restarts of so many steps with which the Gram form does not diverge."""
+    edges = (0, *restarts, steps)
+    lengths = [high - low for low, high in pairwise(edges)]
+    longest = max(lengths) if dtype is torch.float64 else longest_segment(dtype)
+    return min(lengths) > 0 and max(lengths) <= longest
 
 
 def _check_restarts(restarts: tuple[int, ...], dtype: torch.dtype, steps: int) -> None:

@@ -18,13 +18,16 @@ class Graphs:
     that come up now and then, as when a parameter has no gradient, would fill the memory. What a
     capture raises is warned of, and everything runs eagerly from then on.
 
-    ``capture`` records a function and returns what replays it; by default a `torch.cuda.CUDAGraph`.
+    ``capture`` records a function and returns what replays it; by default a `torch.cuda.CUDAGraph`
+    on ``device``.
     """
 
     def __init__(
-        self, capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None
+        self,
+        device: torch.device | None = None,
+        capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
     ) -> None:
-        self._capture = capture or _capture_cuda
+        self._capture = capture or (lambda call: _capture_cuda(call, device))
         self._announced: set[Hashable] = set()
         self._seen: set[Hashable] = set()
         self._replays: dict[Hashable, Callable[[], None]] = {}
@@ -74,9 +77,10 @@ class Graphs:
         replay()
 
 
-def _capture_cuda(call: Callable[[], None]) -> Callable[[], None]:
-    graph = torch.cuda.CUDAGraph()
-    # Other threads (the watchdog of NCCL) query events meanwhile: only this thread is recorded.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        call()
+def _capture_cuda(call: Callable[[], None], device: torch.device | None) -> Callable[[], None]:
+    with torch.cuda.device(device):  # which need not be the current one
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (the watchdog of NCCL) query events meanwhile: this one alone is recorded.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call()
     return graph.replay

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dmuon.config import KernelOptions
-from dmuon.kernels.choice import fixed_choice
+from dmuon.kernels.choice import METHODS, fixed_choice, is_safe, restarts_of
 from dmuon.kernels.footprint import call_bytes
 from dmuon.kernels.graphs import Graphs
 from dmuon.kernels.iterations import Shape
@@ -44,8 +44,8 @@ def check_graphs(options: KernelOptions, device: torch.device) -> None:
 class Orthogonalizer:
     """Runs calls in a workspace that is allocated once; owned by an optimizer.
 
-    ``dtype`` is the Newton-Schulz dtype. A planned choice for another dtype or more steps than a
-    call has gives way to the fixed rule; `report` says what ran.
+    ``dtype`` is the Newton-Schulz dtype. A planned choice for another dtype, or that would diverge
+    over the steps of a call, gives way to the fixed rule; `report` says what ran.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Orthogonalizer:
         check_graphs(options, device)
         self._workspace = Workspace(device)
         wants_graphs = options.cuda_graphs is not False and device.type == "cuda"
-        self._graphs = graphs or (Graphs() if wants_graphs else None)
+        self._graphs = graphs or (Graphs(device) if wants_graphs else None)
         self._choices: dict[Call, KernelChoice] = {}
         self._ran: dict[Call, KernelChoice] = {}
 
@@ -80,13 +80,17 @@ class Orthogonalizer:
         if call.kernel:
             planned = KernelChoice.parse(call.kernel)
             same = planned.dtype == str(self.dtype).removeprefix("torch.")
-            if same and all(0 < step < steps for step in planned.restarts):
+            is_standard = planned.method == "standard"
+            if same and (is_standard or is_safe(planned.restarts, self.dtype, steps)):
                 return planned
         # Batches of one call share the m x m part, so one rule has to serve all of them.
         rows = min(call.shapes[0][1:])
         cols = max(max(shape[1:]) for shape in call.shapes)
+        method = self._options.method
+        if method not in METHODS and not is_safe(restarts_of(method), self.dtype, steps):
+            method = "gram"  # ns_steps has changed since the optimizer was made
         return fixed_choice(
-            rows, cols, self.dtype, self.device, steps, self._options.method, self._options.backend
+            rows, cols, self.dtype, self.device, steps, method, self._options.backend
         )
 
     def call_bytes(self, call: Call) -> int:

@@ -60,7 +60,9 @@ _HOPPER_ONLY = (Tile(128, 64, warps=4, stages=3),)
 def tiles_for(capability: tuple[int, int], dtype: torch.dtype = torch.float16) -> tuple[Tile, ...]:
     """The tiles that are worth timing on a GPU of this compute capability.
 
-    None of them spills registers there, in the versions of Triton that are tested.
+    None of them spills registers there where sizes and strides are multiples of 16, in the versions
+    of Triton that are tested. Other sizes are right, but slower: addresses take registers, and
+    loads are not asynchronous.
     """
     if dtype == torch.float32:
         return TILES_FLOAT32

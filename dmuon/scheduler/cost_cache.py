@@ -13,7 +13,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -63,13 +63,15 @@ class Found:
 
     ``kernels`` are those that the times of ``entries`` were measured with, where they were named,
     and ``squares`` the times of the m x m part by (m, dtype) and batch size. A time counts only
-    with the kernel that it was measured with.
+    with the kernel that it was measured with. ``tuned``: the batch sizes whose kernel was chosen by
+    measurement; the others have what the fixed rule said when there was no time for that.
     """
 
     entries: dict[ShapeKey, dict[int, float]]
     problem: str | None = None
     kernels: dict[ShapeKey, dict[int, str]] = field(default_factory=dict)
     squares: dict[SquareKey, dict[int, float]] = field(default_factory=dict)
+    tuned: dict[ShapeKey, set[int]] = field(default_factory=dict)
 
 
 def default_directory() -> Path | None:
@@ -99,7 +101,8 @@ def read(directory: str | os.PathLike[str], key: CacheKey) -> Found:
         return Found({}, f"{path} cannot be read ({error}); it is ignored")
     try:
         table = CostTable.from_json(text, str(path))
-        named = json.loads(text).get("key")
+        data = json.loads(text)
+        named, tuned = data.get("key"), _tuned(data.get("tuned", []))
     except PlanError as error:
         return Found({}, f"{error}. It is ignored and rebuilt")
     if named != asdict(key):
@@ -111,7 +114,17 @@ def read(directory: str | os.PathLike[str], key: CacheKey) -> Found:
         None,
         {key: dict(by) for key, by in table.kernels.items()},
         {key: dict(by) for key, by in table.squares.items()},
+        tuned,
     )
+
+
+def _tuned(rows: object) -> dict[ShapeKey, set[int]]:
+    """What `add` wrote of it; nothing of what is not in that form: then it is chosen again."""
+    found: dict[ShapeKey, set[int]] = {}
+    for row in rows if isinstance(rows, list) else []:
+        if isinstance(row, list) and len(row) == 4 and isinstance(row[3], list):
+            found[canonical_key((row[0], row[1], row[2]))] = set(row[3])
+    return found
 
 
 def add(
@@ -122,10 +135,12 @@ def add(
     *,
     kernels: Mapping[ShapeKey, Mapping[int, str]] | None = None,
     squares: Mapping[SquareKey, Mapping[int, float]] | None = None,
+    tuned: Mapping[ShapeKey, Collection[int]] | None = None,
 ) -> str | None:
     """Merge ``entries`` into the file of ``key``, over what it has; a problem, or None.
 
-    ``kernels`` are those of ``entries``. An entry replaces the kernel of the one before it too: one
+    ``kernels`` are those of ``entries``, and ``tuned`` the batch sizes whose kernel was chosen by
+    measurement. An entry replaces the kernel of the one before it too: one
     that comes without a kernel has none afterwards.
 
     The file is replaced in one step, so that readers see the old or the new one, and writers take
@@ -136,7 +151,7 @@ def add(
         path.parent.mkdir(parents=True, exist_ok=True)
         with _turn(path):
             found = read(directory, key)
-            _merge(found, entries, kernels or {}, squares or {})
+            _merge(found, entries, kernels or {}, squares or {}, tuned or {})
             table = CostTable(
                 f"measured on {key.device}",
                 found.entries,
@@ -146,7 +161,11 @@ def add(
                 {shape: names for shape, names in found.kernels.items() if names},
                 found.squares,
             )
-            _replace(path, json.dumps(table.to_dict() | {"key": asdict(key)}, indent=1) + "\n")
+            ours = {
+                "key": asdict(key),
+                "tuned": [[*k, sorted(some)] for k, some in sorted(found.tuned.items()) if some],
+            }
+            _replace(path, json.dumps(table.to_dict() | ours, indent=1) + "\n")
     except OSError as error:
         return f"measured costs cannot be kept in {path} ({error})"
     return None
@@ -157,15 +176,19 @@ def _merge(
     entries: Mapping[ShapeKey, Mapping[int, float]],
     kernels: Mapping[ShapeKey, Mapping[int, str]],
     squares: Mapping[SquareKey, Mapping[int, float]],
+    tuned: Mapping[ShapeKey, Collection[int]],
 ) -> None:
     """Put these over what was ``found``: entries with their kernels, and squares."""
     for shape, by_batch in entries.items():
         names = found.kernels.setdefault(canonical_key(shape), {})
         for batch in by_batch:
             names.pop(batch, None)
+        found.tuned.get(canonical_key(shape), set()).difference_update(by_batch)
         found.entries.setdefault(canonical_key(shape), {}).update(by_batch)
     for shape, by_name in kernels.items():
         found.kernels.setdefault(canonical_key(shape), {}).update(by_name)
+    for shape, some in tuned.items():
+        found.tuned.setdefault(canonical_key(shape), set()).update(some)
     for square, by_batch in squares.items():
         found.squares.setdefault(square, {}).update(by_batch)
 

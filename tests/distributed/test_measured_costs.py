@@ -219,7 +219,7 @@ STANDARD = "standard/torch_strips/float32"
 def test_the_first_rank_chooses_kernels_for_all(rank, world):
     def chosen(wants, *args, **kwargs):
         assert rank == 0, "only the first rank measures kernels"
-        return {w.key: dict.fromkeys((1, 2, 3), GRAM) for w in wants}
+        return {w.key: dict.fromkeys((1, 2, 3), GRAM) for w in wants}, {}
 
     bench = Bench(lambda key, b: 1.0)
     with (
@@ -282,21 +282,56 @@ def test_chosen_kernels_are_remembered(rank, world):
             assert {b for by in known.values() for b in by} == {1, 2, 3}
 
 
+@distributed(2)
+def test_what_there_was_no_time_to_choose_is_chosen_another_time(rank, world):
+    with shared_folder() as folder, transport_of(world) as transport:
+        seen = []
+
+        def choose(wants, cached, model, device, dtype, options, **kwargs):
+            seen.append(cached)
+            return choose_kernels(wants, cached, model, device, dtype, options, **kwargs)
+
+        none, some = KernelOptions(tune_budget_s=0.0), KernelOptions(tune_budget_s=60.0)
+        with mock.patch("dmuon.measure.choose_kernels", choose):
+            for kernels in (none, none, some, some):
+                bench = Bench(lambda key, b: 1.0)
+                costs_of(transport, folder, bench, kernels=kernels)
+                dist.barrier()
+        if rank == 0:
+            sizes = [{b for by in cached.values() for b in by} for cached in seen]
+            assert sizes == [set(), set(), set(), {1, 2, 3}]
+
+
+@distributed(2)
+def test_choices_among_a_few_kernels_do_not_count_for_all(rank, world):
+    with shared_folder() as folder, transport_of(world) as transport:
+        with mock.patch("dmuon.measure.choose_kernels", wraps=choose_kernels) as choose:
+            for kernels in (KernelOptions(method="standard"), KernelOptions()):
+                costs_of(transport, folder, Bench(lambda key, b: 1.0), kernels=kernels)
+                dist.barrier()
+        if rank == 0:
+            assert [call.args[1] for call in choose.call_args_list] == [{}, {}]
+
+
 SIDES: list[ShapeKey] = [(4, 6, "float32"), (4, 9, "float32"), (12, 4, "float32"), B]
 
 
 @distributed(2)
 def test_the_square_part_is_measured_where_widths_differ(rank, world):
-    with shared_folder() as folder, transport_of(world) as transport:
+    with (
+        shared_folder() as folder,
+        transport_of(world) as transport,
+        mock.patch("dmuon.measure.resolve_ns_dtype", return_value=torch.float32),
+    ):
         options = PlannerOptions(cache_dir=str(folder))
 
-        def costs():
+        def costs(method="gram[1,3]"):
             return measured_costs(
                 transport,
                 SIDES,
                 CPU,
                 options,
-                kernels=KernelOptions(method="gram[1,3]"),
+                kernels=KernelOptions(method=method),
                 bench=Bench(lambda key, b: 1.0),
                 squares=True,
             )
@@ -308,6 +343,12 @@ def test_the_square_part_is_measured_where_widths_differ(rank, world):
         assert everyone[0] == everyone[1]
         with mock.patch("dmuon.measure.SquareBench.prepare", side_effect=AssertionError):
             assert costs().squares == table.squares
+        dist.barrier()
+        with (
+            mock.patch("dmuon.measure.SquareBench", side_effect=RuntimeError("measured")),
+            pytest.raises((RuntimeError, ConsensusError), match="measured"),
+        ):
+            costs("gram[2]")  # those were of another kernel
 
 
 def plan_and_train(rank: int, planner: PlannerOptions) -> str:

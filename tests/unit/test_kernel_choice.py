@@ -22,7 +22,7 @@ from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.kernels.workspace import Workspace
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.profile import Want, wanted
-from dmuon.types import KernelChoice
+from dmuon.types import KernelChoice, PlanError
 
 CPU = torch.device("cpu")
 F32 = torch.float32
@@ -165,7 +165,7 @@ def test_the_gate_catches_a_wrong_kernel(monkeypatch, fault, dtype):
 
 def choices_of(wants, cached=None, options=AUTO, clock=None):
     count = itertools.count()
-    return choose_kernels(
+    found, tuned = choose_kernels(
         wants,
         cached or {},
         CostTable.analytic(),
@@ -174,6 +174,9 @@ def choices_of(wants, cached=None, options=AUTO, clock=None):
         options,
         clock=clock or (lambda: next(count) * 1e-6),
     )
+    if options.tune_budget_s:
+        assert {key: set(by) for key, by in found.items()} == tuned
+    return found
 
 
 KEYS = [(16, 24, "float32")] * 3 + [(64, 512, "float32")]
@@ -238,7 +241,7 @@ class Recorder:
 
 def test_announced_calls_run_are_captured_and_replayed():
     recorder, calls = Recorder(), []
-    graphs = Graphs(recorder)
+    graphs = Graphs(capture=recorder)
     graphs.announce(["a"])
     for _ in range(4):
         graphs.run("a", lambda: calls.append("a"))
@@ -252,7 +255,7 @@ def test_announced_calls_run_are_captured_and_replayed():
 
 
 def test_a_failed_capture_is_loud_and_training_goes_on():
-    graphs, calls = Graphs(Recorder(fails=True)), []
+    graphs, calls = Graphs(capture=Recorder(fails=True)), []
     graphs.announce(["a"])
     graphs.run("a", lambda: calls.append(1))
     with pytest.warns(RuntimeWarning, match="CUDA graphs are off.*not permitted when stream"):
@@ -284,7 +287,7 @@ GROUPS = [
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_runner_gives_what_the_iteration_gives(shapes, kernel, with_graphs, in_place):
     recorder = Recorder()
-    runner = Orthogonalizer(CPU, F32, graphs=Graphs(recorder) if with_graphs else None)
+    runner = Orthogonalizer(CPU, F32, graphs=Graphs(capture=recorder) if with_graphs else None)
     call = Call(shapes, POLAR, f"{kernel}/float32")
     runner.reserve([call])
     nbytes = runner.nbytes
@@ -311,7 +314,7 @@ def test_a_runner_gives_what_the_iteration_gives(shapes, kernel, with_graphs, in
 
 
 def test_a_call_of_other_shapes_runs_too():
-    runner = Orthogonalizer(CPU, F32, graphs=Graphs(Recorder()))
+    runner = Orthogonalizer(CPU, F32, graphs=Graphs(capture=Recorder()))
     runner.reserve([Call(((1, 6, 9),), POLAR)])
     for _ in range(3):
         (x,) = batches((4, 30, 70))
@@ -326,6 +329,14 @@ def test_a_planned_kernel_gives_way_where_it_does_not_fit():
     assert runner.choice(planned) == fixed_choice(300, 900, torch.bfloat16, CPU, 5)
     two_steps = Call(((1, 300, 900),), POLAR[:2], "gram[2]/torch/bfloat16")
     assert runner.choice(two_steps) == fixed_choice(300, 900, torch.bfloat16, CPU, 2)
+    for steps, kernel in ((10, "gram[1,3]"), (6, "gram[1,3]"), (5, "gram[2]"), (4, "gram[1]")):
+        more = resolve_coefficients("polar_express", steps)
+        unsafe = Call(((1, 300, 900),), more, f"{kernel}/torch/bfloat16")
+        assert runner.choice(unsafe) == fixed_choice(300, 900, torch.bfloat16, CPU, steps)
+    standard = Call(
+        ((1, 300, 900),), resolve_coefficients("polar_express", 9), "standard/torch/bfloat16"
+    )
+    assert str(runner.choice(standard)) == standard.kernel
     fits = Call(((1, 300, 900),), POLAR, "gram[1,3]/torch/bfloat16")
     assert str(runner.choice(fits)) == "gram[1,3]/torch/bfloat16"
 
@@ -352,6 +363,9 @@ def test_graphs_need_cuda():
         ({"method": 3}, TypeError, "KernelOptions.method must be a string, found 3"),
         ({"backend": None}, TypeError, "KernelOptions.backend must be a string"),
         ({"tune_budget_s": -1.0}, ValueError, "tune_budget_s must be >= 0, found -1.0"),
+        ({"tune_budget_s": "3"}, TypeError, "tune_budget_s must be a number, found '3'"),
+        ({"tune_budget_s": True}, TypeError, "tune_budget_s must be a number, found True"),
+        ({"cuda_graphs": 1}, TypeError, "cuda_graphs must be True, False or None, found 1"),
         ({"cuda_graphs": "yes"}, TypeError, "cuda_graphs must be True, False or None"),
     ],
 )
@@ -390,6 +404,57 @@ def test_the_optimizer_refuses_what_cannot_run_and_can_be_made_again(kernels, me
     own.close()
     own = dmuon.dedicate_params(model)
     dmuon.Muon(model)
+    own.close()
+
+
+def plan_with(kernel: str) -> dmuon.OwnershipPlan:
+    costs = CostTable(
+        "by hand", {(4, 6, "float32"): {1: 1.0}}, kernels={(4, 6, "float32"): {1: kernel}}
+    )
+    own = dmuon.dedicate_params(torch.nn.Linear(4, 6), costs=costs)
+    own.close()
+    return own.plan
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        KernelOptions(method="standard"),
+        KernelOptions(method="gram[1,3]"),
+        KernelOptions(backend="torch_strips"),
+    ],
+)
+def test_options_that_contradict_a_saved_plan_are_refused(kernels):
+    plan = plan_with("gram[2]/torch/float32")
+    with pytest.raises(PlanError, match=r"the saved plan runs gram\[2\]/torch/float32"):
+        dmuon.dedicate_params(torch.nn.Linear(4, 6), plan=plan, kernels=kernels)
+    agreeing = KernelOptions(method="gram", backend="torch")
+    dmuon.dedicate_params(torch.nn.Linear(4, 6), plan=plan, kernels=agreeing).close()
+
+
+@pytest.mark.parametrize("kernel", ["gram[2]/torch/bfloat16", "gram[4]/torch/float32"])
+def test_a_plan_with_a_kernel_that_diverges_is_refused(kernel):
+    model = torch.nn.Linear(4, 6)
+    own = dmuon.dedicate_params(model, plan=plan_with(kernel))
+    with pytest.raises(ValueError, match="with which the iteration diverges"):
+        dmuon.Muon(model)
+    own.close()
+
+
+@pytest.mark.parametrize("method", ["auto", "standard", "gram", "gram[2]"])
+def test_the_number_of_steps_may_change_in_training(method):
+    model = torch.nn.Linear(4, 6)
+    own = dmuon.dedicate_params(model, kernels=KernelOptions(method=method))
+    opt = dmuon.Muon(model, ns_dtype=F32)
+    for steps in (5, 1, 0, 9, 2):
+        opt.param_groups[0]["ns_steps"] = steps
+        before = model.weight.detach().clone()
+        model(torch.randn(3, 4)).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+        opt.synchronize()
+        change = (model.weight.detach() - before).abs().max()
+        assert 0 < float(change) < 1, (steps, opt.stats()["kernels"]["ran"])
     own.close()
 
 

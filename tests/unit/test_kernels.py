@@ -301,10 +301,15 @@ def test_a_choice_is_a_text():
         KernelChoice("standard", (), "torch", "float32"),
         KernelChoice("gram", (2,), "torch_strips", "bfloat16"),
         KernelChoice("gram", (1, 3), "triton", "float16", "128x64-w4-s3"),
-        KernelChoice("gram", (), "triton_small", "float16"),
+        KernelChoice("gram", (2,), "triton_small", "float16"),
     ):
         assert KernelChoice.parse(str(choice)) == choice
-    for text in ("", "svd/torch/float32", "gram[2]/torch", "gram[a]/torch/float32", "gram[2]torch"):
+    for text in (
+        *("", "svd/torch/float32", "gram[2]/torch", "gram[a]/torch/float32", "gram[2]torch"),
+        *("gram/torch/float32", "gram[]/torch/float32", "gram[0]/torch/float32"),
+        *("gram[2,1]/torch/float32", "gram[1,1]/torch/float32", "standard[2]/torch/float32"),
+        *("gram[2]/torch/int8", "gram[2]/torch-64x64/float32"),
+    ):
         with pytest.raises(ValueError, match="no kernel choice"):
             KernelChoice.parse(text)
 
