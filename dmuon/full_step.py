@@ -151,7 +151,7 @@ class FullStep:
             values = update_rms(update, lr / rate.lr if rate.lr else 0.0)
             flight.rms.index_copy_(0, torch.tensor(index, device=flight.rms.device), values)
             views = bench.unstacked(members, update)
-            bench.apply(members, views, rate.decay, lr, flight.ok, unit.kernel)
+            bench.apply(members, views, rate.decay, lr, flight.ok)
 
     def runs(self, parts: Sequence[Part]) -> list[tuple[int, list[int], slice]]:
         """(unit, blocks, where) of the parts of a message, unit by unit."""
@@ -228,4 +228,4 @@ class _Buckets:
             unit = bench.runtime.units[u]
             rate = flight.rates[unit.group]
             lr = rate.adjusted(unit.rows, unit.cols)
-            bench.apply(members, updates, rate.decay, lr, flight.ok, unit.kernel)
+            bench.apply(members, updates, rate.decay, lr, flight.ok)

@@ -19,6 +19,7 @@ from dmuon.kernels.choice import candidates, fixed_choice
 from dmuon.kernels.coefficients import resolve_coefficients
 from dmuon.kernels.newton_schulz import normalize
 from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
+from dmuon.kernels.workspace import Workspace
 from dmuon.scheduler.costs import CostTable, ShapeKey
 from dmuon.scheduler.profile import Want
 from dmuon.types import KernelChoice
@@ -123,15 +124,19 @@ class _Bench:
             MuonDefaults().ns_coefficients, MuonDefaults().ns_steps
         )
         self._case: Case | None = None
+        self._space = Workspace(device)  # of all candidates, or they would fill the memory
         self._runners: dict[KernelChoice, tuple[Orthogonalizer, Call]] = {}
 
     def error(self, case: Case, choice: KernelChoice) -> float:
+        failures: tuple[type[Exception], ...] = (RuntimeError, *launch_errors())
         try:
             return gate_error(case, choice, self._device, len(self._triples))
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from None
-        except launch_errors():
-            return math.inf  # this device cannot run it
+        except failures:
+            if choice.backend in ("torch", "torch_strips", "torch_rounded"):
+                raise
+            return math.inf  # it does not compile, or needs more than this device has
 
     def run(self, case: Case, choice: KernelChoice) -> float:
         if case != self._case:
@@ -145,8 +150,10 @@ class _Bench:
             raise MemoryError(str(error)) from None
 
     def _prepare(self, case: Case, choice: KernelChoice) -> tuple[Orthogonalizer, Call]:
-        runner = Orthogonalizer(self._device, self._dtype, self._options)
+        runner = Orthogonalizer(self._device, self._dtype, self._options, workspace=self._space)
         call = Call(((case.batch, case.rows, case.cols),), self._triples, str(choice))
+        if runner.call_bytes(call) > self._space.nbytes:
+            self._runners.clear()  # their graphs are about memory that goes now
         runner.reserve([call])
         if self._device.type == "cuda":
             for _ in range(2):  # it compiles in the first, and is captured in the second

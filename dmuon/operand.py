@@ -53,7 +53,10 @@ def apply_all(
     ``fused``: in one Triton kernel a target where all of them are large, which reads and writes
     weights once instead of twice.
     """
-    suits = all(t.numel() >= _FUSED_NUMEL and t.dtype.itemsize <= 4 for t in targets)
+    suits = all(
+        t.numel() >= _FUSED_NUMEL and t.dtype.itemsize <= 4 and max(t.ndim, u.ndim) <= 3
+        for t, u in zip(targets, updates, strict=True)
+    )
     if not fused or not suits or isinstance(decay, Tensor):
         apply_updates(list(targets), list(updates), decay=decay, lr=lr)
         return

@@ -31,6 +31,7 @@ from dmuon.settings import (
     check_switches,
     fields,
     together,
+    warn_of_dtype,
 )
 from dmuon.sharded_engine import ShardedEngine
 from dmuon.types import Coefficients, Layout, OwnershipError
@@ -154,6 +155,7 @@ class Muon(Optimizer):
         self._schedule = schedule
         self._note_progress()
         dtype = agreed_dtype(self._ownerships, ns_dtype)
+        warn_of_dtype(self._ownerships, dtype)
         self._settings = Settings(dtype, master_weights, schedule, block_lr_ratio)
         self._bytes: dict[str, int] = {}
         self._engines = [_ENGINES[o.plan.layout](o, self, self._settings) for o in self._ownerships]
@@ -344,8 +346,12 @@ def _combined(key: str, one: Any, other: Any) -> Any:
     if key == "step_bytes":
         return {k: one.get(k, 0) + other.get(k, 0) for k in one.keys() | other.keys()}
     if key == "kernels":
+        both = (one["ran"], other["ran"])
         return {
-            "ran": one["ran"] | other["ran"],
+            "ran": {
+                shapes: " and ".join(dict.fromkeys(ran[shapes] for ran in both if shapes in ran))
+                for shapes in both[0] | both[1]
+            },
             "workspace_bytes": one["workspace_bytes"] + other["workspace_bytes"],
             "cuda_graphs": " and ".join(dict.fromkeys([one["cuda_graphs"], other["cuda_graphs"]])),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,6 +32,7 @@ __all__ = [
     "check_switches",
     "fields",
     "together",
+    "warn_of_dtype",
 ]
 
 
@@ -132,3 +134,19 @@ def agreed_dtype(ownerships: list[Ownership], ns_dtype: str | torch.dtype) -> to
     mine = resolve_ns_dtype(ns_dtype, ownerships[0].runtime.device)
     choices = {c for o in ownerships for c in agree(o.runtime.transport, str(mine))}
     return mine if choices == {str(mine)} else torch.float32
+
+
+def warn_of_dtype(ownerships: list[Ownership], dtype: torch.dtype) -> None:
+    """Say on one rank that kernels were chosen for another Newton-Schulz dtype than runs."""
+    name = str(dtype).removeprefix("torch.")
+    for ownership in ownerships:
+        kernels = {batch.kernel for batch in ownership.plan.batches} - {""}
+        others = sorted({KernelChoice.parse(kernel).dtype for kernel in kernels} - {name})
+        if others and ownership.rank == 0:
+            warnings.warn(
+                f"dmuon: the plan's kernels were chosen for {' and '.join(others)}, and "
+                f"Newton-Schulz runs in {name}: the fixed rule chooses instead. Leave ns_dtype out "
+                "to use them",
+                RuntimeWarning,
+                stacklevel=3,
+            )

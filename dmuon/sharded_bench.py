@@ -19,11 +19,10 @@ from dmuon.engine import Settings
 from dmuon.kernels.iterations import Shape
 from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
-from dmuon.operand import apply_all, is_fused
 from dmuon.rest import adamw_step
 from dmuon.scheduler.dtensors import local_tensor
 from dmuon.shard_state import ShardState
-from dmuon.update import advance_momentum, nesterov_operands, scale_into
+from dmuon.update import advance_momentum, apply_updates, nesterov_operands, scale_into
 
 __all__ = ["Bench", "Gradients", "Outcome", "Scale", "reciprocal"]
 
@@ -176,17 +175,15 @@ class Bench:
         decay: float,
         lr: float,
         ok: Tensor | None,
-        kernel: str = "",
     ) -> None:
-        """Decay and update the weights of blocks; ``ok`` false leaves them as they are. ``kernel``
-        is the planned one of the unit."""
+        """Decay and update the weights of blocks; ``ok`` false leaves them as they are."""
         kept = self.kept
         targets = [kept.targets[k] for k in members]
         where = targets[0].device
         # With CPU offload the weights lie elsewhere than the updates.
         moved = [u if u.device == where else u.to(where) for u in updates]
         factor = decay if ok is None else torch.where(ok.to(where), decay, 1.0).float()
-        apply_all(targets, moved, decay=factor, lr=lr, fused=is_fused(kernel, targets[0]))
+        apply_updates(targets, moved, decay=factor, lr=lr)
         if kept.targets is not kept.weights:
             torch._foreach_copy_([kept.weights[k] for k in members], targets)
 

@@ -81,6 +81,8 @@ def _capture_cuda(call: Callable[[], None], device: torch.device | None) -> Call
     with torch.cuda.device(device):  # which need not be the current one
         graph = torch.cuda.CUDAGraph()
         # Other threads (the watchdog of NCCL) query events meanwhile: this one alone is recorded.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # A stream of its own, for torch's is of the device that was captured on first.
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             call()
     return graph.replay

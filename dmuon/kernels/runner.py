@@ -54,12 +54,13 @@ class Orthogonalizer:
         dtype: torch.dtype,
         options: KernelOptions = KernelOptions(),  # noqa: B008  frozen
         graphs: Graphs | None = None,
+        workspace: Workspace | None = None,
     ) -> None:
         self.device = device
         self.dtype = dtype
         self._options = options
         check_graphs(options, device)
-        self._workspace = Workspace(device)
+        self._workspace = workspace or Workspace(device)
         wants_graphs = options.cuda_graphs is not False and device.type == "cuda"
         self._graphs = graphs or (Graphs(device) if wants_graphs else None)
         self._choices: dict[Call, KernelChoice] = {}
@@ -155,10 +156,11 @@ class Orthogonalizer:
 
     def report(self) -> dict[str, Any]:
         """What ran so far: a choice a set of shapes; the workspace; the state of CUDA graphs."""
-        ran = {
-            " + ".join(f"{b} x [{m}, {n}]" for b, m, n in call.shapes): str(choice)
-            for call, choice in self._ran.items()
-        }
+        ran: dict[str, str] = {}
+        for call, choice in self._ran.items():
+            shapes = " + ".join(f"{b} x [{m}, {n}]" for b, m, n in call.shapes)
+            known = ran.get(shapes, str(choice)).split(" and ")
+            ran[shapes] = " and ".join(dict.fromkeys([*known, str(choice)]))
         graphs = "off" if self._graphs is None else self._graphs.state()
         return {"ran": ran, "workspace_bytes": self.nbytes, "cuda_graphs": graphs}
 

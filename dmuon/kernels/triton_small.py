@@ -9,7 +9,7 @@ Only imported where Triton is installed; nothing else of the package imports it 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -132,7 +132,7 @@ def max_rows(dtype: torch.dtype) -> int:
 def small_iteration(x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]) -> None:
     """Newton-Schulz on ``[b, m, n]`` in place, one program a matrix, in a single launch.
 
-    The steps, restarts and formulas are those of `dmuon.kernels.newton_schulz.gram_iteration`; a
+    The steps, restarts and formulas are those of `dmuon.kernels.iterations.iterate_group`; a
     restart after every step is the standard iteration. ``x`` is normalized, with m <= n and
     m <= `max_rows`, float16, bfloat16 or float32, of any strides. Products accumulate in float32
     and are rounded to the dtype of x. The first call with new coefficients copies them to the
@@ -186,7 +186,7 @@ def warps_for(size: int) -> int:
     return {16: 1, 32: 4, 64: 8, 128: 8}[size]
 
 
-@lru_cache(maxsize=64)
+@cache  # never dropped, for a captured graph may read it
 def _on_device(
     triples: tuple[Triple, ...], edges: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import dmuon
 from dmuon.config import KernelOptions
-from dmuon.kernel_tuning import choose_kernels
+from dmuon.kernel_tuning import _Bench, choose_kernels
 from dmuon.kernels import backends
 from dmuon.kernels.autotune import ERROR_LIMITS, ROUNDS, Case, gate_error, tune
 from dmuon.kernels.choice import candidates, fixed_choice
@@ -456,6 +456,48 @@ def test_the_number_of_steps_may_change_in_training(method):
         change = (model.weight.detach() - before).abs().max()
         assert 0 < float(change) < 1, (steps, opt.stats()["kernels"]["ran"])
     own.close()
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_a_candidate_that_does_not_compile_is_dropped(monkeypatch, backend):
+    def fail(*_):
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr("dmuon.kernel_tuning.gate_error", fail)
+    bench = _Bench(CPU, F32, None)
+    choice = KernelChoice("gram", (2,), backend, "float32")
+    if backend == "triton":
+        assert bench.error(ONE, choice) == float("inf")
+    else:  # something is wrong with torch itself
+        with pytest.raises(RuntimeError, match="PassManager"):
+            bench.error(ONE, choice)
+
+
+def test_candidates_are_timed_in_one_workspace():
+    bench = _Bench(CPU, F32, None)
+    for case in (Case(64, 64, 2), Case(64, 512, 1)):
+        for choice in (A, B, C, A):
+            assert bench.run(case, choice) > 0
+    runners = [runner for runner, _ in bench._runners.values()]
+    assert len({id(runner._workspace) for runner in runners}) == 1
+
+
+def test_kernels_for_another_dtype_than_runs_are_told_of():
+    model = torch.nn.Linear(4, 6)
+    own = dmuon.dedicate_params(model, plan=plan_with("gram[2]/torch/float16"))
+    with pytest.warns(RuntimeWarning, match="chosen for float16, and .* in float32"):
+        opt = dmuon.Muon(model, ns_dtype=F32)
+    model(torch.randn(3, 4)).square().sum().backward()
+    opt.step()
+    assert set(opt.stats()["kernels"]["ran"].values()) == {"standard/torch_strips/float32"}
+    own.close()
+
+
+def test_the_report_shows_all_kernels_of_one_shape():
+    runner = Orthogonalizer(CPU, F32)
+    for kernel in (A, B, A):
+        runner.run(Call(((1, 6, 9),), POLAR, str(kernel)), batches((1, 6, 9)))
+    assert runner.report()["ran"] == {"1 x [6, 9]": f"{A} and {B}"}
 
 
 def test_the_report_of_an_optimizer_says_what_ran():
