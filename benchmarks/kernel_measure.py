@@ -68,7 +68,7 @@ class Bench:
         row = ANALYTIC_DEVICES[analytic_class(self.device.type, name)]
         begin = time.perf_counter()
         with torch.no_grad():
-            self.kernels = choose_kernels(
+            self.kernels, _ = choose_kernels(
                 wants,
                 {},
                 CostTable("benchmark", device=row, ns_steps=STEPS),

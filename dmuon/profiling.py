@@ -22,7 +22,7 @@ from dmuon.types import DmuonError, PlanError
 __all__ = ["add_profile_arguments", "run"]
 
 _BUDGET_S = 60.0
-_WIDTH = 100  # columns of what is printed to anything but a terminal
+_WIDTH = 110  # columns of what is printed to anything but a terminal
 
 
 def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
