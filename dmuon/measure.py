@@ -35,7 +35,7 @@ from dmuon.config import KernelOptions, MuonDefaults, PlannerOptions
 from dmuon.kernel_tuning import Kernels, Tuned, choose_kernels
 from dmuon.kernels.backends import backend_version, ops_of
 from dmuon.kernels.coefficients import resolve_coefficients
-from dmuon.kernels.iterations import iterate_squares
+from dmuon.kernels.iterations import squares_program
 from dmuon.kernels.newton_schulz import KERNEL_VERSION, resolve_ns_dtype
 from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
 from dmuon.kernels.workspace import Workspace, aligned_bytes
@@ -446,6 +446,7 @@ class SquareBench:
             workspace.reserve(3 * aligned_bytes((batch, m, m), self.ns_dtype))
             eye = torch.eye(m, dtype=self.ns_dtype, device=self.device)
             r = eye.expand(batch, m, m).contiguous()
+            program = squares_program(r, triples, choice.restarts, ops, workspace)
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from None
 
@@ -453,7 +454,7 @@ class SquareBench:
             with _current(self.device):
                 watch = Stopwatch(self.device)
                 watch.start()
-                iterate_squares(r, triples, choice.restarts, ops, workspace)
+                program.run()
                 watch.stop()
                 return watch.milliseconds()
 

@@ -13,12 +13,19 @@ Nothing falls back by itself: a backend that was asked for and cannot run is an 
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 
 import torch
 
-from dmuon.kernels.ops import TORCH_OPS, TORCH_STRIPS_OPS, MatmulOps, cpu_has_bf16, rounded_ops
+from dmuon.kernels.ops import (
+    TORCH_OPS,
+    TORCH_STRIPS_OPS,
+    MatmulOps,
+    Steps,
+    cpu_has_bf16,
+    rounded_ops,
+)
 from dmuon.types import KernelChoice
 
 __all__ = [
@@ -34,6 +41,7 @@ __all__ = [
 
 BACKENDS = ("torch", "torch_strips", "torch_rounded", "triton", "triton_small")
 _HALF = (torch.float16, torch.bfloat16)
+_TINY_ROWS = 32  # up to here rounding may cost more than emulation
 
 
 def default_backend(device: torch.device | str, dtype: torch.dtype) -> str:
@@ -50,9 +58,10 @@ def offered_backends(device: torch.device | str, dtype: torch.dtype, rows: int) 
     kind = torch.device(device).type
     if kind == "cpu":
         default = default_backend(device, dtype)
-        is_plain = default == "torch_strips" and rows <= (TORCH_STRIPS_OPS.batch_rows or 0)
-        # Below that the two are the same; plain products of emulated dtypes take 40 times as long.
-        return (default,) if is_plain or default == "torch_rounded" else (default, "torch")
+        if default == "torch_rounded":  # emulated products take 40 times as long, but tiny ones
+            return (default, "torch") if rows <= _TINY_ROWS else (default,)
+        # Up to some rows strips are plain torch.
+        return (default, "torch") if rows > TORCH_STRIPS_OPS.plain_rows else (default,)
     found = ["torch"]
     if why_not("triton", device, dtype) is None:
         found.append("triton")
@@ -139,10 +148,10 @@ def _triton_ops(tile: str) -> MatmulOps:
         beta: float = 0.0,
         diag: float = 0.0,
         plain: torch.Tensor | None = None,
-    ) -> None:
-        syrk.symm_mm(
-            a, b.mT, c, out=out, alpha=alpha, beta=beta, diag=diag, plain=plain, tile=chosen
-        )
+    ) -> Steps:
+        results = {"out": out, "plain": plain}
+        factors = {"alpha": alpha, "beta": beta, "diag": diag}
+        return [partial(syrk.symm_mm, a, b.mT, c, **results, **factors, tile=chosen)]
 
     return MatmulOps(f"triton-{tile}" if tile else "triton", symmetric, TORCH_OPS.general)
 

@@ -13,18 +13,34 @@ Matrices with the same short side m run as one group, whatever their long sides 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from dmuon.kernels.ops import MatmulOps
+from dmuon.kernels.ops import MatmulOps, Steps
 from dmuon.kernels.workspace import Workspace, aligned_bytes
 from dmuon.types import Triple
 
-__all__ = ["Shape", "iterate_group", "iterate_squares", "segments", "workspace_bytes"]
+__all__ = ["Program", "Shape", "group_program", "segments", "squares_program", "workspace_bytes"]
 
 Shape = tuple[int, int, int]  # matrices, rows, cols
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Calls in order, on memory that is fixed; it can run again once its operands are new."""
+
+    steps: Steps
+    results: list[Tensor]
+
+    def run(self) -> list[Tensor]:
+        """Where the results lie."""
+        for step in self.steps:
+            step()
+        return list(self.results)
 
 
 def segments(restarts: Sequence[int], steps: int) -> list[tuple[int, int]]:
@@ -46,102 +62,115 @@ def segments(restarts: Sequence[int], steps: int) -> list[tuple[int, int]]:
     return found
 
 
-def iterate_group(
+def group_program(
     xs: Sequence[Tensor],
     coefficients: Sequence[Triple],
     restarts: Sequence[int],
     ops: MatmulOps,
     workspace: Workspace,
-) -> list[Tensor]:
+) -> Program:
     """`aX + (bA + cA^2)X`, `A = X X^T`, once for each triple, on every matrix of every batch.
 
-    ``xs[i]`` is ``[b_i, m, n_i]`` with m <= n_i, normalized, of any strides; it is overwritten. A
-    result lies in its ``xs[i]`` or in the workspace, where the next `Workspace.take` may use the
-    memory again.
+    ``xs[i]`` is ``[b_i, m, n_i]`` with m <= n_i, normalized when the program runs, of any strides;
+    it is overwritten. A result lies in its ``xs[i]`` or in the workspace, where the next
+    `Workspace.take` may use the memory again.
     """
     parts = segments(restarts, len(coefficients))
     m = xs[0].shape[-2]
-    ops = ops.for_rows(m)
+    steps: Steps = []
     if ops.whole is not None:
-        for x in xs:
-            ops.whole(x, list(coefficients), tuple(restarts))
-        return list(xs)
+        steps += [partial(ops.whole, x, list(coefficients), tuple(restarts)) for x in xs]
+        return Program(steps, list(xs))
     with workspace.frame():
         if len(xs) == 1 and len(xs[0]) == 1:
-            return [_run_one(xs[0][0], coefficients, parts, ops, workspace)[None]]
+            result = _one(xs[0][0], coefficients, parts, ops, workspace, steps)
+            return Program(steps, [result[None]])
         if ops.batch_rows is None or m <= ops.batch_rows:
-            return _run(xs, coefficients, parts, ops, workspace)
+            return Program(steps, _batches(xs, coefficients, parts, ops, workspace, steps))
     for matrix in (matrix for x in xs for matrix in x):
         with workspace.frame():
-            result = _run_one(matrix, coefficients, parts, ops, workspace)
+            result = _one(matrix, coefficients, parts, ops, workspace, steps)
             if result.data_ptr() != matrix.data_ptr():
-                matrix.copy_(result)
-    return list(xs)
+                steps.append(partial(matrix.copy_, result))
+    return Program(steps, list(xs))
 
 
-def _run_one(
+def _one(
     x: Tensor,
     coefficients: Sequence[Triple],
     parts: Sequence[tuple[int, int]],
     ops: MatmulOps,
     workspace: Workspace,
+    steps: Steps,
 ) -> Tensor:
     """One matrix, in 2-D products: a batch of one costs up to twice as much on a CPU."""
     dtype, m = ops.held or x.dtype, len(x)
     symmetric, general = ops.symmetric, ops.general
-    here = x if dtype is x.dtype else _like(x, dtype, workspace).copy_(x)
+    here = x
+    if dtype is not x.dtype:
+        here = _like(x, dtype, workspace)
+        steps.append(partial(here.copy_, x))
     there = _like(here, dtype, workspace)
     squares = [workspace.take((m, m), dtype) for _ in range(_squares(parts))]
     r, p = squares[:2]
     for low, high in parts:
-        symmetric(here, here.mT, out=r)
+        steps += symmetric(here, here.mT, out=r)
         if high - low == 1:
             a, b, c = coefficients[low]
-            symmetric(r, r, r, out=p, alpha=c, beta=b)
-            general(p, here, here, out=there, beta=a)
+            steps += symmetric(r, r, r, out=p, alpha=c, beta=b)
+            steps += general(p, here, here, out=there, beta=a)
         else:
-            general(squares[_polynomial(squares, coefficients[low:high], ops)], here, out=there)
+            q = _polynomial(squares, coefficients[low:high], ops, steps)
+            steps += general(squares[q], here, out=there)
         here, there = there, here
-    return here if dtype is x.dtype else x.copy_(here)
+    if dtype is x.dtype:
+        return here
+    steps.append(partial(x.copy_, here))
+    return x
 
 
-def _run(
+def _batches(
     xs: Sequence[Tensor],
     coefficients: Sequence[Triple],
     parts: Sequence[tuple[int, int]],
     ops: MatmulOps,
     workspace: Workspace,
+    steps: Steps,
 ) -> list[Tensor]:
     """Batches of one height: all m x m products in one call, the others in one a batch."""
     dtype, m = ops.held or xs[0].dtype, xs[0].shape[-2]
     here = list(xs)
     if dtype is not xs[0].dtype:
-        here = [_like(x, dtype, workspace).copy_(x) for x in xs]
+        here = [_like(x, dtype, workspace) for x in xs]
+        steps += [partial(held.copy_, x) for held, x in zip(here, xs, strict=True)]
     there = [_like(x, dtype, workspace) for x in here]
     rows = [len(x) for x in xs]
     squares = [workspace.take((sum(rows), m, m), dtype) for _ in range(_squares(parts))]
     split = [square.split(rows) for square in squares]
     for low, high in parts:
         for x, r in zip(here, split[0], strict=True):
-            ops.symmetric(x, x.mT, out=r)
+            steps += ops.symmetric(x, x.mT, out=r)
         if high - low == 1:
             a, b, c = coefficients[low]
             r, p = squares[:2]
-            ops.symmetric(r, r, r, out=p, alpha=c, beta=b)
+            steps += ops.symmetric(r, r, r, out=p, alpha=c, beta=b)
             for x, factor, y in zip(here, split[1], there, strict=True):
-                ops.general(factor, x, x, out=y, beta=a)
+                steps += ops.general(factor, x, x, out=y, beta=a)
         else:
-            q = _polynomial(squares, coefficients[low:high], ops)
+            q = _polynomial(squares, coefficients[low:high], ops, steps)
             for x, factor, y in zip(here, split[q], there, strict=True):
-                ops.general(factor, x, out=y)
+                steps += ops.general(factor, x, out=y)
         here, there = there, here
     if dtype is xs[0].dtype:
         return here
-    return [x.copy_(result) for x, result in zip(xs, here, strict=True)]
+    steps += [partial(x.copy_, result) for x, result in zip(xs, here, strict=True)]
+    return list(xs)
 
 
-def _polynomial(squares: Sequence[Tensor], segment: Sequence[Triple], ops: MatmulOps) -> int:
-    """Which of four squares holds Q = P_s ... P_1, given R_1 = X X^T in the first.
+def _polynomial(
+    squares: Sequence[Tensor], segment: Sequence[Triple], ops: MatmulOps, steps: Steps
+) -> int:
+    """Which of four squares will hold Q = P_s ... P_1, given R_1 = X X^T in the first.
 
     P = aI + Z, Z = bR + cR^2, R_(i+1) = P_i R_i P_i: all of them are polynomials in X X^T, so they
     are symmetric and commute (https://github.com/Dao-AILab/gram-newton-schulz). P is never formed
@@ -150,35 +179,37 @@ def _polynomial(squares: Sequence[Tensor], segment: Sequence[Triple], ops: Matmu
     r, z = squares[0], squares[1]
     q, t = 2, 3
     a, b, c = segment[0]
-    ops.symmetric(r, r, r, out=squares[q], alpha=c, beta=b, diag=a, plain=z)
+    steps += ops.symmetric(r, r, r, out=squares[q], alpha=c, beta=b, diag=a, plain=z)
     for next_a, b, c in segment[1:]:
         rp = squares[t]
-        ops.symmetric(r, z, r, out=rp, beta=a)
-        ops.symmetric(rp, z, rp, out=r, beta=a)
-        ops.symmetric(r, r, r, out=z, alpha=c, beta=b)
+        steps += ops.symmetric(r, z, r, out=rp, beta=a)
+        steps += ops.symmetric(rp, z, rp, out=r, beta=a)
+        steps += ops.symmetric(r, r, r, out=z, alpha=c, beta=b)
         a = next_a
-        ops.symmetric(squares[q], z, squares[q], out=squares[t], beta=a)
+        steps += ops.symmetric(squares[q], z, squares[q], out=squares[t], beta=a)
         q, t = t, q
     return q
 
 
-def iterate_squares(
+def squares_program(
     r: Tensor,
     coefficients: Sequence[Triple],
     restarts: Sequence[int],
     ops: MatmulOps,
     workspace: Workspace,
-) -> None:
-    """The m x m part of `iterate_group` alone, on ``R = X X^T`` ``[b, m, m]``, to be timed."""
+) -> Program:
+    """The m x m part of `group_program` alone, on ``R = X X^T`` ``[b, m, m]``, to be timed."""
+    steps: Steps = []
     with workspace.frame():
         squares = [r, *(workspace.take(r.shape, r.dtype) for _ in range(3))]
         for low, high in segments(restarts, len(coefficients)):
             segment = coefficients[low:high]
             if len(segment) > 1:
-                _polynomial(squares, segment, ops)
+                _polynomial(squares, segment, ops, steps)
             else:
                 _, b, c = segment[0]
-                ops.symmetric(r, r, r, out=squares[1], alpha=c, beta=b)
+                steps += ops.symmetric(r, r, r, out=squares[1], alpha=c, beta=b)
+    return Program(steps, [])
 
 
 def _like(x: Tensor, dtype: torch.dtype, workspace: Workspace) -> Tensor:
@@ -196,7 +227,7 @@ def _squares(parts: Sequence[tuple[int, int]]) -> int:
 def workspace_bytes(
     shapes: Sequence[Shape], dtype: torch.dtype, restarts: Sequence[int], steps: int, ops: MatmulOps
 ) -> int:
-    """What `iterate_group` takes of its workspace for batches of these shapes, in bytes."""
+    """What `group_program` takes of its workspace for batches of these shapes, in bytes."""
     if ops.whole is not None or steps == 0:
         return 0
     m = min(shapes[0][1:])

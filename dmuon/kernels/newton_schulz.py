@@ -4,7 +4,7 @@ One step applies an odd quintic to every singular value: `X <- aX + (bA + cA^2)X
 (https://kellerjordan.github.io/posts/muon/). The Gram form evaluates the same polynomial in m x m
 space (https://github.com/Dao-AILab/gram-newton-schulz). Everything here is local to one device.
 
-    newton_schulz = normalize -> iterate -> iterate_group (see iterations.py)
+    newton_schulz = normalize -> iterate -> group_program (see iterations.py)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from dmuon.kernels.backends import ops_of
 from dmuon.kernels.choice import METHODS, choose_method, default_restarts, fixed_choice
 from dmuon.kernels.coefficients import COEFFICIENT_SETS, resolve_coefficients
-from dmuon.kernels.iterations import iterate_group
+from dmuon.kernels.iterations import Program, group_program
 from dmuon.kernels.ops import native_ns_dtype
 from dmuon.kernels.workspace import Workspace
 from dmuon.types import KernelChoice, Triple
@@ -36,11 +36,12 @@ __all__ = [
     "newton_schulz",
     "no_autocast",
     "normalize",
+    "program_of",
     "resolve_coefficients",
     "resolve_ns_dtype",
 ]
 
-KERNEL_VERSION = 2
+KERNEL_VERSION = 3
 """To be raised whenever Newton-Schulz becomes faster or slower: measured costs are kept by it."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -84,29 +85,42 @@ def normalize(
 
 
 @torch.no_grad()
+def program_of(
+    xs: Sequence[Tensor],
+    coefficients: Sequence[Triple],
+    choice: KernelChoice,
+    workspace: Workspace,
+) -> Program:
+    """Newton-Schulz on batches that run together: ``[b_i, rows_i, cols_i]`` of one short side.
+
+    When it runs they are normalized, of dtype ``choice.dtype`` and any strides; they are
+    overwritten. Results have their shapes and lie in them or in the workspace, valid until it is
+    used again. It is to run where gradients are not recorded and outside of autocast.
+
+    Raises ValueError where the choice cannot run on this device.
+    """
+    wide = [x.mT if x.shape[-2] > x.shape[-1] else x for x in xs]
+    if not coefficients or not any(x.numel() for x in xs):
+        return Program([], list(xs))
+    m = wide[0].shape[-2]
+    count = len(coefficients)
+    restarts = choice.restarts if choice.method == "gram" else tuple(range(1, count))
+    ops = ops_of(choice, xs[0].device, m)
+    program = group_program(wide, coefficients, restarts, ops, workspace)
+    results = zip(program.results, wide, xs, strict=True)
+    return Program(program.steps, [r if w is x else r.mT for r, w, x in results])
+
+
+@torch.no_grad()
 def iterate_all(
     xs: Sequence[Tensor],
     coefficients: Sequence[Triple],
     choice: KernelChoice,
     workspace: Workspace,
 ) -> list[Tensor]:
-    """Newton-Schulz on batches that run together: ``[b_i, rows_i, cols_i]`` of one short side.
-
-    They are normalized, of dtype ``choice.dtype`` and any strides; they are overwritten. Results
-    have their shapes and lie in them or in the workspace, valid until it is used again.
-
-    Raises ValueError where the choice cannot run on this device.
-    """
-    wide = [x.mT if x.shape[-2] > x.shape[-1] else x for x in xs]
-    if not coefficients or not any(x.numel() for x in xs):
-        return list(xs)
-    m = wide[0].shape[-2]
-    steps = len(coefficients)
-    restarts = choice.restarts if choice.method == "gram" else tuple(range(1, steps))
-    ops = ops_of(choice, xs[0].device, m)
+    """The results of `program_of`, which raises the same errors."""
     with no_autocast(xs[0].device):
-        results = iterate_group(wide, coefficients, restarts, ops, workspace)
-    return [r if w is x else r.mT for r, w, x in zip(results, wide, xs, strict=True)]
+        return program_of(xs, coefficients, choice, workspace).run()
 
 
 @torch.no_grad()

@@ -2,12 +2,16 @@
 
 Operands are one matrix `[m, k]` or a batch `[b, m, k]`, of any strides, of one dtype and on one
 device. Results are written where the caller says, so that a step allocates nothing.
+
+A product is given as the calls that compute it, to be made later and as often as one likes: what
+Python does to choose and to slice is done once, and not at every optimizer step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -19,6 +23,7 @@ __all__ = [
     "TORCH_STRIPS_OPS",
     "General",
     "MatmulOps",
+    "Steps",
     "Symmetric",
     "native_ns_dtype",
     "rounded_ops",
@@ -29,6 +34,10 @@ _STRIP_ROWS = 256
 _MIN_ROWS = 2 * _STRIP_ROWS
 _MAX_STRIPS = 4
 _BF16_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
+
+
+Steps = list[Callable[[], object]]
+"""Calls to be made in order; each holds its operands."""
 
 
 class Symmetric(Protocol):
@@ -45,7 +54,7 @@ class Symmetric(Protocol):
         beta: float = 0.0,
         diag: float = 0.0,
         plain: Tensor | None = None,
-    ) -> None:
+    ) -> Steps:
         """``out = alpha * a @ b + beta * c + diag * I``; ``plain`` gets it without the diagonal.
 
         Neither result shares memory with an operand.
@@ -64,7 +73,7 @@ class General(Protocol):
         out: Tensor,
         alpha: float = 1.0,
         beta: float = 0.0,
-    ) -> None:
+    ) -> Steps:
         """``out = alpha * a @ b + beta * c``; the result shares no memory with an operand."""
 
 
@@ -103,22 +112,24 @@ def _general(
     out: Tensor,
     alpha: float = 1.0,
     beta: float = 0.0,
-) -> None:
+) -> Steps:
     if a.ndim == 3 and len(a) == 1:  # a batch of one costs up to twice the 2-D product on a CPU
-        _general(a[0], b[0], None if c is None else c[0], out=out[0], alpha=alpha, beta=beta)
-    elif c is None and alpha == 1.0:
-        (torch.mm if a.ndim == 2 else torch.bmm)(a, b, out=out)
-    else:
-        add = torch.addmm if a.ndim == 2 else torch.baddbmm
-        # With beta 0 the first argument is not read.
-        add(out if c is None else c, a, b, beta=0.0 if c is None else beta, alpha=alpha, out=out)
+        return _general(a[0], b[0], None if c is None else c[0], out=out[0], alpha=alpha, beta=beta)
+    if c is None and alpha == 1.0:
+        return [partial(torch.mm if a.ndim == 2 else torch.bmm, a, b, out=out)]
+    add = torch.addmm if a.ndim == 2 else torch.baddbmm
+    # With beta 0 the first argument is not read.
+    start, beta = (out, 0.0) if c is None else (c, beta)
+    return [partial(add, start, a, b, beta=beta, alpha=alpha, out=out)]
 
 
-def _finish(out: Tensor, plain: Tensor | None, diag: float) -> None:
+def _finish(out: Tensor, plain: Tensor | None, diag: float) -> Steps:
+    steps: Steps = []
     if plain is not None:
-        out.copy_(plain)
+        steps.append(partial(out.copy_, plain))
     if diag:
-        out.diagonal(dim1=-2, dim2=-1).add_(diag)
+        steps.append(partial(out.diagonal(dim1=-2, dim2=-1).add_, diag))
+    return steps
 
 
 def _symmetric(
@@ -131,9 +142,9 @@ def _symmetric(
     beta: float = 0.0,
     diag: float = 0.0,
     plain: Tensor | None = None,
-) -> None:
-    _general(a, b, c, out=out if plain is None else plain, alpha=alpha, beta=beta)
-    _finish(out, plain, diag)
+) -> Steps:
+    product = _general(a, b, c, out=out if plain is None else plain, alpha=alpha, beta=beta)
+    return product + _finish(out, plain, diag)
 
 
 def _strips(m: int) -> list[tuple[int, int]]:
@@ -157,23 +168,25 @@ def _strips_symmetric(
     beta: float = 0.0,
     diag: float = 0.0,
     plain: Tensor | None = None,
-) -> None:
+) -> Steps:
     """Lower block triangle in s row strips, then mirrored: (s + 1) / 2s of the multiplications."""
     target = out if plain is None else plain
+    steps: Steps = []
     if a.shape[-2] < _MIN_ROWS:
-        _general(a, b, c, out=target, alpha=alpha, beta=beta)
+        steps = _general(a, b, c, out=target, alpha=alpha, beta=beta)
     elif a.ndim == 3:
         for i in range(len(a)):
-            _lower(a[i], b[i], None if c is None else c[i], target[i], alpha, beta)
+            steps += _lower(a[i], b[i], None if c is None else c[i], target[i], alpha, beta)
     else:
-        _lower(a, b, c, target, alpha, beta)
-    _finish(out, plain, diag)
+        steps = _lower(a, b, c, target, alpha, beta)
+    return steps + _finish(out, plain, diag)
 
 
-def _lower(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, alpha: float, beta: float) -> None:
+def _lower(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, alpha: float, beta: float) -> Steps:
     strips = _strips(len(a))
+    steps: Steps = []
     for low, high in strips:
-        _general(
+        steps += _general(
             a[low:high],
             b[:, :high],
             None if c is None else c[low:high, :high],
@@ -182,7 +195,8 @@ def _lower(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, alpha: float, be
             beta=beta,
         )
     for low, high in strips[:-1]:
-        out[low:high, high:].copy_(out[high:, low:high].mT)
+        steps.append(partial(out[low:high, high:].copy_, out[high:, low:high].mT))
+    return steps
 
 
 TORCH_OPS = MatmulOps("torch", _symmetric, _general)
@@ -205,8 +219,8 @@ def rounded_ops(dtype: torch.dtype) -> MatmulOps:
     as long. Matrices are held in float32; every value in them is one of ``dtype``.
     """
 
-    def rounded(out: Tensor) -> None:
-        out.copy_(out.to(dtype))
+    def rounded(out: Tensor) -> Steps:
+        return [lambda: out.copy_(out.to(dtype))]
 
     def symmetric(
         a: Tensor,
@@ -218,13 +232,11 @@ def rounded_ops(dtype: torch.dtype) -> MatmulOps:
         beta: float = 0.0,
         diag: float = 0.0,
         plain: Tensor | None = None,
-    ) -> None:
+    ) -> Steps:
         target = out if plain is None else plain
-        _strips_symmetric(a, b, c, out=target, alpha=alpha, beta=beta)
-        rounded(target)
-        _finish(out, plain, diag)
-        if diag:
-            rounded(out)
+        product = _strips_symmetric(a, b, c, out=target, alpha=alpha, beta=beta)
+        finish = _finish(out, plain, diag)
+        return product + rounded(target) + finish + (rounded(out) if diag else [])
 
     def general(
         a: Tensor,
@@ -234,9 +246,8 @@ def rounded_ops(dtype: torch.dtype) -> MatmulOps:
         out: Tensor,
         alpha: float = 1.0,
         beta: float = 0.0,
-    ) -> None:
-        _general(a, b, c, out=out, alpha=alpha, beta=beta)
-        rounded(out)
+    ) -> Steps:
+        return _general(a, b, c, out=out, alpha=alpha, beta=beta) + rounded(out)
 
     return MatmulOps(
         "torch_rounded", symmetric, general, held=torch.float32, batch_rows=_MIN_ROWS - 1

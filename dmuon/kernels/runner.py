@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from dmuon.config import KernelOptions
 from dmuon.kernels.choice import METHODS, fixed_choice, is_safe, restarts_of
 from dmuon.kernels.footprint import call_bytes
 from dmuon.kernels.graphs import Graphs
-from dmuon.kernels.iterations import Shape
-from dmuon.kernels.newton_schulz import iterate_all
+from dmuon.kernels.iterations import Program, Shape
+from dmuon.kernels.newton_schulz import no_autocast, program_of
 from dmuon.kernels.workspace import Workspace, aligned_bytes
 from dmuon.types import KernelChoice, Triple
 
@@ -65,6 +66,7 @@ class Orthogonalizer:
         self._graphs = graphs or (Graphs(device) if wants_graphs else None)
         self._choices: dict[Call, KernelChoice] = {}
         self._ran: dict[Call, KernelChoice] = {}
+        self._programs: dict[Call, tuple[list[Tensor], Program]] = {}  # with their operands
 
     def choice(self, call: Call) -> KernelChoice:
         """What runs a call.
@@ -109,6 +111,7 @@ class Orthogonalizer:
         Raises ValueError where a choice cannot run on this device.
         """
         calls = list(calls)
+        self._programs.clear()
         self._workspace.reserve(max(map(self.call_bytes, calls), default=0))
         if self._graphs is not None:
             self._graphs.forget()
@@ -125,25 +128,36 @@ class Orthogonalizer:
     def run(self, call: Call, xs: Sequence[Tensor]) -> list[Tensor]:
         """The results of a call on ``xs``, its `operands` or tensors like them, which are
         overwritten. Results are valid until the next call of this object."""
-        choice = self.choice(call)
-        self._ran[call] = choice
-        with self._workspace.frame():
-            own = self._take(call)
+        with no_autocast(self.device):
             if self._graphs is None:
-                return iterate_all(xs, call.coefficients, choice, self._workspace)
+                return self._program(call, xs).run()
+            own = self.operands(call)
             # A graph works on the same memory each time.
             for mine, x in zip(own, xs, strict=True):
                 if mine.data_ptr() != x.data_ptr():
                     mine.copy_(x)
 
             def body() -> None:
-                results = iterate_all(own, call.coefficients, choice, self._workspace)
-                for mine, result in zip(own, results, strict=True):
+                for mine, result in zip(own, self._program(call, own).run(), strict=True):
                     if mine.data_ptr() != result.data_ptr():
                         mine.copy_(result)
 
             self._graphs.run(call, body)
             return own
+
+    def _program(self, call: Call, xs: Sequence[Tensor]) -> Program:
+        known = self._programs.get(call)
+        if known is not None and all(map(is_, known[0], xs)):
+            return known[1]
+        choice = self._ran[call] = self.choice(call)
+        with self._workspace.frame():
+            own = self._take(call)
+            beside = self._workspace.beside
+            program = program_of(xs, call.coefficients, choice, self._workspace)
+            # Kept only if it is about memory that stays: the workspace's.
+            if all(map(is_, own, xs)) and self._workspace.beside == beside:
+                self._programs[call] = own, program
+        return program
 
     @property
     def nbytes(self) -> int:

@@ -132,7 +132,7 @@ def max_rows(dtype: torch.dtype) -> int:
 def small_iteration(x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]) -> None:
     """Newton-Schulz on ``[b, m, n]`` in place, one program a matrix, in a single launch.
 
-    The steps, restarts and formulas are those of `dmuon.kernels.iterations.iterate_group`; a
+    The steps, restarts and formulas are those of `dmuon.kernels.iterations.group_program`; a
     restart after every step is the standard iteration. ``x`` is normalized, with m <= n and
     m <= `max_rows`, float16, bfloat16 or float32, of any strides. Products accumulate in float32
     and are rounded to the dtype of x. The first call with new coefficients copies them to the

@@ -27,12 +27,14 @@ class Workspace:
     """A stack of tensors in one piece of memory.
 
     Equal sequences of `take` give equal addresses, which is what a CUDA graph needs. ``grown``
-    counts how often more had to be allocated after the first time.
+    counts how often more had to be allocated after the first time, ``beside`` how many tensors
+    did not fit and got memory of their own.
     """
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
         self.grown = 0
+        self.beside = 0
         self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._known: dict[tuple[int, Shape, torch.dtype], tuple[int, Tensor]] = {}
         self._top = 0
@@ -62,6 +64,7 @@ class Workspace:
         end = self._top + aligned_bytes(shape, dtype)
         if end > self.nbytes:
             # Beyond what was reserved: correct, but an allocation of its own.
+            self.beside += 1
             return torch.empty(shape, dtype=dtype, device=self.device)
         flat = self._memory[self._top : self._top + prod(shape) * dtype.itemsize]
         tensor = flat.view(dtype).view(shape)

@@ -13,10 +13,16 @@ import dmuon
 from dmuon.config import KernelOptions
 from dmuon.kernel_tuning import _Bench, choose_kernels
 from dmuon.kernels import backends
+from dmuon.kernels import runner as runner_module
 from dmuon.kernels.autotune import ERROR_LIMITS, ROUNDS, Case, gate_error, tune
 from dmuon.kernels.choice import candidates, fixed_choice
 from dmuon.kernels.graphs import Graphs
-from dmuon.kernels.newton_schulz import iterate_all, normalize, resolve_coefficients
+from dmuon.kernels.newton_schulz import (
+    iterate_all,
+    normalize,
+    program_of,
+    resolve_coefficients,
+)
 from dmuon.kernels.ops import TORCH_OPS, MatmulOps
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.kernels.workspace import Workspace
@@ -130,13 +136,16 @@ def broken(name: str) -> MatmulOps:
             diag = 0.0
         if name == "no beta":
             beta = 0.0
-        TORCH_OPS.symmetric(a, b, c, out=out, alpha=alpha, beta=beta, diag=diag, plain=plain)
+        steps = TORCH_OPS.symmetric(
+            a, b, c, out=out, alpha=alpha, beta=beta, diag=diag, plain=plain
+        )
         if name == "no mirror":
-            out.copy_(out.tril())
+            steps.append(lambda: out.copy_(out.tril()))
         if name == "one matrix of the batch for all" and out.ndim == 3:
-            out.copy_(out[:1].expand_as(out))
+            steps.append(lambda: out.copy_(out[:1].expand_as(out)))
         if name == "nan":
-            out[..., 0, 0] = float("nan")
+            steps.append(lambda: out[..., 0, 0].fill_(float("nan")))
+        return steps
 
     return MatmulOps(name, symmetric, TORCH_OPS.general)
 
@@ -311,6 +320,47 @@ def test_a_runner_gives_what_the_iteration_gives(shapes, kernel, with_graphs, in
     }
     assert report["workspace_bytes"] == nbytes
     assert report["cuda_graphs"] == ("1 of 1 captured" if with_graphs else "off")
+
+
+@pytest.mark.parametrize("kernel", ["standard/torch", "gram[2]/torch_strips"])
+@pytest.mark.parametrize("shapes", [((1, 6, 9),), ((2, 9, 6), (1, 6, 40)), ((2, 530, 540),)])
+def test_what_python_does_for_a_call_is_done_once(monkeypatch, shapes, kernel):
+    built = []
+    monkeypatch.setattr(
+        runner_module, "program_of", lambda *args: built.append(args) or program_of(*args)
+    )
+    runner = Orthogonalizer(CPU, F32)
+    call = Call(shapes, POLAR, f"{kernel}/float32")
+    choice = KernelChoice.parse(call.kernel)
+
+    def follows(seed: int, *, own: bool) -> None:
+        """Results are those of the iteration, also in a region where products are bfloat16."""
+        xs = batches(*shapes, seed=seed)
+        expected = iterate_all([x.clone() for x in xs], POLAR, choice, Workspace(CPU))
+        operands = runner.operands(call) if own else [x.clone() for x in xs]
+        for operand, x in zip(operands, xs, strict=True):
+            operand.copy_(x)
+        with torch.autocast("cpu", enabled=seed % 2 == 1):
+            found = runner.run(call, operands)
+        for these, those in zip(found, expected, strict=True):
+            assert torch.equal(these, those)
+
+    for seed in range(3):  # nothing was reserved: memory is new each time, and nothing is kept
+        follows(seed, own=True)
+        assert len(built) == seed + 1
+    runner.reserve([call])
+    for seed in range(4):
+        follows(seed, own=True)
+    assert len(built) == 4
+    follows(4, own=False)  # operands elsewhere
+    assert len(built) == 5
+    follows(5, own=True)
+    assert len(built) == 5
+    larger = Call(((8, *shapes[0][1:]), *shapes[1:]), POLAR, call.kernel)
+    runner.reserve([call, larger])  # the workspace moves
+    for seed in range(2):
+        follows(seed, own=True)
+    assert len(built) == 6
 
 
 def test_a_call_of_other_shapes_runs_too():

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.optim._muon import _zeropower_via_newtonschulz as torch_newton_schulz
 
 from dmuon.kernels.backends import default_backend
-from dmuon.kernels.iterations import iterate_group
+from dmuon.kernels.iterations import Program, group_program
 from dmuon.kernels.newton_schulz import (
     COEFFICIENT_SETS,
     choose_method,
@@ -33,6 +33,7 @@ from dmuon.kernels.ops import (
     TORCH_OPS,
     TORCH_STRIPS_OPS,
     MatmulOps,
+    Steps,
     native_ns_dtype,
 )
 from dmuon.kernels.workspace import Workspace
@@ -65,9 +66,10 @@ def run_iteration(
     restarts: tuple[int, ...],
     ops: MatmulOps = TORCH_OPS,
 ) -> torch.Tensor:
-    """`iterate_group` on a copy of one batch or matrix."""
+    """`group_program` on a copy of one batch or matrix."""
     batch = x.reshape(-1, *x.shape[-2:]).clone()
-    return iterate_group([batch], triples, restarts, ops, Workspace("cpu"))[0].view(x.shape)
+    program = group_program([batch], triples, restarts, ops, Workspace("cpu"))
+    return program.run()[0].view(x.shape)
 
 
 def by_svd(x: torch.Tensor, triples: tuple[tuple[float, float, float], ...]) -> torch.Tensor:
@@ -320,13 +322,13 @@ class RecordingOps:
         products = {name: self._record(name) for name in ("symmetric", "general")}
         self.ops = replace(TORCH_OPS, batch_rows=batch_rows, **products)
 
-    def _record(self, name: str) -> Callable[..., None]:
-        def product(*args: torch.Tensor, out: torch.Tensor, **kwargs: Any) -> None:
+    def _record(self, name: str) -> Callable[..., Steps]:
+        def product(*args: torch.Tensor, out: torch.Tensor, **kwargs: Any) -> Steps:
             self.calls[name] += 1
             self.sizes.add(len(out) if out.ndim == 3 else 1)
             for operand in args:
                 assert operand.data_ptr() != out.data_ptr(), "a result over an operand"
-            getattr(TORCH_OPS, name)(*args, out=out, **kwargs)
+            return getattr(TORCH_OPS, name)(*args, out=out, **kwargs)
 
         return product
 
@@ -542,9 +544,9 @@ def test_strips_equal_the_plain_products(m: int, batch: int | None) -> None:
     ):
         plain = epilogue.get("plain")
         found, expected = torch.full_like(c, math.nan), torch.full_like(c, math.nan)
-        TORCH_STRIPS_OPS.symmetric(operands[1], operands[2], out=found, **epilogue)
+        Program(TORCH_STRIPS_OPS.symmetric(*operands[1:], out=found, **epilogue), []).run()
         from_strips = None if plain is None else plain.clone()
-        TORCH_OPS.symmetric(operands[1], operands[2], out=expected, **epilogue)
+        Program(TORCH_OPS.symmetric(*operands[1:], out=expected, **epilogue), []).run()
         by_hand = epilogue.get("alpha", 1.0) * operands[1] @ operands[2]
         by_hand = by_hand + epilogue.get("beta", 0.0) * operands[0]
         if plain is not None:
@@ -556,7 +558,7 @@ def test_strips_equal_the_plain_products(m: int, batch: int | None) -> None:
     # From 512 rows up the blocks above the diagonal are mirrored, whatever the operands.
     a, b = gaussian(m, 5), gaussian(5, m, seed=1)
     product = torch.empty(m, m, dtype=F64)
-    TORCH_STRIPS_OPS.symmetric(a, b, out=product)
+    Program(TORCH_STRIPS_OPS.symmetric(a, b, out=product), []).run()
     assert torch.equal(product[:99, -99:], product[-99:, :99].mT) == (m >= 512)
 
 
