@@ -66,6 +66,7 @@ class Orthogonalizer:
         self._graphs = graphs or (Graphs(device) if wants_graphs else None)
         self._choices: dict[Call, KernelChoice] = {}
         self._ran: dict[Call, KernelChoice] = {}
+        self._planned: frozenset[Call] = frozenset()
         self._programs: dict[Call, tuple[list[Tensor], Program]] = {}  # with their operands
 
     def choice(self, call: Call) -> KernelChoice:
@@ -112,6 +113,7 @@ class Orthogonalizer:
         """
         calls = list(calls)
         self._programs.clear()
+        self._planned = frozenset(calls)
         self._workspace.reserve(max(map(self.call_bytes, calls), default=0))
         if self._graphs is not None:
             self._graphs.forget()
@@ -154,8 +156,10 @@ class Orthogonalizer:
             own = self._take(call)
             beside = self._workspace.beside
             program = program_of(xs, call.coefficients, choice, self._workspace)
-            # Kept only if it is about memory that stays: the workspace's.
-            if all(map(is_, own, xs)) and self._workspace.beside == beside:
+            # Kept only if it is about memory that stays, the workspace's, and of a call that will
+            # come again: batches of what happens to have a gradient are without number.
+            stays = all(map(is_, own, xs)) and self._workspace.beside == beside
+            if stays and call in self._planned:
                 self._programs[call] = own, program
         return program
 

@@ -8,7 +8,7 @@ import pytest
 from tests.distributed.harness import Pools
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # gone before other tests run beside their threads
 def pools() -> Iterator[Pools]:
     made = Pools()
     yield made

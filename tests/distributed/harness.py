@@ -6,8 +6,10 @@
     def test_something(rank, world):        # runs on every rank; a failed assert fails the test
         ...
 
-A pool that failed or hung is killed, and the next test that needs one starts a new one. Costs are
-analytic unless a test calls `dmuon.measure` itself.
+A pool that failed or hung is killed, and the next test that needs one starts a new one. So is one
+whose processes have many threads: each group that a test leaves behind keeps some of gloo's, which
+wake up all the time and would slow all later tests. Costs are analytic unless a test calls
+`dmuon.measure` itself.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from tests.fixed_costs import analytic_costs
 
 TIMEOUT_S = 120.0
 GRACE_S = 5.0  # for the other ranks once one has failed
+MOST_THREADS = 48  # of a process that runs another test
 
 
 def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
@@ -58,16 +61,29 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
         try:
             torch.manual_seed(0)
             body = getattr(importlib.import_module(module), name).body
-            pipe.send(("ok", body(rank, world, **kwargs)))
+            result = body(rank, world, **kwargs)
+            pipe.send(("ok", result, _threads()))
         except BaseException:
-            pipe.send(("failed", traceback.format_exc()))
+            pipe.send(("failed", traceback.format_exc(), 0))
     gc.collect()  # what still holds a group would keep its threads running into exit
     dist.destroy_process_group()
     pipe.close()
 
 
-# What takes seconds to import; the last for what `DTensor` imports when it is first used.
-_IMPORTS = ["dmuon.api", "dmuon.parallel_models", "torch.distributed.pipelining"]
+def _threads() -> int:
+    """Threads of this process, gloo's too; 0 where the system does not list them."""
+    tasks = "/proc/self/task"
+    return len(os.listdir(tasks)) if os.path.isdir(tasks) else 0
+
+
+# What takes seconds to import; the last two for what tests import when they first use `DTensor`
+# or register hooks.
+_IMPORTS = [
+    "dmuon.api",
+    "dmuon.parallel_models",
+    "torch.distributed.pipelining",
+    "torch._dynamo",
+]
 
 
 def _start_method() -> str:
@@ -101,7 +117,7 @@ class Pool:
         """Call the body of a test on every rank; results by rank, or AssertionError."""
         for pipe in self._pipes:
             pipe.send((module, name, kwargs))
-        answers: dict[int, tuple[str, Any]] = {}
+        answers: dict[int, tuple[str, Any, int]] = {}
         deadline = time.monotonic() + TIMEOUT_S
         while len(answers) < self.world and time.monotonic() < deadline:
             for rank, pipe in enumerate(self._pipes):
@@ -111,14 +127,16 @@ class Pool:
                     if pipe.poll(0.005):
                         answers[rank] = pipe.recv()
                 except (EOFError, ConnectionResetError):
-                    answers[rank] = ("failed", "the process died")
-                if answers.get(rank, ("ok",))[0] == "failed":
+                    answers[rank] = ("failed", "the process died", 0)
+                if rank in answers and answers[rank][0] == "failed":
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         failures = [f"rank {r}: {a[1]}" for r, a in sorted(answers.items()) if a[0] == "failed"]
         silent = [r for r in range(self.world) if r not in answers]
         if failures or silent:
             self.kill()
             raise AssertionError("\n".join([*failures, f"no answer from ranks {silent}"]))
+        if max(answer[2] for answer in answers.values()) > MOST_THREADS:
+            self.close()
         return [answers[r][1] for r in range(self.world)]
 
     def kill(self) -> None:

@@ -361,6 +361,10 @@ def test_what_python_does_for_a_call_is_done_once(monkeypatch, shapes, kernel):
     for seed in range(2):
         follows(seed, own=True)
     assert len(built) == 6
+    runner.reserve([larger])
+    for seed in range(2):  # it fits, but is not what will come again
+        follows(seed, own=True)
+    assert len(built) == 8
 
 
 def test_a_call_of_other_shapes_runs_too():

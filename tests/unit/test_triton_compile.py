@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is made for Linux")
 
 from dmuon.kernels import triton_elementwise, triton_small, triton_syrk
-from dmuon.kernels.triton_tiles import TILES, TILES_FLOAT32, Tile, tiles_for
+from dmuon.kernels.triton_tiles import TILES, TILES_FLOAT32, Tile, default_tile, tiles_for
 from tests.unit.triton_tools import SHARED_LIMIT, Compiled, compiled
 
 ARCHS = (80, 90)
@@ -56,9 +56,15 @@ def assert_fast(found: Compiled, arch: int) -> None:
 
 
 @pytest.mark.parametrize(("arch", "tile"), EVERYWHERE, ids=str)
-def test_every_tile_with_the_largest_and_the_smallest_epilogue(arch, tile):
+def test_every_tile_with_the_largest_epilogue(arch, tile):
     assert_fast(product(tile, arch, "fp16"), arch)
-    assert_fast(product(tile, arch, "bf16", full=False), arch)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_default_tiles_with_the_smallest_epilogue_in_bfloat16(arch):
+    for rows in (512, 4096):
+        tile = default_tile(rows, torch.bfloat16)
+        assert_fast(product(tile, arch, "bf16", full=False), arch)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
