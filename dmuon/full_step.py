@@ -120,11 +120,20 @@ class FullStep:
         return found
 
     def calls(self) -> Iterator[Call]:
-        """What this rank runs in every step."""
-        bench = self._bench
-        units, rank = bench.runtime.units, bench.runtime.transport.rank
-        for run in unit_runs([unit for unit in units if unit.owner == rank]):
-            yield bench.call(run[0].group, [unit.shape for unit in run], run[0].kernel)
+        """What this rank runs in every step on matrices that lie here."""
+        for run in unit_runs([self._bench.runtime.units[u] for u in self._local_units]):
+            yield self._call(run)
+
+    def lasting(self) -> Iterator[tuple[Call, list[Tensor]]]:
+        """What it runs on matrices that arrive, and where these lie."""
+        units = self._bench.runtime.units
+        for batches in self._bench.runtime.bound().batches:
+            batch_of = {units[u]: batch for u, batch in batches}
+            for run in unit_runs(list(batch_of)):
+                yield self._call(run), [batch_of[unit] for unit in run]
+
+    def _call(self, run: Sequence[Unit]) -> Call:
+        return self._bench.call(run[0].group, [unit.shape for unit in run], run[0].kernel)
 
     def _local_run(self, work: _Buckets, run: Sequence[Unit]) -> None:
         """Units whose matrices lie whole on this rank: no traffic."""
@@ -203,7 +212,7 @@ class _Buckets:
                 number_of[unit] = n
         for run in unit_runs(list(number_of)):
             members = [number_of[unit] for unit in run]
-            call = bench.call(run[0].group, [unit.shape for unit in run], run[0].kernel)
+            call = self._step._call(run)
             updates = bench.orthogonalize(call, [batches[n][1] for n in members], flight.watch)
             for unit, n, update in zip(run, members, updates, strict=True):
                 rate = flight.rates[unit.group]

@@ -37,6 +37,7 @@ from dmuon.kernels.backends import backend_version, ops_of
 from dmuon.kernels.coefficients import resolve_coefficients
 from dmuon.kernels.iterations import squares_program
 from dmuon.kernels.newton_schulz import KERNEL_VERSION, resolve_ns_dtype
+from dmuon.kernels.ops import MatmulOps
 from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
 from dmuon.kernels.workspace import Workspace, aligned_bytes
 from dmuon.operand import normalized_momentum
@@ -432,7 +433,7 @@ class SquareBench:
     def fits(self, key: ShapeKey, batch: int) -> bool:
         """Whether the operands take no more than a quarter of the free memory."""
         free = _free_bytes(self.device)
-        needed = 4 * batch * key[0] ** 2 * self.ns_dtype.itemsize
+        needed = 4 * batch * key[0] ** 2 * self._operands(key)[1].itemsize
         return free is None or needed <= _MEMORY_SHARE * free
 
     def prepare(self, key: ShapeKey, batch: int) -> Callable[[], float]:
@@ -440,11 +441,11 @@ class SquareBench:
         m, muon = key[0], MuonDefaults()
         triples = resolve_coefficients(muon.ns_coefficients, muon.ns_steps)
         choice = self._choice(key)
-        ops = ops_of(choice, self.device, m)
+        ops, dtype = self._operands(key)
         workspace = Workspace(self.device)
         try:
-            workspace.reserve(3 * aligned_bytes((batch, m, m), self.ns_dtype))
-            eye = torch.eye(m, dtype=self.ns_dtype, device=self.device)
+            workspace.reserve(3 * aligned_bytes((batch, m, m), dtype))
+            eye = torch.eye(m, dtype=dtype, device=self.device)
             r = eye.expand(batch, m, m).contiguous()
             program = squares_program(r, triples, choice.restarts, ops, workspace)
         except torch.OutOfMemoryError as error:
@@ -459,6 +460,11 @@ class SquareBench:
                 return watch.milliseconds()
 
         return run
+
+    def _operands(self, key: ShapeKey) -> tuple[MatmulOps, torch.dtype]:
+        """What multiplies, and the dtype in which it holds m x m matrices."""
+        ops = ops_of(self._choice(key), self.device, key[0])
+        return ops, ops.held or self.ns_dtype
 
     def _choice(self, key: ShapeKey) -> KernelChoice:
         names = Counter(

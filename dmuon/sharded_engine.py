@@ -49,7 +49,7 @@ class ShardedEngine:
         self._full = FullStep(self.bench)
         self._block = BlockStep(self.bench)
         blocks = [] if settings.schedule.always_full else self._block.calls()
-        self.bench.kernels.reserve([*self._full.calls(), *blocks])
+        self.bench.kernels.reserve([*self._full.calls(), *blocks], self._full.lasting())
         self._outcome = Outcome()
         self._grads: list[Tensor | None] = []
         self._amp = Amp()

@@ -304,6 +304,11 @@ class Pipeline:
                 apply(bucket.route.copies_in.parts, bucket.copies_in_views)
 
     @property
+    def batches(self) -> list[list[tuple[int, Tensor]]]:
+        """By bucket: (unit, where its matrices ``[b, rows, cols]`` are assembled at every step)."""
+        return [bucket.batches for bucket in self._buckets]
+
+    @property
     def pending(self) -> tuple[int, ...]:
         """Buckets whose updates are still to be applied, in order."""
         return tuple(self._pending)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 
@@ -14,9 +15,8 @@ class Graphs:
     """Captures and replays calls by key.
 
     A call runs eagerly the first time (kernels are compiled and libraries set up then), is captured
-    the second time, and replayed from then on. Only keys that were announced are captured: shapes
-    that come up now and then, as when a parameter has no gradient, would fill the memory. What a
-    capture raises is warned of, and everything runs eagerly from then on.
+    the second time, and replayed from then on. What a capture raises is warned of, and everything
+    runs eagerly from then on. A copy starts without graphs, which are about the original's memory.
 
     ``capture`` records a function and returns what replays it; by default a `torch.cuda.CUDAGraph`
     on ``device``.
@@ -25,19 +25,21 @@ class Graphs:
     def __init__(
         self,
         device: torch.device | None = None,
-        capture: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
+        capture: Callable[[Callable[[], object]], Callable[[], None]] | None = None,
     ) -> None:
-        self._capture = capture or (lambda call: _capture_cuda(call, device))
-        self._announced: set[Hashable] = set()
-        self._seen: set[Hashable] = set()
-        self._replays: dict[Hashable, Callable[[], None]] = {}
+        self._device = device
+        self._custom = capture
+        self._replays: dict[Hashable, Callable[[], None] | None] = {}  # None: it ran once
         self.failure: str | None = None
 
-    def announce(self, keys: Iterable[Hashable]) -> None:
-        """These calls will come again and again."""
-        self._announced.update(keys)
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_replays": {}}
 
-    def forget(self) -> None:
+    def forget(self, key: Hashable) -> None:
+        """Drop the graph of a call, if there is one: it will not come again."""
+        self._replays.pop(key, None)
+
+    def forget_all(self) -> None:
         """Drop all graphs: the memory they work on has moved."""
         self._replays.clear()
 
@@ -45,9 +47,10 @@ class Graphs:
         """For people: what is captured, or why nothing is."""
         if self.failure is not None:
             return f"off: {self.failure}"
-        return f"{len(self._replays)} of {len(self._announced)} captured"
+        captured = sum(replay is not None for replay in self._replays.values())
+        return f"{captured} of {len(self._replays)} captured"
 
-    def run(self, key: Hashable, call: Callable[[], None]) -> None:
+    def run(self, key: Hashable, call: Callable[[], object]) -> None:
         """``call()``, or the replay of an earlier one with the same key.
 
         ``call`` reads and writes the same memory each time, and decides nothing on the host.
@@ -56,8 +59,8 @@ class Graphs:
         if replay is not None:
             replay()
             return
-        if self.failure is not None or key not in self._announced or key not in self._seen:
-            self._seen.add(key)
+        if self.failure is not None or key not in self._replays:
+            self._replays[key] = None
             call()
             return
         try:
@@ -76,8 +79,11 @@ class Graphs:
         self._replays[key] = replay
         replay()
 
+    def _capture(self, call: Callable[[], object]) -> Callable[[], None]:
+        return self._custom(call) if self._custom else _capture_cuda(call, self._device)
 
-def _capture_cuda(call: Callable[[], None], device: torch.device | None) -> Callable[[], None]:
+
+def _capture_cuda(call: Callable[[], object], device: torch.device | None) -> Callable[[], None]:
     with torch.cuda.device(device):  # which need not be the current one
         graph = torch.cuda.CUDAGraph()
         # Other threads (the watchdog of NCCL) query events meanwhile: this one alone is recorded.

@@ -55,9 +55,8 @@ class Symmetric(Protocol):
         diag: float = 0.0,
         plain: Tensor | None = None,
     ) -> Steps:
-        """``out = alpha * a @ b + beta * c + diag * I``; ``plain`` gets it without the diagonal.
-
-        Neither result shares memory with an operand.
+        """Calls for ``out = alpha * a @ b + beta * c + diag * I``; ``plain`` gets it without the
+        diagonal. Neither result shares memory with an operand.
         """
 
 
@@ -74,7 +73,7 @@ class General(Protocol):
         alpha: float = 1.0,
         beta: float = 0.0,
     ) -> Steps:
-        """``out = alpha * a @ b + beta * c``; the result shares no memory with an operand."""
+        """Calls for ``out = alpha * a @ b + beta * c``, which shares no memory with an operand."""
 
 
 Whole = Callable[[Tensor, "list[tuple[float, float, float]]", tuple[int, ...]], None]
@@ -97,11 +96,7 @@ class MatmulOps:
     batch_rows: int | None = None
     whole: Whole | None = None
     plain_rows: int = 0
-    """Up to so many rows this is plain torch, and so is what `for_rows` gives."""
-
-    def for_rows(self, rows: int) -> MatmulOps:
-        """What to run matrices with so many rows with: the same, by the shortest way."""
-        return TORCH_OPS if rows <= self.plain_rows else self
+    """Up to so many rows it makes the calls that `TORCH_OPS` makes."""
 
 
 def _general(
@@ -212,6 +207,10 @@ TORCH_STRIPS_OPS = MatmulOps(
 """Row strips from m = 512 up; there a batch gains nothing on a CPU and runs matrix by matrix."""
 
 
+def _round(out: Tensor, dtype: torch.dtype) -> None:
+    out.copy_(out.to(dtype))
+
+
 def rounded_ops(dtype: torch.dtype) -> MatmulOps:
     """Products in float32, each result rounded to ``dtype``: what a half-precision unit computes.
 
@@ -220,7 +219,7 @@ def rounded_ops(dtype: torch.dtype) -> MatmulOps:
     """
 
     def rounded(out: Tensor) -> Steps:
-        return [lambda: out.copy_(out.to(dtype))]
+        return [partial(_round, out, dtype)]
 
     def symmetric(
         a: Tensor,

@@ -16,10 +16,14 @@ from dmuon.kernels.footprint import call_bytes
 from dmuon.kernels.graphs import Graphs
 from dmuon.kernels.iterations import Program, Shape
 from dmuon.kernels.newton_schulz import no_autocast, program_of
+from dmuon.kernels.recent import Recent
 from dmuon.kernels.workspace import Workspace, aligned_bytes
 from dmuon.types import KernelChoice, Triple
 
 __all__ = ["Call", "Orthogonalizer", "check_graphs", "orthogonalize"]
+
+_PROGRAMS = 64  # kept at least; four times what is planned if that is more
+_OTHERS = 256  # sets of shapes that were not planned, in the report
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,9 @@ class Call:
     kernel: str = ""
 
 
+_Key = tuple[Any, ...]  # a `Call` and the ids of its operands
+
+
 def check_graphs(options: KernelOptions, device: torch.device) -> None:
     """Raise ValueError where CUDA graphs are asked for on another device."""
     if options.cuda_graphs and device.type != "cuda":
@@ -44,6 +51,9 @@ def check_graphs(options: KernelOptions, device: torch.device) -> None:
 
 class Orthogonalizer:
     """Runs calls in a workspace that is allocated once; owned by an optimizer.
+
+    What was prepared for a call is kept for the next one like it on the same operands, where these
+    stay: they are of the workspace, or were announced by `reserve`.
 
     ``dtype`` is the Newton-Schulz dtype. A planned choice for another dtype, or that would diverge
     over the steps of a call, gives way to the fixed rule; `report` says what ran.
@@ -64,10 +74,17 @@ class Orthogonalizer:
         self._workspace = workspace or Workspace(device)
         wants_graphs = options.cuda_graphs is not False and device.type == "cuda"
         self._graphs = graphs or (Graphs(device) if wants_graphs else None)
-        self._choices: dict[Call, KernelChoice] = {}
-        self._ran: dict[Call, KernelChoice] = {}
-        self._planned: frozenset[Call] = frozenset()
-        self._programs: dict[Call, tuple[list[Tensor], Program]] = {}  # with their operands
+        self._choices: Recent[Call, KernelChoice] = Recent(_OTHERS)
+        # The kernels that ran by shapes: of what is planned, and of what comes up now and then.
+        self._ran: dict[tuple[Shape, ...], list[str]] = {}
+        self._ran_too: Recent[tuple[Shape, ...], list[str]] = Recent(_OTHERS)
+        # By call and operands. These are kept with a program, so that their ids stay theirs.
+        self._programs: Recent[_Key, tuple[list[Tensor], Program]] = Recent(_PROGRAMS)
+        self._lasting: dict[int, Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Programs are about this object's memory, and a copy has its own.
+        return self.__dict__ | {"_programs": Recent(self._programs.limit), "_lasting": {}}
 
     def choice(self, call: Call) -> KernelChoice:
         """What runs a call.
@@ -76,7 +93,8 @@ class Orthogonalizer:
         """
         found = self._choices.get(call)
         if found is None:
-            found = self._choices[call] = self._choose(call)
+            found = self._choose(call)
+            self._choices.add(call, found)
         return found
 
     def _choose(self, call: Call) -> KernelChoice:
@@ -97,27 +115,37 @@ class Orthogonalizer:
             rows, cols, self.dtype, self.device, steps, method, self._options.backend
         )
 
-    def call_bytes(self, call: Call) -> int:
-        """Bytes of workspace that a call takes, with its operands."""
-        operands = sum(aligned_bytes(shape, self.dtype) for shape in call.shapes)
+    def call_bytes(self, call: Call, *, with_operands: bool = True) -> int:
+        """Bytes of workspace that a call takes, with its operands or where they lie elsewhere."""
+        operands = sum(aligned_bytes(shape, self.dtype) for shape in call.shapes) * with_operands
         if not call.coefficients:
             return operands
         return operands + call_bytes(
             call.shapes, self.choice(call), len(call.coefficients), self.device
         )
 
-    def reserve(self, calls: Iterable[Call]) -> None:
+    def reserve(
+        self, calls: Iterable[Call], lasting: Iterable[tuple[Call, Sequence[Tensor]]] = ()
+    ) -> None:
         """Allocate the workspace for these calls, one at a time; they will be captured as graphs.
+
+        ``calls`` run on `operands`; ``lasting`` run on tensors of the caller's, the same at each
+        step (some of them, where others have no gradient).
 
         Raises ValueError where a choice cannot run on this device.
         """
-        calls = list(calls)
-        self._programs.clear()
-        self._planned = frozenset(calls)
-        self._workspace.reserve(max(map(self.call_bytes, calls), default=0))
+        calls, lasting = list(calls), list(lasting)
+        elsewhere = [call for call, _ in lasting]
+        planned = len(calls) + len(elsewhere)
+        self._choices = Recent(planned + _OTHERS)
+        self._programs = Recent(max(_PROGRAMS, 4 * planned))
+        self._ran = {call.shapes: [] for call in (*calls, *elsewhere)}
+        self._lasting = {id(x): x for _, xs in lasting for x in xs}
+        needed = [self.call_bytes(call) for call in calls]
+        needed += [self.call_bytes(call, with_operands=False) for call in elsewhere]
+        self._workspace.reserve(max(needed, default=0))
         if self._graphs is not None:
-            self._graphs.forget()
-            self._graphs.announce(calls)
+            self._graphs.forget_all()
 
     def operands(self, call: Call) -> list[Tensor]:
         """Where to write the normalized matrices of a call; valid until its results are used up."""
@@ -129,39 +157,53 @@ class Orthogonalizer:
 
     def run(self, call: Call, xs: Sequence[Tensor]) -> list[Tensor]:
         """The results of a call on ``xs``, its `operands` or tensors like them, which are
-        overwritten. Results are valid until the next call of this object."""
+        overwritten. Results are valid until the next call of this object.
+
+        Raises ValueError unless ``xs`` have the shapes of the call.
+        """
         with no_autocast(self.device):
-            if self._graphs is None:
-                return self._program(call, xs).run()
-            own = self.operands(call)
-            # A graph works on the same memory each time.
-            for mine, x in zip(own, xs, strict=True):
-                if mine.data_ptr() != x.data_ptr():
-                    mine.copy_(x)
+            key: _Key = (call, *map(id, xs))
+            kept = self._programs.get(key)
+            if kept is not None:
+                return self._again(key, kept[1])
+            program, stays = self._program(call, xs)
+            if not stays:
+                return program.run()
+            gone = self._programs.add(key, (list(xs), program))
+            if self._graphs is not None:
+                for old in gone:
+                    self._graphs.forget(old)
+            return self._again(key, program)
 
-            def body() -> None:
-                for mine, result in zip(own, self._program(call, own).run(), strict=True):
-                    if mine.data_ptr() != result.data_ptr():
-                        mine.copy_(result)
+    def _again(self, key: _Key, program: Program) -> list[Tensor]:
+        # Of what comes up now and then graphs would fill the memory.
+        if self._graphs is None or key[0].shapes not in self._ran:
+            return program.run()
+        self._graphs.run(key, program.run)
+        return list(program.results)
 
-            self._graphs.run(call, body)
-            return own
-
-    def _program(self, call: Call, xs: Sequence[Tensor]) -> Program:
-        known = self._programs.get(call)
-        if known is not None and all(map(is_, known[0], xs)):
-            return known[1]
-        choice = self._ran[call] = self.choice(call)
+    def _program(self, call: Call, xs: Sequence[Tensor]) -> tuple[Program, bool]:
+        """The program of a call, and whether it is about memory that stays."""
+        found = tuple(tuple(x.shape) for x in xs)
+        if found != call.shapes:
+            raise ValueError(f"xs must have the shapes of the call, {call.shapes}, found {found}")
+        choice = self.choice(call)
+        self._note(call.shapes, str(choice))
         with self._workspace.frame():
-            own = self._take(call)
+            stays = all(id(x) in self._lasting for x in xs)
             beside = self._workspace.beside
+            if not stays:
+                stays = all(map(is_, self._take(call), xs))
             program = program_of(xs, call.coefficients, choice, self._workspace)
-            # Kept only if it is about memory that stays, the workspace's, and of a call that will
-            # come again: batches of what happens to have a gradient are without number.
-            stays = all(map(is_, own, xs)) and self._workspace.beside == beside
-            if stays and call in self._planned:
-                self._programs[call] = own, program
-        return program
+            return program, stays and self._workspace.beside == beside
+
+    def _note(self, shapes: tuple[Shape, ...], kernel: str) -> None:
+        known = self._ran.get(shapes)
+        if known is None:
+            known = self._ran_too.get(shapes) or []
+            self._ran_too.add(shapes, known)
+        if kernel not in known:
+            known.append(kernel)
 
     @property
     def nbytes(self) -> int:
@@ -173,12 +215,13 @@ class Orthogonalizer:
         return self.choice(call).backend.startswith("triton")
 
     def report(self) -> dict[str, Any]:
-        """What ran so far: a choice a set of shapes; the workspace; the state of CUDA graphs."""
-        ran: dict[str, str] = {}
-        for call, choice in self._ran.items():
-            shapes = " + ".join(f"{b} x [{m}, {n}]" for b, m, n in call.shapes)
-            known = ran.get(shapes, str(choice)).split(" and ")
-            ran[shapes] = " and ".join(dict.fromkeys([*known, str(choice)]))
+        """What ran so far: the kernels of each set of shapes, planned ones first, and of others the
+        last few hundred; the workspace; the state of CUDA graphs."""
+        ran = {
+            " + ".join(f"{b} x [{m}, {n}]" for b, m, n in shapes): " and ".join(kernels)
+            for shapes, kernels in (*self._ran.items(), *self._ran_too.items())
+            if kernels
+        }
         graphs = "off" if self._graphs is None else self._graphs.state()
         return {"ran": ran, "workspace_bytes": self.nbytes, "cuda_graphs": graphs}
 

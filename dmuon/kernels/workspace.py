@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from dmuon.kernels.recent import Recent
 
 __all__ = ["Workspace", "aligned_bytes"]
 
 Shape = tuple[int, ...]
 _ALIGNMENT = 256
+_VIEWS = 4096
 
 
 def aligned_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -36,8 +40,11 @@ class Workspace:
         self.grown = 0
         self.beside = 0
         self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._known: dict[tuple[int, Shape, torch.dtype], tuple[int, Tensor]] = {}
+        self._known: Recent[tuple[int, Shape, torch.dtype], tuple[int, Tensor]] = Recent(_VIEWS)
         self._top = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_known": Recent(_VIEWS)}  # a copy has views of its own memory
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +76,7 @@ class Workspace:
         flat = self._memory[self._top : self._top + prod(shape) * dtype.itemsize]
         tensor = flat.view(dtype).view(shape)
         self._top = end
-        self._known[key] = end, tensor
+        self._known.add(key, (end, tensor))
         return tensor
 
     def frame(self) -> Frame:

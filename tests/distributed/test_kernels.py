@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.kernels.newton_schulz import KERNEL_VERSION
+from dmuon.kernels import runner
+from dmuon.kernels.newton_schulz import KERNEL_VERSION, program_of
 from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.dtensors import whole_tensor
@@ -129,6 +131,29 @@ def test_batches_that_run_together_equal_the_reference(rank, world, layout, skip
     assert {kernel for _, kernel in calls} == {GRAM}
     assert any(" + " in shapes for shapes, _ in calls), calls
     assert opt.stats()["kernels"]["workspace_bytes"] == nbytes
+    own.close()
+
+
+@pytest.mark.parametrize(
+    ("layout", "period"), [("replicated", 1), ("sharded", 1), ("sharded", 3), ("dedicated", 1)]
+)
+@pytest.mark.parametrize("skipping", [False, True])
+@distributed(2)
+def test_calls_are_prepared_for_when_they_come_first(rank, world, layout, period, skipping):
+    model, twin, own = made(layout, costs=grouping_costs())
+    muon = MUON | {"period": period}
+    opt, reference = dmuon.Muon(model, **muon), ReferenceMuon(twin, **MUON)
+    skip = (lambda step, r: step % 2 if step else None) if skipping else (lambda step, r: None)
+    # The reference takes no block steps.
+    difference = follow(model, twin, own, opt, reference, 6, world, skip)
+    assert period > 1 or difference <= 1e-5
+    assert opt.stats()["kernels"]["ran"]
+    built = []
+    with mock.patch.object(
+        runner, "program_of", lambda *args: built.append(args) or program_of(*args)
+    ):
+        follow(model, twin, own, opt, reference, 6, world, skip)
+    assert not built
     own.close()
 
 
