@@ -91,10 +91,9 @@ def _small_rows(device: torch.device) -> list[dict[str, Any]]:
 
 
 def _choices(form: str, dtype: str, device: torch.device, rows: int) -> Iterator[KernelChoice]:
-    is_half = dtype.endswith("float16")
-    for backend in offered_backends(device, getattr(torch, dtype), rows):
-        # Tiles to choose from are those for half precision; "" is a default for any dtype.
-        for tile in offered_tiles(backend, device) if is_half else ("",):
+    number = getattr(torch, dtype)
+    for backend in offered_backends(device, number, rows):
+        for tile in offered_tiles(backend, device, number):
             base = KernelChoice.parse(f"{form}/{backend}/{dtype}")
             yield KernelChoice(base.method, base.restarts, backend, dtype, tile)
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 import dmuon
 from dmuon.period import Schedule
+from dmuon.scheduler.dtensors import local_tensor
 from dmuon.update import adjusted_lr
 
 # The examples are scripts: their folder is on the path when they run, and so it must be here.
@@ -158,7 +159,7 @@ def weight_norm(model: nn.Module) -> float:
     """Frobenius norm of all matrices together: every rank holds other elements of them."""
     total = torch.zeros((), dtype=torch.float64)
     for p in matrices(model).values():
-        total += p.detach().to_local().double().square().sum()
+        total += local_tensor(p.detach()).double().square().sum()
     dist.all_reduce(total)
     return math.sqrt(float(total))
 

@@ -110,20 +110,21 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.token_embedding = nn.Embedding(config.vocabulary, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        blocks = [Block(config) for _ in range(config.depth)]
+        self.blocks = nn.ModuleList(blocks)
         self.final_norm = RMSNorm(config.width, config.norm_eps)
         self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.config = config
-        self._initialize(config)
+        self._initialize(config, blocks)
 
-    def _initialize(self, config: GPTConfig) -> None:
+    def _initialize(self, config: GPTConfig, blocks: list[Block]) -> None:
         nn.init.normal_(self.token_embedding.weight, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
         # The two projections that write to the residual stream start small, so that its size does
         # not grow with the depth; a small head starts the loss at log(vocabulary).
-        for block in self.blocks:
+        for block in blocks:
             for projection in (block.attention.o_proj, block.mlp.down_proj):
                 projection.weight.data.mul_((2 * config.depth) ** -0.5)
         nn.init.normal_(self.lm_head.weight, std=0.02)

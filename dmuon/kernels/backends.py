@@ -19,6 +19,7 @@ from types import ModuleType
 import torch
 
 from dmuon.kernels.ops import (
+    STRIPS_FROM_ROWS,
     TORCH_OPS,
     TORCH_STRIPS_OPS,
     MatmulOps,
@@ -60,8 +61,8 @@ def offered_backends(device: torch.device | str, dtype: torch.dtype, rows: int) 
         default = default_backend(device, dtype)
         if default == "torch_rounded":  # emulated products take 40 times as long, but tiny ones
             return (default, "torch") if rows <= _TINY_ROWS else (default,)
-        # Up to some rows strips are plain torch.
-        return (default, "torch") if rows > TORCH_STRIPS_OPS.plain_rows else (default,)
+        # Below that strips are plain torch.
+        return (default, "torch") if rows >= STRIPS_FROM_ROWS else (default,)
     found = ["torch"]
     if why_not("triton", device, dtype) is None:
         found.append("triton")

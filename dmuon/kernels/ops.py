@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "STRIPS_FROM_ROWS",
     "TORCH_OPS",
     "TORCH_STRIPS_OPS",
     "General",
@@ -31,7 +32,7 @@ __all__ = [
 
 # Row strips pay from 512 rows up (one thread: 5% of Newton-Schulz at 512, 20% at 1024 and above).
 _STRIP_ROWS = 256
-_MIN_ROWS = 2 * _STRIP_ROWS
+STRIPS_FROM_ROWS = 2 * _STRIP_ROWS
 _MAX_STRIPS = 4
 _BF16_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
 
@@ -95,8 +96,6 @@ class MatmulOps:
     held: torch.dtype | None = None
     batch_rows: int | None = None
     whole: Whole | None = None
-    plain_rows: int = 0
-    """Up to so many rows it makes the calls that `TORCH_OPS` makes."""
 
 
 def _general(
@@ -167,7 +166,7 @@ def _strips_symmetric(
     """Lower block triangle in s row strips, then mirrored: (s + 1) / 2s of the multiplications."""
     target = out if plain is None else plain
     steps: Steps = []
-    if a.shape[-2] < _MIN_ROWS:
+    if a.shape[-2] < STRIPS_FROM_ROWS:
         steps = _general(a, b, c, out=target, alpha=alpha, beta=beta)
     elif a.ndim == 3:
         for i in range(len(a)):
@@ -201,8 +200,7 @@ TORCH_STRIPS_OPS = MatmulOps(
     "torch_strips",
     _strips_symmetric,
     _general,
-    batch_rows=_MIN_ROWS - 1,
-    plain_rows=_MIN_ROWS - 1,
+    batch_rows=STRIPS_FROM_ROWS - 1,
 )
 """Row strips from m = 512 up; there a batch gains nothing on a CPU and runs matrix by matrix."""
 
@@ -249,7 +247,7 @@ def rounded_ops(dtype: torch.dtype) -> MatmulOps:
         return _general(a, b, c, out=out, alpha=alpha, beta=beta) + rounded(out)
 
     return MatmulOps(
-        "torch_rounded", symmetric, general, held=torch.float32, batch_rows=_MIN_ROWS - 1
+        "torch_rounded", symmetric, general, held=torch.float32, batch_rows=STRIPS_FROM_ROWS - 1
     )
 
 

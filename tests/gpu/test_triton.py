@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from dmuon.kernels.triton_tiles import TILES, Tile, tiles_for
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 POLAR = resolve_coefficients("polar_express", 5)
-EMA = {"momentum": 0.95, "nesterov": True, "mode": "ema", "dampening": 0.0}
+EMA: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "mode": "ema", "dampening": 0.0}
 
 
 def gpu(*shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -381,6 +381,16 @@ def test_without_a_gpu_the_plan_is_printed(capsys):
     assert all(one.name in printed for one in gpu.parts())
 
 
+def test_accuracy_of_what_runs_here(tmp_path, capsys):
+    path = tmp_path / "accuracy.json"
+    assert gpu_accuracy.main(["--device", "cpu", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["kernel"].split("/")[-1] for row in rows} == {
+        "float64", "float32", "float16", "bfloat16",
+    }  # fmt: skip
+    assert capsys.readouterr().out.count("pass") == len(rows) >= 11
+
+
 @pytest.mark.parametrize("fault", [1.2, float("nan")])
 def test_accuracy_sees_a_wrong_kernel(monkeypatch, fault):
     (_, x, exact), _ = gpu_accuracy.inputs(32, 64)
