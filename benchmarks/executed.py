@@ -29,7 +29,7 @@ from torch.multiprocessing.spawn import spawn
 
 import dmuon
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
-from dmuon.measure import NewtonSchulzBench
+from dmuon.workbench import NewtonSchulzBench
 
 WORLD = 4
 STEPS = 20

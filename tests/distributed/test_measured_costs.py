@@ -18,10 +18,11 @@ import dmuon
 from dmuon.comm.transport import C10dTransport
 from dmuon.config import KernelOptions, PlannerOptions
 from dmuon.kernel_tuning import Kernels, choose_kernels
-from dmuon.measure import NewtonSchulzBench, measured_costs
+from dmuon.measure import measured_costs
 from dmuon.scheduler import cost_cache
 from dmuon.scheduler.costs import CostTable, ShapeKey
 from dmuon.types import ConsensusError
+from dmuon.workbench import NewtonSchulzBench
 from tests.distributed.harness import distributed
 from tests.distributed.models import Net, batch, loss_of, seeded
 
@@ -341,7 +342,7 @@ def test_the_square_part_is_measured_where_widths_differ(rank, world):
         assert table.square_ms((4, 6, "float32"), 2) > 0
         everyone = transport.gather_objects(table.squares)
         assert everyone[0] == everyone[1]
-        with mock.patch("dmuon.measure.SquareBench.prepare", side_effect=AssertionError):
+        with mock.patch("dmuon.workbench.SquareBench.prepare", side_effect=AssertionError):
             assert costs().squares == table.squares
         dist.barrier()
         with (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import dmuon
-from dmuon import measure
+from dmuon import workbench
 from dmuon.config import KernelOptions
 from dmuon.kernel_tuning import _Bench, choose_kernels
 from dmuon.kernels import backends
@@ -680,12 +680,12 @@ def test_the_square_part_is_timed_in_the_dtype_that_is_multiplied():
     kernels = {key: {1: "gram[1,3]/torch_rounded/bfloat16"}}
     seen = []
     with mock.patch.object(
-        measure,
+        workbench,
         "squares_program",
         lambda r, *args: seen.append(r.dtype) or squares_program(r, *args),
     ):
-        run = measure.SquareBench(CPU, bf16, kernels).prepare(key, 2)
+        run = workbench.SquareBench(CPU, bf16, kernels).prepare(key, 2)
         assert run() > 0
         plain = {key: {1: "gram[1,3]/torch/bfloat16"}}
-        measure.SquareBench(CPU, bf16, plain).prepare(key, 1)
+        workbench.SquareBench(CPU, bf16, plain).prepare(key, 1)
     assert seen == [torch.float32, bf16]

@@ -25,10 +25,12 @@ from dmuon.comm.transport import LocalTransport
 from dmuon.config import MuonDefaults, PlannerOptions
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.kernels.runner import orthogonalize
-from dmuon.measure import NewtonSchulzBench, Progress, _free_host_bytes, device_name, measured_costs
+from dmuon.measure import device_name, measured_costs
 from dmuon.operand import normalized_momentum
+from dmuon.progress import Progress
 from dmuon.scheduler.costs import CostTable, ShapeKey
 from dmuon.scheduler.profile import PASSES, Want, batch_sizes, measure, wanted
+from dmuon.workbench import NewtonSchulzBench, _free_host_bytes
 from tests.unit.models import AllDifferent, TinyGPT
 
 MODEL = CostTable.analytic("cpu")
@@ -379,7 +381,7 @@ def test_measuring_works_whatever_the_default_device_and_dtype_are(tmp_path):
         operands.extend((x.device.type, x.dtype) for x in xs)
         return orthogonalize(runner, call, xs)
 
-    noting = mock.patch("dmuon.measure.orthogonalize", noted)
+    noting = mock.patch("dmuon.workbench.orthogonalize", noted)
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), noting:
@@ -420,7 +422,7 @@ def test_what_is_timed_is_what_the_optimizer_runs():
     in_training = recorded("dmuon.owner_engine", opt.step)
     key = (10, 13, "float32")
     bench = NewtonSchulzBench(CPU, getattr(torch, opt.stats()["ns_dtype"]))
-    timed = recorded("dmuon.measure", bench.prepare(key, 1))
+    timed = recorded("dmuon.workbench", bench.prepare(key, 1))
     assert [call[0] for call in timed] == ["momentum", "orthogonalize"]
     for call in timed:
         assert call in in_training
@@ -428,11 +430,11 @@ def test_what_is_timed_is_what_the_optimizer_runs():
 
 def test_a_batch_that_needs_more_than_a_quarter_of_the_memory_is_not_tried():
     bench = NewtonSchulzBench(CPU, torch.bfloat16)
-    with mock.patch("dmuon.measure._free_bytes", return_value=1 << 20):
+    with mock.patch("dmuon.workbench._free_bytes", return_value=1 << 20):
         assert bench.fits((32, 32, "float32"), 1)
         assert not bench.fits((32, 32, "float32"), 64)
         assert not NewtonSchulzBench(CPU, torch.bfloat16, sharing=64).fits((32, 32, "float32"), 1)
-    with mock.patch("dmuon.measure._free_bytes", return_value=None):
+    with mock.patch("dmuon.workbench._free_bytes", return_value=None):
         assert bench.fits((1 << 20, 1 << 20, "float32"), 1)
 
 
