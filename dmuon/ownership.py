@@ -43,7 +43,9 @@ class Ownership:
         self.plan = plan
         self.kernels = kernels
         self.runtime = runtime
-        self.telemetry = StepTelemetry(runtime.transport, runtime.meter, runtime.device)
+        self.telemetry = StepTelemetry(
+            runtime.transport, runtime.meter, runtime.device, _comparable_ms(plan, self.rank)
+        )
         self.closed = False
         self._model = weakref.ref(model)
         self._index = {p.name: i for i, p in enumerate(plan.specs.parameters)}
@@ -175,6 +177,13 @@ class Ownership:
         if model is not None:
             _owner_by_model.pop(model, None)
         _forget(self._ids, weakref.ref(self))
+
+
+def _comparable_ms(plan: OwnershipPlan, rank: int) -> float | None:
+    """The planned milliseconds of a rank's batches; None where prices are no times of a machine."""
+    if plan.cost_source.startswith("analytic"):
+        return None
+    return sum(batch.ms for batch in plan.batches if batch.owner == rank)
 
 
 def _forget(ids: Sequence[int], reference: weakref.ref[Ownership]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from collections import deque
 
 import torch
@@ -26,6 +27,8 @@ __all__ = ["StepTelemetry", "is_exchange_step"]
 WARM_UP = 2  # steps that allocate, compile and fill caches
 WINDOW = 8  # steps whose median counts
 _EVERY = 256
+_FACTOR = 10  # between executed and planned times, from which on the plan is wrong and says so
+_FLOOR_MS = 5.0  # below, the call's own overhead and the machine's noise decide
 
 
 def is_exchange_step(step: int) -> bool:
@@ -40,14 +43,22 @@ def is_exchange_step(step: int) -> bool:
 class StepTelemetry:
     """The times of one ownership.
 
-    ``watch`` times the current step; `begin_step` and `finish_step` enclose a step's work.
+    ``watch`` times the current step; `begin_step` and `finish_step` enclose a step's work. Where a
+    rank's times are far from ``planned_ms`` (None: not comparable), it warns once.
     """
 
-    def __init__(self, transport: Transport, meter: Meter, device: torch.device) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        meter: Meter,
+        device: torch.device,
+        planned_ms: float | None = None,
+    ) -> None:
         self.watch = Stopwatch(device)
         self._transport = transport
         self._meter = meter
         self._device = device
+        self._planned_ms = planned_ms
         self._steps = 0
         self._recent: deque[Stopwatch] = deque(maxlen=WINDOW)
         self._flight: tuple[Work, Tensor] | None = None
@@ -71,19 +82,38 @@ class StepTelemetry:
             self._exchange()
 
     def _exchange(self) -> None:
+        # What can be read without waiting for the device; nothing where the host runs ahead.
+        seen = [watch.milliseconds() for watch in self._recent if watch.ready()]
+        self._compare(seen)
         vector = torch.zeros(self._transport.world, dtype=torch.float32, device=self._device)
         # Filling one element is a kernel launch; copying a Python list would wait for the device.
-        vector.narrow(0, self._transport.rank, 1).fill_(self._mine())
+        mine = statistics.median(seen) if seen else math.nan
+        vector.narrow(0, self._transport.rank, 1).fill_(mine)
         self._meter.add("telemetry", vector)
         self._flight = self._transport.all_reduce(vector, tag="telemetry"), vector
 
-    def _mine(self) -> float:
-        """The median of the recent steps that can be read without waiting for the device.
-
-        NaN when there is none because the host runs ahead.
-        """
-        seen = [watch.milliseconds() for watch in self._recent if watch.ready()]
-        return statistics.median(seen) if seen else math.nan
+    def _compare(self, seen: list[float]) -> None:
+        """Warn once if every recent step took many times what was planned, or a small part."""
+        planned = self._planned_ms
+        if planned is None or not seen:
+            return
+        slowest, fastest = max(seen), min(seen)
+        if fastest > max(_FACTOR * planned, planned + _FLOOR_MS):
+            executed, times = fastest, f"{fastest / max(planned, 1e-3):.0f} times as much"
+        elif planned > max(_FACTOR * slowest, slowest + _FLOOR_MS):
+            executed, times = slowest, f"1/{planned / max(slowest, 1e-3):.0f} of it"
+        else:
+            return
+        self._planned_ms = None
+        warnings.warn(
+            f"dmuon: rank {self._transport.rank} spends {executed:.3g} ms a step on the matrices "
+            f"that it owns; the plan expected {planned:.3g} ms, and this is {times}. Owners are "
+            "balanced by prices that are wrong here. Usual causes: a plan or a cost table from "
+            "another machine, an ns_dtype or ns_steps other than what was measured, gradients that "
+            'are missing, or a busy machine. opt.stats()["kernels"] says what ran; '
+            'dmuon.dedicate_params(model, costs="measured") plans by the times of this machine',
+            stacklevel=2,
+        )
 
     def settle(self) -> None:
         """Wait for the exchange in flight, if any. Blocks no host on CUDA."""

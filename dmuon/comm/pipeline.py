@@ -25,7 +25,7 @@ from dmuon.comm.shard_routes import BucketRoute, Message, Part
 from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.scheduler.shards import Form, ShardMap
 
-__all__ = ["BucketWork", "Pipeline", "in_parameter_dims", "pipeline_elements", "stacked"]
+__all__ = ["BucketWork", "Pipeline", "in_parameter_dims", "pipeline_elements"]
 
 
 class BucketWork(Protocol):
@@ -63,13 +63,6 @@ class _Slots:
 
 def _views(buffer: Tensor, parts: Sequence[Part]) -> list[Tensor]:
     return [buffer.narrow(0, p.start, p.box.numel).view(p.box.shape) for p in parts]
-
-
-def stacked(workspace: Tensor, start: int, count: int, rows: int, cols: int) -> Tensor:
-    """``[count, rows, cols]`` in a flat workspace; the shorter dim of a matrix is stored first,
-    as Newton-Schulz wants it."""
-    flat = workspace.narrow(0, start, count * rows * cols)
-    return flat.view(count, cols, rows).mT if rows > cols else flat.view(count, rows, cols)
 
 
 def in_parameter_dims(matrix: Tensor, form: Form, shape: Sequence[int]) -> Tensor:
@@ -172,8 +165,7 @@ class Pipeline:
         batches, start = [], 0
         for u in route.units:
             unit = units[u]
-            count = len(unit.matrices)
-            batches.append((u, stacked(workspace, start, count, unit.rows, unit.cols)))
+            batches.append((u, workspace.narrow(0, start, unit.numel).view(unit.shape)))
             start += unit.numel
         index_of = {u: n for n, (u, _) in enumerate(batches)}
         arrived_views = _views(arrived, route.owned.parts)

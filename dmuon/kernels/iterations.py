@@ -8,6 +8,11 @@ Matrices with the same short side m run as one group, whatever their long sides 
 
     X_1 [b1, m, n1]  X_2 [b2, m, n2]     X X^T and Q X: a call each
     R, Z, Q, T  [b1 + b2, m, m]          everything else: one call for all
+
+A tall matrix is multiplied from the right, `R = X^T X` and `X Q`: the same polynomial, because the
+m x m factors are symmetric. So matrices stay contiguous as they are stored and nothing is
+transposed. (Views by columns would give the same numbers, but a batched product in half precision
+on a CPU that writes to one takes a path that is hundreds of times slower.)
 """
 
 from __future__ import annotations
@@ -71,15 +76,16 @@ def group_program(
 ) -> Program:
     """`aX + (bA + cA^2)X`, `A = X X^T`, once for each triple, on every matrix of every batch.
 
-    ``xs[i]`` is ``[b_i, m, n_i]`` with m <= n_i, normalized when the program runs, of any strides;
-    it is overwritten. A result lies in its ``xs[i]`` or in the workspace, where the next
-    `Workspace.take` may use the memory again.
+    ``xs[i]`` is ``[b_i, m, n_i]`` or, tall, ``[b_i, n_i, m]`` with m <= n_i, contiguous, normalized
+    when the program runs; it is overwritten. A result lies in its ``xs[i]`` or in the workspace,
+    where the next `Workspace.take` may use the memory again.
     """
     parts = segments(restarts, len(coefficients))
-    m = xs[0].shape[-2]
+    m = min(xs[0].shape[-2:])
     steps: Steps = []
     if ops.whole is not None:
-        steps += [partial(ops.whole, x, list(coefficients), tuple(restarts)) for x in xs]
+        wide = [x.mT if x.shape[-2] > m else x for x in xs]
+        steps += [partial(ops.whole, x, list(coefficients), tuple(restarts)) for x in wide]
         return Program(steps, list(xs))
     with workspace.frame():
         if len(xs) == 1 and len(xs[0]) == 1:
@@ -104,24 +110,23 @@ def _one(
     steps: Steps,
 ) -> Tensor:
     """One matrix, in 2-D products: a batch of one costs up to twice as much on a CPU."""
-    dtype, m = ops.held or x.dtype, len(x)
-    symmetric, general = ops.symmetric, ops.general
+    dtype, m = ops.held or x.dtype, min(x.shape)
     here = x
     if dtype is not x.dtype:
-        here = _like(x, dtype, workspace)
+        here = workspace.take(x.shape, dtype)
         steps.append(partial(here.copy_, x))
-    there = _like(here, dtype, workspace)
+    there = workspace.take(x.shape, dtype)
     squares = [workspace.take((m, m), dtype) for _ in range(_squares(parts))]
     r, p = squares[:2]
     for low, high in parts:
-        steps += symmetric(here, here.mT, out=r)
+        steps += _gram(here, ops, out=r)
         if high - low == 1:
             a, b, c = coefficients[low]
-            steps += symmetric(r, r, r, out=p, alpha=c, beta=b)
-            steps += general(p, here, here, out=there, beta=a)
+            steps += ops.symmetric(r, r, r, out=p, alpha=c, beta=b)
+            steps += _times(p, here, ops, out=there, own=a)
         else:
             q = _polynomial(squares, coefficients[low:high], ops, steps)
-            steps += general(squares[q], here, out=there)
+            steps += _times(squares[q], here, ops, out=there)
         here, there = there, here
     if dtype is x.dtype:
         return here
@@ -138,28 +143,28 @@ def _batches(
     steps: Steps,
 ) -> list[Tensor]:
     """Batches of one height: all m x m products in one call, the others in one a batch."""
-    dtype, m = ops.held or xs[0].dtype, xs[0].shape[-2]
+    dtype, m = ops.held or xs[0].dtype, min(xs[0].shape[-2:])
     here = list(xs)
     if dtype is not xs[0].dtype:
-        here = [_like(x, dtype, workspace) for x in xs]
+        here = [workspace.take(x.shape, dtype) for x in xs]
         steps += [partial(held.copy_, x) for held, x in zip(here, xs, strict=True)]
-    there = [_like(x, dtype, workspace) for x in here]
+    there = [workspace.take(x.shape, dtype) for x in here]
     rows = [len(x) for x in xs]
     squares = [workspace.take((sum(rows), m, m), dtype) for _ in range(_squares(parts))]
     split = [square.split(rows) for square in squares]
     for low, high in parts:
         for x, r in zip(here, split[0], strict=True):
-            steps += ops.symmetric(x, x.mT, out=r)
+            steps += _gram(x, ops, out=r)
         if high - low == 1:
             a, b, c = coefficients[low]
             r, p = squares[:2]
             steps += ops.symmetric(r, r, r, out=p, alpha=c, beta=b)
             for x, factor, y in zip(here, split[1], there, strict=True):
-                steps += ops.general(factor, x, x, out=y, beta=a)
+                steps += _times(factor, x, ops, out=y, own=a)
         else:
             q = _polynomial(squares, coefficients[low:high], ops, steps)
             for x, factor, y in zip(here, split[q], there, strict=True):
-                steps += ops.general(factor, x, out=y)
+                steps += _times(factor, x, ops, out=y)
         here, there = there, here
     if dtype is xs[0].dtype:
         return here
@@ -212,12 +217,18 @@ def squares_program(
     return Program(steps, [])
 
 
-def _like(x: Tensor, dtype: torch.dtype, workspace: Workspace) -> Tensor:
-    """A buffer of the shape and the order of dims of ``x``."""
-    *batch, m, n = x.shape
-    if x.stride(-1) == 1 or n == 1:
-        return workspace.take((*batch, m, n), dtype)
-    return workspace.take((*batch, n, m), dtype).mT
+def _gram(x: Tensor, ops: MatmulOps, out: Tensor) -> Steps:
+    """Calls for ``X X^T`` or, of a tall matrix, ``X^T X``: m x m."""
+    wide = x if x.shape[-2] <= x.shape[-1] else x.mT
+    return ops.symmetric(wide, wide.mT, out=out)
+
+
+def _times(factor: Tensor, x: Tensor, ops: MatmulOps, out: Tensor, own: float = 0.0) -> Steps:
+    """Calls for ``factor X + own X`` or, of a tall matrix, ``X factor + own X``."""
+    left, right = (factor, x) if x.shape[-2] <= x.shape[-1] else (x, factor)
+    if own:
+        return ops.general(left, right, x, out=out, beta=own)
+    return ops.general(left, right, out=out)
 
 
 def _squares(parts: Sequence[tuple[int, int]]) -> int:

@@ -93,22 +93,33 @@ def program_of(
 ) -> Program:
     """Newton-Schulz on batches that run together: ``[b_i, rows_i, cols_i]`` of one short side.
 
-    When it runs they are normalized, of dtype ``choice.dtype`` and any strides; they are
-    overwritten. Results have their shapes and lie in them or in the workspace, valid until it is
-    used again. It is to run where gradients are not recorded and outside of autocast.
+    When it runs they are normalized, of dtype ``choice.dtype``; they are overwritten. Each is
+    contiguous, or the transposed view of what is. Results have their shapes and lie in them or in
+    the workspace, valid until it is used again. It is to run where gradients are not recorded and
+    outside of autocast.
 
-    Raises ValueError where the choice cannot run on this device.
+    Raises ValueError where the choice cannot run on this device, or for other strides.
     """
-    wide = [x.mT if x.shape[-2] > x.shape[-1] else x for x in xs]
     if not coefficients or not any(x.numel() for x in xs):
         return Program([], list(xs))
-    m = wide[0].shape[-2]
+    flip = [is_transposed(x) for x in xs]
+    stored = [x.mT if flipped else x for x, flipped in zip(xs, flip, strict=True)]
+    if not all(x.is_contiguous() for x in stored):
+        raise ValueError(
+            "Newton-Schulz runs on contiguous batches [b, rows, cols] or on transposed views of "
+            f"them, found strides {[x.stride() for x in xs]}: call .contiguous() first"
+        )
     count = len(coefficients)
     restarts = choice.restarts if choice.method == "gram" else tuple(range(1, count))
-    ops = ops_of(choice, xs[0].device, m)
-    program = group_program(wide, coefficients, restarts, ops, workspace)
-    results = zip(program.results, wide, xs, strict=True)
-    return Program(program.steps, [r if w is x else r.mT for r, w, x in results])
+    ops = ops_of(choice, xs[0].device, min(xs[0].shape[-2:]))
+    program = group_program(stored, coefficients, restarts, ops, workspace)
+    results = zip(program.results, flip, strict=True)
+    return Program(program.steps, [r.mT if flipped else r for r, flipped in results])
+
+
+def is_transposed(x: Tensor) -> bool:
+    """Whether matrices ``[..., m, n]`` are stored by columns: the transposed view is contiguous."""
+    return not x.is_contiguous() and x.mT.is_contiguous()
 
 
 @torch.no_grad()
@@ -142,10 +153,14 @@ def iterate(
     choice = fixed_choice(rows, cols, x.dtype, x.device, len(coefficients), method, backend)
     if x.numel() == 0 or not coefficients:
         return x
-    batch = x.reshape(-1, rows, cols)
-    if not overwrite and batch.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+    if is_transposed(x):
+        batch = x.mT.reshape(-1, cols, rows).mT
+    else:
+        batch = x.contiguous().view(-1, rows, cols)
+    if not overwrite and batch.data_ptr() == x.data_ptr():
         batch = batch.clone(memory_format=torch.preserve_format)
-    return iterate_all([batch], coefficients, choice, Workspace(x.device))[0].view(x.shape)
+    (found,) = iterate_all([batch], coefficients, choice, Workspace(x.device))
+    return found.unflatten(0, x.shape[:-2]) if x.ndim != 2 else found[0]
 
 
 def newton_schulz(
@@ -163,7 +178,7 @@ def newton_schulz(
     Each matrix is divided by `max(||x||_F, eps)`, as torch.optim.Muon does: one whose norm is below
     `eps` comes out smaller than orthogonal. A zero matrix gives zeros, a matrix with an inf or a
     nan gives nan, and neither affects the others. `x` is not changed and no gradient is recorded.
-    For m > n the work is done on the transpose, by strides.
+    A matrix with m > n is multiplied from the right, contiguous as it is.
 
     steps: iterations, always as many as asked for; 0 returns the normalized matrix.
     coefficients: a name of `COEFFICIENT_SETS`, one `(a, b, c)`, or one triple a step.

@@ -30,7 +30,7 @@ ORIGINS = ("measured", "interpolated", "estimated", "analytic", "given")
 
 
 def canonical_key(key: ShapeKey) -> ShapeKey:
-    """The wide form of a shape: a tall matrix is transposed before Newton-Schulz.
+    """The wide form of a shape: a tall matrix runs the same products, from the right.
 
     >>> canonical_key((6, 4, "float32"))
     (4, 6, 'float32')

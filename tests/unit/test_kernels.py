@@ -37,6 +37,7 @@ from dmuon.kernels.newton_schulz import (
 from dmuon.kernels.ops import TORCH_OPS, TORCH_STRIPS_OPS, MatmulOps, rounded_ops
 from dmuon.kernels.workspace import Workspace, aligned_bytes
 from dmuon.types import KernelChoice
+from tests.products import Products
 
 F64 = torch.float64
 POLAR = resolve_coefficients("polar_express", 5)
@@ -413,3 +414,45 @@ def test_strips_mirror_exactly():
     assert relative(out, (x.double() @ x.double().mT)) < 1e-6
     assert math.isfinite(float(out.sum()))
     assert torch.equal(out[:175, 525:], out[525:, :175].mT)
+
+
+# ---- memory that torch's products are fast on --------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["torch", "torch_strips", "torch_rounded"])
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("shape", [(2, 40, 12), (12, 40), (40, 12), (1, 40, 12), (600, 530)])
+def test_products_get_memory_that_they_are_fast_on(shape, method, backend):
+    """Whatever the strides of what a user has; a batch of tall matrices was 900 times slower."""
+    x = gaussian(*shape).float()
+    forms = [x, x.mT, x.mT.contiguous().mT, x.repeat_interleave(2, -1)[..., ::2]]
+    if x.ndim == 3:
+        forms.append(x.permute(1, 2, 0).contiguous().permute(2, 0, 1))  # the batch lies innermost
+    expected = newton_schulz(x, method=method, backend=backend, dtype=torch.bfloat16, steps=3)
+    for form in forms:
+        with Products() as seen:
+            found = newton_schulz(
+                form, method=method, backend=backend, dtype=torch.bfloat16, steps=3
+            )
+        assert seen.count >= 6 and not seen.slow, seen.slow
+        found = found if found.shape == expected.shape else found.mT
+        assert relative(found.double(), expected.double()) < 0.05
+
+
+def test_slow_products_are_seen():
+    x, square = torch.zeros(2, 3, 5).mT, torch.zeros(2, 5, 5)
+    for out in (torch.zeros_like(x), torch.zeros(2, 5, 3)):
+        with Products() as seen:
+            torch.baddbmm(x, square, x, out=out)  # x itself is added, by columns
+        assert len(seen.slow) == 1
+    with Products() as seen:
+        torch.bmm(square, x, out=torch.zeros(2, 5, 3))
+        torch.bmm(x, x.mT)
+    assert seen.count == 2 and not seen.slow
+
+
+def test_other_strides_are_refused_within():
+    x = normalize(gaussian(2, 12, 8), F64)[..., ::2]
+    choice = fixed_choice(12, 4, F64, CPU, 5)
+    with pytest.raises(ValueError, match="contiguous batches .* found strides"):
+        iterate_all([x], POLAR, choice, Workspace(CPU))

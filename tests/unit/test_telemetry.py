@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
+from torch import nn
 
+from dmuon import dedicate_params
 from dmuon import telemetry as telemetry_module
 from dmuon.comm.transport import LocalTransport, Meter
+from dmuon.scheduler.costs import CostTable
 from dmuon.telemetry import WARM_UP, StepTelemetry, is_exchange_step
 
 CPU = torch.device("cpu")
@@ -170,3 +174,44 @@ def test_an_exchange_does_not_wait_for_the_device():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert telemetry.measured_ms() is None or telemetry.measured_ms()[0] > 0
+
+
+def warned(planned: float | None, watches) -> list[str]:
+    telemetry = StepTelemetry(Pair(other=1.0), Meter(), CPU, planned)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        steps(telemetry, watches)
+    return [str(w.message) for w in found]
+
+
+def test_a_step_far_from_its_plan_says_so_once():
+    (text,) = warned(1.9, [Watch(820.0)] * 64)
+    assert "rank 0 spends 820 ms" in text and "expected 1.9 ms" in text and "432 times" in text
+    (text,) = warned(500.0, [Watch(2.0)] * 64)
+    assert "spends 2 ms" in text and "expected 500 ms" in text and "1/250" in text
+
+
+@pytest.mark.parametrize(
+    ("planned", "ms"),
+    [
+        (None, [820.0] * 16),  # prices that are no times of a machine
+        (82.1, [820.0] * 16),
+        (0.1, [4.0] * 16),  # of no consequence
+        (1.9, [820.0] * 2 + [2.0] * 14),  # warm-up
+        (1.9, [820.0] * 3 + [2.0] + [820.0] * 12),  # one step as planned before the first look ...
+    ],
+)
+def test_a_step_near_its_plan_says_nothing(planned: float | None, ms: list[float]):
+    # ... and the busy minute that follows is no reason as long as the last eight steps hold it.
+    assert warned(planned, map(Watch, ms[:10])) == []
+
+
+def test_what_a_plan_expects_of_a_rank():
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    measured = CostTable("measured on a machine", {(8, 8, "float32"): {1: 3.0, 2: 5.0}})
+    own = dedicate_params(model, costs=measured)
+    assert own.telemetry._planned_ms == own.plan.loads_ms[0] == 5.0
+    own.close()
+    own = dedicate_params(model, costs="analytic:cpu")
+    assert own.telemetry._planned_ms is None
+    own.close()
