@@ -11,9 +11,11 @@ Python does to choose and to slice is done once, and not at every optimizer step
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -36,7 +38,8 @@ __all__ = [
 _STRIP_ROWS = 256
 STRIPS_FROM_ROWS = 2 * _STRIP_ROWS
 _MAX_STRIPS = 4
-_BF16_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
+_TIMED_ROWS = 128
+_AS_FAST = 1.5  # so small a product pays for its call, too; a large one in bfloat16 gains more
 
 
 Steps = list[Callable[[], object]]
@@ -260,7 +263,7 @@ def native_ns_dtype(device: torch.device | str) -> torch.dtype:
     """The fastest dtype that is accurate enough for Newton-Schulz on a device.
 
     float16 on CUDA: three more mantissa bits than bfloat16 at the same speed, and after
-    normalization nothing leaves its range. bfloat16 on a CPU with bf16 instructions, float32 on
+    normalization nothing leaves its range. bfloat16 on a CPU that is fast in it, float32 on
     everything else (float16 products are emulated, and very slow, on a CPU).
     """
     kind = torch.device(device).type
@@ -271,8 +274,26 @@ def native_ns_dtype(device: torch.device | str) -> torch.dtype:
     return torch.float32
 
 
+@cache
 def cpu_has_bf16() -> bool:
-    """Whether bfloat16 products are faster than float32 ones on this CPU."""
-    # Only oneDNN uses the instructions: without it a bf16 product is slower than an fp32 one.
-    features = torch.cpu.get_capabilities()
-    return torch.backends.mkldnn.is_available() and any(features.get(f) for f in _BF16_FEATURES)
+    """Whether bfloat16 products are fast on this CPU: two small ones are timed, once a process.
+
+    What the processor reports does not decide: a build of torch or a setting of oneDNN may leave its
+    instructions unused, and an emulated product takes 5 to 30 times as long as one in float32.
+    """
+    x = torch.ones(_TIMED_ROWS, _TIMED_ROWS, dtype=torch.float32, device="cpu")
+    operands = (x, x.bfloat16())
+    results = tuple(map(torch.empty_like, operands))
+    best = [math.inf, math.inf]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine, threads that wait for each other would decide
+    try:
+        with torch.no_grad():
+            for _ in range(4):  # the first one sets up the library
+                for k, (operand, out) in enumerate(zip(operands, results, strict=True)):
+                    begin = time.perf_counter()
+                    torch.mm(operand, operand, out=out)
+                    best[k] = min(best[k], time.perf_counter() - begin)
+    finally:
+        torch.set_num_threads(threads)
+    return best[1] <= _AS_FAST * best[0]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import doctest
 import importlib
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz as torch_newton_schulz
 
 from dmuon.kernels.backends import default_backend
@@ -34,6 +38,7 @@ from dmuon.kernels.ops import (
     TORCH_STRIPS_OPS,
     MatmulOps,
     Steps,
+    cpu_has_bf16,
     native_ns_dtype,
 )
 from dmuon.kernels.workspace import Workspace
@@ -574,24 +579,42 @@ def test_backends_agree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("features", "onednn", "expected"),
-    [
-        ({"avx512_bf16": True}, True, torch.bfloat16),
-        ({"amx_bf16": True}, True, torch.bfloat16),
-        ({"bf16": True}, True, torch.bfloat16),
-        ({"avx512_bf16": True}, False, torch.float32),
-        ({"avx512_bf16": False, "avx2": True}, True, torch.float32),
-        ({}, True, torch.float32),
-    ],
+    ("float32_ms", "bfloat16_ms", "expected"),
+    [(0.04, 0.02, torch.bfloat16), (0.04, 0.05, torch.bfloat16), (0.04, 0.23, torch.float32)],
 )
-def test_native_dtype_of_a_cpu(
-    monkeypatch: pytest.MonkeyPatch, features: dict[str, bool], onednn: bool, expected: torch.dtype
+def test_auto_is_the_dtype_that_is_fast_here(
+    monkeypatch: pytest.MonkeyPatch, float32_ms: float, bfloat16_ms: float, expected: torch.dtype
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
+    now, multiply = [0.0], torch.mm
+
+    def timed(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+        assert torch.get_num_threads() == 1
+        now[0] += bfloat16_ms if a.dtype is torch.bfloat16 else float32_ms
+        return multiply(a, b, out=out)
+
+    torch.set_num_threads(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "mm", timed)
+        patch.setattr("dmuon.kernels.ops.time.perf_counter", lambda: now[0])
+        native = cpu_has_bf16.__wrapped__()
+    assert torch.get_num_threads() == 2
+    assert native == (expected is torch.bfloat16)
+    monkeypatch.setattr("dmuon.kernels.ops.cpu_has_bf16", lambda: native)
     assert native_ns_dtype("cpu") == expected
     assert resolve_ns_dtype("auto", torch.device("cpu")) == expected
     assert newton_schulz(torch.ones(2, 3)).dtype == expected
+
+
+def test_auto_does_not_trust_the_processor() -> None:
+    """oneDNN without AVX-512 leaves bf16 instructions unused, whatever the processor reports."""
+    if not torch.cpu.get_capabilities().get("avx2"):
+        pytest.skip("this setting of oneDNN is about x86 processors with AVX2")
+    code = "from dmuon.kernels.ops import native_ns_dtype as n; print(n('cpu'), n('cpu'))"
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == ["torch.float32"] * 2
 
 
 def test_native_dtype_elsewhere() -> None:
