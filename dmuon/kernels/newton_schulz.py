@@ -43,6 +43,7 @@ __all__ = [
 
 KERNEL_VERSION = 4
 """To be raised whenever Newton-Schulz becomes faster or slower: measured costs are kept by it."""
+_SAFE_NORMS = 1e-10, 1e15  # of float32 matrices whose entries can be squared as they are
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -66,7 +67,7 @@ def normalize(
 ) -> Tensor:
     """`x / max(||x||_F, eps)` for every matrix of `[..., m, n]`, cast to `dtype` at the very end.
 
-    Computed in float32 or wider on entries divided by the largest one, so that squares neither
+    Computed in float32 or wider, on entries scaled by a power of two, so that squares neither
     overflow nor vanish, and row by row: one float32 sum over a large matrix is off by 0.5%.
     A matrix with an inf or a nan becomes nan throughout, a zero matrix stays zero. The result is
     written to ``out`` if there is one, of x's shape and of `dtype`.
@@ -76,12 +77,32 @@ def normalize(
     wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
     y = x.to(wide)
     peak = torch.maximum(y.amax((-2, -1), keepdim=True), -y.amin((-2, -1), keepdim=True))
-    peak = peak.masked_fill(peak == 0, 1.0)
-    y = y / peak
-    rows = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
-    norm = torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
-    y.div_(torch.maximum(norm, eps / peak))
+    peak.masked_fill_(peak == 0, 1.0)
+    tiny = torch.finfo(wide).tiny  # like its reciprocal, a power of two and a normal number
+    scale = (torch.frexp(peak).mantissa / peak).clamp_(tiny, 1 / tiny)  # nan where peak is inf
+    y = y * scale
+    y.div_(torch.maximum(_norms(y), scale.mul_(eps)))
     return y.to(dtype) if out is None else out.copy_(y)
+
+
+def _norms(y: Tensor) -> Tensor:
+    rows = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+    return torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
+
+
+def _normalized(x: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
+    """`normalize`, in half as many passes where the host can look whether that is safe.
+
+    The same numbers, bit for bit: scaling by a power of two changes no mantissa.
+    """
+    half_or_single = x.dtype is torch.float32 and dtype.itemsize <= 4
+    if x.device.type != "cpu" or not half_or_single or not x.numel():
+        return normalize(x, dtype, eps)
+    norm = _norms(x)
+    # Here no square overflows, and what vanishes is too small to matter; a nan is in no range.
+    if not all(_SAFE_NORMS[0] <= value <= _SAFE_NORMS[1] for value in norm.view(-1).tolist()):
+        return normalize(x, dtype, eps)
+    return x.div(norm.clamp_(min=eps)).to(dtype)
 
 
 @torch.no_grad()
@@ -149,10 +170,20 @@ def iterate(
     the result may be `x`. The result has its shape. For ``method`` and ``backend`` see
     `newton_schulz`, which raises the same errors.
     """
+    return _iterate(x, coefficients, method, backend, overwrite)
+
+
+def _iterate(
+    x: Tensor, coefficients: Sequence[Triple], method: str, backend: str, overwrite: bool
+) -> Tensor:
     rows, cols = x.shape[-2:]
     choice = fixed_choice(rows, cols, x.dtype, x.device, len(coefficients), method, backend)
     if x.numel() == 0 or not coefficients:
         return x
+    ops = ops_of(choice, x.device, min(rows, cols))
+    if choice.method == "standard" and ops.is_plain(min(rows, cols)) and x.is_contiguous():
+        with no_autocast(x.device):
+            return _plain_standard(x, coefficients)
     if is_transposed(x):
         batch = x.mT.reshape(-1, cols, rows).mT
     else:
@@ -163,6 +194,22 @@ def iterate(
     return found.unflatten(0, x.shape[:-2]) if x.ndim != 2 else found[0]
 
 
+def _plain_standard(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
+    """What `program_of` runs in the standard form where every product is one call of torch, bit for
+    bit. A small matrix that comes once would pay more for the preparation than for the products.
+    """
+    y = x if x.ndim == 2 else x.reshape(-1, *x.shape[-2:])
+    y = y[0] if y.ndim == 3 and len(y) == 1 else y
+    is_tall = y.shape[-2] > y.shape[-1]
+    product, add = (torch.mm, torch.addmm) if y.ndim == 2 else (torch.bmm, torch.baddbmm)
+    for a, b, c in coefficients:
+        gram = product(y.mT, y) if is_tall else product(y, y.mT)
+        p = add(gram, gram, gram, beta=b, alpha=c)
+        y = add(y, y, p, beta=a) if is_tall else add(y, p, y, beta=a)
+    return y.view(x.shape)
+
+
+@torch.no_grad()
 def newton_schulz(
     x: Tensor,
     *,
@@ -195,8 +242,8 @@ def newton_schulz(
         raise ValueError(f"eps must be a finite number > 0, found {eps!r}; torch uses 1e-7")
     triples = resolve_coefficients(coefficients, steps)
     ns_dtype = resolve_ns_dtype(dtype, x.device)
-    normalized = normalize(x.detach(), ns_dtype, eps)
-    return iterate(normalized, triples, method=method, backend=backend, overwrite=True)
+    normalized = _normalized(x.detach(), ns_dtype, eps)
+    return _iterate(normalized, triples, method, backend, overwrite=True)
 
 
 def _check_input(x: object) -> None:

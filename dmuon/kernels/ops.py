@@ -102,6 +102,12 @@ class MatmulOps:
     batch_rows: int | None = None
     whole: Whole | None = None
 
+    def is_plain(self, rows: int) -> bool:
+        """Whether every product of matrices with so many rows is one call of torch."""
+        if self.symmetric is _strips_symmetric:
+            return rows < STRIPS_FROM_ROWS
+        return self.symmetric is _symmetric and self.whole is None
+
 
 def _general(
     a: Tensor,
@@ -278,8 +284,8 @@ def native_ns_dtype(device: torch.device | str) -> torch.dtype:
 def cpu_has_bf16() -> bool:
     """Whether bfloat16 products are fast on this CPU: two small ones are timed, once a process.
 
-    What the processor reports does not decide: a build of torch or a setting of oneDNN may leave its
-    instructions unused, and an emulated product takes 5 to 30 times as long as one in float32.
+    What the processor reports does not decide: a build of torch or a setting of oneDNN may leave
+    its instructions unused, and an emulated product takes 5 to 30 times as long as one in float32.
     """
     x = torch.ones(_TIMED_ROWS, _TIMED_ROWS, dtype=torch.float32, device="cpu")
     operands = (x, x.bfloat16())

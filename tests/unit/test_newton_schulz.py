@@ -22,12 +22,14 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz as torch_newton_schulz
 
 from dmuon.kernels.backends import default_backend
+from dmuon.kernels.choice import fixed_choice
 from dmuon.kernels.iterations import Program, group_program
 from dmuon.kernels.newton_schulz import (
     COEFFICIENT_SETS,
     choose_method,
     default_restarts,
     iterate,
+    iterate_all,
     newton_schulz,
     normalize,
     resolve_coefficients,
@@ -627,3 +629,20 @@ def test_native_dtype_elsewhere() -> None:
 def test_doctests(name: str) -> None:
     result = doctest.testmod(importlib.import_module(f"dmuon.kernels.{name}"))
     assert result.attempted and not result.failed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, F64])
+@pytest.mark.parametrize("backend", ["torch", "torch_strips"])
+@pytest.mark.parametrize("shape", [(12, 40), (40, 12), (3, 12, 40), (3, 40, 12), (1, 9, 9)])
+def test_the_short_way_of_small_matrices_changes_no_bit(shape, backend, dtype) -> None:
+    """`newton_schulz` looks at norms and makes each product at once; optimizers prepare both."""
+    x = gaussian(*shape, dtype=torch.float32)
+    for scale in (1.0, 1e-30, 1e30, 0.0, math.inf):
+        found = newton_schulz(scale * x, method="standard", backend=backend, dtype=dtype)
+        choice = fixed_choice(*shape[-2:], dtype, "cpu", 5, "standard", backend)
+        operand = normalize(scale * x, dtype).reshape(-1, *shape[-2:])
+        triples = resolve_coefficients("polar_express", 5)
+        (expected,) = iterate_all([operand], triples, choice, Workspace("cpu"))
+        torch.testing.assert_close(
+            found.reshape(operand.shape), expected, rtol=0, atol=0, equal_nan=True
+        )
