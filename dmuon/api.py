@@ -32,7 +32,14 @@ from dmuon.config import (
     ShardedOptions,
 )
 from dmuon.measure import measured_costs
-from dmuon.meshes import lane_maker, make_transport, mesh_device, mesh_topology, tensor_axes
+from dmuon.meshes import (
+    check_launched,
+    lane_maker,
+    make_transport,
+    mesh_device,
+    mesh_topology,
+    tensor_axes,
+)
 from dmuon.ownership import Ownership, ownerships_of
 from dmuon.requirements import (
     check_axes,
@@ -105,6 +112,7 @@ def dedicate_params(
         ValueError: the arguments or the model do not fit; raised on every rank, on the ranks
             without the mistake as ConsensusError.
     """
+    check_launched("dmuon.dedicate_params")
     ddp = model if isinstance(model, DistributedDataParallel) else None
     if isinstance(model, nn.Module) and ddp is None:
         reshard(model)

@@ -1,17 +1,177 @@
-"""Every default of the package, in frozen dataclasses."""
+"""Every default of the package, in frozen dataclasses, and what else a setting may be."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import operator
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 
 from dmuon.types import Coefficients
 
 MiB = 1 << 20
+
+ADJUST_LR = (None, "original", "match_rms_adamw")
+MOMENTUM_MODES = ("ema", "sgd")
+PUBLISH_MODES = ("async", "sync")
+
+# ---- what a setting may be ---------------------------------------------------------------
+
+
+class Rule(NamedTuple):
+    """``read`` gives a value as it is kept and raises TypeError for a wrong type; ``fits`` says
+    whether what it gave is in range. ``expected`` says both in words."""
+
+    expected: str
+    read: Callable[[Any], Any]
+    fits: Callable[[Any], bool] = lambda value: True
+
+    def or_none(self) -> Rule:
+        """The same, and None."""
+        return Rule(
+            f"{self.expected} or None",
+            lambda value: None if value is None else self.read(value),
+            lambda value: value is None or self.fits(value),
+        )
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError
+    return float(value)
+
+
+def _rate(value: Any) -> Any:
+    """A number, or a tensor, which torch's optimizers take for lr and keep as it is."""
+    return value if isinstance(value, torch.Tensor) else _number(value)
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
+
+
+def _of_type(*types: Any) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if not isinstance(value, types):
+            raise TypeError
+        return value
+
+    return read
+
+
+def _betas(value: Any) -> tuple[float, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise TypeError
+    return tuple(_number(beta) for beta in value)
+
+
+def _function(value: Any) -> Any:
+    if not callable(value):
+        raise TypeError
+    return value
+
+
+def _one_of(values: tuple[str | None, ...]) -> Rule:
+    names = ", ".join(map(repr, values))
+    return Rule(f"one of {names}", _of_type(str, type(values[0])), lambda value: value in values)
+
+
+def _is_rate(value: Any) -> bool:
+    if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.is_complex()):
+        return False
+    return 0.0 <= float(value) < math.inf
+
+
+FINITE = Rule("a finite number >= 0", _number, _is_rate)
+RATE = Rule("a finite number >= 0", _rate, _is_rate)
+POSITIVE = Rule("a number > 0", _number, lambda value: value > 0)
+FINITE_POSITIVE = Rule("a finite number > 0", _number, lambda value: 0 < value < math.inf)
+COUNT = Rule("an integer >= 1", _integer, lambda value: value >= 1)
+FLAG = Rule("True or False", _of_type(bool))
+TEXT = Rule("a string", _of_type(str))
+FLOAT_DTYPE = Rule(
+    "a floating dtype such as torch.bfloat16",
+    _of_type(torch.dtype),
+    lambda dtype: dtype.is_floating_point,
+)
+
+MUON_RULES = {
+    "lr": RATE,
+    "weight_decay": FINITE,
+    "momentum": FINITE,
+    "nesterov": FLAG,
+    "ns_coefficients": Rule(
+        "a name, one triple (a, b, c) or one triple a step", _of_type(str, Iterable)
+    ),
+    "eps": FINITE_POSITIVE,  # it keeps a zero matrix zero
+    "ns_steps": COUNT,
+    "adjust_lr_fn": _one_of(ADJUST_LR),
+    "momentum_mode": _one_of(MOMENTUM_MODES),
+    "dampening": FINITE,
+}
+ADAMW_RULES = {
+    "lr": RATE,
+    "betas": Rule(
+        "two numbers >= 0 and < 1",
+        _betas,
+        lambda betas: len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas),
+    ),
+    "eps": FINITE,
+    "weight_decay": FINITE,
+}
+SWITCH_RULES = {
+    "publish": _one_of(PUBLISH_MODES),
+    "master_weights": FLAG,
+    "block_lr_ratio": FINITE_POSITIVE.or_none(),
+}
+
+
+def checked(
+    rules: Mapping[str, Rule], values: Mapping[str, Any], *, owner: str = "", place: str = ""
+) -> dict[str, Any]:
+    """The values that there are rules for, as they are kept: numbers as Python's own.
+
+    ``owner`` is put before a name, ``place`` after what was found there.
+
+    Raises:
+        TypeError: a value is of a wrong type; the message names it, what was found and expected.
+        ValueError: it is out of range.
+    """
+    kept = {}
+    for name, rule in rules.items():
+        value = values[name]
+        try:
+            kept[name] = rule.read(value)
+        except (TypeError, OverflowError):
+            raise TypeError(_complaint(owner + name, rule, value, place)) from None
+        if not rule.fits(kept[name]):
+            raise ValueError(_complaint(owner + name, rule, value, place))
+    return kept
+
+
+def _complaint(name: str, rule: Rule, value: Any, place: str) -> str:
+    found = f"{name} must be {rule.expected}, found {value!r}{place}"
+    numbers = "number" in rule.expected or "integer" in rule.expected
+    if isinstance(value, str) and numbers:
+        return f"{found}: a string; convert it (YAML reads 1e-3 as text, 1.0e-3 as a number)"
+    if isinstance(value, float) and value.is_integer() and "integer" in rule.expected:
+        return f"{found}: write {int(value)}"
+    return found
+
+
+def _check_options(options: Any, rules: Mapping[str, Rule]) -> None:
+    values = {name: getattr(options, name) for name in rules}
+    checked(rules, values, owner=f"{type(options).__name__}.")
+
+
+# ---- defaults ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +191,20 @@ class PlannerOptions:
     max_batch: int = 16
     profile_budget_s: float = 10.0
     ranks_per_node: int | None = None
-    cache_dir: str | None = None
+    cache_dir: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        if self.max_batch < 1:
-            raise ValueError(f"PlannerOptions.max_batch must be at least 1, found {self.max_batch}")
-        for name in ("time_limit_s", "profile_budget_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"PlannerOptions.{name} must be > 0, found {getattr(self, name)}")
-        if self.owner_memory_bytes is not None and self.owner_memory_bytes < 1:
-            raise ValueError(
-                "PlannerOptions.owner_memory_bytes must be at least 1 or None, found "
-                f"{self.owner_memory_bytes}"
-            )
-        if self.ranks_per_node is not None and self.ranks_per_node < 1:
-            raise ValueError(
-                f"PlannerOptions.ranks_per_node must be at least 1, found {self.ranks_per_node}"
-            )
+        _check_options(self, _PLANNER_RULES)
+
+
+_PLANNER_RULES = {
+    "time_limit_s": POSITIVE,
+    "owner_memory_bytes": COUNT.or_none(),
+    "max_batch": COUNT,
+    "profile_budget_s": POSITIVE,
+    "ranks_per_node": COUNT.or_none(),
+    "cache_dir": Rule("a path", _of_type(str, os.PathLike)).or_none(),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +226,15 @@ class KernelOptions:
     cuda_graphs: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in ("method", "backend"):
-            if not isinstance(getattr(self, name), str):
-                raise TypeError(
-                    f"KernelOptions.{name} must be a string, found {getattr(self, name)!r}"
-                )
-        budget = self.tune_budget_s
-        if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-            raise TypeError(f"KernelOptions.tune_budget_s must be a number, found {budget!r}")
-        if not budget >= 0:
-            raise ValueError(f"KernelOptions.tune_budget_s must be >= 0, found {budget}")
-        if not (self.cuda_graphs is None or isinstance(self.cuda_graphs, bool)):
-            raise TypeError(
-                f"KernelOptions.cuda_graphs must be True, False or None, found {self.cuda_graphs!r}"
-            )
+        _check_options(self, _KERNEL_RULES)
+
+
+_KERNEL_RULES = {
+    "method": TEXT,
+    "backend": TEXT,
+    "tune_budget_s": Rule("a number >= 0", _number, lambda value: value >= 0),
+    "cuda_graphs": Rule("True, False or None", _of_type(bool, type(None))),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +257,16 @@ class ReplicatedOptions:
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("bucket_bytes", "publish_bucket_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"ReplicatedOptions.{name} must be at least 1, found {getattr(self, name)}"
-                )
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ValueError(f"ReplicatedOptions.timeout_s must be > 0, found {self.timeout_s}")
-        if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
-            raise ValueError(
-                "ReplicatedOptions.reduce_dtype must be a floating dtype or None, "
-                f"found {self.reduce_dtype}"
-            )
+        _check_options(self, _REPLICATED_RULES)
+
+
+_REPLICATED_RULES = {
+    "bucket_bytes": COUNT,
+    "publish_bucket_bytes": COUNT,
+    "reduce_dtype": FLOAT_DTYPE.or_none(),
+    "broadcast_parameters": FLAG,
+    "timeout_s": FINITE_POSITIVE.or_none(),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +287,15 @@ class ShardedOptions:
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("bucket_bytes", "min_buckets", "buffers"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"ShardedOptions.{name} must be at least 1, found {getattr(self, name)}"
-                )
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ValueError(f"ShardedOptions.timeout_s must be > 0, found {self.timeout_s}")
+        _check_options(self, _SHARDED_RULES)
+
+
+_SHARDED_RULES = {
+    "bucket_bytes": COUNT,
+    "min_buckets": COUNT,
+    "buffers": COUNT,
+    "timeout_s": FINITE_POSITIVE.or_none(),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,28 +322,18 @@ class DedicatedOptions:
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int):
-            raise TypeError(f"DedicatedOptions.prefetch must be an int, found {self.prefetch!r}")
-        if self.prefetch < 0:
-            raise ValueError(f"DedicatedOptions.prefetch must be >= 0, found {self.prefetch}")
-        if self.groups is not None and not callable(self.groups):
-            raise TypeError(
-                "DedicatedOptions.groups must be a function (name, module) -> bool or None, found "
-                f"{self.groups!r}"
-            )
-        for name in ("param_dtype", "reduce_dtype"):
-            dtype = getattr(self, name)
-            if dtype is not None and not dtype.is_floating_point:
-                raise ValueError(
-                    f"DedicatedOptions.{name} must be a floating dtype or None, found {dtype}"
-                )
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ValueError(f"DedicatedOptions.timeout_s must be > 0, found {self.timeout_s}")
+        _check_options(self, _DEDICATED_RULES)
 
 
-ADJUST_LR = (None, "original", "match_rms_adamw")
-MOMENTUM_MODES = ("ema", "sgd")
-PUBLISH_MODES = ("async", "sync")
+_DEDICATED_RULES = {
+    "prefetch": Rule("an integer >= 0", _integer, lambda value: value >= 0),
+    "free_after_forward": FLAG,
+    "groups": Rule("a function (name, module) -> bool", _function).or_none(),
+    "param_dtype": FLOAT_DTYPE.or_none(),
+    "reduce_dtype": FLOAT_DTYPE.or_none(),
+    "broadcast_parameters": FLAG,
+    "timeout_s": FINITE_POSITIVE.or_none(),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,38 +362,26 @@ class AdamWDefaults:
     weight_decay: float | None = None
 
 
-def _non_negative(name: str, value: Any) -> None:
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
-        raise ValueError(f"{name} must be a number, found a tensor of shape {tuple(value.shape)}")
-    number = float(value)
-    if not number >= 0.0 or math.isinf(number):
-        raise ValueError(f"{name} must be a finite number >= 0, found {value}")
+def check_muon_group(group: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """The hyperparameters of a Muon group, as `checked` gives them; ``place`` as there.
 
-
-def check_muon_group(group: dict[str, Any]) -> None:
-    """Raise ValueError on the first hyperparameter of a Muon group that is out of range."""
-    for name in ("lr", "weight_decay", "momentum", "eps", "dampening"):
-        _non_negative(name, group[name])
-    if float(group["eps"]) == 0.0:
-        raise ValueError("eps must be > 0: it keeps a zero matrix zero; torch.optim.Muon has 1e-7")
-    if group["adjust_lr_fn"] not in ADJUST_LR:
+    Raises:
+        TypeError: a hyperparameter is of a wrong type.
+        ValueError: it is out of range, or two do not go together.
+    """
+    kept = checked(MUON_RULES, group, place=place)
+    if kept["momentum_mode"] == "ema" and kept["momentum"] > 1.0:
         raise ValueError(
-            f"adjust_lr_fn must be one of {ADJUST_LR}, found {group['adjust_lr_fn']!r}"
+            f"momentum must be <= 1 with momentum_mode='ema', found {kept['momentum']}{place}"
         )
-    if group["momentum_mode"] not in MOMENTUM_MODES:
+    if kept["momentum_mode"] == "ema" and kept["dampening"] != 0.0:
         raise ValueError(
-            f"momentum_mode must be one of {MOMENTUM_MODES}, found {group['momentum_mode']!r}"
+            "dampening belongs to momentum_mode='sgd'; with 'ema' it must be 0, found "
+            f"{kept['dampening']}{place}"
         )
-    if group["momentum_mode"] == "ema" and not float(group["momentum"]) <= 1.0:
-        raise ValueError(f"momentum must be <= 1 with 'ema', found {group['momentum']}")
-    if group["momentum_mode"] == "ema" and float(group["dampening"]) != 0.0:
-        raise ValueError("dampening belongs to momentum_mode='sgd'; with 'ema' it must be 0")
+    return kept
 
 
-def check_adamw_group(group: dict[str, Any]) -> None:
-    """Raise ValueError on the first hyperparameter of an AdamW group that is out of range."""
-    for name in ("lr", "weight_decay", "eps"):
-        _non_negative(f"AdamW {name}", group[name])
-    betas = group["betas"]
-    if len(betas) != 2 or not all(0.0 <= float(b) < 1.0 for b in betas):
-        raise ValueError(f"AdamW betas must be two numbers in [0, 1), found {betas}")
+def check_adamw_group(group: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """The same of an AdamW group."""
+    return checked(ADAMW_RULES, group, owner="AdamW ", place=place)

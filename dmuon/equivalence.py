@@ -14,6 +14,7 @@ from dmuon.api import dedicate_params
 from dmuon.comm.consensus import attempt
 from dmuon.equivalence_report import EquivalenceReport, EquivalenceRow
 from dmuon.equivalence_trial import Rounding, Trial
+from dmuon.meshes import check_launched
 from dmuon.ownership import Ownership
 from dmuon.scheduler.topology import Topology
 from dmuon.types import DmuonError, Layout
@@ -62,7 +63,8 @@ def check_step_equivalence(
         muon_kwargs: for `dmuon.Muon` and, except what concerns distribution, `ReferenceMuon`.
 
     Raises:
-        ValueError: ``data_axes`` names no axis of the mesh, or ``parallelize`` renamed parameters.
+        ValueError: ``data_axes`` names no axis of the mesh, ``parallelize`` renamed parameters, or
+            several processes were launched and no process group was made.
 
     Where NS runs in the weights' own precision (or better) the weights and losses must agree to
     1e-5. In half precision a difference of 1e-7 in a gradient can flip roundings worth percents of
@@ -76,6 +78,7 @@ def check_step_equivalence(
     The reference shares the choice of matrices and the Newton-Schulz iteration with dmuon; those
     are tested on their own against `torch.optim.Muon` and the singular value decomposition.
     """
+    check_launched("dmuon.check_step_equivalence")
     model = build_model()
     twin = copy.deepcopy(model)  # now: a parallelized model cannot be copied
     if tensor_parallel is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +18,39 @@ from dmuon.scheduler.dtensors import compute_device, mesh_axes
 from dmuon.scheduler.topology import Topology, local_world_size
 from dmuon.types import OwnershipError
 
-__all__ = ["lane_maker", "make_transport", "mesh_device", "mesh_topology", "tensor_axes"]
+__all__ = [
+    "check_launched",
+    "lane_maker",
+    "make_transport",
+    "mesh_device",
+    "mesh_topology",
+    "tensor_axes",
+]
+
+
+def check_launched(caller: str) -> None:
+    """Raise OwnershipError if a launcher started several processes and they do not know each other.
+
+    Each would train a model of its own. ``WORLD_SIZE``, which torchrun sets for all of them, is
+    read only where there is no process group.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return
+    text = os.environ.get("WORLD_SIZE")
+    try:
+        world = int(text or 1)
+    except ValueError:
+        raise OwnershipError(
+            f"{caller}: the environment variable WORLD_SIZE={text!r} must be the number of "
+            "processes that train together: correct it, or unset it to train in this process alone"
+        ) from None
+    if world > 1:
+        raise OwnershipError(
+            f"{caller}: the environment says WORLD_SIZE={world} (torchrun sets it), but "
+            "torch.distributed is not initialized, so each process would train a model of its own. "
+            "Call torch.distributed.init_process_group() before dmuon, or unset WORLD_SIZE to "
+            "train in this process alone"
+        )
 
 
 def lane_maker(mesh: DeviceMesh | None, world: int, timeout_s: float | None) -> NewLane:

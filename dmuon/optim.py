@@ -20,12 +20,14 @@ from dmuon.groups import (
     split_groups,
 )
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
+from dmuon.meshes import check_launched
 from dmuon.owner_engine import OwnerEngine
 from dmuon.ownership import Ownership
 from dmuon.period import Period, Schedule
 from dmuon.scheduler.report import LoadBalanceReport
 from dmuon.settings import (
     agreed_dtype,
+    check_defaults,
     check_group,
     check_kernels,
     check_switches,
@@ -124,6 +126,7 @@ class Muon(Optimizer):
             momentum_mode, dampening,
         )  # fmt: skip
         rest = AdamWDefaults(adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
+        check_launched("dmuon.Muon")
         given = collected(model_or_params)
         self._ownerships = ownerships_in(given)
         self._sealed = False
@@ -134,13 +137,13 @@ class Muon(Optimizer):
         def prepare() -> list[dict[str, Any]]:
             nonlocal schedule
             groups = input_groups(given)
-            check_switches(period, block_lr_ratio, publish, layouts)
-            schedule = Schedule.of(period)
+            check_defaults(muon, rest)
+            schedule = check_switches(period, block_lr_ratio, publish, master_weights, layouts)
             mine = resolve_ns_dtype(ns_dtype, self._ownerships[0].runtime.device)
             check_groups(groups, self._ownerships, planned_names(self._ownerships))
             made = split_groups(groups, self._ownerships, fields(muon), fields(rest))
-            for group in made:
-                check_group(group)
+            for number, group in enumerate(made):
+                group.update(check_group(group, number))
             for ownership in self._ownerships:
                 check_kernels(ownership, mine, made)
             return made
@@ -180,6 +183,9 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Before anything travels, for a scheduler or a user may have set something else.
+        for number, group in enumerate(self.param_groups):
+            check_group(group, number)
         # Set by `torch.amp.GradScaler` around the call.
         amp = Amp(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         for engine in self._engines:

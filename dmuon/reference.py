@@ -55,7 +55,7 @@ class ReferenceMuon(Optimizer):
             momentum_mode, dampening,
         )  # fmt: skip
         group = {name: getattr(defaults, name) for name in MuonDefaults.__slots__}
-        check_muon_group(group)
+        group = check_muon_group(group)
         # What each parameter's matrices are: a view of the parameter (or of its like) a matrix.
         self._views: dict[Tensor, list[Callable[[Tensor], Tensor]]] = {}
         rest: list[Tensor] = []

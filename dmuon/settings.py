@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,21 +11,25 @@ from torch import Tensor
 
 from dmuon.comm.consensus import agree, attempt
 from dmuon.config import (
-    PUBLISH_MODES,
+    ADAMW_RULES,
+    SWITCH_RULES,
     AdamWDefaults,
     MuonDefaults,
     check_adamw_group,
     check_muon_group,
+    checked,
 )
 from dmuon.kernels.backends import why_not
 from dmuon.kernels.choice import fixed_choice, is_safe
 from dmuon.kernels.newton_schulz import resolve_coefficients, resolve_ns_dtype
 from dmuon.kernels.runner import check_graphs
 from dmuon.ownership import Ownership
+from dmuon.period import Period, Schedule
 from dmuon.types import Algorithm, KernelChoice, Layout, OwnershipError
 
 __all__ = [
     "agreed_dtype",
+    "check_defaults",
     "check_group",
     "check_kernels",
     "check_switches",
@@ -42,9 +45,23 @@ def fields(defaults: MuonDefaults | AdamWDefaults) -> dict[str, Any]:
 
 
 def check_switches(
-    period: object, block_lr_ratio: object, publish: object, layouts: set[Layout]
-) -> None:
-    """Raise OwnershipError for a mode that a layout does not have."""
+    period: Period,
+    block_lr_ratio: object,
+    publish: object,
+    master_weights: object,
+    layouts: set[Layout],
+) -> Schedule:
+    """The schedule of ``period``, when it and the settings for all groups are what they should be.
+
+    Raises:
+        TypeError: a setting is of a wrong type.
+        ValueError: it is out of range, or (OwnershipError) a layout does not have it.
+    """
+    schedule = Schedule.of(period)
+    checked(
+        SWITCH_RULES,
+        {"publish": publish, "master_weights": master_weights, "block_lr_ratio": block_lr_ratio},
+    )
     for layout in layouts - {Layout.SHARDED}:
         if period != 1 or block_lr_ratio is not None:
             raise OwnershipError(
@@ -52,23 +69,30 @@ def check_switches(
                 "layout each matrix is whole at its owner, so there is no block step; leave them "
                 "at 1 and None"
             )
-    if block_lr_ratio is not None:
-        number = isinstance(block_lr_ratio, (int, float)) and not isinstance(block_lr_ratio, bool)
-        if not number or not 0 < block_lr_ratio < math.inf:  # type: ignore[operator]
-            raise ValueError(
-                f"block_lr_ratio must be a finite number > 0 or None, found {block_lr_ratio!r}"
-            )
-    if publish not in PUBLISH_MODES:
-        raise OwnershipError(f"publish must be one of {PUBLISH_MODES}, found {publish!r}")
+    return schedule
 
 
-def check_group(group: dict[str, Any]) -> None:
-    """Raise ValueError for a hyperparameter out of range."""
+def check_defaults(muon: MuonDefaults, rest: AdamWDefaults) -> None:
+    """Raise TypeError or ValueError for a hyperparameter, by the name that `Muon` has for it."""
+    check_muon_group(fields(muon))
+    rules = {
+        name: rule.or_none() if name in ("lr", "weight_decay") else rule
+        for name, rule in ADAMW_RULES.items()
+    }
+    checked(rules, fields(rest), owner="adamw_")
+
+
+def check_group(group: dict[str, Any], number: int) -> dict[str, Any]:
+    """The hyperparameters of param group ``number``, numbers as Python's own.
+
+    Raises TypeError or ValueError for one of a wrong type or out of range.
+    """
+    place = f" in opt.param_groups[{number}]"
     if group["algorithm"] == Algorithm.ADAMW.value:
-        check_adamw_group(group)
-        return
-    check_muon_group(group)
-    resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
+        return check_adamw_group(group, place)
+    kept = check_muon_group(group, place)
+    resolve_coefficients(kept["ns_coefficients"], kept["ns_steps"])
+    return kept
 
 
 def check_kernels(ownership: Ownership, dtype: torch.dtype, groups: list[dict[str, Any]]) -> None:
@@ -123,7 +147,10 @@ def together(
 
 def _describe(group: dict[str, Any], planned: Mapping[Tensor, tuple[int, ...]]) -> str:
     shapes = [planned.get(p, tuple(p.shape)) for p in group["params"]]
-    return ", ".join([f"{k}={v}" for k, v in group.items() if k != "params"] + [str(shapes)])
+    values = {k: v for k, v in group.items() if k != "params"}
+    # Not as text: that of a tensor names its device, another one on each rank.
+    values |= {k: v.tolist() for k, v in values.items() if isinstance(v, Tensor)}
+    return ", ".join([f"{k}={v}" for k, v in values.items()] + [str(shapes)])
 
 
 def agreed_dtype(ownerships: list[Ownership], ns_dtype: str | torch.dtype) -> torch.dtype:

@@ -33,6 +33,7 @@ from dmuon.comm.layout import (
     Apply,
     Compute,
     Gradients,
+    PlannedPlaces,
     check_frozen,
     not_bound,
 )
@@ -88,6 +89,7 @@ class DedicatedRuntime:
         self._place = slices.grid.place(lanes.world.rank)
         self._gathered = 0  # rounds of reduction whose slices have been gathered
         self._live: _Bound | None = None
+        self._places: PlannedPlaces | None = None
         self._closed = False
         self._muon = muon = frozenset(plan.specs.muon())
         index = {id(p): i for i, p in enumerate(parameters)}
@@ -165,9 +167,19 @@ class DedicatedRuntime:
             owned.deliver,
         )
         self._live = _Bound(reducer, owned)
+        self._places = self._planned_places()
         self.passes.reducer = reducer
         tracked = [(p, self.parameters[p]) for window in windows for p in window.parameters]
         self._removers += hook_gradients(self.passes, tracked)
+
+    def _planned_places(self) -> PlannedPlaces | None:
+        model = self._model()
+        if model is None:
+            return None
+        # FSDP2 puts other objects into the place of its own parameters while a unit is gathered.
+        theirs = [p for p in self.parameters if is_distributed(p)] if fsdp_roots(model) else []
+        dedicated = set(self.dedicated)
+        return PlannedPlaces(model, self.parameters, [p for p in theirs if p not in dedicated])
 
     def _windows(self) -> list[Window]:
         """One window a group in the order of backward; the root's, and what is in none, last.
@@ -223,6 +235,8 @@ class DedicatedRuntime:
     def reduce_gradients(self) -> None:
         reducer, owned = self._bound.reducer, self._bound.owned
         vault, materializer = self._storage
+        if self._places is not None:
+            self._places.check()
         vault.check()
         check_frozen(self._frozen)
         self.passes.recover()

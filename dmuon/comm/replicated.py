@@ -20,7 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from dmuon.comm.arena import Arena
 from dmuon.comm.blocks import Coverage, attach, wait_points
 from dmuon.comm.initial import start_from_first
-from dmuon.comm.layout import Apply, Compute, Gradients, check_frozen, check_replaced, not_bound
+from dmuon.comm.layout import (
+    Apply,
+    Compute,
+    Gradients,
+    PlannedPlaces,
+    check_frozen,
+    not_bound,
+)
 from dmuon.comm.publish import Publisher, wire_bytes
 from dmuon.comm.reduction import GradientReducer
 from dmuon.comm.routes import (
@@ -72,6 +79,7 @@ class ReplicatedRuntime:
         self._arena = Arena(self.device)
         self._matrices_of = matrices_by_parameter(plan)
         self._live: tuple[GradientReducer, Publisher] | None = None
+        self._places: PlannedPlaces | None = None
         self._removers: list[Callable[[], None]] = []
         self._closed = False
         if ddp is None and options.broadcast_parameters:
@@ -133,6 +141,7 @@ class ReplicatedRuntime:
             self._removers += hook_ddp(reducer, ddp, self.parameters, before, self._make_window)
         model = self._model()
         assert model is not None
+        self._places = PlannedPlaces(model, self.parameters)
         buckets_of = publisher.buckets_by_parameter()
         points = wait_points(model)
         self._coverage = coverage = Coverage(points)
@@ -232,6 +241,8 @@ class ReplicatedRuntime:
 
     def reduce_gradients(self) -> None:
         reducer, publisher = self._bound
+        assert self._places is not None
+        self._places.check()
         publisher.check_storage()
         check_frozen(self._frozen)
         publisher.synchronize()
@@ -252,9 +263,6 @@ class ReplicatedRuntime:
                 "this backward. Build it with find_unused_parameters=True"
             )
         reducer.ensure()
-        model = self._model()
-        if model is not None and not any(reducer.present):
-            check_replaced(model, self.parameters)
 
     def unit_gradients(self, unit: Unit) -> Tensor:
         return self._bound[1].unit_gradients(unit)

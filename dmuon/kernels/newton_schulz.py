@@ -50,14 +50,19 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def resolve_ns_dtype(dtype: str | torch.dtype, device: torch.device | str) -> torch.dtype:
     """The dtype that the iteration runs in: "auto" is `native_ns_dtype(device)`.
 
-    Raises ValueError unless it is "auto" or float16, bfloat16, float32 or float64.
+    Raises ValueError unless it is "auto" or float16, bfloat16, float32 or float64, as a dtype or
+    as text ("bfloat16" or "torch.bfloat16").
     """
     if dtype == "auto":
         return native_ns_dtype(device)
-    if isinstance(dtype, torch.dtype) and dtype in _DTYPES:
-        return dtype
+    if isinstance(dtype, (str, torch.dtype)):
+        by_name = {str(known).removeprefix("torch."): known for known in _DTYPES}
+        found = by_name.get(str(dtype).removeprefix("torch."))
+        if found is not None:
+            return found
     raise ValueError(
-        f'the Newton-Schulz dtype must be "auto" or one of {_names(_DTYPES)}, found {dtype!r}'
+        f'the Newton-Schulz dtype (ns_dtype) must be "auto" or one of {_names(_DTYPES)}, found '
+        f"{dtype!r}"
     )
 
 

@@ -6,9 +6,11 @@ import copy
 import gc
 import io
 import pickle
+import re
 import weakref
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
+from dmuon.__main__ import main
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.reference import ReferenceMuon
 from dmuon.types import OwnershipError, PlanError, SelectionError
@@ -1252,6 +1255,7 @@ def test_what_is_no_parameter_is_a_type_error(wrong):
         ({"ns_dtype": "half"}, r"dtype.*'half'"),
         ({"ns_dtype": torch.int32}, r"dtype.*int32"),
         ({"ns_steps": -1}, r"steps"),
+        ({"ns_steps": 0}, r"ns_steps must be an integer >= 1, found 0"),
         ({"ns_coefficients": "unheard of"}, r"unheard of"),
         ({"ns_coefficients": [(1, 2, 3)] * 4}, r"4 coefficient triples for steps=5"),
         ({"lr": -1.0}, r"lr"),
@@ -1267,6 +1271,265 @@ def test_wrong_settings_are_refused_at_once_and_the_model_stays_usable(settings,
     with pytest.raises(ValueError, match=message):
         dmuon.Muon(model, **settings)
     train(model, dmuon.Muon(model), tokens(), range(1))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr": "1e-3"},
+        {"lr": None},
+        {"weight_decay": "0.1"},
+        {"momentum": None},
+        {"nesterov": "no"},
+        {"ns_coefficients": None},
+        {"eps": "1e-7"},
+        {"ns_steps": True},
+        {"ns_steps": "5"},
+        {"adjust_lr_fn": 3},
+        {"momentum_mode": None},
+        {"dampening": "0"},
+        {"period": "5"},
+        {"period": True},
+        {"block_lr_ratio": "x"},
+        {"publish": True},
+        {"master_weights": "yes"},
+        {"adamw_lr": "1e-3"},
+        {"adamw_betas": 0.9},
+        {"adamw_eps": None},
+        {"adamw_weight_decay": "0.1"},
+    ],
+    ids=str,
+)
+def test_settings_of_a_wrong_type_are_refused_by_name(settings):
+    model = TinyGPT()
+    dmuon.dedicate_params(model)
+    ((name, value),) = settings.items()
+    with pytest.raises(TypeError, match=rf"^{name} must be .*found {re.escape(repr(value))}"):
+        dmuon.Muon(model, **settings)
+    train(model, dmuon.Muon(model), tokens(), range(1))
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "adamw_lr", "betas"])
+def test_settings_of_a_wrong_type_in_a_group_are_refused_by_name(name):
+    model = TinyGPT()
+    dmuon.dedicate_params(model)
+    message = rf"{name.removeprefix('adamw_')} must be .*'1e-3' in opt\.param_groups\[[01]\]: a str"
+    with pytest.raises(TypeError, match=message):
+        dmuon.Muon([{"params": model.parameters(), name: "1e-3"}])
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+@pytest.mark.parametrize("value", ["1e-4", None, -1.0, float("nan")])
+def test_settings_that_turn_wrong_later_fail_before_anything_changes(algorithm, value):
+    model = TinyGPT()
+    _, opt = dedicated(model)
+    train(model, opt, tokens(), range(1))
+    number = next(i for i, g in enumerate(opt.param_groups) if g["algorithm"] == algorithm)
+    good, opt.param_groups[number]["lr"] = opt.param_groups[number]["lr"], value
+    opt.synchronize()
+    before = weights(model)
+    backward(model, 1)
+    with pytest.raises((TypeError, ValueError), match=rf"lr must.*opt\.param_groups\[{number}\]"):
+        opt.step()
+    assert_bitwise(weights(model), before)
+    opt.param_groups[number]["lr"] = good
+    opt.step()
+
+
+def test_a_tensor_or_a_number_of_numpy_is_an_lr_like_any_other():
+    results = []
+    for lr in (0.25, torch.tensor(0.25), torch.tensor([0.25]), np.float32(0.25), np.float64(0.25)):
+        torch.manual_seed(0)
+        model = TinyGPT()
+        _, opt = dedicated(model, lr=lr)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+        for step in range(3):
+            train(model, opt, tokens(), [step])
+            scheduler.step()
+        opt.synchronize()
+        results.append(weights(model))
+    for other in results[1:]:
+        assert_bitwise(results[0], other)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "torch.bfloat16"])
+def test_the_newton_schulz_dtype_may_be_text(dtype):
+    model = TinyGPT()
+    _, opt = dedicated(model, ns_dtype=dtype)
+    train(model, opt, tokens(), range(1))
+    assert opt.stats()["ns_dtype"] == "bfloat16"
+
+
+# ---- several processes that do not know each other ---------------------------------------
+
+
+def check_equivalence() -> None:
+    dmuon.check_step_equivalence(TinyGPT, lambda m, x: m(x).sum(), lambda step, rank: tokens()(0))
+
+
+STARTS = {
+    "dedicate_params": lambda: dmuon.dedicate_params(TinyGPT()),
+    "Muon": lambda: dmuon.Muon(TinyGPT()),
+    "check_step_equivalence": check_equivalence,
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_processes_of_a_launcher_without_a_process_group_are_refused(monkeypatch, start):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = rf"dmuon\.{start}: .*WORLD_SIZE=2.*torch\.distributed\.init_process_group\(\)"
+    with pytest.raises(OwnershipError, match=message):
+        STARTS[start]()
+
+
+@pytest.mark.parametrize("text", ["two", "2.0", "nan"])
+def test_a_world_size_that_is_no_number_is_refused(monkeypatch, text):
+    monkeypatch.setenv("WORLD_SIZE", text)
+    with pytest.raises(OwnershipError, match=rf"WORLD_SIZE='{text}' must be"):
+        dmuon.dedicate_params(TinyGPT())
+
+
+@pytest.mark.parametrize("text", ["1", "", None])
+def test_a_world_of_one_needs_no_process_group(monkeypatch, text):
+    if text is None:
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("WORLD_SIZE", text)
+    model = TinyGPT()
+    train(model, dedicated(model)[1], tokens(), range(1))
+
+
+@pytest.mark.parametrize("text", ["8", "two"])
+def test_a_process_group_of_one_counts_whatever_the_environment_says(monkeypatch, text):
+    monkeypatch.setenv("WORLD_SIZE", text)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = TinyGPT()
+        own, opt = dedicated(model)
+        train(model, opt, tokens(), range(1))
+        own.close()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "--model", "qwen2.5-0.5b", "--mesh", "4", "--costs", "analytic:h100"],
+        ["profile", "--shapes", "8x8", "--max-batch", "1", "--out", "-"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_commands_of_one_process_run_under_a_launcher(monkeypatch, capsys, command):
+    """They plan and measure for processes that they are no part of."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(command) == 0
+    assert capsys.readouterr().out
+
+
+# ---- parameters that were replaced -------------------------------------------------------
+
+
+def replace_weight(model: nn.Module) -> None:
+    up = model.blocks[0].up
+    up.weight = nn.Parameter(up.weight.detach().clone())
+
+
+def replace_gain(model: nn.Module) -> None:
+    model.norm.weight = nn.Parameter(torch.ones(WIDTH))
+
+
+def replace_module(model: nn.Module) -> None:
+    model.blocks[0] = Block()
+
+
+def assign_state(model: nn.Module) -> None:
+    model.load_state_dict(clone(model).state_dict(), assign=True)
+    for p in model.parameters():
+        p.requires_grad_(True)
+
+
+def untie(model: nn.Module) -> None:
+    model.lm_head.weight = nn.Parameter(model.embed.weight.detach().clone())
+
+
+def normalize_weights(model: nn.Module) -> None:
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+
+
+LAYOUTS = pytest.mark.parametrize("layout", ["replicated", "dedicated"])
+REPLACEMENTS = {
+    replace_weight: r"blocks\.0\.up\.weight",
+    replace_gain: r"norm\.weight",
+    replace_module: r"blocks\.0\.norm\.weight",
+    assign_state: r"embed\.weight",
+    untie: r"lm_head\.weight",
+    normalize_weights: r"lm_head\.parametrizations\.weight\.original\d",
+}
+
+
+def tied() -> TinyGPT:
+    model = TinyGPT()
+    model.lm_head.weight = model.embed.weight
+    return model
+
+
+@LAYOUTS
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("replace", REPLACEMENTS)
+def test_a_parameter_that_was_replaced_is_refused_by_name(replace, compiled, layout):
+    model = tied() if replace is untie else TinyGPT()
+    wrapped = torch.compile(model, backend="eager") if compiled else model
+    own = dmuon.dedicate_params(wrapped, layout=layout)
+    opt = dmuon.Muon(wrapped, **SETTINGS)
+    train(model, opt, tokens(), range(1))
+    replace(model)
+    backward(model, 1)
+    message = rf"'{REPLACEMENTS[replace]}' is another parameter object.*in place.*own\.close\(\)"
+    with pytest.raises(OwnershipError, match=message):
+        dmuon.clip_grad_norm_(wrapped, 1.0)
+    with pytest.raises(OwnershipError, match=message):
+        opt.step()
+    own.close()
+    again = dmuon.dedicate_params(wrapped, layout=layout)  # what the message says
+    train(model, dmuon.Muon(wrapped, **SETTINGS), tokens(), range(2))
+    again.close()
+
+
+def freeze_gain(model: nn.Module) -> None:
+    model.norm.weight = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+
+def drop_module(model: nn.Module) -> None:
+    model.blocks = model.blocks[:1]
+
+
+def parametrize(model: nn.Module) -> None:
+    nn.utils.parametrize.register_parametrization(model.norm, "bias", nn.Identity())
+
+
+def tie(model: nn.Module) -> None:
+    model.lm_head.weight = model.embed.weight
+
+
+def load_in_place(model: nn.Module) -> None:
+    model.load_state_dict(clone(model).state_dict())
+
+
+@LAYOUTS
+@pytest.mark.parametrize("change", [freeze_gain, drop_module, parametrize, tie, load_in_place])
+def test_what_replaces_no_trained_parameter_is_followed(change, layout):
+    model = TinyGPT()
+    own = dmuon.dedicate_params(model, layout=layout)
+    opt = dmuon.Muon(model, **SETTINGS)
+    train(model, opt, tokens(), range(1))
+    change(model)
+    train(model, opt, tokens(), range(1, 3))
+    replace_gain(model)  # what is looked for afterwards is the changed model's
+    backward(model, 3)
+    with pytest.raises(OwnershipError, match=r"'norm\.weight'"):
+        opt.step()
+    own.close()
 
 
 @pytest.mark.parametrize(
