@@ -15,7 +15,7 @@ import dmuon
 from dmuon.config import DedicatedOptions
 from dmuon.reference import ReferenceMuon
 from dmuon.types import DmuonError, OwnershipError
-from tests.distributed.dedicated import MUON, mesh_of, shard_rest, whole
+from tests.distributed.dedicated import MUON, mesh_of, recorded, shard_rest, whole
 from tests.distributed.harness import distributed
 from tests.distributed.models import batch, largest_difference, loss_of, seeded, weights
 
@@ -168,6 +168,39 @@ def test_assigning_other_values_is_an_error_on_every_rank(rank, world):
     with pytest.raises(OwnershipError, match=r"mid\.weight.* by an assignment to its data"):
         model(batch(0, rank)[0])
     own.runtime.lanes.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "rest"),
+    [
+        ("mid.weight", "plain"),
+        ("blocks.1.up.weight", "plain"),
+        ("blocks.0.norm.weight", "plain"),
+        ("mid.weight", "fsdp"),
+        ("blocks.1.up.weight", "fsdp"),
+    ],
+)
+@distributed(2)
+def test_a_parameter_that_was_replaced(rank, world, name, rest):
+    """It would never be trained again; told on every rank before a step sends anything."""
+    model = seeded()
+    own, events = recorded(model, mesh_of((world,)))
+    if rest == "fsdp":
+        shard_rest(model, own, mesh_of((world,)))
+    opt = dmuon.Muon(model, **MUON)
+    loss_of(model, batch(0, rank)).backward()
+    opt.step()
+    opt.zero_grad()
+    path, _, local = name.rpartition(".")
+    shape = own.shape_of(name)
+    torch.manual_seed(1)
+    setattr(model.get_submodule(path), local, nn.Parameter(torch.randn(shape) / 10))
+    loss_of(model, batch(1, rank)).backward()
+    sent = len(events)
+    with pytest.raises(OwnershipError, match=rf"'{name}' is another parameter object"):
+        opt.step()
+    assert len(events) == sent
+    own.close()
 
 
 @distributed(2)

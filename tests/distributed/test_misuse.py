@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import dmuon
+from dmuon.comm.transport import RecordingTransport
 from tests.distributed.harness import distributed
-from tests.distributed.models import Net, batch, loss_of, seeded, wrap
+from tests.distributed.models import Net, batch, dedicate, loss_of, seeded, wrap
 
 ONLY = pytest.mark.parametrize("only_one", [False, True], ids=["all ranks", "one rank"])
 
@@ -117,6 +118,14 @@ OPTIMIZER_MISTAKES = {
     "dtype": (lambda m: dmuon.Muon(m, ns_dtype="float8"), "float8"),
     "eps": (lambda m: dmuon.Muon(m, eps=0.0), "eps"),
     "betas": (lambda m: dmuon.Muon(m, adamw_betas=(0.9, 1.5)), "betas"),
+    "lr of a config": (lambda m: dmuon.Muon(m, lr="1e-3"), "lr must be .*'1e-3'"),
+    "lr of a group": (
+        lambda m: dmuon.Muon([{"params": m.parameters(), "lr": "1e-3"}]),
+        r"lr must be .*'1e-3' in opt\.param_groups\[0\]",
+    ),
+    "no steps": (lambda m: dmuon.Muon(m, ns_steps=0), "ns_steps must be an integer >= 1"),
+    "one beta": (lambda m: dmuon.Muon(m, adamw_betas=0.9), "adamw_betas must be two numbers"),
+    "masters": (lambda m: dmuon.Muon(m, master_weights="yes"), "master_weights must be True"),
 }
 
 
@@ -231,6 +240,66 @@ def test_unfreezing_after_planning_is_refused(rank, world):
     loss_of(model, batch(0, rank)).backward()
     with pytest.raises(ValueError, match=r"mid\.weight.*frozen"):
         opt.step()
+    own.close()
+
+
+def replace_matrix(model):
+    model.mid.weight = nn.Parameter(model.mid.weight.detach().clone())
+
+
+def replace_gain(model):
+    model.blocks[0].norm.weight = nn.Parameter(torch.ones(24))
+
+
+def replace_block(model):
+    model.blocks[1] = type(model.blocks[1])(24, 56)
+
+
+REPLACEMENTS = {
+    replace_matrix: r"'mid\.weight' is another parameter object",
+    replace_gain: r"'blocks\.0\.norm\.weight' is another parameter object",
+    replace_block: r"'blocks\.1\.norm\.weight' is another parameter object",
+}
+WRAPPERS = pytest.mark.parametrize("wrapper", ["plain", "ddp", "ddp that must use all"])
+
+
+@WRAPPERS
+@pytest.mark.parametrize("replace", REPLACEMENTS)
+@distributed(2)
+def test_a_parameter_that_was_replaced(rank, world, replace, wrapper):
+    """It would never be trained again; told on every rank before a step sends anything."""
+    model = seeded(Net)
+    model.use_spare = True
+    wrapped = wrap(model, wrapper != "plain", find_unused_parameters=wrapper == "ddp")
+    own, transport = dedicate(wrapped, RecordingTransport)
+    opt = dmuon.Muon(wrapped)
+    loss_of(wrapped, batch(0, rank)).backward()
+    opt.step()
+    opt.zero_grad()
+    torch.manual_seed(1)
+    replace(model)
+    loss_of(wrapped, batch(1, rank)).backward()
+    sent = len(transport.events)
+    with pytest.raises(ValueError, match=REPLACEMENTS[replace]):
+        opt.step()
+    assert len(transport.events) == sent
+    own.close()
+
+
+@distributed(2)
+def test_a_setting_that_turns_wrong_later(rank, world):
+    model = seeded(Net)
+    own, transport = dedicate(model, RecordingTransport)
+    opt = dmuon.Muon(model)
+    loss_of(model, batch(0, rank)).backward()
+    opt.param_groups[0]["lr"] = "1e-4"
+    sent = len(transport.events)
+    with pytest.raises(TypeError, match=r"lr must be .*'1e-4' in opt\.param_groups\[0\]"):
+        opt.step()
+    assert len(transport.events) == sent
+    opt.param_groups[0]["lr"] = 1e-4
+    opt.step()  # nothing was lost
+    assert len(transport.events) > sent
     own.close()
 
 
