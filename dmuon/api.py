@@ -84,9 +84,10 @@ def dedicate_params(
     """Decide which rank owns which matrix of ``model``, the same on every rank.
 
     A collective call: every rank of ``mesh`` calls it with the same model and arguments. Without a
-    mesh these are, in the `sharded` layout, the ranks of the model's largest mesh, otherwise all
-    ranks; without `torch.distributed`, this process alone. A plain module starts from the weights
-    of the mesh's first rank, any other keeps its own.
+    mesh these are, in the `sharded` layout, the ranks of the model's largest mesh, with
+    `DistributedDataParallel` those of its process group, otherwise all ranks; without
+    `torch.distributed`, this process alone. A plain module, and in the `dedicated` layout any
+    module, starts from the weights of the mesh's first rank; others keep their own.
 
     Args:
         layout: "sharded" for a model with `DTensor` parameters (FSDP2, HSDP, tensor and expert
@@ -109,8 +110,10 @@ def dedicate_params(
             names is the one that runs; asking for another beside it is an error.
 
     Raises:
-        ValueError: the arguments or the model do not fit; raised on every rank, on the ranks
-            without the mistake as ConsensusError.
+        TypeError: an argument is of a wrong type.
+        ValueError: the arguments or the model do not fit, or several processes were launched and no
+            process group was made. Raised on every rank, on the ranks without the mistake as
+            ConsensusError.
     """
     check_launched("dmuon.dedicate_params")
     ddp = model if isinstance(model, DistributedDataParallel) else None

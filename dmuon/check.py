@@ -80,7 +80,7 @@ def _batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-# (what it shows, DDP, dtype of the parameters, dtype of Newton-Schulz)
+# (DDP, dtype of the parameters, dtype of Newton-Schulz)
 _CASES = (
     (False, torch.float32, torch.float32),
     (True, torch.float32, torch.float32),

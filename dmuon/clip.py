@@ -31,6 +31,8 @@ def clip_grad_norm_(
         The norm before clipping, a 0-d tensor.
 
     Raises:
+        ValueError: ``max_norm`` or ``norm_type`` is out of range, or a parameter is not what was
+            planned.
         RuntimeError: the norm is not finite and ``error_if_nonfinite``; nothing is scaled.
         OwnershipError: the model is not dedicated.
     """

@@ -34,6 +34,7 @@ from dmuon.settings import (
     fields,
     together,
     warn_of_dtype,
+    warn_of_rounding,
 )
 from dmuon.sharded_engine import ShardedEngine
 from dmuon.types import Coefficients, Layout, OwnershipError
@@ -69,12 +70,13 @@ class Muon(Optimizer):
     values; in the `dedicated` layout inside ``own.materialized``. In the `replicated` and
     `dedicated` layouts `step` consumes the matrices' gradients; use ``opt.zero_grad()`` (not
     ``model.zero_grad()``) to drop gradients without a step. In the
-    `sharded` layout a step that finds a non-finite gradient on any rank changes nothing on any
-    rank; of several models in one optimizer, each has a verdict of its own.
+    `sharded` layout a full step that finds a non-finite gradient on any rank changes nothing on
+    any rank; of several models in one optimizer, each has a verdict of its own.
 
     Args:
         model_or_params: a dedicated module, or its parameters as frameworks pass them: tensors,
             (name, tensor) pairs, or group dicts with hyperparameters of their own.
+        lr: a number, or a tensor of one element, which `step` reads.
         momentum_mode: "ema" (as `torch.optim.Muon`) or "sgd" (with ``dampening``).
         period: MuonBP (`sharded` layout only). An integer P takes a full step where the step
             count, from 0, is a multiple of P, and block steps between: each rank orthogonalizes
@@ -83,18 +85,22 @@ class Muon(Optimizer):
         block_lr_ratio: multiplies the learning rate of block steps, which is adjusted to the dims
             of the block; theory has it between 1 and one over the square root of the number of
             blocks. None is 1.
-        ns_dtype: dtype of the Newton-Schulz iteration and of published updates; "auto" is float16
-            on CUDA, bfloat16 on a CPU that has it, float32 otherwise or where ranks differ.
+        ns_dtype: dtype of the Newton-Schulz iteration and of published updates, as a torch dtype or
+            its name; "auto" is float16 on CUDA, bfloat16 on a CPU that has it, float32 otherwise or
+            where ranks differ.
         publish: "async" returns from `step` while updates travel; "sync" waits.
-        master_weights: keep float32 weights behind lower-precision parameters.
+        master_weights: keep float32 weights behind lower-precision parameters. Without them one
+            rank warns where a typical update is lost in the rounding of such parameters.
         adamw_lr, adamw_weight_decay: None means the same as Muon's.
 
     Raises:
-        ValueError: a hyperparameter is out of range, or the parameters do not fit the ownership;
-            on every rank.
+        TypeError: a hyperparameter is of a wrong type, such as a string for a number.
+        ValueError: a hyperparameter is out of range, the parameters do not fit the ownership, or
+            several processes were launched and no process group was made. Raised on every rank.
     """
 
-    # Makes `torch.amp.GradScaler` tell `step` about itself, so that it can be refused.
+    # Makes `torch.amp.GradScaler` leave its scale and its verdict to `step`: the `sharded` layout
+    # shares them with all ranks, the others can refuse.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -162,6 +168,8 @@ class Muon(Optimizer):
         self._settings = Settings(dtype, master_weights, schedule, block_lr_ratio)
         self._bytes: dict[str, int] = {}
         self._engines = [_ENGINES[o.plan.layout](o, self, self._settings) for o in self._ownerships]
+        if not master_weights:
+            warn_of_rounding(self._ownerships, self.param_groups)
 
     # ---- construction --------------------------------------------------------------------
 
@@ -178,7 +186,12 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update all parameters that have a gradient on any rank. A collective call."""
+        """Update all parameters that have a gradient on any rank. A collective call.
+
+        Raises:
+            TypeError, ValueError: a hyperparameter in ``param_groups`` is not what it should be by
+                now, or a parameter is not what was planned; nothing has changed.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -238,10 +251,11 @@ class Muon(Optimizer):
     def stats(self) -> dict[str, Any]:
         """What the last step did, without any collective. Waits for pending updates.
 
-        ``update_rms``: name -> RMS of the matrix's update over the learning rate, on every rank;
-        after a block step, of this rank's blocks. ``ns_ms``: milliseconds of Newton-Schulz on this
-        rank (`replicated`: and momentum). ``bytes``: what this rank handed to collectives since
-        the step before, by purpose. ``kernels``: which kernels
+        ``update_rms``: name -> RMS of the matrix's update over the learning rate, on every rank
+        (`dedicated`: on its owner); after a block step, of this rank's blocks. ``ns_ms``:
+        milliseconds of Newton-Schulz on this rank (`replicated` and `dedicated`: and momentum).
+        ``bytes``: what this rank handed to collectives since the step before, by purpose.
+        ``kernels``: which kernels
         Newton-Schulz ran on this rank, by the shapes that ran together (``ran``, such as
         ``gram[2]/torch_strips/float32``), the ``workspace_bytes`` they keep, and the state of
         ``cuda_graphs``. In the `sharded` layout also ``full_step`` (or a block step),
@@ -306,8 +320,8 @@ class Muon(Optimizer):
         """Restore what `state_dict` gave, bit for bit.
 
         Raises:
-            OwnershipError: it is another model's state or (`replicated`) another rank's or another
-                plan's; nothing is changed.
+            OwnershipError: it is another model's state or, except in the `sharded` layout, another
+                rank's or another plan's; nothing is changed.
         """
         expected = self._owners()
         info = state_dict.get("dmuon")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,7 +26,9 @@ from dmuon.kernels.newton_schulz import resolve_coefficients, resolve_ns_dtype
 from dmuon.kernels.runner import check_graphs
 from dmuon.ownership import Ownership
 from dmuon.period import Period, Schedule
+from dmuon.scheduler.dtensors import local_tensor
 from dmuon.types import Algorithm, KernelChoice, Layout, OwnershipError
+from dmuon.update import Rates
 
 __all__ = [
     "agreed_dtype",
@@ -36,6 +39,7 @@ __all__ = [
     "fields",
     "together",
     "warn_of_dtype",
+    "warn_of_rounding",
 ]
 
 
@@ -177,3 +181,62 @@ def warn_of_dtype(ownerships: list[Ownership], dtype: torch.dtype) -> None:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+
+def half_ulp(magnitude: float, dtype: torch.dtype) -> float:
+    """Half a unit in the last place of numbers of this magnitude: what a smaller change is lost in.
+
+    >>> half_ulp(0.02, torch.bfloat16) == 2.0**-14, half_ulp(1.0, torch.float16) == 2.0**-11
+    (True, True)
+    """
+    info = torch.finfo(dtype)
+    _, exponent = math.frexp(max(magnitude, info.smallest_normal))
+    return 0.5 * info.eps * math.ldexp(1.0, exponent - 1)
+
+
+def warn_of_rounding(ownerships: list[Ownership], groups: list[dict[str, Any]]) -> None:
+    """Say on one rank that typical updates of half-precision weights are lost in rounding.
+
+    Compares root mean squares over the matrices of each param group and dtype, as far as they are
+    stored on that rank. An update's follows from the learning rate: the entries of an orthogonal
+    ``m x n`` matrix have the root mean square ``1 / sqrt(max(m, n))``. Reads the weights once.
+    """
+    group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
+    updates: dict[tuple[int, torch.dtype], list[tuple[float, int]]] = {}
+    weights: dict[tuple[int, torch.dtype], dict[Tensor, Tensor]] = {}
+    for ownership in ownerships:
+        plan = ownership.plan
+        # In the dedicated layout the first rank may store no matrix.
+        if ownership.rank != (min(plan.owners) if plan.layout is Layout.DEDICATED else 0):
+            continue
+        for matrix in plan.specs.matrices:
+            p = ownership.parameters[matrix.parameter]
+            local = local_tensor(p)
+            if p.dtype.itemsize < 4 and local.numel():
+                key = group_of[p], p.dtype
+                lr = Rates.of(groups[group_of[p]]).adjusted(*matrix.shape)
+                rms = lr / math.sqrt(max(matrix.shape))
+                updates.setdefault(key, []).append((rms, matrix.numel))
+                weights.setdefault(key, {})[p] = local
+    lost = []
+    for key, sizes in updates.items():
+        update = math.sqrt(sum(r * r * n for r, n in sizes) / sum(n for _, n in sizes))
+        stored = list(weights[key].values())
+        norms = [torch.linalg.vector_norm(w, dtype=torch.float32) for w in stored]
+        count = sum(w.numel() for w in stored)
+        weight = float(torch.linalg.vector_norm(torch.stack(norms))) / math.sqrt(count)
+        if 0 < weight < math.inf and 0 < update < half_ulp(weight, key[1]):
+            lost.append((update / half_ulp(weight, key[1]), update, weight, key))
+    if not lost:
+        return
+    _, update, weight, (number, dtype) = min(lost, key=lambda entry: entry[0])
+    name = str(dtype).removeprefix("torch.")
+    warnings.warn(
+        f"dmuon: with lr={float(groups[number]['lr']):g} a typical update of a {name} matrix is "
+        f"{update:.2g}, and half a unit in the last place of its typical weight, {weight:.2g}, is "
+        f"{half_ulp(weight, dtype):.2g}: most updates are rounded away and change nothing. Pass "
+        "master_weights=True, which keeps float32 weights behind the parameters, or keep the "
+        "parameters in float32 and compute under torch.autocast",
+        RuntimeWarning,
+        stacklevel=3,
+    )

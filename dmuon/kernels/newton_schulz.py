@@ -236,7 +236,7 @@ def newton_schulz(
     coefficients: a name of `COEFFICIENT_SETS`, one `(a, b, c)`, or one triple a step.
     method: "standard", "gram", a Gram form with its restarts such as "gram[2]", or "auto", see
         `choose_method`.
-    dtype: what to iterate in, "auto" or a torch dtype, see `native_ns_dtype`.
+    dtype: what to iterate in, "auto", a torch dtype or its name, see `resolve_ns_dtype`.
     backend: who multiplies, one of `dmuon.kernels.backends.BACKENDS`, or "auto".
 
     Raises TypeError for what is not a dense real floating-point tensor, ValueError for the rest,

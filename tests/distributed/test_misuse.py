@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from dmuon.comm.transport import RecordingTransport
@@ -283,6 +287,25 @@ def test_a_parameter_that_was_replaced(rank, world, replace, wrapper):
     with pytest.raises(ValueError, match=REPLACEMENTS[replace]):
         opt.step()
     assert len(transport.events) == sent
+    own.close()
+
+
+@pytest.mark.parametrize("layout", ["replicated", "dedicated", "sharded"])
+@distributed(2)
+def test_one_rank_tells_of_updates_that_are_rounded_away(rank, world, layout):
+    model = seeded(Net).bfloat16()
+    if layout == "sharded":
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    own = dmuon.dedicate_params(model, layout=layout)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opt = dmuon.Muon(model, lr=1e-5, ns_dtype=torch.float32)
+    told = own.runtime.transport.gather_objects([str(w.message) for w in caught])
+    text = "a typical update of a bfloat16 matrix is 2e-06, and half a unit in the last place"
+    (message,) = [m for messages in told for m in messages]
+    assert text in message
+    loss_of(model, batch(0, rank)).backward()
+    opt.step()
     own.close()
 
 

@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 
@@ -40,6 +41,7 @@ from tests.unit.models import (
     weights,
 )
 
+LAYOUTS = pytest.mark.parametrize("layout", ["replicated", "dedicated"])
 FP32 = {"ns_dtype": torch.float32}
 SETTINGS = {"lr": 0.02, "weight_decay": 0.1, **FP32}
 
@@ -1360,6 +1362,85 @@ def test_the_newton_schulz_dtype_may_be_text(dtype):
     assert opt.stats()["ns_dtype"] == "bfloat16"
 
 
+# ---- half precision ----------------------------------------------------------------------
+
+
+def half_precision(dtype: torch.dtype, layout: str = "replicated", weight: float = 0.02):
+    """Two matrices of 32 x 32 whose entries are all ``weight``, rounded."""
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)).to(dtype)
+    nn.init.constant_(model[0].weight, weight)
+    nn.init.constant_(model[1].weight, weight)
+    dmuon.dedicate_params(model, layout=layout)
+    return model
+
+
+# Half a unit in the last place of 0.02 is 2**-14 = 6.1e-5 in bfloat16 and 2**-17 = 7.6e-6 in
+# float16; an update is 0.2 lr with "match_rms_adamw" and lr / sqrt(32) with "original".
+LOST = [
+    (torch.bfloat16, {"lr": 1e-4}, "2e-05", "6.1e-05"),
+    (torch.bfloat16, {"lr": 3e-4, "adjust_lr_fn": "original"}, "5.3e-05", "6.1e-05"),
+    (torch.bfloat16, {"lr": torch.tensor(1e-4)}, "2e-05", "6.1e-05"),
+    (torch.float16, {"lr": 1e-5}, "2e-06", "7.6e-06"),
+]
+KEPT = [
+    (torch.bfloat16, {"lr": 1e-3}),
+    (torch.bfloat16, {"lr": 4e-4, "adjust_lr_fn": "original"}),
+    (torch.bfloat16, {"lr": 1e-4, "master_weights": True}),
+    (torch.bfloat16, {"lr": 0.0}),
+    (torch.float16, {"lr": 1e-4}),
+    (torch.float32, {"lr": 1e-9}),
+]
+
+
+@LAYOUTS
+@pytest.mark.parametrize(("dtype", "settings", "update", "ulp"), LOST)
+def test_updates_that_are_rounded_away_are_told_once_with_the_numbers(
+    dtype, settings, update, ulp, layout
+):
+    model = half_precision(dtype, layout)
+    with pytest.warns(RuntimeWarning) as caught:
+        opt = dmuon.Muon(model, **settings)
+    text = (
+        rf"lr={float(settings['lr']):g} a typical update of a {str(dtype)[6:]} matrix is {update}, "
+        rf"and half a unit in the last place of its typical weight, 0\.02, is {ulp}.*"
+        r"master_weights=True"
+    )
+    (warning,) = caught
+    assert re.search(text, str(warning.message)) and warning.filename == __file__
+    if settings.get("adjust_lr_fn") is None:
+        before = weights(model)
+        model(torch.randn(8, 32, dtype=dtype)).square().sum().backward()
+        opt.step()
+        opt.synchronize()
+        same = [(w == before[n]).double().mean() for n, w in weights(model).items()]
+        assert min(same) > 0.95  # what the warning says
+
+
+@LAYOUTS
+@pytest.mark.parametrize(("dtype", "settings"), KEPT)
+def test_nothing_is_said_where_updates_count(dtype, settings, layout):
+    model = half_precision(dtype, layout)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dmuon.Muon(model, **settings)
+
+
+@pytest.mark.parametrize("weight", [0.0, float("inf"), float("nan")])
+def test_nothing_is_said_of_weights_that_are_not_there_yet(weight):
+    model = half_precision(torch.bfloat16, weight=weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dmuon.Muon(model, lr=1e-4)
+
+
+def test_the_worst_of_several_groups_is_told():
+    model = half_precision(torch.bfloat16)
+    groups = [{"params": [model[0].weight], "lr": 1e-4}, {"params": [model[1].weight], "lr": 1e-6}]
+    with pytest.warns(RuntimeWarning, match="lr=1e-06") as caught:
+        dmuon.Muon(groups)
+    assert len(caught) == 1
+
+
 # ---- several processes that do not know each other ---------------------------------------
 
 
@@ -1457,7 +1538,6 @@ def normalize_weights(model: nn.Module) -> None:
     nn.utils.parametrizations.weight_norm(model.lm_head)
 
 
-LAYOUTS = pytest.mark.parametrize("layout", ["replicated", "dedicated"])
 REPLACEMENTS = {
     replace_weight: r"blocks\.0\.up\.weight",
     replace_gain: r"norm\.weight",
