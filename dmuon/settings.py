@@ -203,27 +203,30 @@ def warn_of_rounding(ownerships: list[Ownership], groups: list[dict[str, Any]]) 
     """
     group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
     updates: dict[tuple[int, torch.dtype], list[tuple[float, int]]] = {}
-    weights: dict[tuple[int, torch.dtype], dict[Tensor, Tensor]] = {}
+    weights: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for ownership in ownerships:
         plan = ownership.plan
         # In the dedicated layout the first rank may store no matrix.
         if ownership.rank != (min(plan.owners) if plan.layout is Layout.DEDICATED else 0):
             continue
-        for matrix in plan.specs.matrices:
-            p = ownership.parameters[matrix.parameter]
+        stored = {}
+        for i in plan.specs.muon():
+            p = ownership.parameters[i]
             local = local_tensor(p)
             if p.dtype.itemsize < 4 and local.numel():
-                key = group_of[p], p.dtype
-                lr = Rates.of(groups[group_of[p]]).adjusted(*matrix.shape)
+                stored[i] = group_of[p], p.dtype
+                weights.setdefault(stored[i], []).append(local)
+        for matrix in plan.specs.matrices:
+            if matrix.parameter in stored:
+                key = stored[matrix.parameter]
+                lr = Rates.of(groups[key[0]]).adjusted(*matrix.shape)
                 rms = lr / math.sqrt(max(matrix.shape))
                 updates.setdefault(key, []).append((rms, matrix.numel))
-                weights.setdefault(key, {})[p] = local
     lost = []
     for key, sizes in updates.items():
         update = math.sqrt(sum(r * r * n for r, n in sizes) / sum(n for _, n in sizes))
-        stored = list(weights[key].values())
-        norms = [torch.linalg.vector_norm(w, dtype=torch.float32) for w in stored]
-        count = sum(w.numel() for w in stored)
+        norms = [torch.linalg.vector_norm(w, dtype=torch.float32) for w in weights[key]]
+        count = sum(w.numel() for w in weights[key])
         weight = float(torch.linalg.vector_norm(torch.stack(norms))) / math.sqrt(count)
         if 0 < weight < math.inf and 0 < update < half_ulp(weight, key[1]):
             lost.append((update / half_ulp(weight, key[1]), update, weight, key))

@@ -10,6 +10,7 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -1605,8 +1606,12 @@ def test_what_replaces_no_trained_parameter_is_followed(change, layout):
     train(model, opt, tokens(), range(1))
     change(model)
     train(model, opt, tokens(), range(1, 3))
-    replace_gain(model)  # what is looked for afterwards is the changed model's
     backward(model, 3)
+    with mock.patch.object(nn.Module, "named_parameters") as searched:
+        opt.step()
+    assert not searched.called  # the change has been looked at once
+    replace_gain(model)
+    backward(model, 4)
     with pytest.raises(OwnershipError, match=r"'norm\.weight'"):
         opt.step()
     own.close()
