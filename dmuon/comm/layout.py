@@ -212,21 +212,22 @@ class PlannedPlaces:
         if model is None or self._is_unchanged():
             return
         for name, p in model.named_parameters(remove_duplicate=False):
-            known = id(p) in self._ids or not p.requires_grad
-            # Where a framework replaces parameters, only names that it leaves alone tell anything.
-            if not known and (not self._exempt or canonical_name(name) in self._names):
-                raise replaced(canonical_name(name))
+            planned, is_place = id(p) in self._ids, canonical_name(name) in self._names
+            # Where a framework replaces parameters, only places that it leaves alone tell anything.
+            if not planned and p.requires_grad and (is_place or not self._exempt):
+                raise replaced(canonical_name(name), new=not is_place)
         self._look_up(model)
 
 
-def replaced(name: str) -> OwnershipError:
-    """The error for a parameter in the place of a planned one."""
+def replaced(name: str, *, new: bool = False) -> OwnershipError:
+    """The error for a parameter in the place of a planned one, or (``new``) in none's."""
+    what = "was no parameter" if new else "is another parameter object now than"
     return OwnershipError(
-        f"{name!r} is another parameter object now than at dmuon.dedicate_params, and would never "
-        "be trained: change values in place (p.copy_ under torch.no_grad; layout='dedicated': "
-        "inside `with own.materialized(module):`), or call own.close(), "
-        "dmuon.dedicate_params(model) and dmuon.Muon(model) again. Call fully_shard and "
-        "parallelize_module before dmuon.dedicate_params"
+        f"{name!r} {what} at dmuon.dedicate_params, and would never be trained: change values in "
+        "place (p.copy_ under torch.no_grad; layout='dedicated': inside "
+        "`with own.materialized(module):`), or call own.close(), dmuon.dedicate_params(model) and "
+        "dmuon.Muon(model) again. Call fully_shard and parallelize_module before "
+        "dmuon.dedicate_params"
     )
 
 
