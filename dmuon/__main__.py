@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from typing import Any, NoReturn
 
 from dmuon import check, planning, profiling
 
+CRASHED = 3  # a defect of ours; Python's own status for that is 1, which has a meaning here
 CLOSED_PIPE = 141  # what a shell reports for a program that a closed pipe has ended
 
 
@@ -31,8 +33,9 @@ def _add_plan(commands: Any) -> None:
         "plan",
         help="balance the matrices of a model over a mesh, without either of them",
         description="Plans which rank owns which matrix and prints the load balance with a proven "
-        "lower bound. Needs neither the model's weights nor the machine. Exit status 2 for a "
-        "mistake; with --verify 1 if the certificate does not hold.",
+        "lower bound. Needs neither the model's weights nor the machine. Exit status 0; with "
+        "--verify 1 if the certificate does not hold; 2 for a mistake, or a file that cannot be "
+        "read or is too large; 3 for a crash of the command itself.",
     )
     planning.add_plan_arguments(command)
     command.set_defaults(run=planning.run)
@@ -43,7 +46,8 @@ def _add_profile(commands: Any) -> None:
         "profile",
         help="measure what Newton-Schulz costs here",
         description="Measures batches of each shape on this machine's device and prints the times; "
-        "with --out writes the cost table for `plan --costs`. Exit status 2 for a mistake.",
+        "with --out writes the cost table for `plan --costs`. Exit status 2 for a mistake, 3 for a "
+        "crash of the command itself.",
     )
     profiling.add_profile_arguments(command)
     command.set_defaults(run=profiling.run)
@@ -55,7 +59,8 @@ def _add_check(commands: Any) -> None:
         help="compare dmuon on several processes with Muon in one",
         description="Trains small models with dmuon on several processes, with different data on "
         "each data rank, and with a plain reference Muon on the joint batch, and compares all "
-        "weights and losses after every step. Exit status 1 if they differ, 2 for a mistake.",
+        "weights and losses after every step. Exit status 1 if they differ, 2 for a mistake, 3 for "
+        "a crash.",
     )
     command.add_argument(
         "--layout",
@@ -94,7 +99,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command; returns the exit status.
+
+    Errors of the user are the commands' own to report; whatever else is raised is a crash.
+    """
     try:
         try:
             args = _parser().parse_args(argv)
@@ -106,6 +114,10 @@ def main(argv: list[str] | None = None) -> int:
         # The reader is gone (`| head`). What is still buffered must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
+    except Exception:  # a verdict must never look like a crash, nor a crash like a verdict
+        traceback.print_exc()
+        sys.stderr.write("python -m dmuon: crashed; please report what is above\n")
+        return CRASHED
 
 
 if __name__ == "__main__":

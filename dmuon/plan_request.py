@@ -14,13 +14,12 @@ from dmuon.scheduler.costs import CostModel, resolve_costs
 from dmuon.scheduler.plan import OwnershipPlan, solve
 from dmuon.scheduler.presets import PRESETS, model_specs
 from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs
-from dmuon.scheduler.topology import Topology
+from dmuon.scheduler.topology import MAX_RANKS, Topology
 from dmuon.types import PlanError
 
 __all__ = ["COMPARED", "Request", "add_plan_arguments", "read_request"]
 
 COMPARED = ("round_robin", "greedy", "milp")
-MAX_RANKS = 100_000
 _AXES = {1: ("dp",), 2: ("node", "gpu"), 3: ("group", "node", "gpu")}
 _BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     "KIB": 1 << 10,

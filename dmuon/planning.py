@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dmuon.plan_request import COMPARED, Request, add_plan_arguments, read_request
+from dmuon.scheduler.json_files import read_text
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.presets import PRESETS
 from dmuon.scheduler.report import LoadBalanceReport, build_report
@@ -181,12 +182,11 @@ def _verify(args: argparse.Namespace) -> int:
     from dmuon.scheduler.certificate import certify
 
     try:
-        text = Path(args.verify).read_text(encoding="utf-8")
+        certificate = certify(OwnershipPlan.from_json(read_text(args.verify)))
     except OSError as error:
         raise PlanError(f"cannot read {args.verify!r}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{args.verify!r} is no plan: {error}") from error
-    certificate = certify(OwnershipPlan.from_json(text))
+    except ValueError as error:
+        raise PlanError(f"cannot verify {args.verify!r}: {error}") from error
     _out(str(certificate))
     return 0 if certificate.ok else 1
 
@@ -248,7 +248,10 @@ def in_terms_of_flags(message: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, compare or verify; 1 if a certificate does not hold, 2 for a mistake of the user."""
+    """Plan, compare or verify; 1 if a certificate does not hold, 2 for a mistake of the user.
+
+    A file that cannot be read, or not be a plan, is a mistake too.
+    """
     try:
         _check_combination(args)
         if args.verify is not None:

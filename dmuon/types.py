@@ -20,6 +20,7 @@ __all__ = [
     "PlanError",
     "Select",
     "SelectionError",
+    "SizeError",
     "Triple",
 ]
 
@@ -55,6 +56,10 @@ class SelectionError(DmuonError):
 
 class PlanError(DmuonError):
     """A plan is invalid, or none can be made."""
+
+
+class SizeError(PlanError):
+    """A plan, or the proof of one, takes more work than can be waited for."""
 
 
 class OwnershipError(DmuonError):

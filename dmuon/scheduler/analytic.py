@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from dmuon.scheduler.cost_entries import ShapeKey
 from dmuon.scheduler.specs import ITEM_SIZE
+from dmuon.types import PlanError
 
 __all__ = [
     "ANALYTIC_DEVICES",
@@ -19,6 +20,9 @@ __all__ = [
     "analytic_ms",
     "newton_schulz_flops",
 ]
+
+
+_MOST = 1e30  # operations or bytes a second: times of any shape stay finite and above 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,13 @@ class AnalyticDevice:
     bandwidth: float
     launch_s: float
     half_batch_dim: float
+
+    def __post_init__(self) -> None:
+        rates, rest = (self.flops, self.bandwidth), (self.launch_s, self.half_batch_dim)
+        if not (min(rates) >= 1 and max(rates) <= _MOST and min(rest) >= 0 and max(rest) <= 1e9):
+            raise PlanError(
+                f"a device needs rates from 1 to {_MOST:g}, overheads from 0 to 1e9, found {self}"
+            )
 
 
 # CPU: fitted to measurements of one thread with AMX bf16. GPUs: not measured, but 80% of the

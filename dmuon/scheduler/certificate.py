@@ -19,11 +19,9 @@ from dmuon.scheduler.grouping import Part, PriceBook
 from dmuon.scheduler.plan import OwnershipPlan, bounding_problem
 from dmuon.scheduler.problem import Problem
 from dmuon.scheduler.proof import bound_of
+from dmuon.types import SizeError
 
 __all__ = ["Certificate", "certify"]
-
-# What numbers of the wrong kind or size in a saved plan end in.
-_MALFORMED = (ValueError, TypeError, KeyError, IndexError, OverflowError, ArithmeticError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +54,19 @@ class Certificate:
 
 
 def certify(plan: OwnershipPlan) -> Certificate:
-    """Check a plan and its lower bound. Takes about as long as one step of planning."""
+    """Check a plan and its lower bound. Takes about as long as one step of planning.
+
+    However the numbers in it are chosen, that is seconds: knapsacks that would take longer are
+    solved coarsely, as they are in planning, and prove less (see `proof.bound_of`).
+
+    Raises:
+        SizeError: so many matrices, prices and pools that this would take too long.
+    """
     try:
         return _certify(plan)
-    except _MALFORMED as error:
+    except SizeError:
+        raise
+    except ValueError as error:
         findings = (f"the stored prices, limits or duals do not fit the model: {error}",)
         return Certificate(False, False, math.inf, 0.0, findings)
 
@@ -201,10 +208,11 @@ def _wrong_groups(plan: OwnershipPlan, book: PriceBook) -> list[str]:
 
 
 def _wrong_owners(plan: OwnershipPlan) -> list[str]:
+    pools, pool_of = [frozenset(pool) for pool in plan.limits.pools], plan.limits.pool_of
     found = [
         f"rank {rank} may not own {plan.specs.matrices[i].name}"
         for i, rank in enumerate(plan.owners)
-        if not plan.limits.may_own(rank, i)
+        if pool_of and rank not in pools[pool_of[i]]
     ]
     cap = plan.limits.memory_bytes
     found += [

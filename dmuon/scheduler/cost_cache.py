@@ -1,6 +1,7 @@
 """Measured costs on disk: one file a device and version, shared by all processes of a user.
 
-A file is a cost table (``costs=path`` reads it too) that names the key it belongs to. Nothing that
+A file is a cost table (``costs=path`` reads it too) that names the key it belongs to, and has a
+digest: one that is damaged is ignored and measured again. Nothing that
 goes wrong here stops training: functions return the problem in words, for the caller to warn of.
 """
 
@@ -16,7 +17,9 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+from dmuon.scheduler import cost_files
 from dmuon.scheduler.costs import (
     AnalyticDevice,
     CostTable,
@@ -25,6 +28,7 @@ from dmuon.scheduler.costs import (
     canonical_key,
     merge_slowest,
 )
+from dmuon.scheduler.json_files import cut, read_text, row, text, whole, wholes
 from dmuon.types import PlanError
 
 __all__ = ["CacheKey", "add", "default_directory", "path_of", "read"]
@@ -94,36 +98,49 @@ def read(directory: str | os.PathLike[str], key: CacheKey) -> Found:
     """The entries cached for ``key``; none, and a problem, if the file cannot be used."""
     path = path_of(directory, key)
     try:
-        text = path.read_text(encoding="utf-8")
+        content = read_text(path, cost_files.MOST_CHARACTERS)
     except FileNotFoundError:
         return Found({})
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         return Found({}, f"{path} cannot be read ({error}); it is ignored")
     try:
-        table = CostTable.from_json(text, str(path))
-        data = json.loads(text)
-        named, tuned = data.get("key"), _tuned(data.get("tuned", []))
+        data = cost_files.parsed(content, str(path))
+        table = CostTable.from_dict(data, str(path))
     except PlanError as error:
         return Found({}, f"{error}. It is ignored and rebuilt")
-    if named != asdict(key):
+    if data.get("digest") != _digest(data):
+        return Found({}, f"{path} is damaged (its digest differs); it is ignored and rebuilt")
+    if data.get("key") != asdict(key):
         return Found(
-            {}, f"{path} is for {named}, expected {asdict(key)}; it is ignored and rebuilt"
+            {},
+            f"{path} is for {cut(repr(data.get('key')))}, expected {asdict(key)}; it is ignored "
+            "and rebuilt",
         )
     return Found(
         merge_slowest([{canonical_key(k): by} for k, by in table.entries.items()]),
         None,
         {key: dict(by) for key, by in table.kernels.items()},
         {key: dict(by) for key, by in table.squares.items()},
-        tuned,
+        _tuned(data.get("tuned")),
     )
+
+
+def _digest(data: dict[str, Any]) -> str:
+    """Of everything else in a file: a changed digit in a time looks like a time."""
+    text = json.dumps({**data, "digest": None}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _tuned(rows: object) -> dict[ShapeKey, set[int]]:
     """What `add` wrote of it; nothing of what is not in that form: then it is chosen again."""
     found: dict[ShapeKey, set[int]] = {}
-    for row in rows if isinstance(rows, list) else []:
-        if isinstance(row, list) and len(row) == 4 and isinstance(row[3], list):
-            found[canonical_key((row[0], row[1], row[2]))] = set(row[3])
+    for fields in rows if isinstance(rows, list) else []:
+        try:
+            row(fields, "tuned", 4, 4)
+            shape = whole(fields, 0, "", 1), whole(fields, 1, "", 1), text(fields, 2, "")
+            found[canonical_key(shape)] = set(wholes(fields, 3, "tuned", 1))
+        except PlanError:
+            continue
     return found
 
 
@@ -165,7 +182,9 @@ def add(
                 "key": asdict(key),
                 "tuned": [[*k, sorted(some)] for k, some in sorted(found.tuned.items()) if some],
             }
-            _replace(path, json.dumps(table.to_dict() | ours, indent=1) + "\n")
+            data = table.to_dict() | ours
+            data["digest"] = _digest(data)
+            _replace(path, json.dumps(data, indent=1) + "\n")
     except OSError as error:
         return f"measured costs cannot be kept in {path} ({error})"
     return None

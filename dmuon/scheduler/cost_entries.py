@@ -52,8 +52,11 @@ def square_key(key: ShapeKey) -> SquareKey:
 # ---- what is valid -----------------------------------------------------------------------
 
 
+_MOST_SIZE = 1 << 40  # of a side or a batch: its price still fits a float
+
+
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST_SIZE
 
 
 def _check_times(source: str, key: object, by_batch: object) -> None:

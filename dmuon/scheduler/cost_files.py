@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from dmuon.scheduler.analytic import AnalyticDevice
 from dmuon.scheduler.cost_entries import ShapeKey, SquareKey
+from dmuon.scheduler.json_files import (
+    cut,
+    different,
+    each,
+    parse,
+    read_text,
+    real,
+    record,
+    text,
+    whole,
+)
 from dmuon.types import PlanError
 
-__all__ = ["fields_of", "parsed", "plain", "readable", "text_of"]
+__all__ = ["MOST_CHARACTERS", "damaged", "fields_of", "parsed", "plain", "text_of"]
 
 _FORMAT = "dmuon cost table"
 _VERSION = 1
+MOST_CHARACTERS = 16 << 20  # some 10,000 shapes
+_MOST_STEPS = 100
+_SIZE = re.compile("[1-9][0-9]{0,6}")
 _HOW = "python -m dmuon profile --out PATH"
 
 T = TypeVar("T")
@@ -59,10 +73,6 @@ def _by_text(by_batch: Mapping[int, Any]) -> dict[str, Any]:
     return {str(batch): value for batch, value in sorted(by_batch.items())}
 
 
-def _by_size(by_batch: Mapping[str, Any]) -> dict[int, Any]:
-    return {int(batch): value for batch, value in by_batch.items()}
-
-
 def fields_of(data: Any, where: str) -> dict[str, Any]:
     """The fields of the table that `plain` wrote; keys that it does not know are ignored.
 
@@ -74,59 +84,90 @@ def fields_of(data: Any, where: str) -> dict[str, Any]:
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise PlanError(
-            f"{where} is no cost table: found format {found!r}, expected {_FORMAT!r}; "
+            f"{where} is no cost table: found format {cut(repr(found))}, expected {_FORMAT!r}; "
             f"{_HOW} writes one"
         )
     if data.get("version") != _VERSION:
+        found = cut(repr(data.get("version")))
         raise PlanError(
-            f"{where} is a cost table of version {data.get('version')!r}, this dmuon reads "
-            f"version {_VERSION}: write it again with {_HOW}"
+            f"{where} is a cost table of version {found}, this dmuon reads version {_VERSION}: "
+            f"write it again with {_HOW}"
         )
-    return readable(lambda: _fields(data), where)
+    try:
+        return _fields(data)
+    except ValueError as error:
+        raise damaged(where, error) from error
 
 
 def _fields(data: dict[str, Any]) -> dict[str, Any]:
-    device = data["device"]
+    record(data, "", "source", "origin", "ns_steps", "device", "entries")
+    entries = each(data, "entries", "", lambda e, at: (_shape(e, at), _by_size(e, "ms", at, real)))
+    kernels = squares = ()
+    if "kernels" in data:
+        kernels = each(data, "kernels", "", _kernels)
+    if "squares" in data:
+        squares = each(data, "squares", "", _square)
+    different((shape for shape, _ in entries), "the shapes of entries")
+    different((shape for shape, _ in kernels), "the shapes of kernels")
+    different((side for side, _ in squares), "the short sides of squares")
     return {
-        "source": str(data["source"]),
-        "entries": {(e["rows"], e["cols"], e["dtype"]): _by_size(e["ms"]) for e in data["entries"]},
-        "device": None if device is None else AnalyticDevice(**device),
-        "ns_steps": int(data["ns_steps"]),
-        "entry_origin": data["origin"],
-        "kernels": {
-            (k["rows"], k["cols"], k["dtype"]): _by_size(k["kernel"])
-            for k in data.get("kernels", ())
-        },
-        "squares": {(s["m"], s["dtype"]): _by_size(s["ms"]) for s in data.get("squares", ())},
+        "source": text(data, "source", ""),
+        "entries": dict(entries),
+        "device": None if data["device"] is None else _device(data["device"], "device"),
+        "ns_steps": whole(data, "ns_steps", "", 0, _MOST_STEPS),
+        "entry_origin": text(data, "origin", ""),
+        "kernels": dict(kernels),
+        "squares": dict(squares),
     }
 
 
-def readable(make: Callable[[], T], where: str) -> T:
-    """What ``make`` makes of a file's data; PlanError if they are not as they should be."""
-    try:
-        return make()
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise PlanError(
-            f"{where} is damaged ({type(error).__name__}: {error}): write it again with {_HOW}"
-        ) from error
+def _shape(data: Any, at: str) -> ShapeKey:
+    record(data, at, "rows", "cols", "dtype")
+    return whole(data, "rows", at, 1), whole(data, "cols", at, 1), text(data, "dtype", at)
 
 
-def parsed(text: str, where: str) -> Any:
+def _kernels(data: Any, at: str) -> tuple[ShapeKey, dict[int, str]]:
+    return _shape(data, at), _by_size(data, "kernel", at, text)
+
+
+def _square(data: Any, at: str) -> tuple[SquareKey, dict[int, float]]:
+    record(data, at, "m", "dtype")
+    return (whole(data, "m", at, 1), text(data, "dtype", at)), _by_size(data, "ms", at, real)
+
+
+def _by_size(data: Any, name: str, at: str, take: Callable[[Any, Any, str], T]) -> dict[int, T]:
+    """Something by batch size, which JSON has as a text."""
+    by_text = record(record(data, at, name)[name], f"{at}.{name}")
+    for size in by_text:
+        if not _SIZE.fullmatch(size):
+            raise PlanError(f"{at}.{name}: expected batch sizes such as '16', found {cut(size)!r}")
+    return {int(size): take(by_text, size, f"{at}.{name}") for size in by_text}
+
+
+def _device(data: Any, at: str) -> AnalyticDevice:
+    names = [field.name for field in fields(AnalyticDevice)]
+    record(data, at, *names)
+    return AnalyticDevice(**{name: real(data, name, at, high=math.inf) for name in names})
+
+
+def damaged(where: str, error: ValueError) -> PlanError:
+    """The error for a cost table with a wrong entry."""
+    return PlanError(f"{where} is damaged ({cut(str(error))}): write it again with {_HOW}")
+
+
+def parsed(content: str, where: str) -> Any:
     """The data in a JSON text; PlanError that begins with ``where`` if it is none."""
     try:
-        return json.loads(text)
-    except ValueError as error:
-        raise PlanError(
-            f"{where} is no cost table: expected JSON, found {text[:40]!r} ({error}); "
-            f"{_HOW} writes one"
-        ) from error
+        return parse(content, MOST_CHARACTERS)
+    except PlanError as error:
+        raise PlanError(f"{where} is no cost table: {error}; {_HOW} writes one") from error
 
 
 def text_of(path: str | os.PathLike[str], where: str) -> str:
     """The text of a file; PlanError that begins with ``where`` if there is none."""
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(path, MOST_CHARACTERS)
+    except (OSError, ValueError) as error:
         raise PlanError(
             f"{where} cannot be read ({error}): give the path of a cost table as {_HOW} writes it"
         ) from error

@@ -243,7 +243,10 @@ class CostTable:
                 begins with ``where``.
         """
         fields = cost_files.fields_of(data, where)
-        return cost_files.readable(lambda: cls(**fields), where)
+        try:
+            return cls(**fields)
+        except ValueError as error:
+            raise cost_files.damaged(where, error) from error
 
     def to_json(self) -> str:
         """One JSON object; `from_json` gives an equal table."""

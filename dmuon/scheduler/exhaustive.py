@@ -20,6 +20,7 @@ Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 MOST_WORK = 200_000_000  # states x patterns x owners
+_MOST_PATTERNS = 1_000_000  # of all classes
 
 
 def counts_within(problem: Problem, limit: int) -> Counts | None:
@@ -88,4 +89,8 @@ def is_small(problem: Problem) -> bool:
     states = 1.0
     for kind in problem.kinds:
         states *= kind.count + 1
-    return states <= 5_000 and states * states * problem.world <= MOST_WORK
+    return (
+        states <= 5_000
+        and states * states * problem.world <= MOST_WORK
+        and states * len(problem.classes) <= _MOST_PATTERNS
+    )

@@ -19,8 +19,7 @@ The m x m part of a batch counts as at most the whole of it, so that nothing is 
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -124,11 +123,12 @@ class PriceBook:
             own = self.square((key, size))
             other = others.get(self.kernels[key][size - 1])
             if own is not None and other is not None:
+                rest, per = other.rest.numerator, other.rest.denominator
                 shared = [
                     size * row[k - 1] // k
                     for k in range(size + 1, min(len(row), size + other.count) + 1)
                     if within is None
-                    or ticks - own + math.floor((k - size) * other.rest) + row[k - 1] <= within
+                    or ticks - own + (k - size) * rest // per + row[k - 1] <= within
                 ]
                 ticks = min([ticks, *(ticks - own + part for part in shared)])
             found.append(ticks)
@@ -156,6 +156,16 @@ class PriceBook:
                     others[kernel] = Others(known.count + count, min(known.rest, rest))
             found[key, pool] = self.lowered(key, others, within)
         return found
+
+    def work(self, groups: Sequence[tuple[ShapeKey, int, tuple[int, ...]]]) -> int:
+        """The steps that `lowered_all` takes, about."""
+        there = Counter((square_key(key), pool) for key, pool, _ in groups)
+        return sum(
+            len(self.whole[key]) * len(self.squares.get(square_key(key), ()))
+            + there[square_key(key), pool]
+            for key, pool, _ in groups
+            if self.squares
+        )
 
     def _rests(self, key: ShapeKey) -> dict[str, Fraction]:
         """By kernel, the least that a matrix costs besides its m x m part."""

@@ -47,12 +47,16 @@ class _Points:
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """Pareto-optimal pairs, both ascending. ``exact`` is False where points were merged."""
+    """Pareto-optimal pairs, both ascending. ``exact`` is False where points were merged.
+
+    ``work``: pairs that were formed on the way.
+    """
 
     cost: Ints
     value: Ints
     exact: bool
     stages: tuple[_Points, ...] = ()
+    work: int = 0
 
     def best_value(self, limit: int) -> int:
         """The largest value at a cost of at most ``limit`` >= 0; -1 for a negative limit."""
@@ -70,21 +74,29 @@ class Frontier:
 
 
 def frontier(
-    options: Sequence[Option], limit: int, *, bounding: bool, max_points: int = MAX_POINTS
+    options: Sequence[Option],
+    limit: int,
+    *,
+    bounding: bool,
+    max_points: int = MAX_POINTS,
+    max_work: int | None = None,
 ) -> Frontier:
     """All trade-offs at a cost of at most ``limit`` >= 0.
 
     Where there are too many, neighbouring ones are merged: with ``bounding`` into a point as cheap
     as the cheapest and as valuable as the best of them, so that `Frontier.best_value` is never too
-    small; otherwise into the most valuable real one, so that `Frontier.choice` exists.
+    small; otherwise into the most valuable real one, so that `Frontier.choice` exists. ``max_work``
+    bounds the pairs that are formed: what an option leaves of its share is for those after it.
     """
     zero = np.zeros(1, np.int64)
-    points, exact = _Points(zero, zero, zero, zero), True
+    points, exact, work = _Points(zero, zero, zero, zero), True, 0
     stages: list[_Points] = []
-    for option in options:
+    for i, option in enumerate(options):
+        pairs = _PAIRS_A_POINT * max_points
+        if max_work is not None:
+            pairs = max(1, min(pairs, (max_work - work) // (len(options) - i)))
         choices = _undominated(option.cost, option.value, limit)
         taken = _Points(option.cost[choices], option.value[choices], choices, choices)
-        pairs = _PAIRS_A_POINT * max_points
         if len(points) * len(taken) > pairs:
             most = max(math.isqrt(pairs), pairs // min(len(points), len(taken)))
             points, taken = _thin(points, bounding, most), _thin(taken, bounding, most)
@@ -94,11 +106,12 @@ def frontier(
             exact = False
             if stages:
                 stages[-1] = points
+        work += len(points) * len(taken)
         points = _products(points, taken, limit)
         if len(points) > max_points:
             points, exact = _thin(points, bounding, max_points), False
         stages.append(points)
-    return Frontier(points.cost, points.value, exact, () if bounding else tuple(stages))
+    return Frontier(points.cost, points.value, exact, () if bounding else tuple(stages), work)
 
 
 def _products(points: _Points, taken: _Points, limit: int) -> _Points:

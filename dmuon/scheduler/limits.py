@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from dmuon.scheduler.json_files import listed, reals, record, whole, wholes
 from dmuon.types import PlanError
 
 __all__ = ["OwnerLimits"]
+
+_MOST_BYTES = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +81,14 @@ class OwnerLimits:
         }
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> OwnerLimits:
+    def from_dict(cls, data: Any, at: str = "limits") -> OwnerLimits:
+        """The limits that `to_dict` wrote; PlanError that begins with the path of a field."""
+        record(data, at, "fixed_ms", "fixed_bytes", "memory_bytes", "pools", "pool_of")
+        pools = data["pools"]
         return cls(
-            tuple(data["fixed_ms"]),
-            tuple(data["fixed_bytes"]),
-            data["memory_bytes"],
-            tuple(tuple(pool) for pool in data["pools"]),
-            tuple(data["pool_of"]),
+            reals(data, "fixed_ms", at),
+            wholes(data, "fixed_bytes", at, high=_MOST_BYTES),
+            None if data["memory_bytes"] is None else whole(data, "memory_bytes", at, 1, 10**39),
+            tuple(wholes(pools, i, f"{at}.pools") for i in range(len(listed(data, "pools", at)))),
+            wholes(data, "pool_of", at),
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dmuon.scheduler.batches import Batch, PriceRow, SquareRow, check_batches
+from dmuon.scheduler.json_files import cut, parse
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.plan_json import by_name, fields_of, identity, plain_prices, plain_squares
 from dmuon.scheduler.problem import state_bytes
@@ -138,14 +139,13 @@ class OwnershipPlan:
         """The plan that `to_json` wrote.
 
         Raises:
-            PlanError: not a plan, or one of another format version.
+            PlanError: not a plan, one of another format version, or larger than any plan is
+                (64 million characters, 100,000 ranks); says which field, and what was found there.
         """
         try:
-            return cls(**fields_of(json.loads(text)))
-        except PlanError:
-            raise
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-            raise PlanError(f"not an ownership plan: {error!r}") from error
+            return cls(**fields_of(parse(text)))
+        except ValueError as error:
+            raise PlanError(f"not an ownership plan: {cut(str(error))}") from error
 
 
 def check_plan_fits(plan: OwnershipPlan, specs: ModelSpecs, topology: Topology) -> None:

@@ -9,11 +9,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dmuon.scheduler.batches import Batch, PriceRow, SquareRow
+from dmuon.scheduler.batches import Batch, PriceRow, SquareRow, is_gram
+from dmuon.scheduler.json_files import (
+    choice,
+    different,
+    each,
+    flag,
+    real,
+    reals,
+    record,
+    row,
+    text,
+    texts,
+    whole,
+    wholes,
+)
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.proof import Proof
 from dmuon.scheduler.specs import ModelSpecs
@@ -24,6 +37,7 @@ __all__ = ["FORMAT_VERSION", "by_name", "fields_of", "identity", "plain_prices",
 
 FORMAT_VERSION = 3
 _READABLE = (1, 2, FORMAT_VERSION)
+_MOST_KERNEL = 200  # characters of a kernel's name
 
 
 def identity(
@@ -75,74 +89,91 @@ def fields_of(data: Any) -> dict[str, Any]:
     """The fields of a plan from the data that were saved of it.
 
     Raises:
-        PlanError: a plan of a format that is not known.
-        LookupError, TypeError, ValueError, AttributeError: not a plan.
+        PlanError: a plan of a format that is not known; or not a plan, and which field is wrong.
+        ValueError: the fields do not fit each other.
     """
-    version = data["format"]
-    if version not in _READABLE:
+    version = record(data, "", "format")["format"]
+    if type(version) is not int or version not in _READABLE:
         raise PlanError(
-            f"the plan has format {version}, this version reads {', '.join(map(str, _READABLE))}"
+            f"the plan has format {version!r}, this version reads {', '.join(map(str, _READABLE))}"
         )
+    record(data, "", "specs", "topology", "batches", "layout", "solver", "status", "cost_source")
+    record(data, "", "lower_bound_ms", "alternatives", "seconds")
     return {
-        "specs": ModelSpecs.from_dict(data["specs"]),
-        "topology": Topology.from_dict(data["topology"]),
-        "batches": tuple(_batch(*fields) for fields in data["batches"]),
-        "layout": Layout(data["layout"]),
-        "solver": data["solver"],
-        "status": data["status"],
-        "cost_source": data["cost_source"],
-        "lower_bound_ms": _number(data["lower_bound_ms"]),
-        "alternatives": tuple((name, ms) for name, ms in data["alternatives"]),
-        "seconds": data["seconds"],
+        "specs": ModelSpecs.from_dict(data["specs"], "specs"),
+        "topology": Topology.from_dict(data["topology"], "topology"),
+        "batches": each(data, "batches", "", _batch),
+        "layout": choice(data, "layout", "", Layout),
+        "solver": text(data, "solver", ""),
+        "status": text(data, "status", ""),
+        "cost_source": text(data, "cost_source", ""),
+        "lower_bound_ms": real(data, "lower_bound_ms", ""),
+        "alternatives": each(data, "alternatives", "", _alternative),
+        "seconds": real(data, "seconds", ""),
         **({} if version == 1 else _evidence(data)),
     }
 
 
-def _batch(owner: Any, matrices: Any, ms: Any, kernel: Any = "", group: Any = -1) -> Batch:
-    members = tuple(map(_whole, matrices))
-    return Batch(_whole(owner), members, _number(ms), _text(kernel), _whole(group))
+def _batch(data: Any, at: str) -> Batch:
+    row(data, at, 3, 5)
+    return Batch(
+        whole(data, 0, at),
+        wholes(data, 1, at),
+        real(data, 2, at),
+        _kernel(data, 3, at) if len(data) > 3 else "",
+        whole(data, 4, at, -1) if len(data) > 4 else -1,
+    )
+
+
+def _alternative(data: Any, at: str) -> tuple[str, float]:
+    row(data, at, 2, 2)
+    return text(data, 0, at), real(data, 1, at)
 
 
 def _evidence(data: dict[str, Any]) -> dict[str, Any]:
     """What a saved plan tells of how it was made."""
+    record(data, "", "limits", "prices", "proof", "engine", "note", "hit_time_limit")
+    prices = each(data, "prices", "", _price_row)
+    squares = each(data, "squares", "", _square_row) if "squares" in data else ()
+    different((price.key for price in prices), "the shapes in prices")
+    different((square.key for square in squares), "the short sides in squares")
     return {
-        "limits": OwnerLimits.from_dict(data["limits"]),
-        "prices": tuple(_price_row(*fields) for fields in data["prices"]),
-        "squares": tuple(
-            SquareRow((_whole(m), _text(dtype)), tuple(map(_number, ms)))
-            for (m, dtype), ms in data.get("squares", ())
-        ),
-        "proof": None if data["proof"] is None else Proof.from_dict(data["proof"]),
-        "engine": data["engine"],
-        "note": data["note"],
-        "hit_time_limit": data["hit_time_limit"],
+        "limits": OwnerLimits.from_dict(data["limits"], "limits"),
+        "prices": prices,
+        "squares": squares,
+        "proof": None if data["proof"] is None else Proof.from_dict(data["proof"], "proof"),
+        "engine": text(data, "engine", ""),
+        "note": text(data, "note", ""),
+        "hit_time_limit": flag(data, "hit_time_limit", ""),
     }
 
 
-def _price_row(key: Any, ms: Any, origin: Any, kernels: Any = ()) -> PriceRow:
-    rows, cols, dtype = key
-    return PriceRow(
-        (int(rows), int(cols), str(dtype)),
-        tuple(map(_number, ms)),
-        tuple(origin),
-        tuple(map(_text, kernels)),
-    )
+def _price_row(data: Any, at: str) -> PriceRow:
+    row(data, at, 3, 4)
+    key = row(data[0], f"{at}[0]", 3, 3)
+    ms, origin = reals(data, 1, at), texts(data, 2, at)
+    kernels = texts(data, 3, at, _MOST_KERNEL) if len(data) > 3 else ()
+    for name, values in (("origins", origin), ("kernels", kernels)):
+        if len(values) != len(ms) and (values or name == "origins"):
+            raise PlanError(f"{at}: found {len(ms)} prices and {len(values)} {name}")
+    for i in range(len(kernels)):
+        _kernel(kernels, i, f"{at}[3]")
+    if not ms:
+        raise PlanError(f"{at}[1]: expected the price of a batch of one at least, found none")
+    shape = whole(key, 0, f"{at}[0]", 1), whole(key, 1, f"{at}[0]", 1)
+    return PriceRow((*shape, text(key, 2, f"{at}[0]")), ms, origin, kernels)
 
 
-def _number(value: Any) -> float:
-    """A finite number from JSON, as it is."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"expected a finite number, found {value!r}")
-    return value
+def _square_row(data: Any, at: str) -> SquareRow:
+    row(data, at, 2, 2)
+    key = row(data[0], f"{at}[0]", 2, 2)
+    return SquareRow((whole(key, 0, f"{at}[0]", 1), text(key, 1, f"{at}[0]")), reals(data, 1, at))
 
 
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"expected a whole number, found {value!r}")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"expected a text, found {value!r}")
-    return value
+def _kernel(of: Any, key: int, at: str) -> str:
+    name = text(of, key, at, _MOST_KERNEL)
+    try:
+        is_gram(name)
+    except ValueError as error:
+        raise PlanError(f"{at}[{key}]: {error}") from None
+    return name

@@ -27,9 +27,10 @@ import numpy.typing as npt
 
 from dmuon.scheduler.costs import ShapeKey, SquareKey
 from dmuon.scheduler.grouping import PriceBook
+from dmuon.scheduler.json_files import MOST_MS
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.specs import ITEM_SIZE, MatrixSpec
-from dmuon.types import Layout, PlanError
+from dmuon.types import Layout, PlanError, SizeError
 
 __all__ = ["Counts", "Forced", "Kind", "OwnerClass", "Problem", "build_problem"]
 
@@ -40,6 +41,9 @@ _FINEST = 10**9  # ticks a millisecond
 _LARGEST_TOTAL = 10**15  # ticks of all matrices one by one; leaves room for products in 64 bits
 UNLIMITED = 1 << 62  # bytes
 _MOST_MS = 1e12  # of one batch: 30 years
+_MOST_SPLITS = 4_000_000_000
+_MOST_TABLE = 100_000_000
+_MOST_SHARED = 20_000_000
 _NONE: Mapping[Any, Any] = MappingProxyType({})
 
 
@@ -63,13 +67,14 @@ def _cheapest(price: tuple[int, ...], count: int) -> tuple[Ints, Ints]:
     every size is tried for the first batch. Ties go to the larger batch: fewer launches. Kept,
     for under expert parallelism hundreds of kinds have equal prices and counts.
     """
-    best, first = [0], [0]
-    sizes = range(1, len(price) + 1)
+    largest_first = np.array(price[::-1], np.int64)
+    best, first = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
     for k in range(1, count + 1):
-        ticks, size = min((best[k - b] + price[b - 1], -b) for b in sizes if b <= k)
-        best.append(ticks)
-        first.append(-size)
-    tables = np.array(best, np.int64), np.array(first, np.int64)
+        most = min(k, len(price))
+        ticks = best[k - most : k] + largest_first[len(price) - most :]
+        at = int(ticks.argmin())
+        best[k], first[k] = ticks[at], most - at
+    tables = best, first
     for table in tables:
         table.setflags(write=False)
     return tables
@@ -244,16 +249,25 @@ def build_problem(
     tick are the same as without.
 
     Raises:
-        PlanError: a price is negative or not finite, or ``limits`` do not fit.
+        PlanError: a price is missing, negative or not finite, or ``limits`` do not fit.
+        SizeError: a PlanError, too: the problem is too large to be worked on.
     """
     limits.check(len(matrices), world)
     _check_prices(prices, squares)
     demand = Counter(matrix.key for matrix in matrices)
+    for rows, cols, dtype in demand:
+        if not prices.get((rows, cols, dtype)):
+            raise PlanError(f"there is no price for matrices of {rows} x {cols} {dtype}")
     total = math.fsum(prices[key][0] * count for key, count in demand.items())
     top = max((max(row) for row in prices.values()), default=0.0)
+    if not max(total, top, *limits.fixed_ms, 0.0) <= MOST_MS:
+        raise PlanError(
+            f"all matrices must take at most {MOST_MS:g} milliseconds together, found {total:g}"
+        )
     scale = ticks_per_ms(max(total, top, *limits.fixed_ms, 0.0))
     book = PriceBook.in_ticks(prices, kernels, squares, scale)
     groups = _groups(matrices, limits, book.whole)
+    _check_work(groups, book, world, limits)
     batch_ticks = book.lowered_all(groups, within)
     kinds, members, forced = [], [], []
     for key, pool, mine in groups:
@@ -287,6 +301,27 @@ def _groups(
     return [(key, pool, tuple(members[key, pool])) for key, pool in order]
 
 
+def _check_work(
+    groups: Sequence[tuple[ShapeKey, int, tuple[int, ...]]],
+    book: PriceBook,
+    world: int,
+    limits: OwnerLimits,
+) -> None:
+    """Raise SizeError where the tables of a problem, or the time to fill them, leave all bounds."""
+    splits = sum(len(mine) * min(len(book.whole[key]), len(mine)) for key, _, mine in groups)
+    pools = [pool for _, pool, _ in groups if pool < 0 or len(limits.pools[pool]) > 1]
+    table = len(pools) * (world if len(set(pools)) > 1 else 1)
+    for what, found, most in (
+        ("matrices x batch sizes", splits, _MOST_SPLITS),
+        ("kinds of matrices in pools x ranks", table, _MOST_TABLE),
+        ("shapes x batch sizes that may run together", book.work(groups), _MOST_SHARED),
+    ):
+        if found > most:
+            raise SizeError(
+                f"too large to plan or to verify: {found:,} {what}, expected at most {most:,}"
+            )
+
+
 def _check_prices(
     prices: Mapping[ShapeKey, Sequence[float]], squares: Mapping[SquareKey, Sequence[float]]
 ) -> None:
@@ -313,15 +348,18 @@ def _classes(
     limits: OwnerLimits,
     scale: int,
 ) -> tuple[OwnerClass, ...]:
-    pools = [frozenset(pool) for pool in limits.pools]
     fixed = [round(limits.fixed_ms_of(rank) * scale) for rank in range(world)]
     stored = [limits.fixed_bytes_of(rank) for rank in range(world)]
     for group in forced:
         fixed[group.rank] += group.ticks
         stored[group.rank] += group.nbytes
-    ranks: dict[tuple[int, int, tuple[bool, ...]], list[int]] = defaultdict(list)
+    inside: list[list[int]] = [[] for _ in range(world)]
+    for pool in sorted({kind.pool for kind in kinds} - {-1}):
+        for rank in limits.pools[pool]:
+            inside[rank].append(pool)
     # Pools have few distinct membership patterns; ranks are many.
-    used = {kind.pool for kind in kinds}
+    patterns: dict[tuple[int, ...], tuple[bool, ...]] = {}
+    ranks: dict[tuple[int, int, tuple[int, ...]], list[int]] = defaultdict(list)
     weightless = not any(kind.nbytes for kind in kinds)
     for rank in range(world):
         room = UNLIMITED
@@ -329,10 +367,12 @@ def _classes(
             room = min(limits.memory_bytes - stored[rank], UNLIMITED)
             if weightless and room >= 0:
                 room = UNLIMITED  # whatever it takes, it fits: no reason to tell ranks apart
-        inside = {pool: pool < 0 or rank in pools[pool] for pool in used}
-        allowed = tuple(inside[kind.pool] for kind in kinds)
-        ranks[fixed[rank], room, allowed].append(rank)
+        pattern = tuple(inside[rank])
+        if pattern not in patterns:
+            mine = {-1, *pattern}
+            patterns[pattern] = tuple(kind.pool in mine for kind in kinds)
+        ranks[fixed[rank], room, pattern].append(rank)
     return tuple(
-        OwnerClass(tuple(members), fixed, room, allowed)
-        for (fixed, room, allowed), members in ranks.items()
+        OwnerClass(tuple(members), fixed, room, patterns[pattern])
+        for (fixed, room, pattern), members in ranks.items()
     )

@@ -18,6 +18,8 @@ free bytes.
 from __future__ import annotations
 
 import math
+import operator
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +27,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dmuon.scheduler.json_files import MOST_WHOLE, flag, record, whole, wholes
 from dmuon.scheduler.knapsack import Frontier, Option, frontier
-from dmuon.scheduler.problem import UNLIMITED, Problem
+from dmuon.scheduler.problem import UNLIMITED, OwnerClass, Problem
 from dmuon.scheduler.symmetry import orbits_of
 
 __all__ = ["Dual", "Proof", "bound_of", "byte_units", "dual_options", "simple_duals", "work_tables"]
@@ -36,6 +39,8 @@ Ints = npt.NDArray[np.int64]
 _WORTH = 1e17  # of everything, about: exact in 64 bits, and fine enough
 _MOST_WORTH = 1 << 61
 _WORK = 10**11  # units of all work, about
+_MOST_WORK = 16_000_000  # pairs formed by the knapsacks behind one bound: some seconds at most
+_LEAST_WORK = 2_000  # for each option of a knapsack
 _BYTE_STEPS = 1000  # units of the bytes of the smallest matrix, about
 
 
@@ -93,11 +98,16 @@ class Proof:
         }
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Proof:
-        values, works = (tuple(int(v) for v in data[name]) for name in ("values", "works"))
-        dual = Dual(values, works, int(data["byte_price"]))
-        within = data.get("within")
-        return cls(dual, bool(data["exhaustive"]), None if within is None else int(within))
+    def from_dict(cls, data: Any, at: str = "proof") -> Proof:
+        """The proof that `to_dict` wrote; PlanError that begins with the path of a field."""
+        record(data, at, "values", "works", "byte_price", "exhaustive")
+        dual = Dual(
+            wholes(data, "values", at, -MOST_WHOLE),
+            wholes(data, "works", at),
+            whole(data, "byte_price", at),
+        )
+        within = None if data.get("within") is None else whole(data, "within", at)
+        return cls(dual, flag(data, "exhaustive", at), within)
 
 
 def work_tables(problem: Problem) -> list[Ints]:
@@ -129,13 +139,15 @@ def dual_options(problem: Problem, dual: Dual, allowed: Sequence[bool]) -> list[
     return options
 
 
-def _likeness(problem: Problem, dual: Dual, allowed: Sequence[bool]) -> Hashable:
-    """Equal for owners to whom ``dual`` offers equal choices, be they of different kinds."""
-    return tuple(
-        (kind.batch_ticks, kind.count, kind.nbytes, dual.values[s], dual.works[s])
+def _likeness(problem: Problem, dual: Dual) -> list[int]:
+    """A number for each kind, equal for those of which ``dual`` offers an owner equal choices."""
+    number: dict[Hashable, int] = {}
+    return [
+        number.setdefault(
+            (kind.batch_ticks, kind.count, kind.nbytes, dual.values[s], dual.works[s]), len(number)
+        )
         for s, kind in enumerate(problem.kinds)
-        if allowed[s]
-    )
+    ]
 
 
 def _holdings(
@@ -144,22 +156,43 @@ def _holdings(
     limit: int,
     frontiers: Mapping[tuple[bool, ...], Frontier] | None,
 ) -> dict[tuple[bool, ...], tuple[Frontier, float]]:
-    """By allowed kinds: the worth that an owner holds within a load, and the most a tick brings."""
+    """By allowed kinds: the worth that an owner holds within a load, and the most a tick brings.
+
+    All knapsacks together form at most about ``_MOST_WORK`` pairs. Where many owners are not alike,
+    each has fewer of them, and where that is too few to be of use, density alone bounds.
+    """
+    every = dual_options(problem, dual, [True] * len(problem.kinds))
+    likeness = _likeness(problem, dual)
+    worthy = [bool((option.value > 0).any()) for option in every]
+    density = [_density([option]) for option in every]
+    wanted: dict[tuple[bool, ...], Frontier | None] = dict(frontiers or {})
+    for c in problem.classes:
+        wanted.setdefault(c.allowed, None)
+    kinds_of = {allowed: [s for s, yes in enumerate(allowed) if yes] for allowed in wanted}
+    like_of = {allowed: tuple(likeness[s] for s in kinds_of[allowed]) for allowed in wanted}
+    first = {like_of[allowed]: allowed for allowed in reversed(wanted)}
+    stages = sum(worthy[s] for allowed in first.values() for s in kinds_of[allowed])
     made: dict[Hashable, tuple[Frontier, float]] = {}
-    given = list((frontiers or {}).items())
-    found = {}
-    for allowed, known in [*given, *((c.allowed, None) for c in problem.classes)]:
-        if allowed in found:
-            continue
-        like = _likeness(problem, dual, allowed)
-        if like not in made:
-            options = dual_options(problem, dual, allowed)
-            if known is None:
-                worthy = [option for option in options if (option.value > 0).any()]
-                known = frontier(worthy, limit, bounding=True)
-            made[like] = known, _density(options)
-        found[allowed] = made[like]
-    return found
+    left = _MOST_WORK
+    for like, allowed in sorted(first.items(), key=lambda item: len(item[0])):
+        some = [s for s in kinds_of[allowed] if worthy[s]]
+        known = wanted[allowed]
+        if known is None:
+            share = left * len(some) // max(stages, 1)
+            known = _bounding([every[s] for s in some], limit, share)
+            left -= known.work
+        stages -= len(some)
+        most = max((density[s] for s in kinds_of[allowed]), default=0.0)
+        made[like] = known, most
+    return {allowed: made[like_of[allowed]] for allowed in wanted}
+
+
+def _bounding(worthy: Sequence[Option], limit: int, work: int) -> Frontier:
+    """A frontier of at most about so much work; where that is too little, all worth for nothing."""
+    if work < _LEAST_WORK * len(worthy):
+        everything = sum(int(option.value.max()) for option in worthy)
+        return Frontier(np.zeros(1, np.int64), np.array([everything], np.int64), False)
+    return frontier(worthy, limit, bounding=True, max_work=work)
 
 
 def bound_of(
@@ -182,26 +215,34 @@ def bound_of(
     tables = work_tables(problem)
     worth = sum(v * kind.count for v, kind in zip(dual.values, problem.kinds, strict=True))
     worth += sum(u * int(table[-1]) for u, table in zip(dual.works, tables, strict=True))
-    _, rooms = byte_units(problem)
-    credit = [
-        dual.byte_price * room if dual.byte_price and c.room < UNLIMITED else 0
-        for c, room in zip(problem.classes, rooms, strict=True)
-    ]
     if dual.byte_price and any(c.room >= UNLIMITED for c in problem.classes):
         return 0  # free bytes without end have no price
+    if dual.byte_price:
+        _, rooms = byte_units(problem)
+        worth -= sum(
+            c.size * dual.byte_price * room for c, room in zip(problem.classes, rooms, strict=True)
+        )
+    classes: dict[tuple[bool, ...], list[OwnerClass]] = defaultdict(list)
+    for c in problem.classes:
+        classes[c.allowed].append(c)
+    owners = [
+        (*made[allowed], np.array([c.fixed for c in some], np.int64), [c.size for c in some])
+        for allowed, some in classes.items()
+    ]
 
     def holds(ticks: int) -> bool:
         """Whether owners busy for at most ``ticks`` could hold everything, as far as this shows."""
         total = 0
-        for c, extra in zip(problem.classes, credit, strict=True):
-            if ticks < c.fixed:
+        for points, density, fixed, sizes in owners:
+            free = ticks - fixed
+            if (free < 0).any():
                 return False
-            free = ticks - c.fixed
-            points, density = made[c.allowed]
-            holds = points.best_value(free)
-            if density * free < _WORTH:  # else a float says too little
-                holds = min(holds, int(density * free) + 1)
-            total += c.size * (holds + extra)
+            most = points.value[np.searchsorted(points.cost, free, side="right") - 1]
+            if density < math.inf:
+                dense = density * free
+                sure = dense < _WORTH  # else a float says too little
+                most[sure] = np.minimum(most[sure], dense[sure].astype(np.int64) + 1)
+            total += sum(map(operator.mul, most.tolist(), sizes))
         return total >= worth
 
     return _first(holds, limit)

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dmuon.scheduler.json_files import (
+    choice,
+    different,
+    each,
+    flag,
+    record,
+    row,
+    text,
+    whole,
+    wholes,
+)
 from dmuon.types import Algorithm, DmuonError, PlanError
 
 __all__ = [
@@ -31,6 +43,9 @@ def canonical_name(name: str) -> str:
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_COMPONENTS)
 
+
+_MOST_ELEMENTS = 1 << 40  # of a parameter
+_MOST_DIMS = 64
 
 ITEM_SIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes, by dtype name
 
@@ -72,15 +87,22 @@ class ParameterSpec:
         }
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> ParameterSpec:
-        return cls(
-            data["name"],
-            tuple(data["shape"]),
-            data["dtype"],
-            Algorithm(data["algorithm"]),
-            data["reason"],
-            data["transposed"],
+    def from_dict(cls, data: Any, at: str) -> ParameterSpec:
+        """The parameter that `to_dict` wrote; PlanError that begins with the path of a field."""
+        record(data, at, "name", "shape", "dtype", "algorithm", "reason", "transposed")
+        spec = cls(
+            text(data, "name", at),
+            wholes(data, "shape", at, high=_MOST_ELEMENTS, most=_MOST_DIMS),
+            text(data, "dtype", at),
+            choice(data, "algorithm", at, Algorithm),
+            text(data, "reason", at),
+            flag(data, "transposed", at),
         )
+        if spec.numel > _MOST_ELEMENTS:
+            raise PlanError(
+                f"{at}.shape: expected at most {_MOST_ELEMENTS:,} elements, found {spec.shape}"
+            )
+        return spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +158,27 @@ class MatrixSpec:
             self.transposed,
         ]
 
+    @classmethod
+    def from_list(cls, data: Any, at: str, parameters: Sequence[ParameterSpec]) -> MatrixSpec:
+        """The matrix that `to_list` wrote; PlanError that begins with the path of a field."""
+        row(data, at, 7, 7)
+        spec = cls(
+            text(data, 0, at),
+            whole(data, 1, at, high=len(parameters) - 1),
+            whole(data, 2, at, 1),
+            whole(data, 3, at, 1),
+            text(data, 4, at),
+            whole(data, 5, at),
+            flag(data, 6, at),
+        )
+        dtype = parameters[spec.parameter].dtype
+        if spec.dtype != dtype or dtype not in ITEM_SIZE:
+            raise PlanError(
+                f"{at}[4]: expected the dtype of its parameter, {dtype!r}, and one of "
+                f"{', '.join(ITEM_SIZE)}, found {spec.dtype!r}"
+            )
+        return spec
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpecs:
@@ -168,11 +211,16 @@ class ModelSpecs:
         }
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> ModelSpecs:
+    def from_dict(cls, data: Any, at: str = "specs") -> ModelSpecs:
+        """The specs that `to_dict` wrote; PlanError that begins with the path of a field."""
+        record(data, at, "parameters", "matrices", "frozen")
+        parameters = each(data, "parameters", at, ParameterSpec.from_dict)
+        frozen = each(data, "frozen", at, ParameterSpec.from_dict)
+        different((p.name for p in parameters + frozen), f"the names in {at}")
         return cls(
-            tuple(ParameterSpec.from_dict(p) for p in data["parameters"]),
-            tuple(MatrixSpec(*m) for m in data["matrices"]),
-            tuple(ParameterSpec.from_dict(p) for p in data["frozen"]),
+            parameters,
+            each(data, "matrices", at, lambda m, a: MatrixSpec.from_list(m, a, parameters)),
+            frozen,
         )
 
 

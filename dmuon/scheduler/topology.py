@@ -23,9 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dmuon.scheduler.json_files import record, text, texts, whole, wholes
 from dmuon.types import DmuonError
 
-__all__ = ["Topology", "diagonal_slots", "local_world_size"]
+__all__ = ["MAX_RANKS", "Topology", "diagonal_slots", "local_world_size"]
+
+MAX_RANKS = 100_000
+_MOST_AXES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class Topology:
     def __post_init__(self) -> None:
         if not self.shape or any(size < 1 for size in self.shape):
             raise ValueError(f"mesh sizes must be at least 1, found {self.shape}")
+        if self.world > MAX_RANKS:
+            raise ValueError(f"a mesh has at most {MAX_RANKS:,} ranks, found sizes {self.shape}")
         if len(set(self.axes)) != len(self.axes):
             raise ValueError(f"mesh axes must have different names, found {self.axes}")
         if len(self.shape) != len(self.axes):
@@ -159,13 +165,15 @@ class Topology:
         return data | {"node_of": list(self.node_of)} if self.node_of else data
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Topology:
+    def from_dict(cls, data: Any, at: str = "topology") -> Topology:
+        """The topology that `to_dict` wrote; ValueError or PlanError otherwise."""
+        record(data, at, "shape", "axes", "ranks_per_node", "device_type")
         return cls(
-            tuple(data["shape"]),
-            tuple(data["axes"]),
-            data["ranks_per_node"],
-            data["device_type"],
-            tuple(data.get("node_of", ())),
+            wholes(data, "shape", at, 1, MAX_RANKS, most=_MOST_AXES),
+            texts(data, "axes", at),
+            whole(data, "ranks_per_node", at, 1),
+            text(data, "device_type", at),
+            wholes(data, "node_of", at, 0, MAX_RANKS) if "node_of" in data else (),
         )
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -87,7 +89,15 @@ def test_file_names_are_plain(key):
     assert name.endswith(".json")
 
 
-GOOD = CostTable("x", {A: {1: 1.0}}, None, 5, "measured").to_dict() | {"key": asdict(KEY)}
+def written() -> dict[str, Any]:
+    """The data of a cache file as it is written."""
+    with tempfile.TemporaryDirectory() as folder:
+        assert add(folder, KEY, {A: {1: 1.0}}, tuned={A: [1]}) is None
+        data: dict[str, Any] = json.loads(path_of(folder, KEY).read_text())
+    return data
+
+
+GOOD = written()
 
 
 @pytest.mark.parametrize(
@@ -103,6 +113,12 @@ GOOD = CostTable("x", {A: {1: 1.0}}, None, 5, "measured").to_dict() | {"key": as
         json.dumps(GOOD | {"entries": [{"rows": 4, "cols": 6, "dtype": "int8", "ms": {}}]}),
         json.dumps(GOOD | {"key": asdict(replace(KEY, torch="1.0"))}),
         json.dumps({name: value for name, value in GOOD.items() if name != "key"}),
+        json.dumps({name: value for name, value in GOOD.items() if name != "digest"}),
+        json.dumps(GOOD).replace("1.0", "2.0"),  # a time, but not what was measured
+        json.dumps(GOOD | {"tuned": [[None, "6", [], [{}]]]}),
+        json.dumps(GOOD | {"tuned": [[4, 6, "float32", [[1]]]]}),
+        "[" * 100_000,
+        json.dumps(GOOD).replace("1.0", "9" * 5_000),
     ],
 )
 def test_a_damaged_foreign_or_older_file_is_ignored_named_and_rebuilt(tmp_path, text):

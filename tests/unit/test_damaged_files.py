@@ -1,0 +1,583 @@
+"""Plans, cost tables and caches with damage: a clear error, or a verdict that is right.
+
+Files start as the library writes them, of several models, solvers and layouts. What is done to them
+is drawn by hypothesis: keys deleted, repeated and renamed, entries swapped and copied, numbers and
+types changed, texts truncated, bytes flipped, lists nested. Whatever is then still called valid is
+recomputed from the file's JSON alone, without the library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import math
+import re
+import tempfile
+import tracemalloc
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from dmuon.__main__ import CRASHED, main
+from dmuon.config import PlannerOptions
+from dmuon.scheduler import knapsack, proof
+from dmuon.scheduler.analytic import ANALYTIC_DEVICES
+from dmuon.scheduler.certificate import Certificate, certify
+from dmuon.scheduler.cost_cache import CacheKey, add, path_of, read
+from dmuon.scheduler.costs import CostTable
+from dmuon.scheduler.limits import OwnerLimits
+from dmuon.scheduler.ownership_plan import OwnershipPlan, check_plan_fits
+from dmuon.scheduler.plan import bounding_problem, solve
+from dmuon.scheduler.presets import model_specs
+from dmuon.scheduler.report import build_report
+from dmuon.scheduler.specs import ITEM_SIZE
+from dmuon.scheduler.topology import MAX_RANKS, Topology
+from dmuon.types import Layout, PlanError, SizeError
+from tests.unit.models import plan_of, specs_of
+
+A, B, C = (64, 64, "float32"), (64, 256, "float32"), (128, 128, "bfloat16")
+MOST_PAIRS = 20_000_000  # of knapsacks, in one verdict
+MOST_MESSAGE = 1_500
+
+# ---- files as the library writes them ----------------------------------------------------
+
+GRAM = "gram[2]/torch/float16"
+GROUPED = CostTable(
+    "grouped",
+    {A: {1: 1.0, 2: 1.7}, B: {1: 2.0, 2: 3.6}, C: {1: 1.5}},
+    ANALYTIC_DEVICES["h100"],
+    entry_origin="measured",
+    kernels={A: {1: GRAM, 2: GRAM}, B: {1: GRAM, 2: GRAM}, C: {1: "standard/torch/float16"}},
+    squares={(64, "float32"): {1: 0.6, 2: 0.7, 3: 0.8, 4: 1.0}},
+)
+TINY = CostTable("tiny", {A: {1: 3.0, 2: 5.0, 3: 8.0}, B: {1: 2.0, 2: 4.0}})
+
+
+@cache
+def plans() -> tuple[OwnershipPlan, ...]:
+    h100 = CostTable.analytic("h100")
+    loads = {"fixed_ms": (0.1, 0.0, 0.2, 0.0), "fixed_bytes": (5, 0, 0, 9)}
+    pools = {"pools": ((0, 1, 2, 3), (2, 3), (1,)), "pool_of": tuple(i % 3 for i in range(9))}
+    return (
+        solve(specs_of([A] * 4 + [B] * 2), Topology.flat(3), TINY),
+        solve(specs_of([A, A, B, B, A]), Topology.flat(2), TINY, solver="round_robin"),
+        solve(
+            specs_of([A, B, C] * 5, rest=2),
+            Topology.flat(4),
+            h100,
+            solver="milp",
+            limits=OwnerLimits(**loads, memory_bytes=1_000_000),
+        ),
+        solve(
+            specs_of([A, B, C] * 3),
+            Topology((2, 2), ("node", "gpu"), 2),
+            h100,
+            solver="greedy",
+            limits=OwnerLimits(**pools),
+            layout=Layout.SHARDED,
+        ),
+        solve(specs_of([A, B] * 4 + [C]), Topology.on_nodes((3,), ("dp",), [0, 1, 0]), GROUPED),
+        solve(model_specs("gpt2"), Topology.flat(8), CostTable.analytic("h200"), solver="greedy"),
+        solve(specs_of([], rest=2), Topology.flat(2), h100),
+    )
+
+
+KEY = CacheKey("Some GPU (80 GB)", "2.13.0", "torch-1", "float16", 5)
+
+
+@cache
+def cache_file() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        for key, by_batch in GROUPED.entries.items():
+            some = {key: GROUPED.kernels[key]}
+            add(folder, KEY, {key: by_batch}, GROUPED.device, kernels=some, tuned={key: [1]})
+        add(folder, KEY, {}, GROUPED.device, squares=GROUPED.squares)
+        return path_of(folder, KEY).read_text()
+
+
+# ---- damage ------------------------------------------------------------------------------
+
+LEAVES = st.sampled_from(
+    [None, True, False, -1, 0, 1, 2, 7, 0.5, -0.0, 1e-300, 1e15, 1e16, 1e308, math.inf, math.nan]
+    + [2**31, 2**53 + 1, 2**62, 2**63, 10**30, 10**400, -(10**30), "", "x", "3", "\ud800"]
+    + ["optimal", "gram[9]/torch/float32", [], {}, [[]], [0], [1.0, 2.0], {"x": 1}, "y" * 5_000]
+)
+FACTORS = st.sampled_from([0, -1, 2, 0.5, 1.001, 0.999, 1e6])
+
+
+def deep(levels: int) -> str:
+    return "[" * levels + "]" * levels
+
+
+def places(data: Any) -> list[tuple[Any, Any]]:
+    """(container, key or index) of what is directly inside."""
+    if isinstance(data, dict):
+        return [(data, key) for key in data]
+    return [(data, i) for i in range(len(data))] if isinstance(data, list) else []
+
+
+def pick(draw: st.DrawFn, data: Any) -> tuple[Any, Any]:
+    """A place in the tree: every field has a chance, however many entries another one has."""
+    here = places(data)[draw(st.integers(0, len(places(data)) - 1))]
+    while places(here[0][here[1]]) and draw(st.integers(0, 3)):
+        inside = places(here[0][here[1]])
+        here = inside[draw(st.integers(0, len(inside) - 1))]
+    return here
+
+
+def damage_tree(draw: st.DrawFn, data: Any) -> None:
+    of, key = pick(draw, data)
+    what = draw(st.sampled_from(["value", "value", "number", "number", "delete", "swap", "copy"]))
+    if what == "value":
+        of[key] = draw(LEAVES)
+    elif what == "number" and isinstance(of[key], (int, float)) and not isinstance(of[key], bool):
+        factor = draw(FACTORS)
+        of[key] = draw(st.sampled_from([of[key] + factor, of[key] - 1, of[key] * factor]))
+        if isinstance(of[key], float) and of[key].is_integer() and draw(st.booleans()):
+            of[key] = int(of[key])
+    elif what == "delete":
+        del of[key]
+    elif what == "swap":
+        there, other = pick(draw, data)
+        of[key], there[other] = there[other], of[key]
+    elif isinstance(of, list):
+        of.insert(draw(st.integers(0, len(of))), of[key])
+    else:
+        of[draw(st.sampled_from(["unknown", "within", "node_of", "squares", *of]))] = of[key]
+
+
+def damage_text(draw: st.DrawFn, text: str) -> str:
+    at = draw(st.integers(0, len(text) - 1))
+    what = draw(st.sampled_from(["truncate", "flip", "key", "deep", "huge", "insert"]))
+    if what == "truncate":
+        return text[:at]
+    if what == "flip":
+        return (
+            text[:at]
+            + chr(ord(text[at]) ^ draw(st.sampled_from([1, 2, 4, 8, 16, 32])))
+            + (text[at + 1 :])
+        )
+    if what == "insert":
+        return (
+            text[:at] + draw(st.sampled_from(["[", "{", '"', "\\", ",", "-", "\x00"])) + text[at:]
+        )
+    if what == "key":
+        keys = [m.start() + 1 for m in re.finditer(r'\{"[a-z_]+": ', text)]
+        if not keys:
+            return "{}"
+        start = keys[at % len(keys)]
+        name = text[start : text.index(":", start)]
+        return f"{text[:start]}{name}: null, {text[start:]}"
+    numbers = list(re.finditer(r"-?\d+(\.\d+)?", text))
+    if not numbers:
+        return deep(at)
+    match = numbers[at % len(numbers)]
+    new = {"deep": deep(draw(st.sampled_from([17, 500, 5_000]))), "huge": "9" * 5_000}[what]
+    return text[: match.start()] + new + text[match.end() :]
+
+
+@st.composite
+def damaged(draw: st.DrawFn, files: Callable[[], tuple[str, ...]]) -> tuple[int, str]:
+    """Which file, and its text with one to three damages."""
+    number = draw(st.integers(0, len(files()) - 1))
+    data = json.loads(files()[number])
+    for _ in range(draw(st.integers(1, 3))):
+        if places(data):
+            damage_tree(draw, data)
+    text = json.dumps(data)
+    return number, damage_text(draw, text) if draw(st.integers(0, 3)) == 0 else text
+
+
+def plan_texts() -> tuple[str, ...]:
+    return tuple(plan.to_json() for plan in plans())
+
+
+def cost_texts() -> tuple[str, ...]:
+    return GROUPED.to_json(), TINY.to_json(), cache_file()
+
+
+many = settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow])
+
+
+# ---- what a plan says, from its JSON alone -------------------------------------------------
+
+
+def makespan_of(data: dict[str, Any]) -> float:
+    """Milliseconds of the busiest rank: its prices, less what its groups save."""
+    matrices, world = data["specs"]["matrices"], math.prod(data["topology"]["shape"])
+    price = {tuple(key): ms for key, ms, *_ in data["prices"]}
+    square = {tuple(key): ms for key, ms in data.get("squares", ())}
+    loads = list(data["limits"]["fixed_ms"]) or [0.0] * world
+    groups = defaultdict(list)
+    for owner, members, *rest in data["batches"]:
+        key = tuple(matrices[members[0]][2:5])
+        ms = price[key][len(members) - 1]
+        loads[owner] += ms
+        if len(rest) == 3 and rest[2] >= 0:
+            groups[rest[2]].append((owner, min(key[:2]), key[2], len(members), ms))
+    for group in groups.values():
+        owner, m, dtype, _, _ = group[0]
+        row, total = square[m, dtype], sum(size for *_, size, _ in group)
+        if len(group) > 1:
+            loads[owner] -= sum(min(row[b - 1], ms) for *_, b, ms in group) - row[total - 1]
+    return max(loads)
+
+
+def check_owners(data: dict[str, Any]) -> None:
+    """Each matrix once, on a rank that may own it, within the cap."""
+    matrices, limits = data["specs"]["matrices"], data["limits"]
+    owned = Counter(i for _, members, *_ in data["batches"] for i in members)
+    assert owned == Counter(range(len(matrices)))
+    world = math.prod(data["topology"]["shape"])
+    stored = list(limits["fixed_bytes"]) or [0] * world
+    for owner, members, *_ in data["batches"]:
+        for i in members:
+            if limits["pools"]:
+                assert owner in limits["pools"][limits["pool_of"][i]]
+            _, _, rows, cols, dtype, *_ = matrices[i]
+            stored[owner] += (data["layout"] != "sharded") * rows * cols * ITEM_SIZE[dtype]
+    assert limits["memory_bytes"] is None or max(stored) <= limits["memory_bytes"]
+
+
+def optimum_of(data: dict[str, Any]) -> float | None:
+    """The least makespan of all assignments, by trying them; None where that is too much."""
+    matrices, limits = data["specs"]["matrices"], data["limits"]
+    world = math.prod(data["topology"]["shape"])
+    if data.get("squares") or world ** len(matrices) > 1_000 or limits["memory_bytes"] is not None:
+        return None
+    price = {tuple(key): ms for key, ms, *_ in data["prices"]}
+    pools = limits["pools"] or [list(range(world))]
+    pool_of = limits["pool_of"] or [0] * len(matrices)
+
+    @cache
+    def split(key: tuple[Any, ...], count: int) -> float:
+        row = price[key]
+        sizes = range(1, min(count, len(row)) + 1)
+        return min((split(key, count - b) + row[b - 1] for b in sizes), default=0.0)
+
+    best = math.inf
+    for owners in itertools.product(*(pools[pool] for pool in pool_of)):
+        loads = list(limits["fixed_ms"]) or [0.0] * world
+        held = Counter((o, pool_of[i], *matrices[i][2:5]) for i, o in enumerate(owners))
+        for (owner, _, *key), count in held.items():
+            loads[owner] += split(tuple(key), count)
+        best = min(best, max(loads))
+    return best
+
+
+def check_verdict(text: str, certificate: Certificate) -> None:
+    """What is called proven is true of the JSON."""
+    assert str(certificate)
+    data = json.loads(text)
+    if not certificate.ok or data["format"] == 1:
+        return
+    check_owners(data)
+    if not certificate.proven:
+        assert not data["prices"] or data["proof"] is None
+        return
+    makespan = makespan_of(data)
+    tolerance = 1e-6 * makespan + 1e-6
+    assert certificate.makespan_ms == pytest.approx(makespan, abs=tolerance)
+    assert data["lower_bound_ms"] <= makespan + tolerance
+    if data["status"] == "optimal":
+        assert data["lower_bound_ms"] >= makespan - tolerance
+    best = optimum_of(data)
+    assert best is None or data["lower_bound_ms"] <= best + tolerance
+
+
+# ---- plans -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def bounded_work(most: int = MOST_PAIRS) -> Iterator[None]:
+    """At most so many pairs are formed by knapsacks inside."""
+    formed, products = 0, knapsack._products
+
+    def counted(points: Any, taken: Any, limit: int) -> Any:
+        nonlocal formed
+        formed += len(points) * len(taken)
+        assert formed <= most
+        return products(points, taken, limit)
+
+    with mock.patch.object(knapsack, "_products", counted):
+        yield
+
+
+def test_undamaged_plans_hold():
+    for plan in plans():
+        certificate = certify(plan)
+        assert certificate.ok and certificate.proven
+        check_verdict(plan.to_json(), certificate)
+    assert any(batch.group >= 0 for batch in plans()[4].batches)
+    assert optimum_of(json.loads(plans()[0].to_json())) == pytest.approx(plans()[0].makespan_ms)
+
+
+@many
+@given(damaged(plan_texts))
+def test_a_damaged_plan_is_refused_or_judged_rightly(case):
+    number, text = case
+    try:
+        plan = OwnershipPlan.from_json(text)
+    except PlanError as error:
+        assert str(error).startswith("not an ownership plan: ") and len(str(error)) < MOST_MESSAGE
+        return
+    assert plan.topology.world <= MAX_RANKS
+    assert OwnershipPlan.from_json(plan.to_json()) == plan
+    assert plan.fingerprint() and plan.makespan_ms >= 0 and max(plan.state_bytes) >= 0
+    with bounded_work():
+        try:
+            certificate = certify(plan)
+        except SizeError as error:
+            assert "too large" in str(error)
+            return
+    check_verdict(text, certificate)
+    good = plans()[number]
+    try:
+        check_plan_fits(plan, good.specs, good.topology)
+    except PlanError:
+        return
+    if plan.layout is good.layout:
+        assert str(build_report(plan))  # `dedicate_params` would use it
+
+
+@given(st.sampled_from(range(7)), st.data())
+@settings(max_examples=100)
+def test_whatever_bytes_are_verified_the_status_is_a_verdict_or_a_mistake(number, data):
+    content = bytearray(plan_texts()[number].encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        what = data.draw(st.sampled_from(["flip", "cut", "double"]))
+        if what == "flip":
+            content[at] = data.draw(st.integers(0, 255))
+        elif what == "cut":
+            del content[at : at + data.draw(st.integers(1, 40))]
+        else:
+            content[at:at] = content[at : at + data.draw(st.integers(1, 40))]
+        content = content or bytearray(b" ")
+    out, err = io.StringIO(), io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "plan.json")
+        path.write_bytes(content)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = main(["plan", "--verify", str(path)])
+    assert status in (0, 1, 2), err.getvalue()
+    assert len(err.getvalue().splitlines()) == (status == 2)
+    if status != 2:
+        check_verdict(content.decode(), certify(OwnershipPlan.from_json(content.decode())))
+
+
+# ---- cost tables and the cache -----------------------------------------------------------
+
+
+@settings(many, max_examples=150)
+@given(damaged(cost_texts))
+def test_a_damaged_cost_table_is_refused_or_gives_prices(case):
+    _, text = case
+    try:
+        table = CostTable.from_json(text, "costs='x.json'")
+    except PlanError as error:
+        assert "costs='x.json'" in str(error) and len(str(error)) < MOST_MESSAGE
+        return
+    assert CostTable.from_json(table.to_json()) == table
+    try:
+        plan = solve(specs_of([A, B, C] * 2), Topology.flat(2), table, solver="greedy")
+    except PlanError:
+        return  # no price for a shape, or one that is out of all range
+    assert all(0 <= ms < math.inf for row in plan.prices for ms in row.ms)
+    certificate = certify(OwnershipPlan.from_json(plan.to_json()))
+    assert certificate.ok
+    check_verdict(plan.to_json(), certificate)
+
+
+@settings(many, max_examples=150)
+@given(damaged(lambda: (cache_file(),)))
+@example((0, "[" * 100_000))
+@example((0, ""))
+def test_a_damaged_cache_is_never_believed_and_made_anew(case):
+    _, text = case
+    with tempfile.TemporaryDirectory() as folder:
+        path = path_of(folder, KEY)
+        path.write_text(cache_file())
+        good = read(folder, KEY)
+        assert good.problem is None and good.entries == GROUPED.entries and good.tuned
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        found = read(folder, KEY)
+        if found != good:
+            assert found.entries == found.kernels == found.squares == found.tuned == {}
+            assert str(path) in found.problem and "ignored" in found.problem
+        assert add(folder, KEY, {A: {1: 9.0}}) is None
+        again = read(folder, KEY)
+        assert again.problem is None and again.entries[A][1] == 9.0
+
+
+# ---- files made to take long -------------------------------------------------------------
+
+
+def hostile(**changes: Any) -> str:
+    data = json.loads(plan_texts()[0])
+    for path, value in changes.items():
+        *steps, last = path.split("__")
+        place = data
+        for step in steps:
+            place = place[step]
+        place[last] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (deep(10_000), "nested 10,000 deep, expected at most 16"),
+        ("[" * 1_000_000, "nested 1,000,000 deep"),
+        (hostile(note="X").replace('"X"', deep(100)), "nested 101 deep"),
+        (hostile(note='\\"[[[' * 99).replace('"seconds"', f'"a": {deep(99)}, "seconds"'), "nested"),
+        ("[" + "0," * 9_000_000 + "0]", "9,000,001 values, expected at most 8,000,000"),
+        (" " * (64 << 20) + "{}", "67,108,866 characters, expected at most 67,108,864"),
+        (hostile(topology__shape=[10**9]), r"topology.shape\[0\].*1 to 100,000, found 1000000000"),
+        (
+            hostile(topology__shape=[10**5, 10**5], topology__axes=["a", "b"]),
+            "at most 100,000 ranks",
+        ),
+        (hostile(seconds=10**30), "seconds: expected a number"),
+        (hostile(seconds=0).replace('"seconds": 0', '"seconds": 1e999'), r"infinite.*1e999"),
+        (hostile(seconds=math.nan), "NaN"),
+        (hostile(seconds=10**400), "401 digits"),
+        (
+            hostile(seconds=0).replace('"seconds": 0', '"seconds": 0, "seconds": 1'),
+            "'seconds' twice",
+        ),
+        (hostile(note=["x"]), r"note: expected a text.*found a list"),
+        (hostile(specs__parameters=7), "specs.parameters: expected a list, found 7"),
+    ],
+)
+def test_what_would_take_memory_or_time_is_refused_before_it_does(text, message):
+    tracemalloc.start()
+    try:
+        with pytest.raises(PlanError, match=message):
+            OwnershipPlan.from_json(text)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * len(text) + 10_000_000
+
+
+def by_hand(keys: list[tuple[int, int, str]], world: int, **limits: Any) -> dict[str, Any]:
+    """A plan of all matrices on rank 0, without a solver: its data."""
+    data: dict[str, Any] = json.loads(plan_of(specs_of(keys), [0] * len(keys), world).to_json())
+    data["prices"] = [[key, [1.0], ["given"], []] for key in dict.fromkeys(keys)]
+    data["limits"] |= limits
+    return data
+
+
+def test_many_unlike_pools_are_verified_with_bounded_work():
+    """60 kinds of matrices in 40 pools, prices and duals that leave every knapsack crowded."""
+    kinds, count = 60, 20
+    keys = [(64 + 8 * s, 300 + 7 * s, "float32") for s in range(kinds) for _ in range(count)]
+    data = by_hand(
+        keys,
+        80,
+        pools=[[r for r in range(80) if (r * 7 + p * 11) % 83 % 2] for p in range(40)],
+        pool_of=[i // count % 40 for i in range(len(keys))],
+    )
+    for s, price in enumerate(data["prices"]):
+        price[1] = [(k + 1) * (1 + (s * 37 + k * 61) % 97 / 3_000) for k in range(count)]
+        price[2] *= count
+    data["proof"] = {
+        "values": [10**9 + s * 7_919_000 % 10**7 for s in range(kinds)],
+        "works": [0] * kinds,
+        "byte_price": 0,
+        "exhaustive": False,
+    }
+    plan = OwnershipPlan.from_json(json.dumps(data))
+    problem = bounding_problem(plan)
+    assert len(problem.kinds) == kinds and len({c.allowed for c in problem.classes}) > 50
+    bounds = []
+    for most in (0, 500_000, 2_000_000):
+        with mock.patch.object(proof, "_MOST_WORK", most), bounded_work(most * 11 // 10):
+            certificate = certify(plan)
+        assert not certificate.ok and "its price is" in str(certificate)
+        bounds.append(certificate.lower_bound_ms)
+    assert 0 < bounds[0] <= bounds[1] <= bounds[2]  # coarser knapsacks prove less
+    mean = sum(min(ms / (k + 1) for k, ms in enumerate(p[1])) for p in data["prices"]) * count / 80
+    assert bounds[0] > mean / 2
+
+
+def test_a_problem_beyond_all_bounds_is_too_large_to_verify(tmp_path, capsys):
+    ranks, kinds = 50_000, 2_100
+    data = by_hand(
+        [(1 + i, 2_101, "float32") for i in range(kinds)],
+        ranks,
+        pools=[list(range(ranks)), [0, 1]],
+        pool_of=[i % 2 for i in range(kinds)],
+    )
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(SizeError, match=r"too large to plan or to verify: 105,000,000 kinds"):
+        certify(OwnershipPlan.from_json(path.read_text()))
+    assert main(["plan", "--verify", str(path)]) == 2
+    assert "too large" in capsys.readouterr().err
+
+
+# ---- exit statuses -----------------------------------------------------------------------
+
+
+def verified(capsys: pytest.CaptureFixture[str], path: Path) -> tuple[int, str, str]:
+    status = main(["plan", "--verify", str(path)])
+    return (status, *capsys.readouterr())
+
+
+def test_a_file_that_cannot_be_used_is_a_mistake_in_one_line(tmp_path, capsys):
+    for name, content in {
+        "deep": deep(10_000).encode(),
+        "empty": b"",
+        "cut": plan_texts()[0][:-100].encode(),
+        "utf16": plan_texts()[0].encode("utf-16"),
+        "bytes": b"\xff\xfe\x00",
+        "wide": hostile(topology__shape=[10**9]).encode(),
+    }.items():
+        path = tmp_path / f"{name}.json"
+        path.write_bytes(content)
+        status, out, err = verified(capsys, path)
+        assert (status, out) == (2, "")
+        assert len(err.splitlines()) == 1 and str(path) in err
+    status, out, err = verified(capsys, tmp_path)
+    assert (status, out) == (2, "") and "Is a directory" in err
+
+
+def test_a_crash_has_a_status_of_its_own(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    path.write_text(plan_texts()[0])
+    assert verified(capsys, path)[0] == 0
+    for defect in (RecursionError("deep"), MemoryError(), KeyError("x")):
+        with mock.patch("dmuon.scheduler.certificate.bound_of", side_effect=defect):
+            status, out, err = verified(capsys, path)
+        assert (status, out) == (CRASHED, "")
+        assert "Traceback" in err and type(defect).__name__ in err
+
+
+def test_the_statuses_are_in_the_help_and_on_the_page(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    page = Path(__file__).parents[2].joinpath("docs", "plan-command.md").read_text()
+    assert "3 for a crash" in told and f"| {CRASHED} |" in page
+
+
+def test_planning_options_survive_the_bounds_of_files():
+    """What planning writes can be read: caps beyond all memory, large batches."""
+    plan = solve(
+        specs_of([A] * 40),
+        Topology.flat(2),
+        CostTable.analytic("h100"),
+        options=PlannerOptions(owner_memory_bytes=10**30, max_batch=40),
+    )
+    assert OwnershipPlan.from_json(plan.to_json()) == plan and certify(plan).ok
