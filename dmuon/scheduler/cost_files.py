@@ -102,11 +102,8 @@ def fields_of(data: Any, where: str) -> dict[str, Any]:
 def _fields(data: dict[str, Any]) -> dict[str, Any]:
     record(data, "", "source", "origin", "ns_steps", "device", "entries")
     entries = each(data, "entries", "", lambda e, at: (_shape(e, at), _by_size(e, "ms", at, real)))
-    kernels = squares = ()
-    if "kernels" in data:
-        kernels = each(data, "kernels", "", _kernels)
-    if "squares" in data:
-        squares = each(data, "squares", "", _square)
+    kernels = each(data, "kernels", "", _kernels) if "kernels" in data else ()
+    squares = each(data, "squares", "", _square) if "squares" in data else ()
     different((shape for shape, _ in entries), "the shapes of entries")
     different((shape for shape, _ in kernels), "the shapes of kernels")
     different((side for side, _ in squares), "the short sides of squares")
