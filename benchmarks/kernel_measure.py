@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -15,11 +15,13 @@ from torch import Tensor
 from benchmarks import kernel_contenders as field_of
 from benchmarks.kernel_cases import STEPS, Case, floor_flops, standard_flops
 from benchmarks.kernel_contenders import Contender, Kernels, is_emulated, kernel_key, standard_form
-from benchmarks.kernel_timing import Rounds, alternate, matmul_rate, once, quartiles, ratios
+from benchmarks.kernel_timing import Race, Rounds, matmul_rate, once, quartiles, ratios
+from benchmarks.results import Rows, in_words
 from dmuon.config import KernelOptions, PlannerOptions
 from dmuon.kernel_tuning import choose_kernels
+from dmuon.kernels.choice import candidates
 from dmuon.kernels.newton_schulz import normalize
-from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable, analytic_class
+from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable, ShapeKey, analytic_class
 from dmuon.scheduler.profile import Want
 
 __all__ = [
@@ -48,6 +50,9 @@ class Bench:
     max_call_s: float
     compiles: str  # "" or why torch.compile is left out
     kernels: Kernels = field(default_factory=dict)
+    # What a candidate of the last tuned batch took, compiling and checking it included, in seconds,
+    # and the FLOPs of a call.
+    tune_pace: tuple[float, float] = (0.0, 1.0)
     # Seconds per FLOP, by contender: what a call will take.
     pace: dict[str, float] = field(default_factory=dict)
 
@@ -55,29 +60,68 @@ class Bench:
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
-    def tune(self, cases: Sequence[Case], budget_s: float) -> float:
-        """Choose kernels as `dedicate_params` does; the seconds it took."""
-        counts: dict[tuple[tuple[int, int, str], int], int] = {}
+    def tune(self, rows: Rows, cases: Sequence[Case], budget_s: float) -> float:
+        """Choose kernels as `dedicate_params` does, for the first cases first; the seconds it took.
+
+        A row a shape and batch says what was chosen. The fixed rule chooses what is expected to end
+        after ``budget_s`` seconds, and where tuning failed.
+        """
+        counts: dict[tuple[ShapeKey, int], int] = {}
         for case in cases:
-            for count, rows, cols in case.stacks:
+            for count, *shape in case.stacks:
                 for batch in batches_of(count, self.device):
-                    key = (kernel_key(rows, cols), batch)
-                    counts[key] = max(count, counts.get(key, 0))
-        wants = [Want(key, batch, count) for (key, batch), count in counts.items()]
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
-        row = ANALYTIC_DEVICES[analytic_class(self.device.type, name)]
+                    one = kernel_key(*shape), batch
+                    counts[one] = max(count, counts.get(one, 0))
         begin = time.perf_counter()
+        for (key, batch), count in counts.items():
+            want = Want(key, batch, count)
+            name = f"tune {batch} x [{key[0]}, {key[1]}], {self.dtype_name}, {self.threads}"
+            known = [r["kernel"] for r in rows.rows if r["name"] == name and "kernel" in r]
+            if known:  # by a process before this one
+                self.kernels.setdefault(key, {})[batch] = known[0]
+                continue
+            left_s = budget_s - (time.perf_counter() - begin)
+            expected_s = self._tuning_s(want)
+            if expected_s > left_s or not rows.attempt(name, partial(self._tuned, want, left_s)):
+                self._choose(want, 0.0)
+                print(f"  {name}: the fixed rule's, {self.kernels[key][batch]}", flush=True)
+        return time.perf_counter() - begin
+
+    def _tuning_s(self, want: Want) -> float:
+        seconds, flops = self.tune_pace
+        return self._offered(want) * seconds * max(1.0, self._flops(want) / flops)
+
+    def _flops(self, want: Want) -> float:
+        return standard_flops(Case("", ((want.batch, *want.key[:2]),)))
+
+    def _offered(self, want: Want) -> int:
+        return len(candidates(*want.key[:2], self.dtype, self.device, STEPS))
+
+    def _tuned(self, want: Want, budget_s: float) -> dict[str, Any]:
+        begin = time.perf_counter()
+        is_tuned = self._choose(want, budget_s)
+        took = time.perf_counter() - begin
+        offered = self._offered(want)
+        if is_tuned and offered > 1:
+            self.tune_pace = took / offered, self._flops(want)
+        kernel = self.kernels[want.key][want.batch]
+        return {"kernel": kernel, "tuned": is_tuned, "offered": offered, "seconds": took}
+
+    def _choose(self, want: Want, budget_s: float) -> bool:
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
+        prices = ANALYTIC_DEVICES[analytic_class(self.device.type, name)]
         with torch.no_grad():
-            self.kernels, _ = choose_kernels(
-                wants,
+            kernels, tuned = choose_kernels(
+                [want],
                 {},
-                CostTable("benchmark", device=row, ns_steps=STEPS),
+                CostTable("benchmark", device=prices, ns_steps=STEPS),
                 self.device,
                 self.dtype,
                 KernelOptions(tune_budget_s=budget_s),
                 clock=time.perf_counter,
             )
-        return time.perf_counter() - begin
+        self.kernels.setdefault(want.key, {}).update(kernels[want.key])
+        return bool(tuned)
 
 
 def batches_of(count: int, device: torch.device) -> set[int]:
@@ -134,8 +178,10 @@ def skip_reason(bench: Bench, case: Case, name: str) -> str:
 
 
 @torch.no_grad()
-def run_case(bench: Bench, set_name: str, case: Case) -> list[dict[str, Any]]:
-    """Rows of one case."""
+def run_case(
+    bench: Bench, set_name: str, case: Case, add: Callable[[dict[str, Any]], None]
+) -> None:
+    """Measure one case; a row for each contender, whatever becomes of it and of the others."""
     sources = sources_of(case, bench.device)
     references = references_of(case, bench.dtype, bench.device)
     base = {
@@ -148,32 +194,45 @@ def run_case(bench: Bench, set_name: str, case: Case) -> list[dict[str, Any]]:
     field: list[Contender] = []
     rows: dict[str, dict[str, Any]] = {}
     first_ms: dict[str, float] = {}
-    for name, build in _builders(bench, case, sources):
-        row = rows[name] = {**base, "contender": name}
-        reason = skip_reason(bench, case, name)
-        if not reason:
+    race = Race()
+    try:
+        for name, build in _builders(bench, case, sources):
+            row = rows[name] = {**base, "contender": name}
+            reason = skip_reason(bench, case, name)
+            if reason:
+                row["left_out"] = reason
+                print(f"  {case.name}, {bench.dtype_name}: {name} left out: {reason}", flush=True)
+                continue
             try:
                 contender, ms, peak = _warm(build, bench.device)
-            except RuntimeError as error:  # torch.compile has many reasons to fail
-                if not name.startswith("compiled"):
-                    raise
-                reason = f"torch.compile failed: {' '.join(str(error).split())[:160]}"
-        if reason:
-            print(f"  {case.name}, {bench.dtype_name}: {name} left out: {reason}", flush=True)
-            row["left_out"] = reason
-            continue
-        # The fastest so far: small cases are slow for their size.
-        pace = ms / 1e3 / standard_flops(case)
-        bench.pace[name] = min(pace, bench.pace.get(name, pace))
-        first_ms[name] = ms
-        row |= {"kernel": contender.kernel, "workspace_bytes": contender.workspace_bytes}
-        row |= {"peak_bytes": peak, "error": error_of(contender, references)}
-        field.append(contender)
-    rate = matmul_rate(bench.device, _rate_dtype(bench))
-    times, rates = alternate(field, bench.device, rate, first_ms, bench.case_s)
-    for contender in field:
-        rows[contender.name] |= _numbers(contender, case, bench.dtype, times, rates)
-    return list(rows.values())
+                error = error_of(contender, references)
+            except Exception as failure:  # whatever it is: the others do not depend on it
+                is_torch = name.startswith("compiled")  # which has many reasons not to compile
+                row["left_out" if is_torch else "failure"] = in_words(failure)
+                continue
+            # The fastest so far: small cases are slow for their size.
+            pace = ms / 1e3 / standard_flops(case)
+            bench.pace[name] = min(pace, bench.pace.get(name, pace))
+            first_ms[name] = ms
+            row |= {"kernel": contender.kernel, "workspace_bytes": contender.workspace_bytes}
+            row |= {"peak_bytes": peak, "error": error}
+            field.append(contender)
+        rate = matmul_rate(bench.device, _rate_dtype(bench))
+        race.run(field, bench.device, rate, first_ms, bench.case_s)
+    finally:  # also where this is interrupted
+        times, rates = race.complete()
+        for contender in field:
+            row = rows[contender.name]
+            if contender.name in race.failures:
+                row["failure"] = race.failures[contender.name]
+            elif rates:
+                row |= _numbers(contender, case, bench.dtype, times, rates)
+            else:
+                row["left_out"] = "interrupted before it was timed"
+        for row in rows.values():
+            if "failure" in row:
+                print(f"  {case.name}: {row['contender']} FAILED, {row['failure']}", flush=True)
+            add(row)
 
 
 def _rate_dtype(bench: Bench) -> torch.dtype:

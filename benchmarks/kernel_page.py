@@ -19,12 +19,17 @@ def page(found: dict[str, Any]) -> str:
     """Hardware, limits, a line a case, and a table for each dtype, number of threads and set."""
     blocks = [_hardware(found), _limits(found), _summary(found)]
     tables: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
-    for row in found["rows"]:
+    for row in _of_contenders(found):
         tables.setdefault((row["dtype"], row["threads"], row["set"]), []).append(row)
     blocks += [_table(found, *key, rows) for key, rows in tables.items()]
     if found["left_out"]:
         blocks.append("Not in this run: " + "; ".join(found["left_out"]) + ".")
     return "\n\n".join(block for block in blocks if block)
+
+
+def _of_contenders(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Without the rows that say what was tuned, or which case ended before its first row."""
+    return [row for row in found["rows"] if "contender" in row]
 
 
 def _hardware(found: dict[str, Any]) -> str:
@@ -46,16 +51,19 @@ def _hardware(found: dict[str, Any]) -> str:
 def _summary(found: dict[str, Any]) -> str:
     """dmuon against the baseline, a line a case."""
     cases: dict[tuple[str, int, str], dict[str, dict[str, Any]]] = {}
-    for row in found["rows"]:
-        key = (row["dtype"], row["threads"], row["case"])
-        cases.setdefault(key, {})[row["contender"]] = row
+    for row in _of_contenders(found):
+        if "median_ms" in row:
+            key = (row["dtype"], row["threads"], row["case"])
+            cases.setdefault(key, {})[row["contender"]] = row
     lines = [
         "| case | dtype | threads | standard ms | ours ms | ours / standard | compiled / standard "
         "| gram / standard | ours / floor | error of ours |",
         "|---|---|" + "---:|" * 8,
     ]
     for (dtype, threads, case), by_name in cases.items():
-        ours = by_name["ours"]
+        ours = by_name.get("ours")
+        if ours is None:
+            continue
         others = [by_name.get(name, {}).get("ratio_to_standard") for name in ("compiled", "gram")]
         cells = [
             _number(by_name["standard"].get("median_ms"), ".3g") or "left out",
@@ -74,12 +82,14 @@ def _table(
     on_cuda = found["machine"]["device"] == "cuda"
     title = f"**{name}, {dtype}" + ("" if on_cuda else f", {threads} thread{'s' * (threads > 1)}")
     lines = [f"{title}**", "", f"| case | {_HEADINGS} |", "|---|---|" + "---:|" * 8]
-    lines += [_line(row) for row in rows if "left_out" not in row]
-    chosen = [f"- {r['case']}: `{r['kernel']}`" for r in rows if r["contender"] == "ours"]
+    measured = [row for row in rows if "median_ms" in row]
+    lines += map(_line, measured)
+    chosen = [f"- {r['case']}: `{r['kernel']}`" for r in measured if r["contender"] == "ours"]
     reasons = dict.fromkeys(
-        f"- {r['contender']} of {r['case']} left out: {r['left_out']}"
+        f"- {r['contender']} of {r['case']} left out: {r[why]}"
         for r in rows
-        if "left_out" in r
+        for why in ("left_out", "failure")
+        if why in r
     )
     return "\n".join([*lines, "", *chosen, *reasons])
 
@@ -117,7 +127,7 @@ def verdicts(found: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str]]
     if machine["device"] != "cpu":
         return
     for row in found["rows"]:
-        if row["contender"] != "ours" or row["dtype"] == "float16" or "left_out" in row:
+        if row.get("contender") != "ours" or row["dtype"] == "float16" or "left_out" in row:
             continue
         is_emulated = machine["bf16_emulated"] and row["dtype"] == "bfloat16"
         counts = row["dtype"] == "bfloat16" or machine["bf16_emulated"]

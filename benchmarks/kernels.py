@@ -18,14 +18,12 @@ A contender is left out, with the reason in its row, where one call is expected 
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
-import os
 import shutil
 import sys
-import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +32,7 @@ from benchmarks.kernel_cases import CPU_SETS, CUDA_SETS, QUICK_SETS, SETS
 from benchmarks.kernel_contenders import is_emulated
 from benchmarks.kernel_measure import Bench, run_case
 from benchmarks.kernel_page import misses, page
-from benchmarks.results import document
+from benchmarks.results import Rows, row_options
 
 __all__ = ["main"]
 
@@ -49,37 +47,33 @@ def why_not_compiled(device: torch.device, wanted: bool) -> str:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """The document of all rows; written after each case, so that what was measured is kept."""
+    """The document of all rows, which are written when they are measured."""
     device = torch.device(args.device)
     names = args.sets or _default_sets(device, args.quick)
     cases = [(name, case) for name in names for case in SETS[name]]
     compiles = why_not_compiled(device, args.compile and not args.quick)
-    begin = time.monotonic()
-    rows: list[dict[str, Any]] = []
-    left_out: list[str] = []
     case_s = 1.0 if args.quick else args.case_s
+    rows = Rows.of(args)
+    rows.facts["machine"]["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+    rows.facts["machine"]["bf16_emulated"] = is_emulated(torch.bfloat16, device)
     gc.collect()
     gc.disable()
     for dtype in (getattr(torch, name) for name in args.dtype or _default_dtypes(device)):
         for threads in args.threads if device.type == "cpu" else [torch.get_num_threads()]:
             torch.set_num_threads(threads)
             bench = Bench(device, dtype, threads, case_s, args.max_call_s, compiles)
-            took = bench.tune([case for _, case in cases], args.tune_s)
+            took = bench.tune(rows, [case for _, case in cases], args.tune_s)
             print(f"{bench.dtype_name}, {threads} threads: tuned in {took:.1f} s", flush=True)
             for set_name, case in cases:
                 label = f"{case.name}, {bench.dtype_name}, {threads} threads"
-                if args.budget_s is not None and time.monotonic() - begin > args.budget_s:
-                    left_out.append(label)
-                    continue
-                rows += run_case(bench, set_name, case)
-                _progress(label, rows)
+                measure = partial(run_case, bench, set_name, case, rows.add)
+                if rows.attempt(f"{set_name}: {label}", measure):
+                    _progress(label, rows.rows)
                 gc.collect()
-                torch.compiler.reset()
-                _write(args.json, _document(device, rows, left_out))
+                if not compiles:
+                    torch.compiler.reset()
     gc.enable()
-    found = _document(device, rows, left_out)
-    _write(args.json, found)
-    return found
+    return rows.document()
 
 
 def _default_sets(device: torch.device, quick: bool) -> Sequence[str]:
@@ -93,60 +87,26 @@ def _default_dtypes(device: torch.device) -> Sequence[str]:
 
 
 def _progress(label: str, rows: Sequence[dict[str, Any]]) -> None:
-    last = next(row for row in reversed(rows) if row["contender"] == "ours")
+    last = next(row for row in reversed(rows) if row.get("contender") == "ours")
+    if "median_ms" not in last:
+        return
     ratio = last.get("ratio_to_standard")
     against = "" if ratio is None else f", {ratio:.2f} x standard"
     print(f"  {label}: ours {last['median_ms']:.3g} ms{against}", flush=True)
-
-
-def _document(
-    device: torch.device, rows: Sequence[dict[str, Any]], left_out: Sequence[str]
-) -> dict[str, Any]:
-    found = document(rows)
-    found["machine"]["device"] = device.type
-    found["machine"]["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
-    found["machine"]["bf16_emulated"] = is_emulated(torch.bfloat16, device)
-    if device.type == "cuda":
-        found["machine"]["gpu"] = torch.cuda.get_device_name(device)
-        found["versions"]["cuda"] = torch.version.cuda or torch.version.hip
-    found["versions"]["triton"] = _triton_version()
-    found["date"] = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    found["left_out"] = list(left_out)
-    return found
-
-
-def _triton_version() -> str | None:
-    try:
-        import triton
-    except ImportError:
-        return None
-    return str(triton.__version__)
-
-
-def _write(path: str | None, found: dict[str, Any]) -> None:
-    if path is None:
-        return
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path + ".part", "w") as file:
-        json.dump(found, file, indent=1)
-        file.write("\n")
-    os.replace(path + ".part", path)
 
 
 def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels", description=(__doc__ or "").splitlines()[0]
     )
-    found.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    row_options(found, device="cpu")
     found.add_argument("--dtype", nargs="+", choices=["float16", "bfloat16", "float32"])
     found.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="CPU only")
     found.add_argument("--sets", nargs="+", choices=list(SETS))
-    found.add_argument("--json", metavar="PATH", help="write the rows there; --table reads them")
     found.add_argument("--quick", action="store_true", help="small sets, one second a case")
     found.add_argument("--case-s", type=float, default=3.0, help="seconds of rounds a case")
     found.add_argument("--max-call-s", type=float, default=5.0, help="longer calls are left out")
     found.add_argument("--tune-s", type=float, default=15.0, help="seconds of tuning a dtype")
-    found.add_argument("--budget-s", type=float, help="begin no further case after that")
     found.add_argument("--no-compile", dest="compile", action="store_false")
     found.add_argument("--table", action="store_true", help="print the page of --json, run nothing")
     found.add_argument("--check", action="store_true", help="exit with 1 where a limit is missed")

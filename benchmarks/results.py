@@ -1,12 +1,19 @@
-"""The form of every benchmark's result: machine, versions, rows."""
+"""The form of every benchmark's result: machine, versions, rows; and a file that loses no row."""
 
 from __future__ import annotations
 
+import argparse
+import gc
 import json
 import os
 import platform
+import shutil
+import signal
 import statistics
-from collections.abc import Sequence
+import subprocess
+import time
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +44,51 @@ def document(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def gpu_facts(device: torch.device) -> dict[str, dict[str, Any]]:
+    """What a number measured on a GPU depends on: clocks, driver, versions, switches of torch.
+
+    Empty on a CPU; ``nvidia_smi`` says why where it cannot be asked.
+    """
+    try:
+        import triton
+
+        versions: dict[str, Any] = {"triton": str(triton.__version__)}
+    except ImportError:
+        versions = {"triton": None}
+    if device.type != "cuda":
+        return {"machine": {"device": device.type}, "versions": versions}
+    versions["cuda"] = torch.version.cuda or torch.version.hip
+    versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    matmul = torch.backends.cuda.matmul
+    machine = {
+        "device": device.type,
+        "gpu": torch.cuda.get_device_name(device),
+        "nvidia_smi": _nvidia_smi(),
+        "allow_fp16_reduced_precision_reduction": matmul.allow_fp16_reduced_precision_reduction,
+        "allow_bf16_reduced_precision_reduction": matmul.allow_bf16_reduced_precision_reduction,
+        "allow_tf32": matmul.allow_tf32,
+    }
+    return {"machine": machine, "versions": versions}
+
+
+_ASKED = (
+    "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.draw,power.limit,"
+    "temperature.gpu"
+)
+
+
+def _nvidia_smi() -> dict[str, str] | str:
+    if shutil.which("nvidia-smi") is None:
+        return "nvidia-smi is not on the PATH"
+    command = ["nvidia-smi", f"--query-gpu={_ASKED}", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"nvidia-smi failed: {error}"
+    values = found.stdout.splitlines()[0].split(", ")
+    return dict(zip(_ASKED.split(","), values))
+
+
 def spread(values_ms: Sequence[float]) -> dict[str, float]:
     """Median and 10th/90th percentile, in ms."""
     tenths = statistics.quantiles(values_ms, n=10)
@@ -55,3 +107,196 @@ def write(path: str, rows: Sequence[dict[str, Any]]) -> None:
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with open(path, "w") as file:
         file.write(text + "\n")
+
+
+def write_json(path: str, found: dict[str, Any]) -> None:
+    """Replace the file at once: a reader finds the old one or the new one, never half of it."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path + ".part", "w") as file:
+        json.dump(found, file, indent=1)
+        file.write("\n")
+    os.replace(path + ".part", path)
+
+
+# ---- rows that are kept whatever happens ---------------------------------------------------
+
+NO_TIME = "no time was left"
+LOST = 75
+"""The exit code of a process whose device answers no more; another one can go on after its row."""
+
+
+class Rows:
+    """Rows of one process in the file ``path`` (None: in memory), written anew after each.
+
+    `attempt` runs one measurement. What it raises is recorded in its row and passed by, so that one
+    failure never loses the rest; after ``budget_s`` seconds no further one is begun. With
+    ``resume`` the rows that an earlier process left in the file are kept and not measured again;
+    the one in which it ended is recorded as failed. ``plant`` makes a measurement fail, so
+    that all this can be tried out: "raise:2" the second by an exception, "hang:2" until
+    interrupted, "stuck:2" even then. Its row says that it was planted, and counts as no failure.
+    """
+
+    def __init__(
+        self,
+        path: str | None,
+        device: torch.device,
+        *,
+        budget_s: float | None = None,
+        resume: bool = False,
+        plant: str = "",
+    ) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._path = path
+        # With a number, as tensors have it.
+        on_cuda = device.type == "cuda"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else device
+        self._begin = time.monotonic()
+        self._deadline = None if budget_s is None else self._begin + budget_s
+        self._begun = 0
+        self._running: dict[str, Any] | None = None
+        self.facts = gpu_facts(device)  # into the document's "machine" and "versions"
+        if resume and path is not None and os.path.exists(path):
+            with open(path) as file:
+                found = json.load(file)
+            self.rows = found["rows"]
+            if found["running"] is not None:
+                ended = {"failure": "the process ended while this was measured"}
+                self.rows.append({**found["running"], **ended})
+        self._known = {row["name"] for row in self.rows}
+        fault, _, number = plant.partition(":")
+        is_done = any("planted" in row for row in self.rows)
+        self._fault, self._fault_at = fault, 0 if is_done or not fault else int(number)
+        self._write()
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Rows:
+        """As the options of `row_options` say."""
+        return cls(
+            args.json,
+            torch.device(args.device),
+            budget_s=args.budget_s,
+            resume=args.resume,
+            plant=args.plant,
+        )
+
+    def beside(self, name: str) -> str | None:
+        """The path of another file of the same run."""
+        return None if self._path is None else os.path.join(os.path.dirname(self._path), name)
+
+    def seconds_left(self) -> float:
+        """Until nothing more is begun; infinite without a budget."""
+        return float("inf") if self._deadline is None else self._deadline - time.monotonic()
+
+    @property
+    def failed(self) -> list[dict[str, Any]]:
+        """Rows that raised, or whose number is out of its limit."""
+        return [row for row in self.rows if has_failed(row)]
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keep a row of what is being measured; it needs no name then."""
+        name = self._running["name"] if self._running is not None else ""
+        self.rows.append({"name": name, **row})
+        self._write()
+
+    def attempt(
+        self, name: str, measure: Callable[[], dict[str, Any] | None], **about: Any
+    ) -> bool:
+        """Add the row that ``measure`` returns, or why there is none; whether there is.
+
+        ``measure`` may `add` rows of its own and return None. ``about`` goes into the row in any
+        case. A name that is in the file already is not measured again.
+
+        Raises SystemExit(`LOST`) where the device does not answer after a failure.
+        """
+        if name in self._known:
+            return False
+        self._known.add(name)
+        base = {"name": name, **about}
+        if self.seconds_left() <= 0:
+            self.rows.append(base | {"left_out": NO_TIME})
+            self._write()
+            return False
+        self._begun += 1
+        is_faulty = self._begun == self._fault_at
+        if is_faulty:
+            base["planted"] = True
+        self._running = base
+        self._write()
+        begin = time.monotonic()
+        failure = ""
+        try:
+            if is_faulty:
+                _fail(self._fault)
+            found = measure()
+        except KeyboardInterrupt:
+            self._end(base | {"failure": f"interrupted after {time.monotonic() - begin:.1f} s"})
+            raise
+        except Exception as error:  # whatever it is: the other rows do not depend on it
+            failure = in_words(error)
+            self._end(base | {"failure": failure, "trace": traceback.format_exc(limit=-6)})
+        if failure:
+            print(f"{name}: FAILED, {failure}", flush=True)
+            self._recover()  # now that the traceback holds no memory any more
+            return False
+        self._end(None if found is None else base | found)
+        return True
+
+    def _end(self, row: dict[str, Any] | None) -> None:
+        self._running = None
+        if row is not None:
+            self.rows.append(row)
+        self._write()
+
+    def _recover(self) -> None:
+        gc.collect()
+        if self.device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+        except Exception as error:  # after an illegal access every call of this process fails
+            print(f"the device does not answer any more: {in_words(error)}", flush=True)
+            # Not sys.exit(): cleaning up would wait for the device.
+            os._exit(LOST)
+
+    def document(self) -> dict[str, Any]:
+        """What is in the file: rows, facts, the date, and what is being measured."""
+        found = document(self.rows)
+        for key, facts in self.facts.items():
+            found[key] |= facts
+        found["date"] = time.strftime("%Y-%m-%d", time.gmtime())
+        found["left_out"] = [row["name"] for row in self.rows if row.get("left_out") == NO_TIME]
+        found["seconds"] = round(time.monotonic() - self._begin, 1)
+        return found | {"running": self._running}
+
+    def _write(self) -> None:
+        if self._path is not None:
+            write_json(self._path, self.document())
+
+
+def has_failed(row: dict[str, Any]) -> bool:
+    """Whether something is wrong, and not because it was meant to be."""
+    return ("failure" in row or row.get("passed") is False) and "planted" not in row
+
+
+def in_words(error: BaseException) -> str:
+    """An exception in a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _fail(fault: str) -> None:
+    if fault == "raise":
+        raise RuntimeError("a planted failure")
+    if fault == "stuck":  # as in a kernel that never ends: a signal is not even looked at
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    while True:
+        signal.pause()
+
+
+def row_options(parser: argparse.ArgumentParser, *, device: str) -> None:
+    """The options of a command that writes `Rows`."""
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=device)
+    parser.add_argument("--json", metavar="PATH", help="write the rows there")
+    parser.add_argument("--budget-s", type=float, help="begin nothing more after that")
+    parser.add_argument("--resume", action="store_true", help="go on after the rows in the file")
+    parser.add_argument("--plant", default="", help=argparse.SUPPRESS)

@@ -1,19 +1,17 @@
-"""The kernel benchmark and the GPU suite: what they count, how they judge, and that they go on."""
+"""The kernel benchmark: what it counts, how it judges, and that it goes on after a failure."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import gpu, gpu_accuracy, gpu_step, gpu_targets, kernel_measure, kernels
 from benchmarks import kernel_contenders as field_of
+from benchmarks import kernel_measure, kernels
 from benchmarks.kernel_cases import (
     CPU_SETS,
     CUDA_SETS,
@@ -26,14 +24,14 @@ from benchmarks.kernel_cases import (
     standard_flops,
 )
 from benchmarks.kernel_page import misses, page, verdicts
-from benchmarks.kernel_timing import alternate, matmul_rate, quartiles, ratios
+from benchmarks.kernel_timing import Race, matmul_rate, quartiles, ratios
+from benchmarks.results import Rows
 from dmuon.kernels.newton_schulz import iterate_all, newton_schulz
 from dmuon.kernels.workspace import Workspace
 from dmuon.scheduler.presets import model_specs
 from dmuon.types import KernelChoice
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[2]
 
 
 def layer(name: str) -> Case:
@@ -184,9 +182,15 @@ def test_batches_are_those_that_run():
 # ---- timing ------------------------------------------------------------------------------
 
 
-def counting(name: str, order: list[str]) -> field_of.Contender:
+def counting(
+    name: str, order: list[str], at: int = 0, fault: BaseException | None = None
+) -> field_of.Contender:
+    """Notes its calls in ``order``; the one number ``at`` raises ``fault``."""
+
     def run() -> list[torch.Tensor]:
         order.append(name)
+        if fault is not None and order.count(name) == at:
+            raise fault
         return []
 
     return field_of.Contender(name, (field_of.Piece(lambda: None, run, {}),))
@@ -197,15 +201,105 @@ def test_contenders_take_turns():
     field = [counting(name, order) for name in "abc"]
     first_ms = dict.fromkeys("abc", 100.0)  # long ones: one repeat a round
     rate = matmul_rate(CPU, torch.float32)
-    times, rates = alternate(field, CPU, rate, first_ms, budget_s=1.25)
+    race = Race()
+    race.run(field, CPU, rate, first_ms, budget_s=1.25)
     assert "".join(order) == "abcbcacab" + "abc"
-    assert {len(values) for values in times.values()} == {4} == {len(rates)}
+    assert {len(values) for values in race.times.values()} == {4} == {len(race.rates)}
     order.clear()
-    alternate(field, CPU, rate, first_ms, budget_s=0.11)
+    Race().run(field, CPU, rate, first_ms, budget_s=0.11)
     assert len(order) == 9, "three rounds at least"
     order.clear()
-    alternate(field, CPU, rate, first_ms, budget_s=0.05)
+    Race().run(field, CPU, rate, first_ms, budget_s=0.05)
     assert len(order) == 3, "or one, where a round takes far longer than the budget"
+
+
+def test_a_contender_that_fails_in_a_round_leaves_the_race():
+    order: list[str] = []
+    fault = torch.OutOfMemoryError("too large")
+    field = [counting("a", order), counting("b", order, 2, fault), counting("c", order)]
+    race = Race()
+    race.run(field, CPU, matmul_rate(CPU, torch.float32), dict.fromkeys("abc", 100.0), 1.25)
+    assert race.failures == {"b": "OutOfMemoryError: too large"}
+    times, rates = race.complete()
+    assert {name: len(values) for name, values in times.items()} == {"a": 4, "c": 4}
+    assert len(rates) == 4
+
+
+def test_an_interrupted_race_has_its_complete_rounds():
+    order: list[str] = []
+    field = [counting("a", order), counting("b", order, 3, KeyboardInterrupt())]
+    race = Race()
+    with pytest.raises(KeyboardInterrupt):
+        race.run(field, CPU, matmul_rate(CPU, torch.float32), dict.fromkeys("ab", 100.0), 2.0)
+    times, rates = race.complete()
+    assert {name: len(values) for name, values in times.items()} == {"a": 2, "b": 2}
+    assert len(rates) == 2
+
+
+# ---- failures ----------------------------------------------------------------------------
+
+
+TOY = Case("toy", ((2, 24, 40),))
+
+
+def run_toy(monkeypatch: pytest.MonkeyPatch, faults: dict[str, BaseException]) -> dict[str, Any]:
+    """Rows of a case, by contender; those in ``faults`` raise when they run."""
+    ours = field_of.ours
+
+    def broken(*args: Any, name: str = "ours", **kwargs: Any) -> field_of.Contender:
+        if name in faults:
+            raise faults[name]
+        return ours(*args, name=name, **kwargs)
+
+    monkeypatch.setattr(field_of, "ours", broken)
+    bench = kernel_measure.Bench(CPU, torch.float32, 1, 0.01, 5.0, "no compiler")
+    bench.kernels = kernels_for(TOY, "standard/torch/float32")
+    found: dict[str, Any] = {}
+    kernel_measure.run_case(
+        bench, "toys", TOY, lambda row: found.update({str(row["contender"]): row})
+    )
+    return found
+
+
+@pytest.mark.parametrize(
+    "fault", [torch.OutOfMemoryError("2 GiB"), RuntimeError("no kernel image"), KeyError("x")]
+)
+def test_a_contender_that_fails_does_not_lose_the_others(monkeypatch, fault):
+    found = run_toy(monkeypatch, {"ours": fault})
+    assert found["ours"]["failure"].startswith(type(fault).__name__ + ": ")
+    assert found["standard"]["median_ms"] > 0 and found["gram"]["ratio_to_standard"] > 0
+    rows = [{"name": "", **row} for row in found.values()]
+    text = page({**document(0.5), "date": "", "versions": {"torch": "", "python": "", "triton": ""},
+                 "left_out": [], "machine": {"device": "cpu", "cpu": "", "cpu_capability": "",
+                                             "bf16_emulated": False}, "rows": rows})  # fmt: skip
+    assert f"ours of toy left out: {type(fault).__name__}" in text
+
+
+def test_tuning_goes_on_after_a_failure_and_ends_in_time(monkeypatch):
+    choose = kernel_measure.choose_kernels
+    asked: list[float] = []
+
+    def failing(wants: Any, cached: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        budget_s = args[2].tune_budget_s
+        if budget_s and wants[0].key[:2] == (24, 40):
+            raise RuntimeError("no candidate is right")
+        asked.append(budget_s)
+        return choose(wants, cached, model, *args, **kwargs)
+
+    monkeypatch.setattr(kernel_measure, "choose_kernels", failing)
+    cases = [TOY, Case("next", ((1, 32, 48), (2, 40, 56)))]
+    bench = kernel_measure.Bench(CPU, torch.float32, 1, 0.01, 5.0, "")
+    rows = Rows(None, CPU)
+    bench.tune(rows, cases, 1e4)
+    assert [bool(row.get("failure")) for row in rows.rows] == [True, False, False]
+    assert asked[0] == 0.0 and min(asked[1:]) > 0, "the fixed rule's where tuning failed"
+    chosen = bench.kernels
+    assert {key[:2] for key in chosen} == {(24, 40), (32, 48), (40, 56)}
+    # Compiling and checking count: nothing is begun that would end too late.
+    late = kernel_measure.Bench(CPU, torch.float32, 1, 0.01, 5.0, "", tune_pace=(1e3, 1.0))
+    rows = Rows(None, CPU)
+    late.tune(rows, cases, 100.0)
+    assert not rows.rows and late.kernels.keys() == chosen.keys()
 
 
 def test_ratios_are_taken_within_rounds():
@@ -283,150 +377,3 @@ def test_long_calls_are_left_out_with_the_reason():
     bench.pace["standard"] = 10 / standard_flops(case)
     assert "about 10 s" in kernel_measure.skip_reason(bench, case, "standard")
     assert kernel_measure.skip_reason(bench, case, "compiled") == "no compiler"
-
-
-# ---- the GPU suite -----------------------------------------------------------------------
-
-
-def part(name: str, *command: str, share_s: float = 10, most_s: float = 60) -> gpu.Part:
-    return gpu.Part(name, command, share_s, most_s, "")
-
-
-def test_the_suite_ends_in_time_and_goes_on_after_failures():
-    now = [0.0]
-    ran: list[tuple[str, float]] = []
-
-    def run(one: gpu.Part, out: Path, limit_s: float) -> gpu.Outcome:
-        ran.append((one.name, limit_s))
-        now[0] += limit_s  # the worst case
-        return gpu.Outcome(one.name, False, limit_s, "stopped", "")
-
-    found = gpu.run_parts(gpu.parts(), Path(), gpu.TOTAL_S, run=run, clock=lambda: now[0])
-    assert [one.name for one in found] == [one.name for one in gpu.parts()]
-    assert now[0] <= gpu.TOTAL_S < 9 * 60
-    shares = {one.name: one.share_s for one in gpu.parts()}
-    assert all(limit_s >= shares[name] for name, limit_s in ran)
-
-
-@pytest.mark.parametrize(
-    ("code", "limit_s", "note"),
-    [
-        ("pass", 120, ""),
-        ("raise SystemExit(3)", 120, "exit code 3"),
-        ("import os; os.abort()", 120, "exit code -6"),
-        ("import signal; signal.pause()", 1, "stopped after 1 s"),
-    ],
-)
-def test_how_a_part_ends(tmp_path, code, limit_s, note):
-    one = part("one", "-c", f"print('{{out}}', flush=True); {code}")
-    outcome = gpu.run_part(one, tmp_path, limit_s)
-    assert (outcome.passed, outcome.note) == (not note, note)
-    assert outcome.tail.startswith(str(tmp_path)) or limit_s == 1
-
-
-def test_skipped_tests_and_missing_rows_are_failures(tmp_path):
-    (tmp_path / "tests.xml").write_text(
-        '<testsuites><testsuite tests="4" skipped="4"/></testsuites>'
-    )
-    assert gpu._judge(part("tests"), tmp_path, 0, 9) == (False, "no test ran (4 skipped)")
-    (tmp_path / "tests.xml").write_text(
-        '<testsuites><testsuite tests="4" skipped="1"/></testsuites>'
-    )
-    assert gpu._judge(part("tests"), tmp_path, 0, 9) == (True, "")
-    one = part("kernels", "--json", "{out}/a.json")
-    assert gpu._judge(one, tmp_path, 0, 9) == (False, "wrote no rows")
-    (tmp_path / "a.json").write_text('{"rows": [{}], "left_out": ["x"]}')
-    assert gpu._judge(one, tmp_path, 0, 9) == (False, "no time for 1 cases: x, ...")
-
-
-def suite_files(folder: Path, ms: float, gpu_name: str = "NVIDIA H200") -> None:
-    rows = [
-        {
-            "case": "llama-8b layer",
-            "contender": "ours",
-            "median_ms": ms,
-            "ratio_to_floor": ms / 12.72,
-            "ratio_to_compiled_bfloat16": ms / 27,
-        },
-        {
-            "case": "128 experts 768 x 2048",
-            "contender": "ours_whole",
-            "median_ms": 1,
-            "ratio_to_floor": 2,
-            "ratio_to_standard": 0.2,
-        },
-    ]
-    (folder / "kernels_float16.json").write_text(
-        json.dumps({"machine": {"gpu": gpu_name}, "rows": rows})
-    )
-    row = {"kernel": "standard/triton/float16", "error": 0.01, "expected": 0.02, "passed": True}
-    (folder / "accuracy.json").write_text(json.dumps({"rows": [row]}))
-
-
-def test_targets(tmp_path):
-    assert all(target.passed is False for target in gpu_targets.targets(tmp_path)), "nothing there"
-    suite_files(tmp_path, 15.0)
-    assert [t.passed for t in gpu_targets.targets(tmp_path)] == [True] * 5
-    suite_files(tmp_path, 16.0)
-    assert [t.passed for t in gpu_targets.targets(tmp_path)] == [False, False, False, True, True]
-    suite_files(tmp_path, 15.0, "NVIDIA A100")
-    assert gpu_targets.targets(tmp_path)[0].passed is None, "the limit is an H200's"
-
-
-def test_without_a_gpu_the_plan_is_printed(capsys):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    assert gpu.main([]) == 2
-    printed = capsys.readouterr().out
-    assert all(one.name in printed for one in gpu.parts())
-
-
-def test_accuracy_of_what_runs_here(tmp_path, capsys):
-    path = tmp_path / "accuracy.json"
-    assert gpu_accuracy.main(["--device", "cpu", "--json", str(path)]) == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert {row["kernel"].split("/")[-1] for row in rows} == {
-        "float64", "float32", "float16", "bfloat16",
-    }  # fmt: skip
-    assert capsys.readouterr().out.count("pass") == len(rows) >= 11
-
-
-@pytest.mark.parametrize("fault", [1.2, float("nan")])
-def test_accuracy_sees_a_wrong_kernel(monkeypatch, fault):
-    (_, x, exact), _ = gpu_accuracy.inputs(32, 64)
-    choice = KernelChoice.parse("standard/torch/float32")
-    good = gpu_accuracy._row("log-spaced", x, exact, choice, 1e-4, CPU)
-    assert good["passed"]
-    monkeypatch.setattr(
-        gpu_accuracy, "iterate_all", lambda *args: [fault * y for y in iterate_all(*args)]
-    )
-    assert not gpu_accuracy._row("log-spaced", x, exact, choice, 1e-4, CPU)["passed"]
-
-
-BLOCKED = """
-import sys
-for name in ("pulp", "highspy", "hypothesis", "matplotlib"):
-    sys.modules[name] = None
-import tempfile
-import torch
-import torch.distributed as dist
-from benchmarks import gpu, gpu_accuracy, gpu_step, kernels
-torch.set_num_threads(1)
-with tempfile.TemporaryDirectory() as folder:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/s", rank=0, world_size=1)
-    for layout in gpu_step.LAYOUTS:
-        setting = gpu_step.Setting(layout, "torch", False, "float32")
-        row = gpu_step.step_row(setting, torch.device("cpu"), folder)
-        print(layout, row["passed"], *row["ran"].values())
-    dist.destroy_process_group()
-"""
-
-
-def test_nothing_needs_a_solver_and_layouts_agree_with_the_reference():
-    found = subprocess.run(
-        [sys.executable, "-c", BLOCKED], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 0, found.stderr[-2000:]
-    lines = found.stdout.strip().splitlines()
-    assert [line.split()[:2] for line in lines] == [[name, "True"] for name in gpu_step.LAYOUTS]
-    assert all("/torch/float32" in line for line in lines)
