@@ -66,7 +66,7 @@ class Part:
     what: str
     most_s: float
     command: tuple[str, ...]
-    stall_s: float = 150.0
+    stall_s: float = 200.0
     grace_s: float = 10.0
     plant: str = ""
     forked: bool = False  # from this process, which has imported torch
@@ -133,7 +133,7 @@ def parts(*, dry: bool = False) -> tuple[Part, ...]:
             kernels("kernels_bfloat16", _JUDGED_SETS, tune_s=40, case_s=1),
         ),
         Part("profile", "one full and one block step", 90, trains("profile")),
-        Part("sanitizer", "three kernels under compute-sanitizer", 90, trains("sanitizer")),
+        Part("sanitizer", "three kernels under compute-sanitizer", 140, trains("sanitizer")),
         Part(
             "rest_float16",
             "all other sets of shapes in float16",
@@ -336,7 +336,12 @@ def run_parts(
             later.append(part.name)
             continue
         print(f"{part.name}: {part.what}, at most {limit_s:.0f} s", flush=True)
-        outcome = run(part, out, limit_s)
+        begin = clock()
+        try:
+            outcome = run(part, out, limit_s)
+        except KeyboardInterrupt:
+            done(Outcome(part.name, False, clock() - begin, "stopped from outside", 0, 0, ""))
+            raise
         verdict = "passed" if outcome.passed else "FAILED"
         note = f", {outcome.note}" if outcome.note else ""
         print(f"{part.name}: {verdict} in {outcome.seconds:.0f} s{note}", flush=True)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -31,6 +32,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -51,7 +53,7 @@ from dmuon.kernels.coefficients import resolve_coefficients
 from dmuon.kernels.newton_schulz import newton_schulz, normalize
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.reference import ReferenceMuon
-from dmuon.scheduler.dtensors import whole_tensor
+from dmuon.scheduler.dtensors import local_tensor, whole_tensor
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.shards import ShardMap
 from dmuon.types import KernelChoice
@@ -103,8 +105,8 @@ class Setting:
 
 
 @contextmanager
-def one_process(device: torch.device) -> Iterator[str]:
-    """A process group of this process alone; gives a folder that goes with it."""
+def one_process(device: torch.device) -> Iterator[None]:
+    """A process group of this process alone."""
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -113,7 +115,7 @@ def one_process(device: torch.device) -> Iterator[str]:
             world_size=1,
         )
         try:
-            yield folder
+            yield
         finally:
             dist.destroy_process_group()
 
@@ -131,7 +133,6 @@ def _training(
     setting: Setting,
     model: nn.Module,
     device: torch.device,
-    cache_dir: str,
     *,
     may_wait: bool,
     **muon: Any,
@@ -150,7 +151,7 @@ def _training(
             layout=setting.layout,
             costs=setting.costs,
             solver="greedy",  # one owner: there is nothing to plan, and no solver is needed
-            planner=dmuon.PlannerOptions(profile_budget_s=2.0, cache_dir=cache_dir),
+            planner=dmuon.PlannerOptions(profile_budget_s=2.0),
             kernels=KernelOptions(
                 backend=setting.backend, cuda_graphs=setting.graphs, tune_budget_s=5.0
             ),
@@ -216,7 +217,6 @@ def _weights(own: dmuon.Ownership, model: nn.Module) -> dict[str, Tensor]:
 def step_row(
     setting: Setting,
     device: torch.device,
-    cache_dir: str,
     steps: int = STEPS,
     *,
     toy: bool = False,
@@ -236,7 +236,7 @@ def step_row(
         twin, lr=0.02, orthogonalize=lambda x: newton_schulz(x, method="standard", dtype=dtype)
     )
     worst, where, host_ms = 0.0, "-", []
-    with _training(setting, model, device, cache_dir, may_wait=may_wait, lr=0.02) as (own, opt):
+    with _training(setting, model, device, may_wait=may_wait, lr=0.02) as (own, opt):
         for step in range(steps):
             before = _weights(own, model)
             with torch.no_grad():
@@ -320,13 +320,13 @@ def smoke(rows: Rows, device: torch.device, toy: bool) -> None:
                     measure = partial(_kernel_row, Case(m, n, 2), choice, device)
                     rows.attempt(f"{choice} on 2 x [{m}, {n}]", measure)
     rows.attempt("capture and replay", partial(_replay_row, device))
-    with one_process(device) as folder:
+    with one_process(device):
         half = "float16" if on_cuda else "float32"
         some = [Setting(layout, "auto", on_cuda, half) for layout in LAYOUTS]
         some += [Setting("sharded", "auto", on_cuda, half, travels=True)]
         some += [Setting("sharded", "auto", on_cuda, half, travels=True, period=2)]
         for setting in some:
-            measure = partial(step_row, setting, device, folder, 3, toy=toy, may_wait=False)
+            measure = partial(step_row, setting, device, 3, toy=toy, may_wait=False)
             rows.attempt(str(setting), measure)
 
 
@@ -371,11 +371,11 @@ def _settings(device: torch.device) -> Iterator[Setting]:
 
 
 def step(rows: Rows, device: torch.device, toy: bool) -> None:
-    with one_process(device) as folder:
+    with one_process(device):
         for setting in _settings(device):
             if setting.costs == "analytic" or not toy:
                 steps = 3 if toy else STEPS
-                measure = partial(step_row, setting, device, folder, steps, toy=toy)
+                measure = partial(step_row, setting, device, steps, toy=toy)
                 rows.attempt(str(setting), measure)
 
 
@@ -401,6 +401,8 @@ def _sanitizer_row(command: Sequence[str], limit_s: float) -> dict[str, Any]:
         text=True,
         check=False,
         timeout=None if limit_s == float("inf") else limit_s,
+        # Or torch hands out parts of large blocks, and writing beyond one is no error.
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     )
     # Who could not start the tool at all prints no summary, and has not passed.
     clean = "ERROR SUMMARY: 0 errors" in found.stdout and found.returncode == 0
@@ -427,84 +429,78 @@ class Layer(nn.Module):
 
 
 def profile(rows: Rows, device: torch.device, toy: bool) -> None:
-    """Rows of a full and of a block step; the trace goes beside the rows' file."""
-    with one_process(device) as folder:
-        rows.attempt("profile", partial(_profile, rows, device, toy, folder))
+    """Rows of a full and of a block step; their traces go beside the rows' file."""
+    with one_process(device):
+        rows.attempt("profile", partial(_profile, rows, device, toy))
 
 
-def _profile(rows: Rows, device: torch.device, toy: bool, folder: str) -> None:
+def _profile(rows: Rows, device: torch.device, toy: bool) -> None:
     on_cuda = device.type == "cuda"
     sizes, layers, tokens = ((64, 16, 160), 2, 32) if toy else ((4096, 1024, 14336), 4, 256)
     half = "float16" if on_cuda else "float32"
     setting = Setting("sharded", "auto", on_cuda, half, travels=True, period=2)
+    torch.manual_seed(0)
     with torch.device(device):
         first = nn.Linear(sizes[0], sizes[0])
         model = nn.Sequential(first, *(Layer(*sizes) for _ in range(layers)))
-    weights = _allocated(device)
-    with _training(setting, model, device, folder, may_wait=True, lr=1e-4) as (_, opt):
-        for number in range(6):  # three of each kind: graphs are replayed from then on
-            _backward(model, tokens, number, device)
-            opt.step()
-        state = _allocated(device)
-        for kind in ("full", "block"):
-            row = {"name": f"{kind} step", "setting": str(setting), "matrices": 7 * layers}
-            row |= _timed_steps(model, opt, tokens, device, kind, rows, toy)
-            row |= {"weights_and_gradients_bytes": weights, "bytes_before_a_step": state}
-            rows.add(row)
-
-
-def _backward(model: nn.Module, tokens: int, number: int, device: torch.device) -> None:
-    torch.manual_seed(number)
-    width = next(model.parameters()).shape[1]
-    model(torch.randn(tokens, width, device=device)).square().mean().backward()
-
-
-def _timed_steps(
-    model: nn.Module,
-    opt: dmuon.Muon,
-    tokens: int,
-    device: torch.device,
-    kind: str,
-    rows: Rows,
-    toy: bool,
-) -> dict[str, Any]:
-    host_ms, whole_ms, peaks = [], [], []
-    calls: Counter[str] = Counter()
-    found: dict[str, Any] = {}
-    for number in range(2 * (2 if toy else 5) + 4):  # steps take turns: full, block, full, ...
-        _backward(model, tokens, number, device)
-        is_last = number >= (2 * (2 if toy else 5))
-        mine = (opt.stats()["steps"] % 2 == 0) == (kind == "full")
-        if not mine:
-            opt.step()
-        elif not is_last:
-            before = _reset_peak(device)
-            begin = time.perf_counter()
-            opt.step()
-            host_ms.append(1e3 * (time.perf_counter() - begin))
-            opt.synchronize()
-            _wait(device)
-            whole_ms.append(1e3 * (time.perf_counter() - begin))
-            peaks.append(_peak(device) - before)
-        elif not calls:
-            with _Counting() as counting:
+        x = torch.randn(tokens, sizes[0])
+    repeats = 2 if toy else 5
+    found: dict[str, dict[str, Any]] = {}
+    timed: dict[str, list[tuple[float, float, int]]] = {"full": [], "block": []}
+    with _training(setting, model, device, may_wait=True, lr=1e-4) as (_, opt):
+        # Steps of both kinds take turns: three to warm up, in which graphs are captured; some by
+        # the clock; one that is counted; one that is traced.
+        for turn, kind in product(range(3 + repeats + 2), timed):
+            model(x).square().mean().backward()
+            if turn < 3:
                 opt.step()
-            calls = counting.calls
-        else:
-            found = _traced(opt, device, rows.beside(f"{kind}.trace.json.gz"))
-        opt.synchronize()
-        opt.zero_grad()
-    stats = opt.stats()
-    return {
-        "host_ms": statistics.median(host_ms),
-        "whole_ms": statistics.median(whole_ms),
-        "aten_calls": sum(calls.values()),
-        "most_called": dict(calls.most_common(12)),
-        "peak_bytes": max(peaks),
-        "step_bytes": stats["step_bytes"],
-        "cuda_graphs": stats["kernels"]["cuda_graphs"],
-        **found,
-    }
+            elif turn < 3 + repeats:
+                timed[kind].append(_timed(opt, device))
+            elif turn == 3 + repeats:
+                with _Counting() as counting:
+                    opt.step()
+                found[kind] = {
+                    "aten_calls": counting.calls.total(),
+                    "most_called": dict(counting.calls.most_common(12)),
+                }
+            else:
+                found[kind] |= _traced(opt, device, rows.beside(f"{kind}.trace.json.gz"))
+            opt.synchronize()
+            opt.zero_grad()
+        stats = opt.stats()
+        kept = [*model.parameters(), *(v for state in opt.state.values() for v in state.values())]
+    for kind, times in timed.items():
+        host, whole, peak = zip(*times, strict=True)
+        about = {"name": f"{kind} step", "setting": str(setting), "matrices": 7 * layers + 1}
+        about |= {"host_ms": statistics.median(host), "whole_ms": statistics.median(whole)}
+        # Of what is allocated at most, step_bytes says what is neither kept nor a gradient.
+        about |= {"peak_bytes": max(peak), "weights_and_state_bytes": sum(map(_nbytes, kept))}
+        about |= {"gradient_bytes": sum(map(_nbytes, model.parameters()))}
+        about |= {"step_bytes": stats["step_bytes"], "cuda_graphs": stats["kernels"]["cuda_graphs"]}
+        rows.add(about | found[kind])
+
+
+def _timed(opt: dmuon.Muon, device: torch.device) -> tuple[float, float, int]:
+    """Milliseconds of the host in `step`, and until the updates are applied; most bytes
+    allocated meanwhile (0 on a CPU, where torch does not count them)."""
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    begin = time.perf_counter()
+    opt.step()
+    middle = time.perf_counter()
+    opt.synchronize()
+    if on_cuda:
+        torch.cuda.synchronize(device)
+    end = time.perf_counter()
+    peak = torch.cuda.max_memory_allocated(device) if on_cuda else 0
+    return 1e3 * (middle - begin), 1e3 * (end - begin), peak
+
+
+def _nbytes(value: Any) -> int:
+    """Of what is stored here of a tensor."""
+    return local_tensor(value).nbytes if isinstance(value, Tensor) else 0
 
 
 class _Counting(TorchDispatchMode):
@@ -527,7 +523,8 @@ def _traced(opt: dmuon.Muon, device: torch.device, path: str | None) -> dict[str
     with torch.profiler.profile(activities=activities) as trace:
         opt.step()
         opt.synchronize()
-        _wait(device)
+        if on_cuda:
+            torch.cuda.synchronize(device)
     if path is not None:
         trace.export_chrome_trace(path)
     launches: Counter[str] = Counter()
@@ -566,27 +563,6 @@ def gaps(spans: Sequence[tuple[float, float]]) -> list[float]:
             found.append(begin - busy_until)
         busy_until = end if busy_until is None else max(busy_until, end)
     return found
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _allocated(device: torch.device) -> int:
-    """Bytes that torch has allocated on a GPU; 0 on a CPU, where it does not count."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _reset_peak(device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    return _allocated(device)
-
-
-def _peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 # ---- the command ---------------------------------------------------------------------------

@@ -10,10 +10,10 @@ import torch
 from benchmarks.gpu_parts import LAYOUTS, Setting, one_process, step_row
 
 
-@pytest.fixture(scope="module")
-def folder() -> Iterator[str]:
-    with one_process(torch.device("cuda", torch.cuda.current_device())) as found:
-        yield found
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    with one_process(torch.device("cuda", torch.cuda.current_device())):
+        yield
 
 
 # Some steps run eagerly, one is captured, the others are replayed.
@@ -30,8 +30,8 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_a_step_is_right_and_never_waits_for_the_device(setting: Setting, folder: str) -> None:
+def test_a_step_is_right_and_never_waits_for_the_device(setting: Setting) -> None:
     """`step` runs under ``torch.cuda.set_sync_debug_mode("error")``: a wait raises."""
     device = torch.device("cuda", torch.cuda.current_device())
-    row = step_row(setting, device, folder, may_wait=False)
+    row = step_row(setting, device, may_wait=False)
     assert row["passed"], row

@@ -457,8 +457,8 @@ def test_a_wrong_update_is_seen(monkeypatch, travels):
     setting = gpu_parts.Setting("sharded", travels=travels)
     wrong = gpu_parts.newton_schulz
     monkeypatch.setattr(gpu_parts, "newton_schulz", lambda x, **how: 1.02 * wrong(x, **how))
-    with gpu_parts.one_process(CPU) as folder:
-        row = gpu_parts.step_row(setting, CPU, folder, 2, toy=True)
+    with gpu_parts.one_process(CPU):
+        row = gpu_parts.step_row(setting, CPU, 2, toy=True)
     assert not row["passed"] and row["update_difference"] > row["limit"]
 
 
@@ -470,10 +470,10 @@ import torch
 from benchmarks import gpu, gpu_accuracy, gpu_parts, kernels
 torch.set_num_threads(1)
 device = torch.device("cpu")
-with gpu_parts.one_process(device) as folder:
+with gpu_parts.one_process(device):
     for layout in gpu_parts.LAYOUTS:
         setting = gpu_parts.Setting(layout, "torch")
-        row = gpu_parts.step_row(setting, device, folder, 3, toy=True)
+        row = gpu_parts.step_row(setting, device, 3, toy=True)
         print(layout, row["passed"], *row["ran"].values())
 """
 
