@@ -185,7 +185,8 @@ class DedicatedRuntime:
         """One window a group in the order of backward; the root's, and what is in none, last.
 
         Parameters that neither dmuon nor tensor parallelism has distributed are all-reduced here;
-        the others are the framework's.
+        the others are the framework's. All are in the last window: nothing tells of a gain or bias
+        that no gradient will come, so in a group's window it would hold that one up.
         """
         dtype = self._options.reduce_dtype
         name = None if dtype is None else dtype_name(dtype)
@@ -196,11 +197,12 @@ class DedicatedRuntime:
         }
         windows, last = [], []
         for spec in reversed(self.kept.modules):
-            members = [p for p in spec.parameters if p in self._muon or p in rest]
-            if spec.is_root or self._muon.isdisjoint(members):
-                last += members
-            else:
-                windows.append(group_window(self._slices, members, rest, self._place[2], name))
+            matrices = [] if spec.is_root else [p for p in spec.parameters if p in self._muon]
+            if matrices:
+                windows.append(group_window(self._slices, matrices, rest, self._place[2], name))
+            last += [
+                p for p in spec.parameters if p not in matrices and (p in self._muon or p in rest)
+            ]
         if last:
             windows.append(group_window(self._slices, last, rest, self._place[2], name))
         return windows
@@ -234,16 +236,12 @@ class DedicatedRuntime:
 
     def reduce_gradients(self) -> None:
         reducer, owned = self._bound.reducer, self._bound.owned
-        vault, materializer = self._storage
         if self._places is not None:
             self._places.check()
-        vault.check()
+        self._storage[0].check()
         check_frozen(self._frozen)
         self.passes.recover()
-        if not self.passes.backwards:
-            # No backward ran here. The other ranks' passes count on this one all the same.
-            materializer.pass_by()
-            self.passes.backwards = 1
+        self.passes.pass_by()
         left = None if reducer.owed or not reducer.rounds else reducer.local_matrix()
         if left:
             raise OwnershipError(

@@ -18,7 +18,11 @@ __all__ = ["GridWire", "Publisher"]
 
 
 class _Relay:
-    """A reduction along shards, and where it ends the ones along replicas that follow it."""
+    """A reduction along shards, and where it ends the ones along replicas that follow it.
+
+    `advance` launches these. It waits for the first level, and which rank has finished that is a
+    matter of time; so it may be called at a fixed place only.
+    """
 
     def __init__(
         self, first: Work, second: Sequence[tuple[Tensor, int]], lane: Transport, meter: Meter
@@ -29,24 +33,16 @@ class _Relay:
         self._meter = meter
         self._works: list[Work] | None = None
 
-    def try_advance(self) -> bool:
-        """Launch the second level if the first has arrived; whether it is launched."""
-        if self._works is None and self._first.is_completed():
-            self.advance()
-        return self._works is not None
-
     def advance(self) -> None:
-        if self._works is None:
-            self._first.wait()
-            self._works = []
-            for tensor, replica in self._second:
-                self._meter.add("gradients across replicas", tensor)
-                tag = "gradients across replicas"
-                self._works.append(self._lane.reduce(tensor, replica, tag=tag))
+        self._first.wait()
+        self._works = []
+        for tensor, replica in self._second:
+            self._meter.add("gradients across replicas", tensor)
+            tag = "gradients across replicas"
+            self._works.append(self._lane.reduce(tensor, replica, tag=tag))
 
     def wait(self) -> None:
-        self.advance()
-        assert self._works is not None
+        assert self._works is not None, "waited for before the end of the round"
         for work in self._works:
             work.wait()
 
@@ -55,7 +51,10 @@ class _Relay:
 
 
 class GridWire:
-    """Gradients to the shard coordinate of their owner, then to its replica."""
+    """Gradients to the shard coordinate of their owner, and at the end of a round to its replica.
+
+    Between the two an owner's column holds what it has summed: as much as it keeps of the weights.
+    """
 
     def __init__(
         self, lanes: Lanes, slices: Slices, replica: int, shard: int, meter: Meter
@@ -68,11 +67,6 @@ class GridWire:
         self._meter = meter
         self._several = slices.grid.shape[0] > 1
         self._relays: list[_Relay] = []
-
-    def begin_window(self) -> None:
-        # In the order of the first level, which is the same on all ranks of the column.
-        while self._relays and self._relays[0].try_advance():
-            del self._relays[0]
 
     def is_mine(self, pack: Pack) -> bool:
         return pack.owner == self._shard
@@ -87,6 +81,12 @@ class GridWire:
         self._relays.append(relay)
         return relay
 
+    def end_round(self) -> None:
+        # In the order of the first level, which is the same on all ranks of the column.
+        for relay in self._relays:
+            relay.advance()
+        self._relays = []
+
     def _by_replica(self, live: LivePack) -> Iterator[tuple[Tensor, int]]:
         start = 0
         spans = [(self._slices.owner_place(s.matrices[0])[0], s.numel) for s in live.pack.spans]
@@ -96,7 +96,7 @@ class GridWire:
             start += numel
 
     def all_reduce_flags(self, flags: Tensor) -> Work:
-        return self._lanes.world.all_reduce(flags, tag="flags")
+        return self._lanes.world.all_reduce(flags, tag="flags", maximum=True)
 
 
 class Publisher:

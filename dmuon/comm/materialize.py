@@ -7,6 +7,10 @@ another order, still issues the same broadcasts in the same order as the others:
     forward    b0 b1 | run 0 | b2 | run 1 | b3 | run 2 ...      prefetch = 1
     backward   b3 b2 | run 3 | b1 | run 2 | ...
 
+Backward passes by group g right before the broadcast of its place g + prefetch + 1, on every rank:
+there the gradients of g leave if it is known that none will come, and on a rank that has them all
+they have left by then.
+
 What a rank has not asked for when the pass ends, it receives then, and drops. A group that is asked
 for again after it has been dropped is sent once more, on all ranks that run the same program; from
 the next pass on it is kept until its last call.
@@ -15,11 +19,14 @@ the next pass on it is kept until its last call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from dmuon.comm.homes import Group
 from dmuon.comm.transport import Meter, Transport
 
-__all__ = ["Materializer"]
+__all__ = ["Materializer", "Passed"]
+
+Passed = Callable[[Group], None]  # told of a group that backward has passed by
 
 
 class _Sweep:
@@ -63,7 +70,7 @@ class Materializer:
         self._backward = _Sweep([*ahead, *reversed(others)], "backward")
         self._prelaunched = 0
         self._needed: set[int] = set()  # asked for in this backward pass, and not freed
-        self._looked_at = 0  # how far `idle` has come
+        self._passed = 0  # how many groups of it are passed
         self._recorded = False  # by autograd, in the forward pass that is open
         self._recordings = 0  # forward passes that were, since the last step
 
@@ -80,17 +87,22 @@ class Materializer:
             self._launch(g, sweep.phase)
         return g
 
-    def _ask(self, sweep: _Sweep, g: int) -> None:
-        """Launch ``g``, what comes before it, and what is prefetched behind it."""
+    def _ask(self, sweep: _Sweep, g: int, before: Callable[[], None] = lambda: None) -> None:
+        """Launch ``g``, what comes before it, and what is prefetched behind it.
+
+        ``before`` is called before each launch.
+        """
         last = min(sweep.place[g] + self._prefetch, len(sweep.order) - 1)
         while sweep.cursor <= last:
+            before()
             self._next(sweep)
         if not self.groups[g].valid:
             self._launch(g, sweep.phase)  # again: it was dropped in this pass
 
-    def _complete(self, sweep: _Sweep) -> None:
+    def _complete(self, sweep: _Sweep, before: Callable[[], None] = lambda: None) -> None:
         """Take part in the broadcasts of what was not asked for."""
         while sweep.cursor < len(sweep.order):
+            before()
             group = self.groups[self._next(sweep)]
             if self._free and not group.in_use:
                 group.free()
@@ -165,37 +177,41 @@ class Materializer:
         self.end_forward()
         self._backward.open = True
         self._backward.cursor = 0
-        self._looked_at = self._first
+        self._passed = self._first
         self._needed.clear()
         for group in self.groups:
             group.arrived, group.asked = 0, False
 
-    def need(self, g: int) -> None:
-        """The backward of the group is about to run."""
+    def need(self, g: int, passed: Passed) -> None:
+        """The backward of the group is about to run. Tells ``passed`` once of each group."""
         for i in [i for i in self._needed if i != g and self.groups[i].done]:
             self.groups[i].free()
             self._needed.discard(i)
         self._needed.add(g)
-        self._ask(self._backward, g)
         self.groups[g].asked = True
+        self._ask(self._backward, g, partial(self._pass, passed))
         self.groups[g].use()
+        self._pass(passed)
 
-    def idle(self) -> list[Group]:
-        """Groups whose turn in this backward pass has come, that did not run in forward and were
-        not asked for; each once."""
-        begin, end = self._looked_at, self._backward.cursor - self._prefetch
-        self._looked_at = max(begin, end)
-        passed = (self.groups[g] for g in self._backward.order[begin : max(begin, end)])
-        return [group for group in passed if not group.ran and not group.asked]
+    def _pass(self, passed: Passed) -> None:
+        end = max(self._passed, self._backward.cursor - self._prefetch)
+        groups = self._backward.order[self._passed : end]
+        self._passed = end
+        for g in groups:
+            passed(self.groups[g])
 
-    def end_backward(self) -> None:
-        """Every rank has issued every broadcast of the pass; nothing stays materialized."""
+    def end_backward(self, passed: Passed) -> None:
+        """Every rank has issued every broadcast of the pass; nothing stays materialized.
+
+        Tells ``passed`` of each group again, in its place among the broadcasts that are left.
+        """
         if not self._backward.open:
             return
         for group in self.groups:
             if self._free and group.valid:
                 group.free()
-        self._complete(self._backward)
+        self._passed = self._first
+        self._complete(self._backward, partial(self._pass, passed))
         self.drop()
 
     # ---- between passes ------------------------------------------------------------------
@@ -228,10 +244,10 @@ class Materializer:
         self._launch(self._forward.order[self._prelaunched], "forward")
         self._prelaunched += 1
 
-    def pass_by(self) -> None:
+    def pass_by(self, passed: Passed) -> None:
         """Take part in the broadcasts of a backward pass, and of the forward pass before it if
-        there was none here, that run elsewhere."""
+        there was none here, that run elsewhere. ``passed`` as in `end_backward`."""
         if not self._forward.open and not self._recordings:
             self._open_forward()
         self.begin_backward()
-        self.end_backward()
+        self.end_backward(passed)

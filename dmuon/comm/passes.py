@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dmuon.comm.dedicated_weights import DedicatedWeights
+from dmuon.comm.homes import Group
 from dmuon.comm.materialize import Materializer
 from dmuon.comm.reduction import GradientReducer
 from dmuon.comm.vault import Vault
@@ -97,17 +98,22 @@ class WeightPasses:
 
     def need(self, groups: Sequence[int]) -> None:
         """The backward of these groups is about to run."""
-        vault, materializer = self._storage
         for g in groups:
-            materializer.need(g)
+            self._storage[1].need(g, self._send_idle)
+
+    def _send_idle(self, group: Group) -> None:
+        """Send zeros of a group that neither ran in forward nor was asked for since.
+
+        At its place among the broadcasts, where the ranks that have its gradients send them.
+        """
+        if self.reducer is not None and self.reducer.open and not (group.ran or group.asked):
+            vault = self._storage[0]
+            self.reducer.give_up(p for p in group.parameters if not vault.is_pinned(p))
+
+    def _send(self, group: Group) -> None:
+        """Send what there is of a group; nothing is to come."""
         if self.reducer is not None and self.reducer.open:
-            # They have no gradients: the others need not wait for the end.
-            self.reducer.give_up(
-                p
-                for group in materializer.idle()
-                for p in group.parameters
-                if not vault.is_pinned(p)
-            )
+            self.reducer.give_up(group.parameters)
 
     def take_gradient(self, parameter: int) -> None:
         """Autograd has accumulated into a parameter's ``grad``."""
@@ -125,16 +131,24 @@ class WeightPasses:
     def end_backward(self) -> None:
         """Autograd is done, or has raised."""
         vault, materializer = self._storage
-        reducer = self.reducer
-        if reducer is not None and reducer.open:
-            # First, for another rank may wait for these before it sends what comes next.
-            reducer.flush()
-        materializer.end_backward()
-        if reducer is not None and reducer.open:
-            reducer.finish()
+        materializer.end_backward(self._send)
+        if self.reducer is not None and self.reducer.open:
+            self.reducer.finish()
         self.backwards += 1
         for group in vault.groups:
             group.settle()
+
+    def pass_by(self) -> None:
+        """Join the other ranks' passes since the step if no backward ran here.
+
+        They count on this rank's part all the same, and in the same order.
+        """
+        if self.backwards:
+            return
+        if self.reducer is not None:
+            self.reducer.begin_owed()
+        self._storage[1].pass_by(self._send)
+        self.backwards = 1
 
     def recover(self) -> None:
         """End a backward that raised: the other ranks count on the rest of it."""

@@ -5,9 +5,14 @@ as all of its gradients are there; what is missing at the end of backward counts
 collectives of a round, and their order, never depend on which gradients a rank happens to have::
 
     backward   grad ... grad -> window 0 leaves    grad ... grad -> window 1 leaves   ...
-    end        windows that wait for missing gradients leave, then the participation flags;
+    end        windows that wait for missing gradients leave, then what needs the results of all
+               (the second level of HSDP), then the participation flags;
                the averaged rest is written to p.grad
     step       owners add up what arrived (`collect`)
+
+A gradient that is not dense cannot be reduced. Where the host can read, every rank raises at the
+end of that backward. Elsewhere it would have to wait for the device: the gradient counts as
+missing, the flags travel to the host meanwhile, and every rank raises at the next step.
 """
 
 from __future__ import annotations
@@ -19,28 +24,45 @@ import torch
 from torch import Tensor, nn
 
 from dmuon.comm.arena import Arena
-from dmuon.comm.routes import EVERYONE, Pack, Window
-from dmuon.comm.streams import host_can_read
+from dmuon.comm.routes import EVERYONE, Window
+from dmuon.comm.streams import HostCopy, host_can_read
 from dmuon.comm.transport import Meter, Work
 from dmuon.comm.windows import LivePack, LiveWindow, Wire
 from dmuon.scheduler.dtensors import gradient_like, local_tensor
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm, DmuonError
 
-__all__ = ["GradientReducer"]
-
-# Added to a parameter's participation flag by a rank that found a gradient it cannot use, so that
-# every rank learns which parameter it was. More than any number of ranks.
-_UNUSABLE = 1 << 20
+__all__ = ["GradientReducer", "decode_flags", "encode_flags"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Flight:
-    """A pack on its way, and the window whose memory it uses."""
+    """A pack on its way."""
 
     work: Work
     pack: LivePack
-    window: LiveWindow | None = None
+
+
+def encode_flags(present: Sequence[bool], unusable: Sequence[bool]) -> list[int]:
+    """One rank's participation flags: of each parameter whether it has a gradient here, then of
+    each whether that cannot be used.
+
+    Ranks combine them by their maximum. A sum would overflow with enough of them.
+
+    >>> encode_flags([True, False], [False, True])
+    [1, 0, 0, 1]
+    """
+    return [int(flag) for flag in (*present, *unusable)]
+
+
+def decode_flags(flags: Sequence[int]) -> tuple[list[bool], list[bool]]:
+    """Of each parameter: whether any rank has a gradient, and whether any has one of no use.
+
+    >>> decode_flags([1, 0, 0, 1])
+    ([True, False], [False, True])
+    """
+    half = len(flags) // 2
+    return [bool(f) for f in flags[:half]], [bool(f) for f in flags[half:]]
 
 
 class GradientReducer:
@@ -82,8 +104,12 @@ class GradientReducer:
             self._tracked = list(range(len(parameters)))  # of windows that others cut, too
         self._device = parameters[0].device
         self._scale = wire.scale
-        self._flags = torch.zeros(len(parameters), dtype=torch.int32, device=self._device)
-        self._local: list[int] = []
+        self._flags = torch.zeros(2 * len(parameters), dtype=torch.uint8, device=self._device)
+        # Flags on their way to a host that does not wait: of rounds since `clear`, and before.
+        self._recent_flags: list[HostCopy] = []
+        self._earlier_flags: list[HostCopy] = []
+        self._local: list[bool] = []
+        self._unusable: list[bool] = []
         self._arrived: list[int] = []
         self._live: list[LiveWindow] = []
         self._live_of: dict[int, LiveWindow] = {}
@@ -93,7 +119,6 @@ class GradientReducer:
         self._flights: list[_Flight] = []
         self._open = False
         self._first = True
-        self._unusable: str | None = None
 
     # ---- a round -------------------------------------------------------------------------
 
@@ -123,6 +148,7 @@ class GradientReducer:
         A round that a failed backward left open is dropped.
         """
         if self._open:
+            self._wire.end_round()
             for flight in self._flights:
                 flight.work.wait()
             self._flights = []
@@ -131,9 +157,9 @@ class GradientReducer:
         self._open = True
         self._first = self.rounds == 0
         self._launched = 0
-        self._local = [0] * len(self.parameters)
+        self._local = [False] * len(self.parameters)
+        self._unusable = [False] * len(self.parameters)
         self._arrived = [0] * len(self.parameters)
-        self._unusable = None
         self._live, self._live_of = [], {}
         for window in self._windows if windows is None else windows:
             self.add_window(window)
@@ -147,7 +173,7 @@ class GradientReducer:
             if self._arena is None:
                 live = LiveWindow.apart(window, self._device)
             else:
-                live = LiveWindow(window, self._arena.carve(offset))
+                live = LiveWindow.within(window, self._arena.carve(offset))
             self._known[offset, window.parameters] = live
         live.reset()
         self._live.append(live)
@@ -156,14 +182,10 @@ class GradientReducer:
     def take(self, parameter: int, grad: Tensor | None) -> None:
         """Copy one local gradient into its window; None counts as zero."""
         if grad is not None and grad.layout is not torch.strided:
-            self._unusable = (
-                f"parameter {self.specs.parameters[parameter].name!r} has a gradient of layout "
-                f"{grad.layout}; dmuon needs dense gradients (for an embedding: sparse=False)"
-            )
-            self._local[parameter] += _UNUSABLE
-            grad = None
+            self._unusable[parameter] = True
+            self.parameters[parameter].grad = grad = None
         if grad is not None:
-            self._local[parameter] = 1
+            self._local[parameter] = True
         live = self._live_of[parameter]
         if parameter in live.empty:
             live.fill(parameter, grad, self._scale)
@@ -196,10 +218,9 @@ class GradientReducer:
         while self._launched < len(self._live) and not self._live[self._launched].waiting:
             live = self._live[self._launched]
             live.launched = True
-            self._wire.begin_window()
             for pack in live.packs:
                 self._meter.add("gradients", pack.buffer)
-                self._flights.append(_Flight(self._wire.send(pack), pack, live))
+                self._flights.append(_Flight(self._wire.send(pack), pack))
             self._launched += 1
             if self._arena is None:
                 self._collect_arrived()
@@ -221,10 +242,11 @@ class GradientReducer:
         """End the round: send what is missing as zeros, agree on who took part.
 
         Raises:
-            DmuonError: a rank found a gradient that cannot be reduced. Raised on every rank that
-                reads the flags: on CPU all, on CUDA those that miss a gradient themselves.
+            DmuonError: a rank found a gradient that cannot be reduced. Raised on every rank: here
+                where the host can read the flags, else by the next `ensure` after `clear`.
         """
         self.flush()
+        self._wire.end_round()
         self._open = False
         self.rounds += 1
         anywhere = self._participation()
@@ -238,28 +260,44 @@ class GradientReducer:
 
     def _participation(self) -> list[bool]:
         """Which parameters have a gradient on any rank."""
-        complete = all(self._local[p] for p in self._tracked) and self._unusable is None
+        number = len(self.parameters)
+        complete = all(self._local[p] for p in self._tracked) and not any(self._unusable)
         if complete:
-            self._flags.fill_(1)
+            self._flags[:number].fill_(1)
+            self._flags[number:].zero_()
         else:
-            self._flags.copy_(torch.tensor(self._local, dtype=torch.int32))
+            flags = encode_flags(self._local, self._unusable)
+            self._flags.copy_(torch.tensor(flags, dtype=torch.uint8))
         self._meter.add("flags", self._flags)
-        work = self._wire.all_reduce_flags(self._flags)
-        if complete and not host_can_read(self._device):
-            # All are present here, hence anywhere: no need to wait for the others, or to read
-            # back from the device.
-            self._flights.append(_Flight(work, LivePack(Pack(EVERYONE, "int32", ()), self._flags)))
-            return [True] * len(self._local)
-        work.wait()
-        flags = self._flags.tolist()
-        bad = [self.specs.parameters[p].name for p, f in enumerate(flags) if f >= _UNUSABLE]
-        if bad:
-            raise DmuonError(
-                self._unusable
-                or f"another rank has a gradient of parameter {bad[0]!r} that is not dense; dmuon "
-                "needs dense gradients (for an embedding: sparse=False)"
+        self._wire.all_reduce_flags(self._flags).wait()
+        if host_can_read(self._device):
+            present, unusable = decode_flags(self._flags.tolist())
+            self._check_usable(unusable)
+            return present
+        # Whether this rank reads them depends on its gradients, so nobody raises by that.
+        self._recent_flags.append(HostCopy(self._flags))
+        if complete:  # all are present here, hence anywhere
+            return [True] * number
+        return decode_flags(self._flags.tolist())[0]
+
+    def _check_usable(self, unusable: Sequence[bool], when: str = "") -> None:
+        """Raise DmuonError, the same on every rank, if any rank had a gradient of no use."""
+        for spec, is_unusable in zip(self.specs.parameters, unusable, strict=True):
+            if is_unusable:
+                raise DmuonError(
+                    f"parameter {spec.name!r} got a gradient that is not dense (a sparse layout) "
+                    f"on some rank{when}; dmuon needs dense gradients (for an embedding: "
+                    "sparse=False)"
+                )
+
+    def _check_earlier(self) -> None:
+        """Look at flags that no host has read when their round ended."""
+        earlier, self._earlier_flags = self._earlier_flags, []
+        for flags in earlier:
+            _, unusable = decode_flags(flags.read())
+            self._check_usable(
+                unusable, " in the backward before the last step, which counted it as missing"
             )
-        return [flag > 0 for flag in flags]
 
     def _write_rest(self, anywhere: list[bool]) -> None:
         """Wait for the averaged gradients of the rest and put them in ``p.grad``."""
@@ -279,71 +317,69 @@ class GradientReducer:
                 grad = local_tensor(parameter.grad)
                 grads.append(grad)
                 means.append(view.view(grad.shape))
+        written = [f for f in self._flights if f.pack.pack.owner == EVERYONE]
         self._flights = matrices
         if grads:
             torch._foreach_copy_(grads, means)
-        for live in self._live:
-            if not any(flight.window is live for flight in matrices):
-                live.release()
+        for flight in written:
+            flight.pack.release()
 
     # ---- between rounds ------------------------------------------------------------------
+
+    def begin_owed(self) -> None:
+        """Start the round that the other ranks count on, if there was none here."""
+        if not self._open and (self.rounds == 0 or self.owed):
+            self.begin()
 
     def ensure(self) -> None:
         """Have at least one round since `clear`, and none open: what `step` and clipping need.
 
         A rank whose backward reached no parameter still joins the others' round here.
+
+        Raises:
+            DmuonError: a rank found a gradient that cannot be reduced; see `finish`.
         """
+        self.begin_owed()
         if self._open:
             self.finish()
-        elif self.rounds == 0 or self.owed:
-            self.begin()
-            self.finish()
         self.collect()
+        self._check_earlier()
 
     def collect(self) -> None:
         """Wait for the matrices' gradients and hand over those that arrived here."""
-        self._collect(len(self._flights))
+        self._collect(self._flights)
 
     def _collect_arrived(self) -> None:
-        """Collect what has arrived, up to the first window that has not.
+        """Collect what has arrived, so that its memory is free.
 
-        Never waits: another rank may launch that window at the end of its backward only, and need
-        something of this rank before.
+        What has is a matter of time, so no collective may depend on it. And nothing is waited for:
+        another rank may launch its part at the end of its backward only, and need something of
+        this rank before.
         """
-        arrived = 0
-        for flight in self._flights:
-            if flight.pack.pack.owner != EVERYONE and not flight.work.is_completed():
-                break
-            arrived += 1
-        self._collect(arrived)
+        # The rest stays: it is written when the flags are known.
+        matrices = (f for f in self._flights if f.pack.pack.owner != EVERYONE)
+        self._collect([f for f in matrices if f.work.is_completed()])
 
-    def _collect(self, count: int) -> None:
-        """Wait for the first ``count`` flights and hand over what arrived here.
-
-        While the round is open the rest stays: it is written when the flags are known.
-        """
-        mine: list[LivePack] = []
-        left: list[_Flight] = []
-        for i, flight in enumerate(self._flights):
-            if i >= count or (self._open and flight.pack.pack.owner == EVERYONE):
-                left.append(flight)
-                continue
+    def _collect(self, flights: Sequence[_Flight]) -> None:
+        """Wait for some of the flights, hand over what arrived here, and release their memory."""
+        if not flights:
+            return
+        for flight in flights:
             flight.work.wait()
-            if self._wire.is_mine(flight.pack.pack):
-                mine.append(flight.pack)
-        done = [flight.window for flight in self._flights if flight.window is not None]
-        self._flights = left
+        self._flights = [f for f in self._flights if f not in flights]
+        mine = [f.pack for f in flights if self._wire.is_mine(f.pack.pack)]
         if mine:
             self._deliver(mine, self._first)
-        for live in done:
-            if not any(flight.window is live for flight in left):
-                live.release()
+        for flight in flights:
+            flight.pack.release()
 
     def clear(self) -> None:
         """Forget the gradients reduced so far, as `zero_grad` does."""
         if self._open:
             self.finish()
         self.collect()
+        self._earlier_flags += self._recent_flags
+        self._recent_flags = []
         self.owed = False
         self.rounds = 0
         self.present = [False] * len(self.parameters)

@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["Stopwatch", "host_can_read"]
+__all__ = ["HostCopy", "Stopwatch", "host_can_read"]
 
 
 def host_can_read(device: torch.device) -> bool:
     """Whether reading a tensor of ``device`` costs no device synchronization."""
     return device.type == "cpu"
+
+
+class HostCopy:
+    """A small tensor on its way from the device to the host, which does not wait for it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.Event | None = None
+        if tensor.device.type == "cpu":
+            self._values = tensor.clone()
+            return
+        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._values.copy_(tensor, non_blocking=True)
+        self._event = torch.Event(tensor.device)
+        self._event.record()
+
+    def read(self) -> list[Any]:
+        """The values; waits for what the device did up to the copy, and for nothing behind it."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[Any] = self._values.tolist()
+        return values
 
 
 class Stopwatch:

@@ -18,14 +18,28 @@ __all__ = ["FlatWire", "LivePack", "LiveWindow", "Wire", "window_bytes"]
 class LivePack:
     """The buffer of one pack, cut into the views of its spans.
 
+    ``apart``: the buffer's memory is its own, and there between `hold` and `release` only.
     ``deliveries`` is where the owner's side keeps (destination, source) of what it receives.
     """
 
-    def __init__(self, pack: Pack, buffer: Tensor) -> None:
+    def __init__(self, pack: Pack, buffer: Tensor, *, apart: bool = False) -> None:
         self.pack = pack
         self.buffer = buffer
         self.views = list(buffer.split([span.numel for span in pack.spans]))
         self.deliveries: list[tuple[Tensor, Tensor]] | None = None
+        self._store = buffer.untyped_storage() if apart else None
+        self._nbytes = buffer.untyped_storage().nbytes()
+        self.release()
+
+    def hold(self) -> None:
+        """Have memory; its content is undefined if there was none."""
+        if self._store is not None and self._store.nbytes() != self._nbytes:
+            self._store.resize_(self._nbytes)
+
+    def release(self) -> None:
+        """Give memory back that is this pack's alone."""
+        if self._store is not None:
+            self._store.resize_(0)
 
 
 class Wire(Protocol):
@@ -33,17 +47,21 @@ class Wire(Protocol):
 
     scale: float
 
-    def begin_window(self) -> None:
-        """The packs of another window follow."""
-
     def is_mine(self, pack: Pack) -> bool:
         """Whether this rank is the one that collects the pack."""
 
     def send(self, live: LivePack) -> Work:
         """Launch a pack; the same sequence of calls on every rank."""
 
+    def end_round(self) -> None:
+        """Every rank has sent every pack of the round: launch what follows from that.
+
+        The only place for collectives that need the result of an earlier one. It is the same in
+        the order of every rank, whichever of them is fast.
+        """
+
     def all_reduce_flags(self, flags: Tensor) -> Work:
-        """Sum the participation flags over all ranks."""
+        """The maximum of the participation flags over all ranks."""
 
 
 class FlatWire:
@@ -53,9 +71,6 @@ class FlatWire:
         self.scale = 1.0 / transport.world
         self._transport = transport
 
-    def begin_window(self) -> None:
-        """Nothing depends on windows."""
-
     def is_mine(self, pack: Pack) -> bool:
         return pack.owner == self._transport.rank
 
@@ -64,45 +79,49 @@ class FlatWire:
             return self._transport.all_reduce(live.buffer, tag="rest")
         return self._transport.reduce(live.buffer, live.pack.owner, tag="gradients")
 
+    def end_round(self) -> None:
+        """Packs went straight to their owners."""
+
     def all_reduce_flags(self, flags: Tensor) -> Work:
-        return self._transport.all_reduce(flags, tag="flags")
+        return self._transport.all_reduce(flags, tag="flags", maximum=True)
 
 
 class LiveWindow:
-    """A window with its buffers: in an arena, or (``store``) in memory that it has for itself.
+    """A window with its buffers: in an arena, or in memory that each pack has for itself.
 
-    Such memory is there from the first gradient until what was sent has been collected.
+    Such memory is there from the window's first gradient until the pack has been collected.
+    ``end`` is where the next window may begin in the arena.
     """
 
-    def __init__(
-        self, window: Window, carver: Carver, store: torch.UntypedStorage | None = None
-    ) -> None:
+    def __init__(self, window: Window, packs: Sequence[LivePack], end: int = 0) -> None:
         self.window = window
-        self._store = store
-        self._nbytes = 0 if store is None else store.nbytes()
-        self.packs = [
-            LivePack(pack, carver.take(pack.numel, getattr(torch, pack.dtype)))
-            for pack in window.packs
-        ]
+        self.packs = packs
+        self.end = end
         self.targets: dict[int, list[tuple[int, Tensor]]] = {p: [] for p in window.parameters}
         for live in self.packs:
             for span, view in zip(live.pack.spans, live.views, strict=True):
                 self.targets[span.parameter].append((span.start, view))
-        self.end = carver.offset
         self.empty = set(window.parameters)
         self.waiting = set(window.parameters)  # for gradients that are still to come
         self.launched = False
-        self.release()
+
+    @classmethod
+    def within(cls, window: Window, carver: Carver) -> LiveWindow:
+        """A window in an arena."""
+        packs = [
+            LivePack(pack, carver.take(pack.numel, getattr(torch, pack.dtype)))
+            for pack in window.packs
+        ]
+        return cls(window, packs, carver.offset)
 
     @classmethod
     def apart(cls, window: Window, device: torch.device) -> LiveWindow:
-        """A window with memory of its own."""
-        whole = torch.empty(window_bytes([window]), dtype=torch.uint8, device=device)
-        return cls(window, Carver(whole, 0), whole.untyped_storage())
+        """A window whose packs have memory of their own."""
 
-    def release(self) -> None:
-        if self._store is not None:
-            self._store.resize_(0)
+        def buffer(pack: Pack) -> Tensor:
+            return torch.empty(pack.numel, dtype=getattr(torch, pack.dtype), device=device)
+
+        return cls(window, [LivePack(pack, buffer(pack), apart=True) for pack in window.packs])
 
     def reset(self) -> None:
         self.empty.update(self.window.parameters)
@@ -111,8 +130,8 @@ class LiveWindow:
 
     def fill(self, parameter: int, grad: Tensor | None, scale: float) -> None:
         """Write ``scale * grad`` (zeros for None) to where the parameter's gradient travels."""
-        if self._store is not None and self._store.nbytes() != self._nbytes:
-            self._store.resize_(self._nbytes)
+        for pack in self.packs:
+            pack.hold()
         self.empty.discard(parameter)
         if grad is None:
             for _, view in self.targets[parameter]:

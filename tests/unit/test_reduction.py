@@ -1,0 +1,93 @@
+"""What a round of reduction tells of gradients, whatever the number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dmuon.comm.reduction
+from dmuon.comm.reduction import GradientReducer
+from dmuon.comm.routes import reduction_windows
+from dmuon.comm.transport import LocalTransport, Meter, Work
+from dmuon.comm.windows import FlatWire
+from dmuon.scheduler.select import collect
+from dmuon.types import DmuonError
+from tests.unit.models import plan_of
+
+
+class Alike(LocalTransport):
+    """As many ranks as you like that hand in the same; sums are what a dtype makes of them."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+
+    def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
+        tensor.mul_(self.world)
+        return super().reduce(tensor, dst, tag=tag)
+
+    def all_reduce(self, tensor: Tensor, *, tag: str, maximum: bool = False) -> Work:
+        if not maximum:
+            tensor.mul_(self.world)
+        return super().all_reduce(tensor, tag=tag)
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(20, 6))
+        self.fc = nn.Linear(6, 5)
+        self.spare = nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, tokens: Tensor, *, sparse: bool = False) -> Tensor:
+        return self.fc(F.embedding(tokens, self.table, sparse=sparse))
+
+
+def reducer_of(model: nn.Module, world: int) -> GradientReducer:
+    specs = collect(model)
+    plan = plan_of(specs, [0] * len(specs.matrices), 1)
+    parameters = list(model.parameters())
+    wire = FlatWire(Alike(world))
+    windows = reduction_windows(plan, 100)
+    return GradientReducer(
+        specs, parameters, wire, None, Meter(), windows, lambda packs, first: None
+    )
+
+
+WORLDS = [1, 2, 255, 256, 2048, 4096, 2**16]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_rank_has_a_gradient_or_none_has(world):
+    model = Table()
+    reducer = reducer_of(model, world)
+    model(torch.arange(4)).sum().backward()
+    reducer.ensure()
+    present = dict(zip([p.name for p in reducer.specs.parameters], reducer.present, strict=True))
+    assert present == {"table": True, "fc.weight": True, "fc.bias": True, "spare": False}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_sparse_gradient_on_every_rank_is_never_taken_for_none(world):
+    model = Table()
+    reducer = reducer_of(model, world)
+    model(torch.arange(4), sparse=True).sum().backward()
+    with pytest.raises(DmuonError, match=r"'table'.*not dense.*sparse=False"):
+        reducer.ensure()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_where_no_host_can_read_it_is_raised_at_the_next_step(world, monkeypatch):
+    monkeypatch.setattr(dmuon.comm.reduction, "host_can_read", lambda device: False)
+    model = Table()
+    reducer = reducer_of(model, world)
+    model(torch.arange(4), sparse=True).sum().backward()
+    reducer.ensure()
+    assert model.table.grad is None  # counts as missing
+    reducer.clear()
+    model(torch.arange(4)).sum().backward()
+    with pytest.raises(DmuonError, match=r"'table'.*not dense.*before the last step"):
+        reducer.ensure()
+    reducer.clear()
+    reducer.ensure()  # told once
