@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
+import dmuon.comm.reduction
 from dmuon.comm.transport import RecordingTransport
 from dmuon.types import ConsensusError, DmuonError
 from tests.distributed.harness import distributed
@@ -305,6 +306,41 @@ def test_a_sparse_gradient_on_one_rank_is_an_error_on_every_rank(rank, world):
     opt.synchronize()
     assert_equal_on_all_ranks(model, own.runtime.transport)
     own.close()
+
+
+@pytest.mark.parametrize("layout", ["replicated", "dedicated"])
+@distributed(2)
+def test_a_sparse_gradient_where_no_host_can_read_is_an_error_at_the_next_step(rank, world, layout):
+    """On both ranks, though only one of them misses a gradient and reads the flags."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dmuon.comm.reduction, "host_can_read", lambda device: False)
+        model, twin = seeded(SparseAtWill), seeded(SparseAtWill)
+        own = dmuon.dedicate_params(model, layout=layout)
+        opt, reference = dmuon.Muon(model, **FP32), reference_for(twin, lr=0.02)
+
+        def advance(sparse_on=None):
+            model.sparse = rank == sparse_on
+            model(torch.arange(4) + rank).square().sum().backward()
+            for r in range(world):
+                (twin(torch.arange(4) + r).square().sum() / world).backward()
+                if r == sparse_on:
+                    twin.table.grad = None  # counts as missing
+            reference.step(), reference.zero_grad()
+            opt.step()
+
+        advance(sparse_on=0)  # nobody raises yet
+        opt.zero_grad()
+        with pytest.raises(DmuonError, match=r"'table'.*not dense.*sparse=False") as caught:
+            advance()
+        texts = own.runtime.transport.gather_objects(str(caught.value))
+        assert texts[0] == texts[1]
+        opt.step(), opt.zero_grad()  # told once; the gradients are in order
+        advance()
+        opt.synchronize()
+        with own.materialized(model):
+            assert largest_difference(weights(model), weights(twin)) <= 1e-5
+            assert_equal_on_all_ranks(model, own.runtime.transport)
+        own.close()
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
