@@ -79,6 +79,12 @@ def _add_check(commands: Any) -> None:
     command.add_argument("--steps", type=_positive, default=10)
     command.add_argument("--lr", type=float, default=0.02)
     command.add_argument(
+        "--seeds",
+        type=_positive,
+        default=1,
+        help="make each comparison with that many weights and data; a row each (default 1)",
+    )
+    command.add_argument(
         "--json", metavar="PATH", help="write the rows there; - for standard output"
     )
     command.add_argument(

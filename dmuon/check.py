@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
+from itertools import product
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -37,6 +39,7 @@ __all__ = ["run"]
 _NPROC = 4  # processes of the replicated layout
 _TIMEOUT_S = 300  # of a collective; a check that hangs has failed
 _VOCAB = 61
+_DATA_OF_A_SEED = 10_000  # steps until the data are those of the next seed
 
 
 class _Block(nn.Module):
@@ -74,8 +77,8 @@ def _loss(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(inputs[0]).float().flatten(0, 1), inputs[1].flatten())
 
 
-def _batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(104729 * step + rank)
+def _batch(step: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(104729 * (step + _DATA_OF_A_SEED * seed) + rank)
     tokens = torch.randint(0, _VOCAB, (4, 17), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -135,10 +138,10 @@ def _fault(args: argparse.Namespace, layout: str) -> AbstractContextManager[Any]
 
 
 def _replicated_rows(args: argparse.Namespace) -> Iterator[EquivalenceRow]:
-    for ddp, dtype, ns_dtype in _CASES:
+    for (ddp, dtype, ns_dtype), seed in product(_CASES, range(args.seeds)):
 
-        def build(dtype: torch.dtype = dtype) -> nn.Module:
-            torch.manual_seed(dist.get_rank())  # rank 0's weights count
+        def build(dtype: torch.dtype = dtype, seed: int = seed) -> nn.Module:
+            torch.manual_seed(1000 * seed + dist.get_rank())  # rank 0's weights count
             return _CheckModel().to(dtype)
 
         half = dtype.itemsize < 4
@@ -146,7 +149,7 @@ def _replicated_rows(args: argparse.Namespace) -> Iterator[EquivalenceRow]:
             report = check_step_equivalence(
                 build,
                 _loss,
-                _batch,
+                partial(_batch, seed=seed),
                 parallelize=DistributedDataParallel if ddp else None,
                 layout="replicated",
                 steps=args.steps,
@@ -157,7 +160,7 @@ def _replicated_rows(args: argparse.Namespace) -> Iterator[EquivalenceRow]:
                 lr=args.lr,
                 ns_dtype=ns_dtype,
             )
-        yield from report.rows
+        yield from (replace(row, seed=seed) for row in report.rows)
 
 
 def _parallel_rows(
@@ -165,19 +168,23 @@ def _parallel_rows(
 ) -> Iterator[EquivalenceRow]:
     from dmuon.parallel_models import batch, loss_of
 
-    def build() -> nn.Module:
-        torch.manual_seed(0)  # replicas must start alike
-        return case.build()
-
     mesh = case.make_mesh()
     options = ShardedOptions if layout == "sharded" else DedicatedOptions
     half = (torch.bfloat16,) if case.name in _HALF_PRECISION else ()
-    for ns_dtype in (torch.float32, *half):
+    for ns_dtype, seed in product((torch.float32, *half), range(args.seeds)):
+
+        def build(seed: int = seed) -> nn.Module:
+            torch.manual_seed(seed)  # replicas must start alike
+            return case.build()
+
+        def batches(step: int, data_rank: int, seed: int = seed) -> tuple[Tensor, Tensor]:
+            return batch(_DATA_OF_A_SEED * seed + step, data_rank)
+
         with _fault(args, layout):
             report = check_step_equivalence(
                 build,
                 loss_of,
-                batch,
+                batches,
                 mesh,
                 tensor_parallel=lambda model: case.tensor_parallel(model, mesh),
                 parallelize=lambda model: case.data_parallel(model, mesh),
@@ -188,9 +195,9 @@ def _parallel_rows(
                 lr=args.lr,
                 ns_dtype=ns_dtype,
                 # AdamW divides by |g| + eps: where g is all but zero, its last bits would decide.
-                adamw_eps=1e-5,
+                adamw_eps=1e-4,
             )
-        yield from (replace(row, case=case.name) for row in report.rows)
+        yield from (replace(row, case=case.name, seed=seed) for row in report.rows)
 
 
 def _check_worker(rank: int, world: int, args: argparse.Namespace, folder: str) -> None:

@@ -68,12 +68,16 @@ def check_step_equivalence(
 
     Where NS runs in the weights' own precision (or better) the weights and losses must agree to
     1e-5. In half precision a difference of 1e-7 in a gradient can flip roundings worth percents of
-    an update, so there each step starts from the same weights, and each matrix's change beyond
-    what rounding to its dtype explains (in the `replicated` layout also each published update)
-    must agree to 5% in Frobenius norm, or to 35% where gradients or momentum are rounded to half
-    precision in another place than the reference's. Losses must agree to 1e-5 there too, if forward
-    runs in float32. Weights are read after the forward and backward pass that follows a step, never
-    right after the step: reading waits for what was published, which the pass must do by itself.
+    an update, so there each step starts from the same weights, and two things of each matrix's
+    change beyond what rounding to its dtype explains (in the `replicated` layout also of each
+    published update) are judged: its direction, by the Frobenius norm of the difference, and its
+    norm. How far rounding alone carries them is measured in the same run: a second reference gets
+    the same gradients, summed in the dtype in which dmuon sums them and each entry moved by one
+    rounding. The most that this changes the matrix's update in any step is its yardstick, at least
+    one unit in the last place of the coarsest dtype; 5 yardsticks are allowed. Losses must agree to
+    1e-5 there too, if forward runs in float32. Weights are read after the forward and backward pass
+    that follows a step, never right after the step: reading waits for what was published, which the
+    pass must do by itself.
 
     The reference shares the choice of matrices and the Newton-Schulz iteration with dmuon; those
     are tested on their own against `torch.optim.Muon` and the singular value decomposition.
@@ -86,10 +90,10 @@ def check_step_equivalence(
     wrapped, own = _distribute(model, mesh, parallelize, layout, options)
     try:
         place = _data_rank(own.plan.topology, own.rank, data_axes)
-        rounding = Rounding.of(own, options, bool(muon_kwargs.get("master_weights")))
+        rounding = Rounding.of(options, own.plan.topology.world)
         trial = Trial(own, twin, wrapped, place, rounding, muon_kwargs)
         trial.run(steps, loss_fn, batches)
-        worst = trial.gather_findings()
+        findings = trial.gather_findings()
     finally:
         own.close()
     replicated = own.plan.layout is Layout.REPLICATED
@@ -97,7 +101,7 @@ def check_step_equivalence(
     return EquivalenceReport(
         (
             trial.row(
-                *worst,
+                findings,
                 steps=steps,
                 layout=own.plan.layout.value + " (DDP)" * ddp,
                 mesh=_mesh_text(own.plan.topology, named=not replicated),

@@ -17,8 +17,10 @@ class EquivalenceRow:
 
     ``max_abs_diff`` is the largest difference of any weight element after any step,
     ``max_loss_diff`` of any loss; ``max_update_diff`` the largest relative Frobenius difference of
-    one matrix's update. ``tolerance`` applies to what ``criterion`` names. ``worst`` says which
-    parameter at which step on which rank. ``case`` names the model where a report has several.
+    one matrix's update. ``difference`` is what decides, ``criterion`` says of what it is,
+    ``yardstick`` how far moving gradients by a rounding carries the same quantity (of a loss: the
+    weights), and ``tolerance`` what is allowed. ``worst`` says which parameter at which step on
+    which rank. ``case`` names the model and ``seed`` its data where a report has several.
     """
 
     layout: str
@@ -30,10 +32,13 @@ class EquivalenceRow:
     max_loss_diff: float
     max_update_diff: float
     criterion: str
+    difference: float
+    yardstick: float
     tolerance: float
     worst: str
     passed: bool
     case: str = ""
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +66,10 @@ class EquivalenceReport:
 
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         named = any(row.case for row in self.rows)
+        seeded = any(row.seed for row in self.rows)
         for heading in (
-            "layout", *["case"] * named, "ranks", "dtype", "NS", "steps", "max abs diff",
-            "update diff", "tolerance", "verdict",
+            "layout", *["case"] * named, "ranks", "dtype", "NS", "steps", *["seed"] * seeded,
+            "max abs diff", "update diff", "decides", "yardstick", "tolerance", "verdict",
         ):  # fmt: skip
             table.add_column(heading, no_wrap=True)
         for row in self.rows:
@@ -74,9 +80,12 @@ class EquivalenceReport:
                 row.dtype,
                 row.ns_dtype,
                 str(row.steps),
+                *[str(row.seed)] * seeded,
                 f"{max(row.max_abs_diff, row.max_loss_diff):.1e}",
                 f"{row.max_update_diff:.1e}",
-                f"{row.tolerance:.0e} {row.criterion}",
+                f"{row.difference:.1e}",
+                f"{row.yardstick:.1e}",
+                f"{row.tolerance:.1e} {row.criterion}",
                 "equal" if row.passed else "DIFFERS",
             )
         out = io.StringIO()
