@@ -50,7 +50,7 @@ class BlockStep:
         which = [g is not None for g in of_blocks]
         oks: list[Tensor] | None = None
         values: Sequence[Scale] = norms
-        finite: bool | Tensor = True
+        finite: bool | Tensor
         if bench.on_host:
             found = torch.stack([c.double() for c in checked]).tolist() if checked else []
             finite = all(map(math.isfinite, found))
@@ -60,11 +60,10 @@ class BlockStep:
             ]
         else:
             oks = [norm.isfinite() for norm in norms]
-            if checked:
-                finite = torch.stack([c.double() for c in checked]).isfinite().all()
+            finite = torch.stack([c.double() for c in (*checked, bench.zero)]).isfinite().all()
             if overflow is not None:
                 oks = [ok & ~overflow.to(ok.device) for ok in oks]
-                finite = ~overflow & torch.as_tensor(finite, device=overflow.device)
+                finite = ~overflow & finite.to(overflow.device)
         bench.count_skip(not finite if isinstance(finite, bool) else finite.logical_not())
         bench.commit(of_blocks, which, oks)
         members = [k for k in range(len(blocks)) if which[k]]
@@ -103,11 +102,7 @@ class BlockStep:
                 values = update_rms(update, lr / rate.lr if rate.lr else 0.0)
                 found += zip(some, values.unbind(), strict=True)
                 views = bench.unstacked(some, update)
-                if oks is None:
-                    bench.apply(some, views, rate.decay, lr, None)
-                else:
-                    for k, view in zip(some, views, strict=True):
-                        bench.apply([k], [view], rate.decay, lr, oks[k])
+                bench.apply(some, views, rate.decay, lr, oks)
         return found
 
     def calls(self) -> Iterator[Call]:

@@ -33,7 +33,7 @@ class _InFlight:
     watch: Stopwatch
     scales: dict[int, Scale]
     absent: frozenset[int]
-    ok: Tensor | None
+    ok: list[Tensor] | None  # of each block, where only the device knows; mostly one and the same
     rms: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
@@ -87,26 +87,32 @@ class FullStep:
             return Outcome(full=True, finite=False)
         ok = verdict.ok
         which = [b.matrix not in verdict.absent_matrices for b in blocks]
-        bench.commit(of_blocks, which, None if ok is None else [ok] * len(blocks))
+        oks = None if ok is None else self._masks(ok, verdict)
+        bench.commit(of_blocks, which, oks)
         flight = _InFlight(
-            rates, watch, self._scales(verdict, norms), verdict.absent_matrices, ok,
+            rates, watch, self._scales(verdict, norms), verdict.absent_matrices, oks,
             torch.zeros(len(bench.forms), dtype=torch.float32, device=runtime.device),
         )  # fmt: skip
-        bad = None if ok is None else ok.logical_not()
         work = _Buckets(self, flight)
 
         def meanwhile() -> None:
             for run in unit_runs([runtime.units[u] for u in self._local_units]):
                 self._local_run(work, run)
-            inf = None if bad is None else bad.float()
-            bench.update_rest(grads, verdict.absent_parameters, inf)
+            bench.update_rest(grads, verdict)
 
         runtime.run(work, meanwhile)
-        if bad is not None:
-            bench.count_skip(bad)
+        if ok is not None:
+            bench.count_skip(ok.logical_not())
         rms_work = runtime.all_reduce(flight.rms, "rms")
         finite = True if ok is None else ok
         return Outcome(True, finite, range(len(bench.forms)), flight.rms, rms_work)
+
+    def _masks(self, ok: Tensor, verdict: Verdict) -> list[Tensor]:
+        """Whether each block is to be updated: one mask but for what lacks a gradient here."""
+        present = verdict.present_matrices
+        return [
+            ok & present[b.matrix] if b.matrix in present else ok for b in self._bench.kept.blocks
+        ]
 
     def _scales(self, verdict: Verdict, norms: Sequence[Tensor]) -> dict[int, Scale]:
         """One over the norm of each matrix that this rank holds a part of."""
@@ -138,7 +144,6 @@ class FullStep:
     def _local_run(self, work: _Buckets, run: Sequence[Unit]) -> None:
         """Units whose matrices lie whole on this rank: no traffic."""
         bench, flight = self._bench, work.flight
-        oks = None if flight.ok is None else [flight.ok] * len(bench.kept.blocks)
         present = [
             (unit, [bench.block_of[i] for i in unit.matrices if i not in flight.absent])
             for unit in run
@@ -151,14 +156,14 @@ class FullStep:
         operands = bench.kernels.operands(call)
         for (_, members), operand in zip(present, operands, strict=True):
             scales = [flight.scales[bench.kept.blocks[k].matrix] for k in members]
-            bench.fill(operand, members, scales, oks)
+            bench.fill(operand, members, scales, flight.ok)
         updates = bench.orthogonalize(call, operands, flight.watch)
         for (unit, members), update in zip(present, updates, strict=True):
             rate = flight.rates[unit.group]
             lr = rate.adjusted(unit.rows, unit.cols)
-            index = [bench.kept.blocks[k].matrix for k in members]
+            matrices = [bench.kept.blocks[k].matrix for k in members]
             values = update_rms(update, lr / rate.lr if rate.lr else 0.0)
-            flight.rms.index_copy_(0, torch.tensor(index, device=flight.rms.device), values)
+            torch._foreach_copy_([flight.rms[i] for i in matrices], list(values.unbind()))
             views = bench.unstacked(members, update)
             bench.apply(members, views, rate.decay, lr, flight.ok)
 
@@ -195,9 +200,8 @@ class _Buckets:
                 if part.matrix in flight.absent:
                     view.zero_()
         if flight.ok is not None:
-            bad = flight.ok.logical_not()
-            for view in views:
-                view.masked_fill_(bad, 0.0)
+            for k, view in zip(blocks, views, strict=True):
+                view.masked_fill_(flight.ok[k].logical_not(), 0.0)
 
     def compute(
         self, batches: Sequence[tuple[int, Tensor]], done: Callable[[int, Tensor], None]

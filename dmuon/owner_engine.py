@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dmuon.comm import streams
 from dmuon.comm.layout import Done, Job, OwnerRuntime
 from dmuon.comm.routes import Unit, unit_runs
 from dmuon.comm.streams import Stopwatch
@@ -46,6 +47,7 @@ class OwnerEngine:
         self._runtime.bind(group_of_matrices(ownership, optimizer), self._payload_dtype)
         self._owned = OwnerState(ownership, settings.master_weights)
         self._rest = rest_by_group(ownership, optimizer)
+        self._on_host = streams.host_can_read(self._runtime.device)
         self._kernels = Orthogonalizer(self._runtime.device, settings.ns_dtype, ownership.kernels)
         mine = [u for u in self._runtime.units if u.owner == ownership.rank]
         self._kernels.reserve(
@@ -155,6 +157,7 @@ class OwnerEngine:
                 with_grad,
                 grads,
                 master_weights=self._settings.master_weights,
+                on_device=not self._on_host,
             )
 
     def finish(self) -> None:
@@ -181,6 +184,8 @@ class OwnerEngine:
                 self._optimizer.state.pop(p, None)
                 if "exp_avg" in saved.get(p, {}):
                     self._optimizer.state[p] = {
-                        k: v.detach().clone().to("cpu" if k == "step" else p.device)
+                        k: v.detach()
+                        .clone()
+                        .to("cpu" if k == "step" and self._on_host else p.device)
                         for k, v in saved[p].items()
                     }

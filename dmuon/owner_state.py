@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dmuon.comm.layout import OwnerRuntime
+from dmuon.comm.layout import OwnerRuntime, rows_of, set_rows
 from dmuon.comm.routes import Unit
 from dmuon.ownership import Ownership
 from dmuon.types import OwnershipError
@@ -49,14 +49,11 @@ class OwnerState:
         kept = [self._momentum[key]]
         if self._with_masters:
             kept.append(self._master(unit))
-        if len(where) == len(unit.matrices):
-            yield kept[0], kept[1] if self._with_masters else None
-            return
-        index = torch.tensor(where, device=kept[0].device)
-        some = [t.index_select(0, index) for t in kept]
+        some = [rows_of(t, where) for t in kept]
         yield some[0], some[1] if self._with_masters else None
         for whole, part in zip(kept, some, strict=True):
-            whole.index_copy_(0, index, part)
+            if part is not whole:
+                set_rows(whole, where, part)
 
     def _master(self, unit: Unit) -> Tensor:
         key = unit.matrices[0]

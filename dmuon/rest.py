@@ -26,21 +26,21 @@ def adamw_step(
     grads: Sequence[Tensor],
     *,
     master_weights: bool,
+    on_device: bool = False,
     found_inf: Tensor | None = None,
 ) -> None:
     """One AdamW step with the hyperparameters of ``group``.
 
     ``grads`` are the local parts of the gradients of ``params``. ``state`` is the optimizer's; an
-    entry is made at a parameter's first gradient. Where ``found_inf`` (0-d, float32) is not zero,
-    nothing changes; torch's fused form looks at it on the device.
+    entry is made at a parameter's first gradient. ``on_device``: in torch's fused form, which reads
+    nothing back; it leaves all as it is where ``found_inf`` (0-d, float32) is not zero.
     """
     if not params:
         return
     for p in params:
-        make_adamw_state(p, state, master_weights)
+        make_adamw_state(p, state, master_weights, on_device=on_device)
     targets = [local_tensor(state[p].get("master_weight", p)) for p in params]
     states = [state[p] for p in params]
-    device_mask = {} if found_inf is None else {"fused": True, "found_inf": found_inf}
     adamw(
         targets,
         [g.to(t.dtype) for g, t in zip(grads, targets, strict=True)],
@@ -55,7 +55,8 @@ def adamw_step(
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         maximize=False,
-        **device_mask,  # type: ignore[arg-type]
+        fused=on_device or None,
+        found_inf=found_inf,
     )
     if master_weights:
         pairs = [(local_tensor(p), t) for p, t in zip(params, targets, strict=True)]

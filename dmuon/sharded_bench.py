@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from dmuon.rest import adamw_step
 from dmuon.scheduler.dtensors import local_tensor
 from dmuon.shard_state import ShardState
 from dmuon.update import advance_momentum, apply_updates, nesterov_operands, scale_into
+from dmuon.verdict import Verdict
 
 __all__ = ["Bench", "Gradients", "Outcome", "Scale", "reciprocal"]
 
@@ -82,7 +84,7 @@ class Bench:
         self.forms = [box.form for box in runtime.shards.boxes]
         self._index: dict[Tensor, int] = {p: i for i, p in enumerate(runtime.parameters)}
         self.kernels = Orthogonalizer(runtime.device, settings.ns_dtype, options)
-        self._zero = torch.zeros((), dtype=torch.float32, device=runtime.parameters[0].device)
+        self.zero = torch.zeros((), dtype=torch.float32, device=runtime.parameters[0].device)
         self._skipped: int | Tensor = 0
 
     # ---- momentum ------------------------------------------------------------------------
@@ -92,13 +94,13 @@ class Bench:
         buffer = self.kept.momentum[k]
         grad = grads[k]
         if grad is None:
-            return self._zero.to(buffer.dtype).expand(buffer.shape)
+            return self.zero.to(buffer.dtype).expand(buffer.shape)
         return grad if grad.dtype is buffer.dtype else grad.to(buffer.dtype)
 
     def operands(self, grads: Gradients) -> list[Tensor]:
         """Fill the workspace; the norm of the operand of each block, 0-d float64."""
         kept = self.kept
-        norms: list[Tensor] = [self._zero] * len(kept.blocks)
+        norms: list[Tensor] = [self.zero] * len(kept.blocks)
         for chunk in kept.chunks:
             operands = [kept.operands[k] for k in chunk]
             nesterov_operands(
@@ -174,16 +176,31 @@ class Bench:
         updates: Sequence[Tensor],
         decay: float,
         lr: float,
-        ok: Tensor | None,
+        ok: Sequence[Tensor] | None,
     ) -> None:
-        """Decay and update the weights of blocks; ``ok`` false leaves them as they are."""
+        """Decay and update the weights of blocks; where ``ok``, a mask of each block, is false
+        they stay as they are."""
+        if ok is None:
+            self._apply(members, updates, decay, lr)
+            return
+        alike: dict[int, list[int]] = defaultdict(list)  # positions by mask
+        for n, k in enumerate(members):
+            alike[id(ok[k])].append(n)
+        for positions in alike.values():
+            some = [members[n] for n in positions]
+            mask = ok[some[0]].to(self.kept.targets[some[0]].device)
+            factor = torch.where(mask, decay, 1.0).float()
+            self._apply(some, [updates[n] for n in positions], factor, lr)
+
+    def _apply(
+        self, members: Sequence[int], updates: Sequence[Tensor], decay: float | Tensor, lr: float
+    ) -> None:
         kept = self.kept
         targets = [kept.targets[k] for k in members]
         where = targets[0].device
         # With CPU offload the weights lie elsewhere than the updates.
         moved = [u if u.device == where else u.to(where) for u in updates]
-        factor = decay if ok is None else torch.where(ok.to(where), decay, 1.0).float()
-        apply_updates(targets, moved, decay=factor, lr=lr)
+        apply_updates(targets, moved, decay=decay, lr=lr)
         if kept.targets is not kept.weights:
             torch._foreach_copy_([kept.weights[k] for k in members], targets)
 
@@ -199,26 +216,28 @@ class Bench:
         ]
         return list(torch._foreach_norm(members, math.inf)) if members else []
 
-    def update_rest(
-        self, grads: Gradients, absent: frozenset[int], found_inf: Tensor | None
-    ) -> None:
-        """AdamW, after a verdict that all ranks share.
-
-        ``absent``: parameters without a gradient anywhere. One that is missing only here counts as
-        zero. Where ``found_inf`` (0-d float32) is not zero, nothing changes.
-        """
+    def update_rest(self, grads: Gradients, verdict: Verdict) -> None:
+        """AdamW, after a verdict that all ranks share: a gradient that is missing only here counts
+        as zero. Where the verdict is on the device nothing changes unless it is ok."""
+        bad = None if verdict.ok is None else verdict.ok.logical_not()
+        inf = None if bad is None else bad.float()
         for g, params in self.rest.items():
-            members = [p for p in params if self._index[p] not in absent]
-            found = [grads[self._index[p]] for p in members]
-            self._adamw(
-                g,
-                members,
-                [
-                    torch.zeros_like(local_tensor(p)) if grad is None else grad
-                    for p, grad in zip(members, found, strict=True)
-                ],
-                found_inf,
-            )
+            known: tuple[list[Tensor], list[Tensor]] = [], []
+            for p in params:
+                i = self._index[p]
+                if i in verdict.absent_parameters:
+                    continue
+                grad = grads[i]
+                if grad is None:
+                    grad = torch.zeros_like(local_tensor(p))
+                if bad is not None and i in verdict.present_parameters:
+                    # A mask of its own, for the fused form takes one for all that it is given.
+                    absent = verdict.present_parameters[i].logical_not()
+                    self._adamw(g, [p], [grad], (bad | absent).float())
+                else:
+                    known[0].append(p)
+                    known[1].append(grad)
+            self._adamw(g, *known, inf)
 
     def update_rest_alone(
         self, grads: Gradients, overflow: Tensor | None, *, all_finite: bool
@@ -253,6 +272,7 @@ class Bench:
             params,
             grads,
             master_weights=self.settings.master_weights,
+            on_device=not self.on_host,
             found_inf=found_inf,
         )
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dmuon.block_step import BlockStep
+from dmuon.comm import streams
 from dmuon.comm.sharded import ShardedRuntime
-from dmuon.comm.streams import host_can_read
 from dmuon.engine import Amp, Settings, group_of_matrices, rest_by_group
 from dmuon.full_step import FullStep
 from dmuon.ownership import Ownership
@@ -37,7 +37,7 @@ class ShardedEngine:
         self._runtime = runtime
         self._optimizer = optimizer
         self._settings = settings
-        on_host = host_can_read(runtime.device)
+        on_host = streams.host_can_read(runtime.device)
         groups = group_of_matrices(ownership, optimizer)
         runtime.bind(groups, settings.ns_dtype)
         kept = ShardState(runtime, optimizer, groups, settings.master_weights)

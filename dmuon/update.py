@@ -110,9 +110,9 @@ def scale_all(tensors: list[Tensor], factor: float | Tensor) -> None:
     """Multiply each tensor by a number (or a 0-d tensor), in place."""
     if not tensors:
         return
-    if tensors[0].device.type == "cpu":
-        # There the list form is a loop too, and it rounds the factor to the tensors' dtype first:
-        # in bfloat16 a decay of 0.998 would be 1.
+    if tensors[0].device.type == "cpu" and any(t.dtype.itemsize < 4 for t in tensors):
+        # There the list form rounds the factor to the tensors' dtype first: in bfloat16 a decay of
+        # 0.998 would be 1.
         for tensor in tensors:
             tensor.mul_(factor)
     else:

@@ -9,8 +9,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,14 +26,18 @@ class Verdict:
     then ``ok`` is a 0-d bool there.
 
     ``norms``: of each matrix that travels, 0-d tensors where only the device knows them. ``absent``
-    are the parameters, as this rank counts them, and the matrices that have no gradient anywhere.
+    are the parameters, as this rank counts them, and the matrices of which the host knows that they
+    have no gradient anywhere. ``present``: for those that lack one here, and of which only the
+    device knows, whether another rank has it: 0-d bools.
     """
 
     finite: bool | None
     ok: Tensor | None
-    norms: dict[int, float | Tensor]
+    norms: Mapping[int, float | Tensor]
     absent_matrices: frozenset[int]
     absent_parameters: frozenset[int]
+    present_matrices: Mapping[int, Tensor] = field(default_factory=dict)
+    present_parameters: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 class VerdictMessage:
@@ -94,13 +98,10 @@ class VerdictMessage:
             squares = torch.stack(list(counted)).to(self._device).square_()
             vector.index_copy_(0, self._counted, squares)
         flags = vector.narrow(0, self._first_flag, len(self._flags))
-        if all(here):
-            flags.copy_(self._all_here)
-        else:
-            values = [0.0] * len(self._flags)
-            for p, flag in self._mine:
-                values[flag] = float(here[p])
-            flags.copy_(torch.tensor(values, dtype=torch.float64))
+        flags.copy_(self._all_here)
+        for p, flag in self._mine:
+            if not here[p]:
+                flags[flag].zero_()
         if checked:
             found = torch.stack([c.double() for c in checked]).isfinite().logical_not_().sum()
             vector[-1].copy_(found)
@@ -109,23 +110,33 @@ class VerdictMessage:
         return vector
 
     def read(self, vector: Tensor, here: Sequence[bool], *, on_host: bool) -> Verdict:
-        """The sum of all messages. ``on_host`` reads it; otherwise only a rank that lacks a
-        gradient itself reads the flags."""
+        """The sum of all messages. Nothing of it is read unless ``on_host``."""
         if on_host:
             values = vector.tolist()
             norms = [math.sqrt(v) if v >= 0 else v for v in values[: self._first_flag]]
-            flags = values[self._first_flag : -1]
+            absent = self._absent(values[self._first_flag : -1], here)
             # A norm beyond float64 leaves no way to normalize.
-            finite, ok = values[-1] == 0 and all(map(math.isfinite, norms)), None
-            known: dict[int, float | Tensor] = dict(zip(self._travelling, norms, strict=True))
-        else:
-            roots = vector.narrow(0, 0, self._first_flag).sqrt()
-            finite, ok = None, (vector[-1] == 0) & roots.isfinite().all()
-            known = dict(zip(self._travelling, roots.unbind(), strict=True))
-            flags = [1.0] * len(self._flags)
-            if not all(here):
-                flags = vector.narrow(0, self._first_flag, len(self._flags)).tolist()
-        return Verdict(finite, ok, known, *self._absent(flags, here))
+            finite = values[-1] == 0 and all(map(math.isfinite, norms))
+            return Verdict(finite, None, dict(zip(self._travelling, norms, strict=True)), *absent)
+        roots = vector.narrow(0, 0, self._first_flag).sqrt()
+        ok = (vector[-1] == 0) & roots.isfinite().all()
+        known = dict(zip(self._travelling, roots.unbind(), strict=True))
+        # What is here is somewhere. Of the rest, what others may have is left to the device.
+        absent = self._absent([1.0] * len(self._flags), here)
+        present = self._present(vector.narrow(0, self._first_flag, len(self._flags)), here)
+        return Verdict(None, ok, known, *absent, *present)
+
+    def _present(
+        self, flags: Tensor, here: Sequence[bool]
+    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Of the matrices and parameters without a gradient here, whether any rank has one."""
+        if all(here):
+            return {}, {}
+        anywhere = flags > 0
+        matrices = {
+            i: anywhere[flag] for i, flag, p in self._matrices if flag is not None and not here[p]
+        }
+        return matrices, {p: anywhere[flag] for p, flag in self._mine if not here[p]}
 
     def _absent(
         self, flags: Sequence[float], here: Sequence[bool]

@@ -58,6 +58,7 @@ __all__ = ["DedicatedRuntime"]
 class _Bound:
     reducer: GradientReducer
     owned: OwnedUnits
+    counted: frozenset[int]  # distributed parameters whose shard here counts in a norm
 
 
 class DedicatedRuntime:
@@ -166,7 +167,12 @@ class DedicatedRuntime:
             windows,
             owned.deliver,
         )
-        self._live = _Bound(reducer, owned)
+        counted = frozenset(
+            i
+            for i, p in enumerate(self.parameters)
+            if i not in self._muon and is_distributed(p) and self._counts(p)
+        )
+        self._live = _Bound(reducer, owned, counted)
         self._places = self._planned_places()
         self.passes.reducer = reducer
         tracked = [(p, self.parameters[p]) for window in windows for p in window.parameters]
@@ -272,7 +278,7 @@ class DedicatedRuntime:
             stored.append(grad)
             if not is_distributed(p):
                 common.append(grad)
-            elif self._counts(p):
+            elif i in self._bound.counted:
                 counted.append(grad)
         return Gradients(counted, common, stored)
 

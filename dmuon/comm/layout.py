@@ -29,6 +29,7 @@ __all__ = [
     "check_replaced",
     "not_bound",
     "rows_of",
+    "set_rows",
 ]
 
 
@@ -141,7 +142,16 @@ def rows_of(stack: Tensor, where: list[int]) -> Tensor:
     """The matrices of ``[b, m, n]`` at these increasing positions; the stack itself if all."""
     if len(where) == len(stack):
         return stack
-    return stack.index_select(0, torch.tensor(where, device=stack.device))
+    # No index: copying it to an accelerator would wait for the device.
+    return torch.stack([stack[k] for k in where])
+
+
+def set_rows(stack: Tensor, where: list[int], rows: Tensor) -> None:
+    """Write ``rows`` to these increasing positions of ``stack``, in its dtype."""
+    if len(where) == len(stack):
+        stack.copy_(rows)
+    else:
+        torch._foreach_copy_([stack[k] for k in where], list(rows.unbind()))
 
 
 def check_replaced(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.dedicated_routes import Part, Slices
-from dmuon.comm.layout import Apply, Compute, Job, rows_of
+from dmuon.comm.layout import Apply, Compute, Job, rows_of, set_rows
 from dmuon.comm.routes import Unit
 from dmuon.comm.transport import Meter, Transport
 from dmuon.comm.windows import LivePack
@@ -237,11 +237,7 @@ class OwnedUnits:
 
         def done(number: int, payload: Tensor, rms: Tensor) -> None:
             unit, where = jobs[number].unit, jobs[number].where
-            if len(where) == len(unit.matrices):
-                self._rms[unit].copy_(rms)
-            else:
-                index = torch.tensor(where, device=self._device)
-                self._rms[unit].index_copy_(0, index, rms.to(torch.float32))
+            set_rows(self._rms[unit], where, rms)
             if apply is None:
                 self._payload[unit] = payload.clone()
             else:

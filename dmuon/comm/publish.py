@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dmuon.comm.arena import Arena
-from dmuon.comm.layout import Apply, Compute, Job, rows_of
+from dmuon.comm.layout import Apply, Compute, Job, rows_of, set_rows
 from dmuon.comm.routes import PublishBucket, Unit, aligned
 from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.scheduler.plan import OwnershipPlan
@@ -266,13 +266,8 @@ def _compute_units(
 
     def done(number: int, payload: Tensor, rms: Tensor) -> None:
         live, where = members[number]
-        if len(where) == len(live.unit.matrices):
-            live.payload.copy_(payload)
-            live.rms.copy_(rms)
-            return
-        index = torch.tensor(where, device=live.payload.device)
-        live.payload.index_copy_(0, index, payload.to(live.payload.dtype))
-        live.rms.index_copy_(0, index, rms.to(live.rms.dtype))
+        set_rows(live.payload, where, payload)
+        set_rows(live.rms, where, rms)
 
     compute(jobs, done)
 

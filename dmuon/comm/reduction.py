@@ -23,9 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dmuon.comm import streams
 from dmuon.comm.arena import Arena
 from dmuon.comm.routes import EVERYONE, Window
-from dmuon.comm.streams import HostCopy, host_can_read
+from dmuon.comm.streams import HostCopy
 from dmuon.comm.transport import Meter, Work
 from dmuon.comm.windows import LivePack, LiveWindow, Wire
 from dmuon.scheduler.dtensors import gradient_like, local_tensor
@@ -270,7 +271,7 @@ class GradientReducer:
             self._flags.copy_(torch.tensor(flags, dtype=torch.uint8))
         self._meter.add("flags", self._flags)
         self._wire.all_reduce_flags(self._flags).wait()
-        if host_can_read(self._device):
+        if streams.host_can_read(self._device):
             present, unusable = decode_flags(self._flags.tolist())
             self._check_usable(unusable)
             return present

@@ -1,4 +1,4 @@
-"""What CUDA needs and a CPU does not: timers and waiting, each a plain call on CPU."""
+"""What an accelerator needs and a CPU does not: timers, and decisions without the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ __all__ = ["HostCopy", "Stopwatch", "host_can_read"]
 
 
 def host_can_read(device: torch.device) -> bool:
-    """Whether reading a tensor of ``device`` costs no device synchronization."""
+    """Whether reading a tensor of ``device`` costs no device synchronization.
+
+    Callers look it up in this module each time: tests replace it here, so that the branches of
+    an accelerator run on a CPU.
+    """
     return device.type == "cpu"
 
 
@@ -37,17 +41,40 @@ class HostCopy:
         return values
 
 
+class _HostEvent:
+    """What `torch.Event` is on an accelerator, for work that is done when the call returns."""
+
+    __slots__ = ("_at",)
+
+    def record(self) -> None:
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+    def elapsed_time(self, end: _HostEvent) -> float:
+        """Milliseconds from this event to ``end``."""
+        return 1e3 * (end._at - self._at)
+
+
+def _event(device: torch.device) -> torch.Event:
+    if device.type == "cpu":
+        return _HostEvent()  # type: ignore[return-value]
+    return torch.Event(device, enable_timing=True)
+
+
 class Stopwatch:
     """Milliseconds between `start` and `stop` on ``device``, summed; read when asked. One a step.
 
-    On CUDA it records events on the current stream, so timing costs no synchronization until
+    It records events on the current stream, so timing costs no synchronization until
     `milliseconds` is read.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._begin = 0.0
-        self._sum = 0.0
         self._events: list[tuple[torch.Event, torch.Event]] = []
 
     def ready(self) -> bool:
@@ -56,25 +83,15 @@ class Stopwatch:
         return not self._events or self._events[-1][1].query()
 
     def start(self) -> None:
-        if host_can_read(self._device):
-            self._begin = time.perf_counter()
-        else:
-            pair = (
-                torch.Event(self._device, enable_timing=True),
-                torch.Event(self._device, enable_timing=True),
-            )
-            pair[0].record()
-            self._events.append(pair)
+        self._events.append((_event(self._device), _event(self._device)))
+        self._events[-1][0].record()
 
     def stop(self) -> None:
-        if host_can_read(self._device):
-            self._sum += 1e3 * (time.perf_counter() - self._begin)
-        else:
-            self._events[-1][1].record()
+        self._events[-1][1].record()
 
     def milliseconds(self) -> float:
         """The sum so far; waits for the device."""
-        total = self._sum
+        total = 0.0
         for begin, end in self._events:
             end.synchronize()
             total += begin.elapsed_time(end)

@@ -1,0 +1,97 @@
+"""An accelerator's branches on a CPU: `host_cannot_read` takes them, `nothing_read` proves them.
+
+Both are context managers, so that they work in the processes of distributed tests too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dmuon import shard_state
+from dmuon.comm import streams
+
+__all__ = ["host_cannot_read", "nothing_read"]
+
+
+@contextmanager
+def host_cannot_read() -> Iterator[None]:
+    """Ownerships and optimizers that are made and used inside believe to be on an accelerator."""
+    with (
+        patch.object(streams, "host_can_read", lambda device: False),
+        patch.object(shard_state, "_CHUNK_BYTES", math.inf),  # no caches to fit into
+    ):
+        yield
+
+
+# Values to the host, or sizes that depend on values. On an accelerator each waits for the device.
+_READS = {
+    "aten::_local_scalar_dense",  # float(), int(), bool(), item(), indexing by a 0-d tensor
+    "aten::item",
+    "aten::is_nonzero",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::equal",
+    "aten::allclose",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::repeat_interleave.Tensor",
+    "aten::bincount",
+}
+# Made from Python values (or numpy): on an accelerator a copy from pageable memory, which waits.
+_COPIES = {"aten::lift_fresh"}
+_BY_MASK = {"aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+# What never reaches the dispatcher where the tensor lies on the CPU already.
+_METHODS = {
+    Tensor.tolist: "Tensor.tolist",
+    Tensor.cpu: "Tensor.cpu",
+    Tensor.numpy: "Tensor.numpy",
+    Tensor.__array__: "Tensor.__array__",
+}
+
+
+class _Operators(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(t, Tensor) and t.__module__.endswith("_api") for t in types):
+            return NotImplemented  # a DTensor's: its local operators come by in turn
+        name = func.name()
+        masks = args[1] if name in _BY_MASK else ()
+        if name in _READS or any(
+            m is not None and m.dtype in (torch.bool, torch.uint8) for m in masks
+        ):
+            raise AssertionError(f"{name} reads values back from the device")
+        if name in _COPIES:
+            raise AssertionError(f"{name}: a tensor is made from values of the host")
+        return func(*args, **(kwargs or {}))
+
+
+class _Methods(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _METHODS:
+            raise AssertionError(f"{_METHODS[func]} reads values back from the device")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def nothing_read() -> Iterator[None]:
+    """AssertionError where something inside reads values from tensors, or makes tensors of values.
+
+    What gloo does on its own threads is none of ours. A copy from one tensor to another passes: on
+    a CPU nobody can tell which of them would be the host's. Where values of the host become a
+    tensor is seen.
+    """
+    with _Methods(), _Operators():
+        yield
