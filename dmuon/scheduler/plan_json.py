@@ -37,6 +37,7 @@ __all__ = ["FORMAT_VERSION", "by_name", "fields_of", "identity", "plain_prices",
 
 FORMAT_VERSION = 3
 _READABLE = (1, 2, FORMAT_VERSION)
+_MOST_PRICE = 1e12  # milliseconds of one batch, as in planning
 _MOST_KERNEL = 200  # characters of a kernel's name
 
 
@@ -99,8 +100,14 @@ def fields_of(data: Any) -> dict[str, Any]:
         )
     record(data, "", "specs", "topology", "batches", "layout", "solver", "status", "cost_source")
     record(data, "", "lower_bound_ms", "alternatives", "seconds")
+    specs = ModelSpecs.from_dict(data["specs"])
+    evidence = {} if version == 1 else _evidence(data)
+    priced = {price.key for price in evidence.get("prices", ())}
+    missing = {matrix.key for matrix in specs.matrices} - priced if priced else ()
+    for key in sorted(missing):
+        raise PlanError(f"prices: there is none for the matrices of {key[0]} x {key[1]} {key[2]}")
     return {
-        "specs": ModelSpecs.from_dict(data["specs"], "specs"),
+        "specs": specs,
         "topology": Topology.from_dict(data["topology"], "topology"),
         "batches": each(data, "batches", "", _batch),
         "layout": choice(data, "layout", "", Layout),
@@ -110,7 +117,7 @@ def fields_of(data: Any) -> dict[str, Any]:
         "lower_bound_ms": real(data, "lower_bound_ms", ""),
         "alternatives": each(data, "alternatives", "", _alternative),
         "seconds": real(data, "seconds", ""),
-        **({} if version == 1 else _evidence(data)),
+        **evidence,
     }
 
 
@@ -151,7 +158,7 @@ def _evidence(data: dict[str, Any]) -> dict[str, Any]:
 def _price_row(data: Any, at: str) -> PriceRow:
     row(data, at, 3, 4)
     key = row(data[0], f"{at}[0]", 3, 3)
-    ms, origin = reals(data, 1, at), texts(data, 2, at)
+    ms, origin = reals(data, 1, at, high=_MOST_PRICE), texts(data, 2, at)
     kernels = texts(data, 3, at, _MOST_KERNEL) if len(data) > 3 else ()
     for name, values in (("origins", origin), ("kernels", kernels)):
         if len(values) != len(ms) and (values or name == "origins"):
@@ -167,7 +174,10 @@ def _price_row(data: Any, at: str) -> PriceRow:
 def _square_row(data: Any, at: str) -> SquareRow:
     row(data, at, 2, 2)
     key = row(data[0], f"{at}[0]", 2, 2)
-    return SquareRow((whole(key, 0, f"{at}[0]", 1), text(key, 1, f"{at}[0]")), reals(data, 1, at))
+    return SquareRow(
+        (whole(key, 0, f"{at}[0]", 1), text(key, 1, f"{at}[0]")),
+        reals(data, 1, at, high=_MOST_PRICE),
+    )
 
 
 def _kernel(of: Any, key: int, at: str) -> str:
