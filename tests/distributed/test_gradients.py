@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
-import dmuon.comm.reduction
+import dmuon.comm.streams
 from dmuon.comm.transport import RecordingTransport
 from dmuon.types import ConsensusError, DmuonError
 from tests.distributed.harness import distributed
@@ -313,7 +313,7 @@ def test_a_sparse_gradient_on_one_rank_is_an_error_on_every_rank(rank, world):
 def test_a_sparse_gradient_where_no_host_can_read_is_an_error_at_the_next_step(rank, world, layout):
     """On both ranks, though only one of them misses a gradient and reads the flags."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dmuon.comm.reduction, "host_can_read", lambda device: False)
+        patch.setattr(dmuon.comm.streams, "host_can_read", lambda device: False)
         model, twin = seeded(SparseAtWill), seeded(SparseAtWill)
         own = dmuon.dedicate_params(model, layout=layout)
         opt, reference = dmuon.Muon(model, **FP32), reference_for(twin, lr=0.02)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import dmuon.comm.reduction
+import dmuon.comm.streams
 from dmuon.comm.reduction import GradientReducer
 from dmuon.comm.routes import reduction_windows
 from dmuon.comm.transport import LocalTransport, Meter, Work
@@ -79,7 +79,7 @@ def test_a_sparse_gradient_on_every_rank_is_never_taken_for_none(world):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_where_no_host_can_read_it_is_raised_at_the_next_step(world, monkeypatch):
-    monkeypatch.setattr(dmuon.comm.reduction, "host_can_read", lambda device: False)
+    monkeypatch.setattr(dmuon.comm.streams, "host_can_read", lambda device: False)
     model = Table()
     reducer = reducer_of(model, world)
     model(torch.arange(4), sparse=True).sum().backward()
