@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_accuracy, gpu_parts, gpu_targets
+from benchmarks import gpu, gpu_accuracy, gpu_parts, gpu_targets, results
 from benchmarks.kernel_timing import _PRODUCTS
 from benchmarks.results import LOST, Rows
 from dmuon.kernels.newton_schulz import iterate_all
@@ -118,6 +118,31 @@ def test_a_lost_device_ends_the_process(tmp_path, monkeypatch):
         rows.attempt("a", lost)
     assert ended.value.code == LOST
     assert on_disk(path)["rows"][0]["failure"].startswith("RuntimeError: an illegal")
+
+
+FAKE_SMI = """#!/bin/sh
+case "$*" in
+*-lms*) while :; do echo "now, 1980 MHz"; sleep 0.1; done;;
+*) echo "580.1, 1980 MHz, 2619 MHz, 1980 MHz, 2619 MHz, 300.1 W, 700.0 W, 45";;
+esac
+"""
+
+
+def test_driver_and_clocks_are_recorded(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert results._nvidia_smi() == "nvidia-smi is not on the PATH"
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(FAKE_SMI)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    found = results._nvidia_smi()
+    assert isinstance(found, dict)
+    assert found["driver_version"] == "580.1" and found["clocks.sm"] == "1980 MHz"
+    with gpu._clocks(tmp_path):
+        while "1980 MHz" not in (tmp_path / "clocks.csv").read_text():
+            time.sleep(0.01)
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert str(results._nvidia_smi()).startswith("nvidia-smi failed")
 
 
 # ---- parts -------------------------------------------------------------------------------
