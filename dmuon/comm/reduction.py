@@ -71,7 +71,7 @@ class GradientReducer:
 
     ``deliver(owned)`` is called with the packs that arrived here as owner, and whether they are of
     the first round since `clear`. Rest gradients are written to ``p.grad``. Without an ``arena``
-    each window has memory of its own while it is under way, and only the parameters of ``windows``
+    each pack has memory of its own while it is under way, and only the parameters of ``windows``
     take part.
     """
 
