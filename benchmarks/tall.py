@@ -13,6 +13,7 @@ writes to a strided batch is still hundreds of times slower than the others.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -41,7 +42,9 @@ WORLD = 2
 FORMS = ("newton_schulz", "newton_schulz torch", "replicated", "sharded", "dedicated", "block step")
 _EMULATED_NUMEL = 1 << 20  # of real bfloat16 products: beyond, an emulated call takes many seconds
 
-Call = Callable[[], float]
+Call = tuple[
+    Callable[[], float], Callable[[], object]
+]  # what is timed, in seconds; how to close it
 
 
 class Alike(nn.Module):
@@ -63,7 +66,7 @@ def function(batch: int, rows: int, cols: int, dtype: torch.dtype, backend: str)
         dmuon.newton_schulz(x, dtype=dtype, backend=backend)
         return time.perf_counter() - begin
 
-    return call
+    return call, lambda: None
 
 
 def step(form: str, batch: int, rows: int, cols: int, dtype: torch.dtype) -> Call:
@@ -78,7 +81,7 @@ def step(form: str, batch: int, rows: int, cols: int, dtype: torch.dtype) -> Cal
             mesh=init_device_mesh("cpu", (WORLD,)),
             shard_placement_fn=lambda p: Shard(dim),
         )
-    dmuon.dedicate_params(
+    own = dmuon.dedicate_params(
         model, layout=layout, costs="analytic:cpu", kernels=dmuon.KernelOptions(tune_budget_s=0)
     )
     period = math.inf if form == "block step" else 1
@@ -93,7 +96,7 @@ def step(form: str, batch: int, rows: int, cols: int, dtype: torch.dtype) -> Cal
         opt.step()
         return time.perf_counter() - begin
 
-    return call
+    return call, own.close
 
 
 def cases(forms: tuple[str, ...]) -> Iterator[tuple[str, torch.dtype, int, tuple[int, int]]]:
@@ -119,10 +122,14 @@ def measure(rounds: int, forms: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         for i in range(2 + rounds):
             for k in (0, 1) if i % 2 else (1, 0):
                 dist.barrier()
-                seconds = torch.tensor(calls[k](), dtype=torch.float64)
+                seconds = torch.tensor(calls[k][0](), dtype=torch.float64)
                 dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
                 if i >= 2:
                     times[k].append(1e3 * float(seconds))
+        for _, close in calls:
+            close()
+        del calls
+        gc.collect()
         tall, wide = times
         yield {
             "set": f"{batch} x [{n}, {m}] over its transpose",
