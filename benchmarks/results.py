@@ -220,11 +220,13 @@ class Rows:
         is_faulty = self._begun == self._fault_at
         if is_faulty:
             base["planted"] = True
+            if self._fault == "stuck":  # as in a kernel that never ends
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self._running = base
-        self._write()
         begin = time.monotonic()
         failure = ""
         try:
+            self._write()
             if is_faulty:
                 _fail(self._fault)
             found = measure()
@@ -287,8 +289,6 @@ def in_words(error: BaseException) -> str:
 def _fail(fault: str) -> None:
     if fault == "raise":
         raise RuntimeError("a planted failure")
-    if fault == "stuck":  # as in a kernel that never ends: a signal is not even looked at
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     while True:
         signal.pause()
 

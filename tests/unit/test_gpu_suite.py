@@ -25,6 +25,8 @@ from dmuon.types import KernelChoice
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.timeout(900)  # processes import torch several times
+
 
 # ---- rows --------------------------------------------------------------------------------
 
@@ -189,6 +191,15 @@ def test_a_part_has_its_other_rows_whatever_one_does(tmp_path, code, note):
     assert not outcome.passed and outcome.note.startswith(note)
     rows = on_disk(tmp_path / "one.json")["rows"]
     assert [row["name"] for row in rows] == ["a", "b", "c"] and rows[2]["value"] == 1
+
+
+def test_a_part_goes_on_after_a_row_that_hangs(tmp_path):
+    code = "__import__('signal').pause()"
+    one = part("-c", WITH_ROWS, "{out}/one.json", code, stall_s=3.0, grace_s=5.0)
+    outcome = gpu.run_part(one, tmp_path, 240.0)
+    rows = on_disk(tmp_path / "one.json")["rows"]
+    assert [(row["name"], "failure" in row) for row in rows] == [("a", 0), ("b", 1), ("c", 0)]
+    assert outcome.note.startswith("1 of 3 rows: b: interrupted after")
 
 
 def test_what_a_part_started_ends_with_it(tmp_path):
