@@ -13,7 +13,7 @@ import torch
 
 from dmuon.comm.streams import Stopwatch
 from dmuon.config import KernelOptions, MuonDefaults
-from dmuon.kernels.autotune import Case, gate_error, tune
+from dmuon.kernels.autotune import Case, gate_error, gate_reference, tune
 from dmuon.kernels.backends import launch_errors, ops_of
 from dmuon.kernels.choice import candidates, fixed_choice
 from dmuon.kernels.coefficients import resolve_coefficients
@@ -124,13 +124,20 @@ class _Bench:
             MuonDefaults().ns_coefficients, MuonDefaults().ns_steps
         )
         self._case: Case | None = None
+        self._gate: tuple[Case, tuple[torch.Tensor, torch.Tensor]] | None = None
         self._space = Workspace(device)  # of all candidates, or they would fill the memory
         self._runners: dict[KernelChoice, tuple[Orthogonalizer, Call]] = {}
 
     def error(self, case: Case, choice: KernelChoice) -> float:
         failures: tuple[type[Exception], ...] = (RuntimeError, *launch_errors())
         try:
-            return gate_error(case, choice, self._device, len(self._triples))
+            if self._gate is None or self._gate[0] != case:
+                self._gate = None  # its memory is free before the next takes its own
+                dtype: torch.dtype = getattr(torch, choice.dtype)
+                steps = len(self._triples)
+                self._gate = case, gate_reference(case, dtype, self._device, steps)
+            reference = self._gate[1]
+            return gate_error(case, choice, self._device, len(self._triples), reference=reference)
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from None
         except failures:

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from dmuon.kernels.coefficients import resolve_coefficients
 from dmuon.kernels.newton_schulz import iterate_all, normalize
 from dmuon.kernels.workspace import Workspace
 from dmuon.types import KernelChoice
 
-__all__ = ["ERROR_LIMITS", "Case", "TuneBench", "gate_error", "tune"]
+__all__ = ["ERROR_LIMITS", "Case", "TuneBench", "gate_error", "gate_reference", "tune"]
 
 ERROR_LIMITS = {
     torch.float64: 1e-8,
@@ -54,14 +55,14 @@ class TuneBench(Protocol):
         """Milliseconds of one call. May raise MemoryError."""
 
 
-def gate_error(
-    case: Case, choice: KernelChoice, device: torch.device, steps: int = 5, *, seed: int = 0
-) -> float:
-    """Relative Frobenius error of a choice on Gaussian matrices, against float32 standard.
+def gate_reference(
+    case: Case, dtype: torch.dtype, device: torch.device, steps: int = 5, *, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Normalized Gaussian matrices in ``dtype``, and their result in the standard form in float32
+    or wider. All candidates of a case are compared with the same ones.
 
-    Of a batch two matrices run, so that a kernel that confuses them is found.
+    Of a batch there are two matrices, so that a kernel that confuses them is found.
     """
-    dtype: torch.dtype = getattr(torch, choice.dtype)
     triples = resolve_coefficients("polar_express", steps)
     wide = torch.promote_types(dtype, torch.float32)
     generator = torch.Generator(device).manual_seed(seed)
@@ -69,9 +70,23 @@ def gate_error(
     x = torch.empty(shape, dtype=wide, device=device).normal_(generator=generator)
     x = normalize(x, dtype)
     exact = KernelChoice("standard", (), "torch", str(wide).removeprefix("torch."))
-    expected = iterate_all([x.to(wide, copy=True)], triples, exact, Workspace(device))[0]
-    found = iterate_all([x], triples, choice, Workspace(device))[0].to(wide)
-    error = float((found - expected).norm() / expected.norm())
+    return x, iterate_all([x.to(wide, copy=True)], triples, exact, Workspace(device))[0]
+
+
+def gate_error(
+    case: Case,
+    choice: KernelChoice,
+    device: torch.device,
+    steps: int = 5,
+    *,
+    reference: tuple[Tensor, Tensor] | None = None,
+) -> float:
+    """Relative Frobenius error of a choice, inf for a nan; ``reference`` is `gate_reference`'s."""
+    dtype: torch.dtype = getattr(torch, choice.dtype)
+    x, expected = reference or gate_reference(case, dtype, device, steps)
+    triples = resolve_coefficients("polar_express", steps)
+    (found,) = iterate_all([x.clone()], triples, choice, Workspace(device))
+    error = float((found.to(expected.dtype) - expected).norm() / expected.norm())
     return error if error == error else float("inf")
 
 

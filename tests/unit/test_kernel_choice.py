@@ -18,7 +18,14 @@ from dmuon.config import KernelOptions
 from dmuon.kernel_tuning import _Bench, choose_kernels
 from dmuon.kernels import backends
 from dmuon.kernels import runner as runner_module
-from dmuon.kernels.autotune import ERROR_LIMITS, ROUNDS, Case, gate_error, tune
+from dmuon.kernels.autotune import (
+    ERROR_LIMITS,
+    ROUNDS,
+    Case,
+    gate_error,
+    gate_reference,
+    tune,
+)
 from dmuon.kernels.choice import candidates, fixed_choice
 from dmuon.kernels.graphs import Graphs
 from dmuon.kernels.iterations import squares_program
@@ -622,7 +629,7 @@ def test_the_number_of_steps_may_change_in_training(method):
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_a_candidate_that_does_not_compile_is_dropped(monkeypatch, backend):
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("PassManager::run failed")
 
     monkeypatch.setattr("dmuon.kernel_tuning.gate_error", fail)
@@ -633,6 +640,20 @@ def test_a_candidate_that_does_not_compile_is_dropped(monkeypatch, backend):
     else:  # something is wrong with torch itself
         with pytest.raises(RuntimeError, match="PassManager"):
             bench.error(ONE, choice)
+
+
+def test_the_reference_of_a_case_is_computed_once(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        "dmuon.kernel_tuning.gate_reference",
+        lambda case, *rest: made.append(case) or gate_reference(case, *rest),
+    )
+    bench = _Bench(CPU, F32, None)
+    cases = [Case(16, 48, 2), Case(24, 48, 1)]
+    for case in cases:
+        for choice in candidates(case.rows, case.cols, F32, CPU, 5):
+            assert bench.error(case, choice) == gate_error(case, choice, CPU)
+    assert made == cases
 
 
 def test_candidates_are_timed_in_one_workspace():
