@@ -84,9 +84,14 @@ class Pair:
         return worst
 
 
-def pair(name: str, *, seed: int = 0, change: Callable[[nn.Module], Any] | None = None) -> Pair:
+def pair(
+    name: str | ParallelCase,
+    *,
+    seed: int = 0,
+    change: Callable[[nn.Module], Any] | None = None,
+) -> Pair:
     """Model and twin of a case, with equal weights on every rank."""
-    case = BY_NAME[name]
+    case = BY_NAME[name] if isinstance(name, str) else name
     torch.manual_seed(seed)
     model = case.build()
     if change is not None:

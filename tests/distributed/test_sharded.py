@@ -301,40 +301,6 @@ def test_gradients_of_any_size_give_the_same_update(rank, world, scale):
             assert float((whole_tensor(p) - q.detach()).abs().max()) <= 1e-5
 
 
-@pytest.mark.parametrize("period", [1, 2, math.inf])
-@distributed(2)
-def test_masks_on_the_device_do_what_the_host_would(rank, world, period):
-    """As on an accelerator, where the host never reads the verdict."""
-    results = []
-    for on_host in (True, False):
-        both = pair("fsdp2")
-        with dedicated(both.model, period=period) as (_, opt):
-            opt._engines[0].bench.on_host = on_host
-            for step in range(5):
-                both.backward(step)
-                if step == 2 and rank == 1:
-                    both.model.blocks[0].mlp.up.weight.grad.to_local().fill_(math.nan)
-                if step == 3 and rank == 0:
-                    both.model.blocks[1].mlp.up.weight.grad = None
-                if step == 4 and rank == 0:
-                    both.model.tok.weight.grad.to_local()[0] = math.inf
-                opt.step()
-                opt.zero_grad()
-            skipped = opt.stats()["skipped"]
-            momentum = [
-                opt.state[p]["momentum_buffer"].to_local().clone()
-                for p in both.model.parameters()
-                if "momentum_buffer" in opt.state[p]
-            ]
-        results.append((both.whole(), skipped, momentum))
-    (host, host_skipped, host_momentum), (device, skipped, momentum) = results
-    assert host_skipped == skipped
-    for name in host:
-        torch.testing.assert_close(host[name], device[name], rtol=0, atol=1e-6)
-    for a, b in zip(host_momentum, momentum, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-
-
 @distributed(2)
 def test_what_a_rank_holds_is_read_from_metadata(rank, world):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
