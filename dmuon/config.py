@@ -48,7 +48,11 @@ def _number(value: Any) -> float:
 
 def _rate(value: Any) -> Any:
     """A number, or a tensor, which torch's optimizers take for lr and keep as it is."""
-    return value if isinstance(value, torch.Tensor) else _number(value)
+    if isinstance(value, torch.Tensor):
+        return value
+    number = _number(value)
+    # A schedule that ends at zero, such as LinearLR, may miss it by a rounding.
+    return 0.0 if -1e-12 < number < 0 else number
 
 
 def _integer(value: Any) -> int:

@@ -197,8 +197,9 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         # Before anything travels, for a scheduler or a user may have set something else.
-        for number, group in enumerate(self.param_groups):
-            check_group(group, number)
+        kept = [check_group(group, number) for number, group in enumerate(self.param_groups)]
+        for group, numbers in zip(self.param_groups, kept, strict=True):
+            group.update(numbers)
         # Set by `torch.amp.GradScaler` around the call.
         amp = Amp(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         for engine in self._engines:

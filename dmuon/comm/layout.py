@@ -202,8 +202,14 @@ class PlannedPlaces:
             for name, child in module._modules.items()
             if child is not None
         ]
+        # What was added is in no place and no link.
+        tables = [t for module in modules for t in (module._parameters, module._modules)]
+        self._sizes = [(table, len(table)) for table in tables]
 
     def _is_unchanged(self) -> bool:
+        for table, size in self._sizes:
+            if len(table) != size:
+                return False
         for parameters, name, p in self._places:
             if parameters.get(name) is not p:
                 return False

@@ -101,7 +101,8 @@ def _normalized(x: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
     The same numbers, bit for bit: scaling by a power of two changes no mantissa.
     """
     half_or_single = x.dtype is torch.float32 and dtype.itemsize <= 4
-    if x.device.type != "cpu" or not half_or_single or not x.numel():
+    compiling = torch.compiler.is_compiling()  # a graph cannot look at values
+    if x.device.type != "cpu" or not half_or_single or not x.numel() or compiling:
         return normalize(x, dtype, eps)
     norm = _norms(x)
     # Here no square overflows, and what vanishes is too small to matter; a nan is in no range.

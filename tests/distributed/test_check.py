@@ -24,6 +24,7 @@ from dmuon.equivalence_trial import YARDSTICKS, _moved
 from dmuon.parallel_models import CASES, DEDICATED_CASES
 from dmuon.parallel_models import batch as parallel_batch
 from dmuon.parallel_models import loss_of as parallel_loss
+from tests.distributed.dedicated_models import Casting
 from tests.distributed.harness import distributed
 from tests.distributed.models import Net, batch, loss_of, seeded
 
@@ -319,19 +320,6 @@ def test_half_precision_is_judged_by_a_yardstick_of_the_same_trial(rank, world, 
     assert f"{row.yardstick:.1e}" in str(report) and f"{row.tolerance:.1e}" in str(report)
 
 
-class Casting(Net):
-    """Weights are used in their own dtype, whatever comes in."""
-
-    def forward(self, tokens):
-        x = self.tok(tokens)
-        for block in self.blocks:
-            up, down = block.up.weight, block.down.weight
-            y = torch.tanh(block.norm(x).to(up.dtype) @ up.mT + block.up.bias.to(up.dtype))
-            x = x + (y @ down.mT).to(x.dtype)
-        mid = self.mid.weight
-        return self.lm_head((x.to(mid.dtype) @ mid.mT).float() + self.mid.bias)
-
-
 @distributed(2)
 def test_weights_that_are_cast_for_use_are_cast_for_the_yardstick(rank, world):
     for ns_dtype in (FP32, BF16):
@@ -366,6 +354,7 @@ def test_masters_are_those_of_a_reference_with_masters(rank, world, layout):
 
 SHARDED_FAULTS = {
     "slightly wrong": ("tp+fsdp", scaled(1.07, "sharded")),
+    "slightly wrong, narrow": ("fsdp4", scaled(1.07, "sharded")),
     "sign of experts": ("ep+fsdp, split experts", scaled(-1.0, "sharded")),
     "lost gather": ("fsdp4", lost_message("gather")),
     "lost scatter": ("fsdp4", lost_message("scatter")),
@@ -399,6 +388,7 @@ DEDICATED_FAULTS = {
 }
 DEDICATED_FAULTS_ON_FOUR = {
     "slightly wrong": ("tp+dp", scaled(1.07, "dedicated")),
+    "slightly wrong, narrow": ("fsdp4", scaled(1.07, "dedicated")),
     "lost slices": ("tp+dp", lost_message("slices")),
     "lost update": ("tp+dp", lost_message("updates")),
     "forward does not wait": ("hsdp", forward_does_not_wait),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from dmuon.parallel_models import ParallelModel, batch, loss_of
 from tests.distributed.fsdp import advance, assert_close, follow, fsdp, snapshot
 from tests.distributed.harness import distributed
 from tests.distributed.models import Net, seeded
-from tests.distributed.sharded import dedicated, pair, reference
+from tests.distributed.sharded import BY_NAME, dedicated, pair, reference
 
 ONLY = pytest.mark.parametrize("only_one", [False, True], ids=["all ranks", "one rank"])
 
@@ -235,3 +236,23 @@ def test_closing_and_dedicating_again(rank, world):
     both.model.zero_grad()
     follow(both, 2)
     assert_close(both)
+
+
+@distributed(2)
+def test_numbers_of_numpy_in_a_group_count_as_ones_own(rank, world):
+    """They are kept as Python's before anything travels: engines take nothing else."""
+    both = pair(BY_NAME["fsdp2"])
+    control = reference(both.twin, ns_steps=4)
+    with dedicated(both.model) as (_, opt):
+        for group in opt.param_groups:
+            if group["algorithm"] == "muon":
+                group["ns_steps"], group["lr"] = np.int64(4), np.float64(group["lr"])
+        for step in range(2):
+            both.backward(step)
+            opt.step()
+            opt.zero_grad()
+            both.joint_backward(step)
+            control.step()
+            control.zero_grad()
+        opt.synchronize()
+        assert both.difference()[0] <= 1e-5

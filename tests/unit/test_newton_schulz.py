@@ -646,3 +646,11 @@ def test_the_short_way_of_small_matrices_changes_no_bit(shape, backend, dtype) -
         torch.testing.assert_close(
             found.reshape(operand.shape), expected, rtol=0, atol=0, equal_nan=True
         )
+
+
+def test_newton_schulz_compiles_in_one_graph() -> None:
+    compiled = torch.compile(newton_schulz, backend="eager", fullgraph=True)
+    x = gaussian(12, 40, dtype=torch.float32)
+    torch.testing.assert_close(
+        compiled(x, dtype=torch.float32), newton_schulz(x, dtype=torch.float32)
+    )

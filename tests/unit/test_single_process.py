@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneCycleLR
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
@@ -1539,7 +1539,17 @@ def normalize_weights(model: nn.Module) -> None:
     nn.utils.parametrizations.weight_norm(model.lm_head)
 
 
+def add_adapter(model: nn.Module) -> None:
+    model.blocks[0].up.adapter = nn.Linear(2, 2)
+
+
+def add_gain(model: nn.Module) -> None:
+    model.norm.scale = nn.Parameter(torch.ones(WIDTH))
+
+
 REPLACEMENTS = {
+    add_adapter: r"blocks\.0\.up\.adapter\.weight",
+    add_gain: r"norm\.scale",
     replace_weight: r"blocks\.0\.up\.weight",
     replace_gain: r"norm\.weight",
     replace_module: r"blocks\.0\.norm\.weight",
@@ -1566,7 +1576,8 @@ def test_a_parameter_that_was_replaced_is_refused_by_name(replace, compiled, lay
     train(model, opt, tokens(), range(1))
     replace(model)
     backward(model, 1)
-    what = "was no parameter" if replace is normalize_weights else "is another parameter object"
+    added = (normalize_weights, add_adapter, add_gain)
+    what = "was no parameter" if replace in added else "is another parameter object"
     message = rf"'{REPLACEMENTS[replace]}' {what}.*in place.*own\.close\(\)"
     with pytest.raises(OwnershipError, match=message):
         dmuon.clip_grad_norm_(wrapped, 1.0)
@@ -1614,6 +1625,25 @@ def test_what_replaces_no_trained_parameter_is_followed(change, layout):
     replace_gain(model)
     backward(model, 4)
     with pytest.raises(OwnershipError, match=r"'norm\.weight'"):
+        opt.step()
+    own.close()
+
+
+@LAYOUTS
+def test_a_schedule_may_miss_zero_by_a_rounding(layout):
+    model = TinyGPT()
+    own = dmuon.dedicate_params(model, layout=layout)
+    opt = dmuon.Muon(model, **SETTINGS)
+    schedule = LinearLR(opt, end_factor=0.0, total_iters=10)
+    for step in range(12):
+        backward(model, step)
+        opt.step()
+        opt.zero_grad()
+        schedule.step()
+    assert [group["lr"] for group in opt.param_groups] == [0.0] * len(opt.param_groups)
+    opt.param_groups[0]["lr"] = -1e-6
+    backward(model, 0)
+    with pytest.raises(ValueError, match=r"lr must be a finite number >= 0, found -1e-06"):
         opt.step()
     own.close()
 
