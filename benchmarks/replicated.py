@@ -121,11 +121,13 @@ CONTENDERS = ("local", "adamw", "dmuon", "dmuon ddp", "round robin", "redundant"
 
 
 def measure(
-    name: str, layers: int, width: int, repeats: int, rank: int, ns_dtype: str | torch.dtype
+    name: str, layers: int, width: int, args: argparse.Namespace, rank: int
 ) -> list[dict[str, Any]]:
-    world = dist.get_world_size()
-    contenders = [Contender(c, layers, width, ns_dtype) for c in CONTENDERS]
-    times: dict[str, list[tuple[float, float]]] = {c: [] for c in CONTENDERS}
+    world, repeats = dist.get_world_size(), args.repeats
+    ns_dtype = "auto" if args.ns_dtype == "auto" else getattr(torch, args.ns_dtype)
+    names = [c for c in CONTENDERS if c != "redundant" or not args.skip_redundant]
+    contenders = [Contender(c, layers, width, ns_dtype) for c in names]
+    times: dict[str, list[tuple[float, float]]] = {c: [] for c in names}
     generator = torch.Generator().manual_seed(rank)
     for repeat in range(repeats + 2):
         for contender in contenders:
@@ -167,12 +169,11 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
         world_size=args.nproc,
         timeout=timedelta(seconds=300),
     )
-    ns_dtype = "auto" if args.ns_dtype == "auto" else getattr(torch, args.ns_dtype)
     rows = [
         row
         for name, (layers, width) in SETS.items()
         if args.set in ("all", name)
-        for row in measure(name, layers, width, args.repeats, rank, ns_dtype)
+        for row in measure(name, layers, width, args, rank)
     ]
     if rank == 0:
         with open(os.path.join(folder, "rows.json"), "w") as file:
@@ -187,6 +188,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--set", choices=["all", *SETS], default="all")
     parser.add_argument("--ns-dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+    parser.add_argument("--skip-redundant", action="store_true", help="it takes seconds a step")
     parser.add_argument("--check", action="store_true", help="fail above 1.0 x round robin")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
