@@ -518,7 +518,7 @@ def test_bad_inputs(x: object, error: type[Exception], message: str) -> None:
     ("options", "message"),
     [
         ({"method": "svd"}, "auto, standard, gram, .*found 'svd'"),
-        ({"dtype": "bfloat16"}, "found 'bfloat16'"),
+        ({"dtype": "bf16"}, "found 'bf16'"),
         ({"dtype": torch.int8}, "float16, bfloat16, float32, float64, found torch.int8"),
         ({"eps": 0.0}, "eps must be a finite number > 0"),
         ({"eps": math.nan}, "eps must be"),
