@@ -239,6 +239,9 @@ def _start(
     command: Sequence[str], out: Path, log: Path, *, forked: bool
 ) -> tuple[int, Callable[[], int | None]]:
     """Its process id, in a session of its own, and what gives its exit code when it has one."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell's background: a part would inherit it, and nothing could interrupt it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     env = {name: str(out / "cache" / folder) for name, folder in _CACHES.items()}
     env["PYTHONUNBUFFERED"] = "1"
     if forked:

@@ -169,13 +169,23 @@ sys.exit(1 if rows.failed else 0)
     [
         ("raise SystemExit(3)", 120, "exit code 3"),
         ("import os; os.abort()", 120, "exit code -6"),
-        ("import signal; signal.pause()", 8.0, "out of time, interrupted"),
+        ("import signal; signal.pause()", 5.0, "out of time, interrupted"),
     ],
 )
 def test_how_a_part_without_rows_ends(tmp_path, code, limit_s, note):
     one = part("-c", f"print('{{out}}', flush=True); {code}", grace_s=1.0)
     outcome = gpu.run_part(one, tmp_path, limit_s)
     assert (outcome.passed, outcome.note) == (False, note)
+
+
+def test_a_part_can_be_interrupted_in_the_background_of_a_shell(tmp_path):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        one = part("-c", "print('{out}', flush=True); import signal; signal.pause()", grace_s=30.0)
+        outcome = gpu.run_part(one, tmp_path, 8.0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert outcome.note == "out of time, interrupted"
 
 
 @pytest.mark.parametrize(
