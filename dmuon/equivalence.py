@@ -74,8 +74,10 @@ def check_step_equivalence(
     norm. How far rounding alone carries them is measured in the same run: a second reference gets
     the same gradients, summed in the dtype in which dmuon sums them and each entry moved by one
     rounding. The most that this changes the matrix's update in any step is its yardstick, at least
-    one unit in the last place of the coarsest dtype; 5 yardsticks are allowed. Losses must agree to
-    1e-5 there too, if forward runs in float32. Weights are read after the forward and backward pass
+    one unit in the last place of the coarsest dtype; 5 yardsticks are allowed. An error of less
+    than that in an update's direction passes there: compare with ``ns_dtype=torch.float32``, too,
+    where it does not. Losses must agree to 1e-5, if forward runs in float32. Weights are read after
+    the forward and backward pass
     that follows a step, never right after the step: reading waits for what was published, which the
     pass must do by itself.
 
