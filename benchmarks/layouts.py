@@ -25,13 +25,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
-import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -39,11 +36,11 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, UntypedStorage
-from torch.multiprocessing.spawn import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.layout_contenders import WORKLOADS, Contender, Kind, Workload, kinds
+from benchmarks.ranks import on_ranks
 from benchmarks.results import spread, write
 from dmuon.scheduler.dtensors import local_tensor
 
@@ -279,24 +276,13 @@ def markdown(rows: list[Row]) -> str:
 # ---- running -------------------------------------------------------------------------------
 
 
-def work(rank: int, args: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=args.world,
-        timeout=timedelta(seconds=300),
-    )
+def work(rank: int, args: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     for name in args.sets:
         load = WORKLOADS[name]()
         rows += measure(load, args.rounds or load.rounds)
         gc.collect()
-    if rank == 0:
-        with open(os.path.join(folder, "rows.json"), "w") as file:
-            json.dump(rows, file)
-    dist.destroy_process_group()
+    return rows
 
 
 def main() -> None:
@@ -313,10 +299,7 @@ def main() -> None:
         return
     if args.rounds is not None and args.rounds < 2:
         parser.error(f"--rounds is {args.rounds}; percentiles need at least 2")
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(work, (args, folder), nprocs=args.world)
-        with open(os.path.join(folder, "rows.json")) as file:
-            rows = json.load(file)
+    rows = on_ranks(args.world, work, args)
     if args.json:
         write(args.json, rows)
     show(rows)

@@ -8,14 +8,9 @@ Loss: see `benchmarks.muonbp_loss`.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,17 +18,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.multiprocessing.spawn import spawn
 
 import dmuon
 from benchmarks.muonbp_loss import (
     MESHES,
     PERIODS,
     STEP_SIZES,
-    Rows,
     loss_rows,
     period_name,
 )
+from benchmarks.ranks import Rows, on_ranks
 from benchmarks.replicated import Stack
 from benchmarks.results import spread, write
 from dmuon.period import Schedule
@@ -142,33 +136,6 @@ def step_rows(rank: int, args: Namespace) -> Rows:
 
 
 # ---- running -----------------------------------------------------------------------------
-
-
-def _work(
-    rank: int, world: int, folder: str, body: Callable[..., Rows], given: tuple[Any, ...]
-) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=300),
-    )
-    rows = body(rank, *given)
-    if rank == 0:
-        with open(os.path.join(folder, "rows.json"), "w") as file:
-            json.dump(rows, file)
-    dist.destroy_process_group()
-
-
-def on_ranks(world: int, body: Callable[..., Rows], *given: Any) -> Rows:
-    """``body(rank, *given)`` in ``world`` processes; what the first one returns."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_work, (world, folder, body, given), nprocs=world)
-        with open(os.path.join(folder, "rows.json")) as file:
-            rows: Rows = json.load(file)
-    return rows
 
 
 def step_line(row: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import dmuon
+from benchmarks.ranks import Rows
 from dmuon.period import Schedule
 from dmuon.scheduler.dtensors import local_tensor
 from dmuon.update import adjusted_lr
@@ -45,8 +46,6 @@ MESHES = {"fsdp=4": 4, "tp=2": 2}  # with their numbers of ranks
 STEP_SIZES = ("one", "two", "low")
 STREAMS = 4  # a batch is what four ranks of the demo read in a step, whoever reads it here
 ADJUST = "match_rms_adamw"
-
-Rows = list[dict[str, Any]]
 
 
 def period_name(period: float) -> float | str:

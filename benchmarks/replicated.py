@@ -19,23 +19,19 @@ that of ``dmuon ddp`` is above 1.0.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
 from benchmarks.baselines import RoundRobin
+from benchmarks.ranks import Rows, on_ranks
 from benchmarks.results import spread, write
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
 
@@ -160,25 +156,13 @@ def measure(
     return rows
 
 
-def work(rank: int, args: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=args.nproc,
-        timeout=timedelta(seconds=300),
-    )
-    rows = [
+def work(rank: int, args: argparse.Namespace) -> Rows:
+    return [
         row
         for name, (layers, width) in SETS.items()
         if args.set in ("all", name)
         for row in measure(name, layers, width, args, rank)
     ]
-    if rank == 0:
-        with open(os.path.join(folder, "rows.json"), "w") as file:
-            json.dump(rows, file)
-    dist.destroy_process_group()
 
 
 def main() -> int:
@@ -191,10 +175,7 @@ def main() -> int:
     parser.add_argument("--skip-redundant", action="store_true", help="it takes seconds a step")
     parser.add_argument("--check", action="store_true", help="fail above 1.0 x round robin")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(work, (args, folder), nprocs=args.nproc)
-        with open(os.path.join(folder, "rows.json")) as file:
-            rows = json.load(file)
+    rows = on_ranks(args.nproc, work, args)
     write(args.json, rows)
     for row in rows:
         print(

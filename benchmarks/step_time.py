@@ -24,12 +24,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
-import tempfile
 import time
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -37,9 +34,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch.distributed import init_device_mesh
-from torch.multiprocessing.spawn import spawn
 
 from benchmarks.baselines.contenders import LAYERS, SETS, Contender, Workload, contenders
+from benchmarks.ranks import Rows, on_ranks
 from benchmarks.results import spread, write
 from dmuon.kernels.ops import native_ns_dtype
 
@@ -128,25 +125,14 @@ def profiled(contender: Contender) -> None:
         print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=15))
 
 
-def work(rank: int, args: argparse.Namespace, cores: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=args.world,
-        timeout=timedelta(seconds=300),
-    )
+def work(rank: int, args: argparse.Namespace, cores: int) -> Rows:
     dtype = native_ns_dtype("cpu") if args.ns_dtype == "auto" else getattr(torch, args.ns_dtype)
     rows = []
     for name in SETS if args.set == "all" else (args.set,):
         load = Workload(name, args.layers, dtype)
         rows += measure(load, args.rounds or ROUNDS[name], cores, args.profile)
         gc.collect()
-    if rank == 0:
-        with open(os.path.join(folder, "rows.json"), "w") as file:
-            json.dump(rows, file)
-    dist.destroy_process_group()
+    return rows
 
 
 def show(rows: list[dict[str, Any]], cores: int) -> None:
@@ -190,10 +176,7 @@ def main() -> None:
     if args.rounds is not None and args.rounds < 2:
         parser.error(f"--rounds is {args.rounds}; percentiles need at least 2")
     cores = len(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(work, (args, cores, folder), nprocs=args.world)
-        with open(os.path.join(folder, "rows.json")) as file:
-            rows = json.load(file)
+    rows = on_ranks(args.world, work, args, cores)
     if args.json:
         write(args.json, rows)
     show(rows, cores)

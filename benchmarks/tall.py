@@ -14,14 +14,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,9 +26,9 @@ from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
-from torch.multiprocessing.spawn import spawn
 
 import dmuon
+from benchmarks.ranks import Rows, on_ranks
 from benchmarks.results import spread, write
 
 SHAPES = ((96, 256), (256, 1024), (512, 2048))
@@ -143,15 +139,7 @@ def measure(rounds: int, forms: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         }
 
 
-def work(rank: int, args: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=300),
-    )
+def work(rank: int, args: argparse.Namespace) -> Rows:
     rows = []
     for row in measure(args.rounds, tuple(args.forms)):
         rows.append(row)
@@ -161,10 +149,7 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
                 f"{row['median_ms']:9.2f} ms, wide {row['wide_ms']:9.2f}: {row['ratio']:.2f}",
                 flush=True,
             )
-    if rank == 0:
-        with open(os.path.join(folder, "rows.json"), "w") as file:
-            json.dump(rows, file)
-    dist.destroy_process_group()
+    return rows
 
 
 def main() -> int:
@@ -174,10 +159,7 @@ def main() -> int:
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
     parser.add_argument("--check", action="store_true", help=f"fail above {LIMIT}")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(work, (args, folder), nprocs=WORLD)
-        with open(os.path.join(folder, "rows.json")) as file:
-            rows = json.load(file)
+    rows = on_ranks(WORLD, work, args)
     if args.json:
         write(args.json, rows)
     worst = max(rows, key=lambda row: row["ratio"])

@@ -203,15 +203,17 @@ class PlannedPlaces:
             if child is not None
         ]
         # What was added is in no place and no link.
-        tables = [t for module in modules for t in (module._parameters, module._modules)]
-        self._sizes = [(table, len(table)) for table in tables]
+        self._sizes = [(weakref.ref(m), len(m._parameters), len(m._modules)) for m in modules]
 
     def _is_unchanged(self) -> bool:
-        for table, size in self._sizes:
-            if len(table) != size:
+        for reference, parameters, modules in self._sizes:
+            module = reference()
+            if module is None or len(module._parameters) != parameters:
                 return False
-        for parameters, name, p in self._places:
-            if parameters.get(name) is not p:
+            if len(module._modules) != modules:
+                return False
+        for table, name, p in self._places:
+            if table.get(name) is not p:
                 return False
         for parent, name, child in self._links:
             module = parent()

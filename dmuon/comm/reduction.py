@@ -36,7 +36,7 @@ from dmuon.types import Algorithm, DmuonError
 __all__ = ["GradientReducer", "decode_flags", "encode_flags"]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
 class _Flight:
     """A pack on its way."""
 
@@ -367,7 +367,8 @@ class GradientReducer:
             return
         for flight in flights:
             flight.work.wait()
-        self._flights = [f for f in self._flights if f not in flights]
+        done = set(map(id, flights))
+        self._flights = [f for f in self._flights if id(f) not in done]
         mine = [f.pack for f in flights if self._wire.is_mine(f.pack.pack)]
         if mine:
             self._deliver(mine, self._first)

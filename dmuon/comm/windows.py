@@ -25,8 +25,7 @@ class LivePack:
     def __init__(self, pack: Pack, buffer: Tensor, *, apart: bool = False) -> None:
         self.pack = pack
         self.buffer = buffer
-        # The participation flags travel as a pack of no spans.
-        self.views = list(buffer.split([s.numel for s in pack.spans])) if pack.spans else []
+        self.views = list(buffer.split([span.numel for span in pack.spans]))
         self.deliveries: list[tuple[Tensor, Tensor]] | None = None
         self._store = buffer.untyped_storage() if apart else None
         self._nbytes = buffer.untyped_storage().nbytes()
