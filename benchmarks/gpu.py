@@ -203,10 +203,10 @@ def _run(part: Part, out: Path, log: Path, deadline: float) -> tuple[int | None,
         while (code := poll()) is None and not why:
             time.sleep(0.1)
             took, is_planted = _row_took(out / f"{part.name}.json")
-            hangs = is_planted and part.plant.startswith("hang")
-            if hangs or time.monotonic() > deadline - part.grace_s:
+            kind = part.plant.partition(":")[0] if is_planted else ""
+            if kind == "hang" or time.monotonic() > deadline - part.grace_s:
                 why = "out of time"
-            elif is_planted or took > part.stall_s:
+            elif kind == "stuck" or took > part.stall_s:
                 why = f"a row hung for {took:.0f} s"
         if why:
             with suppress(ProcessLookupError):
@@ -225,8 +225,8 @@ def _run(part: Part, out: Path, log: Path, deadline: float) -> tuple[int | None,
 
 
 def _row_took(path: Path) -> tuple[float, bool]:
-    """Seconds since the row began that runs now, 0 where none does; and whether it was planted so
-    that it never ends: nobody has to wait to know that."""
+    """Seconds since the row began that runs now, 0 where none does; and whether a fault is planted
+    in it: nobody has to wait to know that it never ends."""
     try:
         age = time.time() - path.stat().st_mtime
     except FileNotFoundError:

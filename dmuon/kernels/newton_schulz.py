@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from numbers import Real
 
 import torch
@@ -44,6 +45,7 @@ __all__ = [
 KERNEL_VERSION = 5
 """To be raised whenever Newton-Schulz becomes faster or slower: measured costs are kept by it."""
 _SAFE_NORMS = 1e-10, 1e15  # of float32 matrices whose entries can be squared as they are
+_AS_IT_IS = nullcontext()
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -55,6 +57,8 @@ def resolve_ns_dtype(dtype: str | torch.dtype, device: torch.device | str) -> to
     """
     if dtype == "auto":
         return native_ns_dtype(device)
+    if dtype in _DTYPES:
+        return dtype
     if isinstance(dtype, (str, torch.dtype)):
         by_name = {str(known).removeprefix("torch."): known for known in _DTYPES}
         found = by_name.get(str(dtype).removeprefix("torch."))
@@ -100,9 +104,8 @@ def _normalized(x: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
 
     The same numbers, bit for bit: scaling by a power of two changes no mantissa.
     """
-    half_or_single = x.dtype is torch.float32 and dtype.itemsize <= 4
-    compiling = torch.compiler.is_compiling()  # a graph cannot look at values
-    if x.device.type != "cpu" or not half_or_single or not x.numel() or compiling:
+    may_look = x.is_cpu and not torch.compiler.is_compiling()  # a graph cannot look at values
+    if not may_look or x.dtype is not torch.float32 or dtype.itemsize > 4 or not x.numel():
         return normalize(x, dtype, eps)
     norm = _norms(x)
     # Here no square overflows, and what vanishes is too small to matter; a nan is in no range.
@@ -183,13 +186,13 @@ def _iterate(
     x: Tensor, coefficients: Sequence[Triple], method: str, backend: str, overwrite: bool
 ) -> Tensor:
     rows, cols = x.shape[-2:]
-    choice = fixed_choice(rows, cols, x.dtype, x.device, len(coefficients), method, backend)
+    count = len(coefficients)
+    choice, is_plain = _chosen(rows, cols, x.dtype, x.device, count, str(method), str(backend))
     if x.numel() == 0 or not coefficients:
         return x
-    ops = ops_of(choice, x.device, min(rows, cols))
-    if choice.method == "standard" and ops.is_plain(min(rows, cols)) and x.is_contiguous():
+    if is_plain and x.is_contiguous():
         with no_autocast(x.device):
-            return _plain_standard(x, coefficients)
+            return _plain_standard(x, coefficients, overwrite)
     if is_transposed(x):
         batch = x.mT.reshape(-1, cols, rows).mT
     else:
@@ -200,22 +203,44 @@ def _iterate(
     return found.unflatten(0, x.shape[:-2]) if x.ndim != 2 else found[0]
 
 
-def _plain_standard(x: Tensor, coefficients: Sequence[Triple]) -> Tensor:
+@lru_cache(maxsize=256)
+def _chosen(
+    rows: int,
+    cols: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    steps: int,
+    method: str,
+    backend: str,
+) -> tuple[KernelChoice, bool]:
+    """The fixed choice, and whether each of its products is one call of torch in standard form."""
+    choice = fixed_choice(rows, cols, dtype, device, steps, method, backend)
+    m = min(rows, cols)
+    return choice, choice.method == "standard" and ops_of(choice, device, m).is_plain(m)
+
+
+def _plain_standard(x: Tensor, coefficients: Sequence[Triple], overwrite: bool) -> Tensor:
     """What `program_of` runs in the standard form where every product is one call of torch, bit for
     bit. A small matrix that comes once would pay more for the preparation than for the products.
     """
     y = x if x.ndim == 2 else x.reshape(-1, *x.shape[-2:])
     y = y[0] if y.ndim == 3 and len(y) == 1 else y
     is_tall = y.shape[-2] > y.shape[-1]
+    m = min(y.shape[-2:])
     product, add = (torch.mm, torch.addmm) if y.ndim == 2 else (torch.bmm, torch.baddbmm)
+    # Four buffers for all steps: new ones each time cost more than a small product.
+    gram, p = y.new_empty(*y.shape[:-2], m, m), y.new_empty(*y.shape[:-2], m, m)
+    there, spare = torch.empty_like(y), y if overwrite else torch.empty_like(y)
     for a, b, c in coefficients:
-        gram = product(y.mT, y) if is_tall else product(y, y.mT)
-        p = add(gram, gram, gram, beta=b, alpha=c)
-        y = add(y, y, p, beta=a) if is_tall else add(y, p, y, beta=a)
+        left, right = (y.mT, y) if is_tall else (y, y.mT)
+        product(left, right, out=gram)
+        add(gram, gram, gram, beta=b, alpha=c, out=p)
+        left, right = (y, p) if is_tall else (p, y)
+        add(y, left, right, beta=a, out=there)
+        y, there, spare = there, spare, there
     return y.view(x.shape)
 
 
-@torch.no_grad()
 def newton_schulz(
     x: Tensor,
     *,
@@ -248,7 +273,9 @@ def newton_schulz(
         raise ValueError(f"eps must be a finite number > 0, found {eps!r}; torch uses 1e-7")
     triples = resolve_coefficients(coefficients, steps)
     ns_dtype = resolve_ns_dtype(dtype, x.device)
-    normalized = _normalized(x.detach(), ns_dtype, eps)
+    # What is made of a tensor without gradients has none: that costs less than to leave grad mode.
+    x = x.detach() if x.requires_grad else x
+    normalized = _normalized(x, ns_dtype, eps)
     return _iterate(normalized, triples, method, backend, overwrite=True)
 
 
@@ -279,6 +306,7 @@ def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """An enclosing autocast region would change the dtype of the products."""
     kind = device.type
     # Entering a region costs as much as ten small products, so only where there is one to leave.
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    is_known = kind == "cpu" or torch.amp.is_autocast_available(kind)
+    if is_known and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
-    return nullcontext()
+    return _AS_IT_IS

@@ -212,6 +212,26 @@ def test_a_part_goes_on_after_a_row_that_hangs(tmp_path):
     assert outcome.note.startswith("1 of 3 rows: b: interrupted after")
 
 
+def test_a_part_whose_planted_row_raises_is_let_alone(tmp_path):
+    """Also where it is seen while it runs, as by chance on a busy machine."""
+    code = (
+        "import json, pathlib, sys, time\n"
+        "running = {'name': 'b', 'planted': True}\n"
+        "pathlib.Path(sys.argv[1]).write_text(json.dumps({'rows': [], 'running': running}))\n"
+        "time.sleep(1)\n"
+    )
+    log, deadline = tmp_path / "log", time.monotonic() + 60
+    for fault, ended in (("raise:1", (0, "")), ("hang:1", (-2, "out of time, interrupted"))):
+        one = part(
+            "-c",
+            "import signal; signal.signal(2, signal.SIG_DFL)\n" + code,
+            "{out}/one.json",
+            plant=fault,
+        )
+        assert gpu._run(one, tmp_path, log, deadline) == ended
+        (tmp_path / "one.json").unlink()
+
+
 def test_what_a_part_started_ends_with_it(tmp_path):
     """A process that looks at no signal, started by one that does not wait for it."""
     stubborn = "import signal,time; signal.signal(2, signal.SIG_IGN); time.sleep(600)"
