@@ -5,13 +5,17 @@ standard            Newton-Schulz as `torch.optim.Muon` writes it, one matrix af
 standard_batched    the same on whole stacks (CUDA, where there are stacks)
 compiled            standard through `torch.compile`; compiled_bfloat16: the same in that dtype
 gram                the Gram form over plain torch products
+function            `dmuon.newton_schulz` as a user calls it, by the fixed rule (CPU)
+standard_function   standard with the normalization before it, on whole stacks (CPU): what
+                    ``function`` is compared with
 ours                what tuning chose, as an optimizer runs it: batches of at most
                     `PlannerOptions.max_batch`, in a workspace, as CUDA graphs on CUDA
 ours_joint          the same, but all matrices of one short side in one call (CUDA)
 ours_whole          the same, but a stack in one call, however large (CUDA)
 ==================  ============================================================================
 
-All start from normalized matrices. Momentum, normalization and the weight update are not timed.
+The others start from normalized matrices. Momentum, their normalization and the weight update are
+not timed.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from dmuon.kernels.backends import default_backend
 from dmuon.kernels.choice import default_restarts
 from dmuon.kernels.coefficients import resolve_coefficients
 from dmuon.kernels.footprint import call_bytes
-from dmuon.kernels.newton_schulz import iterate_all
+from dmuon.kernels.newton_schulz import iterate_all, newton_schulz
 from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
 from dmuon.kernels.workspace import Workspace
 from dmuon.types import KernelChoice, Triple
@@ -38,12 +42,14 @@ __all__ = [
     "Contender",
     "Piece",
     "compiled",
+    "function",
     "gram",
     "is_emulated",
     "kernel_key",
     "ours",
     "standard",
     "standard_form",
+    "standard_function",
 ]
 
 TRIPLES = resolve_coefficients("polar_express", STEPS)
@@ -92,6 +98,7 @@ def standard_form(x: Tensor, triples: Sequence[Triple] = TRIPLES) -> Tensor:
 
 
 def _standard_stack(x: Tensor) -> Tensor:
+    """The same on a stack of wide matrices."""
     for a, b, c in TRIPLES:
         gram = x @ x.mT
         update = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
@@ -138,6 +145,29 @@ def standard_batched(sources: Sequence[Tensor], dtype: torch.dtype) -> Contender
 
     pieces = map(piece, range(len(sources)), _copies(sources, dtype), sources)
     return Contender("standard_batched", tuple(pieces))
+
+
+def function(sources: Sequence[Tensor], dtype: torch.dtype) -> Contender:
+    def piece(index: int, x: Tensor, source: Tensor) -> Piece:
+        return _piece(index, x, source, lambda: newton_schulz(x, dtype=dtype))
+
+    pieces = map(piece, range(len(sources)), _copies(sources, torch.float32), sources)
+    return Contender("function", tuple(pieces))
+
+
+def standard_function(sources: Sequence[Tensor], dtype: torch.dtype) -> Contender:
+    def run(x: Tensor) -> Tensor:
+        is_tall = x.shape[-2] > x.shape[-1]
+        y = (x.mT if is_tall else x).to(dtype)
+        y = y / y.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+        y = _standard_stack(y) if len(y) > 1 else standard_form(y[0])[None]
+        return y.mT if is_tall else y
+
+    def piece(index: int, x: Tensor, source: Tensor) -> Piece:
+        return _piece(index, x, source, lambda: run(x))
+
+    pieces = map(piece, range(len(sources)), _copies(sources, torch.float32), sources)
+    return Contender("standard_function", tuple(pieces))
 
 
 def compiled(sources: Sequence[Tensor], dtype: torch.dtype, name: str) -> Contender:

@@ -151,6 +151,9 @@ def _builders(bench: Bench, case: Case, sources: list[Tensor]) -> Iterator[tuple
         name = "compiled_bfloat16"
         yield name, lambda: field_of.compiled(sources, torch.bfloat16, name)
     yield "gram", lambda: field_of.gram(sources, dtype)
+    if not on_cuda:
+        yield "standard_function", lambda: field_of.standard_function(sources, dtype)
+        yield "function", lambda: field_of.function(sources, dtype)
 
     def ours(name: str, max_batch: int = _MAX_BATCH) -> Contender:
         return field_of.ours(case, sources, dtype, bench.kernels, max_batch=max_batch, name=name)
@@ -300,7 +303,7 @@ def _numbers(
     }
     if contender.executed is not None:
         numbers["executed_tflops"] = contender.executed / middle / 1e9
-    for other in ("standard", "compiled", "compiled_bfloat16"):
+    for other in ("standard", "compiled", "compiled_bfloat16", "standard_function"):
         if other in times:
             numbers[f"ratio_to_{other}"] = ratios(mine, times[other])
     return numbers

@@ -128,6 +128,8 @@ def mixed_field() -> list[field_of.Contender]:
         field_of.standard(sources, f32),
         field_of.standard_batched([s if s.shape[1] <= s.shape[2] else s.mT for s in sources], f32),
         field_of.gram(sources, f32),
+        field_of.function(sources, f32),
+        field_of.standard_function(sources, f32),
         field_of.ours(MIXED, sources, f32, chosen, max_batch=16),
         field_of.ours(MIXED, sources, f32, chosen, max_batch=2, name="ours"),
         field_of.ours(MIXED, sources, f32, chosen, max_batch=16, name="ours_joint"),
@@ -340,6 +342,14 @@ def test_what_counts_as_missed(ratio, dtype, emulated, expected):
     assert len(misses(found)) == expected.count("missed")
 
 
+@pytest.mark.parametrize(("ratio", "expected"), [(1.0, "kept"), (1.04, "missed")])
+def test_the_function_has_a_limit_of_its_own(ratio, expected):
+    found = document(None)
+    found["rows"][0] |= {"contender": "function", "ratio_to_standard_function": ratio}
+    assert [verdict for _, _, verdict in verdicts(found)] == [expected]
+    assert ["function takes 1.04 x" in text for text in misses(found)] == [True] * (ratio > 1.03)
+
+
 def test_one_run_from_the_command_line(tmp_path, capsys):
     path = tmp_path / "new" / "kernels.json"
     quick = ["--sets", "odd", "--dtype", "float32", "--threads", "1", "--case-s", "0.02"]
@@ -352,8 +362,10 @@ def test_one_run_from_the_command_line(tmp_path, capsys):
     assert "compiled left out: not asked for" in printed, "never silently"
     found = json.loads(path.read_text())
     measured = [row for row in found["rows"] if "left_out" not in row]
-    assert {row["contender"] for row in measured} == {"standard", "gram", "ours"}
-    assert len(measured) == 3 * len(SETS["odd"])
+    contenders = {"standard", "gram", "standard_function", "function", "ours"}
+    assert {row["contender"] for row in measured} == contenders
+    assert len(measured) == len(contenders) * len(SETS["odd"])
+    assert all("ratio_to_standard_function" in row for row in measured)
     for row in measured:
         assert row["error"] < 1e-3 and row["median_ms"] > 0 and row["ratio_to_floor"] > 0
     assert {"date", "versions", "machine"} <= found.keys()
