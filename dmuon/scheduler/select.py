@@ -145,7 +145,15 @@ def _row_sizes(
     used: set[str],
 ) -> tuple[int, ...]:
     """How many rows each piece of the parameter's matrices has."""
-    found = [(p, tuple(sizes)) for p, sizes in splits.items() if fnmatchcase(use.name, p)]
+    found = []
+    for pattern, given in splits.items():
+        if fnmatchcase(use.name, pattern):
+            if isinstance(given, str) or not isinstance(given, Sequence):
+                raise SelectionError(
+                    f"splits[{pattern!r}] must be a list of row counts that add up to the {rows} "
+                    f"rows of {use.name!r}, found {given!r}"
+                )
+            found.append((pattern, tuple(given)))
     for pattern, count in heads.items():
         if fnmatchcase(use.name, pattern):
             if not isinstance(count, int) or count < 1 or rows % count:
@@ -163,10 +171,12 @@ def _row_sizes(
             + ", ".join(repr(pattern) for pattern, _ in found)
         )
     pattern, sizes = found[0]
-    if sum(sizes) != rows or any(not isinstance(s, int) or s < 1 for s in sizes):
+    are_counts = all(isinstance(size, int) and size > 0 for size in sizes)
+    if not are_counts or sum(sizes) != rows:
+        total = f"; they add up to {sum(sizes)}" if are_counts else ""
         raise SelectionError(
             f"splits[{pattern!r}] = {list(sizes)} must be positive row counts that add up to the "
-            f"{rows} rows of {use.name!r}; they add up to {sum(sizes)}"
+            f"{rows} rows of {use.name!r}{total}"
         )
     if len(sizes) > 1 and _is_transposed(use):
         raise SelectionError(
@@ -267,6 +277,16 @@ def collect(
     uses = [use for use in everything if use.parameter.requires_grad]
     _check_uses(uses, allow_meta)
     _check_sparse(uses)
+    if select is not None and not callable(select):
+        raise SelectionError(
+            f"select must be a function (name, parameter) -> bool, found {select!r}"
+        )
+    for setting, example, given in (("splits", [512, 128, 128], splits), ("heads", 8, heads)):
+        if given is not None and not isinstance(given, Mapping):
+            raise SelectionError(
+                f"{setting} must map name patterns to row counts, found {given!r}: pass "
+                f"{setting}={{'*.qkv_proj.weight': {example}}}"
+            )
     splits, heads = splits or {}, heads or {}
     used: set[str] = set()
     parameters: list[ParameterSpec] = []

@@ -268,6 +268,24 @@ def test_patterns_that_disagree_are_refused_and_equal_ones_are_not():
         collect(model, splits={"a.*": [6, 6]}, heads={"*.weight": 3})
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"splits": "3,4"}, r"splits must map name patterns to row counts, found '3,4': pass"),
+        ({"heads": 3}, r"heads must map name patterns to row counts, found 3: pass"),
+        ({"splits": {"weight": 3}}, r"splits\['weight'\] must be a list of row counts"),
+        ({"splits": {"weight": "35"}}, r"splits\['weight'\] must be a list of row counts"),
+        ({"splits": {"weight": ["3", 5]}}, r"\['3', 5\] must be positive row counts"),
+        ({"splits": {"weight": [3, 4]}}, r"8 rows of 'weight'; they add up to 7"),
+        ({"splits": {"weight": [9, -1]}}, r"\[9, -1\] must be positive row counts"),
+        ({"select": "weight"}, r"select must be a function \(name, parameter\) -> bool"),
+    ],
+)
+def test_settings_of_a_wrong_type_are_named(settings, told):
+    with pytest.raises(SelectionError, match=told):
+        collect(nn.Linear(6, 8, bias=False), **settings)
+
+
 def test_a_transposed_convolution_cannot_be_split():
     model = nn.ModuleDict({"c": nn.ConvTranspose1d(3, 8, 5)})
     with pytest.raises(SelectionError, match=r"'c.weight'.*transposed"):
