@@ -20,6 +20,7 @@ from dmuon.types import OwnershipError
 
 __all__ = [
     "check_launched",
+    "check_planned_together",
     "lane_maker",
     "make_transport",
     "mesh_device",
@@ -50,6 +51,18 @@ def check_launched(caller: str) -> None:
             "torch.distributed is not initialized, so each process would train a model of its own. "
             "Call torch.distributed.init_process_group() before dmuon, or unset WORLD_SIZE to "
             "train in this process alone"
+        )
+
+
+def check_planned_together(transports: Sequence[Transport]) -> None:
+    """Raise OwnershipError if a plan was made before this process got to know the others."""
+    alone = any(isinstance(transport, LocalTransport) for transport in transports)
+    if alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise OwnershipError(
+            "dmuon.Muon: the model was dedicated in a world of one process, before "
+            f"torch.distributed was initialized, which knows {dist.get_world_size()} now, so each "
+            "would train a model of its own. Call torch.distributed.init_process_group() before "
+            "dmuon.dedicate_params"
         )
 
 

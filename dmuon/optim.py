@@ -20,7 +20,7 @@ from dmuon.groups import (
     split_groups,
 )
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
-from dmuon.meshes import check_launched
+from dmuon.meshes import check_launched, check_planned_together
 from dmuon.owner_engine import OwnerEngine
 from dmuon.ownership import Ownership
 from dmuon.period import Period, Schedule
@@ -135,6 +135,7 @@ class Muon(Optimizer):
         check_launched("dmuon.Muon")
         given = collected(model_or_params)
         self._ownerships = ownerships_in(given)
+        check_planned_together([o.runtime.transport for o in self._ownerships])
         self._sealed = False
 
         layouts = {o.plan.layout for o in self._ownerships}

@@ -95,7 +95,7 @@ class StepTelemetry:
     def _compare(self, seen: list[float]) -> None:
         """Warn once if every recent step took many times what was planned, or a small part."""
         planned = self._planned_ms
-        if planned is None or not seen:
+        if planned is None or not any(seen):  # as where no gradient came
             return
         slowest, fastest = max(seen), min(seen)
         if fastest > max(_FACTOR * planned, planned + _FLOOR_MS):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
@@ -287,6 +288,12 @@ def cpu_has_bf16() -> bool:
     What the processor reports does not decide: a build of torch or a setting of oneDNN may leave
     its instructions unused, and an emulated product takes 5 to 30 times as long as one in float32.
     """
+    # In a thread of its own: there no mode of the caller's turns products into fake ones.
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(_bf16_is_fast).result()
+
+
+def _bf16_is_fast() -> bool:
     x = torch.ones(_TIMED_ROWS, _TIMED_ROWS, dtype=torch.float32, device="cpu")
     operands = (x, x.bfloat16())
     results = tuple(map(torch.empty_like, operands))

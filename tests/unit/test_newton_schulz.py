@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim._muon import _zeropower_via_newtonschulz as torch_newton_schulz
 
 from dmuon.kernels.backends import default_backend
@@ -617,6 +618,23 @@ def test_auto_does_not_trust_the_processor() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert found.stdout.split() == ["torch.float32"] * 2
+
+
+def test_auto_is_never_timed_on_fake_tensors() -> None:
+    """A model may be planned, exported or traced before it is trained."""
+    products = []
+    multiply = torch.mm
+
+    def seen(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+        products.append(type(a))
+        return multiply(a, b, out=out)
+
+    cpu_has_bf16.cache_clear()
+    with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
+        patch.setattr(torch, "mm", seen)
+        native_ns_dtype("cpu")
+        assert type(torch.ones(1)) is FakeTensor
+    assert set(products) == {Tensor}
 
 
 def test_native_dtype_elsewhere() -> None:

@@ -1464,6 +1464,17 @@ def test_processes_of_a_launcher_without_a_process_group_are_refused(monkeypatch
         STARTS[start]()
 
 
+def test_a_model_dedicated_before_there_was_a_process_group_is_refused(monkeypatch):
+    model = TinyGPT()
+    dmuon.dedicate_params(model, costs="analytic")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(
+        OwnershipError, match=r"init_process_group\(\) before dmuon.dedicate_params"
+    ):
+        dmuon.Muon(model)
+
+
 @pytest.mark.parametrize("text", ["two", "2.0", "nan"])
 def test_a_world_size_that_is_no_number_is_refused(monkeypatch, text):
     monkeypatch.setenv("WORLD_SIZE", text)

@@ -197,6 +197,7 @@ def test_a_step_far_from_its_plan_says_so_once():
         (None, [820.0] * 16),  # prices that are no times of a machine
         (82.1, [820.0] * 16),
         (0.1, [4.0] * 16),  # of no consequence
+        (500.0, [0.0] * 16),  # no gradient came
         (1.9, [820.0] * 2 + [2.0] * 14),  # warm-up
         (1.9, [820.0] * 3 + [2.0] + [820.0] * 12),  # one step as planned before the first look ...
     ],
