@@ -46,6 +46,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dmuon
 from benchmarks.results import Rows, row_options
 from dmuon.config import KernelOptions
+from dmuon.dtensors import local_tensor, whole_tensor
 from dmuon.kernels.autotune import ERROR_LIMITS, Case, gate_error
 from dmuon.kernels.backends import offered_backends, why_not
 from dmuon.kernels.choice import default_restarts
@@ -53,7 +54,6 @@ from dmuon.kernels.coefficients import resolve_coefficients
 from dmuon.kernels.newton_schulz import newton_schulz, normalize
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.reference import ReferenceMuon
-from dmuon.scheduler.dtensors import local_tensor, whole_tensor
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.shards import ShardMap
 from dmuon.types import KernelChoice

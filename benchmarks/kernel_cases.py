@@ -79,7 +79,7 @@ SETS: dict[str, tuple[Case, ...]] = {
     "small-experts": (Case("16 experts 128 x 512", ((16, 128, 512),)),),
     "vla": (Case("vla layers", _VLA),),
 }
-"""Layers have the shapes of the presets of `dmuon.scheduler.presets`; a weight ``[n, m]`` that is
+"""Layers have the shapes of the presets of `dmuon.catalogue.presets`; a weight ``[n, m]`` that is
 taller than wide counts as its transpose, which is how it runs."""
 
 CPU_SETS = ("sweep", "odd", "tiny", "gpt2", "small-experts")

@@ -23,8 +23,8 @@ from benchmarks.replicated import Stack
 from dmuon.api import assemble
 from dmuon.comm.transport import C10dTransport, RecordingTransport, Transport
 from dmuon.config import DedicatedOptions, PlannerOptions
+from dmuon.dtensors import local_tensor
 from dmuon.meshes import lane_maker, mesh_topology
-from dmuon.scheduler.dtensors import local_tensor
 
 # The examples are scripts side by side, no package.
 sys.path.append(str(Path(__file__).parents[1] / "examples"))

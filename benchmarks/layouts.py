@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.layout_contenders import WORKLOADS, Contender, Kind, Workload, kinds
 from benchmarks.ranks import on_ranks
 from benchmarks.results import spread, write
-from dmuon.scheduler.dtensors import local_tensor
+from dmuon.dtensors import local_tensor
 
 WARM_UP = 2
 PHASES = ("whole", "backward", "step", "forward")

@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 
 import dmuon
 from benchmarks.ranks import Rows
+from dmuon.dtensors import local_tensor
 from dmuon.period import Schedule
-from dmuon.scheduler.dtensors import local_tensor
 from dmuon.update import adjusted_lr
 
 # The examples are scripts: their folder is on the path when they run, and so it must be here.

@@ -25,6 +25,7 @@ import torch
 
 from benchmarks.executed import executed_rows
 from benchmarks.results import write
+from dmuon.catalogue.presets import model_specs
 from dmuon.comm.transport import LocalTransport
 from dmuon.config import PlannerOptions
 from dmuon.measure import measured_costs
@@ -33,7 +34,6 @@ from dmuon.scheduler.costs import CostModel, CostTable
 from dmuon.scheduler.greedy import longest_first_by_weight
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.plan import price_rows, problem_of, solve
-from dmuon.scheduler.presets import model_specs
 from dmuon.scheduler.problem import Counts, Problem
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology

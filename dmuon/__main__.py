@@ -8,7 +8,9 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
-from dmuon import check, planning, profiling
+from dmuon.tools import check
+from dmuon.tools import plan as planning
+from dmuon.tools import profile as profiling
 
 CRASHED = 3  # a defect of ours; Python's own status for that is 1, which has a meaning here
 CLOSED_PIPE = 141  # what a shell reports for a program that a closed pipe has ended

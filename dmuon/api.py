@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm.consensus import attempt, solve_on_first
-from dmuon.comm.dedicated import DedicatedRuntime
-from dmuon.comm.dedicated_routes import Slices, slice_boxes
+from dmuon.comm.dedicated.layout import DedicatedRuntime
+from dmuon.comm.dedicated.routes import Slices, slice_boxes
 from dmuon.comm.fsdp import reshard
 from dmuon.comm.grid import Grid, NewLane, open_lanes
 from dmuon.comm.layout import LayoutRuntime
@@ -31,6 +31,7 @@ from dmuon.config import (
     ReplicatedOptions,
     ShardedOptions,
 )
+from dmuon.dtensors import compute_device, covering_mesh, is_distributed, local_shard
 from dmuon.measure import measured_costs
 from dmuon.meshes import (
     check_launched,
@@ -52,7 +53,6 @@ from dmuon.requirements import (
 )
 from dmuon.scheduler.assembly import assemble as assemble_shards
 from dmuon.scheduler.costs import CostTable, resolve_costs
-from dmuon.scheduler.dtensors import compute_device, covering_mesh, is_distributed, local_shard
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.plan import OwnershipPlan, check_plan_fits, solve
 from dmuon.scheduler.select import collect, trainable_parameters

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dmuon.comm.grid import NewLane
 from dmuon.comm.transport import C10dTransport, LocalTransport, Transport
 from dmuon.config import PlannerOptions
-from dmuon.scheduler.dtensors import compute_device, mesh_axes
+from dmuon.dtensors import compute_device, mesh_axes
 from dmuon.scheduler.topology import Topology, local_world_size
 from dmuon.types import OwnershipError
 

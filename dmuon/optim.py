@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dmuon.config import AdamWDefaults, MuonDefaults
-from dmuon.engine import Amp, Engine, Settings
 from dmuon.groups import (
     check_groups,
     collected,
@@ -21,10 +20,9 @@ from dmuon.groups import (
 )
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.meshes import check_launched, check_planned_together
-from dmuon.owner_engine import OwnerEngine
 from dmuon.ownership import Ownership
 from dmuon.period import Period, Schedule
-from dmuon.scheduler.report import LoadBalanceReport
+from dmuon.report.report import LoadBalanceReport
 from dmuon.settings import (
     agreed_dtype,
     check_defaults,
@@ -36,7 +34,9 @@ from dmuon.settings import (
     warn_of_dtype,
     warn_of_rounding,
 )
-from dmuon.sharded_engine import ShardedEngine
+from dmuon.step.engine import Amp, Engine, Settings
+from dmuon.step.owner_engine import OwnerEngine
+from dmuon.step.sharded_engine import ShardedEngine
 from dmuon.types import Coefficients, Layout, OwnershipError
 
 __all__ = ["Muon"]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from dmuon.comm.hiding import hidden_parameters
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.config import KernelOptions
+from dmuon.report.report import LoadBalanceReport, build_report
 from dmuon.scheduler.plan import OwnershipPlan
-from dmuon.scheduler.report import LoadBalanceReport, build_report
 from dmuon.scheduler.specs import canonical_name
 from dmuon.telemetry import StepTelemetry
 from dmuon.types import Layout, OwnershipError

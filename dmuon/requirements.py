@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from dmuon.comm.fsdp import fsdp_roots
 from dmuon.comm.transport import Transport
 from dmuon.config import DedicatedOptions, KernelOptions, PlannerOptions
+from dmuon.dtensors import mesh_axes
 from dmuon.kernels.backends import BACKENDS
 from dmuon.kernels.choice import check_method
-from dmuon.scheduler.dtensors import mesh_axes
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.topology import Topology

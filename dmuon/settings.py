@@ -20,13 +20,13 @@ from dmuon.config import (
     check_muon_group,
     checked,
 )
+from dmuon.dtensors import local_tensor
 from dmuon.kernels.backends import why_not
 from dmuon.kernels.choice import fixed_choice, is_safe
 from dmuon.kernels.newton_schulz import resolve_coefficients, resolve_ns_dtype
 from dmuon.kernels.runner import check_graphs
 from dmuon.ownership import Ownership
 from dmuon.period import Period, Schedule
-from dmuon.scheduler.dtensors import local_tensor
 from dmuon.types import Algorithm, KernelChoice, Layout, OwnershipError
 from dmuon.update import Rates
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmuon import shard_state
 from dmuon.comm import streams
+from dmuon.step import shard_state
 
 __all__ = ["host_cannot_read", "nothing_read"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.transport import Transport
-from dmuon.scheduler.dtensors import local_tensor
+from dmuon.dtensors import local_tensor
 
 __all__ = ["start_from_first"]
 

@@ -29,7 +29,7 @@ from dmuon.comm.routes import EVERYONE, Window
 from dmuon.comm.streams import HostCopy
 from dmuon.comm.transport import Meter, Work
 from dmuon.comm.windows import LivePack, LiveWindow, Wire
-from dmuon.scheduler.dtensors import gradient_like, local_tensor
+from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm, DmuonError
 

@@ -27,7 +27,7 @@ from dmuon.comm.routes import Unit, units_of
 from dmuon.comm.shard_routes import BucketRoute, bucket_route, cut_buckets, wire_elements
 from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.config import ShardedOptions
-from dmuon.scheduler.dtensors import LayoutStamp, gradient_like, layout_stamp, local_tensor
+from dmuon.dtensors import LayoutStamp, gradient_like, layout_stamp, local_tensor
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.shards import ShardMap
 from dmuon.types import OwnershipError

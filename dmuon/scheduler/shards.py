@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from dmuon.scheduler.dtensors import LocalShard
+from dmuon.dtensors import LocalShard
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.specs import ITEM_SIZE, MatrixSpec, ModelSpecs
 

@@ -15,8 +15,8 @@ import dmuon
 from dmuon.api import assemble
 from dmuon.comm.transport import C10dTransport, Event, RecordingTransport, Transport
 from dmuon.config import PlannerOptions
+from dmuon.dtensors import whole_tensor
 from dmuon.meshes import lane_maker, mesh_topology
-from dmuon.scheduler.dtensors import whole_tensor
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.topology import Topology
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from dmuon.comm.transport import Transport
-from dmuon.parallel_models import ParallelCase, ParallelModel
-from dmuon.scheduler.dtensors import local_tensor
+from dmuon.dtensors import local_tensor
+from dmuon.tools.parallel_models import ParallelCase, ParallelModel
 from tests.distributed.sharded import Pair, dedicated, reference
 
 TOLERANCE = 1e-5

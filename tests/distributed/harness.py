@@ -80,7 +80,7 @@ def _threads() -> int:
 # or register hooks.
 _IMPORTS = [
     "dmuon.api",
-    "dmuon.parallel_models",
+    "dmuon.tools.parallel_models",
     "torch.distributed.pipelining",
     "torch._dynamo",
 ]

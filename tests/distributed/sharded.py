@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 import dmuon
 from dmuon.api import assemble
 from dmuon.comm.transport import C10dTransport, RecordingTransport, Transport
-from dmuon.parallel_models import CASES, ParallelCase, batch, loss_of
+from dmuon.dtensors import whole_tensor
 from dmuon.reference import ReferenceMuon
-from dmuon.scheduler.dtensors import whole_tensor
 from dmuon.scheduler.topology import Topology
+from dmuon.tools.parallel_models import CASES, ParallelCase, batch, loss_of
 
 BY_NAME = {case.name: case for case in CASES}
 

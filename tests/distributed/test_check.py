@@ -14,16 +14,16 @@ import pytest
 import torch
 
 import dmuon
-import dmuon.equivalence
-from dmuon import check as command
+import dmuon.tools.equivalence
 from dmuon.__main__ import main
-from dmuon.check import NEWTON_SCHULZ
-from dmuon.comm import dedicated_wire
+from dmuon.comm.dedicated import wire as dedicated_wire
 from dmuon.comm.transport import C10dTransport
-from dmuon.equivalence_trial import YARDSTICKS, _moved
-from dmuon.parallel_models import CASES, DEDICATED_CASES
-from dmuon.parallel_models import batch as parallel_batch
-from dmuon.parallel_models import loss_of as parallel_loss
+from dmuon.tools import check as command
+from dmuon.tools.check import NEWTON_SCHULZ
+from dmuon.tools.equivalence_trial import YARDSTICKS, _moved
+from dmuon.tools.parallel_models import CASES, DEDICATED_CASES
+from dmuon.tools.parallel_models import batch as parallel_batch
+from dmuon.tools.parallel_models import loss_of as parallel_loss
 from tests.distributed.dedicated_models import Casting
 from tests.distributed.harness import distributed
 from tests.distributed.models import Net, batch, loss_of, seeded
@@ -452,7 +452,7 @@ def test_a_mistake_in_parallelize_leaves_the_model_as_it_was(rank, world):
 
 
 def test_data_ranks_are_counted_along_the_data_axes():
-    result = doctest.testmod(dmuon.equivalence)
+    result = doctest.testmod(dmuon.tools.equivalence)
     assert result.attempted > 0 and result.failed == 0
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import dmuon
+from dmuon.dtensors import is_distributed
 from dmuon.reference import ReferenceMuon
-from dmuon.scheduler.dtensors import is_distributed
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.types import DmuonError
 from tests.distributed.dedicated import MUON, mesh_of, shard_rest, whole

@@ -22,8 +22,8 @@ from torch.distributed.tensor import Shard
 
 import dmuon
 from dmuon.comm import streams
-from dmuon.parallel_models import ParallelCase
-from dmuon.scheduler.dtensors import local_tensor, whole_tensor
+from dmuon.dtensors import local_tensor, whole_tensor
+from dmuon.tools.parallel_models import ParallelCase
 from tests.accelerator import host_cannot_read, nothing_read
 from tests.distributed import dedicated as of_dedicated
 from tests.distributed.dedicated_models import Skipping

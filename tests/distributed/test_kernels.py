@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
+from dmuon.dtensors import whole_tensor
 from dmuon.kernels import runner
 from dmuon.kernels.newton_schulz import KERNEL_VERSION, program_of
 from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.costs import CostTable
-from dmuon.scheduler.dtensors import whole_tensor
 from tests.distributed.harness import distributed
 from tests.products import Products
 

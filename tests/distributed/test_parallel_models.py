@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from dmuon.parallel_models import CASES, DEDICATED_CASES, ParallelModel, batch, loss_of
+from dmuon.tools.parallel_models import CASES, DEDICATED_CASES, ParallelModel, batch, loss_of
 from tests.distributed.harness import distributed
 
 BY_NAME = {case.name: case for case in CASES}

@@ -27,9 +27,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
-from dmuon.parallel_models import ParallelModel, batch, loss_of
+from dmuon.dtensors import local_shard, local_tensor, whole_tensor
 from dmuon.reference import ReferenceMuon
-from dmuon.scheduler.dtensors import local_shard, local_tensor, whole_tensor
+from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
 from tests.distributed.harness import distributed
 from tests.distributed.sharded import MUON, dedicated, pair, reference, train
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import dmuon
-from dmuon.parallel_models import batch, loss_of
+from dmuon.dtensors import local_tensor, whole_tensor
 from dmuon.reference import ReferenceMuon
-from dmuon.scheduler.dtensors import local_tensor, whole_tensor
+from dmuon.tools.parallel_models import batch, loss_of
 from tests.distributed.fsdp import TOLERANCE, advance, assert_close, fsdp, snapshot
 from tests.distributed.harness import distributed
 from tests.distributed.sharded import MUON, cases, dedicated, pair, reference

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.parallel_models import ParallelModel, batch, loss_of
+from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
 from tests.distributed.fsdp import advance, assert_close, follow, fsdp, snapshot
 from tests.distributed.harness import distributed
 from tests.distributed.models import Net, seeded

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from dmuon.comm.routes import Unit, publish_buckets, runs_of, units_of
 from dmuon.comm.shard_routes import cut_buckets
 from dmuon.config import PlannerOptions
+from dmuon.report.bottleneck import least_ms
+from dmuon.report.report import build_report
 from dmuon.scheduler.batches import groups_of
 from dmuon.scheduler.batching import Batching
-from dmuon.scheduler.bottleneck import least_ms
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.grouping import PriceBook
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.plan import Batch, OwnershipPlan, SquareRow, solve
-from dmuon.scheduler.report import build_report
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
 from dmuon.types import PlanError
@@ -684,7 +684,7 @@ def test_the_page_says_it_too_and_a_plan_without_kernels_points_to_the_rule(plan
 
 
 def test_ranks_are_alike_only_if_they_run_the_same_groups():
-    from dmuon.scheduler.measured import compare
+    from dmuon.report.measured import compare
 
     keys = [A, B, A, B]
     batches = [

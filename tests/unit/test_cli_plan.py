@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dmuon import plan_request
 from dmuon.__main__ import CLOSED_PIPE, main
-from dmuon.plan_request import COMPARED, memory_bytes, mesh_shape
+from dmuon.catalogue.presets import PRESETS, model_specs
+from dmuon.report.report import build_report
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.plan import OwnershipPlan, solve
-from dmuon.scheduler.presets import PRESETS, model_specs
-from dmuon.scheduler.report import build_report
 from dmuon.scheduler.topology import MAX_RANKS, Topology
+from dmuon.tools import plan_request
+from dmuon.tools.plan_request import COMPARED, memory_bytes, mesh_shape
 from dmuon.types import PlanError
 
 REPOSITORY = Path(__file__).parents[2]

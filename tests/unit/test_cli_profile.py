@@ -8,8 +8,8 @@ import json
 import pytest
 import torch
 
-from dmuon.profiling import add_profile_arguments, parse_shapes, run
 from dmuon.scheduler.costs import CostTable, resolve_costs
+from dmuon.tools.profile import add_profile_arguments, parse_shapes, run
 from dmuon.types import PlanError
 
 
@@ -78,7 +78,7 @@ def test_threads_are_set_for_the_measurement_alone(tmp_path, capsys):
 
 
 def test_a_model_may_be_a_function(tmp_path, capsys):
-    pytest.importorskip("dmuon.scheduler.presets")
+    pytest.importorskip("dmuon.catalogue.presets")
     assert profile(tmp_path, "--model", "tests.unit.models:TinyGPT") == 0
     out = capsys.readouterr().out
     assert "8 x 16" in out and "2 measured" in out  # two of it and two of its transpose: 1, 2

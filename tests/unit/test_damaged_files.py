@@ -30,7 +30,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dmuon.__main__ import CRASHED, main
+from dmuon.catalogue.presets import model_specs
 from dmuon.config import PlannerOptions
+from dmuon.report.report import build_report
 from dmuon.scheduler import knapsack, proof
 from dmuon.scheduler.analytic import ANALYTIC_DEVICES
 from dmuon.scheduler.certificate import Certificate, certify
@@ -39,8 +41,6 @@ from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.ownership_plan import OwnershipPlan, check_plan_fits
 from dmuon.scheduler.plan import bounding_problem, solve
-from dmuon.scheduler.presets import model_specs
-from dmuon.scheduler.report import build_report
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.scheduler.topology import MAX_RANKS, Topology
 from dmuon.types import Layout, PlanError, SizeError

@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dmuon.config import PlannerOptions
+from dmuon.report.report import build_report
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.placement import layer_of, natural_key
 from dmuon.scheduler.plan import Batch, OwnershipPlan, problem_of, solve
-from dmuon.scheduler.report import build_report
 from dmuon.scheduler.search import SOLVERS
 from dmuon.scheduler.symmetry import orbits_of
 from dmuon.scheduler.topology import Topology

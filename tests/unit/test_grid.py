@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dmuon.comm.dedicated_routes import Slices, carriers_of, group_window, slice_boxes
+from dmuon.comm.dedicated.routes import Slices, carriers_of, group_window, slice_boxes
 from dmuon.comm.grid import Grid
 from dmuon.comm.routes import EVERYONE
+from dmuon.dtensors import LocalShard
 from dmuon.scheduler.costs import resolve_costs
-from dmuon.scheduler.dtensors import LocalShard
 from dmuon.scheduler.plan import solve
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.shards import Box, RankShards

@@ -26,9 +26,9 @@ from benchmarks.kernel_cases import (
 from benchmarks.kernel_page import misses, page, verdicts
 from benchmarks.kernel_timing import Race, matmul_rate, quartiles, ratios
 from benchmarks.results import Rows
+from dmuon.catalogue.presets import model_specs
 from dmuon.kernels.newton_schulz import iterate_all, newton_schulz
 from dmuon.kernels.workspace import Workspace
-from dmuon.scheduler.presets import model_specs
 from dmuon.types import KernelChoice
 
 CPU = torch.device("cpu")

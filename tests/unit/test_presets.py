@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dmuon.scheduler.hf_config import MODEL_TYPES, architecture_of, dtype_of
-from dmuon.scheduler.presets import PRESETS, model_specs
+from dmuon.catalogue.hf_config import MODEL_TYPES, architecture_of, dtype_of
+from dmuon.catalogue.modules import GPT2, Architecture, Decoder, build
+from dmuon.catalogue.presets import PRESETS, model_specs
 from dmuon.scheduler.select import collect
-from dmuon.scheduler.skeleton import GPT2, Architecture, Decoder, build
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm, DmuonError, PlanError, SelectionError
 

@@ -419,7 +419,7 @@ def test_what_is_timed_is_what_the_optimizer_runs():
     dmuon.dedicate_params(model, splits=model.splits)
     opt = dmuon.Muon(model)
     model(torch.randn(3, 2, 6)).sum().backward()
-    in_training = recorded("dmuon.owner_engine", opt.step)
+    in_training = recorded("dmuon.step.owner_engine", opt.step)
     key = (10, 13, "float32")
     bench = NewtonSchulzBench(CPU, getattr(torch, opt.stats()["ns_dtype"]))
     timed = recorded("dmuon.workbench", bench.prepare(key, 1))

@@ -16,15 +16,15 @@ from rich.console import Console
 from torch import nn
 
 import dmuon
-from dmuon.scheduler import balance as balance_module
-from dmuon.scheduler.balance import launch_owners
+from dmuon.report import balance as balance_module
+from dmuon.report.balance import launch_owners
+from dmuon.report.report import LoadBalanceReport, build_report
+from dmuon.report.words import bytes_text, ms_text
 from dmuon.scheduler.certificate import Certificate
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.placement import contention, row_major
 from dmuon.scheduler.plan import Batch, OwnershipPlan, PriceRow, solve
-from dmuon.scheduler.report import LoadBalanceReport, build_report
-from dmuon.scheduler.report_words import bytes_text, ms_text
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec
 from dmuon.scheduler.topology import Topology

@@ -9,14 +9,14 @@ from html.parser import HTMLParser
 
 import pytest
 
+from dmuon.report.charts import Mark, step_chart
+from dmuon.report.html import page, write_whole
+from dmuon.report.pictures import MOST_BARS
+from dmuon.report.report import build_report
+from dmuon.report.slots import Cell, Grid, slot_map
+from dmuon.report.svg import CATEGORIES, axis_ticks, ramp
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.plan import OwnershipPlan
-from dmuon.scheduler.report import build_report
-from dmuon.scheduler.report_charts import Mark, step_chart
-from dmuon.scheduler.report_html import page, write_whole
-from dmuon.scheduler.report_pictures import MOST_BARS
-from dmuon.scheduler.report_slots import Cell, Grid, slot_map
-from dmuon.scheduler.report_svg import CATEGORIES, axis_ticks, ramp
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from dmuon.comm.routes import units_of
 from dmuon.comm.shard_routes import bucket_route, cut_buckets, wire_elements
+from dmuon.dtensors import LocalShard
 from dmuon.scheduler.assembly import assemble
 from dmuon.scheduler.costs import resolve_costs
-from dmuon.scheduler.dtensors import LocalShard
 from dmuon.scheduler.plan import solve
 from dmuon.scheduler.shards import Box, RankShards, ShardMap, matrix_box
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec

@@ -1,0 +1,99 @@
+"""AdamW on the parameters that are no matrices, by `torch.optim.AdamW`'s own functional form.
+
+AdamW works element by element, so a distributed parameter is updated where its shards lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from dmuon.dtensors import local_tensor
+from dmuon.update import merged_master
+
+__all__ = ["adamw_step", "make_adamw_state", "refresh_masters"]
+
+
+@torch.no_grad()
+def adamw_step(
+    group: dict[str, Any],
+    state: MutableMapping[Any, Any],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    master_weights: bool,
+    on_device: bool = False,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One AdamW step with the hyperparameters of ``group``.
+
+    ``grads`` are the local parts of the gradients of ``params``. ``state`` is the optimizer's; an
+    entry is made at a parameter's first gradient. ``on_device``: in torch's fused form, which reads
+    nothing back; it leaves all as it is where ``found_inf`` (0-d, float32) is not zero.
+    """
+    if not params:
+        return
+    for p in params:
+        make_adamw_state(p, state, master_weights, on_device=on_device)
+    targets = [local_tensor(state[p].get("master_weight", p)) for p in params]
+    states = [state[p] for p in params]
+    adamw(
+        targets,
+        [g.to(t.dtype) for g, t in zip(grads, targets, strict=True)],
+        [local_tensor(s["exp_avg"]) for s in states],
+        [local_tensor(s["exp_avg_sq"]) for s in states],
+        [],
+        [s["step"] for s in states],
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=float(group["lr"]),
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+        fused=on_device or None,
+        found_inf=found_inf,
+    )
+    if master_weights:
+        pairs = [(local_tensor(p), t) for p, t in zip(params, targets, strict=True)]
+        pairs = [(p, t) for p, t in pairs if p.dtype is not t.dtype]
+        if pairs:
+            torch._foreach_copy_([p for p, _ in pairs], [t for _, t in pairs])
+
+
+@torch.no_grad()
+def refresh_masters(state: MutableMapping[Any, Any], params: Iterable[Tensor]) -> None:
+    """Take over weights that were loaded into ``params`` since their masters were made."""
+    for p in params:
+        master = state[p].get("master_weight") if p in state else None
+        if master is not None:
+            local = local_tensor(master)
+            local.copy_(merged_master(local, local_tensor(p)))
+
+
+@torch.no_grad()
+def make_adamw_state(
+    p: Tensor, state: MutableMapping[Any, Any], master_weights: bool, *, on_device: bool = False
+) -> None:
+    """Make the state of ``p`` if there is none.
+
+    The keys are those of `torch.optim.AdamW` and, with ``master_weights``, a float32
+    "master_weight" for parameters of lower precision. ``on_device``: the step count lies with the
+    parameter, as the fused form wants it.
+    """
+    entry = state[p]
+    if "step" in entry:
+        return
+    if master_weights and p.dtype.itemsize < 4:
+        entry["master_weight"] = p.detach().float()
+    target = entry.get("master_weight", p)
+    # As torch.optim.AdamW keeps it, whatever the default dtype and device: bfloat16 cannot count
+    # beyond 256.
+    where = p.device if on_device else torch.device("cpu")
+    entry["step"] = torch.zeros((), dtype=torch.float32, device=where)
+    entry["exp_avg"] = torch.zeros_like(target.detach())
+    entry["exp_avg_sq"] = torch.zeros_like(target.detach())

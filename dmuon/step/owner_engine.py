@@ -1,0 +1,191 @@
+"""Muon where owners keep the momentum: in the `replicated` and the `dedicated` layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dmuon.adamw import adamw_step, refresh_masters
+from dmuon.comm import streams
+from dmuon.comm.layout import Done, Job, OwnerRuntime
+from dmuon.comm.routes import Unit, unit_runs
+from dmuon.comm.streams import Stopwatch
+from dmuon.dtensors import gradient_like, local_tensor
+from dmuon.kernels.newton_schulz import resolve_coefficients
+from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
+from dmuon.operand import apply_all, is_fused, normalized_momentum
+from dmuon.ownership import Ownership
+from dmuon.step.engine import Amp, Settings, group_of_matrices, rest_by_group
+from dmuon.step.owner_state import OwnerState
+from dmuon.types import OwnershipError
+from dmuon.update import Rates, update_rms
+
+__all__ = ["OwnerEngine"]
+
+
+class OwnerEngine:
+    """See `dmuon.step.engine.Engine`."""
+
+    def __init__(self, ownership: Ownership, optimizer: Optimizer, settings: Settings) -> None:
+        self._ownership = ownership
+        self._runtime = cast(OwnerRuntime, ownership.runtime)
+        self._optimizer = optimizer
+        self._settings = settings
+        self._seen_loads = 0
+        layout = ownership.plan.layout
+        if settings.master_weights and not self._runtime.keeps_whole:
+            raise OwnershipError(
+                f"master_weights=True: in the {layout.value!r} layout under tensor parallelism an "
+                "owner keeps a slice of a weight only. Keep the parameters in float32 and compute "
+                "in bfloat16 (torch.autocast), or leave master_weights off"
+            )
+        self._runtime.bind(group_of_matrices(ownership, optimizer), self._payload_dtype)
+        self._owned = OwnerState(ownership, settings.master_weights)
+        self._rest = rest_by_group(ownership, optimizer)
+        self._on_host = streams.host_can_read(self._runtime.device)
+        self._kernels = Orthogonalizer(self._runtime.device, settings.ns_dtype, ownership.kernels)
+        mine = [u for u in self._runtime.units if u.owner == ownership.rank]
+        self._kernels.reserve(
+            self._call(run, [len(u.matrices) for u in run]) for run in unit_runs(mine)
+        )
+        self._show_momentum()
+
+    def _call(self, units: Sequence[Unit], counts: Sequence[int]) -> Call:
+        """Newton-Schulz on ``counts[i]`` matrices of ``units[i]``."""
+        group = self._optimizer.param_groups[units[0].group]
+        return Call(
+            tuple((count, u.rows, u.cols) for u, count in zip(units, counts, strict=True)),
+            resolve_coefficients(group["ns_coefficients"], group["ns_steps"]),
+            units[0].kernel,
+        )
+
+    def _payload_dtype(self, parameter_dtype: str) -> torch.dtype:
+        if self._settings.master_weights:
+            dtype: torch.dtype = getattr(torch, parameter_dtype)
+            return dtype
+        return self._settings.ns_dtype
+
+    def _show_momentum(self) -> None:
+        for p, entry in self._owned.momentum_entries():
+            self._optimizer.state[p]["momentum_buffer"] = entry
+
+    # ---- a step --------------------------------------------------------------------------
+
+    def begin(self, amp: Amp) -> None:
+        if amp.found_inf is not None:
+            raise OwnershipError(
+                f"GradScaler does not work in the {self._ownership.plan.layout.value!r} layout: it "
+                "cannot see the gradients that owners hold. Train in bfloat16, or call opt.step() "
+                "without a scaler"
+            )
+        self._runtime.reduce_gradients()
+        if self._settings.master_weights and self._runtime.loads != self._seen_loads:
+            self._seen_loads = self._runtime.loads
+            self._owned.refresh_masters()
+            for params in self._rest.values():
+                refresh_masters(self._optimizer.state, params)
+
+    def launch(self) -> None:
+        # Rates as they are now: a scheduler may change the groups before an update is applied.
+        rates = [Rates.of(group) for group in self._optimizer.param_groups]
+        watch = self._ownership.telemetry.begin_step()
+
+        def compute(jobs: Sequence[Job], done: Done) -> None:
+            numbers = {job.unit: n for n, job in enumerate(jobs)}
+            for run in unit_runs([job.unit for job in jobs]):
+                self._compute(watch, rates[run[0].group], [numbers[u] for u in run], jobs, done)
+
+        def apply(
+            unit: Unit, where: list[int], targets: list[Tensor], payload: list[Tensor]
+        ) -> None:
+            if self._settings.master_weights:
+                torch._foreach_copy_(targets, payload)
+                return
+            rate = rates[unit.group]
+            lr = rate.adjusted(unit.rows, unit.cols)
+            fused = is_fused(unit.kernel, targets[0])
+            apply_all(targets, payload, decay=rate.decay, lr=lr, fused=fused)
+
+        self._runtime.step(compute, apply)
+
+    def _compute(
+        self,
+        watch: Stopwatch,
+        rate: Rates,
+        numbers: Sequence[int],
+        jobs: Sequence[Job],
+        done: Done,
+    ) -> None:
+        """The owner's part for jobs that run together: momentum, Newton-Schulz, what to publish."""
+        members = [jobs[n] for n in numbers]
+        call = self._call([job.unit for job in members], [len(job.where) for job in members])
+        watch.start()
+        with ExitStack() as rows:
+            masters = []
+            operands = self._kernels.operands(call)
+            fused = self._kernels.is_fused(call)
+            for job, operand in zip(members, operands, strict=True):
+                buffer, master = rows.enter_context(self._owned.rows(job.unit, job.where))
+                masters.append(master)
+                group = self._optimizer.param_groups[job.unit.group]
+                normalized_momentum(buffer, job.gradients, group, out=operand, fused=fused)
+            updates = orthogonalize(self._kernels, call, operands)
+            watch.stop()
+            for number, job, update, master in zip(numbers, members, updates, masters, strict=True):
+                lr = rate.adjusted(job.unit.rows, job.unit.cols)
+                rms = update_rms(update, lr / rate.lr if rate.lr else 0.0)
+                if master is None:
+                    done(number, update, rms)
+                else:
+                    master.mul_(rate.decay).add_(update, alpha=-lr)
+                    done(number, master, rms)
+
+    def rest(self) -> None:
+        for g, params in self._rest.items():
+            with_grad = [p for p in params if p.grad is not None]
+            grads = [
+                local_tensor(gradient_like(p.grad, p)) for p in with_grad if p.grad is not None
+            ]
+            adamw_step(
+                self._optimizer.param_groups[g],
+                self._optimizer.state,
+                with_grad,
+                grads,
+                master_weights=self._settings.master_weights,
+                on_device=not self._on_host,
+            )
+
+    def finish(self) -> None:
+        self._ownership.telemetry.finish_step()
+
+    # ---- reading and state ---------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        rms = {name: float(value) for name, value in self._runtime.update_rms().items()}
+        return {"update_rms": rms, "kernels": self._kernels.report()}
+
+    def before_state_dict(self) -> None:
+        for p, entry in self._owned.master_entries():
+            self._optimizer.state[p]["master_weight"] = entry
+
+    def check_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
+        self._owned.check(saved)
+
+    def load_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
+        self._owned.load(saved)
+        self._show_momentum()
+        for params in self._rest.values():
+            for p in params:
+                self._optimizer.state.pop(p, None)
+                if "exp_avg" in saved.get(p, {}):
+                    self._optimizer.state[p] = {
+                        k: v.detach()
+                        .clone()
+                        .to("cpu" if k == "step" and self._on_host else p.device)
+                        for k, v in saved[p].items()
+                    }

@@ -1,0 +1,199 @@
+"""The ``profile`` command: measure what Newton-Schulz costs here, and write a cost table."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+
+from dmuon.comm.transport import LocalTransport
+from dmuon.config import PlannerOptions
+from dmuon.measure import measured_costs
+from dmuon.scheduler.costs import CostTable, ShapeKey, newton_schulz_flops
+from dmuon.scheduler.profile import Want, wanted
+from dmuon.scheduler.specs import ITEM_SIZE
+from dmuon.types import DmuonError, PlanError
+
+__all__ = ["add_profile_arguments", "run"]
+
+_BUDGET_S = 60.0
+_WIDTH = 110  # columns of what is printed to anything but a terminal
+
+
+def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command. Texts are read by `run`, whose errors are one line."""
+    what = parser.add_argument_group("what to measure").add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--model",
+        help="a preset, the path of a Hugging Face config.json, or module:function that returns "
+        "a model (see python -m dmuon plan --help)",
+    )
+    what.add_argument("--shapes", metavar="MxN,...", help="such as 1024x4096,512x512")
+    add = parser.add_argument
+    add(
+        "--dtype",
+        help=f"dtype of the parameters: {', '.join(ITEM_SIZE)} (default: the model's own; "
+        "float32 for --shapes)",
+    )
+    add(
+        "--max-batch",
+        type=int,
+        default=PlannerOptions().max_batch,
+        metavar="B",
+        help="most matrices in one batch (default: %(default)s)",
+    )
+    add(
+        "--budget",
+        type=float,
+        default=_BUDGET_S,
+        metavar="SECONDS",
+        help="what is not reached in this time is estimated (default: %(default)g)",
+    )
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add("--threads", type=int, metavar="N", help="threads of a CPU measurement, as in training")
+    add("--fresh", action="store_true", help="measure again what is cached already")
+    add("--cache-dir", metavar="DIR", help="default: the user's cache directory")
+    add(
+        "--out",
+        metavar="PATH",
+        help="write the cost table there, for costs=PATH and python -m dmuon plan --costs PATH; "
+        "- for standard output alone",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print or write the table; 2 for a mistake of the user."""
+    threads = torch.get_num_threads()
+    try:
+        _profile(args)
+        return 0
+    except DmuonError as error:
+        from dmuon.tools.plan import in_terms_of_flags
+
+        message = in_terms_of_flags(" ".join(str(error).split()))
+        sys.stderr.write(f"python -m dmuon profile: error: {message}\n")
+        return 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _profile(args: argparse.Namespace) -> None:
+    device = _device(args.device)
+    options = _options(args)
+    if args.threads is not None:
+        if args.threads < 1:
+            raise PlanError(f"--threads must be at least 1, found {args.threads}")
+        torch.set_num_threads(args.threads)
+    keys = _keys(args)
+    begin = time.perf_counter()
+    table = measured_costs(LocalTransport(), keys, device, options, fresh=args.fresh)
+    seconds = time.perf_counter() - begin
+    if args.out == "-":
+        sys.stdout.write(table.to_json() + "\n")
+        return
+    sys.stdout.write(_rendered(table, wanted(keys, options.max_batch), seconds) + "\n")
+    if args.out is not None:
+        try:
+            table.save(args.out)
+        except OSError as error:
+            raise PlanError(f"cannot write {args.out!r}: {error.strerror}") from error
+        sys.stderr.write(f"wrote {args.out}\n")
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise PlanError("--device cuda: torch finds no CUDA device here; try --device cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(name)
+
+
+def _options(args: argparse.Namespace) -> PlannerOptions:
+    try:
+        return PlannerOptions(
+            max_batch=args.max_batch, profile_budget_s=args.budget, cache_dir=args.cache_dir
+        )
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+
+
+def _keys(args: argparse.Namespace) -> list[ShapeKey]:
+    """The matrices to measure for: the model's, or enough of each shape for every batch size."""
+    if args.model is not None:
+        from dmuon.catalogue.presets import model_specs
+
+        keys = [matrix.key for matrix in model_specs(args.model, args.dtype).matrices]
+        if not keys:
+            raise PlanError(f"--model {args.model} has no matrices")
+        return keys
+    dtype = args.dtype or "float32"
+    if dtype not in ITEM_SIZE:
+        raise PlanError(f"unknown dtype {dtype!r}, expected one of {', '.join(ITEM_SIZE)}")
+    return [(*shape, dtype) for shape in parse_shapes(args.shapes) for _ in range(args.max_batch)]
+
+
+def parse_shapes(text: str) -> list[tuple[int, int]]:
+    """
+    >>> parse_shapes("1024x4096, 512x512")
+    [(1024, 4096), (512, 512)]
+    """
+    shapes = []
+    for part in text.split(","):
+        match = re.fullmatch(r"([1-9][0-9]{0,6})x([1-9][0-9]{0,6})", part.strip(), re.IGNORECASE)
+        if match is None:
+            raise PlanError(f"--shapes: {part.strip()!r} is no shape; give rows x cols: 1024x4096")
+        shapes.append((int(match[1]), int(match[2])))
+    return list(dict.fromkeys(shapes))
+
+
+# ---- the table ---------------------------------------------------------------------------
+
+
+def _rendered(table: CostTable, wants: tuple[Want, ...], seconds: float) -> str:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    origins = Counter(table.origin(want.key, want.batch) for want in wants)
+    counts = ", ".join(f"{count} {origin}" for origin, count in sorted(origins.items()))
+    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("shape", "dtype", "batch", "ms", "ms a matrix", "GFLOP/s", "origin", "kernel"):
+        left = heading in ("shape", "dtype", "origin", "kernel")
+        rows.add_column(heading, justify="left" if left else "right")
+    for i, want in enumerate(wants):
+        first = i == 0 or wants[i - 1].key != want.key
+        if first and i:
+            rows.add_section()
+        measured = table.origin(want.key, want.batch) == "measured"
+        rows.add_row(*_cells(table, want, first), style=None if measured else "dim")
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
+    with console.capture() as capture:
+        console.print(f"Newton-Schulz {table.source}", soft_wrap=True)
+        console.print(f"{counts}, in {seconds:.1f} s")
+        console.print(rows)
+        console.print("GFLOP/s: of the standard iteration's operations, whatever form ran.")
+    return capture.get().rstrip()
+
+
+def _cells(table: CostTable, want: Want, first: bool) -> list[Any]:
+    rows, cols, dtype = want.key
+    ms = table.batch_ms(want.key, want.batch)
+    gflops = want.batch * newton_schulz_flops(rows, cols, table.ns_steps) / 1e9
+    rate = 1e3 * gflops / ms if ms else 0.0
+    return [
+        f"{rows} x {cols}" if first else "",
+        dtype if first else "",
+        str(want.batch),
+        f"{ms:.3f}",
+        f"{ms / want.batch:.3f}",
+        f"{rate:,.0f}" if rate >= 100 else f"{rate:.2f}",
+        table.origin(want.key, want.batch),
+        table.kernel(want.key, want.batch).rpartition("/")[0],
+    ]
