@@ -24,7 +24,7 @@ from dmuon.api import assemble
 from dmuon.comm.transport import C10dTransport, RecordingTransport, Transport
 from dmuon.config import DedicatedOptions, PlannerOptions
 from dmuon.dtensors import local_tensor
-from dmuon.meshes import lane_maker, mesh_topology
+from dmuon.meshes import group_maker, mesh_topology
 
 # The examples are scripts side by side, no package.
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -234,14 +234,14 @@ class Contender:
     def _dedicate(self, mesh: DeviceMesh | None) -> dmuon.Ownership:
         """`dmuon.dedicate_params` with its defaults, over transports that record."""
         world, kind = dist.get_world_size(), self.kind
-        make = lane_maker(mesh, world, TIMEOUT_S)
+        make = group_maker(mesh, world, TIMEOUT_S)
         return assemble(
             self.model,
             self.traffic.record(C10dTransport(range(world), TIMEOUT_S)),
             lambda: mesh_topology(mesh, world, self.model, PlannerOptions()),
             layout=kind.layout,
             options=None if kind.freed is None else DedicatedOptions(free_after_forward=kind.freed),
-            new_lane=lambda partition: self.traffic.record(make(partition)),
+            new_group=lambda partition: self.traffic.record(make(partition)),
         )
 
     def _fully_shard(self, mesh: DeviceMesh) -> None:

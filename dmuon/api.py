@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from dmuon.comm.consensus import attempt, solve_on_first
 from dmuon.comm.dedicated.layout import DedicatedRuntime
 from dmuon.comm.dedicated.routes import Slices, slice_boxes
-from dmuon.comm.fsdp import reshard
-from dmuon.comm.grid import Grid, NewLane, open_lanes
+from dmuon.comm.hooks import reshard
 from dmuon.comm.layout import LayoutRuntime
+from dmuon.comm.process_groups import Grid, NewGroup, ProcessGroups
 from dmuon.comm.replicated import ReplicatedRuntime
 from dmuon.comm.sharded import ShardedRuntime
 from dmuon.comm.transport import Transport
@@ -35,7 +35,7 @@ from dmuon.dtensors import compute_device, covering_mesh, is_distributed, local_
 from dmuon.measure import measured_costs
 from dmuon.meshes import (
     check_launched,
-    lane_maker,
+    group_maker,
     make_transport,
     mesh_device,
     mesh_topology,
@@ -140,7 +140,7 @@ def dedicate_params(
         options=options,
         plan=plan,
         kernels=kernels,
-        new_lane=lane_maker(mesh, transport.world, timeout_s),
+        new_group=group_maker(mesh, transport.world, timeout_s),
     )
 
 
@@ -158,7 +158,7 @@ class _Request:
     options: Options | None
     plan: OwnershipPlan | None
     kernels: KernelOptions
-    new_lane: NewLane | None
+    new_group: NewGroup | None
 
     @cached_property
     def is_sharded(self) -> bool:
@@ -301,13 +301,15 @@ class _Request:
         axes = tensor_axes(named)
         grid = Grid.of(plan.topology, axes)
         slices = Slices(plan, grid, slice_boxes(plan.specs, grid, reports))
-        new_lane = self.new_lane or lane_maker(None, transport.world, None)
-        lanes = open_lanes(grid, transport, new_lane)
+        new_group = self.new_group or group_maker(None, transport.world, None)
+        process_groups = ProcessGroups.open(grid, transport, new_group)
         options = self.options or DedicatedOptions()
         assert isinstance(options, DedicatedOptions)
         parameters = [p for _, p in named]
         device = mesh_device(plan.topology, parameters)
-        return DedicatedRuntime(plan, slices, self.inner, parameters, lanes, options, axes, device)
+        return DedicatedRuntime(
+            plan, slices, self.inner, parameters, process_groups, options, axes, device
+        )
 
     def runtime(
         self, plan: OwnershipPlan, shards: ShardMap | None, transport: Transport
@@ -353,11 +355,11 @@ def assemble(
     options: Options | None = None,
     plan: OwnershipPlan | None = None,
     kernels: KernelOptions = KernelOptions(),  # noqa: B008  frozen
-    new_lane: NewLane | None = None,
+    new_group: NewGroup | None = None,
 ) -> Ownership:
     """`dedicate_params` over a given transport; on failure the transport is closed.
 
-    ``new_lane`` makes the transports of the `dedicated` layout's lanes.
+    ``new_group`` makes the transports of the `dedicated` layout's process groups.
     """
     request = _Request(
         model,
@@ -370,7 +372,7 @@ def assemble(
         options,
         plan,
         kernels,
-        new_lane,
+        new_group,
     )
     with ExitStack() as undo:
         undo.callback(transport.close)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dmuon.comm.fsdp import reshard
+from dmuon.comm.hooks import reshard
 from dmuon.ownership import Ownership, ownership_of, ownerships_of
 from dmuon.scheduler.specs import canonical_name
 from dmuon.types import Algorithm, OwnershipError

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from dmuon.comm.grid import NewLane
+from dmuon.comm.process_groups import NewGroup
 from dmuon.comm.transport import C10dTransport, LocalTransport, Transport
 from dmuon.config import PlannerOptions
 from dmuon.dtensors import compute_device, mesh_axes
@@ -21,7 +21,7 @@ from dmuon.types import OwnershipError
 __all__ = [
     "check_launched",
     "check_planned_together",
-    "lane_maker",
+    "group_maker",
     "make_transport",
     "mesh_device",
     "mesh_topology",
@@ -66,11 +66,11 @@ def check_planned_together(transports: Sequence[Transport]) -> None:
         )
 
 
-def lane_maker(mesh: DeviceMesh | None, world: int, timeout_s: float | None) -> NewLane:
+def group_maker(mesh: DeviceMesh | None, world: int, timeout_s: float | None) -> NewGroup:
     """Makes transports of their own over some of the mesh's ranks; collective calls of the mesh."""
     ranks = list(range(world)) if mesh is None else mesh.mesh.flatten().tolist()
 
-    def new_lane(partition: Sequence[tuple[int, ...]]) -> Transport:
+    def new_group(partition: Sequence[tuple[int, ...]]) -> Transport:
         if not dist.is_available() or not dist.is_initialized():
             return LocalTransport()
         lanes = [[ranks[r] for r in lane] for lane in partition]
@@ -78,7 +78,7 @@ def lane_maker(mesh: DeviceMesh | None, world: int, timeout_s: float | None) -> 
         everyone = len(ranks) == dist.get_world_size()
         return C10dTransport(mine, timeout_s, lanes=lanes if everyone else None)
 
-    return new_lane
+    return new_group
 
 
 def tensor_axes(named: Sequence[tuple[str, nn.Parameter]]) -> frozenset[str]:

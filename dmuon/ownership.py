@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
 
-from dmuon.comm.hiding import hidden_parameters
+from dmuon.comm.hooks import hidden_parameters
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.config import KernelOptions
 from dmuon.report.report import LoadBalanceReport, build_report

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dmuon.comm.fsdp import fsdp_roots
+from dmuon.comm.hooks import fsdp_roots
 from dmuon.comm.transport import Transport
 from dmuon.config import DedicatedOptions, KernelOptions, PlannerOptions
 from dmuon.dtensors import mesh_axes

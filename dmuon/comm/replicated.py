@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm.arena import Arena
-from dmuon.comm.blocks import Coverage, attach, wait_points
-from dmuon.comm.initial import start_from_first
+from dmuon.comm.hooks import Coverage, attach, wait_points
 from dmuon.comm.layout import (
     Apply,
     Compute,
@@ -28,6 +27,7 @@ from dmuon.comm.layout import (
     check_frozen,
     not_bound,
 )
+from dmuon.comm.process_groups import start_from_first
 from dmuon.comm.publish import Publisher, wire_bytes
 from dmuon.comm.reduction import GradientReducer
 from dmuon.comm.routes import (

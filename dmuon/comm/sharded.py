@@ -19,8 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmuon.comm.blocks import Coverage, WaitPoint, attach, wait_points
-from dmuon.comm.fsdp import Gathers, drain_before_unshard, fsdp_roots, fsdp_wait_points
+from dmuon.comm.hooks import (
+    Coverage,
+    Gathers,
+    WaitPoint,
+    attach,
+    drain_before_unshard,
+    fsdp_roots,
+    fsdp_wait_points,
+    wait_points,
+)
 from dmuon.comm.layout import Gradients, check_frozen, check_replaced, not_bound
 from dmuon.comm.pipeline import BucketWork, Pipeline, pipeline_elements
 from dmuon.comm.routes import Unit, units_of

@@ -16,7 +16,7 @@ from dmuon.api import assemble
 from dmuon.comm.transport import C10dTransport, Event, RecordingTransport, Transport
 from dmuon.config import PlannerOptions
 from dmuon.dtensors import whole_tensor
-from dmuon.meshes import lane_maker, mesh_topology
+from dmuon.meshes import group_maker, mesh_topology
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.topology import Topology
 
@@ -47,13 +47,13 @@ def recorded(
     wrapper: Callable[..., Any] = RecordingTransport,
     **kwargs: Any,
 ) -> tuple[dmuon.Ownership, list[Event]]:
-    """`dedicate_params` whose lanes all note their collectives in one list."""
+    """`dedicate_params` whose process groups all note their collectives in one list."""
     world = C10dTransport(list(range(dist.get_world_size())))
     first = wrapper(world)
 
-    make = lane_maker(mesh, world.world, None)
+    make = group_maker(mesh, world.world, None)
 
-    def new_lane(partition: Sequence[tuple[int, ...]]) -> Transport:
+    def new_group(partition: Sequence[tuple[int, ...]]) -> Transport:
         return wrapper(make(partition), events=first.events)
 
     own = assemble(
@@ -65,7 +65,7 @@ def recorded(
             else mesh_topology(mesh, world.world, model, PlannerOptions())
         ),
         layout="dedicated",
-        new_lane=new_lane,
+        new_group=new_group,
         **kwargs,
     )
     return own, first.events

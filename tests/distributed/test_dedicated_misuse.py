@@ -43,7 +43,7 @@ def test_fully_shard_without_ignored_params_is_found_by_the_optimizer(rank, worl
         fully_shard(block, mesh=mesh_of((world,)))
     with pytest.raises(OwnershipError, match=r"ignored_params=own\.dedicated_params"):
         dmuon.Muon(model, **MUON)
-    own.runtime.lanes.close()
+    own.runtime.process_groups.close()
 
 
 @pytest.mark.parametrize("root", [False, True])
@@ -57,7 +57,7 @@ def test_fully_shard_without_ignored_params_is_found_by_the_first_forward(rank, 
         fully_shard(model, mesh=mesh_of((world,)))
     with pytest.raises(OwnershipError, match=r"blocks\.0\.up\.weight.*ignored_params"):
         model(batch(0, rank)[0])
-    own.runtime.lanes.close()
+    own.runtime.process_groups.close()
 
 
 @distributed(2)
@@ -157,7 +157,7 @@ def test_converting_the_model_afterwards_is_an_error_on_every_rank(rank, world):
     model.bfloat16()
     with pytest.raises(OwnershipError, match=r"is now .* torch\.bfloat16 .* Move or convert"):
         model(batch(0, rank)[0])
-    own.runtime.lanes.close()
+    own.runtime.process_groups.close()
 
 
 @distributed(2)
@@ -167,7 +167,7 @@ def test_assigning_other_values_is_an_error_on_every_rank(rank, world):
     model.mid.weight.data = torch.randn(18, 24)
     with pytest.raises(OwnershipError, match=r"mid\.weight.* by an assignment to its data"):
         model(batch(0, rank)[0])
-    own.runtime.lanes.close()
+    own.runtime.process_groups.close()
 
 
 @pytest.mark.parametrize(

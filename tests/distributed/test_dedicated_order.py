@@ -325,7 +325,7 @@ def test_a_model_that_nobody_needs_is_freed(rank, world):
         model(torch.randn(2, 16)).square().mean().backward()
         opt.step()
     seen = [weakref.ref(model), weakref.ref(own), weakref.ref(model.blocks[0].weight)]
-    own.runtime.lanes.close()
+    own.runtime.process_groups.close()
     del model, own, opt
     gc.collect()  # the model, which keeps its ownership
     gc.collect()  # that one

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dmuon.comm.blocks import Coverage, attach, wait_points
+from dmuon.comm.hooks import Coverage, attach, wait_points
 from tests.unit.models import WIDTH, AllDifferent, Block, Mixed, TinyGPT
 
 # ---- models of many habits ---------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dmuon.comm.dedicated.routes import Slices, carriers_of, group_window, slice_boxes
-from dmuon.comm.grid import Grid
+from dmuon.comm.process_groups import Grid
 from dmuon.comm.routes import EVERYONE
 from dmuon.dtensors import LocalShard
 from dmuon.scheduler.costs import resolve_costs
@@ -65,27 +65,24 @@ def slices_of(mesh, tensor_parallel=False):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_every_rank_has_one_place_and_the_lanes_partition_the_mesh(mesh):
+def test_every_rank_has_one_place_and_the_process_groups_partition_the_mesh(mesh):
     topology = Topology(mesh, AXES[: len(mesh)], math.prod(mesh))
     grid = Grid.of(topology, {"tp"})
     world = topology.world
     assert sorted(grid.ranks) == list(range(world))
     assert [grid.rank_at(*grid.place(r)) for r in range(world)] == list(range(world))
-    for lanes, size in (
-        (grid.along_shards, grid.shape[1]),
-        (grid.along_replicas, grid.shape[0]),
-        (grid.along_tensors, grid.shape[2]),
-        (grid.along_data, grid.data_ranks),
-    ):
-        found = {lanes(r) for r in range(world)}
-        assert all(r in lanes(r) and len(lanes(r)) == size for r in range(world))
-        assert sorted(r for lane in found for r in lane) == list(range(world))
+    for dims, size in (({1}, 1), ({0}, 0), ({2}, 2), ({0, 1}, None)):
+        found = {grid.along(dims, r) for r in range(world)}
+        members = grid.data_ranks if size is None else grid.shape[size]
+        assert all(r in grid.along(dims, r) for r in range(world))
+        assert {len(ranks) for ranks in found} == {members}
+        assert sorted(r for ranks in found for r in ranks) == list(range(world))
 
 
 def test_an_axis_of_tensor_parallelism_may_come_first():
     grid = Grid.of(Topology((2, 3), ("tp", "dp"), 6), {"tp"})
     assert grid.shape == (1, 3, 2)
-    assert grid.along_tensors(1) == (1, 4) and grid.along_shards(4) == (3, 4, 5)
+    assert grid.along({2}, 1) == (1, 4) and grid.along({1}, 4) == (3, 4, 5)
 
 
 def test_only_tensor_parallelism_makes_one_data_rank():
@@ -185,5 +182,5 @@ def test_grids_of_any_mesh_and_order_of_axes(replicas, shards, tensors, order):
     assert sorted(grid.ranks) == list(range(topology.world))
     assert grid.shape[2] == tensors and grid.data_ranks == replicas * shards
     for rank in range(topology.world):
-        assert all(r in grid.ranks for r in grid.along_data(rank))
-        assert list(grid.along_shards(rank)) == sorted(grid.along_shards(rank))
+        assert all(r in grid.ranks for r in grid.along({0, 1}, rank))
+        assert list(grid.along({1}, rank)) == sorted(grid.along({1}, rank))

@@ -23,7 +23,7 @@ from benchmarks.layout_theory import (
     replicated,
     sharded,
 )
-from dmuon.comm.grid import Grid
+from dmuon.comm.process_groups import Grid
 
 GRIDS = st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))
 # Bytes of an element: all different, so that none can stand for another.

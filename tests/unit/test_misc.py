@@ -340,7 +340,7 @@ PURE = [
     m
     for m in SUBMODULES
     if m.startswith(("dmuon.scheduler.", "dmuon.kernels."))
-    or m in ("dmuon.update", "dmuon.comm.routes", "dmuon.comm.blocks", "dmuon.config")
+    or m in ("dmuon.update", "dmuon.comm.routes", "dmuon.comm.hooks", "dmuon.config")
 ]
 
 

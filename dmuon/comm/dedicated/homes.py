@@ -158,8 +158,8 @@ class Group:
         return self.arrived >= self.awaited
 
     @torch.no_grad()
-    def launch(self, lane: Transport, phase: str) -> int:
-        """Broadcast the weights along ``lane``; returns the bytes of it."""
+    def launch(self, transport: Transport, phase: str) -> int:
+        """Broadcast the weights along ``transport``; returns the bytes of it."""
         self.wait()
         tag = self.tags.setdefault(phase, f"{phase} {self.name}")
         works, nbytes = [], 0
@@ -168,7 +168,7 @@ class Group:
             for piece, target, source in live.sends:
                 if source is not None:
                     target.copy_(source)
-                works.append(lane.broadcast(target, piece.shard, tag=tag))
+                works.append(transport.broadcast(target, piece.shard, tag=tag))
                 nbytes += target.numel() * target.element_size()
         self.works = works
         self.valid = True

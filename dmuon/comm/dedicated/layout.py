@@ -32,8 +32,7 @@ from dmuon.comm.dedicated.routes import Slices, group_window
 from dmuon.comm.dedicated.vault import Vault
 from dmuon.comm.dedicated.weights import DedicatedWeights
 from dmuon.comm.dedicated.wire import GridWire
-from dmuon.comm.fsdp import fsdp_roots
-from dmuon.comm.grid import Lanes
+from dmuon.comm.hooks import fsdp_roots
 from dmuon.comm.layout import (
     Apply,
     Compute,
@@ -42,6 +41,7 @@ from dmuon.comm.layout import (
     check_frozen,
     not_bound,
 )
+from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.reduction import GradientReducer
 from dmuon.comm.routes import Unit, Window, unit_runs, units_of
 from dmuon.comm.transport import Meter, Transport
@@ -70,24 +70,24 @@ class DedicatedRuntime:
         slices: Slices,
         model: nn.Module,
         parameters: Sequence[nn.Parameter],
-        lanes: Lanes,
+        process_groups: ProcessGroups,
         options: DedicatedOptions,
         tensor_axes: frozenset[str],
         device: torch.device,
     ) -> None:
         self.plan = plan
         self.device = device
-        self.transport: Transport = lanes.world
+        self.transport: Transport = process_groups.world
         self.units: tuple[Unit, ...] = ()
         self.meter = Meter()
         self.keeps_whole = slices.grid.shape[2] == 1
-        self.lanes = lanes
+        self.process_groups = process_groups
         self._slices = slices
         self._options = options
         self._tensor_axes = tensor_axes
         self._model = weakref.ref(model)
         self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
-        self._place = slices.grid.place(lanes.world.rank)
+        self._place = slices.grid.place(process_groups.world.rank)
         self._gathered = 0  # rounds of reduction whose slices have been gathered
         self._live: _Bound | None = None
         self._places: PlannedPlaces | None = None
@@ -102,7 +102,16 @@ class DedicatedRuntime:
             {key: p for key, p in index.items() if p in muon},
         )
         self.kept = DedicatedWeights(
-            plan, slices, model, parameters, lanes, self.meter, options, device, modules, points
+            plan,
+            slices,
+            model,
+            parameters,
+            process_groups,
+            self.meter,
+            options,
+            device,
+            modules,
+            points,
         )
         self.passes = WeightPasses(self.kept)
         self._removers = [r for point in points for r in hook_module(self.passes, point)]
@@ -150,7 +159,7 @@ class DedicatedRuntime:
             self._slices,
             self.units,
             self.transport.rank,
-            self.lanes.tensors,
+            self.process_groups.tensors,
             self.meter,
             vault.weight_of,
             payload_dtype,
@@ -161,7 +170,7 @@ class DedicatedRuntime:
         reducer = GradientReducer(
             self.plan.specs,
             self.parameters,
-            GridWire(self.lanes, self._slices, *self._place[:2], self.meter),
+            GridWire(self.process_groups, self._slices, *self._place[:2], self.meter),
             None,
             self.meter,
             windows,
@@ -227,7 +236,7 @@ class DedicatedRuntime:
         self._removers = []
         self._live = self.passes.reducer = None
         self._closed = True
-        self.lanes.close()
+        self.process_groups.close()
 
     # ---- gradients -----------------------------------------------------------------------
 

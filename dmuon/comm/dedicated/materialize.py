@@ -49,7 +49,7 @@ class Materializer:
     def __init__(
         self,
         groups: Sequence[Group],
-        lane: Transport,
+        transport: Transport,
         meter: Meter,
         *,
         prefetch: int,
@@ -58,7 +58,7 @@ class Materializer:
         before_launch: Callable[[Group], None] = lambda group: None,
     ) -> None:
         self.groups = groups
-        self._lane = lane
+        self._transport = transport
         self._meter = meter
         self._prefetch = prefetch
         self._free = free_after_forward
@@ -78,7 +78,7 @@ class Materializer:
 
     def _launch(self, g: int, phase: str) -> None:
         self._before_launch(self.groups[g])
-        self._meter.add_bytes("weights", self.groups[g].launch(self._lane, phase))
+        self._meter.add_bytes("weights", self.groups[g].launch(self._transport, phase))
 
     def _next(self, sweep: _Sweep) -> int:
         g = sweep.order[sweep.cursor]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dmuon.comm.blocks import outermost_members
+from dmuon.comm.hooks import outermost_members
 from dmuon.scheduler.specs import canonical_name
 
 __all__ = ["HookPoint", "ModuleGroup", "hook_points", "module_groups"]

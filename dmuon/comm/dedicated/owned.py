@@ -28,7 +28,7 @@ __all__ = ["OwnedUnits"]
 class OwnedUnits:
     """``weight_of(matrix)`` is this rank's part of a weight, as a flat view of what is kept.
 
-    ``lane`` connects the ranks that differ in their tensor coordinate only.
+    ``transport`` connects the ranks that differ in their tensor coordinate only.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class OwnedUnits:
         slices: Slices,
         units: Sequence[Unit],
         rank: int,
-        lane: Transport,
+        transport: Transport,
         meter: Meter,
         weight_of: Callable[[int], Tensor],
         payload_dtype: Callable[[str], torch.dtype],
@@ -46,7 +46,7 @@ class OwnedUnits:
         self._slices = slices
         self._specs = slices.plan.specs
         self._rank = rank
-        self._lane = lane
+        self._transport = transport
         self._meter = meter
         self._payload_dtype = payload_dtype
         self._reduce_dtype = reduce_dtype
@@ -54,7 +54,7 @@ class OwnedUnits:
         place = slices.grid.place(rank)
         self._replica, self._shard, self._tensor = place
         self.mine = [u for u in units if u.owner == rank]
-        # Owned by a rank of this lane: their slices are kept here.
+        # Owned by a rank of this transport: their slices are kept here.
         self.near = [u for u in units if slices.owner_place(u.matrices[0])[:2] == place[:2]]
         self._weight_of = weight_of
         self.gradients: dict[Unit, Tensor] = {}
@@ -164,13 +164,13 @@ class OwnedUnits:
 
     def _messages(self, members: Sequence[tuple[Unit, int]]) -> tuple[_Message, _Message]:
         """What goes to each peer, and what comes from it: views in the parameters' dims."""
-        out: OwnedUnits._Message = [[] for _ in range(self._lane.world)]
-        into: OwnedUnits._Message = [[] for _ in range(self._lane.world)]
+        out: OwnedUnits._Message = [[] for _ in range(self._transport.world)]
+        into: OwnedUnits._Message = [[] for _ in range(self._transport.world)]
         for unit, i in members:
             owner = self._slices.owner_place(i)[2]
             if owner == self._tensor:
                 k = self._stacked[i][1]
-                for peer in range(self._lane.world):
+                for peer in range(self._transport.world):
                     if peer != self._tensor:
                         part = self._slices.part(i, peer)
                         into[peer].append((i, self._region(self.gradients[unit][k], i, part)))
@@ -195,7 +195,7 @@ class OwnedUnits:
         self, target: Tensor, source: Tensor, into: _Message, out: _Message, tag: str
     ) -> None:
         self._meter.add(tag, source)
-        self._lane.all_to_all(
+        self._transport.all_to_all(
             target,
             source,
             [sum(t.numel() for _, t in peer) for peer in into],
@@ -273,8 +273,8 @@ class OwnedUnits:
     def _update_messages(
         self, units: Sequence[Unit], present: Sequence[bool], dtype: torch.dtype
     ) -> tuple[_Message, _Message]:
-        out: OwnedUnits._Message = [[] for _ in range(self._lane.world)]
-        into: OwnedUnits._Message = [[] for _ in range(self._lane.world)]
+        out: OwnedUnits._Message = [[] for _ in range(self._transport.world)]
+        into: OwnedUnits._Message = [[] for _ in range(self._transport.world)]
         for unit in units:
             owner = self._slices.owner_place(unit.matrices[0])[2]
             for position, k in enumerate(self.where(unit, present)):
@@ -284,7 +284,7 @@ class OwnedUnits:
                     into[owner].append((i, torch.empty(shape, dtype=dtype, device=self._device)))
                     continue
                 update = self._payload[unit][position].to(dtype)
-                for peer in range(self._lane.world):
+                for peer in range(self._transport.world):
                     part = self._slices.part(i, peer)
                     if peer != self._tensor and part.numel:
                         out[peer].append((i, self._region(update, i, part)))

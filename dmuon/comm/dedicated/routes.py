@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from dmuon.comm.grid import Grid
+from dmuon.comm.process_groups import Grid
 from dmuon.comm.routes import EVERYONE, Pack, Span, Window, matrices_by_parameter
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.shards import Box, RankShards, matrix_box

@@ -41,12 +41,12 @@ class Vault:
         modules: Sequence[ModuleGroup],
         parameters: Sequence[nn.Parameter],
         rank: int,
-        lane: Transport,
+        transport: Transport,
         param_dtype: torch.dtype | None,
         device: torch.device,
     ) -> None:
         self._slices = slices
-        self._lane = lane
+        self._transport = transport
         self._param_dtype = param_dtype
         self._device = device
         self._specs = slices.plan.specs.parameters
@@ -148,7 +148,7 @@ class Vault:
                 piece = whole.view(-1).narrow(0, run.start, run.numel)
                 if run.shard == self._shard and not live.is_home:
                     piece.copy_(live.stored(start + run.start, run.numel))
-                works.append(self._lane.broadcast(piece, run.shard, tag="materialized"))
+                works.append(self._transport.broadcast(piece, run.shard, tag="materialized"))
             found.append(whole)
         for work in works:
             work.wait()

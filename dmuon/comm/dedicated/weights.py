@@ -14,9 +14,8 @@ from dmuon.comm.dedicated.module_groups import HookPoint, ModuleGroup
 from dmuon.comm.dedicated.routes import Slices
 from dmuon.comm.dedicated.vault import Vault, shed_on_meta
 from dmuon.comm.dedicated.wire import Publisher
-from dmuon.comm.grid import Lanes
-from dmuon.comm.initial import start_from_first
 from dmuon.comm.layout import not_bound
+from dmuon.comm.process_groups import ProcessGroups, start_from_first
 from dmuon.comm.transport import Meter
 from dmuon.config import DedicatedOptions
 from dmuon.dtensors import is_distributed
@@ -37,7 +36,7 @@ class DedicatedWeights:
         slices: Slices,
         model: nn.Module,
         parameters: Sequence[nn.Parameter],
-        lanes: Lanes,
+        process_groups: ProcessGroups,
         meter: Meter,
         options: DedicatedOptions,
         device: torch.device,
@@ -49,15 +48,15 @@ class DedicatedWeights:
         self.dedicated = frozenset(plan.specs.muon())
         self.loads = 0
         self._slices = slices
-        self._lanes = lanes
+        self._process_groups = process_groups
         self._meter = meter
         self._options = options
         self._device = device
         self._model = weakref.ref(model)
         self._closed = False
         self._stored: tuple[Vault, Materializer] | None = None
-        place = slices.grid.place(lanes.world.rank)
-        self.publisher = Publisher(lanes.replicas, meter, *place[:2], slices.grid.shape[0])
+        place = slices.grid.place(process_groups.world.rank)
+        self.publisher = Publisher(process_groups.replicas, meter, *place[:2], slices.grid.shape[0])
         self.modules = list(modules)
         self._carrying = [g for g in modules if not self.dedicated.isdisjoint(g.parameters)]
         number = {id(p): i for i, p in enumerate(parameters) if i in self.dedicated}
@@ -67,7 +66,7 @@ class DedicatedWeights:
         )
         self._on_meta = any(p.device.type == "meta" for p in parameters)
         if self._on_meta:
-            shed_on_meta(slices, parameters, lanes.world.rank)
+            shed_on_meta(slices, parameters, process_groups.world.rank)
         else:
             if options.broadcast_parameters:
                 self._start_from_first([*model.parameters(), *model.buffers()])
@@ -75,7 +74,7 @@ class DedicatedWeights:
 
     def _start_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Equal values everywhere; of a `DTensor` wherever the same slice of it lies."""
-        world, data = self._lanes.world, self._lanes.data
+        world, data = self._process_groups.world, self._process_groups.data
         start_from_first([(t, data if is_distributed(t) else world) for t in tensors])
 
     def _store(self) -> None:
@@ -83,15 +82,15 @@ class DedicatedWeights:
             self._slices,
             self._carrying,
             self.parameters,
-            self._lanes.world.rank,
-            self._lanes.weights,
+            self._process_groups.world.rank,
+            self._process_groups.weights,
             self._options.param_dtype,
             self._device,
         )
         self.publisher.plan(vault.groups)
         materializer = Materializer(
             vault.groups,
-            self._lanes.weights,
+            self._process_groups.weights,
             self._meter,
             prefetch=self._options.prefetch,
             free_after_forward=self._options.free_after_forward,
@@ -174,7 +173,7 @@ class DedicatedWeights:
     def check_whole(self, module: nn.Module) -> None:
         """Raise OwnershipError if placeholders would be saved, copied or loaded into."""
         vault, _ = self.storage
-        if self._lanes.weights.world == 1:
+        if self._process_groups.weights.world == 1:
             self.loads += 1  # nothing is a placeholder, and this may load weights
             return
         for p in self._below.get(module, ()):

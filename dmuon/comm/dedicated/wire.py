@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dmuon.comm.dedicated.homes import Group
 from dmuon.comm.dedicated.routes import Range, Slices
-from dmuon.comm.grid import Lanes
+from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.routes import EVERYONE, Pack
 from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.comm.windows import LivePack
@@ -25,11 +25,11 @@ class _Relay:
     """
 
     def __init__(
-        self, first: Work, second: Sequence[tuple[Tensor, int]], lane: Transport, meter: Meter
+        self, first: Work, second: Sequence[tuple[Tensor, int]], transport: Transport, meter: Meter
     ) -> None:
         self._first = first
         self._second = second
-        self._lane = lane
+        self._transport = transport
         self._meter = meter
         self._works: list[Work] | None = None
 
@@ -39,7 +39,7 @@ class _Relay:
         for tensor, replica in self._second:
             self._meter.add("gradients across replicas", tensor)
             tag = "gradients across replicas"
-            self._works.append(self._lane.reduce(tensor, replica, tag=tag))
+            self._works.append(self._transport.reduce(tensor, replica, tag=tag))
 
     def wait(self) -> None:
         assert self._works is not None, "waited for before the end of the round"
@@ -57,10 +57,10 @@ class GridWire:
     """
 
     def __init__(
-        self, lanes: Lanes, slices: Slices, replica: int, shard: int, meter: Meter
+        self, process_groups: ProcessGroups, slices: Slices, replica: int, shard: int, meter: Meter
     ) -> None:
         self.scale = 1.0 / slices.grid.data_ranks
-        self._lanes = lanes
+        self._process_groups = process_groups
         self._slices = slices
         self._replica = replica
         self._shard = shard
@@ -73,11 +73,13 @@ class GridWire:
 
     def send(self, live: LivePack) -> Work:
         if live.pack.owner == EVERYONE:
-            return self._lanes.data.all_reduce(live.buffer, tag="rest")
-        work = self._lanes.gradients.reduce(live.buffer, live.pack.owner, tag="gradients")
+            return self._process_groups.data.all_reduce(live.buffer, tag="rest")
+        work = self._process_groups.gradients.reduce(live.buffer, live.pack.owner, tag="gradients")
         if not self._several or live.pack.owner != self._shard:
             return work
-        relay = _Relay(work, list(self._by_replica(live)), self._lanes.replicas, self._meter)
+        relay = _Relay(
+            work, list(self._by_replica(live)), self._process_groups.replicas, self._meter
+        )
         self._relays.append(relay)
         return relay
 
@@ -96,16 +98,16 @@ class GridWire:
             start += numel
 
     def all_reduce_flags(self, flags: Tensor) -> Work:
-        return self._lanes.world.all_reduce(flags, tag="flags", maximum=True)
+        return self._process_groups.world.all_reduce(flags, tag="flags", maximum=True)
 
 
 class Publisher:
     """Once a step, weights from their owners to the holders in the other replicas."""
 
     def __init__(
-        self, lane: Transport, meter: Meter, replica: int, shard: int, replicas: int
+        self, transport: Transport, meter: Meter, replica: int, shard: int, replicas: int
     ) -> None:
-        self._lane = lane
+        self._transport = transport
         self._meter = meter
         self._replica = replica
         self._shard = shard
@@ -144,7 +146,7 @@ class Publisher:
                 return
             self._meter.add("weights to holders", stored)
             tag = f"publish {group.name}"
-            work = self._lane.broadcast(stored, piece.replica, tag=tag)
+            work = self._transport.broadcast(stored, piece.replica, tag=tag)
             self._pending.setdefault(id(group), []).append(work)
             self._next += 1
 

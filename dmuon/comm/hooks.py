@@ -1,0 +1,342 @@
+"""Where forward waits for published values: before each block, and before what is in no block.
+
+Blocks are what users pass to `fully_shard`: the members of `ModuleList`, `ModuleDict` and
+`Sequential`. A block waits for all of its weights, because not every module calls its children
+(`nn.MultiheadAttention` never calls ``out_proj``). The parts of a block wait too, in case someone
+calls them without the block; in compiled code they do not, so as not to cut its graph to pieces.
+
+A hook can only wait where it is called, and a weight can be read without any call. So `Coverage`
+watches which points a training forward really passes; what it missed is waited for in `step`.
+
+FSDP2 gathers a unit's parameters in a forward pre-hook of the unit's modules, and those of units
+named by ``set_modules_to_forward_prefetch`` even earlier; published values have to be there by
+then. That list, the modules of a shared unit and the stream that reads shards have no public name;
+they are read here alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = [
+    "Coverage",
+    "Gathers",
+    "Hook",
+    "Remove",
+    "WaitPoint",
+    "area",
+    "attach",
+    "drain_before_unshard",
+    "fsdp_roots",
+    "fsdp_wait_points",
+    "hidden_parameters",
+    "outermost_members",
+    "parameter_ids",
+    "reshard",
+    "wait_points",
+]
+
+Remove = Callable[[], None]
+
+# These are never called themselves; a Sequential is, and calls its members.
+UNCALLED = (nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class WaitPoint:
+    """A module, and the ids of the parameters that must be there before it runs.
+
+    ``in_block``: it is a part of a block, which has its own wait point.
+    """
+
+    module: nn.Module
+    parameters: frozenset[int]
+    is_root: bool = False
+    in_block: bool = False
+
+
+# ---- blocks ----------------------------------------------------------------------------------
+
+
+def outermost_members(root: nn.Module) -> Iterator[nn.Module]:
+    """Members of the outermost containers from ``root`` down, leaf modules too; may repeat."""
+    inside = isinstance(root, (*UNCALLED, nn.Sequential))
+    for child in root.children():
+        if inside and not isinstance(child, UNCALLED):
+            yield child
+        else:
+            yield from outermost_members(child)
+
+
+def area(module: nn.Module, others: Container[nn.Module | None]) -> Iterator[nn.Module]:
+    """``module`` and what lies below it, without ``others`` and what lies below those."""
+    yield module
+    for child in module.children():
+        if child not in others:
+            yield from area(child, others)
+
+
+def parameter_ids(module: nn.Module, others: Container[nn.Module | None] = ()) -> Iterator[int]:
+    """Ids of the parameters in the `area` of a module; may repeat."""
+    for part in area(module, others):
+        yield from map(id, part.parameters(recurse=False))
+
+
+def wait_points(root: nn.Module) -> list[WaitPoint]:
+    """Wait points that together cover all parameters of ``root``.
+
+    The root, and every module that is in no block, wait for what is below them and in no block;
+    so the first block can start while the last block's values still travel.
+
+    >>> model = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    >>> [type(point.module).__name__ for point in wait_points(model)]
+    ['ModuleDict', 'Linear']
+    """
+    members = dict.fromkeys(outermost_members(root))
+    blocks = {m: None for m in members if m is not root and next(m.children(), None) is not None}
+    outside = dict.fromkeys(m for m in area(root, blocks))
+    parts = {p: None for b in blocks for p in b.modules() if p not in blocks and p not in outside}
+    points = [
+        WaitPoint(m, frozenset(parameter_ids(m, blocks)), is_root=m is root)
+        for m in outside
+        if m is root or not isinstance(m, UNCALLED)
+    ]
+    points += [WaitPoint(b, frozenset(parameter_ids(b))) for b in blocks]
+    points += [
+        WaitPoint(p, frozenset(parameter_ids(p)), in_block=True)
+        for p in parts
+        if not isinstance(p, UNCALLED)
+    ]
+    return [point for point in points if point.parameters or point.is_root]
+
+
+class Coverage:
+    """Which parameters the last training forward passes waited for."""
+
+    def __init__(self, points: Sequence[WaitPoint]) -> None:
+        self._waited = [point.parameters for point in points]
+        self._everything = frozenset().union(*self._waited)
+        self._passed: set[int] = set()
+        self._missed: dict[frozenset[int], frozenset[int]] = {}
+
+    def passed(self, point: int) -> None:
+        """Point number ``point`` ran in a forward pass."""
+        if torch.is_grad_enabled():
+            self._passed.add(point)
+
+    def take_missed(self) -> frozenset[int]:
+        """Ids of the parameters that no passed point waits for; begins anew."""
+        key = frozenset(self._passed)
+        self._passed.clear()
+        if key not in self._missed:
+            waited = frozenset().union(*(self._waited[i] for i in key))
+            self._missed = {key: self._everything - waited}  # the same forward, step after step
+        return self._missed[key]
+
+
+# ---- hooks -----------------------------------------------------------------------------------
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What a hook becomes in a copied or pickled model, which has no runtime behind it."""
+
+
+def _make_nothing() -> Callable[..., None]:
+    return _nothing
+
+
+class Hook:
+    """Calls ``action`` with what a module's hook gets. A copy of it does nothing.
+
+    ``before_copy`` is called when a model with the hook is copied or pickled.
+    """
+
+    def __init__(
+        self, action: Callable[..., None], before_copy: Callable[[], None] = _nothing
+    ) -> None:
+        self._action = action
+        self._before_copy = before_copy
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._action(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._before_copy()
+        return (_make_nothing, ())
+
+
+def attach(
+    point: WaitPoint,
+    wait: Callable[[], None],
+    drain: Callable[[], None],
+    loaded: Callable[[], None] = _nothing,
+) -> list[Remove]:
+    """Call ``wait`` before forward, ``drain`` before state dicts, ``loaded`` after loading one.
+
+    Returns the removers.
+    """
+    module = point.module
+
+    def unless_compiled() -> None:
+        if not torch.compiler.is_compiling():
+            wait()
+
+    # Opaque to torch.compile: traced, it would recompile for every state of what is in flight.
+    before = unless_compiled if point.in_block else torch.compiler.disable(wait)
+    handles = [
+        module.register_forward_pre_hook(Hook(lambda *_: before()), prepend=True),
+        module.register_state_dict_pre_hook(Hook(lambda *_: drain())),
+        module.register_load_state_dict_pre_hook(Hook(lambda *_: drain())),
+        module.register_load_state_dict_post_hook(Hook(lambda *_: loaded())),
+    ]
+    return [handle.remove for handle in handles]
+
+
+@contextmanager
+def hidden_parameters(model: nn.Module, parameters: Collection[nn.Parameter]) -> Iterator[None]:
+    """Inside, no module of ``model`` has any of ``parameters``.
+
+    Afterwards each is where it was, also in the order of its module's parameters, and what others
+    have put in the place of the remaining ones stays.
+    """
+    hidden = {id(p) for p in parameters}
+    orders: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
+    for module in model.modules():
+        names = dict(module._parameters)
+        taken = [name for name, p in names.items() if p is not None and id(p) in hidden]
+        if taken:
+            orders.append((module, names))
+        for name in taken:
+            delattr(module, name)
+    try:
+        yield
+    finally:
+        for module, names in orders:
+            now = dict(module._parameters)
+            for name in now:
+                delattr(module, name)
+            for name, p in (names | now).items():
+                module.register_parameter(name, p)
+
+
+# ---- FSDP2 -----------------------------------------------------------------------------------
+
+
+def _fsdp_modules(model: nn.Module) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [m for m in model.modules() if isinstance(m, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Show the sharded parameters again: after a forward pass without backward the root's are
+    still gathered."""
+    for module in _fsdp_modules(model):
+        module.reshard()
+
+
+def fsdp_wait_points(model: nn.Module) -> list[WaitPoint]:
+    """A wait point for each module that makes FSDP2 gather a unit: it needs the whole unit."""
+    modules = _fsdp_modules(model)
+    every = set(modules)
+    units: dict[int, list[Any]] = defaultdict(list)
+    for module in modules:
+        units[id(module._get_fsdp_state())].append(module)
+    points = []
+    for members in units.values():
+        needed = frozenset(i for m in members for i in parameter_ids(m, every))
+        points += [WaitPoint(m, needed) for m in members]
+    return points
+
+
+def fsdp_roots(model: nn.Module) -> list[Any]:
+    """The outermost modules that were given to `fully_shard`."""
+    modules = _fsdp_modules(model)
+    inside = {child for m in modules for child in m.modules() if child is not m}
+    return [m for m in modules if m not in inside]
+
+
+class Gathers:
+    """Whether and where units are gathered; may change at any time, so it is looked up anew."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        # Weak: what belongs to an ownership must not keep the model.
+        self._references = [weakref.ref(m) for m in _fsdp_modules(model)]
+        self._device_module = torch.get_device_module(device)
+
+    def _modules(self) -> list[Any]:
+        return [m for m in (reference() for reference in self._references) if m is not None]
+
+    def _states(self) -> list[Any]:
+        return [m._get_fsdp_state() for m in self._modules()]
+
+    def ahead(self) -> bool:
+        """Whether any unit gathers others, or the order of gathering cannot be told."""
+        # Where torch keeps the list elsewhere, it is assumed to be in use.
+        if any(getattr(s, "_states_to_forward_prefetch", True) for s in self._states()):
+            return True
+        return bool(self._references) and not self._streams()
+
+    def by_other_methods(self) -> bool:
+        """Whether `register_fsdp_forward_method` made a method gather, which calls no hook.
+
+        It puts a bound method of the module into the module; as others do with ``forward``, which
+        runs between hooks.
+        """
+        return any(
+            isinstance(value, MethodType) and value.__self__ is module and name != "forward"
+            for module in self._modules()
+            for name, value in vars(module).items()
+        )
+
+    def follow(self) -> None:
+        """Have the streams that read shards wait for what was written on the current one.
+
+        FSDP2 does so when the root's forward begins, and for a unit inside not again.
+        """
+        current = self._device_module.current_stream()
+        for stream in self._streams().values():
+            stream.wait_stream(current)
+
+    def _streams(self) -> dict[int, Any]:
+        """None before the first forward pass: what its root does then is enough."""
+        contexts = [getattr(s, "_comm_ctx", None) for s in self._states()]
+        streams = [getattr(c, "all_gather_copy_in_stream", None) for c in contexts]
+        return {id(stream): stream for stream in streams if stream is not None}
+
+
+def drain_before_unshard(model: nn.Module, drain: Callable[[], None]) -> list[Remove]:
+    """Call ``drain`` before every ``module.unshard()`` of the user's, which calls no hook.
+
+    Returns the removers.
+    """
+
+    def wrapped(module: Any) -> Remove:
+        reference = weakref.ref(module)
+        unshard = type(module).unshard
+
+        @wraps(unshard)
+        def drained(*args: Any, **kwargs: Any) -> Any:
+            drain()
+            return unshard(reference(), *args, **kwargs)
+
+        module.unshard = drained
+
+        def remove() -> None:
+            alive = reference()
+            if alive is not None and vars(alive).get("unshard") is drained:
+                del alive.unshard
+
+        return remove
+
+    return [wrapped(module) for module in _fsdp_modules(model)]

@@ -1,0 +1,145 @@
+"""The ranks of a mesh as replicas x shards x tensor-parallel ranks, and the process groups of each.
+
+A matrix of the `dedicated` layout is owned at one place ``(replica, shard, tensor)``. HSDP, two
+replicas of three shards, owner ``o`` at (0, 1), its *holder* ``h`` in the other replica::
+
+              shard 0   shard 1   shard 2
+    replica 0    .         o ------> .         weights go along rows before a module runs,
+    replica 1    .         h ------> .         gradients come back along them, then along the
+                           ^                   column; the update goes down the column once a step
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from dmuon.comm.transport import Transport
+from dmuon.dtensors import local_tensor
+from dmuon.scheduler.topology import Topology
+
+__all__ = ["Grid", "NewGroup", "ProcessGroups", "start_from_first"]
+
+# Makes a transport over the one part, of a partition of the mesh's ranks, with this rank in it.
+NewGroup = Callable[[Sequence[tuple[int, ...]]], Transport]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """``ranks`` are the mesh ranks of all places, row-major in (replica, shard, tensor).
+
+    >>> Grid.of(Topology((2, 3), ("replicate", "shard"), 6)).place(4)
+    (1, 1, 0)
+    """
+
+    shape: tuple[int, int, int]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, topology: Topology, tensor_axes: Collection[str] = ()) -> Grid:
+        """The last axis without tensor parallelism shards, the ones before it replicate.
+
+        >>> Grid.of(Topology((2, 2), ("tp", "dp"), 4), ["tp"]).ranks
+        (0, 2, 1, 3)
+        """
+        shape = topology.shape
+        data = [i for i, axis in enumerate(topology.axes) if axis not in tensor_axes]
+        order = data + [i for i, axis in enumerate(topology.axes) if axis in tensor_axes]
+        strides = [math.prod(shape[i + 1 :]) for i in order]
+        places = product(*(range(shape[i]) for i in order))
+        ranks = tuple(sum(map(math.prod, zip(at, strides, strict=True))) for at in places)
+        replicas = math.prod(shape[i] for i in data[:-1])
+        shards = shape[data[-1]] if data else 1
+        return cls((replicas, shards, len(ranks) // (replicas * shards)), ranks)
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """(replica, shard, tensor) of a mesh rank."""
+        _, shards, tensors = self.shape
+        index = self.ranks.index(rank)
+        return index // (shards * tensors), index // tensors % shards, index % tensors
+
+    def rank_at(self, replica: int, shard: int, tensor: int) -> int:
+        """The mesh rank at a place."""
+        _, shards, tensors = self.shape
+        return self.ranks[(replica * shards + shard) * tensors + tensor]
+
+    @property
+    def data_ranks(self) -> int:
+        """How many different batches there are."""
+        return self.shape[0] * self.shape[1]
+
+    def along(self, dims: Collection[int], rank: int) -> tuple[int, ...]:
+        """The mesh ranks whose places differ from that of ``rank`` in ``dims`` of (replica, shard,
+        tensor) only, row-major.
+
+        >>> Grid.of(Topology((2, 3), ("replicate", "shard"), 6)).along({0}, 4)
+        (1, 4)
+        """
+        place = self.place(rank)
+        ranges = [range(n) if d in dims else (place[d],) for d, n in enumerate(self.shape)]
+        return tuple(self.rank_at(*at) for at in product(*ranges))
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroups:
+    """A transport for each purpose, so that the order in one never depends on another.
+
+    ``world``: flags, norms, planning. ``weights``: materialization along shards. ``gradients``:
+    reduction along shards. ``replicas``: second level of reduction, and publishing. ``tensors``:
+    gathering and scattering among tensor-parallel ranks. ``data``: the all-reduced rest.
+    """
+
+    world: Transport
+    weights: Transport
+    gradients: Transport
+    replicas: Transport
+    tensors: Transport
+    data: Transport
+
+    @classmethod
+    def flat(cls, world: Transport) -> ProcessGroups:
+        """One transport for all purposes: every rank is a data-parallel rank of its own."""
+        return cls(world, world, world, world, world, world)
+
+    @classmethod
+    def open(cls, grid: Grid, world: Transport, new_group: NewGroup) -> ProcessGroups:
+        """Those of this rank; a collective call of all ranks of the mesh."""
+        replicas, _, tensors = grid.shape
+
+        def along(*dims: int) -> Transport:
+            return new_group(sorted({grid.along(dims, rank) for rank in range(world.world)}))
+
+        weights = along(1)
+        gradients = world if replicas == tensors == 1 else along(1)
+        across = gradients if replicas == 1 else along(0)
+        within = world if tensors == 1 else along(2)
+        data = gradients if replicas == 1 else along(0, 1)
+        return cls(world, weights, gradients, across, within, data)
+
+    def close(self) -> None:
+        """Release each transport, every one once."""
+        used = (self.weights, self.gradients, self.replicas, self.tensors, self.data, self.world)
+        for transport in {id(t): t for t in used}.values():
+            transport.close()
+
+
+@torch.no_grad()
+def start_from_first(tensors: Iterable[tuple[Tensor, Transport]]) -> None:
+    """Give every rank the first one's values, as DDP does: (tensor, the ranks to share it).
+
+    Of a `DTensor` the part that is stored here is shared.
+    """
+    works = []
+    for tensor, transport in tensors:
+        data = local_tensor(tensor)
+        whole = data.contiguous()
+        works.append((transport.broadcast(whole, 0, tag="initial weights"), data, whole))
+    for work, data, whole in works:
+        work.wait()
+        if whole is not data:
+            data.copy_(whole)
