@@ -32,8 +32,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC) examples/train_gpt.py $(ARGS)
 
+# One worker runs the distributed tests, which share their processes, the other one the rest.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
