@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dmuon.scheduler.shards import LocalShard
 from dmuon.scheduler.specs import dtype_name
 from dmuon.types import OwnershipError
 
 __all__ = [
     "LayoutStamp",
-    "LocalShard",
     "compute_device",
     "covering_mesh",
     "gradient_like",
@@ -28,21 +28,6 @@ __all__ = [
     "mesh_axes",
     "whole_tensor",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class LocalShard:
-    """What one rank holds of a parameter: the box ``offset .. offset + shape`` of its elements.
-
-    ``ranks`` are the global ranks that hold the parameter together, sorted (a plain tensor: this
-    rank alone). ``replica`` are this rank's coordinates along the mesh axes that replicate: ranks
-    with equal coordinates hold the whole parameter between them.
-    """
-
-    ranks: tuple[int, ...]
-    replica: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
 
 
 def is_distributed(tensor: Tensor) -> bool:

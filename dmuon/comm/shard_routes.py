@@ -12,16 +12,14 @@ bucket's units and of the matrices in a unit, so sender and receiver need no hea
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-from dmuon.comm.routes import Unit, runs_of
+from dmuon.comm.routes import Unit
 from dmuon.scheduler.shards import Box, ShardMap
 
-__all__ = ["BucketRoute", "Part", "bucket_route", "cut_buckets", "wire_elements"]
+__all__ = ["BucketRoute", "Part", "bucket_route", "wire_elements"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,54 +69,6 @@ class BucketRoute:
     def received(self) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
         """The pieces of updates that arrive here: in the scatter, and as copies."""
         return self.held.parts, self.copies_in.parts
-
-
-def cut_buckets(
-    units: Sequence[Unit], wire: Sequence[int], bucket_bytes: int, min_buckets: int, item: int
-) -> tuple[tuple[int, ...], ...]:
-    """Units that travel together, in the order of the buckets; the same on every rank.
-
-    ``wire`` are the indices of the units that travel at all. Every owner has about the same share
-    of its time in each bucket, so that none waits for another; the first and the last bucket are
-    half as large, for nothing hides the gather of the first and the scatter of the last. Units that
-    share a call are in one bucket.
-    """
-    by_owner: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-    for run in runs_of(units, wire):
-        by_owner[units[run[0]].owner].append(run)
-    if not by_owner:
-        return ()
-    fullest = max(sum(_numel(units, run) for run in mine) * item for mine in by_owner.values())
-    most = max(len(mine) for mine in by_owner.values())
-    count = min(max(min_buckets, math.ceil(fullest / bucket_bytes)), most)
-    edges = _edges(count)
-    buckets: list[list[int]] = [[] for _ in range(count)]
-    for mine in by_owner.values():
-        weights = [sum(units[u].ms for u in run) for run in mine]
-        if not sum(weights) > 0:
-            weights = [float(_numel(units, run)) for run in mine]
-        total, done = sum(weights), 0.0
-        for run, weight in zip(mine, weights, strict=True):
-            middle = (done + weight / 2) / total
-            done += weight
-            buckets[min(sum(edge <= middle for edge in edges), count - 1)] += run
-    return tuple(tuple(sorted(bucket)) for bucket in buckets if bucket)
-
-
-def _numel(units: Sequence[Unit], run: Sequence[int]) -> int:
-    return sum(units[u].numel for u in run)
-
-
-def _edges(count: int) -> list[float]:
-    """Where, as parts of an owner's time, one bucket ends and the next begins.
-
-    >>> _edges(3)
-    [0.25, 0.75]
-    """
-    weights = [2.0] * count
-    if count > 2:
-        weights[0] = weights[-1] = 1.0
-    return [edge / sum(weights) for edge in accumulate(weights[:-1])]
 
 
 class _Packing:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dmuon.comm.buckets import cut_buckets
 from dmuon.comm.hooks import (
     Coverage,
     Gathers,
@@ -32,7 +33,7 @@ from dmuon.comm.hooks import (
 from dmuon.comm.layout import Gradients, check_frozen, check_replaced, not_bound
 from dmuon.comm.pipeline import BucketWork, Pipeline, pipeline_elements
 from dmuon.comm.routes import Unit, units_of
-from dmuon.comm.shard_routes import BucketRoute, bucket_route, cut_buckets, wire_elements
+from dmuon.comm.shard_routes import BucketRoute, bucket_route, wire_elements
 from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.config import ShardedOptions
 from dmuon.dtensors import LayoutStamp, gradient_like, layout_stamp, local_tensor

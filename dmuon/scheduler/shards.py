@@ -21,11 +21,19 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-from dmuon.dtensors import LocalShard
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.specs import ITEM_SIZE, MatrixSpec, ModelSpecs
 
-__all__ = ["Box", "Form", "MatrixBox", "Piece", "RankShards", "ShardMap", "matrix_box"]
+__all__ = [
+    "Box",
+    "Form",
+    "LocalShard",
+    "MatrixBox",
+    "Piece",
+    "RankShards",
+    "ShardMap",
+    "matrix_box",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +115,21 @@ def matrix_box(matrix: MatrixSpec, shape: tuple[int, ...]) -> MatrixBox:
         rest %= stride
     ones = (1,) * (len(shape) - 2)
     return MatrixBox(Box(tuple(offset), (*ones, matrix.rows, matrix.cols)), Form.STACK)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """What one rank holds of a parameter: the box ``offset .. offset + shape`` of its elements.
+
+    ``ranks`` are the global ranks that hold the parameter together, sorted (a plain tensor: this
+    rank alone). ``replica`` are this rank's coordinates along the mesh axes that replicate: ranks
+    with equal coordinates hold the whole parameter between them.
+    """
+
+    ranks: tuple[int, ...]
+    replica: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dmuon.comm.buckets import cut_buckets
 from dmuon.comm.routes import Unit, publish_buckets, runs_of, units_of
-from dmuon.comm.shard_routes import cut_buckets
 from dmuon.config import PlannerOptions
 from dmuon.report.bottleneck import least_ms
 from dmuon.report.report import build_report

@@ -14,11 +14,10 @@ from torch import nn
 from dmuon.comm.dedicated.routes import Slices, carriers_of, group_window, slice_boxes
 from dmuon.comm.process_groups import Grid
 from dmuon.comm.routes import EVERYONE
-from dmuon.dtensors import LocalShard
 from dmuon.scheduler.costs import resolve_costs
 from dmuon.scheduler.plan import solve
 from dmuon.scheduler.select import collect
-from dmuon.scheduler.shards import Box, RankShards
+from dmuon.scheduler.shards import Box, LocalShard, RankShards
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Layout, OwnershipError
 

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dmuon.comm.buckets import cut_buckets
 from dmuon.comm.routes import units_of
-from dmuon.comm.shard_routes import bucket_route, cut_buckets, wire_elements
-from dmuon.dtensors import LocalShard
+from dmuon.comm.shard_routes import bucket_route, wire_elements
 from dmuon.scheduler.assembly import assemble
 from dmuon.scheduler.costs import resolve_costs
 from dmuon.scheduler.plan import solve
-from dmuon.scheduler.shards import Box, RankShards, ShardMap, matrix_box
+from dmuon.scheduler.shards import Box, LocalShard, RankShards, ShardMap, matrix_box
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, Layout, OwnershipError
