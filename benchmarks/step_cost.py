@@ -1,0 +1,261 @@
+"""How long is `step()` in each layout, a matrix, and is it slower than in another checkout?
+
+``python -m benchmarks.step_cost --json out.json`` times `step()` of dmuon and of foreach AdamW on
+the same parameters: 400 matrices of 16 x 16 on 2 gloo processes, where the host's work is all there
+is, and 8 layers of w=256 and 4 of w=512 on 4. ``--against PATH`` does the same with the dmuon of
+another checkout, in processes of its own: the two take turns, step by step, in one run, and
+``ratio_to_other`` is the median over rounds of the ratio within a round. ``--check`` fails where it
+is above ``--limit``.
+
+``median_ms`` is `step` alone, with ``publish="sync"``, of the slowest rank; ``us_per_matrix`` the
+same over the number of matrices; ``whole_ms`` from before backward to the end of the next forward,
+where a layout may have moved work. Every rank has data of its own. Costs are analytic and kernels
+chosen by the fixed rule, so that both checkouts plan alike. ``layout`` "sharded" is FSDP2, the
+others a plain module; AdamW on a plain module has gradients that nobody averages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import dmuon
+from benchmarks.models import Alike, Stack
+from benchmarks.ranks import joined
+from benchmarks.results import write
+from benchmarks.timing import Laps, over_ranks, ratio, spread, take_turns
+
+HERE = Path(__file__).parents[1]
+LAYOUTS = ("sharded", "replicated", "dedicated")
+# Name: ranks, rounds, width of the data, model. A round is one step of every contender.
+CASES: dict[str, tuple[int, int, int, Callable[[], nn.Module]]] = {
+    "400 of 16 x 16": (2, 41, 16, lambda: Alike(400, 16, 16)),
+    "8 layers, w=256": (4, 15, 256, lambda: Stack(8, 256)),
+    "4 layers, w=512": (4, 9, 512, lambda: Stack(4, 512)),
+    "toy": (1, 3, 8, lambda: Alike(4, 8, 8)),
+}
+WARM_UP = 4
+
+
+class Contender:
+    """dmuon in one layout, or AdamW on the parameters that it would have."""
+
+    def __init__(self, case: str, optimizer: str, layout: str, rank: int) -> None:
+        world, _, width, build = CASES[case]
+        torch.manual_seed(0)
+        self.model = build()
+        self.x = torch.randn(4, width, generator=torch.Generator().manual_seed(rank))
+        if layout == "sharded":
+            mesh = init_device_mesh("cpu", (world,))
+            for block in self.model.layers if isinstance(self.model, Stack) else ():
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+        self.own: dmuon.Ownership | None = None
+        self.opt: torch.optim.Optimizer
+        if optimizer == "AdamW":
+            self.opt = torch.optim.AdamW(self.model.parameters(), foreach=True)
+        else:
+            kernels = dmuon.KernelOptions(tune_budget_s=0)
+            self.own = dmuon.dedicate_params(
+                self.model, layout=layout, costs="analytic:cpu", kernels=kernels
+            )
+            self.opt = dmuon.Muon(self.model, ns_dtype=torch.float32, publish="sync")
+        self._forward()
+
+    def _forward(self) -> None:
+        self.loss = self.model(self.x).square().mean()
+
+    def turn(self) -> Laps:
+        """Milliseconds of the whole, of backward, of `step`, and of what comes after it."""
+
+        def forward() -> None:
+            self.opt.zero_grad()
+            self._forward()
+
+        return over_ranks(lambda: self.loss.backward(), self.opt.step, forward)
+
+    def close(self) -> None:
+        if self.own is not None:
+            self.own.close()
+
+
+# ---- processes that take turns -------------------------------------------------------------
+
+# The dmuon of a checkout, and these benchmarks beside it.
+_BEGIN = (
+    "import sys; here, other = sys.argv[1:3]; sys.path.insert(0, other); import dmuon; "
+    "assert dmuon.__file__.startswith(other), dmuon.__file__; sys.path[0] = here; "
+    "from benchmarks.step_cost import serve; serve(*sys.argv[3:])"
+)
+
+
+def serve(rank: str, case: str, contenders: str, folder: str) -> None:
+    """One rank: a line with a contender's number asks for a turn of it, and has its times."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever is printed is no answer
+    torch.set_num_threads(1)
+    with joined(folder, int(rank), CASES[case][0]):
+        field = [
+            Contender(case, optimizer, layout, int(rank))
+            for optimizer, layout in json.loads(contenders)
+        ]
+        print("ready", file=answers, flush=True)
+        for line in sys.stdin:
+            print(json.dumps(field[int(line)].turn()), file=answers, flush=True)
+        for contender in field:
+            contender.close()
+
+
+class Side:
+    """The ranks of one checkout, which wait for a turn."""
+
+    def __init__(
+        self, checkout: Path, case: str, contenders: Sequence[tuple[str, str]], stack: ExitStack
+    ) -> None:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        given = (case, json.dumps(contenders), folder)
+        self.ranks = []
+        for rank in range(CASES[case][0]):
+            process = subprocess.Popen(
+                [sys.executable, "-c", _BEGIN, str(HERE), str(checkout), str(rank), *given],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            self.ranks.append(process)
+        stack.callback(self.close)
+        assert all(answer == "ready" for answer in self._answers())
+
+    def turn(self, contender: int) -> Laps:
+        for process in self.ranks:
+            assert process.stdin is not None
+            print(contender, file=process.stdin, flush=True)
+        found: list[list[float]] = [json.loads(answer) for answer in self._answers()]
+        return tuple(map(max, zip(*found)))
+
+    def _answers(self) -> list[str]:
+        answers = []
+        for process in self.ranks:
+            assert process.stdout is not None
+            answers.append(process.stdout.readline().strip())
+            if not answers[-1]:
+                raise RuntimeError(f"a rank ended with exit code {process.wait()}; see above")
+        return answers
+
+    def close(self) -> None:
+        for process in self.ranks:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self.ranks:
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+# ---- measuring -----------------------------------------------------------------------------
+
+
+def measure(
+    case: str, layouts: Sequence[str], checkouts: Sequence[Path], rounds: int
+) -> list[dict[str, Any]]:
+    """Rows of one case, first those of this checkout."""
+    field = [(optimizer, name) for name in layouts for optimizer in ("dmuon", "AdamW")]
+    field = [one for one in field if one != ("AdamW", "dedicated")]  # plain, as replicated's
+    names = [" ".join(one) for one in field]
+    with ExitStack() as stack:
+        sides = [Side(checkout, case, field, stack) for checkout in checkouts]
+        turns = {
+            f"{which}: {name}": partial(side.turn, number)
+            for number, name in enumerate(names)
+            for which, side in enumerate(sides)
+        }
+        times = take_turns(turns, rounds, warm_up=WARM_UP)
+    with torch.device("meta"):
+        matrices = sum(p.ndim == 2 for p in CASES[case][3]().parameters())
+    rows = []
+    for which, checkout in enumerate(checkouts):
+        for (optimizer, layout), name in zip(field, names):
+            whole, _, step, _ = zip(*times[f"{which}: {name}"])
+            row: dict[str, Any] = {
+                "set": case,
+                "optimizer": optimizer,
+                "layout": layout,
+                "world": CASES[case][0],
+                "checkout": "here" if which == 0 else checkout.name,
+                **spread(step),
+                "whole_ms": statistics.median(whole),
+                "matrices": matrices,
+                "us_per_matrix": 1e3 * statistics.median(step) / matrices,
+                "rounds": rounds,
+            }
+            model = "sharded" if layout == "sharded" else "replicated"
+            if adamw := times.get(f"{which}: AdamW {model}"):
+                row["ratio_to_adamw"] = ratio(step, [laps[2] for laps in adamw])
+            if which == 0 and len(checkouts) > 1:
+                others = list(zip(*times[f"1: {name}"]))
+                row["ratio_to_other"] = ratio(step, others[2])
+                row["whole_ratio_to_other"] = ratio(whole, others[0])
+            rows.append(row)
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row in words."""
+    text = (
+        f"{row['set']:16} {row['checkout']:10} {row['optimizer']:5} {row['layout']:10} "
+        f"step {row['median_ms']:8.2f} ms ({row['p10_ms']:.2f}-{row['p90_ms']:.2f}), "
+        f"{row['us_per_matrix']:7.1f} us a matrix, whole {row['whole_ms']:8.2f} ms"
+    )
+    if "ratio_to_adamw" in row:
+        text += f", {row['ratio_to_adamw']:.2f} x AdamW"
+    if "ratio_to_other" in row:
+        text += f", {row['ratio_to_other']:.3f} x other (whole {row['whole_ratio_to_other']:.3f})"
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", metavar="PATH", help="write the rows there, - for stdout")
+    parser.add_argument("--sets", nargs="+", choices=CASES, default=list(CASES)[:-1])
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
+    parser.add_argument("--rounds", type=int, help="of each set, after a few to warm up")
+    parser.add_argument("--against", metavar="PATH", type=Path, help="another checkout")
+    parser.add_argument("--limit", type=float, default=1.05, help="of --check")
+    parser.add_argument("--check", action="store_true", help="fail where dmuon is slower than that")
+    args = parser.parse_args(argv)
+    if args.against is not None and not (args.against / "dmuon" / "__init__.py").is_file():
+        parser.error(f"--against {args.against}: there is no dmuon/ in it; name a checkout's root")
+    checkouts = [HERE] + ([] if args.against is None else [args.against.resolve()])
+    rows: list[dict[str, Any]] = []
+    for case in args.sets:
+        found = measure(case, args.layouts, checkouts, args.rounds or CASES[case][1])
+        print(*map(line, found), sep="\n", flush=True)
+        rows += found
+    if args.json:
+        write(args.json, rows)
+    mine = [row for row in rows if row["optimizer"] == "dmuon" and "ratio_to_other" in row]
+    slow = [row for row in mine if row["ratio_to_other"] > args.limit]
+    for row in slow:
+        print(f"slower: {line(row)}")
+    return int(args.check and bool(slow))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

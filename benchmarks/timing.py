@@ -1,0 +1,122 @@
+"""The one way in which benchmarks measure time: contenders in turns, and ratios within a round.
+
+A machine that slows down for a while slows every contender of a round, so a ratio is the median
+over the rounds of the ratio within a round. Times are in milliseconds, by phase; over ranks that of
+the slowest one counts; on CUDA they are measured by events.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Laps", "Times", "laps", "over_ranks", "ratio", "spread", "take_turns"]
+
+Laps = tuple[float, ...]
+"""Milliseconds of one turn, by phase."""
+Times = dict[str, list[Laps]]
+"""What was measured in each round, by contender."""
+
+_CPU = torch.device("cpu")
+
+
+def take_turns(
+    contenders: Mapping[str, Callable[[], Laps]],
+    rounds: int,
+    *,
+    warm_up: int = 0,
+    times: Times | None = None,
+    failures: dict[str, Exception] | None = None,
+) -> Times:
+    """Run each contender once a round, in an order that is rotated by one from round to round.
+
+    ``times`` is filled while it runs, so that whoever is interrupted has what was measured. With
+    ``failures`` a contender that raises is noted there, leaves ``times`` and takes part no more.
+    Python's garbage is collected between rounds, never in one.
+    """
+    times = {} if times is None else times
+    times |= {name: [] for name in contenders}
+    names = list(contenders)
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(warm_up + rounds):
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
+                if name not in times:
+                    continue
+                try:
+                    found = contenders[name]()
+                except Exception as error:  # whatever it is: the others do not depend on it
+                    if failures is None:
+                        raise
+                    failures[name] = error
+                    del times[name]
+                    continue
+                if number >= warm_up:
+                    times[name].append(found)
+            gc.collect()
+    finally:
+        if was_enabled:
+            gc.enable()
+    return times
+
+
+def laps(*actions: Callable[[], Any], device: torch.device = _CPU) -> Laps:
+    """Milliseconds that each of the actions takes, one after the other."""
+    if device.type != "cuda":
+        marks = [time.perf_counter()]
+        for action in actions:
+            action()
+            marks.append(time.perf_counter())
+        return tuple(1e3 * (end - begin) for begin, end in pairwise(marks))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(actions) + 1)]
+    events[0].record()
+    for action, event in zip(actions, events[1:]):
+        action()
+        event.record()
+    torch.cuda.synchronize(device)
+    return tuple(begin.elapsed_time(end) for begin, end in pairwise(events))
+
+
+def over_ranks(*actions: Callable[[], Any]) -> Laps:
+    """The sum of the laps, then each: all ranks begin together, and the slowest one counts."""
+    dist.barrier()  # blocks in the kernel: who waits here leaves the cores to the others
+    mine = laps(*actions)
+    slowest = torch.tensor((sum(mine), *mine), dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return tuple(slowest.tolist())
+
+
+def spread(values_ms: Sequence[float], tail: int = 10) -> dict[str, float]:
+    """Median and the percentiles ``tail`` and ``100 - tail``.
+
+    >>> spread([1.0, 2.0, 3.0, 4.0, 5.0], tail=25)
+    {'median_ms': 3.0, 'p25_ms': 2.0, 'p75_ms': 4.0}
+    """
+    low = high = values_ms[0]
+    if len(values_ms) > 1:
+        cuts = statistics.quantiles(values_ms, n=100, method="inclusive")
+        low, high = cuts[tail - 1], cuts[-tail]
+    return {
+        "median_ms": statistics.median(values_ms),
+        f"p{tail}_ms": low,
+        f"p{100 - tail}_ms": high,
+    }
+
+
+def ratio(these: Sequence[float], those: Sequence[float]) -> float:
+    """The median over rounds of the ratio within a round.
+
+    >>> ratio([1.0, 10.0, 3.0], [2.0, 20.0, 2.0])
+    0.5
+    """
+    return statistics.median(a / b for a, b in zip(these, those, strict=True))

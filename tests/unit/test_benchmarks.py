@@ -1,0 +1,66 @@
+"""The harness that all benchmarks share, and those that need no page of their own here."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import step_cost, timing
+from benchmarks.timing import Laps, take_turns
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_contenders_take_turns():
+    order: list[str] = []
+
+    def turn(name: str) -> Laps:
+        order.append(name)
+        return (float(len(order)),)
+
+    times = take_turns({name: lambda n=name: turn(n) for name in "abc"}, 3, warm_up=1)
+    assert "".join(order) == "abc" + "bca" + "cab" + "abc"
+    assert times == {"a": [(6.0,), (8.0,), (10.0,)], "b": [(4.0,), (9.0,), (11.0,)],
+                     "c": [(5.0,), (7.0,), (12.0,)]}  # fmt: skip
+
+
+def test_a_contender_that_fails_takes_part_no_more():
+    rounds = iter(range(9))
+
+    def fails() -> Laps:
+        if next(rounds) == 1:
+            raise MemoryError("too large")
+        return (1.0,)
+
+    failures: dict[str, Exception] = {}
+    times = take_turns({"a": lambda: (1.0,), "b": fails}, 3, failures=failures)
+    assert times == {"a": [(1.0,)] * 3} and str(failures["b"]) == "too large"
+    with pytest.raises(StopIteration):
+        take_turns({"a": lambda: (float(next(iter(()))),)}, 1)
+
+
+def test_laps_and_examples_in_docstrings():
+    first, second = timing.laps(lambda: sum(range(300_000)), lambda: None)
+    assert first > second >= 0.0
+    result = doctest.testmod(timing)
+    assert result.attempted >= 2 and not result.failed
+
+
+def test_step_cost_compares_two_checkouts(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    command = ["--sets", "toy", "--layouts", "replicated", "--json", str(path), "--against"]
+    assert step_cost.main([*command, str(ROOT), "--check", "--limit", "1000"]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["checkout"], row["optimizer"]) for row in rows] == [
+        ("here", "dmuon"), ("here", "AdamW"), (ROOT.name, "dmuon"), (ROOT.name, "AdamW"),
+    ]  # fmt: skip
+    assert rows[0]["matrices"] == 4
+    assert rows[0]["us_per_matrix"] == pytest.approx(rows[0]["median_ms"] * 250)
+    assert rows[0]["ratio_to_other"] > 0 and "ratio_to_other" not in rows[2]
+    assert rows[0]["whole_ms"] > rows[0]["median_ms"]
+    with pytest.raises(SystemExit):
+        step_cost.main([*command, str(tmp_path)])
+    assert "there is no dmuon/ in it" in capsys.readouterr().err
