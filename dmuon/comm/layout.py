@@ -45,7 +45,7 @@ class Job:
 
 # (number of the job, payload [b, m, n], update RMS [b]); tensors are valid during the call
 Done = Callable[[int, Tensor, Tensor], None]
-# Jobs in order; units that run together are all among them. `Done` is called once for each.
+# Jobs in order. `Done` is called once for each.
 Compute = Callable[[Sequence[Job], Done], None]
 # (unit, positions in the unit, views of the parameters, views of the payload)
 Apply = Callable[[Unit, list[int], list[Tensor], list[Tensor]], None]

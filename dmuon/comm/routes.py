@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dmuon.scheduler.batches import Batch
 from dmuon.scheduler.plan import OwnershipPlan
@@ -29,8 +29,6 @@ __all__ = [
     "make_window",
     "publish_buckets",
     "reduction_windows",
-    "runs_of",
-    "unit_runs",
     "units_of",
 ]
 
@@ -75,8 +73,7 @@ class Window:
 class Unit:
     """Same-shape matrices of one owner and one param group, which are orthogonalized together.
 
-    ``kernel`` is what runs them, as `KernelChoice` writes it, "" for the fixed rule. Units with the
-    same ``fused`` >= 0 are one *run*: they share a call; -1 runs alone.
+    ``kernel`` is what runs them, as `KernelChoice` writes it, "" for the fixed rule.
     """
 
     owner: int
@@ -86,7 +83,6 @@ class Unit:
     cols: int
     ms: float
     kernel: str = ""
-    fused: int = -1
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -183,30 +179,10 @@ def units_of(plan: OwnershipPlan, groups: Sequence[int]) -> tuple[Unit, ...]:
 
     ``groups`` gives the param group of each matrix. A cut batch shares its predicted time out by
     the number of matrices. Owners execute them in order of registration, for that is the order in
-    which the next forward pass needs the results. The units of a plan's group that are in one param
-    group are a run: they follow each other, where the first matrix of the group has its place.
+    which the next forward pass needs the results.
     """
-    together: dict[tuple[int, int], list[Batch]] = defaultdict(list)
-    for b, batch in enumerate(plan.batches):
-        together[(0, batch.group) if batch.group >= 0 else (1, b)].append(batch)
-    runs: list[list[Unit]] = []
-    for batches in sorted(together.values(), key=_turn):
-        by_group: dict[int, list[Unit]] = defaultdict(list)
-        for batch in sorted(batches, key=lambda b: min(b.matrices)):
-            for unit in _cut(plan, batch, groups):
-                by_group[unit.group].append(unit)
-        runs += by_group.values()
-    number, units = 0, []
-    for run in runs:
-        fused = number if len(run) > 1 else -1
-        number += len(run) > 1
-        units += [replace(unit, fused=fused) for unit in run]
-    return tuple(units)
-
-
-def _turn(batches: Sequence[Batch]) -> tuple[int, int]:
-    """When batches that run together are executed: by their smallest matrix."""
-    return min(min(batch.matrices) for batch in batches), batches[0].owner
+    batches = sorted(plan.batches, key=lambda batch: (min(batch.matrices), batch.owner))
+    return tuple(unit for batch in batches for unit in _cut(plan, batch, groups))
 
 
 def _cut(plan: OwnershipPlan, batch: Batch, groups: Sequence[int]) -> list[Unit]:
@@ -222,32 +198,13 @@ def _cut(plan: OwnershipPlan, batch: Batch, groups: Sequence[int]) -> list[Unit]
     return units
 
 
-def runs_of(units: Sequence[Unit], members: Sequence[int]) -> list[tuple[int, ...]]:
-    """Indices of ``units`` by what runs in one call; most runs are of one unit.
-
-    ``members`` are indices in ascending order, as `units_of` orders the units.
-    """
-    runs: list[tuple[int, ...]] = []
-    for u in members:
-        if runs and units[u].fused >= 0 and units[runs[-1][-1]].fused == units[u].fused:
-            runs[-1] += (u,)
-        else:
-            runs.append((u,))
-    return runs
-
-
-def unit_runs(units: Sequence[Unit]) -> list[list[Unit]]:
-    """`runs_of` all of these units, as units."""
-    return [[units[u] for u in run] for run in runs_of(units, range(len(units)))]
-
-
 def publish_buckets(
     units: Sequence[Unit], bucket_bytes: int, item_size: int
 ) -> tuple[PublishBucket, ...]:
     """Buckets in the order of their predicted completion, the same on every rank.
 
-    Each owner fills its buckets in its order of execution, up to ``bucket_bytes`` of payload. A run
-    is never cut, for its units are done at the same time; it may fill a bucket beyond its size.
+    Each owner fills its buckets in its order of execution, up to ``bucket_bytes`` of payload; a
+    unit is never cut, and may fill a bucket beyond its size.
     """
     clock: dict[int, float] = defaultdict(float)
     open_buckets: dict[int, tuple[list[int], int]] = {}
@@ -257,14 +214,13 @@ def publish_buckets(
         members, _ = open_buckets.pop(owner)
         done.append((clock[owner], owner, PublishBucket(owner, tuple(members))))
 
-    for run in runs_of(units, range(len(units))):
-        owner = units[run[0]].owner
-        size = sum(units[u].numel for u in run) * item_size
+    for u, unit in enumerate(units):
+        owner, size = unit.owner, unit.numel * item_size
         if owner in open_buckets and open_buckets[owner][1] + size > bucket_bytes:
             close(owner)
         members, filled = open_buckets.setdefault(owner, ([], 0))
-        open_buckets[owner] = ([*members, *run], filled + size)
-        clock[owner] += sum(units[u].ms for u in run)
+        open_buckets[owner] = ([*members, u], filled + size)
+        clock[owner] += unit.ms
     for owner in sorted(open_buckets):
         close(owner)
     return tuple(bucket for _, _, bucket in sorted(done, key=lambda d: (d[0], d[1], d[2].units)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from dmuon.report.bottleneck import Bottleneck, bottleneck_of, key_of
-from dmuon.report.kernels import KernelUse, Together, kernel_uses, together_of
+from dmuon.report.kernels import KernelUse, kernel_uses
 from dmuon.report.measured import MeasuredBalance, compare, excess
 from dmuon.scheduler.certificate import Certificate, certify
 from dmuon.scheduler.costs import ShapeKey
@@ -123,11 +123,6 @@ class Balance:
     def kernels(self) -> tuple[KernelUse, ...]:
         """Which kernels run how many batches; empty where the plan names none."""
         return kernel_uses(self.plan)
-
-    @cached_property
-    def together(self) -> Together | None:
-        """What running batches together saves; None where none do."""
-        return together_of(self.plan)
 
     @cached_property
     def bottleneck(self) -> Bottleneck | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from dmuon.scheduler.costs import ShapeKey, newton_schulz_flops
-from dmuon.scheduler.plan import Batch, OwnershipPlan, bounding_problem
+from dmuon.scheduler.plan import Batch, OwnershipPlan
 from dmuon.scheduler.specs import MatrixSpec
 
 __all__ = ["Bottleneck", "Floor", "Split", "bottleneck_of", "key_of", "least_ms"]
@@ -66,18 +66,13 @@ def key_of(plan: OwnershipPlan, batch: Batch) -> ShapeKey:
 
 
 def least_ms(plan: OwnershipPlan) -> dict[ShapeKey, float]:
-    """What an owner needs at least to have a matrix of each shape: its cheapest batch, grouped."""
+    """What an owner needs at least to have a matrix of each shape: its cheapest batch."""
     least: dict[ShapeKey, float] = {}
     for batch in plan.batches:
         # Without prices: a batch is rarely cheaper alone than its share in a larger one.
         key, share = key_of(plan, batch), batch.ms / len(batch.matrices)
         least[key] = min(share, least.get(key, share))
     least.update((row.key, min(row.ms)) for row in plan.prices if row.key in least)
-    if plan.squares:
-        # In a group a batch may be cheaper than alone, but not below its lowered price.
-        problem = bounding_problem(plan)
-        for kind in [*problem.kinds, *(group.kind for group in problem.forced)]:
-            least[kind.key] = min(least[kind.key], problem.ms(min(kind.batch_ticks)))
     return least
 
 

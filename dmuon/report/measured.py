@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dmuon.report.bottleneck import key_of, least_ms
-from dmuon.scheduler.batches import groups_of
 from dmuon.scheduler.costs import ShapeKey
 from dmuon.scheduler.plan import OwnershipPlan
 
@@ -19,7 +18,7 @@ __all__ = ["REPLAN_FRACTION", "REPLAN_MS", "MeasuredBalance", "compare", "excess
 REPLAN_FRACTION = 0.05
 REPLAN_MS = 0.05
 
-_Run = tuple[tuple[ShapeKey, int, str], ...]  # shape, size and kernel of batches that run together
+_Run = tuple[ShapeKey, int, str]  # shape, size and kernel of a batch
 
 
 def excess(most: float, mean: float) -> float:
@@ -117,15 +116,10 @@ def compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBala
 
 
 def _alike(plan: OwnershipPlan, measured: Sequence[float]) -> tuple[float, ...]:
-    """Each rank's time, averaged over the ranks that execute the same batches and groups."""
+    """Each rank's time, averaged over the ranks that execute the same batches."""
     runs: list[Counter[_Run]] = [Counter() for _ in measured]
-    for members in [
-        *groups_of(plan.batches).values(),
-        *([b] for b, batch in enumerate(plan.batches) if batch.group < 0),
-    ]:
-        batches = [plan.batches[b] for b in members]
-        run = sorted((key_of(plan, b), len(b.matrices), b.kernel) for b in batches)
-        runs[batches[0].owner][tuple(run)] += 1
+    for batch in plan.batches:
+        runs[batch.owner][key_of(plan, batch), len(batch.matrices), batch.kernel] += 1
     same: dict[frozenset[tuple[_Run, int]], list[float]] = defaultdict(list)
     patterns = [frozenset(counts.items()) for counts in runs]
     for pattern, ms in zip(patterns, measured, strict=True):

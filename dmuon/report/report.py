@@ -67,7 +67,6 @@ class LoadBalanceReport(Balance):
             "certificate": asdict(self.certificate) | {"verdict": str(self.certificate)},
             "alternatives_ms": dict(plan.alternatives),
             "kernels": [asdict(use) for use in self.kernels],
-            "together": None if self.together is None else asdict(self.together),
             "idle": list(self.idle),
             "memory": asdict(self.memory) | {"cap": plan.limits.memory_bytes},
             "bottleneck": None if self.bottleneck is None else asdict(self.bottleneck),

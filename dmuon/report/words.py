@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dmuon.report.balance import Balance, ShapeUse
 from dmuon.report.bottleneck import Floor
-from dmuon.report.kernels import kernels_text, ms_text, together_text
+from dmuon.report.kernels import kernels_text, ms_text
 from dmuon.report.measured import REPLAN_FRACTION, REPLAN_MS, MeasuredBalance
 from dmuon.types import Algorithm, Layout
 
@@ -76,7 +76,6 @@ def facts(balance: Balance) -> list[tuple[str, str]]:
         ("certificate", _certificate_text(balance)),
         ("compared", _compared_text(balance, top)),
         ("kernels", kernels_text(balance.kernels)),
-        ("together", together_text(balance.together, top)),
         ("note", balance.plan.note),
         ("bottleneck", _bottleneck_text(balance, top)),
         ("floor", "" if floor is None else _floor_text(floor, balance.makespan_ms, top)),

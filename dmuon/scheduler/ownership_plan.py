@@ -14,10 +14,10 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 
-from dmuon.scheduler.batches import Batch, PriceRow, SquareRow, check_batches
+from dmuon.scheduler.batches import Batch, PriceRow, check_batches
 from dmuon.scheduler.json_files import cut, parse
 from dmuon.scheduler.limits import OwnerLimits
-from dmuon.scheduler.plan_json import by_name, fields_of, identity, plain_prices, plain_squares
+from dmuon.scheduler.plan_json import by_name, fields_of, identity, plain_prices
 from dmuon.scheduler.problem import state_bytes
 from dmuon.scheduler.proof import Proof
 from dmuon.scheduler.specs import ModelSpecs
@@ -31,14 +31,12 @@ __all__ = ["OwnershipPlan", "check_plan_fits"]
 class OwnershipPlan:
     """Who owns which matrix, in which batches, and how good that is.
 
-    Owners execute ``batches`` in order of their first matrix, those of a group in one call.
-    ``lower_bound_ms`` is proven: no assignment has a smaller makespan under the same costs, however
-    its batches are grouped, and ``proof`` lets anyone recompute that without a solver (see
-    `certificate`). ``alternatives`` holds the makespan of other
-    solvers for comparison. ``engine`` names the MILP solver that ran, ``note`` says why something
-    else was done than what was asked for, and ``hit_time_limit`` marks a plan that depends on the
-    clock. ``prices`` and ``squares`` are the costs it was made with, of batches and of
-    the m x m parts that batches may share, ``limits`` what bound the owners.
+    Owners execute ``batches`` in order of their first matrix. ``lower_bound_ms`` is proven: no
+    assignment has a smaller makespan under the same costs, and ``proof`` lets anyone recompute that
+    without a solver (see `certificate`). ``alternatives`` holds the makespan of other solvers for
+    comparison. ``engine`` names the MILP solver that ran, ``note`` says why something else was done
+    than what was asked for, and ``hit_time_limit`` marks a plan that depends on the clock.
+    ``prices`` are the costs it was made with, ``limits`` what bound the owners.
     """
 
     specs: ModelSpecs
@@ -57,7 +55,6 @@ class OwnershipPlan:
     engine: str = ""
     note: str = ""
     hit_time_limit: bool = False
-    squares: tuple[SquareRow, ...] = ()
 
     def __post_init__(self) -> None:
         self.limits.check(len(self.specs.matrices), self.topology.world)
@@ -126,7 +123,6 @@ class OwnershipPlan:
             "seconds": self.seconds,
             "limits": self.limits.to_dict(),
             "prices": plain_prices(self.prices),
-            "squares": plain_squares(self.squares),
             "proof": None if self.proof is None else self.proof.to_dict(),
             "engine": self.engine,
             "note": self.note,

@@ -1,18 +1,11 @@
-"""The parts of a plan as plain data for JSON, and back.
-
-::
-
-    format 1    owners and batches
-           2    limits, prices and proof too
-           3    kernels and groups of batches, and the times of m x m parts
-"""
+"""The parts of a plan as plain data for JSON, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dmuon.scheduler.batches import Batch, PriceRow, SquareRow, is_gram
+from dmuon.scheduler.batches import Batch, PriceRow, check_kernel
 from dmuon.scheduler.json_files import (
     choice,
     different,
@@ -33,10 +26,9 @@ from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Layout, PlanError
 
-__all__ = ["FORMAT_VERSION", "by_name", "fields_of", "identity", "plain_prices", "plain_squares"]
+__all__ = ["FORMAT_VERSION", "by_name", "fields_of", "identity", "plain_prices"]
 
-FORMAT_VERSION = 3
-_READABLE = (1, 2, FORMAT_VERSION)
+FORMAT_VERSION = 4
 _MOST_PRICE = 1e12  # milliseconds of one batch, as in planning
 _MOST_KERNEL = 200  # characters of a kernel's name
 
@@ -49,7 +41,7 @@ def identity(
         "format": FORMAT_VERSION,
         "specs": specs.to_dict(),
         "topology": topology.to_dict(),
-        "batches": [[b.owner, list(b.matrices), b.ms, b.kernel, b.group] for b in batches],
+        "batches": [[b.owner, list(b.matrices), b.ms, b.kernel] for b in batches],
         "layout": layout.value,
     }
 
@@ -68,8 +60,7 @@ def by_name(
         "matrices": sorted(matrices),
         "topology": topology.to_dict(),
         "batches": [
-            [b.owner, [matrices[i][0] for i in b.matrices], b.ms, b.kernel, b.group]
-            for b in batches
+            [b.owner, [matrices[i][0] for i in b.matrices], b.ms, b.kernel] for b in batches
         ],
         "layout": layout.value,
     }
@@ -77,10 +68,6 @@ def by_name(
 
 def plain_prices(prices: Sequence[PriceRow]) -> list[Any]:
     return [[list(r.key), list(r.ms), list(r.origin), list(r.kernels)] for r in prices]
-
-
-def plain_squares(squares: Sequence[SquareRow]) -> list[Any]:
-    return [[list(row.key), list(row.ms)] for row in squares]
 
 
 # ---- reading -----------------------------------------------------------------------------
@@ -94,15 +81,13 @@ def fields_of(data: Any) -> dict[str, Any]:
         ValueError: the fields do not fit each other.
     """
     version = record(data, "", "format")["format"]
-    if type(version) is not int or version not in _READABLE:
-        raise PlanError(
-            f"the plan has format {version!r}, this version reads {', '.join(map(str, _READABLE))}"
-        )
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise PlanError(f"the plan has format {version!r}, this version reads {FORMAT_VERSION}")
     record(data, "", "specs", "topology", "batches", "layout", "solver", "status", "cost_source")
     record(data, "", "lower_bound_ms", "alternatives", "seconds")
     specs = ModelSpecs.from_dict(data["specs"])
-    evidence = {} if version == 1 else _evidence(data)
-    priced = {price.key for price in evidence.get("prices", ())}
+    evidence = _evidence(data)
+    priced = {price.key for price in evidence["prices"]}
     missing = {matrix.key for matrix in specs.matrices} - priced if priced else ()
     for key in sorted(missing):
         raise PlanError(f"prices: there is none for the matrices of {key[0]} x {key[1]} {key[2]}")
@@ -122,14 +107,8 @@ def fields_of(data: Any) -> dict[str, Any]:
 
 
 def _batch(data: Any, at: str) -> Batch:
-    row(data, at, 3, 5)
-    return Batch(
-        whole(data, 0, at),
-        wholes(data, 1, at),
-        real(data, 2, at),
-        _kernel(data, 3, at) if len(data) > 3 else "",
-        whole(data, 4, at, -1) if len(data) > 4 else -1,
-    )
+    row(data, at, 4, 4)
+    return Batch(whole(data, 0, at), wholes(data, 1, at), real(data, 2, at), _kernel(data, 3, at))
 
 
 def _alternative(data: Any, at: str) -> tuple[str, float]:
@@ -141,13 +120,10 @@ def _evidence(data: dict[str, Any]) -> dict[str, Any]:
     """What a saved plan tells of how it was made."""
     record(data, "", "limits", "prices", "proof", "engine", "note", "hit_time_limit")
     prices = each(data, "prices", "", _price_row)
-    squares = each(data, "squares", "", _square_row) if "squares" in data else ()
     different((price.key for price in prices), "the shapes in prices")
-    different((square.key for square in squares), "the short sides in squares")
     return {
         "limits": OwnerLimits.from_dict(data["limits"], "limits"),
         "prices": prices,
-        "squares": squares,
         "proof": None if data["proof"] is None else Proof.from_dict(data["proof"], "proof"),
         "engine": text(data, "engine", ""),
         "note": text(data, "note", ""),
@@ -156,10 +132,10 @@ def _evidence(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _price_row(data: Any, at: str) -> PriceRow:
-    row(data, at, 3, 4)
+    row(data, at, 4, 4)
     key = row(data[0], f"{at}[0]", 3, 3)
     ms, origin = reals(data, 1, at, high=_MOST_PRICE), texts(data, 2, at)
-    kernels = texts(data, 3, at, _MOST_KERNEL) if len(data) > 3 else ()
+    kernels = texts(data, 3, at, _MOST_KERNEL)
     for name, values in (("origins", origin), ("kernels", kernels)):
         if len(values) != len(ms) and (values or name == "origins"):
             raise PlanError(f"{at}: found {len(ms)} prices and {len(values)} {name}")
@@ -171,19 +147,10 @@ def _price_row(data: Any, at: str) -> PriceRow:
     return PriceRow((*shape, text(key, 2, f"{at}[0]")), ms, origin, kernels)
 
 
-def _square_row(data: Any, at: str) -> SquareRow:
-    row(data, at, 2, 2)
-    key = row(data[0], f"{at}[0]", 2, 2)
-    return SquareRow(
-        (whole(key, 0, f"{at}[0]", 1), text(key, 1, f"{at}[0]")),
-        reals(data, 1, at, high=_MOST_PRICE),
-    )
-
-
 def _kernel(of: Any, key: int, at: str) -> str:
     name = text(of, key, at, _MOST_KERNEL)
     try:
-        is_gram(name)
+        check_kernel(name)
     except ValueError as error:
         raise PlanError(f"{at}[{key}]: {error}") from None
     return name

@@ -19,14 +19,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dmuon.scheduler.costs import ShapeKey, SquareKey
-from dmuon.scheduler.grouping import PriceBook
+from dmuon.scheduler.costs import ShapeKey
 from dmuon.scheduler.json_files import MOST_MS
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.specs import ITEM_SIZE, MatrixSpec
@@ -43,8 +40,6 @@ UNLIMITED = 1 << 62  # bytes
 _MOST_MS = 1e12  # of one batch: 30 years
 _MOST_SPLITS = 4_000_000_000
 _MOST_TABLE = 100_000_000
-_MOST_SHARED = 20_000_000
-_NONE: Mapping[Any, Any] = MappingProxyType({})
 
 
 def ticks_per_ms(total_ms: float) -> int:
@@ -234,26 +229,18 @@ def build_problem(
     limits: OwnerLimits,
     prices: Mapping[ShapeKey, Sequence[float]],
     layout: Layout = Layout.REPLICATED,
-    kernels: Mapping[ShapeKey, Sequence[str]] = _NONE,
-    squares: Mapping[SquareKey, Sequence[float]] = _NONE,
-    within: int | None = None,
 ) -> Problem:
     """Kinds and classes of a model on ``world`` ranks; permuted matrices change only ``members``.
 
     ``prices`` are the milliseconds of batches of 1, 2, ... matrices of each shape. Matrices that
     a single rank may own are no kinds: as such they would make each rank a class of its own.
 
-    With ``kernels`` of these batches and ``squares``, the milliseconds of the m x m parts that they
-    may share, batches have the prices that no grouping gets below (see `grouping`), in plans with a
-    makespan of at most ``within`` ticks if that is given. Kinds, their order and the length of a
-    tick are the same as without.
-
     Raises:
         PlanError: a price is missing, negative or not finite, or ``limits`` do not fit.
         SizeError: a PlanError, too: the problem is too large to be worked on.
     """
     limits.check(len(matrices), world)
-    _check_prices(prices, squares)
+    _check_prices(prices)
     demand = Counter(matrix.key for matrix in matrices)
     for rows, cols, dtype in demand:
         if not prices.get((rows, cols, dtype)):
@@ -265,14 +252,13 @@ def build_problem(
             f"all matrices must take at most {MOST_MS:g} milliseconds together, found {total:g}"
         )
     scale = ticks_per_ms(max(total, top, *limits.fixed_ms, 0.0))
-    book = PriceBook.in_ticks(prices, kernels, squares, scale)
-    groups = _groups(matrices, limits, book.whole)
-    _check_work(groups, book, world, limits)
-    batch_ticks = book.lowered_all(groups, within)
+    batch_ticks = {key: tuple(round(ms * scale) for ms in row) for key, row in prices.items()}
+    groups = _groups(matrices, limits, batch_ticks)
+    _check_work(groups, batch_ticks, world, limits)
     kinds, members, forced = [], [], []
     for key, pool, mine in groups:
         nbytes = state_bytes(matrices[mine[0]], layout)
-        kind = Kind(key, pool, len(mine), nbytes, batch_ticks[key, pool])
+        kind = Kind(key, pool, len(mine), nbytes, batch_ticks[key])
         if pool >= 0 and len(limits.pools[pool]) == 1:
             forced.append(Forced(limits.pools[pool][0], kind, mine))
         else:
@@ -303,18 +289,17 @@ def _groups(
 
 def _check_work(
     groups: Sequence[tuple[ShapeKey, int, tuple[int, ...]]],
-    book: PriceBook,
+    batch_ticks: Mapping[ShapeKey, tuple[int, ...]],
     world: int,
     limits: OwnerLimits,
 ) -> None:
     """Raise SizeError where the tables of a problem, or the time to fill them, leave all bounds."""
-    splits = sum(len(mine) * min(len(book.whole[key]), len(mine)) for key, _, mine in groups)
+    splits = sum(len(mine) * min(len(batch_ticks[key]), len(mine)) for key, _, mine in groups)
     pools = [pool for _, pool, _ in groups if pool < 0 or len(limits.pools[pool]) > 1]
     table = len(pools) * (world if len(set(pools)) > 1 else 1)
     for what, found, most in (
         ("matrices x batch sizes", splits, _MOST_SPLITS),
         ("kinds of matrices in pools x ranks", table, _MOST_TABLE),
-        ("shapes x batch sizes that may run together", book.work(groups), _MOST_SHARED),
     ):
         if found > most:
             raise SizeError(
@@ -322,15 +307,7 @@ def _check_work(
             )
 
 
-def _check_prices(
-    prices: Mapping[ShapeKey, Sequence[float]], squares: Mapping[SquareKey, Sequence[float]]
-) -> None:
-    for (m, dtype), square in squares.items():
-        if not all(0 <= ms <= _MOST_MS for ms in square):
-            raise PlanError(
-                f"the cost of the {m} x {m} parts of {dtype} must be between 0 and {_MOST_MS:g} "
-                f"milliseconds, found {max(square, key=abs)}: measure again, or correct the table"
-            )
+def _check_prices(prices: Mapping[ShapeKey, Sequence[float]]) -> None:
     for (rows, cols, dtype), row in prices.items():
         for batch, ms in enumerate(row, 1):
             if not (0 <= ms <= _MOST_MS):

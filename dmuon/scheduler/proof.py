@@ -79,14 +79,10 @@ class Proof:
 
     ``exhaustive``: that nothing is faster than the plan can be seen by trying everything, see
     `exhaustive.counts_within`; the problem is small enough.
-
-    ``within``: the prices behind it are those of plans with a makespan of at most so many ticks,
-    see `grouping`; all others are slower anyway. None: of any plan.
     """
 
     dual: Dual
     exhaustive: bool = False
-    within: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -94,7 +90,6 @@ class Proof:
             "works": list(self.dual.works),
             "byte_price": self.dual.byte_price,
             "exhaustive": self.exhaustive,
-            "within": self.within,
         }
 
     @classmethod
@@ -106,8 +101,7 @@ class Proof:
             wholes(data, "works", at),
             whole(data, "byte_price", at),
         )
-        within = None if data.get("within") is None else whole(data, "within", at)
-        return cls(dual, flag(data, "exhaustive", at), within)
+        return cls(dual, flag(data, "exhaustive", at))
 
 
 def work_tables(problem: Problem) -> list[Ints]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dmuon.comm.routes import Unit, unit_runs
+from dmuon.comm.routes import Unit
 from dmuon.comm.shard_routes import Part
 from dmuon.comm.streams import Stopwatch
 from dmuon.kernels.runner import Call
@@ -96,8 +96,8 @@ class FullStep:
         work = _Buckets(self, flight)
 
         def meanwhile() -> None:
-            for run in unit_runs([runtime.units[u] for u in self._local_units]):
-                self._local_run(work, run)
+            for u in self._local_units:
+                self._local_unit(work, runtime.units[u])
             bench.update_rest(grads, verdict)
 
         runtime.run(work, meanwhile)
@@ -127,45 +127,35 @@ class FullStep:
 
     def calls(self) -> Iterator[Call]:
         """What this rank runs in every step on matrices that lie here."""
-        for run in unit_runs([self._bench.runtime.units[u] for u in self._local_units]):
-            yield self._call(run)
+        for u in self._local_units:
+            yield self._call(self._bench.runtime.units[u])
 
     def lasting(self) -> Iterator[tuple[Call, list[Tensor]]]:
         """What it runs on matrices that arrive, and where these lie."""
         units = self._bench.runtime.units
         for batches in self._bench.runtime.bound().batches:
-            batch_of = {units[u]: batch for u, batch in batches}
-            for run in unit_runs(list(batch_of)):
-                yield self._call(run), [batch_of[unit] for unit in run]
+            for u, batch in batches:
+                yield self._call(units[u]), [batch]
 
-    def _call(self, run: Sequence[Unit]) -> Call:
-        return self._bench.call(run[0].group, [unit.shape for unit in run], run[0].kernel)
+    def _call(self, unit: Unit) -> Call:
+        return self._bench.call(unit.group, [unit.shape], unit.kernel)
 
-    def _local_run(self, work: _Buckets, run: Sequence[Unit]) -> None:
-        """Units whose matrices lie whole on this rank: no traffic."""
+    def _local_unit(self, work: _Buckets, unit: Unit) -> None:
+        """A unit whose matrices lie whole on this rank: no traffic."""
         bench, flight = self._bench, work.flight
-        present = [
-            (unit, [bench.block_of[i] for i in unit.matrices if i not in flight.absent])
-            for unit in run
-        ]
-        present = [(unit, members) for unit, members in present if members]
-        if not present:
+        members = [bench.block_of[i] for i in unit.matrices if i not in flight.absent]
+        if not members:
             return
-        shapes = [(len(members), unit.rows, unit.cols) for unit, members in present]
-        call = bench.call(run[0].group, shapes, run[0].kernel)
-        operands = bench.kernels.operands(call)
-        for (_, members), operand in zip(present, operands, strict=True):
-            scales = [flight.scales[bench.kept.blocks[k].matrix] for k in members]
-            bench.fill(operand, members, scales, flight.ok)
-        updates = bench.orthogonalize(call, operands, flight.watch)
-        for (unit, members), update in zip(present, updates, strict=True):
-            rate = flight.rates[unit.group]
-            lr = rate.adjusted(unit.rows, unit.cols)
-            matrices = [bench.kept.blocks[k].matrix for k in members]
-            values = update_rms(update, lr / rate.lr if rate.lr else 0.0)
-            torch._foreach_copy_([flight.rms[i] for i in matrices], list(values.unbind()))
-            views = bench.unstacked(members, update)
-            bench.apply(members, views, rate.decay, lr, flight.ok)
+        call = bench.call(unit.group, [(len(members), unit.rows, unit.cols)], unit.kernel)
+        (operand,) = bench.kernels.operands(call)
+        matrices = [bench.kept.blocks[k].matrix for k in members]
+        bench.fill(operand, members, [flight.scales[i] for i in matrices], flight.ok)
+        (update,) = bench.orthogonalize(call, [operand], flight.watch)
+        rate = flight.rates[unit.group]
+        lr = rate.adjusted(unit.rows, unit.cols)
+        values = update_rms(update, lr / rate.lr if rate.lr else 0.0)
+        torch._foreach_copy_([flight.rms[i] for i in matrices], list(values.unbind()))
+        bench.apply(members, bench.unstacked(members, update), rate.decay, lr, flight.ok)
 
     def runs(self, parts: Sequence[Part]) -> list[tuple[int, list[int], slice]]:
         """(unit, blocks, where) of the parts of a message, unit by unit."""
@@ -207,23 +197,17 @@ class _Buckets:
         self, batches: Sequence[tuple[int, Tensor]], done: Callable[[int, Tensor], None]
     ) -> None:
         bench, flight = self._bench, self.flight
-        number_of: dict[Unit, int] = {}
         for n, (u, batch) in enumerate(batches):
             unit = bench.runtime.units[u]
             if flight.absent.issuperset(unit.matrices):
                 done(n, batch)  # of zeros, which nobody applies
-            else:
-                number_of[unit] = n
-        for run in unit_runs(list(number_of)):
-            members = [number_of[unit] for unit in run]
-            call = self._step._call(run)
-            updates = bench.orthogonalize(call, [batches[n][1] for n in members], flight.watch)
-            for unit, n, update in zip(run, members, updates, strict=True):
-                rate = flight.rates[unit.group]
-                lr = rate.adjusted(unit.rows, unit.cols)
-                values = update_rms(update, lr / rate.lr if rate.lr else 0.0)
-                flight.rms.index_copy_(0, self._step._rms_index[batches[n][0]], values)
-                done(n, update)
+                continue
+            (update,) = bench.orthogonalize(self._step._call(unit), [batch], flight.watch)
+            rate = flight.rates[unit.group]
+            lr = rate.adjusted(unit.rows, unit.cols)
+            values = update_rms(update, lr / rate.lr if rate.lr else 0.0)
+            flight.rms.index_copy_(0, self._step._rms_index[u], values)
+            done(n, update)
 
     def apply(self, parts: Sequence[Part], views: list[Tensor]) -> None:
         bench, flight = self._bench, self.flight

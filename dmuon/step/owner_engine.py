@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from dmuon.adamw import adamw_step, refresh_masters
 from dmuon.comm import streams
 from dmuon.comm.layout import Done, Job, OwnerRuntime
-from dmuon.comm.routes import Unit, unit_runs
+from dmuon.comm.routes import Unit
 from dmuon.comm.streams import Stopwatch
 from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.kernels.newton_schulz import resolve_coefficients
@@ -50,18 +49,16 @@ class OwnerEngine:
         self._on_host = streams.host_can_read(self._runtime.device)
         self._kernels = Orthogonalizer(self._runtime.device, settings.ns_dtype, ownership.kernels)
         mine = [u for u in self._runtime.units if u.owner == ownership.rank]
-        self._kernels.reserve(
-            self._call(run, [len(u.matrices) for u in run]) for run in unit_runs(mine)
-        )
+        self._kernels.reserve(self._call(u, len(u.matrices)) for u in mine)
         self._show_momentum()
 
-    def _call(self, units: Sequence[Unit], counts: Sequence[int]) -> Call:
-        """Newton-Schulz on ``counts[i]`` matrices of ``units[i]``."""
-        group = self._optimizer.param_groups[units[0].group]
+    def _call(self, unit: Unit, count: int) -> Call:
+        """Newton-Schulz on ``count`` matrices of ``unit``."""
+        group = self._optimizer.param_groups[unit.group]
         return Call(
-            tuple((count, u.rows, u.cols) for u, count in zip(units, counts, strict=True)),
+            ((count, unit.rows, unit.cols),),
             resolve_coefficients(group["ns_coefficients"], group["ns_steps"]),
-            units[0].kernel,
+            unit.kernel,
         )
 
     def _payload_dtype(self, parameter_dtype: str) -> torch.dtype:
@@ -96,9 +93,8 @@ class OwnerEngine:
         watch = self._ownership.telemetry.begin_step()
 
         def compute(jobs: Sequence[Job], done: Done) -> None:
-            numbers = {job.unit: n for n, job in enumerate(jobs)}
-            for run in unit_runs([job.unit for job in jobs]):
-                self._compute(watch, rates[run[0].group], [numbers[u] for u in run], jobs, done)
+            for number, job in enumerate(jobs):
+                self._compute(watch, rates[job.unit.group], number, job, done)
 
         def apply(
             unit: Unit, where: list[int], targets: list[Tensor], payload: list[Tensor]
@@ -113,37 +109,24 @@ class OwnerEngine:
 
         self._runtime.step(compute, apply)
 
-    def _compute(
-        self,
-        watch: Stopwatch,
-        rate: Rates,
-        numbers: Sequence[int],
-        jobs: Sequence[Job],
-        done: Done,
-    ) -> None:
-        """The owner's part for jobs that run together: momentum, Newton-Schulz, what to publish."""
-        members = [jobs[n] for n in numbers]
-        call = self._call([job.unit for job in members], [len(job.where) for job in members])
+    def _compute(self, watch: Stopwatch, rate: Rates, number: int, job: Job, done: Done) -> None:
+        """The owner's part of a job: momentum, Newton-Schulz, what to publish."""
+        call = self._call(job.unit, len(job.where))
         watch.start()
-        with ExitStack() as rows:
-            masters = []
-            operands = self._kernels.operands(call)
+        with self._owned.rows(job.unit, job.where) as (buffer, master):
+            (operand,) = self._kernels.operands(call)
+            group = self._optimizer.param_groups[job.unit.group]
             fused = self._kernels.is_fused(call)
-            for job, operand in zip(members, operands, strict=True):
-                buffer, master = rows.enter_context(self._owned.rows(job.unit, job.where))
-                masters.append(master)
-                group = self._optimizer.param_groups[job.unit.group]
-                normalized_momentum(buffer, job.gradients, group, out=operand, fused=fused)
-            updates = orthogonalize(self._kernels, call, operands)
+            normalized_momentum(buffer, job.gradients, group, out=operand, fused=fused)
+            (update,) = orthogonalize(self._kernels, call, [operand])
             watch.stop()
-            for number, job, update, master in zip(numbers, members, updates, masters, strict=True):
-                lr = rate.adjusted(job.unit.rows, job.unit.cols)
-                rms = update_rms(update, lr / rate.lr if rate.lr else 0.0)
-                if master is None:
-                    done(number, update, rms)
-                else:
-                    master.mul_(rate.decay).add_(update, alpha=-lr)
-                    done(number, master, rms)
+            lr = rate.adjusted(job.unit.rows, job.unit.cols)
+            rms = update_rms(update, lr / rate.lr if rate.lr else 0.0)
+            if master is None:
+                done(number, update, rms)
+            else:
+                master.mul_(rate.decay).add_(update, alpha=-lr)
+                done(number, master, rms)
 
     def rest(self) -> None:
         for g, params in self._rest.items():

@@ -143,13 +143,9 @@ def test_a_plan_without_a_proof_is_valid_but_its_bound_is_not_proven(plan):
     assert certificate.lower_bound_ms == 0.0
 
 
-def test_plans_of_the_first_format_are_still_read(plan):
-    data = json.loads(plan.to_json()) | {"format": 1}
-    for name in ("limits", "prices", "proof", "engine", "note", "hit_time_limit"):
-        del data[name]
-    old = OwnershipPlan.from_json(json.dumps(data))
-    assert old.owners == plan.owners and old.proof is None
-    assert not certify(old).proven
+def test_a_kernel_other_than_the_priced_one_is_found(plan):
+    certificate = certify(changed_batch(plan, kernel="gram[2]/torch/float16"))
+    assert not certificate.ok and "its price is of ''" in str(certificate)
 
 
 def test_a_wrong_claim_of_exhaustion_is_found(plan):

@@ -17,7 +17,7 @@ import math
 import re
 import tempfile
 import tracemalloc
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -40,7 +40,7 @@ from dmuon.scheduler.cost_cache import CacheKey, add, path_of, read
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.ownership_plan import OwnershipPlan, check_plan_fits
-from dmuon.scheduler.plan import bounding_problem, solve
+from dmuon.scheduler.plan import problem_of, solve
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.scheduler.topology import MAX_RANKS, Topology
 from dmuon.types import Layout, PlanError, SizeError
@@ -59,7 +59,6 @@ GROUPED = CostTable(
     ANALYTIC_DEVICES["h100"],
     entry_origin="measured",
     kernels={A: {1: GRAM, 2: GRAM}, B: {1: GRAM, 2: GRAM}, C: {1: "standard/torch/float16"}},
-    squares={(64, "float32"): {1: 0.6, 2: 0.7, 3: 0.8, 4: 1.0}},
 )
 TINY = CostTable("tiny", {A: {1: 3.0, 2: 5.0, 3: 8.0}, B: {1: 2.0, 2: 4.0}})
 
@@ -102,7 +101,6 @@ def cache_file() -> str:
         for key, by_batch in GROUPED.entries.items():
             some = {key: GROUPED.kernels[key]}
             add(folder, KEY, {key: by_batch}, GROUPED.device, kernels=some, tuned={key: [1]})
-        add(folder, KEY, {}, GROUPED.device, squares=GROUPED.squares)
         return path_of(folder, KEY).read_text()
 
 
@@ -167,7 +165,7 @@ def damage_tree(draw: st.DrawFn, data: Any) -> None:
     elif isinstance(of, list):
         of.insert(draw(st.integers(0, len(of))), copy.deepcopy(of[key]))
     else:
-        name = draw(st.sampled_from(["unknown", "within", "node_of", "squares", *of]))
+        name = draw(st.sampled_from(["unknown", "node_of", *of]))
         of[name] = copy.deepcopy(of[key])
 
 
@@ -185,12 +183,12 @@ def lie(draw: st.DrawFn, data: dict[str, Any]) -> None:
     elif name == "batches" and data["batches"]:
         batch = data["batches"][draw(st.integers(0, len(data["batches"]) - 1))]
         other = data["batches"][draw(st.integers(0, len(data["batches"]) - 1))]
-        change = draw(st.sampled_from(["owner", "price", "move", "group"]))
+        change = draw(st.sampled_from(["owner", "price", "move", "kernel"]))
         if change == "owner":
             batch[0] = draw(st.integers(0, world - 1))
         elif change == "price":
             batch[2] = alike(draw, batch[2])
-        elif change == "group":
+        elif change == "kernel":
             batch[3:] = other[3:]
         elif len(batch[1]) > 1 and batch is not other:
             other[1].append(batch[1].pop())
@@ -283,23 +281,12 @@ many = settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow])
 
 
 def makespan_of(data: dict[str, Any]) -> float:
-    """Milliseconds of the busiest rank: its prices, less what its groups save."""
+    """Milliseconds of the busiest rank, by the prices of its batches."""
     matrices, world = data["specs"]["matrices"], math.prod(data["topology"]["shape"])
     price = {tuple(key): ms for key, ms, *_ in data["prices"]}
-    square = {tuple(key): ms for key, ms in data.get("squares", ())}
     loads = list(data["limits"]["fixed_ms"]) or [0.0] * world
-    groups = defaultdict(list)
-    for owner, members, *rest in data["batches"]:
-        key = tuple(matrices[members[0]][2:5])
-        ms = price[key][len(members) - 1]
-        loads[owner] += ms
-        if len(rest) == 3 and rest[2] >= 0:
-            groups[rest[2]].append((owner, min(key[:2]), key[2], len(members), ms))
-    for group in groups.values():
-        owner, m, dtype, _, _ = group[0]
-        row, total = square[m, dtype], sum(size for *_, size, _ in group)
-        if len(group) > 1:
-            loads[owner] -= sum(min(row[b - 1], ms) for *_, b, ms in group) - row[total - 1]
+    for owner, members, *_ in data["batches"]:
+        loads[owner] += price[tuple(matrices[members[0]][2:5])][len(members) - 1]
     return max(loads)
 
 
@@ -323,7 +310,7 @@ def optimum_of(data: dict[str, Any]) -> float | None:
     """The least makespan of all assignments, by trying them; None where that is too much."""
     matrices, limits = data["specs"]["matrices"], data["limits"]
     world = math.prod(data["topology"]["shape"])
-    if data.get("squares") or world ** len(matrices) > 1_000 or limits["memory_bytes"] is not None:
+    if world ** len(matrices) > 1_000 or limits["memory_bytes"] is not None:
         return None
     price = {tuple(key): ms for key, ms, *_ in data["prices"]}
     pools = limits["pools"] or [list(range(world))]
@@ -349,7 +336,7 @@ def check_verdict(text: str, certificate: Certificate) -> None:
     """What is called proven is true of the JSON."""
     assert str(certificate)
     data = json.loads(text)
-    if not certificate.ok or data["format"] == 1:
+    if not certificate.ok:
         return
     check_owners(data)
     if not certificate.proven:
@@ -390,7 +377,6 @@ def test_undamaged_plans_hold():
         certificate = certify(plan)
         assert certificate.ok and certificate.proven
         check_verdict(plan.to_json(), certificate)
-    assert any(batch.group >= 0 for batch in plans()[4].batches)
     assert optimum_of(json.loads(plans()[0].to_json())) == pytest.approx(plans()[0].makespan_ms)
 
 
@@ -485,7 +471,7 @@ def test_a_damaged_cache_is_never_believed_and_made_anew(case):
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
         found = read(folder, KEY)
         if found != good:
-            assert found.entries == found.kernels == found.squares == found.tuned == {}
+            assert found.entries == found.kernels == found.tuned == {}
             assert str(path) in found.problem and "ignored" in found.problem
         assert add(folder, KEY, {A: {1: 9.0}}) is None
         again = read(folder, KEY)
@@ -571,7 +557,7 @@ def test_many_unlike_pools_are_verified_with_bounded_work():
         "exhaustive": False,
     }
     plan = OwnershipPlan.from_json(json.dumps(data))
-    problem = bounding_problem(plan)
+    problem = problem_of(plan.specs, plan.topology, plan.limits, plan.prices)
     assert len(problem.kinds) == kinds and len({c.allowed for c in problem.classes}) > 50
     bounds = []
     for most in (0, 500_000, 2_000_000):

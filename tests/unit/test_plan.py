@@ -468,8 +468,9 @@ def test_the_unbroken_text_is_a_plan():
 
 
 def test_a_plan_of_another_format_says_which():
-    with pytest.raises(PlanError, match=r"format 99"):
-        OwnershipPlan.from_json(broken(format=99))
+    for version in (99, 1, 2, 3):
+        with pytest.raises(PlanError, match=rf"format {version}, this version reads 4"):
+            OwnershipPlan.from_json(broken(format=version))
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ from dmuon.comm.layout import (
 )
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.reduction import GradientReducer
-from dmuon.comm.routes import Unit, Window, unit_runs, units_of
+from dmuon.comm.routes import Unit, Window, units_of
 from dmuon.comm.transport import Meter, Transport
 from dmuon.config import DedicatedOptions
 from dmuon.dtensors import is_distributed, local_shard, local_tensor, mesh_axes
@@ -317,10 +317,10 @@ class DedicatedRuntime:
         sliced = not self.keeps_whole
         if not sliced:
             self._launch_ahead(todo)
-        for run in unit_runs(owned.mine):
-            owned.compute(run, reducer.present, compute, None if sliced else apply)
+        for unit in owned.mine:
+            owned.compute([unit], reducer.present, compute, None if sliced else apply)
             if not sliced:
-                todo.difference_update(i for unit in run for i in unit.matrices)
+                todo.difference_update(unit.matrices)
                 self._launch_ahead(todo)
         if sliced:
             owned.scatter(reducer.present, apply)
