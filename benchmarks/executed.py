@@ -29,7 +29,8 @@ from torch.multiprocessing.spawn import spawn
 
 import dmuon
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
-from dmuon.workbench import NewtonSchulzBench
+from dmuon.measure import Case, OwnerTimer
+from dmuon.scheduler.costs import canonical_key
 
 WORLD = 4
 STEPS = 20
@@ -55,9 +56,13 @@ class Uneven(nn.Module):
 def _train(own: dmuon.Ownership, model: nn.Module) -> tuple[float, float]:
     """Median ms of this rank's Newton-Schulz in a step, and of its batches run by themselves."""
     opt = dmuon.Muon(model, lr=1e-3)
-    bench = NewtonSchulzBench(torch.device("cpu"), resolve_ns_dtype("auto", "cpu"), WORLD)
+    timer = OwnerTimer(torch.device("cpu"), resolve_ns_dtype("auto", "cpu"), sharing=WORLD)
     mine = [b for b in own.plan.batches if b.owner == own.rank]
-    shapes = [(own.plan.specs.matrices[b.matrices[0]].key, len(b.matrices)) for b in mine]
+    runs = [
+        (Case(canonical_key(own.plan.specs.matrices[b.matrices[0]].key), len(b.matrices)), b.kernel)
+        for b in mine
+    ]
+    timer.reserve(runs)
     times, alone = [], []
     for step in range(STEPS):
         inputs = torch.randn(8, 256, generator=torch.Generator().manual_seed(100 * step + own.rank))
@@ -67,7 +72,7 @@ def _train(own: dmuon.Ownership, model: nn.Module) -> tuple[float, float]:
         times.append(opt.stats()["ns_ms"])
         opt.synchronize()
         dist.barrier()
-        alone.append(sum(bench.prepare(key, size)() for key, size in shapes))
+        alone.append(sum(timer.run(*run) for run in runs))
         dist.barrier()
     return statistics.median(times[WARM_UP:]), statistics.median(alone[WARM_UP:])
 

@@ -17,12 +17,12 @@ from benchmarks.kernel_cases import STEPS, Case, floor_flops, standard_flops
 from benchmarks.kernel_contenders import Contender, Kernels, is_emulated, kernel_key, standard_form
 from benchmarks.kernel_timing import Race, Rounds, matmul_rate, once, quartiles, ratios
 from benchmarks.results import Rows, in_words
+from dmuon import measure
 from dmuon.config import KernelOptions, PlannerOptions
-from dmuon.kernel_tuning import choose_kernels
-from dmuon.kernels.choice import candidates
+from dmuon.kernels.choice import candidates, fixed_choice
 from dmuon.kernels.newton_schulz import normalize
+from dmuon.measure import choose_kernels
 from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable, ShapeKey, analytic_class
-from dmuon.scheduler.profile import Want
 
 __all__ = [
     "Bench",
@@ -74,7 +74,7 @@ class Bench:
                     counts[one] = max(count, counts.get(one, 0))
         begin = time.perf_counter()
         for (key, batch), count in counts.items():
-            want = Want(key, batch, count)
+            want = measure.Case(key, batch, count)
             name = f"tune {batch} x [{key[0]}, {key[1]}], {self.dtype_name}, {self.threads}"
             known = [r["kernel"] for r in rows.rows if r["name"] == name and "kernel" in r]
             if known:  # by a process before this one
@@ -87,17 +87,17 @@ class Bench:
                 print(f"  {name}: the fixed rule's, {self.kernels[key][batch]}", flush=True)
         return time.perf_counter() - begin
 
-    def _tuning_s(self, want: Want) -> float:
+    def _tuning_s(self, want: measure.Case) -> float:
         seconds, flops = self.tune_pace
         return self._offered(want) * seconds * max(1.0, self._flops(want) / flops)
 
-    def _flops(self, want: Want) -> float:
+    def _flops(self, want: measure.Case) -> float:
         return standard_flops(Case("", ((want.batch, *want.key[:2]),)))
 
-    def _offered(self, want: Want) -> int:
+    def _offered(self, want: measure.Case) -> int:
         return len(candidates(*want.key[:2], self.dtype, self.device, STEPS))
 
-    def _tuned(self, want: Want, budget_s: float) -> dict[str, Any]:
+    def _tuned(self, want: measure.Case, budget_s: float) -> dict[str, Any]:
         begin = time.perf_counter()
         is_tuned = self._choose(want, budget_s)
         took = time.perf_counter() - begin
@@ -107,21 +107,20 @@ class Bench:
         kernel = self.kernels[want.key][want.batch]
         return {"kernel": kernel, "tuned": is_tuned, "offered": offered, "seconds": took}
 
-    def _choose(self, want: Want, budget_s: float) -> bool:
+    def _choose(self, want: measure.Case, budget_s: float) -> bool:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
         prices = ANALYTIC_DEVICES[analytic_class(self.device.type, name)]
         with torch.no_grad():
-            kernels, tuned = choose_kernels(
+            chosen = choose_kernels(
                 [want],
                 {},
-                CostTable("benchmark", device=prices, ns_steps=STEPS),
-                self.device,
-                self.dtype,
+                measure.OwnerTimer(self.device, self.dtype, momentum=False),
+                measure.Pace(CostTable("benchmark", device=prices, ns_steps=STEPS)),
                 KernelOptions(tune_budget_s=budget_s),
-                clock=time.perf_counter,
             )
-        self.kernels.setdefault(want.key, {}).update(kernels[want.key])
-        return bool(tuned)
+        rule = fixed_choice(*want.key[:2], self.dtype, self.device, STEPS)
+        self.kernels.setdefault(want.key, {})[want.batch] = chosen.get(want, str(rule))
+        return bool(chosen)
 
 
 def batches_of(count: int, device: torch.device) -> set[int]:

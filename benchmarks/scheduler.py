@@ -30,7 +30,7 @@ from dmuon.comm.transport import LocalTransport
 from dmuon.config import PlannerOptions
 from dmuon.measure import measured_costs
 from dmuon.scheduler.certificate import certify
-from dmuon.scheduler.costs import CostModel, CostTable
+from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.greedy import longest_first_by_weight
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.plan import price_rows, problem_of, solve
@@ -63,7 +63,7 @@ def shrunk(specs: ModelSpecs, factor: int) -> ModelSpecs:
     return ModelSpecs(tuple(parameters), tuple(matrices))
 
 
-def cell(family: str, specs: ModelSpecs, owners: int, costs: CostModel) -> list[Row]:
+def cell(family: str, specs: ModelSpecs, owners: int, costs: CostTable) -> list[Row]:
     """All solvers on one model and number of owners."""
     topology = Topology.flat(owners, ranks_per_node=min(GPUS, owners))
     rows = baselines(specs, topology, costs)
@@ -92,7 +92,7 @@ def cell(family: str, specs: ModelSpecs, owners: int, costs: CostModel) -> list[
     return [common | {"matrices": len(specs.matrices)} | row for row in rows]
 
 
-def baselines(specs: ModelSpecs, topology: Topology, costs: CostModel) -> list[Row]:
+def baselines(specs: ModelSpecs, topology: Topology, costs: CostTable) -> list[Row]:
     prices = price_rows(specs, costs, PlannerOptions().max_batch)
     problem = problem_of(specs, topology, OwnerLimits(), prices)
     elements = [kind.key[0] * kind.key[1] for kind in problem.kinds]

@@ -277,7 +277,14 @@ class _Request:
         parameters = [p for _, p in trainable_parameters(self.inner)]
         device = mesh_device(self.topology(), parameters)
         keys = [m.key for m in specs.matrices]
-        return measured_costs(transport, keys, device, self.planner, kernels=self.kernels)
+        return measured_costs(
+            transport,
+            keys,
+            device,
+            self.planner,
+            kernels=self.kernels,
+            momentum=self.chosen is not Layout.SHARDED,
+        )
 
     def solve(
         self, specs: ModelSpecs, topology: Topology, costs: Any, limits: OwnerLimits | None
@@ -286,7 +293,7 @@ class _Request:
         return self.plan or solve(
             specs,
             topology,
-            resolve_costs(costs, topology.device_type),
+            resolve_costs(costs, topology.device_type, momentum=self.chosen is not Layout.SHARDED),
             layout=self.chosen,
             solver=self.solver,
             options=self.planner,
@@ -420,4 +427,4 @@ def _costs_text(costs: Any) -> str:
         return f"{costs.source} (table {digest[:12]})"
     if isinstance(costs, (str, os.PathLike)):
         return os.fspath(costs)
-    return str(getattr(costs, "source", type(costs)))
+    return str(type(costs))

@@ -1,149 +1,588 @@
-"""Measured costs: the scheduler's profiler over the kernels that train, agreed on by all ranks.
+"""Measuring: one loop that times Newton-Schulz as owners run it chooses kernels and fills costs.
 
 ::
 
-    every rank   which device, which Newton-Schulz dtype           -> exchange
-    first rank   choose kernels: cached, or measured               -> exchange
-    every rank   read the cache, say what it lacks                 -> exchange
-                 measure, all at once, what anyone lacks           -> exchange, the slowest counts
+    every rank   which device, which Newton-Schulz dtype             -> exchange
+    first rank   choose kernels: cached, or measured                 -> exchange
+    every rank   what its cache says of these kernels                -> exchange
+                 measure, all at once, what anyone lacks             -> exchange, the slowest counts
                  write the cache
 """
 
 from __future__ import annotations
 
-import hashlib
+import math
 import os
 import platform
 import re
 import socket
+import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from dmuon.comm.consensus import attempt
+from dmuon.comm.streams import Stopwatch
 from dmuon.comm.transport import Transport
 from dmuon.config import KernelOptions, MuonDefaults, PlannerOptions
-from dmuon.kernel_tuning import Kernels, Tuned, choose_kernels
-from dmuon.kernels.backends import backend_version
-from dmuon.kernels.newton_schulz import KERNEL_VERSION, resolve_ns_dtype
-from dmuon.progress import Progress
-from dmuon.scheduler import cost_cache
-from dmuon.scheduler.cost_cache import CacheKey, Found
+from dmuon.kernels.backends import backend_version, launch_errors, ops_of
+from dmuon.kernels.choice import candidates, fixed_choice
+from dmuon.kernels.coefficients import resolve_coefficients
+from dmuon.kernels.newton_schulz import KERNEL_VERSION, normalize, resolve_ns_dtype
+from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
+from dmuon.operand import normalized_momentum
 from dmuon.scheduler.costs import (
     ANALYTIC_DEVICES,
+    CacheKey,
     CostTable,
     ShapeKey,
-    SquareKey,
+    add_to_cache,
     analytic_class,
-    merge_slowest,
-    square_key,
+    cache_directory,
+    canonical_key,
+    read_cache,
 )
-from dmuon.scheduler.profile import (
-    PASSES,
-    Entries,
-    Want,
-    Workbench,
-    batch_sizes,
-    measure,
-    wanted,
-)
-from dmuon.scheduler.specs import dtype_name
-from dmuon.workbench import NewtonSchulzBench, SquareBench
+from dmuon.scheduler.specs import ITEM_SIZE, dtype_name
+from dmuon.types import KernelChoice
 
-__all__ = ["device_name", "measured_costs"]
+__all__ = [
+    "ERROR_LIMITS",
+    "PASSES",
+    "Case",
+    "OwnerTimer",
+    "Pace",
+    "batch_sizes",
+    "cases_of",
+    "choose_kernels",
+    "device_name",
+    "gate_errors",
+    "measured_costs",
+    "median_times",
+    "progress_bar",
+]
 
 T = TypeVar("T")
 
-# From the Newton-Schulz dtype, the processes that share this machine's memory, and the kernels.
-BenchFactory = Callable[[torch.dtype, int, Kernels], Workbench]
+PASSES = 10  # over everything, the first of which warms up
+_MIN_TIMES = 5  # medians are of at least so many, if the budget allows
+_STABLE = 0.05  # of the median, between the quartiles
+_MARGIN = 0.97  # of the fixed choice's time: noise does not decide
+_MEMORY_SHARE = 0.25  # of what is free
+_SHOW_AFTER_S = 2.0
+
+ERROR_LIMITS = {
+    torch.float64: 1e-8,
+    torch.float32: 1e-3,
+    torch.float16: 5e-2,
+    torch.bfloat16: 2e-1,
+}
+"""Relative Frobenius error that a kernel may have on a Gaussian matrix: several times what each
+dtype's safe forms measure, and far below what a wrong result gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A batch of ``batch`` matrices of a (wide) shape, of which the model has ``count``."""
+
+    key: ShapeKey
+    batch: int
+    count: int = 1
+
+
+Run = tuple[Case, str]  # with a kernel
+
+
+def batch_sizes(largest: int) -> tuple[int, ...]:
+    """The batch sizes to measure: powers of two, and the largest one itself.
+
+    >>> batch_sizes(6), batch_sizes(8)
+    ((1, 2, 4, 6), (1, 2, 4, 8))
+    """
+    powers = [2**i for i in range(largest.bit_length())]
+    return tuple(sorted({*powers, largest}))
+
+
+def cases_of(keys: Iterable[ShapeKey], max_batch: int) -> tuple[Case, ...]:
+    """What planning for these matrices needs to know, sorted.
+
+    Only equal keys are batched together, but a shape and its transpose have one price.
+
+    >>> [(c.batch, c.count) for c in cases_of([(4, 6, "float32")] * 2 + [(6, 4, "float32")], 16)]
+    [(1, 3), (2, 3)]
+    """
+    largest: dict[ShapeKey, int] = {}
+    counts: Counter[ShapeKey] = Counter()
+    for key, count in Counter(keys).items():
+        wide = canonical_key(key)
+        counts[wide] += count
+        largest[wide] = max(largest.get(wide, 1), min(count, max_batch))
+    return tuple(
+        Case(key, batch, counts[key])
+        for key in sorted(counts)
+        for batch in batch_sizes(largest[key])
+    )
+
+
+# ---- the timing loop ---------------------------------------------------------------------
+
+
+class Pace:
+    """What a run will take: the model's time, corrected by the most similar time known so far."""
+
+    def __init__(self, model: CostTable, known: Mapping[Case, float] | None = None) -> None:
+        self._model = model
+        self._known = dict(known or {})
+
+    def note(self, case: Case, ms: float) -> None:
+        """A run took ``ms``."""
+        self._known[case] = ms
+
+    def expected_s(self, case: Case) -> float:
+        """Seconds that the next run will take."""
+        guess = self._model.batch_ms(case.key, case.batch)
+        alike = [(c, ms) for c, ms in self._known.items() if c.key == case.key]
+        pairs = [
+            (self._model.batch_ms(c.key, c.batch), ms) for c, ms in alike or self._known.items()
+        ]
+        modelled, ms = min(pairs, key=lambda p: (abs(math.log(p[0] / guess)), p), default=(1, 1))
+        return guess * ms / modelled / 1e3
+
+    def in_order(self, cases: Iterable[Case]) -> list[Case]:
+        """Batches of one first, what weighs most before the rest, then larger batches; before all
+        of them the smallest, if nothing is known, to learn how fast the device is."""
+
+        def weight(case: Case) -> tuple[int, float, ShapeKey]:
+            return case.batch, -case.count * self._model.batch_ms(case.key, 1), case.key
+
+        def size(case: Case) -> tuple[int, float, ShapeKey]:
+            return case.batch, self._model.batch_ms(case.key, case.batch), case.key
+
+        ordered = sorted(cases, key=weight)
+        if ordered and not self._known:
+            ordered.insert(0, ordered.pop(ordered.index(min(ordered, key=size))))
+        return ordered
+
+
+def median_times(
+    runs: Sequence[Run],
+    timer: OwnerTimer,
+    pace: Pace,
+    *,
+    deadline: float = math.inf,
+    clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[int, Case], None] | None = None,
+) -> dict[Run, float]:
+    """The median milliseconds of each run, in their order as far as the ``deadline`` allows.
+
+    Nothing is begun that is not expected to end in time, so at most one run overruns. ``progress``
+    is told how many have been dealt with, and the next.
+
+    Everything is run once before anything is run again, up to `PASSES` times. So each run finds
+    caches and memory as it does in a training step, where no batch follows itself; and since
+    machines are slower for a second now and then, such a second spoils one of several numbers of
+    everything, not all numbers of one. The first pass warms up: it counts only for what is not
+    run again.
+    """
+    times: dict[Run, list[float]] = {}
+    medians: dict[Run, float] = {}
+    todo, done = list(runs), 0
+    for number in range(PASSES):
+        for run in todo:
+            if progress is not None:
+                progress(done, run[0])
+            done += 1
+            if pace.expected_s(run[0]) > deadline - clock():
+                continue
+            try:
+                ms = timer.run(*run)
+            except MemoryError:
+                continue
+            taken = [ms] if number == 0 else [*times.get(run, ()), ms]
+            if number > 0:
+                times[run] = taken
+            # No clock is better than this, and files are for people too.
+            medians[run] = float(f"{statistics.median(taken):.6g}")
+            pace.note(run[0], medians[run])
+        todo = [run for run in todo if run in medians]
+        if times and all(len(t) >= _MIN_TIMES and _is_stable(t) for t in times.values()):
+            break
+    return medians
+
+
+def _is_stable(times: Sequence[float]) -> bool:
+    ordered, n = sorted(times), len(times)
+    spread = ordered[(3 * n) // 4] - ordered[n // 4]
+    return spread <= _STABLE * statistics.median(ordered)
+
+
+class OwnerTimer:
+    """Runs what an owner does in `Muon.step` for one batch, with `Muon`'s default settings.
+
+    ``momentum``: momentum update, normalization and Newton-Schulz, else Newton-Schulz alone on
+    normalized matrices. As in an optimizer all calls share one workspace, and on CUDA each is
+    compiled and captured once, before its first time is taken. ``sharing`` processes take their
+    operands from the same memory.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        ns_dtype: torch.dtype,
+        *,
+        momentum: bool = True,
+        sharing: int = 1,
+        options: KernelOptions = KernelOptions(),  # noqa: B008  frozen
+    ) -> None:
+        self.device = device
+        self.ns_dtype = ns_dtype
+        self._momentum = momentum
+        self._sharing = sharing
+        self._runner = Orthogonalizer(
+            device, ns_dtype, KernelOptions(cuda_graphs=options.cuda_graphs)
+        )
+        defaults = MuonDefaults()
+        self._group = {name: getattr(defaults, name) for name in MuonDefaults.__slots__}
+        self._triples = resolve_coefficients(defaults.ns_coefficients, defaults.ns_steps)
+        self._memory: dict[str, tuple[Tensor, Tensor]] = {}  # gradients and momentum, by dtype
+        self._warm: set[Run] = set()
+
+    def reserve(self, runs: Iterable[Run]) -> list[Run]:
+        """Have memory for these, one at a time; those that there is enough for, in their order.
+
+        No more than a quarter of what is free is taken.
+        """
+        free = _free_bytes(self.device)
+        limit = math.inf if free is None else _MEMORY_SHARE * free / self._sharing
+        fitting = [run for run in runs if self._bytes(run[0]) <= limit]
+        while fitting:
+            try:
+                self._allocate(fitting)
+                break
+            except torch.OutOfMemoryError:
+                most = max(self._bytes(case) for case, _ in fitting)
+                fitting = [run for run in fitting if self._bytes(run[0]) < most]
+        return fitting
+
+    def _allocate(self, runs: Sequence[Run]) -> None:
+        self._memory, self._warm = {}, set()
+        self._runner.reserve([self._call(*run) for run in runs])
+        # A generator of our own, and every factory told its device and dtype: the user's random
+        # state and defaults neither change nor matter.
+        generator = torch.Generator(self.device).manual_seed(0)
+        for dtype in {case.key[2] for case, _ in runs}:
+            most = max(math.prod(_shape(case)) for case, _ in runs if case.key[2] == dtype)
+            grads = torch.empty(most, dtype=getattr(torch, dtype), device=self.device)
+            grads.uniform_(-1, 1, generator=generator)
+            self._memory[dtype] = grads, torch.zeros_like(grads)
+
+    def _bytes(self, case: Case) -> int:
+        rows, cols, dtype = case.key
+        wide = 2 * max(4, ITEM_SIZE[dtype])  # Newton-Schulz normalizes in float32 at least
+        stacks = rows * cols * (3 * ITEM_SIZE[dtype] + wide + 3 * self.ns_dtype.itemsize)
+        return case.batch * (stacks + 6 * min(rows, cols) ** 2 * self.ns_dtype.itemsize)
+
+    def _call(self, case: Case, kernel: str) -> Call:
+        return Call((_shape(case),), self._triples, kernel)
+
+    @torch.no_grad()
+    def run(self, case: Case, kernel: str) -> float:
+        """Milliseconds of one update of a batch that is reserved, with a kernel ("" for the fixed
+        rule's). MemoryError where there is not enough."""
+        on_cuda = self.device.type == "cuda"
+        try:
+            # Events are recorded on the current device's stream, which may be another's.
+            with torch.cuda.device(self.device) if on_cuda else nullcontext():
+                if on_cuda and (case, kernel) not in self._warm:
+                    for _ in range(2):  # kernels compile in the first, the second is captured
+                        self._once(case, kernel)
+                    self._warm.add((case, kernel))
+                return self._once(case, kernel).milliseconds()
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from None
+
+    def _once(self, case: Case, kernel: str) -> Stopwatch:
+        call, shape = self._call(case, kernel), _shape(case)
+        grads, buffer = (t[: math.prod(shape)].view(shape) for t in self._memory[case.key[2]])
+        watch = Stopwatch(self.device)
+        (operand,) = self._runner.operands(call)
+        if not self._momentum:
+            normalize(grads, self.ns_dtype, out=operand)
+        watch.start()
+        if self._momentum:
+            fused = self._runner.is_fused(call)
+            normalized_momentum(buffer, grads, self._group, out=operand, fused=fused)
+        orthogonalize(self._runner, call, [operand])
+        watch.stop()
+        return watch
+
+
+def _shape(case: Case) -> tuple[int, int, int]:
+    return case.batch, *case.key[:2]
+
+
+# ---- choosing kernels --------------------------------------------------------------------
+
+
+def gate_errors(
+    case: Case,
+    choices: Sequence[KernelChoice],
+    device: torch.device,
+    *,
+    is_over: Callable[[], bool] = lambda: False,
+) -> dict[KernelChoice, float]:
+    """Relative Frobenius error of each choice on Gaussian matrices, against the standard form in
+    float32 or wider; inf for a nan, and where a kernel does not compile or needs more than the
+    device has. Ends early when ``is_over``.
+
+    Of a batch there are two matrices, so that a kernel that confuses them is found.
+    """
+    dtype: torch.dtype = getattr(torch, choices[0].dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (min(case.batch, 2), *case.key[:2])
+    x = normalize(torch.empty(shape, dtype=wide, device=device).normal_(generator=generator), dtype)
+    triples = resolve_coefficients("polar_express", MuonDefaults().ns_steps)
+    eager = KernelOptions(cuda_graphs=False)
+    failures: tuple[type[Exception], ...] = (RuntimeError, *launch_errors())
+
+    def result(values: Tensor, kernel: str) -> Tensor:
+        runner = Orthogonalizer(device, values.dtype, eager)
+        return runner.run(Call((shape,), triples, kernel), [values])[0].to(wide)
+
+    expected = result(x.to(wide, copy=True), f"standard/torch/{dtype_name(wide)}")
+    errors: dict[KernelChoice, float] = {}
+    for choice in choices:
+        if is_over():
+            break
+        try:
+            error = float((result(x.clone(), str(choice)) - expected).norm() / expected.norm())
+        except torch.OutOfMemoryError as failure:
+            raise MemoryError(str(failure)) from None
+        except failures:
+            if choice.backend.startswith("torch"):
+                raise
+            error = math.inf
+        errors[choice] = math.inf if math.isnan(error) else error
+    return errors
+
+
+def choose_kernels(
+    cases: Iterable[Case],
+    cached: Mapping[Case, str],
+    timer: OwnerTimer,
+    pace: Pace,
+    options: KernelOptions,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[int, Case], None] | None = None,
+) -> dict[Case, str]:
+    """The kernels that measurements chose: the cached ones that are still offered, and the fastest
+    of those that compute the right thing, as far as ``options.tune_budget_s`` seconds reach.
+
+    The others are left to the fixed rule, which also wins where nothing is clearly faster.
+    ``cached`` were measured under the same ``options``.
+
+    Raises:
+        ValueError: the options ask for what cannot run on this device.
+        RuntimeError: no candidate of a case computes the right thing.
+    """
+    deadline = clock() + options.tune_budget_s
+    chosen: dict[Case, str] = {}
+    todo: dict[Case, list[Case]] = defaultdict(list)
+    offered: dict[Case, tuple[KernelChoice, ...]] = {}
+    for case in cases:
+        choices = candidates(*_arguments(case, timer.ns_dtype, timer.device, options))
+        if cached.get(case, "") in map(str, choices):
+            chosen[case] = cached[case]
+        elif len(choices) > 1:
+            # Where a batch runs matrix by matrix, its size does not matter.
+            limit = ops_of(choices[0], timer.device, case.key[0]).batch_rows
+            one_by_one = limit is not None and case.key[0] > limit
+            timed = replace(case, batch=1) if one_by_one else case
+            todo[timed].append(case)
+            offered[timed] = choices
+    for number, timed in enumerate(pace.in_order(todo)):
+        if progress is not None:
+            progress(number, timed)
+        best = _fastest(timed, offered[timed], timer, pace, deadline, clock)
+        if best is not None:
+            chosen |= dict.fromkeys(todo[timed], str(best))
+    return chosen
+
+
+def _fastest(
+    case: Case,
+    choices: Sequence[KernelChoice],
+    timer: OwnerTimer,
+    pace: Pace,
+    deadline: float,
+    clock: Callable[[], float],
+) -> KernelChoice | None:
+    """The choice for a case; None where time or memory do not suffice to measure it."""
+
+    def is_late() -> bool:
+        expected_s = pace.expected_s(case) * len(choices) * (_MIN_TIMES + 3)
+        return expected_s > deadline - clock()
+
+    if is_late():
+        return None
+    try:
+        errors = gate_errors(case, choices, timer.device, is_over=lambda: clock() > deadline)
+    except MemoryError:
+        return None
+    limit = ERROR_LIMITS[timer.ns_dtype]
+    right = [choice for choice, error in errors.items() if error <= limit]
+    if not right and len(errors) == len(choices):
+        rows, cols, _ = case.key
+        raise RuntimeError(
+            f"no Newton-Schulz kernel is right for {case.batch} x [{rows}, {cols}] here: "
+            + ", ".join(f"{choice} has error {error:.2g}" for choice, error in errors.items())
+        )
+    runs = [(case, str(choice)) for choice in right]
+    if is_late() or timer.reserve(runs) != runs:  # checking compiles too, which may take long
+        return None
+    times = median_times(runs, timer, pace, clock=clock)
+    if len(times) < len(runs):
+        return None
+    best = min(right, key=lambda choice: (times[case, str(choice)], str(choice)))
+    is_faster = times[case, str(best)] < _MARGIN * times[runs[0]]
+    return best if is_faster else right[0]
+
+
+def _arguments(
+    case: Case, dtype: torch.dtype, device: torch.device, options: KernelOptions
+) -> tuple[Any, ...]:
+    """Of `candidates` and `fixed_choice`."""
+    steps = MuonDefaults().ns_steps
+    return (*case.key[:2], dtype, device, steps, options.method, options.backend)
+
+
+# ---- measured costs ----------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    """Where a rank runs, as the others need to know it."""
+
+    host: str
+    directory: str | None
+    device: str
+    ns_dtype: torch.dtype
 
 
 def measured_costs(
     transport: Transport,
-    keys: Sequence[ShapeKey],
+    keys: Iterable[ShapeKey],
     device: torch.device,
     options: PlannerOptions,
     *,
     kernels: KernelOptions = KernelOptions(),  # noqa: B008  frozen
+    momentum: bool = True,
     fresh: bool = False,
-    bench: BenchFactory | None = None,
+    timer: Callable[[torch.dtype, int], OwnerTimer] | None = None,
     clock: Callable[[], float] = time.perf_counter,
-    squares: bool | None = None,
 ) -> CostTable:
     """What batches of matrices with these (rows, cols, dtype) cost on the slowest rank, and with
     which kernels.
 
-    A collective call; the entries are equal on all ranks. The mesh's first rank chooses kernels
+    A collective call; the table is equal on all ranks. The mesh's first rank chooses kernels
     (at most ``kernels.tune_budget_s`` seconds), then all measure, for about
     ``options.profile_budget_s`` seconds at most. Both take next to nothing where every rank finds
-    all it needs in its cache. ``fresh`` ignores what is cached. ``bench`` makes the `Workbench`.
-    ``squares``: measure the m x m part alone too, which tells what batches of several widths gain
-    by running together (None: on CUDA; a CPU gains nothing).
+    all it needs in its cache. ``momentum`` is that of `CostTable`: the owner's work in the layout.
+    ``fresh`` ignores what is cached. ``timer`` makes an `OwnerTimer` from the Newton-Schulz dtype
+    and the number of processes that share this machine's memory.
 
     Raises:
         Exception: what measuring raised here; ConsensusError if that was on another rank.
     """
-    directory = cost_cache.default_directory() if options.cache_dir is None else options.cache_dir
-    places = _exchange(transport, lambda: _Place.of(device, directory))
-    here = _Setting.of(places, transport.rank, device, kernels)
-    wants = wanted(keys, options.max_batch)
-    found = here.recall(fresh)
-    chosen, tuned = _agreed_kernels(transport, here, wants, found, kernels, clock)
-    parts: list[tuple[Sequence[Want], Entries]] = []
-    parts.append((wants, _usable(found, wants, chosen)))
-    if squares or (squares is None and device.type == "cuda"):
-        sides = _squares(wants, chosen)
-        parts.append((sides, _usable_squares(found, sides, chosen)))
-    lacking = [_lacking(transport, some, cached) for some, cached in parts]
-    cached = [entries for _, entries in parts]
-    if all(agreed and not missing for missing, agreed in lacking):
-        is_new = any(not sizes <= found.tuned.get(key, set()) for key, sizes in tuned.items())
-        lost = here.keep(chosen, tuned, *cached) if is_new else None
-        here.warn(found.problem or lost)
-        return here.table(chosen, *cached)
+    given = cache_directory() if options.cache_dir is None else options.cache_dir
+    folder = None if given is None else os.fspath(given)
 
-    def work() -> list[Entries]:
-        make = bench or (
-            lambda ns_dtype, sharing, chosen: NewtonSchulzBench(
-                device, ns_dtype, sharing, chosen, kernels
-            )
-        )
-        benches = [
-            make(here.ns_dtype, here.sharing, chosen),
-            SquareBench(device, here.ns_dtype, chosen),
-        ]
+    def place() -> _Place:
+        host, native = socket.gethostname(), resolve_ns_dtype("auto", device)
+        return _Place(host, folder, device_name(device), native)
+
+    places = _exchange(transport, place)
+    mine = places[transport.rank]
+    leads = places.index(mine) == transport.rank  # speaks and writes for all with this cache
+    # As in `settings.agreed_dtype`: updates travel in this dtype.
+    ns_dtype = mine.ns_dtype if len({p.ns_dtype for p in places}) == 1 else torch.float32
+    name, sharing = mine.device, 1
+    if device.type == "cpu":
+        sharing = sum(p.host == mine.host for p in places)
+        name = f"{name}, {sharing} process{'es' if sharing > 1 else ''}"
+    # What was chosen among a few kernels says nothing of the others.
+    version = f"{backend_version(device)}-{KERNEL_VERSION}-{kernels.method}-{kernels.backend}"
+    steps = MuonDefaults().ns_steps
+    key = CacheKey(name, torch.__version__, version, dtype_name(ns_dtype), steps, momentum)
+    row = ANALYTIC_DEVICES[analytic_class(device.type, mine.device)]
+    model = CostTable(f"measured on {name}", {}, row, steps, "measured", momentum=momentum)
+    cases = cases_of(keys, options.max_batch)
+    cached, problem = None, None
+    if folder is None:
+        problem = "costs are not cached: there is no home directory and no cache_dir was given"
+    elif not fresh:
+        cached, problem = read_cache(folder, key)
+    old = cached or model
+
+    def made() -> OwnerTimer:
+        if timer is not None:
+            return timer(ns_dtype, sharing)
+        return OwnerTimer(device, ns_dtype, momentum=momentum, sharing=sharing, options=kernels)
+
+    def choose() -> dict[Case, str]:
+        if transport.rank != 0:
+            return {}
+        known, pace = _of_cases(old.kernels, cases), Pace(model)
+        with torch.no_grad(), progress_bar(len(cases), "dmuon chooses kernels") as shown:
+            return choose_kernels(cases, known, made(), pace, kernels, clock=clock, progress=shown)
+
+    tuned = _exchange(transport, choose)[0]
+
+    def recall() -> tuple[dict[Case, str], dict[Case, float]]:
+        """The kernel of each case, and the cached times that were measured with these."""
+        rule = {c: str(fixed_choice(*_arguments(c, ns_dtype, device, kernels))) for c in cases}
+        timed = rule | _of_cases(old.kernels, cases)
+        times = _of_cases(old.entries, cases)
+        return rule | tuned, {c: ms for c, ms in times.items() if timed[c] == (rule | tuned)[c]}
+
+    by_rank = _exchange(transport, recall)
+    names, known = by_rank[transport.rank]
+    lacking = [case for case in cases if any(case not in times for _, times in by_rank)]
+
+    def measure() -> dict[Case, float]:
         deadline = clock() + options.profile_budget_s
-        total = PASSES * sum(len(missing) for missing, _ in lacking)
-        results = []
-        with torch.no_grad(), Progress(total, shown=transport.rank == 0) as progress:
-            for (missing, _), known, one in zip(lacking, cached, benches):
-                measured = measure(
-                    missing,
-                    one,
-                    here.table({}, {}),
-                    budget_s=max(deadline - clock(), 0.0),
-                    known=known,
-                    clock=clock,
-                    progress=progress.update,
-                )
-                # A fresh time replaces the cached one, whichever is larger.
-                results.append(
-                    {k: known.get(k, {}) | measured.get(k, {}) for k in known | measured}
-                )
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        return results
+        one, pace = made(), Pace(model, known)
+        total = PASSES * len(lacking)
+        bar = progress_bar(total, "dmuon measures Newton-Schulz", shown=transport.rank == 0)
+        with torch.no_grad(), bar as shown:
+            runs = one.reserve([(case, names[case]) for case in pace.in_order(lacking)])
+            times = median_times(runs, one, pace, deadline=deadline, clock=clock, progress=shown)
+        # A new time replaces the cached one, whichever is larger.
+        return known | {case: ms for (case, _), ms in times.items()}
 
-    by_rank = _exchange(transport, work)
-    merged = [merge_slowest(part) for part in zip(*by_rank, strict=True)]
-    lost = here.keep(chosen, tuned, *merged)
-    here.warn(found.problem or lost)
-    return here.table(chosen, *merged)
+    everyone = _exchange(transport, measure) if lacking else [times for _, times in by_rank]
+    slowest = {
+        case: max(times[case] for times in everyone if case in times)
+        for case in cases
+        if any(case in times for times in everyone)
+    }
+    table = replace(model, entries=_by_shape(slowest), kernels=_by_shape(names))
+    # What the rule chose for lack of time is not kept, so that it is chosen another time.
+    kept = replace(table, kernels=_by_shape(tuned))
+    if leads and folder is not None and old.updated(kept) != old:
+        lost = add_to_cache(folder, key, kept)
+        problem = problem or lost
+    if leads and problem is not None:
+        warnings.warn(f"dmuon: {problem}", RuntimeWarning, stacklevel=2)
+    return table
 
 
 def _exchange(transport: Transport, work: Callable[[], T]) -> list[T]:
@@ -152,191 +591,19 @@ def _exchange(transport: Transport, work: Callable[[], T]) -> list[T]:
     return transport.gather_objects(mine)
 
 
-def _agreed_kernels(
-    transport: Transport,
-    here: _Setting,
-    wants: Sequence[Want],
-    found: Found,
-    options: KernelOptions,
-    clock: Callable[[], float],
-) -> tuple[Kernels, Tuned]:
-    """The first rank's choices, on every rank, and which of them were measured."""
-    known = {
-        key: {batch: kernel for batch, kernel in by.items() if batch in found.tuned.get(key, ())}
-        for key, by in found.kernels.items()
-    }
-
-    def work() -> tuple[Kernels, Tuned]:
-        if transport.rank != 0:
-            return {}, {}
-        what = "dmuon chooses kernels"
-        with torch.no_grad(), Progress(len(wants), shown=True, what=what) as progress:
-            return choose_kernels(
-                wants,
-                known,
-                here.table({}, {}),
-                here.device,
-                here.ns_dtype,
-                options,
-                clock=clock,
-                progress=lambda done, case: progress.show(done, case.rows, case.cols, case.batch),
-            )
-
-    return _exchange(transport, work)[0]
+def _by_shape(values: Mapping[Case, T]) -> dict[ShapeKey, dict[int, T]]:
+    found: dict[ShapeKey, dict[int, T]] = defaultdict(dict)
+    for case, value in values.items():
+        found[case.key][case.batch] = value
+    return dict(found)
 
 
-def _usable(found: Found, wants: Sequence[Want], chosen: Kernels) -> Entries:
-    """The cached times among ``wants`` that were measured with the chosen kernels."""
-    entries: Entries = {}
-    for want in wants:
-        ms = found.entries.get(want.key, {}).get(want.batch)
-        kernel = found.kernels.get(want.key, {}).get(want.batch)
-        if ms is not None and kernel == chosen[want.key][want.batch]:
-            entries.setdefault(want.key, {})[want.batch] = ms
-    return entries
+def _of_cases(table: Mapping[ShapeKey, Mapping[int, T]], cases: Iterable[Case]) -> dict[Case, T]:
+    """What `_by_shape` gave, for these cases."""
+    return {c: table[c.key][c.batch] for c in cases if c.batch in table.get(c.key, ())}
 
 
-def _squares(wants: Sequence[Want], chosen: Kernels) -> list[Want]:
-    """The m x m parts to measure, where matrices of several widths run a Gram form: as wants of
-    shape (m, m)."""
-    by_side: dict[SquareKey, dict[ShapeKey, int]] = {}
-    for want in wants:
-        if chosen[want.key][want.batch].startswith("gram"):
-            largest = by_side.setdefault(square_key(want.key), {})
-            largest[want.key] = max(want.batch, largest.get(want.key, 0))
-    return [
-        Want((m, m, dtype), batch)
-        for (m, dtype), largest in sorted(by_side.items())
-        if len(largest) > 1
-        for batch in batch_sizes(sum(largest.values()))
-    ]
-
-
-def _usable_squares(found: Found, wants: Sequence[Want], chosen: Kernels) -> Entries:
-    """The cached times among these, where no kernel of that short side has changed since."""
-    changed = {
-        square_key(key)
-        for key, by_batch in chosen.items()
-        for batch, kernel in by_batch.items()
-        if found.kernels.get(key, {}).get(batch) != kernel
-    }
-    entries: Entries = {}
-    for want in wants:
-        side = square_key(want.key)
-        ms = found.squares.get(side, {}).get(want.batch)
-        if ms is not None and side not in changed:
-            entries.setdefault(want.key, {})[want.batch] = ms
-    return entries
-
-
-def _lacking(
-    transport: Transport, wants: Sequence[Want], cached: Entries
-) -> tuple[list[Want], bool]:
-    """What any rank lacks, and whether what is cached is the same on all ranks."""
-    mine = [(w.key, w.batch) for w in wants if w.batch not in cached.get(w.key, {})]
-    text = repr(sorted((key, sorted(by_batch.items())) for key, by_batch in cached.items()))
-    answers = transport.gather_objects((mine, hashlib.sha256(text.encode()).hexdigest()))
-    anyone = {pair for pairs, _ in answers for pair in pairs}
-    lacking = [w for w in wants if (w.key, w.batch) in anyone]
-    return lacking, len({digest for _, digest in answers}) == 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a rank runs, as the others need to know it."""
-
-    host: str
-    directory: str | None
-    device: str
-    ns_dtype: str
-
-    @classmethod
-    def of(cls, device: torch.device, directory: str | os.PathLike[str] | None) -> _Place:
-        return cls(
-            socket.gethostname(),
-            None if directory is None else os.fspath(directory),
-            device_name(device),
-            str(resolve_ns_dtype("auto", device)),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    """What a rank measures, for whom, and where it keeps the result.
-
-    ``sharing``: the processes on this machine that measure at the same time. ``leads``: whether
-    this rank is the one that speaks and writes for all that use the same cache.
-    """
-
-    device: torch.device
-    ns_dtype: torch.dtype
-    sharing: int
-    key: CacheKey
-    directory: Path | None
-    leads: bool
-
-    @classmethod
-    def of(
-        cls, places: Sequence[_Place], rank: int, device: torch.device, options: KernelOptions
-    ) -> _Setting:
-        mine = places[rank]
-        same_dtype = len({place.ns_dtype for place in places}) == 1
-        # As in `settings.agreed_dtype`: updates travel in this dtype.
-        ns_dtype = resolve_ns_dtype("auto", device) if same_dtype else torch.float32
-        sharing, name = 1, mine.device
-        if device.type == "cpu":
-            sharing = sum(place.host == mine.host for place in places)
-            name = f"{name}, {sharing} process{'es' if sharing > 1 else ''}"
-        key = CacheKey(
-            device=name,
-            torch=torch.__version__,
-            # What was chosen among a few kernels says nothing of the others.
-            kernels=f"{backend_version(device)}-{KERNEL_VERSION}-{options.method}-{options.backend}",
-            ns_dtype=dtype_name(ns_dtype),
-            ns_steps=MuonDefaults().ns_steps,
-        )
-        directory = None if mine.directory is None else Path(mine.directory)
-        return cls(device, ns_dtype, sharing, key, directory, places.index(mine) == rank)
-
-    def table(
-        self, kernels: Kernels, entries: Entries, squares: Entries | None = None
-    ) -> CostTable:
-        row = ANALYTIC_DEVICES[analytic_class(self.device.type, self.key.device)]
-        source = f"measured on {self.key.device}"
-        steps, sides = self.key.ns_steps, _by_side(squares or {})
-        return CostTable(source, entries, row, steps, "measured", kernels, sides)
-
-    def recall(self, fresh: bool) -> Found:
-        """What is cached, and what was wrong with the cache."""
-        if self.directory is None:
-            return Found(
-                {}, "costs are not cached: there is no home directory and no cache_dir was given"
-            )
-        return Found({}) if fresh else cost_cache.read(self.directory, self.key)
-
-    def keep(
-        self, kernels: Kernels, tuned: Tuned, entries: Entries, squares: Entries | None = None
-    ) -> str | None:
-        """Write to the cache, once for all ranks that share it; what went wrong."""
-        if not self.leads or self.directory is None:
-            return None
-        # A choice is worth keeping although there was no time for its price.
-        named = {
-            key: {b: kernels[key][b] for b in {*entries.get(key, {}), *tuned.get(key, ())}}
-            for key in entries | tuned
-        }
-        device, sides = self.table({}, {}).device, _by_side(squares or {})
-        return cost_cache.add(
-            self.directory, self.key, entries, device, kernels=named, squares=sides, tuned=tuned
-        )
-
-    def warn(self, trouble: str | None) -> None:
-        if trouble is not None and self.leads:
-            warnings.warn(f"dmuon: {trouble}", RuntimeWarning, stacklevel=3)
-
-
-def _by_side(squares: Entries) -> dict[SquareKey, dict[int, float]]:
-    return {square_key(key): dict(by_batch) for key, by_batch in squares.items()}
+# ---- the machine -------------------------------------------------------------------------
 
 
 def device_name(device: torch.device) -> str:
@@ -350,13 +617,79 @@ def device_name(device: torch.device) -> str:
         return device.type
     threads = torch.get_num_threads()
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{_cpu_model()}, {capability}, {threads} thread{'s' if threads > 1 else ''}"
-
-
-def _cpu_model() -> str:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         text = ""
     found = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
-    return found[1].strip() if found else platform.processor() or platform.machine() or "CPU"
+    model = found[1].strip() if found else platform.processor() or platform.machine() or "CPU"
+    return f"{model}, {capability}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return _free_host_bytes() if device.type == "cpu" else None
+
+
+def _free_host_bytes(root: Path = Path("/")) -> int | None:
+    """What Linux says is available, or less in a container with a limit; None if unknown."""
+    try:
+        text = (root / "proc/meminfo").read_text(encoding="utf-8")
+        free = 1024 * int(re.search(r"^MemAvailable:\s*(\d+) kB", text, re.M)[1])  # type: ignore[index]
+    except (OSError, TypeError):
+        return None
+    try:
+        limit = int((root / "sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
+        used = int((root / "sys/fs/cgroup/memory.current").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # no such group, or "max"
+        return free
+    return min(free, max(0, limit - used))
+
+
+@contextmanager
+def progress_bar(
+    total: int,
+    what: str,
+    *,
+    shown: bool = True,
+    console: Any = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Callable[[int, Case], None]]:
+    """A bar on standard error, if it takes more than two seconds and someone watches.
+
+    Gives a function of how many cases are through, and of the next.
+    """
+    visible_at = clock() + _SHOW_AFTER_S if shown else math.inf
+    bar: Any = None
+
+    def show(done: int, case: Case) -> None:
+        nonlocal bar
+        if clock() < visible_at:
+            return
+        if bar is None:
+            from rich import progress
+            from rich.console import Console
+
+            target = console or Console(stderr=True)
+            # It draws when told to, for a thread that draws would disturb what is measured.
+            bar = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TimeElapsedColumn(),
+                console=target,
+                transient=True,
+                auto_refresh=False,
+                disable=not target.is_terminal,
+            )
+            bar.add_task("", total=total)
+            bar.start()
+        text = f"{what}: {case.batch} x [{case.key[0]}, {case.key[1]}]"
+        bar.update(bar.task_ids[0], completed=done, description=text, refresh=True)
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.stop()

@@ -1,84 +1,187 @@
 """What an owner's work costs: batched Newton-Schulz time per shape, dtype and device.
 
+::
+
+    measured, given ──▶ CostTable ──▶ batch_ms, origin, kernel     (planning)
+                          │    ▲
+                          ▼    │      between and beyond its entries: interpolation, `analytic_ms`
+                     a file, the cache on disk
+
 `docs/costs.md` explains where the numbers come from and how far to trust them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import math
 import os
+import re
 import statistics
+import time
+import uuid
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, TypeVar
 
-from dmuon.scheduler import cost_files
-from dmuon.scheduler.analytic import (
-    ANALYTIC_DEVICES,
-    AnalyticDevice,
-    analytic_class,
-    analytic_ms,
-    newton_schulz_flops,
+from dmuon.scheduler.json_files import (
+    cut,
+    different,
+    each,
+    flag,
+    parse,
+    read_text,
+    real,
+    record,
+    text,
+    whole,
 )
-from dmuon.scheduler.cost_entries import (
-    ORIGINS,
-    ShapeKey,
-    SquareKey,
-    canonical_key,
-    check_entry,
-    check_kernels,
-    check_squares,
-    interpolated,
-    merge_slowest,
-    square_key,
-)
-from dmuon.types import PlanError
+from dmuon.scheduler.specs import ITEM_SIZE
+from dmuon.types import KernelChoice, PlanError
 
 __all__ = [
     "ANALYTIC_DEVICES",
     "ORIGINS",
     "AnalyticDevice",
-    "CostModel",
+    "CacheKey",
     "CostTable",
     "ShapeKey",
-    "SquareKey",
+    "add_to_cache",
     "analytic_class",
+    "analytic_ms",
+    "cache_directory",
+    "cache_path",
     "canonical_key",
     "merge_slowest",
     "newton_schulz_flops",
+    "read_cache",
     "resolve_costs",
-    "square_key",
 ]
 
+ShapeKey = tuple[int, int, str]  # rows, cols, dtype of the parameter
+T = TypeVar("T")
 
-class CostModel(Protocol):
-    """The price list that planning sees."""
+ORIGINS = ("measured", "interpolated", "estimated", "analytic", "given")
+"""How a price came about; "estimated" is scaled from what was measured, beyond its range."""
 
-    @property
-    def source(self) -> str:
-        """Where the numbers come from, for the report."""
 
-    def batch_ms(self, key: ShapeKey, batch: int) -> float:
-        """Milliseconds of one owner-local update of ``batch`` matrices of this shape."""
+def canonical_key(key: ShapeKey) -> ShapeKey:
+    """The wide form of a shape: a tall matrix runs the same products, from the right.
 
-    def origin(self, key: ShapeKey, batch: int) -> str:
-        """One of `ORIGINS`. A model without this method is taken to say "given"."""
+    >>> canonical_key((6, 4, "float32"))
+    (4, 6, 'float32')
+    """
+    rows, cols, dtype = key
+    return (min(rows, cols), max(rows, cols), dtype)
 
-    def kernel(self, key: ShapeKey, batch: int) -> str:
-        """The kernel whose time `batch_ms` is, as `KernelChoice` writes it, "" for no choice.
 
-        A model without this method leaves the choice to the fixed rule at run time.
-        """
+def merge_slowest(
+    parts: Sequence[Mapping[ShapeKey, Mapping[int, float]]],
+) -> dict[ShapeKey, dict[int, float]]:
+    """Entries of all parts; where several have one, the largest time counts.
 
-    def square_ms(self, key: ShapeKey, batch: int) -> float | None:
-        """Milliseconds of the m x m part of an update of ``batch`` matrices, m the short side.
+    >>> merge_slowest([{(4, 6, "float32"): {1: 2.5}}, {(4, 6, "float32"): {1: 2.0, 2: 3.0}}])
+    {(4, 6, 'float32'): {1: 2.5, 2: 3.0}}
+    """
+    merged: dict[ShapeKey, dict[int, float]] = {}
+    for part in parts:
+        for key, by_batch in part.items():
+            into = merged.setdefault(key, {})
+            for batch, ms in by_batch.items():
+                into[batch] = max(ms, into.get(batch, ms))
+    return merged
 
-        Under the Gram kernel of such matrices, whatever their long sides; None if unknown. A model
-        without this method knows none.
-        """
+
+# ---- the analytic model ------------------------------------------------------------------
+
+_MOST_RATE = 1e30  # operations or bytes a second: times of any shape stay finite and above 0
+
+
+@dataclass(frozen=True, slots=True)
+class AnalyticDevice:
+    """A device class: matmul rate, bytes moved per second, and the cost of one kernel launch.
+
+    ``flops`` is what dense products in the NS dtype reach, ``bandwidth`` in bytes per second,
+    ``launch_s`` the overhead of one kernel, ``half_batch_dim`` the matrix dim at which one product
+    reaches half of ``flops`` (small matrices underfill the device).
+    """
+
+    flops: float
+    bandwidth: float
+    launch_s: float
+    half_batch_dim: float
+
+    def __post_init__(self) -> None:
+        rates, rest = (self.flops, self.bandwidth), (self.launch_s, self.half_batch_dim)
+        if not (1 <= min(rates) <= max(rates) <= _MOST_RATE and 0 <= min(rest) <= max(rest) <= 1e9):
+            raise PlanError(
+                f"a device needs rates from 1 to {_MOST_RATE:g}, overheads from 0 to 1e9, found "
+                f"{self}"
+            )
+
+
+# CPU: fitted to measurements of one thread with AMX bf16. GPUs: not measured, but 80% of the
+# data sheet's dense fp16 rate and 90% of its bandwidth. `docs/costs.md` has sources and errors.
+ANALYTIC_DEVICES: Mapping[str, AnalyticDevice] = MappingProxyType(
+    {
+        "cpu": AnalyticDevice(8.1e11, 7.3e9, 4.3e-5, 105.0),
+        "cuda": AnalyticDevice(2.5e14, 1.8e12, 5e-6, 512.0),
+        "a100": AnalyticDevice(2.5e14, 1.8e12, 5e-6, 512.0),
+        "h100": AnalyticDevice(7.9e14, 3.0e12, 5e-6, 768.0),
+        "h200": AnalyticDevice(7.9e14, 4.3e12, 5e-6, 768.0),
+        "b200": AnalyticDevice(1.8e15, 6.9e12, 5e-6, 1024.0),
+    }
+)
+
+
+def analytic_class(device_type: str, device_name: str = "") -> str:
+    """The row of `ANALYTIC_DEVICES` for a device: by its name if that is known, else by its type.
+
+    >>> analytic_class("cuda", "NVIDIA H100 80GB HBM3"), analytic_class("cuda"), analytic_class("x")
+    ('h100', 'cuda', 'cuda')
+    """
+    if device_type == "cpu":
+        return "cpu"
+    known = [name for name in ANALYTIC_DEVICES if name not in ("cpu", "cuda")]
+    return next((name for name in known if name in device_name.lower()), "cuda")
+
+
+def newton_schulz_flops(rows: int, cols: int, steps: int) -> float:
+    """Floating point operations of the standard iteration.
+
+    Per step two products of ``m^2 n`` and one of ``m^3`` multiply-adds, with m <= n
+    (MuonBP, section 2: ``2K(2nm^2 + m^3)``).
+
+    >>> newton_schulz_flops(2, 3, 1)
+    64.0
+    """
+    m, n = min(rows, cols), max(rows, cols)
+    return 2.0 * steps * (2 * n * m * m + m**3)
+
+
+def analytic_ms(
+    device: AnalyticDevice, key: ShapeKey, batch: int, steps: int, momentum: bool = True
+) -> float:
+    """Milliseconds of Newton-Schulz on ``batch`` matrices ``(rows, cols, dtype)`` by the model,
+    with the momentum update and the normalization if ``momentum``."""
+    rows, cols, dtype = key
+    # A product fills the device to work / (work + half): one small matrix leaves it idle,
+    # a batch of them does not.
+    work = batch * float(min(rows, cols)) ** 2
+    rate = device.flops * work / (work + device.half_batch_dim**2)
+    compute = batch * newton_schulz_flops(rows, cols, steps) / rate
+    # The operand is written and read in each step; momentum is read and written, the gradient read.
+    moved = batch * rows * cols * (2 * 4 * steps + 3 * ITEM_SIZE.get(dtype, 4) * momentum)
+    launches = 3 * steps + 6 * momentum
+    return 1e3 * (compute + moved / device.bandwidth + launches * device.launch_s)
+
+
+# ---- the table ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -92,9 +195,9 @@ class CostTable:
     ``device`` None it has no price. ``entry_origin`` says how the entries came about.
 
     ``kernels`` names, by canonical shape and batch size, the kernel that took the time of an entry,
-    or would run a batch whose time was not reached;
-    ``squares`` holds the time of the m x m part under the Gram kernel, by ``(m, dtype)`` and batch
-    size.
+    or would run a batch whose time was not reached. ``momentum``: whether prices are of all that an
+    owner does where it keeps the momentum (momentum update, normalization, Newton-Schulz), or of
+    Newton-Schulz alone, as in the `sharded` layout.
 
     Raises:
         PlanError: an entry is not a shape with positive batch sizes and finite times >= 0, or a
@@ -107,27 +210,49 @@ class CostTable:
     ns_steps: int = 5
     entry_origin: str = "given"
     kernels: Mapping[ShapeKey, Mapping[int, str]] = field(default_factory=dict)
-    squares: Mapping[SquareKey, Mapping[int, float]] = field(default_factory=dict)
+    momentum: bool = True
 
     def __post_init__(self) -> None:
         if self.entry_origin not in ORIGINS:
             raise PlanError(
                 f"{self.source}: entry_origin must be one of {ORIGINS}, found {self.entry_origin!r}"
             )
-        for key, by_batch in self.entries.items():
-            check_entry(self.source, key, by_batch)
-        check_kernels(self.source, self.kernels)
-        check_squares(self.source, self.squares)
+        self._check(self.entries, "finite milliseconds >= 0", _is_time)
+        self._check(self.kernels, "kernels such as 'gram[2]/torch/float16'", _is_kernel)
+        for key in self.kernels:
+            if canonical_key(key) != key:
+                raise PlanError(
+                    f"{self.source}: kernels must be given by (short side, long side, dtype), "
+                    f"found {key!r}"
+                )
+
+    def _check(
+        self, by_shape: Mapping[Any, Any], expected: str, fits: Callable[[Any], bool]
+    ) -> None:
+        for key, by_batch in by_shape.items():
+            rows, cols, dtype = key if isinstance(key, tuple) and len(key) == 3 else (0, 0, "")
+            if not (_is_size(rows) and _is_size(cols) and dtype in ITEM_SIZE):
+                raise PlanError(
+                    f"{self.source}: a shape must be (rows, cols, dtype) with dtype one of "
+                    f"{', '.join(ITEM_SIZE)}, found {key!r}"
+                )
+            needs = f"{self.source}: {key} needs a mapping from batch sizes >= 1 to {expected}"
+            if not isinstance(by_batch, Mapping):
+                raise PlanError(f"{needs}, found {by_batch!r}")
+            for batch, value in by_batch.items():
+                if not (_is_size(batch) and fits(value)):
+                    raise PlanError(f"{needs}, found {batch!r}: {value!r}")
 
     @classmethod
-    def analytic(cls, device: str = "cpu", ns_steps: int = 5) -> CostTable:
+    def analytic(cls, device: str = "cpu", ns_steps: int = 5, momentum: bool = True) -> CostTable:
         """The FLOP model of a device class (see `ANALYTIC_DEVICES`)."""
         if device not in ANALYTIC_DEVICES:
             raise PlanError(
                 f"costs='analytic:{device}': unknown device class; known: "
                 + ", ".join(sorted(ANALYTIC_DEVICES))
             )
-        return cls(f"analytic:{device}", device=ANALYTIC_DEVICES[device], ns_steps=ns_steps)
+        row = ANALYTIC_DEVICES[device]
+        return cls(f"analytic:{device}", device=row, ns_steps=ns_steps, momentum=momentum)
 
     # ---- prices --------------------------------------------------------------------------
 
@@ -142,12 +267,15 @@ class CostTable:
     def _scale(self) -> float:
         """Median ratio of the entries to the analytic model."""
         ratios = [
-            ms / analytic_ms(self.device, key, batch, self.ns_steps)
+            ms / self._modelled(self.device, key, batch)
             for key, by_batch in self._known.items()
             for batch, ms in by_batch.items()
             if self.device is not None
         ]
         return statistics.median(ratios) if ratios else 1.0
+
+    def _modelled(self, device: AnalyticDevice, key: ShapeKey, batch: int) -> float:
+        return analytic_ms(device, key, batch, self.ns_steps, self.momentum)
 
     def batch_ms(self, key: ShapeKey, batch: int) -> float:
         """Milliseconds of one update of ``batch`` matrices; PlanError when it has no price."""
@@ -163,19 +291,24 @@ class CostTable:
         known = self._known.get(canonical_key(key))
         if known is None:
             return self._unknown_shape(key, batch)
-        found = interpolated(known, batch)
-        if found is None:
-            smallest = next(iter(known))
-            return self._below(key, batch, smallest, known[smallest]), "estimated"
-        ms, origin = found
-        return ms, origin or self.entry_origin
-
-    def _below(self, key: ShapeKey, batch: int, smallest: int, ms: float) -> float:
-        """A batch smaller than any entry: as the device model shrinks it, or as if padded."""
+        if batch in known:
+            return known[batch], self.entry_origin
+        sizes = list(known)
+        at = bisect_left(sizes, batch)
+        high = sizes[min(at, len(sizes) - 1)]
+        if at == len(sizes):
+            return known[high] / high * batch, "estimated"
+        if at > 0:
+            low = sizes[at - 1]
+            part = (batch - low) / (high - low)
+            ms = known[low] * (1 - part) + known[high] * part
+            ends = known[low], known[high]  # rounding may leave them
+            return min(max(ms, min(ends)), max(ends)), "interpolated"
+        # Below any entry: as the device model shrinks it, or as if the batch were filled up.
         if self.device is None:
-            return ms
-        ratio = analytic_ms(self.device, key, batch, self.ns_steps)
-        return ms * ratio / analytic_ms(self.device, key, smallest, self.ns_steps)
+            return known[high], "estimated"
+        modelled = self._modelled(self.device, key, high)
+        return known[high] * self._modelled(self.device, key, batch) / modelled, "estimated"
 
     def _unknown_shape(self, key: ShapeKey, batch: int) -> tuple[float, str]:
         if self.device is None:
@@ -184,10 +317,8 @@ class CostTable:
                 "estimate it by: add the shape to the table (python -m dmuon profile writes one), "
                 "or pass costs='measured' or 'analytic'"
             )
-        ms = analytic_ms(self.device, key, batch, self.ns_steps)
-        return self._scale * ms, "estimated" if self._known else "analytic"
-
-    # ---- kernels -------------------------------------------------------------------------
+        ms = self._scale * self._modelled(self.device, key, batch)
+        return ms, "estimated" if self._known else "analytic"
 
     def kernel(self, key: ShapeKey, batch: int) -> str:
         """The kernel of `batch_ms`; "" where none was named.
@@ -203,36 +334,46 @@ class CostTable:
             return ""
         return names.get(sizes[min(bisect_left(sizes, batch), len(sizes) - 1)], "")
 
-    def square_ms(self, key: ShapeKey, batch: int) -> float | None:
-        """Milliseconds of the m x m part, None if unknown; between and beyond as `batch_ms`.
+    def updated(self, newer: CostTable) -> CostTable:
+        """This table with the entries and kernels of ``newer`` over its own.
 
-        Below the smallest entry each matrix costs what it costs there, the least that it can be
-        worth to have it run with others.
+        An entry replaces the kernel of the one before it too: one that comes without a kernel has
+        none afterwards.
         """
-        if batch < 1:
-            raise ValueError(f"batch must be at least 1, found {batch}")
-        known = dict(sorted(self.squares.get(square_key(key), {}).items()))
-        if not known:
-            return None
-        found = interpolated(known, batch)
-        if found is None:
-            smallest = next(iter(known))
-            return known[smallest] / smallest * batch
-        return found[0]
+        entries = {key: dict(by) for key, by in self._known.items()}
+        kernels = {key: dict(by) for key, by in self.kernels.items()}
+        for key, by_batch in newer._known.items():
+            entries.setdefault(key, {}).update(by_batch)
+            for batch in by_batch:
+                kernels.get(key, {}).pop(batch, None)
+        for key, by_name in newer.kernels.items():
+            kernels.setdefault(key, {}).update(by_name)
+        kernels = {key: by for key, by in kernels.items() if by}
+        return replace(newer, entries=entries, kernels=kernels)
 
     # ---- files ---------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `from_dict` gives an equal table."""
-        return cost_files.plain(
-            source=self.source,
-            entries=self.entries,
-            device=self.device,
-            ns_steps=self.ns_steps,
-            entry_origin=self.entry_origin,
-            kernels=self.kernels,
-            squares=self.squares,
-        )
+
+        def rows(of: Mapping[ShapeKey, Mapping[int, Any]], name: str) -> list[dict[str, Any]]:
+            return [
+                {"rows": m, "cols": n, "dtype": dtype}
+                | {name: {str(batch): value for batch, value in sorted(by_batch.items())}}
+                for (m, n, dtype), by_batch in sorted(of.items())
+            ]
+
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "source": self.source,
+            "origin": self.entry_origin,
+            "ns_steps": self.ns_steps,
+            "momentum": self.momentum,
+            "device": None if self.device is None else asdict(self.device),
+            "entries": rows(self.entries, "ms"),
+            "kernels": rows(self.kernels, "kernel"),
+        }
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "the cost table") -> CostTable:
@@ -242,11 +383,22 @@ class CostTable:
             PlanError: not a cost table, one of another version, or a wrong entry; the message
                 begins with ``where``.
         """
-        fields = cost_files.fields_of(data, where)
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise PlanError(
+                f"{where} is no cost table: found format {cut(repr(found))}, expected "
+                f"{_FORMAT!r}; {_HOW} writes one"
+            )
+        if data.get("version") != _VERSION:
+            raise PlanError(
+                f"{where} is a cost table of version {cut(repr(data.get('version')))}, this dmuon "
+                f"reads version {_VERSION}: write it again with {_HOW}"
+            )
         try:
-            return cls(**fields)
+            return cls(**_fields(data))
         except ValueError as error:
-            raise cost_files.damaged(where, error) from error
+            message = f"{where} is damaged ({cut(str(error))}): write it again with {_HOW}"
+            raise PlanError(message) from error
 
     def to_json(self) -> str:
         """One JSON object; `from_json` gives an equal table."""
@@ -255,7 +407,7 @@ class CostTable:
     @classmethod
     def from_json(cls, text: str, where: str = "the cost table") -> CostTable:
         """The table that `to_json` wrote; PlanError that begins with ``where`` otherwise."""
-        return cls.from_dict(cost_files.parsed(text, where), where)
+        return cls.from_dict(_parsed(text, where), where)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table to a file that `load` and ``costs=path`` read."""
@@ -265,38 +417,263 @@ class CostTable:
     def load(cls, path: str | os.PathLike[str]) -> CostTable:
         """The table in a file; PlanError that names the file if there is none."""
         where = f"costs={os.fspath(path)!r}"
-        return cls.from_json(cost_files.text_of(path, where), where)
+        try:
+            content = read_text(path, _MOST_CHARACTERS)
+        except (OSError, ValueError) as error:
+            raise PlanError(
+                f"{where} cannot be read ({error}): give the path of a cost table as {_HOW} writes "
+                "it"
+            ) from error
+        return cls.from_json(content, where)
 
 
-def resolve_costs(costs: Any, device_type: str, ns_steps: int = 5) -> CostModel:
-    """The cost model that the ``costs=`` argument of `dedicate_params` names.
+_MOST_SIZE = 1 << 40  # of a side or a batch: its price still fits a float
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST_SIZE
+
+
+def _is_time(value: object) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 <= value < math.inf  # type: ignore[operator]
+
+
+def _is_kernel(name: object) -> bool:
+    try:
+        return name == "" or (isinstance(name, str) and bool(KernelChoice.parse(name)))
+    except ValueError:
+        return False
+
+
+def resolve_costs(costs: Any, device_type: str, *, momentum: bool = True) -> CostTable:
+    """The prices that the ``costs=`` argument of `dedicate_params` names.
+
+    ``momentum`` is that of `CostTable`, for a model of the device; a table is what it is.
 
     Raises:
         PlanError: an unknown name or type, or a file that is no cost table.
     """
+    if isinstance(costs, CostTable):
+        return costs
     if isinstance(costs, os.PathLike):
         return CostTable.load(costs)
-    if isinstance(costs, str):
-        if costs == "analytic":
-            return CostTable.analytic(analytic_class(device_type), ns_steps)
-        if costs.startswith("analytic:"):
-            return CostTable.analytic(costs.removeprefix("analytic:"), ns_steps)
-        if costs.endswith(".json") or os.path.isfile(costs):
-            return CostTable.load(costs)
-        if costs == "measured":
-            raise PlanError(
-                "costs='measured' needs the devices that will train: dedicate_params measures on "
-                "them. To plan elsewhere, write a table there with python -m dmuon profile "
-                "--out PATH and pass its path, or pass 'analytic:<device>'"
-            )
+    if not isinstance(costs, str):
         raise PlanError(
-            f"costs={costs!r} is unknown: pass 'measured', 'analytic', 'analytic:<device>' with "
-            f"one of {', '.join(sorted(ANALYTIC_DEVICES))}, the path of a cost table (.json), or "
-            "a CostTable"
+            "costs must be 'measured', 'analytic', 'analytic:<device>', a path or a CostTable, "
+            f"found {type(costs).__name__}"
         )
-    if hasattr(costs, "batch_ms") and hasattr(costs, "source"):
-        return costs  # type: ignore[no-any-return]
+    if costs == "analytic":
+        return CostTable.analytic(analytic_class(device_type), momentum=momentum)
+    if costs.startswith("analytic:"):
+        return CostTable.analytic(costs.removeprefix("analytic:"), momentum=momentum)
+    if costs.endswith(".json") or os.path.isfile(costs):
+        return CostTable.load(costs)
+    if costs == "measured":
+        raise PlanError(
+            "costs='measured' needs the devices that will train: dedicate_params measures on "
+            "them. To plan elsewhere, write a table there with python -m dmuon profile "
+            "--out PATH and pass its path, or pass 'analytic:<device>'"
+        )
     raise PlanError(
-        "costs must be 'measured', 'analytic', 'analytic:<device>', a path or a CostTable, found "
-        f"{type(costs).__name__}"
+        f"costs={costs!r} is unknown: pass 'measured', 'analytic', 'analytic:<device>' with "
+        f"one of {', '.join(sorted(ANALYTIC_DEVICES))}, the path of a cost table (.json), or "
+        "a CostTable"
     )
+
+
+# ---- the file format ---------------------------------------------------------------------
+
+_FORMAT = "dmuon cost table"
+_VERSION = 1
+_HOW = "python -m dmuon profile --out PATH"
+_MOST_CHARACTERS = 16 << 20  # some 10,000 shapes
+_MOST_STEPS = 100
+_BATCH_SIZE = re.compile("[1-9][0-9]{0,6}")
+
+
+def _parsed(content: str, where: str) -> Any:
+    try:
+        return parse(content, _MOST_CHARACTERS)
+    except PlanError as error:
+        raise PlanError(f"{where} is no cost table: {error}; {_HOW} writes one") from error
+
+
+def _fields(data: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `CostTable`; PlanError that names a field of a wrong type or range."""
+    record(data, "", "source", "origin", "ns_steps", "device", "entries")
+    device = data["device"]
+    if device is not None:
+        names = [one.name for one in fields(AnalyticDevice)]
+        record(device, "device", *names)
+        device = AnalyticDevice(**{n: real(device, n, "device", high=math.inf) for n in names})
+    return {
+        "source": text(data, "source", ""),
+        "entries": _by_shape(data, "entries", "ms", real),
+        "device": device,
+        "ns_steps": whole(data, "ns_steps", "", 0, _MOST_STEPS),
+        "entry_origin": text(data, "origin", ""),
+        "kernels": _by_shape(data, "kernels", "kernel", text) if "kernels" in data else {},
+        "momentum": flag(data, "momentum", "") if "momentum" in data else True,
+    }
+
+
+def _by_shape(
+    data: Any, name: str, value: str, take: Callable[[Any, Any, str], T]
+) -> dict[ShapeKey, dict[int, T]]:
+    """What JSON has as a list of records, each with something by batch size."""
+
+    def one(entry: Any, at: str) -> tuple[ShapeKey, dict[int, T]]:
+        record(entry, at, "rows", "cols", "dtype", value)
+        shape = whole(entry, "rows", at, 1), whole(entry, "cols", at, 1), text(entry, "dtype", at)
+        by_text = record(entry[value], f"{at}.{value}")
+        for size in by_text:
+            if not _BATCH_SIZE.fullmatch(size):
+                expected = f"{at}.{value}: expected batch sizes such as '16'"
+                raise PlanError(f"{expected}, found {cut(size)!r}")
+        return shape, {int(size): take(by_text, size, f"{at}.{value}") for size in by_text}
+
+    entries = each(data, name, "", one)
+    different((shape for shape, _ in entries), f"the shapes of {name}")
+    return dict(entries)
+
+
+# ---- the cache ---------------------------------------------------------------------------
+# One file a device and version, shared by all processes of a user. A file is a cost table that
+# names the key it belongs to, and has a digest: one that is damaged is ignored and measured again.
+# Nothing that goes wrong here stops training: functions return the problem in words.
+
+_LOCK_PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKey:
+    """What a measured time depends on besides shape, parameter dtype and batch size.
+
+    ``device`` names the hardware and how much of it a process has; ``kernels`` the backend and
+    the version of the kernels; ``momentum`` is that of `CostTable`.
+    """
+
+    device: str
+    torch: str
+    kernels: str
+    ns_dtype: str
+    ns_steps: int
+    momentum: bool = True
+
+    def file_name(self) -> str:
+        """
+        >>> CacheKey("H200", "2.13.0", "torch-1", "float16", 5).file_name()
+        'H200-torch2.13.0-float16-0a38fb6d95.json'
+        """
+        readable = f"{self.device[:60]}-torch{self.torch}-{self.ns_dtype}"
+        text = json.dumps(asdict(self), sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:10]
+        return f"{re.sub(r'[^A-Za-z0-9.]+', '-', readable).strip('-')}-{digest}.json"
+
+
+def cache_directory() -> Path | None:
+    """``$XDG_CACHE_HOME/dmuon``, else ``~/.cache/dmuon``; None without a home directory.
+
+    https://specifications.freedesktop.org/basedir-spec/latest/ (a relative path does not count).
+    """
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.expanduser(os.path.join("~", ".cache"))
+    return Path(base) / "dmuon" if os.path.isabs(base) else None
+
+
+def cache_path(directory: str | os.PathLike[str], key: CacheKey) -> Path:
+    """The file of ``key``."""
+    return Path(directory) / key.file_name()
+
+
+def read_cache(
+    directory: str | os.PathLike[str], key: CacheKey
+) -> tuple[CostTable | None, str | None]:
+    """The table cached for ``key``, and what was wrong if the file cannot be used.
+
+    A kernel that it names was chosen by measurement; a time without one is that of the kernel that
+    the fixed rule says.
+    """
+    path = cache_path(directory, key)
+    try:
+        content = read_text(path, _MOST_CHARACTERS)
+    except FileNotFoundError:
+        return None, None
+    except (OSError, ValueError) as error:
+        return None, f"{path} cannot be read ({error}); it is ignored"
+    try:
+        data = _parsed(content, str(path))
+        table = CostTable.from_dict(data, str(path))
+    except PlanError as error:
+        return None, f"{error}. It is ignored and rebuilt"
+    if data.get("digest") != _digest(data):
+        return None, f"{path} is damaged (its digest differs); it is ignored and rebuilt"
+    if data.get("key") != asdict(key):
+        found = cut(repr(data.get("key")))
+        return None, f"{path} is for {found}, expected {asdict(key)}; it is ignored and rebuilt"
+    return table, None
+
+
+def add_to_cache(directory: str | os.PathLike[str], key: CacheKey, table: CostTable) -> str | None:
+    """Merge ``table`` into the file of ``key``, over what it has; a problem, or None.
+
+    The file is replaced in one step, so that readers see the old or the new one, and writers take
+    turns, so that none undoes what another wrote.
+    """
+    path = cache_path(directory, key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _turn(path):
+            old, _ = read_cache(directory, key)
+            data = (old or replace(table, entries={}, kernels={})).updated(table).to_dict()
+            data["key"] = asdict(key)
+            data["digest"] = _digest(data)
+            _replace(path, json.dumps(data, indent=1) + "\n")
+    except OSError as error:
+        return f"measured costs cannot be kept in {path} ({error})"
+    return None
+
+
+def _digest(data: dict[str, Any]) -> str:
+    """Of everything else in a file: a changed digit in a time looks like a time."""
+    text = json.dumps({**data, "digest": None}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        # Not tempfile, whose files no one else may read: a cache directory may be shared.
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+@contextlib.contextmanager
+def _turn(path: Path) -> Iterator[None]:
+    """Hold the lock of ``path``; after some seconds, or where there are no locks, go on without.
+
+    The operating system frees the lock of a process that dies.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with open(path.with_name(f".{path.name}.lock"), "a", encoding="utf-8") as lock:
+        deadline = time.monotonic() + _LOCK_PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(0.005)
+            except OSError:  # this file system has no locks
+                break
+        yield

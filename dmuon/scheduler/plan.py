@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.batches import Batch, PriceRow
-from dmuon.scheduler.costs import CostModel
+from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.memory import check_fixed_bytes
 from dmuon.scheduler.ownership_plan import OwnershipPlan, check_plan_fits
@@ -42,19 +42,17 @@ def _walking_order(specs: ModelSpecs) -> list[int]:
     return sorted(range(len(specs.matrices)), key=lambda i: natural_key(specs.matrices[i].name))
 
 
-def price_rows(specs: ModelSpecs, costs: CostModel, max_batch: int) -> tuple[PriceRow, ...]:
+def price_rows(specs: ModelSpecs, costs: CostTable, max_batch: int) -> tuple[PriceRow, ...]:
     """What every shape of the model costs in batches of 1, 2, ... up to ``max_batch``."""
-    origin = getattr(costs, "origin", lambda key, batch: "given")
-    kernel = getattr(costs, "kernel", lambda key, batch: "")
     rows = []
     for key, count in sorted(Counter(m.key for m in specs.matrices).items()):
         sizes = range(1, min(count, max_batch) + 1)
-        kernels = tuple(kernel(key, b) for b in sizes)
+        kernels = tuple(costs.kernel(key, b) for b in sizes)
         rows.append(
             PriceRow(
                 key,
                 tuple(float(costs.batch_ms(key, b)) for b in sizes),
-                tuple(origin(key, b) for b in sizes),
+                tuple(costs.origin(key, b) for b in sizes),
                 kernels if any(kernels) else (),
             )
         )
@@ -77,7 +75,7 @@ def problem_of(
 def solve(
     specs: ModelSpecs,
     topology: Topology,
-    costs: CostModel,
+    costs: CostTable,
     *,
     layout: Layout = Layout.REPLICATED,
     solver: str = "auto",

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from dmuon.catalogue.presets import PRESETS, model_specs
 from dmuon.config import PlannerOptions
-from dmuon.scheduler.costs import CostModel, resolve_costs
+from dmuon.scheduler.costs import CostTable, resolve_costs
 from dmuon.scheduler.plan import OwnershipPlan, solve
 from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs
 from dmuon.scheduler.topology import MAX_RANKS, Topology
@@ -183,7 +183,7 @@ class Request:
     model: str
     specs: ModelSpecs
     topology: Topology
-    costs: CostModel
+    costs: CostTable
     options: PlannerOptions
 
     def solve(self, solver: str) -> OwnershipPlan:

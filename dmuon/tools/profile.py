@@ -7,15 +7,14 @@ import re
 import sys
 import time
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from dmuon.comm.transport import LocalTransport
 from dmuon.config import PlannerOptions
-from dmuon.measure import measured_costs
+from dmuon.measure import Case, cases_of, measured_costs
 from dmuon.scheduler.costs import CostTable, ShapeKey, newton_schulz_flops
-from dmuon.scheduler.profile import Want, wanted
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.types import DmuonError, PlanError
 
@@ -39,6 +38,13 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         help=f"dtype of the parameters: {', '.join(ITEM_SIZE)} (default: the model's own; "
         "float32 for --shapes)",
+    )
+    add(
+        "--layout",
+        choices=("replicated", "sharded", "dedicated"),
+        default="replicated",
+        help="whose owners to measure: in sharded they run Newton-Schulz alone, in the others "
+        "momentum and normalization too (default: %(default)s)",
     )
     add(
         "--max-batch",
@@ -83,45 +89,36 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _profile(args: argparse.Namespace) -> None:
-    device = _device(args.device)
-    options = _options(args)
+    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise PlanError("--device cuda: torch finds no CUDA device here; try --device cpu")
+    device = torch.device(f"cuda:{torch.cuda.current_device()}" if name == "cuda" else name)
+    try:
+        options = PlannerOptions(
+            max_batch=args.max_batch, profile_budget_s=args.budget, cache_dir=args.cache_dir
+        )
+    except ValueError as error:
+        raise PlanError(str(error)) from error
     if args.threads is not None:
         if args.threads < 1:
             raise PlanError(f"--threads must be at least 1, found {args.threads}")
         torch.set_num_threads(args.threads)
-    keys = _keys(args)
-    begin = time.perf_counter()
-    table = measured_costs(LocalTransport(), keys, device, options, fresh=args.fresh)
+    keys, begin = _keys(args), time.perf_counter()
+    momentum = args.layout != "sharded"
+    table = measured_costs(
+        LocalTransport(), keys, device, options, momentum=momentum, fresh=args.fresh
+    )
     seconds = time.perf_counter() - begin
     if args.out == "-":
         sys.stdout.write(table.to_json() + "\n")
         return
-    sys.stdout.write(_rendered(table, wanted(keys, options.max_batch), seconds) + "\n")
+    sys.stdout.write(_rendered(table, cases_of(keys, options.max_batch), seconds) + "\n")
     if args.out is not None:
         try:
             table.save(args.out)
         except OSError as error:
             raise PlanError(f"cannot write {args.out!r}: {error.strerror}") from error
         sys.stderr.write(f"wrote {args.out}\n")
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        if not torch.cuda.is_available():
-            raise PlanError("--device cuda: torch finds no CUDA device here; try --device cpu")
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(name)
-
-
-def _options(args: argparse.Namespace) -> PlannerOptions:
-    try:
-        return PlannerOptions(
-            max_batch=args.max_batch, profile_budget_s=args.budget, cache_dir=args.cache_dir
-        )
-    except ValueError as error:
-        raise PlanError(str(error)) from error
 
 
 def _keys(args: argparse.Namespace) -> list[ShapeKey]:
@@ -141,7 +138,7 @@ def _keys(args: argparse.Namespace) -> list[ShapeKey]:
 
 def parse_shapes(text: str) -> list[tuple[int, int]]:
     """
-    >>> parse_shapes("1024x4096, 512x512")
+    >>> parse_shapes("1024x4096, 512X512, 512x512")
     [(1024, 4096), (512, 512)]
     """
     shapes = []
@@ -153,26 +150,36 @@ def parse_shapes(text: str) -> list[tuple[int, int]]:
     return list(dict.fromkeys(shapes))
 
 
-# ---- the table ---------------------------------------------------------------------------
-
-
-def _rendered(table: CostTable, wants: tuple[Want, ...], seconds: float) -> str:
+def _rendered(table: CostTable, cases: Sequence[Case], seconds: float) -> str:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    origins = Counter(table.origin(want.key, want.batch) for want in wants)
+    origins = Counter(table.origin(case.key, case.batch) for case in cases)
     counts = ", ".join(f"{count} {origin}" for origin, count in sorted(origins.items()))
     rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("shape", "dtype", "batch", "ms", "ms a matrix", "GFLOP/s", "origin", "kernel"):
         left = heading in ("shape", "dtype", "origin", "kernel")
         rows.add_column(heading, justify="left" if left else "right")
-    for i, want in enumerate(wants):
-        first = i == 0 or wants[i - 1].key != want.key
-        if first and i:
+    previous = None
+    for case in cases:
+        m, n, dtype = case.key
+        ms, origin = table.batch_ms(case.key, case.batch), table.origin(case.key, case.batch)
+        gflops = case.batch * newton_schulz_flops(m, n, table.ns_steps) / 1e9
+        rate = 1e3 * gflops / ms if ms else 0.0
+        if case.key != previous and previous is not None:
             rows.add_section()
-        measured = table.origin(want.key, want.batch) == "measured"
-        rows.add_row(*_cells(table, want, first), style=None if measured else "dim")
+        rows.add_row(
+            *((f"{m} x {n}", dtype) if case.key != previous else ("", "")),
+            str(case.batch),
+            f"{ms:.3f}",
+            f"{ms / case.batch:.3f}",
+            f"{rate:,.0f}" if rate >= 100 else f"{rate:.2f}",
+            origin,
+            table.kernel(case.key, case.batch).rpartition("/")[0],
+            style=None if origin == "measured" else "dim",
+        )
+        previous = case.key
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
     with console.capture() as capture:
         console.print(f"Newton-Schulz {table.source}", soft_wrap=True)
@@ -180,20 +187,3 @@ def _rendered(table: CostTable, wants: tuple[Want, ...], seconds: float) -> str:
         console.print(rows)
         console.print("GFLOP/s: of the standard iteration's operations, whatever form ran.")
     return capture.get().rstrip()
-
-
-def _cells(table: CostTable, want: Want, first: bool) -> list[Any]:
-    rows, cols, dtype = want.key
-    ms = table.batch_ms(want.key, want.batch)
-    gflops = want.batch * newton_schulz_flops(rows, cols, table.ns_steps) / 1e9
-    rate = 1e3 * gflops / ms if ms else 0.0
-    return [
-        f"{rows} x {cols}" if first else "",
-        dtype if first else "",
-        str(want.batch),
-        f"{ms:.3f}",
-        f"{ms / want.batch:.3f}",
-        f"{rate:,.0f}" if rate >= 100 else f"{rate:.2f}",
-        table.origin(want.key, want.batch),
-        table.kernel(want.key, want.batch).rpartition("/")[0],
-    ]

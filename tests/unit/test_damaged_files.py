@@ -34,10 +34,15 @@ from dmuon.catalogue.presets import model_specs
 from dmuon.config import PlannerOptions
 from dmuon.report.report import build_report
 from dmuon.scheduler import knapsack, proof
-from dmuon.scheduler.analytic import ANALYTIC_DEVICES
 from dmuon.scheduler.certificate import Certificate, certify
-from dmuon.scheduler.cost_cache import CacheKey, add, path_of, read
-from dmuon.scheduler.costs import CostTable
+from dmuon.scheduler.costs import (
+    ANALYTIC_DEVICES,
+    CacheKey,
+    CostTable,
+    add_to_cache,
+    cache_path,
+    read_cache,
+)
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.ownership_plan import OwnershipPlan, check_plan_fits
 from dmuon.scheduler.plan import problem_of, solve
@@ -98,10 +103,8 @@ KEY = CacheKey("Some GPU (80 GB)", "2.13.0", "torch-1", "float16", 5)
 @cache
 def cache_file() -> str:
     with tempfile.TemporaryDirectory() as folder:
-        for key, by_batch in GROUPED.entries.items():
-            some = {key: GROUPED.kernels[key]}
-            add(folder, KEY, {key: by_batch}, GROUPED.device, kernels=some, tuned={key: [1]})
-        return path_of(folder, KEY).read_text()
+        add_to_cache(folder, KEY, GROUPED)
+        return cache_path(folder, KEY).read_text()
 
 
 # ---- damage ------------------------------------------------------------------------------
@@ -464,18 +467,17 @@ def test_a_damaged_cost_table_is_refused_or_gives_prices(case):
 def test_a_damaged_cache_is_never_believed_and_made_anew(case):
     _, text = case
     with tempfile.TemporaryDirectory() as folder:
-        path = path_of(folder, KEY)
+        path = cache_path(folder, KEY)
         path.write_text(cache_file())
-        good = read(folder, KEY)
-        assert good.problem is None and good.entries == GROUPED.entries and good.tuned
+        good, problem = read_cache(folder, KEY)
+        assert problem is None and good.entries == GROUPED.entries
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
-        found = read(folder, KEY)
+        found, problem = read_cache(folder, KEY)
         if found != good:
-            assert found.entries == found.kernels == found.tuned == {}
-            assert str(path) in found.problem and "ignored" in found.problem
-        assert add(folder, KEY, {A: {1: 9.0}}) is None
-        again = read(folder, KEY)
-        assert again.problem is None and again.entries[A][1] == 9.0
+            assert found is None and str(path) in problem and "ignored" in problem
+        assert add_to_cache(folder, KEY, CostTable("newer", {A: {1: 9.0}})) is None
+        again, problem = read_cache(folder, KEY)
+        assert problem is None and again.entries[A][1] == 9.0
 
 
 # ---- files made to take long -------------------------------------------------------------

@@ -207,7 +207,7 @@ def test_the_exceptions_are_needed():
 
 ENVIRONMENT = {
     "dmuon.meshes": {"WORLD_SIZE"},
-    "dmuon.scheduler.cost_cache": {"XDG_CACHE_HOME"},
+    "dmuon.scheduler.costs": {"XDG_CACHE_HOME"},
     "dmuon.scheduler.topology": {"LOCAL_WORLD_SIZE"},
 }
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

@@ -281,12 +281,12 @@ def test_tuning_goes_on_after_a_failure_and_ends_in_time(monkeypatch):
     choose = kernel_measure.choose_kernels
     asked: list[float] = []
 
-    def failing(wants: Any, cached: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        budget_s = args[2].tune_budget_s
+    def failing(wants: Any, cached: Any, timer: Any, *args: Any, **kwargs: Any) -> Any:
+        budget_s = args[1].tune_budget_s
         if budget_s and wants[0].key[:2] == (24, 40):
             raise RuntimeError("no candidate is right")
         asked.append(budget_s)
-        return choose(wants, cached, model, *args, **kwargs)
+        return choose(wants, cached, timer, *args, **kwargs)
 
     monkeypatch.setattr(kernel_measure, "choose_kernels", failing)
     cases = [TOY, Case("next", ((1, 32, 48), (2, 40, 56)))]

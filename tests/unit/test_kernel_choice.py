@@ -1,45 +1,29 @@
-"""Choosing kernels by measurement, and running them as an optimizer does."""
+"""Choosing kernels by rule and by plan, and running them as an optimizer does."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import dmuon
-from dmuon import workbench
 from dmuon.config import KernelOptions
-from dmuon.kernel_tuning import _Bench, choose_kernels
-from dmuon.kernels import backends
 from dmuon.kernels import runner as runner_module
-from dmuon.kernels.autotune import (
-    ERROR_LIMITS,
-    ROUNDS,
-    Case,
-    gate_error,
-    gate_reference,
-    tune,
-)
-from dmuon.kernels.choice import candidates, fixed_choice
+from dmuon.kernels.choice import fixed_choice
 from dmuon.kernels.graphs import Graphs
-from dmuon.kernels.iterations import squares_program
 from dmuon.kernels.newton_schulz import (
     iterate_all,
     normalize,
     program_of,
     resolve_coefficients,
 )
-from dmuon.kernels.ops import TORCH_OPS, MatmulOps
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.kernels.workspace import Workspace
 from dmuon.scheduler.costs import CostTable
-from dmuon.scheduler.profile import Want, wanted
 from dmuon.types import KernelChoice, PlanError
 
 CPU = torch.device("cpu")
@@ -48,193 +32,6 @@ POLAR = resolve_coefficients("polar_express", 5)
 A = KernelChoice("standard", (), "torch", "float32")
 B = KernelChoice("gram", (2,), "torch", "float32")
 C = KernelChoice("gram", (1, 3), "torch", "float32")
-
-ONE = Case(4, 6, 1)
-AUTO = KernelOptions()
-
-
-class FakeBench:
-    """Times and errors by choice; a clock that runs when something is timed."""
-
-    def __init__(self, ms: dict[KernelChoice, float], errors: dict[KernelChoice, float]) -> None:
-        self.ms = ms
-        self.errors = errors
-        self.now = 0.0
-        self.runs: list[KernelChoice] = []
-
-    def error(self, case: Case, choice: KernelChoice) -> float:
-        return self.errors.get(choice, 0.0)
-
-    def run(self, case: Case, choice: KernelChoice) -> float:
-        self.runs.append(choice)
-        self.now += self.ms[choice] / 1e3
-        return self.ms[choice]
-
-    def tune(self, offered, budget_s=100.0, cases=(ONE,), estimate=1.0):
-        return tune(
-            cases,
-            self,
-            lambda case: offered,
-            lambda case: estimate,
-            budget_s=budget_s,
-            clock=lambda: self.now,
-        )
-
-
-def test_the_fastest_that_is_right_is_chosen():
-    bench = FakeBench({A: 3.0, B: 2.0, C: 1.0}, {C: 0.5})
-    assert bench.tune([A, B, C]) == {ONE: B}
-    assert C not in bench.runs  # what is wrong is not timed
-    assert bench.runs == [A, B] * (ROUNDS + 1)
-
-
-def test_the_fixed_rule_wins_a_tie():
-    assert FakeBench({A: 1.0, B: 0.98}, {}).tune([A, B]) == {ONE: A}
-    assert FakeBench({A: 1.0, B: 0.96}, {}).tune([A, B]) == {ONE: B}
-    assert FakeBench({A: 1.0, B: 2.0}, {A: float("inf")}).tune([A, B]) == {ONE: B}
-
-
-def test_one_candidate_is_not_measured():
-    bench = FakeBench({}, {})
-    assert bench.tune([A], budget_s=0.0) == {ONE: A} and not bench.runs
-
-
-def test_what_the_budget_does_not_reach_is_left_out():
-    cases = [Case(4, 6, b) for b in (1, 2, 4)]
-    bench = FakeBench({A: 10.0, B: 8.0}, {})
-    enough_for_one = 2 * (ROUNDS + 3) * 1.05 * 10e-3
-    found = bench.tune([A, B], budget_s=enough_for_one, cases=cases, estimate=10.0)
-    assert found == {cases[0]: B}
-    assert bench.tune([A, B], budget_s=1e-4, cases=cases) == {}
-
-
-def test_the_estimate_learns_from_what_was_measured():
-    cases = [Case(4, 6, b) for b in (1, 2)]
-    bench = FakeBench({A: 1000.0, B: 800.0}, {})  # a thousand times what was estimated
-    assert list(bench.tune([A, B], budget_s=20.0, cases=cases)) == cases[:1]
-
-
-def test_running_out_of_memory_leaves_a_case_to_the_rule():
-    class Small(FakeBench):
-        def run(self, case, choice):
-            if case.batch > 1:
-                raise MemoryError
-            return super().run(case, choice)
-
-    cases = [Case(4, 6, 2), Case(4, 6, 1)]
-    assert Small({A: 2.0, B: 1.0}, {}).tune([A, B], cases=cases) == {cases[1]: B}
-
-
-def test_no_right_kernel_is_an_error():
-    with pytest.raises(RuntimeError, match=r"no Newton-Schulz kernel is right for 1 x \[4, 6\]"):
-        FakeBench({}, {A: 0.9, B: 0.9}).tune([A, B])
-
-
-# --- the gate -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, F32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(64, 64), (48, 160), (160, 48), (300, 700)])
-def test_every_candidate_of_a_cpu_passes_the_gate(dtype, shape):
-    for choice in candidates(*shape, dtype, CPU, 5):
-        assert gate_error(Case(*shape, 3), choice, CPU) < ERROR_LIMITS[dtype] / 2
-
-
-def broken(name: str) -> MatmulOps:
-    """A backend with a fault of one kind."""
-
-    def symmetric(a, b, c=None, *, out, alpha=1.0, beta=0.0, diag=0.0, plain=None):
-        if name == "no diagonal":
-            diag = 0.0
-        if name == "no beta":
-            beta = 0.0
-        steps = TORCH_OPS.symmetric(
-            a, b, c, out=out, alpha=alpha, beta=beta, diag=diag, plain=plain
-        )
-        if name == "no mirror":
-            steps.append(lambda: out.copy_(out.tril()))
-        if name == "one matrix of the batch for all" and out.ndim == 3:
-            steps.append(lambda: out.copy_(out[:1].expand_as(out)))
-        if name == "nan":
-            steps.append(lambda: out[..., 0, 0].fill_(float("nan")))
-        return steps
-
-    return MatmulOps(name, symmetric, TORCH_OPS.general)
-
-
-FAULTS = ("no diagonal", "no beta", "no mirror", "one matrix of the batch for all", "nan")
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("dtype", [F32, torch.bfloat16])
-def test_the_gate_catches_a_wrong_kernel(monkeypatch, fault, dtype):
-    real = backends.ops_of
-    name = str(dtype).removeprefix("torch.")
-    reference = "float32"
-    choice = KernelChoice("gram", (1, 3), "torch", name, "x")
-    assert gate_error(Case(48, 96, 2), choice, CPU) < ERROR_LIMITS[dtype]
-
-    def planted(one, device, rows=1):
-        return real(one, device, rows) if one.dtype == reference and not one.tile else broken(fault)
-
-    monkeypatch.setattr("dmuon.kernels.newton_schulz.ops_of", planted)
-    assert not gate_error(Case(48, 96, 2), choice, CPU) <= ERROR_LIMITS[dtype]
-
-
-# --- choosing for a plan ------------------------------------------------------------------------
-
-
-def choices_of(wants, cached=None, options=AUTO, clock=None):
-    count = itertools.count()
-    found, tuned = choose_kernels(
-        wants,
-        cached or {},
-        CostTable.analytic(),
-        CPU,
-        F32,
-        options,
-        clock=clock or (lambda: next(count) * 1e-6),
-    )
-    if options.tune_budget_s:
-        assert {key: set(by) for key, by in found.items()} == tuned
-    return found
-
-
-KEYS = [(16, 24, "float32")] * 3 + [(64, 512, "float32")]
-
-
-def test_every_want_gets_a_choice_that_is_offered():
-    wants = wanted(KEYS, 16)
-    found = choices_of(wants)
-    for want in wants:
-        offered = map(str, candidates(*want.key[:2], F32, CPU, 5))
-        assert found[want.key][want.batch] in offered
-
-
-def test_cached_choices_count_as_long_as_they_are_offered():
-    wants = [Want((64, 512, "float32"), 1)]
-    cached = {(64, 512, "float32"): {1: "gram[1,3]/torch_strips/float32"}}
-    no_time = KernelOptions(tune_budget_s=0.0)
-    assert choices_of(wants, cached, no_time) == cached
-    for stale in ("gram[1,3]/triton-128x64-w4-s3/float32", "gram[1,3]/torch_strips/float16", "x"):
-        found = choices_of(wants, {(64, 512, "float32"): {1: stale}}, no_time)
-        assert found[64, 512, "float32"][1] == str(fixed_choice(64, 512, F32, CPU, 5))
-
-
-@pytest.mark.parametrize("method", ["standard", "gram", "gram[1,3]"])
-def test_a_fixed_method_is_what_every_batch_gets(method):
-    found = choices_of(wanted(KEYS, 16), options=KernelOptions(method=method))
-    expected = {"gram": "gram[2]"}.get(method, method)
-    assert {kernel for by in found.values() for kernel in by.values()} == {
-        f"{expected}/torch_strips/float32"
-    }
-
-
-def test_beyond_the_budget_the_fixed_rule_chooses():
-    wants = wanted(KEYS, 16)
-    found = choices_of(wants, options=KernelOptions(tune_budget_s=0.0))
-    for want in wants:
-        assert found[want.key][want.batch] == str(fixed_choice(*want.key[:2], F32, CPU, 5))
 
 
 # --- graphs, with a capture that is not CUDA's --------------------------------------------------
@@ -627,44 +424,6 @@ def test_the_number_of_steps_may_change_in_training(method):
     own.close()
 
 
-@pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_a_candidate_that_does_not_compile_is_dropped(monkeypatch, backend):
-    def fail(*_, **__):
-        raise RuntimeError("PassManager::run failed")
-
-    monkeypatch.setattr("dmuon.kernel_tuning.gate_error", fail)
-    bench = _Bench(CPU, F32, None)
-    choice = KernelChoice("gram", (2,), backend, "float32")
-    if backend == "triton":
-        assert bench.error(ONE, choice) == float("inf")
-    else:  # something is wrong with torch itself
-        with pytest.raises(RuntimeError, match="PassManager"):
-            bench.error(ONE, choice)
-
-
-def test_the_reference_of_a_case_is_computed_once(monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        "dmuon.kernel_tuning.gate_reference",
-        lambda case, *rest: made.append(case) or gate_reference(case, *rest),
-    )
-    bench = _Bench(CPU, F32, None)
-    cases = [Case(16, 48, 2), Case(24, 48, 1)]
-    for case in cases:
-        for choice in candidates(case.rows, case.cols, F32, CPU, 5):
-            assert bench.error(case, choice) == gate_error(case, choice, CPU)
-    assert made == cases
-
-
-def test_candidates_are_timed_in_one_workspace():
-    bench = _Bench(CPU, F32, None)
-    for case in (Case(64, 64, 2), Case(64, 512, 1)):
-        for choice in (A, B, C, A):
-            assert bench.run(case, choice) > 0
-    runners = [runner for runner, _ in bench._runners.values()]
-    assert len({id(runner._workspace) for runner in runners}) == 1
-
-
 def test_kernels_for_another_dtype_than_runs_are_told_of():
     model = torch.nn.Linear(4, 6)
     own = dmuon.dedicate_params(model, plan=plan_with("gram[2]/torch/float16"))
@@ -693,20 +452,3 @@ def test_the_report_of_an_optimizer_says_what_ran():
     assert set(kernels["ran"].values()) == {"gram[1,3]/torch/float32"}
     assert kernels["workspace_bytes"] > 0 and kernels["cuda_graphs"] == "off"
     own.close()
-
-
-def test_the_square_part_is_timed_in_the_dtype_that_is_multiplied():
-    """Emulated bfloat16 products take tens of times as long as the rounded float32 ones."""
-    key, bf16 = (192, 192, "float32"), torch.bfloat16
-    kernels = {key: {1: "gram[1,3]/torch_rounded/bfloat16"}}
-    seen = []
-    with mock.patch.object(
-        workbench,
-        "squares_program",
-        lambda r, *args: seen.append(r.dtype) or squares_program(r, *args),
-    ):
-        run = workbench.SquareBench(CPU, bf16, kernels).prepare(key, 2)
-        assert run() > 0
-        plain = {key: {1: "gram[1,3]/torch/bfloat16"}}
-        workbench.SquareBench(CPU, bf16, plain).prepare(key, 1)
-    assert seen == [torch.float32, bf16]

@@ -357,7 +357,7 @@ def test_there_are_examples_in_docstrings():
     }
     for module in (
         "update",
-        "scheduler.cost_entries",
+        "scheduler.costs",
         "scheduler.specs",
         "comm.routes",
         "comm.blocks",

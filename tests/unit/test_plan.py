@@ -48,6 +48,12 @@ class Prices:
     def batch_ms(self, key, batch):
         return self.table[key][batch]
 
+    def origin(self, key, batch):
+        return "given"
+
+    def kernel(self, key, batch):
+        return ""
+
 
 @st.composite
 def prices(draw, largest: int = 6) -> Prices:
@@ -111,7 +117,7 @@ def test_the_costs_argument_names_a_model_or_is_one():
     assert resolve_costs("analytic", "cpu").source == "analytic:cpu"
     assert resolve_costs("analytic", "some-accelerator").source == "analytic:cuda"
     assert resolve_costs("analytic:h100", "cpu").source == "analytic:h100"
-    own = Prices({})
+    own = CostTable("mine")
     assert resolve_costs(own, "cpu") is own
     for wrong in ("analytic:abacus", "guessed", 3, None):
         with pytest.raises(PlanError):

@@ -1,0 +1,634 @@
+"""Measuring within a budget with a made-up device and clock, choosing kernels, the real device."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import io
+import json
+import math
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+import dmuon
+from dmuon import measure
+from dmuon.comm.transport import LocalTransport
+from dmuon.config import KernelOptions, MuonDefaults, PlannerOptions
+from dmuon.kernels.choice import candidates, fixed_choice
+from dmuon.kernels.newton_schulz import resolve_ns_dtype
+from dmuon.kernels.runner import orthogonalize
+from dmuon.measure import (
+    ERROR_LIMITS,
+    PASSES,
+    Case,
+    OwnerTimer,
+    Pace,
+    batch_sizes,
+    cases_of,
+    choose_kernels,
+    device_name,
+    gate_errors,
+    measured_costs,
+    median_times,
+    progress_bar,
+)
+from dmuon.operand import normalized_momentum
+from dmuon.scheduler.costs import CostTable, ShapeKey
+from dmuon.tools.profile import add_profile_arguments, parse_shapes, run
+from dmuon.types import KernelChoice
+from tests.unit.models import AllDifferent, TinyGPT
+
+MODEL = CostTable.analytic("cpu")
+SMALL, MIDDLE, LARGE = (8, 8, "float32"), (64, 64, "float32"), (2048, 2048, "float32")
+CPU, F32 = torch.device("cpu"), torch.float32
+
+
+class FakeTimer:
+    """A device on which a case takes ``seconds(case, kernel)``, and its clock; notes every run."""
+
+    device, ns_dtype = CPU, F32
+
+    def __init__(self, seconds: Callable[[Case, str], float]) -> None:
+        self.seconds = seconds
+        self.now = 100.0
+        self.runs: list[tuple[Case, str]] = []
+        self.largest = 99  # batch that there is memory for
+
+    def reserve(self, runs):
+        return [(case, kernel) for case, kernel in runs if case.batch <= self.largest]
+
+    def run(self, case, kernel):
+        self.runs.append((case, kernel))
+        seconds = self.seconds(case, kernel)
+        self.now += seconds
+        return 1e3 * seconds
+
+
+def as_modelled(factor: float = 1.0) -> Callable[[Case, str], float]:
+    return lambda case, kernel: factor * MODEL.batch_ms(case.key, case.batch) / 1e3
+
+
+def times_of(cases, timer, budget_s=1e9, known=None, **kwargs) -> dict[Case, float]:
+    pace = Pace(MODEL, known)
+    runs, deadline = [(c, "") for c in pace.in_order(cases)], timer.now + budget_s
+    found = median_times(runs, timer, pace, deadline=deadline, clock=lambda: timer.now, **kwargs)
+    return {case: ms for (case, _), ms in found.items()}
+
+
+# ---- the timing loop ---------------------------------------------------------------------
+
+
+@given(st.integers(1, 100))
+def test_batch_sizes_are_the_powers_of_two_and_the_largest(largest):
+    sizes = batch_sizes(largest)
+    assert sizes[0] == 1 and sizes[-1] == largest
+    assert all(a < b <= 2 * a for a, b in pairwise(sizes))
+    assert all(size & (size - 1) == 0 for size in sizes[:-1])
+
+
+def test_a_shape_and_its_transpose_are_measured_once_in_batches_that_can_occur():
+    wide, other = (5, 9, "float32"), (5, 9, "bfloat16")
+    cases = cases_of([(9, 5, "float32")] * 3 + [wide] * 2 + [other], max_batch=16)
+    assert cases == (Case(other, 1, 1), *(Case(wide, batch, 5) for batch in (1, 2, 3)))
+    assert max(case.batch for case in cases_of([wide] * 99, max_batch=7)) == 7
+
+
+CASES = cases_of([SMALL] * 4 + [MIDDLE] * 2 + [LARGE], 16)
+
+
+def test_everything_is_measured_pass_after_pass_when_there_is_time():
+    timer, told = FakeTimer(as_modelled(3.0)), []
+    found = times_of(CASES, timer, progress=lambda done, case: told.append((done, case)))
+    assert found == {
+        c: pytest.approx(3.0 * MODEL.batch_ms(c.key, c.batch), rel=1e-5) for c in CASES
+    }
+    order = [case for case, _ in timer.runs[: len(CASES)]]
+    # The smallest, to learn how fast the device is; singles by weight; larger batches.
+    assert [(c.key, c.batch) for c in order[:3]] == [(SMALL, 1), (LARGE, 1), (MIDDLE, 1)]
+    assert [(c.key, c.batch) for c in order[3:]] == [(SMALL, 2), (MIDDLE, 2), (SMALL, 4)]
+    assert [case for case, _ in timer.runs] == 6 * order
+    assert told == list(enumerate(6 * order))
+
+
+def test_the_result_is_the_median_without_the_first_pass():
+    times = iter([9.0, 0.05, 0.01, 0.02, 0.04, 0.03, *[0.03] * 20])
+    assert times_of([Case(SMALL, 1)], FakeTimer(lambda *_: next(times))) == {Case(SMALL, 1): 30.0}
+
+
+def test_a_slow_second_spoils_no_shape():
+    cases = [Case((m, m, "float32"), b) for m in (100, 200, 300) for b in (1, 2)]
+    timer = FakeTimer(lambda *_: 0.0)
+    timer.seconds = lambda case, _: (
+        (5.0 if 2 <= (len(timer.runs) - 1) // len(cases) < 5 else 1.0) * as_modelled()(case, "")
+    )
+    assert times_of(cases, timer) == {
+        c: pytest.approx(MODEL.batch_ms(c.key, c.batch), rel=1e-5) for c in cases
+    }
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-6, 1e-3])
+def test_unsteady_runs_are_repeated_to_the_last_pass(seconds):
+    noise = random.Random(0)
+    timer = FakeTimer(lambda *_: seconds * noise.uniform(1, 9))
+    times_of([Case(SMALL, 1)], timer)
+    assert len(timer.runs) == (PASSES if seconds else 6)
+
+
+def test_a_tight_budget_reaches_all_once_and_a_run_counts_alone():
+    cases = [Case((m, m, "float32"), 1) for m in (500, 510, 520, 530)]
+    total = sum(MODEL.batch_ms(c.key, 1) for c in cases) / 1e3
+    timer = FakeTimer(as_modelled())
+    assert len(times_of(cases, timer, 3.2 * total)) == 4
+    assert max(Counter(timer.runs).values()) <= 4
+    single = MODEL.batch_ms(LARGE, 1) / 1e3
+    for share, runs in ((1.5, 1), (0.5, 0)):
+        timer = FakeTimer(as_modelled())
+        assert len(times_of([Case(LARGE, 1)], timer, share * single)) == len(timer.runs) == runs
+
+
+case_lists = st.lists(
+    st.tuples(st.sampled_from([8, 32, 100, 300, 700]), st.integers(1, 4), st.integers(1, 5)),
+    min_size=1,
+    max_size=12,
+    unique_by=lambda t: t[:2],
+)
+
+
+@given(case_lists, st.floats(1e-6, 3.0), st.randoms(use_true_random=False))
+@settings(max_examples=100)
+def test_the_budget_is_overrun_by_one_run_at_most(items, budget, rng):
+    lengths: list[float] = []
+
+    def seconds(case, kernel):
+        lengths.append(math.exp(rng.uniform(-4, 4)) * as_modelled()(case, kernel))
+        return lengths[-1]
+
+    timer = FakeTimer(seconds)
+    times_of([Case((m, m, "float32"), b, count) for m, b, count in items], timer, budget)
+    assert timer.now - 100.0 - budget <= max(lengths, default=0.0) * (1 + 1e-9)
+
+
+def test_a_device_much_slower_than_modelled_is_noticed_at_the_smallest_shape():
+    # Enough by the model for all, and really for the small ones alone.
+    budget = 20 * MODEL.batch_ms(LARGE, 1) / 1e3
+    timer = FakeTimer(as_modelled(100.0))
+    cases = [Case(key, 1) for key in (SMALL, LARGE, MIDDLE)]
+    assert {case.key for case in times_of(cases, timer, budget)} == {SMALL, MIDDLE}
+    assert timer.now - 100.0 <= budget
+    # What is known already tells as much.
+    known = {Case(SMALL, 1): 100.0 * MODEL.batch_ms(SMALL, 1)}
+    assert times_of([Case(LARGE, 1)], FakeTimer(as_modelled(100.0)), budget, known) == {}
+    assert times_of([Case(LARGE, 1)], FakeTimer(as_modelled(1.0)), budget) != {}
+
+
+def test_what_runs_out_of_memory_is_left_out():
+    def seconds(case, kernel):
+        if case.batch == 4:
+            raise MemoryError
+        return 1e-3
+
+    assert {case.batch for case in times_of(CASES, FakeTimer(seconds))} == {1, 2}
+
+
+# ---- choosing kernels --------------------------------------------------------------------
+
+ONE = Case((48, 160, "float32"), 1)
+OFFERED = [str(choice) for choice in candidates(48, 160, F32, CPU, 5)]
+RULE, OTHER = OFFERED[:2]
+
+
+def chosen(ms: dict[str, float], cases=(ONE,), cached=None, budget_s=1e6, timer=None, **kwargs):
+    timer = timer or FakeTimer(lambda case, kernel: ms.get(kernel, 9.0) / 1e3)
+    options = KernelOptions(tune_budget_s=budget_s, **kwargs)
+    pace = Pace(MODEL)
+    return choose_kernels(cases, cached or {}, timer, pace, options, clock=lambda: timer.now)
+
+
+def test_the_fastest_is_chosen_and_the_fixed_rule_wins_a_tie():
+    timer = FakeTimer(lambda case, kernel: 2e-3 if kernel == OTHER else 3e-3)
+    assert chosen({}, timer=timer) == {ONE: OTHER}
+    assert [kernel for _, kernel in timer.runs] == OFFERED * 6, "in turns"
+    assert chosen({RULE: 1.0, OTHER: 0.98}) == {ONE: RULE}
+    assert chosen({RULE: 1.0, OTHER: 0.96}) == {ONE: OTHER}
+
+
+def test_what_is_wrong_is_not_timed():
+    errors = {KernelChoice.parse(name): 0.5 * (name == RULE) for name in OFFERED}
+    with mock.patch("dmuon.measure.gate_errors", return_value=errors):
+        timer = FakeTimer(lambda case, kernel: 1e-3)
+        assert chosen({}, timer=timer) == {ONE: OTHER}
+        assert RULE not in {kernel for _, kernel in timer.runs}
+    errors = dict.fromkeys(errors, 0.9)
+    with (
+        mock.patch("dmuon.measure.gate_errors", return_value=errors),
+        pytest.raises(RuntimeError, match=r"no Newton-Schulz kernel is right for 1 x \[48, 160\]"),
+    ):
+        chosen({})
+
+
+def test_what_time_or_memory_do_not_reach_is_left_to_the_rule():
+    cases = [Case(ONE.key, batch) for batch in (1, 2)]
+    assert chosen({}, cases, budget_s=1e-4) == {}
+    slow = FakeTimer(lambda *_: 1.0)  # hundreds of times what is modelled: one is enough to know
+    assert list(chosen({}, cases, budget_s=8.0 * len(OFFERED), timer=slow)) == cases[:1]
+    small = FakeTimer(lambda *_: 1e-3)
+    small.largest = 1
+    assert list(chosen({}, cases, timer=small)) == cases[:1]
+    # Compiling and checking count.
+    timer = FakeTimer(lambda *_: 1e-3)
+
+    def compiling(case, choices, device, is_over):
+        timer.now += 50.0
+        return dict.fromkeys(choices, 0.0)
+
+    with mock.patch("dmuon.measure.gate_errors", compiling):
+        assert chosen({}, timer=timer, budget_s=50.0) == {} and not timer.runs
+
+
+def test_cached_choices_count_as_long_as_they_are_offered():
+    assert chosen({}, cached={ONE: OTHER}, budget_s=0.0) == {ONE: OTHER}
+    for stale in ("gram[1,3]/triton-128x64-w4-s3/float32", "gram[1,3]/torch_strips/float16", "x"):
+        assert chosen({}, cached={ONE: stale}, budget_s=0.0) == {}
+
+
+def test_a_fixed_method_is_not_measured_and_one_that_cannot_run_is_refused():
+    timer = FakeTimer(lambda *_: 1e-3)
+    assert chosen({}, timer=timer, method="gram[1,3]", backend="torch") == {} and not timer.runs
+    with pytest.raises(ValueError, match="'triton' cannot run on cpu"):
+        chosen({}, backend="triton")
+
+
+def test_batches_that_run_matrix_by_matrix_are_measured_once():
+    timer = FakeTimer(lambda *_: 1e-3)
+    cases = [Case((700, 800, "float32"), batch) for batch in (1, 2, 4)]
+    assert list(chosen({}, cases, timer=timer)) == cases
+    assert {case.batch for case, _ in timer.runs} == {1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, F32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 64), (48, 160), (300, 700)])
+def test_every_candidate_of_a_cpu_passes_the_gate(dtype, shape):
+    errors = gate_errors(Case((*shape, "float32"), 3), candidates(*shape, dtype, CPU, 5), CPU)
+    assert max(errors.values()) < ERROR_LIMITS[dtype] / 2
+
+
+@pytest.mark.parametrize("fault", ["scale", "one of the batch for all", "nan", "mirror"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gate_catches_a_wrong_kernel(fault, dtype):
+    choice = KernelChoice("gram", (1, 3), "torch", dtype)
+
+    def wrong(runner, x):
+        if fault == "scale":
+            return x * 1.5
+        if fault == "nan":
+            return x.index_fill(2, torch.tensor([0]), math.nan)
+        return x[:1].expand_as(x) if fault == "one of the batch for all" else x.tril()
+
+    real = measure.Orthogonalizer.run
+
+    def planted(runner, call, xs):
+        found = real(runner, call, xs)
+        if call.kernel != str(choice):
+            return found
+        return (
+            [wrong(runner, x) for x in found] if isinstance(found, list) else wrong(runner, found)
+        )
+
+    case = Case((48, 96, "float32"), 2)
+    limit = ERROR_LIMITS[getattr(torch, dtype)]
+    assert gate_errors(case, [choice], CPU)[choice] < limit
+    with mock.patch.object(measure.Orthogonalizer, "run", planted):
+        assert gate_errors(case, [choice], CPU)[choice] > limit
+
+
+def test_a_candidate_that_does_not_compile_is_dropped():
+    def failing(runner, call, xs):
+        if "gram" in call.kernel:
+            raise RuntimeError("PassManager::run failed")
+        return real(runner, call, xs)
+
+    real = measure.Orthogonalizer.run
+    with mock.patch.object(measure.Orthogonalizer, "run", failing):
+        choice = KernelChoice("gram", (2,), "triton", "float32")
+        assert gate_errors(ONE, [choice], CPU) == {choice: math.inf}
+        with pytest.raises(RuntimeError, match="PassManager"):  # something is wrong with torch
+            gate_errors(ONE, [KernelChoice("gram", (2,), "torch", "float32")], CPU)
+
+
+# ---- the real thing ----------------------------------------------------------------------
+
+KEYS: list[ShapeKey] = [(6, 10, "float32")] * 2 + [(10, 6, "float32"), (8, 8, "bfloat16")]
+
+
+def costs_of(folder=None, keys=KEYS, planner=None, **kwargs) -> CostTable:
+    options = PlannerOptions(cache_dir=None if folder is None else str(folder), **(planner or {}))
+    return measured_costs(LocalTransport(), keys, CPU, options, **kwargs)
+
+
+def timers(made: list[FakeTimer], factor: float = 1.0):
+    """Makes fake timers, and notes those that measure costs: they are the last of each call."""
+
+    def make(ns_dtype, sharing):
+        made.append(FakeTimer(as_modelled(factor)))
+        made[-1].ns_dtype = ns_dtype
+        return made[-1]
+
+    return make
+
+
+def measured_by(made: list[FakeTimer]) -> set[ShapeKey]:
+    keys = {case.key for timer in made for case, _ in timer.runs}
+    made.clear()
+    return keys
+
+
+def test_one_process_measures_what_its_plan_needs(tmp_path):
+    table = costs_of(tmp_path)
+    assert {key: set(by) for key, by in table.entries.items()} == {
+        (6, 10, "float32"): {1, 2},
+        (8, 8, "bfloat16"): {1},
+    }
+    assert all(0 < ms < 1e4 for by in table.entries.values() for ms in by.values())
+    assert table.origin((10, 6, "float32"), 2) == "measured"
+    assert table.origin((99, 99, "float32"), 1) == "estimated"
+    assert table.source == f"measured on {device_name(CPU)}, 1 process"
+    dtype = resolve_ns_dtype("auto", CPU)
+    for m, n, _ in table.entries:
+        offered = map(str, candidates(m, n, dtype, CPU, 5))
+        assert table.kernel((m, n, table.kernels and _), 1) in offered
+
+
+def test_what_is_cached_is_not_measured_again(tmp_path):
+    made: list[FakeTimer] = []
+    first = costs_of(tmp_path, timer=timers(made))
+    assert measured_by(made) == {(6, 10, "float32"), (8, 8, "bfloat16")}
+    assert costs_of(tmp_path, timer=timers(made, 5.0)) == first and not measured_by(made)
+    new = (3, 4, "float32")
+    more = costs_of(tmp_path, [*KEYS, new], timer=timers(made))
+    assert measured_by(made) == {new}
+    assert more.entries == first.entries | {new: more.entries[new]}
+    # The owners of the sharded layout do less, and what has another number of threads is slower.
+    alone = costs_of(tmp_path, timer=timers(made), momentum=False)
+    assert measured_by(made) == set(first.entries) and not alone.momentum
+    torch.set_num_threads(2)
+    try:
+        costs_of(tmp_path, timer=timers(made))
+    finally:
+        torch.set_num_threads(1)
+    assert measured_by(made) == set(first.entries)
+    fresh = costs_of(tmp_path, timer=timers(made, 4.0), fresh=True)
+    assert measured_by(made) == set(first.entries)
+    assert fresh.entries[8, 8, "bfloat16"][1] == pytest.approx(
+        4 * first.batch_ms(KEYS[-1], 1), rel=1e-5
+    )
+    assert costs_of(tmp_path).entries == fresh.entries
+
+
+def test_what_there_was_no_time_for_is_estimated_and_not_remembered(tmp_path):
+    planner, kernels = {"profile_budget_s": 1e-9}, KernelOptions(tune_budget_s=0.0)
+    table = costs_of(tmp_path, planner=planner, kernels=kernels)
+    assert table.entries == {}
+    assert table.origin(KEYS[0], 1) == "analytic" and table.batch_ms(KEYS[0], 1) > 0
+    rule = fixed_choice(6, 10, resolve_ns_dtype("auto", CPU), CPU, 5)
+    assert table.kernel(KEYS[0], 1) == str(rule)
+    assert costs_of(tmp_path, [SMALL] * 9, {"max_batch": 3}).entries[SMALL].keys() == {1, 2, 3}
+
+
+def tensors_alive() -> int:
+    gc.collect()
+    return sum(type(thing) is torch.Tensor for thing in gc.get_objects())
+
+
+def test_measuring_does_not_disturb_random_numbers_gradients_or_memory(tmp_path):
+    costs_of(tmp_path / "warm")  # what kernels keep for good is there now
+    state, python_state = torch.get_rng_state(), random.getstate()
+    before = tensors_alive()
+    with torch.enable_grad():
+        costs_of(tmp_path)
+        assert torch.is_grad_enabled()
+    assert tensors_alive() == before
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python_state
+
+
+def test_measuring_works_whatever_the_default_device_and_dtype_are(tmp_path):
+    seen = set()
+
+    def noted(runner, call, xs):
+        seen.update((x.device.type, x.dtype) for x in (xs if isinstance(xs, list) else [xs]))
+        return orthogonalize(runner, call, xs)
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        noting = mock.patch("dmuon.measure.orthogonalize", noted)
+        with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), noting:
+            table = costs_of(tmp_path)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(table.entries) == 2 and seen == {("cpu", resolve_ns_dtype("auto", "cpu"))}
+
+
+@pytest.mark.parametrize("momentum", [True, False])
+def test_what_is_timed_is_what_the_optimizer_runs(momentum):
+    """The same calls with the same operands, but for the values, as `Muon` with its defaults."""
+
+    def recorded(module: str, action: Callable[[], object]) -> list:
+        calls = []
+
+        def work(buffer, grad, group, *, out, fused=False):
+            settings = {name: group[name] for name in MuonDefaults.__slots__ if "lr" not in name}
+            tensors = [(t.shape, t.dtype) for t in (buffer, grad, out)]
+            calls.append(("momentum", tensors, settings, fused))
+            normalized_momentum(buffer, grad, group, out=out, fused=fused)
+
+        def iterate(runner, call, xs):
+            shapes = [(x.shape, x.dtype) for x in (xs if isinstance(xs, list) else [xs])]
+            calls.append(("orthogonalize", call, shapes))
+            return orthogonalize(runner, call, xs)
+
+        with (
+            mock.patch(f"{module}.normalized_momentum", work),
+            mock.patch(f"{module}.orthogonalize", iterate),
+        ):
+            action()
+        return calls
+
+    model = AllDifferent()
+    dmuon.dedicate_params(model, splits=model.splits)
+    opt = dmuon.Muon(model)
+    model(torch.randn(3, 2, 6)).sum().backward()
+    in_training = recorded("dmuon.step.owner_engine", opt.step)
+    timer = OwnerTimer(CPU, getattr(torch, opt.stats()["ns_dtype"]), momentum=momentum)
+    runs = [(Case((10, 13, "float32"), 1), "")]
+    assert timer.reserve(runs) == runs
+    timed = recorded("dmuon.measure", lambda: timer.run(*runs[0]))
+    assert [call[0] for call in timed] == ["momentum"] * momentum + ["orthogonalize"]
+    assert all(call in in_training for call in timed)
+
+
+def test_a_batch_that_needs_more_than_a_quarter_of_the_memory_is_not_tried(tmp_path):
+    one, many = [(Case((32, 32, "float32"), batch), "") for batch in (1, 64)]
+    free = mock.patch("dmuon.measure._free_bytes", return_value=1 << 20)
+    with free:
+        assert OwnerTimer(CPU, torch.bfloat16).reserve([many, one]) == [one]
+        assert OwnerTimer(CPU, torch.bfloat16, sharing=64).reserve([one]) == []
+    timer = OwnerTimer(CPU, torch.bfloat16)
+    real, failed = timer._allocate, []
+
+    def allocate(runs):
+        if many in runs:
+            failed.append(runs)
+            raise torch.OutOfMemoryError
+        real(runs)
+
+    with mock.patch.object(timer, "_allocate", allocate):
+        assert timer.reserve([many, one]) == [one] and failed
+    assert timer.run(*one) > 0
+    for path, text, expected in (
+        ("proc/nothing", "", None),
+        ("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable:    1000 kB\n", 1024 * 1000),
+        ("sys/fs/cgroup/memory.current", "500\n", 1024 * 1000),
+        ("sys/fs/cgroup/memory.max", "max\n", 1024 * 1000),
+        ("sys/fs/cgroup/memory.max", "2500\n", 2000),  # what the container allows
+    ):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+        assert measure._free_host_bytes(tmp_path) == expected
+
+
+def test_dedicate_params_measures_by_default_and_takes_a_path_or_a_table(tmp_path):
+    planner = dmuon.PlannerOptions(cache_dir=str(tmp_path))
+    with mock.patch("dmuon.api.measured_costs", measured_costs):
+        own = dmuon.dedicate_params(TinyGPT(), planner=planner)
+        assert own.plan.cost_source.startswith("measured on ")
+        assert len(list(tmp_path.glob("*.json"))) == 1
+        # A plan that is given needs no prices.
+        with mock.patch("dmuon.api.measured_costs", side_effect=AssertionError):
+            again = dmuon.dedicate_params(TinyGPT(), plan=own.plan)
+    assert again.plan.fingerprint() == own.plan.fingerprint()
+    table, path = CostTable("by hand", {(8, 16, "float32"): {1: 5.0}}, None), tmp_path / "c.json"
+    table.save(path)
+    plans = [dmuon.dedicate_params(TinyGPT(), costs=c).plan for c in (path, str(path), table)]
+    assert {(plan.cost_source, plan.makespan_ms) for plan in plans} == {("by hand", 20.0)}
+    with pytest.raises(ValueError, match=r"gone\.json"):
+        dmuon.dedicate_params(TinyGPT(), costs=tmp_path / "gone.json")
+
+
+def warned(action: Callable[[], CostTable], count: int = 1) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert action().entries
+    assert [w.category for w in caught] == [RuntimeWarning] * count
+    return "".join(str(w.message) for w in caught)
+
+
+def test_trouble_with_the_cache_is_a_warning(tmp_path, monkeypatch):
+    costs_of(tmp_path)
+    (file,) = tmp_path.glob("*.json")
+    file.write_text(file.read_text()[:-20])
+    text = warned(lambda: costs_of(tmp_path))
+    assert file.name in text and "ignored and rebuilt" in text
+    warned(lambda: costs_of(tmp_path), count=0)
+    assert str(file) in warned(lambda: costs_of(file / "cache"))  # cannot be written
+    with mock.patch("dmuon.measure.cache_directory", return_value=None):
+        assert "cache_dir" in warned(costs_of)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    costs_of()
+    assert len(list(tmp_path.glob("home/dmuon/*.json"))) == 1
+
+
+def test_the_bar_appears_after_two_seconds_on_one_rank_and_a_terminal():
+    def drawn(times: list[float], terminal: bool = True, shown: bool = True) -> str:
+        out, now = io.StringIO(), iter([0.0, *times])
+        console = Console(file=out, force_terminal=terminal, width=120)
+        bar = progress_bar(4, "x", shown=shown, console=console, clock=lambda: next(now))
+        with bar as show:
+            for done, _ in enumerate(times):
+                show(done, Case((64, 256, "float32"), 8))
+        return out.getvalue()
+
+    assert "8 x [64, 256]" in drawn([1.0, 2.5]) and "1/4" in drawn([1.0, 2.5])
+    assert drawn([0.5, 1.0, 1.9]) == drawn([5.0, 9.0], shown=False) == ""
+    assert drawn([5.0, 9.0], terminal=False) == ""
+
+
+# ---- the profile command -----------------------------------------------------------------
+
+
+def profile(tmp_path, *arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_profile_arguments(parser)
+    common = ["--cache-dir", str(tmp_path / "cache"), "--device", "cpu"]
+    return run(parser.parse_args([*common, *arguments]))
+
+
+def test_it_prints_a_table_of_every_shape_and_batch(tmp_path, capsys):
+    assert profile(tmp_path, "--shapes", "8x24,16x8", "--max-batch", "3") == 0
+    out, err = capsys.readouterr()
+    assert err == "" and "6 measured" in out
+    rows = [line.split() for line in out.splitlines() if " measured " in line and "/torch" in line]
+    batches = [row.pop(0) if row[1] != "x" else " ".join(row[:5]) for row in rows]
+    assert batches == ["8 x 16 float32 1", "2", "3", "8 x 24 float32 1", "2", "3"]
+    assert profile(tmp_path, "--model", "tests.unit.models:TinyGPT") == 0
+    assert re_rows(capsys.readouterr().out) == ["8 x 16"]
+    options = ("--shapes", "64x64", "--max-batch", "1", "--budget", "1e-9", "--layout", "sharded")
+    assert profile(tmp_path, *options) == 0
+    out = capsys.readouterr().out
+    assert "1 analytic" in out and "measured" not in out.replace("measured on", "")
+
+
+def re_rows(out: str) -> list[str]:
+    return [" ".join(line.split()[:3]) for line in out.splitlines() if line.split()[1:2] == ["x"]]
+
+
+def test_it_writes_a_table_that_costs_can_be(tmp_path, capsys):
+    def table(*more: str) -> CostTable:
+        options = ("--shapes", "8x24", "--dtype", "bfloat16", "--max-batch", "2", "--out", "-")
+        assert profile(tmp_path, *options, *more) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        return CostTable.from_dict(json.loads(out))
+
+    first = table()
+    assert set(first.entries) == {(8, 24, "bfloat16")} and first.momentum
+    assert table() == first, "what is cached is not measured again"
+    fresh = table("--fresh")
+    assert fresh.entries.keys() == first.entries.keys() and table() == fresh
+    assert not table("--layout", "sharded").momentum
+    assert "2 threads" in table("--threads", "2").source and torch.get_num_threads() == 1
+    path = tmp_path / "costs.json"
+    assert profile(tmp_path, "--shapes", "8x8", "--out", str(path)) == 0
+    assert f"wrote {path}" in capsys.readouterr().err
+    assert CostTable.load(path).origin((8, 8, "float32"), 2) == "measured"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--shapes", "8by8"], r"'8by8' is no shape"),
+        (["--shapes", "8x0"], r"'8x0' is no shape"),
+        (["--shapes", "8x8", "--dtype", "int8"], r"unknown dtype 'int8'.*float32"),
+        (["--shapes", "8x8", "--max-batch", "0"], "--max-batch must be an integer >= 1"),
+        (["--shapes", "8x8", "--budget", "0"], "--budget must be a number > 0"),
+        (["--shapes", "8x8", "--threads", "0"], "--threads must be at least 1"),
+        (["--shapes", "8x8", "--out", "/no/such/folder/x.json"], "cannot write"),
+        (["--shapes", "8x8", "--device", "cuda"], "no CUDA device"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_two(tmp_path, capsys, options, message):
+    with mock.patch("torch.cuda.is_available", return_value=False):
+        assert profile(tmp_path, *options) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("python -m dmuon profile: error: ") and err.count("\n") == 1
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(err)
+    assert parse_shapes("4X5,4x5, 6x7") == [(4, 5), (6, 7)]
