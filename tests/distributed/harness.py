@@ -6,10 +6,10 @@
     def test_something(rank, world):        # runs on every rank; a failed assert fails the test
         ...
 
-A pool that failed or hung is killed, and the next test that needs one starts a new one. So is one
-whose processes have many threads: each group that a test leaves behind keeps some of gloo's, which
-wake up all the time and would slow all later tests. Costs are analytic unless a test calls
-`dmuon.measure` itself.
+Each process group that a test leaves behind keeps threads of gloo's, which wake up all the time. So
+the processes leave their groups after such a test and meet anew in a fresh one, which takes
+milliseconds where starting them takes seconds. A pool that failed or hung is killed, and the next
+test that needs one starts a new one. Costs are analytic unless a test calls `dmuon.measure` itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pytest
@@ -34,29 +34,35 @@ from tests.fixed_costs import analytic_costs
 
 TIMEOUT_S = 120.0
 GRACE_S = 5.0  # for the other ranks once one has failed
-MOST_THREADS = 48  # of a process that runs another test
 
 
-def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
+def _serve(rank: int, world: int, pipe: Connection) -> None:
+    """Run what comes: the file of a store to meet in, or a test's (module, name, arguments)."""
+    # What was imported before the fork is neither looked at again nor, so, copied.
+    gc.freeze()
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     import dmuon.api
 
     dmuon.api.measured_costs = analytic_costs  # type: ignore[attr-defined]
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
-    while True:
-        message = pipe.recv()
-        if message is None:
-            break
+    while (message := pipe.recv()) is not None:
+        if isinstance(message, str):
+            if dist.is_initialized():
+                _clear_sharding_prop_cache()  # holds meshes, which name groups that are gone
+                gc.collect()  # what still holds a group would keep its threads running
+                dist.destroy_process_group()
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{message}",
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=TIMEOUT_S),
+            )
+            pipe.send(("ok", None, _threads()))
+            continue
         module, name, kwargs = message
         try:
             torch.manual_seed(0)
@@ -65,7 +71,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
             pipe.send(("ok", result, _threads()))
         except BaseException:
             pipe.send(("failed", traceback.format_exc(), 0))
-    gc.collect()  # what still holds a group would keep its threads running into exit
+    gc.collect()
     dist.destroy_process_group()
     pipe.close()
 
@@ -95,48 +101,58 @@ def _start_method() -> str:
 
 
 class Pool:
-    """``world`` processes in one gloo group."""
+    """``world`` processes, which meet in one gloo group."""
 
     def __init__(self, world: int) -> None:
         self.world = world
+        self.usable = True
         self._folder = tempfile.TemporaryDirectory()
-        store = os.path.join(self._folder.name, "store")
+        self._stores = 0
         context = multiprocessing.get_context(_start_method())
-        self._pipes = []
+        self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, store, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        self.usable = True
+        self._meet()
+
+    def _meet(self) -> None:
+        """Have all processes leave every group and meet in a new one."""
+        self._stores += 1
+        self._ask(os.path.join(self._folder.name, f"store{self._stores}"))
+        self._fresh = self._busiest
 
     def run(self, module: str, name: str, kwargs: dict[str, Any]) -> list[Any]:
         """Call the body of a test on every rank; results by rank, or AssertionError."""
+        if self._busiest > self._fresh:  # the test before has left groups behind
+            self._meet()
+        return self._ask((module, name, kwargs))
+
+    def _ask(self, message: object) -> list[Any]:
         for pipe in self._pipes:
-            pipe.send((module, name, kwargs))
+            pipe.send(message)
         answers: dict[int, tuple[str, Any, int]] = {}
         deadline = time.monotonic() + TIMEOUT_S
-        while len(answers) < self.world and time.monotonic() < deadline:
-            for rank, pipe in enumerate(self._pipes):
-                if rank in answers:
-                    continue
+        while len(answers) < self.world and (left := deadline - time.monotonic()) > 0:
+            silent = {p: r for r, p in enumerate(self._pipes) if r not in answers}
+            for pipe in wait(list(silent), left):
+                rank = silent[pipe]  # type: ignore[index]
                 try:
-                    if pipe.poll(0.005):
-                        answers[rank] = pipe.recv()
+                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
                     answers[rank] = ("failed", "the process died", 0)
-                if rank in answers and answers[rank][0] == "failed":
+                if answers[rank][0] == "failed":
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         failures = [f"rank {r}: {a[1]}" for r, a in sorted(answers.items()) if a[0] == "failed"]
-        silent = [r for r in range(self.world) if r not in answers]
-        if failures or silent:
+        missing = [r for r in range(self.world) if r not in answers]
+        if failures or missing:
             self.kill()
-            raise AssertionError("\n".join([*failures, f"no answer from ranks {silent}"]))
-        if max(answer[2] for answer in answers.values()) > MOST_THREADS:
-            self.close()
+            raise AssertionError("\n".join([*failures, f"no answer from ranks {missing}"]))
+        self._busiest = max(answer[2] for answer in answers.values())
         return [answers[r][1] for r in range(self.world)]
 
     def kill(self) -> None:
