@@ -12,12 +12,10 @@ order of the ranks says something there; with a balanced plan it does not.
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from datetime import timedelta
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -25,16 +23,15 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
 
 import dmuon
+from benchmarks.ranks import Rows, on_ranks
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.measure import Case, OwnerTimer
 from dmuon.scheduler.costs import canonical_key
 
 WORLD = 4
-STEPS = 20
-WARM_UP = 4
+STEPS, WARM_UP = 20, 4
 WIDTHS = (256, 1024, 512, 640, 384)
 
 
@@ -43,17 +40,20 @@ class Uneven(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.ModuleList(nn.Linear(256, w, bias=False) for w in WIDTHS for _ in range(2))
-        self.mid = nn.ModuleList(nn.Linear(w, w, bias=False) for w in WIDTHS for _ in range(2))
-        self.down = nn.ModuleList(nn.Linear(w, 256, bias=False) for w in WIDTHS for _ in range(2))
+        shapes = [(256, w, w, 256) for w in WIDTHS for _ in range(2)]
+        self.paths = nn.ModuleList(
+            nn.ModuleList(nn.Linear(n, m, bias=False) for n, m in pairwise(widths))
+            for widths in shapes
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        for up, mid, down in zip(self.up, self.mid, self.down, strict=True):
+        for path in self.paths:
+            up, mid, down = path.children()
             x = x + down(torch.relu(mid(torch.relu(up(x)))))
         return x
 
 
-def _train(own: dmuon.Ownership, model: nn.Module) -> tuple[float, float]:
+def train(own: dmuon.Ownership, model: nn.Module) -> tuple[float, float]:
     """Median ms of this rank's Newton-Schulz in a step, and of its batches run by themselves."""
     opt = dmuon.Muon(model, lr=1e-3)
     timer = OwnerTimer(torch.device("cpu"), resolve_ns_dtype("auto", "cpu"), sharing=WORLD)
@@ -77,67 +77,43 @@ def _train(own: dmuon.Ownership, model: nn.Module) -> tuple[float, float]:
     return statistics.median(times[WARM_UP:]), statistics.median(alone[WARM_UP:])
 
 
-def _worker(rank: int, folder: str) -> None:
+def work(rank: int, folder: str) -> Rows:
     with mock.patch("dmuon.comm.streams.time", SimpleNamespace(perf_counter=time.thread_time)):
-        _compare(rank, folder)
+        return [compare(solver, folder) for solver in ("milp", "round_robin")]
 
 
-def _compare(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=300),
-    )
-    rows: list[dict[str, Any]] = []
-    for solver in ("milp", "round_robin"):
-        torch.manual_seed(0)
-        model = Uneven()
-        own = dmuon.dedicate_params(
-            model, solver=solver, planner=dmuon.PlannerOptions(cache_dir=folder)
-        )
-        pairs: list[Any] = [None] * WORLD
-        dist.all_gather_object(pairs, _train(own, model))
-        times, alone = zip(*pairs, strict=True)
-        planned = own.plan.loads_ms
-        rows.append(
-            {
-                "set": "executed",
-                "solver": solver,
-                "world": WORLD,
-                "planned_ms": list(planned),
-                "repriced_ms": list(alone),
-                "measured_ms": list(times),
-                "makespan_ms": max(planned),
-                "measured_makespan_ms": max(times),
-                "ratio": max(times) / max(alone),
-                "ratio_to_plan": max(times) / max(planned),
-                "same_order": _order(planned) == _order(times),
-                "rank_correlation": _correlation(planned, times),
-            }
-        )
-        own.close()
-    if rank == 0:
-        torch.save(rows, os.path.join(folder, "rows.pt"))
-    dist.destroy_process_group()
+def compare(solver: str, folder: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Uneven()
+    planner = dmuon.PlannerOptions(cache_dir=folder)
+    own = dmuon.dedicate_params(model, solver=solver, planner=planner)
+    pairs: list[Any] = [None] * WORLD
+    dist.all_gather_object(pairs, train(own, model))
+    times, alone = zip(*pairs, strict=True)
+    planned = own.plan.loads_ms
+    own.close()
+    by_planned, by_time = (sorted(range(WORLD), key=ms.__getitem__) for ms in (planned, times))
+    both = torch.tensor([planned, times], dtype=torch.float64)
+    return {
+        "set": "executed",
+        "solver": solver,
+        "world": WORLD,
+        "planned_ms": list(planned),
+        "repriced_ms": list(alone),
+        "measured_ms": list(times),
+        "makespan_ms": max(planned),
+        "measured_makespan_ms": max(times),
+        "ratio": max(times) / max(alone),
+        "ratio_to_plan": max(times) / max(planned),
+        "same_order": by_planned == by_time,
+        "rank_correlation": float(torch.corrcoef(both)[0, 1]),
+    }
 
 
-def _order(loads: Any) -> list[int]:
-    return sorted(range(len(loads)), key=lambda r: loads[r])
-
-
-def _correlation(planned: Sequence[float], times: Sequence[float]) -> float:
-    return float(torch.corrcoef(torch.tensor([planned, times], dtype=torch.float64))[0, 1])
-
-
-def executed_rows() -> list[dict[str, Any]]:
+def executed_rows() -> Rows:
     """One row for the balanced plan and one for round robin."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_worker, (folder,), nprocs=WORLD)
-        rows: list[dict[str, Any]] = torch.load(os.path.join(folder, "rows.pt"))
-    return rows
+        return on_ranks(WORLD, work, folder)
 
 
 if __name__ == "__main__":

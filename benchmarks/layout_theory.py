@@ -16,17 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = [
-    "Matrices",
-    "all_reduce",
-    "dedicated",
-    "fsdp",
-    "one_root",
-    "received",
-    "replicated",
-    "sharded",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
@@ -141,11 +130,10 @@ def dedicated(
 
     A rank deals with H of the P bytes: its slices, ``H = P/T``, or all of what is not cut. Weights
     are broadcast among the S ranks of a replica, in forward and, if ``freed``, again in backward,
-    and gradients reduced in the same way: ``H (S-1)/S`` each. The home of a matrix is one of S
-    shard coordinates, where R ranks know it: there the replicas' gradients are reduced to the
-    owner, and after the step its weights are broadcast to the R - 1 holders. Summed over homes
-    that is H, of which each rank sees 1/S on average: ``(H/S) (R-1)/R`` each. So, without tensor
-    parallelism::
+    and gradients reduced in the same way: ``H (S-1)/S`` each. A matrix is stored at one of S shard
+    coordinates, by R ranks: there the replicas' gradients are reduced to the owner, and after the
+    step its weights are broadcast to the R - 1 holders. Summed over coordinates that is H, of which
+    each rank sees 1/S on average: ``(H/S) (R-1)/R`` each. So, without tensor parallelism::
 
         3 P (S-1)/S + 2 (P/S) (R-1)/R      freed;  2 P (S-1)/S + ... kept
 

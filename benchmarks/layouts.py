@@ -4,9 +4,9 @@
 each, in every layout of dmuon and with AdamW on the same model: FSDP2 (on two replicas: HSDP) where
 FSDP2 has the rest or everything, `DistributedDataParallel` for plain models.
 
-Time: the contenders take turns, round after round in an order rotated by one; a time is that of the
-slowest rank, from before backward to the end of the next forward, for that is where a step's last
-messages are waited for. ``ratio_to_adamw`` is the median of the ratios within a round.
+Time: the contenders take turns (`benchmarks.timing`); a time is that of the slowest rank, from
+before backward to the end of the next forward, because that is where a step's last messages are
+waited for. ``ratio_to_adamw`` is the median of the ratios within a round.
 
 ``bytes``: received by a rank in a step for matrices, mean over ranks, counted from every collective
 that dmuon issues (`benchmarks.layout_theory.received`); ``theory_bytes`` is the formula. What FSDP2
@@ -26,29 +26,262 @@ import argparse
 import gc
 import json
 import statistics
-import time
 import weakref
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
+from torch.distributed import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.layout_contenders import WORKLOADS, Contender, Kind, Workload, kinds
-from benchmarks.ranks import on_ranks
-from benchmarks.results import spread, write
-from dmuon.dtensors import local_tensor
+import dmuon
+from benchmarks.baselines import local
+from benchmarks.layout_theory import Matrices, dedicated, fsdp, received, replicated, sharded
+from benchmarks.models import Stack
+from benchmarks.muonbp_loss import GPTConfig, demo, load_standard_library
+from benchmarks.ranks import Rows, on_ranks
+from benchmarks.results import command, table, write
+from benchmarks.step_time import HYPERPARAMETERS
+from benchmarks.timing import Laps, over_ranks, ratio, spread, take_turns
+from dmuon.api import assemble
+from dmuon.comm.transport import C10dTransport, RecordingTransport, Transport
+from dmuon.meshes import group_maker, mesh_topology
 
 WARM_UP = 2
-PHASES = ("whole", "backward", "step", "forward")
+PHASES = ("backward", "step", "forward")
+TIMEOUT_S = 300.0
+WIDTH, LAYERS = 256, 8
 
 Row = dict[str, Any]
-Times = list[tuple[float, ...]]  # milliseconds by phase
+Batch = tuple[Tensor, Tensor]
+
+
+# ---- models --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and its data; ``blocks`` are what users pass to `fully_shard`."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    blocks: str
+    batch: Callable[[int, int], Batch]  # of (step, rank)
+    loss: Callable[[nn.Module, Batch], Tensor]
+    rounds: int
+
+
+def demo_gpt() -> Workload:
+    """The model, the text and the loss of ``examples/train_gpt.py``."""
+    config, text = GPTConfig(), load_standard_library()
+
+    def batch(step: int, rank: int) -> Batch:
+        size = {"sequences": demo.SEQUENCES, "context": config.context}
+        found: Batch = text.training_batch(step, rank, seed=0, **size)
+        return found
+
+    def loss(model: nn.Module, given: Batch) -> Tensor:
+        return demo.next_byte_loss(model, *given)
+
+    return Workload("demo GPT", lambda: demo.GPT(config), "blocks", batch, loss, rounds=21)
+
+
+def eight_layers() -> Workload:
+    """The set `first` of `benchmarks.step_time`, with norms, on as many tokens as the demo's."""
+
+    def batch(step: int, rank: int) -> Batch:
+        generator = torch.Generator().manual_seed(7919 * step + rank)
+        shape = 2, demo.SEQUENCES, GPTConfig().context, WIDTH
+        x, y = torch.randn(shape, generator=generator)
+        return x, y
+
+    def loss(model: nn.Module, given: Batch) -> Tensor:
+        return (model(given[0]) - given[1]).square().mean()
+
+    name = f"{LAYERS} layers, w={WIDTH}"
+    return Workload(name, lambda: Stack(LAYERS, WIDTH), "layers", batch, loss, rounds=13)
+
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {"demo": demo_gpt, "first": eight_layers}
+
+
+# ---- contenders ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to train: who keeps the matrices, who the rest, on how many replicas.
+
+    ``around``: "FSDP2" or "DDP", what distributes the rest and all of the AdamW model; dmuon itself
+    takes DDP's part in plain models. ``freed``: `DedicatedOptions.free_after_forward`.
+    """
+
+    optimizer: str
+    layout: str
+    around: str
+    replicas: int = 1
+    freed: bool | None = None
+
+    @property
+    def baseline(self) -> Kind:
+        """AdamW on the same model."""
+        layout = "sharded" if self.around == "FSDP2" else "replicated"
+        return Kind("AdamW", layout, self.around, self.replicas)
+
+    def mesh_shape(self, world: int) -> tuple[int, ...]:
+        return (world,) if self.replicas == 1 else (self.replicas, world // self.replicas)
+
+    def label(self, world: int) -> str:
+        words = ["AdamW" if self.optimizer == "AdamW" else self.layout]
+        if self.freed is not None:
+            words.append("freed" if self.freed else "kept")
+        if self.replicas > 1:
+            words.append("HSDP " + "x".join(map(str, self.mesh_shape(world))))
+        elif self.around == "FSDP2" or self.optimizer == "AdamW":
+            words.append(self.around)
+        else:
+            words.append("plain")
+        return ", ".join(words)
+
+    def theory(self, matrices: Matrices, world: int) -> dict[str, float]:
+        """What dmuon should move for matrices."""
+        shards = world // self.replicas
+        if self.layout == "dedicated":
+            return dedicated(matrices, shards, self.replicas, freed=bool(self.freed))
+        if self.layout == "sharded":
+            return sharded(matrices, shards, self.replicas)
+        return replicated(matrices, world)
+
+
+def kinds(world: int) -> list[Kind]:
+    """All of them; those on two replicas where there are ranks for it."""
+    found = [
+        Kind("AdamW", "replicated", "DDP"),
+        Kind("AdamW", "sharded", "FSDP2"),
+        Kind("dmuon", "replicated", "DDP"),
+        Kind("dmuon", "sharded", "FSDP2"),
+        *(Kind("dmuon", "dedicated", around, freed=freed)
+          for around in ("FSDP2", "DDP") for freed in (True, False)),
+    ]  # fmt: skip
+    if world >= 4 and world % 2 == 0:
+        found += [
+            Kind("AdamW", "sharded", "FSDP2", replicas=2),
+            Kind("dmuon", "sharded", "FSDP2", replicas=2),
+            Kind("dmuon", "dedicated", "FSDP2", replicas=2, freed=True),
+        ]
+    return found
+
+
+class Contender:
+    """One kind on its own copy of the model, after `build`."""
+
+    def __init__(self, kind: Kind, load: Workload) -> None:
+        self.kind = kind
+        self.load = load
+        self.own: dmuon.Ownership | None = None
+        self.opt: Any = None
+        self.loss: Tensor | None = None
+        self.steps = 0
+        self._recorded: list[RecordingTransport] = []  # what its ownership sends
+
+    def build(self) -> None:
+        kind, world = self.kind, dist.get_world_size()
+        torch.manual_seed(0)
+        self.model = self.load.build()
+        axes = ("shard",) if kind.replicas == 1 else ("replicate", "shard")
+        mesh = init_device_mesh("cpu", kind.mesh_shape(world), mesh_dim_names=axes)
+        if kind.layout == "dedicated":  # before fully_shard, which leaves the matrices alone then
+            self.own = self._dedicate(mesh)
+        if kind.around == "FSDP2":
+            ignored = set() if self.own is None else self.own.dedicated_params
+            for block in getattr(self.model, self.load.blocks):
+                fully_shard(block, mesh=mesh, ignored_params=ignored)
+            fully_shard(self.model, mesh=mesh, ignored_params=ignored)
+        elif kind.optimizer == "AdamW":
+            self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        if kind.optimizer == "AdamW":
+            self.opt = torch.optim.AdamW(self.model.parameters(), fused=True, **HYPERPARAMETERS)
+            return
+        self.own = self.own or self._dedicate(mesh if kind.around == "FSDP2" else None)
+        self.opt = dmuon.Muon(self.model, **HYPERPARAMETERS)
+
+    def _dedicate(self, mesh: DeviceMesh | None) -> dmuon.Ownership:
+        """`dmuon.dedicate_params` with its defaults, over transports that record."""
+
+        def record(transport: Transport) -> Any:
+            self._recorded.append(RecordingTransport(transport))
+            return self._recorded[-1]
+
+        world, freed = dist.get_world_size(), self.kind.freed
+        make = group_maker(mesh, world, TIMEOUT_S)
+        return assemble(
+            self.model,
+            record(C10dTransport(range(world), TIMEOUT_S)),
+            lambda: mesh_topology(mesh, world, self.model, dmuon.PlannerOptions()),
+            layout=self.kind.layout,
+            options=None if freed is None else dmuon.DedicatedOptions(free_after_forward=freed),
+            new_group=lambda partition: record(make(partition)),
+        )
+
+    def forward(self) -> None:
+        batch = self.load.batch(self.steps, dist.get_rank())
+        self.loss = self.load.loss(self.model, batch)
+        self.steps += 1
+
+    def backward(self) -> None:
+        assert self.loss is not None
+        self.loss.backward()
+        self.loss = None
+
+    def step(self) -> None:
+        self.opt.step()
+        self.opt.zero_grad()
+
+    def whole_step(self) -> None:
+        """Forward, backward and step, with nothing left on its way."""
+        self.forward()
+        self.backward()
+        self.step()
+        if self.own is not None:
+            self.opt.synchronize()
+
+    def turn(self) -> Laps:
+        """Milliseconds of the whole, from before backward, and of `PHASES`."""
+        found = over_ranks(self.backward, self.step, self.forward)
+        self.sent()
+        return found
+
+    def sent(self) -> dict[str, float]:
+        """Bytes received since the last call, by tag; a mean over ranks, but for all-to-alls."""
+        found: dict[str, float] = defaultdict(float)
+        for transport in self._recorded:
+            for event in transport.events:
+                found[event.tag] += received(event.op, event.nbytes, transport.world)
+            transport.events.clear()
+        return found
+
+    def matrices(self) -> Matrices:
+        """Bytes of the matrices: as they are kept, used and reduced, and as updates travel."""
+        assert self.own is not None
+        specs = self.own.plan.specs
+        (kept,) = {getattr(torch, m.dtype).itemsize for m in specs.matrices}
+        updates = getattr(torch, self.opt.stats()["ns_dtype"]).itemsize
+        return Matrices.of(sum(m.numel for m in specs.matrices), kept, updates=updates)
+
+    def persistent_bytes(self) -> int:
+        """Weights (placeholders too) and optimizer state on this rank, each storage once."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        for state in self.opt.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+        storages = [local(tensor.detach()).untyped_storage() for tensor in tensors]
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 # ---- measuring -----------------------------------------------------------------------------
@@ -71,21 +304,16 @@ class LiveBytes(TorchDispatchMode):
         self.most = self.now()
 
     def _note(self, tensor: Tensor) -> None:
-        storage = local_tensor(tensor).untyped_storage()
+        storage = local(tensor).untyped_storage()
         known = self._storages.get(id(storage))
         if known is None or known() is not storage:
             self._storages[id(storage)] = weakref.ref(storage)
 
     def now(self) -> int:
         """Those of all storages that are still there, as large as they are now."""
-        alive = 0
-        for key, known in list(self._storages.items()):
-            storage = known()
-            if storage is None:
-                del self._storages[key]
-            else:
-                alive += storage.nbytes()
-        return alive
+        alive = {key: storage for key, known in self._storages.items() if (storage := known())}
+        self._storages = {key: self._storages[key] for key in alive}
+        return sum(storage.nbytes() for storage in alive.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -96,188 +324,119 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
-def most_alive(action: Callable[[], Any]) -> int:
-    """Most bytes that were alive at once during ``action`` beyond those before it."""
-    with LiveBytes() as live:
-        before = live.most
-        action()
-    return live.most - before
-
-
-def timed(contender: Contender, step: int) -> tuple[float, ...]:
-    """Milliseconds of the slowest rank, by phase."""
-    batch = contender.load.batch(step, dist.get_rank())
-    dist.barrier()
-    begin = time.perf_counter()
-    contender.backward()
-    middle = time.perf_counter()
-    contender.step()
-    stepped = time.perf_counter()
-    contender.forward(batch)
-    end = time.perf_counter()
-    mine = [end - begin, middle - begin, stepped - middle, end - stepped]
-    times = torch.tensor(mine, dtype=torch.float64)
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    return tuple(times.mul_(1e3).tolist())
-
-
-def largest(*values: float) -> list[int]:
-    """The largest of each over the ranks."""
-    found = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return [round(value) for value in found.tolist()]
-
-
 def memory(contender: Contender) -> Row:
-    """Build the contender, train it a little, and see what that takes."""
-    rank = dist.get_rank()
+    """Build the contender, train it a little, and see what that takes on the ranks at most."""
     before = LiveBytes().now()
     contender.build()
-    for step in range(WARM_UP):
-        contender.whole_step(contender.load.batch(step, rank))
+    for _ in range(WARM_UP):
+        contender.whole_step()
     kept = LiveBytes().now() - before
-    batch = contender.load.batch(WARM_UP, rank)
-    above = most_alive(lambda: contender.whole_step(batch))
+    with LiveBytes() as live:
+        start = live.most
+        contender.whole_step()
+    above = live.most - start
+    found = [contender.persistent_bytes(), kept, above, kept + above]
+    largest = torch.tensor(found, dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     names = ("state_bytes", "kept_bytes", "step_bytes", "peak_bytes")
-    found = largest(contender.persistent_bytes(), kept, above, kept + above)
-    return dict(zip(names, found, strict=True))
+    return dict(zip(names, map(round, largest.tolist()), strict=True))
 
 
 def traffic(contender: Contender) -> Row:
     """What one step moves, and what it should move."""
-    matrices = contender.matrices()
-    if matrices is None:
+    if contender.own is None:
         return {}
-    world, kind = dist.get_world_size(), contender.kind
+    world, kind, matrices = dist.get_world_size(), contender.kind, contender.matrices()
     theory = kind.theory(matrices, world)
-    contender.traffic.clear()
-    contender.whole_step(contender.load.batch(WARM_UP, dist.get_rank()))
-    found = contender.traffic.by_purpose(list(theory))
+    contender.sent()
+    contender.whole_step()
+    mine = dict.fromkeys([*theory, "rest"], 0.0)
+    for tag, nbytes in contender.sent().items():
+        # A tag is a purpose, or a purpose and the name of what is sent.
+        known = [p for p in (tag, tag.split(" ")[0]) if p in theory]
+        mine[known[0] if known else "rest"] += nbytes
+    means = torch.tensor(list(mine.values()), dtype=torch.float64)
+    dist.all_reduce(means)
+    found = dict(zip(mine, means.div_(world).tolist(), strict=True))
     rest = found.pop("rest")
+    by_framework = 0.0
+    if kind.layout == "sharded":
+        by_framework = sum(fsdp(matrices, world // kind.replicas, kind.replicas).values())
     return {
         "matrix_bytes": round(matrices.kept),
         "bytes": round(sum(found.values())),
         "theory_bytes": round(sum(theory.values())),
         "bytes_by_purpose": {key: round(value) for key, value in found.items() if value},
-        "framework_bytes": round(kind.by_framework(matrices, world)),
+        "framework_bytes": round(by_framework),
         "rest_bytes": round(rest),
     }
 
 
-def measure(load: Workload, rounds: int) -> list[Row]:
+def measure(load: Workload, rounds: int) -> Rows:
     """Rows of one model; every rank calls it and gets the same."""
     world = dist.get_world_size()
-    field = [Contender(kind, load) for kind in kinds(world)]
-    facts = {c.kind: memory(c) | traffic(c) for c in field}
-    times: dict[Kind, Times] = {c.kind: [] for c in field}
-    for contender in field:
-        contender.forward(load.batch(0, dist.get_rank()))
-    gc.collect()
-    gc.disable()
-    for i in range(WARM_UP + rounds):
-        turn = i % len(field)
-        for contender in field[turn:] + field[:turn]:
-            result = timed(contender, i)
-            contender.traffic.clear()
-            if i >= WARM_UP:
-                times[contender.kind].append(result)
-        gc.collect()
-    gc.enable()
-    rows = [row(load, c.kind, times) | facts[c.kind] for c in field]
-    for contender in field:
-        contender.close()
+    field = {kind.label(world): Contender(kind, load) for kind in kinds(world)}
+    facts = {name: memory(c) | traffic(c) for name, c in field.items()}
+    for contender in field.values():
+        contender.forward()
+    times = take_turns({name: c.turn for name, c in field.items()}, rounds, warm_up=WARM_UP)
+    rows = []
+    for name, contender in field.items():
+        kind = contender.kind
+        whole, *phases = zip(*times[name], strict=True)
+        baseline = kind.baseline.label(world)
+        row: Row = {
+            "set": load.name,
+            "optimizer": kind.optimizer,
+            "layout": kind.layout,
+            "name": name,
+            "mesh": "x".join(map(str, kind.mesh_shape(world))),
+            "world": world,
+            **spread(whole),
+            "baseline": baseline,
+            "ratio_to_adamw": ratio(whole, [laps[0] for laps in times[baseline]]),
+            "rounds": rounds,
+        }
+        row |= {f"{phase}_ms": statistics.median(ms) for phase, ms in zip(PHASES, phases)}
+        rows.append(row | facts[name])
+        if contender.own is not None:
+            contender.own.close()
     return rows
 
 
-def row(load: Workload, kind: Kind, times: dict[Kind, Times]) -> Row:
-    """What is known from times."""
-    world = dist.get_world_size()
-    phases = dict(zip(PHASES, zip(*times[kind], strict=True), strict=True))
-    whole, adamw = phases["whole"], [t[0] for t in times[kind.baseline]]
-    entry: Row = {
-        "set": load.name,
-        "optimizer": kind.optimizer,
-        "layout": kind.layout,
-        "name": kind.label(world),
-        "mesh": "x".join(map(str, kind.mesh_shape(world))),
-        "world": world,
-        **spread(whole),
-        "baseline": kind.baseline.label(world),
-        "ratio_to_adamw": statistics.median(a / b for a, b in zip(whole, adamw, strict=True)),
-        "rounds": len(whole),
-    }
-    return entry | {f"{name}_ms": statistics.median(phases[name]) for name in PHASES[1:]}
+# ---- the command ---------------------------------------------------------------------------
+
+HEADINGS = ("layout", "ms (p10-p90)", "x AdamW", "bwd, step, fwd ms", "MB received", "theory",
+            "FSDP2's", "MB state", "kept", "peak")  # fmt: skip
+BYTES = ("bytes", "theory_bytes", "framework_bytes", "state_bytes", "kept_bytes", "peak_bytes")
 
 
-# ---- showing -------------------------------------------------------------------------------
-
-HEADINGS = (
-    "layout",
-    "ms (p10-p90)",
-    "x AdamW",
-    "bwd, step, fwd ms",
-    "MB received",
-    "theory",
-    "FSDP2's",
-    "MB state",
-    "kept",
-    "peak",
-)
-
-
-def cells(entry: Row) -> list[str]:
-    def mega(key: str) -> str:
-        return f"{entry[key] / 1e6:.2f}" if entry.get(key) else ""
-
-    return [
-        entry["name"],
-        f"{entry['median_ms']:.0f} ({entry['p10_ms']:.0f}-{entry['p90_ms']:.0f})",
-        f"{entry['ratio_to_adamw']:.2f}",
-        ", ".join(f"{entry[f'{name}_ms']:.0f}" for name in PHASES[1:]),
-        *map(mega, ("bytes", "theory_bytes", "framework_bytes")),
-        *map(mega, ("state_bytes", "kept_bytes", "peak_bytes")),
-    ]
-
-
-def title(rows: list[Row]) -> str:
-    first = rows[0]
-    matrices = max(row.get("matrix_bytes", 0) for row in rows) / 1e6
-    return (
-        f"{first['set']}: P = {matrices:.2f} MB of matrices, {first['world']} processes, "
-        f"{first['rounds']} rounds"
-    )
-
-
-def by_set(rows: list[Row]) -> list[list[Row]]:
-    return [[r for r in rows if r["set"] == name] for name in dict.fromkeys(r["set"] for r in rows)]
-
-
-def show(rows: list[Row]) -> None:
-    for mine in by_set(rows):
-        table = Table(title=title(mine))
-        for i, heading in enumerate(HEADINGS):
-            table.add_column(heading, justify="right" if i else "left", no_wrap=True)
-        for entry in mine:
-            table.add_row(*cells(entry))
-        Console(width=150).print(table)
-
-
-def markdown(rows: list[Row]) -> str:
+def page(rows: Sequence[Row]) -> str:
     """The tables of ``docs/layouts.md``."""
-    lines: list[str] = []
-    for mine in by_set(rows):
-        lines += [f"**{title(mine)}**", "", "| " + " | ".join(HEADINGS) + " |"]
-        lines.append("|---|" + "---:|" * (len(HEADINGS) - 1))
-        lines += ["| " + " | ".join(cells(entry)) + " |" for entry in mine]
-        lines.append("")
-    return "\n".join(lines)
+    blocks = []
+    for name in dict.fromkeys(row["set"] for row in rows):
+        mine = [row for row in rows if row["set"] == name]
+        size = max(row.get("matrix_bytes", 0) for row in mine) / 1e6
+        world, rounds = mine[0]["world"], mine[0]["rounds"]
+        blocks.append(
+            f"**{name}: P = {size:.2f} MB of matrices, {world} processes, {rounds} rounds**"
+        )
+        cells = (
+            (
+                row["name"],
+                "{median_ms:.0f} ({p10_ms:.0f}-{p90_ms:.0f})".format(**row),
+                f"{row['ratio_to_adamw']:.2f}",
+                ", ".join(f"{row[f'{phase}_ms']:.0f}" for phase in PHASES),
+                *(f"{row[key] / 1e6:.2f}" if row.get(key) else None for key in BYTES),
+            )
+            for row in mine
+        )
+        blocks.append(table(HEADINGS, cells))
+    return "\n\n".join(blocks)
 
 
-# ---- running -------------------------------------------------------------------------------
-
-
-def work(rank: int, args: argparse.Namespace) -> list[Row]:
-    rows: list[Row] = []
+def work(rank: int, args: argparse.Namespace) -> Rows:
+    rows: Rows = []
     for name in args.sets:
         load = WORKLOADS[name]()
         rows += measure(load, args.rounds or load.rounds)
@@ -286,8 +445,7 @@ def work(rank: int, args: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", metavar="PATH", help="write the rows there, - for stdout")
+    parser = command(__doc__)
     parser.add_argument("--sets", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, help=f"timed ones, after {WARM_UP} to warm up")
     parser.add_argument("--world", type=int, default=4, help="processes")
@@ -295,14 +453,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.table:
         with open(args.table) as file:
-            print(markdown(json.load(file)["rows"]))
+            print(page(json.load(file)["rows"]))
         return
-    if args.rounds is not None and args.rounds < 2:
-        parser.error(f"--rounds is {args.rounds}; percentiles need at least 2")
     rows = on_ranks(args.world, work, args)
-    if args.json:
-        write(args.json, rows)
-    show(rows)
+    write(args.json, rows)
+    print(page(rows))
 
 
 if __name__ == "__main__":

@@ -9,47 +9,35 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from argparse import Namespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import dmuon
-from benchmarks.muonbp_loss import (
-    MESHES,
-    PERIODS,
-    STEP_SIZES,
-    loss_rows,
-    period_name,
-)
+from benchmarks.models import Stack
+from benchmarks.muonbp_loss import MESHES, PERIODS, STEP_SIZES, is_full, loss_rows, period_name
 from benchmarks.ranks import Rows, on_ranks
-from benchmarks.replicated import Stack
-from benchmarks.results import spread, write
-from dmuon.period import Schedule
+from benchmarks.results import command, write
+from benchmarks.timing import Laps, over_ranks, spread, take_turns
 
 CYCLE = 10  # steps: a multiple of every finite period
 LAYERS, WIDTH = 8, 256
 
 
-# ---- steps -------------------------------------------------------------------------------
-
-
 class Contender:
-    """One period, or AdamW, on its own FSDP2 copy of the model."""
+    """One period, or AdamW (None), on its own FSDP2 copy of the model."""
 
     def __init__(self, period: float | None) -> None:
         torch.manual_seed(0)
         self.period = period
-        self.schedule = Schedule.of(1 if period is None else period)
         self.model = Stack(LAYERS, WIDTH)
         for layer in self.model.layers:
             fully_shard(layer)
         fully_shard(self.model)
+        self.data = torch.Generator().manual_seed(dist.get_rank())
         self.own: dmuon.Ownership | None = None
         self.opt: Any
         if period is None:
@@ -58,84 +46,60 @@ class Contender:
             self.own = dmuon.dedicate_params(self.model, layout="sharded")
             # "sync": nothing of the step may be left for the next forward, which is not timed.
             self.opt = dmuon.Muon(self.model, period=period, publish="sync")
-        self.full: list[bool] = []
-        self.ms: list[float] = []
-        self.collectives: list[int] = []
-        self.bytes: list[int] = []
+        self.counts: list[tuple[int, int]] = []  # collectives and bytes of the first steps
 
-    def backward(self, x: Tensor) -> None:
-        self.model(x).square().mean().backward()
-
-    def finish(self) -> None:
+    def turn(self) -> Laps:
+        """One step. Counting is slow, so the first `CYCLE` steps are counted, and those after them
+        are timed."""
         self.opt.zero_grad()
-        self.full.append(self.schedule.is_full(self.schedule.t))
-        self.schedule.advance()
-
-    def counted_step(self, x: Tensor) -> None:
-        """A step whose collectives and bytes are counted; counting is slow, so it is not timed."""
-        self.backward(x)
+        x = torch.randn(4, 8, WIDTH, generator=self.data)
+        self.model(x).square().mean().backward()
+        if len(self.counts) >= CYCLE:
+            return over_ranks(self.opt.step)
         with CommDebugMode() as mode:
             self.opt.step()
-        self.collectives.append(mode.get_total_counts())
-        self.bytes.append(0 if self.own is None else sum(self.opt.stats()["bytes"].values()))
-        self.finish()
+        nbytes = 0 if self.own is None else sum(self.opt.stats()["bytes"].values())
+        self.counts.append((mode.get_total_counts(), nbytes))
+        return (0.0,)
 
-    def timed_step(self, x: Tensor) -> None:
-        self.backward(x)
-        dist.barrier()
-        begin = time.perf_counter()
-        self.opt.step()
-        slowest = torch.tensor(1e3 * (time.perf_counter() - begin))
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        self.ms.append(float(slowest))
-        self.finish()
-
-    def row(self) -> dict[str, Any]:
-        """Counts are of the first `CYCLE` steps, times of those after them; bytes of this rank."""
-        timed = list(zip(self.full[CYCLE:], self.ms, strict=True))
-        full = [ms for is_full, ms in timed if is_full]
-        block = [ms for is_full, ms in timed if not is_full]
+    def row(self, ms: list[float]) -> dict[str, Any]:
+        """Bytes are of this rank."""
+        collectives, nbytes = zip(*self.counts)
         row: dict[str, Any] = {
             "set": f"step, {LAYERS} layers, w={WIDTH}",
             "optimizer": "adamw" if self.period is None else "muonbp",
             "layout": "sharded",
             "mesh": "fsdp=4",
             "world": dist.get_world_size(),
-            **spread(self.ms),
-            "mean_ms": statistics.fmean(self.ms),
-            "collectives": statistics.fmean(self.collectives),
-            "bytes": statistics.fmean(self.bytes),
+            **spread(ms),
+            "mean_ms": statistics.fmean(ms),
+            "collectives": statistics.fmean(collectives),
+            "bytes": statistics.fmean(nbytes),
         }
-        if self.own is None:
+        if self.period is None:
             return row
-        counted = list(zip(self.full, self.collectives, self.bytes))
-        return row | {
-            "period": period_name(self.period or 1),
-            "full_ms": statistics.median(full) if full else None,
-            "block_ms": statistics.median(block) if block else None,
-            "collectives_full": sorted({n for is_full, n, _ in counted if is_full}),
-            "collectives_block": sorted({n for is_full, n, _ in counted if not is_full}),
-            "bytes_block": sum(size for is_full, _, size in counted if not is_full),
-            "ns_dtype": self.opt.stats()["ns_dtype"],
-        }
+        row |= {"period": period_name(self.period), "ns_dtype": self.opt.stats()["ns_dtype"]}
+        for kind in ("full", "block"):
+            steps = [
+                t for t in range(CYCLE + len(ms)) if is_full(t, self.period) == (kind == "full")
+            ]
+            of_kind = [ms[t - CYCLE] for t in steps if t >= CYCLE]
+            row[f"{kind}_ms"] = statistics.median(of_kind) if of_kind else None
+            row[f"collectives_{kind}"] = sorted({collectives[t] for t in steps if t < CYCLE})
+            row[f"bytes_{kind}"] = sum(nbytes[t] for t in steps if t < CYCLE)
+        return row
 
 
-def step_rows(rank: int, args: Namespace) -> Rows:
-    """AdamW and every period, step by step in turn, so that a noisy machine hits all alike."""
-    contenders = [Contender(period) for period in (None, *PERIODS)]
-    generator = torch.Generator().manual_seed(rank)
-    for repeat in range(CYCLE + args.repeats):
-        for contender in contenders:
-            x = torch.randn(4, 8, WIDTH, generator=generator)
-            (contender.counted_step if repeat < CYCLE else contender.timed_step)(x)
-    rows = [contender.row() for contender in contenders]
-    for contender in contenders:
+def step_rows(rank: int, args: argparse.Namespace) -> Rows:
+    """AdamW and every period, step by step in turn."""
+    field = {str(period): Contender(period) for period in (None, *PERIODS)}
+    turns = {name: contender.turn for name, contender in field.items()}
+    times = take_turns(turns, args.repeats, warm_up=CYCLE)
+    rows = [field[name].row([laps[0] for laps in found]) for name, found in times.items()]
+    for contender in field.values():
         if contender.own is not None:
             contender.own.close()
     return rows
-
-
-# ---- running -----------------------------------------------------------------------------
 
 
 def step_line(row: dict[str, Any]) -> str:
@@ -152,8 +116,7 @@ def step_line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", default="-", metavar="PATH")
+    parser = command(__doc__)
     parser.add_argument("--steps", type=int, default=150, help="of each training")
     parser.add_argument("--seeds", type=int, default=1, help="trainings of each kind")
     parser.add_argument(

@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,6 @@ from torch.distributed.tensor import DTensor
 
 import dmuon
 from benchmarks.ranks import Rows
-from dmuon.dtensors import local_tensor
-from dmuon.period import Schedule
-from dmuon.update import adjusted_lr
 
 # The examples are scripts: their folder is on the path when they run, and so it must be here.
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -45,12 +43,16 @@ PERIODS = (1, 2, 5, math.inf)
 MESHES = {"fsdp=4": 4, "tp=2": 2}  # with their numbers of ranks
 STEP_SIZES = ("one", "two", "low")
 STREAMS = 4  # a batch is what four ranks of the demo read in a step, whoever reads it here
-ADJUST = "match_rms_adamw"
 
 
 def period_name(period: float) -> float | str:
     """The period as JSON has it, which knows no infinity."""
     return "inf" if period == math.inf else period
+
+
+def is_full(step: int, period: float) -> bool:
+    """Whether the step of this number, from 0, is a full one."""
+    return period != math.inf and step % period == 0
 
 
 @dataclass(frozen=True)
@@ -69,48 +71,38 @@ class Dealt(demo.Job):
 
     def training_batch(self, step: int) -> demo.Batch:
         each = STREAMS // self.shares
+        size = {"sequences": demo.SEQUENCES, "context": self.config.context}
         parts = [
-            self.text.training_batch(
-                step,
-                stream,
-                sequences=demo.SEQUENCES,
-                context=self.config.context,
-                seed=self.arguments.seed,
-            )
+            self.text.training_batch(step, stream, seed=self.arguments.seed, **size)
             for stream in range(self.share * each, (self.share + 1) * each)
         ]
         inputs, targets = zip(*parts, strict=True)
         return torch.cat(inputs), torch.cat(targets)
 
     def validation_batches(self) -> Iterator[demo.Batch]:
-        return iter(
-            self.text.validation_batches(
-                self.share,
-                self.shares,
-                sequences=2 * demo.SEQUENCES,
-                context=self.config.context,
-                total=demo.VALIDATION_WINDOWS,
-            )
+        found = self.text.validation_batches(
+            self.share,
+            self.shares,
+            sequences=2 * demo.SEQUENCES,
+            context=self.config.context,
+            total=demo.VALIDATION_WINDOWS,
         )
+        return iter(found)
 
 
-def matrices(model: nn.Module) -> dict[str, DTensor]:
+def matrices(model: nn.Module) -> list[DTensor]:
     """What Muon updates here: the linear weights of the blocks."""
     named_parameters = model.named_parameters()
-    return {n: p for n, p in named_parameters if n.startswith("blocks.") and p.ndim == 2}  # type: ignore[misc]
-
-
-def full_over_block(p: DTensor) -> float:
-    """The adjusted learning rate of the whole matrix over that of this rank's block."""
-    return adjusted_lr(1.0, ADJUST, *p.shape) / adjusted_lr(1.0, ADJUST, *p.to_local().shape)
+    return [p for n, p in named_parameters if n.startswith("blocks.") and p.ndim == 2]  # type: ignore[misc]
 
 
 def groups_of_one_step_size(model: nn.Module) -> list[dict[str, Any]]:
     """A param group for each factor by which a block's learning rate falls short of the whole's.
 
-    Every block of a matrix has the same shape here, so that all ranks make the same groups.
+    ``match_rms_adamw`` goes with the root of the longer dim. Every block of a matrix has the same
+    shape here, so that all ranks make the same groups.
     """
-    factors = {p: full_over_block(p) for p in matrices(model).values()}
+    factors = {p: math.sqrt(max(p.shape) / max(p.to_local().shape)) for p in matrices(model)}
     groups: dict[float, list[Tensor]] = {1.0: []}
     for p in model.parameters():
         groups.setdefault(factors.get(p, 1.0), []).append(p)  # type: ignore[call-overload]
@@ -119,33 +111,27 @@ def groups_of_one_step_size(model: nn.Module) -> list[dict[str, Any]]:
 
 def tie_step_sizes(opt: torch.optim.Optimizer, period: float) -> None:
     """In block steps, raise each group's learning rate by its factor, and leave its decay alone."""
-    schedule = Schedule.of(period)
     rates: list[tuple[Any, Any]] = []
+    steps = [0]
 
     def before(opt: Any, *_: Any) -> None:
         rates[:] = [(group["lr"], group["weight_decay"]) for group in opt.param_groups]
-        if schedule.is_full(schedule.t):
-            return
-        for group in opt.param_groups:
+        for group in () if is_full(steps[0], period) else opt.param_groups:
             group["lr"] *= group["factor"]
             group["weight_decay"] /= group["factor"]
 
     def after(opt: Any, *_: Any) -> None:
         for group, (lr, decay) in zip(opt.param_groups, rates, strict=True):
             group["lr"], group["weight_decay"] = lr, decay
-        schedule.advance()
+        steps[0] += 1
 
     opt.register_step_pre_hook(before)
     opt.register_step_post_hook(after)
 
 
 def make_muon(model: nn.Module, period: float, sizes: str, blocks: int) -> dmuon.Muon:
-    settings: Any = {
-        "lr": demo.LR,
-        "weight_decay": demo.WEIGHT_DECAY,
-        "adjust_lr_fn": ADJUST,
-        "period": period,
-    }
+    settings: Any = {"lr": demo.LR, "weight_decay": demo.WEIGHT_DECAY, "period": period}
+    settings["adjust_lr_fn"] = "match_rms_adamw"
     if sizes != "one":
         ratio = 1 / math.sqrt(blocks) if sizes == "low" else None
         return dmuon.Muon(model, block_lr_ratio=ratio, **settings)
@@ -157,8 +143,8 @@ def make_muon(model: nn.Module, period: float, sizes: str, blocks: int) -> dmuon
 def weight_norm(model: nn.Module) -> float:
     """Frobenius norm of all matrices together: every rank holds other elements of them."""
     total = torch.zeros((), dtype=torch.float64)
-    for p in matrices(model).values():
-        total += local_tensor(p.detach()).double().square().sum()
+    for p in matrices(model):
+        total += p.to_local().detach().double().square().sum()
     dist.all_reduce(total)
     return math.sqrt(float(total))
 
@@ -170,23 +156,17 @@ def train(job: Dealt, mesh: str, period: float | None, sizes: str) -> dict[str, 
     parallelize = shard_with_fsdp2 if mesh.startswith("fsdp") else split_with_tensor_parallelism
     parallelize(model, init_device_mesh("cpu", (world,)))
     own: dmuon.Ownership | None = None
-    clip: Callable[[], object]
+    opt: Any
     if period is None:
         run = Run("adamw", demo.ADAMW_LR)
-        opt: Any = torch.optim.AdamW(
-            model.parameters(), lr=demo.ADAMW_LR, weight_decay=demo.WEIGHT_DECAY
-        )
-
-        def clip() -> object:
-            return nn.utils.clip_grad_norm_(model.parameters(), demo.CLIP_NORM)
+        rates: Any = {"lr": demo.ADAMW_LR, "weight_decay": demo.WEIGHT_DECAY}
+        opt = torch.optim.AdamW(model.parameters(), **rates)
+        clip: Any = partial(nn.utils.clip_grad_norm_, list(model.parameters()), demo.CLIP_NORM)
     else:
         run = Run("muonbp", demo.LR)
         own = dmuon.dedicate_params(model, layout="sharded", costs="analytic")
         opt = make_muon(model, period, sizes, blocks=world)
-
-        def clip() -> object:
-            return dmuon.clip_grad_norm_(model, demo.CLIP_NORM)
-
+        clip = partial(dmuon.clip_grad_norm_, model, demo.CLIP_NORM)
     demo.train(job, run, model, opt, clip)
     row = {
         "set": "demo loss",
@@ -210,30 +190,24 @@ def train(job: Dealt, mesh: str, period: float | None, sizes: str) -> dict[str, 
     return row
 
 
-def loss_runs(mesh: str, sizes: list[str]) -> list[tuple[float | None, str]]:
-    """Period and step sizes of each training; plain Muon takes no block step, so it has one."""
-    adamw = [(None, "one")] if mesh.startswith("fsdp") else []
-    return [*adamw, (1, "one"), *((p, s) for p in PERIODS[1:] for s in sizes)]
-
-
 def loss_rows(rank: int, args: Namespace, mesh: str) -> Rows:
+    """Every period with every kind of step sizes; plain Muon takes no block step, so it has one."""
     world = dist.get_world_size()
-    share, shares = (rank, world) if mesh.startswith("fsdp") else (0, 1)
+    is_fsdp = mesh.startswith("fsdp")
+    kinds: list[tuple[float | None, str]] = [(None, "one")] if is_fsdp else []
+    kinds += [(1, "one"), *((p, sizes) for p in PERIODS[1:] for sizes in args.step_sizes)]
     text = load_standard_library()
     rows: Rows = []
     for seed in range(args.seeds):
-        arguments = Namespace(steps=args.steps, seed=seed, dtype="float32")
-        # Four heads instead of the demo's five, so that two ranks can share them.
         job = Dealt(
-            arguments,
+            Namespace(steps=args.steps, seed=seed, dtype="float32"),
             demo.Ranks(rank, world, torch.device("cpu")),
             Console(quiet=True),
             text,
-            GPTConfig(heads=4),
-            share,
-            shares,
+            GPTConfig(heads=4),  # instead of the demo's five, so that two ranks can share them
+            *((rank, world) if is_fsdp else (0, 1)),
         )
-        for period, sizes in loss_runs(mesh, args.step_sizes):
+        for period, sizes in kinds:
             rows.append(train(job, mesh, period, sizes))
             if rank == 0:
                 print(loss_line(rows[-1]), flush=True)

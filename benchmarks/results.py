@@ -9,32 +9,23 @@ import os
 import platform
 import shutil
 import signal
-import statistics
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 import dmuon
 
-
-def cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(
-                line.split(":")[1].strip() for line in file if line.startswith("model name")
-            )
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+Row = dict[str, Any]
 
 
-def document(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """``{"machine", "versions", "rows"}`` as DESIGN section 11 asks for."""
+def document(rows: Sequence[Row]) -> dict[str, Any]:
+    """``{"machine", "versions", "rows"}``."""
     return {
-        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "system": platform.system()},
+        "machine": {"cpu": _cpu_name(), "cores": os.cpu_count(), "system": platform.system()},
         "versions": {
             "dmuon": dmuon.__version__,
             "torch": torch.__version__,
@@ -44,30 +35,32 @@ def document(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def gpu_facts(device: torch.device) -> dict[str, dict[str, Any]]:
-    """What a number measured on a GPU depends on: clocks, driver, versions, switches of torch.
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(
+                line.split(":")[1].strip() for line in file if line.startswith("model name")
+            )
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
-    Empty on a CPU; ``nvidia_smi`` says why where it cannot be asked.
-    """
+
+def gpu_facts(device: torch.device) -> dict[str, dict[str, Any]]:
+    """Clocks, driver, versions and switches of torch; ``nvidia_smi`` says why if it cannot."""
     try:
         import triton
 
         versions: dict[str, Any] = {"triton": str(triton.__version__)}
     except ImportError:
         versions = {"triton": None}
-    if device.type != "cuda":
-        return {"machine": {"device": device.type}, "versions": versions}
-    versions["cuda"] = torch.version.cuda or torch.version.hip
-    versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    matmul = torch.backends.cuda.matmul
-    machine = {
-        "device": device.type,
-        "gpu": torch.cuda.get_device_name(device),
-        "nvidia_smi": _nvidia_smi(),
-        "allow_fp16_reduced_precision_reduction": matmul.allow_fp16_reduced_precision_reduction,
-        "allow_bf16_reduced_precision_reduction": matmul.allow_bf16_reduced_precision_reduction,
-        "allow_tf32": matmul.allow_tf32,
-    }
+    machine: dict[str, Any] = {"device": device.type}
+    if device.type == "cuda":
+        versions["cuda"] = torch.version.cuda or torch.version.hip
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        machine |= {"gpu": torch.cuda.get_device_name(device), "nvidia_smi": _nvidia_smi()}
+        for switch in ("fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction",
+                       "tf32"):  # fmt: skip
+            machine[f"allow_{switch}"] = getattr(torch.backends.cuda.matmul, f"allow_{switch}")
     return {"machine": machine, "versions": versions}
 
 
@@ -85,28 +78,26 @@ def _nvidia_smi() -> dict[str, str] | str:
         found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError) as error:
         return f"nvidia-smi failed: {error}"
-    values = found.stdout.splitlines()[0].split(", ")
-    return dict(zip(_ASKED.split(","), values))
+    return dict(zip(_ASKED.split(","), found.stdout.splitlines()[0].split(", ")))
 
 
-def spread(values_ms: Sequence[float]) -> dict[str, float]:
-    """Median and 10th/90th percentile, in ms."""
-    tenths = statistics.quantiles(values_ms, n=10)
-    return {
-        "median_ms": statistics.median(values_ms),
-        "p10_ms": tenths[0],
-        "p90_ms": tenths[-1],
-    }
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def write(path: str, rows: Sequence[dict[str, Any]]) -> None:
-    text = json.dumps(document(rows), indent=1)
+def command(doc: str | None, prog: str | None = None) -> argparse.ArgumentParser:
+    """A parser with the first line of a module's docstring, and ``--json``."""
+    parser = argparse.ArgumentParser(prog=prog, description=(doc or "").splitlines()[0])
+    parser.add_argument("--json", metavar="PATH", help="write the rows there, - for stdout")
+    return parser
+
+
+def write(path: str | None, rows: Sequence[Row]) -> None:
+    """The document of ``rows``: to a file, to stdout for ``-``, nowhere for None."""
     if path == "-":
-        print(text)
-        return
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path, "w") as file:
-        file.write(text + "\n")
+        print(json.dumps(document(rows), indent=1))
+    elif path is not None:
+        write_json(path, document(rows))
 
 
 def write_json(path: str, found: dict[str, Any]) -> None:
@@ -116,6 +107,21 @@ def write_json(path: str, found: dict[str, Any]) -> None:
         json.dump(found, file, indent=1)
         file.write("\n")
     os.replace(path + ".part", path)
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> str:
+    """A Markdown table; its first ``left`` columns hold words, the others numbers.
+
+    >>> print(table(("a", "b"), [("x", 1), ("y", None)]))
+    | a | b |
+    |---|---:|
+    | x | 1 |
+    | y |  |
+    """
+    lines = [headings, *(["" if cell is None else cell for cell in row] for row in rows)]
+    texts = ["| " + " | ".join(map(str, line)) + " |" for line in lines]
+    rule = "|" + "---|" * left + "---:|" * (len(headings) - left)
+    return "\n".join([texts[0], rule, *texts[1:]])
 
 
 # ---- rows that are kept whatever happens ---------------------------------------------------
@@ -145,15 +151,13 @@ class Rows:
         resume: bool = False,
         plant: str = "",
     ) -> None:
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[Row] = []
+        self.device = device
         self._path = path
-        # With a number, as tensors have it.
-        on_cuda = device.type == "cuda"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else device
         self._begin = time.monotonic()
-        self._deadline = None if budget_s is None else self._begin + budget_s
+        self._budget_s = float("inf") if budget_s is None else budget_s
         self._begun = 0
-        self._running: dict[str, Any] | None = None
+        self._running: Row | None = None
         self.facts = gpu_facts(device)  # into the document's "machine" and "versions"
         if resume and path is not None and os.path.exists(path):
             with open(path) as file:
@@ -163,21 +167,19 @@ class Rows:
                 ended = {"failure": "the process ended while this was measured"}
                 self.rows.append({**found["running"], **ended})
         self._known = {row["name"] for row in self.rows}
-        fault, _, number = plant.partition(":")
+        self._fault, _, number = plant.partition(":")
         is_done = any("planted" in row for row in self.rows)
-        self._fault, self._fault_at = fault, 0 if is_done or not fault else int(number)
+        self._fault_at = 0 if is_done or not plant else int(number)
         self._write()
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Rows:
         """As the options of `row_options` say."""
-        return cls(
-            args.json,
-            torch.device(args.device),
-            budget_s=args.budget_s,
-            resume=args.resume,
-            plant=args.plant,
-        )
+        device = torch.device(args.device)
+        if device.type == "cuda":  # with a number, as tensors have it
+            device = torch.device("cuda", torch.cuda.current_device())
+        how = {"budget_s": args.budget_s, "resume": args.resume, "plant": args.plant}
+        return cls(args.json, device, **how)
 
     def beside(self, name: str) -> str | None:
         """The path of another file of the same run."""
@@ -185,22 +187,20 @@ class Rows:
 
     def seconds_left(self) -> float:
         """Until nothing more is begun; infinite without a budget."""
-        return float("inf") if self._deadline is None else self._deadline - time.monotonic()
+        return self._begin + self._budget_s - time.monotonic()
 
     @property
-    def failed(self) -> list[dict[str, Any]]:
+    def failed(self) -> list[Row]:
         """Rows that raised, or whose number is out of its limit."""
         return [row for row in self.rows if has_failed(row)]
 
-    def add(self, row: dict[str, Any]) -> None:
+    def add(self, row: Row) -> None:
         """Keep a row of what is being measured; it needs no name then."""
         name = self._running["name"] if self._running is not None else ""
         self.rows.append({"name": name, **row})
         self._write()
 
-    def attempt(
-        self, name: str, measure: Callable[[], dict[str, Any] | None], **about: Any
-    ) -> bool:
+    def attempt(self, name: str, measure: Callable[[], Row | None], **about: Any) -> bool:
         """Add the row that ``measure`` returns, or why there is none; whether there is.
 
         ``measure`` may `add` rows of its own and return None. ``about`` goes into the row in any
@@ -213,8 +213,7 @@ class Rows:
         self._known.add(name)
         base = {"name": name, **about}
         if self.seconds_left() <= 0:
-            self.rows.append(base | {"left_out": NO_TIME})
-            self._write()
+            self._end(base | {"left_out": NO_TIME})
             return False
         self._begun += 1
         is_faulty = self._begun == self._fault_at
@@ -243,7 +242,7 @@ class Rows:
         self._end(None if found is None else base | found)
         return True
 
-    def _end(self, row: dict[str, Any] | None) -> None:
+    def _end(self, row: Row | None) -> None:
         self._running = None
         if row is not None:
             self.rows.append(row)
@@ -276,7 +275,7 @@ class Rows:
             write_json(self._path, self.document())
 
 
-def has_failed(row: dict[str, Any]) -> bool:
+def has_failed(row: Row) -> bool:
     """Whether something is wrong, and not because it was meant to be."""
     return ("failure" in row or row.get("passed") is False) and "planted" not in row
 
@@ -294,9 +293,8 @@ def _fail(fault: str) -> None:
 
 
 def row_options(parser: argparse.ArgumentParser, *, device: str) -> None:
-    """The options of a command that writes `Rows`."""
+    """The options, beside ``--json``, of a command that writes `Rows`."""
     parser.add_argument("--device", choices=["cpu", "cuda"], default=device)
-    parser.add_argument("--json", metavar="PATH", help="write the rows there")
     parser.add_argument("--budget-s", type=float, help="begin nothing more after that")
     parser.add_argument("--resume", action="store_true", help="go on after the rows in the file")
     parser.add_argument("--plant", default="", help=argparse.SUPPRESS)

@@ -11,7 +11,6 @@ its peak memory, and `benchmarks.executed`: do owners take as long as planned?
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import statistics
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.executed import executed_rows
-from benchmarks.results import write
+from benchmarks.results import command, table, write
 from dmuon.catalogue.presets import model_specs
 from dmuon.comm.transport import LocalTransport
 from dmuon.config import PlannerOptions
@@ -34,7 +33,6 @@ from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.greedy import longest_first_by_weight
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.plan import price_rows, problem_of, solve
-from dmuon.scheduler.problem import Counts, Problem
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
 
@@ -101,20 +99,19 @@ def baselines(specs: ModelSpecs, topology: Topology, costs: CostTable) -> list[R
     for name, weights in (("lpt_elements", elements), ("lpt_cost", single)):
         begin = time.perf_counter()
         counts = longest_first_by_weight(problem, weights)
+        seconds = time.perf_counter() - begin
         assert counts is not None
-        rows.append(baseline_row(name, problem, counts, time.perf_counter() - begin))
+        loads = problem.loads(counts)
+        rows.append(
+            {
+                "solver": name,
+                "makespan_ms": problem.ms(int(loads.max())),
+                "imbalance": float(loads.max() / loads.mean() - 1),
+                "status": "feasible",
+                "seconds": seconds,
+            }
+        )
     return rows
-
-
-def baseline_row(name: str, problem: Problem, counts: Counts, seconds: float) -> Row:
-    loads = problem.loads(counts)
-    return {
-        "solver": name,
-        "makespan_ms": problem.ms(int(loads.max())),
-        "imbalance": float(loads.max() / loads.mean() - 1),
-        "status": "feasible",
-        "seconds": seconds,
-    }
 
 
 def measured(specs: ModelSpecs, budget_s: float) -> CostTable:
@@ -151,37 +148,21 @@ def large() -> Row:
     }
 
 
-def large_row() -> Row:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.scheduler", "--large"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    row: Row = json.loads(done.stdout.splitlines()[-1])
-    return row
-
-
 def show(rows: list[Row]) -> None:
-    """One line a cell: gaps of all solvers in percent."""
-    from rich.console import Console
-    from rich.table import Table
-
+    """One line a cell: gaps of all solvers to the proven lower bound, in percent."""
     names = ("round_robin", "lpt_elements", "lpt_cost", "greedy", "milp")
     cells: dict[tuple[str, str, int], dict[str, Row]] = {}
     for row in rows:
         if row.get("set") == "cells":
             key = (row["model"], row["costs"], row["owners"])
             cells.setdefault(key, {})[row["solver"]] = row
-    table = Table(title="makespan above the proven lower bound, %")
-    for heading in ("model", "costs", "owners", *names, "status", "seconds"):
-        table.add_column(heading, justify="left" if heading in ("model", "costs") else "right")
+    lines = []
     for (model, costs, owners), by_solver in cells.items():
         gaps = [f"{100 * by_solver[n]['gap']:.2f}" for n in names]
         milp = by_solver["milp"]
-        costs = costs.split(" ")[0]
-        table.add_row(model, costs, str(owners), *gaps, milp["status"], f"{milp['seconds']:.2f}")
-    Console(width=120).print(table)
+        ended = milp["status"], f"{milp['seconds']:.2f}"
+        lines.append((model, costs.split(" ")[0], owners, *gaps, *ended))
+    print(table(("model", "costs", "owners", *names, "status", "seconds"), lines, left=2))
     milps = [by_solver["milp"] for by_solver in cells.values()]
     within = sum(m["gap"] <= 0.005 for m in milps)
     print(
@@ -195,8 +176,7 @@ def show(rows: list[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", default="-", help="where to write the rows; - prints them")
+    parser = command(__doc__)
     parser.add_argument("--families", nargs="+", default=FAMILIES)
     parser.add_argument("--owners", nargs="+", type=int, default=OWNERS)
     parser.add_argument("--budget", type=float, default=30.0, help="seconds of measuring a family")
@@ -214,7 +194,9 @@ def main() -> None:
             for owners in args.owners:
                 rows += [{"set": "cells"} | row for row in cell(family, these, owners, costs)]
                 print(f"{family} {costs.source} {owners}: {rows[-1]['gap']:.3%}", file=sys.stderr)
-    rows.append(large_row())
+    large_alone = [sys.executable, "-m", "benchmarks.scheduler", "--large"]
+    done = subprocess.run(large_alone, stdout=subprocess.PIPE, text=True, check=True)
+    rows.append(json.loads(done.stdout.splitlines()[-1]))
     rows += executed_rows()
     show(rows)
     write(args.json, rows)

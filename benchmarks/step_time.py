@@ -1,14 +1,12 @@
 """What does the optimizer step cost on a model that FSDP2 has sharded: dmuon and the known ways?
 
 ``python -m benchmarks.step_time --json out.json`` starts gloo processes with one thread each and
-times `step()` alone, on gradients that are already there (synthetic, different on every rank). The
-optimizers take turns: round i runs each of them once, in an order rotated by i, with a barrier
-before each; the slowest rank counts. Ratios are medians over rounds of the ratio within a round, so
-that a machine that slows down for a while does not distort them.
+times `step()` alone, on gradients that are already there (synthetic, different on every rank), the
+optimizers in turns (`benchmarks.timing`).
 
-``floor``: one pass of torch.optim.Muon's own Newton-Schulz over all matrices on one core while the
-other ranks wait in a barrier, divided by the number of cores; it takes its turn in each round. It
-is Muon without traffic, momentum and weight update, in the standard form, spread without loss.
+``floor``: one pass of the standard Newton-Schulz of torch.optim.Muon over all matrices on one core
+while the other ranks wait in a barrier, divided by the number of cores; it takes its turn in each
+round. It is Muon without traffic, momentum and weight update, spread without loss.
 
 Newton-Schulz runs in bfloat16 where the CPU has instructions for it, else in float32, for all alike
 and for the floor too (``--ns-dtype``): emulated bfloat16 is some forty times slower than float32.
@@ -26,103 +24,195 @@ import argparse
 import gc
 import os
 import statistics
-import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
-from torch.distributed import init_device_mesh
+from torch import nn
+from torch.distributed import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from benchmarks.baselines.contenders import LAYERS, SETS, Contender, Workload, contenders
+import dmuon
+from benchmarks import baselines
 from benchmarks.ranks import Rows, on_ranks
-from benchmarks.results import spread, write
+from benchmarks.results import command, dtype_name, table, write
+from benchmarks.timing import Laps, over_ranks, ratio, spread, take_turns
 from dmuon.kernels.ops import native_ns_dtype
 
 WARM_UP = 2
 ROUNDS = {"first": 21, "qwen": 9}
+LAYERS = 8
+SETS = {
+    # w x w, w x w, 4w x w, w x 4w; w = 256
+    "first": ((256, 256), (256, 256), (1024, 256), (256, 1024)),
+    # q, k, v, o with grouped keys and values, gate, up, down; w = 512
+    "qwen": ((512, 512), (128, 512), (128, 512), (512, 512), (1408, 512), (1408, 512), (512, 1408)),
+}
+HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
 
 
-def timed(contender: Contender) -> tuple[float, float, float]:
-    """Milliseconds of the slowest rank: of prepare, of step, of step and finish together."""
-    dist.barrier()
-    start = time.perf_counter()
-    contender.prepare()
-    prepared = time.perf_counter()
-    dist.barrier()  # blocks in the kernel: who waits here leaves the cores to the others
-    begin = time.perf_counter()
-    contender.step()
-    stepped = time.perf_counter()
-    contender.finish()
-    end = time.perf_counter()
-    times = torch.tensor([prepared - start, stepped - begin, end - begin], dtype=torch.float64)
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    prepare, step, whole = times.mul_(1e3).tolist()
-    return prepare, step / contender.divide, whole / contender.divide
+def nothing() -> None:
+    """Of a contender that has nothing to do there."""
 
 
-def measure(load: Workload, rounds: int, cores: int, profile: bool) -> list[dict[str, Any]]:
+@dataclass
+class Contender:
+    """One optimizer: ``step`` is timed, then ``finish`` with it; ``prepare`` is timed apart."""
+
+    name: str
+    layout: str
+    step: Callable[[], Any]
+    finish: Callable[[], Any] = nothing
+    prepare: Callable[[], Any] = nothing
+    sent: Callable[[], int] = lambda: 0
+    counted: str = "nothing to send"
+    divide: int = 1
+    close: Callable[[], Any] = nothing
+
+    def turn(self) -> Laps:
+        """Milliseconds of `prepare`, of `step`, and of step and finish together."""
+        prepare, _ = over_ranks(self.prepare)
+        whole, step, _ = over_ranks(self.step, self.finish)
+        return prepare, step / self.divide, whole / self.divide
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A set of matrices, and the dtype that all optimizers run Newton-Schulz in."""
+
+    name: str
+    layers: int
+    ns_dtype: torch.dtype
+
+    def build(self) -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = (
+            nn.Sequential(*(nn.Linear(n, m, bias=False) for m, n in SETS[self.name]))
+            for _ in range(self.layers)
+        )
+        return nn.Sequential(*layers)
+
+    def sharded(self, mesh: DeviceMesh) -> nn.Module:
+        """FSDP2 a layer, then the root; random gradients, different on each rank, always alike."""
+        model = self.build()
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        generator = torch.Generator().manual_seed(1 + mesh.get_rank())
+        for p in model.parameters():
+            assert isinstance(p, DTensor)
+            rows = torch.randn(p.to_local().shape, generator=generator)
+            like: Any = {"shape": p.shape, "stride": p.stride(), "run_check": False}
+            p.grad = DTensor.from_local(rows, p.device_mesh, p.placements, **like)
+        return model
+
+
+def floor(load: Workload, cores: int) -> Contender:
+    """One pass of the standard form over all matrices on rank 0, divided by the cores."""
+    matrices = [torch.randn(p.shape) for p in load.build().parameters()]
+
+    def one_pass() -> None:
+        for matrix in matrices if dist.get_rank() == 0 else ():
+            baselines.zeropower(matrix, load.ns_dtype)
+
+    return Contender("floor", "one process", one_pass, divide=min(dist.get_world_size(), cores))
+
+
+def on_shards(load: Workload, mesh: DeviceMesh) -> Iterator[Contender]:
+    for publish in ("sync", "async"):
+        model = load.sharded(mesh)
+        own = dmuon.dedicate_params(model)
+        muon = dmuon.Muon(model, ns_dtype=load.ns_dtype, publish=publish, **HYPERPARAMETERS)
+        yield Contender(
+            f"dmuon {publish}",
+            "sharded",
+            muon.step,
+            finish=muon.synchronize,
+            sent=lambda muon=muon: sum(muon.stats()["bytes"].values()),  # type: ignore[misc]
+            counted="opt.stats()",
+            close=own.close,
+        )
+    adamw = torch.optim.AdamW(load.sharded(mesh).parameters(), foreach=True, **HYPERPARAMETERS)
+    yield Contender("AdamW foreach", "sharded", adamw.step)
+    for kind, name in (
+        (baselines.GatherThenCompute, "gather-then-compute"),
+        (baselines.SameShapeBuckets, "same-shape buckets"),
+        (baselines.ParallelMuon, "Parallel Muon"),
+    ):
+        opt = kind(load.sharded(mesh).parameters(), ns_dtype=load.ns_dtype, **HYPERPARAMETERS)
+        sent = partial(getattr, opt, "sent_bytes")
+        yield Contender(name, "sharded", opt.step, sent=sent, counted="formula")
+
+
+def on_replicas(load: Workload) -> Iterator[Contender]:
+    """Optimizers of replicated models share the memory of their gradients."""
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    mine = [torch.randn(p.shape, generator=generator) for p in load.build().parameters()]
+    synced = [torch.empty_like(g) for g in mine]
+    for kind, name in (
+        (baselines.Redundant, "redundant"),
+        (baselines.RoundRobin, "round-robin, all-reduced"),
+        (partial(baselines.RoundRobin, reduce_to_owner=True), "round-robin, reduced to owner"),
+        (baselines.SameShapeAllGather, "same-shape all-gather"),
+    ):
+        parameters = list(load.build().parameters())
+        for p, g in zip(parameters, synced, strict=True):
+            p.grad = g
+        opt = kind(parameters, ns_dtype=load.ns_dtype, **HYPERPARAMETERS)
+
+        def prepare(opt: baselines.Baseline = opt) -> None:
+            torch._foreach_copy_(synced, mine)
+            opt.sync_gradients()
+
+        sent = partial(getattr, opt, "sent_bytes")
+        yield Contender(name, "replicated", opt.step, prepare=prepare, sent=sent, counted="formula")
+
+
+def measure(load: Workload, rounds: int, cores: int, profile: bool) -> Rows:
     """Rows of one set; every rank calls it and gets the same."""
-    world = dist.get_world_size()
-    field = contenders(load, init_device_mesh("cpu", (world,)), cores)
-    times: dict[str, list[tuple[float, float, float]]] = {c.name: [] for c in field}
-    gc.collect()
-    gc.disable()
-    for i in range(WARM_UP + rounds):
-        turn = i % len(field)
-        for contender in field[turn:] + field[:turn]:
-            result = timed(contender)
-            if i >= WARM_UP:
-                times[contender.name].append(result)
-        gc.collect()
-    gc.enable()
-    rows = [row(load, contender, times) for contender in field]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    field = [floor(load, cores), *on_shards(load, mesh), *on_replicas(load)]
+    times = take_turns({c.name: c.turn for c in field}, rounds, warm_up=WARM_UP)
+    floors, gathers = ([t[2] for t in times[name]] for name in ("floor", "gather-then-compute"))
+    rows = []
+    for contender in field:
+        sync, step, whole = zip(*times[contender.name], strict=True)
+        sent = torch.tensor(float(contender.sent()))
+        dist.all_reduce(sent)
+        row = {
+            "set": load.name,
+            "layers": load.layers,
+            "ns_dtype": dtype_name(load.ns_dtype),
+            "optimizer": contender.name,
+            "layout": contender.layout,
+            "world": dist.get_world_size(),
+            **spread(whole),
+            "floor_ms": statistics.median(floors),
+            "ratio_to_floor": ratio(whole, floors),
+            "gather_over_this": ratio(gathers, whole),
+            "bytes": round(float(sent) / dist.get_world_size()),
+            "bytes_by": contender.counted,
+            "rounds": rounds,
+        }
+        if contender.layout == "replicated":
+            row["sync_ms"] = statistics.median(sync)
+        if contender.name == "dmuon async":
+            row["step_ms"] = statistics.median(step)
+        rows.append(row)
     if profile:
-        profiled(next(c for c in field if c.name.startswith("dmuon")))
+        dist.barrier()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+            field[1].step()
+            field[1].finish()
+        if dist.get_rank() == 0:
+            print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=15))
     for contender in field:
         contender.close()
     return rows
-
-
-def row(
-    load: Workload, contender: Contender, times: dict[str, list[tuple[float, float, float]]]
-) -> dict[str, Any]:
-    sync, step, whole = zip(*times[contender.name], strict=True)
-    floors = [t[2] for t in times["floor"]]
-    gathers = [t[2] for t in times["gather-then-compute"]]
-    sent = torch.tensor(float(contender.sent()))
-    dist.all_reduce(sent)
-    entry = {
-        "set": load.name,
-        "layers": load.layers,
-        "ns_dtype": str(load.ns_dtype).removeprefix("torch."),
-        "optimizer": contender.name,
-        "layout": contender.layout,
-        "world": dist.get_world_size(),
-        **spread(whole),
-        "floor_ms": statistics.median(floors),
-        "ratio_to_floor": statistics.median(a / b for a, b in zip(whole, floors)),
-        "gather_over_this": statistics.median(b / a for a, b in zip(whole, gathers)),
-        "bytes": round(float(sent) / dist.get_world_size()),
-        "bytes_by": contender.counted,
-        "rounds": len(whole),
-    }
-    if contender.layout == "replicated":
-        entry["sync_ms"] = statistics.median(sync)
-    if contender.name == "dmuon async":
-        entry["step_ms"] = statistics.median(step)
-    return entry
-
-
-def profiled(contender: Contender) -> None:
-    """One more step on every rank; rank 0 prints where its time went."""
-    dist.barrier()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
-        contender.step()
-        contender.finish()
-    if dist.get_rank() == 0:
-        print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=15))
 
 
 def work(rank: int, args: argparse.Namespace, cores: int) -> Rows:
@@ -135,37 +225,34 @@ def work(rank: int, args: argparse.Namespace, cores: int) -> Rows:
     return rows
 
 
-def show(rows: list[dict[str, Any]], cores: int) -> None:
+HEADINGS = ("optimizer", "layout", "median ms (p10-p90)", "x floor", "gather / this", "MB sent",
+            "sync ms", "step alone")  # fmt: skip
+
+
+def show(rows: Rows, cores: int) -> None:
     for name in dict.fromkeys(row["set"] for row in rows):
         mine = [row for row in rows if row["set"] == name]
-        first = mine[0]
-        table = Table(
-            title=f"set {name}, {first['layers']} layers: step() on {first['world']} processes, "
-            f"{cores} cores, {first['rounds']} rounds; NS in {first['ns_dtype']}"
+        print(
+            "\nset {set}, {layers} layers: step() on {world} processes, {cores} cores, {rounds} "
+            "rounds; NS in {ns_dtype}\n".format(cores=cores, **mine[0])
         )
-        table.add_column("optimizer", no_wrap=True)
-        table.add_column("layout", no_wrap=True)
-        for heading in ("median ms", "p10", "p90", "x floor", "gather / this", "MB sent", "sync"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for entry in mine:
-            label = entry["optimizer"]
-            if "step_ms" in entry:
-                label += f" (step alone {entry['step_ms']:.1f})"
-            table.add_row(
-                label,
-                entry["layout"],
-                *(f"{entry[key]:.1f}" for key in ("median_ms", "p10_ms", "p90_ms")),
-                f"{entry['ratio_to_floor']:.2f}",
-                f"{entry['gather_over_this']:.2f}",
-                f"{entry['bytes'] / 1e6:.2f}",
-                f"{entry['sync_ms']:.1f}" if "sync_ms" in entry else "",
+        cells = (
+            (
+                row["optimizer"],
+                row["layout"],
+                "{median_ms:.1f} ({p10_ms:.1f}-{p90_ms:.1f})".format(**row),
+                f"{row['ratio_to_floor']:.2f}",
+                f"{row['gather_over_this']:.2f}",
+                f"{row['bytes'] / 1e6:.2f}",
+                *(f"{row[key]:.1f}" if key in row else None for key in ("sync_ms", "step_ms")),
             )
-        Console(width=130).print(table)
+            for row in mine
+        )
+        print(table(HEADINGS, cells, left=2))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", metavar="PATH", help="write the rows there, - for stdout")
+    parser = command(__doc__)
     parser.add_argument("--set", choices=[*SETS, "all"], default="all")
     parser.add_argument("--rounds", type=int, help=f"after {WARM_UP} to warm up; default {ROUNDS}")
     parser.add_argument("--layers", type=int, default=LAYERS)
@@ -173,12 +260,9 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=4)
     parser.add_argument("--profile", action="store_true", help="also profile one step of dmuon")
     args = parser.parse_args()
-    if args.rounds is not None and args.rounds < 2:
-        parser.error(f"--rounds is {args.rounds}; percentiles need at least 2")
     cores = len(os.sched_getaffinity(0))
     rows = on_ranks(args.world, work, args, cores)
-    if args.json:
-        write(args.json, rows)
+    write(args.json, rows)
     show(rows, cores)
 
 

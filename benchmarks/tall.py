@@ -16,20 +16,20 @@ import argparse
 import gc
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import dmuon
+from benchmarks.models import Alike
 from benchmarks.ranks import Rows, on_ranks
-from benchmarks.results import spread, write
+from benchmarks.results import command, dtype_name, write
+from benchmarks.timing import Laps, over_ranks, ratio, spread, take_turns
 
 SHAPES = ((96, 256), (256, 1024), (512, 2048))
 BATCHES = (1, 2, 4, 8)
@@ -39,45 +39,28 @@ FORMS = ("newton_schulz", "newton_schulz torch", "replicated", "sharded", "dedic
 _MOST_ROUNDS, _ROUNDS_MS = 60, 600.0
 _EMULATED_NUMEL = 1 << 20  # of real bfloat16 products: beyond, an emulated call takes many seconds
 
-Call = tuple[
-    Callable[[], float], Callable[[], object]
-]  # what is timed, in seconds; how to close it
+Turn = tuple[Callable[[], Laps], Callable[[], object]]  # and how to close what it runs on
 
 
-class Alike(nn.Module):
-    """``count`` matrices of one shape ``[rows, cols]`` for each rank."""
-
-    def __init__(self, count: int, rows: int, cols: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(cols, rows, bias=False) for _ in range(count * WORLD))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([layer(x).square().mean() for layer in self.layers]).sum()
-
-
-def function(batch: int, rows: int, cols: int, dtype: torch.dtype, backend: str) -> Call:
+def function(form: str, batch: int, rows: int, cols: int, dtype: torch.dtype) -> Turn:
     x = torch.randn(batch, rows, cols, generator=torch.Generator().manual_seed(0))
+    backend = "torch" if form.endswith("torch") else "auto"
 
-    def call() -> float:
-        begin = time.perf_counter()
-        dmuon.newton_schulz(x, dtype=dtype, backend=backend)
-        return time.perf_counter() - begin
+    def turn() -> Laps:
+        return over_ranks(lambda: dmuon.newton_schulz(x, dtype=dtype, backend=backend))
 
-    return call, lambda: None
+    return turn, lambda: None
 
 
-def step(form: str, batch: int, rows: int, cols: int, dtype: torch.dtype) -> Call:
+def step(form: str, batch: int, rows: int, cols: int, dtype: torch.dtype) -> Turn:
     """Of ``batch`` matrices a rank; tall ones are sharded by columns, so that blocks are alike."""
     torch.manual_seed(0)
-    model = Alike(batch, rows, cols)
+    model = Alike(batch * WORLD, rows, cols)
     layout = form if form in ("replicated", "dedicated") else "sharded"
     if layout == "sharded":
         dim = 0 if rows <= cols else 1
-        fully_shard(
-            model,
-            mesh=init_device_mesh("cpu", (WORLD,)),
-            shard_placement_fn=lambda p: Shard(dim),
-        )
+        mesh = init_device_mesh("cpu", (WORLD,))
+        fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(dim))
     own = dmuon.dedicate_params(
         model, layout=layout, costs="analytic:cpu", kernels=dmuon.KernelOptions(tune_budget_s=0)
     )
@@ -85,15 +68,12 @@ def step(form: str, batch: int, rows: int, cols: int, dtype: torch.dtype) -> Cal
     opt = dmuon.Muon(model, ns_dtype=dtype, period=period, publish="sync")
     x = torch.randn(4, cols, generator=torch.Generator().manual_seed(dist.get_rank()))
 
-    def call() -> float:
+    def turn() -> Laps:
         opt.zero_grad()
-        model(x).backward()
-        dist.barrier()
-        begin = time.perf_counter()
-        opt.step()
-        return time.perf_counter() - begin
+        model(x).square().mean((1, 2)).sum().backward()
+        return over_ranks(opt.step)
 
-    return call, own.close
+    return turn, own.close
 
 
 def cases(forms: tuple[str, ...]) -> Iterator[tuple[str, torch.dtype, int, tuple[int, int]]]:
@@ -108,43 +88,29 @@ def cases(forms: tuple[str, ...]) -> Iterator[tuple[str, torch.dtype, int, tuple
                         yield form, dtype, batch, shape
 
 
-def slowest_ms(call: Callable[[], float]) -> float:
-    """Of the ranks, which begin together."""
-    dist.barrier()
-    seconds = torch.tensor(call(), dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return 1e3 * float(seconds)
-
-
 def measure(rounds: int, forms: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     for form, dtype, batch, (m, n) in cases(forms):
-        if form.startswith("newton_schulz"):
-            backend = "torch" if form.endswith("torch") else "auto"
-            calls = [function(batch, *shape, dtype, backend) for shape in ((n, m), (m, n))]
-        else:
-            calls = [step(form, batch, *shape, dtype) for shape in ((n, m), (m, n))]
-        for _ in range(2):
-            warm = [slowest_ms(call) for call, _ in calls]
+        make = function if form.startswith("newton_schulz") else step
+        made = {"tall": make(form, batch, n, m, dtype), "wide": make(form, batch, m, n, dtype)}
+        turns = {name: turn for name, (turn, _) in made.items()}
+        first = take_turns(turns, 1, warm_up=1)
         # What takes a millisecond is noisier than what takes a second.
-        count = max(rounds, min(_MOST_ROUNDS, int(_ROUNDS_MS / min(warm))))
-        times: tuple[list[float], list[float]] = ([], [])
-        for i in range(count):
-            for k in (0, 1) if i % 2 else (1, 0):
-                times[k].append(slowest_ms(calls[k][0]))
-        for _, close in calls:
+        shortest = min(found[0][0] for found in first.values())
+        count = max(rounds, min(_MOST_ROUNDS, int(_ROUNDS_MS / shortest)))
+        tall, wide = ([laps[0] for laps in found] for found in take_turns(turns, count).values())
+        for _, close in made.values():
             close()
-        del calls
+        del made, turns
         gc.collect()
-        tall, wide = times
         yield {
             "set": f"{batch} x [{n}, {m}] over its transpose",
             "optimizer": "dmuon",
             "layout": form,
-            "ns_dtype": str(dtype).removeprefix("torch."),
+            "ns_dtype": dtype_name(dtype),
             "world": WORLD,
             **spread(tall),
             "wide_ms": statistics.median(wide),
-            "ratio": statistics.median(a / b for a, b in zip(tall, wide, strict=True)),
+            "ratio": ratio(tall, wide),
         }
 
 
@@ -162,15 +128,13 @@ def work(rank: int, args: argparse.Namespace) -> Rows:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", metavar="PATH", help="write the rows there, - for stdout")
+    parser = command(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="more where a call is short")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
     parser.add_argument("--check", action="store_true", help=f"fail above {LIMIT}")
     args = parser.parse_args()
     rows = on_ranks(WORLD, work, args)
-    if args.json:
-        write(args.json, rows)
+    write(args.json, rows)
     worst = max(rows, key=lambda row: row["ratio"])
     print(f"worst: {worst['ratio']:.2f} x wide, {worst['layout']}, {worst['set']}")
     return int(args.check and worst["ratio"] > LIMIT)

@@ -5,15 +5,16 @@ Newton-Schulz runs in float32: in bfloat16 a difference of 1e-7 becomes one of 3
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
+from threading import Event
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from benchmarks import baselines
 from benchmarks.baselines import (
     GatherThenCompute,
     ParallelMuon,
@@ -22,7 +23,7 @@ from benchmarks.baselines import (
     SameShapeAllGather,
     SameShapeBuckets,
 )
-from benchmarks.baselines.common import Baseline, ReplicatedBaseline, average
+from benchmarks.timing import over_ranks
 from dmuon.reference import ReferenceMuon
 from tests.distributed.harness import distributed
 
@@ -85,10 +86,9 @@ def sharded_model(world: int) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-@pytest.mark.parametrize("kind", SHARDED)
-@distributed(2, 4)
-def test_on_fsdp2_shards(rank: int, world: int, kind: type[Baseline]) -> None:
-    for nesterov in (True, False):
+@distributed(4)
+def test_on_fsdp2_shards(rank: int, world: int) -> None:
+    for nesterov, kind in product((True, False), SHARDED):
         model = sharded_model(world)
         optimizer = kind(model.parameters(), nesterov=nesterov, ns_dtype=torch.float32, **SETTINGS)
         for step in range(4):
@@ -98,28 +98,34 @@ def test_on_fsdp2_shards(rank: int, world: int, kind: type[Baseline]) -> None:
         assert_close(model, reference(4, world, nesterov))
 
 
-@pytest.mark.parametrize(("kind", "options"), REPLICATED)
-@distributed(2, 4)
-def test_on_replicated_weights(
-    rank: int, world: int, kind: type[ReplicatedBaseline], options: dict[str, bool]
-) -> None:
-    model = stack()
-    optimizer = kind(model.parameters(), ns_dtype=torch.float32, **SETTINGS, **options)
-    for step in range(4):
-        loss_of(model, step, rank).backward()
-        optimizer.sync_gradients()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_close(model, reference(4, world, nesterov=True))
+@distributed(4)
+def test_on_replicated_weights(rank: int, world: int) -> None:
+    expected = reference(4, world, nesterov=True)
+    for kind, options in REPLICATED:
+        model = stack()
+        optimizer = kind(model.parameters(), ns_dtype=torch.float32, **SETTINGS, **options)
+        for step in range(4):
+            loss_of(model, step, rank).backward()
+            optimizer.sync_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_close(model, expected)
 
 
 @distributed(4)
 def test_gradients_become_means(rank: int, world: int) -> None:
     # Newton-Schulz normalizes, so weights alone cannot tell a mean from a sum.
     here, there = torch.full((3,), rank + 1.0), torch.full((3,), rank + 1.0)
-    average([(here, None), (there, 2)])
+    baselines.average([(here, None), (there, 2)])
     assert here.tolist() == [2.5] * 3
     assert rank != 2 or there.tolist() == [2.5] * 3
+
+
+@distributed(4)
+def test_the_slowest_rank_counts(rank: int, world: int) -> None:
+    event = Event()
+    whole, first, second = over_ranks(lambda: event.wait(0.2 * (rank == 2)), lambda: None)
+    assert whole >= first >= 200 > second
 
 
 @distributed(4)

@@ -1,0 +1,325 @@
+"""What dmuon is measured against: the known ways to run Muon on W ranks, each in its smallest form.
+
+| class | model | each matrix is orthogonalized | what travels in `step` |
+|---|---|---|---|
+| `GatherThenCompute` | FSDP2 | on every rank | all-gather of every momentum |
+| `SameShapeBuckets` | FSDP2 | on one rank | two all-to-alls, per W matrices of one shape |
+| `ParallelMuon` | FSDP2 | on one rank | the same, per W matrices in the order of their cost |
+| `Redundant` | replicated | on every rank | nothing |
+| `RoundRobin` | replicated | on one rank | every new weight, from its owner to all |
+| `SameShapeAllGather` | replicated | on one rank | an all-gather of weights, per W of one shape |
+
+All of them are Muon with the meanings of `torch.optim.Muon` and ``match_rms_adamw``, for 2-D
+parameters with a gradient, and all of them send what goes into and comes out of Newton-Schulz in
+its dtype. `sent_bytes` is what this rank sent to others in the last `step`, by formula: pieces that
+a rank keeps for itself do not count, and a broadcast counts once for each receiver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+__all__ = [
+    "GatherThenCompute",
+    "ParallelMuon",
+    "Redundant",
+    "RoundRobin",
+    "SameShapeAllGather",
+    "SameShapeBuckets",
+    "zeropower",
+]
+
+QUINTIC = (3.4445, -4.7750, 2.0315)  # https://kellerjordan.github.io/posts/muon/
+STEPS, EPS = 5, 1e-7
+
+
+def zeropower(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Newton-Schulz ``[m, n] -> [m, n]`` in ``dtype``, operation by operation as torch.optim.Muon.
+
+    Neither batched nor in the Gram form: public implementations run one matrix after the other.
+    """
+    tall = x.shape[0] > x.shape[1]
+    x = (x.mT if tall else x).to(dtype)
+    x = x / x.norm().clamp(min=EPS)
+    a, b, c = QUINTIC
+    for _ in range(STEPS):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of it: its rows of a DTensor, all of a plain tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_rows(rows: int, world: int) -> list[int]:
+    """Rows of each rank under ``Shard(0)``, which deals as torch.chunk does.
+
+    >>> shard_rows(10, 4), shard_rows(2, 4)
+    ([3, 3, 3, 1], [1, 1, 0, 0])
+    """
+    each = -(-rows // world)
+    edges = [min(rows, each * rank) for rank in range(world + 1)]
+    return [high - low for low, high in pairwise(edges)]
+
+
+def average(gradients: Iterable[tuple[Tensor, int | None]]) -> None:
+    """Replace each gradient by its mean over the ranks, on one rank or (None) on all of them."""
+    works = []
+    for grad, owner in gradients:
+        grad.div_(dist.get_world_size())
+        if owner is None:
+            works.append(dist.all_reduce(grad, async_op=True))
+        else:
+            works.append(dist.reduce(grad, owner, async_op=True))
+    for work in works:
+        work.wait()
+
+
+class Baseline(Optimizer):
+    """Muon on W ranks; a subclass says in `update` what is computed where.
+
+    The arguments are those of `torch.optim.Muon`; ``ns_dtype`` is Newton-Schulz's.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        *,
+        ns_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self.matrices = list(params)
+        self.lr, self.weight_decay = lr, weight_decay
+        self.momentum, self.nesterov, self.ns_dtype = momentum, nesterov, ns_dtype
+        super().__init__(self.matrices, {})
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.sent_bytes = 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        self.sent_bytes = 0
+        self.update()
+
+    def update(self) -> None:
+        """Update every matrix; every rank calls it."""
+        raise NotImplementedError
+
+    def sync_gradients(self) -> None:
+        """All-reduce ``p.grad`` to its mean: what DistributedDataParallel does in backward."""
+        average((p.grad, None) for p in self.matrices if p.grad is not None)
+
+    def direction(self, p: Tensor) -> Tensor:
+        """Advance the momentum of what this rank holds of ``p``; what goes into Newton-Schulz."""
+        assert p.grad is not None
+        grad, state = local(p.grad), self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        buffer: Tensor = state["momentum_buffer"]
+        buffer.lerp_(grad, 1 - self.momentum)
+        return (grad.lerp(buffer, self.momentum) if self.nesterov else buffer).to(self.ns_dtype)
+
+    def orthogonalize(self, x: Tensor) -> Tensor:
+        return zeropower(x, self.ns_dtype)
+
+    def apply(self, p: Tensor, update: Tensor) -> None:
+        """Decay and move what this rank holds of ``p``; ``update`` has the same rows."""
+        weight = local(p)
+        weight.mul_(1 - self.lr * self.weight_decay)
+        weight.add_(update, alpha=-self.lr * 0.2 * max(p.shape) ** 0.5)  # match_rms_adamw
+
+
+# ---- on FSDP2 ------------------------------------------------------------------------------
+
+
+class GatherThenCompute(Baseline):
+    """Every rank gathers every matrix, orthogonalizes all of it, and keeps its own rows.
+
+    The plain way to run Muon on DTensors, and that of https://arxiv.org/abs/2502.16982: W times the
+    work, W - 1 of W rows of each result thrown away.
+    """
+
+    def update(self) -> None:
+        for p in self.matrices:
+            assert isinstance(p, DTensor)
+            mine = self.direction(p)
+            self.sent_bytes += mine.nbytes * (self.world - 1)
+            like: Any = {"shape": p.shape, "stride": p.stride(), "run_check": False}
+            spread = DTensor.from_local(mine, p.device_mesh, p.placements, **like)
+            result = self.orthogonalize(spread.full_tensor())
+            self.apply(p, result.split(shard_rows(p.shape[0], self.world))[self.rank])
+
+
+class Exchange:
+    """Up to W matrices ``[m_j, n_j]`` whose rows are spread over the ranks; rank j owns the j-th.
+
+    ::
+
+        every rank: rows of 0 | rows of 1 | ...  --all-to-all-->  rank j: all rows of matrix j
+
+    `depart` -> `arrive` (the owner's matrix, None on ranks without one) -> `send_back` -> `finish`
+    """
+
+    def __init__(self, optimizer: Baseline, matrices: Sequence[Tensor]) -> None:
+        assert len(matrices) <= optimizer.world
+        self.optimizer = optimizer
+        self.matrices = matrices
+        rank, world = optimizer.rank, optimizer.world
+        self._here = [local(p).numel() for p in matrices] + [0] * (world - len(matrices))
+        self._mine = matrices[rank].shape if rank < len(matrices) else None
+        rows, cols = self._mine or (0, 0)
+        self._from = [n * cols for n in shard_rows(rows, world)]
+
+    def depart(self) -> None:
+        """Advance the momenta and send the rows held here to their owners."""
+        pieces = [self.optimizer.direction(p).flatten() for p in self.matrices]
+        self._launch(torch.cat(pieces), self._here, self._from)
+
+    def arrive(self) -> Tensor | None:
+        self._work.wait()
+        return None if self._mine is None else self._received.view(self._mine)
+
+    def send_back(self, result: Tensor | None) -> None:
+        flat = self._received if result is None else result.contiguous().flatten()
+        self._launch(flat, self._from, self._here)
+
+    def finish(self) -> None:
+        """Apply the rows that came back."""
+        self._work.wait()
+        for p, piece in zip(self.matrices, self._received.split(self._here)):
+            self.optimizer.apply(p, piece.view_as(local(p)))
+
+    def _launch(self, send: Tensor, counts: list[int], received: list[int]) -> None:
+        self.optimizer.sent_bytes += (send.numel() - counts[self.optimizer.rank]) * send.itemsize
+        self._sent = send  # alive until it has left
+        self._received = send.new_empty(sum(received))
+        self._work = dist.all_to_all_single(self._received, send, received, counts, async_op=True)
+
+
+def exchange(optimizer: Baseline, chunks: Sequence[Sequence[Tensor]]) -> None:
+    """Update all chunks; the next one arrives and the last one returns while one is computed."""
+    exchanges = [Exchange(optimizer, chunk) for chunk in chunks]
+    for one in exchanges[:1]:
+        one.depart()
+    for i, one in enumerate(exchanges):
+        for following in exchanges[i + 1 : i + 2]:
+            following.depart()
+        matrix = one.arrive()
+        one.send_back(None if matrix is None else optimizer.orthogonalize(matrix))
+    for one in exchanges:
+        one.finish()
+
+
+def chunked(matrices: Sequence[Tensor], size: int) -> list[Sequence[Tensor]]:
+    return [matrices[i : i + size] for i in range(0, len(matrices), size)]
+
+
+def buckets(matrices: Sequence[Tensor], world: int) -> list[Sequence[Tensor]]:
+    """Up to ``world`` matrices of one shape each. In a short one, some ranks have nothing to do."""
+    shapes: dict[torch.Size, list[Tensor]] = {}
+    for p in matrices:
+        shapes.setdefault(p.shape, []).append(p)
+    return [chunk for alike in shapes.values() for chunk in chunked(alike, world)]
+
+
+class SameShapeBuckets(Baseline):
+    """As in https://github.com/microsoft/dion: two all-to-alls a bucket, one matrix a rank."""
+
+    def update(self) -> None:
+        exchange(self, buckets(self.matrices, self.world))
+
+
+class ParallelMuon(Baseline):
+    """Gather W matrices to W owners, orthogonalize, scatter, with the next chunk on its way.
+
+    After https://huggingface.co/Motif-Technologies/optimizer: chunks are cut from the
+    matrices in the order of their cost, so that a chunk's owners take equally long. The W gathers
+    of a chunk start together and are one all-to-all, and so are its scatters.
+    """
+
+    def update(self) -> None:
+        def flops(p: Tensor) -> int:
+            m, n = sorted(p.shape)
+            return m * m * (2 * n + m)
+
+        exchange(self, chunked(sorted(self.matrices, key=flops, reverse=True), self.world))
+
+
+# ---- on replicated weights -----------------------------------------------------------------
+
+
+class Redundant(Baseline):
+    """torch.optim.Muon under DistributedDataParallel: no traffic in the step, W times the work."""
+
+    def update(self) -> None:
+        for p in self.matrices:
+            self.apply(p, self.orthogonalize(self.direction(p)))
+
+
+class RoundRobin(Baseline):
+    """Matrix i, largest first, belongs to rank i mod W; all ranks receive the new weights.
+
+    The weights travel in their own dtype, W matrices of any shapes at a time, each in a broadcast
+    from its owner: that is what an all-gather of unequal pieces is on NCCL, and gloo refuses it.
+    They travel while later matrices are computed. The order is that of
+    https://github.com/KellerJordan/Muon.
+
+    ``reduce_to_owner``: gradients are reduced to the owner alone instead of all-reduced, as in the
+    third of the AlgoPerf submissions for Muon. That saves traffic in backward, not in the step.
+    """
+
+    def __init__(
+        self, params: Iterable[Tensor], *args: Any, reduce_to_owner: bool = False, **kwargs: Any
+    ) -> None:
+        largest_first = sorted(params, key=lambda p: p.shape, reverse=True)
+        super().__init__(largest_first, *args, **kwargs)
+        self.reduce_to_owner = reduce_to_owner
+
+    def sync_gradients(self) -> None:
+        if not self.reduce_to_owner:
+            return super().sync_gradients()
+        average((p.grad, i % self.world) for i, p in enumerate(self.matrices) if p.grad is not None)
+
+    def update(self) -> None:
+        works = []
+        for i, p in enumerate(self.matrices):
+            owner = i % self.world
+            if owner == self.rank:
+                self.apply(p, self.orthogonalize(self.direction(p)))
+                self.sent_bytes += p.nbytes * (self.world - 1)
+            works.append(dist.broadcast(p.detach(), owner, async_op=True))
+        for work in works:
+            work.wait()
+
+
+class SameShapeAllGather(Baseline):
+    """The bucketed variant of the AlgoPerf submissions for Muon.
+
+    New weights of a bucket, padded to W, are gathered while the next bucket is computed.
+    """
+
+    def update(self) -> None:
+        works = []
+        for bucket in buckets(self.matrices, self.world):
+            everyone = [p.detach() for p in bucket]
+            everyone += [torch.empty_like(everyone[0]) for _ in range(self.world - len(bucket))]
+            mine = everyone[self.rank]
+            if self.rank < len(bucket):
+                p = bucket[self.rank]
+                self.apply(p, self.orthogonalize(self.direction(p)))
+            self.sent_bytes += mine.nbytes * (self.world - 1)
+            works.append(dist.all_gather(everyone, mine, async_op=True))
+        for work in works:
+            work.wait()
