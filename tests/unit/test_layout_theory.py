@@ -4,220 +4,107 @@ from __future__ import annotations
 
 import doctest
 import random
-from collections import defaultdict
-from collections.abc import Callable
-from itertools import pairwise
+from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import layout_theory
-from benchmarks.layout_theory import (
-    Matrices,
-    all_reduce,
-    dedicated,
-    fsdp,
-    one_root,
-    received,
-    replicated,
-    sharded,
-)
-from dmuon.comm.process_groups import Grid
+from benchmarks.layout_theory import Matrices, dedicated, fsdp, received, replicated, sharded
 
-GRIDS = st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))
 # Bytes of an element: all different, so that none can stand for another.
 ITEMS = {"kept": 8, "used": 2, "gradients": 4, "updates": 1}
 KEPT, USED, REDUCED, UPDATED = ITEMS.values()
+NUMELS = [720 * k for k in (1, 4, 7, 30)]  # divide by every number of shards and slices
+GRIDS = st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3))
+
+Place = tuple[int, int, int]  # replica, shard, slice
 
 
-def grid_of(replicas: int, shards: int, tensors: int) -> Grid:
-    return Grid((replicas, shards, tensors), tuple(range(replicas * shards * tensors)))
+def along(place: Place, axis: int, size: int) -> list[Place]:
+    """All places that differ from one along an axis only."""
+    return [place[:axis] + (i,) + place[axis + 1 :] for i in range(size)]  # type: ignore[misc]
 
 
-class Messages:
-    """Bytes that each rank receives, by purpose, one message after another."""
+class Messages(Counter[str]):
+    """Bytes that are received, by purpose."""
 
-    def __init__(self, grid: Grid) -> None:
-        self.grid = grid
-        self.ranks = grid.ranks
-        self.by_purpose: dict[str, float] = defaultdict(float)
+    def one_root(self, purpose: str, ranks: Sequence[Place], root: Place, nbytes: float) -> None:
+        """A broadcast or a reduce: one message for everyone but the root."""
+        self[purpose] += sum(nbytes for rank in ranks if rank != root)  # type: ignore[assignment]
 
-    def send(self, purpose: str, source: int, target: int, nbytes: float) -> None:
-        assert source != target
-        self.by_purpose[purpose] += nbytes
-
-    def broadcast(self, purpose: str, lane: tuple[int, ...], source: int, nbytes: float) -> None:
-        """A chain: each rank passes it on."""
-        chain = [source, *(rank for rank in lane if rank != source)]
-        for sender, receiver in pairwise(chain):
-            self.send(purpose, sender, receiver, nbytes)
-
-    def reduce(self, purpose: str, lane: tuple[int, ...], target: int, nbytes: float) -> None:
-        """A star: everyone sends to the target."""
-        for rank in lane:
-            if rank != target:
-                self.send(purpose, rank, target, nbytes)
-
-    def mean(self) -> dict[str, float]:
-        return {key: total / len(self.ranks) for key, total in self.by_purpose.items()}
-
-
-def agree(found: dict[str, float], formula: dict[str, float]) -> None:
-    for purpose in found.keys() | formula.keys():
-        assert found.get(purpose, 0.0) == pytest.approx(formula.get(purpose, 0.0)), purpose
-
-
-def owners(grid: Grid, seed: int, count: int = 7) -> list[tuple[int, int]]:
-    """(owner, elements) of some matrices; elements divide by every number of shards and slices."""
-    generator = random.Random(seed)
-    return [
-        (generator.randrange(len(grid.ranks)), 720 * generator.randint(1, 50)) for _ in range(count)
-    ]
-
-
-@settings(max_examples=80, deadline=None)
-@given(GRIDS, st.integers(0, 1000), st.booleans(), st.booleans())
-def test_dedicated_counts_every_message_of_any_grid(shape, seed, freed, cut):
-    grid = grid_of(*shape)
-    replicas, shards, tensors = shape
-    messages = Messages(grid)
-    matrices = owners(grid, seed)
-    for owner, numel in matrices:
-        place = grid.place(owner)
-        held = numel / tensors if cut else numel
-        for replica in range(replicas):
-            for tensor in range(tensors):
-                home = grid.rank_at(replica, place[1], tensor)
-                lane = grid.along_shards(home)
-                assert len(lane) == shards
-                messages.broadcast("forward", lane, home, held * USED)
-                if freed:
-                    messages.broadcast("backward", lane, home, held * USED)
-                messages.reduce("gradients", lane, home, held * REDUCED)
-        for tensor in range(tensors):
-            first = grid.rank_at(place[0], place[1], tensor)
-            lane = grid.along_replicas(first)
-            messages.reduce("gradients across replicas", lane, first, held * REDUCED)
-            messages.broadcast("publish", lane, first, held * KEPT)
-        for rank in grid.along_tensors(owner):
-            if rank != owner:
-                if cut:
-                    messages.send("slices", rank, owner, held * REDUCED)
-                messages.send("updates", owner, rank, held * UPDATED)
-    total = Matrices.of(sum(n for _, n in matrices), **ITEMS)
-    agree(messages.mean(), dedicated(total, shards, replicas, tensors, freed=freed, cut=cut))
+    def agree(self, formula: dict[str, float], ranks: int) -> None:
+        for purpose in self.keys() | formula.keys():
+            assert self[purpose] / ranks == pytest.approx(formula.get(purpose, 0.0)), purpose
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 1000))
-def test_sharded_counts_every_piece(replicas, shards, seed):
-    grid = grid_of(replicas, shards, 1)
-    messages = Messages(grid)
-    matrices = owners(grid, seed)
-    for owner, numel in matrices:
-        piece = numel / shards * UPDATED
-        for rank in grid.along_shards(owner):
-            if rank != owner:
-                messages.send("gather", rank, owner, piece)
-                messages.send("scatter", owner, rank, piece)
-            for copy in grid.along_replicas(rank):
-                if copy != rank:
-                    messages.send("replicate", rank, copy, piece)
-    total = Matrices.of(sum(n for _, n in matrices), **ITEMS)
-    agree(messages.mean(), sharded(total, shards, replicas))
+@given(GRIDS, st.integers(0, 1000), st.booleans(), st.booleans())
+def test_formulas_count_every_message_of_any_grid(shape, seed, freed, cut):
+    replicas, shards, slices = shape
+    generator = random.Random(seed)
+    found = {name: Messages() for name in ("dedicated", "sharded", "replicated", "fsdp")}
+    for numel in NUMELS:
+        owner: Place = tuple(map(generator.randrange, shape))  # type: ignore[assignment]
+        held, flat = numel / slices if cut else numel, (owner[0], owner[1], 0)
+        mine = found["dedicated"]
+        for root in (r for t in along(owner, 2, slices) for r in along(t, 0, replicas)):
+            ranks = along(root, 1, shards)
+            for purpose in ("forward", "backward") if freed else ("forward",):
+                mine.one_root(purpose, ranks, root, held * USED)
+            mine.one_root("gradients", ranks, root, held * REDUCED)
+        for root in along(owner, 2, slices):
+            ranks = along(root, 0, replicas)
+            mine.one_root("gradients across replicas", ranks, root, held * REDUCED)
+            mine.one_root("publish", ranks, root, held * KEPT)
+        mine.one_root("slices", along(owner, 2, slices), owner, held * REDUCED * cut)
+        mine.one_root("updates", along(owner, 2, slices), owner, held * UPDATED)
+        mine, piece = found["sharded"], numel / shards
+        mine.one_root("gather", along(flat, 1, shards), flat, piece * UPDATED)
+        mine.one_root("scatter", along(flat, 1, shards), flat, piece * UPDATED)
+        for rank in along(flat, 1, shards):
+            mine.one_root("replicate", along(rank, 0, replicas), rank, piece * UPDATED)
+        mine, everyone = found["replicated"], [(0, r, 0) for r in range(replicas * shards)]
+        mine.one_root("gradients", everyone, everyone[0], numel * REDUCED)
+        mine.one_root("updates", everyone, everyone[0], numel * UPDATED)
+        mine = found["fsdp"]
+        for rank in (r for one in along(flat, 0, replicas) for r in along(one, 1, shards)):
+            for purpose in ("forward", "backward") if freed else ("forward",):
+                mine.one_root(purpose, along(rank, 1, shards), rank, piece * USED)
+            mine.one_root("gradients", along(rank, 1, shards), rank, piece * REDUCED)
+            # Reduce-scatter, then all-gather, of its part of the shard.
+            part = 2 * piece / replicas * REDUCED
+            mine.one_root("gradients across replicas", along(rank, 0, replicas), rank, part)
+    total = Matrices.of(sum(NUMELS), **ITEMS)
+    ranks = replicas * shards
+    formula = dedicated(total, shards, replicas, slices, freed=freed, cut=cut)
+    found["dedicated"].agree(formula, ranks * slices)
+    found["sharded"].agree(sharded(total, shards, replicas), ranks)
+    found["replicated"].agree(replicated(total, ranks), ranks)
+    found["fsdp"].agree(fsdp(total, shards, replicas, freed=freed), ranks)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 12), st.integers(0, 1000))
-def test_replicated_counts_every_message(ranks, seed):
-    grid = grid_of(1, ranks, 1)
-    messages = Messages(grid)
-    matrices = owners(grid, seed)
-    for owner, numel in matrices:
-        messages.reduce("gradients", grid.ranks, owner, numel * REDUCED)
-        messages.broadcast("updates", grid.ranks, owner, numel * UPDATED)
-    agree(messages.mean(), replicated(Matrices.of(sum(n for _, n in matrices), **ITEMS), ranks))
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 6), st.booleans())
-def test_fsdp_counts_every_shard(replicas, shards, freed):
-    grid, numel = grid_of(replicas, shards, 1), 720
-    messages = Messages(grid)
-    for rank in grid.ranks:
-        for peer in grid.along_shards(rank):
-            if peer != rank:
-                messages.send("forward", peer, rank, numel / shards * USED)
-                if freed:
-                    messages.send("backward", peer, rank, numel / shards * USED)
-                messages.send("gradients", peer, rank, numel / shards * REDUCED)
-        column = grid.along_replicas(rank)
-        for peer in column:
-            if peer != rank:  # reduce-scatter, then all-gather, of its part of the shard
-                part = numel / shards / len(column) * REDUCED
-                messages.send("gradients across replicas", peer, rank, part)
-                messages.send("gradients across replicas", peer, rank, part)
-    agree(messages.mean(), fsdp(Matrices.of(numel, **ITEMS), shards, replicas, freed=freed))
-
-
-def total(traffic: dict[str, float]) -> float:
-    return sum(traffic.values())
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_the_published_forms_hold_on_a_flat_mesh(ranks):
     matrices = Matrices.of(1000)
     once = matrices.kept * (ranks - 1) / ranks
-    assert total(dedicated(matrices, ranks)) == pytest.approx(3 * once)
-    assert total(dedicated(matrices, ranks, freed=False)) == pytest.approx(2 * once)
-    assert total(replicated(matrices, ranks)) == pytest.approx(2 * once)
-    assert total(sharded(matrices, ranks)) == pytest.approx(2 * once / ranks)
-    assert total(fsdp(matrices, ranks)) == pytest.approx(3 * once)
-    assert total(sharded(matrices, ranks)) + total(fsdp(matrices, ranks)) > 3 * once
-
-
-def test_hsdp_of_two_by_two():
-    """Half of three times P along shards; the owner's half of P down its column, there and back."""
-    traffic = dedicated(Matrices.of(100), shards=2, replicas=2)
-    assert traffic["forward"] == traffic["backward"] == traffic["gradients"] == 200
-    assert traffic["gradients across replicas"] == traffic["publish"] == 100
-    assert total(traffic) == 800
-
-
-def test_tensor_parallelism_divides_what_data_parallelism_moves():
-    alone = dedicated(Matrices.of(1000), shards=4)
-    both = dedicated(Matrices.of(1000), shards=4, tensors=2)
-    for purpose in ("forward", "backward", "gradients"):
-        assert both[purpose] == alone[purpose] / 2
-    assert both["slices"] == both["updates"] == 4000 / 2 / 8
-    whole = dedicated(Matrices.of(1000), shards=4, tensors=2, cut=False)
-    assert whole["forward"] == alone["forward"]
-    assert (whole["slices"], whole["updates"]) == (0.0, 4000 / 8)
-
-
-FLAT: list[Callable[[Matrices], dict[str, float]]] = [
-    lambda m: dedicated(m, 1),
-    lambda m: sharded(m, 1),
-    lambda m: replicated(m, 1),
-    lambda m: fsdp(m, 1),
-]
-
-
-@pytest.mark.parametrize("layout", FLAT)
-def test_one_rank_receives_nothing(layout):
-    assert total(layout(Matrices.of(1000))) == 0
+    forms = {
+        3.0: dedicated(matrices, ranks),
+        2.0: dedicated(matrices, ranks, freed=False),
+        2 + 1e-9: replicated(matrices, ranks),
+        2 / ranks: sharded(matrices, ranks),
+        3 + 1e-9: fsdp(matrices, ranks),
+    }
+    for factor, traffic in forms.items():
+        assert sum(traffic.values()) == pytest.approx(factor * once)
 
 
 def test_recorded_collectives_are_counted_as_the_formulas_count_them():
-    assert received("broadcast", 800, 4) == received("reduce", 800, 4) == one_root(800, 4) == 600
-    assert received("all_reduce", 800, 4) == all_reduce(800, 4) == 1200
-    assert received("all_to_all", 800, 4) == 800
+    assert received("broadcast", 800, 4) == received("reduce", 800, 4) == 600
+    assert received("all_reduce", 800, 4) == 1200 and received("all_to_all", 800, 4) == 800
     with pytest.raises(ValueError, match="op is 'all_gather'; expected 'broadcast'"):
         received("all_gather", 800, 4)
-
-
-def test_examples_in_docstrings_are_true():
     result = doctest.testmod(layout_theory)
-    assert result.attempted >= 2
-    assert not result.failed
+    assert result.attempted >= 2 and not result.failed
