@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from dmuon.dtensors import local_tensor
+from dmuon.dtensors import local_cell, local_tensor
 from dmuon.update import merged_master
 
 __all__ = ["adamw_step", "make_adamw_state", "refresh_masters"]
@@ -26,26 +26,27 @@ def adamw_step(
     grads: Sequence[Tensor],
     *,
     master_weights: bool,
-    on_device: bool = False,
+    fused: bool,
     found_inf: Tensor | None = None,
 ) -> None:
     """One AdamW step with the hyperparameters of ``group``.
 
     ``grads`` are the local parts of the gradients of ``params``. ``state`` is the optimizer's; an
-    entry is made at a parameter's first gradient. ``on_device``: in torch's fused form, which reads
-    nothing back; it leaves all as it is where ``found_inf`` (0-d, float32) is not zero.
+    entry is made at a parameter's first gradient. ``fused``: in torch's fused form, one call that
+    reads nothing back, and leaves all as it is where ``found_inf`` (0-d, float32) is not zero.
+    Otherwise as torch does it on a CPU, bit for bit.
     """
     if not params:
         return
     for p in params:
-        make_adamw_state(p, state, master_weights, on_device=on_device)
-    targets = [local_tensor(state[p].get("master_weight", p)) for p in params]
+        make_adamw_state(p, state, master_weights)
     states = [state[p] for p in params]
+    targets = [local_cell(s.get("master_weight", p)) for s, p in zip(states, params, strict=True)]
     adamw(
         targets,
-        [g.to(t.dtype) for g, t in zip(grads, targets, strict=True)],
-        [local_tensor(s["exp_avg"]) for s in states],
-        [local_tensor(s["exp_avg_sq"]) for s in states],
+        [g if g.dtype is t.dtype else g.to(t.dtype) for g, t in zip(grads, targets, strict=True)],
+        [local_cell(s["exp_avg"]) for s in states],
+        [local_cell(s["exp_avg_sq"]) for s in states],
         [],
         [s["step"] for s in states],
         amsgrad=False,
@@ -55,12 +56,12 @@ def adamw_step(
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         maximize=False,
-        fused=on_device or None,
+        fused=fused or None,
         found_inf=found_inf,
     )
     if master_weights:
-        pairs = [(local_tensor(p), t) for p, t in zip(params, targets, strict=True)]
-        pairs = [(p, t) for p, t in pairs if p.dtype is not t.dtype]
+        pairs = [(local_cell(p), t) for p, t in zip(params, targets, strict=True)]
+        pairs = [(p, t) for p, t in pairs if p is not t]
         if pairs:
             torch._foreach_copy_([p for p, _ in pairs], [t for _, t in pairs])
 
@@ -76,14 +77,11 @@ def refresh_masters(state: MutableMapping[Any, Any], params: Iterable[Tensor]) -
 
 
 @torch.no_grad()
-def make_adamw_state(
-    p: Tensor, state: MutableMapping[Any, Any], master_weights: bool, *, on_device: bool = False
-) -> None:
+def make_adamw_state(p: Tensor, state: MutableMapping[Any, Any], master_weights: bool) -> None:
     """Make the state of ``p`` if there is none.
 
     The keys are those of `torch.optim.AdamW` and, with ``master_weights``, a float32
-    "master_weight" for parameters of lower precision. ``on_device``: the step count lies with the
-    parameter, as the fused form wants it.
+    "master_weight" for parameters of lower precision.
     """
     entry = state[p]
     if "step" in entry:
@@ -91,9 +89,8 @@ def make_adamw_state(
     if master_weights and p.dtype.itemsize < 4:
         entry["master_weight"] = p.detach().float()
     target = entry.get("master_weight", p)
-    # As torch.optim.AdamW keeps it, whatever the default dtype and device: bfloat16 cannot count
-    # beyond 256.
-    where = p.device if on_device else torch.device("cpu")
-    entry["step"] = torch.zeros((), dtype=torch.float32, device=where)
+    # As torch.optim.AdamW keeps it, whatever the default dtype: bfloat16 cannot count beyond 256.
+    # With the parameter, as the fused form wants it.
+    entry["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
     entry["exp_avg"] = torch.zeros_like(target.detach())
     entry["exp_avg_sq"] = torch.zeros_like(target.detach())

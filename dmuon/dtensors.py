@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from dmuon.types import OwnershipError
 
 __all__ = [
     "LayoutStamp",
+    "LocalParameters",
     "compute_device",
     "covering_mesh",
     "gradient_like",
@@ -51,7 +53,7 @@ def local_cell(tensor: Tensor) -> Tensor:
     """The tensor whose data is what this rank stores: ``tensor``, or what is inside a `DTensor`.
 
     Not a public name: `DTensor.to_local` gives a new tensor, and what is assigned to its data does
-    not reach the parameter.
+    not reach the parameter. It also costs twenty times as much.
     """
     inner: Tensor = getattr(tensor, "_local_tensor", tensor)
     return inner
@@ -75,7 +77,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LayoutStamp:
-    """How a parameter lies at one moment: compared at every step, so it holds what is cheap."""
+    """How a tensor lies at one moment; two that are equal lie alike."""
 
     placements: Any  # None for a plain tensor
     mesh: Any
@@ -83,34 +85,73 @@ class LayoutStamp:
     dtype: torch.dtype
     device: torch.device
 
-    def fits(self, parameter: Tensor) -> bool:
-        """Whether the parameter still lies in this way."""
-        if parameter.shape != self.shape or parameter.dtype is not self.dtype:
-            return False
-        if parameter.device != self.device:
-            return False
-        placements = getattr(parameter, "placements", None)
-        if placements is None or self.placements is None:
-            return placements is self.placements
-        mesh = parameter.device_mesh  # type: ignore[attr-defined]
-        same_mesh = mesh is self.mesh or mesh == self.mesh
-        return same_mesh and (placements is self.placements or placements == self.placements)
-
     def __str__(self) -> str:
         where = "plain" if self.placements is None else f"{self.placements} on {self.mesh}"
         return f"{list(self.shape)} {dtype_name(self.dtype)} on {self.device}, {where}"
 
 
-def layout_stamp(parameter: Tensor) -> LayoutStamp:
-    """How ``parameter`` lies now."""
-    distributed = is_distributed(parameter)
-    return LayoutStamp(
-        parameter.placements if distributed else None,  # type: ignore[attr-defined]
-        parameter.device_mesh if distributed else None,  # type: ignore[attr-defined]
-        parameter.shape,
-        parameter.dtype,
-        parameter.device,
-    )
+def layout_stamp(tensor: Tensor) -> LayoutStamp:
+    """How ``tensor`` lies now."""
+    placements, mesh = getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None)
+    return LayoutStamp(placements, mesh, tensor.shape, tensor.dtype, tensor.device)
+
+
+class LocalParameters:
+    """What this rank stores of parameters, looked up anew only where it has changed.
+
+    A framework may exchange what a parameter stores at any time: CPU offload, `nn.Module.to`, FSDP2
+    after a state dict was loaded. Each gives the parameter another inner tensor or that tensor
+    other memory. The tensors here keep their memory alive, so that none is made at its address:
+    an equal tensor at an equal address is the same memory, and nothing made of it is stale.
+    ``version`` counts the changes.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+        self.parameters = list(parameters)
+        self.version = 0
+        self._names = list(names)
+        self._stamps = [layout_stamp(p) for p in parameters]
+        self._look_up()
+
+    def _look_up(self) -> None:
+        self._inner = [local_cell(p) for p in self.parameters]
+        self._addresses = [t.data_ptr() for t in self._inner]
+        self.tensors = [t.detach() for t in self._inner]
+
+    def check(self) -> None:
+        """Look again, at every step; OwnershipError if a parameter lies otherwise than at first."""
+        inner = [local_cell(p) for p in self.parameters]
+        if all(map(is_, inner, self._inner)) and [*map(Tensor.data_ptr, inner)] == self._addresses:
+            return
+        for p, name, stamp in zip(self.parameters, self._names, self._stamps, strict=True):
+            now = layout_stamp(p)
+            if now != stamp:
+                raise OwnershipError(
+                    f"parameter {name!r} is now {now}; it was planned as {stamp}. Shard, move or "
+                    "convert the model before dmuon.dedicate_params(model), or call own.close() "
+                    "and dmuon.dedicate_params(model) again"
+                )
+        self._look_up()
+        self.version += 1
+
+    def gradients(self) -> list[Tensor | None]:
+        """The local part of each gradient, None where there is none.
+
+        A collective call where a gradient has other placements than its parameter.
+        """
+        found: list[Tensor | None] = []
+        for p in self.parameters:
+            grad = p.grad
+            if grad is not None:
+                placements = getattr(grad, "placements", None)
+                expected = getattr(p, "placements", None)
+                if placements is not expected and placements != expected:
+                    whole = gradient_like(grad, p)
+                    if whole is not grad:
+                        p.grad = grad = whole
+                grad = local_cell(grad)
+            found.append(grad)
+        return found
 
 
 def gradient_like(grad: Tensor, parameter: Tensor) -> Tensor:

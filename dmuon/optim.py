@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dmuon.comm.sharded import ShardedRuntime
 from dmuon.config import AdamWDefaults, MuonDefaults
 from dmuon.groups import (
     check_groups,
@@ -36,7 +37,7 @@ from dmuon.settings import (
 )
 from dmuon.step.engine import Amp, Engine, Settings
 from dmuon.step.owner_engine import OwnerEngine
-from dmuon.step.sharded_engine import ShardedEngine
+from dmuon.step.sharded import ShardedEngine
 from dmuon.types import Coefficients, Layout, OwnershipError
 
 __all__ = ["Muon"]
@@ -45,11 +46,6 @@ _STATE_FORMAT = 1
 # Kept in every param group, so that tools which save groups alone (torch's distributed checkpoint)
 # save where the optimizer is in its schedule.
 _PROGRESS = {"step": "muon_step", "last_full": "muon_last_full", "period": "muon_period"}
-_ENGINES: dict[Layout, Callable[[Ownership, Optimizer, Settings], Engine]] = {
-    Layout.DEDICATED: OwnerEngine,
-    Layout.REPLICATED: OwnerEngine,
-    Layout.SHARDED: ShardedEngine,
-}
 
 
 class Muon(Optimizer):
@@ -168,7 +164,7 @@ class Muon(Optimizer):
         warn_of_dtype(self._ownerships, dtype)
         self._settings = Settings(dtype, master_weights, schedule, block_lr_ratio)
         self._bytes: dict[str, int] = {}
-        self._engines = [_ENGINES[o.plan.layout](o, self, self._settings) for o in self._ownerships]
+        self._engines = [_engine(o, self, self._settings) for o in self._ownerships]
         if not master_weights:
             warn_of_rounding(self._ownerships, self.param_groups)
 
@@ -359,6 +355,13 @@ class Muon(Optimizer):
         if progress["step"] is not None:
             self._schedule.load(progress)
         self._note_progress()
+
+
+def _engine(ownership: Ownership, optimizer: Optimizer, settings: Settings) -> Engine:
+    runtime = ownership.runtime
+    if isinstance(runtime, ShardedRuntime):
+        return ShardedEngine(runtime, ownership.telemetry, ownership.kernels, optimizer, settings)
+    return OwnerEngine(ownership, optimizer, settings)
 
 
 def _combined(key: str, one: Any, other: Any) -> Any:

@@ -7,7 +7,7 @@ on one matrix ``[m, n]`` as well as on a stack ``[b, m, n]``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ __all__ = [
     "apply_updates",
     "merged_master",
     "momentum_update",
-    "nesterov_operands",
+    "operands_of_newton_schulz",
     "scale_all",
     "scale_into",
     "update_rms",
@@ -45,41 +45,32 @@ def momentum_update(
     return grad.add(buffer, alpha=momentum) if nesterov else buffer
 
 
-def advance_momentum(
-    buffers: list[Tensor],
-    grads: list[Tensor],
-    group: Mapping[str, Any],
-    ok: Sequence[Tensor] | None = None,
-) -> None:
-    """The momentum half of `momentum_update`, in place on every buffer.
-
-    ``ok``: 0-d bools on the device, one a buffer; where it is false the buffer stays as it is.
-    """
-    if ok is not None:
-        before = [buffer.clone() for buffer in buffers]
+def advance_momentum(buffers: list[Tensor], grads: list[Tensor], group: Mapping[str, Any]) -> None:
+    """The momentum half of `momentum_update`, in place on every buffer."""
     if group["momentum_mode"] == "ema":
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-    else:
-        scale_all(buffers, group["momentum"])
-        torch._foreach_add_(buffers, grads, alpha=1 - group["dampening"])
-    if ok is not None:
-        for buffer, old, keep in zip(buffers, before, ok, strict=True):
-            torch.where(keep, buffer, old, out=buffer)
+        return
+    scale_all(buffers, group["momentum"])
+    torch._foreach_add_(buffers, grads, alpha=1 - group["dampening"])
 
 
-def nesterov_operands(
+def operands_of_newton_schulz(
     out: list[Tensor], buffers: list[Tensor], grads: list[Tensor], group: Mapping[str, Any]
 ) -> None:
-    """What Newton-Schulz gets, as `momentum_update` returns it, into ``out``; buffers stay."""
-    torch._foreach_copy_(out, buffers)
-    advance_momentum(out, grads, group)
-    if not group["nesterov"]:
-        return
+    """What `momentum_update` returns, up to rounding, into ``out``; buffers stay as they are.
+
+    With the new buffer put into the formula of Nesterov, this is one sum of gradient and buffer:
+    ``(1 - mu²) * grad + mu² * buffer`` for ``ema``.
+    """
+    mu, nesterov = group["momentum"], group["nesterov"]
+    torch._foreach_copy_(out, grads)
+    share = mu * mu if nesterov else mu
     if group["momentum_mode"] == "ema":
-        torch._foreach_lerp_(out, grads, 1 - group["momentum"])
-    else:
-        scale_all(out, group["momentum"])
-        torch._foreach_add_(out, grads)
+        torch._foreach_lerp_(out, buffers, share)
+        return
+    gain = 1 - group["dampening"]
+    scale_all(out, 1 + mu * gain if nesterov else gain)
+    torch._foreach_add_(out, buffers, alpha=share)
 
 
 def adjusted_lr(lr: float, adjust_lr_fn: str | None, rows: int, cols: int) -> float:
@@ -101,33 +92,38 @@ def adjusted_lr(lr: float, adjust_lr_fn: str | None, rows: int, cols: int) -> fl
 def apply_updates(
     targets: list[Tensor], updates: list[Tensor], *, decay: float | Tensor, lr: float
 ) -> None:
-    """``target = target * decay - lr * update`` for each pair, in place."""
+    """``target = target * decay - lr * update`` for each pair, in place (see `scale_all`)."""
     scale_all(targets, decay)
     torch._foreach_add_(targets, updates, alpha=-lr)
 
 
 def scale_all(tensors: list[Tensor], factor: float | Tensor) -> None:
-    """Multiply each tensor by a number (or a 0-d tensor), in place."""
+    """Multiply each tensor in place by a number, a 0-d tensor, or its own element of a 1-D one."""
     if not tensors:
         return
-    if tensors[0].device.type == "cpu" and any(t.dtype.itemsize < 4 for t in tensors):
-        # There the list form rounds the factor to the tensors' dtype first: in bfloat16 a decay of
-        # 0.998 would be 1.
-        for tensor in tensors:
-            tensor.mul_(factor)
+    if isinstance(factor, Tensor):
+        torch._foreach_mul_(tensors, list(factor.unbind()) if factor.ndim else factor)
+    elif tensors[0].device.type == "cpu":
+        # There the list form with a number is four times as slow, and rounds it to the tensors'
+        # dtype first: in bfloat16 a decay of 0.998 would be 1.
+        torch._foreach_mul_(tensors, torch.full((), factor, dtype=torch.float64))
     else:
         torch._foreach_mul_(tensors, factor)
 
 
-def scale_into(out: list[Tensor], tensors: list[Tensor], scales: Sequence[float | Tensor]) -> None:
-    """``out[i] = tensors[i] * scales[i]``, computed in float32 or wider and rounded once."""
-    for target, tensor, scale in zip(out, tensors, scales, strict=True):
-        wide = tensor if tensor.dtype.itemsize >= 4 else tensor.float()
-        if target.device == wide.device:
-            torch.mul(wide, scale, out=target)
-        else:  # with CPU offload
-            factor = scale.to(wide.device) if isinstance(scale, Tensor) else scale
-            target.copy_(wide.mul(factor), non_blocking=True)
+def scale_into(out: Tensor, stack: Tensor, scales: Tensor) -> None:
+    """``out[i] = stack[i] * scales[i]``, computed in float32 or wider and rounded once.
+
+    ``scales`` is ``[b]``, float32 or wider, on the stack's device. ``stack`` may be overwritten.
+    """
+    factors = scales.view(-1, *(1,) * (stack.ndim - 1))
+    is_wide = stack.dtype.itemsize >= 4
+    if out.device != stack.device:  # CPU offload
+        out.copy_(stack * factors, non_blocking=True)
+    elif stack.device.type == "cpu" and is_wide and out.dtype is not stack.dtype:
+        out.copy_(stack.mul_(factors))  # faster there than to cast as it multiplies
+    else:
+        torch.mul(stack, factors, out=out)
 
 
 def merged_master(master: Tensor, weight: Tensor) -> Tensor:
@@ -138,14 +134,14 @@ def merged_master(master: Tensor, weight: Tensor) -> Tensor:
     return torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype))
 
 
-def update_rms(updates: Tensor, scale: float) -> Tensor:
+def update_rms(updates: Tensor, scale: float | Tensor) -> Tensor:
     """Root mean square of ``scale * update`` of each matrix of ``[b, m, n]``: ``[b]`` float32.
 
     With "match_rms_adamw" and ``scale`` the adjusted over the plain learning rate this is about
     0.2, the RMS of an AdamW update.
     """
     rows, cols = updates.shape[-2:]
-    wide = torch.promote_types(updates.dtype, torch.float32)
+    wide = updates.dtype if updates.dtype.itemsize >= 4 else torch.float32
     norms = torch.linalg.vector_norm(updates, dim=(-2, -1), dtype=wide)
     return norms.mul_(scale / math.sqrt(rows * cols)).float()
 

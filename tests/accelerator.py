@@ -5,7 +5,6 @@ Both are context managers, so that they work in the processes of distributed tes
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmuon.comm import streams
-from dmuon.step import shard_state
+from dmuon.step import sharded_state
 
 __all__ = ["host_cannot_read", "nothing_read"]
 
@@ -27,7 +26,7 @@ def host_cannot_read() -> Iterator[None]:
     """Ownerships and optimizers that are made and used inside believe to be on an accelerator."""
     with (
         patch.object(streams, "host_can_read", lambda device: False),
-        patch.object(shard_state, "_CHUNK_BYTES", math.inf),  # no caches to fit into
+        patch.dict(sharded_state.CHUNK_BYTES, clear=True),  # no caches to fit into
     ):
         yield
 

@@ -13,22 +13,29 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from dmuon.scheduler.batches import Batch
 from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.scheduler.shards import Box, Form, ShardMap
 from dmuon.scheduler.specs import ITEM_SIZE
 
 __all__ = [
+    "BucketRoute",
+    "Message",
     "Pack",
+    "Part",
     "PublishBucket",
     "Span",
     "Unit",
     "Window",
+    "bucket_route",
     "make_window",
+    "parts_of",
     "publish_buckets",
     "reduction_windows",
+    "sent_elements",
     "units_of",
 ]
 
@@ -71,9 +78,12 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Same-shape matrices of one owner and one param group, which are orthogonalized together.
+    """Matrices of one shape, owner and param group, which are orthogonalized together.
 
-    ``kernel`` is what runs them, as `KernelChoice` writes it, "" for the fixed rule.
+    They are stacked ``[b, rows, cols]``. A matrix and its transpose are of one shape; where a unit
+    has both, it is stacked short side first, and ``transposed`` says for each matrix whether its
+    slot holds the transpose (empty: none does). ``kernel`` is what runs them, as `KernelChoice`
+    writes it, "" for the fixed rule.
     """
 
     owner: int
@@ -83,6 +93,11 @@ class Unit:
     cols: int
     ms: float
     kernel: str = ""
+    transposed: tuple[bool, ...] = ()
+
+    def holds_transpose(self, position: int) -> bool:
+        """Whether the slot of the matrix at this position holds its transpose."""
+        return bool(self.transposed) and self.transposed[position]
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -192,9 +207,19 @@ def _cut(plan: OwnershipPlan, batch: Batch, groups: Sequence[int]) -> list[Unit]
         by_group[groups[i]].append(i)
     units = []
     for group, members in by_group.items():
-        rows, cols = plan.specs.matrices[members[0]].shape
+        shapes = [plan.specs.matrices[i].shape for i in members]
+        rows, cols = shapes[0]
+        transposed: tuple[bool, ...] = ()
+        if len(set(shapes)) > 1:
+            rows, cols = sorted(shapes[0])
+            transposed = tuple(shape != (rows, cols) for shape in shapes)
         share = batch.ms * len(members) / len(batch.matrices)
-        units.append(Unit(batch.owner, group, tuple(members), rows, cols, share, batch.kernel))
+        units.append(
+            Unit(
+                batch.owner, group, tuple(members), rows, cols, share, batch.kernel,
+                transposed=transposed,
+            )
+        )  # fmt: skip
     return units
 
 
@@ -233,3 +258,166 @@ def aligned(nbytes: int, alignment: int = 64) -> int:
     128
     """
     return math.ceil(nbytes / alignment) * alignment
+
+
+# ---- routes of the sharded layout ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Equal pieces of matrices that follow each other in a unit, one behind the other in a buffer.
+
+    The piece ``box`` of each of ``matrices``, which are at ``position`` and on in ``unit``. Such a
+    matrix is ``whole`` in its parameter's dims, which read as rows and columns by ``form``;
+    ``transposed``: its slot in the unit's stack holds the transpose. In the flat buffer the pieces
+    begin at element ``start``.
+    """
+
+    unit: int
+    position: int
+    matrices: tuple[int, ...]
+    box: Box
+    whole: tuple[int, ...]
+    form: Form
+    transposed: bool
+    start: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the pieces together."""
+        return len(self.matrices), *self.box.shape
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Parts in the order of the buffer, and how many elements each rank sends or receives."""
+
+    parts: tuple[Part, ...]
+    splits: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(self.splits)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketRoute:
+    """One rank's view of a bucket.
+
+    ``held``: this rank's pieces, by owner; what it sends in the gather and receives in the
+    scatter. ``owned``: all pieces of the matrices that it owns, by holder. ``copies_out`` and
+    ``copies_in``: its pieces of updates, by the rank that they go to or come from, along the axes
+    that replicate. ``replicates`` is the same on every rank: whether anyone copies.
+    """
+
+    units: tuple[int, ...]  # owned here
+    held: Message
+    owned: Message
+    copies_out: Message
+    copies_in: Message
+    replicates: bool
+
+
+def parts_of(
+    shards: ShardMap, unit: int, pieces: Iterable[tuple[int, int, bool, Box]]
+) -> list[Part]:
+    """Pieces (position, matrix, whether its slot holds the transpose, box), equal ones joined."""
+    parts: list[Part] = []
+    start = 0
+    for position, i, transposed, box in pieces:
+        whole = shards.boxes[i]
+        kind = (box, whole.box.shape, whole.form, transposed)
+        last = parts[-1] if parts else None
+        if (
+            last is not None
+            and position == last.position + len(last.matrices)
+            and kind == (last.box, last.whole, last.form, last.transposed)
+        ):
+            parts[-1] = replace(last, matrices=(*last.matrices, i))
+        else:
+            parts.append(Part(unit, position, (i,), *kind, start))
+        start += box.numel
+    return parts
+
+
+class _Letter:
+    """Collects the pieces for each peer, and lays them out one peer behind the other."""
+
+    def __init__(self, shards: ShardMap) -> None:
+        self._shards = shards
+        self._pieces: dict[int, dict[int, list[tuple[int, int, bool, Box]]]] = {}
+
+    def add(self, peer: int, unit: int, position: int, matrix: int, turned: bool, box: Box) -> None:
+        of_unit = self._pieces.setdefault(peer, {})
+        of_unit.setdefault(unit, []).append((position, matrix, turned, box))
+
+    def message(self) -> Message:
+        parts: list[Part] = []
+        splits, start = [0] * self._shards.world, 0
+        for peer in sorted(self._pieces):
+            for unit, pieces in self._pieces[peer].items():
+                for part in parts_of(self._shards, unit, pieces):
+                    parts.append(replace(part, start=part.start + start + splits[peer]))
+                splits[peer] += sum(box.numel for *_, box in pieces)
+            start += splits[peer]
+        return Message(tuple(parts), tuple(splits))
+
+
+def bucket_route(
+    shards: ShardMap, units: Sequence[Unit], bucket: Sequence[int], rank: int
+) -> BucketRoute:
+    """What ``rank`` sends and receives for a bucket."""
+    held, owned, out, into = (_Letter(shards) for _ in range(4))
+    replicates = False
+    for u in bucket:
+        owner = units[u].owner
+        for k, i in enumerate(units[u].matrices):
+            turned = units[u].holds_transpose(k)
+            of_owner = shards.replica_of(i, owner)
+            if owner == rank:
+                for piece in shards.pieces(i):
+                    if piece.replica == of_owner:
+                        owned.add(piece.rank, u, k, i, turned, piece.box)
+            mine = shards.piece(i, rank)
+            is_sender = mine.replica == of_owner
+            if mine.numel and is_sender:
+                held.add(owner, u, k, i, turned, mine.box)
+            if not shards.is_replicated(i):
+                continue
+            replicates = True
+            for peer, replica in shards.partners(i, rank) if mine.numel else ():
+                if is_sender:
+                    out.add(peer, u, k, i, turned, mine.box)
+                elif replica == of_owner:
+                    into.add(peer, u, k, i, turned, mine.box)
+    own = tuple(u for u in bucket if units[u].owner == rank)
+    return BucketRoute(
+        own, held.message(), owned.message(), out.message(), into.message(), replicates
+    )
+
+
+def sent_elements(
+    shards: ShardMap, units: Sequence[Unit], travelling: Sequence[int]
+) -> dict[str, int]:
+    """Elements that all ranks together send in a full step, what stays on a rank left out.
+
+    By purpose. On a flat mesh of W ranks and evenly sharded matrices of P elements "gather" and
+    "scatter" are ``P (W-1)/W`` each; with R replicas of S shards ``P (S-1)/S`` each, and
+    "replicate" is ``P (R-1)``.
+    """
+    total = {"gather": 0, "scatter": 0, "replicate": 0}
+    for u in travelling:
+        owner = units[u].owner
+        for i in units[u].matrices:
+            of_owner = shards.replica_of(i, owner)
+            for piece in shards.pieces(i):
+                if piece.replica != of_owner:
+                    total["replicate"] += piece.numel
+                elif piece.rank != owner:
+                    total["gather"] += piece.numel
+                    total["scatter"] += piece.numel
+    return total

@@ -31,12 +31,11 @@ from dmuon.comm.hooks import (
     wait_points,
 )
 from dmuon.comm.layout import Gradients, check_frozen, check_replaced, not_bound
-from dmuon.comm.pipeline import BucketWork, Pipeline, pipeline_elements
-from dmuon.comm.routes import Unit, units_of
-from dmuon.comm.shard_routes import BucketRoute, bucket_route, wire_elements
+from dmuon.comm.pipeline import Pipeline, buffer_elements
+from dmuon.comm.routes import Unit, bucket_route, sent_elements, units_of
 from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.config import ShardedOptions
-from dmuon.dtensors import LayoutStamp, gradient_like, layout_stamp, local_tensor
+from dmuon.dtensors import LocalParameters
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.shards import ShardMap
 from dmuon.types import OwnershipError
@@ -70,19 +69,18 @@ class ShardedRuntime:
         self._options = options
         self._model = weakref.ref(model)
         self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
-        self._stamps: list[LayoutStamp] = [layout_stamp(p) for p in self.parameters]
+        self.locals = LocalParameters(self.parameters, [p.name for p in plan.specs.parameters])
         self._needs: dict[int, set[int]] = {}  # id(parameter) -> buckets with a part of it
         self._removers: list[Callable[[], None]] = []
         self._coverage: Coverage | None = None
         self._gathers: Gathers | None = None
         self._sync = True
-        self._routes: list[BucketRoute] = []
         self._missing: tuple[int, ...] = ()  # parameters without a gradient, when last looked at
         self._closed = False
 
     # ---- binding and closing -------------------------------------------------------------
 
-    def bind(self, groups: Sequence[int], wire_dtype: torch.dtype) -> None:
+    def bind(self, groups: Sequence[int], ns_dtype: torch.dtype) -> None:
         """Prepare for an optimizer: the param group of each matrix, and the dtype that travels."""
         if self.pipeline is not None:
             raise OwnershipError(
@@ -91,36 +89,36 @@ class ShardedRuntime:
             )
         options = self._options
         self.units = units_of(self.plan, groups)
-        wire = [u for u, unit in enumerate(self.units) if not self.is_local(unit)]
         buckets = cut_buckets(
-            self.units, wire, options.bucket_bytes, options.min_buckets, wire_dtype.itemsize
-        )
-        rank = self.transport.rank
-        routes = [bucket_route(self.shards, self.units, bucket, rank) for bucket in buckets]
-        self._routes = routes
+            self.units, self._travelling, options.bucket_bytes, options.min_buckets,
+            ns_dtype.itemsize,
+        )  # fmt: skip
+        routes = [
+            bucket_route(self.shards, self.units, bucket, self.transport.rank) for bucket in buckets
+        ]
+        like = torch.empty(0, dtype=ns_dtype, device=self.device)
         self.pipeline = Pipeline(
-            routes,
-            self.units,
-            self.shards,
-            self.transport,
-            self.meter,
-            options.buffers,
-            torch.empty(0, dtype=wire_dtype, device=self.device),
+            routes, self.units, self.transport, self.meter, options.buffers, like
         )
         for b, route in enumerate(routes):
             for part in (*route.held.parts, *route.copies_in.parts):
-                p = self.plan.specs.matrices[part.matrix].parameter
-                self._needs.setdefault(id(self.parameters[p]), set()).add(b)
+                for i in part.matrices:
+                    p = self.parameters[self.plan.specs.matrices[i].parameter]
+                    self._needs.setdefault(id(p), set()).add(b)
         self._install_hooks(self.pipeline)
 
-    def buffer_elements(self) -> dict[str, int]:
-        """Elements of the wire's dtype that the buffers hold, by purpose."""
-        return pipeline_elements(self._routes, self.units, self._options.buffers)
+    @property
+    def _travelling(self) -> list[int]:
+        return [u for u, unit in enumerate(self.units) if not self.is_local(unit)]
 
-    def wire_elements(self) -> dict[str, int]:
-        """Elements of the wire's dtype that all ranks together send in a full step, by purpose."""
-        wire = [u for u, unit in enumerate(self.units) if not self.is_local(unit)]
-        return wire_elements(self.shards, self.units, wire)
+    def buffer_elements(self) -> dict[str, int]:
+        """Elements of the Newton-Schulz dtype that the buffers hold, by purpose."""
+        routes = [bucket.route for bucket in self.bound().buckets]
+        return buffer_elements(routes, self.units, self._options.buffers)
+
+    def sent_elements(self) -> dict[str, int]:
+        """Elements of that dtype that all ranks together send in a full step, by purpose."""
+        return sent_elements(self.shards, self.units, self._travelling)
 
     def is_local(self, unit: Unit) -> bool:
         """Whether a unit's matrices lie whole on their owner and nowhere else."""
@@ -173,31 +171,17 @@ class ShardedRuntime:
     def reduce_gradients(self) -> None:
         """The framework has reduced them; check that parameters are what was planned."""
         self.bound()
-        for p, stamp, spec in zip(
-            self.parameters, self._stamps, self.plan.specs.parameters, strict=True
-        ):
-            if not stamp.fits(p):
-                raise OwnershipError(
-                    f"parameter {spec.name!r} is now {layout_stamp(p)}; it was planned as {stamp}. "
-                    "Shard, move or convert the model before dmuon.dedicate_params(model), or call "
-                    "own.close() and dmuon.dedicate_params(model) again"
-                )
+        self.locals.check()
         check_frozen(self._frozen)
         self.synchronize()
 
     def local_gradients(self) -> list[Tensor | None]:
         """The local part of each parameter's gradient, None where there is none here."""
-        found: list[Tensor | None] = []
-        for p in self.parameters:
-            if p.grad is not None:
-                whole = gradient_like(p.grad, p)
-                if whole is not p.grad:
-                    p.grad = whole
-            found.append(None if p.grad is None else local_tensor(p.grad))
-        missing = tuple(i for i, grad in enumerate(found) if grad is None)
-        if missing and missing != self._missing:
+        found = self.locals.gradients()
+        if any(grad is None for grad in found):
+            missing = tuple(i for i, grad in enumerate(found) if grad is None)
             model = self._model()
-            if model is not None:
+            if missing != self._missing and model is not None:
                 check_replaced(model, self.parameters)
             self._missing = missing  # the same modules are unused, step after step
         return found
@@ -232,10 +216,16 @@ class ShardedRuntime:
         self.meter.add(tag, vector)
         return self.transport.all_reduce(vector, tag=tag)
 
-    def run(self, work: BucketWork, meanwhile: Callable[[], None]) -> None:
+    def run(
+        self,
+        fill: Callable[[int], None],
+        compute: Callable[[int, Callable[[int, Tensor], None]], None],
+        apply: Callable[[int], None],
+        meanwhile: Callable[[], None],
+    ) -> None:
         """Send every bucket to its owners and back; see `Pipeline.run`."""
         pipeline = self.bound()
-        pipeline.run(work, meanwhile)
+        pipeline.run(fill, compute, apply, meanwhile)
         assert self._coverage is not None and self._gathers is not None
         missed = self._coverage.take_missed()
         if self._gathers.by_other_methods():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dmuon.ownership import Ownership
 from dmuon.period import Schedule
+from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm
 
-__all__ = ["Amp", "Engine", "Settings", "rest_by_group"]
+__all__ = ["Amp", "Engine", "Settings", "adamw_parameters", "group_of_matrices"]
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class Engine(Protocol):
         """Take over saved entries, bit for bit where they have the same precision."""
 
 
-def rest_by_group(ownership: Ownership, optimizer: Optimizer) -> dict[int, list[Tensor]]:
-    """The ownership's parameters in each AdamW group, by the group's number."""
-    mine = set(ownership.parameters)
+def adamw_parameters(parameters: Iterable[Tensor], optimizer: Optimizer) -> dict[int, list[Tensor]]:
+    """Those of ``parameters`` that are in each AdamW group, by the group's number."""
+    mine = set(parameters)
     return {
         g: [p for p in group["params"] if p in mine]
         for g, group in enumerate(optimizer.param_groups)
@@ -80,8 +80,9 @@ def rest_by_group(ownership: Ownership, optimizer: Optimizer) -> dict[int, list[
     }
 
 
-def group_of_matrices(ownership: Ownership, optimizer: Optimizer) -> list[int]:
-    """The number of the param group of each matrix."""
+def group_of_matrices(
+    parameters: Sequence[Tensor], specs: ModelSpecs, optimizer: Optimizer
+) -> list[int]:
+    """The number of the param group of each matrix of ``specs``, which are of ``parameters``."""
     group_of = {p: g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    specs = ownership.plan.specs
-    return [group_of[ownership.parameters[m.parameter]] for m in specs.matrices]
+    return [group_of[parameters[m.parameter]] for m in specs.matrices]

@@ -19,7 +19,7 @@ from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
 from dmuon.operand import apply_all, is_fused, normalized_momentum
 from dmuon.ownership import Ownership
-from dmuon.step.engine import Amp, Settings, group_of_matrices, rest_by_group
+from dmuon.step.engine import Amp, Settings, adamw_parameters, group_of_matrices
 from dmuon.step.owner_state import OwnerState
 from dmuon.types import OwnershipError
 from dmuon.update import Rates, update_rms
@@ -43,10 +43,10 @@ class OwnerEngine:
                 "owner keeps a slice of a weight only. Keep the parameters in float32 and compute "
                 "in bfloat16 (torch.autocast), or leave master_weights off"
             )
-        self._runtime.bind(group_of_matrices(ownership, optimizer), self._payload_dtype)
+        groups = group_of_matrices(ownership.parameters, ownership.plan.specs, optimizer)
+        self._runtime.bind(groups, self._payload_dtype)
         self._owned = OwnerState(ownership, settings.master_weights)
-        self._rest = rest_by_group(ownership, optimizer)
-        self._on_host = streams.host_can_read(self._runtime.device)
+        self._rest = adamw_parameters(ownership.parameters, optimizer)
         self._kernels = Orthogonalizer(self._runtime.device, settings.ns_dtype, ownership.kernels)
         mine = [u for u in self._runtime.units if u.owner == ownership.rank]
         self._kernels.reserve(self._call(u, len(u.matrices)) for u in mine)
@@ -140,7 +140,7 @@ class OwnerEngine:
                 with_grad,
                 grads,
                 master_weights=self._settings.master_weights,
-                on_device=not self._on_host,
+                fused=not streams.host_can_read(self._runtime.device),
             )
 
     def finish(self) -> None:
@@ -167,8 +167,5 @@ class OwnerEngine:
                 self._optimizer.state.pop(p, None)
                 if "exp_avg" in saved.get(p, {}):
                     self._optimizer.state[p] = {
-                        k: v.detach()
-                        .clone()
-                        .to("cpu" if k == "step" and self._on_host else p.device)
-                        for k, v in saved[p].items()
+                        k: v.detach().clone().to(p.device) for k, v in saved[p].items()
                     }

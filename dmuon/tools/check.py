@@ -100,7 +100,7 @@ _LAYOUTS = ("replicated", "sharded", "dedicated")
 # What an owner calls for Newton-Schulz, by layout.
 NEWTON_SCHULZ = {
     "replicated": "dmuon.step.owner_engine.orthogonalize",
-    "sharded": "dmuon.step.sharded_bench.orthogonalize",
+    "sharded": "dmuon.step.sharded.orthogonalize",
     "dedicated": "dmuon.step.owner_engine.orthogonalize",
 }
 

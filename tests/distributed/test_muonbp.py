@@ -195,7 +195,7 @@ def test_block_steps_issue_no_collective_and_full_steps_the_planned_ones(rank, w
             if step % 3:
                 assert events == []
             opt.zero_grad()
-        buckets = len(own.runtime.pipeline._buckets)
+        buckets = len(own.runtime.pipeline.buckets)
         trips = ["gather", "scatter"] + ["replicate"] * (case == "hsdp")
         planned = ["norms", *trips * buckets, "rms"]
         # The second full step is not among those that exchange times.

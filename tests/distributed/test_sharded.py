@@ -57,7 +57,7 @@ def test_a_planted_fault_is_seen(rank, world):
     with dedicated(both.model) as (_, opt):
         ref = reference(both.twin)
         if rank == 0:
-            opt._engines[0].bench.kept.momentum[0].add_(0.1)
+            opt._engines[0]._state.momentum[0].add_(0.1)
         both.backward(0)
         opt.step()
         both.joint_backward(0)

@@ -56,7 +56,7 @@ def bytes_of_a_step(model: nn.Module, rank: int, dtype: torch.dtype) -> tuple[in
         mine = sum(event.nbytes for event in transport.events)
         assert mine == sum(opt.stats()["bytes"].values())
         total = sum(own.runtime.transport.gather_objects(mine))
-        return total, own.runtime.wire_elements()
+        return total, own.runtime.sent_elements()
 
 
 @pytest.mark.parametrize("mesh", [(4,), (2, 2), (4, 1), (1, 4)])
@@ -86,7 +86,7 @@ def test_bytes_follow_the_routes_on_every_mesh(rank, world, case):
                 counted[event.tag] += event.nbytes
         everyone = own.runtime.transport.gather_objects(counted)
         sums = {tag: sum(c[tag] for c in everyone) for tag in counted}
-        assert sums == {tag: 2 * n for tag, n in own.runtime.wire_elements().items()}
+        assert sums == {tag: 2 * n for tag, n in own.runtime.sent_elements().items()}
         held = 0
         for i, matrix in enumerate(own.plan.specs.matrices):
             owner = own.plan.owners[i]
@@ -119,7 +119,7 @@ def peak_bytes(action: Any) -> tuple[int, int]:
 
 
 # Of `step_bytes`, what is alive for a moment only; one at a time.
-TEMPORARIES = ("norms", "updates", "adamw", "block_step")
+TEMPORARIES = ("norms", "updates", "block_step")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -147,21 +147,18 @@ def test_memory_of_a_step_follows_the_published_formula(rank, world, dtype):
 
 
 @distributed(2)
-def test_a_large_embedding_shows_in_the_memory_of_a_step(rank, world):
+def test_adamw_on_a_large_embedding_takes_no_memory(rank, world):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(4000, 64), nn.Linear(64, 32, bias=False))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    for period in (1, 2):
-        with dedicated(model, period=period) as (_, opt):
-            for _ in range(period):
-                set_gradients(model, 0, rank)
-                opt.step()
-                opt.synchronize()
-            formula = opt.stats()["step_bytes"]
-            if period == 2:  # the next one is full again
-                opt.step()
+    with dedicated(model, period=2) as (_, opt):
+        for _ in range(2):  # a full step and a block step
+            set_gradients(model, 0, rank)
+            opt.step()
+            opt.synchronize()
+        for _ in range(2):
             most, _ = peak_bytes(lambda: (opt.step(), opt.synchronize()))
-        assert abs(most / formula["adamw"] - 1) <= 0.1, (period, most, formula)
+            assert most <= 0.1 * 4 * 2000 * 64, most
 
 
 @distributed(2)
@@ -187,7 +184,7 @@ def test_any_number_of_buffers_gives_the_same_bits(rank, world, slots):
         both = pair("hsdp")
         options = dmuon.ShardedOptions(buffers=buffers, bucket_bytes=1)
         with dedicated(both.model, options=options, planner=planner) as (own, opt):
-            assert len(own.runtime.pipeline._buckets) > 3
+            assert len(own.runtime.pipeline.buckets) > 3
             for step in range(3):
                 both.backward(step)
                 opt.step()
@@ -198,16 +195,15 @@ def test_any_number_of_buffers_gives_the_same_bits(rank, world, slots):
 
 @distributed(2)
 def test_a_step_allocates_nothing_that_grows_with_the_model(rank, world):
-    most = {}
-    for layers in (2, 6):  # the workspace of Newton-Schulz is there before
+    for layers in (6, 18):  # the workspace of Newton-Schulz is there before
         model = sharded_wide((2,), width=64, layers=layers)
         options = dmuon.ShardedOptions(min_buckets=layers)
         with dedicated(model, options=options) as (_, opt):
             set_gradients(model, 0, rank)
             opt.step()
             opt.synchronize()
-            most[layers] = peak_bytes(lambda: (opt.step(), opt.synchronize()))[0]
-    assert most[6] <= 1.1 * most[2], most
+            most, _ = peak_bytes(lambda: (opt.step(), opt.synchronize()))
+            assert most <= 1.1 * opt.stats()["step_bytes"]["norms"] <= 1 << 20
 
 
 def seconds_of_a_step(own: dmuon.Ownership, opt: dmuon.Muon) -> float:

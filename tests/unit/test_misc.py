@@ -360,6 +360,6 @@ def test_there_are_examples_in_docstrings():
         "scheduler.costs",
         "scheduler.specs",
         "comm.routes",
-        "comm.blocks",
+        "comm.hooks",
     ):
         assert examples[f"dmuon.{module}"] > 0

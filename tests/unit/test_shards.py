@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmuon.comm.buckets import cut_buckets
-from dmuon.comm.routes import units_of
-from dmuon.comm.shard_routes import bucket_route, wire_elements
+from dmuon.comm.routes import bucket_route, sent_elements, units_of
 from dmuon.scheduler.assembly import assemble
 from dmuon.scheduler.costs import resolve_costs
 from dmuon.scheduler.plan import solve
@@ -145,20 +144,21 @@ def test_send_and_receive_plans_agree_pairwise(shards, least, size, data):
                     sent[name] += sum(box.numel for _, box in left)
         # Whoever holds a part gets its update once; owners get every element once.
         for rank, route in enumerate(routes):
-            updated = sorted(p.matrix for parts in route.received for p in parts)
+            arriving = (*route.held.parts, *route.copies_in.parts)
+            updated = sorted(i for part in arriving for i in part.matrices)
             assert updated == sorted(
                 i for u in bucket for i in units[u].matrices if shards.piece(i, rank).numel
             )
-            owned = sum(p.box.numel for p in route.owned.parts)
+            owned = sum(part.numel for part in route.owned.parts)
             assert owned == sum(units[u].numel for u in route.units)
-    assert sent == wire_elements(shards, units, wire)
+    assert sent == sent_elements(shards, units, wire)
 
 
 def peer_parts(message, peer: int) -> list[tuple[int, Box]]:
     """What goes to (or comes from) a peer, in order."""
     start = sum(message.splits[:peer])
     end = start + message.splits[peer]
-    return [(p.matrix, p.box) for p in message.parts if start <= p.start < end]
+    return [(i, p.box) for p in message.parts if start <= p.start < end for i in p.matrices]
 
 
 @pytest.mark.parametrize("replicas, shards_", [(1, 4), (2, 2), (4, 2)])
@@ -176,7 +176,7 @@ def test_traffic_is_what_the_design_says(replicas, shards_):
         layout=Layout.SHARDED, limits=made.limits(None, None),
     )  # fmt: skip
     units = units_of(plan, [0] * 8)
-    total = sum(wire_elements(made, units, range(len(units))).values())
+    total = sum(sent_elements(made, units, range(len(units))).values())
     elements = 8 * 16 * 8
     expected = elements / world * (2 * (shards_ - 1) / shards_ + replicas - 1)
     assert total / world == expected

@@ -1,0 +1,685 @@
+"""Muon in the `sharded` layout: momentum on shards, Newton-Schulz at owners or on blocks.
+
+A full step, on every rank::
+
+    operands    momentum and Nesterov on the local blocks, into a workspace: nothing is changed yet
+    verdict     one all-reduce: every matrix's squared norm, who has gradients, who found an inf
+    pipeline    normalized blocks to the owners, Newton-Schulz there, updates back to the blocks;
+                while the first buckets travel: the momentum, what lies here alone, AdamW
+
+A block step (MuonBP, arXiv 2510.16981, Algorithm 1) orthogonalizes blocks by themselves, without
+any collective. A block without a gradient here, or with one that is not finite, is left alone:
+that is all that a rank can know by itself, and replicas know the same.
+
+Where the host cannot read from the device without waiting, every decision is a mask there: what is
+bad gets an operand of zeros, hence an update of zeros, and neither momentum nor decay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dmuon.adamw import adamw_step, make_adamw_state, refresh_masters
+from dmuon.comm import streams
+from dmuon.comm.pipeline import places
+from dmuon.comm.routes import Part, Unit, parts_of
+from dmuon.comm.sharded import ShardedRuntime
+from dmuon.comm.streams import Stopwatch
+from dmuon.comm.transport import Work
+from dmuon.config import KernelOptions
+from dmuon.dtensors import local_tensor
+from dmuon.kernels.newton_schulz import resolve_coefficients
+from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
+from dmuon.scheduler.shards import Box
+from dmuon.step.engine import Amp, Settings, adamw_parameters, group_of_matrices
+from dmuon.step.sharded_state import Operands, ShardState, copy_state, mask
+from dmuon.step.verdict import Verdict, VerdictMessage
+from dmuon.telemetry import StepTelemetry
+from dmuon.update import Rates, apply_updates, scale_all, scale_into, update_rms
+
+__all__ = ["ShardedEngine"]
+
+_BLOCK_BATCH = 16  # blocks of one shape that are orthogonalized together
+
+Gradients = Sequence[Tensor | None]
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What a step did. ``finite`` is a 0-d device bool where the host has not read it.
+
+    ``rms[n]`` is the RMS of the update of matrix ``matrices[n]``, once ``work`` is done.
+    """
+
+    full: bool = True
+    finite: bool | Tensor = True
+    matrices: Sequence[int] = ()
+    rms: Tensor | None = None
+    work: Work | None = None
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Blocks of one param group whose matrices have one shape, with views of where their updates
+    land. ``positions`` [blocks] is for masks."""
+
+    group: int
+    rows: int
+    cols: int
+    blocks: list[int]
+    updates: list[Tensor]
+    positions: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """Blocks ``[b, rows, cols]`` that this rank orthogonalizes by itself: a unit that lies here
+    alone, or equal blocks in a block step. ``first`` is the position of the first one."""
+
+    group: int
+    shape: tuple[int, int, int]
+    kernel: str
+    operands: Operands
+    first: int
+    parts: list[Part]
+    is_whole: bool
+    matrices: tuple[int, ...]
+    index: Tensor  # [b]: of the matrices
+
+
+class ShardedEngine:
+    """See `dmuon.step.engine.Engine`."""
+
+    def __init__(
+        self,
+        runtime: ShardedRuntime,
+        telemetry: StepTelemetry,
+        options: KernelOptions,
+        optimizer: Optimizer,
+        settings: Settings,
+    ) -> None:
+        self._runtime = runtime
+        self._telemetry = telemetry
+        self._optimizer = optimizer
+        self._settings = settings
+        self._on_host = streams.host_can_read(runtime.device)
+        groups = group_of_matrices(runtime.parameters, runtime.plan.specs, optimizer)
+        runtime.bind(groups, settings.ns_dtype)
+        self._state = ShardState(runtime, optimizer, groups, settings.master_weights)
+        index: dict[Tensor, int] = {p: i for i, p in enumerate(runtime.parameters)}
+        # By param group: AdamW's parameters, as (index, parameter).
+        self._adamw = {
+            g: [(index[p], p) for p in params]
+            for g, params in adamw_parameters(runtime.parameters, optimizer).items()
+        }
+        for params in self._adamw.values():
+            for _, p in params:  # made now, so that every rank saves the same keys
+                make_adamw_state(p, optimizer.state, settings.master_weights)
+        self._kernels = Orthogonalizer(runtime.device, settings.ns_dtype, options)
+        self._bind_full_step()
+        self._bind_block_step()
+        if not self._on_host:
+            self._operands.prepare_masks()
+        calls = [self._call(stack) for stack in (*self._local, *self._block_stacks)]
+        lasting = [
+            (self._unit_call(runtime.units[u]), [stack])
+            for bucket in runtime.bound().buckets
+            for u, stack in bucket.stacks
+        ]
+        self._kernels.reserve(calls, lasting)
+        self._outcome = _Outcome()
+        self._grads: list[Tensor | None] = []
+        self._amp = Amp()
+        self._skipped: int | Tensor = 0
+        self._seen_loads = 0
+
+    # ---- once ----------------------------------------------------------------------------
+
+    def _bind_full_step(self) -> None:
+        """Lay out the operands in the order in which they leave; then what stays; then replicas."""
+        runtime, state = self._runtime, self._state
+        rank, buckets = runtime.transport.rank, runtime.bound().buckets
+        order = [
+            state.block_of[i]
+            for bucket in buckets
+            for part in bucket.route.held.parts
+            for i in part.matrices
+        ]
+        local = [u for u in runtime.units if runtime.is_local(u) and u.owner == rank]
+        order += [state.block_of[i] for unit in local for i in unit.matrices]
+        order += sorted(set(range(len(state.blocks))) - set(order))
+        self._operands = operands = Operands(state, order)
+
+        blocks = [state.blocks[k] for k in order]
+        counted = [n for n, b in enumerate(blocks) if b.travels and b.counts]
+        self._message = VerdictMessage(
+            runtime.shards, rank, runtime.device, [blocks[n].matrix for n in counted]
+        )
+        self._counted = self._index(counted, state.device)
+        travels = [n for n, b in enumerate(blocks) if b.travels]
+        number = {i: j for j, i in enumerate(self._message.travelling)}
+        self._travels = self._index(travels, state.device)
+        self._norm_of = self._index([number[blocks[n].matrix] for n in travels], runtime.device)
+
+        self._fills: list[list[tuple[int, Tensor, Tensor]]] = []  # (first, operands, places)
+        self._shares: list[list[_Share]] = []
+        first = 0
+        for bucket in buckets:
+            last = first + sum(len(part.matrices) for part in bucket.route.held.parts)
+            runs = operands.runs(first, last) if last > first else []
+            sizes = [flat.numel() for _, flat in runs]
+            into = [view.view(flat.shape) for view, (_, flat) in
+                    zip(bucket.send.split(sizes), runs, strict=True)]  # fmt: skip
+            self._fills.append([(n, flat, to) for (n, flat), to in zip(runs, into, strict=True)])
+            first = last
+            landing = [
+                (i, update)
+                for buffer, parts in (
+                    (bucket.landed, bucket.route.held.parts),
+                    (bucket.copies_in, bucket.route.copies_in.parts),
+                )
+                for part in parts
+                for i, update in zip(
+                    part.matrices,
+                    buffer.narrow(0, part.start, part.numel).view(part.shape).unbind(),
+                    strict=True,
+                )
+            ]
+            self._shares.append(self._shares_of(landing))
+        self._local: list[_Stack] = []
+        for unit in local:
+            pieces = (
+                (k, i, unit.holds_transpose(k), runtime.shards.piece(i, rank).box)
+                for k, i in enumerate(unit.matrices)
+            )
+            parts = parts_of(runtime.shards, -1, pieces)
+            self._local.append(
+                _Stack(
+                    unit.group, unit.shape, unit.kernel, operands, first, parts, True,
+                    unit.matrices, self._index(unit.matrices, runtime.device),
+                )
+            )  # fmt: skip
+            first += len(unit.matrices)
+        self._owned: dict[int, tuple[Tensor, Tensor | None]] = {}  # matrices, which are turned
+        for bucket in buckets:
+            for u in bucket.route.units:
+                unit = runtime.units[u]
+                turned = None
+                if unit.transposed:
+                    turned = torch.tensor(unit.transposed, device=runtime.device)
+                self._owned[u] = self._index(unit.matrices, runtime.device), turned
+
+    def _bind_block_step(self) -> None:
+        self._block_stacks: list[_Stack] = []
+        self._block_operands = self._operands
+        if self._settings.schedule.always_full:
+            return
+        state, shards = self._state, self._runtime.shards
+        rank = self._runtime.transport.rank
+        alike: dict[tuple[int, int, int, bool], list[int]] = defaultdict(list)
+        for k, b in enumerate(state.blocks):
+            alike[b.group, b.rows, b.cols, b.is_whole].append(k)
+        self._block_operands = Operands(state, [k for equal in alike.values() for k in equal])
+        first = 0
+        for (group, rows, cols, whole), equal in alike.items():
+            for start in range(0, len(equal), _BLOCK_BATCH):
+                some = equal[start : start + _BLOCK_BATCH]
+                matrices = tuple(state.blocks[k].matrix for k in some)
+                pieces = ((n, i, False, shards.piece(i, rank).box) for n, i in enumerate(matrices))
+                # Here a block is a whole by itself.
+                parts = [
+                    replace(
+                        part,
+                        whole=part.box.shape,
+                        box=Box((0,) * len(part.box.shape), part.box.shape),
+                    )
+                    for part in parts_of(shards, -1, pieces)
+                ]
+                self._block_stacks.append(
+                    _Stack(
+                        group, (len(some), rows, cols), "", self._block_operands, first, parts,
+                        whole, matrices, self._index(matrices, self._runtime.device),
+                    )
+                )  # fmt: skip
+                first += len(some)
+
+    def _index(self, values: Sequence[int], device: torch.device) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    def _shares_of(self, landing: Sequence[tuple[int, Tensor]]) -> list[_Share]:
+        """(matrix, its update here), by param group, shape and dtype of the matrix."""
+        state, specs = self._state, self._runtime.plan.specs
+        alike: dict[tuple[int, int, int, str], list[tuple[int, Tensor]]] = defaultdict(list)
+        for i, update in landing:
+            k, matrix = state.block_of[i], specs.matrices[i]
+            kind = (state.blocks[k].group, *matrix.shape, matrix.dtype)
+            alike[kind].append((k, update))
+        found = []
+        for (group, rows, cols, _), members in alike.items():
+            blocks = [k for k, _ in members]
+            positions = self._index([self._operands.position_of[k] for k in blocks], state.device)
+            found.append(_Share(group, rows, cols, blocks, [u for _, u in members], positions))
+        return found
+
+    # ---- a step --------------------------------------------------------------------------
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    def begin(self, amp: Amp) -> None:
+        self._runtime.reduce_gradients()
+        self._outcome.wait()
+        self._state.begin_step()
+        self._refresh_masters()
+        self._grads = self._runtime.local_gradients()
+        self._amp = amp
+        present = [g for g in self._grads if g is not None]
+        if amp.scale is not None and present:
+            # A tensor, because reading it would wait for the device.
+            scale_all(present, amp.scale.reciprocal().to(present[0].device))
+
+    def _refresh_masters(self) -> None:
+        if not self._settings.master_weights:
+            return
+        self._state.make_masters()
+        if self._runtime.loads != self._seen_loads:
+            self._seen_loads = self._runtime.loads
+            self._state.refresh_masters()
+            for params in self._adamw.values():
+                refresh_masters(self._optimizer.state, [p for _, p in params])
+
+    def launch(self) -> None:
+        schedule = self._settings.schedule
+        # Rates as they are now: a scheduler may change the groups before an update is applied.
+        rates = [Rates.of(group) for group in self._groups]
+        watch = self._telemetry.begin_step()
+        run = self._full_step if schedule.is_full(schedule.t) else self._block_step
+        self._outcome = run(self._grads, rates, watch, self._amp.found_inf)
+        self._grads = []
+
+    def rest(self) -> None:
+        """AdamW ran while the first buckets travelled."""
+
+    def finish(self) -> None:
+        if self._outcome.full:  # a block step issues no collective, and this may
+            self._telemetry.finish_step()
+
+    def _full_step(
+        self, grads: Gradients, rates: list[Rates], watch: Stopwatch, found_inf: Tensor | None
+    ) -> _Outcome:
+        """Take the step; the updates of the last buckets are applied later."""
+        runtime, operands, groups = self._runtime, self._operands, self._groups
+        of_blocks = self._state.gradients_of_blocks(grads)
+        norms = operands.fill(of_blocks, groups)
+        here = [g is not None for g in grads]
+        counted = norms.index_select(0, self._counted)
+        _, peaks = self._peaks(grads)
+        vector = self._message.fill(counted, [norms, *peaks], here, found_inf)
+        runtime.all_reduce(vector, "norms").wait()
+        verdict = self._message.read(vector, here, on_host=self._on_host)
+        if verdict.finite is False:
+            runtime.pass_by()
+            self._skipped = self._skipped + 1
+            return _Outcome(full=True, finite=False)
+        bad = self._bad(verdict)
+        shared = verdict.norms.index_select(0, self._norm_of).to(norms.device)
+        scales = operands.scales(norms.index_copy_(0, self._travels, shared), groups)
+        buckets, units = runtime.bound().buckets, runtime.units
+        matrices = range(len(runtime.plan.specs.matrices))
+        rms = torch.zeros(len(matrices), dtype=torch.float32, device=runtime.device)
+
+        def fill(b: int) -> None:
+            for first, flat, to in self._fills[b]:
+                scale_into(to, flat, scales.narrow(0, first, len(flat)))
+            if bad is not None:
+                own = bad.to(runtime.device)
+                mask([(first, to) for first, _, to in self._fills[b]], own)
+
+        def compute(b: int, done: Callable[[int, Tensor], None]) -> None:
+            for n, (u, stack) in enumerate(buckets[b].stacks):
+                if verdict.absent_matrices.issuperset(units[u].matrices):
+                    done(n, stack)  # of zeros, which nobody applies
+                    continue
+                update = self._orthogonalize(self._unit_call(units[u]), stack, watch)
+                self._note_rms(rms, units[u], self._owned[u], update, rates)
+                done(n, update)
+
+        def apply(b: int) -> None:
+            for share in self._shares[b]:
+                rate = rates[share.group]
+                lr = rate.adjusted(share.rows, share.cols)
+                own = bad
+                if bad is not None and bad.ndim:
+                    own = bad.index_select(0, share.positions)
+                self._apply(share.blocks, share.updates, rate.decay, lr, own)
+
+        def meanwhile() -> None:
+            operands.commit(of_blocks, groups, bad)
+            for stack in self._local:
+                if not verdict.absent_matrices.issuperset(stack.matrices):
+                    values = self._step_alone(stack, scales, rates, bad, watch)
+                    rms.index_copy_(0, stack.index, values)
+            self._update_adamw(grads, verdict)
+
+        runtime.run(fill, compute, apply, meanwhile)
+        if verdict.ok is not None:
+            self._skipped = self._skipped + verdict.ok.logical_not()
+        work = runtime.all_reduce(rms, "rms")
+        return _Outcome(True, True if verdict.ok is None else verdict.ok, matrices, rms, work)
+
+    def _block_step(
+        self, grads: Gradients, rates: list[Rates], watch: Stopwatch, found_inf: Tensor | None
+    ) -> _Outcome:
+        """Take the step; nothing changes where ``found_inf`` (0-d) is not zero: torch's scaler has
+        shared its verdict, and lowers its scale on all ranks."""
+        state, operands, groups = self._state, self._block_operands, self._groups
+        device = self._runtime.device
+        self._runtime.pass_by()
+        overflow = None if found_inf is None else found_inf.to(device) != 0
+        if overflow is not None and self._on_host:
+            if bool(overflow):
+                self._skipped = self._skipped + 1
+                return _Outcome(full=False, finite=False)
+            overflow = None
+        of_blocks = state.gradients_of_blocks(grads)
+        norms = operands.fill(of_blocks, groups)
+        numbers, peaks = self._peaks(grads)
+        own_bad = norms.isfinite().logical_not_()
+        for n, k in enumerate(operands.order):
+            if grads[state.blocks[k].parameter] is None:
+                own_bad.narrow(0, n, 1).fill_(True)
+        all_finite = torch.stack([v.isfinite().all().to(device) for v in (norms, *peaks)]).all()
+        if overflow is not None:
+            own_bad = own_bad | overflow.to(own_bad.device)
+            all_finite = all_finite & ~overflow
+        self._skipped = self._skipped + all_finite.logical_not()
+        finite = bool(all_finite) if self._on_host else all_finite
+        bad = None if self._on_host and not bool(own_bad.any()) else own_bad
+        scales = operands.scales(norms, groups)
+        operands.commit(of_blocks, groups, bad)
+        values = [self._step_alone(s, scales, rates, bad, watch) for s in self._block_stacks]
+        self._update_adamw_alone(grads, numbers, peaks, overflow, known_finite=finite is True)
+        rms = torch.cat(values) if values else None
+        matrices = [state.blocks[k].matrix for k in operands.order]
+        return _Outcome(False, finite, matrices, rms)
+
+    # ---- masks ---------------------------------------------------------------------------
+
+    def _bad(self, verdict: Verdict) -> Tensor | None:
+        """Which blocks are left as they are: a bool where all are alike, else one by position; None
+        for no block."""
+        state, operands = self._state, self._operands
+        bad = None if verdict.ok is None else verdict.ok.logical_not().to(state.device)
+        absent = [
+            n
+            for n, k in enumerate(operands.order)
+            if state.blocks[k].matrix in verdict.absent_matrices
+        ]
+        if not absent and not verdict.present_matrices:
+            return bad
+        own = torch.zeros(len(operands.order), dtype=torch.bool, device=state.device)
+        for n in absent:
+            own.narrow(0, n, 1).fill_(True)
+        for i, present in verdict.present_matrices.items():
+            if i in state.block_of:
+                n = operands.position_of[state.block_of[i]]
+                own.narrow(0, n, 1).copy_(present.logical_not())
+        return own if bad is None else own.logical_or_(bad)
+
+    # ---- Newton-Schulz -------------------------------------------------------------------
+
+    def _call_of(self, group: int, shape: tuple[int, int, int], kernel: str) -> Call:
+        settings = self._groups[group]
+        triples = resolve_coefficients(settings["ns_coefficients"], settings["ns_steps"])
+        return Call((shape,), triples, kernel)
+
+    def _unit_call(self, unit: Unit) -> Call:
+        return self._call_of(unit.group, unit.shape, unit.kernel)
+
+    def _call(self, stack: _Stack) -> Call:
+        return self._call_of(stack.group, stack.shape, stack.kernel)
+
+    def _orthogonalize(self, call: Call, stack: Tensor, watch: Stopwatch) -> Tensor:
+        """Newton-Schulz on normalized matrices ``[b, rows, cols]``, which are overwritten; the
+        result is valid until the next call."""
+        watch.start()
+        (update,) = orthogonalize(self._kernels, call, [stack])
+        watch.stop()
+        return update
+
+    def _note_rms(
+        self,
+        rms: Tensor,
+        unit: Unit,
+        index: tuple[Tensor, Tensor | None],
+        update: Tensor,
+        rates: Sequence[Rates],
+    ) -> None:
+        matrices, turned = index
+        rate = rates[unit.group]
+        factor: float | Tensor = _ratio(rate, unit.rows, unit.cols)
+        if turned is not None:
+            factor = torch.where(turned, _ratio(rate, unit.cols, unit.rows), factor)
+        rms.index_copy_(0, matrices, update_rms(update, factor))
+
+    def _step_alone(
+        self,
+        stack: _Stack,
+        scales: Tensor,
+        rates: Sequence[Rates],
+        bad: Tensor | None,
+        watch: Stopwatch,
+    ) -> Tensor:
+        """Orthogonalize and apply what needs nobody else; the RMS of the updates, ``[b]``."""
+        call = self._call(stack)
+        (batch,) = self._kernels.operands(call)
+        for part in stack.parts:
+            first, count = stack.first + part.position, len(part.matrices)
+            to = places(batch, part)
+            operands = stack.operands.stack(first, first + count)
+            scale_into(to, operands, scales.narrow(0, first, count))
+            if bad is not None:
+                mask([(first, to)], bad.to(to.device))
+        update = self._orthogonalize(call, batch, watch)
+        rate, ratio = rates[stack.group], self._settings.block_lr_ratio
+        rms = []
+        for part in stack.parts:
+            first, count = stack.first + part.position, len(part.matrices)
+            _, rows, cols = stack.shape
+            if part.transposed:
+                rows, cols = cols, rows
+            # A matrix that is whole here always takes full steps.
+            lr = rate.adjusted(rows, cols) * (1.0 if stack.is_whole or ratio is None else ratio)
+            own = update.narrow(0, part.position, count)
+            rms.append(update_rms(own, lr / rate.lr if rate.lr else 0.0))
+            own_bad = bad.narrow(0, first, count) if bad is not None and bad.ndim else bad
+            blocks = stack.operands.order[first : first + count]
+            self._apply(blocks, [*places(update, part).unbind()], rate.decay, lr, own_bad)
+        return torch.cat(rms) if len(rms) > 1 else rms[0]
+
+    # ---- weights -------------------------------------------------------------------------
+
+    def _apply(
+        self,
+        blocks: Sequence[int],
+        updates: list[Tensor],
+        decay: float,
+        lr: float,
+        bad: Tensor | None,
+    ) -> None:
+        """Decay and update the weights of blocks; where ``bad``, a bool or one a block, is true
+        they stay as they are (and the update is zero)."""
+        state = self._state
+        targets = [state.targets[k] for k in blocks]
+        where = targets[0].device
+        if updates[0].device != where:  # CPU offload
+            updates = [update.to(where) for update in updates]
+        factor = decay if bad is None else torch.where(bad.to(where), 1.0, decay)
+        apply_updates(targets, updates, decay=factor, lr=lr)
+        if state.targets is not state.weights:
+            torch._foreach_copy_([state.weights[k] for k in blocks], targets)
+
+    # ---- AdamW ---------------------------------------------------------------------------
+
+    def _peaks(self, grads: Gradients) -> tuple[list[int], list[Tensor]]:
+        """Of AdamW's gradients: their numbers, and (in vectors, a dtype each) their largest
+        absolute values, which are not finite where one of the elements is not."""
+        alike: dict[torch.dtype, list[tuple[int, Tensor]]] = defaultdict(list)
+        for params in self._adamw.values():
+            for i, _ in params:
+                grad = grads[i]
+                if grad is not None and grad.numel():
+                    alike[grad.dtype].append((i, grad))
+        peaks = [
+            torch.stack(torch._foreach_norm([grad for _, grad in members], math.inf))
+            for members in alike.values()
+        ]
+        return [i for members in alike.values() for i, _ in members], peaks
+
+    def _update_adamw(self, grads: Gradients, verdict: Verdict) -> None:
+        """After a verdict that all ranks share: a gradient that is missing only here counts as
+        zero. Where the verdict is on the device nothing changes unless it is ok."""
+        bad = None if verdict.ok is None else verdict.ok.logical_not()
+        for g, params in self._adamw.items():
+            joint: list[tuple[Tensor, Tensor]] = []
+            for i, p in params:
+                if i in verdict.absent_parameters:
+                    continue
+                grad = grads[i]
+                if grad is None:
+                    grad = torch.zeros_like(local_tensor(p))
+                if bad is not None and i in verdict.present_parameters:
+                    # A mask of its own, because the fused form takes one for all it is given.
+                    own = bad | verdict.present_parameters[i].logical_not()
+                    self._adamw_step(g, [(p, grad)], own.float())
+                else:
+                    joint.append((p, grad))
+            self._adamw_step(g, joint, None if bad is None else bad.float())
+
+    def _update_adamw_alone(
+        self,
+        grads: Gradients,
+        numbers: Sequence[int],
+        peaks: Sequence[Tensor],
+        overflow: Tensor | None,
+        *,
+        known_finite: bool,
+    ) -> None:
+        """On what this rank knows: parameters without a gradient here, or with one that is not
+        finite, are left alone, and all where ``overflow`` (0-d bool) is true. Replicas know the
+        same. ``known_finite``: the host knows that there is nothing to look for."""
+        bad: Mapping[int, bool | Tensor] = {}
+        if not known_finite and self._on_host:
+            values = [v for vector in peaks for v in vector.tolist()]
+            bad = {i: not math.isfinite(v) for i, v in zip(numbers, values, strict=True)}
+        elif not known_finite:
+            masks = [vector.isfinite().logical_not() for vector in peaks]
+            if overflow is not None:
+                masks = [mask | overflow.to(mask.device) for mask in masks]
+            flags = [flag for mask in masks for flag in mask.float().unbind()]
+            bad = dict(zip(numbers, flags, strict=True))
+        for g, params in self._adamw.items():
+            joint = []
+            for i, p in params:
+                grad, is_bad = grads[i], bad.get(i, False)
+                if grad is None:
+                    continue
+                if isinstance(is_bad, Tensor):
+                    self._adamw_step(g, [(p, grad)], is_bad)
+                elif not is_bad:
+                    joint.append((p, grad))
+            self._adamw_step(g, joint, None if overflow is None else overflow.float())
+
+    def _adamw_step(
+        self, group: int, pairs: Sequence[tuple[Tensor, Tensor]], found_inf: Tensor | None
+    ) -> None:
+        """``pairs`` of a parameter and its local gradient."""
+        if not pairs:
+            return
+        adamw_step(
+            self._groups[group],
+            self._optimizer.state,
+            [p for p, _ in pairs],
+            [grad for _, grad in pairs],
+            master_weights=self._settings.master_weights,
+            fused=True,
+            found_inf=None if found_inf is None else found_inf.to(pairs[0][0].device),
+        )
+
+    # ---- reading and state ---------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        self._runtime.synchronize()
+        outcome = self._outcome
+        outcome.wait()
+        names = [m.name for m in self._runtime.plan.specs.matrices]
+        values = [] if outcome.rms is None else outcome.rms.tolist()
+        return {
+            "update_rms": {names[i]: v for i, v in zip(outcome.matrices, values)},
+            "full_step": outcome.full,
+            "finite": bool(outcome.finite),
+            # Wholly or in part, because of non-finite gradients.
+            "skipped": int(self._skipped),
+            "step_bytes": self.step_bytes(),
+            "kernels": self._kernels.report(),
+        }
+
+    def step_bytes(self) -> dict[str, int]:
+        """Bytes beside weights, gradients and optimizer state that a full step takes, by purpose.
+
+        "operands" to "assembly" are allocated once and kept (see `buffer_elements`), and so are
+        "newton_schulz", the workspace of `Orthogonalizer`, and "commit", the copy of a chunk of
+        momentum that masks take. Of the others one is alive at a time: "norms" for float64 copies
+        of blocks whose norms are taken (on a CPU), "updates" while an owner computes, a float32
+        copy of half-precision updates for their RMS; "block_step" for what "updates" is there.
+        """
+        found = self._state.nbytes()
+        itemsize = self._settings.ns_dtype.itemsize
+        for purpose, elements in self._runtime.buffer_elements().items():
+            found[purpose] = elements * itemsize
+        found["newton_schulz"] = self._kernels.nbytes
+        found["norms"] = 8 * self._operands.largest_run if self._state.device.type == "cpu" else 0
+        mine = [u.numel for u in self._runtime.units if u.owner == self._runtime.transport.rank]
+        found["updates"] = 0 if itemsize >= 4 else 4 * max(mine, default=0)
+        if not self._settings.schedule.always_full:
+            sizes = [math.prod(stack.shape) for stack in self._block_stacks]
+            found["block_step"] = 0 if itemsize >= 4 else 4 * max(sizes, default=0)
+        return found
+
+    def before_state_dict(self) -> None:
+        """Everything is in the optimizer's state already."""
+
+    def check_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
+        self._state.check(saved)
+
+    def load_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
+        self._state.load(saved)
+        for params in self._adamw.values():
+            for _, p in params:
+                entry, state = saved.get(p, {}), self._optimizer.state[p]
+                if "exp_avg" not in entry:  # it had no gradient before the state was saved
+                    for value in state.values():
+                        local_tensor(value).zero_()
+                    continue
+                if "master_weight" in entry and "master_weight" not in state:
+                    state["master_weight"] = torch.empty_like(p.detach(), dtype=torch.float32)
+                for key in state:
+                    copy_state(state[key], torch.as_tensor(entry[key]))
+
+
+def _ratio(rate: Rates, rows: int, cols: int) -> float:
+    return rate.adjusted(rows, cols) / rate.lr if rate.lr else 0.0
