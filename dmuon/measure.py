@@ -158,16 +158,11 @@ class Pace:
     def in_order(self, cases: Iterable[Case]) -> list[Case]:
         """Batches of one first, what weighs most before the rest, then larger batches; before all
         of them the smallest, if nothing is known, to learn how fast the device is."""
-
-        def weight(case: Case) -> tuple[int, float, ShapeKey]:
-            return case.batch, -case.count * self._model.batch_ms(case.key, 1), case.key
-
-        def size(case: Case) -> tuple[int, float, ShapeKey]:
-            return case.batch, self._model.batch_ms(case.key, case.batch), case.key
-
-        ordered = sorted(cases, key=weight)
+        ms = {case: self._model.batch_ms(case.key, 1) for case in cases}
+        ordered = sorted(ms, key=lambda case: (case.batch, -case.count * ms[case], case.key))
         if ordered and not self._known:
-            ordered.insert(0, ordered.pop(ordered.index(min(ordered, key=size))))
+            smallest = min(ordered, key=lambda case: (case.batch, ms[case], case.key))
+            ordered.insert(0, ordered.pop(ordered.index(smallest)))
         return ordered
 
 
@@ -673,15 +668,9 @@ def progress_bar(
 
             target = console or Console(stderr=True)
             # It draws when told to, for a thread that draws would disturb what is measured.
+            hidden = not target.is_terminal
             bar = progress.Progress(
-                progress.TextColumn("{task.description}"),
-                progress.BarColumn(),
-                progress.MofNCompleteColumn(),
-                progress.TimeElapsedColumn(),
-                console=target,
-                transient=True,
-                auto_refresh=False,
-                disable=not target.is_terminal,
+                console=target, transient=True, auto_refresh=False, disable=hidden
             )
             bar.add_task("", total=total)
             bar.start()

@@ -9,6 +9,6 @@ from __future__ import annotations
 from dmuon.scheduler.costs import CostTable
 
 
-def analytic_costs(*_: object, **__: object) -> CostTable:
+def analytic_costs(*_: object, momentum: bool = True, **__: object) -> CostTable:
     """In place of `dmuon.measure.measured_costs`."""
-    return CostTable.analytic()
+    return CostTable.analytic(momentum=momentum)

@@ -416,15 +416,7 @@ class CostTable:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostTable:
         """The table in a file; PlanError that names the file if there is none."""
-        where = f"costs={os.fspath(path)!r}"
-        try:
-            content = read_text(path, _MOST_CHARACTERS)
-        except (OSError, ValueError) as error:
-            raise PlanError(
-                f"{where} cannot be read ({error}): give the path of a cost table as {_HOW} writes "
-                "it"
-            ) from error
-        return cls.from_json(content, where)
+        return _read(path, f"costs={os.fspath(path)!r}")[0]
 
 
 _MOST_SIZE = 1 << 40  # of a side or a batch: its price still fits a float
@@ -456,29 +448,23 @@ def resolve_costs(costs: Any, device_type: str, *, momentum: bool = True) -> Cos
     """
     if isinstance(costs, CostTable):
         return costs
+    if isinstance(costs, str) and costs.partition(":")[0] == "analytic":
+        name = costs.partition(":")[2] or analytic_class(device_type)
+        return CostTable.analytic(name, momentum=momentum)
     if isinstance(costs, os.PathLike):
         return CostTable.load(costs)
-    if not isinstance(costs, str):
-        raise PlanError(
-            "costs must be 'measured', 'analytic', 'analytic:<device>', a path or a CostTable, "
-            f"found {type(costs).__name__}"
-        )
-    if costs == "analytic":
-        return CostTable.analytic(analytic_class(device_type), momentum=momentum)
-    if costs.startswith("analytic:"):
-        return CostTable.analytic(costs.removeprefix("analytic:"), momentum=momentum)
-    if costs.endswith(".json") or os.path.isfile(costs):
+    if isinstance(costs, str) and (costs.endswith(".json") or os.path.isfile(costs)):
         return CostTable.load(costs)
     if costs == "measured":
         raise PlanError(
             "costs='measured' needs the devices that will train: dedicate_params measures on "
-            "them. To plan elsewhere, write a table there with python -m dmuon profile "
-            "--out PATH and pass its path, or pass 'analytic:<device>'"
+            f"them. To plan elsewhere, write a table there with {_HOW} and pass its path, or pass "
+            "'analytic:<device>'"
         )
     raise PlanError(
-        f"costs={costs!r} is unknown: pass 'measured', 'analytic', 'analytic:<device>' with "
-        f"one of {', '.join(sorted(ANALYTIC_DEVICES))}, the path of a cost table (.json), or "
-        "a CostTable"
+        f"costs={costs!r} is unknown: pass 'measured', 'analytic', 'analytic:<device>' with one "
+        f"of {', '.join(sorted(ANALYTIC_DEVICES))}, the path of a cost table (.json), or a "
+        "CostTable"
     )
 
 
@@ -490,6 +476,18 @@ _HOW = "python -m dmuon profile --out PATH"
 _MOST_CHARACTERS = 16 << 20  # some 10,000 shapes
 _MOST_STEPS = 100
 _BATCH_SIZE = re.compile("[1-9][0-9]{0,6}")
+
+
+def _read(path: str | os.PathLike[str], where: str) -> tuple[CostTable, dict[str, Any]]:
+    """The table in a file and all its data; PlanError that begins with ``where``."""
+    try:
+        content = read_text(path, _MOST_CHARACTERS)
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"{where} cannot be read ({error}): give the path of a cost table as {_HOW} writes it"
+        ) from error
+    data = _parsed(content, where)
+    return CostTable.from_dict(data, where), data
 
 
 def _parsed(content: str, where: str) -> Any:
@@ -597,22 +595,15 @@ def read_cache(
     the fixed rule says.
     """
     path = cache_path(directory, key)
-    try:
-        content = read_text(path, _MOST_CHARACTERS)
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return None, None
-    except (OSError, ValueError) as error:
-        return None, f"{path} cannot be read ({error}); it is ignored"
     try:
-        data = _parsed(content, str(path))
-        table = CostTable.from_dict(data, str(path))
+        table, data = _read(path, str(path))
     except PlanError as error:
         return None, f"{error}. It is ignored and rebuilt"
-    if data.get("digest") != _digest(data):
-        return None, f"{path} is damaged (its digest differs); it is ignored and rebuilt"
-    if data.get("key") != asdict(key):
-        found = cut(repr(data.get("key")))
-        return None, f"{path} is for {found}, expected {asdict(key)}; it is ignored and rebuilt"
+    if data.get("digest") != _digest(data | {"key": asdict(key)}):
+        why = f"its digest is not that of its content for {asdict(key)}"
+        return None, f"{path} is damaged ({why}); it is ignored and rebuilt"
     return table, None
 
 
@@ -627,10 +618,9 @@ def add_to_cache(directory: str | os.PathLike[str], key: CacheKey, table: CostTa
         path.parent.mkdir(parents=True, exist_ok=True)
         with _turn(path):
             old, _ = read_cache(directory, key)
-            data = (old or replace(table, entries={}, kernels={})).updated(table).to_dict()
-            data["key"] = asdict(key)
-            data["digest"] = _digest(data)
-            _replace(path, json.dumps(data, indent=1) + "\n")
+            empty = replace(table, entries={}, kernels={})
+            data = (old or empty).updated(table).to_dict() | {"key": asdict(key)}
+            _replace(path, json.dumps(data | {"digest": _digest(data)}, indent=1) + "\n")
     except OSError as error:
         return f"measured costs cannot be kept in {path} ({error})"
     return None
@@ -666,13 +656,11 @@ def _turn(path: Path) -> Iterator[None]:
         return
     with open(path.with_name(f".{path.name}.lock"), "a", encoding="utf-8") as lock:
         deadline = time.monotonic() + _LOCK_PATIENCE_S
-        while True:
+        while time.monotonic() < deadline:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    break
                 time.sleep(0.005)
             except OSError:  # this file system has no locks
                 break

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from dmuon.comm.transport import C10dTransport
@@ -25,6 +26,7 @@ from dmuon.scheduler.costs import CostTable, ShapeKey
 from dmuon.types import ConsensusError
 from tests.distributed.harness import distributed
 from tests.distributed.models import Net, batch, loss_of, seeded
+from tests.fixed_costs import analytic_costs
 
 CPU = torch.device("cpu")
 A: ShapeKey = (4, 6, "float32")
@@ -231,7 +233,15 @@ def test_plans_from_measured_costs_are_equal_and_train(rank, world):
         assert len(list(folder.glob("*.json"))) == 1
         with mock.patch.object(OwnerTimer, "run", side_effect=AssertionError):
             assert fingerprint(folder) == first  # it needs no measurement
-        if world == 2:  # a rank may keep its cache where it likes
+        if world == 2:
+            # Prices are of what the layout's owners do.
+            prices = mock.Mock(side_effect=analytic_costs)
+            models = [seeded(Net), fully_shard(seeded(Net))]
+            with mock.patch("dmuon.api.measured_costs", prices):
+                plans = [dmuon.dedicate_params(model).plan for model in models]
+            assert [call.kwargs["momentum"] for call in prices.call_args_list] == [True, False]
+            assert plans[0].prices[0].ms > plans[1].prices[0].ms
+            # A rank may keep its cache where it likes.
             fingerprint(folder / str(rank))
             assert len(list((folder / str(rank)).glob("*.json"))) == 1
             mine = CostTable("by hand", {A: {1: 1.0 + rank}}, CostTable.analytic().device)

@@ -475,6 +475,21 @@ def test_what_is_timed_is_what_the_optimizer_runs(momentum):
     assert all(call in in_training for call in timed)
 
 
+def test_on_cuda_a_call_is_compiled_and_captured_once_before_it_is_timed():
+    timer, (one, two) = OwnerTimer(CPU, F32), [(ONE, RULE), (ONE, OTHER)]
+    timer.reserve([one, two])
+    timer.device = torch.device("cuda")
+    counts = Counter()
+    with (
+        mock.patch("torch.cuda.device"),
+        mock.patch.object(timer, "_once", lambda *run: counts.update([run]) or mock.Mock()),
+    ):
+        for expected in (3, 4, 5):
+            for run_ in (one, two):
+                timer.run(*run_)
+                assert counts[run_] == expected
+
+
 def test_a_batch_that_needs_more_than_a_quarter_of_the_memory_is_not_tried(tmp_path):
     one, many = [(Case((32, 32, "float32"), batch), "") for batch in (1, 64)]
     free = mock.patch("dmuon.measure._free_bytes", return_value=1 << 20)
@@ -556,7 +571,7 @@ def test_the_bar_appears_after_two_seconds_on_one_rank_and_a_terminal():
                 show(done, Case((64, 256, "float32"), 8))
         return out.getvalue()
 
-    assert "8 x [64, 256]" in drawn([1.0, 2.5]) and "1/4" in drawn([1.0, 2.5])
+    assert "8 x [64, 256]" in drawn([1.0, 2.5]) and "25%" in drawn([1.0, 2.5])
     assert drawn([0.5, 1.0, 1.9]) == drawn([5.0, 9.0], shown=False) == ""
     assert drawn([5.0, 9.0], terminal=False) == ""
 
