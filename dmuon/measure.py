@@ -17,6 +17,7 @@ import platform
 import re
 import socket
 import statistics
+import sys
 import time
 import warnings
 from collections import Counter, defaultdict
@@ -570,6 +571,8 @@ def measured_costs(
         if any(case in times for times in everyone)
     }
     table = replace(model, entries=_by_shape(slowest), kernels=_by_shape(names))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     # What the rule chose for lack of time is not kept, so that it is chosen another time.
     kept = replace(table, kernels=_by_shape(tuned))
     if leads and folder is not None and old.updated(kept) != old:
@@ -644,41 +647,27 @@ def _free_host_bytes(root: Path = Path("/")) -> int | None:
 
 @contextmanager
 def progress_bar(
-    total: int,
-    what: str,
-    *,
-    shown: bool = True,
-    console: Any = None,
-    clock: Callable[[], float] = time.monotonic,
+    total: int, what: str, *, shown: bool = True, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[int, Case], None]]:
-    """A bar on standard error, if it takes more than two seconds and someone watches.
+    """A line on standard error, if it takes more than two seconds and someone watches.
 
-    Gives a function of how many cases are through, and of the next.
+    Gives a function of how many of ``total`` are through, and of the next case. It draws when it is
+    called, because a thread that draws would disturb what is measured.
     """
-    visible_at = clock() + _SHOW_AFTER_S if shown else math.inf
-    bar: Any = None
+    watched = shown and sys.stderr.isatty()
+    visible_at = clock() + (_SHOW_AFTER_S if watched else math.inf)
+    drawn = False
 
     def show(done: int, case: Case) -> None:
-        nonlocal bar
-        if clock() < visible_at:
-            return
-        if bar is None:
-            from rich import progress
-            from rich.console import Console
-
-            target = console or Console(stderr=True)
-            # It draws when told to, for a thread that draws would disturb what is measured.
-            hidden = not target.is_terminal
-            bar = progress.Progress(
-                console=target, transient=True, auto_refresh=False, disable=hidden
-            )
-            bar.add_task("", total=total)
-            bar.start()
-        text = f"{what}: {case.batch} x [{case.key[0]}, {case.key[1]}]"
-        bar.update(bar.task_ids[0], completed=done, description=text, refresh=True)
+        nonlocal drawn
+        if clock() >= visible_at:
+            drawn = True
+            text = f"{what}: {done}/{total}, {case.batch} x [{case.key[0]}, {case.key[1]}]"
+            sys.stderr.write(f"\r{text}\x1b[K")
+            sys.stderr.flush()
 
     try:
         yield show
     finally:
-        if bar is not None:
-            bar.stop()
+        if drawn:
+            sys.stderr.write("\r\x1b[K")

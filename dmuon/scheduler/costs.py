@@ -461,8 +461,9 @@ def resolve_costs(costs: Any, device_type: str, *, momentum: bool = True) -> Cos
             f"them. To plan elsewhere, write a table there with {_HOW} and pass its path, or pass "
             "'analytic:<device>'"
         )
+    found = repr(costs) if isinstance(costs, str) else type(costs).__name__
     raise PlanError(
-        f"costs={costs!r} is unknown: pass 'measured', 'analytic', 'analytic:<device>' with one "
+        f"costs={found} is unknown: pass 'measured', 'analytic', 'analytic:<device>' with one "
         f"of {', '.join(sorted(ANALYTIC_DEVICES))}, the path of a cost table (.json), or a "
         "CostTable"
     )
