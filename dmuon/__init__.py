@@ -14,7 +14,7 @@ from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.optim import Muon
 from dmuon.ownership import Ownership
 from dmuon.period import LinearPeriod
-from dmuon.report.report import LoadBalanceReport
+from dmuon.report.data import LoadBalanceReport
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.tools.equivalence import EquivalenceReport, check_step_equivalence

@@ -23,7 +23,7 @@ from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.meshes import check_launched, check_planned_together
 from dmuon.ownership import Ownership
 from dmuon.period import Period, Schedule
-from dmuon.report.report import LoadBalanceReport
+from dmuon.report.data import LoadBalanceReport
 from dmuon.settings import (
     agreed_dtype,
     check_defaults,

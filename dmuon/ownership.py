@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dmuon.comm.hooks import hidden_parameters
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.config import KernelOptions
-from dmuon.report.report import LoadBalanceReport, build_report
+from dmuon.report.data import LoadBalanceReport, build_report
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.specs import canonical_name
 from dmuon.telemetry import StepTelemetry

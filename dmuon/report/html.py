@@ -1,75 +1,219 @@
-"""The load-balance report as one self-contained page: no script, no font, no network."""
+"""One self-contained page of plain values: no script, no font, no network, two pictures.
+
+Pictures are inline SVG in which horizontal places are percentages and everything else is pixels, so
+that text has one size on a phone and on a wide screen. Nothing here knows of plans; `data` says
+what there is to show.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from dmuon.report.balance import Balance
-from dmuon.report.markup import section_html, table_html
-from dmuon.report.pictures import (
-    contention_section,
-    layer_map_section,
-    load_map_section,
-    loads_section,
-)
-from dmuon.report.words import (
-    batches_text,
-    bytes_text,
-    facts,
-    measured_text,
-    ms_text,
-    replan_text,
-    routed,
-    title_text,
-    top_ms,
-)
+from dmuon.report.text import Fact, Table
 
-__all__ = ["page", "write_whole"]
+__all__ = ["MOST_SHOWN", "Bar", "loads_picture", "mesh_picture", "page", "write_whole"]
 
-MOST_LISTED = 64  # ranks that are listed each
-LISTED = 10  # busiest and idlest ranks, when not all are
+MOST_SHOWN = 64  # ranks that are drawn one by one; of more, several together
+_LINE = 16  # slots side by side
+_ROW = 18  # pixels from bar to bar
+_CELL = 30  # pixels from slot to slot, downwards
+_LEFT, _RIGHT = 20.0, 82.0  # percent of the width: bars lie between, names and numbers beside
+_NODE = 19.0  # percent of the width that the names of nodes take
 
 _STYLE = """
 :root { color-scheme: light dark; --bg: #fff; --fg: #1c2128; --dim: #59636e; --line: #d5dae0;
-  --panel: #f5f7f9; --good: #1a7f37; --warn: #9a6700; --bound: #c2185b; }
+  --panel: #f2f5f8; --good: #1a7f37; --warn: #9a6700; --less: #6ea8d8; --more: #d9722e; }
 @media (prefers-color-scheme: dark) { :root { --bg: #14181d; --fg: #e4e8ed; --dim: #9aa5b1;
-  --line: #363d46; --panel: #1d232a; --good: #56d364; --warn: #e3b341; --bound: #ff7eb6; } }
-body { background: var(--bg); color: var(--fg); max-width: 1060px; margin: 2rem auto;
-  padding: 0 1.2rem; font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
-p { margin: .3rem 0; } .dim, figcaption { color: var(--dim); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: .7rem;
-  margin: 1.2rem 0; }
-.tile { background: var(--panel); border-radius: 8px; padding: .6rem .9rem; }
-.tile b { display: block; font-size: 1.35rem; font-variant-numeric: tabular-nums; }
-.tile span { color: var(--dim); font-size: .85rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.2rem; margin: 0; }
-dt { color: var(--dim); } dd { margin: 0; overflow-wrap: anywhere; }
-.verdict { border-left: 4px solid var(--good); background: var(--panel); padding: .5rem .9rem;
-  margin: .8rem 0; } .verdict.warn { border-color: var(--warn); }
-figure { margin: .4rem 0 1rem; } svg { display: block; width: 100%; height: auto; }
-figcaption { font-size: .88rem; margin-top: .3rem; }
-svg text { fill: var(--fg); font: 12px system-ui, sans-serif; } svg text.dim { fill: var(--dim); }
-svg text.black { fill: #000; } svg text.white { fill: #fff; }
-svg text.outlined { fill: #fff; stroke: #000; stroke-width: 2.5; paint-order: stroke; }
-.grid, .bound, .mean, .measured { fill: none; }
-.grid { stroke: var(--line); stroke-width: 1; }
-.bound { stroke: var(--bound); stroke-width: 2; stroke-dasharray: 7 4; }
-.mean { stroke: var(--dim); stroke-width: 1.5; stroke-dasharray: 2 4; }
-.measured { stroke: #e69f00; stroke-width: 1; }
-svg path.dot { fill: var(--fg); stroke: var(--bg); stroke-width: 1.5; }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.1rem; font-size: .88rem; }
-.legend i { display: inline-block; width: .8em; height: .8em; border-radius: 2px;
-  margin-right: .4em; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); gap: 1.4rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th { text-align: left; color: var(--dim); font-weight: 500; }
-th, td { padding: .22rem .9rem .22rem 0; border-bottom: 1px solid var(--line); }
-th.n, td.n { text-align: right; } td { overflow-wrap: anywhere; }
+  --line: #363d46; --panel: #1d232a; --good: #56d364; --warn: #e3b341; } }
+body { background: var(--bg); color: var(--fg); max-width: 1060px; margin: 1.2rem auto;
+  padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1 { font-size: 1.4rem; margin: 0; } h2 { font-size: 1.1rem; margin: 1.8rem 0 .5rem; }
+p { margin: .3rem 0; } p.dim, figcaption { color: var(--dim); font-size: .9rem; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); gap: .6rem;
+  margin: 1rem 0; }
+.tile { background: var(--panel); border-radius: 8px; padding: .5rem .8rem; }
+.tile b { display: block; font-size: 1.25rem; } .tile span { color: var(--dim); font-size: .85rem; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1rem; margin: 0; }
+dt { color: var(--dim); } dd { margin: 0; }
+@media (max-width: 600px) { dl { display: block; } dd { margin-bottom: .5rem; } }
+.verdict { border-left: 4px solid var(--good); background: var(--panel); padding: .5rem .8rem; }
+.verdict.warn { border-color: var(--warn); }
+figure { margin: 0; } svg { display: block; width: 100%; }
+svg text { fill: var(--fg); font: 12px system-ui, sans-serif; } svg .dim { fill: var(--dim); }
+svg .black { fill: #000; } svg .white { fill: #fff; } svg .line { stroke: var(--dim); }
+svg .less { fill: var(--less); } svg .more { fill: var(--more); } svg .none { fill: var(--line); }
+svg .measured { fill: var(--fg); }
+.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .88rem; }
+th { text-align: left; color: var(--dim); font-weight: 500; vertical-align: bottom; }
+th, td { padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); }
+td { vertical-align: top; } th.n, td.n { text-align: right; white-space: nowrap; }
+td.name { min-width: 9rem; }
 """
+
+
+# ---- pictures ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """How far a load lies from the bound, as a fraction; None is a rank at rest.
+
+    ``measured`` is the same of what was measured, drawn as a short stroke.
+    """
+
+    name: str
+    deviation: float | None
+    title: str
+    measured: float | None = None
+
+
+def loads_picture(bars: Sequence[Bar]) -> str:
+    """The bars below each other; the bound is a vertical line.
+
+    The scale is that of the deviations, so small ones are told apart.
+    """
+    known = [v for bar in bars for v in (bar.deviation, bar.measured) if v is not None]
+    low, high = min([0.0, *known]), max([0.0, *known])
+    per_unit = (_RIGHT - _LEFT) / ((high - low) or 1.0)
+    zero, height = _LEFT - low * per_unit, len(bars) * _ROW
+    parts = []
+    for i, bar in enumerate(bars):
+        y, deviation = i * _ROW, bar.deviation
+        parts.append(f"<g><title>{escape(bar.title)}</title>" + _text(0, y + 13, bar.name, "dim"))
+        if deviation is not None:
+            left, css = zero + min(deviation, 0.0) * per_unit, "more" if deviation > 0 else "less"
+            parts.append(_rect(left, y + 3, abs(deviation) * per_unit, _ROW - 6, f'class="{css}"'))
+        if bar.measured is not None:
+            at = zero + bar.measured * per_unit
+            parts.append(_rect(at - 0.25, y + 1, 0.5, _ROW - 2, 'class="measured"'))
+        number = "idle" if deviation is None else f"{deviation:+.2%}"
+        parts.append(_text(100, y + 13, number, "", "end") + "</g>")
+    line = f'<line class="line" x1="{zero:.2f}%" x2="{zero:.2f}%" y1="0" y2="{height}"/>'
+    return _picture(height, "load of each rank as deviation from the bound", [*parts, line])
+
+
+def mesh_picture(slots: Sequence[Sequence[int]], loads_ms: Sequence[float]) -> tuple[str, str]:
+    """The mesh as a grid of slots, coloured from the least load to the largest, and its caption.
+
+    ``slots`` holds the ranks of each node. A mesh of more than `MOST_SHOWN` slots is folded: a
+    cell is the busiest of several ranks.
+    """
+    world, columns = len(loads_ms), max(map(len, slots))
+    wide = max(1, -(-columns // 8)) if world > MOST_SHOWN else 1  # columns in a cell
+    cells_in_row = -(-columns // wide)
+    most_rows = max(1, MOST_SHOWN // cells_in_row)
+    tall = -(-len(slots) // most_rows) if world > MOST_SHOWN else 1  # nodes in a cell
+    low, high = min(loads_ms), max(loads_ms)
+    lines = -(-cells_in_row // _LINE)
+    pitch = (100 - _NODE) / min(cells_in_row, _LINE)
+    parts = []
+    for row, first in enumerate(range(0, len(slots), tall)):
+        nodes = slots[first : first + tall]
+        last = first + len(nodes) - 1
+        top = row * lines * _CELL
+        parts.append(_text(0, top + 19, f"node {first}" + f"-{last}" * (last > first), "dim"))
+        for cell in range(cells_in_row):
+            ranks = [r for node in nodes for r in node[cell * wide : (cell + 1) * wide]]
+            if not ranks:
+                continue
+            load = max(loads_ms[r] for r in ranks)
+            share = (load - low) / (high - low) if high > low else 0.0
+            x, y = _NODE + cell % _LINE * pitch, top + cell // _LINE * _CELL
+            name = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks from {ranks[0]}"
+            parts.append(f"<g><title>{name}: {load:.6g} ms</title>")
+            parts.append(_rect(x, y, pitch * 0.94, _CELL - 2, f'fill="{_colour(share)}"'))
+            if len(ranks) == 1:
+                ink = "white" if share > 0.5 else "black"
+                parts.append(_text(x + pitch * 0.47, y + 19, str(ranks[0]), ink, "middle"))
+            parts.append("</g>")
+    rows = -(-len(slots) // tall)
+    y = rows * lines * _CELL + 6
+    for step in range(11):  # the legend
+        at = _NODE + step * (100 - _NODE) / 11
+        parts.append(_rect(at, y, (100 - _NODE) / 11 + 0.2, 8, f'fill="{_colour(step / 10)}"'))
+    parts.append(_text(_NODE, y + 22, f"least {low:.4g} ms", "dim"))
+    parts.append(_text(100, y + 22, f"largest {high:.4g} ms", "dim", "end"))
+    folded = f" A cell is the busiest of up to {tall * wide} ranks." if tall * wide > 1 else ""
+    caption = f"Predicted load by place; a row is {'some nodes' if tall > 1 else 'a node'}.{folded}"
+    return _picture(y + 28, "load of each slot of the mesh", parts), caption
+
+
+def _colour(share: float) -> str:
+    """From pale to dark blue."""
+    pale, dark = (222, 235, 247), (8, 48, 107)
+    return "#" + "".join(f"{round(a + share * (b - a)):02x}" for a, b in zip(pale, dark))
+
+
+def _rect(x: float, y: float, width: float, height: float, look: str) -> str:
+    return f'<rect x="{x:.2f}%" y="{y}" width="{width:.2f}%" height="{height}" {look}/>'
+
+
+def _text(x: float, y: float, words: str, css: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.2f}%" y="{y}" class="{css}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def _picture(height: float, label: str, parts: Iterable[str]) -> str:
+    return f'<svg role="img" aria-label="{label}" height="{height}">{"".join(parts)}</svg>'
+
+
+# ---- the page ----------------------------------------------------------------------------
+
+
+def page(
+    title: str,
+    tiles: Iterable[Fact],
+    facts: Iterable[Fact],
+    verdict: tuple[str, bool] | None,
+    pictures: Iterable[tuple[str, str, str]],
+    tables: Iterable[Table],
+) -> str:
+    """The whole page. ``verdict`` is a sentence and whether it is a warning; ``pictures`` are
+    (heading, SVG, caption). All but the SVG is escaped here.
+    """
+    parts = [f"<h1>Load balance</h1><p class='dim'>{escape(title)}</p><div class='tiles'>"]
+    parts += [
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
+        for label, value in tiles
+    ]
+    parts.append("</div>")
+    if verdict is not None:
+        css = "verdict warn" if verdict[1] else "verdict"
+        parts.append(f'<p class="{css}">{escape(verdict[0])}</p>')
+    for heading, picture, caption in pictures:
+        parts.append(
+            f"<section><h2>{escape(heading)}</h2><figure>{picture}"
+            f"<figcaption>{escape(caption)}</figcaption></figure></section>"
+        )
+    listed = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts)
+    parts.append(f"<section><h2>Plan</h2><dl>{listed}</dl></section>")
+    parts += map(_table, tables)
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
+        + "\n".join(parts)
+        + "\n</body></html>\n"
+    )
+
+
+def _table(table: Table) -> str:
+    css = [' class="name"' if h in table.left else ' class="n"' for h in table.headings]
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        made = (f"<{tag}{c}>{escape(cell)}</{tag}>" for c, cell in zip(css, cells, strict=True))
+        return f"<tr>{''.join(made)}</tr>"
+
+    body = "".join(line("td", row) for row in table.rows)
+    return (
+        f'<section><h2>{escape(table.title)}</h2><div class="scroll"><table><thead>'
+        f"{line('th', table.headings)}</thead><tbody>{body}</tbody></table></div></section>"
+    )
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -88,116 +232,3 @@ def write_whole(path: Path, text: str) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-
-
-def page(balance: Balance) -> str:
-    """The whole page."""
-    title = escape(title_text(balance))
-    sections = [
-        _header(balance),
-        _measured(balance),
-        loads_section(balance),
-        load_map_section(balance),
-        layer_map_section(balance),
-        contention_section(balance),
-        _shapes(balance),
-        _ranks(balance),
-        _parameters(balance),
-    ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta http-equiv="Content-Security-Policy" '
-        "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{_STYLE}</style></head>\n<body>\n"
-        + "\n".join(section for section in sections if section)
-        + "\n</body></html>\n"
-    )
-
-
-# ---- numbers -----------------------------------------------------------------------------
-
-
-def _header(balance: Balance) -> str:
-    plan, top = balance.plan, top_ms(balance)
-    bound = "lower bound" + ("" if balance.certificate.proven else ", not proven")
-    tiles = [
-        ("makespan", f"{ms_text(balance.makespan_ms, top)} ms"),
-        (bound, f"{ms_text(balance.lower_bound_ms, top)} ms"),
-        ("gap to the bound", f"{balance.gap:.2%}"),
-        ("imbalance over the mean", f"{balance.imbalance:.2%}"),
-        ("matrices on ranks", f"{len(plan.specs.matrices)} on {plan.topology.world}"),
-    ]
-    made = "".join(
-        f'<div class="tile"><b>{escape(v)}</b><span>{escape(k)}</span></div>' for k, v in tiles
-    )
-    listed = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts(balance))
-    return (
-        f"<header><h1>Load balance</h1><p class='dim'>{escape(title_text(balance))}</p></header>"
-        f'<div class="tiles">{made}</div><dl>{listed}</dl>'
-    )
-
-
-def _measured(balance: Balance) -> str:
-    measured = balance.measured
-    if measured is None:
-        return ""
-    top = top_ms(balance)
-    css = "verdict warn" if measured.replan else "verdict"
-    return section_html(
-        "Measured and predicted",
-        f"<p>{escape(measured_text(measured, top))}</p>",
-        f'<p class="{css}">{escape(replan_text(measured, top))}</p>',
-    )
-
-
-# ---- tables ------------------------------------------------------------------------------
-
-
-def _shapes(balance: Balance) -> str:
-    top = top_ms(balance)
-    rows = [
-        (
-            f"{s.rows} x {s.cols}",
-            s.dtype,
-            str(s.count),
-            batches_text(s),
-            ms_text(s.each_ms, top),
-            "" if s.single_ms is None else ms_text(s.single_ms, top),
-            ms_text(s.total_ms, top),
-            ", ".join(s.origins),
-        )
-        for s in balance.shapes
-    ]
-    headings = (
-        "shape", "dtype", "matrices", "batch sizes", "ms each", "ms alone", "ms in all", "prices",
-    )  # fmt: skip
-    return section_html("Shapes", table_html(headings, rows, (2, 4, 5, 6)))
-
-
-def _ranks(balance: Balance) -> str:
-    top, measured = top_ms(balance), balance.measured
-    by_load = sorted(balance.ranks, key=lambda r: (-r.ms, r.rank))
-    few = len(by_load) <= MOST_LISTED
-    shown = balance.ranks if few else by_load[:LISTED] + by_load[-LISTED:]
-    rows = []
-    for r in shown:
-        row = [str(r.rank), str(r.matrices), ms_text(r.ms, top), bytes_text(r.state_bytes)]
-        if measured is not None:
-            ratio = measured.ratios[r.rank]
-            row += [
-                ms_text(measured.loads_ms[r.rank], top),
-                "" if ratio is None else f"{ratio:.2f}",
-            ]
-        rows.append(row)
-    headings = ["rank", "matrices", "predicted ms", "state"]
-    if measured is not None:
-        headings += ["measured ms", "measured / predicted"]
-    heading = "Ranks" if few else f"Ranks: the {LISTED} busiest and the {LISTED} idlest"
-    return section_html(heading, table_html(headings, rows, range(len(headings))))
-
-
-def _parameters(balance: Balance) -> str:
-    rows = [(r.algorithm, str(r.parameters), f"{r.elements:,}", r.why) for r in routed(balance)]
-    headings = ("updated by", "parameters", "elements", "why")
-    return section_html("Parameters", table_html(headings, rows, (1, 2)))

@@ -1,212 +1,164 @@
-"""The load-balance report for a terminal."""
+"""Plain values as text: numbers, folded names, and facts and tables for a terminal.
+
+Nothing here knows of plans; `data` says what there is to show.
+"""
 
 from __future__ import annotations
 
 import io
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.table import Table as RichTable
 
-from dmuon.report.balance import Balance, RankLoad
-from dmuon.report.words import (
-    batches_text,
-    bound_text,
-    bytes_text,
-    facts,
-    measured_text,
-    ms_text,
-    replan_text,
-    routed,
-    title_text,
-    top_ms,
-)
-
-__all__ = ["renderable", "text"]
+__all__ = ["Fact", "Table", "bytes_text", "count_text", "fold_names", "ms_text", "plain", "render"]
 
 WIDTH = 100  # columns
-FOLD_ABOVE = 16  # ranks
-SHOWN = 5  # busiest and idlest ranks, when folded
-_BAR = 24
-_BINS = 8
-_MOST_SHAPES = 16
+_MOST_RUNS = 8  # of numbers inside one pair of braces
+
+Fact = tuple[str, str]  # a label and a sentence
 
 
-def text(balance: Balance) -> str:
-    """Plain text, `WIDTH` columns, no colour codes."""
-    out = io.StringIO()
-    console = Console(file=out, width=WIDTH, color_system=None, highlight=False, markup=False)
-    console.print(renderable(balance))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip()
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A heading and rows of text; ``left`` are the headings of columns that are no numbers."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: tuple[str, ...] = ()
 
 
-def renderable(balance: Balance) -> RenderableType:
-    """The same for a `rich.console.Console`, which may add colour."""
-    tables = [_histogram(balance)] if len(balance.ranks) > FOLD_ABOVE else []
-    tables += [_ranks(balance), _shapes(balance), _parameters(balance)]
-    return Group(_summary(balance), *(part for table in tables for part in ("", table)))
+# ---- numbers -----------------------------------------------------------------------------
 
 
-def _table(*headings: str, left: tuple[str, ...] = (), title: str | None = None) -> Table:
-    table = Table(
+def ms_text(ms: float, top: float) -> str:
+    """Milliseconds with as many decimals as a table whose largest entry is ``top`` needs.
+
+    >>> ms_text(12.3456, 20.0), ms_text(0.0012345, 0.02)
+    ('12.346', '0.00123')
+    """
+    decimals = 3 if top >= 0.1 or top <= 0 else min(6, 2 - math.floor(math.log10(top)) + 1)
+    return f"{ms:.{decimals}f}"
+
+
+def bytes_text(count: float) -> str:
+    """
+    >>> bytes_text(5), bytes_text(3 << 20)
+    ('5 B', '3.0 MiB')
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def count_text(number: int, noun: str, plural: str = "") -> str:
+    """
+    >>> count_text(1, "rank"), count_text(2, "matrix", "matrices")
+    ('1 rank', '2 matrices')
+    """
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+# ---- names -------------------------------------------------------------------------------
+
+
+def fold_names(names: Iterable[str]) -> list[tuple[str, int]]:
+    """Names that differ in their numbers alone as one pattern, with how many it stands for.
+
+    >>> fold_names(["a.0.w", "a.1.w", "a.3.w", "b.w"])
+    [('a.{0,1,3}.w', 3), ('b.w', 1)]
+    >>> fold_names(f"h.{i}.e.{j}" for i in range(4) for j in range(8))
+    [('h.{0..3}.e.{0..7}', 32)]
+    """
+    alike: defaultdict[tuple[str, ...], list[tuple[str, ...]]] = defaultdict(list)
+    for name in names:
+        parts = tuple(name.split("."))
+        alike[tuple("#" if part.isdecimal() else part for part in parts)].append(parts)
+    folded = []
+    for shape, members in alike.items():
+        count = dict.fromkeys(members, 1)
+        # From the innermost number outwards: what is equal so far may differ in this number.
+        for at in reversed([i for i, part in enumerate(shape) if part == "#"]):
+            equal: defaultdict[tuple[tuple[str, ...], int], list[int]] = defaultdict(list)
+            for parts, each in count.items():
+                equal[(*parts[:at], "", *parts[at + 1 :]), each].append(int(parts[at]))
+            count = {
+                (*parts[:at], _braces(numbers), *parts[at + 1 :]): each * len(numbers)
+                for (parts, each), numbers in equal.items()
+            }
+        folded += [(".".join(parts), number) for parts, number in count.items()]
+    return folded
+
+
+def _braces(numbers: Sequence[int]) -> str:
+    """
+    >>> _braces([4]), _braces([0, 1, 2, 7])
+    ('4', '{0..2,7}')
+    """
+    numbers = sorted(numbers)
+    if len(numbers) == 1:
+        return str(numbers[0])
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = [
+        f"{a}..{b}" if b > a + 1 else f"{a},{b}" if b > a else f"{a}" for a, b in runs[:_MOST_RUNS]
+    ]
+    return "{" + ",".join(shown + ["..."] * (len(runs) > _MOST_RUNS)) + "}"
+
+
+# ---- a terminal --------------------------------------------------------------------------
+
+
+def render(title: str, facts: Iterable[Fact], tables: Iterable[Table]) -> RenderableType:
+    """What a `rich.console.Console` shows; it may add colour."""
+    listed = RichTable.grid(padding=(0, 2))
+    listed.add_column(style="bold", no_wrap=True)
+    listed.add_column()
+    for label, sentence in facts:
+        listed.add_row(label, sentence)
+    parts: list[RenderableType] = [title, "", listed]
+    for table in tables:
+        parts += ["", _rich_table(table)]
+    return Group(*parts)
+
+
+def _rich_table(table: Table) -> RichTable:
+    made = RichTable(
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
-        title=title,
+        collapse_padding=True,
+        title=table.title,
         title_justify="left",
         title_style="bold",
         header_style="",
     )
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in left else "right")
-    return table
+    for heading in table.headings:
+        made.add_column(
+            heading, justify="left" if heading in table.left else "right", overflow="fold"
+        )
+    # Names stay in one piece, as far as there is room: they are what one looks for.
+    made.columns[0].min_width = min(44, max((len(row[0]) for row in table.rows), default=0))
+    made.columns[-1].max_width = 18
+    for row in table.rows:
+        made.add_row(*row)
+    return made
 
 
-# ---- summary -----------------------------------------------------------------------------
-
-
-def _summary(balance: Balance) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for label, value in _facts(balance):
-        table.add_row(label, value)
-    whole = Table.grid()
-    whole.add_row(title_text(balance))
-    whole.add_row("")
-    whole.add_row(table)
-    return whole
-
-
-def _facts(balance: Balance) -> list[tuple[str, str]]:
-    top = top_ms(balance)
-    head = [
-        (
-            "makespan",
-            f"{ms_text(balance.makespan_ms, top)} ms; mean of the ranks "
-            f"{ms_text(balance.mean_ms, top)} ms, imbalance {balance.imbalance:.2%}",
-        ),
-        ("lower bound", bound_text(balance, top)),
-    ]
-    if balance.measured is None:
-        return head + facts(balance)
-    tail = [
-        ("measured", measured_text(balance.measured, top)),
-        ("verdict", replan_text(balance.measured, top)),
-    ]
-    return head + facts(balance) + tail
-
-
-# ---- ranks -------------------------------------------------------------------------------
-
-
-def _histogram(balance: Balance) -> Table:
-    loads = [r.ms for r in balance.ranks]
-    low, high, top = min(loads), max(loads), top_ms(balance)
-    width = (high - low) / _BINS
-    counts = [0] * (_BINS if width else 1)
-    for ms in loads:
-        counts[min(int((ms - low) / width), _BINS - 1) if width else 0] += 1
-    table = _table("predicted ms", "ranks", "", left=("",), title="Load of the ranks")
-    for i, count in enumerate(counts):
-        bounds = (low + i * width, low + (i + 1) * width)
-        bar = "█" * max(round(_BAR * count / max(counts)), min(count, 1))
-        label = " - ".join(ms_text(b, top) for b in bounds) if width else ms_text(low, top)
-        table.add_row(label, str(count), bar)
-    return table
-
-
-def _ranks(balance: Balance) -> Table:
-    fold = len(balance.ranks) > FOLD_ABOVE
-    measured = balance.measured
-    headings = ["rank", "matrices", "predicted ms", "state", "load"]
-    if measured is not None:
-        headings[3:3] = ["measured ms", "ratio"]
-    table = _table(*headings, left=("load",), title="Busiest and idlest ranks" if fold else "Ranks")
-    by_load = sorted(balance.ranks, key=lambda r: (-r.ms, r.rank))
-    shown = by_load[:SHOWN] + by_load[-SHOWN:] if fold else balance.ranks
-    for i, load in enumerate(shown):
-        if fold and i == SHOWN:
-            more = f"{len(balance.ranks) - 2 * SHOWN} more ranks"
-            table.add_row("...", *[""] * (len(headings) - 2), more)
-        table.add_row(*_rank_row(balance, load))
-    if fold:
-        table.add_section()
-        table.add_row(*_mean_row(balance))
-    return table
-
-
-def _rank_row(balance: Balance, load: RankLoad) -> list[str]:
-    top = top_ms(balance)
-    filled = round(_BAR * load.ms / (balance.makespan_ms or 1.0))
-    bar = "█" * max(filled, 1 if load.ms else 0)
-    row = [
-        str(load.rank),
-        str(load.matrices),
-        ms_text(load.ms, top),
-        bytes_text(load.state_bytes),
-        bar,
-    ]
-    if balance.measured is not None:
-        ratio = balance.measured.ratios[load.rank]
-        row[3:3] = [
-            ms_text(balance.measured.loads_ms[load.rank], top),
-            "" if ratio is None else f"{ratio:.2f}",
-        ]
-    return row
-
-
-def _mean_row(balance: Balance) -> list[str]:
-    count, top = len(balance.ranks), top_ms(balance)
-    row = [
-        "mean",
-        f"{sum(r.matrices for r in balance.ranks) / count:.1f}",
-        ms_text(balance.mean_ms, top),
-        bytes_text(balance.memory.mean),
-        "",
-    ]
-    measured = balance.measured
-    if measured is not None:
-        ratio = "" if measured.ratio is None else f"{measured.ratio:.2f}"
-        row[3:3] = [ms_text(sum(measured.loads_ms) / count, top), ratio]
-    return row
-
-
-# ---- shapes and parameters ---------------------------------------------------------------
-
-
-def _shapes(balance: Balance) -> Table:
-    priced = any(shape.single_ms is not None for shape in balance.shapes)
-    headings = ["shape", "dtype", "matrices", "batch sizes", "ms each", "ms in all"]
-    if priced:
-        headings += ["ms alone", "prices"]
-    table = _table(*headings, left=("shape", "dtype", "batch sizes", "prices"), title="Shapes")
-    top = top_ms(balance)
-    for shape in balance.shapes[:_MOST_SHAPES]:
-        row = [
-            f"{shape.rows} x {shape.cols}",
-            shape.dtype,
-            str(shape.count),
-            batches_text(shape),
-            ms_text(shape.each_ms, top),
-            ms_text(shape.total_ms, top),
-        ]
-        if priced:
-            alone = "" if shape.single_ms is None else ms_text(shape.single_ms, top)
-            row += [alone, ", ".join(shape.origins)]
-        table.add_row(*row)
-    rest = balance.shapes[_MOST_SHAPES:]
-    if rest:
-        count = sum(shape.count for shape in rest)
-        total = ms_text(sum(shape.total_ms for shape in rest), top)
-        filler = [""] * (len(headings) - 6)
-        table.add_row(f"{len(rest)} more shapes", "", str(count), "", "", total, *filler)
-    return table
-
-
-def _parameters(balance: Balance) -> Table:
-    headings = ("updated by", "parameters", "elements", "why")
-    table = _table(*headings, left=("updated by", "why"), title="Parameters")
-    for row in routed(balance):
-        table.add_row(row.algorithm, str(row.parameters), f"{row.elements:,}", row.why)
-    return table
+def plain(shown: RenderableType) -> str:
+    """Text of `WIDTH` columns without colour codes."""
+    out = io.StringIO()
+    console = Console(file=out, width=WIDTH, color_system=None, highlight=False, markup=False)
+    console.print(shown)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip()

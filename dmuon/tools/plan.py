@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dmuon.catalogue.presets import PRESETS
-from dmuon.report.report import LoadBalanceReport, build_report
+from dmuon.report.data import LoadBalanceReport, build_report
 from dmuon.scheduler.json_files import read_text
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.tools.plan_request import COMPARED, Request, add_plan_arguments, read_request

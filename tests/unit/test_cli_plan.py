@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dmuon.__main__ import CLOSED_PIPE, main
 from dmuon.catalogue.presets import PRESETS, model_specs
-from dmuon.report.report import build_report
+from dmuon.report.data import build_report
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.plan import OwnershipPlan, solve
 from dmuon.scheduler.topology import MAX_RANKS, Topology

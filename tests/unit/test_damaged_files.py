@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from dmuon.__main__ import CRASHED, main
 from dmuon.catalogue.presets import model_specs
 from dmuon.config import PlannerOptions
-from dmuon.report.report import build_report
+from dmuon.report.data import build_report
 from dmuon.scheduler import knapsack, proof
 from dmuon.scheduler.certificate import Certificate, certify
 from dmuon.scheduler.costs import (

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dmuon.config import PlannerOptions
-from dmuon.report.report import build_report
+from dmuon.report.data import build_report
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.limits import OwnerLimits
