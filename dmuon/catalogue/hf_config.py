@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +20,8 @@ from dmuon.catalogue.modules import (
     Decoder,
     Experts,
     LatentAttention,
+    Mamba,
+    StateSpace,
 )
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.types import PlanError
@@ -75,8 +78,20 @@ def _head_dim(config: _Config, default: int | None) -> int:
     return config.size("head_dim", default or hidden // heads)
 
 
-def _decoder(config: _Config, head_dim: int | None = None, *, tied: bool = False) -> Decoder:
+def _decoder(
+    config: _Config,
+    *,
+    head_dim: int | None = None,
+    tied: bool = False,
+    biased: bool | None = False,
+    **fields: Any,
+) -> Decoder:
+    """The keys that all decoders have; ``biased`` is the default of the key attention_bias, or None
+    where there is no such key. ``fields`` are further ones of `Decoder`.
+    """
     heads = config.size("num_attention_heads")
+    if biased is not None:
+        fields["qkv_bias"] = fields["output_bias"] = config.flag("attention_bias", biased)
     return Decoder(
         vocabulary=config.size("vocab_size"),
         hidden=config.size("hidden_size"),
@@ -86,43 +101,20 @@ def _decoder(config: _Config, head_dim: int | None = None, *, tied: bool = False
         head_dim=_head_dim(config, head_dim),
         intermediate=config.size("intermediate_size"),
         tied=config.flag("tie_word_embeddings", tied),
+        **fields,
     )
 
 
-def _with_attention_bias(config: _Config, decoder: Decoder) -> Decoder:
-    bias = config.flag("attention_bias")
-    return replace(decoder, qkv_bias=bias, output_bias=bias)
-
-
 def _llama(config: _Config) -> Decoder:
-    decoder = _with_attention_bias(config, _decoder(config))
-    return replace(decoder, mlp_bias=config.flag("mlp_bias"))
+    return _decoder(config, mlp_bias=config.flag("mlp_bias"))
 
 
-def _mistral(config: _Config) -> Decoder:
-    return _decoder(config)
-
-
-def _qwen2(config: _Config) -> Decoder:
-    return replace(_decoder(config), qkv_bias=True)
-
-
-def _qwen3(config: _Config) -> Decoder:
-    return replace(_with_attention_bias(config, _decoder(config, 128)), qk_norm=True)
-
-
-def _gemma(config: _Config) -> Decoder:
-    return _with_attention_bias(config, _decoder(config, 256, tied=True))
-
-
-def _gemma2(config: _Config) -> Decoder:
-    feedforward = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
-    decoder = _gemma(config)
-    return replace(decoder, layer_norms=decoder.layer_norms + feedforward)
-
-
-def _phi3(config: _Config) -> Decoder:
-    return replace(_decoder(config), fused=True)
+_FOUR_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 
 
 def _mixtral(config: _Config) -> Decoder:
@@ -132,22 +124,41 @@ def _mixtral(config: _Config) -> Decoder:
         block="block_sparse_moe",
         projections=("w1", "w3", "w2"),
     )
-    return replace(_decoder(config), experts=experts)
+    return _decoder(config, biased=None, experts=experts)
 
 
-def _dense_unless_every(step: int, layers: int) -> frozenset[int]:
-    return frozenset(layer for layer in range(layers) if (layer + 1) % step)
+def _gpt_oss(config: _Config) -> Decoder:
+    width = config.size("intermediate_size")
+    experts = Experts(config.size("num_local_experts"), width, router="router", fused=True)
+    return _decoder(config, head_dim=64, biased=True, sinks=True, experts=experts)
 
 
-def _qwen3_moe(config: _Config) -> Decoder:
-    decoder = _with_attention_bias(config, _decoder(config))
-    dense = _dense_unless_every(config.size("decoder_sparse_step", 1), decoder.layers)
+def _sparse_layers(config: _Config) -> frozenset[int]:
+    """Layers without experts."""
+    step, layers = config.size("decoder_sparse_step", 1), config.size("num_hidden_layers")
+    dense = frozenset(layer for layer in range(layers) if (layer + 1) % step)
+    return dense | config.indices("mlp_only_layers")
+
+
+def _qwen2_moe(config: _Config) -> Decoder:
     experts = Experts(
         config.size("num_experts"),
         config.size("moe_intermediate_size"),
-        dense_layers=dense | config.indices("mlp_only_layers"),
+        shared=config.size("shared_expert_intermediate_size"),
+        dense_layers=_sparse_layers(config),
+        shared_name="shared_expert",
+        shared_gate=True,
     )
-    return replace(decoder, qk_norm=True, experts=experts)
+    return _decoder(config, biased=None, qkv_bias=config.flag("qkv_bias", True), experts=experts)
+
+
+def _qwen3_moe(config: _Config) -> Decoder:
+    experts = Experts(
+        config.size("num_experts"),
+        config.size("moe_intermediate_size"),
+        dense_layers=_sparse_layers(config),
+    )
+    return _decoder(config, qk_norm=True, experts=experts)
 
 
 def _deepseek(config: _Config, *, correction_bias: bool = False) -> Decoder:
@@ -158,21 +169,18 @@ def _deepseek(config: _Config, *, correction_bias: bool = False) -> Decoder:
         rope_dim=config.size("qk_rope_head_dim"),
         value_dim=config.size("v_head_dim"),
     )
-    decoder = _decoder(config, latent.nope_dim + latent.rope_dim)
     width = config.size("moe_intermediate_size")
     first, step = config.size("first_k_dense_replace", 0, least=0), config.size("moe_layer_freq", 1)
+    layers = range(config.size("num_hidden_layers"))
     experts = Experts(
         config.size("n_routed_experts"),
         width,
         shared=width * config.size("n_shared_experts", 0, least=0),
-        dense_layers=frozenset(i for i in range(decoder.layers) if i < first or i % step),
+        dense_layers=frozenset(i for i in layers if i < first or i % step),
         correction_bias=correction_bias,
     )
-    return replace(_with_attention_bias(config, decoder), latent=latent, experts=experts)
-
-
-def _deepseek_v3(config: _Config) -> Decoder:
-    return _deepseek(config, correction_bias=True)
+    head_dim = latent.nope_dim + latent.rope_dim
+    return _decoder(config, head_dim=head_dim, latent=latent, experts=experts)
 
 
 def _gpt2(config: _Config) -> GPT2:
@@ -187,19 +195,163 @@ def _gpt2(config: _Config) -> GPT2:
     )
 
 
+# ---- state spaces ------------------------------------------------------------------------
+
+
+def _rank(config: _Config, key: str) -> int:
+    """The rank of the step size: "auto" is a sixteenth of the hidden size, rounded up."""
+    auto = -(-config.size("hidden_size") // 16)
+    return auto if config.data.get(key, "auto") == "auto" else config.size(key, auto)
+
+
+def _mamba(config: _Config) -> Mamba:
+    hidden = config.size("hidden_size")
+    mixer = StateSpace(
+        inner=config.size("expand", 2) * hidden,
+        state=config.size("state_size", 16),
+        kernel=config.size("conv_kernel", 4),
+        rank=_rank(config, "time_step_rank"),
+        bias=config.flag("use_bias"),
+        kernel_bias=config.flag("use_conv_bias", True),
+    )
+    tied = config.flag("tie_word_embeddings", True)
+    return Mamba(config.size("vocab_size"), hidden, config.size("num_hidden_layers"), mixer, tied)
+
+
+def _mamba2(config: _Config) -> Mamba:
+    hidden, heads = config.size("hidden_size"), config.size("num_heads", 128)
+    inner = _heads_fill(config, config.size("expand", 2) * hidden, heads, "head_dim", 64)
+    mixer = StateSpace(
+        inner=inner,
+        state=config.size("state_size", 128),
+        kernel=config.size("conv_kernel", 4),
+        heads=heads,
+        groups=config.size("n_groups", 8),
+        bias=config.flag("use_bias"),
+        kernel_bias=config.flag("use_conv_bias", True),
+    )
+    tied = config.flag("tie_word_embeddings", False)
+    return Mamba(config.size("vocab_size"), hidden, config.size("num_hidden_layers"), mixer, tied)
+
+
+def _heads_fill(config: _Config, inner: int, heads: int, key: str, default: int) -> int:
+    """The inner size, which the heads must fill; ``key`` is that of the size of a head."""
+    size = config.size(key, default)
+    if heads * size != inner:
+        raise PlanError(
+            f"the model configuration has {heads} heads of {key!r} = {size}, which do not fill the "
+            f"inner size {inner}"
+        )
+    return inner
+
+
+_JAMBA_NAMES: Mapping[str, Any] = MappingProxyType(
+    {
+        "layer_norms": ("input_layernorm", "pre_ff_layernorm"),
+        "last_norm": "final_layernorm",
+        "mlp_name": "feed_forward",
+    }
+)
+
+
+def _hybrid_mixer(config: _Config, **fields: Any) -> StateSpace:
+    return StateSpace(
+        inner=config.size("mamba_expand", 2) * config.size("hidden_size"),
+        kernel=config.size("mamba_d_conv", 4),
+        bias=config.flag("mamba_proj_bias"),
+        kernel_bias=config.flag("mamba_conv_bias", True),
+        **fields,
+    )
+
+
+def _jamba(config: _Config) -> Decoder:
+    state, rank = config.size("mamba_d_state", 16), _rank(config, "mamba_dt_rank")
+    layers = range(config.size("num_hidden_layers"))
+    period, offset = (
+        config.size("attn_layer_period", 8),
+        config.size("attn_layer_offset", 4, least=0),
+    )
+    every, first = (
+        config.size("expert_layer_period", 2),
+        config.size("expert_layer_offset", 1, least=0),
+    )
+    count = config.size("num_experts", 16)
+    experts = Experts(
+        count,
+        config.size("intermediate_size"),
+        dense_layers=frozenset(i for i in layers if i % every != first),
+        block="feed_forward",
+        router="router",
+    )
+    return _decoder(
+        config,
+        biased=None,
+        experts=experts if count > 1 else None,
+        mixer=_hybrid_mixer(config, state=state, rank=rank, inner_norms=True),
+        mixed=frozenset(i for i in layers if i % period != offset),
+        **_JAMBA_NAMES,
+    )
+
+
+def _bamba(config: _Config) -> Decoder:
+    heads, hidden = config.size("mamba_n_heads", 128), config.size("hidden_size")
+    inner = config.size("mamba_expand", 2) * hidden
+    if config.data.get("mamba_d_head", "auto") != "auto":
+        _heads_fill(config, inner, heads, "mamba_d_head", inner // heads)
+    mixer = _hybrid_mixer(
+        config,
+        state=config.size("mamba_d_state", 256),
+        heads=heads,
+        groups=config.size("mamba_n_groups", 1),
+    )
+    mixed = frozenset(range(config.size("num_hidden_layers"))) - config.indices(
+        "attn_layer_indices"
+    )
+    mlp_bias = config.flag("mlp_bias")
+    return _decoder(config, mlp_bias=mlp_bias, mixer=mixer, mixed=mixed, **_JAMBA_NAMES)
+
+
+def _mllama(config: _Config) -> Decoder:
+    """The language model: the vision tower is left out."""
+    inner = config.data.get("text_config", config.data)
+    if not isinstance(inner, Mapping):
+        raise PlanError(
+            f"the model configuration has 'text_config' = {inner!r}, expected an object"
+        )
+    return _decoder(
+        _Config(inner),
+        biased=None,
+        crossed=_Config(inner).indices("cross_attention_layers"),
+        extra_tokens=8,  # the image token and padding
+        nested="language_model",
+    )
+
+
 MODEL_TYPES: Mapping[str, Callable[[_Config], Architecture]] = MappingProxyType(
     {
+        "bamba": _bamba,
         "deepseek_v2": _deepseek,
-        "deepseek_v3": _deepseek_v3,
-        "gemma": _gemma,
-        "gemma2": _gemma2,
+        "deepseek_v3": partial(_deepseek, correction_bias=True),
+        "falcon_mamba": _mamba,
+        "gemma": partial(_decoder, head_dim=256, tied=True),
+        "gemma2": partial(_decoder, head_dim=256, tied=True, layer_norms=_FOUR_NORMS),
+        "gemma3_text": partial(
+            _decoder, head_dim=256, tied=True, qk_norm=True, layer_norms=_FOUR_NORMS
+        ),
         "gpt2": _gpt2,
+        "gpt_oss": _gpt_oss,
+        "jamba": _jamba,
         "llama": _llama,
-        "mistral": _mistral,
+        "mamba": _mamba,
+        "mamba2": _mamba2,
+        "mistral": partial(_decoder, biased=None),
         "mixtral": _mixtral,
-        "phi3": _phi3,
-        "qwen2": _qwen2,
-        "qwen3": _qwen3,
+        "mllama": _mllama,
+        "mllama_text_model": _mllama,
+        "phi3": partial(_decoder, biased=None, fused=True),
+        "qwen2": partial(_decoder, biased=None, qkv_bias=True),
+        "qwen2_moe": _qwen2_moe,
+        "qwen3": partial(_decoder, head_dim=128, qk_norm=True),
         "qwen3_moe": _qwen3_moe,
     }
 )

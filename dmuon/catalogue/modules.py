@@ -19,6 +19,8 @@ __all__ = [
     "Decoder",
     "Experts",
     "LatentAttention",
+    "Mamba",
+    "StateSpace",
     "VisionLanguageAction",
     "VisionTower",
     "build",
@@ -44,8 +46,10 @@ class LatentAttention:
 class Experts:
     """The mixture of experts that replaces the MLP in all layers but ``dense_layers``.
 
-    ``shared`` is the joint width of the shared experts (0: none). ``block`` and ``projections``
-    (gate, up, down) are how the implementation names its modules.
+    ``shared`` is the joint width of the shared experts (0: none), ``shared_gate`` scales them.
+    ``block``, ``projections`` (gate, up, down), ``router`` and ``shared_name`` are how the
+    implementation names its modules. ``fused``: gate and up are one stack, all stored (in, out) and
+    with biases, as in gpt-oss.
     """
 
     count: int
@@ -55,6 +59,28 @@ class Experts:
     correction_bias: bool = False
     block: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate"
+    shared_name: str = "shared_experts"
+    shared_gate: bool = False
+    fused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpace:
+    """A Mamba mixer: version 1 (``rank`` of the step size), or 2 with ``heads`` and ``groups``.
+
+    ``inner`` channels have a state of ``state`` each and a convolution over ``kernel`` steps.
+    """
+
+    inner: int
+    state: int
+    kernel: int
+    rank: int = 0
+    heads: int = 0
+    groups: int = 1
+    bias: bool = False
+    kernel_bias: bool = True
+    inner_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +88,9 @@ class Decoder:
     """A decoder-only transformer with gated MLPs: Llama and what descends from it.
 
     ``vocabulary`` 0 leaves out embedding and head, ``tied`` shares their weight. ``fused`` joins
-    q, k, v and gate, up, as Phi-3 does. ``layer_norms`` names the norms of a layer.
+    q, k, v and gate, up, as Phi-3 does. ``sinks``: a learned logit a head. Layers in ``mixed`` have
+    ``mixer`` instead of attention, those in ``crossed`` attend to images (whose embeddings are
+    ``extra_tokens``). The last fields are how the implementation names its modules.
     """
 
     vocabulary: int
@@ -78,9 +106,28 @@ class Decoder:
     mlp_bias: bool = False
     qk_norm: bool = False
     fused: bool = False
-    layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    sinks: bool = False
     latent: LatentAttention | None = None
     experts: Experts | None = None
+    mixer: StateSpace | None = None
+    mixed: frozenset[int] = frozenset()
+    crossed: frozenset[int] = frozenset()
+    extra_tokens: int = 0
+    layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    last_norm: str = "norm"
+    mlp_name: str = "mlp"
+    nested: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba:
+    """A stack of Mamba mixers alone."""
+
+    vocabulary: int
+    hidden: int
+    layers: int
+    mixer: StateSpace
+    tied: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +166,21 @@ class VisionLanguageAction:
     action_dim: int
 
 
-Architecture = Decoder | GPT2 | VisionLanguageAction
+Architecture = Decoder | GPT2 | Mamba | VisionLanguageAction
 
 
 def build(architecture: Architecture, dtype: str = "bfloat16") -> nn.Module:
     """The parameters of an architecture on the meta device; it takes no memory."""
-    if isinstance(architecture, GPT2):
-        model = _gpt2(architecture)
-    elif isinstance(architecture, VisionLanguageAction):
-        model = _vla(architecture)
-    else:
-        model = _decoder(architecture)
+    model: nn.Module
+    match architecture:
+        case GPT2():
+            model = _gpt2(architecture)
+        case Mamba():
+            model = _mamba(architecture)
+        case VisionLanguageAction():
+            model = _vla(architecture)
+        case _:
+            model = _decoder(architecture)
     return model.to(getattr(torch, dtype))
 
 
@@ -159,8 +210,8 @@ def _embedding(count: int, hidden: int) -> nn.Embedding:
     return nn.Embedding(count, hidden, _weight=torch.empty(count, hidden, device="meta"))
 
 
-def _head(embedding: nn.Embedding, tied: bool) -> nn.Module:
-    head = _Linear(embedding.embedding_dim, embedding.num_embeddings)
+def _head(embedding: nn.Embedding, tied: bool, vocabulary: int) -> nn.Module:
+    head = _Linear(embedding.embedding_dim, vocabulary)
     if tied:
         head.weight = embedding.weight
     return head
@@ -187,21 +238,59 @@ def _mlp(a: Decoder, intermediate: int) -> nn.Module:
 
 def _mixture(a: Decoder, e: Experts) -> nn.Module:
     gate, up, down = e.projections
-    router = _Linear(a.hidden, e.count)
+    router = _Linear(a.hidden, e.count, e.fused)
     if e.correction_bias:
         router.e_score_correction_bias = _parameter(e.count)
-    stacks = {
-        gate: _parameter(e.count, e.intermediate, a.hidden),
-        up: _parameter(e.count, e.intermediate, a.hidden),
-        down: _parameter(e.count, a.hidden, e.intermediate),
-    }
-    mixture = _join(gate=router, experts=_join(**stacks))
+    if e.fused:
+        stacks = {
+            "gate_up_proj": _parameter(e.count, a.hidden, 2 * e.intermediate),
+            "gate_up_proj_bias": _parameter(e.count, 2 * e.intermediate),
+            "down_proj": _parameter(e.count, e.intermediate, a.hidden),
+            "down_proj_bias": _parameter(e.count, a.hidden),
+        }
+    else:
+        stacks = {
+            gate: _parameter(e.count, e.intermediate, a.hidden),
+            up: _parameter(e.count, e.intermediate, a.hidden),
+            down: _parameter(e.count, a.hidden, e.intermediate),
+        }
+    mixture = _join(experts=_join(**stacks))
+    mixture.add_module(e.router, router)
     if e.shared:
-        mixture.shared_experts = _mlp(a, e.shared)
+        mixture.add_module(e.shared_name, _mlp(a, e.shared))
+    if e.shared_gate:
+        mixture.add_module(f"{e.shared_name}_gate", _Linear(a.hidden, 1))
     return mixture
 
 
-def _attention(a: Decoder) -> nn.Module:
+def _mixer(hidden: int, m: StateSpace) -> nn.Module:
+    """Mamba (arXiv 2312.00752, section 3.4) or, with heads, Mamba-2 (arXiv 2405.21060, section 7).
+
+    The convolution is one filter a channel.
+    """
+    channels = m.inner + (2 * m.groups * m.state if m.heads else 0)
+    mixer = _join(
+        conv1d=nn.Conv1d(
+            channels, channels, m.kernel, groups=channels, bias=m.kernel_bias, device="meta"
+        ),
+        out_proj=_Linear(m.inner, hidden, m.bias),
+    )
+    if m.heads:
+        mixer.in_proj = _Linear(hidden, m.inner + channels + m.heads, m.bias)
+        mixer.dt_bias, mixer.A_log, mixer.D = (_parameter(m.heads) for _ in range(3))
+        mixer.norm = _rms_norm(m.inner)
+        return mixer
+    mixer.A_log, mixer.D = _parameter(m.inner, m.state), _parameter(m.inner)
+    mixer.in_proj = _Linear(hidden, 2 * m.inner, m.bias)
+    mixer.x_proj = _Linear(m.inner, m.rank + 2 * m.state)
+    mixer.dt_proj = _Linear(m.rank, m.inner, True)
+    if m.inner_norms:
+        mixer.dt_layernorm = _rms_norm(m.rank)
+        mixer.b_layernorm, mixer.c_layernorm = _rms_norm(m.state), _rms_norm(m.state)
+    return mixer
+
+
+def _attention(a: Decoder, qk_norm: bool) -> nn.Module:
     queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
     output = _Linear(queries, a.hidden, a.output_bias)
     if a.fused:
@@ -212,7 +301,9 @@ def _attention(a: Decoder) -> nn.Module:
         v_proj=_Linear(a.hidden, keys, a.qkv_bias),
         o_proj=output,
     )
-    if a.qk_norm:
+    if a.sinks:
+        attention.sinks = _parameter(a.heads)
+    if qk_norm:
         attention.q_norm, attention.k_norm = _rms_norm(a.head_dim), _rms_norm(a.head_dim)
     return attention
 
@@ -236,10 +327,18 @@ def _latent_attention(a: Decoder, latent: LatentAttention) -> nn.Module:
 
 
 def _layer(a: Decoder, index: int) -> nn.Module:
-    attention = _attention(a) if a.latent is None else _latent_attention(a, a.latent)
-    layer = _join(self_attn=attention)
+    layer = nn.Module()
+    if a.mixer is not None and index in a.mixed:
+        layer.mamba = _mixer(a.hidden, a.mixer)
+    elif index in a.crossed:
+        layer.cross_attn = _attention(a, qk_norm=True)
+        layer.cross_attn_attn_gate, layer.cross_attn_mlp_gate = _parameter(1), _parameter(1)
+    elif a.latent is not None:
+        layer.self_attn = _latent_attention(a, a.latent)
+    else:
+        layer.self_attn = _attention(a, a.qk_norm)
     if a.experts is None or index in a.experts.dense_layers:
-        layer.mlp = _mlp(a, a.intermediate)
+        layer.add_module(a.mlp_name, _mlp(a, a.intermediate))
     else:
         layer.add_module(a.experts.block, _mixture(a, a.experts))
     for name in a.layer_norms:
@@ -248,14 +347,23 @@ def _layer(a: Decoder, index: int) -> nn.Module:
 
 
 def _decoder(a: Decoder) -> nn.Module:
-    layers = nn.ModuleList(_layer(a, index) for index in range(a.layers))
+    model = _join(layers=nn.ModuleList(_layer(a, index) for index in range(a.layers)))
+    model.add_module(a.last_norm, _rms_norm(a.hidden))
     if not a.vocabulary:
-        return _join(model=_join(layers=layers, norm=_rms_norm(a.hidden)))
-    embedding = _embedding(a.vocabulary, a.hidden)
-    return _join(
-        model=_join(embed_tokens=embedding, layers=layers, norm=_rms_norm(a.hidden)),
-        lm_head=_head(embedding, a.tied),
+        return _join(model=model)
+    embedding = model.embed_tokens = _embedding(a.vocabulary + a.extra_tokens, a.hidden)
+    if a.nested:
+        model = _join(**{a.nested: model})
+    return _join(model=model, lm_head=_head(embedding, a.tied, a.vocabulary))
+
+
+def _mamba(a: Mamba) -> nn.Module:
+    layers = (
+        _join(norm=_rms_norm(a.hidden), mixer=_mixer(a.hidden, a.mixer)) for _ in range(a.layers)
     )
+    embedding = _embedding(a.vocabulary, a.hidden)
+    backbone = _join(embeddings=embedding, layers=nn.ModuleList(layers), norm_f=_rms_norm(a.hidden))
+    return _join(backbone=backbone, lm_head=_head(embedding, a.tied, a.vocabulary))
 
 
 def _conv1d(inputs: int, outputs: int) -> nn.Module:
@@ -281,7 +389,7 @@ def _gpt2(a: GPT2) -> nn.Module:
         h=nn.ModuleList(blocks),
         ln_f=_layer_norm(a.hidden),
     )
-    return _join(transformer=transformer, lm_head=_head(embedding, a.tied))
+    return _join(transformer=transformer, lm_head=_head(embedding, a.tied, a.vocabulary))
 
 
 def _vision_layer(a: VisionTower) -> nn.Module:
