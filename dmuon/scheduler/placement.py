@@ -5,33 +5,47 @@ keep apart what travels at the same time::
 
     counts       how many of each kind every owner takes          (from the solver)
     share out    alike owners exchange their counts: equal ones lie together in the owner order
-    walk         matrices in launch order, each to an owner whose turn it is, in two ways
+    hand out     matrices in launch order, each to an owner whose turn it is, in two ways
     repair       two matrices of a kind change places where a layer meets an owner twice
     choice       the better of the two, by repeated owners in layers, then by `contention`
 
 A stretch of the owner order touches all nodes and columns evenly (see `diagonal_slots`). So owners
-that take the same fill one stretch, the busy ones and the idle ones alike.
+that take the same fill one stretch, the busy ones and the idle ones alike. Handing out, an owner is
+its position in the owner order, a kind's owners take turns, and among those whose turn it is the
+one that meets the fewest matrices in flight takes the matrix::
+
+    kind k     owners 0 1 2 3 take 2 each, owner 4 takes 4         n = 12 matrices
+    turns      |  0 1 2 3 once      |  0 1 2 3 again     |         a turn is n/2 matrices long
+               |  4     |  4     |  4     |  4     |               a turn is n/4 matrices long
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import insort
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush, heapreplace
 from itertools import chain, islice
 
-from dmuon.scheduler.contention import Contention, contention, row_major
 from dmuon.scheduler.topology import Topology
-from dmuon.scheduler.walk import Flight, Pattern, walk
 from dmuon.types import PlanError
 
 __all__ = ["Contention", "contention", "layer_of", "natural_key", "place", "row_major"]
+
+_Pattern = tuple[tuple[int, int], ...]  # (kind, how many), ascending: what one owner takes
+
+REGIONS = (4, 8)  # groups of nodes and of columns
+OWNERS_SEEN = 16  # about how many owners of each list one step looks at
+PATIENCE = 0.5  # how many meetings it outweighs to have waited for one turn
+OVERDUE = 4.0  # and for each turn after the second
 
 PARTNERS_SEEN = 512  # how many matrices one exchange chooses from
 CHAIN = 3  # how many exchanges may be needed to take one matrix off an owner
 FAILURES = 12  # matrices of a layer that could not be moved, before the others are left alone
 LOOKS_PER_MATRIX = 5_000  # how many exchanges are tried for it
-ONE_WALK = 20_000  # so many matrices take a second or two a walk: the evading one must do
+ONE_ROUND = 20_000  # so many matrices take a second or two a round: the evading one must do
 _COPY = re.compile(r" \(copy [0-9]+ of [0-9]+\)$")
 LOOKS = 400_000  # and for all matrices together
 
@@ -57,7 +71,7 @@ def place(
         counts: for each rank, kind -> how many of that kind it takes.
         interchangeable: groups of ranks that may exchange their counts.
         order: all ranks, see `Topology.owner_order`.
-        topology: if given, a second walk evades owners that share a node or a column with the
+        topology: if given, a second round evades owners that share a node or a column with the
             matrices just handed out, and the better one counts.
 
     Raises:
@@ -67,20 +81,20 @@ def place(
     patterns = _share_out([_pattern(c) for c in counts], interchangeable, order)
     placed = []
     flights = _flights(order, topology)
-    for flight in flights[-1:] if len(kinds) > ONE_WALK else flights:
-        positions = walk(kinds, layers, [patterns[rank] for rank in order], flight)
+    for flight in flights[-1:] if len(kinds) > ONE_ROUND else flights:
+        positions = _hand_out(kinds, layers, [patterns[rank] for rank in order], flight)
         _Spread(kinds, layers, positions).run()
         placed.append([order[position] for position in positions])
     return min(placed, key=lambda owners: _meetings(layers, owners, topology))
 
 
-def _flights(order: Sequence[int], topology: Topology | None) -> list[Flight]:
-    """Two ways to walk: keep to the owner order, or evade who shares a node or a column.
+def _flights(order: Sequence[int], topology: Topology | None) -> list[_Flight]:
+    """Two ways to hand out: keep to the owner order, or evade who shares a node or a column.
 
     The first is mostly the better one where owners take alike, the second where they do not.
     """
     alone = topology is None or topology.nodes == 1
-    return [Flight(order)] if alone else [Flight(order), Flight(order, topology)]
+    return [_Flight(order)] if alone else [_Flight(order), _Flight(order, topology)]
 
 
 def _meetings(
@@ -115,13 +129,13 @@ def _check(
         raise PlanError(f"the counts of a kind must be >= 0 and add up; (taken, there): {found}")
 
 
-def _pattern(taken: Mapping[int, int]) -> Pattern:
+def _pattern(taken: Mapping[int, int]) -> _Pattern:
     return tuple(sorted((kind, count) for kind, count in taken.items() if count))
 
 
 def _share_out(
-    patterns: Sequence[Pattern], interchangeable: Sequence[Sequence[int]], order: Sequence[int]
-) -> list[Pattern]:
+    patterns: Sequence[_Pattern], interchangeable: Sequence[Sequence[int]], order: Sequence[int]
+) -> list[_Pattern]:
     """Hand a group's patterns to its ranks along the owner order, those with most matrices first.
 
     Like patterns then fill one stretch of the order. Dealing them out in turn instead would put
@@ -136,6 +150,163 @@ def _share_out(
         for rank, pattern in zip(sorted(group, key=position.__getitem__), handed):
             shared[rank] = pattern
     return shared
+
+
+# ---- handing out -------------------------------------------------------------------------
+
+
+class _Flight:
+    """The matrices handed out last, which travel together, and where their owners sit.
+
+    An owner's region is a group of slots: whoever looks at one owner of each region has seen all
+    parts of the machine. Without a topology all owners are on one node.
+    """
+
+    def __init__(self, order: Sequence[int], topology: Topology | None = None) -> None:
+        rows = (tuple(order),) if topology is None else topology.slots()
+        slot = {rank: (n, c) for n, row in enumerate(rows) for c, rank in enumerate(row)}
+        self.nodes = [slot[rank][0] for rank in order]
+        self.columns = [slot[rank][1] for rank in order]
+        self.regions = [
+            n % REGIONS[0] * REGIONS[1] + c % REGIONS[1] for n, c in zip(self.nodes, self.columns)
+        ]
+        self.on_node = [0] * len(rows)
+        self.on_column = [0] * max(map(len, rows))
+        self.last_use = [-1] * len(order)
+        self.recent: deque[int] = deque()
+        self.window = len(self.on_column) - 1
+        self.floor = self.window // len(rows)  # the crowd at the best place, at most
+        self.now = 0
+
+    def crowd(self, position: int) -> int:
+        """How many matrices in flight it would meet on its node and, counting double, column.
+
+        One matrix for each column is in flight, but several for each node: columns can stay free
+        of meetings. Where two meet already, it is too late to save the column.
+        """
+        on_column = self.on_column[self.columns[position]]
+        return self.on_node[self.nodes[position]] + 2 * min(on_column, 2)
+
+    def use(self, position: int) -> None:
+        self.last_use[position] = self.now
+        self.now += 1
+        self.recent.append(position)
+        self._count(position, 1)
+        if len(self.recent) > self.window:
+            self._count(self.recent.popleft(), -1)
+
+    def _count(self, position: int, change: int) -> None:
+        self.on_node[self.nodes[position]] += change
+        self.on_column[self.columns[position]] += change
+
+
+@dataclass(slots=True)
+class _Turns:
+    """Who may take the next matrix of one kind.
+
+    An owner with c of the kind's n matrices should take its j-th (from 0) while the matrices
+    ``j*n/c`` to ``(j+1)*n/c`` go out, so that large and small shares are handed out evenly. Owners
+    with equal ``(j, c)`` form a class: for each region a heap by last use. ``ready`` holds the
+    classes whose turn has begun, sorted by its end; ``later`` the others, sorted by its begin.
+    """
+
+    total: int
+    flight: _Flight
+    handed: int = 0
+    heaps: dict[tuple[int, int], dict[int, list[tuple[int, int]]]] = field(default_factory=dict)
+    ready: list[tuple[int, int, int]] = field(default_factory=list)
+    later: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def add(self, position: int, turn: int, count: int) -> None:
+        heaps = self.heaps.get((turn, count))
+        if heaps is None:
+            heaps = self.heaps[turn, count] = {}
+            insort(self._list(turn, count), self._class(turn, count))
+        heap = heaps.setdefault(self.flight.regions[position], [])
+        heappush(heap, (self.flight.last_use[position], position))
+
+    def take(self, avoid: Collection[int]) -> int:
+        """Hand the next matrix to an owner, to none of ``avoid`` if that is possible."""
+        while self.later and self.later[0][0] <= self.handed:
+            _, turn, count = self.later.pop(0)
+            insort(self.ready, self._class(turn, count))
+        offer = self._best(avoid) or self._best(())
+        assert offer is not None, "the counts add up, so somebody has room"
+        _, _, position, turn, count = offer
+        self._remove(position, turn, count)
+        self.handed += 1
+        self.flight.use(position)
+        if turn + 1 < count:
+            self.add(position, turn + 1, count)
+        return position
+
+    def _begin(self, turn: int, count: int) -> int:
+        return -(-turn * self.total // count)
+
+    def _list(self, turn: int, count: int) -> list[tuple[int, int, int]]:
+        return self.ready if self._begin(turn, count) <= self.handed else self.later
+
+    def _class(self, turn: int, count: int) -> tuple[int, int, int]:
+        ready = self._begin(turn, count) <= self.handed
+        return self._begin(turn + 1 if ready else turn, count), turn, count
+
+    def _remove(self, position: int, turn: int, count: int) -> None:
+        heaps, region = self.heaps[turn, count], self.flight.regions[position]
+        heappop(heaps[region])
+        if not heaps[region]:
+            del heaps[region]
+        if not heaps:
+            del self.heaps[turn, count]
+            self._list(turn, count).remove(self._class(turn, count))
+
+    def _best(self, avoid: Collection[int]) -> tuple[float, int, int, int, int] | None:
+        """The best ``(score, last use, position, turn, count)``: the lower, the better.
+
+        Whoever has waited longest in a region stands for it. If that is one to avoid, then mostly
+        the whole region is.
+        """
+        flight, best = self.flight, None
+        for classes in (self.ready, self.later):
+            seen = 0
+            for _, turn, count in classes:
+                waited = self.handed * count / self.total - turn
+                bonus = PATIENCE * waited + OVERDUE * max(0.0, waited - 2.0)
+                for heap in self.heaps[turn, count].values():
+                    last_use, position = self._longest_unused(heap)
+                    if position not in avoid:
+                        offer = (flight.crowd(position) - bonus, last_use, position, turn, count)
+                        best = offer if best is None or offer < best else best
+                seen += len(self.heaps[turn, count])
+                if best and flight.crowd(best[2]) <= flight.floor:
+                    return best
+                if seen >= OWNERS_SEEN:
+                    break
+        return best
+
+    def _longest_unused(self, heap: list[tuple[int, int]]) -> tuple[int, int]:
+        # Owners are used for other kinds too; last uses only grow, so the top is corrected lazily.
+        last_use = self.flight.last_use
+        while heap[0][0] != last_use[heap[0][1]]:
+            position = heap[0][1]
+            heapreplace(heap, (last_use[position], position))
+        return heap[0]
+
+
+def _hand_out(
+    kinds: Sequence[int], layers: Sequence[str], patterns: Sequence[_Pattern], flight: _Flight
+) -> list[int]:
+    """The owner of each matrix: how many of each kind an owner takes is given in ``patterns``."""
+    turns = {kind: _Turns(total, flight) for kind, total in Counter(kinds).items()}
+    for position, pattern in enumerate(patterns):
+        for kind, count in pattern:
+            turns[kind].add(position, 0, count)
+    in_layer: defaultdict[str, set[int]] = defaultdict(set)
+    positions = []
+    for kind, layer in zip(kinds, layers, strict=True):
+        used = in_layer[layer] if layer else set()
+        positions.append(turns[kind].take(used))
+        used.add(positions[-1])
+    return positions
 
 
 # ---- the repair --------------------------------------------------------------------------
@@ -245,6 +416,79 @@ class _Spread:
                 held = self.held[layer, new]
                 self.owners[layer] += not held
                 held.append(matrix)
+
+
+# ---- contention --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """How many of ``window`` consecutive matrices have owners on one node, or in one column.
+
+    Of each window counts the most crowded node or column; ``max`` and ``mean`` are over all
+    windows. Fewer is better; 1 means that no two ever meet.
+    """
+
+    window: int
+    node_max: int
+    node_mean: float
+    column_max: int
+    column_mean: float
+
+
+def contention(
+    owners_in_launch_order: Sequence[int], topology: Topology, window: int | None = None
+) -> Contention:
+    """How the owners of consecutive matrices share nodes and columns.
+
+    ``window`` is the number of matrices in flight, by default one for each column. With fewer
+    matrices than that, all of them are the one window.
+    """
+    owners = owners_in_launch_order
+    window = min(window or topology.columns, len(owners))
+    node, column = [0] * topology.world, [0] * topology.world
+    for n, row in enumerate(topology.slots()):
+        for c, rank in enumerate(row):
+            node[rank], column[rank] = n, c
+    nodes = _crowds([node[owner] for owner in owners], window)
+    columns = _crowds([column[owner] for owner in owners], window)
+    return Contention(
+        window,
+        max(nodes, default=0),
+        sum(nodes) / max(len(nodes), 1),
+        max(columns, default=0),
+        sum(columns) / max(len(columns), 1),
+    )
+
+
+def _crowds(places: Sequence[int], window: int) -> list[int]:
+    """For each window of consecutive entries, how often its most frequent value occurs."""
+    count: Counter[int] = Counter()  # of each value in the window
+    having: Counter[int] = Counter()  # how many values occur this often
+    most, crowds = 0, []
+    for end, place in enumerate(places):
+        if end >= window:
+            gone = places[end - window]
+            having[count[gone]] -= 1
+            count[gone] -= 1
+            having[count[gone]] += 1
+            most -= not having[most]  # the value that left the top is just below it now
+        having[count[place]] -= 1
+        count[place] += 1
+        having[count[place]] += 1
+        most = max(most, count[place])
+        if end >= window - 1:
+            crowds.append(most)
+    return crowds
+
+
+def row_major(matrices: int, world: int) -> list[int]:
+    """Consecutive matrices to consecutive ranks: what the owner order is compared with.
+
+    >>> row_major(5, 3)
+    [0, 1, 2, 0, 1]
+    """
+    return [i % world for i in range(matrices)]
 
 
 # ---- names -------------------------------------------------------------------------------
