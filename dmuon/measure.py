@@ -157,7 +157,7 @@ class Pace:
         return guess * ms / modelled / 1e3
 
     def in_order(self, cases: Iterable[Case]) -> list[Case]:
-        """Batches of one first, what weighs most before the rest, then larger batches; before all
+        """Batches of one first, what weighs most before what weighs less, then larger; before all
         of them the smallest, if nothing is known, to learn how fast the device is."""
         ms = {case: self._model.batch_ms(case.key, 1) for case in cases}
         ordered = sorted(ms, key=lambda case: (case.batch, -case.count * ms[case], case.key))

@@ -117,8 +117,9 @@ class AnalyticDevice:
     half_batch_dim: float
 
     def __post_init__(self) -> None:
-        rates, rest = (self.flops, self.bandwidth), (self.launch_s, self.half_batch_dim)
-        if not (1 <= min(rates) <= max(rates) <= _MOST_RATE and 0 <= min(rest) <= max(rest) <= 1e9):
+        rates, others = (self.flops, self.bandwidth), (self.launch_s, self.half_batch_dim)
+        in_range = min(rates) >= 1 and max(rates) <= _MOST_RATE
+        if not (in_range and min(others) >= 0 and max(others) <= 1e9):
             raise PlanError(
                 f"a device needs rates from 1 to {_MOST_RATE:g}, overheads from 0 to 1e9, found "
                 f"{self}"
