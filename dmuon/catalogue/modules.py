@@ -1,9 +1,9 @@
 """Architectures as numbers, and their parameters as modules on the meta device.
 
-A skeleton has the parameter shapes and names of the Hugging Face implementation and no forward, so
-that `select.collect` routes it by the same rules as the model itself. Two things differ: norms are
-torch's own, and the experts of a layer are stacked to ``[experts, out, in]``, one stack for each
-projection, where some implementations keep a module an expert or fuse gate and up.
+The modules have the parameter shapes and names of the Hugging Face implementation and no forward,
+so that `select.collect` routes them by the same rules as the model itself. Two things differ: norms
+are torch's own, and the experts of a layer are stacked to ``[experts, out, in]``, one stack for
+each projection, where some implementations keep a module an expert or fuse gate and up.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ td.name { min-width: 9rem; }
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """How far a load lies from the bound, as a fraction; None is a rank at rest.
+    """How far a load lies from the bound, as a fraction; None is an idle rank.
 
     ``measured`` is the same of what was measured, drawn as a short stroke.
     """

@@ -3,7 +3,7 @@
 A mesh of N nodes with G ranks each is a grid of slots: a row is a node, a column is the position
 on its node. The results of consecutive matrices travel at the same time, so their owners should
 share neither a node (its network cards) nor a column (the g-th GPU of every node: one rail of
-the network). The owner order therefore walks the grid diagonally. N=4, G=8, in XOR order::
+the network). The owner order therefore goes through the grid diagonally. N=4, G=8, in XOR order::
 
     column    0   1   2   3   4   5   6   7      position w sits in
     node 0    0   9  18  27   4  13  22  31          column  w mod G
