@@ -369,6 +369,9 @@ def test_matrices_travel_in_the_order_of_their_layers():
     matrices = tuple(plan.specs.matrices[i] for i in order)
     shuffled = plan_of(replace(plan.specs, matrices=matrices), order, 12)
     assert launch_owners(shuffled) == list(range(12))
+    # What a single rank may own does not travel: here the fifth matrix.
+    limits = OwnerLimits(pools=(tuple(range(12)), (2,)), pool_of=(0, 0, 0, 0, 1, *[0] * 7))
+    assert launch_owners(replace(shuffled, limits=limits)) == [0, 1, *range(3, 12)]
 
 
 # ---- certificate -------------------------------------------------------------------------
