@@ -21,10 +21,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import Rows, row_options
-from dmuon.kernels.backends import offered_backends, offered_tiles
-from dmuon.kernels.coefficients import resolve_coefficients
-from dmuon.kernels.newton_schulz import iterate_all, normalize
-from dmuon.kernels.workspace import Workspace
+from dmuon.kernels.choice import offered_backends, offered_tiles
+from dmuon.kernels.newton_schulz import iterate_with, normalize, resolve_coefficients
 from dmuon.types import KernelChoice
 
 __all__ = ["EXPECTED", "SLACK", "inputs", "main", "measure"]
@@ -120,7 +118,7 @@ def _choices(form: str, dtype: str, device: torch.device, rows: int) -> Iterator
 
 def _error(x: Tensor, exact: Tensor, choice: KernelChoice, device: torch.device) -> float:
     operand = x.to(device, getattr(torch, choice.dtype))[None].clone()
-    found = iterate_all([operand], TRIPLES, choice, Workspace(device))[0][0]
+    found = iterate_with(operand, TRIPLES, choice)[0]
     return float((found.cpu().double() - exact).norm() / exact.norm())
 
 

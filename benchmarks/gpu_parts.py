@@ -47,10 +47,8 @@ import dmuon
 from benchmarks.results import Rows, row_options
 from dmuon.config import KernelOptions
 from dmuon.dtensors import local_tensor, whole_tensor
-from dmuon.kernels.backends import offered_backends, why_not
-from dmuon.kernels.choice import default_restarts
-from dmuon.kernels.coefficients import resolve_coefficients
-from dmuon.kernels.newton_schulz import newton_schulz, normalize
+from dmuon.kernels.choice import default_restarts, offered_backends, why_not
+from dmuon.kernels.newton_schulz import newton_schulz, normalize, resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.measure import ERROR_LIMITS, Case, gate_errors
 from dmuon.reference import ReferenceMuon
@@ -340,14 +338,14 @@ def _replay_row(device: torch.device) -> dict[str, Any]:
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     shape = (2, 96, 200)
     runner = Orthogonalizer(device, dtype, KernelOptions())
-    call = Call((shape,), resolve_coefficients("polar_express", 5))
+    call = Call(shape, resolve_coefficients("polar_express", 5))
     runner.reserve([call])
     inputs = [normalize(torch.randn(shape, device=device), dtype) for _ in range(2)]
     found = []
     for which in (0, 0, 1, 0):
-        (operand,) = runner.operands(call)
+        operand = runner.operand(call)
         operand.copy_(inputs[which])
-        found.append(runner.run(call, [operand])[0].clone())
+        found.append(runner.run(call, operand).clone())
     state = runner.report()["cuda_graphs"]
     alike = torch.equal(found[0], found[1]) and torch.equal(found[0], found[3])
     passed = alike and not torch.equal(found[0], found[2])

@@ -13,7 +13,7 @@ from benchmarks.kernel_cases import H200_LAYER_FLOOR_MS
 __all__ = ["Target", "table", "targets"]
 
 _LAYER, _EXPERTS = "llama-8b layer", "128 experts 768 x 2048"
-_OURS = ("ours", "ours_joint", "ours_whole")
+_OURS = ("ours", "ours_whole")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dmuon.kernels.choice import default_restarts, multiplications
-from dmuon.kernels.iterations import Shape, segments
+from dmuon.kernels.choice import default_restarts, multiplications, segments
+from dmuon.kernels.runner import Shape
 from dmuon.types import KernelChoice
 
 __all__ = [

@@ -10,7 +10,6 @@ standard_function   standard with the normalization before it, on whole stacks (
                     ``function`` is compared with
 ours                what tuning chose, as an optimizer runs it: batches of at most
                     `PlannerOptions.max_batch`, in a workspace, as CUDA graphs on CUDA
-ours_joint          the same, but all matrices of one short side in one call (CUDA)
 ours_whole          the same, but a stack in one call, however large (CUDA)
 ==================  ============================================================================
 
@@ -28,13 +27,9 @@ from torch import Tensor
 
 from benchmarks.kernel_cases import STEPS, Case, executed_flops
 from dmuon.config import KernelOptions
-from dmuon.kernels.backends import default_backend
-from dmuon.kernels.choice import default_restarts
-from dmuon.kernels.coefficients import resolve_coefficients
-from dmuon.kernels.footprint import call_bytes
-from dmuon.kernels.newton_schulz import iterate_all, newton_schulz
-from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
-from dmuon.kernels.workspace import Workspace
+from dmuon.kernels.choice import default_backend, default_restarts
+from dmuon.kernels.newton_schulz import newton_schulz, resolve_coefficients
+from dmuon.kernels.runner import Call, Orthogonalizer, Shape, orthogonalize
 from dmuon.types import KernelChoice, Triple
 
 __all__ = [
@@ -181,16 +176,16 @@ def gram(sources: Sequence[Tensor], dtype: torch.dtype) -> Contender:
     name = str(dtype).removeprefix("torch.")
     choice = KernelChoice("gram", default_restarts(dtype, STEPS), "torch", name)
     device = sources[0].device
-    shapes = [(len(x), *x.shape[1:]) for x in sources]
-    workspace = Workspace(device)
-    workspace.reserve(max(call_bytes([shape], choice, STEPS, device) for shape in shapes))
-
-    def piece(index: int, x: Tensor, source: Tensor) -> Piece:
-        return _piece(index, x, source, lambda: iterate_all([x], TRIPLES, choice, workspace)[0])
-
-    pieces = map(piece, range(len(sources)), _copies(sources, dtype), sources)
+    shapes: list[Shape] = [(len(x), x.shape[1], x.shape[2]) for x in sources]
+    runner = Orthogonalizer(device, dtype, KernelOptions(cuda_graphs=False))
+    calls = [Call(shape, TRIPLES, str(choice)) for shape in shapes]
+    runner.reserve(dict.fromkeys(calls))
+    pieces = [
+        _our_piece(runner, call, _Part(i, 0, len(x), *call.shape[1:], call.kernel), x)
+        for i, (call, x) in enumerate(zip(calls, sources))
+    ]
     executed = sum(executed_flops(shape, choice) for shape in shapes)
-    return Contender("gram", tuple(pieces), str(choice), executed, workspace.nbytes)
+    return Contender("gram", tuple(pieces), str(choice), executed, runner.nbytes)
 
 
 # ---- ours --------------------------------------------------------------------------------
@@ -223,27 +218,6 @@ def _parts(case: Case, kernels: Kernels, max_batch: int) -> list[_Part]:
     return parts
 
 
-def _by_kernel(parts: Sequence[_Part]) -> list[list[_Part]]:
-    """Gram parts of equal short side and kernel share a call, of one part a stack, as in plans."""
-    groups: dict[object, list[_Part]] = {}
-    for part in parts:
-        alone = not part.kernel.startswith("gram")
-        key = (part.stack if alone else -1, part.low, min(part.rows, part.cols), part.kernel)
-        groups.setdefault(key, []).append(part)
-    return list(groups.values())
-
-
-def _by_side(parts: Sequence[_Part]) -> list[list[_Part]]:
-    """All parts of a short side share a call, with the kernel of the widest."""
-    groups: dict[int, list[_Part]] = {}
-    for part in parts:
-        groups.setdefault(min(part.rows, part.cols), []).append(part)
-    widest_first = [
-        sorted(group, key=lambda part: -max(part.rows, part.cols)) for group in groups.values()
-    ]
-    return widest_first
-
-
 def ours(
     case: Case,
     sources: Sequence[Tensor],
@@ -253,43 +227,30 @@ def ours(
     max_batch: int,
     name: str = "ours",
 ) -> Contender:
-    """The calls that an owner makes for a case. A call runs the kernel of its first part."""
-    device = sources[0].device
+    """The calls that an owner makes for a case."""
     parts = _parts(case, kernels, max_batch)
-    if name == "ours_joint":
-        groups = _by_side(parts)
-    else:
-        groups = _by_kernel(parts) if device.type == "cuda" else [[part] for part in parts]
-    calls = [
-        Call(tuple((p.high - p.low, p.rows, p.cols) for p in group), TRIPLES, group[0].kernel)
-        for group in groups
-    ]
-    runner = Orthogonalizer(device, dtype, KernelOptions())
+    calls = [Call((p.high - p.low, p.rows, p.cols), TRIPLES, p.kernel) for p in parts]
+    runner = Orthogonalizer(sources[0].device, dtype, KernelOptions())
     runner.reserve(dict.fromkeys(calls))
-    pieces = [_our_piece(runner, *pair, sources) for pair in zip(calls, groups)]
-    executed = sum(
-        executed_flops(shape, runner.choice(call)) for call in calls for shape in call.shapes
-    )
+    pieces = [
+        _our_piece(runner, call, part, sources[part.stack]) for call, part in zip(calls, parts)
+    ]
+    executed = sum(executed_flops(call.shape, runner.choice(call)) for call in calls)
     text = "; ".join(
         dict.fromkeys(
-            " + ".join(f"{b} x [{m}, {n}]" for b, m, n in call.shapes) + f": {runner.choice(call)}"
-            for call in calls
+            "{} x [{}, {}]".format(*call.shape) + f": {runner.choice(call)}" for call in calls
         )
     )
     return Contender(name, tuple(pieces), text, executed, runner.nbytes)
 
 
-def _our_piece(
-    runner: Orthogonalizer, call: Call, parts: Sequence[_Part], sources: Sequence[Tensor]
-) -> Piece:
-    operands = runner.operands(call)
+def _our_piece(runner: Orthogonalizer, call: Call, part: _Part, source: Tensor) -> Piece:
+    operand = runner.operand(call)
 
     def refill() -> None:
-        for x, part in zip(operands, parts, strict=True):
-            x.copy_(sources[part.stack][part.low : part.high])
+        operand.copy_(source[part.low : part.high])
 
     def run() -> list[Tensor]:
-        return orthogonalize(runner, call, operands)
+        return [orthogonalize(runner, call, operand)]
 
-    firsts = {part.stack: (i, 0) for i, part in enumerate(parts) if part.low == 0}
-    return Piece(refill, run, firsts)
+    return Piece(refill, run, {part.stack: (0, 0)} if part.low == 0 else {})

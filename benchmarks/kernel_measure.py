@@ -158,8 +158,6 @@ def _builders(bench: Bench, case: Case, sources: list[Tensor]) -> Iterator[tuple
         return field_of.ours(case, sources, dtype, bench.kernels, max_batch=max_batch, name=name)
 
     yield "ours", lambda: ours("ours")
-    if on_cuda and len({min(rows, cols) for _, rows, cols in case.stacks}) < len(case.stacks):
-        yield "ours_joint", lambda: ours("ours_joint")
     if on_cuda and max(stack[0] for stack in case.stacks) > _MAX_BATCH:
         yield "ours_whole", lambda: ours("ours_whole", case.count)
 

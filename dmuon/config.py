@@ -218,7 +218,7 @@ class KernelOptions:
     ``method``: "standard", "gram" (with the restarts that are safe), "gram[2]" and so on fix the
     form for every matrix; "auto" takes for each shape and batch what measures fastest with
     ``costs="measured"``, and what a fixed rule says otherwise. ``backend``: one of
-    `dmuon.kernels.backends.BACKENDS`, or "auto". What is fixed here or saved in a plan runs the
+    `dmuon.kernels.choice.BACKENDS`, or "auto". What is fixed here or saved in a plan runs the
     same after every restart. ``tune_budget_s``: seconds for measuring what was not measured before
     (kept in the cache of the costs). ``cuda_graphs``: replay an owner's Newton-Schulz as CUDA
     graphs (None: on CUDA, for the shapes of the plan).

@@ -34,10 +34,19 @@ from dmuon.comm.consensus import attempt
 from dmuon.comm.streams import Stopwatch
 from dmuon.comm.transport import Transport
 from dmuon.config import KernelOptions, MuonDefaults, PlannerOptions
-from dmuon.kernels.backends import backend_version, launch_errors, ops_of
-from dmuon.kernels.choice import candidates, fixed_choice
-from dmuon.kernels.coefficients import resolve_coefficients
-from dmuon.kernels.newton_schulz import KERNEL_VERSION, normalize, resolve_ns_dtype
+from dmuon.kernels.choice import (
+    backend_version,
+    candidates,
+    fixed_choice,
+    launch_errors,
+    ops_of,
+)
+from dmuon.kernels.newton_schulz import (
+    KERNEL_VERSION,
+    normalize,
+    resolve_coefficients,
+    resolve_ns_dtype,
+)
 from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
 from dmuon.operand import normalized_momentum
 from dmuon.scheduler.costs import (
@@ -286,7 +295,7 @@ class OwnerTimer:
         return case.batch * (stacks + 6 * min(rows, cols) ** 2 * self.ns_dtype.itemsize)
 
     def _call(self, case: Case, kernel: str) -> Call:
-        return Call((_shape(case),), self._triples, kernel)
+        return Call(_shape(case), self._triples, kernel)
 
     @torch.no_grad()
     def run(self, case: Case, kernel: str) -> float:
@@ -308,14 +317,14 @@ class OwnerTimer:
         call, shape = self._call(case, kernel), _shape(case)
         grads, buffer = (t[: math.prod(shape)].view(shape) for t in self._memory[case.key[2]])
         watch = Stopwatch(self.device)
-        (operand,) = self._runner.operands(call)
+        operand = self._runner.operand(call)
         if not self._momentum:
             normalize(grads, self.ns_dtype, out=operand)
         watch.start()
         if self._momentum:
             fused = self._runner.is_fused(call)
             normalized_momentum(buffer, grads, self._group, out=operand, fused=fused)
-        orthogonalize(self._runner, call, [operand])
+        orthogonalize(self._runner, call, operand)
         watch.stop()
         return watch
 
@@ -351,7 +360,7 @@ def gate_errors(
 
     def result(values: Tensor, kernel: str) -> Tensor:
         runner = Orthogonalizer(device, values.dtype, eager)
-        return runner.run(Call((shape,), triples, kernel), [values])[0].to(wide)
+        return runner.run(Call(shape, triples, kernel), values).to(wide)
 
     expected = result(x.to(wide, copy=True), f"standard/torch/{dtype_name(wide)}")
     errors: dict[KernelChoice, float] = {}

@@ -12,8 +12,7 @@ from dmuon.comm.hooks import fsdp_roots
 from dmuon.comm.transport import Transport
 from dmuon.config import DedicatedOptions, KernelOptions, PlannerOptions
 from dmuon.dtensors import mesh_axes
-from dmuon.kernels.backends import BACKENDS
-from dmuon.kernels.choice import check_method
+from dmuon.kernels.choice import BACKENDS, check_method
 from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.topology import Topology

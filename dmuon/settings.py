@@ -21,8 +21,7 @@ from dmuon.config import (
     checked,
 )
 from dmuon.dtensors import local_tensor
-from dmuon.kernels.backends import why_not
-from dmuon.kernels.choice import fixed_choice, is_safe
+from dmuon.kernels.choice import fixed_choice, is_safe, why_not
 from dmuon.kernels.newton_schulz import resolve_coefficients, resolve_ns_dtype
 from dmuon.kernels.runner import check_graphs
 from dmuon.ownership import Ownership

@@ -81,7 +81,7 @@ class KernelChoice:
     """How a batch is orthogonalized, so that ranks and restarts that share it agree to the bit.
 
     ``method``: "standard" or "gram", the latter with ``restarts`` (after which steps X is formed
-    anew). ``backend`` and ``tile``: who multiplies, see `dmuon.kernels.backends`. ``dtype``: the
+    anew). ``backend`` and ``tile``: who multiplies, see `dmuon.kernels.ops`. ``dtype``: the
     Newton-Schulz dtype that this was chosen for.
     """
 

@@ -1,36 +1,102 @@
-"""Which form of Newton-Schulz runs where: the fixed rule, and what there is to choose from.
+"""Which form of Newton-Schulz and which products run where: the fixed rule, and what there is to
+choose from.
 
-Everything here is a pure function of shapes, dtypes and what the device can do, so that ranks on
-equal hardware agree. What a measurement chose is in the plan instead, see `autotune`.
+All of it are pure functions of shapes, dtypes and what the device can do, so that ranks on equal
+hardware agree. What a measurement chose stands in the plan instead. Nothing falls back by itself: a
+backend that was asked for and cannot run is an error.
+
+To time a shape: `candidates` gives the choices, the fixed rule's first; each runs by
+`newton_schulz.iterate_with`, or as in a step by a `runner.Call` that names it (``str(choice)``).
 """
 
 from __future__ import annotations
 
 import re
+from functools import cache, lru_cache
 from itertools import pairwise
+from types import ModuleType
 
 import torch
 
-from dmuon.kernels.backends import default_backend, offered_backends, offered_tiles, why_not
-from dmuon.kernels.iterations import segments
+from dmuon.kernels.ops import (
+    STRIPS_FROM_ROWS,
+    MatmulOps,
+    RoundedOps,
+    StripsOps,
+    TritonOps,
+    TritonSmallOps,
+    cpu_has_bf16,
+)
 from dmuon.types import KernelChoice
 
 __all__ = [
+    "BACKENDS",
     "METHODS",
+    "backend_version",
     "candidates",
     "check_method",
     "choose_method",
+    "default_backend",
     "default_restarts",
     "fixed_choice",
     "is_safe",
+    "launch_errors",
     "multiplications",
+    "offered_backends",
+    "offered_tiles",
+    "ops_of",
     "restarts_of",
+    "segments",
+    "segments_of",
+    "why_not",
 ]
 
+BACKENDS = ("torch", "torch_strips", "torch_rounded", "triton", "triton_small")
 METHODS = ("auto", "standard", "gram")
 _METHOD = re.compile(r"gram(?:\[([0-9]+(?:,[0-9]+)*)\])?")
+_HALF = (torch.float16, torch.bfloat16)
+_TINY_ROWS = 32  # up to here rounding may cost more than emulation
 _WORTH = 1.5  # candidates with more multiplications than this, against the fewest, cannot win
 _SMALL = 512  # with fewer rows a matrix pays by the operation too
+
+
+# ---- forms -----------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def segments(restarts: tuple[int, ...], steps: int) -> tuple[tuple[int, int], ...]:
+    """Step ranges between restarts.
+
+    Raises ValueError unless restarts increase and lie between 1 and steps - 1.
+
+    >>> segments((1, 3), 5)
+    ((0, 1), (1, 3), (3, 5))
+    """
+    if steps == 0:
+        return ()
+    found = tuple(pairwise((0, *restarts, steps)))
+    if any(low >= high for low, high in found):
+        raise ValueError(
+            f"restarts must increase and lie between 1 and {steps - 1} (steps - 1), "
+            f"found {restarts}"
+        )
+    return found
+
+
+def segments_of(choice: KernelChoice, steps: int) -> tuple[tuple[int, int], ...]:
+    """The `segments` of a choice: the standard form goes back to X after every step."""
+    return segments(choice.restarts if choice.method == "gram" else _every(steps), steps)
+
+
+def _every(steps: int) -> tuple[int, ...]:
+    return tuple(range(1, steps))
+
+
+def _longest(dtype: torch.dtype, steps: int) -> int:
+    """How many steps the Gram form may carry R over in a dtype."""
+    if dtype is torch.float64:
+        return max(steps, 1)
+    return 2 if dtype is torch.bfloat16 else 3
 
 
 def default_restarts(dtype: torch.dtype, steps: int) -> tuple[int, ...]:
@@ -40,13 +106,14 @@ def default_restarts(dtype: torch.dtype, steps: int) -> tuple[int, ...]:
     by about a^2. So bfloat16 carries R over two steps at most (1 first, where a is largest), the
     other dtypes over three (2 first): (1, 3) and (2,) for five steps.
     """
-    first, stride = (1, 2) if dtype == torch.bfloat16 else (2, 3)
+    first, stride = (1, 2) if dtype is torch.bfloat16 else (2, 3)
     return tuple(range(first, steps, stride))
 
 
-def longest_segment(dtype: torch.dtype) -> int:
-    """How many steps the Gram form may carry R over in a dtype."""
-    return 2 if dtype == torch.bfloat16 else 3
+def is_safe(restarts: tuple[int, ...], dtype: torch.dtype, steps: int) -> bool:
+    """Whether these are restarts of so many steps with which the Gram form does not diverge."""
+    lengths = [high - low for low, high in pairwise((0, *restarts, steps))]
+    return min(lengths) > 0 and max(lengths) <= _longest(dtype, steps)
 
 
 def multiplications(m: int, n: int, restarts: tuple[int, ...], steps: int, symmetric: bool) -> int:
@@ -75,10 +142,6 @@ def choose_method(m: int, n: int, dtype: torch.dtype, steps: int) -> str:
     return "gram" if 20 * gram <= 19 * standard else "standard"
 
 
-def _every(steps: int) -> tuple[int, ...]:
-    return tuple(range(1, steps))
-
-
 def check_method(method: object) -> None:
     """Raise ValueError unless it is "auto", "standard", "gram" or "gram[k,...]"."""
     if method not in METHODS and not (isinstance(method, str) and _METHOD.fullmatch(method)):
@@ -99,6 +162,121 @@ def restarts_of(method: str) -> tuple[int, ...]:
     return tuple(map(int, given[1].split(",")))
 
 
+# ---- backends --------------------------------------------------------------------------------
+
+
+def default_backend(device: torch.device | str, dtype: torch.dtype) -> str:
+    """The backend that serves a device without a measurement."""
+    if torch.device(device).type != "cpu":
+        return "torch"
+    emulated = dtype is torch.float16 or (dtype is torch.bfloat16 and not cpu_has_bf16())
+    return "torch_rounded" if emulated else "torch_strips"
+
+
+def offered_backends(device: torch.device | str, dtype: torch.dtype, rows: int) -> tuple[str, ...]:
+    """The backends that are worth measuring for matrices with ``rows`` rows (the short side)."""
+    if torch.device(device).type == "cpu":
+        default = default_backend(device, dtype)
+        # Emulated products take 40 times as long, but tiny ones; below 512 rows strips are "torch".
+        is_rounded = default == "torch_rounded"
+        torch_pays = rows <= _TINY_ROWS if is_rounded else rows >= STRIPS_FROM_ROWS
+        return (default, "torch") if torch_pays else (default,)
+    found = ("torch", "triton", "triton_small")
+    return tuple(name for name in found if why_not(name, device, dtype, rows) is None)
+
+
+def offered_tiles(backend: str, device: torch.device | str, dtype: torch.dtype) -> tuple[str, ...]:
+    """The tile configurations of a backend that are worth measuring; ("",) if it has none."""
+    if backend != "triton":
+        return ("",)
+    capability = torch.cuda.get_device_capability(device)
+    return tuple(str(tile) for tile in _syrk().tiles_for(capability, dtype))
+
+
+def why_not(
+    backend: str, device: torch.device | str, dtype: torch.dtype, rows: int = 1
+) -> str | None:
+    """Why a backend cannot run here, in words; None if it can."""
+    if backend not in BACKENDS:
+        return f"there is no backend {backend!r}; choose one of {', '.join(BACKENDS)}"
+    kind = torch.device(device).type
+    if backend == "torch" or kind == "meta":
+        return None
+    if backend in ("torch_strips", "torch_rounded"):
+        if kind != "cpu":
+            return f"it serves the CPU, found {kind}; use 'torch'"
+        if backend == "torch_rounded" and dtype not in _HALF:
+            return f"it rounds to half precision, found {dtype}"
+        return None
+    try:
+        syrk = _syrk()
+    except ImportError as error:
+        return f"Triton cannot be imported ({error}): pip install 'dmuon[triton]'"
+    if dtype is torch.float64:
+        return "Triton kernels accumulate in float32, found float64; use 'torch'"
+    reason: str | None = syrk.why_unavailable(torch.device(device))
+    if reason is None and backend == "triton_small":
+        from dmuon.kernels.triton_small import max_rows
+
+        if rows > max_rows(dtype):
+            return f"it takes up to {max_rows(dtype)} rows in {dtype}, found {rows}; use 'triton'"
+    return reason
+
+
+@lru_cache(maxsize=1024)
+def ops_of(choice: KernelChoice, device: torch.device | str, rows: int = 1) -> MatmulOps:
+    """The products of a choice for matrices with ``rows`` rows (the short side).
+
+    Raises ValueError with the reason where it cannot run.
+    """
+    dtype: torch.dtype = getattr(torch, choice.dtype)
+    reason = why_not(choice.backend, device, dtype, rows)
+    if reason is not None:
+        raise ValueError(f"kernel backend {choice.backend!r} cannot run on {device}: {reason}")
+    return _ops(choice.backend, dtype, choice.tile)
+
+
+@cache
+def _ops(backend: str, dtype: torch.dtype, tile: str) -> MatmulOps:
+    if backend == "torch":
+        return MatmulOps()
+    if backend == "torch_strips":
+        return StripsOps()
+    if backend == "torch_rounded":
+        return RoundedOps(dtype)
+    return TritonSmallOps() if backend == "triton_small" else TritonOps(tile)
+
+
+def backend_version(device: torch.device | str) -> str:
+    """What decides, beside torch, how fast and how exact the backends of a device are."""
+    if torch.device(device).type != "cuda":
+        return "torch"
+    try:
+        import triton
+    except ImportError:
+        return "torch"
+    return f"triton{triton.__version__}-{_syrk().SOURCE_HASH}"
+
+
+def launch_errors() -> tuple[type[Exception], ...]:
+    """What a kernel of an optional backend may raise beside torch's errors, as when a tile needs
+    more shared memory than the device has."""
+    try:
+        from triton.runtime.errors import TritonError
+    except ImportError:
+        return ()
+    return (TritonError,)
+
+
+def _syrk() -> ModuleType:
+    from dmuon.kernels import triton_syrk
+
+    return triton_syrk
+
+
+# ---- choices ---------------------------------------------------------------------------------
+
+
 def fixed_choice(
     m: int,
     n: int,
@@ -116,38 +294,29 @@ def fixed_choice(
     check_method(method)
     m, n = min(m, n), max(m, n)
     chosen = choose_method(m, n, dtype, steps) if method == "auto" else method
-    restarts: tuple[int, ...] = _every(steps)
-    if chosen != "standard":
+    restarts: tuple[int, ...] = ()
+    if chosen == "gram":
         restarts = default_restarts(dtype, steps)
-        if chosen != "gram":
-            restarts = restarts_of(chosen)
-            _check_restarts(restarts, dtype, steps)
+    elif chosen != "standard":
+        restarts = restarts_of(chosen)
+        _check_restarts(restarts, dtype, steps)
     if backend == "auto":
         backend = default_backend(device, dtype)
     reason = why_not(backend, device, dtype, m)
     if reason is not None:
         raise ValueError(f"kernel backend {backend!r} cannot run on {device}: {reason}")
     name = str(dtype).removeprefix("torch.")
-    if chosen == "standard":
-        return KernelChoice("standard", (), backend, name)
-    return KernelChoice("gram", restarts, backend, name)
-
-
-def is_safe(restarts: tuple[int, ...], dtype: torch.dtype, steps: int) -> bool:
-    """Whether these are restarts of so many steps with which the Gram form does not diverge."""
-    edges = (0, *restarts, steps)
-    lengths = [high - low for low, high in pairwise(edges)]
-    longest = max(lengths) if dtype is torch.float64 else longest_segment(dtype)
-    return min(lengths) > 0 and max(lengths) <= longest
+    return KernelChoice("standard" if chosen == "standard" else "gram", restarts, backend, name)
 
 
 def _check_restarts(restarts: tuple[int, ...], dtype: torch.dtype, steps: int) -> None:
-    longest = max((high - low for low, high in segments(restarts, steps)), default=0)
-    if dtype is not torch.float64 and longest > longest_segment(dtype):
+    found = max((high - low for low, high in segments(restarts, steps)), default=0)
+    longest = _longest(dtype, steps)
+    if found > longest:
         good = ",".join(map(str, default_restarts(dtype, steps)))
         raise ValueError(
-            f"the Gram form diverges in {dtype} over {longest} steps without a restart (at most "
-            f"{longest_segment(dtype)}): found restarts {list(restarts)}, use 'gram[{good}]'"
+            f"the Gram form diverges in {dtype} over {found} steps without a restart (at most "
+            f"{longest}): found restarts {list(restarts)}, use 'gram[{good}]'"
         )
 
 
@@ -166,31 +335,27 @@ def candidates(
     """
     m, n = min(m, n), max(m, n)
     fixed = fixed_choice(m, n, dtype, device, steps, method, backend)
-    methods = [fixed] if method != "auto" else [fixed, *_forms(fixed, m, n, dtype, steps)]
+    forms = [(fixed.method, fixed.restarts)]
+    if method == "auto":
+        forms += _forms(m, n, dtype, steps)
     backends = offered_backends(device, dtype, m) if backend == "auto" else (backend,)
-    found = dict.fromkeys(
-        KernelChoice(one.method, one.restarts, name, one.dtype, tile)
+    found = (
+        KernelChoice(form, restarts, name, fixed.dtype, tile)
         for name in backends
         for tile in offered_tiles(name, device, dtype)
-        for one in methods
+        for form, restarts in forms
     )
     return tuple(dict.fromkeys((fixed, *found)))
 
 
-def _forms(
-    fixed: KernelChoice, m: int, n: int, dtype: torch.dtype, steps: int
-) -> list[KernelChoice]:
-    """The other safe forms, without those that have clearly more to multiply."""
-    gram = {default_restarts(dtype, steps), default_restarts(torch.bfloat16, steps)}
-    forms: dict[KernelChoice, int] = {}
-    for restarts in [_every(steps), *sorted(gram)]:
-        is_standard = restarts == _every(steps)
-        choice = KernelChoice(
-            "standard" if is_standard else "gram",
-            () if is_standard else restarts,
-            fixed.backend,
-            fixed.dtype,
-        )
-        forms[choice] = multiplications(m, n, restarts, steps, symmetric=True)
-    fewest = min(forms.values())
-    return [c for c, count in forms.items() if m < _SMALL or count <= _WORTH * fewest]
+def _forms(m: int, n: int, dtype: torch.dtype, steps: int) -> list[tuple[str, tuple[int, ...]]]:
+    """The safe forms and their restarts, without those that have clearly more to multiply."""
+    every = _every(steps)
+    safe = {default_restarts(dtype, steps), default_restarts(torch.bfloat16, steps), every}
+    counts = {r: multiplications(m, n, r, steps, symmetric=True) for r in safe}
+    fewest = min(counts.values())
+    return [
+        ("standard", ()) if restarts == every else ("gram", restarts)
+        for restarts in sorted(safe, key=lambda r: (r != every, r))
+        if m < _SMALL or counts[restarts] <= _WORTH * fewest
+    ]

@@ -4,49 +4,281 @@ One step applies an odd quintic to every singular value: `X <- aX + (bA + cA^2)X
 (https://kellerjordan.github.io/posts/muon/). The Gram form evaluates the same polynomial in m x m
 space (https://github.com/Dao-AILab/gram-newton-schulz). Everything here is local to one device.
 
-    newton_schulz = normalize -> iterate -> group_program (see iterations.py)
+    newton_schulz = normalize -> Iteration (memory) -> iterate (mathematics) over MatmulOps
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from numbers import Real
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from dmuon.kernels.backends import ops_of
-from dmuon.kernels.choice import METHODS, choose_method, default_restarts, fixed_choice
-from dmuon.kernels.coefficients import COEFFICIENT_SETS, resolve_coefficients
-from dmuon.kernels.iterations import Program, group_program
-from dmuon.kernels.ops import native_ns_dtype
-from dmuon.kernels.workspace import Workspace
+from dmuon.kernels.choice import fixed_choice, ops_of, segments_of
+from dmuon.kernels.ops import MatmulOps, native_ns_dtype
 from dmuon.types import KernelChoice, Triple
 
 __all__ = [
     "COEFFICIENT_SETS",
     "KERNEL_VERSION",
-    "METHODS",
-    "choose_method",
-    "default_restarts",
+    "Iteration",
     "iterate",
-    "iterate_all",
+    "iterate_with",
     "newton_schulz",
     "no_autocast",
     "normalize",
-    "program_of",
     "resolve_coefficients",
     "resolve_ns_dtype",
 ]
 
-KERNEL_VERSION = 5
+KERNEL_VERSION = 6
 """To be raised whenever Newton-Schulz becomes faster or slower: measured costs are kept by it."""
 _SAFE_NORMS = 1e-10, 1e15  # of float32 matrices whose entries can be squared as they are
 _AS_IT_IS = nullcontext()
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# ---- coefficients ----------------------------------------------------------------------------
+
+# Published for the interval [1e-3, 1] with cushion 0.02.
+_POLAR_EXPRESS: tuple[Triple, ...] = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+
+
+def _with_safety(triples: tuple[Triple, ...], safety: float) -> tuple[Triple, ...]:
+    """p(x) -> p(x / safety), so that rounding cannot push a singular value out of the interval.
+
+    Not for the last triple: repeated, it has to converge to 1, and p(x / safety) does not.
+    """
+    scaled = tuple((a / safety, b / safety**3, c / safety**5) for a, b, c in triples[:-1])
+    return (*scaled, triples[-1])
+
+
+COEFFICIENT_SETS: Mapping[str, tuple[Triple, ...]] = MappingProxyType(
+    {
+        # https://arxiv.org/abs/2505.16932 (Polar Express), safety factor 1.05.
+        "polar_express": _with_safety(_POLAR_EXPRESS, 1.05),
+        # https://kellerjordan.github.io/posts/muon/ and the default of torch.optim.Muon.
+        "quintic": ((3.4445, -4.7750, 2.0315),),
+        # https://x.com/YouJiacheng/status/1905861218138804534, tuned for five steps; used in
+        # https://github.com/KellerJordan/modded-nanogpt.
+        "you_jiacheng": (
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+        # https://arxiv.org/abs/2510.16981 (MuonBP), Algorithm 2. Slow, but converges to U V^T.
+        "simple": ((2.0, -1.5, 0.5),),
+    }
+)
+"""One triple a step; fewer steps than triples take the first ones, more repeat the last."""
+
+
+def resolve_coefficients(
+    coefficients: str | Sequence[float] | Sequence[Sequence[float]], steps: int
+) -> tuple[Triple, ...]:
+    """Exactly `steps` triples `(a, b, c)`.
+
+    A name takes a set of `COEFFICIENT_SETS`, cut to `steps` or continued with its last triple. One
+    `(a, b, c)` is used in every step. A list of triples must have length `steps`.
+
+    Raises ValueError for an unknown name, a malformed triple, a list of another length, or `steps`
+    that is not an integer >= 0.
+
+    >>> resolve_coefficients((3, -3, 1), steps=2)
+    ((3.0, -3.0, 1.0), (3.0, -3.0, 1.0))
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise ValueError(f"steps must be an integer >= 0, found {steps!r}; Muon uses steps=5")
+    if isinstance(coefficients, str):
+        if coefficients not in COEFFICIENT_SETS:
+            known = ", ".join(repr(name) for name in COEFFICIENT_SETS)
+            raise ValueError(
+                f"unknown coefficient set {coefficients!r}; use one of {known}, one (a, b, c), "
+                "or one triple a step"
+            )
+        triples = COEFFICIENT_SETS[coefficients]
+        return (triples + triples[-1:] * (steps - len(triples)))[:steps]
+    items = tuple(coefficients) if isinstance(coefficients, Iterable) else (coefficients,)
+    if items and all(isinstance(item, Real) for item in items):
+        return (_triple(items),) * steps
+    if len(items) != steps:
+        raise ValueError(
+            f"{len(items)} coefficient triples for steps={steps}; give one triple a step, "
+            f"or set steps={len(items)}"
+        )
+    return tuple(_triple(item) for item in items)
+
+
+def _triple(values: object) -> Triple:
+    items = tuple(values) if isinstance(values, Iterable) else (values,)
+    if len(items) != 3 or not all(isinstance(v, Real) and math.isfinite(v) for v in items):
+        raise ValueError(
+            f"a coefficient triple is three finite numbers (a, b, c), found {values!r}; "
+            "an example is (3.4445, -4.775, 2.0315)"
+        )
+    a, b, c = items
+    return float(a), float(b), float(c)
+
+
+# ---- the iteration ---------------------------------------------------------------------------
+
+Segments = Sequence[tuple[int, int]]
+Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
+
+
+def iterate(
+    x: Tensor,
+    spare: Tensor,
+    squares: Sequence[Tensor],
+    coefficients: Sequence[Triple],
+    segments: Segments,
+    ops: MatmulOps,
+) -> Tensor:
+    """`aX + (bA + cA^2)X`, `A = X X^T`, once for each triple; the result lies in `x` or `spare`.
+
+    It goes through *segments*, the steps between two restarts. A segment of one step is a standard
+    step. A longer one carries `R = X X^T` and the product Q in m x m space and touches X at its
+    ends. So the standard iteration is the one with a restart after every step.
+
+    A tall matrix is multiplied from the right, `R = X^T X` and `X Q`: the same polynomial, because
+    the m x m factors are symmetric. So matrices stay contiguous as they are stored and nothing is
+    transposed. (Views by columns would give the same numbers, but a batched product in half
+    precision on a CPU that writes to one takes a path that is hundreds of times slower.)
+
+    `x` and `spare` are ``[m, n]`` or ``[b, m, n]``; ``squares``, m x m for the short side m, are
+    two, or four where a segment has several steps. All are overwritten.
+    """
+    is_tall = x.shape[-2] > x.shape[-1]
+    for low, high in segments:
+        r, p = squares[:2]
+        left, right = (x.mT, x) if is_tall else (x, x.mT)
+        ops.symmetric(left, right, out=r)  # R = X X^T
+        if high - low == 1:
+            own, b, c = coefficients[low]
+            ops.symmetric(r, r, r, out=p, alpha=c, beta=b)  # P = bR + cR^2
+        else:
+            own, p = 0.0, _polynomial(squares, coefficients[low:high], ops)
+        left, right = (x, p) if is_tall else (p, x)
+        ops.general(left, right, x if own else None, out=spare, beta=own)  # X <- P X + aX, or Q X
+        x, spare = spare, x
+    return x
+
+
+def _polynomial(squares: Sequence[Tensor], segment: Sequence[Triple], ops: MatmulOps) -> Tensor:
+    """Q = P_s ... P_1 of R_1 = X X^T, which the first square holds.
+
+    P = aI + Z, Z = bR + cR^2, R_(i+1) = P_i R_i P_i: all of them are polynomials in X X^T, so they
+    are symmetric and commute. P is never formed (but for the first factor of Q): in half precision
+    adding a to Z's diagonal doubles the error.
+    """
+    r, z, q, t = squares
+    a, b, c = segment[0]
+    ops.symmetric(r, r, r, out=q, alpha=c, beta=b, diag=a, plain=z)  # Z, and Q = P = Z + aI
+    for next_a, b, c in segment[1:]:
+        ops.symmetric(r, z, r, out=t, beta=a)  # R P
+        ops.symmetric(t, z, t, out=r, beta=a)  # R <- (R P) P
+        ops.symmetric(r, r, r, out=z, alpha=c, beta=b)  # Z = bR + cR^2
+        a = next_a
+        ops.symmetric(q, z, q, out=t, beta=a)  # Q <- Q P
+        q, t = t, q
+    return q
+
+
+class Iteration:
+    """Newton-Schulz on a batch, in memory that is taken once; to be run whenever the batch is new.
+
+    `x` is ``[b, rows, cols]``, contiguous, normalized when it runs, and overwritten. ``take(shape,
+    dtype)`` gives the memory beside it, all of which is fixed from then on, as are the calls:
+    nothing is decided by values, so a run can be captured in a CUDA graph. It is to run where
+    gradients are not recorded and outside of autocast.
+
+    Raises ValueError unless `x` is contiguous.
+    """
+
+    __slots__ = ("_arguments", "_held", "_stays", "_whole", "x")
+
+    def __init__(
+        self,
+        x: Tensor,
+        coefficients: Sequence[Triple],
+        segments: Segments,
+        ops: MatmulOps,
+        take: Take,
+    ) -> None:
+        if not x.is_contiguous():
+            raise ValueError(
+                "Newton-Schulz runs on contiguous batches [b, rows, cols], found strides "
+                f"{x.stride()}: call .contiguous() first"
+            )
+        self.x = x
+        rows, cols = x.shape[1:]
+        m = min(rows, cols)
+        wide = x if rows == m else x.mT
+        self._whole = ops.whole(wide, coefficients, [high for _, high in segments[:-1]])
+        if self._whole is not None:
+            return
+        # A batch of one costs up to twice as much as a matrix on a CPU.
+        is_split = len(x) == 1 or (ops.batch_rows is not None and m > ops.batch_rows)
+        shape, square = ((rows, cols), (m, m)) if is_split else (tuple(x.shape), (len(x), m, m))
+        dtype = ops.held or x.dtype
+        self._held = take(shape, dtype) if dtype is not x.dtype else None
+        self._stays = self._held is not None or (is_split and len(x) > 1)
+        spare = take(shape, dtype)
+        count = 4 if any(high - low > 1 for low, high in segments) else 2
+        squares = [take(square, dtype) for _ in range(count)]
+        self._arguments = (
+            x.unbind() if is_split else (x,),
+            (spare, squares, coefficients, segments, ops),
+        )
+
+    def run(self) -> Tensor:
+        """The result, of the shape of ``x``, in it or beside it; the same place at every run."""
+        if self._whole is not None:
+            self._whole()
+            return self.x
+        members, arguments = self._arguments
+        for x in members:
+            found = iterate(x if self._held is None else self._held.copy_(x), *arguments)
+            if self._stays and found is not x:
+                x.copy_(found)
+        return self.x if self._stays else found.view(self.x.shape)
+
+
+def iterate_with(x: Tensor, coefficients: Sequence[Triple], choice: KernelChoice) -> Tensor:
+    """`Iteration` once, with a choice: ``[b, rows, cols]``, contiguous, normalized, of dtype
+    ``choice.dtype``; it is overwritten, and the result may lie in it.
+
+    Raises ValueError where the choice cannot run on this device, and unless `x` is contiguous.
+    """
+    if not coefficients or not x.numel():
+        return x
+    ops = ops_of(choice, x.device, min(x.shape[1:]))
+    with no_autocast(x.device), torch.no_grad():
+        return Iteration(
+            x, coefficients, segments_of(choice, len(coefficients)), ops, _new(x)
+        ).run()
+
+
+def _new(x: Tensor) -> Take:
+    return lambda shape, dtype: torch.empty(shape, dtype=dtype, device=x.device)
+
+
+# ---- before the iteration --------------------------------------------------------------------
 
 
 def resolve_ns_dtype(dtype: str | torch.dtype, device: torch.device | str) -> torch.dtype:
@@ -114,131 +346,7 @@ def _normalized(x: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
     return x.div(norm.clamp_(min=eps)).to(dtype)
 
 
-@torch.no_grad()
-def program_of(
-    xs: Sequence[Tensor],
-    coefficients: Sequence[Triple],
-    choice: KernelChoice,
-    workspace: Workspace,
-) -> Program:
-    """Newton-Schulz on batches that run together: ``[b_i, rows_i, cols_i]`` of one short side.
-
-    When it runs they are normalized, of dtype ``choice.dtype``; they are overwritten. Each is
-    contiguous, or the transposed view of what is. Results have their shapes and lie in them or in
-    the workspace, valid until it is used again. It is to run where gradients are not recorded and
-    outside of autocast.
-
-    Raises ValueError where the choice cannot run on this device, or for other strides.
-    """
-    if not coefficients or not any(x.numel() for x in xs):
-        return Program([], list(xs))
-    flip = [is_transposed(x) for x in xs]
-    stored = [x.mT if flipped else x for x, flipped in zip(xs, flip, strict=True)]
-    if not all(x.is_contiguous() for x in stored):
-        raise ValueError(
-            "Newton-Schulz runs on contiguous batches [b, rows, cols] or on transposed views of "
-            f"them, found strides {[x.stride() for x in xs]}: call .contiguous() first"
-        )
-    count = len(coefficients)
-    restarts = choice.restarts if choice.method == "gram" else tuple(range(1, count))
-    ops = ops_of(choice, xs[0].device, min(xs[0].shape[-2:]))
-    program = group_program(stored, coefficients, restarts, ops, workspace)
-    results = zip(program.results, flip, strict=True)
-    return Program(program.steps, [r.mT if flipped else r for r, flipped in results])
-
-
-def is_transposed(x: Tensor) -> bool:
-    """Whether matrices ``[..., m, n]`` are stored by columns: the transposed view is contiguous."""
-    return not x.is_contiguous() and x.mT.is_contiguous()
-
-
-@torch.no_grad()
-def iterate_all(
-    xs: Sequence[Tensor],
-    coefficients: Sequence[Triple],
-    choice: KernelChoice,
-    workspace: Workspace,
-) -> list[Tensor]:
-    """The results of `program_of`, which raises the same errors."""
-    with no_autocast(xs[0].device):
-        return program_of(xs, coefficients, choice, workspace).run()
-
-
-@torch.no_grad()
-def iterate(
-    x: Tensor,
-    coefficients: Sequence[Triple],
-    *,
-    method: str = "auto",
-    backend: str = "auto",
-    overwrite: bool = False,
-) -> Tensor:
-    """Newton-Schulz on matrices that are normalized already, in the dtype they have.
-
-    `x` is `[..., m, n]` with singular values in [0, 1]; with ``overwrite`` its memory is used, and
-    the result may be `x`. The result has its shape. For ``method`` and ``backend`` see
-    `newton_schulz`, which raises the same errors.
-    """
-    return _iterate(x, coefficients, method, backend, overwrite)
-
-
-def _iterate(
-    x: Tensor, coefficients: Sequence[Triple], method: str, backend: str, overwrite: bool
-) -> Tensor:
-    rows, cols = x.shape[-2:]
-    count = len(coefficients)
-    choice, is_plain = _chosen(rows, cols, x.dtype, x.device, count, str(method), str(backend))
-    if x.numel() == 0 or not coefficients:
-        return x
-    if is_plain and x.is_contiguous():
-        with no_autocast(x.device):
-            return _plain_standard(x, coefficients, overwrite)
-    if is_transposed(x):
-        batch = x.mT.reshape(-1, cols, rows).mT
-    else:
-        batch = x.contiguous().view(-1, rows, cols)
-    if not overwrite and batch.data_ptr() == x.data_ptr():
-        batch = batch.clone(memory_format=torch.preserve_format)
-    (found,) = iterate_all([batch], coefficients, choice, Workspace(x.device))
-    return found.unflatten(0, x.shape[:-2]) if x.ndim != 2 else found[0]
-
-
-@lru_cache(maxsize=256)
-def _chosen(
-    rows: int,
-    cols: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    steps: int,
-    method: str,
-    backend: str,
-) -> tuple[KernelChoice, bool]:
-    """The fixed choice, and whether each of its products is one call of torch in standard form."""
-    choice = fixed_choice(rows, cols, dtype, device, steps, method, backend)
-    m = min(rows, cols)
-    return choice, choice.method == "standard" and ops_of(choice, device, m).is_plain(m)
-
-
-def _plain_standard(x: Tensor, coefficients: Sequence[Triple], overwrite: bool) -> Tensor:
-    """What `program_of` runs in the standard form where every product is one call of torch, bit for
-    bit. A small matrix that comes once would pay more for the preparation than for the products.
-    """
-    y = x if x.ndim == 2 else x.reshape(-1, *x.shape[-2:])
-    y = y[0] if y.ndim == 3 and len(y) == 1 else y
-    is_tall = y.shape[-2] > y.shape[-1]
-    m = min(y.shape[-2:])
-    product, add = (torch.mm, torch.addmm) if y.ndim == 2 else (torch.bmm, torch.baddbmm)
-    # Four buffers for all steps: new ones each time cost more than a small product.
-    gram, p = y.new_empty(*y.shape[:-2], m, m), y.new_empty(*y.shape[:-2], m, m)
-    there, spare = torch.empty_like(y), y if overwrite else torch.empty_like(y)
-    for a, b, c in coefficients:
-        left, right = (y.mT, y) if is_tall else (y, y.mT)
-        product(left, right, out=gram)
-        add(gram, gram, gram, beta=b, alpha=c, out=p)
-        left, right = (y, p) if is_tall else (p, y)
-        add(y, left, right, beta=a, out=there)
-        y, there, spare = there, spare, there
-    return y.view(x.shape)
+# ---- the function ----------------------------------------------------------------------------
 
 
 def newton_schulz(
@@ -263,7 +371,7 @@ def newton_schulz(
     method: "standard", "gram", a Gram form with its restarts such as "gram[2]", or "auto", see
         `choose_method`.
     dtype: what to iterate in, "auto", a torch dtype or its name, see `resolve_ns_dtype`.
-    backend: who multiplies, one of `dmuon.kernels.backends.BACKENDS`, or "auto".
+    backend: who multiplies, one of `dmuon.kernels.choice.BACKENDS`, or "auto".
 
     Raises TypeError for what is not a dense real floating-point tensor, ValueError for the rest,
     also where a backend cannot run on this device or a dtype diverges with these restarts.
@@ -273,10 +381,32 @@ def newton_schulz(
         raise ValueError(f"eps must be a finite number > 0, found {eps!r}; torch uses 1e-7")
     triples = resolve_coefficients(coefficients, steps)
     ns_dtype = resolve_ns_dtype(dtype, x.device)
+    segments, ops = _chosen(*x.shape[-2:], ns_dtype, x.device, steps, str(method), str(backend))
     # What is made of a tensor without gradients has none: that costs less than to leave grad mode.
-    x = x.detach() if x.requires_grad else x
-    normalized = _normalized(x, ns_dtype, eps)
-    return _iterate(normalized, triples, method, backend, overwrite=True)
+    y = _normalized(x.detach() if x.requires_grad else x, ns_dtype, eps)
+    if not triples or not y.numel():
+        return y
+    # A transposed view is computed as it is stored.
+    is_view = not y.is_contiguous() and y.mT.is_contiguous()
+    stored = y.mT if is_view else y.contiguous()
+    with no_autocast(x.device):
+        batch = stored.view(-1, *stored.shape[-2:])
+        found = Iteration(batch, triples, segments, ops, _new(y)).run().view(stored.shape)
+    return found.mT if is_view else found
+
+
+@lru_cache(maxsize=256)
+def _chosen(
+    rows: int,
+    cols: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    steps: int,
+    method: str,
+    backend: str,
+) -> tuple[Segments, MatmulOps]:
+    choice = fixed_choice(rows, cols, dtype, device, steps, method, backend)
+    return segments_of(choice, steps), ops_of(choice, device, min(rows, cols))
 
 
 def _check_input(x: object) -> None:

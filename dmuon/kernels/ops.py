@@ -1,38 +1,42 @@
-"""The matrix products that the Newton-Schulz iterations are written over, one record a backend.
+"""The matrix products that Newton-Schulz is written over, one class a backend.
 
-Operands are one matrix `[m, k]` or a batch `[b, m, k]`, of one dtype and on one device, contiguous
-or transposed views of what is. Results are written where the caller says, so that a step allocates
-nothing; they are contiguous, because a batched product in half precision on a CPU takes a path that
-is hundreds of times slower where they are not.
+==============  =====================================================================
+torch           plain products, any device
+torch_strips    symmetric products by row strips, CPU
+torch_rounded   float16 and bfloat16 on a CPU without instructions for them
+triton          symmetric products by triangles of tiles, CUDA
+triton_small    the whole iteration of a matrix in one thread block, CUDA, m <= 128
+==============  =====================================================================
 
-A product is given as the calls that compute it, to be made later and as often as one likes: what
-Python does to choose and to slice is done once, and not at every optimizer step.
+Operands are one matrix ``[m, k]`` or a batch ``[b, m, k]``, of one dtype and on one device,
+contiguous or transposed views of what is. Results are written where the caller says, so that a step
+allocates nothing; they are contiguous, because a batched product in half precision on a CPU takes a
+path that is hundreds of times slower where they are not.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from dmuon.types import Triple
+
 __all__ = [
     "STRIPS_FROM_ROWS",
-    "TORCH_OPS",
-    "TORCH_STRIPS_OPS",
-    "General",
     "MatmulOps",
-    "Steps",
-    "Symmetric",
+    "RoundedOps",
+    "StripsOps",
+    "TritonOps",
+    "TritonSmallOps",
+    "cpu_has_bf16",
     "native_ns_dtype",
-    "rounded_ops",
 ]
 
 # Row strips pay from 512 rows up (one thread: 5% of Newton-Schulz at 512, 20% at 1024 and above).
@@ -43,14 +47,39 @@ _TIMED_ROWS = 128
 _AS_FAST = 1.5  # so small a product pays for its call, too; a large one in bfloat16 gains more
 
 
-Steps = list[Callable[[], object]]
-"""Calls to be made in order; each holds its operands."""
+class MatmulOps:
+    """Plain torch on any device, where a symmetric product costs as much as a general one; and what
+    other backends supply.
 
+    ``held``: the dtype in which matrices are kept between products, None for their own.
+    ``batch_rows``: the largest m for which a batched call beats one call a matrix, None for any.
+    """
 
-class Symmetric(Protocol):
-    """A product that the caller knows to be symmetric."""
+    held: torch.dtype | None = None
+    batch_rows: int | None = None
 
-    def __call__(
+    def general(
+        self,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor | None = None,
+        *,
+        out: Tensor,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        """``out = alpha * a @ b + beta * c``; ``out`` shares no memory with an operand.
+
+        Without ``c`` there is no ``alpha`` either.
+        """
+        is_matrix = out.ndim == 2
+        if c is None:
+            (torch.mm if is_matrix else torch.bmm)(a, b, out=out)
+        else:
+            add = torch.addmm if is_matrix else torch.baddbmm
+            add(c, a, b, beta=beta, alpha=alpha, out=out)
+
+    def symmetric(
         self,
         a: Tensor,
         b: Tensor,
@@ -61,16 +90,41 @@ class Symmetric(Protocol):
         beta: float = 0.0,
         diag: float = 0.0,
         plain: Tensor | None = None,
-    ) -> Steps:
-        """Calls for ``out = alpha * a @ b + beta * c + diag * I``; ``plain`` gets it without the
-        diagonal. Neither result shares memory with an operand.
+    ) -> None:
+        """``out = alpha * a @ b + beta * c + diag * I``, which the caller knows to be symmetric.
+
+        ``plain`` gets it without the diagonal; it shares no memory with ``out`` or an operand.
         """
+        if plain is None and not diag:
+            self._triangle(a, b, c, out=out, alpha=alpha, beta=beta)
+            return
+        product = out if plain is None else plain
+        self._triangle(a, b, c, out=product, alpha=alpha, beta=beta)
+        if plain is not None:
+            out.copy_(plain)
+        out.diagonal(dim1=-2, dim2=-1).add_(diag)
+
+    _triangle = general
+    """A symmetric product; a backend may compute one triangle and mirror it."""
+
+    def whole(
+        self, x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]
+    ) -> Callable[[], None] | None:
+        """A function that runs the whole iteration on wide matrices ``[b, m, n]`` in place, for
+        backends that do so instead of making products; None for the others."""
+        return None
 
 
-class General(Protocol):
-    """Any product."""
+class StripsOps(MatmulOps):
+    """Row strips from m = 512 up; there a batch gains nothing on a CPU and runs matrix by matrix.
 
-    def __call__(
+    The lower block triangle is computed in s strips and mirrored: (s + 1) / 2s of the
+    multiplications.
+    """
+
+    batch_rows = STRIPS_FROM_ROWS - 1
+
+    def _triangle(
         self,
         a: Tensor,
         b: Tensor,
@@ -79,78 +133,25 @@ class General(Protocol):
         out: Tensor,
         alpha: float = 1.0,
         beta: float = 0.0,
-    ) -> Steps:
-        """Calls for ``out = alpha * a @ b + beta * c``, which shares no memory with an operand."""
-
-
-Whole = Callable[[Tensor, "list[tuple[float, float, float]]", tuple[int, ...]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class MatmulOps:
-    """What a backend supplies.
-
-    ``symmetric`` may compute one triangle and mirror it. ``held``: the dtype in which matrices are
-    kept between products, None for their own. ``batch_rows``: the largest m for which a batched
-    call beats one call a matrix, None for any. ``whole``: where not None, the iteration on
-    ``[b, m, n]`` in one call, in place, instead of the products.
-    """
-
-    name: str
-    symmetric: Symmetric
-    general: General
-    held: torch.dtype | None = None
-    batch_rows: int | None = None
-    whole: Whole | None = None
-
-    def is_plain(self, rows: int) -> bool:
-        """Whether every product of matrices with so many rows is one call of torch."""
-        if self.symmetric is _strips_symmetric:
-            return rows < STRIPS_FROM_ROWS
-        return self.symmetric is _symmetric and self.whole is None
-
-
-def _general(
-    a: Tensor,
-    b: Tensor,
-    c: Tensor | None = None,
-    *,
-    out: Tensor,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-) -> Steps:
-    if a.ndim == 3 and len(a) == 1:  # a batch of one costs up to twice the 2-D product on a CPU
-        return _general(a[0], b[0], None if c is None else c[0], out=out[0], alpha=alpha, beta=beta)
-    if c is None and alpha == 1.0:
-        return [partial(torch.mm if a.ndim == 2 else torch.bmm, a, b, out=out)]
-    add = torch.addmm if a.ndim == 2 else torch.baddbmm
-    # With beta 0 the first argument is not read.
-    start, beta = (out, 0.0) if c is None else (c, beta)
-    return [partial(add, start, a, b, beta=beta, alpha=alpha, out=out)]
-
-
-def _finish(out: Tensor, plain: Tensor | None, diag: float) -> Steps:
-    steps: Steps = []
-    if plain is not None:
-        steps.append(partial(out.copy_, plain))
-    if diag:
-        steps.append(partial(out.diagonal(dim1=-2, dim2=-1).add_, diag))
-    return steps
-
-
-def _symmetric(
-    a: Tensor,
-    b: Tensor,
-    c: Tensor | None = None,
-    *,
-    out: Tensor,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    diag: float = 0.0,
-    plain: Tensor | None = None,
-) -> Steps:
-    product = _general(a, b, c, out=out if plain is None else plain, alpha=alpha, beta=beta)
-    return product + _finish(out, plain, diag)
+    ) -> None:
+        # Strips of a transposed operand lie apart in memory, and torch's half precision copies such
+        # an operand before it multiplies, which costs more than the strips save.
+        scattered = a.stride(-1) != 1 and a.dtype.itemsize < 4
+        if out.shape[-1] < STRIPS_FROM_ROWS or scattered:
+            self.general(a, b, c, out=out, alpha=alpha, beta=beta)
+            return
+        if out.ndim == 3:
+            for i in range(len(out)):
+                add = None if c is None else c[i]
+                self._triangle(a[i], b[i], add, out=out[i], alpha=alpha, beta=beta)
+            return
+        strips = _strips(len(out))
+        for low, high in strips:
+            add = None if c is None else c[low:high, :high]
+            rows = out[low:high, :high]
+            self.general(a[low:high], b[:, :high], add, out=rows, alpha=alpha, beta=beta)
+        for low, high in strips[:-1]:
+            out[low:high, high:].copy_(out[high:, low:high].mT)
 
 
 def _strips(m: int) -> list[tuple[int, int]]:
@@ -160,81 +161,36 @@ def _strips(m: int) -> list[tuple[int, int]]:
     [(0, 350), (350, 700)]
     """
     count = min(_MAX_STRIPS, m // _STRIP_ROWS)
-    edges = [m * i // count for i in range(count + 1)]
-    return list(pairwise(edges))
+    return list(pairwise(m * i // count for i in range(count + 1)))
 
 
-def _strips_symmetric(
-    a: Tensor,
-    b: Tensor,
-    c: Tensor | None = None,
-    *,
-    out: Tensor,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    diag: float = 0.0,
-    plain: Tensor | None = None,
-) -> Steps:
-    """Lower block triangle in s row strips, then mirrored: (s + 1) / 2s of the multiplications."""
-    target = out if plain is None else plain
-    steps: Steps = []
-    # Strips of a transposed operand lie apart in memory, and torch's half precision copies such
-    # an operand before it multiplies, which costs more than the strips save.
-    apart = a.stride(-1) != 1 and a.dtype.itemsize < 4
-    if a.shape[-2] < STRIPS_FROM_ROWS or apart:
-        steps = _general(a, b, c, out=target, alpha=alpha, beta=beta)
-    elif a.ndim == 3:
-        for i in range(len(a)):
-            steps += _lower(a[i], b[i], None if c is None else c[i], target[i], alpha, beta)
-    else:
-        steps = _lower(a, b, c, target, alpha, beta)
-    return steps + _finish(out, plain, diag)
-
-
-def _lower(a: Tensor, b: Tensor, c: Tensor | None, out: Tensor, alpha: float, beta: float) -> Steps:
-    strips = _strips(len(a))
-    steps: Steps = []
-    for low, high in strips:
-        steps += _general(
-            a[low:high],
-            b[:, :high],
-            None if c is None else c[low:high, :high],
-            out=out[low:high, :high],
-            alpha=alpha,
-            beta=beta,
-        )
-    for low, high in strips[:-1]:
-        steps.append(partial(out[low:high, high:].copy_, out[high:, low:high].mT))
-    return steps
-
-
-TORCH_OPS = MatmulOps("torch", _symmetric, _general)
-"""Plain torch on any device; a symmetric product costs as much as a general one."""
-
-TORCH_STRIPS_OPS = MatmulOps(
-    "torch_strips",
-    _strips_symmetric,
-    _general,
-    batch_rows=STRIPS_FROM_ROWS - 1,
-)
-"""Row strips from m = 512 up; there a batch gains nothing on a CPU and runs matrix by matrix."""
-
-
-def _round(out: Tensor, dtype: torch.dtype) -> None:
-    out.copy_(out.to(dtype))
-
-
-def rounded_ops(dtype: torch.dtype) -> MatmulOps:
+class RoundedOps(StripsOps):
     """Products in float32, each result rounded to ``dtype``: what a half-precision unit computes.
 
     For a CPU without instructions for ``dtype``, where the emulated product takes 10 to 100 times
     as long. Matrices are held in float32; every value in them is one of ``dtype``.
     """
 
-    def rounded(out: Tensor) -> Steps:
-        return [partial(_round, out, dtype)]
+    held = torch.float32
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def general(
+        self,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor | None = None,
+        *,
+        out: Tensor,
+        alpha: float = 1.0,
+        beta: float = 0.0,
+    ) -> None:
+        super().general(a, b, c, out=out, alpha=alpha, beta=beta)
+        out.copy_(out.to(self._dtype))
 
     def symmetric(
+        self,
         a: Tensor,
         b: Tensor,
         c: Tensor | None = None,
@@ -244,13 +200,23 @@ def rounded_ops(dtype: torch.dtype) -> MatmulOps:
         beta: float = 0.0,
         diag: float = 0.0,
         plain: Tensor | None = None,
-    ) -> Steps:
-        target = out if plain is None else plain
-        product = _strips_symmetric(a, b, c, out=target, alpha=alpha, beta=beta)
-        finish = _finish(out, plain, diag)
-        return product + rounded(target) + finish + (rounded(out) if diag else [])
+    ) -> None:
+        super().symmetric(a, b, c, out=out, alpha=alpha, beta=beta, diag=diag, plain=plain)
+        if diag:
+            out.copy_(out.to(self._dtype))
 
-    def general(
+
+class TritonOps(MatmulOps):
+    """Symmetric products by `triton_syrk.symm_mm` with one tile, "" for its default."""
+
+    def __init__(self, tile: str) -> None:
+        from dmuon.kernels import triton_syrk
+
+        self._multiply = triton_syrk.symm_mm
+        self._tile = triton_syrk.Tile.parse(tile) if tile else None
+
+    def symmetric(
+        self,
         a: Tensor,
         b: Tensor,
         c: Tensor | None = None,
@@ -258,12 +224,25 @@ def rounded_ops(dtype: torch.dtype) -> MatmulOps:
         out: Tensor,
         alpha: float = 1.0,
         beta: float = 0.0,
-    ) -> Steps:
-        return _general(a, b, c, out=out, alpha=alpha, beta=beta) + rounded(out)
+        diag: float = 0.0,
+        plain: Tensor | None = None,
+    ) -> None:
+        factors = {"alpha": alpha, "beta": beta, "diag": diag}
+        self._multiply(a, b.mT, c, out=out, plain=plain, tile=self._tile, **factors)
 
-    return MatmulOps(
-        "torch_rounded", symmetric, general, held=torch.float32, batch_rows=STRIPS_FROM_ROWS - 1
-    )
+
+class TritonSmallOps(MatmulOps):
+    """The whole iteration in one launch, by `triton_small.small_iteration`."""
+
+    def whole(
+        self, x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]
+    ) -> Callable[[], None]:
+        from dmuon.kernels.triton_small import small_iteration, tables
+
+        return partial(small_iteration, x, tables(x, coefficients, restarts))
+
+
+# ---- which dtype is fast ---------------------------------------------------------------------
 
 
 def native_ns_dtype(device: torch.device | str) -> torch.dtype:
@@ -281,16 +260,20 @@ def native_ns_dtype(device: torch.device | str) -> torch.dtype:
     return torch.float32
 
 
-@cache
 def cpu_has_bf16() -> bool:
     """Whether bfloat16 products are fast on this CPU: two small ones are timed, once a process.
 
     What the processor reports does not decide: a build of torch or a setting of oneDNN may leave
     its instructions unused, and an emulated product takes 5 to 30 times as long as one in float32.
     """
-    # In a thread of its own: there no mode of the caller's turns products into fake ones.
-    with ThreadPoolExecutor(1) as threads:
-        return threads.submit(_bf16_is_fast).result()
+    if not _has_bf16:
+        # In a thread of its own: there no mode of the caller's turns products into fake ones.
+        with ThreadPoolExecutor(1) as threads:
+            _has_bf16.append(threads.submit(_bf16_is_fast).result())
+    return _has_bf16[0]
+
+
+_has_bf16: list[bool] = []  # not a cache, which torch.compile would look behind
 
 
 def _bf16_is_fast() -> bool:

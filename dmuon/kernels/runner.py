@@ -1,44 +1,43 @@
-"""Newton-Schulz as an optimizer runs it: planned choices, one workspace, graphs on CUDA."""
+"""Newton-Schulz as an optimizer runs it: planned choices, one workspace, graphs on CUDA.
+
+reserve   once: the workspace, and every planned call prepared in it
+step      operand -> (the caller writes it) -> run -> result, valid until the next run
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from operator import is_
+from functools import cache
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dmuon.config import KernelOptions
-from dmuon.kernels.choice import METHODS, fixed_choice, is_safe, restarts_of
-from dmuon.kernels.footprint import call_bytes
-from dmuon.kernels.graphs import Graphs
-from dmuon.kernels.iterations import Program, Shape
-from dmuon.kernels.newton_schulz import no_autocast, program_of
-from dmuon.kernels.recent import Recent
-from dmuon.kernels.workspace import Workspace, aligned_bytes
+from dmuon.kernels.choice import METHODS, fixed_choice, is_safe, ops_of, restarts_of, segments_of
+from dmuon.kernels.newton_schulz import Iteration, Take, no_autocast
 from dmuon.types import KernelChoice, Triple
 
 __all__ = ["Call", "Orthogonalizer", "check_graphs", "orthogonalize"]
 
-_PROGRAMS = 64  # kept at least; four times what is planned if that is more
-_OTHERS = 256  # sets of shapes that were not planned, in the report
+Shape = tuple[int, int, int]  # matrices, rows, cols
+Capture = Callable[[Callable[[], object]], Callable[[], None]]
+
+_ALIGNMENT = 256
+_OTHERS = 64  # calls that were not planned, of which something is kept
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Batches that run together: ``[b, rows, cols]`` each, of one short side.
+    """A batch of one shape. ``kernel`` is the planned choice as text; "" leaves it to the fixed
+    rule."""
 
-    ``kernel`` is the planned choice as text; "" leaves it to the fixed rule.
-    """
-
-    shapes: tuple[Shape, ...]
+    shape: Shape
     coefficients: tuple[Triple, ...]
     kernel: str = ""
-
-
-_Key = tuple[Any, ...]  # a `Call` and the ids of its operands
 
 
 def check_graphs(options: KernelOptions, device: torch.device) -> None:
@@ -49,14 +48,47 @@ def check_graphs(options: KernelOptions, device: torch.device) -> None:
         )
 
 
+class _Memory:
+    """Hands out one piece of memory from its beginning; ``taken`` counts what was asked for, so a
+    piece that is too small (or none at all) tells how large it has to be."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.taken = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        nbytes = prod(shape) * dtype.itemsize
+        start = self.taken
+        self.taken += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        if self.taken > self.memory.numel():
+            return torch.empty(shape, dtype=dtype, device=self.memory.device)
+        return self.memory[start : start + nbytes].view(dtype).view(shape)
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """A call whose memory is fixed. ``result`` is known once it ran; then it may be captured."""
+
+    x: Tensor
+    kernel: str
+    run: Callable[[], Tensor]
+    may_capture: bool
+    result: Tensor | None = None
+    replay: Callable[[], object] | None = None
+
+
 class Orthogonalizer:
     """Runs calls in a workspace that is allocated once; owned by an optimizer.
 
-    What was prepared for a call is kept for the next one like it on the same operands, where these
-    stay: they are of the workspace, or were announced by `reserve`.
-
     ``dtype`` is the Newton-Schulz dtype. A planned choice for another dtype, or that would diverge
     over the steps of a call, gives way to the fixed rule; `report` says what ran.
+
+    A planned call runs eagerly the first time (kernels are compiled and libraries set up then), is
+    captured as a CUDA graph the second time, and replayed from then on. What a capture raises is
+    warned of once, and everything runs eagerly from then on. ``capture`` records a function and
+    returns what replays it; by default a `torch.cuda.CUDAGraph`, on CUDA.
+
+    A copy has a workspace of its own and starts without graphs.
     """
 
     def __init__(
@@ -64,40 +96,131 @@ class Orthogonalizer:
         device: torch.device,
         dtype: torch.dtype,
         options: KernelOptions = KernelOptions(),  # noqa: B008  frozen
-        graphs: Graphs | None = None,
-        workspace: Workspace | None = None,
+        capture: Capture | None = None,
     ) -> None:
+        check_graphs(options, device)
         self.device = device
         self.dtype = dtype
         self._options = options
-        check_graphs(options, device)
-        self._workspace = workspace or Workspace(device)
-        wants_graphs = options.cuda_graphs is not False and device.type == "cuda"
-        self._graphs = graphs or (Graphs(device) if wants_graphs else None)
-        self._choices: Recent[Call, KernelChoice] = Recent(_OTHERS)
-        # The kernels that ran by shapes: of what is planned, and of what comes up now and then.
-        self._ran: dict[tuple[Shape, ...], list[str]] = {}
-        self._ran_too: Recent[tuple[Shape, ...], list[str]] = Recent(_OTHERS)
-        # By call and operands. These are kept with a program, so that their ids stay theirs.
-        self._programs: Recent[_Key, tuple[list[Tensor], Program]] = Recent(_PROGRAMS)
+        on_cuda = options.cuda_graphs is not False and device.type == "cuda"
+        self._capture = capture or (_CudaCapture(device) if on_cuda else None)
+        self._failure = ""
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        # By call and the id of its operand, which is kept with it; under None the call's own one.
+        self._prepared: dict[tuple[Call, int | None], _Prepared] = {}
         self._lasting: dict[int, Tensor] = {}
+        self._planned: set[Shape] = set()
+        self._limit = _OTHERS
+        self._ran: dict[Shape, list[str]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Programs are about this object's memory, and a copy has its own.
-        return self.__dict__ | {"_programs": Recent(self._programs.limit), "_lasting": {}}
+        # What is prepared is about this object's memory, and a copy has its own.
+        return self.__dict__ | {"_prepared": {}, "_lasting": {}}
+
+    def reserve(self, calls: Iterable[Call], lasting: Iterable[tuple[Call, Tensor]] = ()) -> None:
+        """Allocate the workspace for these calls, one at a time, and prepare them.
+
+        ``calls`` run on their `operand`, ``lasting`` on a tensor of the caller's ``[b, rows,
+        cols]``, the same at each step. Nothing that was prepared before is valid afterwards.
+
+        Raises ValueError where a choice cannot run on this device.
+        """
+        calls, lasting = list(calls), list(lasting)
+        self._prepared.clear()
+        needed = [self.call_bytes(call) for call in calls]
+        needed += [self.call_bytes(call, with_operand=False) for call, _ in lasting]
+        if max(needed, default=0) > self.nbytes:
+            self._memory = self._memory[:0].clone()  # free it first
+            self._memory = torch.empty(max(needed), dtype=torch.uint8, device=self.device)
+        self._lasting = {id(x): x for _, x in lasting}
+        self._planned = {call.shape for call in (*calls, *(call for call, _ in lasting))}
+        self._limit = _OTHERS + 4 * len(needed)
+        self._ran = {}
+        for call in calls:
+            self._prepare(call, None)
+        for call, x in lasting:
+            self._prepare(call, x)
+
+    def operand(self, call: Call) -> Tensor:
+        """Where to write the normalized matrices of a call, ``[b, rows, cols]``; valid until the
+        next call is run or asked for."""
+        found = self._prepared.get((call, None)) or self._prepare(call, None)
+        return found.x
+
+    def run(self, call: Call, x: Tensor) -> Tensor:
+        """The result of a call on ``x``, its `operand` or a contiguous tensor like it, which is
+        overwritten. The result is valid until the next run of this object.
+
+        Raises ValueError unless ``x`` has the shape of the call.
+        """
+        found = self._prepared.get((call, id(x))) or self._prepare(call, x)
+        with no_autocast(self.device):
+            if found.replay is not None:
+                found.replay()
+            elif found.result is None:
+                self._note(call.shape, found.kernel)
+                found.result = found.run()
+            elif self._capture is None or not found.may_capture or self._failure:
+                found.run()
+            else:
+                found.replay = self._captured(self._capture, found.run)
+                found.replay()
+            return found.result  # type: ignore[return-value]
+
+    def _note(self, shape: Shape, kernel: str) -> None:
+        if shape in self._ran or len(self._ran) < self._limit:
+            known = self._ran.setdefault(shape, [])
+            known += [] if kernel in known else [kernel]
+
+    def _captured(self, capture: Capture, run: Callable[[], Tensor]) -> Callable[[], object]:
+        try:
+            return capture(run)
+        except RuntimeError as error:
+            self._failure = " ".join(str(error).split())[:200] or type(error).__name__
+            warnings.warn(
+                f"dmuon: CUDA graphs are off, a capture failed ({self._failure}). Training goes on "
+                "without them; KernelOptions(cuda_graphs=False) avoids this warning",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            for one in self._prepared.values():
+                one.replay = None
+            return run
+
+    def _prepare(self, call: Call, x: Tensor | None) -> _Prepared:
+        choice = self.choice(call)
+        memory = _Memory(self._memory)
+        own = memory.take(call.shape, self.dtype) if x is None else x
+        if tuple(own.shape) != call.shape:
+            raise ValueError(
+                f"x must have the shape of the call, {call.shape}, found {tuple(own.shape)}"
+            )
+        run = self._iteration(call, choice, own, memory.take)
+        fits = memory.taken <= self.nbytes
+        found = _Prepared(own, str(choice), run, fits and call.shape in self._planned)
+        if fits and (x is None or id(x) in self._lasting):
+            # Of what comes up now and then only so much is kept.
+            if len(self._prepared) >= 2 * self._limit:
+                self._prepared.clear()
+            self._prepared[call, id(own)] = found
+            if x is None:
+                self._prepared[call, None] = found
+        return found
+
+    def _iteration(
+        self, call: Call, choice: KernelChoice, x: Tensor, take: Take
+    ) -> Callable[[], Tensor]:
+        steps = len(call.coefficients)
+        if not steps or not prod(call.shape):
+            return lambda: x
+        ops = ops_of(choice, self.device, min(call.shape[1:]))
+        return Iteration(x, call.coefficients, segments_of(choice, steps), ops, take).run
 
     def choice(self, call: Call) -> KernelChoice:
         """What runs a call.
 
         Raises ValueError where the options ask for what cannot run here.
         """
-        found = self._choices.get(call)
-        if found is None:
-            found = self._choose(call)
-            self._choices.add(call, found)
-        return found
-
-    def _choose(self, call: Call) -> KernelChoice:
         steps = len(call.coefficients)
         if call.kernel:
             planned = KernelChoice.parse(call.kernel)
@@ -105,127 +228,68 @@ class Orthogonalizer:
             is_standard = planned.method == "standard"
             if same and (is_standard or is_safe(planned.restarts, self.dtype, steps)):
                 return planned
-        # Batches of one call share the m x m part, so one rule has to serve all of them.
-        rows = min(call.shapes[0][1:])
-        cols = max(max(shape[1:]) for shape in call.shapes)
         method = self._options.method
         if method not in METHODS and not is_safe(restarts_of(method), self.dtype, steps):
             method = "gram"  # ns_steps has changed since the optimizer was made
+        _, rows, cols = call.shape
         return fixed_choice(
             rows, cols, self.dtype, self.device, steps, method, self._options.backend
         )
 
-    def call_bytes(self, call: Call, *, with_operands: bool = True) -> int:
-        """Bytes of workspace that a call takes, with its operands or where they lie elsewhere."""
-        operands = sum(aligned_bytes(shape, self.dtype) for shape in call.shapes) * with_operands
-        if not call.coefficients:
-            return operands
-        return operands + call_bytes(
-            call.shapes, self.choice(call), len(call.coefficients), self.device
-        )
-
-    def reserve(
-        self, calls: Iterable[Call], lasting: Iterable[tuple[Call, Sequence[Tensor]]] = ()
-    ) -> None:
-        """Allocate the workspace for these calls, one at a time; they will be captured as graphs.
-
-        ``calls`` run on `operands`; ``lasting`` run on tensors of the caller's, the same at each
-        step (some of them, where others have no gradient).
-
-        Raises ValueError where a choice cannot run on this device.
-        """
-        calls, lasting = list(calls), list(lasting)
-        elsewhere = [call for call, _ in lasting]
-        planned = len(calls) + len(elsewhere)
-        self._choices = Recent(planned + _OTHERS)
-        self._programs = Recent(max(_PROGRAMS, 4 * planned))
-        self._ran = {call.shapes: [] for call in (*calls, *elsewhere)}
-        self._lasting = {id(x): x for _, xs in lasting for x in xs}
-        needed = [self.call_bytes(call) for call in calls]
-        needed += [self.call_bytes(call, with_operands=False) for call in elsewhere]
-        self._workspace.reserve(max(needed, default=0))
-        if self._graphs is not None:
-            self._graphs.forget_all()
-
-    def operands(self, call: Call) -> list[Tensor]:
-        """Where to write the normalized matrices of a call; valid until its results are used up."""
-        with self._workspace.frame():
-            return self._take(call)
-
-    def _take(self, call: Call) -> list[Tensor]:
-        return [self._workspace.take(shape, self.dtype) for shape in call.shapes]
-
-    def run(self, call: Call, xs: Sequence[Tensor]) -> list[Tensor]:
-        """The results of a call on ``xs``, its `operands` or tensors like them, which are
-        overwritten. Results are valid until the next call of this object.
-
-        Raises ValueError unless ``xs`` have the shapes of the call.
-        """
-        with no_autocast(self.device):
-            key: _Key = (call, *map(id, xs))
-            kept = self._programs.get(key)
-            if kept is not None:
-                return self._again(key, kept[1])
-            program, stays = self._program(call, xs)
-            if not stays:
-                return program.run()
-            gone = self._programs.add(key, (list(xs), program))
-            if self._graphs is not None:
-                for old in gone:
-                    self._graphs.forget(old)
-            return self._again(key, program)
-
-    def _again(self, key: _Key, program: Program) -> list[Tensor]:
-        # Of what comes up now and then graphs would fill the memory.
-        if self._graphs is None or key[0].shapes not in self._ran:
-            return program.run()
-        self._graphs.run(key, program.run)
-        return list(program.results)
-
-    def _program(self, call: Call, xs: Sequence[Tensor]) -> tuple[Program, bool]:
-        """The program of a call, and whether it is about memory that stays."""
-        found = tuple(tuple(x.shape) for x in xs)
-        if found != call.shapes:
-            raise ValueError(f"xs must have the shapes of the call, {call.shapes}, found {found}")
-        choice = self.choice(call)
-        self._note(call.shapes, str(choice))
-        with self._workspace.frame():
-            stays = all(id(x) in self._lasting for x in xs)
-            beside = self._workspace.beside
-            if not stays:
-                stays = all(map(is_, self._take(call), xs))
-            program = program_of(xs, call.coefficients, choice, self._workspace)
-            return program, stays and self._workspace.beside == beside
-
-    def _note(self, shapes: tuple[Shape, ...], kernel: str) -> None:
-        known = self._ran.get(shapes)
-        if known is None:
-            known = self._ran_too.get(shapes) or []
-            self._ran_too.add(shapes, known)
-        if kernel not in known:
-            known.append(kernel)
+    def call_bytes(self, call: Call, *, with_operand: bool = True) -> int:
+        """Bytes of workspace that a call takes, with its operand or where that lies elsewhere."""
+        memory = _Memory(torch.empty(0, dtype=torch.uint8, device="meta"))
+        x = torch.empty(call.shape, dtype=self.dtype, device="meta")
+        if with_operand:
+            memory.take(call.shape, self.dtype)
+        self._iteration(call, self.choice(call), x, memory.take)
+        return memory.taken
 
     @property
     def nbytes(self) -> int:
         """Bytes of the workspace."""
-        return self._workspace.nbytes
+        return self._memory.numel()
 
     def is_fused(self, call: Call) -> bool:
         """Whether the elementwise work around a call runs in Triton kernels too."""
         return self.choice(call).backend.startswith("triton")
 
     def report(self) -> dict[str, Any]:
-        """What ran so far: the kernels of each set of shapes, planned ones first, and of others the
-        last few hundred; the workspace; the state of CUDA graphs."""
-        ran = {
-            " + ".join(f"{b} x [{m}, {n}]" for b, m, n in shapes): " and ".join(kernels)
-            for shapes, kernels in (*self._ran.items(), *self._ran_too.items())
-            if kernels
+        """What ran so far: the kernels by shape; the workspace; the state of CUDA graphs."""
+        kept = {id(one): one for one in self._prepared.values() if one.may_capture}
+        captured = sum(one.replay is not None for one in kept.values())
+        graphs = f"{captured} of {len(kept)} captured"
+        if self._capture is None or self._failure:
+            graphs = f"off: {self._failure}" if self._failure else "off"
+        return {
+            "ran": {f"{b} x [{m}, {n}]": " and ".join(k) for (b, m, n), k in self._ran.items()},
+            "workspace_bytes": self.nbytes,
+            "cuda_graphs": graphs,
         }
-        graphs = "off" if self._graphs is None else self._graphs.state()
-        return {"ran": ran, "workspace_bytes": self.nbytes, "cuda_graphs": graphs}
 
 
-def orthogonalize(kernels: Orthogonalizer, call: Call, xs: Sequence[Tensor]) -> list[Tensor]:
-    """`Orthogonalizer.run`: the one place through which all engines go."""
-    return kernels.run(call, xs)
+class _CudaCapture:
+    """Records what a function launches. All captures of a device share a stream: each stream has a
+    cuBLAS workspace of its own, 32 MiB on Hopper."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __call__(self, call: Callable[[], object]) -> Callable[[], None]:
+        with torch.cuda.device(self._device):  # which need not be the current one
+            graph = torch.cuda.CUDAGraph()
+            stream = _capture_stream(torch.cuda.current_device())
+            # Other threads (the watchdog of NCCL) query events: this one alone is recorded.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                call()
+        return graph.replay
+
+
+@cache
+def _capture_stream(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)
+
+
+def orthogonalize(kernels: Orthogonalizer, call: Call, x: Tensor) -> Tensor:
+    """`Orthogonalizer.run`: the one place through which all layouts go."""
+    return kernels.run(call, x)

@@ -9,7 +9,6 @@ Only imported where Triton is installed; nothing else of the package imports it 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from itertools import pairwise
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from dmuon.kernels.triton_host import DTYPES, batch_stride, described, on_device_of
 from dmuon.types import Triple
 
-__all__ = ["MAX_ROWS", "max_rows", "small_iteration"]
+__all__ = ["MAX_ROWS", "max_rows", "small_iteration", "tables"]
 
 MAX_ROWS = 128
 STAGES = 2
@@ -129,17 +128,14 @@ def max_rows(dtype: torch.dtype) -> int:
     return 32 if dtype == torch.float32 else MAX_ROWS
 
 
-def small_iteration(x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]) -> None:
-    """Newton-Schulz on ``[b, m, n]`` in place, one program a matrix, in a single launch.
+def tables(
+    x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `small_iteration` reads beside ``x``, on its device: coefficients, the steps at which
+    segments begin, and memory for Q. Copied from the host, so to be made before a step.
 
-    The steps, restarts and formulas are those of `dmuon.kernels.iterations.group_program`; a
-    restart after every step is the standard iteration. ``x`` is normalized, with m <= n and
-    m <= `max_rows`, float16, bfloat16 or float32, of any strides. Products accumulate in float32
-    and are rounded to the dtype of x. The first call with new coefficients copies them to the
-    device, so it cannot be captured in a CUDA graph.
-
-    Raises ValueError for other shapes and dtypes, and for restarts that do not increase within
-    ``1 .. len(coefficients) - 1``.
+    Raises ValueError for an ``x`` that it does not take, and for restarts that do not increase
+    within ``1 .. len(coefficients) - 1``.
     """
     edges = (0, *restarts, len(coefficients))
     if x.ndim != 3 or x.dtype not in DTYPES or x.shape[1] > x.shape[2]:
@@ -152,28 +148,47 @@ def small_iteration(x: Tensor, coefficients: Sequence[Triple], restarts: Sequenc
             f"small_iteration: {described(x)} has {x.shape[1]} rows, more than the "
             f"{max_rows(x.dtype)} that one program holds; use symm_mm"
         )
-    if not coefficients or x.numel() == 0:
-        return
-    if any(low >= high for low, high in pairwise(edges)):
+    if coefficients and any(low >= high for low, high in pairwise(edges)):
         raise ValueError(
             f"small_iteration: restarts must increase and lie between 1 and "
             f"{len(coefficients) - 1} (steps - 1), found {tuple(restarts)}"
         )
+    size = padded(x.shape[1])
+    return (
+        torch.tensor(coefficients, dtype=torch.float32, device=x.device),
+        torch.tensor(edges, dtype=torch.int32, device=x.device),
+        x.new_empty(0 if size < MAX_ROWS else len(x) * size * size),
+    )
+
+
+def small_iteration(x: Tensor, beside: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Newton-Schulz on ``[b, m, n]`` in place, one program a matrix, in a single launch.
+
+    The steps, restarts and formulas are those of `dmuon.kernels.newton_schulz.iterate`; a restart
+    after every step is the standard iteration. ``x`` is normalized, with m <= n and
+    m <= `max_rows`, float16, bfloat16 or float32, of any strides; ``beside`` is `tables` of such
+    an x. Products accumulate in float32 and are rounded to the dtype of x.
+    """
+    coefficients, edges, scratch = beside
     batch, m, n = x.shape
-    size = max(16, triton.next_power_of_2(m))
-    keep = size < MAX_ROWS  # 128 rows fill the registers with R and Z alone
-    scratch = x.new_empty(0 if keep else batch * size * size)
-    triples, table = _on_device(tuple(map(tuple, coefficients)), edges, x.device)
+    if not len(coefficients) or x.numel() == 0:
+        return
+    size = padded(m)
     with on_device_of(x):
         iteration_kernel[(batch,)](
-            *(x, triples, table, scratch, m, n, len(edges) - 1),
+            *(x, coefficients, edges, scratch, m, n, len(edges) - 1),
             *(batch_stride(x), x.stride(1), x.stride(2)),
             M=size,
             CHUNK=chunk_for(x.dtype),
-            KEEP_Q=keep,
+            KEEP_Q=size < MAX_ROWS,  # 128 rows fill the registers with R and Z alone
             num_warps=warps_for(size),
             num_stages=STAGES,
         )
+
+
+def padded(m: int) -> int:
+    """The rows of a program's matrices."""
+    return max(16, triton.next_power_of_2(m))
 
 
 def chunk_for(dtype: torch.dtype) -> int:
@@ -184,13 +199,3 @@ def chunk_for(dtype: torch.dtype) -> int:
 def warps_for(size: int) -> int:
     """Warps of a program whose matrices are padded to ``size`` rows."""
     return {16: 1, 32: 4, 64: 8, 128: 8}[size]
-
-
-@cache  # never dropped, for a captured graph may read it
-def _on_device(
-    triples: tuple[Triple, ...], edges: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    return (
-        torch.tensor(triples, dtype=torch.float32, device=device),
-        torch.tensor(edges, dtype=torch.int32, device=device),
-    )

@@ -53,10 +53,10 @@ class OwnerEngine:
         self._show_momentum()
 
     def _call(self, unit: Unit, count: int) -> Call:
-        """Newton-Schulz on ``count`` matrices of ``unit``."""
+        """Newton-Schulz on so many matrices of a unit."""
         group = self._optimizer.param_groups[unit.group]
         return Call(
-            ((count, unit.rows, unit.cols),),
+            (count, unit.rows, unit.cols),
             resolve_coefficients(group["ns_coefficients"], group["ns_steps"]),
             unit.kernel,
         )
@@ -111,16 +111,17 @@ class OwnerEngine:
 
     def _compute(self, watch: Stopwatch, rate: Rates, number: int, job: Job, done: Done) -> None:
         """The owner's part of a job: momentum, Newton-Schulz, what to publish."""
-        call = self._call(job.unit, len(job.where))
+        unit = job.unit
+        call = self._call(unit, len(job.where))
         watch.start()
-        with self._owned.rows(job.unit, job.where) as (buffer, master):
-            (operand,) = self._kernels.operands(call)
-            group = self._optimizer.param_groups[job.unit.group]
-            fused = self._kernels.is_fused(call)
+        operand = self._kernels.operand(call)
+        fused = self._kernels.is_fused(call)
+        group = self._optimizer.param_groups[unit.group]
+        with self._owned.rows(unit, job.where) as (buffer, master):
             normalized_momentum(buffer, job.gradients, group, out=operand, fused=fused)
-            (update,) = orthogonalize(self._kernels, call, [operand])
+            update = orthogonalize(self._kernels, call, operand)
             watch.stop()
-            lr = rate.adjusted(job.unit.rows, job.unit.cols)
+            lr = rate.adjusted(unit.rows, unit.cols)
             rms = update_rms(update, lr / rate.lr if rate.lr else 0.0)
             if master is None:
                 done(number, update, rms)

@@ -135,7 +135,7 @@ class ShardedEngine:
             self._operands.prepare_masks()
         calls = [self._call(stack) for stack in (*self._local, *self._block_stacks)]
         lasting = [
-            (self._unit_call(runtime.units[u]), [stack])
+            (self._unit_call(runtime.units[u]), stack)
             for bucket in runtime.bound().buckets
             for u, stack in bucket.stacks
         ]
@@ -445,7 +445,7 @@ class ShardedEngine:
     def _call_of(self, group: int, shape: tuple[int, int, int], kernel: str) -> Call:
         settings = self._groups[group]
         triples = resolve_coefficients(settings["ns_coefficients"], settings["ns_steps"])
-        return Call((shape,), triples, kernel)
+        return Call(shape, triples, kernel)
 
     def _unit_call(self, unit: Unit) -> Call:
         return self._call_of(unit.group, unit.shape, unit.kernel)
@@ -457,7 +457,7 @@ class ShardedEngine:
         """Newton-Schulz on normalized matrices ``[b, rows, cols]``, which are overwritten; the
         result is valid until the next call."""
         watch.start()
-        (update,) = orthogonalize(self._kernels, call, [stack])
+        update = orthogonalize(self._kernels, call, stack)
         watch.stop()
         return update
 
@@ -486,7 +486,7 @@ class ShardedEngine:
     ) -> Tensor:
         """Orthogonalize and apply what needs nobody else; the RMS of the updates, ``[b]``."""
         call = self._call(stack)
-        (batch,) = self._kernels.operands(call)
+        batch = self._kernels.operand(call)
         for part in stack.parts:
             first, count = stack.first + part.position, len(part.matrices)
             to = places(batch, part)

@@ -119,6 +119,6 @@ def check_small(
     small: ModuleType, x: Tensor, coefficients: Any, restarts: Any, tolerance: float
 ) -> None:
     wanted = exact_iteration(x, coefficients)
-    small.small_iteration(x, coefficients, restarts)
+    small.small_iteration(x, small.tables(x, coefficients, restarts))
     error = torch.linalg.vector_norm(x.double() - wanted, dim=(-2, -1))
     assert (error <= tolerance * torch.linalg.vector_norm(wanted, dim=(-2, -1))).all(), error

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton kernels need Triton")
 
 from dmuon.kernels import triton_elementwise, triton_small, triton_syrk
 from dmuon.kernels.newton_schulz import normalize, resolve_coefficients
-from dmuon.kernels.triton_tiles import TILES, Tile, tiles_for
+from dmuon.kernels.triton_syrk import TILES, Tile, tiles_for
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 POLAR = resolve_coefficients("polar_express", 5)
@@ -155,9 +155,11 @@ def test_graph_replay():
     start, out = x.clone(), empty(2, 100, 100, dtype=F16)
     work = x.clone()
 
+    tables = triton_small.tables(work, POLAR, (2,))
+
     def step() -> None:
         work.copy_(start)
-        triton_small.small_iteration(work, POLAR, (2,))
+        triton_small.small_iteration(work, tables)
         triton_syrk.symm_mm(work, work, out=out)
 
     stream = torch.cuda.Stream()
@@ -184,7 +186,7 @@ def test_the_same_bits_every_time():
         out, cast, small = empty(3, 700, 700, dtype=F16), torch.empty_like(a), x.clone()
         triton_syrk.symm_mm(a, a, out=out)
         triton_elementwise.momentum_norm_cast(buffer.clone(), grad, **EMA, eps=1e-7, out=cast)
-        triton_small.small_iteration(small, POLAR, (2,))
+        triton_small.small_iteration(small, triton_small.tables(small, POLAR, (2,)))
         found.append((out, cast, small))
     for others in found[1:]:
         assert all(torch.equal(x, y) for x, y in zip(found[0], others))

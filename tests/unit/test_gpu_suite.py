@@ -19,7 +19,7 @@ import torch
 from benchmarks import gpu, gpu_accuracy, gpu_parts, gpu_targets, results
 from benchmarks.kernel_timing import _PRODUCTS
 from benchmarks.results import LOST, Rows
-from dmuon.kernels.newton_schulz import iterate_all
+from dmuon.kernels.newton_schulz import iterate_with
 from dmuon.types import KernelChoice
 
 CPU = torch.device("cpu")
@@ -483,9 +483,7 @@ def test_accuracy_sees_a_wrong_kernel(monkeypatch, fault):
     choice = KernelChoice.parse("standard/torch/float32")
     good = gpu_accuracy._row("log-spaced", x, exact, choice, 1e-4, CPU)
     assert good["passed"]
-    monkeypatch.setattr(
-        gpu_accuracy, "iterate_all", lambda *args: [fault * y for y in iterate_all(*args)]
-    )
+    monkeypatch.setattr(gpu_accuracy, "iterate_with", lambda *args: fault * iterate_with(*args))
     assert not gpu_accuracy._row("log-spaced", x, exact, choice, 1e-4, CPU)["passed"]
 
 

@@ -27,8 +27,7 @@ from benchmarks.kernel_page import misses, page, verdicts
 from benchmarks.kernel_timing import Race, matmul_rate, quartiles, ratios
 from benchmarks.results import Rows
 from dmuon.catalogue.presets import model_specs
-from dmuon.kernels.newton_schulz import iterate_all, newton_schulz
-from dmuon.kernels.workspace import Workspace
+from dmuon.kernels.newton_schulz import iterate_with, newton_schulz
 from dmuon.types import KernelChoice
 
 CPU = torch.device("cpu")
@@ -90,7 +89,7 @@ def test_executed_flops_are_those_that_torch_counts(backend, form, m):
     choice = KernelChoice.parse(f"{form}/{backend}/float32")
     x = torch.randn(1, m, m + 64, device="cpu") / m
     with FlopCounterMode(display=False) as counter:
-        iterate_all([x], field_of.TRIPLES, choice, Workspace(CPU))
+        iterate_with(x, field_of.TRIPLES, choice)
     assert executed_flops((1, m, m + 64), choice) == counter.get_total_flops()
 
 
@@ -132,7 +131,6 @@ def mixed_field() -> list[field_of.Contender]:
         field_of.standard_function(sources, f32),
         field_of.ours(MIXED, sources, f32, chosen, max_batch=16),
         field_of.ours(MIXED, sources, f32, chosen, max_batch=2, name="ours"),
-        field_of.ours(MIXED, sources, f32, chosen, max_batch=16, name="ours_joint"),
     ]
 
 
@@ -169,9 +167,7 @@ def test_calls_of_a_batch_are_no_larger_than_asked_for():
     chosen = kernels_for(MIXED, "standard/torch/float32")
     found = field_of.ours(MIXED, sources, torch.float32, chosen, max_batch=2)
     assert len(found.pieces) == 3 + 1 + 1 + 2
-    joint = field_of.ours(MIXED, sources, torch.float32, chosen, max_batch=16, name="ours_joint")
-    assert len(joint.pieces) == 2  # one a short side
-    assert joint.executed == found.executed == standard_flops(MIXED)
+    assert found.executed == standard_flops(MIXED)
 
 
 def test_batches_are_those_that_run():

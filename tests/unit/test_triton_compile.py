@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is made for Linux")
 
 from dmuon.kernels import triton_elementwise, triton_small, triton_syrk
-from dmuon.kernels.triton_tiles import TILES, TILES_FLOAT32, Tile, default_tile, tiles_for
+from dmuon.kernels.triton_syrk import TILES, TILES_FLOAT32, Tile, default_tile, tiles_for
 from tests.unit.triton_tools import SHARED_LIMIT, Compiled, compiled
 
 ARCHS = (80, 90)

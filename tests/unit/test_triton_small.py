@@ -56,8 +56,8 @@ def test_matrices_of_a_batch_do_not_meet(m):
     x[1, 3, 4] = float("nan")
     x[2] = 0
     alone = x[3:].clone()
-    SMALL.small_iteration(alone, POLAR, (2,))
-    SMALL.small_iteration(x, POLAR, (2,))
+    SMALL.small_iteration(alone, SMALL.tables(alone, POLAR, (2,)))
+    SMALL.small_iteration(x, SMALL.tables(x, POLAR, (2,)))
     assert x[0].isfinite().all()
     assert x[1].isnan().all()
     assert (x[2] == 0).all()
@@ -83,8 +83,8 @@ def test_each_step_has_its_own_coefficients():
 def test_nothing_to_do():
     x = matrices(1, 4, 5)
     before = x.clone()
-    SMALL.small_iteration(x, (), ())
-    SMALL.small_iteration(x[:0], POLAR, (2,))
+    SMALL.small_iteration(x, SMALL.tables(x, (), ()))
+    SMALL.small_iteration(x[:0], SMALL.tables(x[:0], POLAR, (2,)))
     assert torch.equal(x, before)
 
 
@@ -103,4 +103,4 @@ def test_nothing_to_do():
 )
 def test_wrong_arguments_are_refused(x, restarts, message):
     with pytest.raises(ValueError, match=message):
-        SMALL.small_iteration(x, POLAR, restarts)
+        SMALL.tables(x, POLAR, restarts)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from dmuon.kernels.triton_host import overlap
-from dmuon.kernels.triton_tiles import TILES, Tile, default_tile, tiles_for
+from dmuon.kernels.triton_syrk import TILES, Tile, default_tile, tiles_for
 from tests.gpu.kernel_checks import check_symm, on
 from tests.unit.triton_tools import interpreted, interpreted_library
 

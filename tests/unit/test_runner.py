@@ -1,0 +1,430 @@
+"""Newton-Schulz as an optimizer runs it: workspace, graphs, planned kernels, options."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import dmuon
+from dmuon.config import KernelOptions
+from dmuon.kernels import runner as runner_module
+from dmuon.kernels.choice import fixed_choice
+from dmuon.kernels.newton_schulz import (
+    Iteration,
+    iterate_with,
+    normalize,
+    resolve_coefficients,
+)
+from dmuon.kernels.runner import Call, Orthogonalizer
+from dmuon.scheduler.costs import CostTable
+from dmuon.types import KernelChoice, PlanError
+
+CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
+POLAR = resolve_coefficients("polar_express", 5)
+STANDARD, GRAM = "standard/torch/float32", "gram[2]/torch/float32"
+
+
+class Recorder:
+    """Captures by keeping the function."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.captured = 0
+        self.replayed = 0
+        self.fails = fails
+
+    def __call__(self, call: Callable[[], object]) -> Callable[[], None]:
+        if self.fails:
+            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+        self.captured += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            call()
+
+        return replay
+
+
+def normalized(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return normalize(torch.randn(*shape, generator=generator), dtype)
+
+
+def check(runner: Orthogonalizer, call: Call, x: Tensor, seed: int) -> None:
+    """A run on new values, written to ``x``, gives what the iteration gives."""
+    values = normalized(*call.shape, seed=seed, dtype=runner.dtype)
+    expected = iterate_with(values.clone(), call.coefficients, runner.choice(call))
+    found = runner.run(call, x.copy_(values))
+    assert found.shape == expected.shape
+    # Other memory, so the library may sum in another order.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.fixture
+def built(monkeypatch) -> list[Iteration]:
+    """The iterations that are prepared from now on."""
+    found = []
+
+    def noted(x, *arguments):
+        found.append(Iteration(x, *arguments))
+        if x.device.type == "meta":  # asked for its size
+            found.pop()
+            return Iteration(x, *arguments)
+        return found[-1]
+
+    monkeypatch.setattr(runner_module, "Iteration", noted)
+    return found
+
+
+# ---- running -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 9), (1, 9, 6), (1, 520, 530), (2, 530, 520)])
+@pytest.mark.parametrize("kernel", ["standard/torch", "gram[2]/torch_strips", "gram[1,3]/torch"])
+@pytest.mark.parametrize("with_graphs", [False, True])
+@pytest.mark.parametrize("where", ["own", "lasting", "elsewhere"])
+def test_a_runner_gives_what_the_iteration_gives(built, shape, kernel, with_graphs, where):
+    recorder = Recorder() if with_graphs else None
+    runner = Orthogonalizer(CPU, F32, capture=recorder)
+    call = Call(shape, POLAR, f"{kernel}/float32")
+    lasting = torch.empty(shape)
+    if where == "lasting":
+        runner.reserve([], [(call, lasting)])
+        assert runner.nbytes == runner.call_bytes(call, with_operand=False)
+        assert runner.nbytes < runner.call_bytes(call)
+    else:
+        runner.reserve([call])
+        assert runner.nbytes == runner.call_bytes(call)
+    assert len(built) == 1 and runner.report()["ran"] == {}
+    for seed in range(3):
+        x = lasting if where == "lasting" else torch.empty(shape)
+        if where == "own":
+            x = runner.operand(call)
+        with torch.autocast("cpu", enabled=seed == 1):  # it does not reach in
+            check(runner, call, x, seed)
+    assert len(built) == (4 if where == "elsewhere" else 1), "prepared once, when it is reserved"
+    captured = int(with_graphs and where != "elsewhere")
+    report = runner.report()
+    assert report["ran"] == {"{} x [{}, {}]".format(*shape): f"{kernel}/float32"}
+    assert report["workspace_bytes"] == runner.nbytes
+    assert report["cuda_graphs"] == (f"{captured} of 1 captured" if with_graphs else "off")
+    if recorder is not None:
+        assert (recorder.captured, recorder.replayed) == (captured, 2 * captured)
+
+
+@pytest.mark.parametrize("shape", [(3, 6, 9), (2, 9, 6), (1, 520, 530), (2, 530, 520)])
+@pytest.mark.parametrize("kernel", ["standard/torch", "gram[2]/torch_strips", "gram[1,3]/torch"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_everything_lies_in_the_workspace(shape, kernel, dtype):
+    if dtype == "bfloat16":
+        kernel = {"gram[2]/torch_strips": "gram[1,2,3]/torch_rounded"}.get(kernel, kernel)
+    runner = Orthogonalizer(CPU, getattr(torch, dtype))
+    call = Call(shape, POLAR, f"{kernel}/{dtype}")
+    runner.reserve([call])
+    low = runner._memory.data_ptr()
+    found = runner.run(call, runner.operand(call).copy_(normalized(*shape)))
+    _, (spare, squares, *_) = runner._prepared[call, None].run.__self__._arguments
+    inside = [spare, *squares, found]
+    ends = [t.data_ptr() + t.numel() * t.element_size() - low for t in inside]
+    assert all(0 < end <= runner.nbytes for end in ends)
+    assert max(ends) > runner.nbytes - 256, "and fills it"
+    assert len({t.data_ptr() for t in inside[:-1]} | {runner.operand(call).data_ptr()}) == len(
+        inside
+    )
+
+
+def test_what_was_reserved_is_prepared_again_where_it_moved(built):
+    runner = Orthogonalizer(CPU, F32)
+    call, larger = Call((2, 6, 9), POLAR, STANDARD), Call((8, 6, 9), POLAR, STANDARD)
+    for seed in range(2):  # nothing is reserved: memory is new each time, and nothing is kept
+        check(runner, call, runner.operand(call), seed)
+    assert runner.nbytes == 0 and len(built) == 4
+    runner.reserve([larger])
+    for seed in range(3):  # it fits: what was not planned may come again too
+        check(runner, call, runner.operand(call), seed)
+    assert len(built) == 4 + 2
+    runner.reserve([call, larger])
+    for seed in range(3):
+        check(runner, larger, runner.operand(larger), seed)
+        check(runner, call, runner.operand(call), seed)
+    assert len(built) == 6 + 2
+
+
+def test_operands_of_the_caller_are_told_apart(built):
+    recorder = Recorder()
+    runner = Orthogonalizer(CPU, F32, capture=recorder)
+    call, part = Call((2, 6, 9), POLAR, STANDARD), Call((1, 6, 9), POLAR, STANDARD)
+    buckets = [torch.empty(2, 6, 9), torch.empty(2, 6, 9)]
+    runner.reserve([], [(call, x) for x in buckets])
+    for seed in range(4):
+        for x in buckets:
+            check(runner, call, x, seed)
+        check(runner, part, torch.empty(1, 6, 9), seed)
+    assert recorder.captured == 2 and len(built) == 2 + 4
+
+
+def test_new_settings_are_prepared_for_once(built):
+    recorder = Recorder()
+    runner = Orthogonalizer(CPU, F32, capture=recorder)
+    runner.reserve([Call((2, 6, 9), POLAR, STANDARD)])
+    for steps in (5, 3):
+        call = Call((2, 6, 9), resolve_coefficients("polar_express", steps), STANDARD)
+        for seed in range(4):
+            check(runner, call, runner.operand(call), seed)
+    assert (len(built), recorder.captured) == (2, 2)
+
+
+def test_what_never_comes_again_does_not_pile_up():
+    runner = Orthogonalizer(CPU, F32, capture=Recorder())
+    planned = Call((4, 6, 9), POLAR, STANDARD)
+    runner.reserve([planned])
+    for n in range(300):
+        triples = tuple((a + 1e-6 * n, b, c) for a, b, c in POLAR)
+        changed = Call(planned.shape, triples, STANDARD)
+        for call in (changed, changed, Call((1 + n % 4, 2, 3 + n % 150), triples, STANDARD)):
+            runner.run(call, runner.operand(call).zero_())
+    assert len(runner._prepared) <= 160
+    assert len(runner.report()["ran"]) <= 100
+    assert "4 x [6, 9]" in runner.report()["ran"]
+    check(runner, planned, runner.operand(planned), 0)
+
+
+@pytest.mark.parametrize("backend", ["torch", "torch_strips", "torch_rounded"])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))])
+def test_a_copy_computes_in_memory_of_its_own(backend, duplicate):
+    dtype = "bfloat16" if backend == "torch_rounded" else "float32"
+    runner = Orthogonalizer(CPU, getattr(torch, dtype))
+    call = Call((2, 520, 530), POLAR, f"gram[1,3]/{backend}/{dtype}")
+    runner.reserve([call])
+    result = runner.run(call, runner.operand(call).copy_(normalized(*call.shape)))
+    kept = result.clone()
+    twin = duplicate(runner)
+    check(twin, call, twin.operand(call), 1)
+    assert torch.equal(result, kept) and twin.nbytes == runner.nbytes
+
+
+def test_operands_must_be_those_of_the_call():
+    runner = Orthogonalizer(CPU, F32)
+    call = Call((2, 6, 9), POLAR, STANDARD)
+    runner.reserve([call])
+    for wrong in (torch.zeros(2, 6, 8), torch.zeros(2, 9, 6), torch.zeros(6, 9)):
+        with pytest.raises(ValueError, match="x must have the shape of the call"):
+            runner.run(call, wrong)
+    with pytest.raises(ValueError, match=r"contiguous batches \[b, rows, cols\], found strides"):
+        runner.run(call, torch.zeros(2, 9, 6).mT)
+
+
+def test_no_steps_leave_the_operand():
+    runner = Orthogonalizer(CPU, F32)
+    call = Call((2, 6, 9), ())
+    runner.reserve([call])
+    x = normalized(2, 6, 9)
+    assert torch.equal(runner.run(call, x.clone()), x)
+
+
+def test_a_planned_kernel_gives_way_where_it_does_not_fit():
+    runner, shape = Orthogonalizer(CPU, BF16), (1, 300, 900)
+    planned = Call(shape, POLAR, GRAM)
+    assert runner.choice(planned) == fixed_choice(300, 900, BF16, CPU, 5)
+    for steps, kernel in (
+        (2, "gram[2]"), (10, "gram[1,3]"), (6, "gram[1,3]"), (5, "gram[2]"), (4, "gram[1]"),
+    ):  # fmt: skip
+        triples = resolve_coefficients("polar_express", steps)
+        unsafe = Call(shape, triples, f"{kernel}/torch/bfloat16")
+        assert runner.choice(unsafe) == fixed_choice(300, 900, BF16, CPU, steps)
+    nine = resolve_coefficients("polar_express", 9)
+    for fits in (
+        Call(shape, nine, "standard/torch/bfloat16"),
+        Call(shape, POLAR, "gram[1,3]/torch/bfloat16"),
+    ):
+        assert str(runner.choice(fits)) == fits.kernel
+
+
+def test_the_report_shows_all_kernels_of_one_shape():
+    runner = Orthogonalizer(CPU, F32)
+    for kernel in (STANDARD, GRAM, STANDARD):
+        runner.run(Call((1, 6, 9), POLAR, kernel), normalized(1, 6, 9))
+    assert runner.report()["ran"] == {"1 x [6, 9]": f"{STANDARD} and {GRAM}"}
+
+
+# ---- graphs, with a capture that is not CUDA's -------------------------------------------------
+
+
+def test_a_failed_capture_is_loud_and_training_goes_on():
+    runner = Orthogonalizer(CPU, F32, capture=Recorder(fails=True))
+    calls = [Call((b, 6, 9), POLAR, STANDARD) for b in (1, 2)]
+    runner.reserve(calls)
+    for call in calls:
+        check(runner, call, runner.operand(call), 0)
+    with pytest.warns(RuntimeWarning, match="CUDA graphs are off.*not permitted when stream"):
+        check(runner, calls[0], runner.operand(calls[0]), 1)
+    for seed in range(2, 4):
+        for call in calls:
+            check(runner, call, runner.operand(call), seed)
+    state = runner.report()["cuda_graphs"]
+    assert state == "off: operation not permitted when stream is capturing"
+
+
+def test_a_copy_starts_without_graphs():
+    runner = Orthogonalizer(CPU, F32, capture=Recorder())
+    call = Call((2, 6, 9), POLAR, STANDARD)
+    runner.reserve([call])
+    for seed in range(2):
+        check(runner, call, runner.operand(call), seed)
+    twin = copy.deepcopy(runner)
+    assert twin.report()["cuda_graphs"] == "0 of 0 captured"
+    for seed in range(3):
+        check(twin, call, twin.operand(call), seed)
+    assert twin.report()["cuda_graphs"] == "1 of 1 captured"
+
+
+def test_graphs_need_cuda():
+    with pytest.raises(ValueError, match="cuda_graphs=True needs a CUDA device, found cpu"):
+        Orthogonalizer(CPU, F32, KernelOptions(cuda_graphs=True))
+
+
+# ---- options, plans, optimizers ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"method": 3}, TypeError, "KernelOptions.method must be a string, found 3"),
+        ({"backend": None}, TypeError, "KernelOptions.backend must be a string"),
+        ({"tune_budget_s": -1.0}, ValueError, "tune_budget_s must be a number >= 0, found -1.0"),
+        ({"tune_budget_s": True}, TypeError, "tune_budget_s must be a number >= 0, found True"),
+        ({"cuda_graphs": 1}, TypeError, "cuda_graphs must be True, False or None, found 1"),
+    ],
+)
+def test_wrong_options_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        KernelOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "message"),
+    [
+        ("fast", "kernels must be KernelOptions, found str"),
+        (KernelOptions(method="fast"), "method must be one of auto, standard, gram"),
+        (KernelOptions(backend="cutlass"), "backend must be 'auto' or one of torch, .*'cutlass'"),
+    ],
+)
+def test_planning_refuses_unknown_kernels(kernels, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        dmuon.dedicate_params(torch.nn.Linear(4, 6), kernels=kernels)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "message"),
+    [
+        (KernelOptions(backend="triton"), "'triton' cannot run on cpu"),
+        (KernelOptions(method="gram[4]"), "diverges in torch.float32 over 4 steps"),
+        (KernelOptions(cuda_graphs=True), "needs a CUDA device"),
+    ],
+)
+def test_the_optimizer_refuses_what_cannot_run_and_can_be_made_again(kernels, message):
+    model = torch.nn.Linear(4, 6)
+    own = dmuon.dedicate_params(model, kernels=kernels)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            dmuon.Muon(model, ns_dtype=F32)
+    own.close()
+    own = dmuon.dedicate_params(model)
+    dmuon.Muon(model)
+    own.close()
+
+
+def plan_with(kernel: str) -> dmuon.OwnershipPlan:
+    costs = CostTable(
+        "by hand", {(4, 6, "float32"): {1: 1.0}}, kernels={(4, 6, "float32"): {1: kernel}}
+    )
+    own = dmuon.dedicate_params(torch.nn.Linear(4, 6), costs=costs)
+    own.close()
+    return own.plan
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        KernelOptions(method="standard"),
+        KernelOptions(method="gram[1,3]"),
+        KernelOptions(backend="torch_strips"),
+    ],
+)
+def test_options_that_contradict_a_saved_plan_are_refused(kernels):
+    plan = plan_with(GRAM)
+    with pytest.raises(PlanError, match=r"the saved plan runs gram\[2\]/torch/float32"):
+        dmuon.dedicate_params(torch.nn.Linear(4, 6), plan=plan, kernels=kernels)
+    agreeing = KernelOptions(method="gram", backend="torch")
+    dmuon.dedicate_params(torch.nn.Linear(4, 6), plan=plan, kernels=agreeing).close()
+
+
+@pytest.mark.parametrize("kernel", ["gram[2]/torch/bfloat16", "gram[4]/torch/float32"])
+def test_a_plan_with_a_kernel_that_diverges_is_refused(kernel):
+    model = torch.nn.Linear(4, 6)
+    own = dmuon.dedicate_params(model, plan=plan_with(kernel))
+    with pytest.raises(ValueError, match="with which the iteration diverges"):
+        dmuon.Muon(model)
+    own.close()
+
+
+@pytest.mark.parametrize("method", ["auto", "standard", "gram", "gram[2]"])
+def test_the_number_of_steps_may_change_in_training(method):
+    model = torch.nn.Linear(4, 6)
+    own = dmuon.dedicate_params(model, kernels=KernelOptions(method=method))
+    opt = dmuon.Muon(model, ns_dtype=F32)
+    for steps in (5, 1, 9, 2):
+        opt.param_groups[0]["ns_steps"] = steps
+        before = model.weight.detach().clone()
+        model(torch.randn(3, 4)).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+        opt.synchronize()
+        change = (model.weight.detach() - before).abs().max()
+        assert 0 < float(change) < 1, (steps, opt.stats()["kernels"]["ran"])
+    own.close()
+
+
+def test_kernels_for_another_dtype_than_runs_are_told_of():
+    model = torch.nn.Linear(4, 6)
+    own = dmuon.dedicate_params(model, plan=plan_with("gram[2]/torch/float16"))
+    with pytest.warns(RuntimeWarning, match="chosen for float16, and .* in float32"):
+        opt = dmuon.Muon(model, ns_dtype=F32)
+    model(torch.randn(3, 4)).square().sum().backward()
+    opt.step()
+    assert set(opt.stats()["kernels"]["ran"].values()) == {"standard/torch_strips/float32"}
+    own.close()
+
+
+def test_the_report_of_an_optimizer_says_what_ran():
+    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Linear(9, 6, bias=False))
+    own = dmuon.dedicate_params(model, kernels=KernelOptions(method="gram[1,3]", backend="torch"))
+    opt = dmuon.Muon(model, ns_dtype=F32)
+    model(torch.randn(3, 6)).square().sum().backward()
+    opt.step()
+    kernels = opt.stats()["kernels"]
+    assert set(kernels["ran"].values()) == {"gram[1,3]/torch/float32"}
+    assert kernels["workspace_bytes"] > 0 and kernels["cuda_graphs"] == "off"
+    own.close()
+
+
+def test_a_choice_is_a_text():
+    for choice in (
+        KernelChoice("standard", (), "torch", "float32"),
+        KernelChoice("gram", (2,), "torch_strips", "bfloat16"),
+        KernelChoice("gram", (1, 3), "triton", "float16", "128x64-w4-s3"),
+        KernelChoice("gram", (2,), "triton_small", "float16"),
+    ):
+        assert KernelChoice.parse(str(choice)) == choice
+    for text in (
+        *("", "svd/torch/float32", "gram[2]/torch", "gram[a]/torch/float32", "gram[2]torch"),
+        *("gram/torch/float32", "gram[]/torch/float32", "gram[0]/torch/float32"),
+        *("gram[2,1]/torch/float32", "gram[1,1]/torch/float32", "standard[2]/torch/float32"),
+        *("gram[2]/torch/int8", "gram[2]/torch-64x64/float32"),
+    ):
+        with pytest.raises(ValueError, match="no kernel choice"):
+            KernelChoice.parse(text)
