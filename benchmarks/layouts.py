@@ -51,8 +51,9 @@ from benchmarks.results import command, table, write
 from benchmarks.step_time import HYPERPARAMETERS
 from benchmarks.timing import Laps, over_ranks, ratio, spread, take_turns
 from dmuon.api import assemble
-from dmuon.comm.transport import C10dTransport, RecordingTransport, Transport
+from dmuon.comm.transport import C10dTransport, Transport
 from dmuon.meshes import group_maker, mesh_topology
+from tests.transports import RecordingTransport
 
 WARM_UP = 2
 PHASES = ("backward", "step", "forward")

@@ -1,12 +1,10 @@
-"""How bytes move between the ranks of a mesh: one protocol, and what tests wrap around it."""
+"""How bytes move between the ranks of a mesh: one protocol, and bytes by purpose."""
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -17,10 +15,8 @@ from dmuon.types import OwnershipError
 
 __all__ = [
     "C10dTransport",
-    "DelayingTransport",
-    "Event",
     "LocalTransport",
-    "RecordingTransport",
+    "Meter",
     "Transport",
     "Work",
 ]
@@ -38,7 +34,7 @@ class Transport(Protocol):
     """Collectives over the ranks 0 .. world-1 of one mesh; every rank issues them in one order.
 
     All tensor operations are in place, asynchronous, and take contiguous tensors. Object
-    operations block. ``tag`` names the purpose in recordings.
+    operations block. ``tag`` names the purpose.
     """
 
     rank: int
@@ -237,117 +233,6 @@ def _issued(work: Work | None) -> Work:
     return work
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One collective as issued: what, for which purpose, how many bytes, and the peer if any."""
-
-    op: str
-    tag: str
-    nbytes: int
-    peer: int | None = None
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-@dataclass
-class RecordingTransport:
-    """Passes everything on to ``inner`` and notes each collective in ``events``."""
-
-    inner: Transport
-    events: list[Event] = field(default_factory=list)
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def world(self) -> int:
-        return self.inner.world
-
-    def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
-        self.events.append(Event("reduce", tag, _nbytes(tensor), dst))
-        return self.inner.reduce(tensor, dst, tag=tag)
-
-    def all_reduce(self, tensor: Tensor, *, tag: str, maximum: bool = False) -> Work:
-        self.events.append(Event("all_reduce", tag, _nbytes(tensor)))
-        return self.inner.all_reduce(tensor, tag=tag, maximum=maximum)
-
-    def broadcast(self, tensor: Tensor, src: int, *, tag: str) -> Work:
-        self.events.append(Event("broadcast", tag, _nbytes(tensor), src))
-        return self.inner.broadcast(tensor, src, tag=tag)
-
-    def all_to_all(
-        self,
-        output: Tensor,
-        source: Tensor,
-        output_splits: Sequence[int],
-        source_splits: Sequence[int],
-        *,
-        tag: str,
-    ) -> Work:
-        sent = source.numel() - source_splits[self.rank]
-        self.events.append(Event("all_to_all", tag, sent * source.element_size()))
-        return self.inner.all_to_all(output, source, output_splits, source_splits, tag=tag)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return self.inner.gather_objects(value)
-
-    def broadcast_object(self, value: Any, src: int) -> Any:
-        return self.inner.broadcast_object(value, src)
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-@dataclass
-class _DelayedWork:
-    inner: Work
-    ready_at: float
-
-    def wait(self) -> None:
-        self.inner.wait()
-        time.sleep(max(0.0, self.ready_at - time.perf_counter()))
-
-    def is_completed(self) -> bool:
-        return time.perf_counter() >= self.ready_at and self.inner.is_completed()
-
-
-@dataclass
-class DelayingTransport(RecordingTransport):
-    """A slow network: each collective is done ``delay_s`` after its issue at the earliest.
-
-    Collectives in flight at once are delayed together, as on a network with latency.
-    """
-
-    delay_s: float = 0.02
-
-    def _delayed(self, work: Work) -> Work:
-        return _DelayedWork(work, time.perf_counter() + self.delay_s)
-
-    def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
-        return self._delayed(super().reduce(tensor, dst, tag=tag))
-
-    def all_reduce(self, tensor: Tensor, *, tag: str, maximum: bool = False) -> Work:
-        return self._delayed(super().all_reduce(tensor, tag=tag, maximum=maximum))
-
-    def broadcast(self, tensor: Tensor, src: int, *, tag: str) -> Work:
-        return self._delayed(super().broadcast(tensor, src, tag=tag))
-
-    def all_to_all(
-        self,
-        output: Tensor,
-        source: Tensor,
-        output_splits: Sequence[int],
-        source_splits: Sequence[int],
-        *,
-        tag: str,
-    ) -> Work:
-        work = super().all_to_all(output, source, output_splits, source_splits, tag=tag)
-        return self._delayed(work)
-
-
 class Meter:
     """Bytes that this rank handed to collectives, by tag, since `reset`."""
 
@@ -355,7 +240,7 @@ class Meter:
         self.bytes: Counter[str] = Counter()
 
     def add(self, tag: str, tensor: Tensor) -> None:
-        self.bytes[tag] += _nbytes(tensor)
+        self.bytes[tag] += tensor.nbytes
 
     def add_bytes(self, tag: str, nbytes: int) -> None:
         self.bytes[tag] += nbytes

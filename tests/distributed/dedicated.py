@@ -13,12 +13,13 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from dmuon.api import assemble
-from dmuon.comm.transport import C10dTransport, Event, RecordingTransport, Transport
+from dmuon.comm.transport import C10dTransport, Transport
 from dmuon.config import PlannerOptions
 from dmuon.dtensors import whole_tensor
 from dmuon.meshes import group_maker, mesh_topology
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.topology import Topology
+from tests.transports import Event, RecordingTransport
 
 MUON = {"lr": 0.02, "adamw_lr": 1e-3, "ns_dtype": torch.float32}
 

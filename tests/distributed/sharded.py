@@ -16,11 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dmuon
 from dmuon.api import assemble
-from dmuon.comm.transport import C10dTransport, RecordingTransport, Transport
+from dmuon.comm.transport import C10dTransport, Transport
 from dmuon.dtensors import whole_tensor
 from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.topology import Topology
 from dmuon.tools.parallel_models import CASES, ParallelCase, batch, loss_of
+from tests.transports import RecordingTransport
 
 BY_NAME = {case.name: case for case in CASES}
 

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 import dmuon
-from dmuon.comm.transport import C10dTransport, Event, RecordingTransport, Work
+from dmuon.comm.transport import C10dTransport, Work
 from dmuon.reference import ReferenceMuon
 from tests.distributed.dedicated import MUON, mesh_of, recorded, shard_rest
 from tests.distributed.dedicated_models import FSDP, PLAIN, Both, Skipping
 from tests.distributed.harness import distributed
 from tests.distributed.models import Net, batch, dedicate, loss_of, reference_for, weights
+from tests.transports import Event, RecordingTransport
 
 # One collective: the number of its process group, the ranks in it, and what it does.
 Entry = tuple[int, tuple[int, ...], Event]

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dmuon
-from dmuon.comm.transport import DelayingTransport, Event
 from dmuon.config import DedicatedOptions
 from tests.distributed.dedicated import MUON, mesh_of, recorded
 from tests.distributed.harness import distributed
+from tests.transports import DelayingTransport, Event
 
 WIDTHS = (8, 12, 20, 6)  # of the layers' inputs and the last output: every layer has its own size
 

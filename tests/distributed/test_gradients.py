@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import dmuon
 import dmuon.comm.streams
-from dmuon.comm.transport import RecordingTransport
 from dmuon.types import ConsensusError, DmuonError
 from tests.distributed.harness import distributed
 from tests.distributed.models import (
@@ -27,6 +26,7 @@ from tests.distributed.models import (
     weights,
     wrap,
 )
+from tests.transports import RecordingTransport
 
 DDP = pytest.mark.parametrize("ddp", [False, True], ids=["plain", "ddp"])
 FP32 = {"ns_dtype": torch.float32, "lr": 0.02}

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import dmuon
-from dmuon.comm.transport import DelayingTransport, RecordingTransport
 from dmuon.telemetry import WARM_UP
 from tests.distributed.harness import distributed
 from tests.distributed.models import Net, batch, dedicate, loss_of, seeded
+from tests.transports import DelayingTransport, RecordingTransport
 
 
 def trained(rank, steps, wrapper=RecordingTransport, model=None, **kwargs):

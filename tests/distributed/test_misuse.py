@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.comm.transport import RecordingTransport
 from tests.distributed.harness import distributed
 from tests.distributed.models import Net, batch, dedicate, loss_of, seeded, wrap
+from tests.transports import RecordingTransport
 
 ONLY = pytest.mark.parametrize("only_one", [False, True], ids=["all ranks", "one rank"])
 

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor.debug import CommDebugMode
 
 import dmuon
-from dmuon.comm.transport import RecordingTransport
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.period import Schedule
 from dmuon.scheduler.select import trainable_parameters
@@ -24,6 +23,7 @@ from dmuon.scheduler.shards import Form
 from dmuon.update import adjusted_lr
 from tests.distributed.harness import distributed
 from tests.distributed.sharded import MUON, Pair, dedicated, pair, recorded
+from tests.transports import RecordingTransport
 
 
 class Oracle:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import dmuon
-from dmuon.comm.transport import DelayingTransport, RecordingTransport
 from tests.distributed.harness import distributed
 from tests.distributed.models import (
     Net,
@@ -23,6 +22,7 @@ from tests.distributed.models import (
     seeded,
     weights,
 )
+from tests.transports import DelayingTransport, RecordingTransport
 
 # One matrix a batch and a batch a bucket, so that there is something to overlap.
 SINGLY = dmuon.PlannerOptions(max_batch=1)

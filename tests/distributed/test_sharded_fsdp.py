@@ -18,12 +18,12 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
-from dmuon.comm.transport import DelayingTransport
 from dmuon.dtensors import local_tensor, whole_tensor
 from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
 from tests.distributed.fsdp import TOLERANCE, advance, assert_close, follow, fsdp
 from tests.distributed.harness import distributed
 from tests.distributed.sharded import dedicated, pair, reference
+from tests.transports import DelayingTransport
 
 SLOW = partial(DelayingTransport, delay_s=0.005)
 

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
 import dmuon
-from dmuon.comm.transport import DelayingTransport, RecordingTransport
 from tests.distributed.harness import distributed
 from tests.distributed.sharded import dedicated, pair, recorded
+from tests.transports import DelayingTransport, RecordingTransport
 
 
 class Wide(nn.Module):
