@@ -34,16 +34,14 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import gpu_targets
-from benchmarks.kernel_cases import CUDA_SETS
-from benchmarks.results import document, gpu_facts, has_failed, write_json
-
-__all__ = ["Outcome", "Part", "main", "pack", "parts", "run_part", "run_parts"]
+from benchmarks.kernel_contenders import SETS
+from benchmarks.results import document, gpu_facts, has_failed, table, write_json
 
 BUDGET_S = 560.0
 ARCHIVE_BYTES = 15 << 20  # of the archive, caches included: it has to travel
@@ -104,43 +102,26 @@ def parts(*, dry: bool = False) -> tuple[Part, ...]:
         return rows(name, "benchmarks.gpu_parts", name) + (("--toy",) if dry else ())
 
     accuracy = rows("accuracy", "benchmarks.gpu_accuracy", "--both-ways")
-    pytest: tuple[str, ...] = (
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--junitxml={out}/tests.xml",
-    )
+    pytest: tuple[str, ...] = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    pytest += ("--junitxml={out}/tests.xml",)
     if not dry and importlib.util.find_spec("xdist") is not None:
         pytest += ("-n", "12")  # kernels compile in parallel, and are in the cache from then on
-    others = [name for name in CUDA_SETS if name not in _JUDGED_SETS]
+    others = [name for name in SETS if name not in _JUDGED_SETS]
+    judged = partial(kernels, sets=_JUDGED_SETS)
     found = (
         Part("smoke", "each kernel once, graphs, three steps of each layout", 90, trains("smoke")),
         Part("tests", "tests/gpu", 240, (*pytest, "tests/gpu")),
         Part("accuracy", "errors of every kernel in every dtype", 90, accuracy),
         Part("step", "dmuon.Muon in every layout, with and without graphs", 120, trains("step")),
-        Part(
-            "kernels_float16",
-            "a Llama-8B layer and experts in float16",
-            400,
-            kernels("kernels_float16", _JUDGED_SETS, tune_s=150, case_s=3),
-        ),
-        Part(
-            "kernels_bfloat16",
-            "the same in bfloat16",
-            150,
-            kernels("kernels_bfloat16", _JUDGED_SETS, tune_s=40, case_s=1),
-        ),
+        Part("kernels_float16", "a Llama-8B layer and experts in float16", 400,
+             judged("kernels_float16", tune_s=150, case_s=3)),
+        Part("kernels_bfloat16", "the same in bfloat16", 150,
+             judged("kernels_bfloat16", tune_s=40, case_s=1)),
         Part("profile", "one full and one block step", 90, trains("profile")),
         Part("sanitizer", "three kernels under compute-sanitizer", 140, trains("sanitizer")),
-        Part(
-            "rest_float16",
-            "all other sets of shapes in float16",
-            360,
-            kernels("rest_float16", others, tune_s=120, case_s=1),
-        ),
-    )
+        Part("rest_float16", "all other sets of shapes in float16", 360,
+             kernels("rest_float16", others, tune_s=120, case_s=1)),
+    )  # fmt: skip
     return tuple(map(_dry, found)) if dry else found
 
 
@@ -197,12 +178,14 @@ def _run(part: Part, out: Path, log: Path, deadline: float) -> tuple[int | None,
     command = list(part.command)
     for name, value in values.items():
         command = [word.replace(name, value) for word in command]
+    rows = out / f"{part.name}.json"
+    ended_in = _document(rows).get("running")  # a process before this one
     pid, poll = _start(command, out, log, forked=part.forked)
     why = ""
     try:
         while (code := poll()) is None and not why:
             time.sleep(0.1)
-            took, is_planted = _row_took(out / f"{part.name}.json")
+            took, is_planted = _row_took(rows, ended_in)
             kind = part.plant.partition(":")[0] if is_planted else ""
             if kind == "hang" or time.monotonic() > deadline - part.grace_s:
                 why = "out of time"
@@ -224,15 +207,13 @@ def _run(part: Part, out: Path, log: Path, deadline: float) -> tuple[int | None,
     return code, why
 
 
-def _row_took(path: Path) -> tuple[float, bool]:
-    """Seconds since the row began that runs now, 0 where none does; and whether a fault is planted
-    in it: nobody has to wait to know that it never ends."""
-    try:
-        age = time.time() - path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0, False
+def _row_took(path: Path, but: dict[str, Any] | None) -> tuple[float, bool]:
+    """Seconds since the row began that runs now, 0 where none does or ``but`` that one; and whether
+    a fault is planted in it: nobody has to wait to know that it never ends."""
     running = _document(path).get("running")
-    return (0.0, False) if running is None else (age, "planted" in running)
+    if running is None or running == but:
+        return 0.0, False
+    return time.time() - path.stat().st_mtime, "planted" in running
 
 
 def _start(
@@ -411,8 +392,8 @@ class _Report:
         self.outcomes[outcome.name] = outcome
         self.write()
 
-    def targets(self) -> list[gpu_targets.Target]:
-        found = gpu_targets.targets(self._out)
+    def targets(self) -> list[Target]:
+        found = targets(self._out)
         return [replace(target, passed=None) for target in found] if self._dry else found
 
     def passed(self) -> bool:
@@ -421,38 +402,107 @@ class _Report:
 
     def write(self) -> None:
         """``gpu.json``, ``gpu.md`` and the archive."""
-        order = [part.name for part in parts()]
-        outcomes = sorted(self.outcomes.values(), key=lambda one: order.index(one.name))
         found = document(())
         del found["rows"]
         for key, facts in self._facts.items():
             found[key] |= facts
+        outcomes = [self.outcomes[one.name] for one in parts() if one.name in self.outcomes]
         found["parts"] = [asdict(outcome) for outcome in outcomes]
         found["targets"] = [asdict(target) for target in self.targets()]
         write_json(str(self._out / "gpu.json"), found)
-        (self._out / "gpu.md").write_text(self._page(found, outcomes))
+        machine = found["machine"]
+        name = machine.get("gpu", f"{machine['cpu']}, a dry run")
+        told = ", ".join(f"{key} {value}" for key, value in found["versions"].items() if value)
+        blocks = ["# GPU suite", f"{name}; {told}", "## Parts", self.parts_table()]
+        blocks += ["## Targets", targets_table(self.targets())]
+        blocks += [f"### {one.name}\n\n```\n{one.tail}\n```" for one in outcomes]
+        (self._out / "gpu.md").write_text("\n\n".join(blocks) + "\n")
         left = pack(self._out, self._archive)
         if left:
             print(f"{len(left)} files of the caches did not fit into the archive", flush=True)
 
-    def _page(self, found: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
-        machine, versions = found["machine"], found["versions"]
-        name = machine.get("gpu", f"{machine['cpu']}, a dry run")
-        told = ", ".join(f"{key} {value}" for key, value in versions.items() if value)
-        blocks = [f"# GPU suite\n\n{name}; {told}", "## Parts", _table(outcomes), "## Targets"]
-        blocks.append(gpu_targets.table(self.targets()))
-        for one in outcomes:
-            blocks.append(f"### {one.name}\n\n```\n{one.tail}\n```")
-        return "\n\n".join(blocks) + "\n"
+    def parts_table(self) -> str:
+        lines = [
+            (one.name, "pass" if one.passed else "**fail**", one.note, f"{one.seconds:.0f}",
+             one.rows or "", one.failed or "")
+            for one in self.outcomes.values()
+        ]  # fmt: skip
+        return table(("part", "", "", "s", "rows", "failed"), lines, left=3)
 
 
-def _table(outcomes: Sequence[Outcome]) -> str:
-    lines = ["| part | s | rows | failed | | |", "|---|---:|---:|---:|---|---|"]
-    for one in outcomes:
-        verdict = "pass" if one.passed else "**fail**"
-        cells = (one.name, f"{one.seconds:.0f}", one.rows or "", one.failed or "", verdict)
-        lines.append("| " + " | ".join(map(str, (*cells, one.note))) + " |")
-    return "\n".join(lines)
+# ---- targets -------------------------------------------------------------------------------
+
+H200_LAYER_FLOOR_MS = 12.72
+"""A Llama-8B layer in the Gram form with restart [2] and half of each symmetric product, at the
+790 TFLOP/s that a large float16 product reaches on an H200."""
+_LAYER, _EXPERTS = "llama-8b layer", "128 experts 768 x 2048"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """``value`` None: it was not measured, which is a failure; ``passed`` None: does not apply."""
+
+    name: str
+    limit: str
+    value: float | None
+    passed: bool | None
+    note: str = ""
+
+
+def targets(folder: Path) -> list[Target]:
+    """Every target, from the files of the parts in ``folder``."""
+    kernels = _document(folder / "kernels_float16.json")
+    is_h200 = "H200" in kernels.get("machine", {}).get("gpu", "")
+
+    def best(case: str, value: Callable[[dict[str, Any]], float | None]) -> tuple[Any, str]:
+        """The lowest value among dmuon's ways to run a case, and which it is: planning takes the
+        cheapest by measurement."""
+        found = [
+            (number, row["contender"])
+            for row in kernels.get("rows", ())
+            if "median_ms" in row and row["case"] == case and row["contender"].startswith("ours")
+            if (number := value(row)) is not None
+        ]
+        return min(found) if found else (None, "not measured")
+
+    def at_most(limit: str, value: Callable[[dict[str, Any]], float]) -> Target:
+        number, note = best(_LAYER, value)
+        passed = number is not None and number <= 1.2
+        return Target(f"{_LAYER}, float16", f"<= 1.2 x {limit}", number, passed, note)
+
+    def faster(case: str, dtypes: str, least: float, key: str, words: str) -> Target:
+        number, note = best(case, lambda row: row.get(key))
+        gain = None if number is None else 1 / number
+        passed = gain is not None and gain >= least
+        return Target(f"{case}, {dtypes}", f">= {least:g} x {words}", gain, passed, note)
+
+    h200 = at_most(f"{H200_LAYER_FLOOR_MS} ms", lambda row: row["median_ms"] / H200_LAYER_FLOOR_MS)
+    words, key = "over compiled standard", "ratio_to_compiled_bfloat16"
+    half = [
+        r for r in _document(folder / "accuracy.json").get("rows", ()) if "float16" in r["name"]
+    ]
+    worst = max((row["error"] / row["expected"] for row in half if "error" in row), default=None)
+    within = bool(half) and all(row.get("passed", False) for row in half)
+    return [
+        h200 if is_h200 or h200.value is None else replace(h200, passed=None),
+        at_most("floor at the rate measured beside it", lambda row: row["ratio_to_floor"]),
+        faster(_LAYER, "float16 over bfloat16", 1.7, key, words),
+        faster(_EXPERTS, "float16", 3.0, "ratio_to_standard", "over the unbatched loop"),
+        Target("errors in half precision", "within the table of each form", worst, within,
+               f"{len(half)} rows"),
+    ]  # fmt: skip
+
+
+def targets_table(found: Sequence[Target]) -> str:
+    words = {True: "pass", False: "**fail**", None: "not for this GPU"}
+    lines = [
+        (one.name, one.limit, one.note, words[one.passed], one.value and f"{one.value:.2f}")
+        for one in found
+    ]
+    return table(("target", "limit", "by", "", "measured"), lines, left=4)
+
+
+# ---- the command ---------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -505,11 +555,11 @@ def _run_all(plan: Sequence[Part], out: Path, archive: Path, args: argparse.Name
         stopped = True
     finally:
         report.write()
-    print(f"\n{_table(list(report.outcomes.values()))}\n")
+    print(f"\n{report.parts_table()}\n")
     if args.dry_run:
         print("Targets are not judged: this is a dry run.")
     else:
-        print(gpu_targets.table(report.targets()))
+        print(targets_table(report.targets()))
     print(f"\nEverything is in {archive} ({archive.stat().st_size / 1e6:.1f} MB).")
     if later:
         print(f"Not begun in {args.budget_s:g} s: {', '.join(later)}. To go on:")

@@ -11,21 +11,20 @@ by default): ``--both-ways`` runs half precision with that allowed and not.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.results import Rows, row_options
+from benchmarks.results import Rows, command, row_options, table
 from dmuon.kernels.choice import offered_backends, offered_tiles
 from dmuon.kernels.newton_schulz import iterate_with, normalize, resolve_coefficients
 from dmuon.types import KernelChoice
-
-__all__ = ["EXPECTED", "SLACK", "inputs", "main", "measure"]
 
 TRIPLES = resolve_coefficients("polar_express", 5)
 ROWS, COLS = 256, 1024
@@ -70,37 +69,31 @@ def _polynomial(values: Tensor) -> Tensor:
 
 def measure(rows: Rows, device: torch.device, *, both_ways: bool) -> None:
     """A row for each input, dtype, form and backend that can run here."""
+    for name, x, exact, choice, expected in _cases(device):
+        is_half = choice.dtype in ("float16", "bfloat16")
+        for reduced in (True, False) if both_ways and is_half else (True,):
+            label = f"{name} {x.shape[0]} x {x.shape[1]} {choice}" + " full sums" * (not reduced)
+            _reduce_in_half_precision(reduced)
+            row = partial(_row, name, x, exact, choice, expected, device)
+            rows.attempt(label, row, reduced=reduced)
+            _reduce_in_half_precision(True)
+
+
+def _cases(
+    device: torch.device,
+) -> Iterator[tuple[str, Tensor, Tensor, KernelChoice, float | KernelChoice]]:
+    """Input, matrix, exact result, kernel, and the error that is expected or whose."""
     for name, x, exact in inputs(ROWS, COLS):
         for dtype, forms in ((d, f) for (n, d), f in EXPECTED.items() if n == name):
             for form, expected in forms.items():
                 for choice in _choices(form, dtype, device, ROWS):
-                    _measure(rows, name, x, exact, choice, expected, device, both_ways)
+                    yield name, x, exact, choice, expected
     for name, x, exact in inputs(*SMALL):
-        for dtype in ("float16", "bfloat16"):
-            for form in ("standard", "gram[1,3]"):
-                for choice in _choices(form, dtype, device, SMALL[0]):
-                    if choice.backend == "triton_small":  # against plain products, where it serves
-                        plain = KernelChoice.parse(f"{form}/torch/{dtype}")
-                        _measure(rows, name, x, exact, choice, plain, device, both_ways)
-
-
-def _measure(
-    rows: Rows,
-    name: str,
-    x: Tensor,
-    exact: Tensor,
-    choice: KernelChoice,
-    expected: float | KernelChoice,
-    device: torch.device,
-    both_ways: bool,
-) -> None:
-    is_half = choice.dtype in ("float16", "bfloat16")
-    for reduced in (True, False) if both_ways and is_half else (True,):
-        label = f"{name} {x.shape[0]} x {x.shape[1]} {choice}" + " full sums" * (not reduced)
-        _reduce_in_half_precision(reduced)
-        row = partial(_row, name, x, exact, choice, expected, device)
-        rows.attempt(label, row, reduced=reduced)
-        _reduce_in_half_precision(True)
+        for dtype, form in product(("float16", "bfloat16"), ("standard", "gram[1,3]")):
+            plain = KernelChoice.parse(f"{form}/torch/{dtype}")
+            for choice in _choices(form, dtype, device, SMALL[0]):
+                if choice.backend == "triton_small":  # against plain products, where it serves
+                    yield name, x, exact, choice, plain
 
 
 def _reduce_in_half_precision(allowed: bool) -> None:
@@ -112,8 +105,7 @@ def _choices(form: str, dtype: str, device: torch.device, rows: int) -> Iterator
     number = getattr(torch, dtype)
     for backend in offered_backends(device, number, rows):
         for tile in offered_tiles(backend, device, number):
-            base = KernelChoice.parse(f"{form}/{backend}/{dtype}")
-            yield KernelChoice(base.method, base.restarts, backend, dtype, tile)
+            yield replace(KernelChoice.parse(f"{form}/{backend}/{dtype}"), tile=tile)
 
 
 def _error(x: Tensor, exact: Tensor, choice: KernelChoice, device: torch.device) -> float:
@@ -143,33 +135,28 @@ def _row(
     }
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    lines = ["| input | shape | kernel | error | expected | |", "|---|---|---|---:|---:|---|"]
+def page(rows: Sequence[dict[str, Any]]) -> str:
+    lines: list[tuple[str, ...]] = []
     for row in rows:
-        why = row.get("failure") or row.get("left_out")
-        if why:
-            lines.append(f"| {row['name']} | | | | | **{why}** |")
+        if why := row.get("failure") or row.get("left_out"):
+            lines.append((row["name"], "", "", f"**{why}**", "", ""))
             continue
+        kernel = f"`{row['kernel']}`" + ", full sums" * (not row["reduced"])
         shape = " x ".join(map(str, row["shape"]))
         verdict = "pass" if row["passed"] else "**fail**"
-        kernel = f"`{row['kernel']}`" + ", full sums" * (not row["reduced"])
-        lines.append(
-            f"| {row['input']} | {shape} | {kernel} | {row['error']:.2g} "
-            f"| {row['expected']:.2g} | {verdict} |"
-        )
-    return "\n".join(lines)
+        errors = (f"{row[key]:.2g}" for key in ("error", "expected"))
+        lines.append((row["input"], shape, kernel, verdict, *errors))
+    return table(("input", "shape", "kernel", "", "error", "expected"), lines, left=4)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_accuracy", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = command(__doc__, prog="python -m benchmarks.gpu_accuracy")
     row_options(parser, device="cuda")
     parser.add_argument("--both-ways", action="store_true", help="see above")
     args = parser.parse_args(argv)
     rows = Rows.of(args)
     measure(rows, torch.device(args.device), both_ways=args.both_ways)
-    print(table(rows.rows))
+    print(page(rows.rows))
     return 1 if rows.failed else 0
 
 

@@ -17,7 +17,6 @@ would wait for the GPU inside ``Muon.step``. ``--toy`` takes sizes for a CPU.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import os
@@ -26,7 +25,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -38,13 +36,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmuon
-from benchmarks.results import Rows, row_options
+from benchmarks.ranks import joined
+from benchmarks.results import Rows, command, dtype_name, row_options
+from benchmarks.timing import laps
 from dmuon.config import KernelOptions
 from dmuon.dtensors import local_tensor, whole_tensor
 from dmuon.kernels.choice import default_restarts, offered_backends, why_not
@@ -55,16 +54,6 @@ from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.shards import ShardMap
 from dmuon.types import KernelChoice
-
-__all__ = [
-    "LAYOUTS",
-    "Setting",
-    "gaps",
-    "main",
-    "one_process",
-    "step_row",
-    "travelling",
-]
 
 LAYOUTS = ("replicated", "dedicated", "sharded")
 STEPS = 5  # graphs are captured in the second and replayed from the third on
@@ -105,17 +94,8 @@ class Setting:
 @contextmanager
 def one_process(device: torch.device) -> Iterator[None]:
     """A process group of this process alone."""
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            init_method=f"file://{folder}/store",
-            rank=0,
-            world_size=1,
-        )
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
+    with tempfile.TemporaryDirectory() as folder, joined(folder, device=device):
+        yield
 
 
 @contextmanager
@@ -171,10 +151,8 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.mix = nn.Linear(width, width, bias=False)
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width)
-        self.narrow = nn.Linear(width, 96)
-        self.widen = nn.Linear(96, width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.narrow, self.widen = nn.Linear(width, 96), nn.Linear(96, width)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.mix(self.norm(x))
@@ -182,19 +160,8 @@ class Block(nn.Module):
         return x + self.widen(torch.tanh(self.narrow(y)))
 
 
-class Model(nn.Module):
-    """Two blocks."""
-
-    def __init__(self, width: int = 256, hidden: int = 640) -> None:
-        super().__init__()
-        self.enter = nn.Linear(64, width)
-        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
+def two_blocks(width: int = 256, hidden: int = 640) -> nn.Module:
+    return nn.Sequential(nn.Linear(64, width), *(Block(width, hidden) for _ in range(2)))
 
 
 def _loss(model: nn.Module, step: int, device: torch.device) -> Tensor:
@@ -226,14 +193,15 @@ def step_row(
     the backend that was asked for ran. Needs an initialized process group.
     """
     torch.manual_seed(0)
-    model: nn.Module = (Model(96, 160) if toy else Model()).to(device)
+    model: nn.Module = (two_blocks(96, 160) if toy else two_blocks()).to(device)
     twin = copy.deepcopy(model)
     twins = dict(trainable_parameters(twin))
     dtype = getattr(torch, setting.ns_dtype)
     reference = ReferenceMuon(
         twin, lr=0.02, orthogonalize=lambda x: newton_schulz(x, method="standard", dtype=dtype)
     )
-    worst, where, host_ms = 0.0, "-", []
+    worst, where = 0.0, "-"
+    host_ms: list[float] = []
     with _training(setting, model, device, may_wait=may_wait, lr=0.02) as (own, opt):
         for step in range(steps):
             before = _weights(own, model)
@@ -242,9 +210,7 @@ def step_row(
                     twins[name].copy_(weight)
             for one in (model, twin):
                 _loss(one, step, device).backward()
-            begin = time.perf_counter()
-            opt.step()
-            host_ms.append(1e3 * (time.perf_counter() - begin))
+            host_ms += laps(opt.step)
             full = opt.stats().get("full_step", True)
             reference.step()
             after = _weights(own, model)
@@ -280,7 +246,7 @@ def _travelled(own: dmuon.Ownership) -> int:
     pipeline = getattr(own.runtime, "pipeline", None)
     if pipeline is None:
         return 0
-    return sum(len(batch) for bucket in pipeline.batches for _, batch in bucket)
+    return sum(len(stack) for bucket in pipeline.buckets for _, stack in bucket.stacks)
 
 
 def _all_captured(state: str) -> bool:
@@ -313,8 +279,7 @@ def smoke(rows: Rows, device: torch.device, toy: bool) -> None:
             for backend in offered_backends(device, dtype, m):
                 for method in ("standard", "gram"):
                     restarts = default_restarts(dtype, 5) if method == "gram" else ()
-                    name = str(dtype).removeprefix("torch.")
-                    choice = KernelChoice(method, restarts, backend, name)
+                    choice = KernelChoice(method, restarts, backend, dtype_name(dtype))
                     measure = partial(_kernel_row, Case((m, n, "float32"), 2), choice, device)
                     rows.attempt(f"{choice} on 2 x [{m}, {n}]", measure)
     rows.attempt("capture and replay", partial(_replay_row, device))
@@ -485,15 +450,15 @@ def _timed(opt: dmuon.Muon, device: torch.device) -> tuple[float, float, int]:
     if on_cuda:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-    begin = time.perf_counter()
-    opt.step()
-    middle = time.perf_counter()
-    opt.synchronize()
-    if on_cuda:
-        torch.cuda.synchronize(device)
-    end = time.perf_counter()
+
+    def finish() -> None:
+        opt.synchronize()
+        if on_cuda:
+            torch.cuda.synchronize(device)
+
+    host, rest = laps(opt.step, finish)
     peak = torch.cuda.max_memory_allocated(device) if on_cuda else 0
-    return 1e3 * (middle - begin), 1e3 * (end - begin), peak
+    return host, host + rest, peak
 
 
 def _nbytes(value: Any) -> int:
@@ -570,9 +535,7 @@ PARTS = {"smoke": smoke, "step": step, "profile": profile, "sanitizer": sanitize
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_parts", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = command(__doc__, prog="python -m benchmarks.gpu_parts")
     parser.add_argument("part", choices=PARTS)
     row_options(parser, device="cuda")
     parser.add_argument("--toy", action="store_true", help="sizes for a CPU")

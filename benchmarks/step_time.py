@@ -172,7 +172,7 @@ def on_replicas(load: Workload) -> Iterator[Contender]:
         yield Contender(name, "replicated", opt.step, prepare=prepare, sent=sent, counted="formula")
 
 
-def measure(load: Workload, rounds: int, cores: int, profile: bool) -> Rows:
+def measure(load: Workload, rounds: int, cores: int) -> Rows:
     """Rows of one set; every rank calls it and gets the same."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     field = [floor(load, cores), *on_shards(load, mesh), *on_replicas(load)]
@@ -203,13 +203,6 @@ def measure(load: Workload, rounds: int, cores: int, profile: bool) -> Rows:
         if contender.name == "dmuon async":
             row["step_ms"] = statistics.median(step)
         rows.append(row)
-    if profile:
-        dist.barrier()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
-            field[1].step()
-            field[1].finish()
-        if dist.get_rank() == 0:
-            print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=15))
     for contender in field:
         contender.close()
     return rows
@@ -220,7 +213,7 @@ def work(rank: int, args: argparse.Namespace, cores: int) -> Rows:
     rows = []
     for name in SETS if args.set == "all" else (args.set,):
         load = Workload(name, args.layers, dtype)
-        rows += measure(load, args.rounds or ROUNDS[name], cores, args.profile)
+        rows += measure(load, args.rounds or ROUNDS[name], cores)
         gc.collect()
     return rows
 
@@ -258,7 +251,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--ns-dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--world", type=int, default=4)
-    parser.add_argument("--profile", action="store_true", help="also profile one step of dmuon")
     args = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     rows = on_ranks(args.world, work, args, cores)

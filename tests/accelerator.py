@@ -96,18 +96,23 @@ class _Methods(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in _METHODS and not _own_copy[0]:
-            raise AssertionError(f"{_METHODS[func]} reads values back from the device")
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        # By its name alone: another tensor's device is the accelerator's where there is one.
+        places = (*args[1:2], kwargs.get("device")) if func is Tensor.to else ()
+        is_move = any(isinstance(place, str) and place.startswith("cpu") for place in places)
+        if (func in _METHODS or is_move) and not _own_copy[0]:
+            name = _METHODS.get(func, 'Tensor.to("cpu")')
+            raise AssertionError(f"{name} reads values back from the device")
+        return func(*args, **kwargs)
 
 
 @contextmanager
 def nothing_read() -> Iterator[None]:
     """AssertionError where something inside reads values from tensors, or makes tensors of values.
 
-    What gloo does on its own threads is none of ours. A copy from one tensor to another passes: on
-    a CPU nobody can tell which of them would be the host's. Where values of the host become a
-    tensor is seen.
+    What gloo does on its own threads is none of ours. A copy from one tensor to another passes, and
+    so does a move to another's device: on a CPU nobody can tell which of them would be the host's.
+    Where values of the host become a tensor is seen, and where "cpu" is asked for by name.
     """
     with patch.object(streams.HostCopy, "read", _read_own_copy), _Methods(), _Operators():
         yield
