@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from dmuon.comm.buckets import Slices, slice_boxes
 from dmuon.comm.consensus import attempt, solve_on_first
 from dmuon.comm.dedicated.layout import DedicatedRuntime
-from dmuon.comm.dedicated.routes import Slices, slice_boxes
 from dmuon.comm.hooks import reshard
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.comm.process_groups import Grid, NewGroup, ProcessGroups
@@ -315,7 +315,7 @@ class _Request:
         parameters = [p for _, p in named]
         device = mesh_device(plan.topology, parameters)
         return DedicatedRuntime(
-            plan, slices, self.inner, parameters, process_groups, options, axes, device
+            slices, self.inner, parameters, process_groups, options, axes, device
         )
 
     def runtime(

@@ -36,7 +36,7 @@ from dmuon.settings import (
     warn_of_rounding,
 )
 from dmuon.step.engine import Amp, Engine, Settings
-from dmuon.step.owner_engine import OwnerEngine
+from dmuon.step.owner import OwnerEngine
 from dmuon.step.sharded import ShardedEngine
 from dmuon.types import Coefficients, Layout, OwnershipError
 

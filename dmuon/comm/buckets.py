@@ -1,15 +1,267 @@
-"""What travels together: the one place that cuts work into buckets."""
+"""What travels together, in which order, and the memory that it travels in.
+
+The gradients of a *bucket* of parameters leave as soon as all of them are there: in one *segment*
+for each place that owns some of them, and one for what every rank updates::
+
+    bucket 0 (the last parameters)   [ -> shard 2 | -> shard 3 | everyone ]
+    bucket 1                         [ -> shard 0 | -> shard 2 ]            ...
+
+A segment is made of *spans*: neighbouring elements of a parameter, or of this rank's
+tensor-parallel slice of it, whose matrices have their owners at one place of the grid. Everything
+but `Memory` and `Buffer` is pure data, equal on every rank.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
 
+import torch
+from torch import Tensor
+
+from dmuon.comm.process_groups import Grid
 from dmuon.comm.routes import Unit
+from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.scheduler.shards import Box, RankShards, matrix_box
+from dmuon.scheduler.specs import ModelSpecs
+from dmuon.types import OwnershipError
 
-__all__ = ["cut_buckets"]
+__all__ = [
+    "EVERYONE",
+    "Buffer",
+    "GradientBucket",
+    "Memory",
+    "Part",
+    "Segment",
+    "Slices",
+    "Span",
+    "aligned",
+    "cut_buckets",
+    "cut_by_bytes",
+    "gradient_bucket",
+    "publish_buckets",
+    "slice_boxes",
+]
+
+EVERYONE = -1  # the "owner" of parameters that all ranks update
+
+
+# ---- where matrices lie ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank holds of a matrix: ``numel`` elements of its slice of the parameter, from
+    ``start`` on, which are the box ``box`` of the matrix, counted from the matrix's corner."""
+
+    matrix: int
+    start: int
+    numel: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``numel`` elements of a parameter's slice from flat element ``start`` on, of ``matrices``
+    that are owned at the place (``replica``, ``shard``)."""
+
+    parameter: int
+    start: int
+    numel: int
+    matrices: tuple[int, ...] = ()
+    shard: int = EVERYONE
+    replica: int = 0
+
+
+class Slices:
+    """The tensor-parallel slices of all parameters, and who owns what of them.
+
+    ``boxes[p]`` are those of parameter p by tensor coordinate, None where it is whole everywhere.
+    """
+
+    def __init__(
+        self, plan: OwnershipPlan, grid: Grid, boxes: Sequence[Sequence[Box] | None]
+    ) -> None:
+        self.plan = plan
+        self.grid = grid
+        self.boxes = boxes
+        self.matrices_of: dict[int, list[int]] = defaultdict(list)  # in element order
+        for i, matrix in enumerate(plan.specs.matrices):
+            self.matrices_of[matrix.parameter].append(i)
+        self._place = [grid.place(owner) for owner in plan.owners]
+
+    @classmethod
+    def flat(cls, plan: OwnershipPlan) -> Slices:
+        """Of a plan without tensor parallelism and replicas: the shard coordinate is the rank."""
+        world = plan.topology.world
+        grid = Grid((1, world, 1), tuple(range(world)))
+        return cls(plan, grid, [None] * len(plan.specs.parameters))
+
+    def owner_place(self, matrix: int) -> tuple[int, int, int]:
+        """(replica, shard, tensor) of a matrix's owner."""
+        return self._place[matrix]
+
+    def is_cut(self, matrix: int) -> bool:
+        """Whether the matrix lies in slices on several ranks."""
+        return self.boxes[self.plan.specs.matrices[matrix].parameter] is not None
+
+    def shape(self, parameter: int, tensor: int) -> tuple[int, ...]:
+        """The shape of a parameter's slice."""
+        boxes = self.boxes[parameter]
+        return self.plan.specs.parameters[parameter].shape if boxes is None else boxes[tensor].shape
+
+    def part(self, matrix: int, tensor: int) -> Part:
+        """What the ranks with this tensor coordinate hold of a matrix."""
+        spec = self.plan.specs.matrices[matrix]
+        shape = self.plan.specs.parameters[spec.parameter].shape
+        outer = matrix_box(spec, shape).box
+        boxes = self.boxes[spec.parameter]
+        local = Box((0,) * len(shape), shape) if boxes is None else boxes[tensor]
+        common = outer.intersection(local)
+        if not common.numel:
+            return Part(matrix, 0, 0, Box((0,) * len(shape), (0,) * len(shape)))
+        # Row-major in the slice: matrices divide leading dims only, so their parts have no gaps.
+        start = 0
+        for corner, size in zip(common.within(local).offset, local.shape, strict=True):
+            start = start * size + corner
+        return Part(matrix, start, common.numel, common.within(outer))
+
+    def spans(self, parameter: int, tensor: int) -> list[Span]:
+        """The spans of a matrix parameter's slice, in element order; empty slices have none."""
+        parts = [self.part(i, tensor) for i in self.matrices_of[parameter]]
+        parts = sorted((p for p in parts if p.numel), key=lambda p: p.start)
+        found = []
+        for (replica, shard), members in groupby(parts, lambda p: self._place[p.matrix][:2]):
+            mine = list(members)
+            numel, matrices = sum(p.numel for p in mine), tuple(p.matrix for p in mine)
+            found.append(Span(parameter, mine[0].start, numel, matrices, shard, replica))
+        return found
+
+
+def slice_boxes(
+    specs: ModelSpecs, grid: Grid, reports: Sequence[RankShards]
+) -> list[tuple[Box, ...] | None]:
+    """The slice of each parameter by tensor coordinate, None where every rank has all of it.
+
+    Raises:
+        OwnershipError: data-parallel ranks have different slices, or the slices do not tile it.
+    """
+    found: list[tuple[Box, ...] | None] = []
+    for p, spec in enumerate(specs.parameters):
+        shards = [report.shard(p) for report in reports]
+        boxes = [Box(shard.offset, shard.shape) for shard in shards]
+        first = tuple(boxes[grid.rank_at(0, 0, t)] for t in range(grid.shape[2]))
+        whole = Box((0,) * len(spec.shape), spec.shape)
+        alike = all(box == first[grid.place(rank)[2]] for rank, box in enumerate(boxes))
+        if all(box == whole for box in boxes):
+            found.append(None)
+        elif alike and sum(box.numel for box in first) == spec.numel:
+            found.append(first)
+        else:
+            raise OwnershipError(
+                f"the slices of parameter {spec.name!r} of shape {list(spec.shape)} are "
+                f"{boxes[:4]}: parallelize the model in the same way on every data-parallel rank"
+            )
+    return found
+
+
+# ---- buckets of gradients --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Spans that travel in one collective, one after the other, all of dtype ``dtype``.
+
+    ``shard`` is where a reduce ends; EVERYONE makes it an all-reduce.
+    """
+
+    shard: int
+    dtype: str
+    spans: tuple[Span, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(span.numel for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientBucket:
+    """Parameters whose gradients are reduced as soon as all of them are there."""
+
+    parameters: tuple[int, ...]
+    segments: tuple[Segment, ...]
+
+
+def gradient_bucket(
+    slices: Slices,
+    parameters: Sequence[int],
+    rest_numel: Mapping[int, int],
+    tensor: int,
+    reduce_dtype: torch.dtype | None,
+) -> GradientBucket:
+    """A segment for each shard coordinate that owns some of it, in it by replica; the rest last.
+
+    ``rest_numel`` gives the elements, here, of the parameters that all ranks update. An empty
+    parameter takes part in the flags, but nothing of it travels.
+    """
+    specs = slices.plan.specs.parameters
+    spans: dict[tuple[bool, int, str], list[Span]] = defaultdict(list)
+    for p in parameters:
+        dtype = str(reduce_dtype).removeprefix("torch.") if reduce_dtype else specs[p].dtype
+        mine = [Span(p, 0, rest_numel[p])] if p in rest_numel else slices.spans(p, tensor)
+        for span in mine:
+            if span.numel:
+                spans[span.shard == EVERYONE, span.shard, dtype].append(span)
+    segments = tuple(
+        Segment(shard, dtype, tuple(sorted(mine, key=lambda span: span.replica)))
+        for (_, shard, dtype), mine in sorted(spans.items())
+    )
+    return GradientBucket(tuple(parameters), segments)
+
+
+def cut_by_bytes(
+    members: Iterable[int], nbytes: Callable[[int], int], bucket_bytes: int
+) -> list[list[int]]:
+    """``members`` in their order, cut as soon as ``bucket_bytes`` are reached.
+
+    >>> cut_by_bytes(range(5), lambda i: 10, 20)
+    [[0, 1], [2, 3], [4]]
+    """
+    found: list[list[int]] = []
+    size = bucket_bytes
+    for member in members:
+        if size >= bucket_bytes:
+            found.append([])
+            size = 0
+        found[-1].append(member)
+        size += nbytes(member)
+    return found
+
+
+# ---- buckets of a step -----------------------------------------------------------------------
+
+
+def publish_buckets(
+    units: Sequence[Unit], bucket_bytes: int, item: int
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Units whose results leave in one broadcast each, with their owner.
+
+    In the order of their predicted completion, the same on every rank. Each owner fills its buckets
+    in its order of execution, up to about ``bucket_bytes`` in a dtype of ``item`` bytes.
+    """
+    by_owner: dict[int, list[int]] = defaultdict(list)
+    for u, unit in enumerate(units):
+        by_owner[unit.owner].append(u)
+    done = []
+    for owner, mine in by_owner.items():
+        clock = 0.0
+        for members in cut_by_bytes(mine, lambda u: units[u].numel * item, bucket_bytes):
+            clock += sum(units[u].ms for u in members)
+            done.append((clock, owner, tuple(members)))
+    return [(owner, members) for _, owner, members in sorted(done)]
 
 
 def cut_buckets(
@@ -53,3 +305,57 @@ def _edges(count: int) -> list[float]:
     if count > 2:
         weights[0] = weights[-1] = 1.0
     return [edge / sum(weights) for edge in accumulate(weights[:-1])]
+
+
+# ---- memory ----------------------------------------------------------------------------------
+
+
+def aligned(nbytes: int, alignment: int = 64) -> int:
+    """``nbytes`` rounded up, so that what follows in a buffer can be viewed in any dtype.
+
+    >>> aligned(65)
+    128
+    """
+    return math.ceil(nbytes / alignment) * alignment
+
+
+class Memory:
+    """Bytes on ``device``, allocated once and used by many buckets in turn."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    def carve(
+        self, begin: int, sizes: Iterable[tuple[int, torch.dtype]]
+    ) -> tuple[list[Tensor], Tensor]:
+        """Flat tensors of (numel, dtype), one behind the other from byte ``begin`` on, and all of
+        their bytes."""
+        found, end = [], begin
+        for numel, dtype in sizes:
+            nbytes = numel * dtype.itemsize
+            found.append(self._bytes.narrow(0, end, nbytes).view(dtype))
+            end += aligned(nbytes)
+        return found, self._bytes[begin:end]
+
+
+class Buffer:
+    """A flat tensor whose memory is there between `hold` and `release` only.
+
+    Its storage is resized to zero and back, never replaced: views stay views, and what autograd
+    saved of it in forward is there again in backward. ``lasting``: it always is.
+    """
+
+    def __init__(self, flat: Tensor, *, lasting: bool = False) -> None:
+        self.flat = flat
+        self._storage = None if lasting else flat.untyped_storage()
+        self.nbytes = flat.untyped_storage().nbytes()
+
+    def hold(self) -> None:
+        """Have memory; its content is undefined if there was none."""
+        if self._storage is not None and self._storage.nbytes() != self.nbytes:
+            self._storage.resize_(self.nbytes)
+
+    def release(self) -> None:
+        """Give memory back that is this buffer's alone."""
+        if self._storage is not None:
+            self._storage.resize_(0)

@@ -1,4 +1,4 @@
-"""The protocols that the optimizer and its tools drive, whatever the layout."""
+"""What every layout is to the optimizer and its tools, and the checks that layouts share."""
 
 from __future__ import annotations
 
@@ -13,41 +13,25 @@ from torch import Tensor, nn
 
 from dmuon.comm.routes import Unit
 from dmuon.comm.transport import Meter, Transport
+from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.specs import canonical_name
 from dmuon.types import OwnershipError
 
 __all__ = [
     "Apply",
     "Compute",
-    "Done",
     "Gradients",
-    "Job",
     "LayoutRuntime",
-    "OwnerRuntime",
     "PlannedPlaces",
     "check_frozen",
     "check_replaced",
     "not_bound",
-    "rows_of",
-    "set_rows",
 ]
 
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A unit that its owner is to compute: the gradients ``[b, m, n]`` of the matrices at the
-    positions ``where``."""
-
-    unit: Unit
-    gradients: Tensor
-    where: list[int]
-
-
-# (number of the job, payload [b, m, n], update RMS [b]); tensors are valid during the call
-Done = Callable[[int, Tensor, Tensor], None]
-# Jobs in order. `Done` is called once for each.
-Compute = Callable[[Sequence[Job], Done], None]
-# (unit, positions in the unit, views of the parameters, views of the payload)
+# (unit, gradients [b, rows, cols] of the matrices at these positions of it, the positions) to
+# (what is published [b, rows, cols], RMS of the updates [b]), both valid until the next call.
+Compute = Callable[[Unit, Tensor, list[int]], tuple[Tensor, Tensor]]
+# (unit, positions in it, views of the parameters, views of what was published)
 Apply = Callable[[Unit, list[int], list[Tensor], list[Tensor]], None]
 
 
@@ -68,10 +52,12 @@ class LayoutRuntime(Protocol):
     """Moves the bytes of one ownership.
 
     ``units`` are what is computed at once, in the order of execution; there are none before the
-    optimizer has bound itself.
+    optimizer has bound itself. ``loads`` counts how often weights have been loaded into the model
+    from a state dict. ``device``: where Newton-Schulz and the collectives run.
     """
 
-    device: torch.device  # where Newton-Schulz and the collectives run
+    plan: OwnershipPlan
+    device: torch.device
     transport: Transport
     units: tuple[Unit, ...]
     meter: Meter
@@ -81,8 +67,7 @@ class LayoutRuntime(Protocol):
         """The planned parameters, in the order of the plan."""
 
     @property
-    def loads(self) -> int:
-        """How often weights have been loaded into the model from a state dict."""
+    def loads(self) -> int: ...
 
     @property
     def dedicated(self) -> Sequence[nn.Parameter]:
@@ -111,47 +96,6 @@ class LayoutRuntime(Protocol):
 
     def close(self) -> None:
         """Remove every hook and release the transport."""
-
-
-class OwnerRuntime(LayoutRuntime, Protocol):
-    """A layout whose momentum and gradients lie with the owners.
-
-    An owner calls `Compute` for its units; every rank calls `Apply` for all of them, in any order,
-    before the parameters are read again. ``keeps_whole``: an owner stores its matrices whole.
-    """
-
-    keeps_whole: bool
-
-    def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
-        """Prepare for an optimizer: the param group of each matrix, and what it publishes."""
-
-    def step(self, compute: Compute, apply: Apply) -> None:
-        """Compute what is owned here and launch all publishing."""
-
-    def unit_gradients(self, unit: Unit) -> Tensor:
-        """The stacked gradients of a unit that is owned here, ``[b, m, n]``."""
-
-    def weights(self, unit: Unit) -> list[Tensor]:
-        """The weights of a unit that is owned here, ``[m, ...]`` each."""
-
-    def update_rms(self) -> dict[str, Tensor]:
-        """RMS of the last update of each matrix known here, by name; waits for pending ones."""
-
-
-def rows_of(stack: Tensor, where: list[int]) -> Tensor:
-    """The matrices of ``[b, m, n]`` at these increasing positions; the stack itself if all."""
-    if len(where) == len(stack):
-        return stack
-    # No index: copying it to an accelerator would wait for the device.
-    return torch.stack([stack[k] for k in where])
-
-
-def set_rows(stack: Tensor, where: list[int], rows: Tensor) -> None:
-    """Write ``rows`` to these increasing positions of ``stack``, in its dtype."""
-    if len(where) == len(stack):
-        stack.copy_(rows)
-    else:
-        torch._foreach_copy_([stack[k] for k in where], list(rows.unbind()))
 
 
 def check_replaced(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:

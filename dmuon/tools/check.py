@@ -99,9 +99,9 @@ _LAYOUTS = ("replicated", "sharded", "dedicated")
 
 # What an owner calls for Newton-Schulz, by layout.
 NEWTON_SCHULZ = {
-    "replicated": "dmuon.step.owner_engine.orthogonalize",
+    "replicated": "dmuon.step.owner.orthogonalize",
     "sharded": "dmuon.step.sharded.orthogonalize",
-    "dedicated": "dmuon.step.owner_engine.orthogonalize",
+    "dedicated": "dmuon.step.owner.orthogonalize",
 }
 
 

@@ -1,4 +1,4 @@
-"""A `dedicated` model beside its twin in one process, which is trained on everybody's data."""
+"""A model on every rank beside its twin in one process, which is trained on everybody's data."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
@@ -21,7 +22,8 @@ from dmuon.scheduler.select import trainable_parameters
 from tests.distributed.dedicated import MUON, mesh_of, shard_rest, whole
 from tests.distributed.models import Net, Zoo, batch, loss_of, weights
 
-PLAIN, FSDP = "plain", "fsdp"
+PLAIN, FSDP = "plain", "fsdp"  # the `dedicated` layout beside plain or FSDP2 parameters
+REPLICATED, DDP = "replicated", "ddp"  # the `replicated` layout on a plain module or under DDP
 RESTS = pytest.mark.parametrize("rest", [PLAIN, FSDP])
 FREED = pytest.mark.parametrize("freed", [True, False], ids=["freed", "kept"])
 KEPT = {"free_after_forward": False}
@@ -29,6 +31,17 @@ MODES = pytest.mark.parametrize(
     "mode",
     [{"rest": PLAIN}, {"rest": PLAIN, "options": KEPT}, {"rest": FSDP}],
     ids=["plain", "kept", "fsdp"],
+)
+ALL_MODES = pytest.mark.parametrize(
+    "mode",
+    [
+        {"rest": PLAIN},
+        {"rest": PLAIN, "options": KEPT},
+        {"rest": FSDP},
+        {"rest": REPLICATED},
+        {"rest": DDP},
+    ],
+    ids=["plain", "kept", "fsdp", "replicated", "ddp"],
 )
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -52,7 +65,7 @@ class Both:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def loss(self, model: nn.Module, step: int, rank: int) -> Tensor:
-        self.prepare(model, step, rank)
+        self.prepare(getattr(model, "module", model), step, rank)
         with self.context():
             return self.loss_of(model, batch(step, rank))
 
@@ -112,14 +125,23 @@ def both(
     change(twin), change(model)
     compiled(model)
     grid = mesh_of(mesh or (dist.get_world_size(),))
-    own = dmuon.dedicate_params(
-        model,
-        grid,
-        layout="dedicated",
-        options=dmuon.DedicatedOptions(**options or {}),
-        solver=solver,
-        **select,
-    )
+    if rest in (REPLICATED, DDP):
+        # Net.spare is not used at every step.
+        model = (
+            DistributedDataParallel(model, find_unused_parameters=True) if rest == DDP else model
+        )
+        own = dmuon.dedicate_params(
+            model, options=dmuon.ReplicatedOptions(**options or {}), solver=solver, **select
+        )
+    else:
+        own = dmuon.dedicate_params(
+            model,
+            grid,
+            layout="dedicated",
+            options=dmuon.DedicatedOptions(**options or {}),
+            solver=solver,
+            **select,
+        )
     if rest == FSDP:
         shard_rest(model, own, grid)
     opt = dmuon.Muon(model, **settings, **only or {})

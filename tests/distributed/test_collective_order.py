@@ -342,24 +342,24 @@ class Stack(nn.Module):
 @pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
 @distributed(4)
 def test_gradients_on_their_way_take_no_more_memory_than_owners_need(rank, world, mesh):
-    """Beside one window, at most what the owners of this column are to get of all gradients."""
+    """Beside one bucket, at most what the owners of this column are to get of all gradients."""
     with pair_with_log(0, mesh, build=Stack, work=Prompt) as (pair, _):
-        reducer = pair.own.runtime.passes.reducer
+        reducer = pair.own.runtime.weights_here.prefetcher.reducer
         one = 4 * 64 * 64
         column = range(rank % mesh[-1], world, mesh[-1])
         mine = [i for i in range(8) if pair.own.owner_of(f"blocks.{i}.weight") in column]
-        peak, send = 0, reducer._wire.send
+        peak, send = 0, reducer._send
 
         def held() -> int:
-            live = (pack.buffer for window in reducer._live for pack in window.packs)
-            return sum(buffer.untyped_storage().nbytes() for buffer in live)
+            buffers = (s.buffer.flat for bucket in reducer._live for s in bucket.segments)
+            return sum(flat.untyped_storage().nbytes() for flat in buffers)
 
         def watched(live):
             nonlocal peak
             peak = max(peak, held())
-            return send(live)
+            send(live)
 
-        reducer._wire.send = watched
+        reducer._send = watched
         for _ in range(3):
             pair.model(torch.randn(2, 64)).square().mean().backward()
             pair.opt.step()

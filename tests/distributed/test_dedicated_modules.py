@@ -2,76 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    checkpoint_wrapper,
-)
-from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.dedicated_models import FREED, MODES, Checkpointed, Skipping, both, follow
+from tests.distributed.dedicated_models import FREED, MODES, Skipping, both, follow
 from tests.distributed.harness import distributed
 from tests.distributed.models import Block, Net
-
-# ---- activation checkpointing ------------------------------------------------------------
-
-REENTRANT = pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
-
-
-class CheckpointedInside(Net):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(InnerCheckpoint(reentrant) for _ in range(3))
-
-
-class InnerCheckpoint(Block):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__(24, 56)
-        self.again = partial(checkpoint, use_reentrant=reentrant)
-
-    def hidden(self, x):
-        return torch.tanh(self.up(self.norm(x)))
-
-    def forward(self, x):
-        return x + self.down(self.again(self.hidden, x))
-
-
-@REENTRANT
-@MODES
-@distributed(2)
-def test_checkpointed_blocks(rank, world, mode, reentrant):
-    follow(lambda: Checkpointed(reentrant), steps=4, **mode)
-
-
-@REENTRANT
-@distributed(2)
-def test_one_checkpointed_block(rank, world, reentrant):
-    follow(lambda: Checkpointed(reentrant, (1,)), steps=4)
-
-
-@REENTRANT
-@distributed(2)
-def test_checkpointing_inside_blocks(rank, world, reentrant):
-    follow(lambda: CheckpointedInside(reentrant), steps=4)
-
-
-@pytest.mark.parametrize("impl", [CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT])
-@pytest.mark.parametrize("prefetch", [0, 3])
-@distributed(2)
-def test_checkpoint_wrapper(rank, world, impl, prefetch):
-    def wrap(model):
-        for i, block in enumerate(model.blocks):
-            model.blocks[i] = checkpoint_wrapper(block, checkpoint_impl=impl)
-
-    with both(compiled=wrap, options={"prefetch": prefetch}) as pair:
-        assert pair.own.owner_of("blocks.1.up.weight") in range(world)
-        pair.train(range(3))
-        pair.check()
-
 
 # ---- several forwards, several backwards -------------------------------------------------
 

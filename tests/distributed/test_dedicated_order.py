@@ -229,12 +229,11 @@ MATRIX = 4 * 96 * 96
 
 def buffer_bytes(own) -> int:
     """Bytes that the groups' buffers take now, apart from what is kept here."""
-    vault = own.runtime._storage[0]
     return sum(
-        live.buffer.untyped_storage().nbytes()
-        for group in vault.groups
-        for live in group.carriers
-        if not live.permanent
+        live.buffer.flat.untyped_storage().nbytes()
+        for group in own.runtime.weights_here.storage.groups
+        for live in group.buckets
+        if live.kept is not live.buffer.flat
     )
 
 

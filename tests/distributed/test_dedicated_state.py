@@ -11,7 +11,6 @@ import torch.distributed as dist
 import dmuon
 from dmuon.dtensors import is_distributed
 from dmuon.reference import ReferenceMuon
-from dmuon.scheduler.select import trainable_parameters
 from dmuon.types import DmuonError
 from tests.distributed.dedicated import MUON, mesh_of, shard_rest, whole
 from tests.distributed.dedicated_models import (
@@ -108,17 +107,6 @@ def test_loading_again_into_the_same_model_is_bitwise(rank, world):
             model.load_state_dict(state)
         opt.load_state_dict(opt_state)
     assert_bitwise(*results)
-    own.close()
-
-
-@distributed(2)
-def test_momentum_lies_with_its_owner_only(rank, world):
-    model, own, opt = start()
-    train(model, opt, rank, range(1))
-    with_momentum = {
-        name for name, p in trainable_parameters(model) if "momentum_buffer" in opt.state[p]
-    }
-    assert with_momentum == set(own.owned_by(rank)) and with_momentum
     own.close()
 
 

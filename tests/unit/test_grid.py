@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dmuon.comm.dedicated.routes import Slices, carriers_of, group_window, slice_boxes
+from dmuon.comm.buckets import EVERYONE, Slices, gradient_bucket, slice_boxes
+from dmuon.comm.dedicated.storage import weight_buckets
 from dmuon.comm.process_groups import Grid
-from dmuon.comm.routes import EVERYONE
 from dmuon.scheduler.costs import resolve_costs
 from dmuon.scheduler.plan import solve
 from dmuon.scheduler.select import collect
@@ -95,17 +95,17 @@ def test_every_element_is_kept_at_exactly_one_place(mesh, tensor_parallel):
     plan, slices = slices_of(mesh, tensor_parallel)
     muon = plan.specs.muon()
     for t in range(slices.grid.shape[2]):
-        for carrier in carriers_of(slices, muon, t):
-            kept = [0] * carrier.numel
-            owners: list[set] = [set() for _ in range(carrier.numel)]
-            for ranges in (carrier.sends, carrier.publishes):
+        for bucket in weight_buckets(slices, muon, t):
+            kept = [0] * bucket.numel
+            owners: list[set] = [set() for _ in range(bucket.numel)]
+            for ranges in (bucket.sends, bucket.publishes):
                 for piece in ranges:
                     for e in range(piece.start, piece.start + piece.numel):
                         kept[e] += 1
                         owners[e].add(piece.shard)
-            assert kept == [2] * carrier.numel  # sent once, published once
+            assert kept == [2] * bucket.numel  # sent once, published once
             assert all(len(o) == 1 for o in owners)  # by the same column
-            assert carrier.home is None or {p.shard for p in carrier.sends} <= {carrier.home}
+            assert bucket.keeper is None or {p.shard for p in bucket.sends} <= {bucket.keeper}
     for i in range(len(plan.specs.matrices)):  # one owner for every matrix, at one place
         replica, shard, tensor = slices.owner_place(i)
         assert slices.grid.rank_at(replica, shard, tensor) == plan.owners[i]
@@ -132,18 +132,18 @@ def test_the_parts_of_a_matrix_are_where_the_parameter_has_them(mesh, tensor_par
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_window_carries_every_gradient_once(mesh):
+def test_a_bucket_carries_every_gradient_once(mesh):
     plan, slices = slices_of(mesh)
     everything = range(len(plan.specs.parameters))
     rest = {p: plan.specs.parameters[p].numel for p in plan.specs.rest()}
-    window = group_window(slices, list(everything), rest, 0, "float32")
+    bucket = gradient_bucket(slices, list(everything), rest, 0, torch.float32)
     sent = {p: torch.zeros(plan.specs.parameters[p].numel) for p in everything}
-    for pack in window.packs:
-        for span in pack.spans:
+    for segment in bucket.segments:
+        for span in segment.spans:
             sent[span.parameter][span.start : span.start + span.numel] += 1
             for i in span.matrices:
-                assert slices.owner_place(i)[1] == pack.owner
-        assert (pack.owner == EVERYONE) == all(s.parameter in rest for s in pack.spans)
+                assert slices.owner_place(i)[1] == segment.shard
+        assert (segment.shard == EVERYONE) == all(s.parameter in rest for s in segment.spans)
     assert all((count == 1).all() for count in sent.values())
 
 

@@ -182,7 +182,7 @@ def private_torch_names(tree: ast.Module) -> Iterator[str]:
 # Names that have no public counterpart, each in one place.
 PRIVATE_EXCEPTIONS = {
     # "When this backward is done"; FSDP2 uses the same queue.
-    "dmuon.comm.triggers": {
+    "dmuon.comm.reducer": {
         "torch.autograd.Variable._execution_engine",
         "torch.autograd.Variable._execution_engine.queue_callback",
     },

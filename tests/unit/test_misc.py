@@ -340,7 +340,7 @@ PURE = [
     m
     for m in SUBMODULES
     if m.startswith(("dmuon.scheduler.", "dmuon.kernels."))
-    or m in ("dmuon.update", "dmuon.comm.routes", "dmuon.comm.hooks", "dmuon.config")
+    or m in ("dmuon.update", "dmuon.comm.buckets", "dmuon.comm.hooks", "dmuon.config")
 ]
 
 
@@ -359,7 +359,7 @@ def test_there_are_examples_in_docstrings():
         "update",
         "scheduler.costs",
         "scheduler.specs",
-        "comm.routes",
+        "comm.buckets",
         "comm.hooks",
     ):
         assert examples[f"dmuon.{module}"] > 0

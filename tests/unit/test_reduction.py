@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dmuon.comm.streams
-from dmuon.comm.reduction import GradientReducer
-from dmuon.comm.routes import reduction_windows
+from dmuon.comm.buckets import Slices, gradient_bucket
+from dmuon.comm.process_groups import Grid, ProcessGroups
+from dmuon.comm.reducer import GradientReducer
 from dmuon.comm.transport import LocalTransport, Meter, Work
-from dmuon.comm.windows import FlatWire
 from dmuon.scheduler.select import collect
 from dmuon.types import DmuonError
 from tests.unit.models import plan_of
@@ -47,11 +47,14 @@ class Table(nn.Module):
 def reducer_of(model: nn.Module, world: int) -> GradientReducer:
     specs = collect(model)
     plan = plan_of(specs, [0] * len(specs.matrices), 1)
+    slices = Slices(plan, Grid((1, world, 1), tuple(range(world))), [None] * len(specs.parameters))
+    rest = {p: specs.parameters[p].numel for p in specs.rest()}
+    members = reversed(range(len(specs.parameters)))
+    buckets = [gradient_bucket(slices, [p], rest, 0, None) for p in members]
+    groups = ProcessGroups.flat(Alike(world))
     parameters = list(model.parameters())
-    wire = FlatWire(Alike(world))
-    windows = reduction_windows(plan, 100)
     return GradientReducer(
-        specs, parameters, wire, None, Meter(), windows, lambda packs, first: None
+        slices, parameters, groups, None, Meter(), buckets, lambda segments, first: None
     )
 
 

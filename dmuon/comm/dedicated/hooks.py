@@ -1,7 +1,13 @@
-"""Hooks that materialize a group's weights before its modules run, forward and backward.
+"""When the `dedicated` layout materializes weights and takes gradients: hooks on modules.
+
+What is materialized together is by default what users pass to `fully_shard`: a member of the
+outermost `ModuleList`, `ModuleDict` or `Sequential`. What is in no such block belongs to the root,
+and stays materialized while the root runs. A parameter that several use (tied weights) belongs to
+the first.
 
 A module's outputs carry a tensor hook that fires before its backward begins. Hooks live on modules
-and in autograd's graph, so they refer to the runtime weakly.
+and in autograd's graph, so they refer to the weights, whose `Prefetcher` they tell everything,
+weakly.
 """
 
 from __future__ import annotations
@@ -9,140 +15,176 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dmuon.comm.dedicated.module_groups import HookPoint
-from dmuon.comm.triggers import at_end_of_backward
+from dmuon.comm.dedicated.prefetch import Weights
+from dmuon.comm.hooks import UNCALLED, Hook, Remove, area, outermost_members, parameter_ids
+from dmuon.comm.reducer import at_end_of_backward
+from dmuon.scheduler.specs import canonical_name
 from dmuon.types import DmuonError
 
-__all__ = ["Passes", "check_first_forward", "hook_gradients", "hook_module"]
+__all__ = [
+    "HookPoint",
+    "ModuleGroup",
+    "check_first_forward",
+    "hook_gradients",
+    "hook_module",
+    "hook_points",
+    "module_groups",
+]
 
-Remove = Callable[[], None]
 _ANNOUNCED = "_dmuon_announced"  # set on what a module keeps from one pass to the next
 
 
-class Passes(Protocol):
-    """What the hooks tell; ``steps`` counts how often weights have changed."""
-
-    steps: int
-
-    @property
-    def in_backward(self) -> bool: ...
-
-    def begin_forward(self) -> None: ...
-    def end_forward(self) -> None: ...
-    def enter(self, groups: Sequence[int]) -> None: ...
-    def touch(self, groups: Sequence[int]) -> None: ...
-    def leave(self, groups: Sequence[int], *, recorded: bool, announced: bool) -> None: ...
-    def begin_backward(self) -> None: ...
-    def need(self, groups: Sequence[int]) -> None: ...
-    def end_backward(self) -> None: ...
-    def take_gradient(self, parameter: int) -> None: ...
-    def adopt(self) -> None: ...
-    def check_whole(self, module: nn.Module) -> None: ...
+# ---- which modules ---------------------------------------------------------------------------
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What a hook becomes in a copied or pickled model, which has no runtime behind it."""
+@dataclass(frozen=True)
+class ModuleGroup:
+    """Modules whose weights travel together.
+
+    ``parameters`` are numbers of planned parameters, in registration order. ``uses``: at how many
+    places the module stands in the model, hence how often a forward pass calls it, as far as one
+    can see.
+    """
+
+    name: str
+    module: weakref.ref[nn.Module]  # who keeps groups keeps no model
+    parameters: tuple[int, ...]
+    is_root: bool
+    uses: int = 1
 
 
-def _make_nothing() -> Callable[..., None]:
-    return _nothing
+@dataclass(frozen=True)
+class HookPoint:
+    """A module, and the groups that must be there while it runs.
+
+    ``is_part``: it lies inside a group's module, which normally has seen to it. ``area``: itself
+    and what lies below it, without other groups' modules.
+    """
+
+    module: nn.Module
+    groups: tuple[int, ...]
+    is_root: bool = False
+    is_part: bool = False
+    area: tuple[nn.Module, ...] = ()
 
 
-class _Hook:
-    """Calls ``action(passes, module, output)`` while there is a runtime; a copy does nothing."""
+def module_groups(
+    root: nn.Module, chooses: Callable[[str, nn.Module], bool] | None, index: Mapping[int, int]
+) -> list[ModuleGroup]:
+    """The groups with at least one parameter, in registration order; the root's is the first.
 
-    def __init__(
-        self,
-        passes: Passes,
-        module: nn.Module,
-        action: Callable[[Passes, nn.Module, Any], None],
-    ) -> None:
-        self._passes = weakref.ref(passes)
-        self._module = weakref.ref(module)
-        self._action = action
-        # Opaque to torch.compile: the graph breaks, and what is traced never sees placeholders.
-        self._opaque = torch.compiler.disable(self._act)
-
-    def __call__(self, module: nn.Module, *args: Any) -> None:
-        self._opaque(module, *args)
-
-    def _act(self, module: nn.Module, *args: Any) -> None:
-        passes = self._passes()
-        if passes is not None:
-            self._action(passes, module, args[-1] if args else None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        passes, module = self._passes(), self._module()
-        if passes is not None and module is not None:
-            passes.check_whole(module)  # a copy of placeholders would be of no use
-        return (_make_nothing, ())
-
-
-class _PartHook(_Hook):
-    """For what lies inside a group: in compiled code the group's own hook has done it."""
-
-    def __call__(self, module: nn.Module, *args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            super().__call__(module, *args)
+    ``chooses(name, module)`` says which modules are groups, instead of the default. ``index`` gives
+    the numbers of the planned parameters by id.
+    """
+    if chooses is None:
+        chosen = set(outermost_members(root)) - {root}
+    else:
+        named = root.named_modules()
+        chosen = {m for name, m in named if m is not root and chooses(canonical_name(name), m)}
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        if module is root or module in chosen:
+            names.setdefault(module, []).append(canonical_name(name))
+    seen: set[int] = set()
+    found = []
+    for module, where in names.items():
+        numbers = dict.fromkeys(index[i] for i in parameter_ids(module, chosen) if i in index)
+        mine = tuple(p for p in numbers if p not in seen)
+        seen.update(mine)
+        if mine:
+            reference, name = weakref.ref(module), where[0] or "root"
+            found.append(ModuleGroup(name, reference, mine, module is root, len(where)))
+    return found
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def hook_points(
+    root: nn.Module, groups: Sequence[ModuleGroup], index: Mapping[int, int]
+) -> list[HookPoint]:
+    """Where to materialize: the root, every group's module, what lies between, and their parts."""
+    modules = {g.module() for g in groups if not g.is_root}
+    group_of = {p: g for g, group in enumerate(groups) for p in group.parameters}
+    inside: dict[nn.Module, nn.Module | None] = {}
+
+    def visit(module: nn.Module, group: nn.Module | None) -> None:
+        if module in inside:
+            return
+        inside[module] = group = module if module in modules else group
+        for child in module.children():
+            visit(child, group)
+
+    visit(root, None)
+    points = []
+    for module, group in inside.items():
+        numbers = (index[i] for i in parameter_ids(module, modules) if i in index)
+        needs = tuple(sorted({group_of[p] for p in numbers if p in group_of}))
+        is_part = group is not None and module is not group
+        if module is root or (needs and not isinstance(module, UNCALLED)):
+            below = () if is_part else tuple(area(module, modules))
+            points.append(HookPoint(module, needs, module is root, is_part, below))
+    return points
+
+
+# ---- hooks -----------------------------------------------------------------------------------
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors of a module's output: in tuples, lists, mappings and dataclasses, nested."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for member in value.values():
-            yield from tensors_in(member)
+            yield from _tensors_in(member)
     elif isinstance(value, list | tuple | set | frozenset):
         for member in value:
-            yield from tensors_in(member)
+            yield from _tensors_in(member)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+            yield from _tensors_in(getattr(value, field.name, None))
 
 
-def kept_tensors(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
+def _kept_tensors(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
     """Results that a forward keeps as attributes of modules, such as the loss of a router."""
     for part in modules:
         for name, value in vars(part).items():
             if isinstance(value, Tensor) or (name[0] != "_" and isinstance(value, list | tuple)):
-                yield from (t for t in tensors_in(value) if t.grad_fn is not None)
+                yield from (t for t in _tensors_in(value) if t.grad_fn is not None)
 
 
-def ensure_backward(passes: Passes) -> None:
+def _ensure_backward(weights: Weights) -> None:
     """Begin the backward pass if this is the first that is heard of it."""
-    if passes.in_backward:
+    if weights.prefetcher.in_backward:
         return
-    passes.begin_backward()
-    weak = weakref.ref(passes)
+    weights.prefetcher.begin_backward()
+    weak = weakref.ref(weights)
 
     def end() -> None:
         # Nested backward calls (re-entrant checkpointing) each end once; it may be over.
-        passes = weak()
-        if passes is not None and passes.in_backward:
-            passes.end_backward()
+        weights = weak()
+        if weights is not None:
+            weights.recover()
 
     at_end_of_backward(end)
 
 
-def _announce(passes: Passes, point: HookPoint, output: Any) -> bool:
+def _announce(weights: Weights, point: HookPoint, output: Any) -> bool:
     """Have the weights there before the backward of ``output``; whether that can be.
 
     Backward may also begin at what the module keeps.
     """
-    groups, step, weak = point.groups, passes.steps, weakref.ref(passes)
+    step, weak = weights.prefetcher.steps, weakref.ref(weights)
 
     def before_backward(grad: Tensor) -> None:
-        passes = weak()
-        if passes is None:
+        weights = weak()
+        if weights is None:
             return
-        if passes.steps != step:
+        if weights.prefetcher.steps != step:
             raise DmuonError(
                 "opt.step() changed weights between this forward pass and its backward, which "
                 "would give gradients of neither: call backward before opt.step()"
@@ -152,89 +194,115 @@ def _announce(passes: Passes, point: HookPoint, output: Any) -> bool:
                 "create_graph=True: weights of the 'dedicated' layout are freed when backward is "
                 "done, so there is no second derivative. Use layout='replicated' for it"
             )
-        ensure_backward(passes)
-        passes.need(groups)
+        _ensure_backward(weights)
+        for g in point.groups:
+            weights.prefetcher.need(g)
 
-    found = [t for t in tensors_in(output) if t.requires_grad]
+    found = [t for t in _tensors_in(output) if t.requires_grad]
     for tensor in found:
         tensor.register_hook(before_backward)
-    for tensor in kept_tensors(point.area):
+    for tensor in _kept_tensors(point.area):
         if not any(tensor is t for t in found) and not hasattr(tensor, _ANNOUNCED):
             tensor.register_hook(before_backward)
             setattr(tensor, _ANNOUNCED, True)
     return bool(found)
 
 
-def hook_module(passes: Passes, point: HookPoint) -> list[Remove]:
+def hook_module(weights: Weights, point: HookPoint) -> list[Remove]:
     """Hooks of one module; returns their removers."""
     module, groups = point.module, point.groups
+    weak_weights, weak_module = weakref.ref(weights), weakref.ref(module)
 
-    def before(passes: Passes, module: nn.Module, _: Any) -> None:
-        if passes.in_backward:
-            passes.need(groups)  # recomputation of a checkpointed forward
-            return
-        if point.is_root:
-            passes.begin_forward()
-        passes.enter(groups)
+    def check_copy() -> None:
+        weights, module = weak_weights(), weak_module()
+        if weights is not None and module is not None:
+            weights.check_whole(module)  # a copy of placeholders would be of no use
 
-    def after(passes: Passes, module: nn.Module, output: Any) -> None:
-        if passes.in_backward:
+    def hook(action: Callable[[Weights, nn.Module, Any], None]) -> Hook:
+        def act(module: nn.Module, *args: Any) -> None:
+            weights = weak_weights()
+            if weights is not None:
+                action(weights, module, args[-1] if args else None)
+
+        # Opaque to torch.compile: the graph breaks, and what is traced never sees placeholders.
+        opaque = torch.compiler.disable(act)
+
+        def unless_compiled(module: nn.Module, *args: Any) -> None:
+            # In compiled code the hook of the module around it has done it.
+            if not torch.compiler.is_compiling():
+                opaque(module, *args)
+
+        return Hook(unless_compiled if action is touch else opaque, check_copy)
+
+    def before(weights: Weights, module: nn.Module, _: Any) -> None:
+        prefetcher = weights.prefetcher
+        if not prefetcher.in_backward and point.is_root:
+            prefetcher.begin_forward()
+        for g in groups:  # in backward for the recomputation of a checkpointed forward
+            prefetcher.need(g) if prefetcher.in_backward else prefetcher.enter(g)
+
+    def after(weights: Weights, module: nn.Module, output: Any) -> None:
+        prefetcher = weights.prefetcher
+        if prefetcher.in_backward:
             return
         recorded = torch.is_grad_enabled()
-        announced = _announce(passes, point, output) if recorded else False
-        passes.leave(groups, recorded=recorded, announced=announced)
+        announced = _announce(weights, point, output) if recorded else False
+        for g in groups:
+            prefetcher.leave(g, recorded=recorded, keep=recorded and not announced)
         if point.is_root:
-            passes.end_forward()
+            prefetcher.end_forward()
 
-    def touch(passes: Passes, module: nn.Module, _: Any) -> None:
-        passes.need(groups) if passes.in_backward else passes.touch(groups)
+    def touch(weights: Weights, module: nn.Module, _: Any) -> None:
+        prefetcher = weights.prefetcher
+        for g in groups:
+            prefetcher.need(g) if prefetcher.in_backward else prefetcher.touch(g)
 
-    def check(passes: Passes, module: nn.Module, _: Any) -> None:
-        passes.check_whole(module)
+    def check(weights: Weights, module: nn.Module, _: Any) -> None:
+        weights.check_whole(module)
 
     if point.is_part:
-        handles = [module.register_forward_pre_hook(_PartHook(passes, module, touch))]
+        handles = [module.register_forward_pre_hook(hook(touch))]
     else:
         handles = [
-            module.register_forward_pre_hook(_Hook(passes, module, before), prepend=True),
-            module.register_forward_hook(_Hook(passes, module, after)),
+            module.register_forward_pre_hook(hook(before), prepend=True),
+            module.register_forward_hook(hook(after)),
         ]
-    handles.append(module.register_state_dict_pre_hook(_Hook(passes, module, check)))
-    handles.append(module.register_load_state_dict_pre_hook(_Hook(passes, module, check)))
+    handles.append(module.register_state_dict_pre_hook(hook(check)))
+    handles.append(module.register_load_state_dict_pre_hook(hook(check)))
     return [handle.remove for handle in handles]
 
 
-def hook_gradients(passes: Passes, parameters: Sequence[tuple[int, nn.Parameter]]) -> list[Remove]:
+def hook_gradients(weights: Weights, parameters: Sequence[tuple[int, Tensor]]) -> list[Remove]:
     """Take each gradient as soon as it has been accumulated."""
-    weak = weakref.ref(passes)
+    weak = weakref.ref(weights)
 
     def make(index: int) -> Callable[[Tensor], None]:
         def on_gradient(p: Tensor) -> None:
-            passes = weak()
-            if passes is not None:
-                ensure_backward(passes)
-                passes.take_gradient(index)
+            weights = weak()
+            if weights is not None:
+                _ensure_backward(weights)
+                weights.prefetcher.take_gradient(index, p)
 
         return on_gradient
 
     return [p.register_post_accumulate_grad_hook(make(i)).remove for i, p in parameters]
 
 
-def check_first_forward(passes: Passes, root: nn.Module) -> Remove:
+def check_first_forward(weights: Weights, root: nn.Module) -> Remove:
     """Look for replaced parameters in the first forward pass, before any other hook.
 
     `fully_shard` puts its hooks before those of modules, and gathers there; only a global hook
     comes first. It removes itself when the first module of ``root`` runs.
     """
-    weak = weakref.ref(passes)
+    weak = weakref.ref(weights)
     members = weakref.WeakSet(root.modules())
 
     def hook(module: nn.Module, inputs: Any) -> None:
-        passes = weak()
-        if passes is None:
+        weights = weak()
+        if weights is None:
             handle.remove()
         elif module in members:
-            passes.adopt()
+            weights.adopt()
             handle.remove()
 
     handle = register_module_forward_pre_hook(torch.compiler.disable(hook))

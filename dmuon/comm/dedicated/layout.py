@@ -10,63 +10,136 @@
 With replicas (HSDP) weights travel inside a replica, from the owner or, elsewhere, from its
 holder; gradients go to the holders first and from there to the owner; the step ends with one
 broadcast of each weight from the owner to the holders, awaited by the next forward pass.
+
+Under tensor parallelism a weight, and what is reduced of its gradient, lies in slices on the ranks
+with the owner's data coordinates. In the step these travel as boxes, in a `Pipeline` over those
+ranks: gradients to the owner, updates back.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dmuon.comm.dedicated.hooks import check_first_forward, hook_gradients, hook_module
-from dmuon.comm.dedicated.materialize import Materializer
-from dmuon.comm.dedicated.module_groups import hook_points, module_groups
-from dmuon.comm.dedicated.owned import OwnedUnits
-from dmuon.comm.dedicated.passes import WeightPasses
-from dmuon.comm.dedicated.routes import Slices, group_window
-from dmuon.comm.dedicated.vault import Vault
-from dmuon.comm.dedicated.weights import DedicatedWeights
-from dmuon.comm.dedicated.wire import GridWire
-from dmuon.comm.hooks import fsdp_roots
-from dmuon.comm.layout import (
-    Apply,
-    Compute,
-    Gradients,
-    PlannedPlaces,
-    check_frozen,
-    not_bound,
+from dmuon.comm.buckets import GradientBucket, Slices, cut_buckets, gradient_bucket
+from dmuon.comm.dedicated.hooks import (
+    ModuleGroup,
+    check_first_forward,
+    hook_gradients,
+    hook_module,
+    hook_points,
+    module_groups,
 )
+from dmuon.comm.dedicated.prefetch import Weights
+from dmuon.comm.hooks import fsdp_roots
+from dmuon.comm.layout import Apply, Compute, Gradients, PlannedPlaces
+from dmuon.comm.owners import OwnedGradients, OwnerRuntime, Unstack, rows_of, set_rows
+from dmuon.comm.pipeline import Pipeline
 from dmuon.comm.process_groups import ProcessGroups
-from dmuon.comm.reduction import GradientReducer
-from dmuon.comm.routes import Unit, Window, units_of
-from dmuon.comm.transport import Meter, Transport
-from dmuon.config import DedicatedOptions
+from dmuon.comm.reducer import GradientReducer
+from dmuon.comm.routes import Unit
+from dmuon.comm.shard_routes import Part, bucket_route
+from dmuon.comm.transport import Meter
+from dmuon.config import DedicatedOptions, ShardedOptions
 from dmuon.dtensors import is_distributed, local_shard, local_tensor, mesh_axes
-from dmuon.scheduler.plan import OwnershipPlan
-from dmuon.scheduler.specs import dtype_name
+from dmuon.scheduler.shards import LocalShard, RankShards, ShardMap
 from dmuon.types import OwnershipError
 
 __all__ = ["DedicatedRuntime"]
 
 
-@dataclass(frozen=True)
-class _Bound:
-    reducer: GradientReducer
-    owned: OwnedUnits
-    counted: frozenset[int]  # distributed parameters whose shard here counts in a norm
+class _Assembly:
+    """The step under tensor parallelism, of units whose gradients and updates have one dtype each.
+
+    ``run(compute, update)`` calls ``compute(unit, gradients)`` at the unit's owner, and on every
+    rank with its data coordinates ``update(unit, [(position, matrix, update's part)])``.
+    """
+
+    def __init__(
+        self,
+        slices: Slices,
+        units: Sequence[Unit],
+        owned: OwnedGradients,
+        groups: ProcessGroups,
+        meter: Meter,
+        like: Tensor,
+    ) -> None:
+        self._units = units
+        self._owned = owned
+        tensors = range(slices.grid.shape[2])
+        specs = slices.plan.specs
+        # A parameter that is whole everywhere is one that each of these ranks replicates.
+        reports = [
+            RankShards.of(
+                t,
+                [
+                    LocalShard(tuple(tensors), (t,), (0,) * len(spec.shape), spec.shape)
+                    if boxes is None
+                    else LocalShard(tuple(tensors), (), boxes[t].offset, boxes[t].shape)
+                    for spec, boxes in zip(specs.parameters, slices.boxes, strict=True)
+                ],
+            )
+            for t in tensors
+        ]
+        together = tuple(tensors)
+        shards = ShardMap(
+            specs,
+            tuple(reports),
+            ((together,),) * len(specs.parameters),
+            (together,) * len(specs.matrices),
+        )
+        near = [replace(u, owner=slices.owner_place(u.matrices[0])[2]) for u in units]
+        options = ShardedOptions()
+        buckets = cut_buckets(
+            near, range(len(near)), options.bucket_bytes, options.min_buckets, like.element_size()
+        )
+        routes = [bucket_route(shards, near, b, groups.tensors.rank) for b in buckets]
+        self._pipeline = Pipeline(
+            routes, near, shards, groups.tensors, meter, options.buffers, like
+        )
+        self._count = len(buckets)
+
+    def run(
+        self,
+        compute: Callable[[Unit, Tensor], Tensor | None],
+        update: Callable[[Unit, list[tuple[int, int, Tensor]]], None],
+    ) -> None:
+        self._compute, self._update = compute, update
+        self._pipeline.run(self, lambda: None)
+        self._pipeline.land(range(self._count))
+
+    # What the pipeline does with its buckets.
+
+    def pack(self, parts: Sequence[Part], views: list[Tensor]) -> None:
+        torch._foreach_copy_(views, [self._owned.here[part.matrix] for part in parts])
+
+    def compute(
+        self, batches: Sequence[tuple[int, Tensor]], done: Callable[[int, Tensor], None]
+    ) -> None:
+        for n, (u, gradients) in enumerate(batches):
+            payload = self._compute(self._units[u], gradients)
+            if payload is not None:  # else of no parameter with a gradient, and nobody applies it
+                done(n, payload)
+
+    def apply(self, parts: Sequence[Part], views: list[Tensor]) -> None:
+        for u, members in groupby(zip(parts, views, strict=True), lambda member: member[0].unit):
+            found = [(part.position, part.matrix, view) for part, view in members]
+            self._update(self._units[u], found)
 
 
-class DedicatedRuntime:
+class DedicatedRuntime(OwnerRuntime):
     """See the module's docstring. ``tensor_axes`` are the mesh axes of tensor parallelism."""
 
     def __init__(
         self,
-        plan: OwnershipPlan,
         slices: Slices,
         model: nn.Module,
         parameters: Sequence[nn.Parameter],
@@ -75,34 +148,30 @@ class DedicatedRuntime:
         tensor_axes: frozenset[str],
         device: torch.device,
     ) -> None:
-        self.plan = plan
-        self.device = device
-        self.transport: Transport = process_groups.world
-        self.units: tuple[Unit, ...] = ()
-        self.meter = Meter()
+        super().__init__(slices, model, process_groups.world, device)
         self.keeps_whole = slices.grid.shape[2] == 1
         self.process_groups = process_groups
-        self._slices = slices
         self._options = options
         self._tensor_axes = tensor_axes
-        self._model = weakref.ref(model)
-        self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
         self._place = slices.grid.place(process_groups.world.rank)
-        self._gathered = 0  # rounds of reduction whose slices have been gathered
-        self._live: _Bound | None = None
-        self._places: PlannedPlaces | None = None
-        self._closed = False
-        self._muon = muon = frozenset(plan.specs.muon())
+        self._muon = muon = frozenset(self.plan.specs.muon())
+        self._payload_dtype: Callable[[str], torch.dtype] = lambda dtype: getattr(torch, dtype)
+        self._assemblies: list[_Assembly] = []
+        self._counted: frozenset[int] = frozenset()
+        self._rms: dict[int, Tensor] = {}  # by a unit's first matrix
+        self._applied: dict[int, list[Tensor]] = {}
+        self._unstack: dict[int, Unstack] = {}
         index = {id(p): i for i, p in enumerate(parameters)}
-        modules = module_groups(model, options.groups, index)
+        self._modules: list[ModuleGroup] = module_groups(model, options.groups, index)
+        carrying = [group for group in self._modules if not muon.isdisjoint(group.parameters)]
         # Not kept: an ownership refers to no module, for the model refers to it.
-        points = hook_points(
-            model,
-            [group for group in modules if not muon.isdisjoint(group.parameters)],
-            {key: p for key, p in index.items() if p in muon},
-        )
-        self.kept = DedicatedWeights(
-            plan,
+        number = {key: p for key, p in index.items() if p in muon}
+        points = hook_points(model, carrying, number)
+        below = {
+            point.module: [number[id(p)] for p in point.module.parameters() if id(p) in number]
+            for point in points
+        }
+        self.weights_here = Weights(
             slices,
             model,
             parameters,
@@ -110,23 +179,22 @@ class DedicatedRuntime:
             self.meter,
             options,
             device,
-            modules,
-            points,
+            [(group.name, group.parameters, group.uses, group.is_root) for group in carrying],
+            weakref.WeakKeyDictionary(below),
         )
-        self.passes = WeightPasses(self.kept)
-        self._removers = [r for point in points for r in hook_module(self.passes, point)]
-        self._end_watch = check_first_forward(self.passes, model)
+        self._removers = [r for point in points for r in hook_module(self.weights_here, point)]
+        self._end_watch = check_first_forward(self.weights_here, model)
         self._removers.append(self._end_watch)
 
-    # ---- weights -------------------------------------------------------------------------
+    # ---- weights -----------------------------------------------------------------------------
 
     @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        return self.kept.parameters
+    def parameters(self) -> Sequence[nn.Parameter]:  # type: ignore[override]
+        return self.weights_here.parameters
 
     @property
-    def loads(self) -> int:
-        return self.kept.loads
+    def loads(self) -> int:  # type: ignore[override]
+        return self.weights_here.loads
 
     @property
     def dedicated(self) -> list[nn.Parameter]:
@@ -134,58 +202,72 @@ class DedicatedRuntime:
         return [self.parameters[p] for p in sorted(self._muon)]
 
     def adopt(self) -> None:
-        self.kept.adopt()
+        self.weights_here.adopt()
 
     def materialized(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, the parameters of ``module`` are whole; a collective call."""
-        return self.kept.materialized(module, self.passes.recover)
+        return self.weights_here.materialized(module)
 
-    @property
-    def _storage(self) -> tuple[Vault, Materializer]:
-        return self.kept.storage
+    def weights(self, unit: Unit) -> list[Tensor]:
+        matrices, storage = self.plan.specs.matrices, self.weights_here.storage
+        found = [(matrices[i].transposed, storage.weight_of(i)) for i in unit.matrices]
+        return [weight.transpose(0, 1) if turned else weight for turned, weight in found]
 
-    # ---- binding and closing -------------------------------------------------------------
+    # ---- binding and closing -----------------------------------------------------------------
 
     def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
-        if self._live is not None:
-            raise OwnershipError(
-                "these parameters already have a dmuon.Muon; to make another one, call "
-                "own.close() and dmuon.dedicate_params(model) again"
-            )
-        vault, _ = self._storage
+        owned = self._collect_at(groups, self._options.reduce_dtype)
+        storage = self.weights_here.storage
         self._end_watch()  # `Muon` has looked
-        self.units = units_of(self.plan, groups)
-        owned = OwnedUnits(
-            self._slices,
-            self.units,
-            self.transport.rank,
-            self.process_groups.tensors,
-            self.meter,
-            vault.weight_of,
-            payload_dtype,
-            self._options.reduce_dtype,
-            self.device,
-        )
-        windows = self._windows()
+        self._payload_dtype = payload_dtype
+        # What is kept never moves, so views of it are made once.
+        self._applied = {
+            u.matrices[0]: [storage.weight_of(i) for i in u.matrices] for u in owned.near
+        }
+        self._rms = {
+            u.matrices[0]: torch.zeros(len(u.matrices), device=self.device) for u in owned.mine
+        }
+        self._unstack = {u.matrices[0]: Unstack(self.plan.specs, u) for u in owned.mine}
+        if not self.keeps_whole:
+            self._assemblies = self._make_assemblies(owned)
+        buckets = self._buckets()
         reducer = GradientReducer(
-            self.plan.specs,
+            self._slices,
             self.parameters,
-            GridWire(self.process_groups, self._slices, *self._place[:2], self.meter),
+            self.process_groups,
             None,
             self.meter,
-            windows,
+            buckets,
             owned.deliver,
         )
-        counted = frozenset(
+        self._counted = frozenset(
             i
             for i, p in enumerate(self.parameters)
             if i not in self._muon and is_distributed(p) and self._counts(p)
         )
-        self._live = _Bound(reducer, owned, counted)
+        self._live = reducer, owned
         self._places = self._planned_places()
-        self.passes.reducer = reducer
-        tracked = [(p, self.parameters[p]) for window in windows for p in window.parameters]
-        self._removers += hook_gradients(self.passes, tracked)
+        self.weights_here.prefetcher.reducer = reducer
+        tracked = [(p, self.parameters[p]) for bucket in buckets for p in bucket.parameters]
+        self._removers += hook_gradients(self.weights_here, tracked)
+
+    def _make_assemblies(self, owned: OwnedGradients) -> list[_Assembly]:
+        by_dtype: dict[torch.dtype, list[Unit]] = defaultdict(list)
+        for unit in owned.near:
+            dtype = self.plan.specs.matrices[unit.matrices[0]].dtype
+            reduced = self._options.reduce_dtype or getattr(torch, dtype)
+            by_dtype[torch.promote_types(reduced, self._payload_dtype(dtype))].append(unit)
+        return [
+            _Assembly(
+                self._slices,
+                units,
+                owned,
+                self.process_groups,
+                self.meter,
+                torch.empty(0, dtype=dtype, device=self.device),
+            )
+            for dtype, units in by_dtype.items()
+        ]
 
     def _planned_places(self) -> PlannedPlaces | None:
         model = self._model()
@@ -196,53 +278,42 @@ class DedicatedRuntime:
         dedicated = set(self.dedicated)
         return PlannedPlaces(model, self.parameters, [p for p in theirs if p not in dedicated])
 
-    def _windows(self) -> list[Window]:
-        """One window a group in the order of backward; the root's, and what is in none, last.
+    def _buckets(self) -> list[GradientBucket]:
+        """One a group in the order of backward; the root's, and what is in none, last.
 
         Parameters that neither dmuon nor tensor parallelism has distributed are all-reduced here;
-        the others are the framework's. All are in the last window: nothing tells of a gain or bias
-        that no gradient will come, so in a group's window it would hold that one up.
+        the others are the framework's. All are in the last bucket: nothing tells of a gain or bias
+        that no gradient will come, so in a group's bucket it would hold that one up.
         """
-        dtype = self._options.reduce_dtype
-        name = None if dtype is None else dtype_name(dtype)
         rest = {
             i: local_tensor(p).numel()
             for i, p in enumerate(self.parameters)
             if i not in self._muon and set(mesh_axes(p)) <= self._tensor_axes
         }
-        windows, last = [], []
-        for spec in reversed(self.kept.modules):
-            matrices = [] if spec.is_root else [p for p in spec.parameters if p in self._muon]
-            if matrices:
-                windows.append(group_window(self._slices, matrices, rest, self._place[2], name))
+        members, last = [], []
+        for group in reversed(self._modules):
+            matrices = [] if group.is_root else [p for p in group.parameters if p in self._muon]
+            members.append(matrices)
             last += [
-                p for p in spec.parameters if p not in matrices and (p in self._muon or p in rest)
+                p for p in group.parameters if p not in matrices and (p in self._muon or p in rest)
             ]
-        if last:
-            windows.append(group_window(self._slices, last, rest, self._place[2], name))
-        return windows
-
-    @property
-    def _bound(self) -> _Bound:
-        if self._live is None:
-            raise not_bound(self._closed)
-        return self._live
+        dtype, tensor = self._options.reduce_dtype, self._place[2]
+        return [
+            gradient_bucket(self._slices, m, rest, tensor, dtype) for m in [*members, last] if m
+        ]
 
     def close(self) -> None:
         """Give every rank the whole weights again and remove every hook; a collective call."""
-        self.kept.close()
-        for remove in self._removers:
-            remove()
-        self._removers = []
-        self._live = self.passes.reducer = None
-        self._closed = True
+        self.weights_here.close()
+        self._unbind()
         self.process_groups.close()
 
-    # ---- gradients -----------------------------------------------------------------------
+    # ---- gradients ---------------------------------------------------------------------------
 
     def set_sync(self, sync: bool) -> bool:
-        reducer = self._bound.reducer
-        previous, self.passes.sync = self.passes.sync, sync
+        reducer, _ = self._bound
+        prefetcher = self.weights_here.prefetcher
+        previous, prefetcher.sync = prefetcher.sync, sync
         reducer.owed = reducer.owed or (sync and not previous)
         model = self._model()
         for root in () if model is None else fsdp_roots(model):
@@ -250,13 +321,11 @@ class DedicatedRuntime:
         return previous
 
     def reduce_gradients(self) -> None:
-        reducer, owned = self._bound.reducer, self._bound.owned
-        if self._places is not None:
-            self._places.check()
-        self._storage[0].check()
-        check_frozen(self._frozen)
-        self.passes.recover()
-        self.passes.pass_by()
+        reducer, _ = self._bound
+        self._check()
+        self.weights_here.storage.check()
+        self.weights_here.prefetcher.recover()
+        self.weights_here.prefetcher.pass_by()
         left = None if reducer.owed or not reducer.rounds else reducer.local_matrix()
         if left:
             raise OwnershipError(
@@ -265,21 +334,12 @@ class DedicatedRuntime:
                 "(p.register_hook)"
             )
         reducer.ensure()
-        if self._gathered != reducer.rounds:  # not again between clipping and step
-            owned.gather()
-            self._gathered = reducer.rounds
-
-    def unit_gradients(self, unit: Unit) -> Tensor:
-        return self._bound.owned.gradients[unit]
-
-    def weights(self, unit: Unit) -> list[Tensor]:
-        return self._bound.owned.weights(unit)
 
     def gradients(self) -> Gradients:
         """Matrices' gradients lie with their owners, FSDP2's in shards, the others everywhere."""
-        reducer, owned = self._bound.reducer, self._bound.owned
-        counted, common = owned.owned(reducer.present), []
-        stored = owned.stored(reducer.present)
+        reducer, owned = self._bound
+        counted, common = owned.collected(reducer.present), []
+        stored = list(counted)
         for i, p in enumerate(self.parameters):
             grad = None if i in self._muon else reducer.gradient_of(i)
             if grad is None:
@@ -287,7 +347,7 @@ class DedicatedRuntime:
             stored.append(grad)
             if not is_distributed(p):
                 common.append(grad)
-            elif i in self._bound.counted:
+            elif i in self._counted:
                 counted.append(grad)
         return Gradients(counted, common, stored)
 
@@ -302,43 +362,68 @@ class DedicatedRuntime:
 
     def zero_grad(self) -> None:
         if self._live is not None:
-            self.passes.recover()
-            self._live.reducer.clear()
-            self._gathered = 0
+            self.weights_here.recover()
+        super().zero_grad()
 
-    # ---- step ----------------------------------------------------------------------------
+    # ---- step --------------------------------------------------------------------------------
 
     def step(self, compute: Compute, apply: Apply) -> None:
-        reducer, owned = self._bound.reducer, self._bound.owned
-        self._storage[1].begin_step()
-        self.kept.publisher.begin()
-        self.passes.steps += 1
-        todo = {i for unit in owned.mine for i in unit.matrices}
-        sliced = not self.keeps_whole
-        if not sliced:
+        reducer, owned = self._bound
+        self.weights_here.prefetcher.begin_step()
+        self.weights_here.publisher.begin()
+        present = reducer.present
+
+        def computed(unit: Unit, gradients: Tensor) -> Tensor | None:
+            """What is published of a unit, ``[b, rows, cols]``; undefined where nothing came."""
+            where, rms = owned.where(unit, present), self._rms[unit.matrices[0]]
+            if len(where) < len(unit.matrices):
+                rms.zero_()
+            if not where:
+                return None
+            payload, found = compute(unit, rows_of(gradients, where), where)
+            set_rows(rms, where, found)
+            if len(where) == len(unit.matrices):
+                return payload
+            whole = payload.new_empty(unit.shape)
+            set_rows(whole, where, payload)
+            return whole
+
+        def update(unit: Unit, parts: list[tuple[int, int, Tensor]]) -> None:
+            came = [(k, v) for k, i, v in parts if present[self.plan.specs.matrices[i].parameter]]
+            if came:
+                targets, where = self._applied[unit.matrices[0]], [k for k, _ in came]
+                apply(unit, where, [targets[k] for k in where], [view for _, view in came])
+
+        if not self.keeps_whole:
+            for assembly in self._assemblies:
+                assembly.run(computed, update)
+        else:
+            todo = {i for unit in owned.mine for i in unit.matrices}
             self._launch_ahead(todo)
-        for unit in owned.mine:
-            owned.compute([unit], reducer.present, compute, None if sliced else apply)
-            if not sliced:
+            for unit in owned.mine:
+                payload = computed(unit, owned.stack(unit))
+                if payload is not None:
+                    views = self._unstack[unit.matrices[0]](payload)
+                    update(unit, list(zip(range(len(views)), unit.matrices, views, strict=True)))
                 todo.difference_update(unit.matrices)
                 self._launch_ahead(todo)
-        if sliced:
-            owned.scatter(reducer.present, apply)
         self._launch_ahead(set())
         reducer.clear()
-        self.passes.backwards = self._gathered = 0
 
     def _launch_ahead(self, todo: set[int]) -> None:
         """Publish to holders, or launch the next forward pass's first groups, as far as done."""
         if self._slices.grid.shape[0] > 1:
-            self.kept.publisher.launch_ready(todo)
-            return
-        _, materializer = self._storage
-        while (group := materializer.next_ahead()) and group.matrices.isdisjoint(todo):
-            materializer.prelaunch()
+            self.weights_here.publisher.launch_ready(todo)
+        else:
+            self.weights_here.prefetcher.launch_ahead(todo)
 
     def synchronize(self) -> None:
-        self.kept.publisher.wait()
+        self.weights_here.synchronize()
 
     def update_rms(self) -> dict[str, Tensor]:
-        return self._bound.owned.update_rms()
+        matrices = self.plan.specs.matrices
+        found: dict[str, Tensor] = {}
+        for unit in self._bound[1].mine:
+            names = [matrices[i].name for i in unit.matrices]
+            found.update(zip(names, self._rms[unit.matrices[0]].unbind(), strict=True))
+        return found

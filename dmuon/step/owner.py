@@ -1,0 +1,253 @@
+"""Muon where owners keep the momentum: in the `replicated` and the `dedicated` layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dmuon.adamw import adamw_step, refresh_masters
+from dmuon.comm import streams
+from dmuon.comm.owners import OwnerRuntime, rows_of, set_rows
+from dmuon.comm.routes import Unit
+from dmuon.dtensors import gradient_like, local_tensor
+from dmuon.kernels.newton_schulz import resolve_coefficients
+from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
+from dmuon.operand import apply_all, is_fused, normalized_momentum
+from dmuon.ownership import Ownership
+from dmuon.step.engine import Amp, Settings, group_of_matrices, rest_by_group
+from dmuon.types import OwnershipError
+from dmuon.update import Rates, merged_master, update_rms
+
+__all__ = ["OwnerEngine"]
+
+
+class _OwnerState:
+    """Momentum stacked per owned unit, ``[b, m, n]``, made eagerly.
+
+    With ``with_masters`` both are float32; masters are made from the weights at the first step,
+    so that weights loaded before it count. Stacks are found by their unit's first matrix.
+    """
+
+    def __init__(self, runtime: OwnerRuntime, with_masters: bool) -> None:
+        self._runtime = runtime
+        self._specs = runtime.plan.specs
+        self._with_masters = with_masters
+        self._units = [u for u in runtime.units if u.owner == runtime.transport.rank]
+        self._momentum: dict[int, Tensor] = {}
+        self._masters: dict[int, Tensor] = {}
+        for unit in self._units:
+            weight = runtime.parameters[self._specs.matrices[unit.matrices[0]].parameter]
+            dtype = torch.float32 if with_masters else weight.dtype
+            self._momentum[unit.matrices[0]] = torch.zeros(
+                unit.shape, dtype=dtype, device=runtime.device
+            )
+
+    def of(self, unit: Unit) -> list[Tensor]:
+        """The momentum of a unit and, where they are kept, its masters."""
+        key = unit.matrices[0]
+        if self._with_masters and key not in self._masters:
+            weights = self._runtime.weights(unit)
+            shape = (unit.rows, unit.cols)
+            self._masters[key] = torch.stack([w.float().reshape(shape) for w in weights])
+        return [self._momentum[key], *([self._masters[key]] if self._with_masters else [])]
+
+    def refresh_masters(self) -> None:
+        """Take over weights that were loaded into the model since the masters were made."""
+        for unit in self._units:
+            master = self._masters.get(unit.matrices[0])
+            if master is None:
+                continue
+            for k, weight in enumerate(self._runtime.weights(unit)):
+                master[k].copy_(merged_master(master[k], weight.reshape(master[k].shape)))
+
+    def entries(self, name: str) -> Iterator[tuple[Tensor, Any]]:
+        """Views for ``optimizer.state`` of "momentum_buffer" or "master_weight": (parameter, one
+        tensor of its shape, or one a matrix by name)."""
+        stacks = self._momentum if name == "momentum_buffer" else self._masters
+        by_parameter: dict[int, dict[str, Tensor]] = {}
+        for unit in self._units:
+            stack = stacks.get(unit.matrices[0], ())
+            for i, matrix in zip(unit.matrices, stack, strict=False):
+                spec = self._specs.matrices[i]
+                shape = self._specs.parameters[spec.parameter].shape
+                if spec.transposed:
+                    matrix = matrix.view(shape[1], shape[0], *shape[2:]).transpose(0, 1)
+                elif spec.numel == self._specs.parameters[spec.parameter].numel:
+                    matrix = matrix.view(shape)
+                by_parameter.setdefault(spec.parameter, {})[spec.name] = matrix
+        for p, parts in by_parameter.items():
+            whole = parts.get(self._specs.parameters[p].name)
+            yield self._runtime.parameters[p], parts if whole is None else whole
+
+    def check(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Raise OwnershipError if an owned matrix has no momentum among the saved entries."""
+        for p, entry in self.entries("momentum_buffer"):
+            source = saved.get(p, {}).get("momentum_buffer")
+            names = set(entry) if isinstance(entry, dict) else None
+            if source is None or (names is not None and not names <= set(source)):
+                raise OwnershipError(
+                    "the optimizer state has no momentum for an owned parameter of shape "
+                    f"{tuple(p.shape)}: it was saved by another rank or another plan"
+                )
+
+    def load(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Copy momentum and masters from saved entries of the same form (see `check`)."""
+        self._copy(saved, "momentum_buffer")
+        if not self._with_masters:
+            return
+        if any("master_weight" in e for e in saved.values() if "momentum_buffer" in e):
+            for unit in self._units:
+                self.of(unit)
+            self._copy(saved, "master_weight")
+        else:
+            self._masters.clear()
+
+    def _copy(self, saved: Mapping[Tensor, dict[str, Any]], name: str) -> None:
+        for p, entry in self.entries(name):
+            source = saved[p].get(name)
+            if source is None:
+                continue  # a master that its weight had not needed yet
+            if isinstance(entry, dict):
+                for key, target in entry.items():
+                    target.copy_(source[key])
+            else:
+                entry.copy_(source)
+
+
+class OwnerEngine:
+    """See `dmuon.step.engine.Engine`."""
+
+    def __init__(self, ownership: Ownership, optimizer: Optimizer, settings: Settings) -> None:
+        self._telemetry = ownership.telemetry
+        self._runtime = cast(OwnerRuntime, ownership.runtime)
+        self._optimizer = optimizer
+        self._settings = settings
+        self._seen_loads = 0
+        self._layout = ownership.plan.layout.value
+        if settings.master_weights and not self._runtime.keeps_whole:
+            raise OwnershipError(
+                f"master_weights=True: in the {self._layout!r} layout under tensor parallelism an "
+                "owner keeps a slice of a weight only. Keep the parameters in float32 and compute "
+                "in bfloat16 (torch.autocast), or leave master_weights off"
+            )
+        self._runtime.bind(group_of_matrices(ownership, optimizer), self._payload_dtype)
+        self._state = _OwnerState(self._runtime, settings.master_weights)
+        self._rest = rest_by_group(ownership, optimizer)
+        self._on_host = streams.host_can_read(self._runtime.device)
+        self._kernels = Orthogonalizer(self._runtime.device, settings.ns_dtype, ownership.kernels)
+        mine = [u for u in self._runtime.units if u.owner == self._runtime.transport.rank]
+        self._kernels.reserve(self._call(unit, len(unit.matrices)) for unit in mine)
+        self._show_momentum()
+
+    def _call(self, unit: Unit, count: int) -> Call:
+        """Newton-Schulz on ``count`` matrices of ``unit``."""
+        group = self._optimizer.param_groups[unit.group]
+        coefficients = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
+        return Call(((count, unit.rows, unit.cols),), coefficients, unit.kernel)
+
+    def _payload_dtype(self, parameter_dtype: str) -> torch.dtype:
+        if self._settings.master_weights:
+            dtype: torch.dtype = getattr(torch, parameter_dtype)
+            return dtype
+        return self._settings.ns_dtype
+
+    def _show_momentum(self) -> None:
+        for p, entry in self._state.entries("momentum_buffer"):
+            self._optimizer.state[p]["momentum_buffer"] = entry
+
+    # ---- a step ------------------------------------------------------------------------------
+
+    def begin(self, amp: Amp) -> None:
+        if amp.found_inf is not None:
+            raise OwnershipError(
+                f"GradScaler does not work in the {self._layout!r} layout: it cannot see the "
+                "gradients that owners hold. Train in bfloat16, or call opt.step() without a scaler"
+            )
+        self._runtime.reduce_gradients()
+        if self._settings.master_weights and self._runtime.loads != self._seen_loads:
+            self._seen_loads = self._runtime.loads
+            self._state.refresh_masters()
+            for params in self._rest.values():
+                refresh_masters(self._optimizer.state, params)
+
+    def launch(self) -> None:
+        # Rates as they are now: a scheduler may change the groups before an update is applied.
+        rates = [Rates.of(group) for group in self._optimizer.param_groups]
+        watch = self._telemetry.begin_step()
+
+        def compute(unit: Unit, gradients: Tensor, where: list[int]) -> tuple[Tensor, Tensor]:
+            """Momentum, Newton-Schulz, and the new masters where there are some."""
+            call, rate = self._call(unit, len(where)), rates[unit.group]
+            group = self._optimizer.param_groups[unit.group]
+            kept = self._state.of(unit)
+            watch.start()
+            rows = [rows_of(stack, where) for stack in kept]
+            (operand,) = self._kernels.operands(call)
+            fused = self._kernels.is_fused(call)
+            normalized_momentum(rows[0], gradients, group, out=operand, fused=fused)
+            (payload,) = orthogonalize(self._kernels, call, [operand])
+            watch.stop()
+            lr = rate.adjusted(unit.rows, unit.cols)
+            rms = update_rms(payload, lr / rate.lr if rate.lr else 0.0)
+            if self._settings.master_weights:
+                payload = rows[1].mul_(rate.decay).add_(payload, alpha=-lr)
+            for whole, part in zip(kept, rows, strict=True):
+                if part is not whole:
+                    set_rows(whole, where, part)
+            return payload, rms
+
+        def apply(
+            unit: Unit, where: list[int], targets: list[Tensor], payload: list[Tensor]
+        ) -> None:
+            if self._settings.master_weights:
+                torch._foreach_copy_(targets, payload)
+                return
+            rate = rates[unit.group]
+            lr = rate.adjusted(unit.rows, unit.cols)
+            fused = is_fused(unit.kernel, targets[0])
+            apply_all(targets, payload, decay=rate.decay, lr=lr, fused=fused)
+
+        self._runtime.step(compute, apply)
+
+    def rest(self) -> None:
+        for g, params in self._rest.items():
+            found = [(p, gradient_like(p.grad, p)) for p in params if p.grad is not None]
+            adamw_step(
+                self._optimizer.param_groups[g],
+                self._optimizer.state,
+                [p for p, _ in found],
+                [local_tensor(grad) for _, grad in found],
+                master_weights=self._settings.master_weights,
+                on_device=not self._on_host,
+            )
+
+    def finish(self) -> None:
+        self._telemetry.finish_step()
+
+    # ---- reading and state -------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        rms = {name: float(value) for name, value in self._runtime.update_rms().items()}
+        return {"update_rms": rms, "kernels": self._kernels.report()}
+
+    def before_state_dict(self) -> None:
+        for p, entry in self._state.entries("master_weight"):
+            self._optimizer.state[p]["master_weight"] = entry
+
+    def check_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
+        self._state.check(saved)
+
+    def load_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
+        self._state.load(saved)
+        self._show_momentum()
+        for p in (p for params in self._rest.values() for p in params):
+            self._optimizer.state.pop(p, None)
+            if "exp_avg" in saved.get(p, {}):
+                self._optimizer.state[p] = {
+                    k: v.detach().clone().to("cpu" if k == "step" and self._on_host else p.device)
+                    for k, v in saved[p].items()
+                }
