@@ -23,7 +23,7 @@ from dmuon.scheduler.shards import Form, matrix_box
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import OwnershipError
 
-__all__ = ["OwnedGradients", "OwnerRuntime", "Unstack", "rows_of", "set_rows"]
+__all__ = ["OwnedGradients", "OwnerRuntime", "Unstack", "oriented", "rows_of", "set_rows"]
 
 
 def rows_of(stack: Tensor, where: list[int]) -> Tensor:
@@ -42,6 +42,14 @@ def set_rows(stack: Tensor, where: list[int], rows: Tensor) -> None:
         torch._foreach_copy_([stack[k] for k in where], list(rows.unbind()))
 
 
+def oriented(unit: Unit, stack: Tensor) -> list[Tensor]:
+    """Views of a unit's matrices, each of its own rows and columns."""
+    matrices = list(stack.unbind())
+    if not unit.transposed:
+        return matrices
+    return [m.mT if unit.holds_transpose(k) else m for k, m in enumerate(matrices)]
+
+
 class Unstack:
     """Cuts a unit's stack ``[b, rows, cols]`` into views of its matrices, in the dims that each has
     in its parameter."""
@@ -51,9 +59,10 @@ class Unstack:
         wholes = [matrix_box(m, specs.parameters[m.parameter].shape) for m in matrices]
         self._forms = [(whole.form, whole.box.shape) for whole in wholes]
         self._plain = all(form is Form.FLAT and len(shape) == 2 for form, shape in self._forms)
+        self._unit = unit
 
     def __call__(self, stack: Tensor) -> list[Tensor]:
-        views = list(stack.unbind())
+        views = oriented(self._unit, stack)
         if self._plain:
             return views
         return [_in_dims(v, *form) for v, form in zip(views, self._forms, strict=True)]

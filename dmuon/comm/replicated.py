@@ -39,6 +39,7 @@ from dmuon.comm.owners import (
     OwnedGradients,
     OwnerRuntime,
     Unstack,
+    oriented,
     rows_of,
     set_rows,
 )
@@ -232,10 +233,10 @@ class _Publisher:
     def published(self) -> dict[str, Tensor]:
         """What was last received for each matrix, ``[m, n]``; overwritten by the next backward."""
         return {
-            self._specs.matrices[i].name: live.payload[k]
+            self._specs.matrices[i].name: matrix
             for bucket in self._buckets
             for live in bucket.units
-            for k, i in enumerate(live.unit.matrices)
+            for i, matrix in zip(live.unit.matrices, oriented(live.unit, live.payload), strict=True)
         }
 
     def update_rms(self) -> dict[str, Tensor]:

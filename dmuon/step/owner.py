@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from dmuon.adamw import adamw_step, refresh_masters
 from dmuon.comm import streams
-from dmuon.comm.owners import OwnerRuntime, rows_of, set_rows
+from dmuon.comm.owners import OwnerRuntime, Unstack, oriented, rows_of, set_rows
 from dmuon.comm.routes import Unit
 from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.kernels.newton_schulz import resolve_coefficients
@@ -50,9 +50,12 @@ class _OwnerState:
         """The momentum of a unit and, where they are kept, its masters."""
         key = unit.matrices[0]
         if self._with_masters and key not in self._masters:
-            weights = self._runtime.weights(unit)
-            shape = (unit.rows, unit.cols)
-            self._masters[key] = torch.stack([w.float().reshape(shape) for w in weights])
+            master = torch.empty(unit.shape, device=self._runtime.device)
+            for slot, weight in zip(
+                oriented(unit, master), self._runtime.weights(unit), strict=True
+            ):
+                slot.copy_(weight.reshape(slot.shape))
+            self._masters[key] = master
         return [self._momentum[key], *([self._masters[key]] if self._with_masters else [])]
 
     def refresh_masters(self) -> None:
@@ -61,8 +64,10 @@ class _OwnerState:
             master = self._masters.get(unit.matrices[0])
             if master is None:
                 continue
-            for k, weight in enumerate(self._runtime.weights(unit)):
-                master[k].copy_(merged_master(master[k], weight.reshape(master[k].shape)))
+            for slot, weight in zip(
+                oriented(unit, master), self._runtime.weights(unit), strict=True
+            ):
+                slot.copy_(merged_master(slot, weight.reshape(slot.shape)))
 
     def entries(self, name: str) -> Iterator[tuple[Tensor, Any]]:
         """Views for ``optimizer.state`` of "momentum_buffer" or "master_weight": (parameter, one
@@ -70,18 +75,19 @@ class _OwnerState:
         stacks = self._momentum if name == "momentum_buffer" else self._masters
         by_parameter: dict[int, dict[str, Tensor]] = {}
         for unit in self._units:
-            stack = stacks.get(unit.matrices[0], ())
-            for i, matrix in zip(unit.matrices, stack, strict=False):
+            stack = stacks.get(unit.matrices[0])
+            if stack is None:
+                continue
+            whole = Unstack(self._specs, unit)(stack)
+            for i, matrix, view in zip(unit.matrices, oriented(unit, stack), whole, strict=True):
                 spec = self._specs.matrices[i]
-                shape = self._specs.parameters[spec.parameter].shape
-                if spec.transposed:
-                    matrix = matrix.view(shape[1], shape[0], *shape[2:]).transpose(0, 1)
-                elif spec.numel == self._specs.parameters[spec.parameter].numel:
-                    matrix = matrix.view(shape)
-                by_parameter.setdefault(spec.parameter, {})[spec.name] = matrix
+                is_whole = spec.numel == self._specs.parameters[spec.parameter].numel
+                by_parameter.setdefault(spec.parameter, {})[spec.name] = (
+                    view if is_whole else matrix
+                )
         for p, parts in by_parameter.items():
-            whole = parts.get(self._specs.parameters[p].name)
-            yield self._runtime.parameters[p], parts if whole is None else whole
+            entry = parts.get(self._specs.parameters[p].name)
+            yield self._runtime.parameters[p], parts if entry is None else entry
 
     def check(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         """Raise OwnershipError if an owned matrix has no momentum among the saved entries."""
@@ -116,6 +122,19 @@ class _OwnerState:
                     target.copy_(source[key])
             else:
                 entry.copy_(source)
+
+
+def _by_rate(rate: Rates, unit: Unit, where: list[int]) -> list[tuple[float, Sequence[int]]]:
+    """The adjusted learning rates of matrices at positions of a unit: (rate, numbers in ``where``).
+
+    A matrix's own rows and columns count, whichever way its slot holds it.
+    """
+    plain = rate.adjusted(unit.rows, unit.cols), rate.adjusted(unit.cols, unit.rows)
+    if not unit.transposed or plain[0] == plain[1]:
+        return [(plain[0], range(len(where)))]
+    turned = [unit.holds_transpose(k) for k in where]
+    split = [[n for n, is_turned in enumerate(turned) if is_turned == t] for t in (False, True)]
+    return [(lr, at) for lr, at in zip(plain, split, strict=True) if at]
 
 
 class OwnerEngine:
@@ -191,10 +210,18 @@ class OwnerEngine:
             normalized_momentum(rows[0], gradients, group, out=operand, fused=fused)
             (payload,) = orthogonalize(self._kernels, call, [operand])
             watch.stop()
-            lr = rate.adjusted(unit.rows, unit.cols)
-            rms = update_rms(payload, lr / rate.lr if rate.lr else 0.0)
+            steps = _by_rate(rate, unit, where)
+            rms = update_rms(payload, steps[0][0] / rate.lr if rate.lr else 0.0)
+            for lr, at in steps[1:]:
+                torch._foreach_mul_([rms[n] for n in at], lr / steps[0][0] if rate.lr else 0.0)
             if self._settings.master_weights:
-                payload = rows[1].mul_(rate.decay).add_(payload, alpha=-lr)
+                update, payload = payload, rows[1].mul_(rate.decay)
+                for lr, at in steps:
+                    if len(steps) == 1:
+                        payload.add_(update, alpha=-lr)
+                    else:
+                        some, updates = [payload[n] for n in at], [update[n] for n in at]
+                        torch._foreach_add_(some, updates, alpha=-lr)
             for whole, part in zip(kept, rows, strict=True):
                 if part is not whole:
                     set_rows(whole, where, part)
@@ -206,10 +233,11 @@ class OwnerEngine:
             if self._settings.master_weights:
                 torch._foreach_copy_(targets, payload)
                 return
-            rate = rates[unit.group]
-            lr = rate.adjusted(unit.rows, unit.cols)
-            fused = is_fused(unit.kernel, targets[0])
-            apply_all(targets, payload, decay=rate.decay, lr=lr, fused=fused)
+            rate, fused = rates[unit.group], is_fused(unit.kernel, targets[0])
+            for lr, at in _by_rate(rate, unit, where):
+                some = targets if len(at) == len(targets) else [targets[n] for n in at]
+                updates = payload if len(at) == len(payload) else [payload[n] for n in at]
+                apply_all(some, updates, decay=rate.decay, lr=lr, fused=fused)
 
         self._runtime.step(compute, apply)
 

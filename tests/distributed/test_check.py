@@ -389,8 +389,8 @@ DEDICATED_FAULTS = {
 DEDICATED_FAULTS_ON_FOUR = {
     "slightly wrong": ("tp+dp", scaled(1.07, "dedicated")),
     "slightly wrong, narrow": ("fsdp4", scaled(1.07, "dedicated")),
-    "lost slices": ("tp+dp", lost_message("slices")),
-    "lost update": ("tp+dp", lost_message("updates")),
+    "lost slices": ("tp+dp", lost_message("gather")),
+    "lost update": ("tp+dp", lost_message("scatter")),
     "forward does not wait": ("hsdp", forward_does_not_wait),
     "lost publish": ("hsdp", lost_broadcast("publish")),
     "lost replica": ("hsdp", lost_gradient("gradients across replicas")),
