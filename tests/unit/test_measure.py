@@ -465,7 +465,7 @@ def test_what_is_timed_is_what_the_optimizer_runs(momentum):
     dmuon.dedicate_params(model, splits=model.splits)
     opt = dmuon.Muon(model)
     model(torch.randn(3, 2, 6)).sum().backward()
-    in_training = recorded("dmuon.step.owner_engine", opt.step)
+    in_training = recorded("dmuon.step.owner", opt.step)
     timer = OwnerTimer(CPU, getattr(torch, opt.stats()["ns_dtype"]), momentum=momentum)
     runs = [(Case((10, 13, "float32"), 1), "")]
     assert timer.reserve(runs) == runs
