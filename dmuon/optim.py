@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dmuon.comm.owners import OwnerRuntime
 from dmuon.comm.sharded import ShardedRuntime
 from dmuon.config import AdamWDefaults, MuonDefaults
 from dmuon.groups import (
@@ -361,7 +362,8 @@ def _engine(ownership: Ownership, optimizer: Optimizer, settings: Settings) -> E
     runtime = ownership.runtime
     if isinstance(runtime, ShardedRuntime):
         return ShardedEngine(runtime, ownership.telemetry, ownership.kernels, optimizer, settings)
-    return OwnerEngine(ownership, optimizer, settings)
+    assert isinstance(runtime, OwnerRuntime)
+    return OwnerEngine(runtime, ownership.telemetry, ownership.kernels, optimizer, settings)
 
 
 def _combined(key: str, one: Any, other: Any) -> Any:

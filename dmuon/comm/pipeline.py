@@ -134,7 +134,10 @@ def buffer_elements(
 
 
 class Pipeline:
-    """Moves the buckets of one rank; ``like`` gives the dtype and device of what travels."""
+    """Moves the buckets of one rank; ``like`` gives the dtype and device of what travels.
+
+    ``inbound`` is the dtype on the way to the owners, where it is another.
+    """
 
     def __init__(
         self,
@@ -144,16 +147,20 @@ class Pipeline:
         meter: Meter,
         slots: int,
         like: Tensor,
+        inbound: torch.dtype | None = None,
     ) -> None:
         self._transport = transport
         self._meter = meter
         self._slots = slots
         self._pending: dict[int, Callable[[int], None]] = {}
-        assembly = like.new_empty(buffer_elements(routes, units, slots)["assembly"])
+        inbound = inbound or like.dtype
+        largest = buffer_elements(routes, units, slots)["assembly"]
+        assembly = like.new_empty(largest, dtype=inbound)
         rings = []  # of each kind of buffer: its part of a slot, bucket by bucket
-        for kind in ("held", "owned", "owned", "held", "copies_out", "copies_in"):
+        kinds = ("held", "owned", "owned", "held", "copies_out", "copies_in")
+        for kind, dtype in zip(kinds, [inbound] * 2 + [like.dtype] * 4, strict=True):
             sizes = [getattr(route, kind).numel for route in routes]
-            ring = [like.new_empty(size) for size in _slot_sizes(sizes, slots)]
+            ring = [like.new_empty(size, dtype=dtype) for size in _slot_sizes(sizes, slots)]
             rings.append([ring[b % slots].narrow(0, 0, size) for b, size in enumerate(sizes)])
         self.buckets = [
             Bucket.of(route, units, [ring[b] for ring in rings], assembly)

@@ -33,6 +33,7 @@ __all__ = [
     "units_of",
 ]
 
+
 @dataclass(frozen=True, slots=True)
 class Unit:
     """Matrices of one shape, owner and param group, which are orthogonalized together.

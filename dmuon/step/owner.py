@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +13,13 @@ from dmuon.adamw import adamw_step, refresh_masters
 from dmuon.comm import streams
 from dmuon.comm.owners import OwnerRuntime, Unstack, oriented, rows_of, set_rows
 from dmuon.comm.routes import Unit
+from dmuon.config import KernelOptions
 from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
 from dmuon.operand import apply_all, is_fused, normalized_momentum
-from dmuon.ownership import Ownership
-from dmuon.step.engine import Amp, Settings, group_of_matrices, rest_by_group
+from dmuon.step.engine import Amp, Settings, adamw_parameters, group_of_matrices
+from dmuon.telemetry import StepTelemetry
 from dmuon.types import OwnershipError
 from dmuon.update import Rates, merged_master, update_rms
 
@@ -140,24 +141,31 @@ def _by_rate(rate: Rates, unit: Unit, where: list[int]) -> list[tuple[float, Seq
 class OwnerEngine:
     """See `dmuon.step.engine.Engine`."""
 
-    def __init__(self, ownership: Ownership, optimizer: Optimizer, settings: Settings) -> None:
-        self._telemetry = ownership.telemetry
-        self._runtime = cast(OwnerRuntime, ownership.runtime)
+    def __init__(
+        self,
+        runtime: OwnerRuntime,
+        telemetry: StepTelemetry,
+        kernels: KernelOptions,
+        optimizer: Optimizer,
+        settings: Settings,
+    ) -> None:
+        self._telemetry = telemetry
+        self._runtime = runtime
         self._optimizer = optimizer
         self._settings = settings
         self._seen_loads = 0
-        self._layout = ownership.plan.layout.value
+        self._layout = runtime.plan.layout.value
         if settings.master_weights and not self._runtime.keeps_whole:
             raise OwnershipError(
                 f"master_weights=True: in the {self._layout!r} layout under tensor parallelism an "
                 "owner keeps a slice of a weight only. Keep the parameters in float32 and compute "
                 "in bfloat16 (torch.autocast), or leave master_weights off"
             )
-        self._runtime.bind(group_of_matrices(ownership, optimizer), self._payload_dtype)
+        groups = group_of_matrices(runtime.parameters, runtime.plan.specs, optimizer)
+        self._runtime.bind(groups, self._payload_dtype)
         self._state = _OwnerState(self._runtime, settings.master_weights)
-        self._rest = rest_by_group(ownership, optimizer)
-        self._on_host = streams.host_can_read(self._runtime.device)
-        self._kernels = Orthogonalizer(self._runtime.device, settings.ns_dtype, ownership.kernels)
+        self._rest = adamw_parameters(runtime.parameters, optimizer)
+        self._kernels = Orthogonalizer(self._runtime.device, settings.ns_dtype, kernels)
         mine = [u for u in self._runtime.units if u.owner == self._runtime.transport.rank]
         self._kernels.reserve(self._call(unit, len(unit.matrices)) for unit in mine)
         self._show_momentum()
@@ -250,7 +258,7 @@ class OwnerEngine:
                 [p for p, _ in found],
                 [local_tensor(grad) for _, grad in found],
                 master_weights=self._settings.master_weights,
-                on_device=not self._on_host,
+                fused=not streams.host_can_read(self._runtime.device),
             )
 
     def finish(self) -> None:
@@ -276,6 +284,5 @@ class OwnerEngine:
             self._optimizer.state.pop(p, None)
             if "exp_avg" in saved.get(p, {}):
                 self._optimizer.state[p] = {
-                    k: v.detach().clone().to("cpu" if k == "step" and self._on_host else p.device)
-                    for k, v in saved[p].items()
+                    k: v.detach().clone().to(p.device) for k, v in saved[p].items()
                 }

@@ -23,7 +23,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -45,8 +44,7 @@ from dmuon.comm.owners import OwnedGradients, OwnerRuntime, Unstack, rows_of, se
 from dmuon.comm.pipeline import Pipeline
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.reducer import GradientReducer
-from dmuon.comm.routes import Unit
-from dmuon.comm.shard_routes import Part, bucket_route
+from dmuon.comm.routes import Part, Unit, bucket_route
 from dmuon.comm.transport import Meter
 from dmuon.config import DedicatedOptions, ShardedOptions
 from dmuon.dtensors import is_distributed, local_shard, local_tensor, mesh_axes
@@ -56,12 +54,12 @@ from dmuon.types import OwnershipError
 __all__ = ["DedicatedRuntime"]
 
 
-class _Assembly:
-    """The step under tensor parallelism, of units whose gradients and updates have one dtype each.
+_Parts = list[tuple[int, int, Tensor]]  # position in a unit, matrix, its part
 
-    ``run(compute, update)`` calls ``compute(unit, gradients)`` at the unit's owner, and on every
-    rank with its data coordinates ``update(unit, [(position, matrix, update's part)])``.
-    """
+
+class _Assembly:
+    """The step under tensor parallelism, of units whose gradients have one dtype, and what is
+    published of them one, that of ``like``."""
 
     def __init__(
         self,
@@ -70,32 +68,26 @@ class _Assembly:
         owned: OwnedGradients,
         groups: ProcessGroups,
         meter: Meter,
+        reduced: torch.dtype,
         like: Tensor,
     ) -> None:
         self._units = units
-        self._owned = owned
-        tensors = range(slices.grid.shape[2])
-        specs = slices.plan.specs
+        specs, together = slices.plan.specs, tuple(range(slices.grid.shape[2]))
         # A parameter that is whole everywhere is one that each of these ranks replicates.
         reports = [
             RankShards.of(
                 t,
                 [
-                    LocalShard(tuple(tensors), (t,), (0,) * len(spec.shape), spec.shape)
+                    LocalShard(together, (t,), (0,) * len(spec.shape), spec.shape)
                     if boxes is None
-                    else LocalShard(tuple(tensors), (), boxes[t].offset, boxes[t].shape)
+                    else LocalShard(together, (), boxes[t].offset, boxes[t].shape)
                     for spec, boxes in zip(specs.parameters, slices.boxes, strict=True)
                 ],
             )
-            for t in tensors
+            for t in together
         ]
-        together = tuple(tensors)
-        shards = ShardMap(
-            specs,
-            tuple(reports),
-            ((together,),) * len(specs.parameters),
-            (together,) * len(specs.matrices),
-        )
+        copies, holders = ((together,),) * len(specs.parameters), (together,) * len(specs.matrices)
+        shards = ShardMap(specs, tuple(reports), copies, holders)
         near = [replace(u, owner=slices.owner_place(u.matrices[0])[2]) for u in units]
         options = ShardedOptions()
         buckets = cut_buckets(
@@ -103,36 +95,54 @@ class _Assembly:
         )
         routes = [bucket_route(shards, near, b, groups.tensors.rank) for b in buckets]
         self._pipeline = Pipeline(
-            routes, near, shards, groups.tensors, meter, options.buffers, like
+            routes, near, groups.tensors, meter, options.buffers, like, inbound=reduced
         )
-        self._count = len(buckets)
+        self._sources: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._landed: list[list[tuple[int, _Parts]]] = []
+        for bucket in self._pipeline.buckets:
+            sent = [part for _, part in _views(bucket.send, bucket.route.held.parts)]
+            here = [
+                (view, owned.here[i]) for parts in sent for _, i, view in parts
+            ]  # made once: what is kept never moves
+            self._sources.append(([view for view, _ in here], [grad for _, grad in here]))
+            landed = _views(bucket.landed, bucket.route.held.parts)
+            copied = _views(bucket.copies_in, bucket.route.copies_in.parts)
+            self._landed.append([*landed, *copied])
 
     def run(
         self,
         compute: Callable[[Unit, Tensor], Tensor | None],
-        update: Callable[[Unit, list[tuple[int, int, Tensor]]], None],
+        update: Callable[[Unit, _Parts], None],
     ) -> None:
-        self._compute, self._update = compute, update
-        self._pipeline.run(self, lambda: None)
-        self._pipeline.land(range(self._count))
+        """Call ``compute(unit, gradients)`` at the unit's owner, and on every rank with its data
+        coordinates ``update`` with the parts of the results."""
 
-    # What the pipeline does with its buckets.
+        def fill(b: int) -> None:
+            if self._sources[b][0]:
+                torch._foreach_copy_(*self._sources[b])
 
-    def pack(self, parts: Sequence[Part], views: list[Tensor]) -> None:
-        torch._foreach_copy_(views, [self._owned.here[part.matrix] for part in parts])
+        def assembled(b: int, done: Callable[[int, Tensor], None]) -> None:
+            for n, (u, gradients) in enumerate(self._pipeline.buckets[b].stacks):
+                payload = compute(self._units[u], gradients)
+                if payload is not None:  # else nobody applies it
+                    done(n, payload)
 
-    def compute(
-        self, batches: Sequence[tuple[int, Tensor]], done: Callable[[int, Tensor], None]
-    ) -> None:
-        for n, (u, gradients) in enumerate(batches):
-            payload = self._compute(self._units[u], gradients)
-            if payload is not None:  # else of no parameter with a gradient, and nobody applies it
-                done(n, payload)
+        def apply(b: int) -> None:
+            for u, parts in self._landed[b]:
+                update(self._units[u], parts)
 
-    def apply(self, parts: Sequence[Part], views: list[Tensor]) -> None:
-        for u, members in groupby(zip(parts, views, strict=True), lambda member: member[0].unit):
-            found = [(part.position, part.matrix, view) for part, view in members]
-            self._update(self._units[u], found)
+        self._pipeline.run(fill, assembled, apply, lambda: None)
+        self._pipeline.land(range(len(self._landed)))
+
+
+def _views(flat: Tensor, parts: Sequence[Part]) -> list[tuple[int, _Parts]]:
+    """The pieces in a message's buffer: (unit, pieces)."""
+    found = []
+    for part in parts:
+        views = flat.narrow(0, part.start, part.numel).view(part.shape).unbind()
+        places = range(part.position, part.position + len(views))
+        found.append((part.unit, list(zip(places, part.matrices, views, strict=True))))
+    return found
 
 
 class DedicatedRuntime(OwnerRuntime):
@@ -252,11 +262,11 @@ class DedicatedRuntime(OwnerRuntime):
         self._removers += hook_gradients(self.weights_here, tracked)
 
     def _make_assemblies(self, owned: OwnedGradients) -> list[_Assembly]:
-        by_dtype: dict[torch.dtype, list[Unit]] = defaultdict(list)
+        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[Unit]] = defaultdict(list)
         for unit in owned.near:
             dtype = self.plan.specs.matrices[unit.matrices[0]].dtype
             reduced = self._options.reduce_dtype or getattr(torch, dtype)
-            by_dtype[torch.promote_types(reduced, self._payload_dtype(dtype))].append(unit)
+            by_dtype[reduced, self._payload_dtype(dtype)].append(unit)
         return [
             _Assembly(
                 self._slices,
@@ -264,9 +274,10 @@ class DedicatedRuntime(OwnerRuntime):
                 owned,
                 self.process_groups,
                 self.meter,
-                torch.empty(0, dtype=dtype, device=self.device),
+                reduced,
+                torch.empty(0, dtype=published, device=self.device),
             )
-            for dtype, units in by_dtype.items()
+            for (reduced, published), units in by_dtype.items()
         ]
 
     def _planned_places(self) -> PlannedPlaces | None:
