@@ -174,7 +174,7 @@ class OwnerEngine:
         """Newton-Schulz on ``count`` matrices of ``unit``."""
         group = self._optimizer.param_groups[unit.group]
         coefficients = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
-        return Call(((count, unit.rows, unit.cols),), coefficients, unit.kernel)
+        return Call((count, unit.rows, unit.cols), coefficients, unit.kernel)
 
     def _payload_dtype(self, parameter_dtype: str) -> torch.dtype:
         if self._settings.master_weights:
@@ -213,10 +213,10 @@ class OwnerEngine:
             kept = self._state.of(unit)
             watch.start()
             rows = [rows_of(stack, where) for stack in kept]
-            (operand,) = self._kernels.operands(call)
+            operand = self._kernels.operand(call)
             fused = self._kernels.is_fused(call)
             normalized_momentum(rows[0], gradients, group, out=operand, fused=fused)
-            (payload,) = orthogonalize(self._kernels, call, [operand])
+            payload = orthogonalize(self._kernels, call, operand)
             watch.stop()
             steps = _by_rate(rate, unit, where)
             rms = update_rms(payload, steps[0][0] / rate.lr if rate.lr else 0.0)

@@ -1,24 +1,23 @@
-"""What travels together: windows of gradients, units of work, buckets of updates."""
+"""What travels together: buckets of gradients, units of work, buckets of updates."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dmuon.comm.routes import (
+from dmuon.comm.buckets import (
     EVERYONE,
-    Unit,
+    Slices,
     aligned,
-    make_window,
-    matrices_by_parameter,
+    cut_by_bytes,
+    gradient_bucket,
     publish_buckets,
-    reduction_windows,
-    units_of,
 )
+from dmuon.comm.routes import Unit, units_of
 from dmuon.scheduler.plan import Batch, OwnershipPlan
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.specs import ModelSpecs
@@ -73,25 +72,40 @@ def plans(draw) -> OwnershipPlan:
     )  # fmt: skip
 
 
-# ---- windows -----------------------------------------------------------------------------
+# ---- buckets -----------------------------------------------------------------------------
 
 
-reduce_dtypes = st.sampled_from([None, "float32"])
+reduce_dtypes = st.sampled_from([None, torch.float32])
+
+
+def one_bucket(plan, members, dtype=None):
+    rest = {p: plan.specs.parameters[p].numel for p in plan.specs.rest()}
+    return gradient_bucket(Slices.flat(plan), members, rest, 0, dtype)
+
+
+def gradient_buckets(plan, size, dtype=None):
+    specs = plan.specs.parameters
+
+    def nbytes(p):
+        return specs[p].numel * (dtype.itemsize if dtype else ITEM_SIZE[specs[p].dtype])
+
+    order = reversed(range(len(specs)))
+    return [one_bucket(plan, m, dtype) for m in cut_by_bytes(order, nbytes, size)]
 
 
 @settings(max_examples=80)
 @given(plans(), st.integers(1, 400), reduce_dtypes)
-def test_windows_cover_every_element_once_in_reverse_registration_order(plan, size, dtype):
-    windows = reduction_windows(plan, size, dtype)
-    order = [p for window in windows for p in window.parameters]
+def test_buckets_cover_every_element_once_in_reverse_registration_order(plan, size, dtype):
+    buckets = gradient_buckets(plan, size, dtype)
+    order = [p for bucket in buckets for p in bucket.parameters]
     assert order == list(reversed(range(len(plan.specs.parameters))))
-    for window in windows:
+    for bucket in buckets:
         seen: Counter[tuple[int, int]] = Counter()
-        for pack in window.packs:
-            for span in pack.spans:
+        for segment in bucket.segments:
+            for span in segment.spans:
                 seen.update((span.parameter, span.start + e) for e in range(span.numel))
         assert seen == Counter(
-            (p, e) for p in window.parameters for e in range(plan.specs.parameters[p].numel)
+            (p, e) for p in bucket.parameters for e in range(plan.specs.parameters[p].numel)
         )
 
 
@@ -99,19 +113,19 @@ def test_windows_cover_every_element_once_in_reverse_registration_order(plan, si
 @given(plans(), st.integers(1, 400), reduce_dtypes)
 def test_every_matrix_travels_to_its_owner_and_the_rest_to_everyone(plan, size, dtype):
     matrices: Counter[int] = Counter()
-    for window in reduction_windows(plan, size, dtype):
-        for pack in window.packs:
-            assert pack.numel == sum(span.numel for span in pack.spans)
-            for span in pack.spans:
+    for bucket in gradient_buckets(plan, size, dtype):
+        for segment in bucket.segments:
+            assert segment.numel == sum(span.numel for span in segment.spans)
+            for span in segment.spans:
                 matrices.update(span.matrices)
-                if pack.owner == EVERYONE:
+                if segment.shard == EVERYONE:
                     assert span.matrices == ()
                     assert span.parameter in plan.specs.rest()
                     continue
                 start = span.start
                 for i in span.matrices:
                     matrix = plan.specs.matrices[i]
-                    assert plan.owners[i] == pack.owner
+                    assert plan.owners[i] == segment.shard
                     assert (matrix.parameter, matrix.start) == (span.parameter, start)
                     start += matrix.numel
                 assert start == span.start + span.numel
@@ -120,13 +134,13 @@ def test_every_matrix_travels_to_its_owner_and_the_rest_to_everyone(plan, size, 
 
 @settings(max_examples=60)
 @given(plans(), st.integers(1, 400), reduce_dtypes)
-def test_a_pack_has_one_dtype(plan, size, dtype):
-    for window in reduction_windows(plan, size, dtype):
-        targets = [(pack.owner, pack.dtype) for pack in window.packs]
+def test_a_segment_has_one_dtype(plan, size, dtype):
+    for bucket in gradient_buckets(plan, size, dtype):
+        targets = [(segment.shard, segment.dtype) for segment in bucket.segments]
         assert len(set(targets)) == len(targets), "two collectives where one would do"
-        for pack in window.packs:
-            dtypes = {plan.specs.parameters[span.parameter].dtype for span in pack.spans}
-            assert ({dtype} if dtype else dtypes) == {pack.dtype}
+        for segment in bucket.segments:
+            dtypes = {plan.specs.parameters[span.parameter].dtype for span in segment.spans}
+            assert ({"float32"} if dtype else dtypes) == {segment.dtype}
 
 
 @settings(max_examples=60)
@@ -134,7 +148,7 @@ def test_a_pack_has_one_dtype(plan, size, dtype):
 def test_routes_are_a_function_of_the_plan_alone(plan, size, dtype):
     # So ranks that hold the same plan issue the same collectives in the same order.
     again = OwnershipPlan.from_json(plan.to_json())
-    assert reduction_windows(plan, size, dtype) == reduction_windows(again, size, dtype)
+    assert gradient_buckets(plan, size, dtype) == gradient_buckets(again, size, dtype)
     groups = [m.parameter % 2 for m in plan.specs.matrices]
     assert units_of(plan, groups) == units_of(again, groups)
     buckets = publish_buckets(units_of(plan, groups), size, 2)
@@ -143,24 +157,25 @@ def test_routes_are_a_function_of_the_plan_alone(plan, size, dtype):
 
 @settings(max_examples=60)
 @given(plans(), st.integers(1, 400), reduce_dtypes)
-def test_a_window_closes_as_soon_as_it_is_large_enough(plan, size, dtype):
+def test_a_bucket_closes_as_soon_as_it_is_large_enough(plan, size, dtype):
     def nbytes(parameters) -> int:
         specs = [plan.specs.parameters[p] for p in parameters]
-        return sum(s.numel * ITEM_SIZE[dtype or s.dtype] for s in specs)
+        return sum(s.numel * (4 if dtype else ITEM_SIZE[s.dtype]) for s in specs)
 
-    *full, last = reduction_windows(plan, size, dtype)
-    for window in full:
-        assert nbytes(window.parameters) >= size
-    for window in (*full, last):
-        assert nbytes(window.parameters[:-1]) < size
+    *full, last = gradient_buckets(plan, size, dtype)
+    for bucket in full:
+        assert nbytes(bucket.parameters) >= size
+    for bucket in (*full, last):
+        assert nbytes(bucket.parameters[:-1]) < size
 
 
 def test_neighbouring_matrices_of_one_owner_are_one_span():
     specs = collect(tree({"w1": (5, 2, 3)}))
     plan = plan_of(specs, [0, 0, 1, 0, 0], 2)
-    (window,) = reduction_windows(plan, 1)
+    (bucket,) = gradient_buckets(plan, 1)
     spans = {
-        pack.owner: [(s.start, s.numel, s.matrices) for s in pack.spans] for pack in window.packs
+        segment.shard: [(s.start, s.numel, s.matrices) for s in segment.spans]
+        for segment in bucket.segments
     }
     assert spans == {
         0: [(0, 12, (0, 1)), (18, 12, (3, 4))],
@@ -170,15 +185,15 @@ def test_neighbouring_matrices_of_one_owner_are_one_span():
 
 def test_owners_come_by_rank_and_everyone_last():
     plan = plan_of(specs_of([(2, 3, "float32")] * 3, rest=2), [2, 0, 1], 3)
-    (window,) = reduction_windows(plan, 1 << 20)
-    assert [pack.owner for pack in window.packs] == [0, 1, 2, EVERYONE]
+    (bucket,) = gradient_buckets(plan, 1 << 20)
+    assert [segment.shard for segment in bucket.segments] == [0, 1, 2, EVERYONE]
 
 
-def test_a_window_of_given_parameters_keeps_their_order():
+def test_a_bucket_of_given_parameters_keeps_their_order():
     plan = plan_of(specs_of([(2, 3, "float32")] * 3), [0, 0, 0], 1)
-    window = make_window(plan, [2, 0], matrices_by_parameter(plan), None)
-    assert window.parameters == (2, 0)
-    assert [span.parameter for span in window.packs[0].spans] == [2, 0]
+    bucket = one_bucket(plan, [2, 0])
+    assert bucket.parameters == (2, 0)
+    assert [span.parameter for span in bucket.segments[0].spans] == [2, 0]
 
 
 def test_a_transposed_convolution_is_one_span():
@@ -188,9 +203,9 @@ def test_a_transposed_convolution_is_one_span():
     index = next(i for i, p in enumerate(specs.parameters) if p.transposed)
     spans = [
         span
-        for window in reduction_windows(plan, 1)
-        for pack in window.packs
-        for span in pack.spans
+        for bucket in gradient_buckets(plan, 1)
+        for segment in bucket.segments
+        for span in segment.spans
         if span.parameter == index
     ]
     assert [(s.start, s.numel) for s in spans] == [(0, model.deconv.weight.numel())]
@@ -262,12 +277,12 @@ units_lists = st.lists(
 def test_buckets_hold_each_unit_once_in_its_owners_order(units, size, item):
     buckets = publish_buckets(units, size, item)
     executed: dict[int, list[int]] = defaultdict(list)
-    for bucket in buckets:
-        assert {units[u].owner for u in bucket.units} == {bucket.owner}
-        executed[bucket.owner] += bucket.units
+    for owner, members in buckets:
+        assert {units[u].owner for u in members} == {owner}
+        executed[owner] += members
     for owner, order in executed.items():
         assert order == [u for u, unit in enumerate(units) if unit.owner == owner]
-    assert sorted(u for b in buckets for u in b.units) == list(range(len(units)))
+    assert sorted(u for _, members in buckets for u in members) == list(range(len(units)))
 
 
 @settings(max_examples=120)
@@ -277,12 +292,11 @@ def test_buckets_respect_their_size_and_waste_none(units, size, item):
         return sum(units[u].numel * item for u in members)
 
     by_owner: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-    for bucket in publish_buckets(units, size, item):
-        assert nbytes(bucket.units) <= size or len(bucket.units) == 1
-        by_owner[bucket.owner].append(bucket.units)
+    for owner, members in publish_buckets(units, size, item):
+        assert nbytes(members[:-1]) < size
+        by_owner[owner].append(members)
     for buckets in by_owner.values():
-        for current, following in pairwise(buckets):
-            assert nbytes(current + following[:1]) > size
+        assert all(nbytes(members) >= size for members in buckets[:-1])
 
 
 @settings(max_examples=120)
@@ -290,9 +304,9 @@ def test_buckets_respect_their_size_and_waste_none(units, size, item):
 def test_buckets_leave_in_the_order_of_predicted_completion(units, size, item):
     clock: dict[int, float] = defaultdict(float)
     finished = []
-    for bucket in publish_buckets(units, size, item):
-        clock[bucket.owner] += sum(units[u].ms for u in bucket.units)
-        finished.append(clock[bucket.owner])
+    for owner, members in publish_buckets(units, size, item):
+        clock[owner] += sum(units[u].ms for u in members)
+        finished.append(clock[owner])
     assert finished == pytest.approx(sorted(finished))
 
 
