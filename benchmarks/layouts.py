@@ -50,9 +50,8 @@ from benchmarks.ranks import Rows, on_ranks
 from benchmarks.results import command, table, write
 from benchmarks.step_time import HYPERPARAMETERS
 from benchmarks.timing import Laps, over_ranks, ratio, spread, take_turns
-from dmuon.api import assemble
+from dmuon.api import Request, assemble, group_maker, mesh_topology
 from dmuon.comm.transport import C10dTransport, Transport
-from dmuon.meshes import group_maker, mesh_topology
 from tests.transports import RecordingTransport
 
 WARM_UP = 2
@@ -222,13 +221,13 @@ class Contender:
 
         world, freed = dist.get_world_size(), self.kind.freed
         make = group_maker(mesh, world, TIMEOUT_S)
+        options = None if freed is None else dmuon.DedicatedOptions(free_after_forward=freed)
         return assemble(
             self.model,
+            Request(self.kind.layout, options=options),
             record(C10dTransport(range(world), TIMEOUT_S)),
             lambda: mesh_topology(mesh, world, self.model, dmuon.PlannerOptions()),
-            layout=self.kind.layout,
-            options=None if freed is None else dmuon.DedicatedOptions(free_after_forward=freed),
-            new_group=lambda partition: record(make(partition)),
+            lambda partition: record(make(partition)),
         )
 
     def forward(self) -> None:

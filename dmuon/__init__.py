@@ -1,6 +1,5 @@
 """dmuon: an owner-centric distributed runtime for the Muon optimizer."""
 
-from dmuon.accumulate import no_sync
 from dmuon.api import dedicate_params
 from dmuon.clip import clip_grad_norm_
 from dmuon.config import (
@@ -12,7 +11,7 @@ from dmuon.config import (
 )
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.optim import Muon
-from dmuon.ownership import Ownership
+from dmuon.ownership import Ownership, no_sync
 from dmuon.period import LinearPeriod
 from dmuon.report.data import LoadBalanceReport
 from dmuon.scheduler.costs import CostTable

@@ -23,13 +23,6 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {value}")
-    return value
-
-
 def _add_plan(commands: Any) -> None:
     command = commands.add_parser(
         "plan",
@@ -64,36 +57,7 @@ def _add_check(commands: Any) -> None:
         "weights and losses after every step. Exit status 1 if they differ, 2 for a mistake, 3 for "
         "a crash.",
     )
-    command.add_argument(
-        "--layout",
-        choices=("replicated", "sharded", "dedicated", "all"),
-        default="replicated",
-        help="replicated: a plain module and DistributedDataParallel; sharded: FSDP2, HSDP, tensor "
-        "and expert parallelism and their products, on 2, 4 and 8 processes; dedicated: a plain "
-        "module, tensor parallelism, and FSDP2 or HSDP for what owners do not keep, on 2 and 4",
-    )
-    command.add_argument(
-        "--nproc",
-        type=_positive,
-        help="processes of the replicated layout (default 4); meshes of more processes are left "
-        "out in the other layouts (default: none is)",
-    )
-    command.add_argument("--steps", type=_positive, default=10)
-    command.add_argument("--lr", type=float, default=0.02)
-    command.add_argument(
-        "--seeds",
-        type=_positive,
-        default=1,
-        help="make each comparison with that many weights and data; a row each (default 1)",
-    )
-    command.add_argument(
-        "--json", metavar="PATH", help="write the rows there; - for standard output"
-    )
-    command.add_argument(
-        "--plant-fault",
-        action="store_true",
-        help="let one rank publish wrong updates, to see that the check can fail",
-    )
+    check.add_check_arguments(command)
     command.set_defaults(run=check.run)
 
 

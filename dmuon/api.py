@@ -1,4 +1,11 @@
-"""`dedicate_params`: the composition root, where planning, moving and computing meet."""
+"""`dedicate_params`: from a model and a mesh to an `Ownership`.
+
+::
+
+    parameters + mesh -> specs, topology -> costs -> solve -> plan -> runtime -> Ownership
+
+Read `assemble` for the steps; what each asks of the model stands below it, in the same order.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +14,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,12 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 from dmuon.comm.buckets import Slices, slice_boxes
 from dmuon.comm.consensus import attempt, solve_on_first
 from dmuon.comm.dedicated.layout import DedicatedRuntime
-from dmuon.comm.hooks import reshard
+from dmuon.comm.hooks import fsdp_roots, reshard
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.comm.process_groups import Grid, NewGroup, ProcessGroups
 from dmuon.comm.replicated import ReplicatedRuntime
 from dmuon.comm.sharded import ShardedRuntime
-from dmuon.comm.transport import Transport
+from dmuon.comm.transport import C10dTransport, LocalTransport, Transport
 from dmuon.config import (
     DedicatedOptions,
     KernelOptions,
@@ -31,26 +38,16 @@ from dmuon.config import (
     ReplicatedOptions,
     ShardedOptions,
 )
-from dmuon.dtensors import compute_device, covering_mesh, is_distributed, local_shard
+from dmuon.dtensors import (
+    compute_device,
+    covering_mesh,
+    is_distributed,
+    local_shard,
+    mesh_axes,
+)
+from dmuon.kernels.choice import BACKENDS, check_method
 from dmuon.measure import measured_costs
-from dmuon.meshes import (
-    check_launched,
-    group_maker,
-    make_transport,
-    mesh_device,
-    mesh_topology,
-    tensor_axes,
-)
 from dmuon.ownership import Ownership, ownerships_of
-from dmuon.requirements import (
-    check_axes,
-    check_ddp,
-    check_dedicated,
-    check_kernels,
-    check_pools,
-    check_saved,
-    check_wrapping,
-)
 from dmuon.scheduler.assembly import assemble as assemble_shards
 from dmuon.scheduler.costs import CostTable, resolve_costs
 from dmuon.scheduler.limits import OwnerLimits
@@ -58,12 +55,41 @@ from dmuon.scheduler.plan import OwnershipPlan, check_plan_fits, solve
 from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.scheduler.shards import RankShards, ShardMap
 from dmuon.scheduler.specs import ModelSpecs, canonical_name
-from dmuon.scheduler.topology import Topology
-from dmuon.types import DmuonError, Layout, OwnershipError, Select
+from dmuon.scheduler.topology import Topology, local_world_size
+from dmuon.types import DmuonError, KernelChoice, Layout, OwnershipError, PlanError, Select
 
-__all__ = ["assemble", "dedicate_params"]
+__all__ = [
+    "Request",
+    "assemble",
+    "check_launched",
+    "dedicate_params",
+    "group_maker",
+    "mesh_topology",
+]
 
 Options = DedicatedOptions | ReplicatedOptions | ShardedOptions
+
+_OPTIONS: dict[Layout, type[Options]] = {
+    Layout.DEDICATED: DedicatedOptions,
+    Layout.REPLICATED: ReplicatedOptions,
+    Layout.SHARDED: ShardedOptions,
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of `dedicate_params`, except the model and its mesh."""
+
+    layout: str = "auto"
+    select: Select | None = None
+    splits: Mapping[str, Sequence[int]] | None = None
+    heads: Mapping[str, int] | None = None
+    costs: Any = "measured"
+    solver: str = "auto"
+    planner: PlannerOptions = PlannerOptions()  # noqa: RUF009  frozen
+    options: Options | None = None
+    plan: OwnershipPlan | None = None
+    kernels: KernelOptions = KernelOptions()  # noqa: RUF009  frozen
 
 
 def dedicate_params(
@@ -95,7 +121,7 @@ def dedicate_params(
             `DistributedDataParallel`; "auto" looks at the parameters. "dedicated": only its owner
             stores a matrix. Ask for it before ``fully_shard(..., ignored_params=
             own.dedicated_params)``, or on a plain module, also one on the meta device; a mesh of
-            two axes is then (replicate, shard), axes of tensor parallelism apart.
+            two axes is then (replicate, shard), besides axes of tensor parallelism.
         options: `ShardedOptions`, `ReplicatedOptions` or `DedicatedOptions`, as the layout is.
         select: ``(name, parameter) -> bool`` picks the matrices instead of the default rules.
         splits: name pattern -> row sizes; makes several matrices of a fused parameter.
@@ -103,7 +129,7 @@ def dedicate_params(
         costs: "measured" chooses kernels on the first rank and times each shape with them on all
             ranks (at most ``kernels.tune_budget_s`` and ``planner.profile_budget_s`` seconds; kept
             in a cache), "analytic" or "analytic:<device>" estimates it; or the path of a cost
-            table, a `CostTable`, or any object with its ``batch_ms`` and ``source``.
+            table, or a `CostTable`.
         solver: "auto", "milp", "greedy" or "round_robin" (docs/scheduler.md).
         plan: a saved plan to use again, after checking that it fits.
         kernels: how owners compute Newton-Schulz (docs/kernels.md). A kernel that a saved plan
@@ -116,308 +142,316 @@ def dedicate_params(
             ConsensusError.
     """
     check_launched("dmuon.dedicate_params")
+    request = Request(
+        layout, select, splits, heads, costs, solver, planner, options, plan, kernels
+    )  # fmt: skip
     ddp = model if isinstance(model, DistributedDataParallel) else None
     if isinstance(model, nn.Module) and ddp is None:
         reshard(model)
         mesh = covering_mesh(trainable_parameters(model)) if mesh is None else mesh
     timeout_s = getattr(options, "timeout_s", None)
-    transport = make_transport(mesh, ddp, timeout_s)
+    transport = _transport(mesh, ddp, timeout_s)
     return assemble(
         model,
+        request,
         transport,
         lambda: mesh_topology(mesh, transport.world, model, planner),
-        layout=layout,
-        collect_specs=lambda m: collect(
-            m,
-            select=select,
-            splits=splits,
-            heads=heads,
-            allow_meta=layout == Layout.DEDICATED,
-        ),
-        costs=costs,
-        solver=solver,
-        planner=planner,
-        options=options,
-        plan=plan,
-        kernels=kernels,
-        new_group=group_maker(mesh, transport.world, timeout_s),
+        group_maker(mesh, transport.world, timeout_s),
     )
-
-
-@dataclass
-class _Request:
-    """The arguments of `dedicate_params`, and what this rank makes of them."""
-
-    model: nn.Module
-    topology: Callable[[], Topology]
-    layout: str
-    collect_specs: Callable[[nn.Module], ModelSpecs]
-    costs: Any
-    solver: str
-    planner: PlannerOptions
-    options: Options | None
-    plan: OwnershipPlan | None
-    kernels: KernelOptions
-    new_group: NewGroup | None
-
-    @cached_property
-    def is_sharded(self) -> bool:
-        return any(is_distributed(p) for p in self.inner.parameters())
-
-    @property
-    def chosen(self) -> Layout:
-        """The layout, "auto" resolved."""
-        if self.layout == Layout.AUTO:
-            return Layout.SHARDED if self.is_sharded else Layout.REPLICATED
-        return Layout(self.layout)
-
-    @property
-    def ddp(self) -> DistributedDataParallel | None:
-        return self.model if isinstance(self.model, DistributedDataParallel) else None
-
-    @property
-    def inner(self) -> nn.Module:
-        return self.model if self.ddp is None else self.ddp.module
-
-    def prepare(self, transport: Transport) -> _Prepared:
-        """Everything that can be wrong on one rank is found here."""
-        if not isinstance(self.model, nn.Module):
-            raise TypeError(
-                f"dedicate_params takes an nn.Module, found {type(self.model).__name__}"
-            )
-        self._check_layout()
-        check_wrapping(self.inner)
-        if self.chosen is Layout.DEDICATED:
-            check_dedicated(self.model, transport)
-        if ownerships_of(self.model):
-            raise OwnershipError(
-                "this model is dedicated already: call close() on its Ownership before "
-                "dedicate_params is called again"
-            )
-        specs = self.collect_specs(self.inner)
-        if not isinstance(self.planner, PlannerOptions):
-            raise TypeError(f"planner must be PlannerOptions, found {type(self.planner).__name__}")
-        if self.ddp is not None:
-            check_ddp(self.ddp, self.inner, transport)
-        topology = self.topology()
-        if self.plan is not None:
-            if not isinstance(self.plan, OwnershipPlan):
-                raise TypeError(
-                    "plan must be an OwnershipPlan (see OwnershipPlan.from_json), found "
-                    f"{type(self.plan).__name__}"
-                )
-            check_saved(self.plan, self.planner, self.chosen)
-        check_kernels(self.kernels, self.plan)
-        if self.chosen is Layout.REPLICATED:
-            return _Prepared(specs, topology, None)
-        if self.chosen is Layout.DEDICATED:
-            check_axes(trainable_parameters(self.inner), topology, self.options)
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        named = trainable_parameters(self.inner)
-        return _Prepared(
-            specs, topology, RankShards.of(rank, [local_shard(n, p, rank) for n, p in named])
-        )
-
-    def _check_layout(self) -> None:
-        known = [member.value for member in Layout]
-        if self.layout not in known:
-            raise DmuonError(f"layout must be one of {known}, found {self.layout!r}")
-        if self.chosen is Layout.REPLICATED and self.is_sharded:
-            name = next(n for n, p in self.inner.named_parameters() if is_distributed(p))
-            raise DmuonError(
-                f"layout='replicated' but parameter {name!r} is a DTensor: use layout='sharded' "
-                "(or 'auto')"
-            )
-        if self.chosen is Layout.SHARDED and not self.is_sharded and self.ddp is None:
-            raise DmuonError(
-                "layout='sharded' but no parameter is a DTensor: call fully_shard or "
-                "parallelize_module before dmuon.dedicate_params, or use layout='replicated'"
-            )
-        if self.chosen is Layout.SHARDED and self.ddp is not None:
-            raise DmuonError(
-                "layout='sharded' does not take DistributedDataParallel; replicate with a 2-D mesh "
-                "in fully_shard (HSDP), or use layout='replicated'"
-            )
-        wanted = _OPTIONS[self.chosen]
-        if self.options is not None and not isinstance(self.options, wanted):
-            raise TypeError(
-                f"options for layout {self.chosen.value!r} must be {wanted.__name__}, found "
-                f"{type(self.options).__name__}"
-            )
-
-    def describe(self, prepared: _Prepared) -> str:
-        """What all ranks must have in common, a line each."""
-        specs, topology = prepared.specs, prepared.topology
-        arguments = {
-            "layout": self.chosen.value,
-            **self._options_texts(),
-            # Each rank may keep its cache where it likes.
-            "planner": replace(self.planner, cache_dir=None),
-            "costs": _costs_text(self.costs),
-            "solver": self.solver,
-            "kernels": self.kernels,
-            "plan": None if self.plan is None else self.plan.fingerprint(),
-        }
-        lines = [str(topology), *map(str, specs.parameters), *map(str, specs.matrices)]
-        return "\n".join(lines + [f"{name}={value}" for name, value in arguments.items()])
-
-    def _options_texts(self) -> dict[str, Any]:
-        """The options; of a function what it chooses, for its own text differs between ranks."""
-        options = self.options or _OPTIONS[self.chosen]()
-        if not isinstance(options, DedicatedOptions) or options.groups is None:
-            return {"options": options}
-        chooses = options.groups
-        chosen = [n for n, m in self.inner.named_modules() if n and chooses(canonical_name(n), m)]
-        return {"options": replace(options, groups=None), "groups": chosen}
-
-    def prices(self, transport: Transport, specs: ModelSpecs) -> Any:
-        """The costs; measured, by all ranks together, if that is asked for."""
-        if self.plan is not None or not isinstance(self.costs, str) or self.costs != "measured":
-            return self.costs
-        parameters = [p for _, p in trainable_parameters(self.inner)]
-        device = mesh_device(self.topology(), parameters)
-        keys = [m.key for m in specs.matrices]
-        return measured_costs(
-            transport,
-            keys,
-            device,
-            self.planner,
-            kernels=self.kernels,
-            momentum=self.chosen is not Layout.SHARDED,
-        )
-
-    def solve(
-        self, specs: ModelSpecs, topology: Topology, costs: Any, limits: OwnerLimits | None
-    ) -> OwnershipPlan:
-        """The plan; the given one if there is one."""
-        return self.plan or solve(
-            specs,
-            topology,
-            resolve_costs(costs, topology.device_type, momentum=self.chosen is not Layout.SHARDED),
-            layout=self.chosen,
-            solver=self.solver,
-            options=self.planner,
-            limits=limits,
-        )
-
-    def dedicated(
-        self, plan: OwnershipPlan, reports: Sequence[RankShards], transport: Transport
-    ) -> LayoutRuntime:
-        """The machinery of the `dedicated` layout; places the weights. A collective call."""
-        named = trainable_parameters(self.inner)
-        axes = tensor_axes(named)
-        grid = Grid.of(plan.topology, axes)
-        slices = Slices(plan, grid, slice_boxes(plan.specs, grid, reports))
-        new_group = self.new_group or group_maker(None, transport.world, None)
-        process_groups = ProcessGroups.open(grid, transport, new_group)
-        options = self.options or DedicatedOptions()
-        assert isinstance(options, DedicatedOptions)
-        parameters = [p for _, p in named]
-        device = mesh_device(plan.topology, parameters)
-        return DedicatedRuntime(
-            slices, self.inner, parameters, process_groups, options, axes, device
-        )
-
-    def runtime(
-        self, plan: OwnershipPlan, shards: ShardMap | None, transport: Transport
-    ) -> LayoutRuntime:
-        """The machinery of the layout; hooks are installed when an optimizer binds to it."""
-        named = [p for _, p in trainable_parameters(self.inner)]
-        if shards is not None:
-            options = self.options or ShardedOptions()
-            assert isinstance(options, ShardedOptions)
-            device = compute_device(named)
-            return ShardedRuntime(plan, shards, self.inner, named, transport, options, device)
-        replicated = self.options or ReplicatedOptions()
-        assert isinstance(replicated, ReplicatedOptions)
-        return ReplicatedRuntime(plan, self.inner, named, transport, replicated, self.ddp)
-
-
-_OPTIONS: dict[Layout, type[Options]] = {
-    Layout.DEDICATED: DedicatedOptions,
-    Layout.REPLICATED: ReplicatedOptions,
-    Layout.SHARDED: ShardedOptions,
-}
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """``shards``: what this rank holds, in the layouts that look at it."""
-
-    specs: ModelSpecs
-    topology: Topology
-    shards: RankShards | None
 
 
 def assemble(
     model: nn.Module,
+    request: Request,
     transport: Transport,
     topology: Callable[[], Topology],
-    *,
-    layout: str = "auto",
-    collect_specs: Callable[[nn.Module], ModelSpecs] = collect,
-    costs: Any = "measured",
-    solver: str = "auto",
-    planner: PlannerOptions = PlannerOptions(),  # noqa: B008  frozen
-    options: Options | None = None,
-    plan: OwnershipPlan | None = None,
-    kernels: KernelOptions = KernelOptions(),  # noqa: B008  frozen
     new_group: NewGroup | None = None,
 ) -> Ownership:
     """`dedicate_params` over a given transport; on failure the transport is closed.
 
     ``new_group`` makes the transports of the `dedicated` layout's process groups.
     """
-    request = _Request(
-        model,
-        topology,
-        layout,
-        collect_specs,
-        costs,
-        solver,
-        planner,
-        options,
-        plan,
-        kernels,
-        new_group,
-    )
     with ExitStack() as undo:
         undo.callback(transport.close)
-        prepared = attempt(
+        # Everything that can be wrong on one rank is found here.
+        found = attempt(
             transport,
-            lambda: request.prepare(transport),
+            lambda: _inspect(model, request, transport, topology),
             what="dmuon.dedicate_params",
-            digest=request.describe,
+            digest=lambda found: found.text(request),
         )
-        specs, mesh = prepared.specs, prepared.topology
-        shards, limits = None, None
-        reports: list[RankShards] = []
-        if prepared.shards is not None:
-            reports = transport.gather_objects(prepared.shards)
-        if request.chosen is Layout.SHARDED:
-            # Pure from here on: every rank comes to the same result, or to the same error.
+        specs, shards, limits = found.specs, None, None
+        reports = [] if found.held is None else transport.gather_objects(found.held)
+        if found.layout is Layout.SHARDED:
+            # Pure: every rank comes to the same result, or to the same error.
             shards = assemble_shards(specs, reports)
             specs = shards.specs
-            limits = shards.limits(None, planner.owner_memory_bytes)
-        if plan is not None:
-            check_plan_fits(plan, specs, mesh)
-            check_pools(plan, limits)
-        prices = request.prices(transport, specs)
-        text = solve_on_first(
-            transport, lambda: request.solve(specs, mesh, prices, limits).to_json()
-        )
-        agreed = attempt(
+            limits = shards.limits(None, request.planner.owner_memory_bytes)
+        if request.plan is not None:
+            check_plan_fits(request.plan, specs, found.topology)
+            _check_pools(request.plan, limits)
+        costs = _costs(request, found, specs, transport)
+        text = solve_on_first(transport, lambda: _solve(request, found, specs, costs, limits))
+        plan = attempt(
             transport,
             lambda: OwnershipPlan.from_json(text),
             what="dmuon.dedicate_params (the plan)",
             digest=OwnershipPlan.fingerprint,
         )
-        if request.chosen is Layout.DEDICATED:
-            runtime = request.dedicated(agreed, reports, transport)
-        else:
-            runtime = request.runtime(agreed, shards, transport)
+        runtime = _runtime(request, found, plan, shards, reports, transport, new_group)
         undo.pop_all()
-    return Ownership(agreed, runtime, request.inner, kernels)
+    return Ownership(plan, runtime, found.inner, request.kernels)
+
+
+# ---- what this rank finds in the model ---------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Found:
+    """``held``: what this rank holds of each parameter, in the layouts that look at it."""
+
+    inner: nn.Module
+    ddp: DistributedDataParallel | None
+    layout: Layout
+    specs: ModelSpecs
+    topology: Topology
+    held: RankShards | None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for _, p in trainable_parameters(self.inner)]
+
+    @property
+    def device(self) -> torch.device:
+        """Where Newton-Schulz runs; for a model on the meta device, where its mesh lies."""
+        device = compute_device(self.parameters)
+        if device.type != "meta":
+            return device
+        if self.topology.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.topology.device_type, torch.accelerator.current_device_index())
+
+    def text(self, request: Request) -> str:
+        """What all ranks must have in common, a line each."""
+        options = request.options or _OPTIONS[self.layout]()
+        arguments: dict[str, Any] = {"layout": self.layout.value, "options": options}
+        if isinstance(options, DedicatedOptions) and options.groups is not None:
+            # Of a function what it chooses, because its own text differs between ranks.
+            modules = [(canonical_name(n), m) for n, m in self.inner.named_modules() if n]
+            arguments["options"] = replace(options, groups=None)
+            arguments["groups"] = [n for n, m in modules if options.groups(n, m)]
+        arguments |= {
+            # Each rank may keep its cache where it likes.
+            "planner": replace(request.planner, cache_dir=None),
+            "costs": _costs_text(request.costs),
+            "solver": request.solver,
+            "kernels": request.kernels,
+            "plan": None if request.plan is None else request.plan.fingerprint(),
+        }
+        lines = [self.topology, *self.specs.parameters, *self.specs.matrices]
+        return "\n".join([*map(str, lines), *(f"{k}={v}" for k, v in arguments.items())])
+
+
+def _inspect(
+    model: nn.Module, request: Request, transport: Transport, topology: Callable[[], Topology]
+) -> _Found:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"dedicate_params takes an nn.Module, found {type(model).__name__}")
+    ddp = model if isinstance(model, DistributedDataParallel) else None
+    inner: nn.Module = model if ddp is None else ddp.module
+    layout = _layout(request, inner, ddp)
+    _check_wrapping(inner)
+    if layout is Layout.DEDICATED:
+        _check_dedicated(model)
+    if ownerships_of(model):
+        raise OwnershipError(
+            "this model is dedicated already: call close() on its Ownership before "
+            "dedicate_params is called again"
+        )
+    specs = collect(
+        inner,
+        select=request.select,
+        splits=request.splits,
+        heads=request.heads,
+        allow_meta=layout is Layout.DEDICATED,
+    )
+    if not isinstance(request.planner, PlannerOptions):
+        raise TypeError(f"planner must be PlannerOptions, found {type(request.planner).__name__}")
+    if ddp is not None:
+        _check_ddp(ddp, inner, transport)
+    mesh = topology()
+    if request.plan is not None:
+        _check_saved(request.plan, request.planner, layout)
+    _check_kernels(request.kernels, request.plan)
+    named = trainable_parameters(inner)
+    if layout is Layout.DEDICATED:
+        _check_axes(named, mesh, request.options)
+    held = None
+    if layout is not Layout.REPLICATED:
+        rank = dist.get_rank() if _initialized() else 0
+        held = RankShards.of(rank, [local_shard(n, p, rank) for n, p in named])
+    return _Found(inner, ddp, layout, specs, mesh, held)
+
+
+def _layout(request: Request, inner: nn.Module, ddp: DistributedDataParallel | None) -> Layout:
+    """The layout, "auto" resolved, when the model and the options are of it."""
+    known = [member.value for member in Layout]
+    if request.layout not in known:
+        raise DmuonError(f"layout must be one of {known}, found {request.layout!r}")
+    distributed = next((n for n, p in inner.named_parameters() if is_distributed(p)), None)
+    layout = Layout(request.layout)
+    if layout is Layout.AUTO:
+        layout = Layout.REPLICATED if distributed is None else Layout.SHARDED
+    if layout is Layout.REPLICATED and distributed is not None:
+        raise DmuonError(
+            f"layout='replicated' but parameter {distributed!r} is a DTensor: use "
+            "layout='sharded' (or 'auto')"
+        )
+    if layout is Layout.SHARDED and ddp is not None:
+        raise DmuonError(
+            "layout='sharded' does not take DistributedDataParallel; replicate with a 2-D mesh "
+            "in fully_shard (HSDP), or use layout='replicated'"
+        )
+    if layout is Layout.SHARDED and distributed is None:
+        raise DmuonError(
+            "layout='sharded' but no parameter is a DTensor: call fully_shard or "
+            "parallelize_module before dmuon.dedicate_params, or use layout='replicated'"
+        )
+    expected = _OPTIONS[layout]
+    if request.options is not None and not isinstance(request.options, expected):
+        raise TypeError(
+            f"options for layout {layout.value!r} must be {expected.__name__}, found "
+            f"{type(request.options).__name__}"
+        )
+    return layout
+
+
+def _check_wrapping(inner: nn.Module) -> None:
+    for name, module in inner.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise OwnershipError(
+                f"the model holds a DistributedDataParallel at {name!r}, which would average "
+                "gradients a second time: pass the DistributedDataParallel itself to "
+                "dedicate_params (and compile the module inside it, or the blocks)"
+            )
+
+
+def _check_dedicated(model: nn.Module) -> None:
+    """What the `dedicated` layout cannot be laid over."""
+    if isinstance(model, DistributedDataParallel):
+        raise OwnershipError(
+            "layout='dedicated' does not take DistributedDataParallel, whose constructor refuses "
+            "the placeholders that ranks without a weight have: pass the plain module (dmuon "
+            "reduces all of its gradients), or call fully_shard(..., "
+            "ignored_params=own.dedicated_params) after dmuon.dedicate_params"
+        )
+    root = next(iter(fsdp_roots(model)), None)
+    if root is not None:
+        raise OwnershipError(
+            "layout='dedicated' was asked for after fully_shard: call own = "
+            "dmuon.dedicate_params(model, mesh, layout='dedicated') first, then fully_shard(..., "
+            "ignored_params=own.dedicated_params)"
+        )
+
+
+def _check_ddp(ddp: DistributedDataParallel, inner: nn.Module, transport: Transport) -> None:
+    world = dist.get_world_size(ddp.process_group)
+    if world != transport.world:
+        raise OwnershipError(
+            f"DistributedDataParallel averages over {world} ranks but the mesh has "
+            f"{transport.world}: pass the mesh that DDP was built on, or none"
+        )
+    reduced = {id(p) for p in ddp.parameters() if p.requires_grad}
+    ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
+    for name, p in inner.named_parameters():
+        if p.requires_grad and (id(p) not in reduced or name in ignored):
+            raise OwnershipError(
+                f"parameter {name!r} is ignored by DistributedDataParallel, so its gradient would "
+                "not be averaged: freeze it, or let DDP have it"
+            )
+
+
+def _check_axes(
+    named: Sequence[tuple[str, nn.Parameter]], topology: Topology, options: object
+) -> None:
+    """In the `dedicated` layout distributed parameters lie on tensor-parallel axes of the mesh."""
+    world = dist.get_world_size() if _initialized() else 1
+    for name, p in named:
+        axes = mesh_axes(p)
+        if not axes:
+            continue
+        missing = [axis for axis in axes if axis not in topology.axes]
+        if missing or topology.world < world:
+            raise OwnershipError(
+                f"parameter {name!r} lies on the mesh axes {list(axes)}; pass the whole mesh of "
+                "named axes, data-parallel ones included: dmuon.dedicate_params(model, mesh, "
+                f"layout='dedicated'). Found {list(topology.axes)} with {topology.world} ranks"
+            )
+        if isinstance(options, DedicatedOptions) and options.param_dtype is not None:
+            raise OwnershipError(
+                f"DedicatedOptions.param_dtype={options.param_dtype} but parameter {name!r} is "
+                "tensor-parallel: its local part cannot change its dtype. Leave param_dtype None "
+                "and use torch.autocast"
+            )
+
+
+def _check_saved(plan: OwnershipPlan, planner: PlannerOptions, layout: Layout) -> None:
+    if not isinstance(plan, OwnershipPlan):
+        raise TypeError(
+            "plan must be an OwnershipPlan (see OwnershipPlan.from_json), found "
+            f"{type(plan).__name__}"
+        )
+    if plan.layout is not layout:
+        raise PlanError(
+            f"the saved plan is for layout {plan.layout.value!r}; this model is {layout.value!r}"
+        )
+    caps = (planner.owner_memory_bytes, plan.limits.memory_bytes)
+    cap = min((c for c in caps if c is not None), default=None)
+    fullest = max(plan.state_bytes)
+    if cap is not None and fullest > cap:
+        raise PlanError(
+            f"in the saved plan rank {plan.state_bytes.index(fullest)} stores {fullest} bytes of "
+            f"optimizer state, more than owner_memory_bytes={cap}: plan anew, or raise the cap"
+        )
+
+
+def _check_pools(plan: OwnershipPlan, limits: OwnerLimits | None) -> None:
+    """A saved plan must let the same ranks own each matrix as the model's shards do."""
+    allowed = limits or OwnerLimits()
+    everyone = tuple(range(plan.topology.world))
+    for i, matrix in enumerate(plan.specs.matrices):
+        pool = allowed.pools[allowed.pool_of[i]] if allowed.pool_of else everyone
+        if plan.owners[i] not in pool:
+            raise PlanError(
+                f"in the saved plan rank {plan.owners[i]} owns {matrix.name!r}, which only ranks "
+                f"{list(pool)[:8]} hold in this model: plan anew"
+            )
+
+
+def _check_kernels(options: object, plan: OwnershipPlan | None) -> None:
+    """Raise TypeError or ValueError unless these are `KernelOptions` that name what there is, and
+    that do not contradict a saved plan."""
+    if not isinstance(options, KernelOptions):
+        raise TypeError(f"kernels must be KernelOptions, found {type(options).__name__}")
+    check_method(options.method)
+    if options.backend not in ("auto", *BACKENDS):
+        raise ValueError(
+            f"KernelOptions.backend must be 'auto' or one of {', '.join(BACKENDS)}, found "
+            f"{options.backend!r}"
+        )
+    for kernel in {batch.kernel for batch in (plan.batches if plan else ())} - {""}:
+        choice = KernelChoice.parse(kernel)
+        form = kernel.partition("/")[0]
+        same_form = options.method in ("auto", choice.method, form)
+        if not same_form or options.backend not in ("auto", choice.backend):
+            raise PlanError(
+                f"the saved plan runs {kernel}, and kernels= asks for method={options.method!r}, "
+                f"backend={options.backend!r}: leave kernels= out to run what the plan says, or "
+                "plan= to plan again"
+            )
+
+
+# ---- costs, plan, runtime ----------------------------------------------------------------
 
 
 def _costs_text(costs: Any) -> str:
@@ -428,3 +462,173 @@ def _costs_text(costs: Any) -> str:
     if isinstance(costs, (str, os.PathLike)):
         return os.fspath(costs)
     return str(type(costs))
+
+
+def _costs(request: Request, found: _Found, specs: ModelSpecs, transport: Transport) -> Any:
+    """What was asked for; measured by all ranks together if that is asked for."""
+    if request.plan is not None or request.costs != "measured":
+        return request.costs
+    keys = [m.key for m in specs.matrices]
+    return measured_costs(
+        transport,
+        keys,
+        found.device,
+        request.planner,
+        kernels=request.kernels,
+        momentum=found.layout is not Layout.SHARDED,
+    )
+
+
+def _solve(
+    request: Request, found: _Found, specs: ModelSpecs, costs: Any, limits: OwnerLimits | None
+) -> str:
+    """The plan as JSON; the given one if there is one."""
+    plan = request.plan or solve(
+        specs,
+        found.topology,
+        resolve_costs(
+            costs, found.topology.device_type, momentum=found.layout is not Layout.SHARDED
+        ),
+        layout=found.layout,
+        solver=request.solver,
+        options=request.planner,
+        limits=limits,
+    )
+    return plan.to_json()
+
+
+def _runtime(
+    request: Request,
+    found: _Found,
+    plan: OwnershipPlan,
+    shards: ShardMap | None,
+    reports: Sequence[RankShards],
+    transport: Transport,
+    new_group: NewGroup | None,
+) -> LayoutRuntime:
+    """The machinery of the layout; hooks are installed when an optimizer binds to it."""
+    options = request.options or _OPTIONS[found.layout]()
+    named = found.parameters
+    if isinstance(options, ReplicatedOptions):
+        return ReplicatedRuntime(plan, found.inner, named, transport, options, found.ddp)
+    if isinstance(options, ShardedOptions):
+        assert shards is not None
+        return ShardedRuntime(
+            plan, shards, found.inner, named, transport, options, compute_device(named)
+        )
+    # Places the weights: a collective call.
+    axes = frozenset(axis for p in named for axis in mesh_axes(p))
+    grid = Grid.of(plan.topology, axes)
+    slices = Slices(plan, grid, slice_boxes(plan.specs, grid, reports))
+    new_group = new_group or group_maker(None, transport.world, None)
+    process_groups = ProcessGroups.open(grid, transport, new_group)
+    return DedicatedRuntime(slices, found.inner, named, process_groups, options, axes, found.device)
+
+
+# ---- the ranks that plan and train together ----------------------------------------------
+
+
+def _initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def check_launched(caller: str) -> None:
+    """Raise OwnershipError if a launcher started several processes and they do not know each other.
+
+    Each would train a model of its own. ``WORLD_SIZE``, which torchrun sets for all of them, is
+    read only where there is no process group.
+    """
+    if _initialized():
+        return
+    text = os.environ.get("WORLD_SIZE")
+    try:
+        world = int(text or 1)
+    except ValueError:
+        raise OwnershipError(
+            f"{caller}: the environment variable WORLD_SIZE={text!r} must be the number of "
+            "processes that train together: correct it, or unset it to train in this process alone"
+        ) from None
+    if world > 1:
+        raise OwnershipError(
+            f"{caller}: the environment says WORLD_SIZE={world} (torchrun sets it), but "
+            "torch.distributed is not initialized, so each process would train a model of its own. "
+            "Call torch.distributed.init_process_group() before dmuon, or unset WORLD_SIZE to "
+            "train in this process alone"
+        )
+
+
+def check_planned_together(transports: Sequence[Transport]) -> None:
+    """Raise OwnershipError if a plan was made before this process got to know the others."""
+    alone = any(isinstance(transport, LocalTransport) for transport in transports)
+    if alone and _initialized() and dist.get_world_size() > 1:
+        raise OwnershipError(
+            "dmuon.Muon: the model was dedicated in a world of one process, before "
+            f"torch.distributed was initialized, which knows {dist.get_world_size()} now, so each "
+            "would train a model of its own. Call torch.distributed.init_process_group() before "
+            "dmuon.dedicate_params"
+        )
+
+
+def group_maker(mesh: DeviceMesh | None, world: int, timeout_s: float | None) -> NewGroup:
+    """Makes transports of their own over some of the mesh's ranks; collective calls of the mesh."""
+    ranks = list(range(world)) if mesh is None else mesh.mesh.flatten().tolist()
+
+    def new_group(partition: Sequence[tuple[int, ...]]) -> Transport:
+        if not _initialized():
+            return LocalTransport()
+        parts = [[ranks[r] for r in part] for part in partition]
+        mine = next(part for part in parts if dist.get_rank() in part)
+        everyone = len(ranks) == dist.get_world_size()
+        return C10dTransport(mine, timeout_s, lanes=parts if everyone else None)
+
+    return new_group
+
+
+def _transport(
+    mesh: DeviceMesh | None, ddp: DistributedDataParallel | None, timeout_s: float | None
+) -> Transport:
+    if not _initialized():
+        if mesh is not None:
+            raise OwnershipError(
+                "a mesh was given but torch.distributed is not initialized: call "
+                "torch.distributed.init_process_group() first"
+            )
+        return LocalTransport()
+    if mesh is not None:
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh must be a DeviceMesh or None, found {type(mesh).__name__}")
+        return C10dTransport(mesh.mesh.flatten().tolist(), timeout_s)
+    if ddp is not None:
+        return C10dTransport(dist.get_process_group_ranks(ddp.process_group), timeout_s)
+    return C10dTransport(list(range(dist.get_world_size())), timeout_s)
+
+
+def mesh_topology(
+    mesh: DeviceMesh | None, world: int, model: nn.Module, planner: PlannerOptions
+) -> Topology:
+    device = compute_device([p for p in model.parameters() if p.requires_grad])
+    if mesh is not None and device.type == "meta":
+        device = torch.device(mesh.device_type)
+    elif mesh is None and device.type == "meta":
+        accelerator = torch.accelerator.current_accelerator()
+        device = torch.device("cpu") if accelerator is None else accelerator
+    if mesh is not None and mesh.device_type != device.type:
+        raise OwnershipError(
+            f"the mesh is of {mesh.device_type!r} devices but the model is on {device}: move the "
+            f"model to {mesh.device_type!r}, or make the mesh with "
+            f"init_device_mesh({device.type!r}, ...)"
+        )
+    shape: tuple[int, ...] = (world,)
+    axes: tuple[str, ...] = ("dp",)
+    ranks = list(range(world))
+    if mesh is not None:
+        shape, ranks = tuple(mesh.shape), mesh.mesh.flatten().tolist()
+        axes = tuple(mesh.mesh_dim_names or (f"axis{i}" for i in range(mesh.ndim)))
+    elif isinstance(model, DistributedDataParallel):
+        ranks = dist.get_process_group_ranks(model.process_group)
+    # A mesh may be a part of all ranks, with gaps: its ranks lie where the launcher put them.
+    per_node = planner.ranks_per_node
+    if per_node is None and _initialized():
+        per_node = local_world_size()
+    nodes = [0 if per_node is None else rank // per_node for rank in ranks]
+    return Topology.on_nodes(shape, axes, nodes, device.type)

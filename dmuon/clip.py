@@ -89,5 +89,5 @@ def _power(ownership: Ownership, gradients: Gradients, norm_type: float) -> Tens
     runtime.transport.all_reduce(power, tag="norm", maximum=infinite).wait()
     if not gradients.common:
         return power
-    rest = _local_power(gradients.common, norm_type)
-    return torch.maximum(power, rest) if infinite else power + rest
+    common = _local_power(gradients.common, norm_type)
+    return torch.maximum(power, common) if infinite else power + common

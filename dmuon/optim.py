@@ -1,47 +1,53 @@
-"""`Muon`: one `torch.optim.Optimizer` over matrices (Muon) and the rest (AdamW)."""
+"""`Muon`: one `torch.optim.Optimizer` over matrices (Muon) and everything else (AdamW).
+
+The class comes first; below it are what users pass to it (param groups of one algorithm each), and
+its settings, checked and agreed on by all ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+import operator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dmuon.api import check_launched, check_planned_together
+from dmuon.comm.consensus import attempt
+from dmuon.comm.hooks import reshard
 from dmuon.comm.owners import OwnerRuntime
 from dmuon.comm.sharded import ShardedRuntime
-from dmuon.config import AdamWDefaults, MuonDefaults
-from dmuon.groups import (
-    check_groups,
-    collected,
-    input_groups,
-    ownerships_in,
-    planned_names,
-    split_groups,
+from dmuon.config import (
+    ADAMW_RULES,
+    MUON_RULES,
+    SWITCH_RULES,
+    AdamWDefaults,
+    MuonDefaults,
+    check_adamw_group,
+    check_muon_group,
+    checked,
 )
-from dmuon.kernels.newton_schulz import resolve_ns_dtype
-from dmuon.meshes import check_launched, check_planned_together
-from dmuon.ownership import Ownership
+from dmuon.dtensors import local_tensor
+from dmuon.kernels.choice import fixed_choice, is_safe, why_not
+from dmuon.kernels.newton_schulz import resolve_coefficients, resolve_ns_dtype
+from dmuon.kernels.runner import check_graphs
+from dmuon.ownership import Ownership, ownership_of, ownerships_of
 from dmuon.period import Period, Schedule
 from dmuon.report.data import LoadBalanceReport
-from dmuon.settings import (
-    agreed_dtype,
-    check_defaults,
-    check_group,
-    check_kernels,
-    check_switches,
-    fields,
-    together,
-    warn_of_dtype,
-    warn_of_rounding,
-)
+from dmuon.scheduler.specs import ParameterSpec, canonical_name
 from dmuon.step.engine import Amp, Engine, Settings
 from dmuon.step.owner import OwnerEngine
 from dmuon.step.sharded import ShardedEngine
-from dmuon.types import Coefficients, Layout, OwnershipError
+from dmuon.types import Algorithm, Coefficients, KernelChoice, Layout, OwnershipError
+from dmuon.update import Rates
 
 __all__ = ["Muon"]
+
+Group = dict[str, Any]
 
 _STATE_FORMAT = 1
 # Kept in every param group, so that tools which save groups alone (torch's distributed checkpoint)
@@ -59,7 +65,7 @@ class Muon(Optimizer):
 
         gradients   are where they belong: with their shards, or (replicated, dedicated) with owners
         owners      Newton-Schulz, batch by batch; each result leaves at once
-        everyone    AdamW on the rest, while matrices travel
+        everyone    AdamW on its parameters, while matrices travel
         later       before a block's next forward its matrices' updates are applied
                     (publish="sync": before `step` returns); dedicated: its matrices are broadcast
 
@@ -128,46 +134,46 @@ class Muon(Optimizer):
             lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn,
             momentum_mode, dampening,
         )  # fmt: skip
-        rest = AdamWDefaults(adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
+        adamw = AdamWDefaults(adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
         check_launched("dmuon.Muon")
-        given = collected(model_or_params)
-        self._ownerships = ownerships_in(given)
+        given = _listed(model_or_params)
+        self._ownerships = _ownerships_in(given)
         check_planned_together([o.runtime.transport for o in self._ownerships])
         self._sealed = False
 
-        layouts = {o.plan.layout for o in self._ownerships}
         schedule = Schedule(1)
 
-        def prepare() -> list[dict[str, Any]]:
+        def prepare() -> list[Group]:
             nonlocal schedule
-            groups = input_groups(given)
-            check_defaults(muon, rest)
-            schedule = check_switches(period, block_lr_ratio, publish, master_weights, layouts)
+            groups = _input_groups(given)
+            _check_defaults(muon, adamw)
+            schedule = _schedule(period, block_lr_ratio, publish, master_weights, self._ownerships)
             mine = resolve_ns_dtype(ns_dtype, self._ownerships[0].runtime.device)
-            check_groups(groups, self._ownerships, planned_names(self._ownerships))
-            made = split_groups(groups, self._ownerships, fields(muon), fields(rest))
+            _check_members(groups, self._ownerships)
+            made = _split(groups, self._ownerships, _fields(muon), _fields(adamw))
             for number, group in enumerate(made):
-                group.update(check_group(group, number))
+                group.update(_check_group(group, number))
             for ownership in self._ownerships:
-                check_kernels(ownership, mine, made)
+                _check_kernels(ownership, mine, made)
             return made
 
         def switches() -> str:
             return f"{master_weights=}, period={schedule.describe()}, {block_lr_ratio=}"
 
-        split = together(self._ownerships, prepare, switches)
-        super().__init__(split, fields(muon))
+        super().__init__(_together(self._ownerships, prepare, switches), _fields(muon))
         self._sealed = True
+        # What each group must still be at every step: engines are bound to it.
+        self._members = [(g["algorithm"], list(g["params"])) for g in self.param_groups]
         self._publish = publish
         self._schedule = schedule
         self._note_progress()
-        dtype = agreed_dtype(self._ownerships, ns_dtype)
-        warn_of_dtype(self._ownerships, dtype)
+        dtype = _agreed_dtype(self._ownerships, ns_dtype)
+        _warn_of_dtype(self._ownerships, dtype)
         self._settings = Settings(dtype, master_weights, schedule, block_lr_ratio)
         self._bytes: dict[str, int] = {}
         self._engines = [_engine(o, self, self._settings) for o in self._ownerships]
         if not master_weights:
-            warn_of_rounding(self._ownerships, self.param_groups)
+            _warn_of_rounding(self._ownerships, self.param_groups)
 
     # ---- construction --------------------------------------------------------------------
 
@@ -188,14 +194,15 @@ class Muon(Optimizer):
 
         Raises:
             TypeError, ValueError: a hyperparameter in ``param_groups`` is not what it should be by
-                now, or a parameter is not what was planned; nothing has changed.
+                now, groups or parameters are not those that were planned; nothing has changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         # Before anything travels, for a scheduler or a user may have set something else.
-        kept = [check_group(group, number) for number, group in enumerate(self.param_groups)]
+        self._check_structure()
+        kept = [_check_group(group, number) for number, group in enumerate(self.param_groups)]
         for group, numbers in zip(self.param_groups, kept, strict=True):
             group.update(numbers)
         # Set by `torch.amp.GradScaler` around the call.
@@ -215,6 +222,34 @@ class Muon(Optimizer):
         self._bytes = self._read_meters()
         return loss
 
+    def _check_structure(self) -> None:
+        """Raise OwnershipError unless ``param_groups`` are those that were made, in their order."""
+        found = [group.get("algorithm") for group in self.param_groups]
+        expected = [algorithm for algorithm, _ in self._members]
+        if found != expected:
+            raise OwnershipError(
+                f"opt.param_groups have the algorithms {found}, but were made with {expected}: "
+                "change hyperparameters, never groups or their order. To plan other groups call "
+                "own.close(), dmuon.dedicate_params(model) and dmuon.Muon(...) again"
+            )
+        for number, (group, (algorithm, params)) in enumerate(
+            zip(self.param_groups, self._members)
+        ):
+            now = group.get("params", ())
+            if len(now) != len(params) or not all(map(operator.is_, now, params)):
+                raise OwnershipError(
+                    f"opt.param_groups[{number}] holds other parameters than it was made with "
+                    f"({len(now)}, then {len(params)}), or in another order: leave "
+                    "group['params'] as it is, and freeze a parameter by giving it no gradient"
+                )
+            rules = MUON_RULES if algorithm == Algorithm.MUON.value else ADAMW_RULES
+            missing = [name for name in rules if name not in group]
+            if missing:
+                raise OwnershipError(
+                    f"opt.param_groups[{number}] has lost {missing}: set "
+                    f"opt.param_groups[{number}][{missing[0]!r}] again"
+                )
+
     def _note_progress(self) -> None:
         progress = self._schedule.state()
         for group in self.param_groups:
@@ -222,7 +257,7 @@ class Muon(Optimizer):
                 group[name] = progress[key]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, those that owners hold apart from ``p.grad`` included."""
+        """Clear all gradients, those that owners hold beside ``p.grad`` included."""
         # First, for a round that a failed backward left open still writes to p.grad.
         for ownership in self._ownerships:
             ownership.runtime.zero_grad()
@@ -341,6 +376,12 @@ class Muon(Optimizer):
                 f"the optimizer state has {len(keys)} parameters in {len(groups)} groups; this "
                 f"optimizer has {len(order)} in {len(self.param_groups)}"
             )
+        for number, (group, (algorithm, _)) in enumerate(zip(groups, self._members)):
+            if group.get("algorithm", algorithm) != algorithm:
+                raise OwnershipError(
+                    f"param group {number} of the optimizer state is of {group['algorithm']!r}, "
+                    f"here it is of {algorithm!r}: list the groups in the order of that time"
+                )
         saved = {p: state_dict["state"][k] for k, p in zip(keys, order) if k in state_dict["state"]}
         for engine in self._engines:
             engine.check_state(saved)
@@ -383,3 +424,359 @@ def _combined(key: str, one: Any, other: Any) -> Any:
             "cuda_graphs": " and ".join(dict.fromkeys([one["cuda_graphs"], other["cuda_graphs"]])),
         }
     return max(one, other)
+
+
+# ---- what users pass ---------------------------------------------------------------------
+
+# Keys of a user's group that set AdamW's side of it, by the name they have there.
+_ADAMW_KEYS = {
+    "adamw_lr": "lr",
+    "adamw_betas": "betas",
+    "adamw_eps": "eps",
+    "adamw_weight_decay": "weight_decay",
+}
+
+
+def _listed(model_or_params: Any) -> Any:
+    """The same, with generators turned into lists, so that it can be looked at twice."""
+    if isinstance(model_or_params, nn.Module):
+        reshard(model_or_params)
+    if isinstance(model_or_params, nn.Module | Tensor) or not isinstance(model_or_params, Iterable):
+        return model_or_params
+    members = list(model_or_params)
+    for i, member in enumerate(members):
+        if isinstance(member, dict):
+            params: Any = member.get("params")
+            lazy = isinstance(params, Iterable) and not isinstance(params, Tensor | str)
+            members[i] = {**member, "params": list(params)} if lazy else dict(member)
+    return members
+
+
+def _input_groups(given: Any) -> list[Group]:
+    """Group dicts whose "params" are lists of tensors, from any of the accepted forms.
+
+    Raises:
+        TypeError: something in there is no tensor.
+    """
+    if isinstance(given, nn.Module):
+        return [{"params": list(given.parameters())}]
+    if not isinstance(given, list):
+        raise TypeError(
+            f"Muon takes a module or an iterable of parameters, found {type(given).__name__}"
+        )
+    grouped = bool(given) and isinstance(given[0], dict)
+    groups = [dict(g) for g in given] if grouped else [{"params": given}]
+    for group in groups:
+        params = group.get("params")
+        if params is None:
+            raise TypeError("a param group needs a 'params' entry")
+        params = [params] if isinstance(params, Tensor) else params
+        group["params"] = [_tensor_of(p) for p in params]
+    return groups
+
+
+def _tensor_of(entry: Any) -> Tensor:
+    if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str):
+        entry = entry[1]
+    if not isinstance(entry, Tensor):
+        raise TypeError(
+            "a param group holds parameters or (name, parameter) pairs, found "
+            f"{type(entry).__name__}"
+        )
+    return entry
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    """Every tensor in there, however malformed the others are."""
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, nn.Module):
+        yield from given.parameters()
+    elif isinstance(given, dict):
+        yield from _tensors(given.get("params"))
+    elif isinstance(given, list | tuple):
+        for member in given:
+            yield from _tensors(member)
+
+
+def _ownerships_in(given: Any) -> list[Ownership]:
+    """The ownerships of all parameters in ``given`` (see `_listed`), each once.
+
+    Raises:
+        TypeError: there is none, and ``given`` is not what an optimizer takes.
+        OwnershipError: there is none: `dedicate_params` was not called.
+    """
+    if isinstance(given, nn.Module):
+        ownerships = ownerships_of(given)
+    else:
+        found = [ownership_of(p) for p in _tensors(given)]
+        ownerships = list(dict.fromkeys(o for o in found if o is not None))
+    for ownership in ownerships:
+        ownership.adopt()
+    if not ownerships:
+        _input_groups(given)  # if it is malformed, that is the better error
+        raise OwnershipError(
+            "dmuon.Muon got no dedicated parameter: call own = dmuon.dedicate_params(model) "
+            "before opt = dmuon.Muon(model)"
+        )
+    return ownerships
+
+
+def _check_members(groups: list[Group], ownerships: list[Ownership]) -> None:
+    """Each planned parameter must be in exactly one group, and each trainable one planned."""
+    names = {p: canonical_name(spec.name) for p, spec in _planned(ownerships)}
+    seen: dict[Tensor, int] = {}
+    for number, group in enumerate(groups):
+        for p in group["params"]:
+            name = names.get(p, f"of shape {tuple(p.shape)}")
+            if p in seen:
+                raise OwnershipError(
+                    f"parameter {name!r} appears twice, in group {seen[p]} and in group "
+                    f"{number}: list each parameter once"
+                )
+            seen[p] = number
+            if p not in names and p.requires_grad:
+                raise OwnershipError(
+                    f"parameter {name!r} in group {number} is trainable but was not part of "
+                    "dedicate_params: was it added or unfrozen since? Call own.close() and "
+                    "dmuon.dedicate_params(model) again"
+                )
+    missing = [name for p, name in names.items() if p not in seen]
+    if missing:
+        raise OwnershipError(
+            f"{len(missing)} dedicated parameters were not passed to dmuon.Muon: "
+            f"{', '.join(missing[:5])}. Pass all of them, or freeze them (requires_grad_(False)) "
+            "before dmuon.dedicate_params(model)"
+        )
+
+
+def _planned(ownerships: list[Ownership]) -> Iterator[tuple[Tensor, ParameterSpec]]:
+    """Every planned parameter of these ownerships, with what is known of it."""
+    for ownership in ownerships:
+        yield from zip(ownership.parameters, ownership.plan.specs.parameters, strict=True)
+
+
+def _split(
+    groups: list[Group], ownerships: list[Ownership], muon: Group, adamw: Group
+) -> list[Group]:
+    """One Muon and one AdamW group for each given group that has such parameters.
+
+    ``muon`` and ``adamw`` are the defaults. A group's own ``lr`` and ``weight_decay`` count for
+    both sides, unless ``adamw_lr``/``adamw_weight_decay`` say otherwise; None in ``adamw`` means
+    the same as Muon's.
+    """
+    algorithms = {p: spec.algorithm for p, spec in _planned(ownerships)}
+    made = []
+    for group in groups:
+        own = {k: v for k, v in group.items() if k != "params" and k not in _ADAMW_KEYS}
+        # Such as "initial_lr" or "name": kept on both sides, as torch keeps them.
+        foreign = {k: v for k, v in own.items() if k not in muon and k not in adamw}
+        muon_side = muon | {k: v for k, v in own.items() if k in muon}
+        inherited = {k: own[k] for k in ("lr", "weight_decay") if k in own and adamw[k] is None}
+        adamw_side = adamw | inherited | ({"betas": own["betas"]} if "betas" in own else {})
+        adamw_side |= {_ADAMW_KEYS[k]: v for k, v in group.items() if k in _ADAMW_KEYS}
+        for name in ("lr", "weight_decay"):
+            if adamw_side[name] is None:
+                adamw_side[name] = muon_side[name]
+        for algorithm, side in ((Algorithm.MUON, muon_side), (Algorithm.ADAMW, adamw_side)):
+            params = [p for p in group["params"] if algorithms.get(p) is algorithm]
+            if params:
+                made.append({"params": params, "algorithm": algorithm.value, **foreign, **side})
+    return made
+
+
+# ---- settings, checked and agreed on -----------------------------------------------------
+
+
+def _fields(defaults: MuonDefaults | AdamWDefaults) -> Group:
+    """The hyperparameters by name."""
+    return {name: getattr(defaults, name) for name in type(defaults).__slots__}
+
+
+def _schedule(
+    period: Period,
+    block_lr_ratio: object,
+    publish: object,
+    master_weights: object,
+    ownerships: list[Ownership],
+) -> Schedule:
+    """The schedule of ``period``, when it and the settings for all groups are what they should be.
+
+    Raises:
+        TypeError: a setting is of a wrong type.
+        ValueError: it is out of range, or (OwnershipError) a layout does not have it.
+    """
+    schedule = Schedule.of(period)
+    checked(
+        SWITCH_RULES,
+        {"publish": publish, "master_weights": master_weights, "block_lr_ratio": block_lr_ratio},
+    )
+    for layout in {o.plan.layout for o in ownerships} - {Layout.SHARDED}:
+        if period != 1 or block_lr_ratio is not None:
+            raise OwnershipError(
+                f"period={period!r}, block_lr_ratio={block_lr_ratio!r}: in the {layout.value!r} "
+                "layout each matrix is whole at its owner, so there is no block step; leave them "
+                "at 1 and None"
+            )
+    return schedule
+
+
+def _check_defaults(muon: MuonDefaults, adamw: AdamWDefaults) -> None:
+    """Raise TypeError or ValueError for a hyperparameter, by the name that `Muon` has for it."""
+    check_muon_group(_fields(muon))
+    rules = {
+        name: rule.or_none() if name in ("lr", "weight_decay") else rule
+        for name, rule in ADAMW_RULES.items()
+    }
+    checked(rules, _fields(adamw), owner="adamw_")
+
+
+def _check_group(group: Group, number: int) -> Group:
+    """The hyperparameters of param group ``number``, numbers as Python's own.
+
+    Raises TypeError or ValueError for one of a wrong type or out of range.
+    """
+    place = f" in opt.param_groups[{number}]"
+    if group["algorithm"] == Algorithm.ADAMW.value:
+        return check_adamw_group(group, place)
+    kept = check_muon_group(group, place)
+    resolve_coefficients(kept["ns_coefficients"], kept["ns_steps"])
+    return kept
+
+
+def _check_kernels(ownership: Ownership, dtype: torch.dtype, groups: list[Group]) -> None:
+    """Raise ValueError if a kernel that was asked for, or that the plan names, cannot run here."""
+    options, device, plan = ownership.kernels, ownership.runtime.device, ownership.plan
+    check_graphs(options, device)
+    steps = {g["ns_steps"] for g in groups if g["algorithm"] == Algorithm.MUON.value}
+    shapes = {m.shape for m in plan.specs.matrices}
+    for rows, cols in shapes:
+        for count in steps:
+            fixed_choice(rows, cols, dtype, device, count, options.method, options.backend)
+    for kernel in {batch.kernel for batch in plan.batches} - {""}:
+        choice = KernelChoice.parse(kernel)
+        planned: torch.dtype = getattr(torch, choice.dtype)
+        if choice.restarts and not is_safe(choice.restarts, planned, MuonDefaults().ns_steps):
+            raise ValueError(
+                f"the plan runs {kernel}, with which the iteration diverges: it was not made by "
+                "this version of dmuon. Plan again (without plan=)"
+            )
+        reason = why_not(choice.backend, device, planned)
+        if reason is not None:
+            raise ValueError(
+                f"the plan runs {kernel} on {device}, which is not possible: {reason}. Plan again "
+                "on this hardware (without plan=)"
+            )
+
+
+def _together(
+    ownerships: list[Ownership], prepare: Callable[[], list[Group]], switches: Callable[[], str]
+) -> list[Group]:
+    """Run ``prepare``; if it fails or differs on any rank of any mesh, raise on all of them."""
+    result: list[Group] = []
+    # A rank may have a placeholder where another has the weight.
+    shapes = {p: spec.shape for p, spec in _planned(ownerships)}
+    for ownership in ownerships:
+        result = attempt(
+            ownership.runtime.transport,
+            prepare,
+            what="dmuon.Muon",
+            digest=lambda groups: "\n".join([switches(), *(_describe(g, shapes) for g in groups)]),
+        )
+    return result
+
+
+def _describe(group: Group, planned: Mapping[Tensor, tuple[int, ...]]) -> str:
+    shapes = [planned.get(p, tuple(p.shape)) for p in group["params"]]
+    values = {k: v for k, v in group.items() if k != "params"}
+    # Not as text: that of a tensor names its device, another one on each rank.
+    values |= {k: v.tolist() for k, v in values.items() if isinstance(v, Tensor)}
+    return ", ".join([f"{k}={v}" for k, v in values.items()] + [str(shapes)])
+
+
+def _agreed_dtype(ownerships: list[Ownership], ns_dtype: str | torch.dtype) -> torch.dtype:
+    """The NS dtype of all ranks: their common choice, or float32 where they differ.
+
+    Updates travel in this dtype, so ranks that differ would disagree on sizes.
+    """
+    mine = resolve_ns_dtype(ns_dtype, ownerships[0].runtime.device)
+    choices = {c for o in ownerships for c in o.runtime.transport.gather_objects(str(mine))}
+    return mine if choices == {str(mine)} else torch.float32
+
+
+def _warn_of_dtype(ownerships: list[Ownership], dtype: torch.dtype) -> None:
+    """Say on one rank that kernels were chosen for another Newton-Schulz dtype than runs."""
+    name = str(dtype).removeprefix("torch.")
+    for ownership in ownerships:
+        kernels = {batch.kernel for batch in ownership.plan.batches} - {""}
+        others = sorted({KernelChoice.parse(kernel).dtype for kernel in kernels} - {name})
+        if others and ownership.rank == 0:
+            warnings.warn(
+                f"dmuon: the plan's kernels were chosen for {' and '.join(others)}, and "
+                f"Newton-Schulz runs in {name}: the fixed rule chooses instead. Leave ns_dtype out "
+                "to use them",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def _half_ulp(magnitude: float, dtype: torch.dtype) -> float:
+    """Half a unit in the last place of numbers of this magnitude: what a smaller change is lost in.
+
+    >>> _half_ulp(0.02, torch.bfloat16) == 2.0**-14, _half_ulp(1.0, torch.float16) == 2.0**-11
+    (True, True)
+    """
+    info = torch.finfo(dtype)
+    _, exponent = math.frexp(max(magnitude, info.smallest_normal))
+    return 0.5 * info.eps * math.ldexp(1.0, exponent - 1)
+
+
+def _warn_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> None:
+    """Say on one rank that typical updates of half-precision weights are lost in rounding.
+
+    Compares root mean squares over the matrices of each param group and dtype, as far as they are
+    stored on that rank. An update's follows from the learning rate: the entries of an orthogonal
+    ``m x n`` matrix have the root mean square ``1 / sqrt(max(m, n))``. Reads the weights once.
+    """
+    group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
+    updates: dict[tuple[int, torch.dtype], list[tuple[float, int]]] = {}
+    weights: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    for ownership in ownerships:
+        plan = ownership.plan
+        # In the dedicated layout the first rank may store no matrix.
+        if ownership.rank != (min(plan.owners) if plan.layout is Layout.DEDICATED else 0):
+            continue
+        stored = {}
+        for i in plan.specs.muon():
+            p = ownership.parameters[i]
+            local = local_tensor(p)
+            if p.dtype.itemsize < 4 and local.numel():
+                stored[i] = group_of[p], p.dtype
+                weights.setdefault(stored[i], []).append(local)
+        for matrix in plan.specs.matrices:
+            if matrix.parameter in stored:
+                key = stored[matrix.parameter]
+                lr = Rates.of(groups[key[0]]).adjusted(*matrix.shape)
+                rms = lr / math.sqrt(max(matrix.shape))
+                updates.setdefault(key, []).append((rms, matrix.numel))
+    lost = []
+    for key, sizes in updates.items():
+        update = math.sqrt(sum(r * r * n for r, n in sizes) / sum(n for _, n in sizes))
+        norms = [torch.linalg.vector_norm(w, dtype=torch.float32) for w in weights[key]]
+        count = sum(w.numel() for w in weights[key])
+        weight = float(torch.linalg.vector_norm(torch.stack(norms))) / math.sqrt(count)
+        if 0 < weight < math.inf and 0 < update < _half_ulp(weight, key[1]):
+            lost.append((update / _half_ulp(weight, key[1]), update, weight, key))
+    if not lost:
+        return
+    _, update, weight, (number, dtype) = min(lost, key=lambda entry: entry[0])
+    name = str(dtype).removeprefix("torch.")
+    warnings.warn(
+        f"dmuon: with lr={float(groups[number]['lr']):g} a typical update of a {name} matrix is "
+        f"{update:.2g}, and half a unit in the last place of its typical weight, {weight:.2g}, is "
+        f"{_half_ulp(weight, dtype):.2g}: most updates are rounded away and change nothing. Pass "
+        "master_weights=True, which keeps float32 weights behind the parameters, or keep the "
+        "parameters in float32 and compute under torch.autocast",
+        RuntimeWarning,
+        stacklevel=3,
+    )

@@ -1,12 +1,13 @@
-"""`Ownership`, the live handle of a plan, and the weak map from parameters to it."""
+"""`Ownership`, the live handle of a plan; the weak map from parameters to it; `no_sync`."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm.hooks import hidden_parameters
 from dmuon.comm.layout import LayoutRuntime
@@ -17,7 +18,7 @@ from dmuon.scheduler.specs import canonical_name
 from dmuon.telemetry import StepTelemetry
 from dmuon.types import Layout, OwnershipError
 
-__all__ = ["Ownership", "ownership_of"]
+__all__ = ["Ownership", "no_sync", "ownership_of", "ownerships_of", "required_ownerships"]
 
 # By the id of a parameter: an ownership keeps its parameters, so ids are theirs while it lives. No
 # weak references to parameters, for torch refuses to convert a DTensor that has one (`model.to`).
@@ -216,3 +217,25 @@ def required_ownerships(model: nn.Module, caller: str) -> list[Ownership]:
             "own = dmuon.dedicate_params(model) first"
         )
     return found
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Inside, backward only accumulates gradients locally.
+
+    The first backward after it (or `step`, or `clip_grad_norm_`) reduces what has accumulated, as
+    with `DistributedDataParallel.no_sync`, which is used for a wrapped model. On FSDP2 this is
+    ``set_requires_gradient_sync(False)``, and only a backward reduces: let the last one of a step
+    run outside.
+
+    Raises:
+        OwnershipError: the model is not dedicated, or has no `dmuon.Muon` yet.
+    """
+    runtimes = [o.runtime for o in required_ownerships(model, "dmuon.no_sync")]
+    previous = [runtime.set_sync(False) for runtime in runtimes]
+    try:
+        with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
+            yield
+    finally:
+        for runtime, sync in zip(runtimes, previous, strict=True):
+            runtime.set_sync(sync)

@@ -19,7 +19,7 @@ __all__ = ["ReferenceMuon"]
 
 
 class ReferenceMuon(Optimizer):
-    """Plain Muon, one matrix after the other; AdamW for the rest.
+    """Plain Muon, one matrix after the other; AdamW for everything else.
 
     Given a module, it takes the same matrices as `dmuon.dedicate_params` (``select``, ``splits``
     and ``heads`` mean the same). Given 2-D parameters, each is a matrix, as in `torch.optim.Muon`.
@@ -58,13 +58,13 @@ class ReferenceMuon(Optimizer):
         group = check_muon_group(group)
         # What each parameter's matrices are: a view of the parameter (or of its like) a matrix.
         self._views: dict[Tensor, list[Callable[[Tensor], Tensor]]] = {}
-        rest: list[Tensor] = []
+        others: list[Tensor] = []
         if isinstance(model_or_params, nn.Module):
             specs = collect(model_or_params, select=select, splits=splits, heads=heads)
             parameters = [p for _, p in trainable_parameters(model_or_params)]
             for matrix in specs.matrices:
                 self._views.setdefault(parameters[matrix.parameter], []).append(matrix.view)
-            rest = [parameters[i] for i in specs.rest()]
+            others = [parameters[i] for i in specs.rest()]
             assert all(specs.parameters[i].algorithm is Algorithm.ADAMW for i in specs.rest())
         else:
             self._views = {p: [lambda t: t] for p in model_or_params}
@@ -76,9 +76,9 @@ class ReferenceMuon(Optimizer):
         )
         self.adamw = (
             None
-            if not rest
+            if not others
             else AdamW(
-                rest,
+                others,
                 lr=lr if adamw_lr is None else adamw_lr,
                 betas=adamw_betas,
                 eps=adamw_eps,
@@ -120,7 +120,7 @@ class ReferenceMuon(Optimizer):
         w.add_(update, alpha=-adjusted_lr(lr, group["adjust_lr_fn"], *matrix.shape))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of matrices and rest."""
+        """Clear the gradients of all parameters."""
         super().zero_grad(set_to_none)
         if self.adamw is not None:
             self.adamw.zero_grad(set_to_none)

@@ -1,4 +1,4 @@
-"""Enums, aliases and error classes shared by every room of the package."""
+"""Enums, aliases and error classes shared by the whole package."""
 
 from __future__ import annotations
 

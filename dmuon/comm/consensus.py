@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from dmuon.comm.transport import Transport
 from dmuon.types import ConsensusError
 
-__all__ = ["agree", "attempt", "solve_on_first"]
+__all__ = ["attempt", "solve_on_first"]
 
 T = TypeVar("T")
 
@@ -80,11 +80,6 @@ def _outcome(work: Callable[[], T]) -> _Outcome[T]:
         return _Outcome(work(), None)
     except Exception as error:  # whatever it is, a rank that dies alone would hang the others
         return _Outcome(None, error)
-
-
-def agree(transport: Transport, value: str) -> list[str]:
-    """``value`` of every rank, for choices that one rank cannot make alone."""
-    return list(transport.gather_objects(value))
 
 
 def solve_on_first(transport: Transport, solve: Callable[[], str]) -> str:

@@ -12,97 +12,74 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import partial
 from itertools import product
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.config import DedicatedOptions, ReplicatedOptions, ShardedOptions
-from dmuon.tools.equivalence import EquivalenceReport, EquivalenceRow, check_step_equivalence
+from dmuon.optim import Muon
+from dmuon.tools.equivalence import Comparison, EquivalenceReport, EquivalenceRow, compare
+from dmuon.tools.plan import positive
 
 if TYPE_CHECKING:
     from dmuon.tools.parallel_models import ParallelCase
 
-__all__ = ["run"]
+__all__ = ["add_check_arguments", "run"]
 
 _NPROC = 4  # processes of the replicated layout
 _TIMEOUT_S = 300  # of a collective; a check that hangs has failed
-_VOCAB = 61
 _DATA_OF_A_SEED = 10_000  # steps until the data are those of the next seed
 
-
-class _Block(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.qkv_proj = nn.Linear(width, 3 * width, bias=False)
-        self.o_proj = nn.Linear(width, width, bias=False)
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv_proj(self.norm(x)).chunk(3, -1)
-        x = x + self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class _CheckModel(nn.Module):
-    """A small language model with odd widths: wide, tall and square matrices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tok = nn.Embedding(_VOCAB, 50)
-        self.blocks = nn.ModuleList(_Block(50, 126) for _ in range(3))
-        self.lm_head = nn.Linear(50, _VOCAB, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tok(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.lm_head(x)
-
-
-def _loss(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(model(inputs[0]).float().flatten(0, 1), inputs[1].flatten())
-
-
-def _batch(step: int, rank: int, seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(104729 * (step + _DATA_OF_A_SEED * seed) + rank)
-    tokens = torch.randint(0, _VOCAB, (4, 17), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-# (DDP, dtype of the parameters, dtype of Newton-Schulz)
-_CASES = (
+# Of the replicated layout: (DDP, dtype of the parameters, dtype of Newton-Schulz).
+_REPLICATED = (
     (False, torch.float32, torch.float32),
     (True, torch.float32, torch.float32),
     (False, torch.float32, torch.bfloat16),
     (False, torch.bfloat16, torch.bfloat16),
 )
-
-
-# Cases that are also compared with Newton-Schulz in half precision.
+# Cases of the others that are also compared with Newton-Schulz in half precision.
 _HALF_PRECISION = ("fsdp4", "tp+fsdp")
-
 _LAYOUTS = ("replicated", "sharded", "dedicated")
 
-# What an owner calls for Newton-Schulz, by layout.
-NEWTON_SCHULZ = {
-    "replicated": "dmuon.step.owner.orthogonalize",
-    "sharded": "dmuon.step.sharded.orthogonalize",
-    "dedicated": "dmuon.step.owner.orthogonalize",
-}
+
+def add_check_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add = parser.add_argument
+    add(
+        "--layout",
+        choices=("replicated", "sharded", "dedicated", "all"),
+        default="replicated",
+        help="replicated: a plain module and DistributedDataParallel; sharded: FSDP2, HSDP, tensor "
+        "and expert parallelism and their products, on 2, 4 and 8 processes; dedicated: a plain "
+        "module, tensor parallelism, and FSDP2 or HSDP for what owners do not keep, on 2 and 4",
+    )
+    add(
+        "--nproc",
+        type=positive(int),
+        help="processes of the replicated layout (default 4); meshes of more processes are left "
+        "out in the other layouts (default: none is)",
+    )
+    add("--steps", type=positive(int), default=10)
+    add("--lr", type=float, default=0.02)
+    add(
+        "--seeds",
+        type=positive(int),
+        default=1,
+        help="make each comparison with that many weights and data; a row each (default 1)",
+    )
+    add("--json", metavar="PATH", help="write the rows there; - for standard output")
+    add(
+        "--plant-fault",
+        action="store_true",
+        help="let one rank change weights by a fifth too much, to see that the check can fail",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,75 +106,64 @@ def _jobs(args: argparse.Namespace) -> list[_Job]:
     return jobs
 
 
-def _fault(args: argparse.Namespace, layout: str) -> AbstractContextManager[Any]:
-    """With --plant-fault the last rank publishes updates that are wrong by 20%."""
-    if not args.plant_fault or dist.get_rank() != dist.get_world_size() - 1:
-        return nullcontext()
-    honest = resolve_name(NEWTON_SCHULZ[layout])
-    return mock.patch(NEWTON_SCHULZ[layout], lambda *a: [1.2 * u for u in honest(*a)])
+def _fault(opt: Muon) -> None:
+    """Have the last rank change its weights by a fifth too much."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        for group in opt.param_groups:
+            group["lr"] *= 1.2
 
 
-def _replicated_rows(args: argparse.Namespace) -> Iterator[EquivalenceRow]:
-    for (ddp, dtype, ns_dtype), seed in product(_CASES, range(args.seeds)):
+def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
+    from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
+
+    case = job.case
+    mesh = None if case is None else case.make_mesh()
+    kinds = list(_REPLICATED)
+    if case is not None:
+        half = [torch.bfloat16] * (case.name in _HALF_PRECISION)
+        kinds = [(False, torch.float32, ns_dtype) for ns_dtype in (torch.float32, *half)]
+    for (ddp, dtype, ns_dtype), seed in product(kinds, range(args.seeds)):
 
         def build(dtype: torch.dtype = dtype, seed: int = seed) -> nn.Module:
-            torch.manual_seed(1000 * seed + dist.get_rank())  # rank 0's weights count
-            return _CheckModel().to(dtype)
-
-        half = dtype.itemsize < 4
-        with _fault(args, "replicated"):
-            report = check_step_equivalence(
-                build,
-                _loss,
-                partial(_batch, seed=seed),
-                parallelize=DistributedDataParallel if ddp else None,
-                layout="replicated",
-                steps=args.steps,
-                # In half precision the wire's own rounding would hide what is to be checked.
-                options=ReplicatedOptions(
-                    reduce_dtype=torch.float32 if half else None, timeout_s=_TIMEOUT_S
-                ),
-                lr=args.lr,
-                ns_dtype=ns_dtype,
-            )
-        yield from (replace(row, seed=seed) for row in report.rows)
-
-
-def _parallel_rows(
-    args: argparse.Namespace, layout: str, case: ParallelCase
-) -> Iterator[EquivalenceRow]:
-    from dmuon.tools.parallel_models import batch, loss_of
-
-    mesh = case.make_mesh()
-    options = ShardedOptions if layout == "sharded" else DedicatedOptions
-    half = (torch.bfloat16,) if case.name in _HALF_PRECISION else ()
-    for ns_dtype, seed in product((torch.float32, *half), range(args.seeds)):
-
-        def build(seed: int = seed) -> nn.Module:
+            if case is None:
+                torch.manual_seed(1000 * seed + dist.get_rank())  # rank 0's weights count
+                return ParallelModel().to(dtype)
             torch.manual_seed(seed)  # replicas must start alike
             return case.build()
 
         def batches(step: int, data_rank: int, seed: int = seed) -> tuple[Tensor, Tensor]:
             return batch(_DATA_OF_A_SEED * seed + step, data_rank)
 
-        with _fault(args, layout):
-            report = check_step_equivalence(
-                build,
-                loss_of,
-                batches,
-                mesh,
-                tensor_parallel=lambda model: case.tensor_parallel(model, mesh),
-                parallelize=lambda model: case.data_parallel(model, mesh),
-                layout=layout,
-                steps=args.steps,
-                options=options(timeout_s=_TIMEOUT_S),
-                data_axes=case.data_axes,
-                lr=args.lr,
-                ns_dtype=ns_dtype,
-                # AdamW divides by |g| + eps: where g is all but zero, its last bits would decide.
-                adamw_eps=1e-4,
-            )
-        yield from (replace(row, case=case.name, seed=seed) for row in report.rows)
+        def tensor_parallel(model: nn.Module) -> nn.Module:
+            return model if case is None or mesh is None else case.tensor_parallel(model, mesh)
+
+        def parallelize(model: nn.Module, ddp: bool = ddp) -> nn.Module:
+            if case is not None and mesh is not None:
+                return case.data_parallel(model, mesh)
+            return DistributedDataParallel(model) if ddp else model
+
+        how = Comparison(
+            parallelize,
+            tensor_parallel,
+            job.layout,
+            args.steps,
+            _options(job.layout, dtype),
+            None if case is None else case.data_axes,
+            _fault if args.plant_fault else None,
+        )
+        # AdamW divides by |g| + eps: where g is all but zero, its last bits would decide.
+        settings = {"lr": args.lr, "ns_dtype": ns_dtype, "adamw_eps": 1e-4}
+        report = compare(build, loss_of, batches, mesh, how, settings)
+        name = "" if case is None else case.name
+        yield from (replace(row, case=name, seed=seed) for row in report.rows)
+
+
+def _options(layout: str, dtype: torch.dtype) -> Any:
+    if layout == "replicated":
+        # In half precision the rounding of what travels would hide what is to be checked.
+        wide = torch.float32 if dtype.itemsize < 4 else None
+        return ReplicatedOptions(reduce_dtype=wide, timeout_s=_TIMEOUT_S)
+    return (ShardedOptions if layout == "sharded" else DedicatedOptions)(timeout_s=_TIMEOUT_S)
 
 
 def _check_worker(rank: int, world: int, args: argparse.Namespace, folder: str) -> None:
@@ -216,12 +182,8 @@ def _check_worker(rank: int, world: int, args: argparse.Namespace, folder: str) 
     try:
         rows: list[EquivalenceRow] = []
         for job in _jobs(args):
-            if job.world != world:
-                continue
-            if job.case is None:
-                rows += _replicated_rows(args)
-            else:
-                rows += _parallel_rows(args, job.layout, job.case)
+            if job.world == world:
+                rows += _rows(args, job)
         if rank == 0:
             with open(os.path.join(folder, f"rows{world}.json"), "w") as file:
                 json.dump([asdict(row) for row in rows], file)

@@ -12,15 +12,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -65,70 +70,37 @@ class _Mlp(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-def _own_part(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's equal part of dim 0 of the group's sum of ``tensor``."""
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total.chunk(group.size())[group.rank()].clone()  # FSDP2 warns of views
-
-
-def _all_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The group's parts, concatenated on dim 0."""
-    whole = part.new_zeros(group.size() * part.shape[0], *part.shape[1:])
-    whole.chunk(group.size())[group.rank()].copy_(part)
-    # A sum of one part and zeros: exact, and every backend and version of torch has it.
-    dist.all_reduce(whole, group=group)
-    return whole
-
-
-class _Gather(torch.autograd.Function):
-    """``[t, ...] -> [group * t, ...]``; its derivative sums over the group."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_parts(part, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _own_part(grad, ctx.group), None
-
-
-class _SumScatter(torch.autograd.Function):
-    """``[group * t, ...] -> [t, ...]``, summed over the group."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _own_part(whole, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _all_parts(grad, ctx.group), None
+def _moved(
+    tensor: Tensor, mesh: DeviceMesh, there: Placement, here: Placement, gradient: Placement
+) -> Tensor:
+    """What a rank holds of ``tensor``, placed ``there``, when it is placed ``here``."""
+    whole = DTensor.from_local(tensor, mesh, [there], run_check=False)
+    return whole.redistribute(placements=[here]).to_local(grad_placements=[gradient])
 
 
 class _Experts(nn.Module):
     """Experts as 3-D parameters ``w1 [E, hidden, width]`` and ``w2 [E, width, hidden]``.
 
-    With ``group`` each of its ranks holds a part of the experts, and applies them to the tokens
-    of all: every token goes to every expert, weighted by its gate.
+    With a ``mesh`` of one axis each of its ranks holds a part of the experts, and applies them to
+    the tokens of all: every token goes to every expert, weighted by its gate.
     """
 
     def __init__(self, count: int, width: int, hidden: int) -> None:
         super().__init__()
         self.w1 = nn.Parameter(torch.randn(count, hidden, width) * width**-0.5)
         self.w2 = nn.Parameter(torch.randn(count, width, hidden) * hidden**-0.5)
-        self.group: dist.ProcessGroup | None = None
+        self.mesh: DeviceMesh | None = None
 
     def forward(self, x: Tensor, gates: Tensor) -> Tensor:
         """Tokens ``[t, width]`` and gates ``[t, E]`` to ``[t, width]``."""
         w1, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2))
-        if self.group is not None:
-            x, gates = _Gather.apply(x, self.group), _Gather.apply(gates, self.group)
-            gates = gates.tensor_split(self.group.size(), dim=1)[self.group.rank()]
+        mesh = self.mesh
+        if mesh is not None:
+            x, gates = (_moved(t, mesh, Shard(0), Replicate(), Partial()) for t in (x, gates))
+            gates = gates.tensor_split(mesh.size(), dim=1)[mesh.get_local_rank()]
         hidden = F.gelu(torch.einsum("ti,ehi->teh", x, w1))
         y = torch.einsum("teh,eih,te->ti", hidden, w2, gates)
-        return y if self.group is None else _SumScatter.apply(y, self.group)
+        return y if mesh is None else _moved(y, mesh, Partial(), Shard(0), Shard(0))
 
 
 class _Moe(nn.Module):
@@ -233,7 +205,7 @@ def _expert_parallel(model: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Module:
         for name, p in list(experts.named_parameters()):
             part = distribute_tensor(p.detach(), mesh["ep"], [Shard(0)])
             experts.register_parameter(name, nn.Parameter(part))
-        experts.group = mesh["ep"].get_group()
+        experts.mesh = mesh["ep"]
         fully_shard(experts, mesh=mesh["fsdp"], shard_placement_fn=lambda p: Shard(dim))
         # Experts have seen the tokens of all ranks, so that is what the mean is over. As a sum
         # and a division, for gloo has no scaled sum.

@@ -4,22 +4,221 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dmuon.catalogue.presets import PRESETS
-from dmuon.report.data import LoadBalanceReport, build_report
+from dmuon.catalogue.presets import PRESETS, model_specs
+from dmuon.config import PlannerOptions
+from dmuon.report.data import build_report
+from dmuon.scheduler.costs import CostTable, resolve_costs
 from dmuon.scheduler.json_files import read_text
-from dmuon.scheduler.plan import OwnershipPlan
-from dmuon.tools.plan_request import COMPARED, Request, add_plan_arguments, read_request
+from dmuon.scheduler.plan import OwnershipPlan, solve
+from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs
+from dmuon.scheduler.topology import MAX_RANKS, Topology
 from dmuon.types import DmuonError, PlanError
 
-__all__ = ["add_plan_arguments", "run"]
+__all__ = ["add_plan_arguments", "positive", "run"]
 
 WIDTH = 100  # columns of what is printed to anything but a terminal
+COMPARED = ("round_robin", "greedy", "milp")
+_AXES = {1: ("dp",), 2: ("node", "gpu"), 3: ("group", "node", "gpu")}
+_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+}
+
+# ---- arguments ---------------------------------------------------------------------------
+
+
+def positive(number: type[int] | type[float]) -> Callable[[str], Any]:
+    """Reads a finite number above zero, for ``type=`` of an option."""
+
+    def read(text: str) -> int | float:
+        value = number(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be positive, found {text}")
+        return value
+
+    read.__name__ = number.__name__  # argparse names it where a text is no number
+    return read
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command; what is wrong with a text is one line."""
+    _add_model_arguments(parser)
+    _add_mesh_arguments(parser)
+    _add_solver_arguments(parser)
+    add = parser.add_argument_group("output").add_argument
+    add("--json", metavar="PATH", help="write the numbers there; - for standard output alone")
+    add("--html", metavar="PATH", help="write the report as a web page")
+    add("--save", metavar="PATH", help="write the plan, for --verify and dedicate_params(plan=)")
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to plan for")
+    what = group.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--model",
+        help="a preset, the path of a Hugging Face config.json, or module:function that returns "
+        f"a model. Presets: {', '.join(PRESETS)}",
+    )
+    what.add_argument(
+        "--verify", metavar="PLAN.json", help="only check the certificate of a saved plan"
+    )
+    group.add_argument("--dtype", help=f"dtype of the parameters: {', '.join(ITEM_SIZE)}")
+    group.add_argument(
+        "--splits",
+        action="append",
+        default=[],
+        metavar="PATTERN=R,R",
+        help="rows of the matrices that a fused parameter holds; may be repeated",
+    )
+    group.add_argument(
+        "--heads",
+        action="append",
+        default=[],
+        metavar="PATTERN=N",
+        help="number of equal pieces of a parameter's rows; may be repeated",
+    )
+
+
+def _add_mesh_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("owners").add_argument
+    add("--mesh", metavar="NxG", help="nodes x GPUs, such as 4x8; also 64 or 2x4x8")
+    add("--axes", metavar="A,B", help="names of the mesh's axes (default: node,gpu)")
+    add("--ranks-per-node", type=positive(int), metavar="N", help="default: the mesh's last size")
+    add("--memory", metavar="SIZE", help="most optimizer state on one owner, such as 80GiB")
+
+
+def _add_solver_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = PlannerOptions()
+    add = parser.add_argument_group("planning").add_argument
+    add(
+        "--costs",
+        default="analytic:h200",
+        help="analytic:h200, analytic:a100, ... or the path of a cost table (default: %(default)s)",
+    )
+    add("--solver", help="auto, milp, greedy or round_robin (default: auto)")
+    add("--compare", action="store_true", help=f"run {', '.join(COMPARED)} side by side")
+    add(
+        "--time-limit",
+        type=positive(float),
+        default=defaults.time_limit_s,
+        metavar="SECONDS",
+        help="bound on the solver (default: %(default)g)",
+    )
+    add(
+        "--max-batch",
+        type=positive(int),
+        default=defaults.max_batch,
+        metavar="B",
+        help="most matrices in one batch (default: %(default)s)",
+    )
+
+
+def mesh_shape(text: str) -> tuple[int, ...]:
+    """
+    >>> mesh_shape("4x8")
+    (4, 8)
+    """
+    if not re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9}){0,7}", text.strip(), re.IGNORECASE):
+        raise PlanError(
+            f"--mesh {text!r} is no mesh: give sizes with an x between them, such as 4x8"
+        )
+    shape = tuple(int(size) for size in text.lower().split("x"))
+    world = math.prod(shape)
+    if not 1 <= world <= MAX_RANKS:
+        raise PlanError(f"--mesh {text} has {world:,} ranks, expected 1 to {MAX_RANKS:,}")
+    return shape
+
+
+def memory_bytes(text: str) -> int:
+    """
+    >>> memory_bytes("80GiB")
+    85899345920
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?I?B|)", text.strip().upper())
+    if match is None or match[2] not in _BYTES:
+        raise PlanError(f"--memory {text!r} is no size: give bytes, or 80GiB, 512MiB, 2GB")
+    return int(float(match[1]) * _BYTES[match[2]])
+
+
+def _pattern(option: str, text: str) -> tuple[str, list[int]]:
+    pattern, _, values = text.rpartition("=")
+    if not pattern or not re.fullmatch(r"[0-9]+(,[0-9]+)*", values):
+        raise PlanError(f"{option} {text!r} is not of the form PATTERN=NUMBER[,NUMBER...]")
+    return pattern, [int(value) for value in values.split(",")]
+
+
+def _splits(texts: Sequence[str]) -> dict[str, list[int]]:
+    return dict(_pattern("--splits", text) for text in texts)
+
+
+def _heads(texts: Sequence[str]) -> dict[str, int]:
+    found = [_pattern("--heads", text) for text in texts]
+    for pattern, counts in found:
+        if len(counts) != 1:
+            raise PlanError(f"--heads {pattern!r} takes one number, found {counts}")
+    return {pattern: count for pattern, (count,) in found}
+
+
+def _topology(args: argparse.Namespace) -> Topology:
+    if args.mesh is None:
+        raise PlanError("--model needs --mesh, such as --mesh 4x8")
+    shape = mesh_shape(args.mesh)
+    axes = _AXES.get(len(shape)) or tuple(f"axis{i}" for i in range(len(shape)))
+    if args.axes is not None:
+        axes = tuple(name.strip() for name in args.axes.split(","))
+    ranks_per_node = shape[-1] if args.ranks_per_node is None else args.ranks_per_node
+    device_type = "cpu" if args.costs == "analytic:cpu" else "cuda"
+    try:
+        return Topology(shape, axes, ranks_per_node, device_type)
+    except ValueError as error:
+        raise PlanError(f"--mesh {args.mesh}: {error}") from error
+
+
+# ---- the request -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Everything that planning needs, read from the command line."""
+
+    model: str
+    specs: ModelSpecs
+    topology: Topology
+    costs: CostTable
+    options: PlannerOptions
+
+    def solve(self, solver: str) -> OwnershipPlan:
+        return solve(self.specs, self.topology, self.costs, solver=solver, options=self.options)
+
+
+def _read_request(args: argparse.Namespace) -> Request:
+    topology = _topology(args)
+    memory = None if args.memory is None else memory_bytes(args.memory)
+    if memory == 0:
+        raise PlanError(f"--memory {args.memory} is less than a byte")
+    options = PlannerOptions(
+        time_limit_s=args.time_limit,
+        owner_memory_bytes=memory,
+        max_batch=args.max_batch,
+        ranks_per_node=topology.ranks_per_node,
+    )
+    costs = resolve_costs(args.costs, topology.device_type)
+    specs = model_specs(
+        args.model, args.dtype, splits=_splits(args.splits), heads=_heads(args.heads)
+    )
+    return Request(args.model, specs, topology, costs, options)
+
 
 # ---- one plan ----------------------------------------------------------------------------
 
@@ -52,7 +251,7 @@ def _count(number: float) -> str:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    request = read_request(args)
+    request = _read_request(args)
     plan = request.solve(args.solver or "auto")
     report = build_report(plan)
     if args.json == "-":
@@ -61,28 +260,36 @@ def _plan(args: argparse.Namespace) -> int:
         _out(f"{_header(request)}\n\n{report}")
         _save(args.json, lambda: _json(report.to_dict()))
     _save(args.save, plan.to_json)
-    _save_html(args.html, report)
+    _write(args.html, report.to_html)
     return 0
 
 
 def _save(path: str | None, text: Callable[[], str]) -> None:
-    if path is not None:
-        _written(path, lambda: Path(path).write_text(text() + "\n", encoding="utf-8"))
+    _write(path, lambda path: Path(path).write_text(text() + "\n", encoding="utf-8"))
 
 
-def _save_html(path: str | None, report: LoadBalanceReport) -> None:
-    if path is not None:
-        _written(path, lambda: report.to_html(path))
-
-
-def _written(path: str, write: Callable[[], object]) -> None:
+def _write(path: str | None, write: Callable[[str], object]) -> None:
+    if path is None:
+        return
     try:
-        write()
-    except OSError as error:
-        # What the operating system raises says why, what we raise ourselves says all.
-        known = f"cannot write {path!r}: {error.strerror}" if error.strerror else str(error)
-        raise PlanError(known) from error
+        write(path)
+    except OSError as error:  # since `_check_writable` a disk is full, or a folder has gone
+        raise PlanError(f"cannot write {path!r}: {error.strerror or error}") from error
     sys.stderr.write(f"wrote {path}\n")
+
+
+def _check_writable(path: str) -> None:
+    """Raise PlanError for a path that cannot be written, before minutes go into planning."""
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path):
+        reason = "it is a directory"
+    elif not os.path.isdir(folder):
+        reason = f"there is no directory {folder!r}"
+    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        reason = "permission denied"
+    else:
+        return
+    raise PlanError(f"cannot write {path!r}: {reason}")
 
 
 # ---- several solvers ---------------------------------------------------------------------
@@ -132,7 +339,7 @@ def _row_numbers(row: _Row, request: Request, bound: float) -> dict[str, Any]:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    request = read_request(args)
+    request = _read_request(args)
     rows = [_row(request, solver) for solver in COMPARED]
     bounds = [row.plan.lower_bound_ms for row in rows if row.plan is not None]
     if not bounds:
@@ -224,27 +431,9 @@ def _check_combination(args: argparse.Namespace) -> None:
         single = [name for name in ("--solver", "--html", "--save") if given[name]]
         if single:
             raise PlanError(f"--compare makes several plans: drop it, or drop {', '.join(single)}")
-
-
-# What the library calls its arguments, and the flags of the commands.
-_FLAGS = (
-    ("PlannerOptions(owner_memory_bytes=...)", "--memory"),
-    ("PlannerOptions.max_batch", "--max-batch"),
-    ("PlannerOptions.time_limit_s", "--time-limit"),
-    ("PlannerOptions.profile_budget_s", "--budget"),
-    ("PlannerOptions.ranks_per_node", "--ranks-per-node"),
-    ("owner_memory_bytes=", "--memory "),
-    ("owner_memory_bytes", "--memory"),
-    ("solver='round_robin'", "round robin"),
-    ("solver='auto'", "--solver auto"),
-)
-
-
-def in_terms_of_flags(message: str) -> str:
-    """An error of the library as someone at a terminal would say it."""
-    for argument, flag in _FLAGS:
-        message = message.replace(argument, flag)
-    return message
+    for path in (args.json, args.html, args.save):
+        if path not in (None, "-"):
+            _check_writable(path)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -258,6 +447,5 @@ def run(args: argparse.Namespace) -> int:
             return _verify(args)
         return _compare(args) if args.compare else _plan(args)
     except DmuonError as error:
-        message = in_terms_of_flags(" ".join(str(error).split()))
-        sys.stderr.write(f"python -m dmuon plan: error: {message}\n")
+        sys.stderr.write(f"python -m dmuon plan: error: {' '.join(str(error).split())}\n")
         return 2

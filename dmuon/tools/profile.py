@@ -79,9 +79,7 @@ def run(args: argparse.Namespace) -> int:
         _profile(args)
         return 0
     except DmuonError as error:
-        from dmuon.tools.plan import in_terms_of_flags
-
-        message = in_terms_of_flags(" ".join(str(error).split()))
+        message = " ".join(str(error).split())
         sys.stderr.write(f"python -m dmuon profile: error: {message}\n")
         return 2
     finally:
@@ -93,12 +91,13 @@ def _profile(args: argparse.Namespace) -> None:
     if name == "cuda" and not torch.cuda.is_available():
         raise PlanError("--device cuda: torch finds no CUDA device here; try --device cpu")
     device = torch.device(f"cuda:{torch.cuda.current_device()}" if name == "cuda" else name)
-    try:
-        options = PlannerOptions(
-            max_batch=args.max_batch, profile_budget_s=args.budget, cache_dir=args.cache_dir
-        )
-    except ValueError as error:
-        raise PlanError(str(error)) from error
+    if args.max_batch < 1:
+        raise PlanError(f"--max-batch must be an integer >= 1, found {args.max_batch}")
+    if not args.budget > 0:
+        raise PlanError(f"--budget must be a number > 0, found {args.budget}")
+    options = PlannerOptions(
+        max_batch=args.max_batch, profile_budget_s=args.budget, cache_dir=args.cache_dir
+    )
     if args.threads is not None:
         if args.threads < 1:
             raise PlanError(f"--threads must be at least 1, found {args.threads}")

@@ -12,11 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.api import assemble
+from dmuon.api import Request, assemble, group_maker, mesh_topology
 from dmuon.comm.transport import C10dTransport, Transport
 from dmuon.config import PlannerOptions
 from dmuon.dtensors import whole_tensor
-from dmuon.meshes import group_maker, mesh_topology
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.topology import Topology
 from tests.transports import Event, RecordingTransport
@@ -59,14 +58,13 @@ def recorded(
 
     own = assemble(
         model,
+        Request(layout="dedicated", **kwargs),
         first,
         lambda: (
             Topology.flat(world.world)
             if mesh is None
             else mesh_topology(mesh, world.world, model, PlannerOptions())
         ),
-        layout="dedicated",
-        new_group=new_group,
-        **kwargs,
+        new_group,
     )
     return own, first.events

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
+from dmuon.api import Request, assemble
 from dmuon.comm.transport import C10dTransport, Transport
 from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.select import trainable_parameters
@@ -118,11 +119,9 @@ def dedicate(
     model: nn.Module, wrapper: type | None = None, **kwargs: Any
 ) -> tuple[dmuon.Ownership, Any]:
     """`dedicate_params` over a wrapped transport, for recordings and delays."""
-    from dmuon.api import assemble
-
     inner = C10dTransport(list(range(torch.distributed.get_world_size())))
     transport = inner if wrapper is None else wrapper(inner)
-    own = assemble(model, transport, lambda: Topology.flat(transport.world), **kwargs)
+    own = assemble(model, Request(**kwargs), transport, lambda: Topology.flat(transport.world))
     return own, transport
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dmuon
-from dmuon.api import assemble
+from dmuon.api import Request, assemble
 from dmuon.comm.transport import C10dTransport, Transport
 from dmuon.dtensors import whole_tensor
 from dmuon.reference import ReferenceMuon
@@ -119,7 +119,7 @@ def dedicated(
         own = dmuon.dedicate_params(model, **planning)
     else:
         wrapped = transport(C10dTransport(list(range(dist.get_world_size()))))
-        own = assemble(model, wrapped, lambda: Topology.flat(wrapped.world), **planning)
+        own = assemble(model, Request(**planning), wrapped, lambda: Topology.flat(wrapped.world))
     try:
         yield own, dmuon.Muon(model, **(MUON | kwargs))
     finally:

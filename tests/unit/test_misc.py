@@ -355,11 +355,5 @@ def test_there_are_examples_in_docstrings():
     examples = {
         m: sum(len(t.examples) for t in finder.find(importlib.import_module(m))) for m in PURE
     }
-    for module in (
-        "update",
-        "scheduler.costs",
-        "scheduler.specs",
-        "comm.buckets",
-        "comm.hooks",
-    ):
-        assert examples[f"dmuon.{module}"] > 0
+    assert all(examples[f"dmuon.{m}"] > 0 for m in ("update", "scheduler.specs", "comm.routes"))
+    assert sum(count > 0 for count in examples.values()) >= 8

@@ -1339,6 +1339,36 @@ def test_settings_that_turn_wrong_later_fail_before_anything_changes(algorithm, 
     opt.step()
 
 
+CHANGES = {
+    "key deleted": (lambda groups: groups[0].pop("momentum"), "has lost .*'momentum'"),
+    "algorithm deleted": (lambda groups: groups[0].pop("algorithm"), "algorithms .*None"),
+    "algorithm renamed": (lambda groups: groups[1].update(algorithm="sgd"), "algorithms .*'sgd'"),
+    "group appended": (lambda groups: groups.append(dict(groups[0])), "algorithms"),
+    "groups reversed": (lambda groups: groups.reverse(), "algorithms"),
+    "parameter removed": (lambda groups: groups[0]["params"].pop(), r"groups\[0\] holds other"),
+    "parameters reversed": (lambda groups: groups[1]["params"].reverse(), "in another order"),
+    "parameter exchanged": (
+        lambda groups: groups[0]["params"].__setitem__(0, groups[0]["params"][0].detach()),
+        r"groups\[0\] holds other",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_groups_are_refused_before_anything_changes(change):
+    model = TinyGPT()
+    _, opt = dedicated(model)
+    train(model, opt, tokens(), range(1))
+    opt.synchronize()
+    before = weights(model)
+    backward(model, 1)
+    alter, message = CHANGES[change]
+    alter(opt.param_groups)
+    with pytest.raises(dmuon.types.OwnershipError, match=message):
+        opt.step()
+    assert_bitwise(weights(model), before)
+
+
 def test_a_tensor_or_a_number_of_numpy_is_an_lr_like_any_other():
     results = []
     for lr in (0.25, torch.tensor(0.25), torch.tensor([0.25]), np.float32(0.25), np.float64(0.25)):
