@@ -164,9 +164,10 @@ def iterate(
     two, or four where a segment has several steps. All are overwritten.
     """
     is_tall = x.shape[-2] > x.shape[-1]
+    xt, spare_t = x.mT, spare.mT
     for low, high in segments:
         r, p = squares[:2]
-        left, right = (x.mT, x) if is_tall else (x, x.mT)
+        left, right = (xt, x) if is_tall else (x, xt)
         ops.symmetric(left, right, out=r)  # R = X X^T
         if high - low == 1:
             own, b, c = coefficients[low]
@@ -175,7 +176,7 @@ def iterate(
             own, p = 0.0, _polynomial(squares, coefficients[low:high], ops)
         left, right = (x, p) if is_tall else (p, x)
         ops.general(left, right, x if own else None, out=spare, beta=own)  # X <- P X + aX, or Q X
-        x, spare = spare, x
+        x, xt, spare, spare_t = spare, spare_t, x, xt
     return x
 
 
