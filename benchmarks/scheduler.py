@@ -31,8 +31,8 @@ from dmuon.measure import measured_costs
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.greedy import longest_first_by_weight
-from dmuon.scheduler.limits import OwnerLimits
-from dmuon.scheduler.plan import price_rows, problem_of, solve
+from dmuon.scheduler.shards import OwnerLimits
+from dmuon.scheduler.solve import price_rows, problem_of, solve
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
 

@@ -48,12 +48,12 @@ from dmuon.dtensors import (
 from dmuon.kernels.choice import BACKENDS, check_method
 from dmuon.measure import measured_costs
 from dmuon.ownership import Ownership, ownerships_of
-from dmuon.scheduler.assembly import assemble as assemble_shards
 from dmuon.scheduler.costs import CostTable, resolve_costs
-from dmuon.scheduler.limits import OwnerLimits
-from dmuon.scheduler.plan import OwnershipPlan, check_plan_fits, solve
+from dmuon.scheduler.plan import OwnershipPlan, check_plan_fits
 from dmuon.scheduler.select import collect, trainable_parameters
-from dmuon.scheduler.shards import RankShards, ShardMap
+from dmuon.scheduler.shards import OwnerLimits, RankShards, ShardMap
+from dmuon.scheduler.shards import assemble as assemble_shards
+from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import ModelSpecs, canonical_name
 from dmuon.scheduler.topology import Topology, local_world_size
 from dmuon.types import DmuonError, KernelChoice, Layout, OwnershipError, PlanError, Select

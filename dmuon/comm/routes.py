@@ -18,8 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from dmuon.scheduler.batches import Batch
-from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.scheduler.plan import Batch, OwnershipPlan
 from dmuon.scheduler.shards import Box, Form, ShardMap
 
 __all__ = [

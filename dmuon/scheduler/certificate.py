@@ -1,8 +1,9 @@
 """Checks a plan by itself: what it costs, what it may do, and that no plan costs less.
 
 No solver is asked and nothing is believed that the plan says of itself: the makespan is added up
-from its batches and its stored prices, and the lower bound is computed again from its stored duals
-(see `proof`). All arithmetic is on integers.
+from its batches and its stored prices, the lower bound is computed again from its stored duals
+(see `bound`) and by searching (see `exhaustive`), and the baselines are run again. All arithmetic
+is on integers.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dmuon.scheduler.batches import Batch
-from dmuon.scheduler.costs import ShapeKey
-from dmuon.scheduler.exhaustive import counts_within, is_small
-from dmuon.scheduler.plan import OwnershipPlan, problem_of
+from dmuon.scheduler.bound import bound_of
+from dmuon.scheduler.costs import ORIGINS, ShapeKey
+from dmuon.scheduler.exhaustive import cover
+from dmuon.scheduler.plan import Batch, OwnershipPlan, Proof
 from dmuon.scheduler.problem import Problem
-from dmuon.scheduler.proof import Proof, bound_of
+from dmuon.scheduler.solve import alternatives_of, launch_order, problem_of
 from dmuon.types import SizeError
 
 __all__ = ["Certificate", "certify"]
@@ -78,7 +79,13 @@ def _certify(plan: OwnershipPlan) -> Certificate:
     prices = {
         row.key: tuple(round(ms * problem.ticks_per_ms) for ms in row.ms) for row in plan.prices
     }
-    wrong = [*_wrong_batches(plan, problem, prices), *_wrong_owners(plan)]
+    wrong = [
+        *_wrong_batches(plan, problem, prices),
+        *_wrong_owners(plan),
+        *_wrong_matrices(plan),
+        *_wrong_origins(plan),
+        *_wrong_alternatives(plan, problem),
+    ]
     makespan = _executed(plan, problem, prices)
     claimed = round(plan.lower_bound_ms * problem.ticks_per_ms)
     if plan.proof is None:
@@ -92,9 +99,13 @@ def _certify(plan: OwnershipPlan) -> Certificate:
             )
     if plan.proof is not None and plan.status == "optimal" and bound < makespan:
         wrong.append("the plan claims to be optimal, which its proof does not show")
+    if plan.claim is None:
+        wrong_bound.append("the plan does not say which makespan and fingerprint it was made with")
+    else:
+        wrong += _wrong_claim(plan, problem, makespan)
     return Certificate(
         not wrong,
-        plan.proof is not None and not wrong,
+        not wrong and not wrong_bound,
         problem.ms(makespan),
         problem.ms(bound),
         tuple(wrong + wrong_bound),
@@ -110,13 +121,33 @@ def _without_prices(plan: OwnershipPlan) -> Certificate:
     return Certificate(len(findings) == 1, False, plan.makespan_ms, 0.0, tuple(findings))
 
 
+def _wrong_claim(plan: OwnershipPlan, problem: Problem, makespan: int) -> list[str]:
+    claim = plan.claim
+    assert claim is not None
+    found = []
+    if abs(round(claim.makespan_ms * problem.ticks_per_ms) - makespan) > len(plan.batches):
+        found.append(
+            f"the plan was made with a makespan of {claim.makespan_ms:.6g} ms; its batches take "
+            f"{problem.ms(makespan):.6g} ms"
+        )
+    if claim.fingerprint != plan.fingerprint():
+        found.append(
+            f"the plan was made with the fingerprint {claim.fingerprint}; its contents have "
+            f"{plan.fingerprint()}"
+        )
+    return found
+
+
 def _bound(proof: Proof, problem: Problem, makespan: int) -> int:
     try:
         bound = bound_of(problem, proof.dual, makespan)
     except ValueError:
         return 0  # duals of another problem prove nothing
-    tried = proof.exhaustive and is_small(problem) and bound < makespan
-    return makespan if tried and counts_within(problem, makespan - 1) is None else bound
+    if bound <= proof.impossible < makespan:
+        tried = cover(problem, proof.impossible, proof.dual)
+        if tried.counts is None and tried.complete:
+            return proof.impossible + 1
+    return bound
 
 
 _Prices = Mapping[ShapeKey, tuple[int, ...]]
@@ -161,6 +192,53 @@ def _wrong_batches(plan: OwnershipPlan, problem: Problem, prices: _Prices) -> li
                 f"{name} is planned with the kernel {batch.kernel!r}; its price is of {kernel!r}"
             )
     return _short(found)
+
+
+def _wrong_matrices(plan: OwnershipPlan) -> list[str]:
+    """Matrices whose rows and columns cannot be those of their parameter."""
+    found = []
+    for matrix in plan.specs.matrices:
+        shape = plan.specs.parameters[matrix.parameter].shape
+        if matrix.transposed and len(shape) > 1:
+            whole = (shape[1], shape[0] * math.prod(shape[2:]))
+            fits = matrix.shape == whole and matrix.start == 0
+        else:
+            ends = {math.prod(shape[dim:]) for dim in range(1, len(shape))}
+            fits = matrix.cols in ends and matrix.start % matrix.cols == 0
+        if not fits:
+            found.append(
+                f"{matrix.name} of {matrix.rows} x {matrix.cols} is no matrix of a parameter "
+                f"{list(shape)}"
+            )
+    return _short(found)
+
+
+def _wrong_origins(plan: OwnershipPlan) -> list[str]:
+    """Prices that say they come from where they cannot."""
+    analytic = plan.cost_source.startswith("analytic")
+    found = [
+        f"the prices of {row.key[0]} x {row.key[1]} say {origin!r}; the costs are "
+        f"{plan.cost_source!r}"
+        for row in plan.prices
+        for origin in dict.fromkeys(row.origin)
+        if origin not in ORIGINS or (analytic and origin != "analytic")
+    ]
+    return _short(found)
+
+
+def _wrong_alternatives(plan: OwnershipPlan, problem: Problem) -> list[str]:
+    """Makespans of simpler solvers that these do not have. A clock may have cut them short, and in
+    a plan by hand they are anyone's.
+    """
+    if plan.claim is None or plan.hit_time_limit or not plan.alternatives:
+        return []
+    known = alternatives_of(problem, launch_order(plan.specs), dict(plan.alternatives))
+    return [
+        f"the plan says that {name} takes {ms:.6g} ms; it takes "
+        + (f"{problem.ms(known[name]):.6g} ms" if name in known else "nothing: there is none")
+        for name, ms in plan.alternatives
+        if name not in known or abs(round(ms * problem.ticks_per_ms) - known[name]) > 1
+    ]
 
 
 def _wrong_owners(plan: OwnershipPlan) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -22,6 +22,7 @@ __all__ = ["greedy", "improve", "longest_first", "longest_first_by_weight", "rou
 Ints = npt.NDArray[np.int64]
 
 _MOST_MOVES = 4000  # of one local search: a work limit, so that equal input gives equal plans
+_MOST_WORK = 150_000_000  # exchanges looked at
 _MOST_SPLITS = 48  # pairs of ranks whose matrices are shared out anew
 _SPLIT_WITH = 64  # ranks tried at a time
 _SPLIT_POINTS = 500
@@ -113,7 +114,9 @@ def round_robin(problem: Problem, order: Sequence[int]) -> Counts | None:
     return counts
 
 
-def greedy(problem: Problem, starts: Sequence[Counts]) -> Counts | None:
+def greedy(
+    problem: Problem, starts: Sequence[Counts], spent: Callable[[], bool] = lambda: False
+) -> Counts | None:
     """The best of several longest-first runs and of ``starts``, improved; None if none fits."""
     sizes = [1] + [b for b in (2, 4, 8, 16) if any(len(k.batch_ticks) >= b for k in problem.kinds)]
     found = [*starts, *(longest_first(problem, b) for b in sizes), least_memory_first(problem)]
@@ -121,7 +124,7 @@ def greedy(problem: Problem, starts: Sequence[Counts]) -> Counts | None:
     if not fitting:
         return None
     ranked = sorted(fitting, key=problem.makespan)
-    improved = [improve(problem, counts) for counts in ranked[:2]]
+    improved = [improve(problem, counts, spent) for counts in ranked[:2]]
     return min(improved, key=problem.makespan)
 
 
@@ -139,7 +142,7 @@ class _Exchange:
     take: int = 0
 
 
-def improve(problem: Problem, counts: Counts) -> Counts:
+def improve(problem: Problem, counts: Counts, spent: Callable[[], bool] = lambda: False) -> Counts:
     """Lower the busiest rank's load, again and again, until nothing does.
 
     First by moving or swapping a few matrices; where that fails, by sharing out anew all that it
@@ -148,6 +151,8 @@ def improve(problem: Problem, counts: Counts) -> Counts:
     state = _State(problem, counts)
     splits = _MOST_SPLITS
     for _ in range(_MOST_MOVES):
+        if state.work <= 0 or spent():
+            break
         busiest = int(state.loads.argmax())
         exchange = state.best_exchange(busiest)
         if exchange is not None:
@@ -163,6 +168,7 @@ def improve(problem: Problem, counts: Counts) -> Counts:
 class _State:
     def __init__(self, problem: Problem, counts: Counts) -> None:
         self.problem = problem
+        self.work = _MOST_WORK
         self.counts: Counts = counts.copy()
         self.loads = problem.loads(counts)
         self.free = problem.room - counts @ problem.nbytes
@@ -184,6 +190,7 @@ class _State:
         lost, gained, given, they_take = self._changes(gives, b, others)
         back, away, taken, they_give = self._changes(takes, b, others, sign=-1)
         # [gives, takes, others]
+        self.work -= len(gives) * len(takes) * len(others)
         mine = self.loads[b] - lost[:, None] + back[None, :]
         theirs = self.loads[others] + gained[:, None, :] - away[None, :, :]
         after = np.maximum(mine[:, :, None], theirs)

@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 from dmuon.scheduler.costs import ShapeKey
 from dmuon.scheduler.json_files import MOST_MS
-from dmuon.scheduler.limits import OwnerLimits
-from dmuon.scheduler.specs import ITEM_SIZE, MatrixSpec
+from dmuon.scheduler.shards import OwnerLimits, state_bytes
+from dmuon.scheduler.specs import MatrixSpec
 from dmuon.types import Layout, PlanError, SizeError
 
 __all__ = ["Counts", "Forced", "Kind", "OwnerClass", "Problem", "build_problem"]
@@ -213,14 +213,6 @@ class Problem:
             and not (counts[~self.allowed] > 0).any()
             and (counts @ self.nbytes <= self.room).all()
         )
-
-
-def state_bytes(matrix: MatrixSpec, layout: Layout) -> int:
-    """Optimizer state that the owner of a matrix keeps: one momentum, in the parameter's dtype.
-
-    None in the sharded layout: there the momentum lies with the shards, whoever owns the matrix.
-    """
-    return 0 if layout is Layout.SHARDED else matrix.numel * ITEM_SIZE[matrix.dtype]
 
 
 def build_problem(

@@ -1,4 +1,4 @@
-"""Which rank holds which part of which matrix: pure data, made from what every rank reports.
+"""Which rank holds which part of which matrix, and so may own it: from what every rank reports.
 
 A parameter of any number of dims is cut into boxes, one a rank; ranks that replicate hold equal
 boxes. A matrix is a box of its parameter too, so what a rank holds of a matrix is the intersection
@@ -16,24 +16,127 @@ matrices of their own, each with an owner among the ranks that hold it.
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from typing import Any
 
-from dmuon.scheduler.limits import OwnerLimits
+from dmuon.scheduler.json_files import listed, reals, record, whole, wholes
 from dmuon.scheduler.specs import ITEM_SIZE, MatrixSpec, ModelSpecs
+from dmuon.types import Layout, OwnershipError, PlanError
 
 __all__ = [
     "Box",
     "Form",
     "LocalShard",
     "MatrixBox",
+    "OwnerLimits",
     "Piece",
     "RankShards",
     "ShardMap",
+    "assemble",
     "matrix_box",
+    "state_bytes",
 ]
+
+_MOST_BYTES = 1 << 60
+
+
+# ---- who may own what -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerLimits:
+    """Fixed loads, the memory cap, and which ranks may own which matrix.
+
+    ``fixed_ms`` and ``fixed_bytes`` hold, for each rank, work and optimizer state that it has
+    anyway (AdamW on the rest; in the sharded layout the momentum of its shards); empty means none.
+    ``memory_bytes`` caps the optimizer state of a rank, fixed bytes included. ``pools`` are sets of
+    ranks (dense matrices on ``dp``, the experts of one ``ep`` coordinate on that coordinate's
+    ranks, a matrix that is whole on its rank on that rank alone), and ``pool_of`` is the pool of
+    each matrix; empty means that every rank may own every matrix. Matrices of different pools are
+    never batched together, so equal sets of ranks should be one pool.
+    """
+
+    fixed_ms: tuple[float, ...] = ()
+    fixed_bytes: tuple[int, ...] = ()
+    memory_bytes: int | None = None
+    pools: tuple[tuple[int, ...], ...] = ()
+    pool_of: tuple[int, ...] = ()
+
+    def check(self, matrices: int, world: int) -> None:
+        """Raise PlanError unless everything has the right length and range."""
+        for name in ("fixed_ms", "fixed_bytes"):
+            values = getattr(self, name)
+            if values and len(values) != world:
+                raise PlanError(f"OwnerLimits.{name} has {len(values)} entries for {world} ranks")
+            if any(not 0 <= v < float("inf") for v in values):
+                raise PlanError(f"OwnerLimits.{name} must be finite and >= 0, found {min(values)}")
+        if self.memory_bytes is not None and self.memory_bytes < 1:
+            raise PlanError(f"owner_memory_bytes must be at least 1, found {self.memory_bytes}")
+        ranks = frozenset(range(world))
+        for pool in self.pools:
+            if not pool or len(set(pool)) != len(pool) or not ranks.issuperset(pool):
+                raise PlanError(
+                    f"a pool of OwnerLimits must name ranks of 0..{world - 1}, each once, "
+                    f"found {pool[:8]}"
+                )
+        if bool(self.pools) != bool(self.pool_of):
+            raise PlanError("OwnerLimits.pools and pool_of belong together: give both or none")
+        if self.pool_of and len(self.pool_of) != matrices:
+            raise PlanError(
+                f"OwnerLimits.pool_of has {len(self.pool_of)} entries for {matrices} matrices"
+            )
+        if any(not 0 <= pool < len(self.pools) for pool in self.pool_of):
+            raise PlanError("OwnerLimits.pool_of names a pool that is not in OwnerLimits.pools")
+
+    def fixed_ms_of(self, rank: int) -> float:
+        return self.fixed_ms[rank] if self.fixed_ms else 0.0
+
+    def fixed_bytes_of(self, rank: int) -> int:
+        return self.fixed_bytes[rank] if self.fixed_bytes else 0
+
+    def may_own(self, rank: int, matrix: int) -> bool:
+        return not self.pool_of or rank in self.pools[self.pool_of[matrix]]
+
+    def is_forced(self, matrix: int) -> bool:
+        """Whether a single rank may own it."""
+        return bool(self.pool_of) and len(self.pools[self.pool_of[matrix]]) == 1
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "fixed_ms": list(self.fixed_ms),
+            "fixed_bytes": list(self.fixed_bytes),
+            "memory_bytes": self.memory_bytes,
+            "pools": [list(pool) for pool in self.pools],
+            "pool_of": list(self.pool_of),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any, at: str = "limits") -> OwnerLimits:
+        """The limits that `to_dict` wrote; PlanError that begins with the path of a field."""
+        record(data, at, "fixed_ms", "fixed_bytes", "memory_bytes", "pools", "pool_of")
+        pools = data["pools"]
+        return cls(
+            reals(data, "fixed_ms", at),
+            wholes(data, "fixed_bytes", at, high=_MOST_BYTES),
+            None if data["memory_bytes"] is None else whole(data, "memory_bytes", at, 1, 10**39),
+            tuple(wholes(pools, i, f"{at}.pools") for i in range(len(listed(data, "pools", at)))),
+            wholes(data, "pool_of", at),
+        )
+
+
+def state_bytes(matrix: MatrixSpec, layout: Layout) -> int:
+    """Optimizer state that the owner of a matrix keeps: one momentum, in the parameter's dtype.
+
+    None in the sharded layout: there the momentum lies with the shards, whoever owns the matrix.
+    """
+    return 0 if layout is Layout.SHARDED else matrix.numel * ITEM_SIZE[matrix.dtype]
+
+
+# ---- boxes -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,3 +416,108 @@ class ShardMap:
             sizes = [math.prod(shard.shape) for shard in report.distinct]
             totals.append(sum(sizes[report.index[p]] * items[p] for p in muon))
         return tuple(totals)
+
+
+# ---- from reports ------------------------------------------------------------------------
+
+
+def assemble(specs: ModelSpecs, reports: Sequence[RankShards]) -> ShardMap:
+    """Join the reports of all ranks; the same result, or the same error, on every rank.
+
+    Raises:
+        OwnershipError: ranks contradict each other, or their boxes do not tile a parameter.
+    """
+    mesh_rank = {report.global_rank: rank for rank, report in enumerate(reports)}
+    copies = [
+        _copies(specs.parameters[p].name, p, reports, mesh_rank)
+        for p in range(len(specs.parameters))
+    ]
+    checked: set[tuple[object, ...]] = set()
+    for p in specs.muon():
+        shape = specs.parameters[p].shape
+        for ranks in copies[p]:
+            key = (shape, *(reports[r].shard(p) for r in ranks))
+            if key not in checked:
+                _check_tiling(specs.parameters[p].name, shape, p, ranks, reports)
+                checked.add(key)
+    matrices: list[MatrixSpec] = []
+    holders: list[tuple[int, ...]] = []
+    for matrix in specs.matrices:
+        found = copies[matrix.parameter]
+        for number, ranks in enumerate(found, 1):
+            name = f"{matrix.name} (copy {number} of {len(found)})"
+            matrices.append(matrix if len(found) == 1 else replace(matrix, name=name))
+            holders.append(ranks)
+    expanded = replace(specs, matrices=tuple(matrices))
+    return ShardMap(expanded, tuple(reports), tuple(copies), tuple(holders))
+
+
+def _copies(
+    name: str, parameter: int, reports: Sequence[RankShards], mesh_rank: dict[int, int]
+) -> tuple[tuple[int, ...], ...]:
+    """The groups of ranks that hold a copy of the parameter each, in order of their first rank."""
+    groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for rank, report in enumerate(reports):
+        groups[report.shard(parameter).ranks].append(rank)
+    for ranks, reporters in groups.items():
+        missing = [r for r in ranks if r not in mesh_rank]
+        if missing:
+            raise OwnershipError(
+                f"parameter {name!r} also lies on global ranks {missing[:8]}, which are no part of "
+                f"the mesh of {len(reports)} ranks: pass a mesh of all of them to "
+                "dmuon.dedicate_params(model, mesh)"
+            )
+        expected = sorted(mesh_rank[r] for r in ranks)
+        if reporters != expected:
+            raise OwnershipError(
+                f"mesh ranks {reporters} say that {name!r} lies on ranks {expected}, but not all "
+                "of these say so: shard the model in the same way on every rank"
+            )
+    return tuple(sorted(tuple(reporters) for reporters in groups.values()))
+
+
+def _check_tiling(
+    name: str,
+    shape: tuple[int, ...],
+    parameter: int,
+    ranks: Sequence[int],
+    reports: Sequence[RankShards],
+) -> None:
+    replicas: dict[tuple[int, ...], list[Box]] = defaultdict(list)
+    for rank in ranks:
+        shard = reports[rank].shard(parameter)
+        box = Box(shard.offset, shard.shape)
+        if box.numel:
+            replicas[shard.replica].append(box)
+        else:
+            replicas.setdefault(shard.replica, [])
+    whole = Box((0,) * len(shape), shape)
+    shares = {coordinates: Counter(boxes) for coordinates, boxes in replicas.items()}
+    first = next(iter(shares.values()))
+    for boxes in replicas.values():
+        inside = all(box.intersection(whole) == box for box in boxes)
+        if not inside or sum(box.numel for box in boxes) != whole.numel or _overlap(boxes):
+            raise OwnershipError(
+                f"the shards of parameter {name!r} of shape {list(shape)} on ranks "
+                f"{list(ranks)[:8]} do not tile it with boxes: found {boxes[:4]}. Interleaved "
+                "shards cannot be routed; shard it with fully_shard or parallelize_module"
+            )
+    if any(share != first for share in shares.values()):
+        raise OwnershipError(
+            f"the replicas of parameter {name!r} are sharded differently: shard each in one way"
+        )
+
+
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Whether any two boxes share an element.
+
+    Sorted by their first offset, a box can only meet those that begin before it ends.
+    """
+    ordered = sorted(boxes, key=lambda box: box.offset)
+    for i, box in enumerate(ordered):
+        for other in ordered[i + 1 :]:
+            if other.offset[0] >= box.offset[0] + box.shape[0]:
+                break
+            if box.intersection(other).numel:
+                return True
+    return False

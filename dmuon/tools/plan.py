@@ -18,7 +18,8 @@ from dmuon.config import PlannerOptions
 from dmuon.report.data import build_report
 from dmuon.scheduler.costs import CostTable, resolve_costs
 from dmuon.scheduler.json_files import read_text
-from dmuon.scheduler.plan import OwnershipPlan, solve
+from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs
 from dmuon.scheduler.topology import MAX_RANKS, Topology
 from dmuon.types import DmuonError, PlanError
@@ -395,7 +396,7 @@ def _verify(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise PlanError(f"cannot verify {args.verify!r}: {error}") from error
     _out(str(certificate))
-    return 0 if certificate.ok else 1
+    return 0 if certificate.ok and certificate.proven else 1
 
 
 # ---- the command -------------------------------------------------------------------------

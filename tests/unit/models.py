@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from dmuon.scheduler.costs import CostTable
-from dmuon.scheduler.plan import Batch, OwnershipPlan, solve
+from dmuon.scheduler.plan import Batch, OwnershipPlan
 from dmuon.scheduler.select import collect
+from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, Layout

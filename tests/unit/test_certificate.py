@@ -11,9 +11,9 @@ import pytest
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable
-from dmuon.scheduler.limits import OwnerLimits
-from dmuon.scheduler.plan import Batch, OwnershipPlan, PriceRow, solve
-from dmuon.scheduler.proof import Dual, Proof
+from dmuon.scheduler.plan import Batch, Dual, OwnershipPlan, PriceRow, Proof
+from dmuon.scheduler.shards import OwnerLimits
+from dmuon.scheduler.solve import solve
 from dmuon.scheduler.topology import Topology
 from dmuon.types import PlanError
 from tests.unit.models import plan_of, specs_of
@@ -63,6 +63,51 @@ def test_a_bound_that_is_too_high_is_found(plan):
 def changed_batch(plan: OwnershipPlan, **changes) -> OwnershipPlan:
     first, *others = plan.batches
     return replace(plan, batches=(replace(first, **changes), *others))
+
+
+def test_all_batches_on_one_rank_are_found(plan):
+    """Valid batches at the right prices, of which the plan says nothing but the truth otherwise."""
+    moved = tuple(replace(batch, owner=0) for batch in plan.batches)
+    certificate = certify(replace(plan, batches=moved, status="feasible"))
+    assert not certificate.ok and not certificate.proven
+    assert "was made with a makespan" in str(certificate) and "fingerprint" in str(certificate)
+
+
+def test_a_proof_and_what_the_plan_was_made_with_are_required(plan):
+    bare = replace(plan, claim=None)
+    assert certify(bare).ok and not certify(bare).proven
+    assert "which makespan and fingerprint" in str(certify(bare))
+    other = replace(plan, claim=replace(plan.claim, fingerprint="0" * 16))
+    assert not certify(other).ok and "fingerprint 0000" in str(certify(other))
+
+
+@pytest.mark.parametrize("name", ["greedy", "round_robin", "oracle"])
+def test_makespans_of_other_solvers_are_run_again(plan, name):
+    others = tuple(a for a in plan.alternatives if a[0] != name)
+    certificate = certify(replace(plan, alternatives=(*others, (name, 0.01))))
+    assert not certificate.ok and f"the plan says that {name} takes 0.01 ms" in str(certificate)
+
+
+def test_prices_with_a_false_origin_are_found(plan):
+    first, *others = plan.prices
+    for origin in ("measured", "heaven"):
+        row = replace(first, origin=(origin,) * len(first.ms))
+        certificate = certify(replace(plan, prices=(row, *others)))
+        assert not certificate.ok and f"say {origin!r}" in str(certificate)
+
+
+def test_dims_that_are_not_the_parameters_are_found(plan):
+    wrong = tuple(
+        replace(m, rows=m.rows // 2, cols=m.cols * 2) if m.key == plan.specs.matrices[0].key else m
+        for m in plan.specs.matrices
+    )
+    key = wrong[0].key
+    prices = tuple(
+        replace(r, key=key) if r.key == plan.specs.matrices[0].key else r for r in plan.prices
+    )
+    specs = replace(plan.specs, matrices=wrong)
+    certificate = certify(replace(plan, specs=specs, prices=prices))
+    assert not certificate.ok and "is no matrix of a parameter" in str(certificate)
 
 
 def test_a_batch_cheaper_than_its_price_is_found(plan):
@@ -155,7 +200,7 @@ def test_a_wrong_claim_of_exhaustion_is_found(plan):
     assert worse.makespan_ms > plan.makespan_ms * 1.05
     lie = replace(
         worse,
-        proof=Proof(Dual((0, 0, 0), (0, 0, 0)), exhaustive=True),
+        proof=Proof(Dual((0, 0, 0), (0, 0, 0)), impossible=round(worse.makespan_ms * 1e9) - 1),
         lower_bound_ms=worse.makespan_ms,
     )
     assert not certify(lie).ok

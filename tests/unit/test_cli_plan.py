@@ -16,7 +16,8 @@ from dmuon.__main__ import CLOSED_PIPE, main
 from dmuon.catalogue.presets import PRESETS, model_specs
 from dmuon.report.data import build_report
 from dmuon.scheduler.costs import CostTable
-from dmuon.scheduler.plan import OwnershipPlan, solve
+from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.scheduler.solve import solve
 from dmuon.scheduler.topology import MAX_RANKS, Topology
 from dmuon.tools import plan as command
 from dmuon.tools.plan import COMPARED, memory_bytes, mesh_shape

@@ -33,7 +33,7 @@ from dmuon.__main__ import CRASHED, main
 from dmuon.catalogue.presets import model_specs
 from dmuon.config import PlannerOptions
 from dmuon.report.data import build_report
-from dmuon.scheduler import knapsack, proof
+from dmuon.scheduler import bound, knapsack
 from dmuon.scheduler.certificate import Certificate, certify
 from dmuon.scheduler.costs import (
     ANALYTIC_DEVICES,
@@ -43,9 +43,9 @@ from dmuon.scheduler.costs import (
     cache_path,
     read_cache,
 )
-from dmuon.scheduler.limits import OwnerLimits
-from dmuon.scheduler.ownership_plan import OwnershipPlan, check_plan_fits
-from dmuon.scheduler.plan import problem_of, solve
+from dmuon.scheduler.plan import OwnershipPlan, check_plan_fits
+from dmuon.scheduler.shards import OwnerLimits
+from dmuon.scheduler.solve import problem_of, solve
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.scheduler.topology import MAX_RANKS, Topology
 from dmuon.types import Layout, PlanError, SizeError
@@ -556,14 +556,14 @@ def test_many_unlike_pools_are_verified_with_bounded_work():
         "values": [10**9 + s * 7_919_000 % 10**7 for s in range(kinds)],
         "works": [0] * kinds,
         "byte_price": 0,
-        "exhaustive": False,
+        "impossible": -1,
     }
     plan = OwnershipPlan.from_json(json.dumps(data))
     problem = problem_of(plan.specs, plan.topology, plan.limits, plan.prices)
     assert len(problem.kinds) == kinds and len({c.allowed for c in problem.classes}) > 50
     bounds = []
     for most in (0, 500_000, 2_000_000):
-        with mock.patch.object(proof, "_MOST_WORK", most), bounded_work(most * 11 // 10):
+        with mock.patch.object(bound, "_MOST_WORK", most), bounded_work(most * 11 // 10):
             certificate = certify(plan)
         assert not certificate.ok and "its price is" in str(certificate)
         bounds.append(certificate.lower_bound_ms)

@@ -24,10 +24,11 @@ from dmuon.report.html import write_whole
 from dmuon.report.text import bytes_text, fold_names, ms_text
 from dmuon.scheduler.certificate import Certificate
 from dmuon.scheduler.costs import CostTable
-from dmuon.scheduler.limits import OwnerLimits
 from dmuon.scheduler.placement import contention, row_major
-from dmuon.scheduler.plan import Batch, OwnershipPlan, PriceRow, solve
+from dmuon.scheduler.plan import Batch, OwnershipPlan, PriceRow
 from dmuon.scheduler.select import collect
+from dmuon.scheduler.shards import OwnerLimits
+from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, Layout

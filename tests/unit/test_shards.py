@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from dmuon.comm.buckets import cut_buckets
 from dmuon.comm.routes import bucket_route, sent_elements, units_of
-from dmuon.scheduler.assembly import assemble
 from dmuon.scheduler.costs import resolve_costs
-from dmuon.scheduler.plan import solve
-from dmuon.scheduler.shards import Box, LocalShard, RankShards, ShardMap, matrix_box
+from dmuon.scheduler.shards import Box, LocalShard, RankShards, ShardMap, assemble, matrix_box
+from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, Layout, OwnershipError

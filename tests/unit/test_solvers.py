@@ -13,18 +13,24 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dmuon.config import PlannerOptions
-from dmuon.scheduler import engines, exhaustive, milp
-from dmuon.scheduler.budget import Budget
+from dmuon.scheduler.bound import bound_of, simple_bound, work_tables
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.columns import Columns
-from dmuon.scheduler.compact import compact
 from dmuon.scheduler.costs import CostTable
-from dmuon.scheduler.engines import EngineError, LinearProgram, Row, available_engines, minimize
+from dmuon.scheduler.exhaustive import Cover, cover
 from dmuon.scheduler.greedy import greedy, improve, longest_first, round_robin
-from dmuon.scheduler.limits import OwnerLimits
-from dmuon.scheduler.plan import solve
+from dmuon.scheduler.master import (
+    Budget,
+    EngineError,
+    LinearProgram,
+    Row,
+    available_engines,
+    minimize,
+)
+from dmuon.scheduler.plan import Dual
 from dmuon.scheduler.problem import Problem, build_problem
-from dmuon.scheduler.proof import Dual, bound_of, simple_duals, work_tables
+from dmuon.scheduler.shards import OwnerLimits
+from dmuon.scheduler.solve import solve
 from dmuon.scheduler.topology import Topology
 from dmuon.types import PlanError
 from tests.unit.models import partitions, specs_of
@@ -192,8 +198,8 @@ def test_any_dual_whatever_it_is_bounds_the_optimum_from_below(
     instance, each, works, byte_price, work_units, byte_steps
 ):
     with (
-        mock.patch("dmuon.scheduler.proof._WORK", work_units),
-        mock.patch("dmuon.scheduler.proof._BYTE_STEPS", byte_steps),
+        mock.patch("dmuon.scheduler.bound._WORK", work_units),
+        mock.patch("dmuon.scheduler.bound._BYTE_STEPS", byte_steps),
     ):
         _check_dual(instance, each, works, byte_price)
 
@@ -208,8 +214,8 @@ def _check_dual(instance, each, works, byte_price):
     for limit_ms in (best, 2 * best + 1):
         limit = round(limit_ms * problem.ticks_per_ms)
         assert problem.ms(bound_of(problem, dual, limit)) <= best + TICKS
-    for simple in simple_duals(problem):
-        assert problem.ms(bound_of(problem, simple, limit)) <= best + TICKS
+    bound, simple = simple_bound(problem, limit)
+    assert problem.ms(bound) <= best + TICKS and bound == bound_of(problem, simple, limit)
 
 
 @slow
@@ -221,17 +227,17 @@ def test_merged_knapsack_points_weaken_a_bound_but_never_break_it(instance, poin
     problem = instance.problem()
     limit = round(best * problem.ticks_per_ms)
     with mock.patch("dmuon.scheduler.knapsack.MAX_POINTS", points):
-        for dual in simple_duals(problem):
-            exact = bound_of(problem, dual, limit)
-            made = {
-                c.allowed: _coarse(problem, dual, c.allowed, limit, points) for c in problem.classes
-            }
-            assert bound_of(problem, dual, limit, made) <= exact
+        _, dual = simple_bound(problem, limit)
+        exact = bound_of(problem, dual, limit)
+        made = {
+            c.allowed: _coarse(problem, dual, c.allowed, limit, points) for c in problem.classes
+        }
+        assert bound_of(problem, dual, limit, made) <= exact
 
 
 def _coarse(problem, dual, allowed, limit, points):
+    from dmuon.scheduler.bound import dual_options
     from dmuon.scheduler.knapsack import frontier
-    from dmuon.scheduler.proof import dual_options
 
     return frontier(dual_options(problem, dual, allowed), limit, bounding=True, max_points=points)
 
@@ -312,19 +318,25 @@ def test_the_smallest_feasible_cap_in_the_error_is_feasible_and_none_below_it_is
 
 
 @slow
-@given(instances())
-def test_exhaustion_agrees_with_brute_force(instance):
+@given(instances(), st.sampled_from([1, 3, 20_000]), st.sampled_from([200, 40_000_000]))
+def test_the_covering_search_agrees_with_brute_force(instance, states, work):
     best = instance.optimum()
     problem = instance.problem()
     if best is None:
-        assert exhaustive.counts_within(problem, 1 << 50) is None
+        assert cover(problem, 1 << 50).counts is None
         return
     ticks = min(problem.makespan(counts_of(problem, o)) for o in instance.assignments())
     assert problem.ms(ticks) == pytest.approx(best, abs=TICKS)
-    found = exhaustive.counts_within(problem, ticks)
-    assert found is not None and problem.is_feasible(found)
-    assert problem.makespan(found) == ticks
-    assert exhaustive.counts_within(problem, ticks - 1) is None
+    _, dual = simple_bound(problem, ticks)
+    for some in (None, dual, Dual((3, 1, 2, 5, 1, 1)[: len(problem.kinds)], (0,) * 9)):
+        found = cover(problem, ticks, some, work, states)
+        assert found.counts is not None or not found.complete
+        if states * work > 10**9:
+            assert found.counts is not None
+        if found.counts is not None:
+            assert problem.is_feasible(found.counts) and problem.makespan(found.counts) == ticks
+        less = cover(problem, ticks - 1, some, work, states)
+        assert less.counts is None and (less.complete or states * work < 10**9)
 
 
 # A price that falls with the batch: every pattern known at first is above the bound.
@@ -343,7 +355,7 @@ FALLING = [
 @example(FALLING[0])
 @example(FALLING[1])
 @example(FALLING[2])
-def test_each_program_alone_is_near_the_optimum(instance):
+def test_column_generation_alone_never_proves_too_much(instance):
     best = instance.optimum()
     if best is None:
         return
@@ -351,11 +363,8 @@ def test_each_program_alone_is_near_the_optimum(instance):
     start = greedy(problem, [])
     if start is None:
         return
-    counts = compact(problem, problem.makespan(start), "HiGHS", 10.0)
-    assert problem.is_feasible(counts)
-    assert problem.ms(problem.makespan(counts)) == pytest.approx(best, rel=1e-5)
-    bound, proof = milp.prove(problem, problem.makespan(start))
-    columns = Columns(problem, "HiGHS", Budget(30.0), start, bound, proof.dual)
+    bound, dual = simple_bound(problem, problem.makespan(start))
+    columns = Columns(problem, "HiGHS", Budget(30.0), start, bound, dual)
     assert columns.climb()
     columns.round()
     assert problem.is_feasible(columns.counts)
@@ -377,7 +386,13 @@ GPT2_PRICES = {
 HARD = Instance(tuple(GPT2_PRICES) * 48, 16, Prices(GPT2_PRICES), OwnerLimits())
 
 
-def test_a_hard_enough_problem_needs_the_solver():
+@pytest.fixture
+def no_search(monkeypatch):
+    """Without the covering search, which would settle it."""
+    monkeypatch.setattr("dmuon.scheduler.solve.cover", lambda *args: Cover(None, False))
+
+
+def test_a_hard_enough_problem_needs_the_solver(no_search):
     plan, plain = HARD.solve("milp"), HARD.solve("greedy")
     assert plan.solver == "milp" and plan.engine == "HiGHS" and plan.note == ""
     assert plan.makespan_ms < plain.makespan_ms
@@ -391,8 +406,8 @@ def failing(error: Exception):
     return raises
 
 
-def test_without_any_solver_the_plan_is_greedy_and_says_so():
-    with mock.patch("dmuon.scheduler.search.available_engines", lambda: ()):
+def test_without_any_solver_the_plan_is_greedy_and_says_so(no_search):
+    with mock.patch("dmuon.scheduler.solve.available_engines", lambda: ()):
         plan = HARD.solve("milp")
     assert plan.solver == "greedy" and plan.engine == ""
     assert "no MILP solver" in plan.note
@@ -408,7 +423,7 @@ def test_without_any_solver_the_plan_is_greedy_and_says_so():
         KeyError("status"),
     ],
 )
-def test_solvers_that_raise_fall_back_to_greedy_and_say_so(fault):
+def test_solvers_that_raise_fall_back_to_greedy_and_say_so(no_search, fault):
     with (
         mock.patch("pulp.HiGHS.actualSolve", failing(fault)),
         mock.patch("pulp.PULP_CBC_CMD.actualSolve", failing(fault)),
@@ -421,7 +436,7 @@ def test_solvers_that_raise_fall_back_to_greedy_and_say_so(fault):
     assert certify(plan).ok
 
 
-def test_when_highs_fails_cbc_does_it():
+def test_when_highs_fails_cbc_does_it(no_search):
     assert "PULP_CBC_CMD" in available_engines()
     with mock.patch("pulp.HiGHS.actualSolve", failing(RuntimeError("crash"))):
         plan = HARD.solve("milp")
@@ -454,7 +469,9 @@ def status_of(status: int, sol_status: int, values: float | None):
         ("lies: optimal, but no numbers", 1, 1, float("nan")),
     ],
 )
-def test_a_solver_that_lies_or_gives_up_is_not_believed(what, status, sol_status, values):
+def test_a_solver_that_lies_or_gives_up_is_not_believed(
+    no_search, what, status, sol_status, values
+):
     fault = status_of(status, sol_status, values)
     with (
         mock.patch("pulp.HiGHS.actualSolve", fault),
@@ -467,7 +484,7 @@ def test_a_solver_that_lies_or_gives_up_is_not_believed(what, status, sol_status
     assert certificate.ok and certificate.proven
 
 
-def test_wrong_duals_weaken_the_bound_but_never_break_it():
+def test_wrong_duals_weaken_the_bound_but_never_break_it(no_search):
     honest = HARD.solve("milp")
 
     def lie(program, engine, **kwargs):
@@ -502,7 +519,6 @@ def test_a_plan_that_hit_the_clock_is_marked():
 def test_equal_input_gives_an_equal_plan():
     first, second = HARD.solve("milp"), HARD.solve("milp")
     assert replace(first, seconds=0.0) == replace(second, seconds=0.0)
-    assert engines.PREFERRED[0] == "HiGHS"
 
 
 # ---- what proofs rest on -----------------------------------------------------------------
@@ -517,7 +533,7 @@ def test_equal_input_gives_an_equal_plan():
 def test_work_counts_no_less_in_parts_than_in_one_piece(row, count, units):
     key = SHAPES[0]
     problem = build_problem(specs_of([key] * count).matrices, 2, OwnerLimits(), {key: row})
-    with mock.patch("dmuon.scheduler.proof._WORK", units):
+    with mock.patch("dmuon.scheduler.bound._WORK", units):
         (table,) = work_tables(problem)
     for k in range(count + 1):
         assert all(table[a] + table[k - a] >= table[k] for a in range(k + 1))

@@ -20,19 +20,26 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from dmuon.scheduler.json_files import MOST_WHOLE, flag, record, whole, wholes
 from dmuon.scheduler.knapsack import Frontier, Option, frontier
+from dmuon.scheduler.plan import Dual
 from dmuon.scheduler.problem import UNLIMITED, OwnerClass, Problem
-from dmuon.scheduler.symmetry import orbits_of
 
-__all__ = ["Dual", "Proof", "bound_of", "byte_units", "dual_options", "simple_duals", "work_tables"]
+__all__ = [
+    "Dual",
+    "bound_of",
+    "byte_units",
+    "dual_options",
+    "most_worth",
+    "scaled",
+    "simple_bound",
+    "work_tables",
+    "worth_tables",
+]
 
 Ints = npt.NDArray[np.int64]
 
@@ -41,67 +48,25 @@ _MOST_WORTH = 1 << 61
 _WORK = 10**11  # units of all work, about
 _MOST_WORK = 16_000_000  # pairs formed by the knapsacks behind one bound: some seconds at most
 _LEAST_WORK = 2_000  # for each option of a knapsack
+_MOST_SIMPLE = 8  # duals of one kind, or of one set of owners
 _BYTE_STEPS = 1000  # units of the bytes of the smallest matrix, about
 
 
-@dataclass(frozen=True, slots=True)
-class Dual:
-    """The value of a matrix and of a unit of work of each kind, and the price of a unit of bytes.
-
-    See `work_tables` and `byte_units` for the units.
-    """
-
-    values: tuple[int, ...]
-    works: tuple[int, ...]
-    byte_price: int = 0
-
-    @classmethod
-    def scaled(
-        cls, problem: Problem, values: Sequence[float], works: Sequence[float], byte_price: float
-    ) -> Dual:
-        """Rounded to integers; any rounding leaves a valid proof."""
-        tables = work_tables(problem)
-        worth = sum(
-            abs(v) * kind.count + max(u, 0.0) * float(table[-1])
-            for v, u, kind, table in zip(values, works, problem.kinds, tables, strict=True)
-        )
-        scale = _WORTH / max(worth, 1e-300)
-        return cls(
-            tuple(round(v * scale) for v in values),
-            tuple(max(0, round(u * scale)) for u in works),
-            max(0, round(byte_price * scale)),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """``dual`` proves a makespan of at least what `bound_of` computes from it.
-
-    ``exhaustive``: that nothing is faster than the plan can be seen by trying everything, see
-    `exhaustive.counts_within`; the problem is small enough.
-    """
-
-    dual: Dual
-    exhaustive: bool = False
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "values": list(self.dual.values),
-            "works": list(self.dual.works),
-            "byte_price": self.dual.byte_price,
-            "exhaustive": self.exhaustive,
-        }
-
-    @classmethod
-    def from_dict(cls, data: Any, at: str = "proof") -> Proof:
-        """The proof that `to_dict` wrote; PlanError that begins with the path of a field."""
-        record(data, at, "values", "works", "byte_price", "exhaustive")
-        dual = Dual(
-            wholes(data, "values", at, -MOST_WHOLE),
-            wholes(data, "works", at),
-            whole(data, "byte_price", at),
-        )
-        return cls(dual, flag(data, "exhaustive", at))
+def scaled(
+    problem: Problem, values: Sequence[float], works: Sequence[float], byte_price: float
+) -> Dual:
+    """A dual of integers from a linear program's; any rounding leaves a valid proof."""
+    tables = work_tables(problem)
+    worth = sum(
+        abs(v) * kind.count + max(u, 0.0) * float(table[-1])
+        for v, u, kind, table in zip(values, works, problem.kinds, tables, strict=True)
+    )
+    scale = _WORTH / max(worth, 1e-300)
+    return Dual(
+        tuple(round(v * scale) for v in values),
+        tuple(max(0, round(u * scale)) for u in works),
+        max(0, round(byte_price * scale)),
+    )
 
 
 def work_tables(problem: Problem) -> list[Ints]:
@@ -120,17 +85,45 @@ def byte_units(problem: Problem) -> tuple[list[int], list[int]]:
     return [k.nbytes // unit for k in problem.kinds], [c.room // unit for c in problem.classes]
 
 
-def dual_options(problem: Problem, dual: Dual, allowed: Sequence[bool]) -> list[Option]:
-    """The knapsack choices of an owner: one option for each of the ``allowed`` kinds."""
+def worth_tables(problem: Problem, dual: Dual) -> list[Ints]:
+    """``w_s(k)`` for k = 0 .. d_s, less the price of their bytes.
+
+    Raises:
+        ValueError: the dual is of another problem, or too large to be computed with.
+    """
+    _check_size(problem, dual)
     sizes, _ = byte_units(problem)
     tables = work_tables(problem)
-    options = []
-    for s, kind in enumerate(problem.kinds):
-        if allowed[s]:
-            each = dual.values[s] - dual.byte_price * sizes[s]
-            value = each * np.arange(kind.count + 1) + dual.works[s] * tables[s]
-            options.append(Option(kind.ticks, value))
-    return options
+    return [
+        (dual.values[s] - dual.byte_price * sizes[s]) * np.arange(kind.count + 1)
+        + dual.works[s] * tables[s]
+        for s, kind in enumerate(problem.kinds)
+    ]
+
+
+def dual_options(problem: Problem, dual: Dual, allowed: Sequence[bool]) -> list[Option]:
+    """The knapsack choices of an owner: one option for each of the ``allowed`` kinds."""
+    tables = worth_tables(problem, dual)
+    return [Option(kind.ticks, tables[s]) for s, kind in enumerate(problem.kinds) if allowed[s]]
+
+
+def most_worth(problem: Problem, dual: Dual, limit: int) -> list[int]:
+    """By class, at least the worth that an owner holds who is busy for at most ``limit``."""
+    made = _holdings(problem, dual, limit, None)
+    return [
+        int(_holds(*made[c.allowed], np.array([limit - c.fixed], np.int64))[0])
+        for c in problem.classes
+    ]
+
+
+def _holds(points: Frontier, density: float, free: Ints) -> Ints:
+    """The most worth within each of these ticks."""
+    most = points.value[np.searchsorted(points.cost, free, side="right") - 1]
+    if density < math.inf:
+        dense = density * free
+        sure = dense < _WORTH  # else a float says too little
+        most[sure] = np.minimum(most[sure], dense[sure].astype(np.int64) + 1)
+    return most
 
 
 def _likeness(problem: Problem, dual: Dual) -> list[int]:
@@ -155,7 +148,7 @@ def _holdings(
     All knapsacks together form at most about ``_MOST_WORK`` pairs. Where many owners are not alike,
     each has fewer of them, and where that is too few to be of use, density alone bounds.
     """
-    every = dual_options(problem, dual, [True] * len(problem.kinds))
+    every = dual_options(problem, dual, (True,) * len(problem.kinds))
     likeness = _likeness(problem, dual)
     worthy = [bool((option.value > 0).any()) for option in every]
     density = [_density([option]) for option in every]
@@ -200,10 +193,6 @@ def bound_of(
     ``frontiers`` maps the allowed kinds of a class to a bounding frontier up to ``limit``, if the
     caller has them already; a coarse one proves less.
     """
-    if not len(dual.values) == len(dual.works) == len(problem.kinds):
-        raise ValueError(f"{len(dual.values)} values for {len(problem.kinds)} kinds of matrices")
-    if min(dual.works, default=0) < 0 or dual.byte_price < 0:
-        raise ValueError("the value of work and the price of bytes must be >= 0")
     _check_size(problem, dual)
     made = _holdings(problem, dual, limit, frontiers)
     tables = work_tables(problem)
@@ -231,22 +220,20 @@ def bound_of(
             free = ticks - fixed
             if (free < 0).any():
                 return False
-            most = points.value[np.searchsorted(points.cost, free, side="right") - 1]
-            if density < math.inf:
-                dense = density * free
-                sure = dense < _WORTH  # else a float says too little
-                most[sure] = np.minimum(most[sure], dense[sure].astype(np.int64) + 1)
-            total += sum(map(operator.mul, most.tolist(), sizes))
+            total += sum(map(operator.mul, _holds(points, density, free).tolist(), sizes))
         return total >= worth
 
     return _first(holds, limit)
 
 
 def _check_size(problem: Problem, dual: Dual) -> None:
-    """Raise ValueError if the worth of everything, in parts or whole, leaves 64 bits.
-
-    The knapsacks count in 64 bits and would wrap around unnoticed.
+    """Raise ValueError if a dual is of another problem, or if the worth of everything, in parts or
+    whole, leaves 64 bits: knapsacks count in 64 bits and would wrap around unnoticed.
     """
+    if not len(dual.values) == len(dual.works) == len(problem.kinds):
+        raise ValueError(f"{len(dual.values)} values for {len(problem.kinds)} kinds of matrices")
+    if min(dual.works, default=0) < 0 or dual.byte_price < 0:
+        raise ValueError("the value of work and the price of bytes must be >= 0")
     sizes, _ = byte_units(problem)
     most = sum(
         (abs(v) + dual.byte_price * size) * kind.count + u * int(table[-1])
@@ -287,22 +274,44 @@ def _first(holds: Callable[[int], bool], limit: int) -> int:
     return low
 
 
-def simple_duals(problem: Problem) -> Iterable[Dual]:
-    """Duals that need no solver: work shared out evenly, and one kind alone.
+def simple_bound(problem: Problem, limit: int) -> tuple[int, Dual]:
+    """The best bound that needs no solver, at most ``limit``: work shared out evenly, or one kind.
 
     All work is shared by all owners, and the work that only some owners may do by those. One kind
     alone counts matrices (the pigeonhole principle; for more owners than matrices, the costliest
-    single matrix). Of kinds that are alike one is enough.
+    single matrix); only the few most promising kinds are looked at.
     """
     kinds = len(problem.kinds)
     owners = [
         frozenset(c for c, o in enumerate(problem.classes) if o.allowed[s]) for s in range(kinds)
     ]
     none = (0,) * kinds
-    alike = orbits_of(problem).first_kinds
-    yield Dual(none, (1,) * kinds)
-    for those in dict.fromkeys(owners[s] for s in alike):
-        if len(those) < len(problem.classes):
-            yield Dual(none, tuple(int(mine <= those) for mine in owners))
-    for s in alike:
-        yield Dual((*none[:s], 1, *none[s + 1 :]), none)
+    duals = [Dual(none, (1,) * kinds)]
+    some = sorted(dict.fromkeys(owners), key=lambda mine: -_work_a_rank(problem, owners, mine))
+    duals += [
+        Dual(none, tuple(int(mine <= those) for mine in owners))
+        for those in some[:_MOST_SIMPLE]
+        if len(those) < len(problem.classes)
+    ]
+    ranked = sorted(range(kinds), key=lambda s: -_pigeonhole(problem, owners[s], s))
+    duals += [Dual((*none[:s], 1, *none[s + 1 :]), none) for s in ranked[:_MOST_SIMPLE]]
+    found = [(bound_of(problem, dual, limit), dual) for dual in duals]
+    return max(found, key=lambda f: f[0])
+
+
+def _work_a_rank(
+    problem: Problem, owners: Sequence[frozenset[int]], those: frozenset[int]
+) -> float:
+    work = sum(
+        int(kind.ticks[-1]) for kind, mine in zip(problem.kinds, owners, strict=True)
+        if mine <= those
+    )  # fmt: skip
+    return work / sum(problem.classes[c].size for c in those)
+
+
+def _pigeonhole(problem: Problem, owners: frozenset[int], s: int) -> int:
+    """About what a kind alone proves: some owner has as many of it as the mean."""
+    ranks = sum(problem.classes[c].size for c in owners)
+    kind = problem.kinds[s]
+    least = min(problem.classes[c].fixed for c in owners)
+    return least + int(kind.ticks[-(-kind.count // ranks) :].min())
