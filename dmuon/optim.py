@@ -747,7 +747,7 @@ def _warn_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> None:
         if ownership.rank != (min(plan.owners) if plan.layout is Layout.DEDICATED else 0):
             continue
         stored = {}
-        for i in plan.specs.muon():
+        for i in plan.specs.muon_parameters():
             p = ownership.parameters[i]
             local = local_tensor(p)
             if p.dtype.itemsize < 4 and local.numel():

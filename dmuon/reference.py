@@ -64,8 +64,10 @@ class ReferenceMuon(Optimizer):
             parameters = [p for _, p in trainable_parameters(model_or_params)]
             for matrix in specs.matrices:
                 self._views.setdefault(parameters[matrix.parameter], []).append(matrix.view)
-            others = [parameters[i] for i in specs.rest()]
-            assert all(specs.parameters[i].algorithm is Algorithm.ADAMW for i in specs.rest())
+            others = [parameters[i] for i in specs.adamw_parameters()]
+            assert all(
+                specs.parameters[i].algorithm is Algorithm.ADAMW for i in specs.adamw_parameters()
+            )
         else:
             self._views = {p: [lambda t: t] for p in model_or_params}
         super().__init__(list(self._views), group)

@@ -276,7 +276,7 @@ class ReplicatedRuntime(OwnerRuntime):
         options, specs = self._options, self.plan.specs
         owned = self._collect_at(groups, options.reduce_dtype)
         numel = {p: spec.numel for p, spec in enumerate(specs.parameters)}
-        rest = {p: numel[p] for p in specs.rest()}
+        rest = {p: numel[p] for p in specs.adamw_parameters()}
 
         def make_bucket(members: Sequence[int]) -> GradientBucket:
             return gradient_bucket(self._slices, members, rest, 0, options.reduce_dtype)

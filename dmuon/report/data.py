@@ -31,7 +31,7 @@ from dmuon.report.text import (
 )
 from dmuon.scheduler.certificate import Certificate, certify
 from dmuon.scheduler.costs import ShapeKey, newton_schulz_flops
-from dmuon.scheduler.placement import Contention, contention, natural_key, row_major
+from dmuon.scheduler.placement import Contention, contention, natural_key
 from dmuon.scheduler.plan import Batch, OwnershipPlan
 from dmuon.types import Algorithm, Layout
 
@@ -196,8 +196,8 @@ class LoadBalanceReport:
         topology, owners = self.plan.topology, launch_owners(self.plan)
         if topology.nodes < 2 or not owners:
             return None
-        rows = contention(row_major(len(owners), topology.world), topology)
-        return {"row_major": rows, "plan": contention(owners, topology)}
+        in_turn = [i % topology.world for i in range(len(owners))]
+        return {"row_major": contention(in_turn, topology), "plan": contention(owners, topology)}
 
     @cached_property
     def measured(self) -> MeasuredBalance | None:

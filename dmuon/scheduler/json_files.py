@@ -21,28 +21,6 @@ from typing import Any, NoReturn, TypeVar
 
 from dmuon.types import PlanError
 
-__all__ = [
-    "MOST_CHARACTERS",
-    "MOST_MS",
-    "MOST_WHOLE",
-    "choice",
-    "cut",
-    "different",
-    "each",
-    "flag",
-    "listed",
-    "parse",
-    "read_text",
-    "real",
-    "reals",
-    "record",
-    "row",
-    "text",
-    "texts",
-    "whole",
-    "wholes",
-]
-
 # DeepSeek-V3, 45,090 matrices on 1,024 ranks: 5 million characters, 480,000 values, 5 levels.
 MOST_CHARACTERS = 64 << 20
 _MOST_VALUES = 8_000_000  # numbers, texts, lists and objects, about
@@ -101,8 +79,8 @@ def parse(text: str, most: int = MOST_CHARACTERS) -> Any:
             text,
             object_pairs_hook=_object,
             parse_int=_integer,
-            parse_float=_fraction,
-            parse_constant=_constant,
+            parse_float=_finite,
+            parse_constant=_finite,
         )
     except PlanError:
         raise
@@ -134,15 +112,12 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-def _fraction(digits: str) -> float:
+def _finite(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        _constant(digits[:_MOST_DIGITS])
+        shown = digits[:_MOST_DIGITS]
+        raise PlanError(f"found a number that is infinite or NaN ({shown}), expected a finite one")
     return value
-
-
-def _constant(name: str) -> NoReturn:
-    raise PlanError(f"found a number that is infinite or NaN ({name}), expected a finite one")
 
 
 # ---- fields ------------------------------------------------------------------------------
@@ -217,11 +192,10 @@ def flag(of: Any, key: Any, at: str) -> bool:
 
 def choice(of: Any, key: Any, at: str, kind: type[E]) -> E:
     """A member of an enumeration, by its value."""
-    value = of[key]
-    for member in kind:
-        if member.value == value:
-            return member
-    _refuse(_path(at, key), value, f"one of {', '.join(repr(m.value) for m in kind)}")
+    members = {member.value: member for member in kind}
+    if not isinstance(of[key], Hashable) or of[key] not in members:
+        _refuse(_path(at, key), of[key], f"one of {', '.join(map(repr, members))}")
+    return members[of[key]]
 
 
 def wholes(
@@ -262,7 +236,7 @@ def cut(message: str) -> str:
     return message if len(message) <= _MOST_MESSAGE else f"{message[:_MOST_MESSAGE]} ..."
 
 
-def _path(at: str, key: Any) -> str:
+def _path(at: str, key: str | int) -> str:
     if isinstance(key, int):
         return f"{at}[{key}]"
     return f"{at}.{key}" if at else key
@@ -276,7 +250,5 @@ def _shown(value: Any) -> str:
 
 
 def _refuse(at: str, value: Any, expected: str) -> NoReturn:
-    found = (
-        f"a list of {len(value):,}: {_shown(value)}" if isinstance(value, list) else (_shown(value))
-    )
-    raise PlanError(f"{at}: expected {expected}, found {found}")
+    size = f"a list of {len(value):,}: " if isinstance(value, list) else ""
+    raise PlanError(f"{at}: expected {expected}, found {size}{_shown(value)}")

@@ -24,30 +24,31 @@ from __future__ import annotations
 import re
 from bisect import insort
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 from itertools import chain, islice
 
 from dmuon.scheduler.topology import Topology
 from dmuon.types import PlanError
 
-__all__ = ["Contention", "contention", "layer_of", "natural_key", "place", "row_major"]
+__all__ = ["Contention", "contention", "layer_of", "natural_key", "place"]
 
 _Pattern = tuple[tuple[int, int], ...]  # (kind, how many), ascending: what one owner takes
+_Turn = tuple[int, int, int]  # when it ends or begins, its number, how many its owner takes
 
-REGIONS = (4, 8)  # groups of nodes and of columns
-OWNERS_SEEN = 16  # about how many owners of each list one step looks at
-PATIENCE = 0.5  # how many meetings it outweighs to have waited for one turn
-OVERDUE = 4.0  # and for each turn after the second
+_REGIONS = (4, 8)  # groups of nodes and of columns
+_OWNERS_SEEN = 16  # about how many owners of each list one step looks at
+_PATIENCE = 0.5  # how many meetings it outweighs to have waited for one turn
+_OVERDUE = 4.0  # and for each turn after the second
 
-PARTNERS_SEEN = 512  # how many matrices one exchange chooses from
-CHAIN = 3  # how many exchanges may be needed to take one matrix off an owner
-FAILURES = 12  # matrices of a layer that could not be moved, before the others are left alone
-LOOKS_PER_MATRIX = 5_000  # how many exchanges are tried for it
-ONE_ROUND = 20_000  # so many matrices take a second or two a round: the evading one must do
+_PARTNERS_SEEN = 512  # how many matrices one exchange chooses from
+_CHAIN = 3  # how many exchanges may be needed to take one matrix off an owner
+_FAILURES = 12  # matrices of a layer that could not be moved, before the others are left alone
+_LOOKS_PER_MATRIX = 5_000  # how many exchanges are tried for it
+_LOOKS = 400_000  # and for all matrices together
+_ONE_ROUND = 20_000  # so many matrices take a second or two a round: the evading one must do
 _COPY = re.compile(r" \(copy [0-9]+ of [0-9]+\)$")
-LOOKS = 400_000  # and for all matrices together
 
 
 def place(
@@ -78,35 +79,26 @@ def place(
         PlanError: the counts do not add up to the matrices.
     """
     _check(kinds, layers, counts, order)
-    patterns = _share_out([_pattern(c) for c in counts], interchangeable, order)
+    shared = _share_out(counts, interchangeable, order)
+    patterns = [shared[rank] for rank in order]
+    # To keep to the owner order is mostly better where owners take alike; to evade who shares a
+    # node or a column is better where they do not.
+    flights = [_Flight(order)]
+    if topology is not None and topology.nodes > 1:
+        flights.append(_Flight(order, topology))
     placed = []
-    flights = _flights(order, topology)
-    for flight in flights[-1:] if len(kinds) > ONE_ROUND else flights:
-        positions = _hand_out(kinds, layers, [patterns[rank] for rank in order], flight)
-        _Spread(kinds, layers, positions).run()
+    for flight in flights[-1:] if len(kinds) > _ONE_ROUND else flights:
+        positions = _hand_out(kinds, layers, patterns, flight)
+        _Repair(kinds, layers, positions).run()
         placed.append([order[position] for position in positions])
-    return min(placed, key=lambda owners: _meetings(layers, owners, topology))
 
+    def judged(owners: Sequence[int]) -> tuple[float, float]:
+        layered = [pair for pair in zip(layers, owners, strict=True) if pair[0]]
+        found = contention(owners, topology) if topology is not None else None
+        crowded = found.node_mean + 2 * found.column_mean if found else 0.0
+        return len(layered) - len(set(layered)), crowded
 
-def _flights(order: Sequence[int], topology: Topology | None) -> list[_Flight]:
-    """Two ways to hand out: keep to the owner order, or evade who shares a node or a column.
-
-    The first is mostly the better one where owners take alike, the second where they do not.
-    """
-    alone = topology is None or topology.nodes == 1
-    return [_Flight(order)] if alone else [_Flight(order), _Flight(order, topology)]
-
-
-def _meetings(
-    layers: Sequence[str], owners: Sequence[int], topology: Topology | None
-) -> tuple[float, float]:
-    """What a placement is judged by: layers meeting an owner twice, then shared links."""
-    layered = [pair for pair in zip(layers, owners, strict=True) if pair[0]]
-    twice = len(layered) - len(set(layered))
-    if topology is None:
-        return twice, 0.0
-    found = contention(owners, topology)
-    return twice, found.node_mean + 2 * found.column_mean
+    return min(placed, key=judged)
 
 
 def _check(
@@ -119,35 +111,30 @@ def _check(
         raise PlanError(f"{len(kinds)} matrices have {len(layers)} layers")
     if sorted(order) != list(range(len(counts))):
         raise PlanError(f"the owner order must name each of the {len(counts)} ranks once")
-    given: Counter[int] = Counter()
+    needed, given = Counter(kinds), Counter[int]()
     for taken in counts:
         given.update(taken)
-    needed = Counter(kinds)
     wrong = sorted(k for k in needed.keys() | given.keys() if needed[k] != given[k])
     if wrong or any(count < 0 for taken in counts for count in taken.values()):
         found = {kind: (given[kind], needed[kind]) for kind in wrong[:5]}
         raise PlanError(f"the counts of a kind must be >= 0 and add up; (taken, there): {found}")
 
 
-def _pattern(taken: Mapping[int, int]) -> _Pattern:
-    return tuple(sorted((kind, count) for kind, count in taken.items() if count))
-
-
 def _share_out(
-    patterns: Sequence[_Pattern], interchangeable: Sequence[Sequence[int]], order: Sequence[int]
+    counts: Sequence[Mapping[int, int]],
+    interchangeable: Sequence[Sequence[int]],
+    order: Sequence[int],
 ) -> list[_Pattern]:
-    """Hand a group's patterns to its ranks along the owner order, those with most matrices first.
+    """The pattern of each rank: a group's go along the owner order, most matrices first.
 
     Like patterns then fill one stretch of the order. Dealing them out in turn instead would put
     every second owner, for example, in half of the columns.
     """
+    shared = [tuple(sorted((kind, n) for kind, n in taken.items() if n)) for taken in counts]
     position = {rank: i for i, rank in enumerate(order)}
-    shared = list(patterns)
     for group in interchangeable:
-        handed = sorted(
-            (patterns[rank] for rank in group), key=lambda p: (-sum(n for _, n in p), p)
-        )
-        for rank, pattern in zip(sorted(group, key=position.__getitem__), handed):
+        patterns = sorted((shared[r] for r in group), key=lambda p: (-sum(n for _, n in p), p))
+        for rank, pattern in zip(sorted(group, key=position.__getitem__), patterns, strict=True):
             shared[rank] = pattern
     return shared
 
@@ -165,11 +152,8 @@ class _Flight:
     def __init__(self, order: Sequence[int], topology: Topology | None = None) -> None:
         rows = (tuple(order),) if topology is None else topology.slots()
         slot = {rank: (n, c) for n, row in enumerate(rows) for c, rank in enumerate(row)}
-        self.nodes = [slot[rank][0] for rank in order]
-        self.columns = [slot[rank][1] for rank in order]
-        self.regions = [
-            n % REGIONS[0] * REGIONS[1] + c % REGIONS[1] for n, c in zip(self.nodes, self.columns)
-        ]
+        self.slots = [slot[rank] for rank in order]
+        self.regions = [n % _REGIONS[0] * _REGIONS[1] + c % _REGIONS[1] for n, c in self.slots]
         self.on_node = [0] * len(rows)
         self.on_column = [0] * max(map(len, rows))
         self.last_use = [-1] * len(order)
@@ -184,23 +168,22 @@ class _Flight:
         One matrix for each column is in flight, but several for each node: columns can stay free
         of meetings. Where two meet already, it is too late to save the column.
         """
-        on_column = self.on_column[self.columns[position]]
-        return self.on_node[self.nodes[position]] + 2 * min(on_column, 2)
+        node, column = self.slots[position]
+        return self.on_node[node] + 2 * min(self.on_column[column], 2)
 
     def use(self, position: int) -> None:
         self.last_use[position] = self.now
         self.now += 1
         self.recent.append(position)
-        self._count(position, 1)
+        changes = [(position, 1)]
         if len(self.recent) > self.window:
-            self._count(self.recent.popleft(), -1)
+            changes.append((self.recent.popleft(), -1))
+        for changed, change in changes:
+            node, column = self.slots[changed]
+            self.on_node[node] += change
+            self.on_column[column] += change
 
-    def _count(self, position: int, change: int) -> None:
-        self.on_node[self.nodes[position]] += change
-        self.on_column[self.columns[position]] += change
 
-
-@dataclass(slots=True)
 class _Turns:
     """Who may take the next matrix of one kind.
 
@@ -210,54 +193,47 @@ class _Turns:
     classes whose turn has begun, sorted by its end; ``later`` the others, sorted by its begin.
     """
 
-    total: int
-    flight: _Flight
-    handed: int = 0
-    heaps: dict[tuple[int, int], dict[int, list[tuple[int, int]]]] = field(default_factory=dict)
-    ready: list[tuple[int, int, int]] = field(default_factory=list)
-    later: list[tuple[int, int, int]] = field(default_factory=list)
+    def __init__(self, total: int, flight: _Flight) -> None:
+        self.total, self.flight, self.handed = total, flight, 0
+        self.heaps: dict[tuple[int, int], dict[int, list[tuple[int, int]]]] = {}
+        self.ready: list[_Turn] = []
+        self.later: list[_Turn] = []
 
     def add(self, position: int, turn: int, count: int) -> None:
-        heaps = self.heaps.get((turn, count))
-        if heaps is None:
-            heaps = self.heaps[turn, count] = {}
-            insort(self._list(turn, count), self._class(turn, count))
-        heap = heaps.setdefault(self.flight.regions[position], [])
+        if (turn, count) not in self.heaps:
+            self.heaps[turn, count] = {}
+            listed, entry = self._listed(turn, count)
+            insort(listed, entry)
+        heap = self.heaps[turn, count].setdefault(self.flight.regions[position], [])
         heappush(heap, (self.flight.last_use[position], position))
 
     def take(self, avoid: Collection[int]) -> int:
         """Hand the next matrix to an owner, to none of ``avoid`` if that is possible."""
         while self.later and self.later[0][0] <= self.handed:
             _, turn, count = self.later.pop(0)
-            insort(self.ready, self._class(turn, count))
+            insort(self.ready, self._listed(turn, count)[1])
         offer = self._best(avoid) or self._best(())
         assert offer is not None, "the counts add up, so somebody has room"
         _, _, position, turn, count = offer
-        self._remove(position, turn, count)
-        self.handed += 1
-        self.flight.use(position)
-        if turn + 1 < count:
-            self.add(position, turn + 1, count)
-        return position
-
-    def _begin(self, turn: int, count: int) -> int:
-        return -(-turn * self.total // count)
-
-    def _list(self, turn: int, count: int) -> list[tuple[int, int, int]]:
-        return self.ready if self._begin(turn, count) <= self.handed else self.later
-
-    def _class(self, turn: int, count: int) -> tuple[int, int, int]:
-        ready = self._begin(turn, count) <= self.handed
-        return self._begin(turn + 1 if ready else turn, count), turn, count
-
-    def _remove(self, position: int, turn: int, count: int) -> None:
         heaps, region = self.heaps[turn, count], self.flight.regions[position]
         heappop(heaps[region])
         if not heaps[region]:
             del heaps[region]
         if not heaps:
             del self.heaps[turn, count]
-            self._list(turn, count).remove(self._class(turn, count))
+            listed, entry = self._listed(turn, count)
+            listed.remove(entry)
+        self.handed += 1
+        self.flight.use(position)
+        if turn + 1 < count:
+            self.add(position, turn + 1, count)
+        return position
+
+    def _listed(self, turn: int, count: int) -> tuple[list[_Turn], _Turn]:
+        """The list that a class belongs to, and its entry there."""
+        begin, end = (-(-t * self.total // count) for t in (turn, turn + 1))
+        ready = begin <= self.handed
+        return (self.ready, (end, turn, count)) if ready else (self.later, (begin, turn, count))
 
     def _best(self, avoid: Collection[int]) -> tuple[float, int, int, int, int] | None:
         """The best ``(score, last use, position, turn, count)``: the lower, the better.
@@ -270,32 +246,28 @@ class _Turns:
             seen = 0
             for _, turn, count in classes:
                 waited = self.handed * count / self.total - turn
-                bonus = PATIENCE * waited + OVERDUE * max(0.0, waited - 2.0)
+                bonus = _PATIENCE * waited + _OVERDUE * max(0.0, waited - 2.0)
                 for heap in self.heaps[turn, count].values():
-                    last_use, position = self._longest_unused(heap)
+                    # Owners are used for other kinds too. Last uses only grow, so it is enough
+                    # to correct the top.
+                    while heap[0][0] != flight.last_use[heap[0][1]]:
+                        heapreplace(heap, (flight.last_use[heap[0][1]], heap[0][1]))
+                    last_use, position = heap[0]
                     if position not in avoid:
                         offer = (flight.crowd(position) - bonus, last_use, position, turn, count)
-                        best = offer if best is None or offer < best else best
+                        best = offer if best is None else min(best, offer)
                 seen += len(self.heaps[turn, count])
                 if best and flight.crowd(best[2]) <= flight.floor:
                     return best
-                if seen >= OWNERS_SEEN:
+                if seen >= _OWNERS_SEEN:
                     break
         return best
-
-    def _longest_unused(self, heap: list[tuple[int, int]]) -> tuple[int, int]:
-        # Owners are used for other kinds too; last uses only grow, so the top is corrected lazily.
-        last_use = self.flight.last_use
-        while heap[0][0] != last_use[heap[0][1]]:
-            position = heap[0][1]
-            heapreplace(heap, (last_use[position], position))
-        return heap[0]
 
 
 def _hand_out(
     kinds: Sequence[int], layers: Sequence[str], patterns: Sequence[_Pattern], flight: _Flight
 ) -> list[int]:
-    """The owner of each matrix: how many of each kind an owner takes is given in ``patterns``."""
+    """The position of each matrix's owner; ``patterns`` are those of the positions."""
     turns = {kind: _Turns(total, flight) for kind, total in Counter(kinds).items()}
     for position, pattern in enumerate(patterns):
         for kind, count in pattern:
@@ -312,7 +284,7 @@ def _hand_out(
 # ---- the repair --------------------------------------------------------------------------
 
 
-class _Spread:
+class _Repair:
     """Exchanges matrices of a kind between owners where a layer meets an owner twice.
 
     ``positions`` is changed in place; how many of each kind an owner takes stays.
@@ -332,39 +304,36 @@ class _Spread:
         self.looks = 0
 
     def run(self) -> None:
-        most = self._most_owners()
-        left = LOOKS
+        most, left = self._most_owners(), _LOOKS
         failed: Counter[str] = Counter()
         for i in sorted(i for held in self.held.values() if len(held) > 1 for i in held):
             layer = self.layers[i]
-            if self._times(layer, self.positions[i]) < 2 or self.owners[layer] >= most[layer]:
+            alone = len(self._meeting(layer, self.positions[i])) < 2
+            if alone or self.owners[layer] >= most[layer] or failed[layer] >= _FAILURES:
                 continue
-            if failed[layer] >= FAILURES:
-                continue
-            allowed = self.looks = min(LOOKS_PER_MATRIX, left)
+            allowed = self.looks = min(_LOOKS_PER_MATRIX, left)
             # Short chains first, so that a long one is looked for only where none is found.
-            moved = any(self._move(i, steps) for steps in range(1, CHAIN + 1))
+            moved = any(self._move(i, steps) for steps in range(1, _CHAIN + 1))
             failed[layer] += not moved
             left -= allowed - self.looks
 
     def _most_owners(self) -> dict[str, int]:
         """No layer has more owners than matrices, or than there are owners of its kinds."""
         owners: defaultdict[int, set[int]] = defaultdict(set)
-        kinds_of: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        found: defaultdict[str, list[int]] = defaultdict(list)
         for kind, layer, position in zip(self.kinds, self.layers, self.positions, strict=True):
             owners[kind].add(position)
-            kinds_of[layer][kind] += 1
+            found[layer].append(kind)
+        kinds_of = {layer: frozenset(kinds) for layer, kinds in found.items()}
         union = {
-            kinds: len(set().union(*(owners[kind] for kind in kinds)))
-            for kinds in {tuple(sorted(found)) for found in kinds_of.values()}
+            kinds: len(set().union(*map(owners.__getitem__, kinds)))
+            for kinds in {*kinds_of.values()}
         }
-        return {
-            layer: min(sum(found.values()), union[tuple(sorted(found))])
-            for layer, found in kinds_of.items()
-        }
+        return {layer: min(len(found[layer]), union[kinds]) for layer, kinds in kinds_of.items()}
 
-    def _times(self, layer: str, position: int) -> int:
-        return len(self.held.get((layer, position), ()))
+    def _meeting(self, layer: str, position: int) -> Sequence[int]:
+        """The layer's matrices on one owner."""
+        return self.held.get((layer, position), ())
 
     def _move(self, i: int, steps: int) -> bool:
         """Give ``i`` to another owner, with at most ``steps`` exchanges.
@@ -373,36 +342,31 @@ class _Spread:
         afterwards; otherwise nothing is changed.
         """
         layer, mine = self.layers[i], self.positions[i]
-        for j in self._partners(i):
+        # Partners are of the same kind, those of the following layers first.
+        members, start = self.members[self.kinds[i]], self.after[self.kinds[i], layer]
+        for at in islice(chain(range(start, len(members)), range(start)), _PARTNERS_SEEN):
             if self.looks <= 0:
                 return False
             self.looks -= 1
+            j = members[at]
             other, theirs = self.layers[j], self.positions[j]
             if other == layer or theirs == mine:
                 continue
-            gain = (not self._times(layer, theirs)) + (other != "") * (
-                (not self._times(other, mine)) - (self._times(other, theirs) == 1)
-            )
+            gain = int(not self._meeting(layer, theirs))
+            if other:
+                gain += not self._meeting(other, mine)
+                gain -= len(self._meeting(other, theirs)) == 1
             if gain < 0 or (gain == 0 and steps == 1):
                 continue
             self._exchange(i, j)
-            if gain > 0 or self._move_any(layer, theirs, steps - 1):
-                return True
-            if self._move_any(other, mine, steps - 1):
+            # Without a gain, one of those that now meet on an owner has to move on.
+            if gain > 0 or any(
+                len(met) > 1 and any(self._move(m, steps - 1) for m in met)
+                for met in (tuple(self._meeting(*a)) for a in ((layer, theirs), (other, mine)))
+            ):
                 return True
             self._exchange(i, j)
         return False
-
-    def _move_any(self, layer: str, position: int, steps: int) -> bool:
-        """Move on one of those that now meet on an owner."""
-        met = tuple(self.held.get((layer, position), ()))
-        return len(met) > 1 and any(self._move(m, steps) for m in met)
-
-    def _partners(self, i: int) -> Iterable[int]:
-        """Matrices of the same kind, those of the following layers first."""
-        members, start = self.members[self.kinds[i]], self.after[self.kinds[i], self.layers[i]]
-        around = chain(range(start, len(members)), range(start))
-        return (members[at] for at in islice(around, PARTNERS_SEEN))
 
     def _exchange(self, i: int, j: int) -> None:
         mine, theirs = self.positions[i], self.positions[j]
@@ -410,12 +374,10 @@ class _Spread:
             self.positions[matrix] = new
             layer = self.layers[matrix]
             if layer:
-                held = self.held[layer, old]
-                held.remove(matrix)
-                self.owners[layer] -= not held
-                held = self.held[layer, new]
-                self.owners[layer] += not held
-                held.append(matrix)
+                left, joined = self.held[layer, old], self.held[layer, new]
+                left.remove(matrix)
+                self.owners[layer] += (not joined) - (not left)
+                joined.append(matrix)
 
 
 # ---- contention --------------------------------------------------------------------------
@@ -446,19 +408,12 @@ def contention(
     """
     owners = owners_in_launch_order
     window = min(window or topology.columns, len(owners))
-    node, column = [0] * topology.world, [0] * topology.world
-    for n, row in enumerate(topology.slots()):
-        for c, rank in enumerate(row):
-            node[rank], column[rank] = n, c
-    nodes = _crowds([node[owner] for owner in owners], window)
-    columns = _crowds([column[owner] for owner in owners], window)
-    return Contention(
-        window,
-        max(nodes, default=0),
-        sum(nodes) / max(len(nodes), 1),
-        max(columns, default=0),
-        sum(columns) / max(len(columns), 1),
-    )
+    slot = {rank: (n, c) for n, row in enumerate(topology.slots()) for c, rank in enumerate(row)}
+    found: list[float] = []
+    for axis in (0, 1):
+        crowds = _crowds([slot[owner][axis] for owner in owners], window)
+        found += max(crowds, default=0), sum(crowds) / max(len(crowds), 1)
+    return Contention(window, int(found[0]), found[1], int(found[2]), found[3])
 
 
 def _crowds(places: Sequence[int], window: int) -> list[int]:
@@ -480,15 +435,6 @@ def _crowds(places: Sequence[int], window: int) -> list[int]:
         if end >= window - 1:
             crowds.append(most)
     return crowds
-
-
-def row_major(matrices: int, world: int) -> list[int]:
-    """Consecutive matrices to consecutive ranks: what the owner order is compared with.
-
-    >>> row_major(5, 3)
-    [0, 1, 2, 0, 1]
-    """
-    return [i % world for i in range(matrices)]
 
 
 # ---- names -------------------------------------------------------------------------------

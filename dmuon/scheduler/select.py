@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import product
 
 from torch import nn
 
@@ -15,10 +16,9 @@ from dmuon.scheduler.specs import (
     ModelSpecs,
     ParameterSpec,
     canonical_name,
-    check_parameters,
     dtype_name,
 )
-from dmuon.types import Algorithm, Select, SelectionError
+from dmuon.types import Algorithm, DmuonError, Select, SelectionError
 
 __all__ = ["collect", "trainable_parameters"]
 
@@ -39,6 +39,26 @@ class _Use:
     name: str
     parameter: nn.Parameter
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    @property
+    def transposed(self) -> bool:
+        return isinstance(self.places[0][0], _TRANSPOSED) and self.parameter.ndim >= 3
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns of its matrices, before they are split."""
+        shape = self.parameter.shape
+        if self.transposed:
+            return shape[1], shape[0] * math.prod(shape[2:])
+        if isinstance(self.places[0][0], _CONVOLUTIONS) and len(shape) >= 3:
+            return shape[0], math.prod(shape[1:])
+        return shape[-2], shape[-1]
+
+    def spec(self, algorithm: Algorithm, reason: str) -> ParameterSpec:
+        p, flipped = self.parameter, self.transposed and algorithm is not Algorithm.FROZEN
+        return ParameterSpec(
+            self.name, tuple(p.shape), dtype_name(p.dtype), algorithm, reason, flipped
+        )
 
 
 def _uses(model: nn.Module) -> list[_Use]:
@@ -96,27 +116,10 @@ def _default_route(use: _Use) -> tuple[Algorithm, str]:
             return Algorithm.ADAMW, f"output head ({head!r})"
     if not any(_WEIGHT_NAME.fullmatch(name.rsplit(".", 1)[-1]) for _, name in use.places):
         return Algorithm.ADAMW, f"bare parameter {local!r} is not named as a weight"
-    rows, cols = _matrix_shape(use)
+    rows, cols = use.matrix_shape
     if rows == 1 or cols == 1:
         return Algorithm.ADAMW, f"{rows} x {cols} is a vector"
     return Algorithm.MUON, "weight"
-
-
-def _is_transposed(use: _Use) -> bool:
-    return isinstance(use.places[0][0], _TRANSPOSED) and use.parameter.ndim >= 3
-
-
-def _is_convolution(use: _Use) -> bool:
-    return isinstance(use.places[0][0], _CONVOLUTIONS) and use.parameter.ndim >= 3
-
-
-def _matrix_shape(use: _Use) -> tuple[int, int]:
-    shape = use.parameter.shape
-    if _is_transposed(use):
-        return shape[1], shape[0] * math.prod(shape[2:])
-    if _is_convolution(use):
-        return shape[0], math.prod(shape[1:])
-    return shape[-2], shape[-1]
 
 
 def _route(use: _Use, select: Select | None) -> tuple[Algorithm, str]:
@@ -139,13 +142,12 @@ def _route(use: _Use, select: Select | None) -> tuple[Algorithm, str]:
 
 def _row_sizes(
     use: _Use,
-    rows: int,
     splits: Mapping[str, Sequence[int]],
     heads: Mapping[str, int],
     used: set[str],
 ) -> tuple[int, ...]:
-    """How many rows each piece of the parameter's matrices has."""
-    found = []
+    """How many rows each piece of the parameter's matrices has; fitting patterns go to ``used``."""
+    rows, found = use.matrix_shape[0], []
     for pattern, given in splits.items():
         if fnmatchcase(use.name, pattern):
             if isinstance(given, str) or not isinstance(given, Sequence):
@@ -178,7 +180,7 @@ def _row_sizes(
             f"splits[{pattern!r}] = {list(sizes)} must be positive row counts that add up to the "
             f"{rows} rows of {use.name!r}{total}"
         )
-    if len(sizes) > 1 and _is_transposed(use):
+    if len(sizes) > 1 and use.transposed:
         raise SelectionError(
             f"{use.name!r} is the weight of a transposed convolution, which cannot be split: "
             f"remove it from the pattern {pattern!r}"
@@ -186,71 +188,61 @@ def _row_sizes(
     return sizes
 
 
-def _check_contiguous(use: _Use, pieces: int) -> None:
-    # A piece is written through a flat view of its parameter, which only contiguous storage has.
-    if pieces > 1 and not use.parameter.is_contiguous():
-        raise SelectionError(
-            f"{use.name!r} holds {pieces} matrices but its storage is not contiguous (strides "
-            f"{use.parameter.stride()}): make it contiguous before dmuon.dedicate_params(model)"
-        )
-
-
-def _matrices(use: _Use, index: int, sizes: tuple[int, ...], cols: int) -> list[MatrixSpec]:
-    rows = sum(sizes)
-    stack = use.parameter.numel() // (rows * cols)
+def _matrices(use: _Use, index: int, sizes: tuple[int, ...]) -> list[MatrixSpec]:
+    p, (rows, cols) = use.parameter, use.matrix_shape
+    stack, dtype = p.numel() // (rows * cols), dtype_name(p.dtype)
     made, start = [], 0
-    for item in range(stack):
-        row = 0
-        for size in sizes:
-            name = use.name
-            if stack > 1:
-                name += f"[{item}]"
-            if len(sizes) > 1:
-                name += f"[{row}:{row + size}]"
-            made.append(
-                MatrixSpec(
-                    name,
-                    index,
-                    size,
-                    cols,
-                    dtype_name(use.parameter.dtype),
-                    start,
-                    _is_transposed(use),
-                )
-            )
-            start += size * cols
-            row += size
+    for item, size in product(range(stack), sizes):
+        row = start // cols - item * rows
+        name = use.name + (f"[{item}]" if stack > 1 else "")
+        name += f"[{row}:{row + size}]" if len(sizes) > 1 else ""
+        made.append(MatrixSpec(name, index, size, cols, dtype, start, use.transposed))
+        start += size * cols
+    # A piece is written through a flat view of its parameter, which only contiguous storage has.
+    if len(made) > 1 and not p.is_contiguous():
+        raise SelectionError(
+            f"{use.name!r} holds {len(made)} matrices but its storage is not contiguous (strides "
+            f"{p.stride()}): make it contiguous before dmuon.dedicate_params(model)"
+        )
     return made
 
 
-def _check_uses(uses: list[_Use], allow_meta: bool) -> None:
-    checked = [(use.name, use.parameter) for use in uses]
-    if allow_meta:
-        lazy = nn.parameter.UninitializedParameter
-        checked = [(n, p) for n, p in checked if not p.is_meta or isinstance(p, lazy)]
-    if checked or not uses:  # a model without trainable parameters is refused there
-        check_parameters(checked)
-
-
-def _check_sparse(uses: list[_Use]) -> None:
+def _check(uses: list[_Use], allow_meta: bool) -> None:
+    """Refuse trainable parameters that nothing here can update."""
+    first: _Use | None = None
     for use in uses:
-        for module, _ in use.places:
-            if isinstance(module, _EMBEDDINGS) and module.sparse:
-                raise SelectionError(
-                    f"{use.name!r} belongs to {type(module).__name__}(sparse=True), whose sparse "
-                    "gradients cannot be averaged with the others: build it with sparse=False"
-                )
-
-
-def _check_patterns(
-    kind: str, patterns: Mapping[str, object], used: set[str], specs: list[ParameterSpec]
-) -> None:
-    for pattern in patterns:
-        if pattern not in used:
-            raise SelectionError(
-                f"{kind}[{pattern!r}] matches no matrix parameter. Matrix parameters: "
-                + ", ".join(p.name for p in specs if p.algorithm is Algorithm.MUON)
+        name, p = use.name, use.parameter
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise DmuonError(
+                f"parameter {name!r} is uninitialized (a lazy module): run one forward pass "
+                "before dmuon.dedicate_params(model)"
             )
+        if p.is_meta and not allow_meta:
+            raise DmuonError(
+                f"parameter {name!r} is on the meta device: materialize the model "
+                "(model.to_empty(device=...) and initialize it) before dmuon.dedicate_params(model)"
+            )
+        if p.is_complex():
+            raise DmuonError(
+                f"parameter {name!r} is complex ({p.dtype}); Newton-Schulz and AdamW here take "
+                "real parameters. Freeze it, or store torch.view_as_real of it"
+            )
+        if any(isinstance(m, _EMBEDDINGS) and m.sparse for m, _ in use.places):
+            raise SelectionError(
+                f"{name!r} is the weight of an embedding with sparse=True, whose sparse "
+                "gradients cannot be averaged with the others: build it with sparse=False"
+            )
+        if p.is_meta:
+            continue
+        first = first or use
+        if p.device != first.parameter.device:
+            raise DmuonError(
+                f"parameter {name!r} is on {p.device} but {first.name!r} is on "
+                f"{first.parameter.device}: move the model to one device before "
+                "dmuon.dedicate_params(model)"
+            )
+    if not uses:
+        raise DmuonError("the model has no trainable parameter: nothing to optimize")
 
 
 def collect(
@@ -271,12 +263,12 @@ def collect(
     Raises:
         SelectionError: nothing is selected, a chosen parameter is no matrix, or a pattern does
             not fit.
-        DmuonError: a parameter cannot be handled at all (see `specs.check_parameters`).
+        DmuonError: a parameter cannot be handled at all (meta device, uninitialized, complex,
+            on another device than the others, sparse gradients), or none is trainable.
     """
     everything = _uses(model)
     uses = [use for use in everything if use.parameter.requires_grad]
-    _check_uses(uses, allow_meta)
-    _check_sparse(uses)
+    _check(uses, allow_meta)
     if select is not None and not callable(select):
         raise SelectionError(
             f"select must be a function (name, parameter) -> bool, found {select!r}"
@@ -293,33 +285,26 @@ def collect(
     matrices: list[MatrixSpec] = []
     for index, use in enumerate(uses):
         algorithm, reason = _route(use, select)
-        shape, dtype = tuple(use.parameter.shape), dtype_name(use.parameter.dtype)
         if algorithm is Algorithm.MUON:
-            rows, cols = _matrix_shape(use)
-            sizes = _row_sizes(use, rows, splits, heads, used)
-            made = _matrices(use, index, sizes, cols)
-            _check_contiguous(use, len(made))
+            made = _matrices(use, index, _row_sizes(use, splits, heads, used))
             matrices += made
             reason += "" if len(made) == 1 else f", {len(made)} matrices"
-        parameters.append(
-            ParameterSpec(use.name, shape, dtype, algorithm, reason, _is_transposed(use))
-        )
+        parameters.append(use.spec(algorithm, reason))
     if not matrices:
         raise SelectionError(
             "no parameter was selected as a matrix, so there is nothing for Muon to do. Routing: "
             + "; ".join(f"{p.name} {list(p.shape)}: {p.reason}" for p in parameters[:20])
             + ". Pass select=lambda name, p: ... to choose, or use torch.optim.AdamW"
         )
-    _check_patterns("splits", splits, used, parameters)
-    _check_patterns("heads", heads, used, parameters)
+    for setting, patterns in (("splits", splits), ("heads", heads)):
+        for pattern in patterns:
+            if pattern not in used:
+                raise SelectionError(
+                    f"{setting}[{pattern!r}] matches no matrix parameter. Matrix parameters: "
+                    + ", ".join(p.name for p in parameters if p.algorithm is Algorithm.MUON)
+                )
     frozen = tuple(
-        ParameterSpec(
-            use.name,
-            tuple(use.parameter.shape),
-            dtype_name(use.parameter.dtype),
-            Algorithm.FROZEN,
-            "requires_grad is False",
-        )
+        use.spec(Algorithm.FROZEN, "requires_grad is False")
         for use in everything
         if not use.parameter.requires_grad
     )

@@ -410,7 +410,7 @@ class ShardMap:
 
     def _state_bytes(self, momentum_item: int | None) -> tuple[int, ...]:
         items = [momentum_item or ITEM_SIZE[p.dtype] for p in self.specs.parameters]
-        muon = self.specs.muon()
+        muon = self.specs.muon_parameters()
         totals = []
         for report in self.reports:
             sizes = [math.prod(shard.shape) for shard in report.distinct]
@@ -433,7 +433,7 @@ def assemble(specs: ModelSpecs, reports: Sequence[RankShards]) -> ShardMap:
         for p in range(len(specs.parameters))
     ]
     checked: set[tuple[object, ...]] = set()
-    for p in specs.muon():
+    for p in specs.muon_parameters():
         shape = specs.parameters[p].shape
         for ranks in copies[p]:
             key = (shape, *(reports[r].shard(p) for r in ranks))

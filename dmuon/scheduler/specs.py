@@ -4,35 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dmuon.scheduler.json_files import (
-    choice,
-    different,
-    each,
-    flag,
-    record,
-    row,
-    text,
-    whole,
-    wholes,
-)
-from dmuon.types import Algorithm, DmuonError, PlanError
+from dmuon.scheduler import json_files as read
+from dmuon.types import Algorithm, PlanError
 
-__all__ = [
-    "MatrixSpec",
-    "ModelSpecs",
-    "ParameterSpec",
-    "canonical_name",
-    "dtype_name",
-]
+__all__ = ["MatrixSpec", "ModelSpecs", "ParameterSpec", "canonical_name", "dtype_name"]
 
 # What wrappers put between the names that the user wrote: DDP, torch.compile, checkpointing.
 _WRAPPER_COMPONENTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
+_MOST_ELEMENTS = 1 << 40  # of a parameter
+_MOST_DIMS = 64
+
+ITEM_SIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes, by dtype name
 
 
 def canonical_name(name: str) -> str:
@@ -42,12 +30,6 @@ def canonical_name(name: str) -> str:
     'blocks.0.weight'
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_COMPONENTS)
-
-
-_MOST_ELEMENTS = 1 << 40  # of a parameter
-_MOST_DIMS = 64
-
-ITEM_SIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes, by dtype name
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -77,26 +59,19 @@ class ParameterSpec:
         return math.prod(self.shape)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "shape": list(self.shape),
-            "dtype": self.dtype,
-            "algorithm": self.algorithm.value,
-            "reason": self.reason,
-            "transposed": self.transposed,
-        }
+        return asdict(self) | {"shape": list(self.shape), "algorithm": self.algorithm.value}
 
     @classmethod
     def from_dict(cls, data: Any, at: str) -> ParameterSpec:
         """The parameter that `to_dict` wrote; PlanError that begins with the path of a field."""
-        record(data, at, "name", "shape", "dtype", "algorithm", "reason", "transposed")
+        read.record(data, at, "name", "shape", "dtype", "algorithm", "reason", "transposed")
         spec = cls(
-            text(data, "name", at),
-            wholes(data, "shape", at, high=_MOST_ELEMENTS, most=_MOST_DIMS),
-            text(data, "dtype", at),
-            choice(data, "algorithm", at, Algorithm),
-            text(data, "reason", at),
-            flag(data, "transposed", at),
+            read.text(data, "name", at),
+            read.wholes(data, "shape", at, high=_MOST_ELEMENTS, most=_MOST_DIMS),
+            read.text(data, "dtype", at),
+            read.choice(data, "algorithm", at, Algorithm),
+            read.text(data, "reason", at),
+            read.flag(data, "transposed", at),
         )
         if spec.numel > _MOST_ELEMENTS:
             raise PlanError(
@@ -148,28 +123,20 @@ class MatrixSpec:
         return parameter.view(-1).narrow(0, self.start, self.numel).view(self.rows, self.cols)
 
     def to_list(self) -> list[Any]:
-        return [
-            self.name,
-            self.parameter,
-            self.rows,
-            self.cols,
-            self.dtype,
-            self.start,
-            self.transposed,
-        ]
+        return list(astuple(self))
 
     @classmethod
     def from_list(cls, data: Any, at: str, parameters: Sequence[ParameterSpec]) -> MatrixSpec:
         """The matrix that `to_list` wrote; PlanError that begins with the path of a field."""
-        row(data, at, 7, 7)
+        read.row(data, at, 7, 7)
         spec = cls(
-            text(data, 0, at),
-            whole(data, 1, at, high=len(parameters) - 1),
-            whole(data, 2, at, 1),
-            whole(data, 3, at, 1),
-            text(data, 4, at),
-            whole(data, 5, at),
-            flag(data, 6, at),
+            read.text(data, 0, at),
+            read.whole(data, 1, at, high=len(parameters) - 1),
+            read.whole(data, 2, at, 1),
+            read.whole(data, 3, at, 1),
+            read.text(data, 4, at),
+            read.whole(data, 5, at),
+            read.flag(data, 6, at),
         )
         dtype = parameters[spec.parameter].dtype
         if spec.dtype != dtype or dtype not in ITEM_SIZE:
@@ -182,7 +149,7 @@ class MatrixSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpecs:
-    """The trainable parameters in registration order, their matrices, and the frozen rest."""
+    """The trainable parameters in registration order, their matrices, and frozen parameters."""
 
     parameters: tuple[ParameterSpec, ...]
     matrices: tuple[MatrixSpec, ...]
@@ -195,13 +162,16 @@ class ModelSpecs:
             if parameter.algorithm is not Algorithm.MUON or not inside or matrix.numel < 1:
                 raise PlanError(f"matrix {matrix.name!r} is no part of parameter {parameter}")
 
-    def rest(self) -> tuple[int, ...]:
+    def adamw_parameters(self) -> tuple[int, ...]:
         """Indices of the parameters that AdamW updates."""
-        return tuple(i for i, p in enumerate(self.parameters) if p.algorithm is Algorithm.ADAMW)
+        return self._indices(Algorithm.ADAMW)
 
-    def muon(self) -> tuple[int, ...]:
+    def muon_parameters(self) -> tuple[int, ...]:
         """Indices of the parameters that are made of matrices."""
-        return tuple(i for i, p in enumerate(self.parameters) if p.algorithm is Algorithm.MUON)
+        return self._indices(Algorithm.MUON)
+
+    def _indices(self, algorithm: Algorithm) -> tuple[int, ...]:
+        return tuple(i for i, p in enumerate(self.parameters) if p.algorithm is algorithm)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -213,49 +183,12 @@ class ModelSpecs:
     @classmethod
     def from_dict(cls, data: Any, at: str = "specs") -> ModelSpecs:
         """The specs that `to_dict` wrote; PlanError that begins with the path of a field."""
-        record(data, at, "parameters", "matrices", "frozen")
-        parameters = each(data, "parameters", at, ParameterSpec.from_dict)
-        frozen = each(data, "frozen", at, ParameterSpec.from_dict)
-        different((p.name for p in parameters + frozen), f"the names in {at}")
+        read.record(data, at, "parameters", "matrices", "frozen")
+        parameters = read.each(data, "parameters", at, ParameterSpec.from_dict)
+        frozen = read.each(data, "frozen", at, ParameterSpec.from_dict)
+        read.different((p.name for p in parameters + frozen), f"the names in {at}")
         return cls(
             parameters,
-            each(data, "matrices", at, lambda m, a: MatrixSpec.from_list(m, a, parameters)),
+            read.each(data, "matrices", at, lambda m, a: MatrixSpec.from_list(m, a, parameters)),
             frozen,
         )
-
-
-def check_parameters(named: list[tuple[str, nn.Parameter]]) -> torch.device:
-    """The one device of all trainable parameters.
-
-    Raises:
-        DmuonError: a parameter is on the meta device, uninitialized, complex, or not on the
-            device of the others.
-    """
-    device: torch.device | None = None
-    first = ""
-    for name, p in named:
-        if isinstance(p, nn.parameter.UninitializedParameter):
-            raise DmuonError(
-                f"parameter {name!r} is uninitialized (a lazy module): run one forward pass "
-                "before dmuon.dedicate_params(model)"
-            )
-        if p.device.type == "meta":
-            raise DmuonError(
-                f"parameter {name!r} is on the meta device: materialize the model "
-                "(model.to_empty(device=...) and initialize it) before dmuon.dedicate_params(model)"
-            )
-        if p.is_complex():
-            raise DmuonError(
-                f"parameter {name!r} is complex ({p.dtype}); Newton-Schulz and AdamW here take "
-                "real parameters. Freeze it, or store torch.view_as_real of it"
-            )
-        if device is None:
-            device, first = p.device, name
-        elif p.device != device:
-            raise DmuonError(
-                f"parameter {name!r} is on {p.device} but {first!r} is on {device}: move the "
-                "model to one device before dmuon.dedicate_params(model)"
-            )
-    if device is None:
-        raise DmuonError("the model has no trainable parameter: nothing to optimize")
-    return device

@@ -64,10 +64,8 @@ class Topology:
             raise ValueError(f"mesh {self.shape} needs {len(self.shape)} axis names: {self.axes}")
         if self.ranks_per_node < 1:
             raise ValueError(f"ranks_per_node must be at least 1, found {self.ranks_per_node}")
-        if self.node_of:
-            self._check_nodes()
-
-    def _check_nodes(self) -> None:
+        if not self.node_of:
+            return
         if len(self.node_of) != self.world:
             raise ValueError(f"node_of has {len(self.node_of)} entries for {self.world} ranks")
         sizes = Counter(self.node_of)
@@ -205,17 +203,14 @@ def diagonal_slots(nodes: int, columns: int) -> list[tuple[int, int]]:
     >>> diagonal_slots(2, 3)
     [(0, 0), (1, 1), (0, 2), (1, 0), (0, 1), (1, 2)]
     """
-    if columns >= nodes and _is_power_of_two(nodes) and _is_power_of_two(columns):
+    powers_of_two = all(size & (size - 1) == 0 for size in (nodes, columns))
+    if powers_of_two and columns >= nodes:
         return [
             ((w % nodes) ^ (w // columns), w % columns)  # the row number is less than N already
             for w in range(nodes * columns)
         ]
     period = math.lcm(nodes, columns)
     return [((w + w // period) % nodes, w % columns) for w in range(nodes * columns)]
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
 
 
 def local_world_size() -> int | None:

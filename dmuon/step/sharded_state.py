@@ -92,7 +92,7 @@ class ShardState:
         self._masters = masters
         self.blocks = list(_blocks(runtime, groups))
         self.block_of = {block.matrix: k for k, block in enumerate(self.blocks)}
-        self._muon = runtime.plan.specs.muon()
+        self._muon = runtime.plan.specs.muon_parameters()
         for i in self._muon:
             p = runtime.parameters[i].detach()
             self._state(i)["momentum_buffer"] = torch.zeros_like(

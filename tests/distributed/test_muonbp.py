@@ -37,11 +37,11 @@ class Oracle:
         self.ratio = ratio
         self.parameters = [p for _, p in trainable_parameters(both.twin)]
         specs, shards = own.plan.specs, own.runtime.shards
-        rest = [self.parameters[i] for i in specs.rest()]
+        rest = [self.parameters[i] for i in specs.adamw_parameters()]
         self.adamw = torch.optim.AdamW(
             rest, lr=MUON["adamw_lr"], betas=(0.9, 0.95), weight_decay=0.1
         )
-        self.momentum = {i: torch.zeros_like(self.parameters[i]) for i in specs.muon()}
+        self.momentum = {i: torch.zeros_like(self.parameters[i]) for i in specs.muon_parameters()}
         # (parameter, form, index of the matrix, indices of its blocks)
         self.matrices = []
         for i, matrix in enumerate(specs.matrices):

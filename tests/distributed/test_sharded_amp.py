@@ -131,7 +131,7 @@ def test_param_groups(rank, world):
     groups = [{"params": g, **s} for g, s in zip(grouped(both.model), settings, strict=True)]
     opt = dmuon.Muon(groups, **MUON)
     specs = own.plan.specs
-    matrices = {specs.parameters[i].name for i in specs.muon()}
+    matrices = {specs.parameters[i].name for i in specs.muon_parameters()}
     names = {p: n for n, p in both.twin.named_parameters()}
     references = []
     for members, chosen in zip(grouped(both.twin), settings, strict=True):

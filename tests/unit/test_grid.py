@@ -93,7 +93,7 @@ def test_only_tensor_parallelism_makes_one_data_rank():
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_element_is_kept_at_exactly_one_place(mesh, tensor_parallel):
     plan, slices = slices_of(mesh, tensor_parallel)
-    muon = plan.specs.muon()
+    muon = plan.specs.muon_parameters()
     for t in range(slices.grid.shape[2]):
         for bucket in weight_buckets(slices, muon, t):
             kept = [0] * bucket.numel
@@ -135,7 +135,7 @@ def test_the_parts_of_a_matrix_are_where_the_parameter_has_them(mesh, tensor_par
 def test_a_bucket_carries_every_gradient_once(mesh):
     plan, slices = slices_of(mesh)
     everything = range(len(plan.specs.parameters))
-    rest = {p: plan.specs.parameters[p].numel for p in plan.specs.rest()}
+    rest = {p: plan.specs.parameters[p].numel for p in plan.specs.adamw_parameters()}
     bucket = gradient_bucket(slices, list(everything), rest, 0, torch.float32)
     sent = {p: torch.zeros(plan.specs.parameters[p].numel) for p in everything}
     for segment in bucket.segments:

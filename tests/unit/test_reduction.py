@@ -48,7 +48,7 @@ def reducer_of(model: nn.Module, world: int) -> GradientReducer:
     specs = collect(model)
     plan = plan_of(specs, [0] * len(specs.matrices), 1)
     slices = Slices(plan, Grid((1, world, 1), tuple(range(world))), [None] * len(specs.parameters))
-    rest = {p: specs.parameters[p].numel for p in specs.rest()}
+    rest = {p: specs.parameters[p].numel for p in specs.adamw_parameters()}
     members = reversed(range(len(specs.parameters)))
     buckets = [gradient_bucket(slices, [p], rest, 0, None) for p in members]
     groups = ProcessGroups.flat(Alike(world))

@@ -24,7 +24,7 @@ from dmuon.report.html import write_whole
 from dmuon.report.text import bytes_text, fold_names, ms_text
 from dmuon.scheduler.certificate import Certificate
 from dmuon.scheduler.costs import CostTable
-from dmuon.scheduler.placement import contention, row_major
+from dmuon.scheduler.placement import contention
 from dmuon.scheduler.plan import Batch, OwnershipPlan, PriceRow
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.shards import OwnerLimits
@@ -350,7 +350,7 @@ def test_contention_is_compared_with_ranks_taking_turns():
     order = list(topology.owner_order())
     report = build_report(layered(order * 2, topology))
     assert report.contention["plan"] == contention(order * 2, topology)
-    assert report.contention["row_major"] == contention(row_major(16, 8), topology)
+    assert report.contention["row_major"] == contention([*range(8)] * 2, topology)
     assert report.contention["plan"].node_max < report.contention["row_major"].node_max == 4
     assert report.to_dict()["contention"]["row_major"]["node_max"] == 4
     assert "contention" in str(report)

@@ -79,7 +79,7 @@ reduce_dtypes = st.sampled_from([None, torch.float32])
 
 
 def one_bucket(plan, members, dtype=None):
-    rest = {p: plan.specs.parameters[p].numel for p in plan.specs.rest()}
+    rest = {p: plan.specs.parameters[p].numel for p in plan.specs.adamw_parameters()}
     return gradient_bucket(Slices.flat(plan), members, rest, 0, dtype)
 
 
@@ -120,7 +120,7 @@ def test_every_matrix_travels_to_its_owner_and_the_rest_to_everyone(plan, size, 
                 matrices.update(span.matrices)
                 if segment.shard == EVERYONE:
                     assert span.matrices == ()
-                    assert span.parameter in plan.specs.rest()
+                    assert span.parameter in plan.specs.adamw_parameters()
                     continue
                 start = span.start
                 for i in span.matrices:

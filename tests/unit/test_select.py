@@ -511,8 +511,10 @@ def test_every_parameter_is_routed_exactly_once_with_a_reason(model):
     assert len(specs.parameters) == sum(p.requires_grad for p in unique)
     assert len(specs.frozen) == sum(not p.requires_grad for p in unique)
     assert all(p.reason for p in specs.parameters + specs.frozen)
-    assert sorted(specs.rest() + specs.muon()) == list(range(len(specs.parameters)))
-    assert {m.parameter for m in specs.matrices} == set(specs.muon())
+    assert sorted(specs.adamw_parameters() + specs.muon_parameters()) == list(
+        range(len(specs.parameters))
+    )
+    assert {m.parameter for m in specs.matrices} == set(specs.muon_parameters())
     everything = specs.parameters + specs.frozen
     assert sum(p.numel for p in everything) == sum(p.numel() for p in unique)
     assert len({m.name for m in specs.matrices}) == len(specs.matrices)
@@ -531,7 +533,7 @@ def test_specs_follow_the_order_of_trainable_parameters(model):
 def assert_matrices_tile(model: nn.Module, **options: object) -> None:
     specs = collect(model, **options)  # type: ignore[arg-type]
     parameters = [p for _, p in trainable_parameters(model)]
-    for index in specs.muon():
+    for index in specs.muon_parameters():
         p = parameters[index].detach()
         p.copy_(numbered(*p.shape))
         seen = []

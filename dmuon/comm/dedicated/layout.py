@@ -164,7 +164,7 @@ class DedicatedRuntime(OwnerRuntime):
         self._options = options
         self._tensor_axes = tensor_axes
         self._place = slices.grid.place(process_groups.world.rank)
-        self._muon = muon = frozenset(self.plan.specs.muon())
+        self._muon = muon = frozenset(self.plan.specs.muon_parameters())
         self._payload_dtype: Callable[[str], torch.dtype] = lambda dtype: getattr(torch, dtype)
         self._assemblies: list[_Assembly] = []
         self._counted: frozenset[int] = frozenset()

@@ -406,7 +406,7 @@ class Weights:
         below: Mapping[nn.Module, Sequence[int]],
     ) -> None:
         self.parameters: Sequence[nn.Parameter] = list(parameters)
-        self.dedicated = frozenset(slices.plan.specs.muon())
+        self.dedicated = frozenset(slices.plan.specs.muon_parameters())
         self.loads = 0
         self._slices = slices
         self._specs = slices.plan.specs.parameters

@@ -290,7 +290,7 @@ class Group:
 def shed_on_meta(slices: Slices, parameters: Sequence[nn.Parameter], rank: int) -> None:
     """Placeholders on the meta device: `to_empty` then allocates what is kept here only."""
     _, shard, tensor = slices.grid.place(rank)
-    for p in slices.plan.specs.muon():
+    for p in slices.plan.specs.muon_parameters():
         spans = slices.spans(p, tensor)
         if spans and all(span.shard != shard for span in spans):
             local = local_cell(parameters[p])
@@ -326,7 +326,7 @@ class Storage:
         self._where: dict[int, tuple[_LiveBucket, int]] = {}  # its bucket, and where in it
         self._pins: dict[int, int] = {}
         self.groups: list[Group] = []
-        muon = set(self._specs.muon())
+        muon = set(self._specs.muon_parameters())
         for name, numbers, uses in members:
             mine = tuple(p for p in numbers if p in muon)
             buckets = [
