@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -21,217 +22,166 @@ from tests.unit.models import WIDTH, AllDifferent, Block, Mixed, TinyGPT
 
 # ---- models of many habits ---------------------------------------------------------------
 
-
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(11, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.proj = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.proj(self.embed_tokens(tokens))
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class ModelModelLayers(nn.Module):
-    """As `transformers` nests: model.model.layers and a head beside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Inner()
-        self.lm_head = nn.Linear(WIDTH, 11)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.lm_head(self.model(tokens))
-
-
-class ListInDict(nn.Module):
-    """As nanoGPT holds its blocks: transformer = ModuleDict(h=ModuleList(...))."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(11, WIDTH),
-                "h": nn.ModuleList(Block() for _ in range(2)),
-                "ln_f": nn.LayerNorm(WIDTH),
-            }
-        )
-        self.lm_head = nn.Linear(WIDTH, 11)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.transformer.wte(tokens)
-        for block in self.transformer.h:
-            x = block(x)
-        return self.lm_head(self.transformer.ln_f(x))
-
-
-class ListOfLists(nn.Module):
-    """A layer is a bare ModuleList of its parts, which the root calls one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleList([Block(), Block()]) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for first, second in self.layers:
-            x = second(first(x))
-        return x
-
-
-class ListOfDicts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"mix": nn.Linear(WIDTH, WIDTH), "mlp": Block()}) for _ in range(2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer["mlp"](layer["mix"](x))
-        return x
-
-
-class IntoBlocks(nn.Module):
-    """The root calls the blocks' children, never the blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block.down(torch.relu(block.up(block.norm(x))))
-        return x
-
-
-class WeightsOfBlocks(IntoBlocks):
-    """The root reads the blocks' weights without calling anything."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + F.linear(x, block.up.weight) @ block.down.weight.t()
-        return x
-
-
-class AttentionBlock(nn.Module):
-    """`nn.MultiheadAttention` reads ``out_proj`` without calling it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.mlp = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(x + self.attention(x, x, x, need_weights=False)[0])
-
-
-class WithAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-        self.blocks = nn.ModuleList(AttentionBlock() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x[None] + self.first(x[None], x[None], x[None])[0]
-        for block in self.blocks:
-            x = block(x)
-        return x[0]
-
-
-class ReadsChildren(nn.Module):
-    """Forward uses its children's weights without calling them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(WIDTH, WIDTH)
-        self.inner = nn.ModuleDict({"b": nn.Linear(WIDTH, WIDTH)})
-        self.weights = nn.ParameterList([torch.randn(WIDTH, WIDTH)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.a.weight) @ self.inner["b"].weight @ self.weights[0]
-
-
-class SharedBlock(nn.Module):
-    """One block under two names, and a weight that two blocks share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        block = Block()
-        self.layers = nn.ModuleList([block, Block(), block])
-        self.layers[1].up.weight = block.up.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class NestedLists(nn.Module):
-    """Stages of blocks, each stage called as a whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(
-            nn.Sequential(Block(), nn.Sequential(nn.Linear(WIDTH, WIDTH), Block()))
-            for _ in range(2)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for stage in self.stages:
-            x = stage(x)
-        return x
-
-
-class ThroughAMethod(nn.Module):
-    """Used through methods, as autoencoders and agents are; forward is never called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(WIDTH, WIDTH)
-        self.decoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-
-    def reconstruct(self, x: Tensor) -> Tensor:
-        return self.decoder(self.encoder(x))
-
-
 ROWS = torch.zeros(3, WIDTH)
 TOKENS = torch.zeros(3, 5, dtype=torch.long)
 
-Call = Callable[[nn.Module], object]
+Build, Call = Callable[[], nn.Module], Callable[[nn.Module], object]
 
-CASES: dict[str, tuple[Callable[[], nn.Module], Call]] = {
+
+class Made(nn.Module):
+    """A module of these children, used as ``use(self, x)``."""
+
+    def __init__(self, use: Callable[[Any, Tensor], Tensor], **children: nn.Module) -> None:
+        super().__init__()
+        self.use = use
+        for name, child in children.items():
+            self.add_module(name, child)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, x)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def blocks() -> nn.ModuleList:
+    return nn.ModuleList(Block() for _ in range(2))
+
+
+def chain(modules: Iterable[nn.Module], x: Tensor) -> Tensor:
+    for module in modules:
+        x = module(x)
+    return x
+
+
+def called_one_by_one(*layers: nn.Module) -> Build:
+    """A list of layers, of which each is called, or its parts where it is a bare container."""
+
+    def parts(layer: nn.Module) -> Iterable[nn.Module]:
+        return layer.values() if isinstance(layer, nn.ModuleDict) else layer
+
+    def use(m: Any, x: Tensor) -> Tensor:
+        for layer in m.layers:
+            bare = isinstance(layer, (nn.ModuleList, nn.ModuleDict))
+            x = chain(parts(layer) if bare else [layer], x)
+        return x
+
+    # A copy each time: hooks of one test must not be there in the next.
+    return lambda: Made(use, layers=copy.deepcopy(nn.ModuleList(layers)))
+
+
+def model_model_layers() -> nn.Module:
+    """As `transformers` nests: model.model.layers and a head beside."""
+    inner = Made(
+        lambda m, x: chain(m.layers, m.proj(m.embed_tokens(x))),
+        embed_tokens=nn.Embedding(11, WIDTH),
+        layers=blocks(),
+        proj=linear(),
+    )
+    return Made(lambda m, x: m.lm_head(m.model(x)), model=inner, lm_head=nn.Linear(WIDTH, 11))
+
+
+def list_in_dict() -> nn.Module:
+    """As nanoGPT holds its blocks: transformer = ModuleDict(h=ModuleList(...))."""
+    parts = {"wte": nn.Embedding(11, WIDTH), "h": blocks(), "ln_f": nn.LayerNorm(WIDTH)}
+    return Made(
+        lambda m, x: m.lm_head(m.transformer.ln_f(chain(m.transformer.h, m.transformer.wte(x)))),
+        transformer=nn.ModuleDict(parts),
+        lm_head=nn.Linear(WIDTH, 11),
+    )
+
+
+def calls_into_blocks(m: Any, x: Tensor) -> Tensor:
+    """The root calls the blocks' children, never the blocks."""
+    for block in m.blocks:
+        x = x + block.down(torch.relu(block.up(block.norm(x))))
+    return x
+
+
+def reads_weights_of_blocks(m: Any, x: Tensor) -> Tensor:
+    """The root reads the blocks' weights without calling anything."""
+    for block in m.blocks:
+        x = x + F.linear(x, block.up.weight) @ block.down.weight.t()
+    return x
+
+
+def attention() -> nn.Module:
+    """`nn.MultiheadAttention` reads ``out_proj`` without calling it."""
+
+    def one(m: Any, x: Tensor) -> Tensor:
+        return m.mlp(x + m.attention(x, x, x, need_weights=False)[0])
+
+    def made() -> nn.Module:
+        return nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    return Made(
+        lambda m, x: chain(m.blocks, x[None] + m.first(x[None], x[None], x[None])[0])[0],
+        first=made(),
+        blocks=nn.ModuleList(Made(one, attention=made(), mlp=Block()) for _ in range(2)),
+    )
+
+
+def reads_children() -> nn.Module:
+    """Forward uses its children's weights without calling them."""
+    return Made(
+        lambda m, x: F.linear(x, m.a.weight) @ m.inner["b"].weight @ m.weights[0],
+        a=linear(),
+        inner=nn.ModuleDict({"b": linear()}),
+        weights=nn.ParameterList([torch.randn(WIDTH, WIDTH)]),
+    )
+
+
+def shared_block() -> nn.Module:
+    """One block under two names, and a weight that two blocks share."""
+    block, other = Block(), Block()
+    other.up.weight = block.up.weight
+    return called_one_by_one(block, other, block)()
+
+
+def stage() -> nn.Module:
+    return nn.Sequential(Block(), nn.Sequential(linear(), Block()))
+
+
+def through_a_method() -> nn.Module:
+    """Used through its children, as autoencoders and agents are; forward is never called."""
+    decoder = nn.Sequential(linear(), nn.Tanh(), linear())
+    return Made(lambda m, x: x, encoder=linear(), decoder=decoder)
+
+
+def on_rows(m: nn.Module) -> object:
+    return m(ROWS)
+
+
+CASES: dict[str, tuple[Build, Call]] = {
     "embedding, blocks, head": (TinyGPT, lambda m: m(TOKENS)),
-    "model.model.layers": (ModelModelLayers, lambda m: m(TOKENS)),
-    "model.model called": (ModelModelLayers, lambda m: m.model(TOKENS)),
-    "transformer.h": (ListInDict, lambda m: m(TOKENS)),
-    "list of lists": (ListOfLists, lambda m: m(ROWS)),
-    "list of dicts": (ListOfDicts, lambda m: m(ROWS)),
-    "root calls into blocks": (IntoBlocks, lambda m: m(ROWS)),
-    "weights of blocks read": (WeightsOfBlocks, lambda m: m(ROWS)),
-    "attention": (WithAttention, lambda m: m(ROWS)),
-    "children read, not called": (ReadsChildren, lambda m: m(ROWS)),
-    "shared block": (SharedBlock, lambda m: m(ROWS)),
-    "nested stages": (NestedLists, lambda m: m(ROWS)),
-    "convolutions": (AllDifferent, lambda m: m(torch.zeros(3, 2, 6))),
-    "mixed": (Mixed, lambda m: m(ROWS)),
-    "sequential of layers": (
-        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)),
-        lambda m: m(ROWS),
+    "model.model.layers": (model_model_layers, lambda m: m(TOKENS)),
+    "model.model called": (model_model_layers, lambda m: m.model(TOKENS)),
+    "transformer.h": (list_in_dict, lambda m: m(TOKENS)),
+    "list of lists": (called_one_by_one(blocks(), blocks()), on_rows),
+    "list of dicts": (
+        called_one_by_one(*(nn.ModuleDict({"mix": linear(), "mlp": Block()}) for _ in range(2))),
+        on_rows,
     ),
-    "sequential of blocks": (lambda: nn.Sequential(Block(), Block()), lambda m: m(ROWS)),
+    "root calls into blocks": (lambda: Made(calls_into_blocks, blocks=blocks()), on_rows),
+    "weights of blocks read": (lambda: Made(reads_weights_of_blocks, blocks=blocks()), on_rows),
+    "attention": (attention, on_rows),
+    "children read, not called": (reads_children, on_rows),
+    "shared block": (shared_block, on_rows),
+    "nested stages": (called_one_by_one(stage(), stage()), on_rows),
+    "convolutions": (AllDifferent, lambda m: m(torch.zeros(3, 2, 6))),
+    "mixed": (Mixed, on_rows),
+    "sequential of layers": (lambda: nn.Sequential(linear(), nn.Tanh(), linear()), on_rows),
+    "sequential of blocks": (lambda: nn.Sequential(Block(), Block()), on_rows),
     "sequential of sequentials": (
         lambda: nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block())),
-        lambda m: m(ROWS),
+        on_rows,
     ),
-    "a leaf as root": (lambda: nn.Linear(WIDTH, WIDTH), lambda m: m(ROWS)),
-    "a list as root": (lambda: nn.ModuleList([Block(), Block()]), lambda m: m[1](m[0](ROWS))),
+    "a leaf as root": (linear, on_rows),
+    "a list as root": (blocks, lambda m: m[1](m[0](ROWS))),
     "a block called": (TinyGPT, lambda m: m.blocks[1](ROWS)),
     "a child of a block called": (TinyGPT, lambda m: m.blocks[1].up(ROWS)),
-    "a method called": (ThroughAMethod, lambda m: m.reconstruct(ROWS)),
+    "a method called": (through_a_method, lambda m: m.decoder(m.encoder(ROWS))),
 }
 
 
@@ -352,8 +302,8 @@ def test_wait_points_of_any_model_cover_all_parameters(model):
     ("build", "blocks", "batch"),
     [
         (lambda: TinyGPT(blocks=3), lambda m: m.blocks, TOKENS),
-        (ModelModelLayers, lambda m: m.model.layers, TOKENS),
-        (ListInDict, lambda m: m.transformer.h, TOKENS),
+        (model_model_layers, lambda m: m.model.layers, TOKENS),
+        (list_in_dict, lambda m: m.transformer.h, TOKENS),
     ],
 )
 def test_a_block_starts_while_later_blocks_still_travel(build, blocks, batch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 import warnings
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import dmuon.period
 from dmuon.period import LinearPeriod, Schedule
 
 periods = st.integers(1, 40)
@@ -38,44 +36,36 @@ def cycling(values: list[float]) -> Callable[[int], float]:
 # ---- which steps are full ----------------------------------------------------------------
 
 
-def test_an_integer_period_by_hand():
-    assert full_steps(Schedule.of(3), 10) == [0, 3, 6, 9]
-
-
-def test_infinite_is_never_full():
-    schedule = Schedule.of(math.inf)
-    assert full_steps(schedule, 10) == []
+@pytest.mark.parametrize(
+    ("period", "count", "full"),
+    [
+        (1, 4, [0, 1, 2, 3]),
+        (3, 10, [0, 3, 6, 9]),
+        (math.inf, 10, []),
+        # Rounded down: 2.9 means two steps from one full step to the next.
+        (lambda t: 2.9 if t < 6 else 4, 16, [0, 2, 4, 8, 12]),
+        # A function that shortens is heeded at once.
+        (lambda t: 100 if t < 5 else 2, 10, [0, 5, 7, 9]),
+        # It may switch full steps off and on, but not the first.
+        (lambda t: math.inf if 3 <= t < 8 else 1, 11, [0, 1, 2, 8, 9, 10]),
+        (lambda t: math.inf, 5, [0]),
+        # P(t) = 1, 1.5, 2, 2.5, 3, 3, ...
+        (LinearPeriod(1, 3, steps=4), 12, [0, 1, 3, 6, 9]),
+    ],
+)
+def test_full_steps_by_hand(period, count, full):
+    schedule = Schedule.of(period)
     assert schedule.last_full == -1
-
-
-def test_a_function_by_hand():
-    # Rounded down: 2.9 means two steps from one full step to the next.
-    schedule = Schedule.of(lambda t: 2.9 if t < 6 else 4)
-    assert full_steps(schedule, 16) == [0, 2, 4, 8, 12]
-
-
-def test_a_function_that_shortens_is_heeded_at_once():
-    schedule = Schedule.of(lambda t: 100 if t < 5 else 2)
-    assert full_steps(schedule, 10) == [0, 5, 7, 9]
-
-
-def test_a_function_may_switch_full_steps_off_and_on():
-    schedule = Schedule.of(lambda t: math.inf if 3 <= t < 8 else 1)
-    assert full_steps(schedule, 11) == [0, 1, 2, 8, 9, 10]
-
-
-def test_the_first_step_of_a_function_is_full_whatever_it_says():
-    assert full_steps(Schedule.of(lambda t: math.inf), 5) == [0]
-
-
-def test_a_linear_period_by_hand():
-    # P(t) = 1, 1.5, 2, 2.5, 3, 3, ...
-    assert full_steps(Schedule.of(LinearPeriod(1, 3, steps=4)), 12) == [0, 1, 3, 6, 9]
-
-
-@given(lengths)
-def test_period_one_is_always_full(count):
-    assert full_steps(Schedule.of(1), count) == list(range(count))
+    seen = []
+    for t in range(count):
+        assert schedule.t == t
+        before = schedule.state()
+        assert [schedule.is_full(i) for i in range(20)] == [schedule.is_full(i) for i in range(20)]
+        assert schedule.state() == before, "asking changes nothing"
+        seen += [t] * schedule.is_full(t)
+        schedule.advance()
+        assert (schedule.t, schedule.last_full) == (t + 1, seen[-1] if seen else -1)
+    assert seen == full
 
 
 @given(periods, lengths)
@@ -96,33 +86,9 @@ def test_distances_of_full_steps_are_those_of_the_function(values, count):
         assert all(t - last < math.floor(period(t)) for t in range(last + 1, now))
 
 
-@pytest.mark.parametrize("period", [4, math.inf, lambda t: 2 + t % 3])
-def test_asking_changes_nothing(period):
-    schedule = Schedule.of(period)
-    schedule.advance()
-    before = schedule.state()
-    assert [schedule.is_full(t) for t in range(20)] == [schedule.is_full(t) for t in range(20)]
-    assert schedule.state() == before
-
-
 def test_always_full():
     assert Schedule.of(1).always_full and Schedule.of(1.0).always_full
     assert not any(Schedule.of(p).always_full for p in (2, math.inf, lambda t: 1))
-
-
-def test_the_counters():
-    schedule = Schedule.of(2)
-    assert (schedule.t, schedule.last_full) == (0, -1)
-    seen = []
-    for _ in range(4):
-        schedule.advance()
-        seen.append((schedule.t, schedule.last_full))
-    assert seen == [(1, 0), (2, 0), (3, 2), (4, 2)]
-
-
-def test_examples_in_docstrings_are_true():
-    result = doctest.testmod(dmuon.period)
-    assert result.attempted > 0 and result.failed == 0
 
 
 # ---- linear periods ----------------------------------------------------------------------
@@ -217,10 +183,6 @@ class Rising:
         return 1 + t
 
 
-def rising(t: int) -> float:
-    return 1 + t
-
-
 @pytest.mark.parametrize(
     ("period", "text"),
     [
@@ -228,7 +190,7 @@ def rising(t: int) -> float:
         (5.0, "5"),
         (math.inf, "inf"),
         (LinearPeriod(2, 20, 90), "LinearPeriod(start=2, end=20, steps=90)"),
-        (rising, f"{__name__}.rising"),
+        (full_steps, f"{__name__}.full_steps"),
         (Rising(), f"{__name__}.Rising"),
     ],
 )
@@ -254,31 +216,24 @@ def test_a_state_continues_the_same_sequence(period, before, after):
     assert resumed.state() == whole.state()
 
 
-def test_a_state_is_plain_data():
-    schedule = Schedule.of(4)
-    full_steps(schedule, 6)
-    state = schedule.state()
-    assert state == {"step": 6, "last_full": 4, "period": "4"}
+@pytest.mark.parametrize(
+    ("before", "count", "last_full", "after", "then"),
+    [
+        (5, 7, 5, LinearPeriod(3, 3, 10), [8, 11]),
+        (math.inf, 4, -1, lambda t: 3, [4, 7]),  # block steps alone leave no full step behind
+    ],
+)
+def test_another_period_goes_on_with_a_warning(before, count, last_full, after, then):
+    saved = Schedule.of(before)
+    full_steps(saved, count)
+    state = saved.state()
+    assert state == {"step": count, "last_full": last_full, "period": str(before)}
     assert {type(v) for v in state.values()} == {int, str}
-
-
-def test_another_period_goes_on_with_a_warning():
-    saved = Schedule.of(5)
-    full_steps(saved, 7)
-    schedule = Schedule.of(LinearPeriod(3, 3, 10))
-    with pytest.warns(UserWarning, match=r"saved state has period 5,.*LinearPeriod\(start=3"):
-        schedule.load(saved.state())
-    assert (schedule.t, schedule.last_full) == (7, 5)
-    assert full_steps(schedule, 5) == [8, 11]
-
-
-def test_block_steps_alone_leave_no_full_step_behind():
-    saved = Schedule.of(math.inf)
-    full_steps(saved, 4)
-    schedule = Schedule.of(lambda t: 3)
-    with pytest.warns(UserWarning, match="period inf"):
-        schedule.load(saved.state())
-    assert full_steps(schedule, 6) == [4, 7]
+    schedule = Schedule.of(after)
+    with pytest.warns(UserWarning, match=rf"saved state has period {before},"):
+        schedule.load(state)
+    assert (schedule.t, schedule.last_full) == (count, last_full)
+    assert full_steps(schedule, 6)[:2] == then
 
 
 @pytest.mark.parametrize(
