@@ -644,7 +644,7 @@ def test_a_model_of_another_dtype_is_refused(user_module):
         "import torch\n"
         "def build(): return torch.nn.Linear(3, 4, device='meta', dtype=torch.complex64)"
     )
-    with pytest.raises(PlanError, match=r"'weight' has dtype complex64"):
+    with pytest.raises(DmuonError, match=r"'weight' is complex \(torch.complex64\)"):
         model_specs(f"{name}:build")
 
 
