@@ -1,18 +1,15 @@
 """Which form of Newton-Schulz and which products run where: the fixed rule, and what there is to
 choose from.
 
-All of it are pure functions of shapes, dtypes and what the device can do, so that ranks on equal
-hardware agree. What a measurement chose stands in the plan instead. Nothing falls back by itself: a
-backend that was asked for and cannot run is an error.
-
-To time a shape: `candidates` gives the choices, the fixed rule's first; each runs by
-`newton_schulz.iterate_with`, or as in a step by a `runner.Call` that names it (``str(choice)``).
+Pure functions of shapes, dtypes and what the device can do, so that ranks on equal hardware agree;
+what a measurement chose stands in the plan instead. Nothing falls back by itself: a backend that
+was asked for and cannot run is an error.
 """
 
 from __future__ import annotations
 
 import re
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from types import ModuleType
 
@@ -46,7 +43,6 @@ __all__ = [
     "offered_tiles",
     "ops_of",
     "restarts_of",
-    "segments",
     "segments_of",
     "why_not",
 ]
@@ -63,13 +59,18 @@ _SMALL = 512  # with fewer rows a matrix pays by the operation too
 # ---- forms -----------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=256)
-def segments(restarts: tuple[int, ...], steps: int) -> tuple[tuple[int, int], ...]:
-    """Step ranges between restarts.
+def segments_of(choice: KernelChoice, steps: int) -> tuple[tuple[int, int], ...]:
+    """Step ranges between restarts: the standard form goes back to X after every step.
 
     Raises ValueError unless restarts increase and lie between 1 and steps - 1.
+    """
+    return _segments(choice.restarts if choice.method == "gram" else _every(steps), steps)
 
-    >>> segments((1, 3), 5)
+
+@lru_cache(maxsize=256)
+def _segments(restarts: tuple[int, ...], steps: int) -> tuple[tuple[int, int], ...]:
+    """
+    >>> _segments((1, 3), 5)
     ((0, 1), (1, 3), (3, 5))
     """
     if steps == 0:
@@ -83,29 +84,24 @@ def segments(restarts: tuple[int, ...], steps: int) -> tuple[tuple[int, int], ..
     return found
 
 
-def segments_of(choice: KernelChoice, steps: int) -> tuple[tuple[int, int], ...]:
-    """The `segments` of a choice: the standard form goes back to X after every step."""
-    return segments(choice.restarts if choice.method == "gram" else _every(steps), steps)
-
-
 def _every(steps: int) -> tuple[int, ...]:
     return tuple(range(1, steps))
 
 
 def _longest(dtype: torch.dtype, steps: int) -> int:
-    """How many steps the Gram form may carry R over in a dtype."""
+    """How many steps the Gram form may carry R over in a dtype.
+
+    Rounding leaves R slightly indefinite, and each further step multiplies a negative eigenvalue
+    by about a^2.
+    """
     if dtype is torch.float64:
         return max(steps, 1)
     return 2 if dtype is torch.bfloat16 else 3
 
 
 def default_restarts(dtype: torch.dtype, steps: int) -> tuple[int, ...]:
-    """The steps after which the Gram form goes back to X.
-
-    Rounding leaves R slightly indefinite, and each further step multiplies a negative eigenvalue
-    by about a^2. So bfloat16 carries R over two steps at most (1 first, where a is largest), the
-    other dtypes over three (2 first): (1, 3) and (2,) for five steps.
-    """
+    """The steps after which the Gram form goes back to X, for five (1, 3) in bfloat16, else (2,):
+    segments as long as is safe, the first one shorter, because a is largest there."""
     first, stride = (1, 2) if dtype is torch.bfloat16 else (2, 3)
     return tuple(range(first, steps, stride))
 
@@ -122,7 +118,7 @@ def multiplications(m: int, n: int, restarts: tuple[int, ...], steps: int, symme
     A segment of s steps: 4n + (8s - 6)m without symmetric products, and with them 3n + (4s - 3)m; a
     segment of one step is a standard one, 4n + 2m or 3n + m.
     """
-    lengths = [high - low for low, high in segments(restarts, steps)]
+    lengths = [high - low for low, high in _segments(restarts, steps)]
     if symmetric:
         return sum(3 * n + (4 * s - 3) * m for s in lengths)
     return sum(4 * n + (8 * s - 6) * m for s in lengths)
@@ -223,6 +219,12 @@ def why_not(
     return reason
 
 
+def _check_backend(backend: str, device: torch.device | str, dtype: torch.dtype, rows: int) -> None:
+    reason = why_not(backend, device, dtype, rows)
+    if reason is not None:
+        raise ValueError(f"kernel backend {backend!r} cannot run on {device}: {reason}")
+
+
 @lru_cache(maxsize=1024)
 def ops_of(choice: KernelChoice, device: torch.device | str, rows: int = 1) -> MatmulOps:
     """The products of a choice for matrices with ``rows`` rows (the short side).
@@ -230,23 +232,15 @@ def ops_of(choice: KernelChoice, device: torch.device | str, rows: int = 1) -> M
     Raises ValueError with the reason where it cannot run.
     """
     dtype: torch.dtype = getattr(torch, choice.dtype)
-    reason = why_not(choice.backend, device, dtype, rows)
-    if reason is not None:
-        raise ValueError(f"kernel backend {choice.backend!r} cannot run on {device}: {reason}")
-    # Where there are no strips, asking at each product costs tiny matrices a tenth of their time.
-    plain = choice.backend == "torch_strips" and rows < STRIPS_FROM_ROWS
-    return _ops("torch" if plain else choice.backend, dtype, choice.tile)
-
-
-@cache
-def _ops(backend: str, dtype: torch.dtype, tile: str) -> MatmulOps:
-    if backend == "torch":
-        return MatmulOps()
-    if backend == "torch_strips":
-        return StripsOps()
-    if backend == "torch_rounded":
+    _check_backend(choice.backend, device, dtype, rows)
+    if choice.backend == "torch_rounded":
         return RoundedOps(dtype)
-    return TritonSmallOps() if backend == "triton_small" else TritonOps(tile)
+    # Where there are no strips, asking at each product costs tiny matrices a tenth of their time.
+    if choice.backend == "torch_strips" and rows >= STRIPS_FROM_ROWS:
+        return StripsOps()
+    if choice.backend == "triton":
+        return TritonOps(choice.tile)
+    return TritonSmallOps() if choice.backend == "triton_small" else MatmulOps()
 
 
 def backend_version(device: torch.device | str) -> str:
@@ -301,25 +295,18 @@ def fixed_choice(
         restarts = default_restarts(dtype, steps)
     elif chosen != "standard":
         restarts = restarts_of(chosen)
-        _check_restarts(restarts, dtype, steps)
+        found = max((high - low for low, high in _segments(restarts, steps)), default=0)
+        if found > _longest(dtype, steps):
+            good = ",".join(map(str, default_restarts(dtype, steps)))
+            raise ValueError(
+                f"the Gram form diverges in {dtype} over {found} steps without a restart (at most "
+                f"{_longest(dtype, steps)}): found restarts {list(restarts)}, use 'gram[{good}]'"
+            )
     if backend == "auto":
         backend = default_backend(device, dtype)
-    reason = why_not(backend, device, dtype, m)
-    if reason is not None:
-        raise ValueError(f"kernel backend {backend!r} cannot run on {device}: {reason}")
+    _check_backend(backend, device, dtype, m)
     name = str(dtype).removeprefix("torch.")
     return KernelChoice("standard" if chosen == "standard" else "gram", restarts, backend, name)
-
-
-def _check_restarts(restarts: tuple[int, ...], dtype: torch.dtype, steps: int) -> None:
-    found = max((high - low for low, high in segments(restarts, steps)), default=0)
-    longest = _longest(dtype, steps)
-    if found > longest:
-        good = ",".join(map(str, default_restarts(dtype, steps)))
-        raise ValueError(
-            f"the Gram form diverges in {dtype} over {found} steps without a restart (at most "
-            f"{longest}): found restarts {list(restarts)}, use 'gram[{good}]'"
-        )
 
 
 def candidates(
@@ -331,7 +318,8 @@ def candidates(
     method: str = "auto",
     backend: str = "auto",
 ) -> tuple[KernelChoice, ...]:
-    """What is worth measuring for m x n matrices, the fixed choice first.
+    """What is worth measuring for m x n matrices, the fixed choice first: the safe forms, without
+    those that have clearly more to multiply, over the backends and tiles of the device.
 
     Raises ValueError as `fixed_choice` does.
     """
@@ -339,7 +327,14 @@ def candidates(
     fixed = fixed_choice(m, n, dtype, device, steps, method, backend)
     forms = [(fixed.method, fixed.restarts)]
     if method == "auto":
-        forms += _forms(m, n, dtype, steps)
+        every = _every(steps)
+        safe = {default_restarts(dtype, steps), default_restarts(torch.bfloat16, steps), every}
+        counts = {r: multiplications(m, n, r, steps, symmetric=True) for r in safe}
+        forms += [
+            ("standard", ()) if restarts == every else ("gram", restarts)
+            for restarts in sorted(safe, key=lambda r: (r != every, r))
+            if m < _SMALL or counts[restarts] <= _WORTH * min(counts.values())
+        ]
     backends = offered_backends(device, dtype, m) if backend == "auto" else (backend,)
     found = (
         KernelChoice(form, restarts, name, fixed.dtype, tile)
@@ -348,16 +343,3 @@ def candidates(
         for form, restarts in forms
     )
     return tuple(dict.fromkeys((fixed, *found)))
-
-
-def _forms(m: int, n: int, dtype: torch.dtype, steps: int) -> list[tuple[str, tuple[int, ...]]]:
-    """The safe forms and their restarts, without those that have clearly more to multiply."""
-    every = _every(steps)
-    safe = {default_restarts(dtype, steps), default_restarts(torch.bfloat16, steps), every}
-    counts = {r: multiplications(m, n, r, steps, symmetric=True) for r in safe}
-    fewest = min(counts.values())
-    return [
-        ("standard", ()) if restarts == every else ("gram", restarts)
-        for restarts in sorted(safe, key=lambda r: (r != every, r))
-        if m < _SMALL or counts[restarts] <= _WORTH * fewest
-    ]

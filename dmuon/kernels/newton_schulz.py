@@ -4,7 +4,7 @@ One step applies an odd quintic to every singular value: `X <- aX + (bA + cA^2)X
 (https://kellerjordan.github.io/posts/muon/). The Gram form evaluates the same polynomial in m x m
 space (https://github.com/Dao-AILab/gram-newton-schulz). Everything here is local to one device.
 
-    newton_schulz = normalize -> Iteration (memory) -> iterate (mathematics) over MatmulOps
+    newton_schulz = normalize -> prepared (memory) -> iterate (mathematics) over MatmulOps
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from numbers import Real
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from dmuon.kernels.choice import fixed_choice, ops_of, segments_of
 from dmuon.kernels.ops import MatmulOps, native_ns_dtype
@@ -26,12 +27,12 @@ from dmuon.types import KernelChoice, Triple
 __all__ = [
     "COEFFICIENT_SETS",
     "KERNEL_VERSION",
-    "Iteration",
     "iterate",
     "iterate_with",
     "newton_schulz",
     "no_autocast",
     "normalize",
+    "prepared",
     "resolve_coefficients",
     "resolve_ns_dtype",
 ]
@@ -189,7 +190,7 @@ def _polynomial(squares: Sequence[Tensor], segment: Sequence[Triple], ops: Matmu
     """
     r, z, q, t = squares
     a, b, c = segment[0]
-    ops.symmetric(r, r, r, out=q, alpha=c, beta=b, diag=a, plain=z)  # Z, and Q = P = Z + aI
+    ops.shifted(r, r, r, out=q, plain=z, alpha=c, beta=b, diag=a)  # Z, and Q = P = Z + aI
     for next_a, b, c in segment[1:]:
         ops.symmetric(r, z, r, out=t, beta=a)  # R P
         ops.symmetric(t, z, t, out=r, beta=a)  # R <- (R P) P
@@ -200,79 +201,67 @@ def _polynomial(squares: Sequence[Tensor], segment: Sequence[Triple], ops: Matmu
     return q
 
 
-class Iteration:
+def prepared(
+    x: Tensor, coefficients: Sequence[Triple], segments: Segments, ops: MatmulOps, take: Take
+) -> Callable[[], Tensor]:
     """Newton-Schulz on a batch, in memory that is taken once; to be run whenever the batch is new.
 
-    `x` is ``[b, rows, cols]``, contiguous, normalized when it runs, and overwritten. ``take(shape,
-    dtype)`` gives the memory beside it, all of which is fixed from then on, as are the calls:
-    nothing is decided by values, so a run can be captured in a CUDA graph. It is to run where
-    gradients are not recorded and outside of autocast.
+    `x` is ``[b, rows, cols]``, contiguous, normalized when it runs, and overwritten; the result
+    lies in it or beside it, at the same place in every run. ``take(shape, dtype)`` gives the memory
+    beside it. Nothing is decided by values, so a run can be captured in a CUDA graph. It is to run
+    where gradients are not recorded and outside of autocast.
 
     Raises ValueError unless `x` is contiguous.
     """
-
-    __slots__ = ("_arguments", "_held", "_stays", "_whole", "x")
-
-    def __init__(
-        self,
-        x: Tensor,
-        coefficients: Sequence[Triple],
-        segments: Segments,
-        ops: MatmulOps,
-        take: Take,
-    ) -> None:
-        if not x.is_contiguous():
-            raise ValueError(
-                "Newton-Schulz runs on contiguous batches [b, rows, cols], found strides "
-                f"{x.stride()}: call .contiguous() first"
-            )
-        self.x = x
-        rows, cols = x.shape[1:]
-        m = min(rows, cols)
-        wide = x if rows == m else x.mT
-        self._whole = ops.whole(wide, coefficients, [high for _, high in segments[:-1]])
-        if self._whole is not None:
-            return
-        # A batch of one costs up to twice as much as a matrix on a CPU.
-        is_split = len(x) == 1 or (ops.batch_rows is not None and m > ops.batch_rows)
-        shape, square = ((rows, cols), (m, m)) if is_split else (tuple(x.shape), (len(x), m, m))
-        dtype = ops.held or x.dtype
-        self._held = take(shape, dtype) if dtype is not x.dtype else None
-        self._stays = self._held is not None or (is_split and len(x) > 1)
-        spare = take(shape, dtype)
-        count = 4 if any(high - low > 1 for low, high in segments) else 2
-        squares = [take(square, dtype) for _ in range(count)]
-        self._arguments = (
-            x.unbind() if is_split else (x,),
-            (spare, squares, coefficients, segments, ops),
+    if not x.is_contiguous():
+        raise ValueError(
+            "Newton-Schulz runs on contiguous batches [b, rows, cols], found strides "
+            f"{x.stride()}: call .contiguous() first"
         )
+    rows, cols = x.shape[1:]
+    m = min(rows, cols)
+    whole = ops.whole(x if rows == m else x.mT, coefficients, [high for _, high in segments[:-1]])
+    if whole is not None:
+        return partial(_in_place, x, whole)
+    # A batch of one costs up to twice as much as a matrix on a CPU.
+    is_split = len(x) == 1 or (ops.batch_rows is not None and m > ops.batch_rows)
+    members = x.unbind() if is_split else (x,)
+    shape, square = ((rows, cols), (m, m)) if is_split else (tuple(x.shape), (len(x), m, m))
+    dtype = ops.held or x.dtype
+    held = take(shape, dtype) if dtype is not x.dtype else None
+    spare = take(shape, dtype)
+    count = 4 if any(high - low > 1 for low, high in segments) else 2
+    squares = [take(square, dtype) for _ in range(count)]
+    in_place = held is not None or len(members) > 1
 
-    def run(self) -> Tensor:
-        """The result, of the shape of ``x``, in it or beside it; the same place at every run."""
-        if self._whole is not None:
-            self._whole()
-            return self.x
-        members, arguments = self._arguments
-        for x in members:
-            found = iterate(x if self._held is None else self._held.copy_(x), *arguments)
-            if self._stays and found is not x:
-                x.copy_(found)
-        return self.x if self._stays else found.view(self.x.shape)
+    def run() -> Tensor:
+        for member in members:
+            start = member if held is None else held.copy_(member)
+            found = iterate(start, spare, squares, coefficients, segments, ops)
+            if in_place and found is not member:
+                member.copy_(found)
+        return x if in_place else found.view(x.shape)
+
+    return run
+
+
+def _in_place(x: Tensor, whole: Callable[[], None]) -> Tensor:
+    whole()
+    return x
 
 
 def iterate_with(x: Tensor, coefficients: Sequence[Triple], choice: KernelChoice) -> Tensor:
-    """`Iteration` once, with a choice: ``[b, rows, cols]``, contiguous, normalized, of dtype
+    """`prepared`, run once with a choice: ``[b, rows, cols]``, contiguous, normalized, of dtype
     ``choice.dtype``; it is overwritten, and the result may lie in it.
 
     Raises ValueError where the choice cannot run on this device, and unless `x` is contiguous.
     """
     if not coefficients or not x.numel():
         return x
+    segments = segments_of(choice, len(coefficients))
     ops = ops_of(choice, x.device, min(x.shape[1:]))
     with no_autocast(x.device), torch.no_grad():
-        return Iteration(
-            x, coefficients, segments_of(choice, len(coefficients)), ops, _new(x)
-        ).run()
+        return prepared(x, coefficients, segments, ops, _new(x))()
 
 
 def _new(x: Tensor) -> Take:
@@ -290,13 +279,9 @@ def resolve_ns_dtype(dtype: str | torch.dtype, device: torch.device | str) -> to
     """
     if dtype == "auto":
         return native_ns_dtype(device)
-    if dtype in _DTYPES:
-        return dtype
-    if isinstance(dtype, (str, torch.dtype)):
-        by_name = {str(known).removeprefix("torch."): known for known in _DTYPES}
-        found = by_name.get(str(dtype).removeprefix("torch."))
-        if found is not None:
-            return found
+    for known in _DTYPES:
+        if dtype in (known, str(known), str(known).removeprefix("torch.")):
+            return known
     raise ValueError(
         f'the Newton-Schulz dtype (ns_dtype) must be "auto" or one of {_names(_DTYPES)}, found '
         f"{dtype!r}"
@@ -378,6 +363,11 @@ def newton_schulz(
     also where a backend cannot run on this device or a dtype diverges with these restarts.
     """
     _check_input(x)
+    if unpack_dual(x).tangent is not None:
+        raise TypeError(
+            "newton_schulz records no derivatives, in forward mode (torch.func.jvp) neither: "
+            "pass a tensor without a tangent, torch.autograd.forward_ad.unpack_dual(x).primal"
+        )
     if not (isinstance(eps, Real) and 0 < eps < math.inf):
         raise ValueError(f"eps must be a finite number > 0, found {eps!r}; torch uses 1e-7")
     triples = resolve_coefficients(coefficients, steps)
@@ -392,7 +382,7 @@ def newton_schulz(
     stored = y.mT if is_view else y.contiguous()
     with no_autocast(x.device):
         batch = stored.view(-1, *stored.shape[-2:])
-        found = Iteration(batch, triples, segments, ops, _new(y)).run().view(stored.shape)
+        found = prepared(batch, triples, segments, ops, _new(y))().view(stored.shape)
     return found.mT if is_view else found
 
 

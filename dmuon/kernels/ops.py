@@ -79,33 +79,16 @@ class MatmulOps:
             add = torch.addmm if is_matrix else torch.baddbmm
             add(c, a, b, beta=beta, alpha=alpha, out=out)
 
-    def symmetric(
-        self,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor | None = None,
-        *,
-        out: Tensor,
-        alpha: float = 1.0,
-        beta: float = 0.0,
-        diag: float = 0.0,
-        plain: Tensor | None = None,
+    symmetric = general
+    """The same of a product that is known to be symmetric: a triangle of it says all."""
+
+    def shifted(
+        self, a: Tensor, b: Tensor, c: Tensor, *, out: Tensor, plain: Tensor, **factors: float
     ) -> None:
-        """``out = alpha * a @ b + beta * c + diag * I``, which the caller knows to be symmetric.
-
-        ``plain`` gets it without the diagonal; it shares no memory with ``out`` or an operand.
-        """
-        if plain is None and not diag:
-            self._triangle(a, b, c, out=out, alpha=alpha, beta=beta)
-            return
-        product = out if plain is None else plain
-        self._triangle(a, b, c, out=product, alpha=alpha, beta=beta)
-        if plain is not None:
-            out.copy_(plain)
-        out.diagonal(dim1=-2, dim2=-1).add_(diag)
-
-    _triangle = general
-    """A symmetric product; a backend may compute one triangle and mirror it."""
+        """`symmetric` into ``plain``, and with ``diag`` on its diagonal into ``out``."""
+        diag = factors.pop("diag")
+        self.symmetric(a, b, c, out=plain, **factors)
+        out.copy_(plain).diagonal(dim1=-2, dim2=-1).add_(diag)
 
     def whole(
         self, x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]
@@ -124,32 +107,23 @@ class StripsOps(MatmulOps):
 
     batch_rows = STRIPS_FROM_ROWS - 1
 
-    def _triangle(
-        self,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor | None = None,
-        *,
-        out: Tensor,
-        alpha: float = 1.0,
-        beta: float = 0.0,
+    def symmetric(
+        self, a: Tensor, b: Tensor, c: Tensor | None = None, *, out: Tensor, **factors: float
     ) -> None:
         # Strips of a transposed operand lie apart in memory, and torch's half precision copies such
         # an operand before it multiplies, which costs more than the strips save.
         scattered = a.stride(-1) != 1 and a.dtype.itemsize < 4
         if out.shape[-1] < STRIPS_FROM_ROWS or scattered:
-            self.general(a, b, c, out=out, alpha=alpha, beta=beta)
+            self.general(a, b, c, out=out, **factors)
             return
         if out.ndim == 3:
             for i in range(len(out)):
-                add = None if c is None else c[i]
-                self._triangle(a[i], b[i], add, out=out[i], alpha=alpha, beta=beta)
+                self.symmetric(a[i], b[i], None if c is None else c[i], out=out[i], **factors)
             return
         strips = _strips(len(out))
         for low, high in strips:
             add = None if c is None else c[low:high, :high]
-            rows = out[low:high, :high]
-            self.general(a[low:high], b[:, :high], add, out=rows, alpha=alpha, beta=beta)
+            self.general(a[low:high], b[:, :high], add, out=out[low:high, :high], **factors)
         for low, high in strips[:-1]:
             out[low:high, high:].copy_(out[high:, low:high].mT)
 
@@ -177,33 +151,16 @@ class RoundedOps(StripsOps):
         self._dtype = dtype
 
     def general(
-        self,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor | None = None,
-        *,
-        out: Tensor,
-        alpha: float = 1.0,
-        beta: float = 0.0,
+        self, a: Tensor, b: Tensor, c: Tensor | None = None, *, out: Tensor, **factors: float
     ) -> None:
-        super().general(a, b, c, out=out, alpha=alpha, beta=beta)
+        super().general(a, b, c, out=out, **factors)
         out.copy_(out.to(self._dtype))
 
-    def symmetric(
-        self,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor | None = None,
-        *,
-        out: Tensor,
-        alpha: float = 1.0,
-        beta: float = 0.0,
-        diag: float = 0.0,
-        plain: Tensor | None = None,
+    def shifted(
+        self, a: Tensor, b: Tensor, c: Tensor, *, out: Tensor, plain: Tensor, **factors: float
     ) -> None:
-        super().symmetric(a, b, c, out=out, alpha=alpha, beta=beta, diag=diag, plain=plain)
-        if diag:
-            out.copy_(out.to(self._dtype))
+        super().shifted(a, b, c, out=out, plain=plain, **factors)
+        out.copy_(out.to(self._dtype))
 
 
 class TritonOps(MatmulOps):
@@ -212,23 +169,18 @@ class TritonOps(MatmulOps):
     def __init__(self, tile: str) -> None:
         from dmuon.kernels import triton_syrk
 
-        self._multiply = triton_syrk.symm_mm
-        self._tile = triton_syrk.Tile.parse(tile) if tile else None
+        chosen = triton_syrk.Tile.parse(tile) if tile else None
+        self._multiply: Callable[..., None] = partial(triton_syrk.symm_mm, tile=chosen)
 
     def symmetric(
-        self,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor | None = None,
-        *,
-        out: Tensor,
-        alpha: float = 1.0,
-        beta: float = 0.0,
-        diag: float = 0.0,
-        plain: Tensor | None = None,
+        self, a: Tensor, b: Tensor, c: Tensor | None = None, *, out: Tensor, **factors: float
     ) -> None:
-        factors = {"alpha": alpha, "beta": beta, "diag": diag}
-        self._multiply(a, b.mT, c, out=out, plain=plain, tile=self._tile, **factors)
+        self._multiply(a, b.mT, c, out=out, **factors)
+
+    def shifted(
+        self, a: Tensor, b: Tensor, c: Tensor, *, out: Tensor, plain: Tensor, **factors: float
+    ) -> None:
+        self._multiply(a, b.mT, c, out=out, plain=plain, **factors)
 
 
 class TritonSmallOps(MatmulOps):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dmuon.config import KernelOptions
 from dmuon.kernels.choice import METHODS, fixed_choice, is_safe, ops_of, restarts_of, segments_of
-from dmuon.kernels.newton_schulz import Iteration, Take, no_autocast
+from dmuon.kernels.newton_schulz import Take, no_autocast, prepared
 from dmuon.types import KernelChoice, Triple
 
 __all__ = ["Call", "Orthogonalizer", "check_graphs", "orthogonalize"]
@@ -103,12 +103,12 @@ class Orthogonalizer:
         self.dtype = dtype
         self._options = options
         on_cuda = options.cuda_graphs is not False and device.type == "cuda"
-        self._capture = capture or (_CudaCapture(device) if on_cuda else None)
+        self._capture = capture or (partial(_captured, device) if on_cuda else None)
         self._failure = ""
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         # By call and the id of its operand, which is kept with it; under None the call's own one.
         self._prepared: dict[tuple[Call, int | None], _Prepared] = {}
-        self._lasting: dict[int, Tensor] = {}
+        self._lasting: dict[int, Tensor] = {}  # held, so that no other tensor gets the id
         self._planned: set[Shape] = set()
         self._limit = _OTHERS
         self._ran: dict[Shape, list[str]] = {}
@@ -125,27 +125,23 @@ class Orthogonalizer:
 
         Raises ValueError where a choice cannot run on this device.
         """
-        calls, lasting = list(calls), list(lasting)
+        planned = [*((call, None) for call in calls), *lasting]
         self._prepared.clear()
-        needed = [self.call_bytes(call) for call in calls]
-        needed += [self.call_bytes(call, with_operand=False) for call, _ in lasting]
+        needed = [self.call_bytes(call, with_operand=x is None) for call, x in planned]
         if max(needed, default=0) > self.nbytes:
             self._memory = self._memory[:0].clone()  # free it first
             self._memory = torch.empty(max(needed), dtype=torch.uint8, device=self.device)
-        self._lasting = {id(x): x for _, x in lasting}
-        self._planned = {call.shape for call in (*calls, *(call for call, _ in lasting))}
-        self._limit = _OTHERS + 4 * len(needed)
+        self._lasting = {id(x): x for _, x in planned if x is not None}
+        self._planned = {call.shape for call, _ in planned}
+        self._limit = _OTHERS + 4 * len(planned)
         self._ran = {}
-        for call in calls:
-            self._prepare(call, None)
-        for call, x in lasting:
+        for call, x in planned:
             self._prepare(call, x)
 
     def operand(self, call: Call) -> Tensor:
         """Where to write the normalized matrices of a call, ``[b, rows, cols]``; valid until the
         next call is run or asked for."""
-        found = self._prepared.get((call, None)) or self._prepare(call, None)
-        return found.x
+        return (self._prepared.get((call, None)) or self._prepare(call, None)).x
 
     def run(self, call: Call, x: Tensor) -> Tensor:
         """The result of a call on ``x``, its `operand` or a contiguous tensor like it, which is
@@ -158,24 +154,22 @@ class Orthogonalizer:
             if found.replay is not None:
                 found.replay()
             elif found.result is None:
-                self._note(call.shape, found.kernel)
+                known = self._ran.get(call.shape, [])
+                if found.kernel not in known and (known or len(self._ran) < self._limit):
+                    self._ran[call.shape] = [*known, found.kernel]
                 found.result = found.run()
-            elif self._capture is None or not found.may_capture or self._failure:
+            elif self._capture is None or not found.may_capture:
                 found.run()
             else:
-                found.replay = self._captured(self._capture, found.run)
-                found.replay()
+                found.replay = self._recorded(self._capture, found.run)
+                (found.replay or found.run)()
             return found.result  # type: ignore[return-value]
 
-    def _note(self, shape: Shape, kernel: str) -> None:
-        if shape in self._ran or len(self._ran) < self._limit:
-            known = self._ran.setdefault(shape, [])
-            known += [] if kernel in known else [kernel]
-
-    def _captured(self, capture: Capture, run: Callable[[], Tensor]) -> Callable[[], object]:
+    def _recorded(self, capture: Capture, run: Callable[[], Tensor]) -> Callable[[], object] | None:
         try:
             return capture(run)
         except RuntimeError as error:
+            self._capture = None
             self._failure = " ".join(str(error).split())[:200] or type(error).__name__
             warnings.warn(
                 f"dmuon: CUDA graphs are off, a capture failed ({self._failure}). Training goes on "
@@ -185,7 +179,7 @@ class Orthogonalizer:
             )
             for one in self._prepared.values():
                 one.replay = None
-            return run
+            return None
 
     def _prepare(self, call: Call, x: Tensor | None) -> _Prepared:
         choice = self.choice(call)
@@ -210,11 +204,11 @@ class Orthogonalizer:
     def _iteration(
         self, call: Call, choice: KernelChoice, x: Tensor, take: Take
     ) -> Callable[[], Tensor]:
-        steps = len(call.coefficients)
-        if not steps or not prod(call.shape):
+        if not call.coefficients or not prod(call.shape):
             return lambda: x
         ops = ops_of(choice, self.device, min(call.shape[1:]))
-        return Iteration(x, call.coefficients, segments_of(choice, steps), ops, take).run
+        segments = segments_of(choice, len(call.coefficients))
+        return prepared(x, call.coefficients, segments, ops, take)
 
     def choice(self, call: Call) -> KernelChoice:
         """What runs a call.
@@ -257,10 +251,10 @@ class Orthogonalizer:
     def report(self) -> dict[str, Any]:
         """What ran so far: the kernels by shape; the workspace; the state of CUDA graphs."""
         kept = {id(one): one for one in self._prepared.values() if one.may_capture}
-        captured = sum(one.replay is not None for one in kept.values())
-        graphs = f"{captured} of {len(kept)} captured"
-        if self._capture is None or self._failure:
-            graphs = f"off: {self._failure}" if self._failure else "off"
+        graphs = f"off: {self._failure}" if self._failure else "off"
+        if self._capture is not None:
+            captured = sum(one.replay is not None for one in kept.values())
+            graphs = f"{captured} of {len(kept)} captured"
         return {
             "ran": {f"{b} x [{m}, {n}]": " and ".join(k) for (b, m, n), k in self._ran.items()},
             "workspace_bytes": self.nbytes,
@@ -268,25 +262,21 @@ class Orthogonalizer:
         }
 
 
-class _CudaCapture:
-    """Records what a function launches. All captures of a device share a stream: each stream has a
-    cuBLAS workspace of its own, 32 MiB on Hopper."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __call__(self, call: Callable[[], object]) -> Callable[[], None]:
-        with torch.cuda.device(self._device):  # which need not be the current one
-            graph = torch.cuda.CUDAGraph()
-            stream = _capture_stream(torch.cuda.current_device())
-            # Other threads (the watchdog of NCCL) query events: this one alone is recorded.
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                call()
-        return graph.replay
+def _captured(device: torch.device, call: Callable[[], object]) -> Callable[[], None]:
+    """Records what a function launches; the function that replays it."""
+    with torch.cuda.device(device):  # which need not be the current one
+        graph = torch.cuda.CUDAGraph()
+        stream = _capture_stream(torch.cuda.current_device())
+        # Other threads (the watchdog of NCCL) query events: this one alone is recorded.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            call()
+    return graph.replay
 
 
 @cache
 def _capture_stream(index: int) -> torch.cuda.Stream:
+    """One for all captures of a device: each stream has a cuBLAS workspace of its own, 32 MiB on
+    Hopper."""
     return torch.cuda.Stream(index)
 
 

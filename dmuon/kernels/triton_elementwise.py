@@ -13,14 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmuon.kernels.triton_host import (
-    DTYPES,
-    as_batch,
-    batch_stride,
-    described,
-    on_device_of,
-    refuse_overlap,
-)
+from dmuon.kernels.triton_host import as_batch, check, on_device_of, strides
 
 __all__ = ["apply_update", "momentum_norm_cast"]
 
@@ -242,17 +235,13 @@ def momentum_norm_cast(
     may have different dtypes (float16, bfloat16, float32) and strides: ``out`` may be the transpose
     of a tensor stored row by row.
 
-    Raises ValueError for other shapes, dtypes, devices and modes, and where tensors share memory.
+    None of them shares memory with another.
     """
-    tensors = (as_batch(buffer), as_batch(grad), as_batch(out))
-    _check("momentum_norm_cast", buffer=tensors[0], grad=tensors[1], out=tensors[2])
-    refuse_overlap("momentum_norm_cast", buffer=buffer, grad=grad, out=out)
-    refuse_overlap("momentum_norm_cast", out=out, grad=grad)
-    if mode not in ("ema", "sgd"):
-        raise ValueError(f'momentum_norm_cast: mode must be "ema" or "sgd", found {mode!r}')
+    buffer, grad, out = as_batch(buffer), as_batch(grad), as_batch(out)
+    check(buffer.shape, buffer, grad, out)
     if buffer.numel() == 0:
         return
-    (buffer, grad, out), (rows, cols) = _arranged(*tensors)
+    (buffer, grad, out), (rows, cols) = _arranged(buffer, grad, out)
     batch, m, n = buffer.shape
     tiles = triton.cdiv(m, rows) * triton.cdiv(n, cols)
     parts = min(tiles, _MAX_PARTS)
@@ -263,14 +252,14 @@ def momentum_norm_cast(
     options = {"EMA": mode == "ema", "NESTEROV": bool(nesterov), "ROWS": rows, "COLS": cols}
     with on_device_of(buffer):
         momentum_kernel[grid](
-            *(buffer, grad, peaks, sums, *sizes, *_strides(buffer), *_strides(grad)),
+            *(buffer, grad, peaks, sums, *sizes, *strides(buffer), *strides(grad)),
             *(float(momentum), weight),
             **options,
             num_warps=_WARPS,
         )
         scale_kernel[grid](
             *(buffer, grad, out, peaks, sums, *sizes),
-            *(*_strides(buffer), *_strides(grad), *_strides(out)),
+            *(*strides(buffer), *strides(grad), *strides(out)),
             *(float(momentum), float(eps)),
             **options,
             PARTS=triton.next_power_of_2(parts),
@@ -282,16 +271,14 @@ def apply_update(weight: Tensor, update: Tensor, *, decay: float, lr: float) -> 
     """``weight = weight * decay - lr * update`` in place, in float32, rounded once.
 
     Of any dtypes of float16, bfloat16 and float32. Up to three dimensions with any strides, so that
-    ``update`` may be a transposed view; more of them where both are contiguous.
-
-    Raises ValueError for other shapes, dtypes and devices, and where the two share memory.
+    ``update`` may be a transposed view; more of them where both are contiguous. The two share no
+    memory.
     """
     w, u = weight, update
     if w.ndim < 2 or (w.shape == u.shape and w.is_contiguous() and u.is_contiguous()):
         w, u = w.view(1, 1, -1), u.view(1, 1, -1)
     w, u = as_batch(w), as_batch(u)
-    _check("apply_update", weight=w, update=u)
-    refuse_overlap("apply_update", weight=w, update=u)
+    check(w.shape, w, u)
     if w.numel() == 0:
         return
     (w, u), (rows, cols) = _arranged(w, u)
@@ -299,7 +286,7 @@ def apply_update(weight: Tensor, update: Tensor, *, decay: float, lr: float) -> 
     grid = (batch * triton.cdiv(m, rows) * triton.cdiv(n, cols),)
     with on_device_of(w):
         update_kernel[grid](
-            *(w, u, m, n, *_strides(w), *_strides(u), float(decay), float(lr)),
+            *(w, u, m, n, *strides(w), *strides(u), float(decay), float(lr)),
             ROWS=rows,
             COLS=cols,
             num_warps=_WARPS,
@@ -315,22 +302,3 @@ def _arranged(*tensors: Tensor) -> tuple[tuple[Tensor, ...], tuple[int, int]]:
         return tuple(x.flatten(1)[:, None] for x in tensors), _FLAT
     straight = all(x.stride(2) == 1 for x in tensors)
     return tensors, _ROWS if straight else _SQUARE
-
-
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    return (batch_stride(x), x.stride(1), x.stride(2))
-
-
-def _check(function: str, **tensors: Tensor) -> None:
-    (name, first), *_ = tensors.items()
-    for other, x in tensors.items():
-        if x.ndim != 3 or x.shape != first.shape or x.device != first.device:
-            raise ValueError(
-                f"{function}: {other} must be on the device and of the shape of {name}, matrices "
-                f"or a batch of them; found {described(first)} and {described(x)}"
-            )
-        if x.dtype not in DTYPES:
-            raise ValueError(
-                f"{function}: {other} must be float16, bfloat16 or float32, found {described(x)}; "
-                "use the operations of dmuon.update"
-            )

@@ -9,14 +9,13 @@ Only imported where Triton is installed; nothing else of the package imports it 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmuon.kernels.triton_host import DTYPES, batch_stride, described, on_device_of
+from dmuon.kernels.triton_host import check, on_device_of, strides
 from dmuon.types import Triple
 
 __all__ = ["MAX_ROWS", "max_rows", "small_iteration", "tables"]
@@ -132,27 +131,10 @@ def tables(
     x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `small_iteration` reads beside ``x``, on its device: coefficients, the steps at which
-    segments begin, and memory for Q. Copied from the host, so to be made before a step.
-
-    Raises ValueError for an ``x`` that it does not take, and for restarts that do not increase
-    within ``1 .. len(coefficients) - 1``.
-    """
+    segments begin, and memory for Q. Copied from the host, so to be made before a step."""
     edges = (0, *restarts, len(coefficients))
-    if x.ndim != 3 or x.dtype not in DTYPES or x.shape[1] > x.shape[2]:
-        raise ValueError(
-            "small_iteration: x must be [b, m, n] with m <= n, float16, bfloat16 or float32; "
-            f"found {described(x)}"
-        )
-    if x.shape[1] > max_rows(x.dtype):
-        raise ValueError(
-            f"small_iteration: {described(x)} has {x.shape[1]} rows, more than the "
-            f"{max_rows(x.dtype)} that one program holds; use symm_mm"
-        )
-    if coefficients and any(low >= high for low, high in pairwise(edges)):
-        raise ValueError(
-            f"small_iteration: restarts must increase and lie between 1 and "
-            f"{len(coefficients) - 1} (steps - 1), found {tuple(restarts)}"
-        )
+    check(x.shape, x)
+    assert x.shape[1] <= min(x.shape[2], max_rows(x.dtype)), x.shape
     size = padded(x.shape[1])
     return (
         torch.tensor(coefficients, dtype=torch.float32, device=x.device),
@@ -177,7 +159,7 @@ def small_iteration(x: Tensor, beside: tuple[Tensor, Tensor, Tensor]) -> None:
     with on_device_of(x):
         iteration_kernel[(batch,)](
             *(x, coefficients, edges, scratch, m, n, len(edges) - 1),
-            *(batch_stride(x), x.stride(1), x.stride(2)),
+            *strides(x),
             M=size,
             CHUNK=chunk_for(x.dtype),
             KEEP_Q=size < MAX_ROWS,  # 128 rows fill the registers with R and Z alone

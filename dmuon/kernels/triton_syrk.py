@@ -16,13 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from dmuon.kernels.triton_host import (
-    DTYPES,
     as_batch,
-    batch_stride,
-    described,
+    check,
     on_device_of,
-    refuse_overlap,
     source_hash,
+    strides,
     why_unavailable,
 )
 
@@ -294,32 +292,28 @@ def symm_mm(
     `out` and `plain` are ``[m, m]`` or ``[b, m, m]``, the latter two with contiguous rows and of
     one dtype. Sums and epilogue are float32 and rounded once. `c` is not read where beta is 0.
 
-    `tile` is a way to cut it up, None a default one. Raises ValueError for other shapes, dtypes
-    and devices, and where a result shares memory with an operand or with the other result.
+    `tile` is a way to cut it up, None a default one. A result shares no memory with an operand or
+    with the other result.
     """
     a, bt, out = as_batch(a), as_batch(bt), as_batch(out)
-    c = None if c is None or beta == 0 else as_batch(c)
-    plain = None if plain is None else as_batch(plain)
-    _check(a, bt, c, out, plain)
     batch, m, k = a.shape
+    held = out if c is None or beta == 0 else as_batch(c)  # where there is none, it is not read
+    kept = out if plain is None else as_batch(plain)
+    check(a.shape, a, bt)
+    check((batch, m, m), out, held, kept)
+    assert a.dtype == bt.dtype and out.dtype == kept.dtype
+    assert all(x.stride(2) == 1 or m == 1 for x in (out, kept)), "rows are stored contiguously"
     if batch == 0 or m == 0:
         return
     tile = tile or default_tile(m, a.dtype)
     blocks = triton.cdiv(m, tile.block)
-    held, kept = (out if x is None else x for x in (c, plain))  # placeholders that are not read
-    strides = [
-        *(batch_stride(a), *a.stride()[1:]),
-        *(batch_stride(bt), *bt.stride()[1:]),
-        *(batch_stride(held), *held.stride()[1:]),
-        *(batch_stride(out), out.stride(1)),
-        *(batch_stride(kept), kept.stride(1)),
-    ]
     inner = [s for x in (a, bt, held, out, kept) for s in x.stride()[1:]]
     with on_device_of(out):
         symm_kernel[(batch * blocks * (blocks + 1) // 2,)](
-            *(a, bt, held, out, kept, m, k, *strides),
+            *(a, bt, held, out, kept, m, k, *strides(a), *strides(bt), *strides(held)),
+            *(*strides(out)[:2], *strides(kept)[:2]),
             *(float(alpha), float(beta), float(diag)),
-            HAS_C=c is not None,
+            HAS_C=held is not out,
             HAS_PLAIN=plain is not None,
             MASK_M=m % tile.block != 0,
             MASK_K=k % tile.block_k != 0,
@@ -329,30 +323,3 @@ def symm_mm(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-
-
-def _check(a: Tensor, bt: Tensor, c: Tensor | None, out: Tensor, plain: Tensor | None) -> None:
-    if a.ndim != 3 or a.shape != bt.shape or a.dtype != bt.dtype or a.dtype not in DTYPES:
-        raise ValueError(
-            "symm_mm: a and bt must be [m, k] or [b, m, k], alike, and float16, bfloat16 or "
-            f"float32; found {described(a)} and {described(bt)}"
-        )
-    square = torch.Size((a.shape[0], a.shape[1], a.shape[1]))
-    for name, x in {"c": c, "out": out, "plain": plain}.items():
-        if x is None:
-            continue
-        if x.shape != square or x.device != a.device or x.dtype not in DTYPES:
-            raise ValueError(
-                f"symm_mm: {name} must be {list(square)}, float16, bfloat16 or float32, on "
-                f"{a.device}; found {described(x)} on {x.device}"
-            )
-        if name != "c" and x.stride(2) != 1 and x.shape[2] > 1:
-            raise ValueError(
-                f"symm_mm: {name} must have contiguous rows, found strides {x.stride()}; "
-                "it is symmetric, so its transpose will do"
-            )
-    if plain is not None and plain.dtype != out.dtype:
-        raise ValueError(f"symm_mm: plain must be {out.dtype} as out is, found {plain.dtype}")
-    refuse_overlap("symm_mm", out=out, a=a, bt=bt, c=c, plain=plain)
-    if plain is not None:
-        refuse_overlap("symm_mm", plain=plain, a=a, bt=bt, c=c)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import dmuon
 from dmuon.dtensors import whole_tensor
 from dmuon.kernels import runner
-from dmuon.kernels.newton_schulz import Iteration
+from dmuon.kernels.newton_schulz import prepared
 from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.costs import CostTable
 from tests.distributed.harness import distributed
@@ -138,9 +138,7 @@ def test_planned_calls_equal_the_reference_and_are_prepared_once(
     assert period > 1 or difference <= 1e-5
     assert period > 1 or {kernel for _, kernel in ran(own, opt)} == {GRAM}
     built = []
-    with mock.patch.object(
-        runner, "Iteration", lambda *args: built.append(args) or Iteration(*args)
-    ):
+    with mock.patch.object(runner, "prepared", lambda *args: built.append(args) or prepared(*args)):
         follow(model, twin, own, opt, reference, 6, world, skip)
     assert not built
     assert opt.stats()["kernels"]["workspace_bytes"] == nbytes

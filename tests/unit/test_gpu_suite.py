@@ -225,7 +225,7 @@ def test_the_order_of_the_parts(monkeypatch, has_xdist, capsys):
     assert "--tune-s 150" in commands["kernels_float16"]
     assert "llama-8b" not in commands["rest_float16"] and "--both-ways" in commands["accuracy"]
     assert kernels.RATE_PRODUCTS["cuda"][1] == 10, "the floor is a sustained rate"
-    text = (ROOT / "tests/gpu/test_triton.py").read_text()
+    text = (ROOT / "tests/triton_contract.py").read_text()
     assert all(f"def {name}(" in text for name in gpu_parts.SANITIZED)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu.main([]) == 2, "without a GPU the plan is printed"

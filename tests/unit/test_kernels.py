@@ -23,10 +23,10 @@ from dmuon.kernels.choice import (
     why_not,
 )
 from dmuon.kernels.newton_schulz import (
-    Iteration,
     iterate_with,
     newton_schulz,
     normalize,
+    prepared,
     resolve_coefficients,
 )
 from dmuon.kernels.ops import MatmulOps, RoundedOps, StripsOps
@@ -71,9 +71,9 @@ class Recording(MatmulOps):
 
 def iterated(x: Tensor, restarts: tuple[int, ...], ops: MatmulOps) -> Tensor:
     choice = KernelChoice("gram", restarts, "torch", "float64")
-    return Iteration(
+    return prepared(
         x, POLAR, segments_of(choice, 5), ops, lambda shape, dtype: torch.empty(shape, dtype=dtype)
-    ).run()
+    )()
 
 
 @pytest.mark.parametrize(
@@ -126,22 +126,19 @@ def test_strips_equal_the_plain_products(m, batch):
     c = x @ x.mT
     operands = [c, c @ c / m, c / 2]
     before = [t.clone() for t in operands]
-    for how in (
-        {},
-        {"c": operands[0], "beta": 0.5, "alpha": -2.0},
-        {"c": operands[0], "beta": 0.5, "diag": 3.0},
-        {"c": operands[0], "beta": 0.5, "diag": 3.0, "plain": torch.empty_like(c)},
-    ):
-        by_hand = how.get("alpha", 1.0) * operands[1] @ operands[2]
-        by_hand = by_hand + how.get("beta", 0.0) * operands[0]
-        shifted = by_hand + how.get("diag", 0.0) * torch.eye(m, dtype=F64)
-        for ops in (StripsOps(), MatmulOps()):
-            found = torch.full_like(c, math.nan)
-            ops.symmetric(*operands[1:], out=found, **how)
-            torch.testing.assert_close(found, shifted, rtol=1e-11, atol=1e-9)
-            if "plain" in how:
-                torch.testing.assert_close(how["plain"].clone(), by_hand, rtol=1e-11, atol=1e-9)
-                how["plain"].fill_(math.nan)
+    product = operands[1] @ operands[2]
+    eye = torch.eye(m, dtype=F64)
+    for ops in (StripsOps(), MatmulOps()):
+        out, plain = torch.full((2, *c.shape), math.nan, dtype=F64)
+        ops.symmetric(*operands[1:], out=out)
+        torch.testing.assert_close(out, product, rtol=1e-11, atol=1e-9)
+        wanted = 0.5 * operands[0] - 2.0 * product
+        how = {"alpha": -2.0, "beta": 0.5}
+        ops.symmetric(*operands[1:], operands[0], out=out, **how)
+        torch.testing.assert_close(out, wanted, rtol=1e-11, atol=1e-9)
+        ops.shifted(*operands[1:], operands[0], out=out, plain=plain, diag=3.0, **how)
+        torch.testing.assert_close(plain, wanted, rtol=1e-11, atol=1e-9)
+        torch.testing.assert_close(out, wanted + 3.0 * eye, rtol=1e-11, atol=1e-9)
     assert all(torch.equal(a, b) for a, b in zip(operands, before, strict=True))
     # From 512 rows up the blocks above the diagonal are mirrored, whatever the operands.
     product = torch.empty(m, m, dtype=F64)
@@ -170,8 +167,8 @@ def test_rounding_is_what_half_precision_units_do():
         )
         assert rounded.dtype is torch.bfloat16
         assert relative(rounded, emulated) < 0.05  # other sums, rounded to other neighbours
-    out, x = torch.empty(24, 24), y.bfloat16().float() / 8
-    RoundedOps(torch.bfloat16).symmetric(x, x.mT, out=out, diag=0.1)
+    (out, plain, c), x = torch.zeros(3, 24, 24), y.bfloat16().float() / 8
+    RoundedOps(torch.bfloat16).shifted(x, x.mT, c, out=out, plain=plain, diag=0.1)
     assert torch.equal(out, out.bfloat16().float())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from dmuon.config import KernelOptions
 from dmuon.kernels import runner as runner_module
 from dmuon.kernels.choice import fixed_choice
 from dmuon.kernels.newton_schulz import (
-    Iteration,
     iterate_with,
     normalize,
+    prepared,
     resolve_coefficients,
 )
 from dmuon.kernels.runner import Call, Orthogonalizer
@@ -65,18 +66,22 @@ def check(runner: Orthogonalizer, call: Call, x: Tensor, seed: int) -> None:
 
 
 @pytest.fixture
-def built(monkeypatch) -> list[Iteration]:
-    """The iterations that are prepared from now on."""
+def built(monkeypatch) -> list[list[Tensor]]:
+    """The memory of each call that is prepared from now on: its operand, and what it takes."""
     found = []
 
-    def noted(x, *arguments):
-        found.append(Iteration(x, *arguments))
-        if x.device.type == "meta":  # asked for its size
-            found.pop()
-            return Iteration(x, *arguments)
-        return found[-1]
+    def noted(x, coefficients, segments, ops, take):
+        memory = [x]
 
-    monkeypatch.setattr(runner_module, "Iteration", noted)
+        def seen(shape, dtype):
+            memory.append(take(shape, dtype))
+            return memory[-1]
+
+        if x.device.type != "meta":  # asked for its size
+            found.append(memory)
+        return prepared(x, coefficients, segments, ops, seen)
+
+    monkeypatch.setattr(runner_module, "prepared", noted)
     return found
 
 
@@ -119,22 +124,19 @@ def test_a_runner_gives_what_the_iteration_gives(built, shape, kernel, with_grap
 @pytest.mark.parametrize("shape", [(3, 6, 9), (2, 9, 6), (1, 520, 530), (2, 530, 520)])
 @pytest.mark.parametrize("kernel", ["standard/torch", "gram[2]/torch_strips", "gram[1,3]/torch"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_everything_lies_in_the_workspace(shape, kernel, dtype):
+def test_everything_lies_in_the_workspace(built, shape, kernel, dtype):
     if dtype == "bfloat16":
         kernel = {"gram[2]/torch_strips": "gram[1,2,3]/torch_rounded"}.get(kernel, kernel)
     runner = Orthogonalizer(CPU, getattr(torch, dtype))
     call = Call(shape, POLAR, f"{kernel}/{dtype}")
     runner.reserve([call])
-    low = runner._memory.data_ptr()
-    found = runner.run(call, runner.operand(call).copy_(normalized(*shape)))
-    _, (spare, squares, *_) = runner._prepared[call, None].run.__self__._arguments
-    inside = [spare, *squares, found]
-    ends = [t.data_ptr() + t.numel() * t.element_size() - low for t in inside]
-    assert all(0 < end <= runner.nbytes for end in ends)
-    assert max(ends) > runner.nbytes - 256, "and fills it"
-    assert len({t.data_ptr() for t in inside[:-1]} | {runner.operand(call).data_ptr()}) == len(
-        inside
-    )
+    result = runner.run(call, runner.operand(call).copy_(normalized(*shape)))
+    ((operand, *memory),) = built
+    pieces = sorted((t.data_ptr(), t.numel() * t.element_size()) for t in (operand, *memory))
+    for (start, nbytes), (following, _) in pairwise(pieces):
+        assert start + nbytes <= following, "nothing overlaps"
+    assert pieces[-1][0] + pieces[-1][1] <= pieces[0][0] + runner.nbytes, "nor lies outside"
+    assert result.data_ptr() in {t.data_ptr() for t in (operand, *memory)}
 
 
 def test_what_was_reserved_is_prepared_again_where_it_moved(built):

@@ -1,0 +1,364 @@
+"""What the Triton kernels have to do, wherever they run: in the interpreter and on a GPU.
+
+``tests/unit/test_triton.py`` and ``tests/gpu/test_triton.py`` collect these tests and give them a
+fixture ``kernels``: the three modules, and the device to run them on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dmuon.kernels.newton_schulz import normalize, resolve_coefficients
+from dmuon.update import momentum_update
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+POLAR = resolve_coefficients("polar_express", 5)
+EMA: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "mode": "ema", "dampening": 0.0}
+TOLERANCE = {F32: 1e-5, F16: 1e-2, BF16: 8e-2}
+FLOAT32_EPS = torch.finfo(F32).eps
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The modules under test, and tensors where they run."""
+
+    device: str
+    syrk: ModuleType
+    elementwise: ModuleType
+    small: ModuleType
+
+    def random(self, *shape: int, dtype: torch.dtype = F32) -> Tensor:
+        """The same numbers on every device."""
+        return torch.randn(shape).to(dtype).to(self.device)
+
+    def empty(self, *shape: int, dtype: torch.dtype = F32) -> Tensor:
+        return torch.full(shape, float("nan"), dtype=dtype, device=self.device)
+
+    def unit(self, *shape: int, dtype: torch.dtype = F32) -> Tensor:
+        """Matrices of norm 1."""
+        x = torch.randn(shape)
+        return (x / torch.linalg.matrix_norm(x, keepdim=True)).to(dtype).to(self.device)
+
+    def tile(self, *sizes: int) -> Any:
+        """Small ones, so that the interpreter sees many of them."""
+        return self.syrk.Tile(*sizes) if self.device == "cpu" else None
+
+
+def assert_within(found: Tensor, wanted: Tensor, bound: Tensor) -> None:
+    """|found - wanted| <= bound, element by element; a nan is never within."""
+    error = (found.double() - wanted).abs()
+    assert (error <= bound).all(), f"off by {(error - bound).max():.3g} more than {bound.max():.3g}"
+
+
+# ---- symmetric products --------------------------------------------------------------------
+
+
+def check_symm(
+    kernels: Kernels,
+    a: Tensor,
+    bt: Tensor,
+    c: Tensor | None = None,
+    *,
+    out: Tensor,
+    plain: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    diag: float = 0.0,
+    tile: Any = None,
+) -> None:
+    """The lower triangle is that of the product, and the upper one mirrors it to the bit.
+
+    The operands may be such that the product is not symmetric: then mixing up its halves shows.
+    """
+    before = [x if x is None else x.clone() for x in (a, bt, c)]
+    kernels.syrk.symm_mm(
+        a, bt, c, out=out, alpha=alpha, beta=beta, diag=diag, plain=plain, tile=tile
+    )
+    for x, old in zip((a, bt, c), before, strict=True):
+        assert x is None or old is None or torch.equal(x, old), "operands stay as they are"
+    wide_a, wide_b = a.double(), bt.double()
+    without = alpha * (wide_a @ wide_b.mT)
+    size = abs(alpha) * (wide_a.abs() @ wide_b.mT.abs())
+    if c is not None:
+        without, size = without + beta * c.double(), size + abs(beta) * c.double().abs()
+    shift = diag * torch.eye(a.shape[-2], dtype=torch.float64, device=a.device)
+    for result, wanted in ((out, without + shift), (plain, without)):
+        if result is None:
+            continue
+        assert torch.equal(result, result.mT), "exactly symmetric"
+        sums = (a.shape[-1] + 4) * FLOAT32_EPS * (size + shift.abs())
+        bound = torch.finfo(out.dtype).eps * wanted.abs() + sums + 1e-7
+        assert_within(result.tril(), wanted.tril(), bound)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+@pytest.mark.parametrize(
+    ("with_c", "with_diag", "with_plain"), [*itertools.product((False, True), repeat=3)]
+)
+def test_every_epilogue(kernels, with_c, with_diag, with_plain, dtype):
+    m, k = (70, 50) if kernels.device == "cpu" else (330, 200)
+    check_symm(
+        kernels,
+        kernels.random(m, k, dtype=dtype),
+        kernels.random(m, k, dtype=dtype),
+        kernels.random(m, m, dtype=dtype) if with_c else None,
+        out=kernels.empty(m, m, dtype=dtype),
+        plain=kernels.empty(m, m, dtype=dtype) if with_plain else None,
+        alpha=-1.75,
+        beta=0.6 if with_c else 0.0,
+        diag=8.25 if with_diag else 0.0,
+        tile=kernels.tile(32, 16, 4, 2),
+    )
+
+
+@pytest.mark.parametrize(("m", "k"), [(1, 1), (1, 40), (16, 32), (17, 31), (64, 64), (150, 9)])
+def test_sizes(kernels, m, k):
+    """One tile, many of them (more than a group), whole tiles and cut ones."""
+    a, bt = kernels.random(m, k), kernels.random(m, k)
+    out, plain = kernels.empty(2, m, m)
+    tile = kernels.tile(16, 32, 4, 2)
+    check_symm(kernels, a, bt, out=out, plain=plain, diag=-1.0, tile=tile)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16])
+def test_batches_of_strided_matrices(kernels, dtype):
+    """Operands are transposed views, results lie between other matrices of one workspace."""
+    b, m, k = 3, 40, 24
+    a = kernels.random(b, k, m, dtype=dtype).mT
+    bt = kernels.random(b, m, 2 * k, dtype=dtype)[:, :, ::2]
+    workspace = torch.zeros(b, 4, m + 2, m + 3, dtype=dtype, device=kernels.device)
+    c = kernels.random(m, m, b, dtype=dtype).movedim(2, 0)
+    out, plain = workspace[:, 1, 1:-1, 2:-1], workspace[:, 2, 1:-1, 2:-1]
+    tile = kernels.tile(16, 32, 4, 2)
+    check_symm(kernels, a, bt, c, out=out, plain=plain, beta=0.5, diag=1.0, tile=tile)
+    outside = torch.ones_like(workspace, dtype=torch.bool)
+    outside[:, 1:3, 1:-1, 2:-1] = False
+    assert not workspace[outside].any(), "nothing is written outside of the results"
+
+
+def test_unusual_operands(kernels):
+    tile = kernels.tile(16, 32, 4, 2)
+    shared = kernels.random(30, 12).expand(2, 30, 12)  # one matrix for a whole batch
+    check_symm(kernels, shared, kernels.random(2, 30, 12), out=kernels.empty(2, 30, 30), tile=tile)
+    far = 2**22 + 1  # offsets inside a tile pass 2^31 bytes
+    a = kernels.empty(2 * far + 64).as_strided((3, 20), (far, 1))
+    check_symm(kernels, a.copy_(kernels.random(3, 20)), a, out=kernels.empty(3, 3), tile=tile)
+    a, c = kernels.random(40, 24, dtype=F16), kernels.random(40, 40, dtype=BF16)
+    check_symm(kernels, a, a, c, out=kernels.empty(40, 40), beta=1.5, tile=tile)
+    c, none = kernels.random(20, 20), kernels.empty(20, 0)
+    check_symm(kernels, none, none, c + c.mT, out=c.clone(), beta=2.0, diag=1.0, tile=tile)
+    kernels.syrk.symm_mm(c, c, kernels.empty(20, 20), out=(out := c.clone()), beta=0.0, tile=tile)
+    assert out.isfinite().all(), "c is not read where beta is 0"
+    a = kernels.random(2, 20, 20)
+    a[0, 3, 4] = float("nan")
+    kernels.syrk.symm_mm(a, a, out=(out := kernels.empty(2, 20, 20)), tile=tile)
+    assert out[0, 3].isnan().all() and out[1].isfinite().all(), "a nan stays in its matrix"
+
+
+# ---- momentum, normalization, cast ---------------------------------------------------------
+
+
+def check_momentum(
+    kernels: Kernels, buffer: Tensor, grad: Tensor, out: Tensor, *, eps: float = 1e-7, **how: Any
+) -> None:
+    """Against the formulas of `dmuon.update` in float64, with room for one rounding each."""
+    advanced, kept = buffer.double(), grad.clone()
+    momentum_update(advanced, grad.double(), **how)
+    advanced = advanced.to(buffer.dtype).double()
+    operand = advanced
+    if how["nesterov"]:
+        share = 1 - how["momentum"] if how["mode"] == "ema" else 1.0
+        operand = share * grad.double() + how["momentum"] * advanced
+    kernels.elementwise.momentum_norm_cast(buffer, grad, **how, eps=eps, out=out)
+    assert torch.equal(grad, kept)
+    size = advanced.abs() + grad.double().abs()
+    step = 2 * torch.finfo(buffer.dtype).eps
+    assert_within(buffer, advanced, step * size)
+    norm = torch.linalg.vector_norm(operand, dim=(-2, -1), keepdim=True).clamp_min(eps)
+    rounding = torch.finfo(out.dtype).eps * (operand / norm).abs()
+    # The buffer may round the other way, and a float16 result may be subnormal.
+    bound = rounding + 4 * (step + 4 * FLOAT32_EPS) * size / norm + torch.finfo(out.dtype).tiny
+    assert_within(out, operand / norm, bound)
+
+
+@pytest.mark.parametrize("mode", ["ema", "sgd"])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("momentum", [0.3, 0.95])
+def test_every_formula(kernels, mode, nesterov, momentum):
+    how = {"momentum": momentum, "nesterov": nesterov, "mode": mode, "dampening": 0.25}
+    buffer, grad, out = kernels.random(2, 9, 70), kernels.random(2, 9, 70), kernels.empty(2, 9, 70)
+    wanted = buffer.clone()
+    operand = torch.stack([momentum_update(w, g, **how) for w, g in zip(wanted, grad)])
+    check_momentum(kernels, buffer, grad, out, **how)
+    torch.testing.assert_close(buffer, wanted, rtol=4e-7, atol=4e-7)
+    torch.testing.assert_close(out, normalize(operand, F32), rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtypes", [(F32, BF16, F16), (F32, F32, BF16), (BF16, BF16, F16)])
+@pytest.mark.parametrize("transposed", ["", "out", "all"])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (3, 70, 130), (1, 130, 70)])
+def test_momentum_of_any_shape_stride_and_dtype(kernels, shape, transposed, dtypes):
+    turned = (*shape[:-2], shape[-1], shape[-2])
+    tensors = [
+        kernels.random(*turned, dtype=dtype).mT
+        if transposed == "all" or (transposed and i == 2)
+        else kernels.random(*shape, dtype=dtype)
+        for i, dtype in enumerate(dtypes)
+    ]
+    check_momentum(kernels, *tensors, **EMA)
+
+
+def test_rows_with_gaps_and_several_tiles_a_program(kernels, monkeypatch):
+    memory = torch.zeros(3, 12, 600, device=kernels.device)
+    out = memory[:, 1:-1, 5:595]
+    check_momentum(kernels, kernels.random(3, 10, 590), kernels.random(3, 10, 590), out, **EMA)
+    out.zero_()
+    assert not memory.any(), "nothing is written beside"
+    monkeypatch.setattr(kernels.elementwise, "_MAX_PARTS", 3)
+    shape = (2, 130, 200)
+    buffer, grad = kernels.random(*shape), kernels.random(*shape)
+    again, other = buffer.clone(), kernels.empty(*shape)
+    check_momentum(kernels, buffer, grad, out := kernels.empty(*shape), **EMA)
+    kernels.elementwise.momentum_norm_cast(again, grad, **EMA, eps=1e-7, out=other)
+    assert torch.equal(other, out), "the same input gives the same bits"
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e30])
+def test_squares_neither_overflow_nor_vanish(kernels, scale):
+    buffer, grad = kernels.random(2, 40, 150) * scale, kernels.random(2, 40, 150) * scale
+    grad[0, 0, 0] *= 1e4
+    check_momentum(kernels, buffer, grad, kernels.empty(2, 40, 150), eps=1e-35, **EMA)
+    grad = torch.full((4, 4), 1e-10, device=kernels.device)
+    kernels.elementwise.momentum_norm_cast(
+        grad.clone(), grad, **EMA, eps=1e-7, out=(out := kernels.empty(4, 4))
+    )
+    torch.testing.assert_close(out, torch.full_like(out, 1e-3), msg="below eps it stays small")
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of inf - inf
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [(1, 0, 0), (1, 69, 129)])
+def test_a_bad_entry_makes_its_matrix_nan(kernels, bad, place, monkeypatch):
+    monkeypatch.setattr(kernels.elementwise, "_MAX_PARTS", 2)
+    grad = kernels.random(3, 70, 130)
+    grad[place] = bad
+    grad[2] = 0.0
+    out = kernels.empty(3, 70, 130)
+    plain = EMA | {"nesterov": False}
+    kernels.elementwise.momentum_norm_cast(grad.clone(), grad, **plain, eps=1e-7, out=out)
+    assert out[0].isfinite().all()
+    assert out[1].isnan().all()
+    assert (out[2] == 0).all(), "a zero matrix stays zero"
+
+
+@pytest.mark.parametrize("dtypes", [(F32, F16), (BF16, BF16), (F32, F32), (F16, F32)])
+@pytest.mark.parametrize("transposed", ["", "update", "weight"])
+@pytest.mark.parametrize("shape", [(), (7,), (1, 1), (70, 90), (2, 33, 65), (2, 3, 4, 5)])
+def test_update(kernels, shape, transposed, dtypes):
+    if transposed and not 2 <= len(shape) <= 3:
+        return
+    weight = kernels.random(*shape, dtype=dtypes[0])
+    update = kernels.random(*shape, dtype=dtypes[1])
+    if transposed == "update":
+        update = update.mT.contiguous().mT
+    if transposed == "weight":
+        weight = weight.mT.contiguous().mT
+    kept, wanted = update.clone(), weight.double() * 0.875 - 0.25 * update.double()
+    kernels.elementwise.apply_update(weight, update, decay=0.875, lr=0.25)
+    assert torch.equal(update, kept)
+    bound = torch.finfo(dtypes[0]).eps * wanted.abs() + 4 * FLOAT32_EPS
+    assert_within(weight, wanted, bound)
+
+
+# ---- the whole iteration of small matrices -------------------------------------------------
+
+
+def check_small(
+    kernels: Kernels, x: Tensor, restarts: Any, coefficients: Any = POLAR, tolerance: float = 0.0
+) -> None:
+    """Against the standard form in float64."""
+    wanted = x.double()
+    for a, b, c in coefficients:
+        gram = wanted @ wanted.mT
+        wanted = a * wanted + (b * gram + c * gram @ gram) @ wanted
+    kernels.small.small_iteration(x, kernels.small.tables(x, coefficients, restarts))
+    error = torch.linalg.vector_norm(x.double() - wanted, dim=(-2, -1))
+    limit = (tolerance or TOLERANCE[x.dtype]) * torch.linalg.vector_norm(wanted, dim=(-2, -1))
+    assert (error <= limit).all(), error
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "dtype"),
+    [
+        (1, 1, F32),
+        (5, 31, F32),
+        (16, 64, F16),
+        (32, 65, F32),
+        (50, 129, F16),
+        (64, 100, BF16),
+        (65, 70, BF16),
+        (128, 192, F16),
+    ],
+)
+@pytest.mark.parametrize("restarts", [(2,), (1, 3)])
+def test_small_shapes_and_dtypes(kernels, m, n, dtype, restarts):
+    check_small(kernels, kernels.unit(2, m, n, dtype=dtype), restarts)
+
+
+@pytest.mark.parametrize("m", [20, 100])
+@pytest.mark.parametrize(
+    ("steps", "restarts"), [(1, ()), (2, ()), (3, ()), (3, (1, 2)), (4, (3,)), (5, (1, 2, 3, 4))]
+)
+def test_segments_of_any_length(kernels, m, steps, restarts):
+    x = kernels.unit(1, m, 110, dtype=F32 if m == 20 else F16)
+    check_small(kernels, x, restarts, POLAR[:steps])
+
+
+@pytest.mark.parametrize("m", [20, 70])
+def test_matrices_of_a_batch_do_not_meet(kernels, m):
+    x = kernels.unit(4, m, 90, dtype=F32 if m == 20 else F16)
+    x[1, 3, 4] = float("nan")
+    x[2] = 0
+    alone = x[3:].clone()
+    for batch in (alone, x):
+        kernels.small.small_iteration(batch, kernels.small.tables(batch, POLAR, (2,)))
+    assert x[0].isfinite().all()
+    assert x[1].isnan().all()
+    assert (x[2] == 0).all()
+    assert torch.equal(x[3], alone[0])
+
+
+def test_small_strides_and_coefficients(kernels):
+    memory = torch.zeros(3, 80, 44, device=kernels.device)
+    x = memory[:, 3:-3, 5:25].mT
+    check_small(kernels, x.copy_(kernels.unit(3, 20, 74)), (2,))
+    x.zero_()
+    assert not memory.any(), "nothing is written beside"
+    swapped = [*POLAR[1:], POLAR[0]]  # each step has its own
+    check_small(kernels, kernels.unit(1, 20, 30), (2,), swapped, tolerance=1e-4)
+
+
+def test_nothing_to_do_and_other_tensors(kernels):
+    x = kernels.unit(1, 4, 5)
+    before, none = x.clone(), x[:0]
+    kernels.small.small_iteration(x, kernels.small.tables(x, (), ()))
+    kernels.small.small_iteration(none, kernels.small.tables(none, POLAR, (2,)))
+    kernels.elementwise.momentum_norm_cast(none, none.clone(), **EMA, eps=1e-7, out=none.clone())
+    kernels.elementwise.apply_update(none, none.clone(), decay=1.0, lr=1.0)
+    assert torch.equal(x, before)
+    wide, other = x.double(), kernels.random(1, 5, 4)
+    for call in (
+        lambda: kernels.small.tables(wide, POLAR, (2,)),
+        lambda: kernels.elementwise.apply_update(x, other, decay=1.0, lr=1.0),
+        lambda: kernels.elementwise.momentum_norm_cast(x, wide, **EMA, eps=1e-7, out=before),
+        lambda: kernels.syrk.symm_mm(x, x, out=other),
+    ):
+        with pytest.raises(ValueError, match="a Triton kernel needs"):
+            call()
