@@ -60,7 +60,7 @@ from dmuon.scheduler.costs import (
     canonical_key,
     read_cache,
 )
-from dmuon.scheduler.specs import ITEM_SIZE, dtype_name
+from dmuon.scheduler.specs import dtype_name
 from dmuon.types import KernelChoice
 
 __all__ = [
@@ -200,15 +200,17 @@ def median_times(
     medians: dict[Run, float] = {}
     todo, done = list(runs), 0
     for number in range(PASSES):
+        # On CUDA the first time of a run is its third: it is compiled and captured before.
+        turns = 3 if number == 0 and timer.device.type == "cuda" else 1
         for run in todo:
             if progress is not None:
                 progress(done, run[0])
             done += 1
-            if pace.expected_s(run[0]) > deadline - clock():
+            if turns * pace.expected_s(run[0]) > deadline - clock():
                 continue
             try:
                 ms = timer.run(*run)
-            except MemoryError:
+            except torch.OutOfMemoryError:
                 continue
             taken = [ms] if number == 0 else [*times.get(run, ()), ms]
             if number > 0:
@@ -250,9 +252,8 @@ class OwnerTimer:
         self.ns_dtype = ns_dtype
         self._momentum = momentum
         self._sharing = sharing
-        self._runner = Orthogonalizer(
-            device, ns_dtype, KernelOptions(cuda_graphs=options.cuda_graphs)
-        )
+        graphs = KernelOptions(cuda_graphs=options.cuda_graphs)
+        self._runner = Orthogonalizer(device, ns_dtype, graphs)
         defaults = MuonDefaults()
         self._group = {name: getattr(defaults, name) for name in MuonDefaults.__slots__}
         self._triples = resolve_coefficients(defaults.ns_coefficients, defaults.ns_steps)
@@ -260,39 +261,28 @@ class OwnerTimer:
         self._warm: set[Run] = set()
 
     def reserve(self, runs: Iterable[Run]) -> list[Run]:
-        """Have memory for these, one at a time; those that there is enough for, in their order.
-
-        No more than a quarter of what is free is taken.
-        """
+        """Have memory for these, one at a time; those that need no more than a quarter of what is
+        free, in their order."""
         free = _free_bytes(self.device)
         limit = math.inf if free is None else _MEMORY_SHARE * free / self._sharing
-        fitting = [run for run in runs if self._bytes(run[0]) <= limit]
-        while fitting:
-            try:
-                self._allocate(fitting)
-                break
-            except torch.OutOfMemoryError:
-                most = max(self._bytes(case) for case, _ in fitting)
-                fitting = [run for run in fitting if self._bytes(run[0]) < most]
-        return fitting
-
-    def _allocate(self, runs: Sequence[Run]) -> None:
+        fitting = [run for run in runs if self._bytes(run) <= limit]
         self._memory, self._warm = {}, set()
-        self._runner.reserve([self._call(*run) for run in runs])
+        self._runner.reserve([self._call(*run) for run in fitting])
         # A generator of our own, and every factory told its device and dtype: the user's random
         # state and defaults neither change nor matter.
         generator = torch.Generator(self.device).manual_seed(0)
-        for dtype in {case.key[2] for case, _ in runs}:
-            most = max(math.prod(_shape(case)) for case, _ in runs if case.key[2] == dtype)
+        for dtype in {case.key[2] for case, _ in fitting}:
+            most = max(math.prod(_shape(case)) for case, _ in fitting if case.key[2] == dtype)
             grads = torch.empty(most, dtype=getattr(torch, dtype), device=self.device)
             grads.uniform_(-1, 1, generator=generator)
             self._memory[dtype] = grads, torch.zeros_like(grads)
+        return fitting
 
-    def _bytes(self, case: Case) -> int:
-        rows, cols, dtype = case.key
-        wide = 2 * max(4, ITEM_SIZE[dtype])  # Newton-Schulz normalizes in float32 at least
-        stacks = rows * cols * (3 * ITEM_SIZE[dtype] + wide + 3 * self.ns_dtype.itemsize)
-        return case.batch * (stacks + 6 * min(rows, cols) ** 2 * self.ns_dtype.itemsize)
+    def _bytes(self, run: Run) -> int:
+        case, item = run[0], getattr(torch, run[0].key[2]).itemsize
+        # Gradient, momentum, operand; normalization makes two more in float32 at least.
+        stacks = math.prod(_shape(case)) * (3 * item + 2 * max(4, item))
+        return stacks + self._runner.call_bytes(self._call(*run))
 
     def _call(self, case: Case, kernel: str) -> Call:
         return Call(_shape(case), self._triples, kernel)
@@ -300,18 +290,15 @@ class OwnerTimer:
     @torch.no_grad()
     def run(self, case: Case, kernel: str) -> float:
         """Milliseconds of one update of a batch that is reserved, with a kernel ("" for the fixed
-        rule's). MemoryError where there is not enough."""
+        rule's). OutOfMemoryError where there is not enough."""
         on_cuda = self.device.type == "cuda"
-        try:
-            # Events are recorded on the current device's stream, which may be another's.
-            with torch.cuda.device(self.device) if on_cuda else nullcontext():
-                if on_cuda and (case, kernel) not in self._warm:
-                    for _ in range(2):  # kernels compile in the first, the second is captured
-                        self._once(case, kernel)
-                    self._warm.add((case, kernel))
-                return self._once(case, kernel).milliseconds()
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(str(error)) from None
+        # Events are recorded on the current device's stream, which may be another's.
+        with torch.cuda.device(self.device) if on_cuda else nullcontext():
+            if on_cuda and (case, kernel) not in self._warm:
+                for _ in range(2):  # kernels compile in the first, the second is captured
+                    self._once(case, kernel)
+                self._warm.add((case, kernel))
+            return self._once(case, kernel).milliseconds()
 
     def _once(self, case: Case, kernel: str) -> Stopwatch:
         call, shape = self._call(case, kernel), _shape(case)
@@ -369,8 +356,8 @@ def gate_errors(
             break
         try:
             error = float((result(x.clone(), str(choice)) - expected).norm() / expected.norm())
-        except torch.OutOfMemoryError as failure:
-            raise MemoryError(str(failure)) from None
+        except torch.OutOfMemoryError:
+            raise
         except failures:
             if choice.backend.startswith("torch"):
                 raise
@@ -441,10 +428,9 @@ def _fastest(
         return None
     try:
         errors = gate_errors(case, choices, timer.device, is_over=lambda: clock() > deadline)
-    except MemoryError:
+    except torch.OutOfMemoryError:
         return None
-    limit = ERROR_LIMITS[timer.ns_dtype]
-    right = [choice for choice, error in errors.items() if error <= limit]
+    right = [choice for choice, error in errors.items() if error <= ERROR_LIMITS[timer.ns_dtype]]
     if not right and len(errors) == len(choices):
         rows, cols, _ = case.key
         raise RuntimeError(
@@ -511,20 +497,21 @@ def measured_costs(
     folder = None if given is None else os.fspath(given)
 
     def place() -> _Place:
-        host, native = socket.gethostname(), resolve_ns_dtype("auto", device)
-        return _Place(host, folder, device_name(device), native)
+        native = resolve_ns_dtype("auto", device)
+        return _Place(socket.gethostname(), folder, device_name(device), native)
 
     places = _exchange(transport, place)
     mine = places[transport.rank]
     leads = places.index(mine) == transport.rank  # speaks and writes for all with this cache
-    # As in `settings.agreed_dtype`: updates travel in this dtype.
+    # As in `optim`: updates travel in this dtype.
     ns_dtype = mine.ns_dtype if len({p.ns_dtype for p in places}) == 1 else torch.float32
     name, sharing = mine.device, 1
     if device.type == "cpu":
         sharing = sum(p.host == mine.host for p in places)
         name = f"{name}, {sharing} process{'es' if sharing > 1 else ''}"
-    # What was chosen among a few kernels says nothing of the others.
+    # What was chosen among a few kernels, or timed without graphs, says nothing of the others.
     version = f"{backend_version(device)}-{KERNEL_VERSION}-{kernels.method}-{kernels.backend}"
+    version += "-eager" if device.type == "cuda" and kernels.cuda_graphs is False else ""
     steps = MuonDefaults().ns_steps
     key = CacheKey(name, torch.__version__, version, dtype_name(ns_dtype), steps, momentum)
     row = ANALYTIC_DEVICES[analytic_class(device.type, mine.device)]
@@ -554,9 +541,9 @@ def measured_costs(
     def recall() -> tuple[dict[Case, str], dict[Case, float]]:
         """The kernel of each case, and the cached times that were measured with these."""
         rule = {c: str(fixed_choice(*_arguments(c, ns_dtype, device, kernels))) for c in cases}
-        timed = rule | _of_cases(old.kernels, cases)
+        timed, names = rule | _of_cases(old.kernels, cases), rule | tuned
         times = _of_cases(old.entries, cases)
-        return rule | tuned, {c: ms for c, ms in times.items() if timed[c] == (rule | tuned)[c]}
+        return names, {case: ms for case, ms in times.items() if timed[case] == names[case]}
 
     by_rank = _exchange(transport, recall)
     names, known = by_rank[transport.rank]
@@ -574,11 +561,9 @@ def measured_costs(
         return known | {case: ms for (case, _), ms in times.items()}
 
     everyone = _exchange(transport, measure) if lacking else [times for _, times in by_rank]
-    slowest = {
-        case: max(times[case] for times in everyone if case in times)
-        for case in cases
-        if any(case in times for times in everyone)
-    }
+    slowest: dict[Case, float] = {}
+    for times in everyone:
+        slowest |= {case: max(ms, slowest.get(case, ms)) for case, ms in times.items()}
     table = replace(model, entries=_by_shape(slowest), kernels=_by_shape(names))
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -19,10 +19,9 @@ import math
 import os
 import re
 import statistics
-import time
 import uuid
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -57,7 +56,6 @@ __all__ = [
     "cache_directory",
     "cache_path",
     "canonical_key",
-    "merge_slowest",
     "newton_schulz_flops",
     "read_cache",
     "resolve_costs",
@@ -78,23 +76,6 @@ def canonical_key(key: ShapeKey) -> ShapeKey:
     """
     rows, cols, dtype = key
     return (min(rows, cols), max(rows, cols), dtype)
-
-
-def merge_slowest(
-    parts: Sequence[Mapping[ShapeKey, Mapping[int, float]]],
-) -> dict[ShapeKey, dict[int, float]]:
-    """Entries of all parts; where several have one, the largest time counts.
-
-    >>> merge_slowest([{(4, 6, "float32"): {1: 2.5}}, {(4, 6, "float32"): {1: 2.0, 2: 3.0}}])
-    {(4, 6, 'float32'): {1: 2.5, 2: 3.0}}
-    """
-    merged: dict[ShapeKey, dict[int, float]] = {}
-    for part in parts:
-        for key, by_batch in part.items():
-            into = merged.setdefault(key, {})
-            for batch, ms in by_batch.items():
-                into[batch] = max(ms, into.get(batch, ms))
-    return merged
 
 
 # ---- the analytic model ------------------------------------------------------------------
@@ -190,19 +171,20 @@ class CostTable:
     """Costs in milliseconds: table entries first, and what follows from them.
 
     ``entries`` maps ``(rows, cols, dtype)`` to a mapping from batch size to milliseconds. A shape
-    costs the same as its transpose. A batch between two entries is interpolated linearly; beyond
-    the largest each matrix costs what it costs there. A shape without any entry is estimated by
-    the ``device``'s analytic model, times the median ratio of the entries to that model; with
+    costs the same as its transpose, and the table keeps its wide form: of a shape given both ways
+    the larger time counts. A batch between two entries is interpolated linearly; beyond the largest
+    each matrix costs what it costs there. A shape without any entry is estimated by the
+    ``device``'s analytic model, times the median ratio of the entries to that model; with
     ``device`` None it has no price. ``entry_origin`` says how the entries came about.
 
-    ``kernels`` names, by canonical shape and batch size, the kernel that took the time of an entry,
-    or would run a batch whose time was not reached. ``momentum``: whether prices are of all that an
-    owner does where it keeps the momentum (momentum update, normalization, Newton-Schulz), or of
+    ``kernels`` names, by shape and batch size, the kernel that took the time of an entry, or would
+    run a batch whose time was not reached. ``momentum``: whether prices are of all that an owner
+    does where it keeps the momentum (momentum update, normalization, Newton-Schulz), or of
     Newton-Schulz alone, as in the `sharded` layout.
 
     Raises:
         PlanError: an entry is not a shape with positive batch sizes and finite times >= 0, or a
-            kernel is none or not by canonical shape.
+            kernel is none.
     """
 
     source: str
@@ -218,19 +200,17 @@ class CostTable:
             raise PlanError(
                 f"{self.source}: entry_origin must be one of {ORIGINS}, found {self.entry_origin!r}"
             )
-        self._check(self.entries, "finite milliseconds >= 0", _is_time)
-        self._check(self.kernels, "kernels such as 'gram[2]/torch/float16'", _is_kernel)
-        for key in self.kernels:
-            if canonical_key(key) != key:
-                raise PlanError(
-                    f"{self.source}: kernels must be given by (short side, long side, dtype), "
-                    f"found {key!r}"
-                )
+        entries = self._canonical(self.entries, "finite milliseconds >= 0", _is_time)
+        kernels = self._canonical(self.kernels, "kernels such as 'standard/torch/bfloat16'", _named)
+        object.__setattr__(self, "entries", entries)
+        object.__setattr__(self, "kernels", kernels)
 
-    def _check(
-        self, by_shape: Mapping[Any, Any], expected: str, fits: Callable[[Any], bool]
-    ) -> None:
-        for key, by_batch in by_shape.items():
+    def _canonical(
+        self, given: Mapping[Any, Any], expected: str, fits: Callable[[Any], bool]
+    ) -> dict[ShapeKey, dict[int, Any]]:
+        """What was given, checked, by the wide form of each shape and batch sizes ascending."""
+        found: dict[ShapeKey, dict[int, Any]] = {}
+        for key, by_batch in given.items():
             rows, cols, dtype = key if isinstance(key, tuple) and len(key) == 3 else (0, 0, "")
             if not (_is_size(rows) and _is_size(cols) and dtype in ITEM_SIZE):
                 raise PlanError(
@@ -240,9 +220,12 @@ class CostTable:
             needs = f"{self.source}: {key} needs a mapping from batch sizes >= 1 to {expected}"
             if not isinstance(by_batch, Mapping):
                 raise PlanError(f"{needs}, found {by_batch!r}")
+            into = found.setdefault(canonical_key(key), {}) if by_batch else {}
             for batch, value in by_batch.items():
                 if not (_is_size(batch) and fits(value)):
                     raise PlanError(f"{needs}, found {batch!r}: {value!r}")
+                into[batch] = max(value, into.get(batch, value))
+        return {key: dict(sorted(by_batch.items())) for key, by_batch in found.items()}
 
     @classmethod
     def analytic(cls, device: str = "cpu", ns_steps: int = 5, momentum: bool = True) -> CostTable:
@@ -257,27 +240,6 @@ class CostTable:
 
     # ---- prices --------------------------------------------------------------------------
 
-    @cached_property
-    def _known(self) -> dict[ShapeKey, dict[int, float]]:
-        """Entries by canonical shape, batch sizes ascending; of a shape given both ways the larger
-        cost counts."""
-        merged = merge_slowest([{canonical_key(key): by} for key, by in self.entries.items()])
-        return {key: dict(sorted(by.items())) for key, by in merged.items() if by}
-
-    @cached_property
-    def _scale(self) -> float:
-        """Median ratio of the entries to the analytic model."""
-        ratios = [
-            ms / self._modelled(self.device, key, batch)
-            for key, by_batch in self._known.items()
-            for batch, ms in by_batch.items()
-            if self.device is not None
-        ]
-        return statistics.median(ratios) if ratios else 1.0
-
-    def _modelled(self, device: AnalyticDevice, key: ShapeKey, batch: int) -> float:
-        return analytic_ms(device, key, batch, self.ns_steps, self.momentum)
-
     def batch_ms(self, key: ShapeKey, batch: int) -> float:
         """Milliseconds of one update of ``batch`` matrices; PlanError when it has no price."""
         return self._price(key, batch)[0]
@@ -286,12 +248,33 @@ class CostTable:
         """How `batch_ms` came about: one of `ORIGINS`."""
         return self._price(key, batch)[1]
 
+    @cached_property
+    def _scale(self) -> float:
+        """Median ratio of the entries to the analytic model."""
+        ratios = [
+            ms / self._modelled(key, batch)
+            for key, by_batch in self.entries.items()
+            for batch, ms in by_batch.items()
+        ]
+        return statistics.median(ratios) if ratios else 1.0
+
+    def _modelled(self, key: ShapeKey, batch: int) -> float:
+        assert self.device is not None
+        return analytic_ms(self.device, key, batch, self.ns_steps, self.momentum)
+
     def _price(self, key: ShapeKey, batch: int) -> tuple[float, str]:
         if batch < 1:
             raise ValueError(f"batch must be at least 1, found {batch}")
-        known = self._known.get(canonical_key(key))
+        known = self.entries.get(canonical_key(key))
         if known is None:
-            return self._unknown_shape(key, batch)
+            if self.device is None:
+                raise PlanError(
+                    f"{self.source} has no cost for {key} in a batch of {batch}, and no device to "
+                    "estimate it by: add the shape to the table (python -m dmuon profile writes "
+                    "one), or pass costs='measured' or 'analytic'"
+                )
+            ms = self._scale * self._modelled(key, batch)
+            return ms, "estimated" if self.entries else "analytic"
         if batch in known:
             return known[batch], self.entry_origin
         sizes = list(known)
@@ -308,18 +291,7 @@ class CostTable:
         # Below any entry: as the device model shrinks it, or as if the batch were filled up.
         if self.device is None:
             return known[high], "estimated"
-        modelled = self._modelled(self.device, key, high)
-        return known[high] * self._modelled(self.device, key, batch) / modelled, "estimated"
-
-    def _unknown_shape(self, key: ShapeKey, batch: int) -> tuple[float, str]:
-        if self.device is None:
-            raise PlanError(
-                f"{self.source} has no cost for {key} in a batch of {batch}, and no device to "
-                "estimate it by: add the shape to the table (python -m dmuon profile writes one), "
-                "or pass costs='measured' or 'analytic'"
-            )
-        ms = self._scale * self._modelled(self.device, key, batch)
-        return ms, "estimated" if self._known else "analytic"
+        return known[high] * self._modelled(key, batch) / self._modelled(key, high), "estimated"
 
     def kernel(self, key: ShapeKey, batch: int) -> str:
         """The kernel of `batch_ms`; "" where none was named.
@@ -330,7 +302,7 @@ class CostTable:
         if batch < 1:
             raise ValueError(f"batch must be at least 1, found {batch}")
         names = self.kernels.get(canonical_key(key), {})
-        sizes = sorted({*names, *self._known.get(canonical_key(key), ())})
+        sizes = sorted({*names, *self.entries.get(canonical_key(key), ())})
         if not sizes:
             return ""
         return names.get(sizes[min(bisect_left(sizes, batch), len(sizes) - 1)], "")
@@ -341,15 +313,14 @@ class CostTable:
         An entry replaces the kernel of the one before it too: one that comes without a kernel has
         none afterwards.
         """
-        entries = {key: dict(by) for key, by in self._known.items()}
+        entries = {key: dict(by) for key, by in self.entries.items()}
         kernels = {key: dict(by) for key, by in self.kernels.items()}
-        for key, by_batch in newer._known.items():
+        for key, by_batch in newer.entries.items():
             entries.setdefault(key, {}).update(by_batch)
             for batch in by_batch:
                 kernels.get(key, {}).pop(batch, None)
         for key, by_name in newer.kernels.items():
             kernels.setdefault(key, {}).update(by_name)
-        kernels = {key: by for key, by in kernels.items() if by}
         return replace(newer, entries=entries, kernels=kernels)
 
     # ---- files ---------------------------------------------------------------------------
@@ -360,7 +331,7 @@ class CostTable:
         def rows(of: Mapping[ShapeKey, Mapping[int, Any]], name: str) -> list[dict[str, Any]]:
             return [
                 {"rows": m, "cols": n, "dtype": dtype}
-                | {name: {str(batch): value for batch, value in sorted(by_batch.items())}}
+                | {name: {str(batch): value for batch, value in by_batch.items()}}
                 for (m, n, dtype), by_batch in sorted(of.items())
             ]
 
@@ -384,8 +355,8 @@ class CostTable:
             PlanError: not a cost table, one of another version, or a wrong entry; the message
                 begins with ``where``.
         """
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        if found != _FORMAT:
             raise PlanError(
                 f"{where} is no cost table: found format {cut(repr(found))}, expected "
                 f"{_FORMAT!r}; {_HOW} writes one"
@@ -432,9 +403,9 @@ def _is_time(value: object) -> bool:
     return is_number and 0 <= value < math.inf  # type: ignore[operator]
 
 
-def _is_kernel(name: object) -> bool:
+def _named(kernel: object) -> bool:
     try:
-        return name == "" or (isinstance(name, str) and bool(KernelChoice.parse(name)))
+        return kernel == "" or (isinstance(kernel, str) and bool(KernelChoice.parse(kernel)))
     except ValueError:
         return False
 
@@ -452,9 +423,8 @@ def resolve_costs(costs: Any, device_type: str, *, momentum: bool = True) -> Cos
     if isinstance(costs, str) and costs.partition(":")[0] == "analytic":
         name = costs.partition(":")[2] or analytic_class(device_type)
         return CostTable.analytic(name, momentum=momentum)
-    if isinstance(costs, os.PathLike):
-        return CostTable.load(costs)
-    if isinstance(costs, str) and (costs.endswith(".json") or os.path.isfile(costs)):
+    is_path = isinstance(costs, str) and (costs.endswith(".json") or os.path.isfile(costs))
+    if is_path or isinstance(costs, os.PathLike):
         return CostTable.load(costs)
     if costs == "measured":
         raise PlanError(
@@ -485,9 +455,7 @@ def _read(path: str | os.PathLike[str], where: str) -> tuple[CostTable, dict[str
     try:
         content = read_text(path, _MOST_CHARACTERS)
     except (OSError, ValueError) as error:
-        raise PlanError(
-            f"{where} cannot be read ({error}): give the path of a cost table as {_HOW} writes it"
-        ) from error
+        raise PlanError(f"{where} cannot be read ({error}); {_HOW} writes one") from error
     data = _parsed(content, where)
     return CostTable.from_dict(data, where), data
 
@@ -543,8 +511,6 @@ def _by_shape(
 # names the key it belongs to, and has a digest: one that is damaged is ignored and measured again.
 # Nothing that goes wrong here stops training: functions return the problem in words.
 
-_LOCK_PATIENCE_S = 5.0
-
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
@@ -567,9 +533,17 @@ class CacheKey:
         'H200-torch2.13.0-float16-0a38fb6d95.json'
         """
         readable = f"{self.device[:60]}-torch{self.torch}-{self.ns_dtype}"
-        text = json.dumps(asdict(self), sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:10]
+        digest = _sha256(asdict(self))[:10]
         return f"{re.sub(r'[^A-Za-z0-9.]+', '-', readable).strip('-')}-{digest}.json"
+
+
+def _sha256(data: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(data: dict[str, Any]) -> str:
+    """Of everything else in a file: a changed digit in a time looks like a time."""
+    return _sha256({**data, "digest": None})
 
 
 def cache_directory() -> Path | None:
@@ -612,58 +586,24 @@ def read_cache(
 def add_to_cache(directory: str | os.PathLike[str], key: CacheKey, table: CostTable) -> str | None:
     """Merge ``table`` into the file of ``key``, over what it has; a problem, or None.
 
-    The file is replaced in one step, so that readers see the old or the new one, and writers take
-    turns, so that none undoes what another wrote.
+    The file is replaced in one step, so that readers see the old or the new one. Of two processes
+    that write at the same moment the later one counts; what the other added is measured again.
     """
     path = cache_path(directory, key)
+    # Not tempfile, whose files no one else may read: a cache directory may be shared.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _turn(path):
-            old, _ = read_cache(directory, key)
-            empty = replace(table, entries={}, kernels={})
-            data = (old or empty).updated(table).to_dict() | {"key": asdict(key)}
-            _replace(path, json.dumps(data | {"digest": _digest(data)}, indent=1) + "\n")
+        old, _ = read_cache(directory, key)
+        merged = table if old is None else old.updated(table)
+        data = merged.to_dict() | {"key": asdict(key)}
+        content = json.dumps(data | {"digest": _digest(data)}, indent=1)
+        try:
+            temporary.write_text(content + "\n", encoding="utf-8")
+            os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                temporary.unlink()
     except OSError as error:
         return f"measured costs cannot be kept in {path} ({error})"
     return None
-
-
-def _digest(data: dict[str, Any]) -> str:
-    """Of everything else in a file: a changed digit in a time looks like a time."""
-    text = json.dumps({**data, "digest": None}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        # Not tempfile, whose files no one else may read: a cache directory may be shared.
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-
-
-@contextlib.contextmanager
-def _turn(path: Path) -> Iterator[None]:
-    """Hold the lock of ``path``; after some seconds, or where there are no locks, go on without.
-
-    The operating system frees the lock of a process that dies.
-    """
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    with open(path.with_name(f".{path.name}.lock"), "a", encoding="utf-8") as lock:
-        deadline = time.monotonic() + _LOCK_PATIENCE_S
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.005)
-            except OSError:  # this file system has no locks
-                break
-        yield

@@ -193,7 +193,7 @@ def test_a_device_much_slower_than_modelled_is_noticed_at_the_smallest_shape():
 def test_what_runs_out_of_memory_is_left_out():
     def seconds(case, kernel):
         if case.batch == 4:
-            raise MemoryError
+            raise torch.OutOfMemoryError
         return 1e-3
 
     assert {case.batch for case in times_of(CASES, FakeTimer(seconds))} == {1, 2}
@@ -495,18 +495,6 @@ def test_a_batch_that_needs_more_than_a_quarter_of_the_memory_is_not_tried(tmp_p
     with free:
         assert OwnerTimer(CPU, torch.bfloat16).reserve([many, one]) == [one]
         assert OwnerTimer(CPU, torch.bfloat16, sharing=64).reserve([one]) == []
-    timer = OwnerTimer(CPU, torch.bfloat16)
-    real, failed = timer._allocate, []
-
-    def allocate(runs):
-        if many in runs:
-            failed.append(runs)
-            raise torch.OutOfMemoryError
-        real(runs)
-
-    with mock.patch.object(timer, "_allocate", allocate):
-        assert timer.reserve([many, one]) == [one] and failed
-    assert timer.run(*one) > 0
     for path, text, expected in (
         ("proc/nothing", "", None),
         ("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable:    1000 kB\n", 1024 * 1000),
