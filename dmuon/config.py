@@ -246,7 +246,7 @@ class ReplicatedOptions:
     """How the `replicated` layout moves bytes.
 
     ``bucket_bytes``: gradients of about this many bytes are reduced together in backward (with
-    `DistributedDataParallel` its own ``bucket_cap_mb`` counts). ``publish_bucket_bytes``: updates
+    `DistributedDataParallel` as it hands over its own buckets). ``publish_bucket_bytes``: updates
     of one owner up to this size leave in one broadcast. ``reduce_dtype`` is the dtype in which
     gradients travel and are averaged (None: the gradient's own). ``broadcast_parameters``: start
     a plain module from the weights and buffers of the mesh's first rank. ``timeout_s``: after how

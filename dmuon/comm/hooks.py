@@ -4,9 +4,8 @@ Blocks are what users pass to `fully_shard`: the members of `ModuleList`, `Modul
 `Sequential`. A block waits for all of its weights, because not every module calls its children
 (`nn.MultiheadAttention` never calls ``out_proj``). The parts of a block wait too, in case someone
 calls them without the block; in compiled code they do not, so as not to cut its graph to pieces.
-
-A hook can only wait where it is called, and a weight can be read without any call. So `Coverage`
-watches which points a training forward really passes; what it missed is waited for in `step`.
+A weight can also be read without any call. So `Coverage` watches which points a training forward
+really passes; what it missed is waited for in `step`.
 
 FSDP2 gathers a unit's parameters in a forward pre-hook of the unit's modules, and those of units
 named by ``set_modules_to_forward_prefetch`` even earlier; published values have to be there by
@@ -49,7 +48,7 @@ __all__ = [
 Remove = Callable[[], None]
 
 # These are never called themselves; a Sequential is, and calls its members.
-UNCALLED = (nn.ModuleList, nn.ModuleDict)
+_UNCALLED = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
@@ -70,15 +69,15 @@ class WaitPoint:
 
 def outermost_members(root: nn.Module) -> Iterator[nn.Module]:
     """Members of the outermost containers from ``root`` down, leaf modules too; may repeat."""
-    inside = isinstance(root, (*UNCALLED, nn.Sequential))
+    inside = isinstance(root, (*_UNCALLED, nn.Sequential))
     for child in root.children():
-        if inside and not isinstance(child, UNCALLED):
+        if inside and not isinstance(child, _UNCALLED):
             yield child
         else:
             yield from outermost_members(child)
 
 
-def area(module: nn.Module, others: Container[nn.Module | None]) -> Iterator[nn.Module]:
+def area(module: nn.Module, others: Container[nn.Module]) -> Iterator[nn.Module]:
     """``module`` and what lies below it, without ``others`` and what lies below those."""
     yield module
     for child in module.children():
@@ -86,36 +85,34 @@ def area(module: nn.Module, others: Container[nn.Module | None]) -> Iterator[nn.
             yield from area(child, others)
 
 
-def parameter_ids(module: nn.Module, others: Container[nn.Module | None] = ()) -> Iterator[int]:
+def parameter_ids(module: nn.Module, others: Container[nn.Module] = ()) -> Iterator[int]:
     """Ids of the parameters in the `area` of a module; may repeat."""
     for part in area(module, others):
         yield from map(id, part.parameters(recurse=False))
 
 
-def wait_points(root: nn.Module) -> list[WaitPoint]:
-    """Wait points that together cover all parameters of ``root``.
+def wait_points(root: nn.Module, blocks: Collection[nn.Module] | None = None) -> list[WaitPoint]:
+    """Wait points that together cover all parameters of ``root``; one for each module with any.
 
-    The root, and every module that is in no block, wait for what is below them and in no block;
-    so the first block can start while the last block's values still travel.
+    Each waits for what is below it and in no other block; so the first block can start while the
+    last block's values still travel.
 
     >>> model = nn.ModuleDict({"a": nn.Linear(2, 2)})
     >>> [type(point.module).__name__ for point in wait_points(model)]
     ['ModuleDict', 'Linear']
     """
-    members = dict.fromkeys(outermost_members(root))
-    blocks = {m: None for m in members if m is not root and next(m.children(), None) is not None}
-    outside = dict.fromkeys(m for m in area(root, blocks))
-    parts = {p: None for b in blocks for p in b.modules() if p not in blocks and p not in outside}
+    if blocks is None:
+        members = dict.fromkeys(outermost_members(root))
+        blocks = [m for m in members if m is not root and next(m.children(), None) is not None]
+    others = set(blocks)
+    block_of: dict[nn.Module, nn.Module | None] = dict.fromkeys(area(root, others))
+    for block in blocks:
+        for part in area(block, others):
+            block_of.setdefault(part, block)
     points = [
-        WaitPoint(m, frozenset(parameter_ids(m, blocks)), is_root=m is root)
-        for m in outside
-        if m is root or not isinstance(m, UNCALLED)
-    ]
-    points += [WaitPoint(b, frozenset(parameter_ids(b))) for b in blocks]
-    points += [
-        WaitPoint(p, frozenset(parameter_ids(p)), in_block=True)
-        for p in parts
-        if not isinstance(p, UNCALLED)
+        WaitPoint(m, frozenset(parameter_ids(m, others)), m is root, block not in (None, m))
+        for m, block in block_of.items()
+        if m is root or not isinstance(m, _UNCALLED)
     ]
     return [point for point in points if point.parameters or point.is_root]
 
@@ -181,11 +178,8 @@ def attach(
     drain: Callable[[], None],
     loaded: Callable[[], None] = _nothing,
 ) -> list[Remove]:
-    """Call ``wait`` before forward, ``drain`` before state dicts, ``loaded`` after loading one.
-
-    Returns the removers.
-    """
-    module = point.module
+    """Call ``wait`` before forward, ``drain`` before state dicts, ``loaded`` after loading one."""
+    module, drained = point.module, Hook(lambda *_: drain())
 
     def unless_compiled() -> None:
         if not torch.compiler.is_compiling():
@@ -195,8 +189,8 @@ def attach(
     before = unless_compiled if point.in_block else torch.compiler.disable(wait)
     handles = [
         module.register_forward_pre_hook(Hook(lambda *_: before()), prepend=True),
-        module.register_state_dict_pre_hook(Hook(lambda *_: drain())),
-        module.register_load_state_dict_pre_hook(Hook(lambda *_: drain())),
+        module.register_state_dict_pre_hook(drained),
+        module.register_load_state_dict_pre_hook(drained),
         module.register_load_state_dict_post_hook(Hook(lambda *_: loaded())),
     ]
     return [handle.remove for handle in handles]
@@ -288,11 +282,9 @@ class Gathers:
         return bool(self._references) and not self._streams()
 
     def by_other_methods(self) -> bool:
-        """Whether `register_fsdp_forward_method` made a method gather, which calls no hook.
-
-        It puts a bound method of the module into the module; as others do with ``forward``, which
-        runs between hooks.
-        """
+        """Whether `register_fsdp_forward_method` made a method gather, which calls no hook."""
+        # It puts a bound method of the module into it; as others do with ``forward``, which runs
+        # between hooks.
         return any(
             isinstance(value, MethodType) and value.__self__ is module and name != "forward"
             for module in self._modules()
@@ -300,10 +292,8 @@ class Gathers:
         )
 
     def follow(self) -> None:
-        """Have the streams that read shards wait for what was written on the current one.
-
-        FSDP2 does so when the root's forward begins, and for a unit inside not again.
-        """
+        """Have the streams that read shards wait for what was written on the current one."""
+        # FSDP2 does so when the root's forward begins, and for a unit inside not again.
         current = self._device_module.current_stream()
         for stream in self._streams().values():
             stream.wait_stream(current)
@@ -316,10 +306,7 @@ class Gathers:
 
 
 def drain_before_unshard(model: nn.Module, drain: Callable[[], None]) -> list[Remove]:
-    """Call ``drain`` before every ``module.unshard()`` of the user's, which calls no hook.
-
-    Returns the removers.
-    """
+    """Call ``drain`` before every ``module.unshard()`` of the user's, which calls no hook."""
 
     def wrapped(module: Any) -> Remove:
         reference = weakref.ref(module)

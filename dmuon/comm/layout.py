@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,29 +18,20 @@ from dmuon.scheduler.specs import canonical_name
 from dmuon.types import OwnershipError
 
 __all__ = [
-    "Apply",
-    "Compute",
     "Gradients",
     "LayoutRuntime",
-    "PlannedPlaces",
+    "ParameterWatch",
     "check_frozen",
     "check_replaced",
     "not_bound",
 ]
 
-# (unit, gradients [b, rows, cols] of the matrices at these positions of it, the positions) to
-# (what is published [b, rows, cols], RMS of the updates [b]), both valid until the next call.
-Compute = Callable[[Unit, Tensor, list[int]], tuple[Tensor, Tensor]]
-# (unit, positions in it, views of the parameters, views of what was published)
-Apply = Callable[[Unit, list[int], list[Tensor], list[Tensor]], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """The averaged gradients as this rank sees them, for a norm over all of them.
+    """The averaged gradients as this rank sees them, ``stored`` here.
 
-    The sum of ``counted`` over the ranks, and ``common`` once, count every element once. ``stored``
-    is everything that is stored here.
+    For a norm, ``counted`` summed over the ranks and ``common`` once count every element once.
     """
 
     counted: list[Tensor]
@@ -51,8 +42,9 @@ class Gradients:
 class LayoutRuntime(Protocol):
     """Moves the bytes of one ownership.
 
-    ``units`` are what is computed at once, in the order of execution; there are none before the
-    optimizer has bound itself. ``loads`` counts how often weights have been loaded into the model
+    ``units`` are what is computed at once, in the order of execution; none before the optimizer has
+    bound itself. ``parameters`` are the planned ones, in the order of the plan, ``dedicated`` those
+    that only their owners store. ``loads`` counts how often weights have been loaded into the model
     from a state dict. ``device``: where Newton-Schulz and the collectives run.
     """
 
@@ -63,15 +55,11 @@ class LayoutRuntime(Protocol):
     meter: Meter
 
     @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """The planned parameters, in the order of the plan."""
-
+    def parameters(self) -> Sequence[nn.Parameter]: ...
+    @property
+    def dedicated(self) -> Sequence[nn.Parameter]: ...
     @property
     def loads(self) -> int: ...
-
-    @property
-    def dedicated(self) -> Sequence[nn.Parameter]:
-        """The parameters that only their owners store."""
 
     def materialized(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, the parameters of ``module`` are whole and hold their published values."""
@@ -109,11 +97,10 @@ def check_replaced(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None
             raise replaced(canonical_name(name))
 
 
-class PlannedPlaces:
-    """Where a model has its parameters, to notice cheaply when it has others.
+class ParameterWatch:
+    """Notices cheaply when a model trains other ``parameters`` than planned. Keeps no module.
 
-    ``parameters`` are the planned ones, ``exempt`` those of them that a framework replaces at will
-    (FSDP2 while a unit is gathered), which are not looked at. Keeps no module.
+    ``exempt`` are those that a framework replaces at will (FSDP2 while a unit is gathered).
     """
 
     def __init__(
@@ -125,45 +112,11 @@ class PlannedPlaces:
         self._model = weakref.ref(model)
         # Held, so that no new parameter can take over the id of one that went.
         self._planned = list(parameters)
-        self._ids = {id(p) for p in parameters}
-        self._exempt = {id(p) for p in exempt}
+        others = {id(p) for p in exempt}
+        self._exempts = bool(others)
         named = model.named_parameters(remove_duplicate=False)
-        self._names = {canonical_name(n) for n, p in named if id(p) not in self._exempt}
-        self._look_up(model)
-
-    def _look_up(self, model: nn.Module) -> None:
-        modules = list(model.modules())
-        self._places = [
-            (module._parameters, name, p)
-            for module in modules
-            for name, p in module._parameters.items()
-            if p is not None and (not self._exempt or id(p) in self._ids - self._exempt)
-        ]
-        # A module that was exchanged takes its parameters with it.
-        self._links = [
-            (weakref.ref(module), name, weakref.ref(child))
-            for module in modules
-            for name, child in module._modules.items()
-            if child is not None
-        ]
-        # What was added is in no place and no link.
-        self._sizes = [(weakref.ref(m), len(m._parameters), len(m._modules)) for m in modules]
-
-    def _is_unchanged(self) -> bool:
-        for reference, parameters, modules in self._sizes:
-            module = reference()
-            if module is None or len(module._parameters) != parameters:
-                return False
-            if len(module._modules) != modules:
-                return False
-        for table, name, p in self._places:
-            if table.get(name) is not p:
-                return False
-        for parent, name, child in self._links:
-            module = parent()
-            if module is None or module._modules.get(name) is not child():
-                return False
-        return True
+        self._names = {canonical_name(n) for n, p in named if id(p) not in others}
+        self._seen = _parameters_of(model)
 
     def check(self) -> None:
         """Raise OwnershipError if the model trains a parameter that was not planned.
@@ -171,14 +124,29 @@ class PlannedPlaces:
         0.1 ms for 400 parameters, as long as nothing has changed.
         """
         model = self._model()
-        if model is None or self._is_unchanged():
+        if model is None or (now := _parameters_of(model)) == self._seen:
             return
+        planned = {id(p) for p in self._planned}
         for name, p in model.named_parameters(remove_duplicate=False):
-            planned, is_place = id(p) in self._ids, canonical_name(name) in self._names
+            is_place = canonical_name(name) in self._names
             # Where a framework replaces parameters, only places that it leaves alone tell anything.
-            if not planned and p.requires_grad and (is_place or not self._exempt):
+            if id(p) not in planned and p.requires_grad and (is_place or not self._exempts):
                 raise replaced(canonical_name(name), new=not is_place)
-        self._look_up(model)
+        self._seen = now
+
+
+def _parameters_of(model: nn.Module) -> list[int]:
+    """The ids of all parameters, module by module, without the cost of their names."""
+    found: list[int] = []
+    modules: dict[nn.Module, None] = {}
+    stack: list[nn.Module | None] = [model]
+    while stack:
+        module = stack.pop()
+        if module is not None and module not in modules:
+            modules[module] = None
+            found += map(id, module._parameters.values())
+            stack += module._modules.values()
+    return found
 
 
 def replaced(name: str, *, new: bool = False) -> OwnershipError:
@@ -186,10 +154,9 @@ def replaced(name: str, *, new: bool = False) -> OwnershipError:
     what = "was no parameter" if new else "is another parameter object now than"
     return OwnershipError(
         f"{name!r} {what} at dmuon.dedicate_params, and would never be trained: change values in "
-        "place (p.copy_ under torch.no_grad; layout='dedicated': inside "
-        "`with own.materialized(module):`), or call own.close(), dmuon.dedicate_params(model) and "
-        "dmuon.Muon(model) again. Call fully_shard and parallelize_module before "
-        "dmuon.dedicate_params"
+        "place (layout='dedicated': inside `with own.materialized(module):`), or call own.close(), "
+        "dmuon.dedicate_params(model) and dmuon.Muon(model) again. Call fully_shard and "
+        "parallelize_module before dmuon.dedicate_params"
     )
 
 

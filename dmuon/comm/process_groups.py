@@ -130,10 +130,8 @@ class ProcessGroups:
 
 @torch.no_grad()
 def start_from_first(tensors: Iterable[tuple[Tensor, Transport]]) -> None:
-    """Give every rank the first one's values, as DDP does: (tensor, the ranks to share it).
-
-    Of a `DTensor` the part that is stored here is shared.
-    """
+    """Give every rank the first one's values, as DDP does: (tensor, the ranks to share it); of a
+    `DTensor` the part that is stored here."""
     works = []
     for tensor, transport in tensors:
         data = local_tensor(tensor)

@@ -10,6 +10,10 @@ collectives of a round, and their order, never depend on which gradients a rank 
                the averaged rest is written to p.grad
     step       owners add up what arrived (`collect`)
 
+Owners stack the gradients of a unit as ``[batch, rows, cols]``, so that one call serves all of its
+matrices. Under tensor parallelism a matrix arrives in slices, one at each rank with the owner's
+data coordinates, and these keep them until the step assembles them.
+
 A gradient that is not dense cannot be reduced. Where the host can read, every rank raises at the
 end of that backward. Elsewhere it would have to wait for the device: the gradient counts as
 missing, the flags travel to the host meanwhile, and every rank raises at the next step.
@@ -24,34 +28,157 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm import streams
 from dmuon.comm.buckets import EVERYONE, Buffer, GradientBucket, Memory, Segment, Slices
-from dmuon.comm.hooks import Remove
 from dmuon.comm.process_groups import ProcessGroups
+from dmuon.comm.routes import Unit
 from dmuon.comm.streams import HostCopy
 from dmuon.comm.transport import Meter, Work
 from dmuon.dtensors import gradient_like, local_tensor
+from dmuon.scheduler.shards import Form, matrix_box
+from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm, DmuonError, OwnershipError
 
-__all__ = ["GradientReducer", "LiveSegment", "at_end_of_backward", "hook_ddp", "hook_parameters"]
+__all__ = [
+    "GradientReducer",
+    "OwnedGradients",
+    "at_end_of_backward",
+    "hook_ddp",
+    "hook_gradients",
+    "oriented",
+    "rows_of",
+    "set_rows",
+    "unstacker",
+]
 
 
-class LiveSegment:
-    """A segment with its buffer, cut into views of its spans, and what is under way of it.
+# ---- stacks of a unit ------------------------------------------------------------------------
 
-    ``deliveries`` is where the owner's side keeps (destinations, sources) of what it receives.
-    ``relay``: its second level, along replicas, is still to come.
+
+def rows_of(stack: Tensor, where: list[int]) -> Tensor:
+    """The matrices of ``[b, m, n]`` at these increasing positions; the stack itself if all."""
+    if len(where) == len(stack):
+        return stack
+    # No index: copying it to an accelerator would wait for the device.
+    return torch.stack([stack[k] for k in where])
+
+
+def set_rows(stack: Tensor, where: list[int], rows: Tensor) -> None:
+    """Write ``rows`` to these increasing positions of ``stack``, in its dtype."""
+    if len(where) == len(stack):
+        stack.copy_(rows)
+    else:
+        torch._foreach_copy_([stack[k] for k in where], list(rows.unbind()))
+
+
+def oriented(unit: Unit, stack: Tensor) -> list[Tensor]:
+    """Views of a unit's matrices, each of its own rows and columns."""
+    matrices = list(stack.unbind())
+    if not unit.transposed:
+        return matrices
+    return [m.mT if unit.holds_transpose(k) else m for k, m in enumerate(matrices)]
+
+
+def unstacker(specs: ModelSpecs, unit: Unit) -> Callable[[Tensor], list[Tensor]]:
+    """What cuts a unit's stack into views of its matrices, in the dims that each has in its
+    parameter."""
+    matrices = [specs.matrices[i] for i in unit.matrices]
+    wholes = [matrix_box(m, specs.parameters[m.parameter].shape) for m in matrices]
+    forms = [(whole.form, whole.box.shape) for whole in wholes]
+    if all(form is Form.FLAT and len(shape) == 2 for form, shape in forms):
+        return lambda stack: oriented(unit, stack)
+    return lambda stack: [
+        _in_dims(matrix, *form) for matrix, form in zip(oriented(unit, stack), forms, strict=True)
+    ]
+
+
+def _in_dims(matrix: Tensor, form: Form, shape: tuple[int, ...]) -> Tensor:
+    if form is Form.STACK:
+        return matrix[(None,) * (len(shape) - 2)]
+    if form is Form.TRANSPOSED:
+        return matrix.unflatten(1, (shape[0], *shape[2:])).transpose(0, 1)
+    return matrix if len(shape) == 2 else matrix.unflatten(1, shape[1:])
+
+
+class OwnedGradients:
+    """The gradients of what is owned at this rank's data coordinates.
+
+    ``mine`` are the units that this rank computes; ``near`` those that a rank of its data
+    coordinates computes. ``here`` are the gradients by matrix, in the parameter's dims: views of
+    the owner's stacks, or this rank's slices of the matrices that tensor parallelism cuts.
     """
 
-    def __init__(self, segment: Segment, buffer: Buffer) -> None:
+    def __init__(
+        self,
+        slices: Slices,
+        units: Sequence[Unit],
+        rank: int,
+        reduce_dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        self._slices = slices
+        self._specs = specs = slices.plan.specs
+        place = slices.grid.place(rank)
+        self._tensor = place[2]
+        self.mine = [u for u in units if u.owner == rank]
+        self.near = [u for u in units if slices.owner_place(u.matrices[0])[:2] == place[:2]]
+        self.here: dict[int, Tensor] = {}
+        self._stacks: dict[int, Tensor] = {}  # by a unit's first matrix
+        self._whole: dict[int, Tensor] = {}  # what is in stacks, ``[rows, cols]``
+        for unit in self.near:
+            dtype = reduce_dtype or getattr(torch, specs.matrices[unit.matrices[0]].dtype)
+            for i in filter(slices.is_cut, unit.matrices):
+                shape = slices.part(i, self._tensor).box.shape
+                self.here[i] = torch.zeros(shape, dtype=dtype, device=device)
+            if unit.owner == rank and not all(map(slices.is_cut, unit.matrices)):
+                stack = torch.zeros(unit.shape, dtype=dtype, device=device)
+                self._stacks[unit.matrices[0]] = stack
+                views = unstacker(specs, unit)(stack)
+                for i, matrix, view in zip(unit.matrices, stack, views, strict=True):
+                    if not slices.is_cut(i):
+                        self._whole[i], self.here[i] = matrix, view
+
+    def stack(self, unit: Unit) -> Tensor:
+        """The gradients of a unit that lies whole on this rank, ``[b, m, n]``."""
+        return self._stacks[unit.matrices[0]]
+
+    def collected(self, present: Sequence[bool]) -> list[Tensor]:
+        """Every gradient kept here of the parameters that have one, each element once."""
+        matrices = self._specs.matrices
+        kept = self.here | self._whole
+        return [g for i, g in kept.items() if present[matrices[i].parameter]]
+
+    def places(self, segment: Segment, views: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Where what arrives in a segment is collected, and views of it."""
+        into, arrived = [], []
+        for span, view in zip(segment.spans, views, strict=True):
+            start = 0
+            for i in span.matrices:
+                part = self._slices.part(i, self._tensor)
+                if i in self.here:
+                    into.append(self.here[i])
+                    arrived.append(view.narrow(0, start, part.numel).view(part.box.shape))
+                start += part.numel
+        return into, arrived
+
+
+# ---- rounds ----------------------------------------------------------------------------------
+
+
+class _Flight:
+    """A segment with its buffer, cut into views of its spans, and what is under way of it.
+
+    ``places``: see `OwnedGradients`; ``relay``: its second level, along replicas, is to come.
+    """
+
+    def __init__(self, segment: Segment, buffer: Buffer, owned: OwnedGradients | None) -> None:
         self.segment = segment
         self.buffer = buffer
         self.views = list(buffer.flat.split([span.numel for span in segment.spans]))
-        self.deliveries: tuple[list[Tensor], list[Tensor]] | None = None
+        self.places = owned.places(segment, self.views) if owned else ([], [])
         self.works: list[Work] = []
         self.relay = False
         buffer.release()
@@ -67,54 +194,45 @@ class LiveSegment:
 
 
 class _LiveBucket:
-    """A bucket with its segments. ``end`` is where the next one may begin in shared memory."""
+    """A bucket with its segments, and where in them the gradient of each parameter travels."""
 
-    def __init__(self, bucket: GradientBucket, segments: list[LiveSegment], end: int) -> None:
+    def __init__(self, bucket: GradientBucket, flights: list[_Flight]) -> None:
         self.parameters = bucket.parameters
-        self.segments = segments
-        self.end = end
+        self.flights = flights
         self.targets: dict[int, list[tuple[int, Tensor]]] = {p: [] for p in bucket.parameters}
-        for live in segments:
-            for span, view in zip(live.segment.spans, live.views, strict=True):
+        for flight in flights:
+            for span, view in zip(flight.segment.spans, flight.views, strict=True):
                 self.targets[span.parameter].append((span.start, view))
         self.reset()
 
     def reset(self) -> None:
-        self.empty = set(self.parameters)
         self.waiting = set(self.parameters)  # for gradients that are still to come
         self.launched = False
 
-    def fill(self, parameter: int, grad: Tensor | None, scale: float) -> None:
-        """Write ``scale * grad`` (zeros for None) to where the parameter's gradient travels."""
-        for live in self.segments:
-            live.buffer.hold()
-        self.empty.discard(parameter)
-        if grad is None:
-            for _, view in self.targets[parameter]:
-                view.zero_()
-            return
-        flat = grad.detach().reshape(-1)
+    def fill(self, parameter: int, grad: Tensor | None, scale: float, *, add: bool) -> None:
+        """Write, or add, ``scale * grad`` (zeros for None) where the parameter's gradient
+        travels."""
+        for flight in self.flights:
+            flight.buffer.hold()
+        flat = None if grad is None else grad.detach().reshape(-1)
         for start, view in self.targets[parameter]:
+            if flat is None:
+                view.zero_()
+                continue
             part = flat.narrow(0, start, view.numel())
-            if part.dtype is view.dtype:
+            if add:
+                view.add_(part, alpha=scale)
+            elif part.dtype is view.dtype:
                 torch.mul(part, scale, out=view)
             else:
                 view.copy_(part).mul_(scale)  # in the wider dtype
-
-    def add(self, parameter: int, grad: Tensor, scale: float) -> None:
-        """Add ``scale * grad`` to what is there."""
-        flat = grad.detach().reshape(-1)
-        for start, view in self.targets[parameter]:
-            view.add_(flat.narrow(0, start, view.numel()), alpha=scale)
 
 
 class GradientReducer:
     """Carries out rounds; see the module's docstring.
 
-    ``deliver(segments, first)`` is called with what arrived here as owner, and whether it is of
-    the first round since `clear`. The averaged rest is written to ``p.grad``. Without a shared
-    ``memory`` each segment has its own while it is under way, and only the parameters of
-    ``buckets`` take part.
+    Matrices go to ``owned``, the averaged rest to ``p.grad``; parameters in no bucket take no part.
+    Without a shared ``memory`` each segment has its own while it is under way.
     """
 
     def __init__(
@@ -125,74 +243,81 @@ class GradientReducer:
         memory: Memory | None,
         meter: Meter,
         buckets: Sequence[GradientBucket],
-        deliver: Callable[[list[LiveSegment], bool], None],
+        owned: OwnedGradients,
     ) -> None:
+        number = len(parameters)
         self.specs = slices.plan.specs
         self.parameters = parameters
+        self.owned = owned
         self.sync = True
         self.rounds = 0  # completed since `clear`
         self.owed = False  # whether gradients may lie in p.grad that no round has seen
         self.open = False  # a round has begun and not ended: its backward runs, or has raised
-        self.present = [False] * len(parameters)  # on any rank, since `clear`
+        self.present = [False] * number  # on any rank, since `clear`
         self.is_matrix = [p.algorithm is Algorithm.MUON for p in self.specs.parameters]
         # How many gradients one backward accumulates into each parameter: more than one where its
         # storage changed its dtype between two uses.
-        self.expected = dict.fromkeys(range(len(parameters)), 1)
-        self._slices = slices
+        self.expected = dict.fromkeys(range(number), 1)
         self._shard = slices.grid.place(process_groups.world.rank)[1]
         self._replicated = slices.grid.shape[0] > 1
         self._scale = 1.0 / slices.grid.data_ranks
         self._groups = process_groups
-        self._memory = memory
+        self._shares_memory = memory is not None
         self._meter = meter
-        self._deliver = deliver
-        self._buckets = list(buckets)
-        self._tracked = sorted({p for bucket in buckets for p in bucket.parameters})
-        if memory is not None:
-            self._tracked = list(range(len(parameters)))  # of buckets that others cut, too
         self._device = parameters[0].device
         # Of each parameter whether it has a gradient here, then of each whether it is of no use.
         # Ranks combine them by their maximum: a sum would overflow with enough of them.
-        self._flags = torch.zeros(2 * len(parameters), dtype=torch.uint8, device=self._device)
+        self._flags = torch.zeros(2 * number, dtype=torch.uint8, device=self._device)
         # Flags on their way to a host that does not wait: of rounds since `clear`, and before.
         self._recent_flags: list[HostCopy] = []
         self._earlier_flags: list[HostCopy] = []
+        # Of the round that is open: by parameter, and how many buckets have left.
         self._local: list[bool] = []
         self._unusable: list[bool] = []
         self._arrived: list[int] = []
-        self._live: list[_LiveBucket] = []
-        self._live_of: dict[int, _LiveBucket] = {}
-        # Buckets return at the same place round after round: their views are made once.
-        self._known: dict[tuple[int, tuple[int, ...]], _LiveBucket] = {}
         self._launched = 0
-        self._flights: list[LiveSegment] = []
+        self._flights: list[_Flight] = []
+        self._buckets = self._make(buckets, memory)
+        bucket_of = {p: live for live in self._buckets for p in live.parameters}
+        self._bucket_of = {p: bucket_of[p] for p in sorted(bucket_of)}
+
+    def _make(self, buckets: Sequence[GradientBucket], memory: Memory | None) -> list[_LiveBucket]:
+        """The buckets with their buffers: one behind the other in ``memory``, or of their own."""
+        found, begin = [], 0
+        for bucket in buckets:
+            sizes = [(s.numel, getattr(torch, s.dtype)) for s in bucket.segments]
+            if memory is None:
+                flat = [torch.empty(n, dtype=dtype, device=self._device) for n, dtype in sizes]
+            else:
+                flat, whole = memory.carve(begin, sizes)
+                begin += whole.numel()
+            flights = [
+                _Flight(
+                    segment,
+                    Buffer(tensor, lasting=memory is not None),
+                    self.owned if segment.shard == self._shard else None,
+                )
+                for segment, tensor in zip(bucket.segments, flat, strict=True)
+            ]
+            found.append(_LiveBucket(bucket, flights))
+        return found
 
     # ---- a round -----------------------------------------------------------------------------
 
     def missing(self) -> list[str]:
-        """Names of the parameters that no bucket of this round holds and that have no gradient."""
+        """Names of the parameters that have no gradient, taken or not, in this round."""
         return [
-            spec.name
-            for p, spec in enumerate(self.specs.parameters)
-            if p not in self._live_of and self.parameters[p].grad is None
+            self.specs.parameters[p].name
+            for p in self._bucket_of
+            if not self._arrived[p] and self.parameters[p].grad is None
         ]
 
-    def local_matrix(self) -> str | None:
-        """The name of a matrix with a gradient in ``p.grad``, which none has after a round."""
-        for p in self._tracked:
-            if self.is_matrix[p] and self.parameters[p].grad is not None:
-                return self.specs.parameters[p].name
-        return None
-
-    def begin(self, buckets: Sequence[GradientBucket] | None = None) -> None:
-        """Start a round over ``buckets`` (None: the planned ones).
-
-        A round that a failed backward left open is dropped.
-        """
+    def begin(self) -> None:
+        """Start a round; one that a failed backward left open is dropped."""
         if self.open:
             self._relay()
-            for live in self._flights:
-                live.wait()
+            for flight in self._flights:
+                flight.wait()
             self._flights = []
         self.collect()
         self.owed = False
@@ -201,31 +326,8 @@ class GradientReducer:
         self._local = [False] * len(self.parameters)
         self._unusable = [False] * len(self.parameters)
         self._arrived = [0] * len(self.parameters)
-        self._live, self._live_of = [], {}
-        for bucket in self._buckets if buckets is None else buckets:
-            self.add_bucket(bucket)
-
-    def add_bucket(self, bucket: GradientBucket) -> None:
-        """Give the next bucket of this round its buffers, right behind the last one's."""
-        begin = self._live[-1].end if self._live else 0
-        live = self._known.get((begin, bucket.parameters))
-        if live is None:
-            live = self._known[begin, bucket.parameters] = self._make(bucket, begin)
-        live.reset()
-        self._live.append(live)
-        self._live_of.update(dict.fromkeys(bucket.parameters, live))
-
-    def _make(self, bucket: GradientBucket, begin: int) -> _LiveBucket:
-        sizes = [(s.numel, getattr(torch, s.dtype)) for s in bucket.segments]
-        end = 0
-        if self._memory is None:
-            flat = [torch.empty(n, dtype=dtype, device=self._device) for n, dtype in sizes]
-        else:
-            flat, whole = self._memory.carve(begin, sizes)
-            end = begin + whole.numel()
-        buffers = [Buffer(tensor, lasting=self._memory is not None) for tensor in flat]
-        segments = [LiveSegment(s, b) for s, b in zip(bucket.segments, buffers, strict=True)]
-        return _LiveBucket(bucket, segments, end)
+        for live in self._buckets:
+            live.reset()
 
     def take(self, parameter: int, grad: Tensor | None) -> None:
         """Copy one local gradient into its bucket; None counts as zero.
@@ -236,22 +338,20 @@ class GradientReducer:
         if grad is not None and grad.layout is not torch.strided:
             self._unusable[parameter] = True
             self.parameters[parameter].grad = grad = None
+        live = self._bucket_of[parameter]
+        again = self._arrived[parameter] > 0
         if grad is not None:
             self._local[parameter] = True
-        live = self._live_of[parameter]
-        if parameter in live.empty:
-            live.fill(parameter, grad, self._scale)
-        elif grad is not None:
-            # Nested backward calls, of a module that runs several times.
-            if live.launched:
+            if again and live.launched:
+                # Nested backward calls, of a module that runs several times.
                 raise DmuonError(
                     f"parameter {self.specs.parameters[parameter].name!r} got a second gradient in "
                     "one backward, after its first had been sent: a module that runs several times "
                     "under re-entrant checkpointing. Use checkpoint(..., use_reentrant=False)"
                 )
+        if grad is not None or not again:
             # A matrix's p.grad was emptied after the first; the rest's holds both.
-            again = live.add if self.is_matrix[parameter] else live.fill
-            again(parameter, grad, self._scale)
+            live.fill(parameter, grad, self._scale, add=again and self.is_matrix[parameter])
         self._arrived[parameter] += 1
         if self._arrived[parameter] >= self.expected[parameter]:
             live.waiting.discard(parameter)
@@ -259,33 +359,42 @@ class GradientReducer:
     def gradient_of(self, parameter: int) -> Tensor | None:
         """The local part of what lies in the parameter's ``grad``."""
         p = self.parameters[parameter]
-        return None if p.grad is None else local_tensor(gradient_like(p.grad, p))
+        if p.grad is None or type(p.grad) is Tensor:
+            return p.grad
+        return local_tensor(gradient_like(p.grad, p))
+
+    def accumulated(self, parameter: int) -> None:
+        """Autograd has accumulated into the parameter's ``grad``: take it, send what is full."""
+        self.take(parameter, self.gradient_of(parameter))
+        if self.is_matrix[parameter]:
+            self.parameters[parameter].grad = None  # its memory is free for the rest of backward
+        self.launch_ready()
 
     def launch_ready(self) -> None:
         """Send every bucket that is full and whose predecessors have left."""
-        while self._launched < len(self._live) and not self._live[self._launched].waiting:
-            bucket = self._live[self._launched]
+        while self._launched < len(self._buckets) and not self._buckets[self._launched].waiting:
+            bucket = self._buckets[self._launched]
             bucket.launched = True
-            for live in bucket.segments:
-                self._send(live)
+            for flight in bucket.flights:
+                self._send(flight)
             self._launched += 1
-            if self._memory is None:
+            if not self._shares_memory:
                 # What has arrived is a matter of time: nothing is issued, and nothing waited for,
                 # because another rank may launch its part at the end of its backward only. The
                 # rest stays until the flags are known.
-                self._collect(
+                self.collect(
                     [f for f in self._flights if f.segment.shard != EVERYONE and f.arrived()]
                 )
 
-    def _send(self, live: LiveSegment) -> None:
-        shard, flat = live.segment.shard, live.buffer.flat
+    def _send(self, flight: _Flight) -> None:
+        shard, flat = flight.segment.shard, flight.buffer.flat
         self._meter.add("gradients", flat)
         if shard == EVERYONE:
-            live.works = [self._groups.data.all_reduce(flat, tag="rest")]
+            flight.works = [self._groups.data.all_reduce(flat, tag="rest")]
         else:
-            live.works = [self._groups.gradients.reduce(flat, shard, tag="gradients")]
-            live.relay = self._replicated and shard == self._shard
-        self._flights.append(live)
+            flight.works = [self._groups.gradients.reduce(flat, shard, tag="gradients")]
+            flight.relay = self._replicated and shard == self._shard
+        self._flights.append(flight)
 
     def _relay(self) -> None:
         """Reduce along the replicas what was reduced along the shards.
@@ -295,41 +404,42 @@ class GradientReducer:
         owner's column holds what it has summed, as much as it keeps of the weights.
         """
         tag = "gradients across replicas"
-        for live in self._flights:
-            if not live.relay:
+        for flight in self._flights:
+            if not flight.relay:
                 continue
-            live.wait()
-            live.relay, start = False, 0
-            for replica, members in groupby(live.segment.spans, lambda span: span.replica):
+            flight.wait()
+            flight.relay, start = False, 0
+            for replica, members in groupby(flight.segment.spans, lambda span: span.replica):
                 numel = sum(span.numel for span in members)
-                part = live.buffer.flat.narrow(0, start, numel)
+                part = flight.buffer.flat.narrow(0, start, numel)
                 start += numel
                 self._meter.add(tag, part)
-                live.works.append(self._groups.replicas.reduce(part, replica, tag=tag))
+                flight.works.append(self._groups.replicas.reduce(part, replica, tag=tag))
 
     def give_up(self, parameters: Iterable[int]) -> None:
         """No gradients of these are to come in this round: send what there is."""
         for p in parameters:
-            live = self._live_of[p]
-            if p in live.empty:
+            if not self._arrived[p]:
                 self.take(p, self.gradient_of(p))
-            live.waiting.discard(p)
+            self._bucket_of[p].waiting.discard(p)
         self.launch_ready()
 
     def finish(self) -> None:
-        """End the round: send what is missing as zeros, agree on who took part.
+        """End the round, if it is open: send what is missing as zeros, agree on who took part.
 
         Raises:
             DmuonError: a rank found a gradient that cannot be reduced. Raised on every rank: here
                 where the host can read the flags, else by the next `ensure` after `clear`.
         """
-        self.give_up([p for live in self._live for p in sorted(live.waiting)])
+        if not self.open:
+            return  # nested backward calls (re-entrant checkpointing) each end once
+        self.give_up([p for live in self._buckets for p in sorted(live.waiting)])
         self._relay()
         self.open = False
         self.rounds += 1
         anywhere = self._participation()
         self._write_rest(anywhere)
-        for p in self._tracked:
+        for p in self._bucket_of:
             self.present[p] = self.present[p] or anywhere[p]
             if self.is_matrix[p]:
                 # The owner has it now. Left here, a second backward would add to it and
@@ -339,7 +449,7 @@ class GradientReducer:
     def _participation(self) -> list[bool]:
         """Which parameters have a gradient on any rank."""
         number = len(self.parameters)
-        complete = all(self._local[p] for p in self._tracked) and not any(self._unusable)
+        complete = all(self._local[p] for p in self._bucket_of) and not any(self._unusable)
         if complete:
             self._flags[:number].fill_(1)
             self._flags[number:].zero_()
@@ -354,27 +464,26 @@ class GradientReducer:
                 return [True] * number
             return [bool(flag) for flag in self._flags[:number].tolist()]
         flags = self._flags.tolist()
-        self._check_usable(flags[number:])
+        self._check_usable(flags)
         return [bool(flag) for flag in flags[:number]]
 
-    def _check_usable(self, unusable: Sequence[int], when: str = "") -> None:
+    def _check_usable(self, flags: Sequence[int], when: str = "") -> None:
         """Raise DmuonError, the same on every rank, if any rank had a gradient of no use."""
-        for spec, is_unusable in zip(self.specs.parameters, unusable, strict=True):
-            if is_unusable:
-                raise DmuonError(
-                    f"parameter {spec.name!r} got a gradient that is not dense (a sparse layout) "
-                    f"on some rank{when}; dmuon needs dense gradients (for an embedding: "
-                    "sparse=False)"
-                )
+        unusable = flags[len(self.parameters) :]
+        if any(unusable):
+            name = self.specs.parameters[list(map(bool, unusable)).index(True)].name
+            raise DmuonError(
+                f"parameter {name!r} got a gradient that is not dense (a sparse layout) on some "
+                f"rank{when}; dmuon needs dense gradients (for an embedding: sparse=False)"
+            )
 
     def _write_rest(self, anywhere: list[bool]) -> None:
         """Wait for the averaged gradients of the rest and put them in ``p.grad``."""
         grads, means = [], []
-        rest = [live for live in self._flights if live.segment.shard == EVERYONE]
-        self._flights = [live for live in self._flights if live.segment.shard != EVERYONE]
-        for live in rest:
-            live.wait()
-            for span, view in zip(live.segment.spans, live.views, strict=True):
+        rest = [flight for flight in self._flights if flight.segment.shard == EVERYONE]
+        for flight in rest:
+            flight.wait()
+            for span, view in zip(flight.segment.spans, flight.views, strict=True):
                 if not anywhere[span.parameter]:
                     continue
                 parameter = self.parameters[span.parameter]
@@ -384,8 +493,9 @@ class GradientReducer:
                 means.append(view.view(grads[-1].shape))
         if grads:
             torch._foreach_copy_(grads, means)
-        for live in rest:
-            live.buffer.release()
+        for flight in rest:
+            flight.buffer.release()
+        self._flights = [flight for flight in self._flights if flight.segment.shard != EVERYONE]
 
     # ---- between rounds ----------------------------------------------------------------------
 
@@ -394,44 +504,57 @@ class GradientReducer:
         if not self.open and (self.rounds == 0 or self.owed):
             self.begin()
 
-    def ensure(self) -> None:
+    def ensure(self, *, accumulated: bool = False) -> None:
         """Have at least one round since `clear`, and none open: what `step` and clipping need.
 
         A rank whose backward reached no parameter still joins the others' round here.
+        ``accumulated``: a wrapper may have left gradients in ``p.grad`` for the next round.
 
         Raises:
+            OwnershipError: a gradient was set after the round, and would be lost.
             DmuonError: a rank found a gradient that cannot be reduced; see `finish`.
         """
+        if not self.open and self.rounds and not self.owed:
+            matrices = (p for p in self._bucket_of if self.is_matrix[p])
+            left = next((p for p in matrices if self.parameters[p].grad is not None), None)
+            if left is not None and not accumulated:
+                raise OwnershipError(
+                    f"{self.specs.parameters[left].name!r} has a p.grad that was set after "
+                    "backward. Its owner has the reduced gradient already, so this one would be "
+                    "lost: change gradients in a hook (p.register_hook), or (layout='replicated') "
+                    "set all of them and run no backward"
+                )
+            self.owed = left is not None
         self.begin_owed()
-        if self.open:
-            self.finish()
+        self.finish()
         self.collect()
         earlier, self._earlier_flags = self._earlier_flags, []
-        when = " in the backward before the last step, which counted it as missing"
         for flags in earlier:
-            self._check_usable(flags.read()[len(self.parameters) :], when)
+            self._check_usable(
+                flags.read(), " in the backward before the last step, which counted it as missing"
+            )
 
-    def collect(self) -> None:
-        """Wait for the matrices' gradients and hand over those that arrived here."""
-        self._collect(self._flights)
-
-    def _collect(self, flights: Sequence[LiveSegment]) -> None:
-        if not flights:
-            return
-        for live in flights:
-            live.wait()
-        mine = [live for live in flights if live.segment.shard == self._shard]
-        if mine:
-            self._deliver(mine, self.rounds == (0 if self.open else 1))
-        for live in flights:
-            live.buffer.release()
+    def collect(self, arrived: Sequence[_Flight] | None = None) -> None:
+        """Wait for the matrices' gradients (of all segments, or these), and add up those that are
+        owned here."""
+        flights = self._flights if arrived is None else arrived
+        into: list[Tensor] = []
+        parts: list[Tensor] = []
+        for flight in flights:
+            flight.wait()
+            into += flight.places[0]
+            parts += flight.places[1]
+        if into:
+            first = self.rounds == (0 if self.open else 1)
+            (torch._foreach_copy_ if first else torch._foreach_add_)(into, parts)
+        for flight in flights:
+            flight.buffer.release()
         done = set(map(id, flights))
-        self._flights = [live for live in self._flights if id(live) not in done]
+        self._flights = [flight for flight in self._flights if id(flight) not in done]
 
     def clear(self) -> None:
         """Forget the gradients reduced so far, as `zero_grad` does."""
-        if self.open:
-            self.finish()
+        self.finish()
         self.collect()
         self._earlier_flags += self._recent_flags
         self._recent_flags = []
@@ -449,110 +572,68 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def hook_parameters(
-    reducer: GradientReducer, parameters: Sequence[nn.Parameter], before_round: Callable[[], None]
-) -> list[Remove]:
-    """A plain module: each gradient is taken as soon as it has been accumulated."""
+def hook_gradients(
+    parameters: Iterable[tuple[int, Tensor]], accumulated: Callable[[int], None]
+) -> list[Callable[[], None]]:
+    """Call the method ``accumulated(number)`` for each parameter as soon as its gradient has been
+    accumulated."""
     # The engine keeps hooks where the garbage collector does not look; a strong reference back to
     # the parameters would keep all of them for ever.
-    weak_reducer, weak_before = weakref.ref(reducer), weakref.WeakMethod(before_round)
+    weak = weakref.WeakMethod(accumulated)
 
-    def make(index: int) -> Callable[[Tensor], None]:
-        def on_gradient(p: Tensor) -> None:
-            reducer, before = weak_reducer(), weak_before()
-            if reducer is None or before is None or not reducer.sync:
-                return
-            if not reducer.open:
-                before()
-                reducer.begin()
-                at_end_of_backward(_end_of(reducer))
-            reducer.take(index, p.grad)
-            if reducer.is_matrix[index]:
-                p.grad = None  # taken: its memory is free for the rest of backward
-            reducer.launch_ready()
+    def make(number: int) -> Callable[[Tensor], None]:
+        def on_gradient(_: Tensor) -> None:
+            accumulated = weak()
+            if accumulated is not None:
+                accumulated(number)
 
         return on_gradient
 
-    return [p.register_post_accumulate_grad_hook(make(i)).remove for i, p in enumerate(parameters)]
+    return [p.register_post_accumulate_grad_hook(make(i)).remove for i, p in parameters]
 
 
-def _end_of(reducer: GradientReducer) -> Callable[[], None]:
-    def end() -> None:
-        # Nested backward calls (re-entrant checkpointing) each end once; the round may be over.
-        if reducer.open:
-            reducer.finish()
-
-    return end
-
-
-class _DDPHook:
-    """The one communication hook that a `DistributedDataParallel` can ever get.
-
-    ``on_bucket`` comes and goes with ownerships; without one it does what DDP does by default.
-    """
-
-    def __init__(self) -> None:
-        self.on_bucket: Callable[[Any], None] | None = None
-
-    def run(self, group: ProcessGroup, bucket: Any) -> torch.futures.Future[Tensor]:
-        if self.on_bucket is None:
-            return allreduce_hook(group, bucket)
-        self.on_bucket(bucket)
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-
-_hook_of_ddp: weakref.WeakKeyDictionary[DistributedDataParallel, _DDPHook] = (
+# What the one communication hook that a `DistributedDataParallel` can ever get does; without an
+# entry it does what DDP does by default.
+_on_bucket: weakref.WeakKeyDictionary[DistributedDataParallel, Callable[[Any], None] | None] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def _ddp_hook(ddp: DistributedDataParallel) -> _DDPHook:
-    hook = _hook_of_ddp.get(ddp)
-    if hook is None:
-        hook = _DDPHook()
-        try:
-            # No annotations: DDP compares them with types, and ours are strings.
-            ddp.register_comm_hook(ddp.process_group, lambda group, bucket: hook.run(group, bucket))
-        except RuntimeError as error:
-            raise OwnershipError(
-                "DistributedDataParallel did not accept dmuon's communication hook; it takes one "
-                f"only, so do not register another ({error})"
-            ) from error
-        _hook_of_ddp[ddp] = hook
-    return hook
+def _register_hook(ddp: DistributedDataParallel) -> None:
+    weak = weakref.ref(ddp)
+
+    def run(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        ddp = weak()
+        on_bucket = None if ddp is None else _on_bucket[ddp]
+        if on_bucket is None:
+            return allreduce_hook(group, bucket)
+        on_bucket(bucket)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    try:
+        # No annotations: DDP compares them with types, and ours are strings.
+        ddp.register_comm_hook(ddp.process_group, lambda group, bucket: run(group, bucket))
+    except RuntimeError as error:
+        raise OwnershipError(
+            "DistributedDataParallel did not accept dmuon's communication hook; it takes one "
+            f"only, so do not register another ({error})"
+        ) from error
 
 
 def hook_ddp(
-    reducer: GradientReducer,
-    ddp: DistributedDataParallel,
-    parameters: Sequence[nn.Parameter],
-    before_round: Callable[[], None],
-    make_bucket: Callable[[Sequence[int]], GradientBucket],
-) -> list[Remove]:
-    """DDP: its buckets are ours, and what is in them is taken from there."""
-    end = _end_of(reducer)
-    index_of = {id(p): i for i, p in enumerate(parameters)}
-
-    def on_bucket(bucket: Any) -> None:
-        if bucket.index() == 0:
-            before_round()
-            reducer.begin([])
-        members = [index_of[id(p)] for p in bucket.parameters()]
-        reducer.add_bucket(make_bucket(members))
-        for index, p, grad in zip(members, bucket.parameters(), bucket.gradients(), strict=True):
-            reducer.take(index, None if p.grad is None else grad)
-        reducer.launch_ready()
-        if bucket.is_last():
-            # DDP queues its own end (it writes p.grad) right after this hook returns; ours must
-            # come after that one, hence the second turn in the queue.
-            at_end_of_backward(lambda: at_end_of_backward(end))
-
-    hook = _ddp_hook(ddp)
-    hook.on_bucket = on_bucket
+    ddp: DistributedDataParallel, on_bucket: Callable[[Any], None]
+) -> list[Callable[[], None]]:
+    """DDP hands its buckets over to ``on_bucket`` instead of reducing them."""
+    if ddp not in _on_bucket:
+        _register_hook(ddp)
+    _on_bucket[ddp] = on_bucket
+    weak = weakref.ref(ddp)
 
     def remove() -> None:
-        hook.on_bucket = None
+        ddp = weak()
+        if ddp is not None:
+            _on_bucket[ddp] = None
 
     return [remove]

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from dmuon.adamw import adamw_step, refresh_masters
 from dmuon.comm import streams
-from dmuon.comm.owners import OwnerRuntime, Unstack, oriented, rows_of, set_rows
+from dmuon.comm.owners import OwnerRuntime
+from dmuon.comm.reducer import oriented, rows_of, set_rows, unstacker
 from dmuon.comm.routes import Unit
 from dmuon.config import KernelOptions
 from dmuon.dtensors import gradient_like, local_tensor
@@ -50,52 +51,49 @@ class _OwnerState:
     def of(self, unit: Unit) -> list[Tensor]:
         """The momentum of a unit and, where they are kept, its masters."""
         key = unit.matrices[0]
-        if self._with_masters and key not in self._masters:
-            master = torch.empty(unit.shape, device=self._runtime.device)
-            for slot, weight in zip(
-                oriented(unit, master), self._runtime.weights(unit), strict=True
-            ):
-                slot.copy_(weight.reshape(slot.shape))
-            self._masters[key] = master
-        return [self._momentum[key], *([self._masters[key]] if self._with_masters else [])]
+        if not self._with_masters:
+            return [self._momentum[key]]
+        if key not in self._masters:
+            self._masters[key] = torch.empty(unit.shape, device=self._runtime.device)
+            for slot, weight in self._slots(unit):
+                slot.copy_(weight)
+        return [self._momentum[key], self._masters[key]]
 
     def refresh_masters(self) -> None:
         """Take over weights that were loaded into the model since the masters were made."""
         for unit in self._units:
-            master = self._masters.get(unit.matrices[0])
-            if master is None:
-                continue
-            for slot, weight in zip(
-                oriented(unit, master), self._runtime.weights(unit), strict=True
-            ):
-                slot.copy_(merged_master(slot, weight.reshape(slot.shape)))
+            if unit.matrices[0] in self._masters:
+                for slot, weight in self._slots(unit):
+                    slot.copy_(merged_master(slot, weight))
 
-    def entries(self, name: str) -> Iterator[tuple[Tensor, Any]]:
-        """Views for ``optimizer.state`` of "momentum_buffer" or "master_weight": (parameter, one
-        tensor of its shape, or one a matrix by name)."""
-        stacks = self._momentum if name == "momentum_buffer" else self._masters
-        by_parameter: dict[int, dict[str, Tensor]] = {}
+    def _slots(self, unit: Unit) -> Iterator[tuple[Tensor, Tensor]]:
+        """Where each master of a unit is kept, and the weight."""
+        masters = oriented(unit, self._masters[unit.matrices[0]])
+        for slot, weight in zip(masters, self._runtime.weights(unit), strict=True):
+            yield slot, weight.reshape(slot.shape)
+
+    def views(self, key: str) -> Iterator[tuple[Tensor, str | None, Tensor]]:
+        """Of "momentum_buffer" or "master_weight", for ``optimizer.state``: (parameter, the name of
+        its matrix, or None where that is all of it, a view)."""
+        stacks = self._momentum if key == "momentum_buffer" else self._masters
         for unit in self._units:
             stack = stacks.get(unit.matrices[0])
             if stack is None:
                 continue
-            whole = Unstack(self._specs, unit)(stack)
+            whole = unstacker(self._specs, unit)(stack)
             for i, matrix, view in zip(unit.matrices, oriented(unit, stack), whole, strict=True):
                 spec = self._specs.matrices[i]
-                is_whole = spec.numel == self._specs.parameters[spec.parameter].numel
-                by_parameter.setdefault(spec.parameter, {})[spec.name] = (
-                    view if is_whole else matrix
-                )
-        for p, parts in by_parameter.items():
-            entry = parts.get(self._specs.parameters[p].name)
-            yield self._runtime.parameters[p], parts if entry is None else entry
+                p = self._runtime.parameters[spec.parameter]
+                if spec.numel == self._specs.parameters[spec.parameter].numel:
+                    yield p, None, view
+                else:
+                    yield p, spec.name, matrix
 
     def check(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         """Raise OwnershipError if an owned matrix has no momentum among the saved entries."""
-        for p, entry in self.entries("momentum_buffer"):
+        for p, name, _ in self.views("momentum_buffer"):
             source = saved.get(p, {}).get("momentum_buffer")
-            names = set(entry) if isinstance(entry, dict) else None
-            if source is None or (names is not None and not names <= set(source)):
+            if source is None or (name is not None and name not in source):
                 raise OwnershipError(
                     "the optimizer state has no momentum for an owned parameter of shape "
                     f"{tuple(p.shape)}: it was saved by another rank or another plan"
@@ -103,26 +101,19 @@ class _OwnerState:
 
     def load(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         """Copy momentum and masters from saved entries of the same form (see `check`)."""
-        self._copy(saved, "momentum_buffer")
-        if not self._with_masters:
-            return
-        if any("master_weight" in e for e in saved.values() if "momentum_buffer" in e):
+        self._masters.clear()
+        keys = ["momentum_buffer"]
+        if self._with_masters and any(
+            "master_weight" in e for e in saved.values() if "momentum_buffer" in e
+        ):
             for unit in self._units:
                 self.of(unit)
-            self._copy(saved, "master_weight")
-        else:
-            self._masters.clear()
-
-    def _copy(self, saved: Mapping[Tensor, dict[str, Any]], name: str) -> None:
-        for p, entry in self.entries(name):
-            source = saved[p].get(name)
-            if source is None:
-                continue  # a master that its weight had not needed yet
-            if isinstance(entry, dict):
-                for key, target in entry.items():
-                    target.copy_(source[key])
-            else:
-                entry.copy_(source)
+            keys.append("master_weight")
+        for key in keys:
+            for p, name, view in self.views(key):
+                source = saved[p].get(key)
+                if source is not None:  # else a master that its weight had not needed yet
+                    view.copy_(source if name is None else source[name])
 
 
 def _by_rate(rate: Rates, unit: Unit, where: list[int]) -> list[tuple[float, Sequence[int]]]:
@@ -168,7 +159,7 @@ class OwnerEngine:
         self._kernels = Orthogonalizer(self._runtime.device, settings.ns_dtype, kernels)
         mine = [u for u in self._runtime.units if u.owner == self._runtime.transport.rank]
         self._kernels.reserve(self._call(unit, len(unit.matrices)) for unit in mine)
-        self._show_momentum()
+        self._show("momentum_buffer")
 
     def _call(self, unit: Unit, count: int) -> Call:
         """Newton-Schulz on ``count`` matrices of ``unit``."""
@@ -182,9 +173,14 @@ class OwnerEngine:
             return dtype
         return self._settings.ns_dtype
 
-    def _show_momentum(self) -> None:
-        for p, entry in self._state.entries("momentum_buffer"):
-            self._optimizer.state[p]["momentum_buffer"] = entry
+    def _show(self, key: str) -> None:
+        """Have the optimizer's state refer to what is kept: a tensor, or one a matrix by name."""
+        for p, name, view in self._state.views(key):
+            state = self._optimizer.state[p]
+            if name is None:
+                state[key] = view
+            else:
+                state.setdefault(key, {})[name] = view
 
     # ---- a step ------------------------------------------------------------------------------
 
@@ -271,15 +267,14 @@ class OwnerEngine:
         return {"update_rms": rms, "kernels": self._kernels.report()}
 
     def before_state_dict(self) -> None:
-        for p, entry in self._state.entries("master_weight"):
-            self._optimizer.state[p]["master_weight"] = entry
+        self._show("master_weight")
 
     def check_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         self._state.check(saved)
 
     def load_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         self._state.load(saved)
-        self._show_momentum()
+        self._show("momentum_buffer")
         for p in (p for params in self._rest.values() for p in params):
             self._optimizer.state.pop(p, None)
             if "exp_avg" in saved.get(p, {}):

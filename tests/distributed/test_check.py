@@ -16,7 +16,7 @@ import torch
 import dmuon
 import dmuon.tools.equivalence
 from dmuon.__main__ import main
-from dmuon.comm.dedicated import prefetch as dedicated_prefetch
+from dmuon.comm.dedicated import storage as dedicated_storage
 from dmuon.comm.transport import C10dTransport
 from dmuon.tools import check as command
 from dmuon.tools.equivalence import YARDSTICKS, _moved
@@ -131,7 +131,7 @@ def delivered_on_wait(monkeypatch, rank):
 
 def forward_does_not_wait(monkeypatch, rank):
     delivered_on_wait(monkeypatch, rank)
-    monkeypatch.setattr(dedicated_prefetch.Publisher, "wait_for", lambda self, group: None)
+    monkeypatch.setattr(dedicated_storage.Group, "wait_published", lambda self: None)
 
 
 def lost_message(tag):

@@ -344,14 +344,14 @@ class Stack(nn.Module):
 def test_gradients_on_their_way_take_no_more_memory_than_owners_need(rank, world, mesh):
     """Beside one bucket, at most what the owners of this column are to get of all gradients."""
     with pair_with_log(0, mesh, build=Stack, work=Prompt) as (pair, _):
-        reducer = pair.own.runtime.weights_here.prefetcher.reducer
+        reducer = pair.own.runtime.reducer
         one = 4 * 64 * 64
         column = range(rank % mesh[-1], world, mesh[-1])
         mine = [i for i in range(8) if pair.own.owner_of(f"blocks.{i}.weight") in column]
         peak, send = 0, reducer._send
 
         def held() -> int:
-            buffers = (s.buffer.flat for bucket in reducer._live for s in bucket.segments)
+            buffers = (s.buffer.flat for bucket in reducer._buckets for s in bucket.flights)
             return sum(flat.untyped_storage().nbytes() for flat in buffers)
 
         def watched(live):

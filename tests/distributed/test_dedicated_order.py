@@ -231,9 +231,9 @@ def buffer_bytes(own) -> int:
     """Bytes that the groups' buffers take now, apart from what is kept here."""
     return sum(
         live.buffer.flat.untyped_storage().nbytes()
-        for group in own.runtime.weights_here.storage.groups
+        for group in own.runtime.storage.groups
         for live in group.buckets
-        if live.kept is not live.buffer.flat
+        if not live.lasting
     )
 
 

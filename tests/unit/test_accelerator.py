@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmuon.comm.owners import rows_of, set_rows
+from dmuon.comm.reducer import rows_of, set_rows
 from dmuon.comm.streams import Stopwatch, host_can_read
 from tests.accelerator import host_cannot_read, nothing_read
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,23 +39,23 @@ def dedicated(model, freed=True, **settings):
 
 
 @FREED
-@pytest.mark.parametrize("settings", [{}, {"nesterov": False, "weight_decay": 0.5}], ids=str)
-def test_ten_steps_are_those_of_the_reference_bitwise(freed, settings):
-    model = AllDifferent()
+@pytest.mark.parametrize(
+    ("build", "batch", "settings"),
+    [
+        (AllDifferent, (4, 2, 6), {}),
+        (AllDifferent, (4, 2, 6), {"nesterov": False, "weight_decay": 0.5}),
+        (Mixed, (4, WIDTH), {}),  # experts, splits, heads: batches of pieces
+    ],
+)
+def test_ten_steps_are_those_of_the_reference(freed, build, batch, settings):
+    model = build()
     own, opt, twin, ref = dedicated(model, freed, **settings)
-    ours = train(model, opt, inputs((4, 2, 6)), range(10))
-    theirs = train(twin, ref, inputs((4, 2, 6)), range(10))
-    assert ours == theirs and len(set(ours)) == 10
-    assert_bitwise(weights(model), weights(twin))
-    own.close()
-
-
-@FREED
-def test_experts_splits_heads_and_blocks_follow_the_reference(freed):
-    model = Mixed()
-    own, opt, twin, ref = dedicated(model, freed)
-    ours = train(model, opt, inputs((4, WIDTH)), range(6))
-    theirs = train(twin, ref, inputs((4, WIDTH)), range(6))
+    ours = train(model, opt, inputs(batch), range(10))
+    theirs = train(twin, ref, inputs(batch), range(10))
+    assert len(set(ours)) == 10
+    if build is AllDifferent:
+        assert ours == theirs
+        assert_bitwise(weights(model), weights(twin))
     assert ours == pytest.approx(theirs, abs=1e-5)
     assert_within(weights(model), weights(twin), 1e-5)
     own.close()
@@ -97,40 +95,3 @@ def test_clipping_equals_torch():
         assert norms[0] == pytest.approx(norms[1], abs=1e-6)
     assert_within(weights(model), weights(twin), 1e-5)
     own.close()
-
-
-def test_async_and_sync_publish_are_bitwise_the_same():
-    results = []
-    for publish in ("async", "sync"):
-        torch.manual_seed(0)
-        model = TinyGPT()
-        own = dmuon.dedicate_params(model, layout="dedicated")
-        train(model, dmuon.Muon(model, **SETTINGS, publish=publish), tokens(), range(4))
-        own.close()
-        results.append(weights(model))
-    assert_bitwise(*results)
-
-
-def test_resuming_is_bitwise():
-    model = TinyGPT()
-    own, opt, _, _ = dedicated(model)
-    train(model, opt, tokens(), range(2))
-    with own.materialized(model):
-        state = {n: v.clone() for n, v in model.state_dict().items()}
-    saved = torch.load(_written(opt.state_dict()), weights_only=False)
-    train(model, opt, tokens(), range(2, 4))
-    other = TinyGPT()
-    again = dmuon.dedicate_params(other, layout="dedicated", plan=own.plan)
-    second = dmuon.Muon(other, **SETTINGS)
-    with again.materialized(other):
-        other.load_state_dict(state)
-    second.load_state_dict(saved)
-    train(other, second, tokens(), range(2, 4))
-    assert_bitwise(weights(other), weights(model))
-
-
-def _written(value):
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    stream.seek(0)
-    return stream

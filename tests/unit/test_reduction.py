@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import dmuon.comm.streams
 from dmuon.comm.buckets import Slices, gradient_bucket
 from dmuon.comm.process_groups import Grid, ProcessGroups
-from dmuon.comm.reducer import GradientReducer
+from dmuon.comm.reducer import GradientReducer, OwnedGradients
 from dmuon.comm.transport import LocalTransport, Meter, Work
 from dmuon.scheduler.select import collect
 from dmuon.types import DmuonError
@@ -53,9 +53,8 @@ def reducer_of(model: nn.Module, world: int) -> GradientReducer:
     buckets = [gradient_bucket(slices, [p], rest, 0, None) for p in members]
     groups = ProcessGroups.flat(Alike(world))
     parameters = list(model.parameters())
-    return GradientReducer(
-        slices, parameters, groups, None, Meter(), buckets, lambda segments, first: None
-    )
+    owned = OwnedGradients(slices, (), 0, None, torch.device("cpu"))
+    return GradientReducer(slices, parameters, groups, None, Meter(), buckets, owned)
 
 
 WORLDS = [1, 2, 255, 256, 2048, 4096, 2**16]

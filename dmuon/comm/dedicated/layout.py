@@ -18,10 +18,9 @@ ranks: gradients to the owner, updates back.
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -29,21 +28,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dmuon.comm.buckets import GradientBucket, Slices, cut_buckets, gradient_bucket
-from dmuon.comm.dedicated.hooks import (
-    ModuleGroup,
+from dmuon.comm.dedicated.prefetch import (
+    Prefetcher,
     check_first_forward,
-    hook_gradients,
     hook_module,
-    hook_points,
-    module_groups,
 )
-from dmuon.comm.dedicated.prefetch import Weights
-from dmuon.comm.hooks import fsdp_roots
-from dmuon.comm.layout import Apply, Compute, Gradients, PlannedPlaces
-from dmuon.comm.owners import OwnedGradients, OwnerRuntime, Unstack, rows_of, set_rows
+from dmuon.comm.dedicated.storage import Storage, module_groups
+from dmuon.comm.hooks import area, fsdp_roots, wait_points
+from dmuon.comm.layout import Gradients, ParameterWatch, not_bound
+from dmuon.comm.owners import Apply, Compute, OwnerRuntime
 from dmuon.comm.pipeline import Pipeline
 from dmuon.comm.process_groups import ProcessGroups
-from dmuon.comm.reducer import GradientReducer
+from dmuon.comm.reducer import (
+    GradientReducer,
+    OwnedGradients,
+    hook_gradients,
+    rows_of,
+    set_rows,
+    unstacker,
+)
 from dmuon.comm.routes import Part, Unit, bucket_route
 from dmuon.comm.transport import Meter
 from dmuon.config import DedicatedOptions, ShardedOptions
@@ -97,14 +100,16 @@ class _Assembly:
         self._pipeline = Pipeline(
             routes, near, groups.tensors, meter, options.buffers, like, inbound=reduced
         )
+        # What is kept never moves, so views of it are made once.
         self._sources: list[tuple[list[Tensor], list[Tensor]]] = []
         self._landed: list[list[tuple[int, _Parts]]] = []
         for bucket in self._pipeline.buckets:
-            sent = [part for _, part in _views(bucket.send, bucket.route.held.parts)]
-            here = [
-                (view, owned.here[i]) for parts in sent for _, i, view in parts
-            ]  # made once: what is kept never moves
-            self._sources.append(([view for view, _ in here], [grad for _, grad in here]))
+            sent = [
+                (view, owned.here[i])
+                for _, parts in _views(bucket.send, bucket.route.held.parts)
+                for _, i, view in parts
+            ]
+            self._sources.append(([view for view, _ in sent], [grad for _, grad in sent]))
             landed = _views(bucket.landed, bucket.route.held.parts)
             copied = _views(bucket.copies_in, bucket.route.copies_in.parts)
             self._landed.append([*landed, *copied])
@@ -165,46 +170,43 @@ class DedicatedRuntime(OwnerRuntime):
         self._tensor_axes = tensor_axes
         self._place = slices.grid.place(process_groups.world.rank)
         self._muon = muon = frozenset(self.plan.specs.muon_parameters())
-        self._payload_dtype: Callable[[str], torch.dtype] = lambda dtype: getattr(torch, dtype)
         self._assemblies: list[_Assembly] = []
         self._counted: frozenset[int] = frozenset()
-        self._rms: dict[int, Tensor] = {}  # by a unit's first matrix
+        # By a unit's first matrix: RMS of its updates, its weights here, what unstacks its updates.
+        self._rms: dict[int, Tensor] = {}
         self._applied: dict[int, list[Tensor]] = {}
-        self._unstack: dict[int, Unstack] = {}
+        self._unstack: dict[int, Callable[[Tensor], list[Tensor]]] = {}
         index = {id(p): i for i, p in enumerate(parameters)}
-        self._modules: list[ModuleGroup] = module_groups(model, options.groups, index)
-        carrying = [group for group in self._modules if not muon.isdisjoint(group.parameters)]
-        # Not kept: an ownership refers to no module, for the model refers to it.
-        number = {key: p for key, p in index.items() if p in muon}
-        points = hook_points(model, carrying, number)
-        below = {
-            point.module: [number[id(p)] for p in point.module.parameters() if id(p) in number]
-            for point in points
-        }
-        self.weights_here = Weights(
-            slices,
-            model,
-            parameters,
-            process_groups,
-            self.meter,
-            options,
-            device,
-            [(group.name, group.parameters, group.uses, group.is_root) for group in carrying],
-            weakref.WeakKeyDictionary(below),
+        self._modules = module_groups(model, options.groups, index)
+        groups = [group for group in self._modules if not muon.isdisjoint(group.parameters)]
+        # Modules are not kept: an ownership refers to none, for the model refers to it.
+        blocks = {m for g in groups if not g.is_root and (m := g.module()) is not None}
+        group_of = {p: g for g, group in enumerate(groups) for p in group.parameters if p in muon}
+        points = []
+        for point in wait_points(model, blocks):
+            numbers = (index[i] for i in point.parameters if i in index)
+            needs = sorted({group_of[p] for p in numbers if p in group_of})
+            if needs or point.is_root:
+                points.append((point, needs))
+        self.storage = Storage(
+            slices, model, parameters, groups, process_groups, self.meter, options, device
         )
-        self._removers = [r for point in points for r in hook_module(self.weights_here, point)]
-        self._end_watch = check_first_forward(self.weights_here, model)
+        self.prefetcher = Prefetcher(self.storage, options)
+        for point, needs in points:
+            inside = () if point.in_block else tuple(area(point.module, blocks))
+            self._removers += hook_module(self.prefetcher, point, needs, inside)
+        self._end_watch = check_first_forward(self.storage, model)
         self._removers.append(self._end_watch)
 
     # ---- weights -----------------------------------------------------------------------------
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:  # type: ignore[override]
-        return self.weights_here.parameters
+        return self.storage.parameters
 
     @property
     def loads(self) -> int:  # type: ignore[override]
-        return self.weights_here.loads
+        return self.storage.loads
 
     @property
     def dedicated(self) -> list[nn.Parameter]:
@@ -212,24 +214,53 @@ class DedicatedRuntime(OwnerRuntime):
         return [self.parameters[p] for p in sorted(self._muon)]
 
     def adopt(self) -> None:
-        self.weights_here.adopt()
+        self.storage.adopt()
 
-    def materialized(self, module: nn.Module) -> AbstractContextManager[None]:
+    @contextmanager
+    def materialized(self, module: nn.Module) -> Iterator[None]:
         """Inside, the parameters of ``module`` are whole; a collective call."""
-        return self.weights_here.materialized(module)
+        if self._closed:
+            raise not_bound(True)
+        storage, prefetcher = self.storage, self.prefetcher
+        storage.ready()
+        inside = prefetcher.in_forward  # of a forward pass: it goes on afterwards
+        if not inside:
+            prefetcher.recover()
+            storage.check()
+        storage.wait_published()
+        try:
+            with storage.whole(module):
+                yield
+        finally:
+            if not inside:
+                prefetcher.drop()  # what was launched ahead may have been written to
 
     def weights(self, unit: Unit) -> list[Tensor]:
-        matrices, storage = self.plan.specs.matrices, self.weights_here.storage
+        matrices, storage = self.plan.specs.matrices, self.storage
         found = [(matrices[i].transposed, storage.weight_of(i)) for i in unit.matrices]
         return [weight.transpose(0, 1) if turned else weight for turned, weight in found]
 
-    # ---- binding and closing -----------------------------------------------------------------
+    def synchronize(self) -> None:
+        """Wait for what is being published to the holders."""
+        self.storage.wait_published()
+
+    def close(self) -> None:
+        """Give every rank the whole weights again and remove every hook; a collective call."""
+        try:
+            self.prefetcher.drop()
+            self.storage.restore()
+        except OwnershipError:
+            pass  # torch.distributed was shut down first: nothing can travel any more
+        self._unbind()
+        self.process_groups.close()
+
+    # ---- binding -----------------------------------------------------------------------------
 
     def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
         owned = self._collect_at(groups, self._options.reduce_dtype)
-        storage = self.weights_here.storage
+        storage = self.storage
+        storage.ready()
         self._end_watch()  # `Muon` has looked
-        self._payload_dtype = payload_dtype
         # What is kept never moves, so views of it are made once.
         self._applied = {
             u.matrices[0]: [storage.weight_of(i) for i in u.matrices] for u in owned.near
@@ -237,57 +268,39 @@ class DedicatedRuntime(OwnerRuntime):
         self._rms = {
             u.matrices[0]: torch.zeros(len(u.matrices), device=self.device) for u in owned.mine
         }
-        self._unstack = {u.matrices[0]: Unstack(self.plan.specs, u) for u in owned.mine}
+        self._unstack = {u.matrices[0]: unstacker(self.plan.specs, u) for u in owned.mine}
         if not self.keeps_whole:
-            self._assemblies = self._make_assemblies(owned)
+            self._assemblies = self._make_assemblies(owned, payload_dtype)
         buckets = self._buckets()
-        reducer = GradientReducer(
-            self._slices,
-            self.parameters,
-            self.process_groups,
-            None,
-            self.meter,
-            buckets,
-            owned.deliver,
+        self.reducer = GradientReducer(
+            self._slices, self.parameters, self.process_groups, None, self.meter, buckets, owned
         )
-        self._counted = frozenset(
-            i
-            for i, p in enumerate(self.parameters)
-            if i not in self._muon and is_distributed(p) and self._counts(p)
-        )
-        self._live = reducer, owned
-        self._places = self._planned_places()
-        self.weights_here.prefetcher.reducer = reducer
+        others = [(i, p) for i, p in enumerate(self.parameters) if i not in self._muon]
+        distributed = [(i, p) for i, p in others if is_distributed(p)]
+        self._counted = frozenset(i for i, p in distributed if self._counts(p))
+        model = self._model()
+        if model is not None:
+            # FSDP2 puts others into the place of its own parameters while a unit is gathered.
+            exempt = [p for _, p in distributed] if fsdp_roots(model) else []
+            self._watch = ParameterWatch(model, self.parameters, exempt)
+        self.prefetcher.reducer = self.reducer
         tracked = [(p, self.parameters[p]) for bucket in buckets for p in bucket.parameters]
-        self._removers += hook_gradients(self.weights_here, tracked)
+        self._removers += hook_gradients(tracked, self.prefetcher.accumulated)
 
-    def _make_assemblies(self, owned: OwnedGradients) -> list[_Assembly]:
+    def _make_assemblies(
+        self, owned: OwnedGradients, payload_dtype: Callable[[str], torch.dtype]
+    ) -> list[_Assembly]:
         by_dtype: dict[tuple[torch.dtype, torch.dtype], list[Unit]] = defaultdict(list)
         for unit in owned.near:
             dtype = self.plan.specs.matrices[unit.matrices[0]].dtype
             reduced = self._options.reduce_dtype or getattr(torch, dtype)
-            by_dtype[reduced, self._payload_dtype(dtype)].append(unit)
-        return [
-            _Assembly(
-                self._slices,
-                units,
-                owned,
-                self.process_groups,
-                self.meter,
-                reduced,
-                torch.empty(0, dtype=published, device=self.device),
-            )
-            for (reduced, published), units in by_dtype.items()
-        ]
-
-    def _planned_places(self) -> PlannedPlaces | None:
-        model = self._model()
-        if model is None:
-            return None
-        # FSDP2 puts other objects into the place of its own parameters while a unit is gathered.
-        theirs = [p for p in self.parameters if is_distributed(p)] if fsdp_roots(model) else []
-        dedicated = set(self.dedicated)
-        return PlannedPlaces(model, self.parameters, [p for p in theirs if p not in dedicated])
+            by_dtype[reduced, payload_dtype(dtype)].append(unit)
+        groups, meter = self.process_groups, self.meter
+        found = []
+        for (reduced, published), units in by_dtype.items():
+            like = torch.empty(0, dtype=published, device=self.device)
+            found.append(_Assembly(self._slices, units, owned, groups, meter, reduced, like))
+        return found
 
     def _buckets(self) -> list[GradientBucket]:
         """One a group in the order of backward; the root's, and what is in none, last.
@@ -303,7 +316,7 @@ class DedicatedRuntime(OwnerRuntime):
         }
         members, last = [], []
         for group in reversed(self._modules):
-            matrices = [] if group.is_root else [p for p in group.parameters if p in self._muon]
+            matrices = [p for p in group.parameters if p in self._muon and not group.is_root]
             members.append(matrices)
             last += [
                 p for p in group.parameters if p not in matrices and (p in self._muon or p in rest)
@@ -313,43 +326,27 @@ class DedicatedRuntime(OwnerRuntime):
             gradient_bucket(self._slices, m, rest, tensor, dtype) for m in [*members, last] if m
         ]
 
-    def close(self) -> None:
-        """Give every rank the whole weights again and remove every hook; a collective call."""
-        self.weights_here.close()
-        self._unbind()
-        self.process_groups.close()
-
     # ---- gradients ---------------------------------------------------------------------------
 
     def set_sync(self, sync: bool) -> bool:
-        reducer, _ = self._bound
-        prefetcher = self.weights_here.prefetcher
-        previous, prefetcher.sync = prefetcher.sync, sync
-        reducer.owed = reducer.owed or (sync and not previous)
+        previous = super().set_sync(sync)
         model = self._model()
         for root in () if model is None else fsdp_roots(model):
             root.set_requires_gradient_sync(sync)
         return previous
 
     def reduce_gradients(self) -> None:
-        reducer, _ = self._bound
-        self._check()
-        self.weights_here.storage.check()
-        self.weights_here.prefetcher.recover()
-        self.weights_here.prefetcher.pass_by()
-        left = None if reducer.owed or not reducer.rounds else reducer.local_matrix()
-        if left:
-            raise OwnershipError(
-                f"{left!r} has a p.grad that was set after backward. Its owner has the reduced "
-                "gradient already, so this one would be lost: change gradients in a hook "
-                "(p.register_hook)"
-            )
+        reducer = self._bound
+        self._check_model()
+        self.storage.check()
+        self.prefetcher.recover()
+        self.prefetcher.pass_by()
         reducer.ensure()
 
     def gradients(self) -> Gradients:
         """Matrices' gradients lie with their owners, FSDP2's in shards, the others everywhere."""
-        reducer, owned = self._bound
-        counted, common = owned.collected(reducer.present), []
+        reducer = self._bound
+        counted, common = reducer.owned.collected(reducer.present), []
         stored = list(counted)
         for i, p in enumerate(self.parameters):
             grad = None if i in self._muon else reducer.gradient_of(i)
@@ -372,21 +369,22 @@ class DedicatedRuntime(OwnerRuntime):
         return (over_tensors or tensor == 0) and (over_data or (replica, shard) == (0, 0))
 
     def zero_grad(self) -> None:
-        if self._live is not None:
-            self.weights_here.recover()
+        if self.reducer is not None:
+            self.prefetcher.recover()
         super().zero_grad()
 
     # ---- step --------------------------------------------------------------------------------
 
     def step(self, compute: Compute, apply: Apply) -> None:
-        reducer, owned = self._bound
-        self.weights_here.prefetcher.begin_step()
-        self.weights_here.publisher.begin()
-        present = reducer.present
+        reducer = self._bound
+        owned, present = reducer.owned, reducer.present
+        self.prefetcher.begin_step()
+        matrices = self.plan.specs.matrices
 
         def computed(unit: Unit, gradients: Tensor) -> Tensor | None:
             """What is published of a unit, ``[b, rows, cols]``; undefined where nothing came."""
-            where, rms = owned.where(unit, present), self._rms[unit.matrices[0]]
+            where = [k for k, i in enumerate(unit.matrices) if present[matrices[i].parameter]]
+            rms = self._rms[unit.matrices[0]]
             if len(where) < len(unit.matrices):
                 rms.zero_()
             if not where:
@@ -399,8 +397,8 @@ class DedicatedRuntime(OwnerRuntime):
             set_rows(whole, where, payload)
             return whole
 
-        def update(unit: Unit, parts: list[tuple[int, int, Tensor]]) -> None:
-            came = [(k, v) for k, i, v in parts if present[self.plan.specs.matrices[i].parameter]]
+        def update(unit: Unit, parts: _Parts) -> None:
+            came = [(k, view) for k, i, view in parts if present[matrices[i].parameter]]
             if came:
                 targets, where = self._applied[unit.matrices[0]], [k for k, _ in came]
                 apply(unit, where, [targets[k] for k in where], [view for _, view in came])
@@ -410,31 +408,21 @@ class DedicatedRuntime(OwnerRuntime):
                 assembly.run(computed, update)
         else:
             todo = {i for unit in owned.mine for i in unit.matrices}
-            self._launch_ahead(todo)
+            self.prefetcher.launch_ahead(todo)
             for unit in owned.mine:
                 payload = computed(unit, owned.stack(unit))
                 if payload is not None:
                     views = self._unstack[unit.matrices[0]](payload)
                     update(unit, list(zip(range(len(views)), unit.matrices, views, strict=True)))
                 todo.difference_update(unit.matrices)
-                self._launch_ahead(todo)
-        self._launch_ahead(set())
+                self.prefetcher.launch_ahead(todo)
+        self.prefetcher.launch_ahead(set())
         reducer.clear()
-
-    def _launch_ahead(self, todo: set[int]) -> None:
-        """Publish to holders, or launch the next forward pass's first groups, as far as done."""
-        if self._slices.grid.shape[0] > 1:
-            self.weights_here.publisher.launch_ready(todo)
-        else:
-            self.weights_here.prefetcher.launch_ahead(todo)
-
-    def synchronize(self) -> None:
-        self.weights_here.synchronize()
 
     def update_rms(self) -> dict[str, Tensor]:
         matrices = self.plan.specs.matrices
-        found: dict[str, Tensor] = {}
-        for unit in self._bound[1].mine:
-            names = [matrices[i].name for i in unit.matrices]
-            found.update(zip(names, self._rms[unit.matrices[0]].unbind(), strict=True))
-        return found
+        return {
+            matrices[i].name: rms
+            for unit in self._bound.owned.mine
+            for i, rms in zip(unit.matrices, self._rms[unit.matrices[0]].unbind(), strict=True)
+        }

@@ -15,31 +15,37 @@ What a rank has not asked for when the pass ends, it receives then, and drops. A
 for again after it has been dropped is sent once more, on all ranks that run the same program; from
 the next pass on it is kept until its last call.
 
-With replicas (HSDP) the owner's weights go once a step to the holders in the other replicas first
-(`Publisher`); forward and backward broadcast inside a replica.
+A module's outputs carry a tensor hook that fires before its backward begins. Hooks live on modules
+and in autograd's graph, so they refer to the `Prefetcher`, whom they tell everything, weakly.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dmuon.comm.buckets import Slices
-from dmuon.comm.dedicated.storage import Group, Range, Storage, shed_on_meta
-from dmuon.comm.layout import not_bound
-from dmuon.comm.process_groups import ProcessGroups, start_from_first
-from dmuon.comm.reducer import GradientReducer
-from dmuon.comm.transport import Meter, Transport, Work
+from dmuon.comm.dedicated.storage import Group, Storage
+from dmuon.comm.hooks import Hook, Remove, WaitPoint
+from dmuon.comm.reducer import GradientReducer, at_end_of_backward
 from dmuon.config import DedicatedOptions
-from dmuon.dtensors import is_distributed
-from dmuon.scheduler.select import trainable_parameters
-from dmuon.types import OwnershipError
+from dmuon.types import DmuonError
 
-__all__ = ["Prefetcher", "Publisher", "Weights"]
+__all__ = [
+    "Prefetcher",
+    "check_first_forward",
+    "hook_module",
+]
+
+_ANNOUNCED = "_dmuon_announced"  # set on what a module keeps from one pass to the next
+
+
+# ---- passes over the model -------------------------------------------------------------------
 
 
 class _Order:
@@ -56,37 +62,26 @@ class _Order:
 class Prefetcher:
     """Has weights there when passes over the model need them, and sends gradients in turn.
 
-    ``first`` groups (those of the root) are needed first in both passes. ``before_launch`` is
-    called with a group whose weights are about to leave. There is a ``reducer`` once an optimizer
-    has bound itself; without ``sync`` it waits. ``steps`` counts how often weights have changed,
-    ``backwards`` the backward passes since then.
+    The root's group is needed first in both passes. There is a ``reducer`` once an optimizer has
+    bound itself; unless it is to ``sync`` it waits. ``steps`` counts how often weights have
+    changed, ``backwards`` the backward passes since then.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        transport: Transport,
-        meter: Meter,
-        options: DedicatedOptions,
-        first: Sequence[int],
-        before_launch: Callable[[Group], None],
-    ) -> None:
+    def __init__(self, storage: Storage, options: DedicatedOptions) -> None:
+        self.storage = storage
         self.groups = storage.groups
         self.steps = 0
         self.backwards = 0
-        self.sync = True
         self.reducer: GradientReducer | None = None
-        self._storage = storage
-        self._transport = transport
-        self._meter = meter
         self._prefetch = options.prefetch
         self._free = options.free_after_forward
-        self._before_launch = before_launch
-        others = [g for g in range(len(self.groups)) if g not in first]
+        first = [g for g, group in enumerate(self.groups) if group.is_root]
+        others = [g for g, group in enumerate(self.groups) if not group.is_root]
         self._first = len(first)
         self._forward = _Order([*first, *others], "forward")
         self._backward = _Order([*first, *reversed(others)], "backward")
-        self._prelaunched = 0
+        self._prelaunched = 0  # groups of the next forward pass that have left
+        self._published = 0  # groups since the step began
         self._needed: set[int] = set()  # asked for in this backward pass, and not freed
         self._passed = 0  # how many groups of it are passed
         self._recorded = False  # by autograd, in the forward pass that is open
@@ -94,26 +89,23 @@ class Prefetcher:
 
     # ---- broadcasts --------------------------------------------------------------------------
 
-    def _launch(self, g: int, phase: str) -> None:
-        self._before_launch(self.groups[g])
-        self._meter.add_bytes("weights", self.groups[g].launch(self._transport, phase))
-
     def _next(self, order: _Order, *, ending: bool = False) -> Group:
         if order is self._backward:
             self._pass(ending=ending)
-        g = order.groups[order.cursor]
+        group = self.groups[order.groups[order.cursor]]
         order.cursor += 1
-        if self._free or not self.groups[g].valid:
-            self._launch(g, order.phase)
-        return self.groups[g]
+        if self._free or not group.valid:
+            self.storage.launch(group, order.phase)
+        return group
 
     def _ask(self, order: _Order, g: int) -> None:
-        """Launch ``g``, what comes before it, and what is prefetched behind it."""
+        """Launch ``g``, what comes before it, and what is prefetched behind it; have ``g``."""
         last = min(order.place[g] + self._prefetch, len(order.groups) - 1)
         while order.cursor <= last:
             self._next(order)
         if not self.groups[g].valid:
-            self._launch(g, order.phase)  # again: it was dropped in this pass
+            self.storage.launch(self.groups[g], order.phase)  # again: it was dropped in this pass
+        self.groups[g].use()
 
     def _complete(self, order: _Order) -> None:
         """Take part in the broadcasts of what was not asked for."""
@@ -133,16 +125,15 @@ class Prefetcher:
     def begin_forward(self) -> None:
         """The root is about to run; a pass that was broken off ends first."""
         self.recover()
-        self._storage.check()
-        if self._forward.open:
-            self.end_forward()
+        self.storage.check()
+        self.end_forward()
         self._open_forward()
 
     def _open_forward(self) -> None:
-        order = self._forward
-        order.open = True
+        self.storage.ready()
+        self._forward.open = True
+        self._forward.cursor, self._prelaunched = self._prelaunched, 0
         self._recorded = False
-        order.cursor, self._prelaunched = self._prelaunched, 0
         for group in self.groups:
             group.running = group.calls = 0
 
@@ -151,10 +142,8 @@ class Prefetcher:
         if not self._forward.open:
             self._open_forward()
         self._ask(self._forward, g)
-        group = self.groups[g]
-        group.use()
-        group.ran = True
-        group.running += 1
+        self.groups[g].ran = True
+        self.groups[g].running += 1
 
     def touch(self, g: int) -> None:
         """A part of the group's modules runs, normally inside them."""
@@ -168,8 +157,8 @@ class Prefetcher:
         ``free``: it is only about to run, and nothing will tell when it has."""
         group = self.groups[g]
         if recorded:
-            group.record()
-            self._recorded = True
+            group.epochs += not group.recorded
+            group.recorded = self._recorded = True
         group.running -= 1
         group.keep = group.keep or keep
         if group.running > 0:
@@ -183,8 +172,7 @@ class Prefetcher:
         if not self._forward.open:
             return
         for group in self.groups:
-            if group.calls:
-                group.expected = group.calls
+            group.expected = group.calls or group.expected
             group.running = 0
             if self._free and group.valid and not group.keep:
                 group.free()
@@ -198,18 +186,22 @@ class Prefetcher:
         """Whether a backward pass has begun and not ended."""
         return self._backward.open
 
-    def begin_backward(self) -> None:
-        """The first hook of a backward pass has fired."""
+    def ensure_backward(self) -> None:
+        """Begin the backward pass if this is the first that is heard of it."""
+        if self._backward.open:
+            return
         self._open_backward()
+        reducer, casts = self.reducer, self.storage.casts
         for group in self.groups:
             # Changing the dtype of a parameter's data makes autograd accumulate apart.
-            casts = self._storage.casts
             parts = [max(1, group.epochs) if casts(p) else 1 for p in group.parameters]
             group.awaited = sum(parts)
-            if self.reducer is not None:
-                self.reducer.expected.update(zip(group.parameters, parts, strict=True))
-        if self.reducer is not None and self.sync:
-            self.reducer.begin()
+            if reducer is not None:
+                reducer.expected.update(zip(group.parameters, parts, strict=True))
+        if reducer is not None and reducer.sync:
+            reducer.begin()
+        # Nested backward calls (re-entrant checkpointing) each end once; it may be over then.
+        at_end_of_backward(self.recover)
 
     def _open_backward(self) -> None:
         self.end_forward()
@@ -218,60 +210,61 @@ class Prefetcher:
         self._passed = self._first
         self._needed.clear()
         for group in self.groups:
-            group.arrived, group.asked = 0, False
+            group.arrived = 0
 
     def need(self, g: int) -> None:
         """The backward of the group is about to run."""
-        for i in [i for i in self._needed if i != g and self.groups[i].done]:
-            self.groups[i].free()
-            self._needed.discard(i)
+        for i in [i for i in self._needed if i != g]:
+            if self.groups[i].arrived >= self.groups[i].awaited:
+                self.groups[i].free()
+                self._needed.discard(i)
         self._needed.add(g)
-        self.groups[g].asked = True
+        self.groups[g].ran = True
         self._ask(self._backward, g)
-        self.groups[g].use()
         self._pass()
 
     def _pass(self, *, ending: bool = False) -> None:
         """Send gradients of the groups that backward has passed by, at their places among the
         broadcasts, where the ranks that have all of theirs send them.
 
-        Zeros of a group that neither ran in forward nor was asked for since; as the pass is
-        ``ending``, what there is of any.
+        Zeros of a group that has not run since the step; as the pass is ``ending``, what there is
+        of any.
         """
         end = max(self._passed, self._backward.cursor - self._prefetch)
-        passed = self._backward.groups[self._passed : end]
+        passed = [self.groups[g] for g in self._backward.groups[self._passed : end]]
         self._passed = end
         if self.reducer is None or not self.reducer.open:
             return
-        for group in (self.groups[g] for g in passed):
+        for group in passed:
             if ending:
                 self.reducer.give_up(group.parameters)
-            elif not (group.ran or group.asked):
-                pinned = self._storage.is_pinned
+            elif not group.ran:
+                pinned = self.storage.is_pinned
                 self.reducer.give_up([p for p in group.parameters if not pinned(p)])
 
-    def take_gradient(self, parameter: int, p: Tensor) -> None:
-        """Autograd has accumulated into the ``grad`` of ``p``."""
-        group = self._storage.group_of.get(parameter)
+    def accumulated(self, parameter: int) -> None:
+        """Autograd has accumulated into the parameter's ``grad``."""
+        self.ensure_backward()
+        group = self.storage.group_of.get(parameter)
         if group is not None:
             group.arrived += 1
-        reducer = self.reducer
-        if reducer is None or not reducer.open:
-            return
-        reducer.take(parameter, reducer.gradient_of(parameter))
-        if group is not None:
-            p.grad = None
-        reducer.launch_ready()
-
-    def end_backward(self) -> None:
-        """Autograd is done, or has raised. Every rank has issued every broadcast of the pass when
-        this returns; nothing stays materialized."""
-        self._close_backward()
         if self.reducer is not None and self.reducer.open:
+            self.reducer.accumulated(parameter)
+
+    def recover(self) -> None:
+        """Autograd is done, or has raised: the other ranks count on the rest of the pass.
+
+        Every rank has issued every broadcast of it when this returns; nothing stays materialized.
+        """
+        if not self._backward.open:
+            return
+        self._close_backward()
+        if self.reducer is not None:
             self.reducer.finish()
-        self.backwards += 1
         for group in self.groups:
-            group.settle()
+            # Each parameter got a gradient of so many uses.
+            used = -(-group.arrived // len(group.parameters))
+            group.epochs = max(0, group.epochs - used)
 
     def _close_backward(self) -> None:
         for group in self.groups:
@@ -280,11 +273,7 @@ class Prefetcher:
         self._passed = self._first
         self._complete(self._backward)
         self.drop()
-
-    def recover(self) -> None:
-        """End a backward that raised: the other ranks count on the rest of it."""
-        if self._backward.open:
-            self.end_backward()
+        self.backwards += 1
 
     # ---- between passes ----------------------------------------------------------------------
 
@@ -302,7 +291,6 @@ class Prefetcher:
             self._open_forward()
         self._open_backward()
         self._close_backward()
-        self.backwards = 1
 
     def drop(self) -> None:
         """Free every group: the weights may have changed, or are no longer needed."""
@@ -315,6 +303,8 @@ class Prefetcher:
     def begin_step(self) -> None:
         """The weights are about to change."""
         self.drop()
+        self.storage.wait_published()
+        self._published = 0
         self.steps += 1
         self.backwards = 0
         self._recordings = 0
@@ -323,261 +313,159 @@ class Prefetcher:
             group.epochs = 0
 
     def launch_ahead(self, todo: Set[int]) -> None:
-        """Launch the first groups of the next forward pass, up to one with a matrix of ``todo``."""
+        """Publish what is updated, up to the first group with a matrix of ``todo``: all groups to
+        the holders or, without replicas, the first ones that the next forward pass needs."""
         groups = self._forward.groups
-        while self._prelaunched < min(self._first + self._prefetch + 1, len(groups)):
-            g = groups[self._prelaunched]
+        if not self.storage.has_replicas:
+            groups = groups[: self._first + self._prefetch + 1]
+        for g in groups[self._published :]:
             if not self.groups[g].matrices.isdisjoint(todo):
                 return
-            self._launch(g, "forward")
-            self._prelaunched += 1
+            self._published += 1
+            if self.storage.has_replicas:
+                self.storage.publish(self.groups[g])
+            else:
+                self.storage.launch(self.groups[g], "forward")
+                self._prelaunched += 1
 
 
-class Publisher:
-    """Once a step, weights from their owners to the holders in the other replicas.
+# ---- hooks on modules ------------------------------------------------------------------------
 
-    ``place`` is this rank's (replica, shard); ``transport`` connects the ranks of one shard.
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a module's output: in tuples, lists, mappings and dataclasses, nested."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    members: Any = ()
+    if isinstance(value, Mapping):
+        members = value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        members = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        members = [getattr(value, f.name, None) for f in dataclasses.fields(value)]
+    for member in members:
+        yield from _tensors_in(member)
+
+
+def _kept_tensors(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Results that a forward keeps as attributes of modules, such as the loss of a router."""
+    for part in modules:
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor) or (name[0] != "_" and isinstance(value, list | tuple)):
+                yield from (t for t in _tensors_in(value) if t.grad_fn is not None)
+
+
+def _announce(
+    prefetcher: Prefetcher, groups: Sequence[int], area: Sequence[nn.Module], output: Any
+) -> bool:
+    """Have the weights there before the backward of ``output``; whether that can be.
+
+    Backward may also begin at what the modules of ``area`` keep.
     """
+    step, weak = prefetcher.steps, weakref.ref(prefetcher)
 
-    def __init__(
-        self, groups: Sequence[Group], transport: Transport, meter: Meter, place: tuple[int, int]
-    ) -> None:
-        self._transport = transport
-        self._meter = meter
-        self._replica, shard = place
-        # In the order in which the next forward pass needs it.
-        self._order: list[tuple[Group, Range, Tensor]] = [
-            (group, piece, live.stored(piece.start, piece.numel))
-            for group in groups
-            for live in group.buckets
-            for piece in live.bucket.publishes
-            if piece.shard == shard
-        ]
-        self._next = 0
-        self._pending: dict[int, list[Work]] = {}  # by id of the group
+    def before_backward(grad: Tensor) -> None:
+        prefetcher = weak()
+        if prefetcher is None:
+            return
+        if prefetcher.steps != step:
+            raise DmuonError(
+                "opt.step() changed weights between this forward pass and its backward, which "
+                "would give gradients of neither: call backward before opt.step()"
+            )
+        if torch.is_grad_enabled():
+            raise DmuonError(
+                "create_graph=True: weights of the 'dedicated' layout are freed when backward is "
+                "done, so there is no second derivative. Use layout='replicated' for it"
+            )
+        prefetcher.ensure_backward()
+        for g in groups:
+            prefetcher.need(g)
 
-    def begin(self) -> None:
-        """Weights are about to change."""
-        self.wait()
-        self._next = 0
-
-    def launch_ready(self, todo: Set[int]) -> None:
-        """Publish, in the fixed order, up to the first range with a matrix of ``todo``."""
-        while self._next < len(self._order):
-            group, piece, stored = self._order[self._next]
-            if piece.replica == self._replica and not piece.matrices.isdisjoint(todo):
-                return
-            self._meter.add("weights to holders", stored)
-            tag = f"publish {group.name}"
-            work = self._transport.broadcast(stored, piece.replica, tag=tag)
-            self._pending.setdefault(id(group), []).append(work)
-            self._next += 1
-
-    def wait_for(self, group: Group) -> None:
-        """Have what was published of a group."""
-        for work in self._pending.pop(id(group), ()):
-            work.wait()
-
-    def wait(self) -> None:
-        for works in self._pending.values():
-            for work in works:
-                work.wait()
-        self._pending.clear()
+    found = [t for t in _tensors_in(output) if t.requires_grad]
+    for tensor in found:
+        tensor.register_hook(before_backward)
+    for tensor in _kept_tensors(area):
+        if not any(tensor is t for t in found) and not hasattr(tensor, _ANNOUNCED):
+            tensor.register_hook(before_backward)
+            setattr(tensor, _ANNOUNCED, True)
+    return bool(found)
 
 
-class Weights:
-    """The weights of a model: taken over, found again, read directly, given back.
+def hook_module(
+    prefetcher: Prefetcher, point: WaitPoint, groups: Sequence[int], area: Sequence[nn.Module]
+) -> list[Remove]:
+    """Hooks of one module, which needs ``groups``; ``area`` is itself and what lies below it in no
+    other group."""
+    module = point.module
+    weak, weak_module = weakref.ref(prefetcher), weakref.ref(module)
 
-    ``parameters`` are the planned ones as they are now; ``dedicated`` the numbers of those that
-    their owners keep. ``members`` are (name, parameters, uses, is the root's) of the modules whose
-    weights travel together, ``below`` the numbers of the dedicated parameters below a module.
+    def check_whole(*_: Any) -> None:
+        prefetcher, module = weak(), weak_module()
+        if prefetcher is not None and module is not None:
+            prefetcher.storage.check_whole(module)  # a copy of placeholders would be of no use
+
+    def hook(action: Callable[[Prefetcher, Any], None]) -> Hook:
+        def act(module: nn.Module, *args: Any) -> None:
+            prefetcher = weak()
+            if prefetcher is not None:
+                action(prefetcher, args[-1] if args else None)
+
+        # Opaque to torch.compile: the graph breaks, and what is traced never sees placeholders.
+        opaque = torch.compiler.disable(act)
+
+        def unless_compiled(module: nn.Module, *args: Any) -> None:
+            # In compiled code the hook of the module around it has done it.
+            if not torch.compiler.is_compiling():
+                opaque(module, *args)
+
+        return Hook(unless_compiled if point.in_block else opaque, check_whole)
+
+    def before(prefetcher: Prefetcher, _: Any) -> None:
+        in_backward = prefetcher.in_backward  # for the recomputation of a checkpointed forward
+        if point.is_root and not in_backward:
+            prefetcher.begin_forward()
+        enter = prefetcher.touch if point.in_block else prefetcher.enter
+        for g in groups:
+            (prefetcher.need if in_backward else enter)(g)
+
+    def after(prefetcher: Prefetcher, output: Any) -> None:
+        if prefetcher.in_backward:
+            return
+        recorded = torch.is_grad_enabled()
+        announced = _announce(prefetcher, groups, area, output) if recorded else False
+        for g in groups:
+            prefetcher.leave(g, recorded=recorded, keep=recorded and not announced)
+        if point.is_root:
+            prefetcher.end_forward()
+
+    check = Hook(torch.compiler.disable(check_whole), check_whole)
+    handles = [
+        module.register_forward_pre_hook(hook(before), prepend=not point.in_block),
+        module.register_state_dict_pre_hook(check),
+        module.register_load_state_dict_pre_hook(check),
+    ]
+    if not point.in_block:
+        handles.append(module.register_forward_hook(hook(after)))
+    return [handle.remove for handle in handles]
+
+
+def check_first_forward(storage: Storage, root: nn.Module) -> Remove:
+    """Look for replaced parameters in the first forward pass, before any other hook.
+
+    `fully_shard` puts its hooks before those of modules, and gathers there; only a global hook
+    comes first. It removes itself when the first module of ``root`` runs.
     """
+    weak = weakref.ref(storage)
+    members = weakref.WeakSet(root.modules())
 
-    def __init__(
-        self,
-        slices: Slices,
-        model: nn.Module,
-        parameters: Sequence[nn.Parameter],
-        process_groups: ProcessGroups,
-        meter: Meter,
-        options: DedicatedOptions,
-        device: torch.device,
-        members: Sequence[tuple[str, Sequence[int], int, bool]],
-        below: Mapping[nn.Module, Sequence[int]],
-    ) -> None:
-        self.parameters: Sequence[nn.Parameter] = list(parameters)
-        self.dedicated = frozenset(slices.plan.specs.muon_parameters())
-        self.loads = 0
-        self._slices = slices
-        self._specs = slices.plan.specs.parameters
-        self._groups = process_groups
-        self._meter = meter
-        self._options = options
-        self._device = device
-        self._model = weakref.ref(model)
-        self._closed = False
-        self._stored: tuple[Storage, Prefetcher, Publisher] | None = None
-        self._members = members
-        self._below = below
-        self._on_meta = any(p.device.type == "meta" for p in parameters)
-        if self._on_meta:
-            shed_on_meta(slices, parameters, process_groups.world.rank)
-        else:
-            if options.broadcast_parameters:
-                self._start_from_first([*model.parameters(), *model.buffers()])
-            self._store()
+    def hook(module: nn.Module, inputs: Any) -> None:
+        storage = weak()
+        if storage is not None and module in members:
+            storage.adopt()
+        if storage is None or module in members:
+            handle.remove()
 
-    def _start_from_first(self, tensors: Sequence[Tensor]) -> None:
-        """Equal values everywhere; of a `DTensor` wherever the same slice of it lies."""
-        world, data = self._groups.world, self._groups.data
-        start_from_first([(t, data if is_distributed(t) else world) for t in tensors])
-
-    def _store(self) -> None:
-        groups, rank = self._groups, self._groups.world.rank
-        storage = Storage(
-            self._slices,
-            [(name, numbers, uses) for name, numbers, uses, _ in self._members],
-            self.parameters,
-            rank,
-            groups.weights,
-            self._options.param_dtype,
-            self._device,
-        )
-        several, place = self._slices.grid.shape[0] > 1, self._slices.grid.place(rank)[:2]
-        published = storage.groups if several else ()
-        publisher = Publisher(published, groups.replicas, self._meter, place)
-        prefetcher = Prefetcher(
-            storage,
-            groups.weights,
-            self._meter,
-            self._options,
-            [g for g, (_, _, _, is_root) in enumerate(self._members) if is_root],
-            publisher.wait_for,
-        )
-        self._stored = storage, prefetcher, publisher
-
-    def adopt(self) -> None:
-        """Find the parameters as they are now: `fully_shard` and `to_empty` make new ones.
-
-        Raises:
-            OwnershipError: a dedicated parameter has been replaced, or is still on the meta device.
-        """
-        model = self._model()
-        if model is None:
-            return
-        now = dict(trainable_parameters(model))
-        found = []
-        for i, (spec, known) in enumerate(zip(self._specs, self.parameters, strict=True)):
-            p = now.get(spec.name, known)
-            if i in self.dedicated and p is not known and (not self._on_meta or is_distributed(p)):
-                raise _replaced(spec.name, p)
-            found.append(p)
-        self.parameters = found
-        if self._on_meta:
-            self._leave_meta(model)
-
-    def _leave_meta(self, model: nn.Module) -> None:
-        for spec, p in zip(self._specs, self.parameters, strict=True):
-            if p.device.type == "meta":
-                raise OwnershipError(
-                    f"parameter {spec.name!r} is still on the meta device: call "
-                    "model.to_empty(device=...) and initialize the model before dmuon.Muon(model) "
-                    "and the first forward pass"
-                )
-        self._on_meta = False
-        if self._options.broadcast_parameters:
-            rest = [p for i, p in enumerate(self.parameters) if i not in self.dedicated]
-            self._start_from_first([t for t in [*rest, *model.buffers()] if not is_distributed(t)])
-        self._store()
-        self.publisher.launch_ready(frozenset())
-
-    def _ready(self) -> tuple[Storage, Prefetcher, Publisher]:
-        if self._closed:
-            raise not_bound(True)
-        if self._stored is None:
-            self.adopt()
-        assert self._stored is not None
-        return self._stored
-
-    @property
-    def storage(self) -> Storage:
-        return self._ready()[0]
-
-    @property
-    def prefetcher(self) -> Prefetcher:
-        return self._ready()[1]
-
-    @property
-    def publisher(self) -> Publisher:
-        return self._ready()[2]
-
-    @contextmanager
-    def materialized(self, module: nn.Module) -> Iterator[None]:
-        """Inside, the parameters of ``module`` are whole; a collective call."""
-        storage, prefetcher, publisher = self._ready()
-        inside = prefetcher.in_forward  # of a forward pass: it goes on afterwards
-        if not inside:
-            prefetcher.recover()
-            storage.check()
-        publisher.wait()
-        index = {id(p): i for i, p in enumerate(self.parameters)}
-        numbers = [index[id(p)] for p in module.parameters() if id(p) in index]
-        numbers = [p for p in numbers if p in self.dedicated]
-        storage.pin(numbers)
-        try:
-            yield
-        finally:
-            storage.unpin(numbers)
-            if not inside:
-                prefetcher.drop()  # what was launched ahead may have been written to
-            self.loads += 1
-
-    def check_whole(self, module: nn.Module) -> None:
-        """Raise OwnershipError if placeholders would be saved, copied or loaded into."""
-        storage = self.storage
-        if self._groups.weights.world == 1:
-            self.loads += 1  # nothing is a placeholder, and this may load weights
-            return
-        for p in self._below.get(module, ()):
-            if not storage.is_pinned(p):
-                raise OwnershipError(
-                    f"{self._specs[p].name!r} is stored by its owner only; the other ranks have a "
-                    "placeholder. Call state_dict, load_state_dict, copy.deepcopy or pickle on "
-                    "every rank, inside `with own.materialized(model):`"
-                )
-
-    def recover(self) -> None:
-        """End a backward pass that was broken off."""
-        if self._stored is not None:
-            self._stored[1].recover()
-
-    def synchronize(self) -> None:
-        """Wait for what is being published to the holders."""
-        if self._stored is not None:
-            self._stored[2].wait()
-
-    def close(self) -> None:
-        """Give every rank the whole weights again; a collective call."""
-        if self._stored is not None:
-            storage, prefetcher, publisher = self._stored
-            try:
-                prefetcher.drop()
-                publisher.wait()
-                storage.restore()
-            except OwnershipError:
-                pass  # torch.distributed was shut down first: nothing can travel any more
-        self._stored = None
-        self._closed = True
-
-
-def _replaced(name: str, p: nn.Parameter) -> OwnershipError:
-    if is_distributed(p):
-        return OwnershipError(
-            f"fully_shard has taken parameter {name!r}, which dmuon dedicates to its owner: pass "
-            "ignored_params=own.dedicated_params to every fully_shard call, or make the calls "
-            "inside `with own.ignored_by_fully_shard():`"
-        )
-    return OwnershipError(
-        f"{name!r} is another parameter object now than at dedicate_params: change values in "
-        "place, inside `with own.materialized(module):`"
-    )
+    handle = register_module_forward_pre_hook(torch.compiler.disable(hook))
+    return handle.remove

@@ -1,8 +1,8 @@
 """Where the weights of the `dedicated` layout are kept, and the buffers in which they are used.
 
-What modules use together is broadcast in a few *weight buckets*: one for each shard coordinate
-that keeps whole parameters of it, and one for each parameter that several keep pieces of. Spans
-with one owner follow each other, so they leave in one broadcast::
+What modules use together, a *group*, is broadcast in a few *weight buckets*: one for each shard
+coordinate that keeps whole parameters of it, and one for each parameter that several keep pieces
+of. Spans with one owner follow each other, so they leave in one broadcast::
 
     bucket 0   | a.weight  c.weight |                 kept at shard 0: one broadcast
     bucket 1   | b.weight |                           kept at shard 1
@@ -11,27 +11,91 @@ with one owner follow each other, so they leave in one broadcast::
 A *slot* is the tensor whose data is switched: the `Parameter` itself, or the local tensor inside a
 `DTensor`. Between uses it shows what is kept: the whole weight where it is, elsewhere a placeholder
 ``(0, ...)``. In use it is a view of its bucket's buffer.
+
+With replicas (HSDP) the owner's weights go once a step to the holders in the other replicas first;
+forward and backward broadcast inside a replica.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from dmuon.comm.buckets import Buffer, Slices, Span
-from dmuon.comm.transport import Transport, Work
-from dmuon.dtensors import local_cell
+from dmuon.comm.buckets import EVERYONE, Buffer, Slices, Span
+from dmuon.comm.hooks import outermost_members, parameter_ids
+from dmuon.comm.process_groups import ProcessGroups, start_from_first
+from dmuon.comm.transport import Meter, Work
+from dmuon.config import DedicatedOptions
+from dmuon.dtensors import is_distributed, local_cell
+from dmuon.scheduler.select import trainable_parameters
+from dmuon.scheduler.specs import canonical_name
 from dmuon.types import OwnershipError
 
-__all__ = ["Group", "Range", "Storage", "WeightBucket", "shed_on_meta", "weight_buckets"]
+__all__ = [
+    "Group",
+    "ModuleGroup",
+    "Range",
+    "Storage",
+    "WeightBucket",
+    "module_groups",
+    "weight_buckets",
+]
 
 
-# ---- pure data -------------------------------------------------------------------------------
+# ---- what is used together -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModuleGroup:
+    """Modules whose weights travel together: by default what users pass to `fully_shard`, a member
+    of an outermost container. What is in no such block is the root's, and stays while it runs.
+
+    ``parameters`` are numbers of planned parameters, in registration order; one that several use
+    (tied weights) belongs to the first. ``uses``: at how many places the module stands in the
+    model, hence how often a forward pass calls it, as far as one can see.
+    """
+
+    name: str
+    module: weakref.ref[nn.Module]  # who keeps groups keeps no model
+    parameters: tuple[int, ...]
+    is_root: bool
+    uses: int = 1
+
+
+def module_groups(
+    root: nn.Module, chooses: Callable[[str, nn.Module], bool] | None, index: Mapping[int, int]
+) -> list[ModuleGroup]:
+    """The groups with at least one parameter, in registration order; the root's is the first.
+
+    ``chooses(name, module)`` says which modules are groups, instead of the default. ``index`` gives
+    the numbers of the planned parameters by id.
+    """
+    if chooses is None:
+        chosen = set(outermost_members(root)) - {root}
+    else:
+        named = root.named_modules()
+        chosen = {m for name, m in named if m is not root and chooses(canonical_name(name), m)}
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        if module is root or module in chosen:
+            names.setdefault(module, []).append(canonical_name(name))
+    seen: set[int] = set()
+    found = []
+    for module, where in names.items():
+        numbers = dict.fromkeys(index[i] for i in parameter_ids(module, chosen) if i in index)
+        mine = tuple(p for p in numbers if p not in seen)
+        seen.update(mine)
+        if mine:
+            name = where[0] or "root"
+            found.append(ModuleGroup(name, weakref.ref(module), mine, module is root, len(where)))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +106,6 @@ class Range:
     numel: int
     shard: int
     replica: int
-    matrices: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,79 +132,75 @@ def weight_buckets(
     shards."""
     specs = slices.plan.specs.parameters
     spans = {p: slices.spans(p, tensor) for p in parameters}
-    single: dict[tuple[str, int], list[int]] = defaultdict(list)
-    mixed: list[int] = []
+    whole: dict[tuple[str, int], list[int]] = defaultdict(list)
+    pieces: list[tuple[str, int | None, list[int]]] = []
     for p in parameters:
         shards = {span.shard for span in spans[p]}
         if len(shards) > 1:
-            mixed.append(p)
+            pieces.append((specs[p].dtype, None, [p]))
         else:
-            single[specs[p].dtype, shards.pop() if shards else 0].append(p)
-    found = []
-    for (dtype, keeper), members in sorted(single.items()):
+            whole[specs[p].dtype, shards.pop() if shards else 0].append(p)
+    for members in whole.values():
         members.sort(key=lambda p: min((span.replica for span in spans[p]), default=0))
-        found.append(_bucket(slices, members, spans, tensor, dtype, keeper))
-    found += [_bucket(slices, [p], spans, tensor, specs[p].dtype, None) for p in mixed]
+    found = []
+    for dtype, keeper, members in [*((*k, m) for k, m in sorted(whole.items())), *pieces]:
+        placed, numbers, start = [], [], 0
+        for p in members:
+            numbers.append((p, start, math.prod(slices.shape(p, tensor))))
+            placed += [(span, start + span.start) for span in spans[p]]
+            start += numbers[-1][2]
+        sends, publishes = _ranges(placed, by_replica=False), _ranges(placed, by_replica=True)
+        found.append(WeightBucket(dtype, start, tuple(numbers), sends, publishes, keeper))
     return tuple(found)
 
 
-def _bucket(
-    slices: Slices,
-    members: Sequence[int],
-    spans: dict[int, list[Span]],
-    tensor: int,
-    dtype: str,
-    keeper: int | None,
-) -> WeightBucket:
-    parameters, placed, start = [], [], 0
-    for p in members:
-        numel = math.prod(slices.shape(p, tensor))
-        parameters.append((p, start, numel))
-        placed += [(span, start + span.start) for span in spans[p]]
-        start += numel
-    sends = _ranges(placed, lambda span: (span.shard, 0))
-    publishes = _ranges(placed, lambda span: (span.shard, span.replica))
-    return WeightBucket(dtype, start, tuple(parameters), sends, publishes, keeper)
-
-
-def _ranges(
-    placed: Sequence[tuple[Span, int]], place: Callable[[Span], tuple[int, int]]
-) -> tuple[Range, ...]:
+def _ranges(placed: Sequence[tuple[Span, int]], *, by_replica: bool) -> tuple[Range, ...]:
     """Spans that follow each other at one place, joined."""
     found: list[Range] = []
     for span, start in placed:
-        shard, replica = place(span)
-        numel, matrices = span.numel, frozenset(span.matrices)
-        last = found[-1] if found else None
-        if last and (last.shard, last.replica, last.start + last.numel) == (shard, replica, start):
+        replica, numel = (span.replica if by_replica else 0), span.numel
+        last = found[-1] if found else Range(0, 0, EVERYONE, 0)
+        if (last.shard, last.replica, last.start + last.numel) == (span.shard, replica, start):
             found.pop()
             start, numel = last.start, last.numel + numel
-            matrices |= last.matrices
-        found.append(Range(start, numel, shard, replica, matrices))
+        found.append(Range(start, numel, span.shard, replica))
     return tuple(found)
 
 
-# ---- buffers ---------------------------------------------------------------------------------
+# ---- one group -------------------------------------------------------------------------------
 
 
 def _placeholder(shape: Sequence[int], like: Tensor) -> Tensor:
-    return torch.empty((0, *shape[1:]), dtype=like.dtype, device=like.device)
+    return like.new_empty((0, *shape[1:]))
 
 
 class _Slot:
     """One parameter's local tensor ``tensor``, and what it shows.
 
     ``kept`` between uses: the whole weight where it is kept, else the placeholder; ``pinned``
-    replaces it while the weight is there for direct reading. ``view`` in use.
+    replaces it while the weight is there for direct reading, for ``pins`` readers. ``view`` in use:
+    a part of ``bucket`` from element ``start`` on.
     """
 
-    __slots__ = ("kept", "pinned", "tensor", "view")
+    __slots__ = ("bucket", "kept", "pinned", "pins", "start", "tensor", "view")
 
-    def __init__(self, tensor: Tensor, kept: Tensor, view: Tensor) -> None:
+    def __init__(
+        self, tensor: Tensor, shape: tuple[int, ...], bucket: _LiveBucket, start: int
+    ) -> None:
+        numel = math.prod(shape)
+        values = tensor.detach()
+        if values.numel() == numel:  # not so where it was made on the meta device
+            bucket.keep(start, values.reshape(-1))
         self.tensor = tensor
-        self.kept = kept
-        self.view = view
+        self.bucket, self.start = bucket, start
+        if not bucket.is_keeper:
+            self.kept = _placeholder(shape, bucket.nothing)
+        else:
+            self.kept = bucket.stored(start, numel).view(shape) if numel else values.view(shape)
+        self.view = bucket.buffer.flat.narrow(0, start, numel).view(shape)
         self.pinned: Tensor | None = None
+        self.pins = 0
+        self.show_kept()
 
     def show_kept(self) -> None:
         self.tensor.data = self.kept if self.pinned is None else self.pinned
@@ -150,8 +209,8 @@ class _Slot:
 class _LiveBucket:
     """A bucket on this rank, at shard coordinate ``shard``; weights are used in ``dtype``.
 
-    What this rank keeps lies in the buffer itself where it keeps all in the dtype of use, else in a
-    tensor of its own.
+    What this rank keeps lies in the buffer itself where it keeps all in the dtype of use, else in
+    tensors of their own.
     """
 
     def __init__(
@@ -160,19 +219,16 @@ class _LiveBucket:
         self.bucket = bucket
         self.is_keeper = bucket.keeper == shard
         kept_dtype: torch.dtype = getattr(torch, bucket.dtype)
-        lasting = self.is_keeper and dtype is kept_dtype
+        self.lasting = lasting = self.is_keeper and dtype is kept_dtype
         flat = torch.empty(bucket.numel, dtype=dtype, device=device)
         self.buffer = Buffer(flat, lasting=lasting)
-        # Ranges kept here: (start, end) in the bucket, and the start in `kept`.
-        self._places: list[tuple[int, int, int]] = []
-        size = 0
-        for piece in bucket.sends:
-            if piece.shard == shard:
-                at = piece.start if self.is_keeper else size
-                self._places.append((piece.start, piece.start + piece.numel, at))
-                size += piece.numel
-        size = bucket.numel if self.is_keeper else size
-        self.kept = flat if lasting else torch.empty(size, dtype=kept_dtype, device=device)
+        self.nothing = torch.empty(0, dtype=kept_dtype, device=device)
+        mine = [(piece.start, piece.numel) for piece in bucket.sends if piece.shard == shard]
+        if self.is_keeper:
+            mine = [(0, bucket.numel)]
+        self._kept = [
+            (start, flat if lasting else self.nothing.new_empty(numel)) for start, numel in mine
+        ]
         # Views are made while there is memory behind them; they outlive its release.
         self.sends: list[tuple[int, Tensor, Tensor | None]] = []  # (shard, buffer, source here)
         for piece in bucket.sends:
@@ -183,82 +239,61 @@ class _LiveBucket:
 
     def keep(self, start: int, values: Tensor) -> None:
         """Store what is kept here of ``values``, the bucket's elements from ``start`` on."""
-        for first, last, _ in self._places:
-            low, high = max(start, first), min(start + values.numel(), last)
+        for first, kept in self._kept:
+            low, high = max(start, first), min(start + len(values), first + len(kept))
             if low < high:
-                self.stored(low, high - low).copy_(values[low - start : high - start])
+                kept[low - first : high - first].copy_(values[low - start : high - start])
 
     def stored(self, start: int, numel: int) -> Tensor:
         """What is kept here of the bucket's elements ``start .. start + numel``."""
-        if not numel:
-            return self.kept[:0]
-        for first, last, at in self._places:
-            if first <= start and start + numel <= last:
-                return self.kept.narrow(0, at + start - first, numel)
-        raise AssertionError(f"elements {start} to {start + numel} are not kept here")
+        for first, kept in self._kept:
+            if first <= start and start + numel <= first + len(kept):
+                return kept.narrow(0, start - first, numel)
+        assert not numel, f"elements {start} to {start + numel} are not kept here"
+        return self.nothing
 
 
 @dataclass(slots=True)
 class Group:
     """Parameters that are materialized together.
 
-    ``works``: broadcasts under way, None if there are none; ``valid``: the buffers hold the
-    current weights, or will once ``works`` are done; ``in_use``: the slots show the buffers.
+    ``works``: broadcasts under way; ``valid``: the buffers hold the current weights, or will once
+    these are done; ``in_use``: the slots show the buffers. ``publishes``: what goes to the holders
+    in other replicas, (replica of the owner, what is kept here).
     """
 
     name: str
     parameters: tuple[int, ...]
-    buckets: Sequence[_LiveBucket]
-    slots: list[_Slot]
     matrices: frozenset[int]
-    works: list[Work] | None = None
+    is_root: bool
+    expected: int  # forward calls in a round, as far as known
+    buckets: Sequence[_LiveBucket] = ()
+    slots: list[_Slot] = field(default_factory=list)
+    publishes: list[tuple[int, Tensor]] = field(default_factory=list)
+    publishing: list[Work] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
     valid: bool = False
     in_use: bool = False
     running: int = 0  # forward calls under way
     calls: int = 0  # forward calls that ended in this round
-    expected: int = 1  # forward calls in a round, as far as known
-    asked: bool = False  # in this backward
     arrived: int = 0  # gradients in this backward
     awaited: int = 1  # how many of them there will be
     keep: bool = False  # until the end of backward, for nothing would announce that
     epochs: int = 0  # recorded uses whose backward has not come yet
     recorded: bool = False  # in this use
     ran: bool = False  # since the last step, also without autograd: a checkpointed forward does
-    tags: dict[str, str] = field(default_factory=dict)
-
-    def settle(self) -> None:
-        """A backward is over, in which each parameter got a gradient of so many uses."""
-        used = -(-self.arrived // len(self.parameters))
-        self.epochs = max(0, self.epochs - used)
-
-    @property
-    def done(self) -> bool:
-        """Whether backward has all gradients."""
-        return self.arrived >= self.awaited
-
-    @torch.no_grad()
-    def launch(self, transport: Transport, phase: str) -> int:
-        """Broadcast the weights along ``transport``; returns the bytes of it."""
-        self.wait()
-        tag = self.tags.setdefault(phase, f"{phase} {self.name}")
-        works, nbytes = [], 0
-        for live in self.buckets:
-            live.buffer.hold()
-            for shard, target, source in live.sends:
-                if source is not None:
-                    target.copy_(source)
-                works.append(transport.broadcast(target, shard, tag=tag))
-                nbytes += target.numel() * target.element_size()
-        self.works = works
-        self.valid = True
-        return nbytes
 
     def wait(self) -> None:
         """Have what was launched."""
-        if self.works is not None:
-            for work in self.works:
-                work.wait()
-            self.works = None
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+
+    def wait_published(self) -> None:
+        """Have what the owners published, where this rank holds it."""
+        for work in self.publishing:
+            work.wait()
+        self.publishing.clear()
 
     def use(self) -> None:
         """Show the buffers in the slots."""
@@ -268,11 +303,6 @@ class Group:
                 slot.tensor.data = slot.view
             self.in_use = True
             self.recorded = False
-
-    def record(self) -> None:
-        """Autograd records what runs now."""
-        self.epochs += not self.recorded
-        self.recorded = True
 
     def free(self) -> None:
         """Show what is kept; the buffers' memory is given back."""
@@ -286,78 +316,134 @@ class Group:
         self.valid = self.keep = self.recorded = False
 
 
-@torch.no_grad()
-def shed_on_meta(slices: Slices, parameters: Sequence[nn.Parameter], rank: int) -> None:
-    """Placeholders on the meta device: `to_empty` then allocates what is kept here only."""
-    _, shard, tensor = slices.grid.place(rank)
-    for p in slices.plan.specs.muon_parameters():
-        spans = slices.spans(p, tensor)
-        if spans and all(span.shard != shard for span in spans):
-            local = local_cell(parameters[p])
-            local.data = _placeholder(local.shape, local)
+# ---- all of them -----------------------------------------------------------------------------
 
 
 class Storage:
-    """What one rank keeps of the dedicated parameters, in ``groups`` in the order of registration.
+    """What one rank keeps of the dedicated parameters, in ``groups`` in the order of ``modules``.
 
-    ``members`` are (name, parameters, uses in a forward pass) of what is materialized together.
-    Making one takes over the weights: what this rank keeps goes into buckets, and placeholders
-    take the place of the rest.
+    ``parameters`` are the planned ones as they are now; ``dedicated`` the numbers of those that
+    their owners keep. ``loads`` counts how often weights may have been written to. Making one takes
+    over the weights: what this rank keeps goes into buckets, and placeholders take the place of the
+    rest; of a model on the meta device when it has left it.
     """
 
-    @torch.no_grad()
     def __init__(
         self,
         slices: Slices,
-        members: Iterable[tuple[str, Sequence[int], int]],
+        model: nn.Module,
         parameters: Sequence[nn.Parameter],
-        rank: int,
-        transport: Transport,
-        param_dtype: torch.dtype | None,
+        modules: Sequence[ModuleGroup],
+        process_groups: ProcessGroups,
+        meter: Meter,
+        options: DedicatedOptions,
         device: torch.device,
     ) -> None:
+        self.parameters: Sequence[nn.Parameter] = list(parameters)
+        self.dedicated = frozenset(slices.plan.specs.muon_parameters())
+        self.loads = 0
         self._slices = slices
-        self._transport = transport
-        self._param_dtype = param_dtype
-        self._device = device
         self._specs = slices.plan.specs
-        _, self._shard, self._tensor = slices.grid.place(rank)
+        self._model = weakref.ref(model)
+        self._process_groups = process_groups
+        self._meter = meter
+        self._options = options
+        self._device = device
+        _, self._shard, self._tensor = slices.grid.place(process_groups.world.rank)
+        self.has_replicas = slices.grid.shape[0] > 1
         self._slots: dict[int, _Slot] = {}
-        self._where: dict[int, tuple[_LiveBucket, int]] = {}  # its bucket, and where in it
-        self._pins: dict[int, int] = {}
         self.groups: list[Group] = []
-        muon = set(self._specs.muon_parameters())
-        for name, numbers, uses in members:
-            mine = tuple(p for p in numbers if p in muon)
-            buckets = [
-                self._take_over(bucket, parameters)
-                for bucket in weight_buckets(slices, mine, self._tensor)
-            ]
+        for group in modules:
+            mine = tuple(p for p in group.parameters if p in self.dedicated)
             matrices = frozenset(i for p in mine for i in slices.matrices_of[p])
-            group = Group(name, mine, buckets, [self._slots[p] for p in mine], matrices)
-            group.expected = uses
-            self.groups.append(group)
+            self.groups.append(Group(group.name, mine, matrices, group.is_root, group.uses))
         self.group_of = {p: group for group in self.groups for p in group.parameters}
+        self._on_meta = any(p.device.type == "meta" for p in parameters)
+        if self._on_meta:
+            self._shed_on_meta()
+        else:
+            if options.broadcast_parameters:
+                self._start_from_first([*model.parameters(), *model.buffers()])
+            self._take_over()
 
-    def _take_over(self, bucket: WeightBucket, parameters: Sequence[nn.Parameter]) -> _LiveBucket:
-        dtype = self._param_dtype or getattr(torch, bucket.dtype)
-        live = _LiveBucket(bucket, dtype, self._shard, self._device)
-        for p, start, numel in bucket.parameters:
-            local = local_cell(parameters[p])
-            shape = self._slices.shape(p, self._tensor)
-            values = local.detach()
-            if values.numel() == numel:  # not so where it was made on the meta device
-                live.keep(start, values.reshape(-1))
-            if live.is_keeper:
-                kept = live.stored(start, numel).view(shape) if numel else values.view(shape)
-            else:
-                kept = _placeholder(shape, live.kept)
-            view = live.buffer.flat.narrow(0, start, numel).view(shape)
-            self._slots[p] = _Slot(local, kept, view)
-            self._where[p] = live, start
-            self._slots[p].show_kept()
-        live.buffer.release()
-        return live
+    def _start_from_first(self, tensors: Sequence[Tensor]) -> None:
+        """Equal values everywhere; of a `DTensor` wherever the same slice of it lies."""
+        world, data = self._process_groups.world, self._process_groups.data
+        start_from_first([(t, data if is_distributed(t) else world) for t in tensors])
+
+    @torch.no_grad()
+    def _take_over(self) -> None:
+        for group in self.groups:
+            buckets = []
+            for bucket in weight_buckets(self._slices, group.parameters, self._tensor):
+                dtype = self._options.param_dtype or getattr(torch, bucket.dtype)
+                live = _LiveBucket(bucket, dtype, self._shard, self._device)
+                for p, start, _ in bucket.parameters:
+                    shape = self._slices.shape(p, self._tensor)
+                    self._slots[p] = _Slot(local_cell(self.parameters[p]), shape, live, start)
+                live.buffer.release()
+                buckets.append(live)
+                group.publishes += [
+                    (piece.replica, live.stored(piece.start, piece.numel))
+                    for piece in bucket.publishes
+                    if piece.shard == self._shard and self.has_replicas
+                ]
+            group.buckets = buckets
+            group.slots = [self._slots[p] for p in group.parameters]
+
+    # ---- the meta device, and frameworks that make new parameters ----------------------------
+
+    @torch.no_grad()
+    def _shed_on_meta(self) -> None:
+        """Placeholders on the meta device: `to_empty` then allocates what is kept here only."""
+        for p in self.dedicated:
+            spans = self._slices.spans(p, self._tensor)
+            if spans and all(span.shard != self._shard for span in spans):
+                local = local_cell(self.parameters[p])
+                local.data = _placeholder(local.shape, local)
+
+    def adopt(self) -> None:
+        """Find the parameters as they are now: `fully_shard` and `to_empty` make new ones.
+
+        Raises:
+            OwnershipError: a dedicated parameter has been replaced, or is still on the meta device.
+        """
+        model = self._model()
+        if model is None:
+            return
+        now = dict(trainable_parameters(model))
+        found = []
+        for i, (spec, known) in enumerate(
+            zip(self._specs.parameters, self.parameters, strict=True)
+        ):
+            p = now.get(spec.name, known)
+            if i in self.dedicated and p is not known and (not self._on_meta or is_distributed(p)):
+                raise _replaced(spec.name, p)
+            found.append(p)
+        self.parameters = found
+        if not self._on_meta:
+            return
+        for spec, p in zip(self._specs.parameters, found, strict=True):
+            if p.device.type == "meta":
+                raise OwnershipError(
+                    f"parameter {spec.name!r} is still on the meta device: call "
+                    "model.to_empty(device=...) and initialize the model before dmuon.Muon(model) "
+                    "and the first forward pass"
+                )
+        self._on_meta = False
+        if self._options.broadcast_parameters:
+            rest = [p for i, p in enumerate(found) if i not in self.dedicated]
+            self._start_from_first([t for t in [*rest, *model.buffers()] if not is_distributed(t)])
+        self._take_over()
+        for group in self.groups:
+            self.publish(group)
+
+    def ready(self) -> None:
+        """Have taken over the weights; OwnershipError if they are still on the meta device."""
+        if self._on_meta:
+            self.adopt()
+
+    # ---- what is kept ------------------------------------------------------------------------
 
     def casts(self, parameter: int) -> bool:
         """Whether a parameter is used in another dtype than it is kept in."""
@@ -366,11 +452,9 @@ class Storage:
 
     def weight_of(self, matrix: int) -> Tensor:
         """This rank's part of a matrix, in its parameter's dims: a view of what is kept here."""
-        live, start = self._where[self._specs.matrices[matrix].parameter]
+        slot = self._slots[self._specs.matrices[matrix].parameter]
         part = self._slices.part(matrix, self._tensor)
-        return live.stored(start + part.start, part.numel).view(part.box.shape)
-
-    # ---- what users may have done ------------------------------------------------------------
+        return slot.bucket.stored(slot.start + part.start, part.numel).view(part.box.shape)
 
     def check(self) -> None:
         """Show again what is kept where weights were moved.
@@ -393,63 +477,135 @@ class Storage:
                     f"{data.dtype} on {data.device}, by an assignment to its data; it was kept as "
                     f"{list(kept.shape)} {kept.dtype} on {kept.device}. Move or convert the model "
                     "before dmuon.dedicate_params(model), and change values in place inside "
-                    "`with own.materialized(module):`"
+                    "`with own.materialized(model):`"
                 )
             slot.show_kept()
+
+    # ---- what travels ------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def launch(self, group: Group, phase: str) -> None:
+        """Broadcast the weights of a group along the shards."""
+        group.wait_published()
+        group.wait()
+        for live in group.buckets:
+            live.buffer.hold()
+            for shard, target, source in live.sends:
+                if source is not None:
+                    target.copy_(source)
+                self._meter.add("weights", target)
+                transport, tag = self._process_groups.weights, f"{phase} {group.name}"
+                group.works.append(transport.broadcast(target, shard, tag=tag))
+        group.valid = True
+
+    def publish(self, group: Group) -> None:
+        """Launch the broadcasts of a group's new weights to their holders."""
+        for replica, stored in group.publishes:
+            self._meter.add("weights to holders", stored)
+            transport = self._process_groups.replicas
+            work = transport.broadcast(stored, replica, tag=f"publish {group.name}")
+            group.publishing.append(work)
+
+    def wait_published(self) -> None:
+        for group in self.groups:
+            group.wait_published()
 
     # ---- direct reading ----------------------------------------------------------------------
 
     @torch.no_grad()
-    def gather(self, parameters: Iterable[int]) -> list[Tensor]:
+    def _gather(self, parameters: Sequence[int]) -> list[Tensor]:
         """Whole weights (tensor-parallel slices) in the dtype in which they are kept.
 
         What is kept whole comes as it is, not as a copy. A collective call along shards.
         """
         found, works = [], []
         for p in parameters:
-            live, start = self._where[p]
-            whole = self._slots[p].kept
-            if not live.is_keeper:
+            slot = self._slots[p]
+            is_keeper, whole = slot.bucket.is_keeper, slot.kept
+            if not is_keeper:
                 whole = whole.new_empty(self._slices.shape(p, self._tensor))
             for span in self._slices.spans(p, self._tensor):
                 piece = whole.view(-1).narrow(0, span.start, span.numel)
-                if span.shard == self._shard and not live.is_keeper:
-                    piece.copy_(live.stored(start + span.start, span.numel))
-                works.append(self._transport.broadcast(piece, span.shard, tag="materialized"))
+                if span.shard == self._shard and not is_keeper:
+                    piece.copy_(slot.bucket.stored(slot.start + span.start, span.numel))
+                transport = self._process_groups.weights
+                works.append(transport.broadcast(piece, span.shard, tag="materialized"))
             found.append(whole)
         for work in works:
             work.wait()
         return found
 
-    def pin(self, parameters: Sequence[int]) -> None:
-        """Have these parameters whole until `unpin`; may be nested."""
-        fresh = [p for p in parameters if not self._pins.get(p)]
-        for p, whole in zip(fresh, self.gather(fresh), strict=True):
-            self._slots[p].pinned = whole
+    def _below(self, module: nn.Module) -> list[int]:
+        """The dedicated parameters of a module."""
+        index = {id(self.parameters[p]): p for p in self.dedicated}
+        return [index[id(p)] for p in module.parameters() if id(p) in index]
+
+    @contextmanager
+    def whole(self, module: nn.Module) -> Iterator[None]:
+        """Inside, the parameters of ``module`` are whole; a collective call, may be nested."""
+        numbers = self._below(module)
+        fresh = [p for p in numbers if not self._slots[p].pins]
+        for p, values in zip(fresh, self._gather(fresh), strict=True):
+            self._slots[p].pinned = values
             if not self.group_of[p].in_use:
                 self._slots[p].show_kept()
-        for p in parameters:
-            self._pins[p] = self._pins.get(p, 0) + 1
+        for p in numbers:
+            self._slots[p].pins += 1
+        try:
+            yield
+        finally:
+            for p in numbers:
+                self._unpin(p)
+            self.loads += 1
 
     @torch.no_grad()
-    def unpin(self, parameters: Sequence[int]) -> None:
-        """Placeholders again; what was written is kept where it is kept."""
-        for p in parameters:
-            self._pins[p] -= 1
-            if self._pins[p]:
-                continue
-            slot, (live, start) = self._slots[p], self._where[p]
-            whole, slot.pinned = slot.pinned, None
-            if whole is not None and not live.is_keeper:
-                live.keep(start, whole.view(-1))
-            if not self.group_of[p].in_use:
-                slot.show_kept()
+    def _unpin(self, parameter: int) -> None:
+        """A placeholder again; what was written is kept where it is kept."""
+        slot = self._slots[parameter]
+        slot.pins -= 1
+        if slot.pins:
+            return
+        values, slot.pinned = slot.pinned, None
+        if values is not None and not slot.bucket.is_keeper:
+            slot.bucket.keep(slot.start, values.view(-1))
+        if not self.group_of[parameter].in_use:
+            slot.show_kept()
 
     def is_pinned(self, parameter: int) -> bool:
-        return bool(self._pins.get(parameter))
+        return self._slots[parameter].pins > 0
+
+    def check_whole(self, module: nn.Module) -> None:
+        """Raise OwnershipError if placeholders would be saved, copied or loaded into."""
+        self.ready()
+        if self._process_groups.weights.world == 1:
+            self.loads += 1  # nothing is a placeholder, and this may load weights
+            return
+        for p in self._below(module):
+            if not self.is_pinned(p):
+                raise OwnershipError(
+                    f"{self._specs.parameters[p].name!r} is stored by its owner only; the other "
+                    "ranks have a placeholder. Call state_dict, load_state_dict, copy.deepcopy or "
+                    "pickle on every rank, inside `with own.materialized(model):`"
+                )
 
     def restore(self) -> None:
         """Give every rank the whole weights for good, group by group; a collective call."""
+        if self._on_meta:
+            return
+        self.wait_published()
         for group in self.groups:
-            for slot, whole in zip(group.slots, self.gather(group.parameters), strict=True):
+            for slot, whole in zip(group.slots, self._gather(group.parameters), strict=True):
                 slot.tensor.data = whole
+
+
+def _replaced(name: str, p: nn.Parameter) -> OwnershipError:
+    if is_distributed(p):
+        return OwnershipError(
+            f"fully_shard has taken parameter {name!r}, which dmuon dedicates to its owner: pass "
+            "ignored_params=own.dedicated_params to every fully_shard call, or make the calls "
+            "inside `with own.ignored_by_fully_shard():`"
+        )
+    return OwnershipError(
+        f"{name!r} is another parameter object now than at dedicate_params: change values in "
+        "place, inside `with own.materialized(module):`"
+    )
