@@ -243,35 +243,36 @@ def agrees(name, layout, **kwargs):
     assert sizes == "x".join(map(str, case.mesh_shape)) and axes == " x ".join(case.axes)
 
 
-# Ten steps of the same cases against the reference are in test_sharded.
-@pytest.mark.parametrize("name", ["fsdp2", "tp"])
+# Ten steps of the sharded cases against the reference are in test_sharded. Every rank builds other
+# weights for the `dedicated` layout, where the first rank's count.
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [("sharded", "tp"), ("dedicated", "plain"), ("dedicated", "fsdp2")],
+)
 @distributed(2)
-def test_sharded_models_on_two_ranks(rank, world, name):
-    agrees(name, "sharded", steps=3)
+def test_parallel_models_on_two_ranks(rank, world, layout, name):
+    agrees(name, layout, steps=4, seed=rank if layout == "dedicated" else 0)
 
 
-@pytest.mark.parametrize("name", ["fsdp4", "hsdp", "tp+fsdp", "ep+fsdp, split experts", "hsdp+tp"])
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("sharded", "hsdp+tp"),
+        ("sharded", "ep+fsdp, split experts"),
+        ("dedicated", "fsdp4"),
+        ("dedicated", "hsdp"),
+        ("dedicated", "tp+dp"),
+        ("dedicated", "tp+fsdp"),
+    ],
+)
 @distributed(4)
-def test_sharded_models_on_four_ranks(rank, world, name):
-    agrees(name, "sharded", steps=3)
-
-
-# Every rank builds other weights: in the `dedicated` layout the first rank's count.
-@pytest.mark.parametrize("name", ["plain", "fsdp2"])
-@distributed(2)
-def test_ten_dedicated_steps_on_two_ranks(rank, world, name):
-    agrees(name, "dedicated", seed=rank)
-
-
-@pytest.mark.parametrize("name", ["fsdp4", "hsdp", "tp+dp", "tp+fsdp"])
-@distributed(4)
-def test_ten_dedicated_steps_on_four_ranks(rank, world, name):
-    agrees(name, "dedicated", seed=rank)
+def test_parallel_models_on_four_ranks(rank, world, layout, name):
+    agrees(name, layout, steps=3, seed=rank if layout == "dedicated" else 0)
 
 
 @distributed(6)
-def test_ten_dedicated_steps_on_two_replicas_of_three(rank, world):
-    agrees("hsdp 2x3", "dedicated", seed=rank)
+def test_two_replicas_of_three_ranks(rank, world):
+    agrees("hsdp 2x3", "dedicated", steps=2, layers=1, seed=rank)
 
 
 @distributed(2)

@@ -1,0 +1,577 @@
+"""What is refused, or warned about, on one process: by name, before anything changes."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR
+
+import dmuon
+from dmuon.__main__ import main
+from dmuon.types import OwnershipError
+from tests.unit.models import (
+    WIDTH,
+    Block,
+    TinyGPT,
+    assert_bitwise,
+    clone,
+    tokens,
+    train,
+    tree,
+    weights,
+)
+from tests.unit.test_single_process import SETTINGS, backward, dedicated, tied
+
+LAYOUTS = pytest.mark.parametrize("layout", ["replicated", "dedicated"])
+
+
+# ---- models and parameters ---------------------------------------------------------------
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return TinyGPT()
+
+
+MODELS = {
+    r"nothing for Muon to do": nn.Sequential(nn.LayerNorm(4), nn.Embedding(9, 4)),
+    r"'embed\.weight' is on the meta device": on_meta(),
+    r"nn\.Module": [nn.Parameter(torch.zeros(2, 2))],
+    r"'b\.weight' is complex": nn.ModuleDict(
+        {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4, dtype=torch.complex64)}
+    ),
+}
+
+
+@pytest.mark.parametrize("message", MODELS)
+def test_models_that_cannot_be_planned_are_refused(message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        dmuon.dedicate_params(MODELS[message])
+
+
+def test_muon_before_dedicate_params_is_refused():
+    with pytest.raises(OwnershipError, match=r"dmuon\.dedicate_params\(model\)"):
+        dmuon.Muon(TinyGPT())
+    with pytest.raises(OwnershipError, match=r"dmuon\.dedicate_params\(model\)"):
+        dmuon.no_sync(TinyGPT()).__enter__()
+
+
+def test_dedicating_twice_and_a_second_optimizer_are_refused():
+    model = TinyGPT()
+    own, opt = dedicated(model)
+    for again in (model, nn.Sequential(model)):
+        with pytest.raises(OwnershipError, match=r"close\(\)"):
+            dmuon.dedicate_params(again)
+    with pytest.raises(OwnershipError, match=r"already"):
+        dmuon.Muon(model)
+    with pytest.raises(OwnershipError, match=r"add_param_group.*again"):
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(4, 4))]})
+    train(model, opt, tokens(), range(1))
+    own.close()
+
+
+TWICE = r"'embed\.weight' appears twice"
+FORMS = {
+    "twice": (lambda m: [*m.parameters(), m.embed.weight], TWICE),
+    "in two groups": (
+        lambda m: [{"params": m.parameters()}, {"params": [m.embed.weight]}], TWICE
+    ),
+    "by name": (lambda m: [*m.named_parameters(), ("embed.weight", m.embed.weight)], TWICE),
+    "missing": (
+        lambda m: m.blocks.parameters(), r"not passed to dmuon\.Muon: embed\.weight"
+    ),
+    "foreign": (
+        lambda m: [*m.parameters(), nn.Parameter(torch.zeros(3, 5))],
+        r"shape \(3, 5\).*not part of dedicate_params",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parameters_that_are_not_those_of_the_model_are_refused_by_name(form):
+    model = TinyGPT()
+    dmuon.dedicate_params(model)
+    make, message = FORMS[form]
+    with pytest.raises(OwnershipError, match=message):
+        dmuon.Muon(make(model))
+
+
+def test_a_model_converted_after_planning_is_refused_by_name():
+    model = TinyGPT()
+    _, opt = dedicated(model)
+    model.double()
+    backward(model, 0)
+    with pytest.raises(ValueError, match=r"weight.*float64"):
+        opt.step()
+
+
+@pytest.mark.parametrize("wrong", [3, torch.zeros(2, 2), [3], [("name", 3)], [{"lr": 1.0}]])
+def test_what_is_no_parameter_is_a_type_error(wrong):
+    with pytest.raises(TypeError):
+        dmuon.Muon(wrong)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"period": 2}, r"period=2.*'replicated'"),
+        ({"period": float("inf")}, r"period=inf"),
+        ({"block_lr_ratio": 0.5}, r"block_lr_ratio"),
+        ({"publish": "later"}, r"publish.*'later'"),
+        ({"ns_dtype": "half"}, r"dtype.*'half'"),
+        ({"ns_dtype": torch.int32}, r"dtype.*int32"),
+        ({"ns_steps": -1}, r"steps"),
+        ({"ns_steps": 0}, r"ns_steps must be an integer >= 1, found 0"),
+        ({"ns_coefficients": "unheard of"}, r"unheard of"),
+        ({"ns_coefficients": [(1, 2, 3)] * 4}, r"4 coefficient triples for steps=5"),
+        ({"lr": -1.0}, r"lr"),
+        ({"eps": 0.0}, r"eps"),
+        ({"adjust_lr_fn": "rms"}, r"adjust_lr_fn"),
+        ({"adamw_betas": (0.9, 2.0)}, r"betas"),
+        ({"adamw_lr": -1.0}, r"lr"),
+    ],
+)
+def test_wrong_settings_are_refused_at_once_and_the_model_stays_usable(settings, message):
+    model = TinyGPT()
+    dmuon.dedicate_params(model)
+    with pytest.raises(ValueError, match=message):
+        dmuon.Muon(model, **settings)
+    train(model, dmuon.Muon(model), tokens(), range(1))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr": "1e-3"},
+        {"lr": None},
+        {"weight_decay": "0.1"},
+        {"momentum": None},
+        {"nesterov": "no"},
+        {"ns_coefficients": None},
+        {"eps": "1e-7"},
+        {"ns_steps": True},
+        {"ns_steps": "5"},
+        {"adjust_lr_fn": 3},
+        {"momentum_mode": None},
+        {"dampening": "0"},
+        {"period": "5"},
+        {"period": True},
+        {"block_lr_ratio": "x"},
+        {"publish": True},
+        {"master_weights": "yes"},
+        {"adamw_lr": "1e-3"},
+        {"adamw_betas": 0.9},
+        {"adamw_eps": None},
+        {"adamw_weight_decay": "0.1"},
+    ],
+    ids=str,
+)
+def test_settings_of_a_wrong_type_are_refused_by_name(settings):
+    model = TinyGPT()
+    dmuon.dedicate_params(model)
+    ((name, value),) = settings.items()
+    with pytest.raises(TypeError, match=rf"^{name} must be .*found {re.escape(repr(value))}"):
+        dmuon.Muon(model, **settings)
+    train(model, dmuon.Muon(model), tokens(), range(1))
+
+
+@pytest.mark.parametrize("name", ["lr", "betas"])
+def test_settings_of_a_wrong_type_in_a_group_are_refused_by_name(name):
+    model = TinyGPT()
+    dmuon.dedicate_params(model)
+    message = rf"{name.removeprefix('adamw_')} must be .*'1e-3' in opt\.param_groups\[[01]\]: a str"
+    with pytest.raises(TypeError, match=message):
+        dmuon.Muon([{"params": model.parameters(), name: "1e-3"}])
+
+
+@pytest.mark.parametrize("algorithm", ["muon", "adamw"])
+@pytest.mark.parametrize("value", ["1e-4", None, -1.0, float("nan")])
+def test_settings_that_turn_wrong_later_fail_before_anything_changes(algorithm, value):
+    model = TinyGPT()
+    _, opt = dedicated(model)
+    train(model, opt, tokens(), range(1))
+    number = next(i for i, g in enumerate(opt.param_groups) if g["algorithm"] == algorithm)
+    good, opt.param_groups[number]["lr"] = opt.param_groups[number]["lr"], value
+    opt.synchronize()
+    before = weights(model)
+    backward(model, 1)
+    with pytest.raises((TypeError, ValueError), match=rf"lr must.*opt\.param_groups\[{number}\]"):
+        opt.step()
+    assert_bitwise(weights(model), before)
+    opt.param_groups[number]["lr"] = good
+    opt.step()
+
+
+CHANGES = {
+    "key deleted": (lambda groups: groups[0].pop("momentum"), "has lost .*'momentum'"),
+    "algorithm deleted": (lambda groups: groups[0].pop("algorithm"), "algorithms .*None"),
+    "algorithm renamed": (lambda groups: groups[1].update(algorithm="sgd"), "algorithms .*'sgd'"),
+    "group appended": (lambda groups: groups.append(dict(groups[0])), "algorithms"),
+    "groups reversed": (lambda groups: groups.reverse(), "algorithms"),
+    "parameter removed": (lambda groups: groups[0]["params"].pop(), r"groups\[0\] holds other"),
+    "parameters reversed": (lambda groups: groups[1]["params"].reverse(), "in another order"),
+    "parameter exchanged": (
+        lambda groups: groups[0]["params"].__setitem__(0, groups[0]["params"][0].detach()),
+        r"groups\[0\] holds other",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_groups_are_refused_before_anything_changes(change):
+    model = TinyGPT()
+    _, opt = dedicated(model)
+    train(model, opt, tokens(), range(1))
+    opt.synchronize()
+    before = weights(model)
+    backward(model, 1)
+    alter, message = CHANGES[change]
+    alter(opt.param_groups)
+    with pytest.raises(dmuon.types.OwnershipError, match=message):
+        opt.step()
+    assert_bitwise(weights(model), before)
+
+
+# ---- half precision ----------------------------------------------------------------------
+
+
+def half_precision(dtype: torch.dtype, layout: str = "replicated", weight: float = 0.02):
+    """Two matrices of 32 x 32 whose entries are all ``weight``, rounded."""
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)).to(dtype)
+    nn.init.constant_(model[0].weight, weight)
+    nn.init.constant_(model[1].weight, weight)
+    dmuon.dedicate_params(model, layout=layout)
+    return model
+
+
+# Half a unit in the last place of 0.02 is 2**-14 = 6.1e-5 in bfloat16 and 2**-17 = 7.6e-6 in
+# float16; an update is 0.2 lr with "match_rms_adamw" and lr / sqrt(32) with "original".
+LOST = [
+    (torch.bfloat16, {"lr": 1e-4}, "2e-05", "6.1e-05"),
+    (torch.bfloat16, {"lr": 3e-4, "adjust_lr_fn": "original"}, "5.3e-05", "6.1e-05"),
+    (torch.bfloat16, {"lr": torch.tensor(1e-4)}, "2e-05", "6.1e-05"),
+    (torch.float16, {"lr": 1e-5}, "2e-06", "7.6e-06"),
+]
+KEPT = [
+    (torch.bfloat16, {"lr": 1e-3}),
+    (torch.bfloat16, {"lr": 4e-4, "adjust_lr_fn": "original"}),
+    (torch.bfloat16, {"lr": 1e-4, "master_weights": True}),
+    (torch.bfloat16, {"lr": 0.0}),
+    (torch.float16, {"lr": 1e-4}),
+    (torch.float32, {"lr": 1e-9}),
+]
+
+
+@LAYOUTS
+@pytest.mark.parametrize(("dtype", "settings", "update", "ulp"), LOST)
+def test_updates_that_are_rounded_away_are_told_once_with_the_numbers(
+    dtype, settings, update, ulp, layout
+):
+    model = half_precision(dtype, layout)
+    with pytest.warns(RuntimeWarning) as caught:
+        opt = dmuon.Muon(model, **settings)
+    text = (
+        rf"lr={float(settings['lr']):g} a typical update of a {str(dtype)[6:]} matrix is {update}, "
+        rf"and half a unit in the last place of its typical weight, 0\.02, is {ulp}.*"
+        r"master_weights=True"
+    )
+    (warning,) = caught
+    assert re.search(text, str(warning.message)) and warning.filename == __file__
+    if settings.get("adjust_lr_fn") is None:
+        before = weights(model)
+        model(torch.randn(8, 32, dtype=dtype)).square().sum().backward()
+        opt.step()
+        opt.synchronize()
+        same = [(w == before[n]).double().mean() for n, w in weights(model).items()]
+        assert min(same) > 0.95  # what the warning says
+
+
+@LAYOUTS
+@pytest.mark.parametrize(("dtype", "settings"), KEPT)
+def test_nothing_is_said_where_updates_count(dtype, settings, layout):
+    model = half_precision(dtype, layout)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dmuon.Muon(model, **settings)
+
+
+@pytest.mark.parametrize("weight", [0.0, float("inf"), float("nan")])
+def test_nothing_is_said_of_weights_that_are_not_there_yet(weight):
+    model = half_precision(torch.bfloat16, weight=weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dmuon.Muon(model, lr=1e-4)
+
+
+def test_the_worst_of_several_groups_is_told():
+    model = half_precision(torch.bfloat16)
+    groups = [{"params": [model[0].weight], "lr": 1e-4}, {"params": [model[1].weight], "lr": 1e-6}]
+    with pytest.warns(RuntimeWarning, match="lr=1e-06") as caught:
+        dmuon.Muon(groups)
+    assert len(caught) == 1
+
+
+# ---- several processes that do not know each other ---------------------------------------
+
+
+def check_equivalence() -> None:
+    dmuon.check_step_equivalence(TinyGPT, lambda m, x: m(x).sum(), lambda step, rank: tokens()(0))
+
+
+STARTS = {
+    "dedicate_params": lambda: dmuon.dedicate_params(TinyGPT()),
+    "Muon": lambda: dmuon.Muon(TinyGPT()),
+    "check_step_equivalence": check_equivalence,
+}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_processes_of_a_launcher_without_a_process_group_are_refused(monkeypatch, start):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = rf"dmuon\.{start}: .*WORLD_SIZE=2.*torch\.distributed\.init_process_group\(\)"
+    with pytest.raises(OwnershipError, match=message):
+        STARTS[start]()
+
+
+def test_a_model_dedicated_before_there_was_a_process_group_is_refused(monkeypatch):
+    model = TinyGPT()
+    dmuon.dedicate_params(model, costs="analytic")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(
+        OwnershipError, match=r"init_process_group\(\) before dmuon.dedicate_params"
+    ):
+        dmuon.Muon(model)
+
+
+@pytest.mark.parametrize("text", ["two", "2.0", "nan"])
+def test_a_world_size_that_is_no_number_is_refused(monkeypatch, text):
+    monkeypatch.setenv("WORLD_SIZE", text)
+    with pytest.raises(OwnershipError, match=rf"WORLD_SIZE='{text}' must be"):
+        dmuon.dedicate_params(TinyGPT())
+
+
+@pytest.mark.parametrize("text", ["1", "", None])
+def test_a_world_of_one_needs_no_process_group(monkeypatch, text):
+    if text is None:
+        monkeypatch.delenv("WORLD_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("WORLD_SIZE", text)
+    model = TinyGPT()
+    train(model, dedicated(model)[1], tokens(), range(1))
+
+
+@pytest.mark.parametrize("text", ["8", "two"])
+def test_a_process_group_of_one_counts_whatever_the_environment_says(monkeypatch, text):
+    monkeypatch.setenv("WORLD_SIZE", text)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = TinyGPT()
+        own, opt = dedicated(model)
+        train(model, opt, tokens(), range(1))
+        own.close()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "--model", "qwen2.5-0.5b", "--mesh", "4", "--costs", "analytic:h100"],
+        ["profile", "--shapes", "8x8", "--max-batch", "1", "--out", "-"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_commands_of_one_process_run_under_a_launcher(monkeypatch, capsys, command):
+    """They plan and measure for processes that they are no part of."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(command) == 0
+    assert capsys.readouterr().out
+
+
+# ---- parameters that were replaced -------------------------------------------------------
+
+
+def replace_weight(model: nn.Module) -> None:
+    up = model.blocks[0].up
+    up.weight = nn.Parameter(up.weight.detach().clone())
+
+
+def replace_gain(model: nn.Module) -> None:
+    model.norm.weight = nn.Parameter(torch.ones(WIDTH))
+
+
+def replace_module(model: nn.Module) -> None:
+    model.blocks[0] = Block()
+
+
+def assign_state(model: nn.Module) -> None:
+    model.load_state_dict(clone(model).state_dict(), assign=True)
+    for p in model.parameters():
+        p.requires_grad_(True)
+
+
+def untie(model: nn.Module) -> None:
+    model.lm_head.weight = nn.Parameter(model.embed.weight.detach().clone())
+
+
+def normalize_weights(model: nn.Module) -> None:
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+
+
+def add_adapter(model: nn.Module) -> None:
+    model.blocks[0].up.adapter = nn.Linear(2, 2)
+
+
+def add_gain(model: nn.Module) -> None:
+    model.norm.scale = nn.Parameter(torch.ones(WIDTH))
+
+
+REPLACEMENTS = {
+    add_adapter: r"blocks\.0\.up\.adapter\.weight",
+    add_gain: r"norm\.scale",
+    replace_weight: r"blocks\.0\.up\.weight",
+    replace_gain: r"norm\.weight",
+    replace_module: r"blocks\.0\.norm\.weight",
+    assign_state: r"embed\.weight",
+    untie: r"lm_head\.weight",
+    normalize_weights: r"lm_head\.parametrizations\.weight\.original\d",
+}
+
+
+@LAYOUTS
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("replace", REPLACEMENTS)
+def test_a_parameter_that_was_replaced_is_refused_by_name(replace, compiled, layout):
+    model = tied() if replace is untie else TinyGPT()
+    wrapped = torch.compile(model, backend="eager") if compiled else model
+    own = dmuon.dedicate_params(wrapped, layout=layout)
+    opt = dmuon.Muon(wrapped, **SETTINGS)
+    train(model, opt, tokens(), range(1))
+    replace(model)
+    backward(model, 1)
+    added = (normalize_weights, add_adapter, add_gain)
+    what = "was no parameter" if replace in added else "is another parameter object"
+    message = rf"'{REPLACEMENTS[replace]}' {what}.*in place.*own\.close\(\)"
+    with pytest.raises(OwnershipError, match=message):
+        dmuon.clip_grad_norm_(wrapped, 1.0)
+    with pytest.raises(OwnershipError, match=message):
+        opt.step()
+    own.close()
+    again = dmuon.dedicate_params(wrapped, layout=layout)  # what the message says
+    train(model, dmuon.Muon(wrapped, **SETTINGS), tokens(), range(2))
+    again.close()
+
+
+def freeze_gain(model: nn.Module) -> None:
+    model.norm.weight = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+
+def drop_module(model: nn.Module) -> None:
+    model.blocks = model.blocks[:1]
+
+
+def parametrize(model: nn.Module) -> None:
+    nn.utils.parametrize.register_parametrization(model.norm, "bias", nn.Identity())
+
+
+def tie(model: nn.Module) -> None:
+    model.lm_head.weight = model.embed.weight
+
+
+def load_in_place(model: nn.Module) -> None:
+    model.load_state_dict(clone(model).state_dict())
+
+
+@LAYOUTS
+@pytest.mark.parametrize("change", [freeze_gain, drop_module, parametrize, tie, load_in_place])
+def test_what_replaces_no_trained_parameter_is_followed(change, layout):
+    model = TinyGPT()
+    own = dmuon.dedicate_params(model, layout=layout)
+    opt = dmuon.Muon(model, **SETTINGS)
+    train(model, opt, tokens(), range(1))
+    change(model)
+    train(model, opt, tokens(), range(1, 3))
+    backward(model, 3)
+    with mock.patch.object(nn.Module, "named_parameters") as searched:
+        opt.step()
+    assert not searched.called  # the change has been looked at once
+    replace_gain(model)
+    backward(model, 4)
+    with pytest.raises(OwnershipError, match=r"'norm\.weight'"):
+        opt.step()
+    own.close()
+
+
+@LAYOUTS
+def test_a_schedule_may_miss_zero_by_a_rounding(layout):
+    model = TinyGPT()
+    own = dmuon.dedicate_params(model, layout=layout)
+    opt = dmuon.Muon(model, **SETTINGS)
+    schedule = LinearLR(opt, end_factor=0.0, total_iters=10)
+    for step in range(12):
+        backward(model, step)
+        opt.step()
+        opt.zero_grad()
+        schedule.step()
+    assert [group["lr"] for group in opt.param_groups] == [0.0] * len(opt.param_groups)
+    opt.param_groups[0]["lr"] = -1e-6
+    backward(model, 0)
+    with pytest.raises(ValueError, match=r"lr must be a finite number >= 0, found -1e-06"):
+        opt.step()
+    own.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"layout": "scattered"}, ValueError, r"layout.*'scattered'"),
+        ({"layout": "sharded"}, ValueError, r"layout='sharded'"),
+        ({"solver": "simplex"}, ValueError, r"solver='simplex'"),
+        ({"costs": "guessed"}, ValueError, r"costs='guessed'"),
+        ({"costs": 3}, ValueError, r"costs"),
+        ({"options": {"bucket_bytes": 1}}, TypeError, r"ReplicatedOptions"),
+        ({"planner": {"max_batch": 1}}, TypeError, r"PlannerOptions"),
+        ({"mesh": "cpu"}, ValueError, r"mesh"),
+        ({"splits": {"no.such": [1]}}, ValueError, r"no\.such"),
+        ({"plan": "plan.json"}, TypeError, r"plan"),
+        ({"select": lambda name, p: True}, ValueError, r"norm\.(bias|weight)'"),
+    ],
+)
+def test_wrong_arguments_are_refused_and_the_model_stays_usable(arguments, error, message):
+    model = TinyGPT()
+    with pytest.raises(error, match=message):
+        dmuon.dedicate_params(model, **arguments)
+    dedicated(model)
+
+
+class SparseLookup(nn.Module):
+    """Makes sparse gradients without an Embedding module that would tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(11, WIDTH))
+        self.body = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(nn.functional.embedding(x, self.table, sparse=True))
+
+
+def test_a_sparse_gradient_is_refused_by_name():
+    model = SparseLookup()
+    dedicated(model)
+    with pytest.raises(ValueError, match=r"'table'.*sparse"):
+        backward(model, 0)
+
+
+def test_a_sparse_gradient_of_a_matrix_is_refused_by_name():
+    model = tree({"a.weight": (11, 4)})
+    dedicated(model)
+    with pytest.raises(ValueError, match=r"'a\.weight'.*sparse"):
+        nn.functional.embedding(tokens()(0), model.a.weight, sparse=True).sum().backward()
