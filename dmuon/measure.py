@@ -22,7 +22,7 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -158,10 +158,8 @@ class Pace:
     def expected_s(self, case: Case) -> float:
         """Seconds that the next run will take."""
         guess = self._model.batch_ms(case.key, case.batch)
-        alike = [(c, ms) for c, ms in self._known.items() if c.key == case.key]
-        pairs = [
-            (self._model.batch_ms(c.key, c.batch), ms) for c, ms in alike or self._known.items()
-        ]
+        alike = {c: ms for c, ms in self._known.items() if c.key == case.key} or self._known
+        pairs = [(self._model.batch_ms(c.key, c.batch), ms) for c, ms in alike.items()]
         modelled, ms = min(pairs, key=lambda p: (abs(math.log(p[0] / guess)), p), default=(1, 1))
         return guess * ms / modelled / 1e3
 
@@ -172,7 +170,8 @@ class Pace:
         ordered = sorted(ms, key=lambda case: (case.batch, -case.count * ms[case], case.key))
         if ordered and not self._known:
             smallest = min(ordered, key=lambda case: (case.batch, ms[case], case.key))
-            ordered.insert(0, ordered.pop(ordered.index(smallest)))
+            ordered.remove(smallest)
+            ordered.insert(0, smallest)
         return ordered
 
 
@@ -263,8 +262,7 @@ class OwnerTimer:
     def reserve(self, runs: Iterable[Run]) -> list[Run]:
         """Have memory for these, one at a time; those that need no more than a quarter of what is
         free, in their order."""
-        free = _free_bytes(self.device)
-        limit = math.inf if free is None else _MEMORY_SHARE * free / self._sharing
+        limit = _MEMORY_SHARE * _free_bytes(self.device) / self._sharing
         fitting = [run for run in runs if self._bytes(run) <= limit]
         self._memory, self._warm = {}, set()
         self._runner.reserve([self._call(*run) for run in fitting])
@@ -603,40 +601,32 @@ def device_name(device: torch.device) -> str:
 
     A number of threads belongs to a CPU: it decides the time as much as the model does.
     """
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
     if device.type != "cpu":
-        return device.type
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    model = platform.processor() or platform.machine() or "CPU"
+    with suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        if found := re.search(r"^model name\s*:\s*(.+)$", text, re.M):
+            model = found[1].strip()
     threads = torch.get_num_threads()
     capability = torch.backends.cpu.get_cpu_capability()
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.M)
-    model = found[1].strip() if found else platform.processor() or platform.machine() or "CPU"
     return f"{model}, {capability}, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def _free_bytes(device: torch.device) -> int | None:
+def _free_bytes(device: torch.device, root: Path = Path("/")) -> float:
+    """What is free; on Linux what is available, or less in a container with a limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return _free_host_bytes() if device.type == "cpu" else None
-
-
-def _free_host_bytes(root: Path = Path("/")) -> int | None:
-    """What Linux says is available, or less in a container with a limit; None if unknown."""
     try:
         text = (root / "proc/meminfo").read_text(encoding="utf-8")
         free = 1024 * int(re.search(r"^MemAvailable:\s*(\d+) kB", text, re.M)[1])  # type: ignore[index]
     except (OSError, TypeError):
-        return None
-    try:
+        return math.inf
+    with suppress(OSError, ValueError):  # no such group, or "max"
         limit = int((root / "sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
         used = int((root / "sys/fs/cgroup/memory.current").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # no such group, or "max"
-        return free
-    return min(free, max(0, limit - used))
+        return min(free, max(0, limit - used))
+    return free
 
 
 @contextmanager
@@ -648,14 +638,13 @@ def progress_bar(
     Gives a function of how many of ``total`` are through, and of the next case. It draws when it is
     called, because a thread that draws would disturb what is measured.
     """
-    watched = shown and sys.stderr.isatty()
-    visible_at = clock() + (_SHOW_AFTER_S if watched else math.inf)
-    drawn = False
+    visible_at = clock() + (_SHOW_AFTER_S if shown and sys.stderr.isatty() else math.inf)
+    clear = ""
 
     def show(done: int, case: Case) -> None:
-        nonlocal drawn
+        nonlocal clear
         if clock() >= visible_at:
-            drawn = True
+            clear = "\r\x1b[K"
             text = f"{what}: {done}/{total}, {case.batch} x [{case.key[0]}, {case.key[1]}]"
             sys.stderr.write(f"\r{text}\x1b[K")
             sys.stderr.flush()
@@ -663,5 +652,4 @@ def progress_bar(
     try:
         yield show
     finally:
-        if drawn:
-            sys.stderr.write("\r\x1b[K")
+        sys.stderr.write(clear)

@@ -134,7 +134,7 @@ def test_batches_of_strided_matrices(kernels, dtype):
     a = kernels.random(b, k, m, dtype=dtype).mT
     bt = kernels.random(b, m, 2 * k, dtype=dtype)[:, :, ::2]
     workspace = torch.zeros(b, 4, m + 2, m + 3, dtype=dtype, device=kernels.device)
-    c = kernels.random(m, m, b, dtype=dtype).movedim(2, 0)
+    c = kernels.random(b, m, 2 * m, dtype=dtype)[:, :, m:]
     out, plain = workspace[:, 1, 1:-1, 2:-1], workspace[:, 2, 1:-1, 2:-1]
     tile = kernels.tile(16, 32, 4, 2)
     check_symm(kernels, a, bt, c, out=out, plain=plain, beta=0.5, diag=1.0, tile=tile)

@@ -169,7 +169,7 @@ class TritonOps(MatmulOps):
     def __init__(self, tile: str) -> None:
         from dmuon.kernels import triton_syrk
 
-        chosen = triton_syrk.Tile.parse(tile) if tile else None
+        chosen = triton_syrk.parse_tile(tile) if tile else None
         self._multiply: Callable[..., None] = partial(triton_syrk.symm_mm, tile=chosen)
 
     def symmetric(

@@ -7,7 +7,6 @@ Only imported where Triton is installed; nothing else of the package imports it 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +29,7 @@ __all__ = [
     "TILES_FLOAT32",
     "Tile",
     "default_tile",
+    "parse_tile",
     "symm_mm",
     "tiles_for",
     "why_unavailable",
@@ -65,23 +65,6 @@ class Tile:
     def __str__(self) -> str:
         return f"{self.block}x{self.block_k}-w{self.warps}-s{self.stages}"
 
-    @classmethod
-    def parse(cls, text: str) -> Tile:
-        """The inverse of ``str``. Raises ValueError for anything that it does not write."""
-        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)-w([1-9]\d*)-s([1-9]\d*)", text, re.ASCII)
-        tile = cls(*map(int, found.groups())) if found else None
-        if tile is None or not _is_possible(tile):
-            raise ValueError(
-                f"tile must read as {TILES[0]} does (powers of two >= 16, warps 1 to 16), "
-                f"found {text!r}"
-            )
-        return tile
-
-
-def _is_possible(tile: Tile) -> bool:
-    powers = all(size & (size - 1) == 0 for size in (tile.block, tile.block_k, tile.warps))
-    return powers and tile.block >= 16 and tile.block_k >= 16 and tile.warps <= 16
-
 
 TILES = (
     Tile(128, 64, warps=8, stages=3),
@@ -115,6 +98,14 @@ def default_tile(m: int, dtype: torch.dtype) -> Tile:
     return Tile(128, 64, warps=8, stages=3) if m > 1024 else Tile(64, 64, warps=4, stages=4)
 
 
+def parse_tile(text: str) -> Tile:
+    """The tile that reads so. Raises ValueError for one that is not offered on any device."""
+    by_text = {str(tile): tile for tile in TILES + TILES_FLOAT32}
+    if text not in by_text:
+        raise ValueError(f"a tile is one of {', '.join(by_text)}, found {text!r}: plan again")
+    return by_text[text]
+
+
 # ---- the kernel ------------------------------------------------------------------------------
 
 
@@ -143,16 +134,16 @@ def tile_of(index, tiles):
 
 
 @triton.jit
-def _load(
-    pointers, rows_left, cols_left, lane_r, lane_c, MASK_R: tl.constexpr, MASK_C: tl.constexpr
-):
-    if MASK_R and MASK_C:
-        mask = (lane_r[:, None] < rows_left) & (lane_c[None, :] < cols_left)
-        return tl.load(pointers, mask=mask, other=0.0)
-    elif MASK_R:
-        return tl.load(pointers, mask=lane_r[:, None] < rows_left, other=0.0)
-    elif MASK_C:
-        return tl.load(pointers, mask=lane_c[None, :] < cols_left, other=0.0)
+def _inside(value, rows_left, cols_left):
+    down = tl.arange(0, value.shape[0])[:, None]
+    right = tl.arange(0, value.shape[1])[None, :]
+    return (down < rows_left) & (right < cols_left)
+
+
+@triton.jit
+def _load(pointers, rows_left, cols_left, MASK: tl.constexpr):
+    if MASK:
+        return tl.load(pointers, mask=_inside(pointers, rows_left, cols_left), other=0.0)
     else:
         return tl.load(pointers)
 
@@ -160,9 +151,7 @@ def _load(
 @triton.jit
 def _store(pointers, value, rows_left, cols_left, MASK: tl.constexpr):
     if MASK:
-        down = tl.arange(0, value.shape[0])[:, None]
-        right = tl.arange(0, value.shape[1])[None, :]
-        tl.store(pointers, value, mask=(down < rows_left) & (right < cols_left))
+        tl.store(pointers, value, mask=_inside(value, rows_left, cols_left))
     else:
         tl.store(pointers, value)
 
@@ -191,18 +180,14 @@ def symm_kernel(
     bt_col,
     c_batch,
     c_row,
-    c_col,
     out_batch,
     out_row,
-    plain_batch,
-    plain_row,
     alpha,
     beta,
     diag,
     HAS_C: tl.constexpr,
     HAS_PLAIN: tl.constexpr,
-    MASK_M: tl.constexpr,
-    MASK_K: tl.constexpr,
+    MASK: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -227,8 +212,8 @@ def symm_kernel(
     b += span_k[:, None] * bt_col + span[None, :] * bt_row
     total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     for start in range(0, k, BLOCK_K):
-        left = _load(a, rows_left, k - start, lane, lane_k, MASK_M, MASK_K)
-        top = _load(b, k - start, cols_left, lane_k, lane, MASK_K, MASK_M)
+        left = _load(a, rows_left, k - start, MASK)
+        top = _load(b, k - start, cols_left, MASK)
         if INTERPRETED:  # where products of bfloat16 are wrong
             left, top = left.to(tl.float32), top.to(tl.float32)
         total = tl.dot(left, top, total, input_precision="ieee")
@@ -237,18 +222,12 @@ def symm_kernel(
 
     value = total * alpha
     if HAS_C:
-        c = c_ptr + batch * c_batch + down * c_row + right * c_col
-        c += span[:, None] * c_row + span[None, :] * c_col
-        held = _load(c, rows_left, cols_left, lane, lane, MASK_M, MASK_M)
+        c = c_ptr + batch * c_batch + down * c_row + right
+        held = _load(c + span[:, None] * c_row + span[None, :], rows_left, cols_left, MASK)
         value += beta * held.to(tl.float32)
-    out = out_ptr + batch * out_batch
-    plain = plain_ptr + batch * plain_batch
-    inside = span[:, None] * out_row + span[None, :]
-    direct = down * out_row + right
-    mirrored = right * out_row + down
-    inside_plain = span[:, None] * plain_row + span[None, :]
-    direct_plain = down * plain_row + right
-    mirrored_plain = right * plain_row + down
+    inside = batch * out_batch + span[:, None] * out_row + span[None, :]
+    direct = inside + down * out_row + right
+    mirrored = inside + right * out_row + down
     dtype = out_ptr.dtype.element_ty
     if row == col:
         on_diagonal = lane[:, None] == lane[None, :]
@@ -256,20 +235,20 @@ def symm_kernel(
             # As a vector, so that the float32 tile need not be kept until the second result.
             shifted = tl.sum(tl.where(on_diagonal, value, 0.0), axis=1) + diag
             result = _lower(value.to(dtype))
-            _store(plain + direct_plain + inside_plain, result, rows_left, cols_left, MASK_M)
+            _store(plain_ptr + direct, result, rows_left, cols_left, MASK)
             result = tl.where(on_diagonal, shifted.to(dtype)[:, None], result)
         else:
             result = _lower((value + tl.where(on_diagonal, diag, 0.0)).to(dtype))
-        _store(out + direct + inside, result, rows_left, cols_left, MASK_M)
+        _store(out_ptr + direct, result, rows_left, cols_left, MASK)
     else:
         result = value.to(dtype)
-        _store(out + direct + inside, result, rows_left, cols_left, MASK_M)
+        _store(out_ptr + direct, result, rows_left, cols_left, MASK)
         if HAS_PLAIN:
-            _store(plain + direct_plain + inside_plain, result, rows_left, cols_left, MASK_M)
+            _store(plain_ptr + direct, result, rows_left, cols_left, MASK)
         result = tl.trans(result)
-        _store(out + mirrored + inside, result, cols_left, rows_left, MASK_M)
+        _store(out_ptr + mirrored, result, cols_left, rows_left, MASK)
         if HAS_PLAIN:
-            _store(plain + mirrored_plain + inside_plain, result, cols_left, rows_left, MASK_M)
+            _store(plain_ptr + mirrored, result, cols_left, rows_left, MASK)
 
 
 def symm_mm(
@@ -289,11 +268,11 @@ def symm_mm(
     Only tiles of the lower triangle are computed, and each is stored twice: the result is exactly
     symmetric. ``plain`` gets the same without ``diag``. `a` and `bt` are ``[m, k]`` or
     ``[b, m, k]`` of any strides, float16, bfloat16 or float32 (as IEEE float32, not TF32); `c`,
-    `out` and `plain` are ``[m, m]`` or ``[b, m, m]``, the latter two with contiguous rows and of
-    one dtype. Sums and epilogue are float32 and rounded once. `c` is not read where beta is 0.
+    `out` and `plain` are ``[m, m]`` or ``[b, m, m]`` with contiguous rows, the latter two of one
+    dtype and stored alike. Sums and epilogue are float32 and rounded once. `c` is not read where
+    beta is 0. A result shares no memory with an operand or with the other result.
 
-    `tile` is a way to cut it up, None a default one. A result shares no memory with an operand or
-    with the other result.
+    `tile` is a way to cut it up, None a default one.
     """
     a, bt, out = as_batch(a), as_batch(bt), as_batch(out)
     batch, m, k = a.shape
@@ -301,22 +280,20 @@ def symm_mm(
     kept = out if plain is None else as_batch(plain)
     check(a.shape, a, bt)
     check((batch, m, m), out, held, kept)
-    assert a.dtype == bt.dtype and out.dtype == kept.dtype
-    assert all(x.stride(2) == 1 or m == 1 for x in (out, kept)), "rows are stored contiguously"
+    assert a.dtype == bt.dtype and out.dtype == kept.dtype and out.stride() == kept.stride()
+    assert m == 1 or out.stride(2) == held.stride(2) == 1, "rows are contiguous"
     if batch == 0 or m == 0:
         return
     tile = tile or default_tile(m, a.dtype)
     blocks = triton.cdiv(m, tile.block)
-    inner = [s for x in (a, bt, held, out, kept) for s in x.stride()[1:]]
+    inner = [s for x in (a, bt, held, out) for s in x.stride()[1:]]
     with on_device_of(out):
         symm_kernel[(batch * blocks * (blocks + 1) // 2,)](
-            *(a, bt, held, out, kept, m, k, *strides(a), *strides(bt), *strides(held)),
-            *(*strides(out)[:2], *strides(kept)[:2]),
-            *(float(alpha), float(beta), float(diag)),
+            *(a, bt, held, out, kept, m, k, *strides(a), *strides(bt)),
+            *(*strides(held)[:2], *strides(out)[:2], float(alpha), float(beta), float(diag)),
             HAS_C=held is not out,
             HAS_PLAIN=plain is not None,
-            MASK_M=m % tile.block != 0,
-            MASK_K=k % tile.block_k != 0,
+            MASK=m % tile.block != 0 or k % tile.block_k != 0,
             WIDE=max(inner) >= _WIDE_STRIDE,
             BLOCK=tile.block,
             BLOCK_K=tile.block_k,

@@ -77,13 +77,13 @@ def run(args: argparse.Namespace) -> int:
     threads = torch.get_num_threads()
     try:
         _profile(args)
-        return 0
     except DmuonError as error:
         message = " ".join(str(error).split())
         sys.stderr.write(f"python -m dmuon profile: error: {message}\n")
         return 2
     finally:
         torch.set_num_threads(threads)
+    return 0
 
 
 def _profile(args: argparse.Namespace) -> None:
@@ -91,16 +91,17 @@ def _profile(args: argparse.Namespace) -> None:
     if name == "cuda" and not torch.cuda.is_available():
         raise PlanError("--device cuda: torch finds no CUDA device here; try --device cpu")
     device = torch.device(f"cuda:{torch.cuda.current_device()}" if name == "cuda" else name)
-    if args.max_batch < 1:
-        raise PlanError(f"--max-batch must be an integer >= 1, found {args.max_batch}")
-    if not args.budget > 0:
-        raise PlanError(f"--budget must be a number > 0, found {args.budget}")
+    for option, value, fits, least in (
+        ("--max-batch", args.max_batch, args.max_batch >= 1, "an integer >= 1"),
+        ("--budget", args.budget, args.budget > 0, "a number > 0"),
+        ("--threads", args.threads, args.threads is None or args.threads >= 1, "at least 1"),
+    ):
+        if not fits:
+            raise PlanError(f"{option} must be {least}, found {value}")
     options = PlannerOptions(
         max_batch=args.max_batch, profile_budget_s=args.budget, cache_dir=args.cache_dir
     )
     if args.threads is not None:
-        if args.threads < 1:
-            raise PlanError(f"--threads must be at least 1, found {args.threads}")
         torch.set_num_threads(args.threads)
     keys, begin = _keys(args), time.perf_counter()
     momentum = args.layout != "sharded"

@@ -496,7 +496,7 @@ def test_a_batch_that_needs_more_than_a_quarter_of_the_memory_is_not_tried(tmp_p
         assert OwnerTimer(CPU, torch.bfloat16).reserve([many, one]) == [one]
         assert OwnerTimer(CPU, torch.bfloat16, sharing=64).reserve([one]) == []
     for path, text, expected in (
-        ("proc/nothing", "", None),
+        ("proc/nothing", "", math.inf),
         ("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable:    1000 kB\n", 1024 * 1000),
         ("sys/fs/cgroup/memory.current", "500\n", 1024 * 1000),
         ("sys/fs/cgroup/memory.max", "max\n", 1024 * 1000),
@@ -504,7 +504,7 @@ def test_a_batch_that_needs_more_than_a_quarter_of_the_memory_is_not_tried(tmp_p
     ):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-        assert measure._free_host_bytes(tmp_path) == expected
+        assert measure._free_bytes(CPU, tmp_path) == expected
 
 
 def test_dedicate_params_measures_by_default_and_takes_a_path_or_a_table(tmp_path):

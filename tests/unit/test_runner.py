@@ -16,14 +16,13 @@ from dmuon.config import KernelOptions
 from dmuon.kernels import runner as runner_module
 from dmuon.kernels.choice import fixed_choice
 from dmuon.kernels.newton_schulz import (
-    iterate_with,
     normalize,
     prepared,
     resolve_coefficients,
 )
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.scheduler.costs import CostTable
-from dmuon.types import KernelChoice, PlanError
+from dmuon.types import PlanError
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 POLAR = resolve_coefficients("polar_express", 5)
@@ -55,14 +54,22 @@ def normalized(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> Tensor:
     return normalize(torch.randn(*shape, generator=generator), dtype)
 
 
+def by_hand(x: Tensor, call: Call) -> Tensor:
+    """The standard form in float64."""
+    x = x.double()
+    for a, b, c in call.coefficients:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
 def check(runner: Orthogonalizer, call: Call, x: Tensor, seed: int) -> None:
-    """A run on new values, written to ``x``, gives what the iteration gives."""
+    """A run on new values, written to ``x``, is Newton-Schulz of each matrix of the batch."""
     values = normalized(*call.shape, seed=seed, dtype=runner.dtype)
-    expected = iterate_with(values.clone(), call.coefficients, runner.choice(call))
     found = runner.run(call, x.copy_(values))
-    assert found.shape == expected.shape
-    # Other memory, so the library may sum in another order.
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for one, wanted in zip(found, by_hand(values, call), strict=True):
+        error = (one.double() - wanted).norm() / wanted.norm()
+        assert error < (1e-4 if runner.dtype is F32 else 0.2)
 
 
 @pytest.fixture
@@ -197,16 +204,20 @@ def test_what_never_comes_again_does_not_pile_up():
 
 @pytest.mark.parametrize("backend", ["torch", "torch_strips", "torch_rounded"])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))])
-def test_a_copy_computes_in_memory_of_its_own(backend, duplicate):
+def test_a_copy_computes_in_memory_of_its_own_and_starts_without_graphs(backend, duplicate):
     dtype = "bfloat16" if backend == "torch_rounded" else "float32"
-    runner = Orthogonalizer(CPU, getattr(torch, dtype))
+    runner = Orthogonalizer(CPU, getattr(torch, dtype), capture=Recorder())
     call = Call((2, 520, 530), POLAR, f"gram[1,3]/{backend}/{dtype}")
     runner.reserve([call])
+    check(runner, call, runner.operand(call), 0)
     result = runner.run(call, runner.operand(call).copy_(normalized(*call.shape)))
     kept = result.clone()
     twin = duplicate(runner)
-    check(twin, call, twin.operand(call), 1)
+    assert twin.report()["cuda_graphs"] == "0 of 0 captured"
+    for seed in range(3):
+        check(twin, call, twin.operand(call), seed)
     assert torch.equal(result, kept) and twin.nbytes == runner.nbytes
+    assert twin.report()["cuda_graphs"] == "1 of 1 captured"
 
 
 def test_operands_must_be_those_of_the_call():
@@ -218,14 +229,10 @@ def test_operands_must_be_those_of_the_call():
             runner.run(call, wrong)
     with pytest.raises(ValueError, match=r"contiguous batches \[b, rows, cols\], found strides"):
         runner.run(call, torch.zeros(2, 9, 6).mT)
-
-
-def test_no_steps_leave_the_operand():
-    runner = Orthogonalizer(CPU, F32)
-    call = Call((2, 6, 9), ())
-    runner.reserve([call])
-    x = normalized(2, 6, 9)
-    assert torch.equal(runner.run(call, x.clone()), x)
+    nothing, x = Call((2, 6, 9), ()), normalized(2, 6, 9)
+    assert torch.equal(runner.run(nothing, x.clone()), x)
+    with pytest.raises(ValueError, match="cuda_graphs=True needs a CUDA device, found cpu"):
+        Orthogonalizer(CPU, F32, KernelOptions(cuda_graphs=True))
 
 
 def test_a_planned_kernel_gives_way_where_it_does_not_fit():
@@ -246,13 +253,6 @@ def test_a_planned_kernel_gives_way_where_it_does_not_fit():
         assert str(runner.choice(fits)) == fits.kernel
 
 
-def test_the_report_shows_all_kernels_of_one_shape():
-    runner = Orthogonalizer(CPU, F32)
-    for kernel in (STANDARD, GRAM, STANDARD):
-        runner.run(Call((1, 6, 9), POLAR, kernel), normalized(1, 6, 9))
-    assert runner.report()["ran"] == {"1 x [6, 9]": f"{STANDARD} and {GRAM}"}
-
-
 # ---- graphs, with a capture that is not CUDA's -------------------------------------------------
 
 
@@ -269,24 +269,6 @@ def test_a_failed_capture_is_loud_and_training_goes_on():
             check(runner, call, runner.operand(call), seed)
     state = runner.report()["cuda_graphs"]
     assert state == "off: operation not permitted when stream is capturing"
-
-
-def test_a_copy_starts_without_graphs():
-    runner = Orthogonalizer(CPU, F32, capture=Recorder())
-    call = Call((2, 6, 9), POLAR, STANDARD)
-    runner.reserve([call])
-    for seed in range(2):
-        check(runner, call, runner.operand(call), seed)
-    twin = copy.deepcopy(runner)
-    assert twin.report()["cuda_graphs"] == "0 of 0 captured"
-    for seed in range(3):
-        check(twin, call, twin.operand(call), seed)
-    assert twin.report()["cuda_graphs"] == "1 of 1 captured"
-
-
-def test_graphs_need_cuda():
-    with pytest.raises(ValueError, match="cuda_graphs=True needs a CUDA device, found cpu"):
-        Orthogonalizer(CPU, F32, KernelOptions(cuda_graphs=True))
 
 
 # ---- options, plans, optimizers ----------------------------------------------------------------
@@ -382,51 +364,35 @@ def test_the_number_of_steps_may_change_in_training(method):
     for steps in (5, 1, 9, 2):
         opt.param_groups[0]["ns_steps"] = steps
         before = model.weight.detach().clone()
-        model(torch.randn(3, 4)).square().sum().backward()
-        opt.step()
-        opt.zero_grad()
-        opt.synchronize()
+        trained(model, opt)
         change = (model.weight.detach() - before).abs().max()
         assert 0 < float(change) < 1, (steps, opt.stats()["kernels"]["ran"])
     own.close()
 
 
-def test_kernels_for_another_dtype_than_runs_are_told_of():
-    model = torch.nn.Linear(4, 6)
-    own = dmuon.dedicate_params(model, plan=plan_with("gram[2]/torch/float16"))
-    with pytest.warns(RuntimeWarning, match="chosen for float16, and .* in float32"):
-        opt = dmuon.Muon(model, ns_dtype=F32)
+def trained(model: torch.nn.Module, opt: dmuon.Muon) -> dict:
+    """What ran in one step."""
     model(torch.randn(3, 4)).square().sum().backward()
     opt.step()
-    assert set(opt.stats()["kernels"]["ran"].values()) == {"standard/torch_strips/float32"}
-    own.close()
+    opt.zero_grad()
+    opt.synchronize()
+    return opt.stats()["kernels"]
 
 
-def test_the_report_of_an_optimizer_says_what_ran():
-    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Linear(9, 6, bias=False))
+def test_reports_say_what_ran():
+    runner = Orthogonalizer(CPU, F32)
+    for kernel in (STANDARD, GRAM, STANDARD):
+        runner.run(Call((1, 6, 9), POLAR, kernel), normalized(1, 6, 9))
+    assert runner.report()["ran"] == {"1 x [6, 9]": f"{STANDARD} and {GRAM}"}
+    model = torch.nn.Linear(4, 6)
     own = dmuon.dedicate_params(model, kernels=KernelOptions(method="gram[1,3]", backend="torch"))
-    opt = dmuon.Muon(model, ns_dtype=F32)
-    model(torch.randn(3, 6)).square().sum().backward()
-    opt.step()
-    kernels = opt.stats()["kernels"]
+    kernels = trained(model, dmuon.Muon(model, ns_dtype=F32))
     assert set(kernels["ran"].values()) == {"gram[1,3]/torch/float32"}
     assert kernels["workspace_bytes"] > 0 and kernels["cuda_graphs"] == "off"
     own.close()
-
-
-def test_a_choice_is_a_text():
-    for choice in (
-        KernelChoice("standard", (), "torch", "float32"),
-        KernelChoice("gram", (2,), "torch_strips", "bfloat16"),
-        KernelChoice("gram", (1, 3), "triton", "float16", "128x64-w4-s3"),
-        KernelChoice("gram", (2,), "triton_small", "float16"),
-    ):
-        assert KernelChoice.parse(str(choice)) == choice
-    for text in (
-        *("", "svd/torch/float32", "gram[2]/torch", "gram[a]/torch/float32", "gram[2]torch"),
-        *("gram/torch/float32", "gram[]/torch/float32", "gram[0]/torch/float32"),
-        *("gram[2,1]/torch/float32", "gram[1,1]/torch/float32", "standard[2]/torch/float32"),
-        *("gram[2]/torch/int8", "gram[2]/torch-64x64/float32"),
-    ):
-        with pytest.raises(ValueError, match="no kernel choice"):
-            KernelChoice.parse(text)
+    # A plan's kernels may be for another dtype than runs.
+    own = dmuon.dedicate_params(model, plan=plan_with("gram[2]/torch/float16"))
+    with pytest.warns(RuntimeWarning, match="chosen for float16, and .* in float32"):
+        opt = dmuon.Muon(model, ns_dtype=F32)
+    assert set(trained(model, opt)["ran"].values()) == {"standard/torch_strips/float32"}
+    own.close()

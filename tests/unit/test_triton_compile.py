@@ -33,12 +33,10 @@ def product(
     constants: dict[str, object] = {
         "HAS_C": True,
         "HAS_PLAIN": full,
-        "MASK_M": cut,
-        "MASK_K": cut,
+        "MASK": cut,
         "WIDE": False,
         "BLOCK": tile.block,
         "BLOCK_K": tile.block_k,
-        "c_col": 1,
         **dict.fromkeys(("a_row", "bt_row") if transposed else ("a_col", "bt_col"), 1),
     }
     types = dict.fromkeys(POINTERS, f"*{dtype}") | dict.fromkeys(("alpha", "beta", "diag"), "fp32")
