@@ -1,9 +1,12 @@
-"""The parts of `benchmarks.gpu` that train: smoke, step, profile; and kernels under a sanitizer.
+"""What the parts of `benchmarks.gpu` measure, but for the times of kernels (`benchmarks.kernels`).
 
 ``python -m benchmarks.gpu_parts smoke --json out.json``, and so on:
 
 =========  =====================================================================================
-smoke      each kernel once, a capture and its replays, three steps of each layout
+smoke      each kernel once, three steps of each layout, in which CUDA graphs are captured and
+           replayed; torch raises where the host would wait for the GPU inside ``Muon.step``
+tests      tests/gpu, 12 at a time where pytest-xdist is: what they compile is in the cache then
+accuracy   each kernel's distance from the exact polynomial, within what its form allows
 step       `dmuon.Muon` beside `ReferenceMuon`: every layout, plain and Triton products, what tuning
            chooses, with and without CUDA graphs
 profile    a full and a block step of large layers: launches, host time, gaps, peak memory
@@ -11,15 +14,16 @@ sanitizer  three small tests of tests/gpu under ``compute-sanitizer --tool memch
 =========  =====================================================================================
 
 One process. Nothing would travel in it, so `travelling` makes the `sharded` layout send matrices to
-itself: all-to-all, slots and streams run as on many ranks. In ``smoke`` torch raises where the host
-would wait for the GPU inside ``Muon.step``. ``--toy`` takes sizes for a CPU.
+itself: all-to-all, slots and streams run as on many ranks. ``--toy`` takes sizes for a CPU.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -28,8 +32,8 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -37,8 +41,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from benchmarks.ranks import joined
@@ -46,29 +49,29 @@ from benchmarks.results import Rows, command, dtype_name, row_options
 from benchmarks.timing import laps
 from dmuon.config import KernelOptions
 from dmuon.dtensors import local_tensor, whole_tensor
-from dmuon.kernels.choice import default_restarts, offered_backends, why_not
-from dmuon.kernels.newton_schulz import newton_schulz, normalize, resolve_coefficients
-from dmuon.kernels.runner import Call, Orthogonalizer
+from dmuon.kernels.choice import default_restarts, offered_backends, offered_tiles, why_not
+from dmuon.kernels.newton_schulz import (
+    iterate_with,
+    newton_schulz,
+    normalize,
+    resolve_coefficients,
+)
 from dmuon.measure import ERROR_LIMITS, Case, gate_errors
 from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.shards import ShardMap
 from dmuon.types import KernelChoice
 
+ROOT = Path(__file__).parents[1]
+Row = dict[str, Any]
+
+
+# ---- training in one process ---------------------------------------------------------------
+
 LAYOUTS = ("replicated", "dedicated", "sharded")
 STEPS = 5  # graphs are captured in the second and replayed from the third on
 LIMITS = {"float32": 5e-3, "float16": 5e-2, "bfloat16": 0.2}
 """How far an update may be from the reference's, in Frobenius norm, by Newton-Schulz dtype."""
-
-SANITIZED = (
-    "test_batches_of_strided_matrices",
-    "test_a_bad_entry_makes_its_matrix_nan",
-    "test_small_strides_and_coefficients",
-)
-"""Of tests/gpu/test_triton.py: symmetric products, momentum and cast, small matrices."""
-
-
-# ---- training in one process ---------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +111,7 @@ def travelling() -> Iterator[None]:
 
 @contextmanager
 def _training(
-    setting: Setting,
-    model: nn.Module,
-    device: torch.device,
-    *,
-    may_wait: bool,
-    **muon: Any,
+    setting: Setting, model: nn.Module, device: torch.device, *, may_wait: bool, lr: float
 ) -> Iterator[tuple[dmuon.Ownership, dmuon.Muon]]:
     """The optimizer of a model. ``may_wait`` False: its `step` raises where the host would wait
     for the device."""
@@ -121,8 +119,6 @@ def _training(
         if setting.travels:
             stack.enter_context(travelling())
         if setting.layout == "sharded":
-            from torch.distributed.fsdp import fully_shard
-
             fully_shard(model)
         own = dmuon.dedicate_params(
             model,
@@ -136,7 +132,7 @@ def _training(
         )
         stack.callback(own.close)
         dtype = getattr(torch, setting.ns_dtype)
-        opt = dmuon.Muon(model, ns_dtype=dtype, period=setting.period, **muon)
+        opt = dmuon.Muon(model, ns_dtype=dtype, period=setting.period, lr=lr)
         if device.type == "cuda" and not may_wait:
             stack.callback(torch.cuda.set_sync_debug_mode, "default")
             opt.register_step_pre_hook(lambda *_: torch.cuda.set_sync_debug_mode("error"))
@@ -145,14 +141,14 @@ def _training(
 
 
 class Block(nn.Module):
-    """Square, wide and tall matrices, two of them narrow enough for the kernel of few rows."""
+    """Square, wide and tall matrices, two of them narrow."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, narrow: int, hidden: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.mix = nn.Linear(width, width, bias=False)
         self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-        self.narrow, self.widen = nn.Linear(width, 96), nn.Linear(96, width)
+        self.narrow, self.widen = nn.Linear(width, narrow), nn.Linear(narrow, width)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.mix(self.norm(x))
@@ -160,8 +156,10 @@ class Block(nn.Module):
         return x + self.widen(torch.tanh(self.narrow(y)))
 
 
-def two_blocks(width: int = 256, hidden: int = 640) -> nn.Module:
-    return nn.Sequential(nn.Linear(64, width), *(Block(width, hidden) for _ in range(2)))
+def _model(blocks: int, sizes: tuple[int, int, int], device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    with device:
+        return nn.Sequential(nn.Linear(64, sizes[0]), *(Block(*sizes) for _ in range(blocks)))
 
 
 def _loss(model: nn.Module, step: int, device: torch.device) -> Tensor:
@@ -186,14 +184,14 @@ def step_row(
     *,
     toy: bool = False,
     may_wait: bool = True,
-) -> dict[str, Any]:
+) -> Row:
     """Train beside the reference, which starts each step from the same weights; the verdict.
 
     ``passed``: every update is within its limit, all calls were captured where graphs are on, and
     the backend that was asked for ran. Needs an initialized process group.
     """
-    torch.manual_seed(0)
-    model: nn.Module = (two_blocks(96, 160) if toy else two_blocks()).to(device)
+    # 96 rows are few enough for the kernel of small matrices.
+    model = _model(2, (96, 96, 160) if toy else (256, 96, 640), device)
     twin = copy.deepcopy(model)
     twins = dict(trainable_parameters(twin))
     dtype = getattr(torch, setting.ns_dtype)
@@ -211,26 +209,26 @@ def step_row(
             for one in (model, twin):
                 _loss(one, step, device).backward()
             host_ms += laps(opt.step)
-            full = opt.stats().get("full_step", True)
             reference.step()
-            after = _weights(own, model)
-            for name, weight in after.items():
+            for name, weight in _weights(own, model).items():
                 expected = (twins[name].detach() - before[name]).double()
                 found = (weight - before[name]).double()
                 difference = float((found - expected).norm() / expected.norm())
                 if not difference <= worst:  # not a number is the worst there is
-                    kind = "full" if full else "block"
-                    worst, where = difference, f"{name} at step {step} ({kind})"
+                    worst, where = difference, f"{name} at step {step}"
             opt.zero_grad()
             reference.zero_grad()
         kernels = opt.stats()["kernels"]
-        sent = _travelled(own)
-    captured = not setting.graphs or _all_captured(kernels["cuda_graphs"])
-    meant = setting.backend == "auto" or _all_on(setting.backend, kernels["ran"])
+        # Matrices that went through the pipeline of the `sharded` layout in a full step.
+        buckets = getattr(getattr(own.runtime, "pipeline", None), "buckets", ())
+        sent = sum(len(stack) for bucket in buckets for _, stack in bucket.stacks)
+    ran = {KernelChoice.parse(text).backend for text in kernels["ran"].values()}
+    captured = not setting.graphs or re.match(r"([1-9]\d*) of \1 captured", kernels["cuda_graphs"])
+    meant = setting.backend == "auto" or ran == {setting.backend}
     limit = LIMITS[setting.ns_dtype]
     return {
         "setting": str(setting),
-        "passed": worst <= limit and captured and meant and (sent > 0 or not setting.travels),
+        "passed": worst <= limit and all((captured, meant, sent > 0 or not setting.travels)),
         "update_difference": worst,
         "limit": limit,
         "worst": where,
@@ -241,124 +239,116 @@ def step_row(
     }
 
 
-def _travelled(own: dmuon.Ownership) -> int:
-    """Matrices that went through the pipeline of the `sharded` layout in a full step."""
-    pipeline = getattr(own.runtime, "pipeline", None)
-    if pipeline is None:
-        return 0
-    return sum(len(stack) for bucket in pipeline.buckets for _, stack in bucket.stacks)
-
-
-def _all_captured(state: str) -> bool:
-    """Whether `Graphs.state` says that all calls are captured.
-
-    >>> _all_captured("2 of 2 captured"), _all_captured("0 of 2 captured"), _all_captured("off: x")
-    (True, False, False)
-    """
-    words = state.split()
-    return len(words) == 4 and words[0] == words[2] != "0"
-
-
-def _all_on(backend: str, ran: dict[str, str]) -> bool:
-    """Whether everything that ran was multiplied by one backend.
-
-    >>> _all_on("triton", {"1 x [64, 64]": "standard/triton/float16"}), _all_on("torch", {})
-    (True, False)
-    """
-    return bool(ran) and {KernelChoice.parse(text).backend for text in ran.values()} == {backend}
-
-
-# ---- parts ---------------------------------------------------------------------------------
+# ---- smoke, step ---------------------------------------------------------------------------
 
 
 def smoke(rows: Rows, device: torch.device, toy: bool) -> None:
     """The shortest run that touches everything."""
     on_cuda = device.type == "cuda"
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        for m, n in ((96, 200),) if toy else ((96, 200), (256, 640)):
-            for backend in offered_backends(device, dtype, m):
-                for method in ("standard", "gram"):
-                    restarts = default_restarts(dtype, 5) if method == "gram" else ()
-                    choice = KernelChoice(method, restarts, backend, dtype_name(dtype))
-                    measure = partial(_kernel_row, Case((m, n, "float32"), 2), choice, device)
-                    rows.attempt(f"{choice} on 2 x [{m}, {n}]", measure)
-    rows.attempt("capture and replay", partial(_replay_row, device))
+    shapes = ((96, 200),) if toy else ((96, 200), (256, 640))
+    for dtype, (m, n) in product((torch.float16, torch.bfloat16, torch.float32), shapes):
+        for backend, method in product(offered_backends(device, dtype, m), ("standard", "gram")):
+            restarts = default_restarts(dtype, 5) if method == "gram" else ()
+            choice = KernelChoice(method, restarts, backend, dtype_name(dtype))
+            row = partial(_kernel_row, Case((m, n, "float32"), 2), choice, device)
+            rows.attempt(f"{choice} on 2 x [{m}, {n}]", row)
+    half = "float16" if on_cuda else "float32"
+    some = [Setting(layout, "auto", on_cuda, half) for layout in LAYOUTS]
+    travels = Setting("sharded", "auto", on_cuda, half, travels=True)
     with one_process(device):
-        half = "float16" if on_cuda else "float32"
-        some = [Setting(layout, "auto", on_cuda, half) for layout in LAYOUTS]
-        some += [Setting("sharded", "auto", on_cuda, half, travels=True)]
-        some += [Setting("sharded", "auto", on_cuda, half, travels=True, period=2)]
-        for setting in some:
-            measure = partial(step_row, setting, device, 3, toy=toy, may_wait=False)
-            rows.attempt(str(setting), measure)
+        for setting in (*some, travels, replace(travels, period=2)):
+            row = partial(step_row, setting, device, 3, toy=toy, may_wait=False)
+            rows.attempt(str(setting), row)
 
 
-def _kernel_row(case: Case, choice: KernelChoice, device: torch.device) -> dict[str, Any]:
+def _kernel_row(case: Case, choice: KernelChoice, device: torch.device) -> Row:
     error = gate_errors(case, [choice], device)[choice]
     return {"error": error, "passed": error <= ERROR_LIMITS[getattr(torch, choice.dtype)]}
 
 
-def _replay_row(device: torch.device) -> dict[str, Any]:
-    """A call four times: eagerly, captured, and replayed on other operands and on the first."""
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
-    shape = (2, 96, 200)
-    runner = Orthogonalizer(device, dtype, KernelOptions())
-    call = Call(shape, resolve_coefficients("polar_express", 5))
-    runner.reserve([call])
-    inputs = [normalize(torch.randn(shape, device=device), dtype) for _ in range(2)]
-    found = []
-    for which in (0, 0, 1, 0):
-        operand = runner.operand(call)
-        operand.copy_(inputs[which])
-        found.append(runner.run(call, operand).clone())
-    state = runner.report()["cuda_graphs"]
-    alike = torch.equal(found[0], found[1]) and torch.equal(found[0], found[3])
-    passed = alike and not torch.equal(found[0], found[2])
-    return {"cuda_graphs": state, "passed": passed and (device.type != "cuda" or "1 of 1" in state)}
+def step(rows: Rows, device: torch.device, toy: bool) -> None:
+    """Every layout; toys with the costs of the model alone."""
+    with one_process(device):
+        for setting in _settings(device):
+            if setting.costs == "analytic" or not toy:
+                row = partial(step_row, setting, device, 3 if toy else STEPS, toy=toy)
+                rows.attempt(str(setting), row)
 
 
 def _settings(device: torch.device) -> Iterator[Setting]:
-    """Of the part ``step``."""
     on_cuda = device.type == "cuda"
     backends = ["auto"]
     if on_cuda:
         backends = ["torch"] + ["triton"] * (why_not("triton", device, torch.float16) is None)
     half = "float16" if on_cuda else "float32"
     for layout, travels in (*((name, False) for name in LAYOUTS), ("sharded", True)):
-        for backend in backends:
-            for graphs in (True, False) if on_cuda else (False,):
-                yield Setting(layout, backend, graphs, half, travels=travels)
+        for backend, graphs in product(backends, (True, False) if on_cuda else (False,)):
+            yield Setting(layout, backend, graphs, half, travels=travels)
         if on_cuda:
             yield Setting(layout, backends[-1], True, "float32", travels=travels)
         yield Setting(layout, "auto", on_cuda, half, costs="measured", travels=travels)
 
 
-def step(rows: Rows, device: torch.device, toy: bool) -> None:
-    with one_process(device):
-        for setting in _settings(device):
-            if setting.costs == "analytic" or not toy:
-                steps = 3 if toy else STEPS
-                measure = partial(step_row, setting, device, steps, toy=toy)
-                rows.attempt(str(setting), measure)
+# ---- tests, sanitizer ----------------------------------------------------------------------
+
+
+def tests(rows: Rows, device: torch.device, toy: bool) -> None:
+    rows.attempt("pytest", partial(_pytest, rows, toy))
+
+
+def _pytest(rows: Rows, toy: bool) -> Row:
+    """A row for each test, and the one that says whether all is well: some ran, and none failed."""
+    import pytest
+
+    count: Counter[str] = Counter()
+
+    class Recorder:
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            if report.when != "call" and report.passed:
+                return  # of what it needs or leaves
+            row: Row = {"name": report.nodeid, "seconds": round(report.duration, 3)}
+            text = report.longreprtext
+            if report.failed:
+                row |= {"failure": text.splitlines()[-1] if text else "failed", "trace": text}
+            elif report.skipped:
+                row["left_out"] = text
+            count[report.outcome] += 1
+            rows.add(row)
+
+    given = ["-q", "-p", "no:cacheprovider"]
+    if toy:  # on a CPU all of tests/gpu are skipped
+        given += ["--doctest-modules", "benchmarks/timing.py", "tests/gpu/test_step.py"]
+    else:
+        # Kernels compile in parallel.
+        has_xdist = importlib.util.find_spec("xdist") is not None
+        given += (["-n", "12"] if has_xdist else []) + ["tests/gpu"]
+    code = int(pytest.main(given, plugins=[Recorder()]))
+    passed = code == 0 and count["passed"] > 0
+    return {"passed": passed, "exit_code": code, "tests": dict(count)}
+
+
+SANITIZED = (
+    "test_batches_of_strided_matrices",
+    "test_a_bad_entry_makes_its_matrix_nan",
+    "test_small_strides_and_coefficients",
+)
+"""Of tests/gpu/test_triton.py: symmetric products, momentum and cast, small matrices."""
 
 
 def sanitizer(rows: Rows, device: torch.device, toy: bool) -> None:
     tool = shutil.which("compute-sanitizer")
     for name in SANITIZED:
-        command = [tool or "", "--tool", "memcheck", sys.executable, "-m", "pytest", "-q"]
-        command += ["-p", "no:cacheprovider", f"tests/gpu/test_triton.py::{name}"]
-        if toy:
-            command = [sys.executable, "-S", "-c", "print('ERROR SUMMARY: 0 errors, as it were')"]
-        elif tool is None:
+        if tool is None:
             rows.add({"name": name, "left_out": "compute-sanitizer is not on the PATH"})
-            continue
-        rows.attempt(name, partial(_sanitizer_row, command, rows.seconds_left()))
+        else:
+            rows.attempt(name, partial(_sanitizer_row, tool, name, rows.seconds_left()))
 
 
-def _sanitizer_row(command: Sequence[str], limit_s: float) -> dict[str, Any]:
+def _sanitizer_row(tool: str, name: str, limit_s: float) -> Row:
+    test = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/gpu/test_triton.py::{name}"]
     found = subprocess.run(
-        command,
-        cwd=Path(__file__).parents[1],
+        [tool, "--tool", "memcheck", sys.executable, *test],
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -372,23 +362,91 @@ def _sanitizer_row(command: Sequence[str], limit_s: float) -> dict[str, Any]:
     return {"passed": clean, "exit_code": found.returncode, "tail": found.stdout[-2000:]}
 
 
+# ---- accuracy ------------------------------------------------------------------------------
+
+EXPECTED: dict[tuple[str, int, int, str], dict[str, float]] = {
+    ("log-spaced", 256, 1024, "float64"): {"standard": 5e-14, "gram[2]": 2e-13},
+    ("log-spaced", 256, 1024, "float32"): {"standard": 7e-6, "gram[2]": 6e-5},
+    ("log-spaced", 256, 1024, "float16"):
+        {"standard": 1.6e-2, "gram[2]": 3.5e-2, "gram[1,3]": 1.7e-2},
+    ("log-spaced", 256, 1024, "bfloat16"): {"standard": 0.13, "gram[1,3]": 0.13},
+    ("gaussian", 256, 1024, "float16"): {"standard": 1.1e-3, "gram[2]": 3.8e-3},
+    ("log-spaced", 96, 384, "float16"): {"standard": 2.3e-2, "gram[1,3]": 2.3e-2},
+    ("log-spaced", 96, 384, "bfloat16"): {"standard": 0.18, "gram[1,3]": 0.19},
+    ("gaussian", 96, 384, "float16"): {"standard": 1.2e-3, "gram[1,3]": 1.8e-3},
+    ("gaussian", 96, 384, "bfloat16"): {"standard": 1e-2, "gram[1,3]": 1.5e-2},
+}  # fmt: skip
+"""Relative errors in Frobenius norm, by input, shape and dtype, and form.
+
+The singular values of an input are log-spaced from 1e-6 to 1, or a Gaussian matrix's, then divided
+by the Frobenius norm, as Muon does; the exact result is the polynomial of them in float64. The
+errors are measured on a CPU with results rounded to the dtype after each product; a kernel that
+sums in float32 should not exceed them. cuBLAS may add up parts in half precision where torch allows
+it, which it does by default: half precision runs with that allowed and not."""
+
+# Half precision: inputs of another generator, of which three seeds differ by 2% on a CPU. What is
+# not rounded after each product depends on the order in which a machine adds: by 1.6 between two
+# CPUs.
+SLACK = {"float16": 1.25, "bfloat16": 1.25, "float32": 4.0, "float64": 4.0}
+TRIPLES = resolve_coefficients("polar_express", 5)
+
+
+@lru_cache
+def example(kind: str, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+    """A normalized matrix and the exact result, float64 on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, cols, generator=generator, dtype=torch.float64)
+    left, values, right = torch.linalg.svd(normalize(x, torch.float64), full_matrices=False)
+    if kind == "log-spaced":
+        values = torch.logspace(-6, 0, rows, dtype=torch.float64)
+        values /= values.norm()
+    x = (left * values) @ right
+    for a, b, c in TRIPLES:
+        values = a * values + b * values**3 + c * values**5
+    return x, (left * values) @ right
+
+
+def accuracy(rows: Rows, device: torch.device, toy: bool) -> None:
+    """A row for each input, form and kernel that can run here; of small matrices with one tile."""
+    for (kind, m, n, name), forms in EXPECTED.items():
+        dtype = getattr(torch, name)
+        ways = (True, False) if name in ("float16", "bfloat16") else (True,)
+        for form, backend in product(forms, offered_backends(device, dtype, m)):
+            tiles = offered_tiles(backend, device, dtype)
+            for tile, reduced in product(tiles if m > 96 else tiles[:1], ways):
+                choice = replace(KernelChoice.parse(f"{form}/{backend}/{name}"), tile=tile)
+                label = f"{kind} {m} x {n} {choice}" + ", full sums" * (not reduced)
+                row = partial(accuracy_row, choice, kind, m, n, forms[form], device, reduced)
+                rows.attempt(label, row, kernel=str(choice), reduced=reduced)
+
+
+def accuracy_row(
+    choice: KernelChoice,
+    kind: str,
+    rows: int,
+    cols: int,
+    expected: float,
+    device: torch.device,
+    reduced: bool,
+) -> Row:
+    x, exact = example(kind, rows, cols)
+    operand = x.to(device, getattr(torch, choice.dtype))[None].clone()
+    _reduce_in_half_precision(reduced)
+    try:
+        found = iterate_with(operand, TRIPLES, choice)[0]
+    finally:
+        _reduce_in_half_precision(True)
+    error = float((found.cpu().double() - exact).norm() / exact.norm())
+    passed = error <= SLACK[choice.dtype] * expected  # not a number does not pass
+    return {"error": error, "expected": expected, "passed": passed}
+
+
+def _reduce_in_half_precision(allowed: bool) -> None:
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = allowed
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = allowed
+
+
 # ---- profile -------------------------------------------------------------------------------
-
-
-class Layer(nn.Module):
-    """The matrices of a Llama layer, with a forward that reaches all of them."""
-
-    def __init__(self, width: int, narrow: int, hidden: int) -> None:
-        super().__init__()
-        self.q, self.o = (nn.Linear(width, width, bias=False) for _ in range(2))
-        self.k, self.v = (nn.Linear(width, narrow, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        kv = self.k(x) * self.v(x)
-        x = x + self.o(self.q(x) + kv.repeat(1, x.shape[1] // kv.shape[1]))
-        return x + self.down(functional.silu(self.gate(x)) * self.up(x))
 
 
 def profile(rows: Rows, device: torch.device, toy: bool) -> None:
@@ -399,48 +457,42 @@ def profile(rows: Rows, device: torch.device, toy: bool) -> None:
 
 def _profile(rows: Rows, device: torch.device, toy: bool) -> None:
     on_cuda = device.type == "cuda"
-    sizes, layers, tokens = ((64, 16, 160), 2, 32) if toy else ((4096, 1024, 14336), 4, 256)
+    # As wide as Llama-8B.
+    blocks, sizes, repeats = (2, (64, 16, 160), 2) if toy else (4, (4096, 1024, 14336), 5)
     half = "float16" if on_cuda else "float32"
     setting = Setting("sharded", "auto", on_cuda, half, travels=True, period=2)
-    torch.manual_seed(0)
-    with torch.device(device):
-        first = nn.Linear(sizes[0], sizes[0])
-        model = nn.Sequential(first, *(Layer(*sizes) for _ in range(layers)))
-        x = torch.randn(tokens, sizes[0])
-    repeats = 2 if toy else 5
-    found: dict[str, dict[str, Any]] = {}
+    model = _model(blocks, sizes, device)
+    traced: dict[str, Row] = {}
     timed: dict[str, list[tuple[float, float, int]]] = {"full": [], "block": []}
     with _training(setting, model, device, may_wait=True, lr=1e-4) as (_, opt):
         # Steps of both kinds take turns: three to warm up, in which graphs are captured; some by
-        # the clock; one that is counted; one that is traced.
-        for turn, kind in product(range(3 + repeats + 2), timed):
-            model(x).square().mean().backward()
+        # the clock; one that is traced.
+        for turn, kind in product(range(3 + repeats + 1), timed):
+            _loss(model, turn, device).backward()
             if turn < 3:
                 opt.step()
             elif turn < 3 + repeats:
                 timed[kind].append(_timed(opt, device))
-            elif turn == 3 + repeats:
-                with _Counting() as counting:
-                    opt.step()
-                found[kind] = {
-                    "aten_calls": counting.calls.total(),
-                    "most_called": dict(counting.calls.most_common(12)),
-                }
             else:
-                found[kind] |= _traced(opt, device, rows.beside(f"{kind}.trace.json.gz"))
+                traced[kind] = _traced(opt, device, rows.beside(f"{kind}.trace.json.gz"))
             opt.synchronize()
             opt.zero_grad()
         stats = opt.stats()
-        kept = [*model.parameters(), *(v for state in opt.state.values() for v in state.values())]
+        weights = list(model.parameters())
+        kept = [value for state in opt.state.values() for value in state.values()]
     for kind, times in timed.items():
         host, whole, peak = zip(*times, strict=True)
-        about = {"name": f"{kind} step", "setting": str(setting), "matrices": 7 * layers + 1}
-        about |= {"host_ms": statistics.median(host), "whole_ms": statistics.median(whole)}
+        row: Row = {"name": f"{kind} step", "setting": str(setting), "matrices": 5 * blocks + 1}
+        row |= {"host_ms": statistics.median(host), "whole_ms": statistics.median(whole)}
         # Of what is allocated at most, step_bytes says what is neither kept nor a gradient.
-        about |= {"peak_bytes": max(peak), "weights_and_state_bytes": sum(map(_nbytes, kept))}
-        about |= {"gradient_bytes": sum(map(_nbytes, model.parameters()))}
-        about |= {"step_bytes": stats["step_bytes"], "cuda_graphs": stats["kernels"]["cuda_graphs"]}
-        rows.add(about | found[kind])
+        row |= {"peak_bytes": max(peak), "weights_and_state_bytes": _nbytes(weights + kept)}
+        row |= {"gradient_bytes": _nbytes(weights), "step_bytes": stats["step_bytes"]}
+        rows.add(row | {"cuda_graphs": stats["kernels"]["cuda_graphs"]} | traced[kind])
+
+
+def _nbytes(values: Sequence[Any]) -> int:
+    """Of what is stored here of tensors."""
+    return sum(local_tensor(value).nbytes for value in values if isinstance(value, Tensor))
 
 
 def _timed(opt: dmuon.Muon, device: torch.device) -> tuple[float, float, int]:
@@ -450,46 +502,28 @@ def _timed(opt: dmuon.Muon, device: torch.device) -> tuple[float, float, int]:
     if on_cuda:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-
-    def finish() -> None:
-        opt.synchronize()
-        if on_cuda:
-            torch.cuda.synchronize(device)
-
-    host, rest = laps(opt.step, finish)
-    peak = torch.cuda.max_memory_allocated(device) if on_cuda else 0
-    return host, host + rest, peak
+    host, rest = laps(opt.step, partial(_finish, opt, device))
+    return host, host + rest, torch.cuda.max_memory_allocated(device) if on_cuda else 0
 
 
-def _nbytes(value: Any) -> int:
-    """Of what is stored here of a tensor."""
-    return local_tensor(value).nbytes if isinstance(value, Tensor) else 0
+def _finish(opt: dmuon.Muon, device: torch.device) -> None:
+    opt.synchronize()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
-class _Counting(TorchDispatchMode):
-    """Counts what reaches the dispatcher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def _traced(opt: dmuon.Muon, device: torch.device, path: str | None) -> dict[str, Any]:
-    """One step under torch's profiler: launches, and how long the device had nothing to do."""
+def _traced(opt: dmuon.Muon, device: torch.device, path: str | None) -> Row:
+    """One step under torch's profiler: ATen calls (those inside another one not), launches, and how
+    long the device had nothing to do."""
     on_cuda = device.type == "cuda"
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] * on_cuda
     with torch.profiler.profile(activities=activities) as trace:
         opt.step()
-        opt.synchronize()
-        if on_cuda:
-            torch.cuda.synchronize(device)
+        _finish(opt, device)
     if path is not None:
         trace.export_chrome_trace(path)
+    aten_calls = 0
     launches: Counter[str] = Counter()
     spans: list[tuple[float, float]] = []
     busy: Counter[str] = Counter()
@@ -502,8 +536,12 @@ def _traced(opt: dmuon.Muon, device: torch.device, path: str | None) -> dict[str
             busy[event.name[:100]] += event.time_range.elapsed_us()
         elif event.name.startswith("cu"):  # cudaLaunchKernel, cuLaunchKernelEx, cudaGraphLaunch ...
             launches[event.name] += 1
+        parent = event.cpu_parent
+        if event.name.startswith("aten::") and not (parent and parent.name.startswith("aten::")):
+            aten_calls += 1
     idle = gaps(spans)
     return {
+        "aten_calls": aten_calls,
         "launches": dict(launches),
         "kernels": len(spans),
         "busy_ms": sum(busy.values()) / 1e3,
@@ -519,19 +557,18 @@ def gaps(spans: Sequence[tuple[float, float]]) -> list[float]:
     >>> gaps([(5, 7), (0, 2), (1, 3), (9, 10)])
     [2, 2]
     """
-    found = []
-    busy_until = None
+    found, busy_until = [], float("inf")
     for begin, end in sorted(spans):
-        if busy_until is not None and begin > busy_until:
+        if begin > busy_until:
             found.append(begin - busy_until)
-        busy_until = end if busy_until is None else max(busy_until, end)
+        busy_until = end if busy_until == float("inf") else max(busy_until, end)
     return found
 
 
 # ---- the command ---------------------------------------------------------------------------
 
 
-PARTS = {"smoke": smoke, "step": step, "profile": profile, "sanitizer": sanitizer}
+PARTS = {f.__name__: f for f in (smoke, tests, accuracy, step, profile, sanitizer)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

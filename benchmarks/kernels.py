@@ -1,19 +1,29 @@
 """How fast is Newton-Schulz here, against the plain iteration and against the machine's limit?
 
 ``python -m benchmarks.kernels --json out.json`` times single shapes and whole layers. Contenders
-(`benchmarks.kernel_contenders`) take turns within a run (`benchmarks.timing`). ``--table`` prints
-the page from such a file; ``--check`` exits with 1 where dmuon misses a limit (`MUSTS`, on a CPU
-only).
+take turns within a run (`benchmarks.timing`), each from normalized matrices but for the functions:
+
+==================  ============================================================================
+standard            Newton-Schulz as `torch.optim.Muon` writes it, one matrix after the other
+standard_batched    the same on whole stacks (CUDA, where there are stacks)
+compiled            standard through `torch.compile`; compiled_bfloat16: the same in that dtype
+gram                the Gram form over plain torch products
+function            `dmuon.newton_schulz` as a user calls it, by the fixed rule (CPU)
+standard_function   standard with the normalization before it, on whole stacks (CPU): what
+                    ``function`` is compared with
+ours                what tuning chose, as an optimizer runs it: batches of at most
+                    `PlannerOptions.max_batch`, in a workspace, as CUDA graphs on CUDA
+ours_whole          the same, but a stack in one call, however large (CUDA)
+==================  ============================================================================
 
 ``floor_ms``: the fewest multiplications that are possible in the dtype, with exactly half of each
 symmetric product, at the rate of large matrix products that are measured in the same rounds, on a
-GPU ten in a row: a sustained rate, not that of one cold product.
-``tflops`` counts what the plain standard form would multiply, ``executed_tflops`` what ran.
-``error``: relative Frobenius error of the first matrix of each stack, the largest of them, on
-Gaussian input, against the standard form in float64 (float32 where that would take too long).
+GPU ten in a row: a sustained rate, not that of one cold product. ``tflops`` counts what the plain
+standard form would multiply. ``error``: relative Frobenius error of the first matrix of each stack,
+the largest of them, on Gaussian input, against the standard form in float64.
 
-A contender is left out, with the reason in its row, where one call is expected to take longer than
-``--max-call-s``: on a CPU without bfloat16 instructions plain bfloat16 products are emulated.
+``--table`` prints the page from such a file; ``--check`` exits with 1 where dmuon misses a limit
+(`LIMITS`, on a CPU only).
 """
 
 from __future__ import annotations
@@ -21,130 +31,304 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.kernel_contenders import (
-    DEFAULT_SETS,
-    MAX_BATCH,
-    QUICK_SETS,
-    SETS,
-    STEPS,
-    Case,
-    Contender,
-    Kernels,
-    contenders,
-    floor_flops,
-    is_emulated,
-    kernel_key,
-    standard_flops,
-    standard_form,
-)
 from benchmarks.results import Rows, command, dtype_name, in_words, row_options, table
 from benchmarks.timing import Laps, Times, laps, ratio, spread, take_turns
 from dmuon import measure
-from dmuon.config import KernelOptions
-from dmuon.kernels.choice import candidates, fixed_choice
+from dmuon.config import KernelOptions, PlannerOptions
+from dmuon.kernels.choice import default_backend, default_restarts, fixed_choice, multiplications
+from dmuon.kernels.newton_schulz import newton_schulz, normalize, resolve_coefficients
+from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
 from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable, analytic_class
+from dmuon.types import KernelChoice
 
-_FEWEST, _MOST = 3, 41  # rounds
-_SHORT_MS, _MOST_REPEATS = 2.0, 10  # of a contender in a round
-_FLOAT64_LIMIT = {"cpu": 5e9, "cuda": 1e11}  # m^2 n of the largest matrix that float64 checks
-_WARM_UPS = 3  # on CUDA: kernels compile in the first, graphs are captured in the second
-# Side and number of the products that give the rate. A large one fills a GPU, which runs the first
-# after a pause at another clock than the next.
-RATE_PRODUCTS = {"cpu": (1024, 1), "cuda": (8192, 10)}
+STEPS = 5
+TRIPLES = resolve_coefficients("polar_express", STEPS)
+MAX_BATCH = PlannerOptions().max_batch
 
 Row = dict[str, Any]
+Stack = tuple[int, int, int]  # matrices, rows, cols
+Kernels = dict[Stack, str]  # of a batch of wide matrices
+
+
+# ---- what is orthogonalized ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is orthogonalized in one go."""
+
+    name: str
+    stacks: tuple[Stack, ...]
+
+    def sources(self, device: torch.device) -> list[Tensor]:
+        """Normalized Gaussian stacks in float32, the same in each run."""
+        generator = torch.Generator(device).manual_seed(0)
+        stacks = (torch.empty(s, device=device).normal_(generator=generator) for s in self.stacks)
+        return [normalize(stack, torch.float32) for stack in stacks]
+
+
+def _alone(*shapes: tuple[int, int]) -> tuple[Case, ...]:
+    return tuple(Case(f"{rows} x {cols}", ((1, rows, cols),)) for rows, cols in shapes)
+
+
+def _layer(name: str, *stacks: Stack) -> tuple[Case, ...]:
+    """Every shape once alone, then all matrices of a layer."""
+    return (*_alone(*((rows, cols) for _, rows, cols in stacks)), Case(f"{name} layer", stacks))
+
+
+SETS: dict[str, tuple[Case, ...]] = {
+    "llama-8b": _layer("llama-8b", (2, 4096, 4096), (2, 1024, 4096), (3, 4096, 14336)),
+    "experts": (Case("128 experts 768 x 2048", ((128, 768, 2048),)),),
+    # One layer of each of the three towers of the preset "vla": vision, language, action head.
+    "vla": (Case("vla layers", (
+        (4, 1152, 1152), (2, 1152, 4304), (2, 2048, 2048), (2, 256, 2048), (3, 2048, 16384),
+        (2, 256, 1024), (2, 1024, 2048), (3, 1024, 4096))),),
+    "qwen2.5-7b": _layer("qwen2.5-7b", (2, 3584, 3584), (2, 512, 3584), (3, 3584, 18944)),
+    "small-experts": (Case("16 experts 128 x 512", ((16, 128, 512),)),),
+    "sweep": _alone((256, 256), (256, 1024), (512, 512), (512, 2048), (1024, 1024), (1024, 4096)),
+    "gpt2": _layer("gpt2", (1, 768, 768), (1, 768, 2304), (2, 768, 3072)),
+    "odd": _alone((17, 33), (65, 100), (127, 127), (130, 520)),
+    "tiny": tuple(
+        Case(f"{b} of {m} x {n}", ((b, m, n),))
+        for b, m, n in ((1, 16, 16), (64, 16, 16), (16, 16, 64), (16, 32, 32), (16, 64, 64))
+    ),
+    "toy": (Case("toy", ((3, 24, 40),)),),
+}  # fmt: skip
+"""Layers have the shapes of the presets of `dmuon.catalogue.presets`; a weight ``[n, m]`` that is
+taller than wide counts as its transpose, which is how it runs. What the targets are about comes
+first: a run that is short of time leaves out the last ones."""
+
+DEFAULT_SETS = {
+    "cuda": tuple(name for name in SETS if name != "toy"),
+    # The others take from ten seconds to minutes a call.
+    "cpu": ("sweep", "odd", "tiny", "gpt2", "small-experts"),
+}
+
+
+def _wide(stack: Stack) -> Stack:
+    return stack[0], min(stack[1:]), max(stack[1:])
+
+
+_EVERY = tuple(range(1, STEPS))  # restarts of the standard form
+
+
+def _flops(stack: Stack, restarts: tuple[int, ...], *, symmetric: bool) -> int:
+    b, m, n = _wide(stack)
+    return b * m * m * multiplications(m, n, restarts, STEPS, symmetric)
+
+
+def standard_flops(case: Case) -> int:
+    """Of the plain standard form, (20 n/m + 10) m^3: effective rates are given for it."""
+    return sum(_flops(stack, _EVERY, symmetric=False) for stack in case.stacks)
+
+
+def floor_flops(case: Case, dtype: torch.dtype) -> int:
+    """Of the form with the fewest that is safe in ``dtype``, with exactly half of each symmetric
+    product computed."""
+    forms = _EVERY, default_restarts(dtype, STEPS)
+    return sum(min(_flops(s, form, symmetric=True) for form in forms) for s in case.stacks)
+
+
+def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the device has no instructions for products of a dtype."""
+    return default_backend(device, dtype) == "torch_rounded"
+
+
+# ---- who takes part ------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """One call. ``refill`` writes its operand and is not timed; ``run`` returns a batch, whose
+    first matrix is that of ``stack`` in the case (None: of none)."""
+
+    refill: Callable[[], object]
+    run: Callable[[], Tensor]
+    stack: int | None
+
+
+class Contender(NamedTuple):
+    """Runs a case in pieces, one after the other. ``about`` goes into its row."""
+
+    pieces: Sequence[Piece]
+    about: Row = {}  # noqa: RUF012  never written to
+
+
+def standard_form(x: Tensor) -> Tensor:
+    """The iteration of `torch.optim.Muon` on a normalized matrix or a stack
+    (https://kellerjordan.github.io/posts/muon/)."""
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
+    multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
+    for a, b, c in TRIPLES:
+        gram = x @ x.mT
+        update = multiply_add(gram, gram, gram, beta=b, alpha=c)
+        x = multiply_add(x, update, x, beta=a)
+    return x.mT if is_tall else x
+
+
+def _standard_function(x: Tensor, dtype: torch.dtype) -> Tensor:
+    y = x.to(dtype)
+    y = y / y.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    return standard_form(y) if len(y) > 1 else standard_form(y[0])[None]
+
+
+def _one_by_one(form: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Results are dropped but for the first."""
+    first = form(x[0])
+    for one in x[1:]:
+        form(one)
+    return first[None]
+
+
+def on_stacks(
+    sources: Sequence[Tensor], dtype: torch.dtype, run: Callable[[Tensor], Tensor]
+) -> Contender:
+    """``run`` on a copy of every stack in ``dtype``."""
+    copies = [source.to(dtype, copy=True) for source in sources]
+    pieces = [
+        Piece(partial(x.copy_, source), partial(run, x), stack)
+        for stack, (x, source) in enumerate(zip(copies, sources))
+    ]
+    return Contender(pieces)
+
+
+def compiled(sources: Sequence[Tensor], dtype: torch.dtype) -> Contender:
+    # A full graph: too many recompilations are an error and not an eager run.
+    form = torch.compile(standard_form, fullgraph=True, dynamic=False)
+    return on_stacks(sources, dtype, partial(_one_by_one, form))
+
+
+def ours(
+    sources: Sequence[Tensor],
+    dtype: torch.dtype,
+    kernel_of: Callable[[Stack], str],
+    max_batch: int = MAX_BATCH,
+    *,
+    graphs: bool | None = None,
+) -> Contender:
+    """The calls that an owner makes for a case."""
+    runner = Orthogonalizer(sources[0].device, dtype, KernelOptions(cuda_graphs=graphs))
+    calls: list[tuple[Call, Tensor, int | None]] = []
+    for stack, source in enumerate(sources):
+        for number, part in enumerate(source.split(max_batch)):
+            shape = part.shape[0], part.shape[1], part.shape[2]
+            call = Call(shape, TRIPLES, kernel_of(_wide(shape)))
+            calls.append((call, part, None if number else stack))
+    runner.reserve(dict.fromkeys(call for call, _, _ in calls))
+    pieces = []
+    for call, part, of in calls:
+        operand = runner.operand(call)
+        run = partial(orthogonalize, runner, call, operand)
+        pieces.append(Piece(partial(operand.copy_, part), run, of))
+    kernels = {call.shape: str(runner.choice(call)) for call, _, _ in calls}
+    text = "; ".join(f"{b} x [{m}, {n}]: {kernel}" for (b, m, n), kernel in kernels.items())
+    return Contender(pieces, {"kernel": text, "workspace_bytes": runner.nbytes})
+
+
+def contenders(
+    sources: Sequence[Tensor], dtype: torch.dtype, kernels: Kernels, *, compiles: bool
+) -> dict[str, Callable[[], Contender]]:
+    """What makes everyone who takes part, the baseline first."""
+    on_cuda = sources[0].is_cuda
+    largest = max(map(len, sources))
+    gram = str(KernelChoice("gram", default_restarts(dtype, STEPS), "torch", dtype_name(dtype)))
+    plain = partial(_one_by_one, standard_form)
+    found: dict[str, Callable[[], Contender]] = {
+        "standard": partial(on_stacks, sources, dtype, plain)
+    }
+    if on_cuda and largest > 1:
+        found["standard_batched"] = partial(on_stacks, sources, dtype, standard_form)
+    if compiles:
+        found["compiled"] = partial(compiled, sources, dtype)
+    if compiles and on_cuda and dtype is not torch.bfloat16:
+        found["compiled_bfloat16"] = partial(compiled, sources, torch.bfloat16)
+    found["gram"] = partial(ours, sources, dtype, lambda _: gram, largest, graphs=False)
+    if not on_cuda:
+        for name, run in (("standard_function", _standard_function), ("function", newton_schulz)):
+            call = partial(run, dtype=dtype)
+            found[name] = partial(on_stacks, sources, torch.float32, call)
+    found["ours"] = partial(ours, sources, dtype, kernels.__getitem__)
+    if on_cuda and largest > MAX_BATCH:
+        found["ours_whole"] = partial(ours, sources, dtype, kernels.__getitem__, largest)
+    return found
 
 
 # ---- tuning --------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Bench:
-    """One dtype with one number of threads."""
+def batch_sizes(count: int, device: torch.device) -> set[int]:
+    """In which a stack runs: in batches, and on CUDA as a whole too."""
+    sizes = {min(MAX_BATCH, count - low) for low in range(0, count, MAX_BATCH)}
+    return sizes | ({count} if device.type == "cuda" else set())
 
-    device: torch.device
-    dtype: torch.dtype
-    threads: int
-    case_s: float
-    max_call_s: float
-    compiles: str  # "" or why torch.compile is left out
-    kernels: Kernels = field(default_factory=dict)
-    # What a candidate of the last tuned batch took, compiling and checking it included, in seconds,
-    # and the FLOPs of a call.
-    tune_pace: tuple[float, float] = (0.0, 1.0)
-    # Seconds per FLOP, by contender: what a call will take.
-    pace: dict[str, float] = field(default_factory=dict)
 
-    def tune(self, rows: Rows, cases: Sequence[Case], budget_s: float) -> None:
-        """Choose kernels as `dedicate_params` does, for the first cases first.
+def tune(
+    rows: Rows, cases: Sequence[Case], dtype: torch.dtype, about: str, budget_s: float
+) -> Kernels:
+    """Kernels as `dedicate_params` chooses them, for the first cases first.
 
-        A row a shape and batch says what was chosen. The fixed rule chooses what is expected to end
-        after ``budget_s`` seconds, and where tuning failed.
-        """
-        begin = time.perf_counter()
-        counts: dict[tuple[tuple[int, int, str], int], int] = {}
-        for case in cases:
-            for count, *shape in case.stacks:
-                for batch in batches_of(count, self.device):
-                    one = kernel_key(*shape), batch
-                    counts[one] = max(count, counts.get(one, 0))
-        for (key, batch), count in counts.items():
-            name = f"tune {batch} x [{key[0]}, {key[1]}], {dtype_name(self.dtype)}, {self.threads}"
-            known = [r["kernel"] for r in rows.rows if r["name"] == name and "kernel" in r]
-            chosen = self.kernels.setdefault(key, {})
-            if known:  # by a process before this one
-                chosen[batch] = known[0]
-                continue
-            offered = len(candidates(*key[:2], self.dtype, self.device, STEPS))
-            flops = standard_flops(Case("", ((batch, *key[:2]),)))
-            expected_s = offered * self.tune_pace[0] * max(1.0, flops / self.tune_pace[1])
-            left_s = budget_s - (time.perf_counter() - begin)
-            tuned = partial(self._tuned, measure.Case(key, batch, count), left_s, offered, flops)
-            if expected_s > left_s or not rows.attempt(name, tuned):
-                rule = fixed_choice(*key[:2], self.dtype, self.device, STEPS)
-                chosen[batch] = str(rule)
-                print(f"  {name}: the fixed rule's, {rule}", flush=True)
+    A row a batch says what was chosen. The fixed rule chooses after ``budget_s`` seconds, which
+    compiling and checking count in, and where tuning failed.
+    """
+    deadline = time.perf_counter() + budget_s
+    device = rows.device
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    prices = ANALYTIC_DEVICES[analytic_class(device.type, gpu)]
+    pace = measure.Pace(CostTable("benchmark", device=prices, ns_steps=STEPS))
+    timer = measure.OwnerTimer(device, dtype, momentum=False)
 
     @torch.no_grad()
-    def _tuned(self, case: measure.Case, budget_s: float, offered: int, flops: float) -> Row:
+    def choose(case: measure.Case) -> Row:
         begin = time.perf_counter()
-        gpu = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else ""
-        prices = ANALYTIC_DEVICES[analytic_class(self.device.type, gpu)]
-        found = measure.choose_kernels(
-            [case],
-            {},
-            measure.OwnerTimer(self.device, self.dtype, momentum=False),
-            measure.Pace(CostTable("benchmark", device=prices, ns_steps=STEPS)),
-            KernelOptions(tune_budget_s=budget_s),
-        )
-        took = time.perf_counter() - begin
-        if found and offered > 1:
-            self.tune_pace = took / offered, flops
-        rule = fixed_choice(*case.key[:2], self.dtype, self.device, STEPS)
-        kernel = found.get(case, str(rule))
-        self.kernels[case.key][case.batch] = kernel
-        return {"kernel": kernel, "tuned": bool(found), "offered": offered, "seconds": took}
+        options = KernelOptions(tune_budget_s=max(0.0, deadline - begin))
+        found = measure.choose_kernels([case], {}, timer, pace, options)
+        return {"kernel": found.get(case), "seconds": time.perf_counter() - begin}
 
-
-def batches_of(count: int, device: torch.device) -> set[int]:
-    """The sizes in which a stack of ``count`` runs."""
-    sizes = {min(count, MAX_BATCH)} | ({count % MAX_BATCH} if count > MAX_BATCH else set())
-    return (sizes | ({count} if device.type == "cuda" else set())) - {0}
+    counts: dict[Stack, int] = {}
+    for count, m, n in (_wide(stack) for case in cases for stack in case.stacks):
+        for batch in batch_sizes(count, device):
+            counts[batch, m, n] = max(count, counts.get((batch, m, n), 0))
+    kernels = {}
+    for (batch, m, n), count in counts.items():
+        name = f"tune {batch} x [{m}, {n}], {about}"
+        rows.attempt(name, partial(choose, measure.Case((m, n, "float32"), batch, count)))
+        row = next(row for row in rows.rows if row["name"] == name)  # also of an earlier process
+        rule = str(fixed_choice(m, n, dtype, device, STEPS))
+        kernels[batch, m, n] = row.get("kernel") or rule
+    return kernels
 
 
 # ---- one case ------------------------------------------------------------------------------
+
+_FEWEST, _MOST = 3, 41  # rounds
+_SHORT_MS, _MOST_REPEATS = 2.0, 10  # of a contender in a round
+# Side and number of the products that give the rate. A large one fills a GPU, which runs the first
+# after a pause at another clock than the next.
+RATE_PRODUCTS = {"cpu": (1024, 1), "cuda": (8192, 10)}
+BASELINES = ("standard", "compiled", "compiled_bfloat16", "standard_function")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How cases run."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kernels: Kernels
+    case_s: float
+    compiles: bool
 
 
 def turn(contender: Contender, device: torch.device, repeats: int = 1) -> Laps:
@@ -156,134 +340,24 @@ def turn(contender: Contender, device: torch.device, repeats: int = 1) -> Laps:
     return (statistics.median(sum(one[1::2]) for one in passes),)
 
 
-def rate_turn(device: torch.device, dtype: torch.dtype) -> Callable[[], Laps]:
+def _rate_turn(device: torch.device, dtype: torch.dtype) -> Callable[[], Laps]:
     """Times large products of random matrices, one after the other: zeros would run faster."""
-    side, products = RATE_PRODUCTS[device.type]
+    side, count = RATE_PRODUCTS[device.type]
+    # Where half precision is emulated it is so through float32.
+    dtype = torch.float32 if is_emulated(dtype, device) else dtype
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
 
     def run() -> None:
-        for _ in range(products):
+        for _ in range(count):
             torch.mm(a, b, out=out)
 
     return lambda: laps(run, device=device)
 
 
-def skip_reason(bench: Bench, case: Case, name: str) -> str:
-    """Why a contender is left out; "" if it runs."""
-    if name.startswith("compiled") and bench.compiles:
-        return bench.compiles
-    if name in ("compiled", "gram") and is_emulated(bench.dtype, bench.device):
-        products = f"{dtype_name(bench.dtype)} products"
-        return f"its {products} are emulated here as those of standard are"
-    expected_s = bench.pace.get(name, 0.0) * standard_flops(case)
-    if expected_s > bench.max_call_s:
-        return (
-            f"one call would take about {expected_s:.0f} s, by the cases before; the limit is "
-            f"{bench.max_call_s:g} s (--max-call-s)"
-        )
-    return ""
-
-
-@torch.no_grad()
-def run_case(bench: Bench, set_name: str, case: Case, add: Callable[[Row], None]) -> None:
-    """Measure one case; a row for each contender, whatever becomes of it and of the others."""
-    sources = case.sources(bench.device)
-    references = references_of(case, bench.dtype, bench.device)
-    base = {
-        "set": set_name,
-        "case": case.name,
-        "stacks": [list(stack) for stack in case.stacks],
-        "dtype": dtype_name(bench.dtype),
-        "threads": bench.threads,
-    }
-    rows: dict[str, Row] = {}
-    taking_part: dict[str, Contender] = {}
-    first_ms: dict[str, float] = {}
-    times: Times = {}
-    failures: dict[str, Exception] = {}
-    try:
-        for name, build in contenders(case, sources, bench.dtype, bench.kernels):
-            row = rows[name] = {**base, "contender": name}
-            if reason := skip_reason(bench, case, name):
-                row["left_out"] = reason
-                continue
-            try:
-                contender, ms, peak = _warm(build, bench.device)
-                row["error"] = error_of(contender, references)
-            except Exception as failure:  # whatever it is: the others do not depend on it
-                is_torch = name.startswith("compiled")  # which has many reasons not to compile
-                row["left_out" if is_torch else "failure"] = in_words(failure)
-                continue
-            # The fastest so far: small cases are slow for their size.
-            pace = ms / 1e3 / standard_flops(case)
-            bench.pace[name] = min(pace, bench.pace.get(name, pace))
-            row |= {"kernel": contender.kernel, "workspace_bytes": contender.workspace_bytes}
-            row["peak_bytes"] = peak
-            taking_part[name], first_ms[name] = contender, ms
-        if taking_part:
-            # Where half precision is emulated it is so through float32.
-            rate_dtype = torch.float32 if is_emulated(bench.dtype, bench.device) else bench.dtype
-            turns = {"rate": rate_turn(bench.device, rate_dtype)}
-            repeats = {
-                name: max(1, min(_MOST_REPEATS, int(_SHORT_MS / max(ms, 1e-3))))
-                for name, ms in first_ms.items()
-            }
-            for name, contender in taking_part.items():
-                turns[name] = partial(turn, contender, bench.device, repeats[name])
-            round_s = sum(max(repeats[name] * ms, 0.1) for name, ms in first_ms.items()) / 1e3
-            take_turns(turns, rounds(round_s, bench.case_s), times=times, failures=failures)
-    finally:  # also where this is interrupted
-        complete = min(map(len, times.values()), default=0)
-        ms_of = {name: [one[0] for one in found[:complete]] for name, found in times.items()}
-        for name, row in rows.items():
-            if name in failures:
-                row["failure"] = in_words(failures[name])
-            elif name in taking_part and complete:
-                row |= _numbers(taking_part[name], case, bench, ms_of)
-            elif name in taking_part:
-                row["left_out"] = "interrupted before it was timed"
-            for why in ("left_out", "failure"):
-                if why in row:
-                    print(f"  {case.name}: {name} {why.replace('_', ' ')}: {row[why]}", flush=True)
-            add(row)
-
-
-def rounds(round_s: float, budget_s: float) -> int:
-    """As many as fit in the budget, 3 to 41; 1 where a round takes three times the budget."""
-    fewest = _FEWEST if round_s <= 3 * budget_s else 1
-    return max(fewest, min(_MOST, int(budget_s / round_s)))
-
-
-def _warm(
-    build: Callable[[], Contender], device: torch.device
-) -> tuple[Contender, float, int | None]:
-    """A contender that has run, the milliseconds of a call, and on CUDA the bytes that it took."""
-    if device.type != "cuda":
-        contender = build()
-        (ms,) = turn(contender, device)
-        # A second call where it is short or compiled: the first sets up threads, and compiles.
-        again = ms < 1e3 or contender.name.startswith("compiled")
-        return contender, turn(contender, device)[0] if again else ms, None
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    contender = build()
-    for _ in range(_WARM_UPS):
-        (ms,) = turn(contender, device)
-    return contender, ms, torch.cuda.max_memory_allocated(device) - before
-
-
-@lru_cache(maxsize=64)
-def references_of(case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def references_of(sources: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The standard form of the first matrix of each stack, rounded to ``dtype`` before it."""
-    found = []
-    for source in case.sources(device):
-        m, n = sorted(source.shape[1:])
-        is_small = m * m * n <= _FLOAT64_LIMIT[source.device.type]
-        wide = torch.float64 if is_small else torch.float32
-        found.append(standard_form(source[0].to(dtype).to(wide)))
-    return found
+    return [standard_form(source[0].to(dtype).double()) for source in sources]
 
 
 def error_of(contender: Contender, references: Sequence[Tensor]) -> float:
@@ -299,208 +373,158 @@ def error_of(contender: Contender, references: Sequence[Tensor]) -> float:
     return worst
 
 
-def _numbers(contender: Contender, case: Case, bench: Bench, ms: dict[str, list[float]]) -> Row:
-    mine = ms[contender.name]
-    side, products = RATE_PRODUCTS[bench.device.type]
-    rates = [2.0 * products * side**3 / one / 1e9 for one in ms["rate"]]  # TFLOP/s
-    floors = [floor_flops(case, bench.dtype) / rate / 1e9 for rate in rates]
+def rounds(round_s: float, budget_s: float) -> int:
+    """As many as fit in the budget, 3 to 41; 1 where a round takes three times the budget."""
+    fewest = _FEWEST if round_s <= 3 * budget_s else 1
+    return max(fewest, min(_MOST, int(budget_s / round_s)))
+
+
+@torch.no_grad()
+def run_case(setup: Setup, about: Row, case: Case, add: Callable[[Row], None]) -> None:
+    """Measure one case; a row for each contender, whatever becomes of it and of the others."""
+    device, dtype = setup.device, setup.dtype
+    sources = case.sources(device)
+    references = references_of(sources, dtype)
+    rows: dict[str, Row] = {}
+    turns = {"rate": _rate_turn(device, dtype)}
+    round_s = 0.0
+    times: Times = {}
+    failures: dict[str, Exception] = {}
+    field = contenders(sources, dtype, setup.kernels, compiles=setup.compiles)
+    try:
+        for name, build in field.items():
+            rows[name] = about | {"case": case.name, "contender": name}
+            try:
+                contender = build()
+                # What compiles does so in the first call, and graphs are captured in the second.
+                for _ in range(3):
+                    (ms,) = turn(contender, device)
+                rows[name] |= {"error": error_of(contender, references), **contender.about}
+            except Exception as error:  # whatever it is: the others do not depend on it
+                failures[name] = error
+                continue
+            repeats = max(1, min(_MOST_REPEATS, int(_SHORT_MS / max(ms, 1e-3))))
+            turns[name] = partial(turn, contender, device, repeats)
+            round_s += max(repeats * ms, 0.1) / 1e3
+        if round_s:
+            take_turns(turns, rounds(round_s, setup.case_s), times=times, failures=failures)
+    finally:  # also where this is interrupted
+        complete = min(map(len, times.values()), default=0)
+        ms_of = {name: [one[0] for one in found[:complete]] for name, found in times.items()}
+        for name, row in rows.items():
+            if name in failures:
+                # torch.compile has many reasons not to compile, and none is a fault of ours.
+                why = "left_out" if name.startswith("compiled") else "failure"
+                row[why] = in_words(failures[name])
+            elif complete and name in ms_of:
+                row |= _numbers(name, case, setup, ms_of)
+            else:
+                row["left_out"] = "interrupted before it was timed"
+            add(row)
+
+
+def _numbers(name: str, case: Case, setup: Setup, ms_of: dict[str, list[float]]) -> Row:
+    mine = ms_of[name]
+    side, count = RATE_PRODUCTS[setup.device.type]
+    rates = [2.0 * count * side**3 / ms / 1e9 for ms in ms_of["rate"]]  # TFLOP/s
+    floors = [floor_flops(case, setup.dtype) / rate / 1e9 for rate in rates]
     row: Row = {"rounds": len(mine), **spread(mine, tail=25)}
     row["tflops"] = standard_flops(case) / row["median_ms"] / 1e9
     row["rate_tflops"] = statistics.median(rates)
     row["floor_ms"] = statistics.median(floors)
     row["ratio_to_floor"] = ratio(mine, floors)
-    if contender.executed is not None:
-        row["executed_tflops"] = contender.executed / row["median_ms"] / 1e9
-    for other in ("standard", "compiled", "compiled_bfloat16", "standard_function"):
-        if other in ms:
-            row[f"ratio_to_{other}"] = ratio(mine, ms[other])
+    for other in BASELINES:
+        if other in ms_of:
+            row[f"ratio_to_{other}"] = ratio(mine, ms_of[other])
     return row
 
 
-# ---- limits --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Must:
-    """An upper limit of the time of a contender over that of a baseline, on a CPU."""
-
-    limit: float
-    cases: tuple[str, ...]
-    contender: str = "ours"
-    baseline: str = "standard"
-
+# ---- limits and the page -------------------------------------------------------------------
 
 _SWEEP = tuple(case.name for case in SETS["sweep"])
-MUSTS = (
-    Must(0.62, ("1024 x 4096",)),
-    Must(0.80, ("256 x 1024",)),
-    Must(1.03, _SWEEP),
-    Must(1.03, _SWEEP, "function", "standard_function"),
+LIMITS = (
+    ("ours", "standard", 0.62, ("1024 x 4096",)),
+    ("ours", "standard", 0.80, ("256 x 1024",)),
+    ("ours", "standard", 1.03, _SWEEP),
+    ("function", "standard_function", 1.03, _SWEEP),
 )
-
-
-def verdicts(found: dict[str, Any]) -> Iterator[tuple[Row, Must, float | None, str]]:
-    """(row, limit, ratio, "kept", "missed", "shown" or "emulated") of dmuon's rows with a limit.
-
-    Limits are for bfloat16, and for the dtype that dmuon takes on this CPU: float32 where bfloat16
-    is emulated. Elsewhere float32 is shown beside it. An emulated baseline says nothing.
-    """
-    machine = found["machine"]
-    for row in found["rows"] if machine["device"] == "cpu" else ():
-        if row.get("set") != "sweep" or row["dtype"] == "float16" or "left_out" in row:
-            continue
-        is_half = row["dtype"] == "bfloat16"
-        for must in MUSTS:
-            if row["contender"] != must.contender or row["case"] not in must.cases:
-                continue
-            measured = row.get(f"ratio_to_{must.baseline}")
-            verdict = "shown"
-            if measured is None or (is_half and machine["bf16_emulated"]):
-                verdict = "emulated"
-            elif is_half or machine["bf16_emulated"]:
-                verdict = "kept" if measured <= must.limit else "missed"
-            yield row, must, measured, verdict
+"""Of the time of a contender over that of a baseline, on a CPU."""
 
 
 def misses(found: dict[str, Any]) -> list[str]:
-    """The limits that are not kept, in words."""
+    """The limits that are not kept, in words: in bfloat16, or in float32, which dmuon takes by
+    itself, where bfloat16 is emulated."""
+    machine = found["machine"]
+    judged = "float32" if machine["bf16_emulated"] else "bfloat16"
+    rows = found["rows"] if machine["device"] == "cpu" else ()
     return [
-        f"{row['case']}, {row['dtype']}, {row['threads']} threads: {must.contender} takes "
-        f"{measured:.2f} x {must.baseline}, must be <= {must.limit:.2f} x {must.baseline}"
-        for row, must, measured, verdict in verdicts(found)
-        if verdict == "missed"
+        f"{row['case']}, {judged}, {row['threads']} threads: {contender} takes {measured:.2f} x "
+        f"{baseline}, must be <= {limit:.2f} x"
+        for row, (contender, baseline, limit, cases) in product(rows, LIMITS)
+        if row.get("contender") == contender and row["case"] in cases and row["dtype"] == judged
+        if (measured := row.get(f"ratio_to_{baseline}", 0.0)) > limit
     ]
 
 
-# ---- the page ------------------------------------------------------------------------------
-
-_EMULATED = (
-    "**This CPU has no bfloat16 instructions.** torch emulates plain bfloat16 products, tens of "
-    "times slower than float32 ones; dmuon multiplies in float32 and rounds each result "
-    "(`torch_rounded`). A ratio of the two is no gain of a kernel. What dmuon runs on such a CPU "
-    "by itself is float32: those are the rows to read."
-)
-_SUMMARY = ("case", "dtype", "threads", "standard ms", "ours ms", "ours / standard",
-            "compiled / standard", "gram / standard", "ours / floor", "error of ours",
-            "function / its standard")  # fmt: skip
-_DETAILS = ("case", "contender", "ms (quartiles)", "/ standard", "/ compiled", "TFLOP/s",
-            "executed", "/ floor", "error", "MB")  # fmt: skip
+_COLUMNS = {"ratio_to_standard": "/ standard", "ratio_to_compiled": "/ compiled",
+            "ratio_to_floor": "/ floor", "tflops": "TFLOP/s", "error": "error"}  # fmt: skip
 
 
 def page(found: dict[str, Any]) -> str:
-    """Hardware, limits, a line a case, and a table for each dtype, number of threads and set."""
+    """Hardware, a line for each contender of each case, and the limits that are missed."""
     machine, versions = found["machine"], found["versions"]
     where = machine.get("gpu") or f"{machine['cpu']} ({machine['cpu_capability']})"
-    told = [found["date"], where, f"torch {versions['torch']}", f"Python {versions['python']}"]
-    told += [f"Triton {versions['triton']}"] * (machine["device"] == "cuda")
-    blocks = [", ".join(told), *[_EMULATED] * machine["bf16_emulated"]]
-    limits = [
-        (row["case"], row["dtype"], row["threads"], must.contender, _in(".2f", measured),
-         f"<= {must.limit:.2f} x {must.baseline}", verdict)
-        for row, must, measured, verdict in verdicts(found)
-    ]  # fmt: skip
-    if limits:
-        blocks.append(table(("case", "dtype", "threads", "", "ratio", "limit", ""), limits, left=2))
+    told = [found["date"], where, *(f"{name} {text}" for name, text in versions.items() if text)]
     # Without the rows that say what was tuned, or which case ended before its first row.
-    rows = [row for row in found["rows"] if "contender" in row]
-    cases: dict[tuple[str, str, int], dict[str, Row]] = {}
-    sets: dict[tuple[str, str, int], list[Row]] = {}
-    for row in rows:
-        sets.setdefault((row["set"], row["dtype"], row["threads"]), []).append(row)
-        key = row["case"], row["dtype"], row["threads"]
-        cases.setdefault(key, {})[row["contender"]] = row
-    lines = [(*key, *_summary(by_name)) for key, by_name in cases.items()]
-    blocks.append(table(_SUMMARY, [line for line in lines if line[4]], left=2))
-    for (name, dtype, threads), mine in sets.items():
-        blocks.append(f"**{name}, {dtype}, {threads} thread{'s' * (threads > 1)}**")
-        measured_rows = [row for row in mine if "median_ms" in row]
-        blocks.append(table(_DETAILS, map(_details, measured_rows), left=2))
-        kernels = [r for r in measured_rows if r["contender"] == "ours"]
-        notes = [f"- {r['case']}: `{r['kernel']}`" for r in kernels]
-        notes += dict.fromkeys(
-            f"- {r['contender']} of {r['case']} left out: {r[why]}"
-            for r in mine
-            for why in ("left_out", "failure")
-            if why in r
-        )
-        blocks.append("\n".join(notes))
+    lines = [_line(row) for row in found["rows"] if "contender" in row]
+    headings = ("case", "dtype", "threads", "contender", "", "ms (quartiles)", *_COLUMNS.values())
+    blocks = [", ".join(told), table(headings, lines, left=5)]
+    blocks += [f"missed: {text}" for text in misses(found)]
     if found["left_out"]:
         blocks.append("Not in this run: " + "; ".join(found["left_out"]) + ".")
-    return "\n\n".join(block for block in blocks if block)
+    return "\n\n".join(blocks)
 
 
-def _in(form: str, value: float | None) -> str:
-    return "" if value is None else format(value, form)
-
-
-def _summary(by_name: dict[str, Row]) -> tuple[str, ...]:
-    def of(contender: str, key: str, form: str = ".2f") -> str:
-        return _in(form, by_name.get(contender, {}).get(key))
-
-    return (
-        of("standard", "median_ms", ".3g") or "left out",
-        of("ours", "median_ms", ".3g"),
-        *(of(name, "ratio_to_standard") for name in ("ours", "compiled", "gram")),
-        of("ours", "ratio_to_floor"),
-        of("ours", "error", ".1e"),
-        of("function", "ratio_to_standard_function"),
-    )
-
-
-def _details(row: Row) -> tuple[str, ...]:
-    memory = row["peak_bytes"] if row["peak_bytes"] is not None else row["workspace_bytes"]
-    numbers = (("ratio_to_standard", ".2f"), ("ratio_to_compiled", ".2f"), ("tflops", ".3g"),
-               ("executed_tflops", ".3g"), ("ratio_to_floor", ".2f"), ("error", ".1e"))  # fmt: skip
-    return (
-        row["case"],
-        row["contender"],
-        "{median_ms:.3g} ({p25_ms:.3g}-{p75_ms:.3g})".format(**row),
-        *(_in(form, row.get(key)) for key, form in numbers),
-        _in(".3g", None if memory is None else memory / 1e6),
-    )
+def _line(row: Row) -> list[object]:
+    cells: list[object] = [row[key] for key in ("case", "dtype", "threads", "contender")]
+    if "median_ms" not in row:
+        return [*cells, row.get("failure") or row["left_out"]] + [None] * (1 + len(_COLUMNS))
+    cells.append(f"`{row['kernel']}`" if "kernel" in row else "")
+    cells.append("{median_ms:.3g} ({p25_ms:.3g}-{p75_ms:.3g})".format(**row))
+    return cells + [f"{row[key]:.3g}" if key in row else None for key in _COLUMNS]
 
 
 # ---- the command ---------------------------------------------------------------------------
 
 
-def why_not_compiled(device: torch.device, asked: bool) -> str:
-    """Why `torch.compile` is left out; "" if it takes part."""
-    if not asked:
-        return "not asked for (--no-compile, --quick)"
-    if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
-        return "torch.compile needs a C++ compiler on a CPU, and none is on the PATH"
-    return ""
-
-
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """The document of all rows, which are written when they are measured."""
-    device = torch.device(args.device)
-    on_cpu = device.type == "cpu"
-    names = args.sets or (QUICK_SETS if args.quick else DEFAULT_SETS)[device.type]
-    cases = [(name, case) for name in names for case in SETS[name]]
-    compiles = why_not_compiled(device, args.compile and not args.quick)
     rows = Rows.of(args)
-    rows.facts["machine"]["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
-    rows.facts["machine"]["bf16_emulated"] = is_emulated(torch.bfloat16, device)
-    for dtype in args.dtype or (("float32" if on_cpu else "float16"), "bfloat16"):
-        for threads in args.threads if on_cpu else [torch.get_num_threads()]:
-            torch.set_num_threads(threads)
-            case_s = 1.0 if args.quick else args.case_s
-            bench = Bench(
-                rows.device, getattr(torch, dtype), threads, case_s, args.max_call_s, compiles
-            )
-            bench.tune(rows, [case for _, case in cases], args.tune_s)
-            for set_name, case in cases:
-                label = f"{case.name}, {dtype}, {threads} threads"
-                one = partial(run_case, bench, set_name, case, rows.add)
-                if rows.attempt(f"{set_name}: {label}", one):
-                    ours = next(r for r in reversed(rows.rows) if r.get("contender") == "ours")
-                    against = _in(".2f", ours.get("ratio_to_standard"))
-                    ms = _in(".3g", ours.get("median_ms"))
-                    print(f"  {label}: ours {ms} ms, {against} x standard", flush=True)
-                gc.collect()
-                if not compiles:
-                    torch.compiler.reset()
+    device = rows.device
+    on_cpu = device.type == "cpu"
+    emulated = is_emulated(torch.bfloat16, device)
+    rows.facts["machine"] |= {
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "bf16_emulated": emulated,
+    }
+    # Emulated products say nothing of a kernel.
+    usual = ["float32"] + ["bfloat16"] * (not emulated) if on_cpu else ["float16", "bfloat16"]
+    cases = [(name, one) for name in args.sets or DEFAULT_SETS[device.type] for one in SETS[name]]
+    many = args.threads if on_cpu else [torch.get_num_threads()]
+    for name, threads in product(args.dtype or usual, many):
+        torch.set_num_threads(threads)
+        dtype = getattr(torch, name)
+        label = f"{name}, {threads} threads"
+        kernels = tune(rows, [case for _, case in cases], dtype, label, args.tune_s)
+        setup = Setup(device, dtype, kernels, args.case_s, args.compile)
+        for set_name, case in cases:
+            about = {"set": set_name, "dtype": name, "threads": threads}
+            one = partial(run_case, setup, about, case, rows.add)
+            rows.attempt(f"{set_name}: {case.name}, {label}", one)
+            print(f"{set_name}: {case.name}, {label}", flush=True)
+            gc.collect()
+            if args.compile:
+                torch.compiler.reset()
     return rows.document()
 
 
@@ -510,14 +534,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", nargs="+", choices=["float16", "bfloat16", "float32"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="CPU only")
     parser.add_argument("--sets", nargs="+", choices=list(SETS))
-    parser.add_argument("--quick", action="store_true", help="small sets, one second a case")
     parser.add_argument("--case-s", type=float, default=3.0, help="seconds of rounds a case")
-    parser.add_argument("--max-call-s", type=float, default=5.0, help="longer calls are left out")
     parser.add_argument("--tune-s", type=float, default=15.0, help="seconds of tuning a dtype")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
-    parser.add_argument(
-        "--table", action="store_true", help="print the page of --json, run nothing"
-    )
+    parser.add_argument("--table", action="store_true", help="print the page of --json")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a limit is missed")
     args = parser.parse_args(argv)
     if args.table:
@@ -530,10 +550,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         found = run(args)
     print(page(found))
-    missed = misses(found)
-    for text in missed:
-        print(f"missed: {text}")
-    return 1 if args.check and missed else 0
+    return 1 if args.check and misses(found) else 0
 
 
 if __name__ == "__main__":

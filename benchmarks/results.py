@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import time
 import traceback
@@ -137,9 +136,7 @@ class Rows:
     `attempt` runs one measurement. What it raises is recorded in its row and passed by, so that one
     failure never loses the rest; after ``budget_s`` seconds no further one is begun. With
     ``resume`` the rows that an earlier process left in the file are kept and not measured again;
-    the one in which it ended is recorded as failed. ``plant`` makes a measurement fail, so
-    that all this can be tried out: "raise:2" the second by an exception, "hang:2" until
-    interrupted, "stuck:2" even then. Its row says that it was planted, and counts as no failure.
+    the one in which it ended is recorded as failed.
     """
 
     def __init__(
@@ -149,14 +146,12 @@ class Rows:
         *,
         budget_s: float | None = None,
         resume: bool = False,
-        plant: str = "",
     ) -> None:
         self.rows: list[Row] = []
         self.device = device
         self._path = path
         self._begin = time.monotonic()
         self._budget_s = float("inf") if budget_s is None else budget_s
-        self._begun = 0
         self._running: Row | None = None
         self.facts = gpu_facts(device)  # into the document's "machine" and "versions"
         if resume and path is not None and os.path.exists(path):
@@ -167,9 +162,6 @@ class Rows:
                 ended = {"failure": "the process ended while this was measured"}
                 self.rows.append({**found["running"], **ended})
         self._known = {row["name"] for row in self.rows}
-        self._fault, _, number = plant.partition(":")
-        is_done = any("planted" in row for row in self.rows)
-        self._fault_at = 0 if is_done or not plant else int(number)
         self._write()
 
     @classmethod
@@ -178,8 +170,7 @@ class Rows:
         device = torch.device(args.device)
         if device.type == "cuda":  # with a number, as tensors have it
             device = torch.device("cuda", torch.cuda.current_device())
-        how = {"budget_s": args.budget_s, "resume": args.resume, "plant": args.plant}
-        return cls(args.json, device, **how)
+        return cls(args.json, device, budget_s=args.budget_s, resume=args.resume)
 
     def beside(self, name: str) -> str | None:
         """The path of another file of the same run."""
@@ -215,19 +206,11 @@ class Rows:
         if self.seconds_left() <= 0:
             self._end(base | {"left_out": NO_TIME})
             return False
-        self._begun += 1
-        is_faulty = self._begun == self._fault_at
-        if is_faulty:
-            base["planted"] = True
-            if self._fault == "stuck":  # as in a kernel that never ends
-                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self._running = base
         begin = time.monotonic()
         failure = ""
         try:
             self._write()
-            if is_faulty:
-                _fail(self._fault)
             found = measure()
         except KeyboardInterrupt:
             self._end(base | {"failure": f"interrupted after {time.monotonic() - begin:.1f} s"})
@@ -276,8 +259,8 @@ class Rows:
 
 
 def has_failed(row: Row) -> bool:
-    """Whether something is wrong, and not because it was meant to be."""
-    return ("failure" in row or row.get("passed") is False) and "planted" not in row
+    """Whether it raised, or its number is out of its limit."""
+    return "failure" in row or row.get("passed") is False
 
 
 def in_words(error: BaseException) -> str:
@@ -285,16 +268,8 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _fail(fault: str) -> None:
-    if fault == "raise":
-        raise RuntimeError("a planted failure")
-    while True:
-        signal.pause()
-
-
 def row_options(parser: argparse.ArgumentParser, *, device: str) -> None:
     """The options, beside ``--json``, of a command that writes `Rows`."""
     parser.add_argument("--device", choices=["cpu", "cuda"], default=device)
     parser.add_argument("--budget-s", type=float, help="begin nothing more after that")
     parser.add_argument("--resume", action="store_true", help="go on after the rows in the file")
-    parser.add_argument("--plant", default="", help=argparse.SUPPRESS)
