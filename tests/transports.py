@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dmuon.comm.transport import Transport, Work
 
-__all__ = ["DelayingTransport", "Event", "RecordingTransport"]
+__all__ = ["Clock", "ClockTransport", "DelayingTransport", "Event", "RecordingTransport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +119,37 @@ class DelayingTransport(RecordingTransport):
     ) -> Work:
         work = super().all_to_all(output, source, output_splits, source_splits, tag=tag)
         return self._delayed(work)
+
+
+@dataclass
+class Clock:
+    """Seconds that pass only where somebody says so."""
+
+    now: float = 0.0
+
+
+@dataclass
+class _TimedWork:
+    inner: Work
+    clock: Clock
+    ready_at: float
+
+    def wait(self) -> None:
+        self.inner.wait()
+        self.clock.now = max(self.clock.now, self.ready_at)
+
+    def is_completed(self) -> bool:
+        return self.clock.now >= self.ready_at and self.inner.is_completed()
+
+
+@dataclass
+class ClockTransport(DelayingTransport):
+    """A slow network by a clock of its own, so that what is waited for can be counted exactly.
+
+    Who computes lets ``clock.now`` go on; every rank must do so alike.
+    """
+
+    clock: Clock = field(default_factory=Clock)
+
+    def _delayed(self, work: Work) -> Work:
+        return _TimedWork(work, self.clock, self.clock.now + self.delay_s)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.api import Request, assemble
+from dmuon.api import Request, assemble, group_maker, mesh_topology
 from dmuon.comm.transport import C10dTransport, Transport
+from dmuon.config import PlannerOptions
 from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.topology import Topology
@@ -106,23 +110,38 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[n].double() - b[n].double()).abs().max()) for n in a if a[n].numel())
 
 
-def assert_equal_on_all_ranks(model: nn.Module, transport: Transport) -> None:
+def assert_equal_on_all_ranks(model: nn.Module) -> None:
     """Bitwise, for every parameter."""
     for name, p in trainable_parameters(model):
-        mine = p.detach().view(torch.uint8) if p.ndim else p.detach()
-        first = mine.clone()
-        transport.broadcast(first, 0, tag="test").wait()
-        assert torch.equal(mine, first), f"{name} differs from rank 0's"
+        first = p.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(p.detach(), first), f"{name} differs from rank 0's"
 
 
 def dedicate(
-    model: nn.Module, wrapper: type | None = None, **kwargs: Any
+    model: nn.Module,
+    wrapper: Callable[..., Any] | None = None,
+    mesh: DeviceMesh | None = None,
+    **kwargs: Any,
 ) -> tuple[dmuon.Ownership, Any]:
-    """`dedicate_params` over a wrapped transport, for recordings and delays."""
-    inner = C10dTransport(list(range(torch.distributed.get_world_size())))
+    """`dedicate_params` over a wrapped transport, for recordings and delays.
+
+    The transports of a mesh's other process groups share the events of the one that is returned.
+    """
+    inner = C10dTransport(list(range(dist.get_world_size())))
     transport = inner if wrapper is None else wrapper(inner)
-    own = assemble(model, Request(**kwargs), transport, lambda: Topology.flat(transport.world))
-    return own, transport
+    make = group_maker(mesh, inner.world, None)
+
+    def topology() -> Topology:
+        if mesh is None:
+            return Topology.flat(inner.world)
+        return mesh_topology(mesh, inner.world, model, PlannerOptions())
+
+    def new_group(partition: Sequence[tuple[int, ...]]) -> Transport:
+        group = make(partition)
+        return group if wrapper is None else wrapper(group, events=transport.events)
+
+    return assemble(model, Request(**kwargs), transport, topology, new_group), transport
 
 
 def reference_for(model: nn.Module, **kwargs: Any) -> ReferenceMuon:

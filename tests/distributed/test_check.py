@@ -23,9 +23,9 @@ from dmuon.tools.equivalence import YARDSTICKS, _moved
 from dmuon.tools.parallel_models import CASES, DEDICATED_CASES
 from dmuon.tools.parallel_models import batch as parallel_batch
 from dmuon.tools.parallel_models import loss_of as parallel_loss
-from tests.distributed.dedicated_models import Casting
 from tests.distributed.harness import distributed
 from tests.distributed.models import Net, batch, loss_of, seeded
+from tests.distributed.owners import Casting
 
 # What an owner calls for Newton-Schulz, by layout.
 NEWTON_SCHULZ = {

@@ -10,17 +10,22 @@ from graphlib import TopologicalSorter
 from itertools import combinations, pairwise
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
 import dmuon
 from dmuon.comm.transport import C10dTransport, Work
-from dmuon.reference import ReferenceMuon
-from tests.distributed.dedicated import MUON, mesh_of, recorded, shard_rest
-from tests.distributed.dedicated_models import FSDP, PLAIN, Both, Skipping
 from tests.distributed.harness import distributed
-from tests.distributed.models import Net, batch, dedicate, loss_of, reference_for, weights
+from tests.distributed.models import Net
+from tests.distributed.owners import (
+    FSDP,
+    KEPT,
+    PLAIN,
+    REPLICATED,
+    Ordered,
+    both,
+    gathered,
+    layouts,
+)
 from tests.transports import Event, RecordingTransport
 
 # One collective: the number of its process group, the ranks in it, and what it does.
@@ -44,16 +49,6 @@ class Doubtful:
         return self.chance.random() < 0.5 and self.inner.is_completed()
 
 
-@dataclass
-class Prompt(Doubtful):
-    """Is completed whenever somebody asks."""
-
-    def is_completed(self) -> bool:
-        self.inner.wait()
-        return True
-
-
-@dataclass
 class Late(Doubtful):
     """Never says that it is completed, and never waits to find out."""
 
@@ -81,7 +76,7 @@ class Recorder(RecordingTransport):
         return self.work(super().all_to_all(*args, **kwargs), self.chance)
 
 
-class Lane(list):
+class GroupEvents(list):
     """The events of one process group; all groups' go to one log."""
 
     def __init__(self, number: int, ranks: Sequence[int], log: list[Entry]) -> None:
@@ -103,26 +98,20 @@ class Recorders:
     def __call__(self, inner: C10dTransport, events: object = None) -> Recorder:
         ranks = dist.get_process_group_ranks(inner.group)
         self.made += 1
-        return Recorder(inner, Lane(self.made, ranks, self.log), self.chance, self.work)
+        return Recorder(inner, GroupEvents(self.made, ranks, self.log), self.chance, self.work)
 
 
-def all_logs(log: list[Entry]) -> list[list[Entry]]:
-    logs: list = [None] * dist.get_world_size()
-    dist.all_gather_object(logs, log)
-    return logs
-
-
-def assert_lanes_agree(logs: list[list[Entry]]) -> None:
+def assert_groups_agree(logs: list[list[Entry]]) -> None:
     """In each process group all its ranks issue the same."""
     for a, b in combinations(range(len(logs)), 2):
-        for lane in {number for number, ranks, _ in logs[a] if b in ranks}:
-            mine, theirs = ([e for e in log if e[0] == lane] for log in (logs[a], logs[b]))
-            assert mine == theirs, (a, b, lane)
+        for group in {number for number, ranks, _ in logs[a] if b in ranks}:
+            mine, theirs = ([e for e in log if e[0] == group] for log in (logs[a], logs[b]))
+            assert mine == theirs, (a, b, group)
 
 
 def assert_one_order(logs: list[list[Entry]]) -> None:
     """Any two ranks issue what they have in common in one order, and all orders fit together."""
-    assert_lanes_agree(logs)
+    assert_groups_agree(logs)
     for a, b in combinations(range(len(logs)), 2):
         mine, theirs = [e for e in logs[a] if b in e[1]], [e for e in logs[b] if a in e[1]]
         assert mine == theirs, (a, b)
@@ -139,84 +128,45 @@ def assert_one_order(logs: list[list[Entry]]) -> None:
 
 
 @contextmanager
-def pair_with_log(
-    seed: int,
-    mesh: Sequence[int],
-    *,
-    build: type[nn.Module] = Net,
-    rest: str = PLAIN,
-    work: type[Doubtful] = Doubtful,
-    **options,
-):
-    """A `dedicated` model with its twin, and the log of its collectives."""
-    torch.manual_seed(100)
-    twin, model = build(), build()
-    model.load_state_dict(twin.state_dict())
-    grid, recorders = mesh_of(mesh), Recorders(seed, work)
-    settings = dmuon.DedicatedOptions(**options)
-    own, _ = recorded(model, grid, recorders, options=settings, solver="greedy")
-    if rest == FSDP:
-        shard_rest(model, own, grid)
-    opt, ref = dmuon.Muon(model, **MUON), ReferenceMuon(twin, **MUON)
-    world = dist.get_world_size()
-    recorders.log.clear()
-    yield Both(model, twin, own, opt, ref, dist.get_rank(), world), recorders.log
-    own.close()
+def logged(build=Net, layout=PLAIN, *, seed=0, work=Late, **kwargs):
+    """A model with its twin, and the log of its collectives; on four ranks two replicas of two."""
+    recorders, world = Recorders(seed, work), dist.get_world_size()
+    mesh = (2, world // 2) if world > 2 and layout != REPLICATED else (world,)
+    with both(build, layout, mesh=mesh, transport=recorders, **kwargs) as pair:
+        recorders.log.clear()
+        yield pair, recorders.log
 
 
 CASES = [
-    {},
-    {"rest": FSDP},
-    {"prefetch": 0},
-    {"free_after_forward": False},
+    (PLAIN, {}),
+    (FSDP, {}),
+    (PLAIN, {"prefetch": 0}),
+    (KEPT, {}),
+    (REPLICATED, {"bucket_bytes": 4096, "publish_bucket_bytes": 4096}),
 ]
 
 
-def train_and_compare(seed: int, mesh: Sequence[int], **case) -> None:
-    with pair_with_log(seed, mesh, **case) as (pair, log):
-        pair.train(range(3))
-        logs = all_logs(log)
-        tags = {event.tag for entry in logs for _, _, event in entry}
-        assert {"flags", "gradients"} <= tags
-        assert ("gradients across replicas" in tags) == (len(mesh) == 2)
-        assert_one_order(logs)
+@distributed(2, 4)
+def test_no_collective_depends_on_what_is_completed(rank, world):
+    for layout, options in CASES:
+        for seed in range(2):
+            with logged(Net, layout, seed=seed, work=Doubtful, options=options) as (pair, log):
+                pair.train(range(2))
+                logs = gathered(log)
+                tags = {event.tag for entry in logs for _, _, event in entry}
+                assert {"flags", "gradients"} <= tags
+                replicas = world > 2 and layout != REPLICATED
+                assert ("gradients across replicas" in tags) == replicas
+                assert_one_order(logs)
+                pair.check()
+
+
+@distributed(8)
+def test_no_collective_depends_on_what_is_completed_in_two_replicas_of_four(rank, world):
+    with logged(work=Doubtful) as (pair, log):
+        pair.train(range(2))
+        assert_one_order(gathered(log))
         pair.check()
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
-@distributed(4)
-def test_no_collective_depends_on_what_is_completed(rank, world, mesh, case):
-    for seed in range(3):
-        train_and_compare(seed, mesh, **case)
-
-
-@distributed(6)
-def test_no_collective_depends_on_what_is_completed_in_two_replicas_of_three(rank, world):
-    train_and_compare(0, (2, 3))
-
-
-@distributed(4)
-def test_no_collective_depends_on_what_is_completed_in_the_replicated_layout(rank, world):
-    torch.manual_seed(0)
-    model, twin = Net(), Net()
-    twin.load_state_dict(model.state_dict())
-    recorders = Recorders(0)
-    options = dmuon.ReplicatedOptions(bucket_bytes=4096, publish_bucket_bytes=4096)
-    own, _ = dedicate(model, recorders, options=options)
-    opt, ref = dmuon.Muon(model, lr=0.02, ns_dtype=torch.float32), reference_for(twin, lr=0.02)
-    recorders.log.clear()
-    for step in range(3):
-        loss_of(model, batch(step, rank)).backward()
-        opt.step(), opt.zero_grad()
-        for r in range(world):
-            (loss_of(twin, batch(step, r)) / world).backward()
-        ref.step(), ref.zero_grad()
-    opt.synchronize()
-    assert_one_order(all_logs(recorders.log))
-    for name, weight in weights(model).items():
-        assert torch.allclose(weight, weights(twin)[name], rtol=0, atol=1e-5), name
-    own.close()
 
 
 # ---- ranks that do not do the same -------------------------------------------------------
@@ -246,34 +196,29 @@ DIFFERENT = [skips_a_block, skips_the_last, skips_the_first, skips_all, stops_sh
 
 
 @pytest.mark.parametrize("prepare", DIFFERENT, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
-@distributed(4)
-def test_one_order_where_ranks_skip_blocks(rank, world, mesh, prepare):
+@distributed(2, 4)
+def test_one_order_where_ranks_skip_blocks(rank, world, prepare):
     for prefetch in (0, 1, 2):
-        case = {"build": Skipping, "work": Late, "prefetch": prefetch}
-        with pair_with_log(0, mesh, **case) as (pair, log):
-            pair.prepare = prepare
-            pair.train(range(3))
-            assert_one_order(all_logs(log))
+        options = {"prefetch": prefetch}
+        with logged(Ordered, options=options, prepare=prepare) as (pair, log):
+            pair.train(range(2))
+            assert_one_order(gathered(log))
             pair.check()
 
 
-@pytest.mark.parametrize("forward", [False, True])
-@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
-@distributed(4)
-def test_one_order_where_a_rank_runs_no_backward(rank, world, mesh, forward):
-    with pair_with_log(0, mesh, work=Late) as (pair, log):
-        for step in range(4):
-            if rank != step:
-                pair.backward(step)
-            elif forward:
-                pair.loss(pair.model, step, rank)
-            for r in range(world):
-                if r != step:
-                    (pair.loss(pair.twin, step, r) / world).backward()
-            pair.advance()
-        assert_one_order(all_logs(log))
-        pair.check()
+@distributed(2, 4)
+def test_one_order_where_a_rank_runs_no_backward(rank, world):
+    for forward in (False, True):
+        with logged() as (pair, log):
+            for step in range(2):
+                if rank != step:
+                    pair.backward(step)
+                elif forward:
+                    pair.loss(pair.model, step, rank)
+                pair.joint_backward(step, without=step)
+                pair.advance()
+            assert_one_order(gathered(log))
+            pair.check()
 
 
 class Choosing(Net):
@@ -284,11 +229,10 @@ class Choosing(Net):
     def forward(self, tokens):
         x = self.tok(tokens)
         for i, block in enumerate(self.blocks):
-            x = (
-                x + block.down(x.repeat(1, 1, 3)[..., :56])
-                if i == 1 and not self.whole
-                else block(x)
-            )
+            if i == 1 and not self.whole:
+                x = x + block.down(x.repeat(1, 1, 3)[..., :56])
+            else:
+                x = block(x)
         return self.lm_head(self.mid(x))
 
 
@@ -300,69 +244,42 @@ def parts_of_blocks(name, module):
     return name.endswith((".up", ".down"))
 
 
-@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
-@distributed(4)
-def test_each_process_groups_order_where_a_block_misses_a_gradient(rank, world, mesh):
-    """Nothing tells that a gradient of a block that runs will never come, so its window waits for
-    the end: the one freedom that is left, between process groups (docs/decisions/0007)."""
-    with pair_with_log(0, mesh, build=Choosing, work=Late) as (pair, log):
-        pair.prepare = misses_a_matrix
-        pair.train(range(3))
-        assert_lanes_agree(all_logs(log))
-        pair.check()
+@distributed(2, 4)
+def test_orders_where_a_block_misses_a_gradient(rank, world):
+    """Nothing tells that a gradient of a block that runs will never come, so its bucket waits for
+    the end: the one freedom that is left, between process groups (docs/decisions/0007). There is
+    none where the branch is a group of its own."""
+    for groups, check in [(None, assert_groups_agree), (parts_of_blocks, assert_one_order)]:
+        case = {"options": {"groups": groups}, "prepare": misses_a_matrix}
+        with logged(Choosing, **case) as (pair, log):
+            pair.train(range(3))
+            check(gathered(log))
+            pair.check()
 
 
-@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
-@distributed(4)
-def test_one_order_where_the_branch_is_a_group_of_its_own(rank, world, mesh):
-    case = {"build": Choosing, "work": Late, "groups": parts_of_blocks}
-    with pair_with_log(0, mesh, **case) as (pair, log):
-        pair.prepare = misses_a_matrix
-        pair.train(range(3))
-        assert_one_order(all_logs(log))
-        pair.check()
+# Which ranks use the spare layer at a step.
+PATTERNS = {
+    "one rank": lambda step, rank: rank != 1,
+    "all ranks": lambda step, rank: False,
+    "alternating": lambda step, rank: (step + rank) % 2 == 0,
+    "every third step": lambda step, rank: step % 3 == 0,
+}
 
 
-# ---- memory ------------------------------------------------------------------------------
-
-
-class Stack(nn.Module):
-    """Large matrices and hardly any activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x).tanh()
-        return x
-
-
-@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
-@distributed(4)
-def test_gradients_on_their_way_take_no_more_memory_than_owners_need(rank, world, mesh):
-    """Beside one bucket, at most what the owners of this column are to get of all gradients."""
-    with pair_with_log(0, mesh, build=Stack, work=Prompt) as (pair, _):
-        reducer = pair.own.runtime.reducer
-        one = 4 * 64 * 64
-        column = range(rank % mesh[-1], world, mesh[-1])
-        mine = [i for i in range(8) if pair.own.owner_of(f"blocks.{i}.weight") in column]
-        peak, send = 0, reducer._send
-
-        def held() -> int:
-            buffers = (s.buffer.flat for bucket in reducer._buckets for s in bucket.flights)
-            return sum(flat.untyped_storage().nbytes() for flat in buffers)
-
-        def watched(live):
-            nonlocal peak
-            peak = max(peak, held())
-            send(live)
-
-        reducer._send = watched
-        for _ in range(3):
-            pair.model(torch.randn(2, 64)).square().mean().backward()
-            pair.opt.step()
-        kept = len(mine) if len(mesh) == 2 else 0
-        assert one <= peak <= (1 + kept) * one, (peak / one, mine)
-        assert held() == 0
+@layouts(PLAIN, REPLICATED)
+@distributed(2)
+def test_collectives_are_the_same_on_every_rank_whatever_the_gradients(rank, world, layout):
+    small = {"bucket_bytes": 4096, "publish_bucket_bytes": 4096} if layout == REPLICATED else {}
+    for uses_spare in PATTERNS.values():
+        with both(Net, layout, options=small, transport=RecordingTransport) as pair:
+            pair.events.clear()
+            for step in range(3):
+                pair.model.use_spare = uses_spare(step, rank)
+                if not (step == 2 and rank == 0):  # one rank skips its backward altogether
+                    pair.backward(step)
+                dmuon.clip_grad_norm_(pair.model, 1.0)
+                pair.opt.step()
+                pair.opt.zero_grad()
+            everyone = gathered(pair.events)
+            assert everyone[0] == everyone[1]
+            assert len(everyone[0]) > 3 * 8

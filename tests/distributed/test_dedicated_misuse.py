@@ -1,4 +1,4 @@
-"""What can go wrong in the `dedicated` layout, and how it is told; exceptions; the meta device."""
+"""What can go wrong in the owners' layouts, and how it is told; exceptions; the meta device."""
 
 from __future__ import annotations
 
@@ -6,58 +6,52 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.config import DedicatedOptions
 from dmuon.reference import ReferenceMuon
 from dmuon.types import DmuonError, OwnershipError
-from tests.distributed.dedicated import MUON, mesh_of, recorded, shard_rest, whole
 from tests.distributed.harness import distributed
-from tests.distributed.models import batch, largest_difference, loss_of, seeded, weights
-
-
-def dedicated(model, world, **options):
-    return dmuon.dedicate_params(
-        model, mesh_of((world,)), layout="dedicated", options=DedicatedOptions(**options)
-    )
-
-
-def joint_step(twin, ref, step, world):
-    (sum(loss_of(twin, batch(step, r)) for r in range(world)) / world).backward()
-    ref.step()
-    ref.zero_grad()
-
+from tests.distributed.models import Net, batch, largest_difference, seeded, weights
+from tests.distributed.owners import (
+    FSDP,
+    MUON,
+    PLAIN,
+    REPLICATED,
+    Both,
+    both,
+    gathered,
+    mesh_of,
+    shard_rest,
+    whole,
+)
+from tests.transports import RecordingTransport
 
 # ---- fully_shard -------------------------------------------------------------------------
 
 
+def dedicated(model, world):
+    return dmuon.dedicate_params(model, mesh_of((world,)), layout="dedicated")
+
+
 @distributed(2)
-def test_fully_shard_without_ignored_params_is_found_by_the_optimizer(rank, world):
+def test_fully_shard_without_ignored_params_is_found(rank, world):
+    """By the optimizer, or by the first forward pass; nothing of dmuon's is closed afterwards."""
     model = seeded()
-    own = dedicated(model, world)
+    dedicated(model, world)
     for block in model.blocks:
         fully_shard(block, mesh=mesh_of((world,)))
     with pytest.raises(OwnershipError, match=r"ignored_params=own\.dedicated_params"):
         dmuon.Muon(model, **MUON)
-    own.runtime.process_groups.close()
-
-
-@pytest.mark.parametrize("root", [False, True])
-@distributed(2)
-def test_fully_shard_without_ignored_params_is_found_by_the_first_forward(rank, world, root):
-    model = seeded()
-    own = dedicated(model, world)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh_of((world,)))
-    if root:
-        fully_shard(model, mesh=mesh_of((world,)))
-    with pytest.raises(OwnershipError, match=r"blocks\.0\.up\.weight.*ignored_params"):
-        model(batch(0, rank)[0])
-    own.runtime.process_groups.close()
+    for root in (False, True):
+        model = seeded()
+        dedicated(model, world)
+        for block in [*model.blocks, *([model] if root else [])]:
+            fully_shard(block, mesh=mesh_of((world,)))
+        with pytest.raises(OwnershipError, match=r"blocks\.0\.up\.weight.*ignored_params"):
+            model(batch(0, rank)[0])
 
 
 @distributed(2)
@@ -66,32 +60,20 @@ def test_ignored_by_fully_shard_hides_the_parameters_and_puts_them_back(rank, wo
     names = [n for n, _ in model.named_parameters()]
     own = dedicated(model, world)
     kept = {n: p for n, p in model.named_parameters() if p in own.dedicated_params}
-    with own.ignored_by_fully_shard():
-        assert not own.dedicated_params & set(model.parameters())
-        assert not hasattr(model.blocks[0].up, "weight")
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh_of((world,)))
-        fully_shard(model, mesh=mesh_of((world,)))
-    assert [n for n, _ in model.named_parameters()] == names
-    assert all(dict(model.named_parameters())[n] is p for n, p in kept.items())
-    opt, ref = dmuon.Muon(model, **MUON), ReferenceMuon(twin, **MUON)
-    for step in range(3):
-        loss_of(model, batch(step, rank)).backward()
-        opt.step()
-        opt.zero_grad()
-        joint_step(twin, ref, step, world)
-    assert largest_difference(whole(model, own), weights(twin)) <= 1e-5
-    own.close()
-
-
-@distributed(2)
-def test_hidden_parameters_come_back_after_an_error(rank, world):
-    model = seeded()
-    names = [n for n, _ in model.named_parameters()]
-    own = dedicated(model, world)
     with pytest.raises(RuntimeError, match="mine"), own.ignored_by_fully_shard():
         raise RuntimeError("mine")
     assert [n for n, _ in model.named_parameters()] == names
+    with own.ignored_by_fully_shard():
+        assert not own.dedicated_params & set(model.parameters())
+        assert not hasattr(model.blocks[0].up, "weight")
+        for block in (*model.blocks, model):
+            fully_shard(block, mesh=mesh_of((world,)))
+    assert [n for n, _ in model.named_parameters()] == names
+    assert all(dict(model.named_parameters())[n] is p for n, p in kept.items())
+    opt, ref = dmuon.Muon(model, **MUON), ReferenceMuon(twin, **MUON)
+    pair = Both(model, twin, own, opt, ref, None, rank, world)
+    pair.train(range(2))
+    pair.check()
     own.close()
 
 
@@ -104,11 +86,9 @@ def test_what_the_layout_cannot_be_laid_over(rank, world):
     model = seeded()
     fully_shard(model, mesh=mesh_of((world,)))
     with pytest.raises(OwnershipError, match="after fully_shard"):
-        dmuon.dedicate_params(model, mesh_of((world,)), layout="dedicated")
+        dedicated(model, world)
     with pytest.raises(TypeError, match="must be DedicatedOptions"):
-        dmuon.dedicate_params(
-            seeded(), mesh_of((world,)), layout="dedicated", options=dmuon.ShardedOptions()
-        )
+        dmuon.dedicate_params(seeded(), layout="dedicated", options=dmuon.ShardedOptions())
     own = dmuon.dedicate_params(seeded(), mesh_of((world,)), layout="replicated")
     with pytest.raises(OwnershipError, match="belongs to layout='dedicated'"):
         own.ignored_by_fully_shard().__enter__()
@@ -116,7 +96,7 @@ def test_what_the_layout_cannot_be_laid_over(rank, world):
 
 
 @distributed(2)
-def test_period_scaler_and_a_second_optimizer_are_refused(rank, world):
+def test_period_and_a_second_optimizer_are_refused(rank, world):
     model = seeded()
     own = dedicated(model, world)
     with pytest.raises(OwnershipError, match="there is no block step"):
@@ -150,101 +130,67 @@ def test_state_dicts_of_placeholders_are_refused_and_whole_ones_work(rank, world
     assert largest_difference(weights(model), weights(other)) == 0
 
 
-@distributed(2)
-def test_converting_the_model_afterwards_is_an_error_on_every_rank(rank, world):
-    model = seeded()
-    own = dedicated(model, world)
-    model.bfloat16()
-    with pytest.raises(OwnershipError, match=r"is now .* torch\.bfloat16 .* Move or convert"):
-        model(batch(0, rank)[0])
-    own.runtime.process_groups.close()
-
-
-@distributed(2)
-def test_assigning_other_values_is_an_error_on_every_rank(rank, world):
-    model = seeded()
-    own = dedicated(model, world)
+def assigned(model):
     model.mid.weight.data = torch.randn(18, 24)
-    with pytest.raises(OwnershipError, match=r"mid\.weight.* by an assignment to its data"):
-        model(batch(0, rank)[0])
-    own.runtime.process_groups.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "rest"),
-    [
-        ("mid.weight", "plain"),
-        ("blocks.1.up.weight", "plain"),
-        ("blocks.0.norm.weight", "plain"),
-        ("mid.weight", "fsdp"),
-        ("blocks.1.up.weight", "fsdp"),
-    ],
-)
+CHANGED = [
+    (lambda model: model.bfloat16(), r"is now .* torch\.bfloat16 .* Move or convert"),
+    (assigned, r"mid\.weight.* by an assignment to its data"),
+]
+
+
 @distributed(2)
-def test_a_parameter_that_was_replaced(rank, world, name, rest):
+def test_other_values_and_dtypes_are_an_error_on_every_rank(rank, world):
+    for change, told in CHANGED:
+        model = seeded()
+        dedicated(model, world)
+        change(model)
+        with pytest.raises(OwnershipError, match=told):
+            model(batch(0, rank)[0])
+
+
+@distributed(2)
+def test_a_parameter_that_was_replaced(rank, world):
     """It would never be trained again; told on every rank before a step sends anything."""
-    model = seeded()
-    own, events = recorded(model, mesh_of((world,)))
-    if rest == "fsdp":
-        shard_rest(model, own, mesh_of((world,)))
-    opt = dmuon.Muon(model, **MUON)
-    loss_of(model, batch(0, rank)).backward()
-    opt.step()
-    opt.zero_grad()
-    path, _, local = name.rpartition(".")
-    shape = own.shape_of(name)
-    torch.manual_seed(1)
-    setattr(model.get_submodule(path), local, nn.Parameter(torch.randn(shape) / 10))
-    loss_of(model, batch(1, rank)).backward()
-    sent = len(events)
-    with pytest.raises(OwnershipError, match=rf"'{name}' is another parameter object"):
-        opt.step()
-    assert len(events) == sent
-    own.close()
+    for layout, names in {
+        PLAIN: ("mid.weight", "blocks.1.up.weight", "blocks.0.norm.weight"),
+        FSDP: ("mid.weight", "blocks.1.up.weight"),
+    }.items():
+        for name in names:
+            with both(Net, layout, transport=RecordingTransport) as pair:
+                pair.train([0])
+                path, _, local = name.rpartition(".")
+                torch.manual_seed(1)
+                other = nn.Parameter(torch.randn(pair.own.shape_of(name)) / 10)
+                setattr(pair.model.get_submodule(path), local, other)
+                pair.backward(1)
+                sent = len(pair.events)
+                with pytest.raises(OwnershipError, match=rf"'{name}' is another parameter object"):
+                    pair.opt.step()
+                assert len(pair.events) == sent
 
 
 @distributed(2)
 def test_weights_that_were_moved_are_followed(rank, world):
-    model, twin = seeded(), seeded()
-    own = dedicated(model, world)
-    for p in model.parameters():
-        p.data = p.data.clone()  # what model.to() does, to the same device
-    opt, ref = dmuon.Muon(model, **MUON), ReferenceMuon(twin, **MUON)
-    for step in range(2):
-        loss_of(model, batch(step, rank)).backward()
-        opt.step()
-        joint_step(twin, ref, step, world)
-        opt.zero_grad()
-    assert largest_difference(whole(model, own), weights(twin)) <= 1e-5
-    own.close()
+    with both() as pair:
+        for p in pair.model.parameters():
+            p.data = p.data.clone()  # what model.to() does, to the same device
+        pair.train(range(2))
+        pair.check()
 
 
 @distributed(2)
 def test_a_step_between_forward_and_backward_is_an_error(rank, world):
-    model = seeded()
-    own = dedicated(model, world)
-    opt = dmuon.Muon(model, **MUON)
-    early = loss_of(model, batch(0, rank))
-    loss_of(model, batch(1, rank)).backward()
-    opt.step()
-    with pytest.raises(DmuonError, match="between this forward pass and its backward"):
-        early.backward()
-    own.close()
+    with both() as pair:
+        early = pair.loss(pair.model, 0, rank)
+        pair.backward(1)
+        pair.opt.step()
+        with pytest.raises(DmuonError, match="between this forward pass and its backward"):
+            early.backward()
 
 
 # ---- exceptions --------------------------------------------------------------------------
-
-
-class Fails(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.now = False
-
-    def forward(self, x):
-        if self.now:
-            raise RuntimeError("out of luck")
-        return self.inner(x)
 
 
 class FailsInBackward(torch.autograd.Function):
@@ -257,58 +203,46 @@ class FailsInBackward(torch.autograd.Function):
         raise RuntimeError("out of luck")
 
 
-@pytest.mark.parametrize("who", ["all", "one"])
-@distributed(2)
-def test_the_step_after_an_exception_in_forward_works(rank, world, who):
-    """On one rank: it takes part in the others' step with a batch that counts for nothing."""
-    model, twin = seeded(), seeded()
-    failing = Fails(model.blocks[1].down)
-    model.blocks[1].down = failing
-    twin.blocks[1].down = Fails(twin.blocks[1].down)
-    own = dedicated(model, world)
-    opt, ref = dmuon.Muon(model, **MUON), ReferenceMuon(twin, **MUON)
-    for step in range(4):
-        failing.now = step == 1 and (who == "all" or rank == 1)
-        if failing.now:
-            with pytest.raises(RuntimeError, match="out of luck"):
-                loss_of(model, batch(step, rank))
-        else:
-            loss_of(model, batch(step, rank)).backward()
-        if step == 1 and who == "all":
-            continue
-        opt.step()
-        opt.zero_grad()
-        counts = [r for r in range(world) if not (step == 1 and r == 1)]
-        (sum(loss_of(twin, batch(step, r)) for r in counts) / world).backward()
-        ref.step()
-        ref.zero_grad()
-    assert largest_difference(whole(model, own), weights(twin)) <= 1e-5
-    own.close()
+def fail_in(phase):
+    def hook(module, args):
+        if phase == "forward":
+            raise RuntimeError("out of luck")
+        return (FailsInBackward.apply(args[0]),)
+
+    return hook
 
 
+@pytest.mark.parametrize(
+    "layout, phase, who",
+    [
+        (PLAIN, "forward", "all"),
+        (PLAIN, "forward", "one"),
+        (PLAIN, "backward", "all"),
+        (REPLICATED, "backward", "all"),
+        (REPLICATED, "backward", "one"),
+    ],
+)
 @distributed(2)
-def test_the_step_after_an_exception_in_backward_works(rank, world):
-    model, twin = seeded(), seeded()
-    own = dedicated(model, world)
-    opt, ref = dmuon.Muon(model, **MUON), ReferenceMuon(twin, **MUON)
-    fail = [False]
-    model.blocks[1].register_forward_pre_hook(
-        lambda module, args: (FailsInBackward.apply(args[0]),) if fail[0] else None
-    )
-    for step in range(4):
-        fail[0] = step == 1
-        loss = loss_of(model, batch(step, rank))
-        if fail[0]:
-            with pytest.raises(RuntimeError, match="out of luck"):
-                loss.backward()
-            opt.zero_grad()
-            continue
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        joint_step(twin, ref, step, world)
-    assert largest_difference(whole(model, own), weights(twin)) <= 1e-5
-    own.close()
+def test_the_step_after_an_exception_works(rank, world, layout, phase, who):
+    """After one in backward every rank drops the batch. After one in the forward pass of one rank
+    it takes part in the others' step with a batch that counts for nothing."""
+    with both(Net, layout) as pair:
+        for step in range(3):
+            fails = step == 1 and (who == "all" or rank == 1)
+            removed = pair.model.blocks[1].down.register_forward_pre_hook(fail_in(phase))
+            if not fails:
+                removed.remove()
+                pair.backward(step)
+            else:
+                with pytest.raises(RuntimeError, match="out of luck"):
+                    pair.backward(step)
+                removed.remove()
+            if step == 1 and (who == "all" or phase == "backward"):
+                pair.opt.zero_grad()
+                continue
+            pair.joint_backward(step, without=1 if step == 1 else None)
+            pair.advance()
+        pair.check()
 
 
 # ---- the meta device ---------------------------------------------------------------------
@@ -338,25 +272,17 @@ def test_a_model_made_on_the_meta_device(rank, world, kind):
     with pytest.raises(OwnershipError, match="to_empty"):
         dmuon.Muon(model, **MUON)
     model.to_empty(device="cpu")
-    shards = [own.owner_of(n) % 2 for n in ("blocks.0.up.weight", "mid.weight")]
-    for name, shard in zip(("blocks.0.up.weight", "mid.weight"), shards, strict=True):
-        rows = dict(model.named_parameters())[name].shape[0]
-        mine = rank % 2 == shard if kind == "hsdp" else own.owner_of(name) == rank
+    for name in ("blocks.0.up.weight", "mid.weight"):
+        rows, owner = dict(model.named_parameters())[name].shape[0], own.owner_of(name)
+        mine = rank % 2 == owner % 2 if kind == "hsdp" else owner == rank
         assert (rows > 0) == mine  # memory only where it is kept
     initialize(model, rank)
-    opt = dmuon.Muon(model, **MUON)
-    twin = seeded()
-    start = whole(model, own)
-    for name, p in twin.named_parameters():
-        p.data.copy_(start[name])
-        everyone = [torch.empty_like(p) for _ in range(world)]
-        dist.all_gather(everyone, start[name].contiguous())
-        assert all(torch.equal(p.data, other) for other in everyone)
-    ref = ReferenceMuon(twin, **MUON)
-    for step in range(3):
-        loss_of(model, batch(step, rank)).backward()
-        opt.step()
-        opt.zero_grad()
-        joint_step(twin, ref, step, world)
-    assert largest_difference(whole(model, own), weights(twin)) <= 1e-5
+    pair = Both(model, seeded(), own, dmuon.Muon(model, **MUON), None, None, rank, world)
+    start = pair.whole()
+    for everyone in zip(*(each.values() for each in gathered(start))):
+        assert all(torch.equal(everyone[0], other) for other in everyone)
+    pair.copy_weights()
+    pair.ref = ReferenceMuon(pair.twin, **MUON)
+    pair.train(range(2))
+    pair.check()
     own.close()

@@ -1,4 +1,4 @@
-"""Resuming, closing and evaluating in the `dedicated` layout."""
+"""Weights from outside in the `dedicated` layout: read, written, saved, evaluated, given back."""
 
 from __future__ import annotations
 
@@ -7,43 +7,133 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import dmuon
 from dmuon.dtensors import is_distributed
 from dmuon.reference import ReferenceMuon
 from dmuon.types import DmuonError
-from tests.distributed.dedicated import MUON, mesh_of, shard_rest, whole
-from tests.distributed.dedicated_models import (
-    FREED,
+from tests.distributed.harness import distributed
+from tests.distributed.models import Net, batch, loss_of, seeded, weights
+from tests.distributed.owners import (
+    DEDICATED,
     FSDP,
-    MODES,
+    IN_TURN,
+    KEPT,
+    MUON,
     PLAIN,
-    RESTS,
     Pieces,
     assert_bitwise,
     both,
+    layouts,
+    mesh_of,
+    shard_rest,
+    whole,
 )
-from tests.distributed.harness import distributed
-from tests.distributed.models import Net, batch, loss_of, seeded
 
-# ---- resuming ----------------------------------------------------------------------------
+# ---- reading and writing ---------------------------------------------------------------------
 
 
-def start(kind=Net, rest=PLAIN, seed=0, shape=None, change=lambda model: None, **settings):
+@layouts(PLAIN, FSDP)
+@distributed(2)
+def test_weights_can_be_read_inside_materialized_only(rank, world, layout):
+    with both(Net, layout) as pair:
+        pair.train(range(2))
+        model, named = pair.model, dict(pair.model.named_parameters())
+        expected = weights(pair.twin)
+        for name in pair.matrices:
+            full = pair.own.shape_of(name)
+            owned = pair.own.owner_of(name) == rank
+            with pair.own.materialized(model.get_submodule(name.rpartition(".")[0])):
+                assert named[name].shape == full == expected[name].shape
+                assert float((named[name] - expected[name]).abs().max()) <= 1e-5, name
+                assert named[name] is dict(model.named_parameters())[name]
+            assert (named[name].numel() > 0) == owned, name
+        with pair.own.materialized(model.blocks[0]):
+            with pair.own.materialized(model):
+                assert model.blocks[1].up.weight.shape == (56, 24)
+            assert model.blocks[0].up.weight.shape == (56, 24)
+        pair.train([2])
+        pair.check()
+
+
+@torch.no_grad()
+def rewrite(model, seed):
+    torch.manual_seed(seed)  # the same on every rank
+    if isinstance(model, Pieces):
+        nn.init.normal_(model.blocks[0].qkv.weight, std=0.2)  # of several owners
+        model.blocks[1].o_proj.weight.mul_(0.5)
+        model.blocks[1].w1[1:3] += 0.25
+    else:
+        nn.init.normal_(model.blocks[0].up.weight, std=0.2)
+        nn.init.orthogonal_(model.blocks[1].down.weight)
+        model.mid.weight.mul_(0.5)
+        model.blocks[2].up.weight[3:5] = 0.25
+
+
+def write_and_train(*args, **kwargs):
+    with both(*args, **kwargs) as pair:
+        for step in range(3):
+            with pair.own.materialized(pair.model):
+                rewrite(pair.model, step)
+            rewrite(pair.twin, step)
+            pair.check(1e-5 if step else 0.0)
+            pair.train([step])
+        pair.check()
+
+
+@layouts(*DEDICATED)
+@distributed(2)
+def test_what_is_written_inside_materialized_persists(rank, world, layout):
+    write_and_train(Net, layout)
+    write_and_train(Pieces, layout, **IN_TURN)
+
+
+@distributed(4)
+def test_what_is_written_reaches_every_replica(rank, world):
+    write_and_train(Net, mesh=(2, 2))
+    write_and_train(Pieces, mesh=(2, 2), **IN_TURN)
+
+
+@layouts(PLAIN, KEPT)
+@distributed(2)
+def test_forward_and_backward_inside_materialized(rank, world, layout):
+    """With a term of weights that are read directly, outside of every module."""
+
+    def penalty(model):
+        return sum(b.up.weight.square().sum() for b in model.blocks) * 0.01
+
+    for factor in (0.0, 1.0):
+        with both(Net, layout) as pair:
+            for step in range(3):
+                with pair.own.materialized(pair.model):
+                    loss = pair.loss(pair.model, step, rank)
+                    (loss + factor * penalty(pair.model) if factor else loss).backward()
+                    assert pair.model.blocks[0].up.weight.shape == (56, 24)
+                pair.joint_backward(step)
+                (factor * penalty(pair.twin)).backward()
+                pair.advance()
+            pair.check()
+
+
+# ---- resuming --------------------------------------------------------------------------------
+
+
+def start(kind=Net, layout=PLAIN, seed=0, mesh=None, change=lambda model: None, **settings):
     model, plan = seeded(kind, seed), settings.pop("plan", None)
     change(model)
-    mesh = mesh_of(shape or (dist.get_world_size(),))
+    grid = mesh_of(mesh or (dist.get_world_size(),))
     own = dmuon.dedicate_params(
-        model, mesh, layout="dedicated", plan=plan, solver="round_robin", costs="analytic"
+        model, grid, layout="dedicated", plan=plan, solver="round_robin", costs="analytic"
     )
-    if rest == FSDP:
-        shard_rest(model, own, mesh)
+    if layout == FSDP:
+        shard_rest(model, own, grid)
     return model, own, dmuon.Muon(model, **MUON, **settings)
 
 
-def train(model, opt, rank, steps):
+def train(model, opt, steps):
     for step in steps:
-        loss_of(model, batch(step, rank)).backward()
+        loss_of(model, batch(step, dist.get_rank())).backward()
         opt.step()
         opt.zero_grad()
 
@@ -55,62 +145,49 @@ def saved(model, own, opt):
     return state, copy.deepcopy(opt.state_dict())
 
 
-def resumed(state, opt_state, plan, **kwargs):
-    model, own, opt = start(seed=7, plan=plan, **kwargs)
+def load(model, own, opt, state, opt_state):
     with own.materialized(model):
         model.load_state_dict(state)
     opt.load_state_dict(opt_state)
-    return model, own, opt
 
 
-def resumes_bitwise(rank, **kwargs):
+def resumes_bitwise(**kwargs):
+    """In another model, and once more in the same."""
     model, own, opt = start(**kwargs)
-    train(model, opt, rank, range(3))
+    train(model, opt, range(2))
     files = saved(model, own, opt)
-    train(model, opt, rank, range(3, 6))
+    train(model, opt, range(2, 4))
     expected = whole(model, own)
+    load(model, own, opt, *files)
+    train(model, opt, range(2, 4))
+    assert_bitwise(whole(model, own), expected)
     own.close()
-    model, own, opt = resumed(*files, own.plan, **kwargs)
-    assert opt.stats()["steps"] == 3
-    train(model, opt, rank, range(3, 6))
+    model, own, opt = start(seed=7, plan=own.plan, **kwargs)
+    load(model, own, opt, *files)
+    assert opt.stats()["steps"] == 2
+    train(model, opt, range(2, 4))
     assert_bitwise(whole(model, own), expected)
     own.close()
 
 
-@pytest.mark.parametrize("kind", [Net, Pieces])
-@RESTS
+@layouts(PLAIN, FSDP)
 @distributed(2)
-def test_resuming_is_bitwise(rank, world, rest, kind):
-    resumes_bitwise(rank, kind=kind, rest=rest)
-
-
-@distributed(4)
-def test_resuming_with_replicas_is_bitwise(rank, world):
-    resumes_bitwise(rank, shape=(2, 2), rest=FSDP)
+def test_resuming_is_bitwise(rank, world, layout):
+    resumes_bitwise(layout=layout)
+    resumes_bitwise(layout=layout, kind=Pieces)
 
 
 @distributed(2)
 def test_resuming_with_master_weights_is_bitwise(rank, world):
-    resumes_bitwise(rank, change=lambda model: model.to(torch.bfloat16), master_weights=True)
+    resumes_bitwise(change=lambda model: model.to(torch.bfloat16), master_weights=True)
 
 
-@distributed(2)
-def test_loading_again_into_the_same_model_is_bitwise(rank, world):
-    model, own, opt = start()
-    train(model, opt, rank, range(2))
-    state, opt_state = saved(model, own, opt)
-    results = []
-    for _ in range(2):
-        train(model, opt, rank, range(2, 4))
-        results.append(whole(model, own))
-        with own.materialized(model):
-            model.load_state_dict(state)
-        opt.load_state_dict(opt_state)
-    assert_bitwise(*results)
-    own.close()
+@distributed(4)
+def test_resuming_with_replicas_is_bitwise(rank, world):
+    resumes_bitwise(mesh=(2, 2), layout=FSDP)
 
 
-# ---- closing -----------------------------------------------------------------------------
+# ---- closing ---------------------------------------------------------------------------------
 
 
 def assert_ordinary(model, twin):
@@ -125,102 +202,74 @@ def assert_ordinary(model, twin):
             assert not any(type(hook).__module__.startswith("dmuon") for hook in hooks.values())
 
 
-@MODES
+@layouts(*DEDICATED)
 @distributed(2)
-def test_closing_makes_the_model_ordinary_again(rank, world, mode):
-    with both(**mode) as pair:
+def test_closing_makes_the_model_ordinary_again(rank, world, layout):
+    with both(Net, layout) as pair:
         pair.train(range(3))
         pair.own.close()
+        pair.own.close()
         assert_ordinary(pair.model, pair.twin)
-        if mode["rest"] == FSDP:
+        if layout == FSDP:
             return
-        # No collective any more: one rank alone can use it.
-        found = pair.loss(pair.model, 9, rank) if rank else torch.zeros(())
-        assert not rank or abs(float(found - pair.loss(pair.twin, 9, rank))) <= 1e-5
+        if rank:  # no collective any more: one rank alone can use it
+            pair.assert_same_loss(9)
         with pytest.raises(DmuonError, match="closed"):
             pair.opt.step()
 
 
 @distributed(2)
-def test_dedicating_again_works(rank, world):
+def test_closing_at_any_time_and_dedicating_again(rank, world):
     with both() as pair:
-        for begin in (0, 2, 4):
-            pair.train(range(begin, begin + 2))
-            pair.own.close()
+        pair.own.close()  # before any step
+        assert_ordinary(pair.model, pair.twin)
+        for begin in (0, 2):
             pair.own = dmuon.dedicate_params(
                 pair.model, mesh_of((world,)), layout="dedicated", solver="greedy"
             )
             pair.opt = dmuon.Muon(pair.model, **MUON)
             pair.ref = ReferenceMuon(pair.twin, **MUON)
-        pair.check()
-
-
-@distributed(2)
-def test_closing_twice_before_any_step_and_after_a_backward(rank, world):
-    with both() as pair:
-        pair.backward(0)
-        pair.own.close()
-        pair.own.close()
-        assert_ordinary(pair.model, pair.twin)
-    with both() as pair:
-        pair.own.close()
-        assert_ordinary(pair.model, pair.twin)
+            pair.train(range(begin, begin + 2))
+            pair.backward(9)  # gradients that no step takes
+            pair.own.close()
+            assert_ordinary(pair.model, pair.twin)
+            pair.model.zero_grad()
     model = seeded()
     own = dmuon.dedicate_params(model, mesh_of((world,)), layout="dedicated")
     own.close()  # without an optimizer
     assert_ordinary(model, seeded())
 
 
-# ---- evaluating --------------------------------------------------------------------------
+# ---- evaluating ------------------------------------------------------------------------------
 
 
-def evaluate(pair, step, rank):
+def evaluate(pair, step):
     """Twice in a row."""
     pair.model.eval()
     for _ in range(2):
-        with torch.no_grad():
-            found = pair.loss(pair.model, 100 + step, rank)
-            expected = pair.loss(pair.twin, 100 + step, rank)
-        assert abs(float(found) - float(expected)) <= 1e-5
+        pair.assert_same_loss(100 + step)
     if hasattr(pair.model, "reshard"):
         pair.model.reshard()  # FSDP2 leaves the root gathered until a backward
     pair.model.train()
 
 
-@MODES
+@layouts(*DEDICATED)
 @distributed(2)
-def test_forward_without_backward_at_any_time(rank, world, mode):
-    with both(**mode) as pair:
-        for step in range(4):
-            evaluate(pair, step, rank)
-            pair.backward(step)
-            evaluate(pair, step + 50, rank)
-            pair.joint_backward(step)
-            pair.advance()
-        pair.check()
-
-
-@FREED
-@distributed(2)
-def test_training_forwards_whose_results_are_thrown_away(rank, world, freed):
-    with both(options={"free_after_forward": freed}) as pair:
+def test_forward_without_backward_at_any_time(rank, world, layout):
+    with both(Net, layout) as pair:
         for step in range(3):
-            pair.loss(pair.model, 70 + step, rank)
-            pair.backward(step)
-            pair.loss(pair.model, 80 + step, rank)
-            pair.joint_backward(step)
-            pair.advance()
-        pair.check()
-
-
-@FREED
-@distributed(2)
-def test_evaluation_between_forward_and_backward(rank, world, freed):
-    with both(options={"free_after_forward": freed}) as pair:
-        for step in range(3):
-            loss = pair.loss(pair.model, step, rank)
-            evaluate(pair, step, rank)
-            loss.backward()
+            evaluate(pair, step)
+            if layout == FSDP:
+                pair.backward(step)
+            else:
+                with torch.inference_mode():
+                    pair.loss(pair.model, 40 + step, rank)
+                pair.loss(pair.model, 70 + step, rank)  # whose result is thrown away
+                loss = pair.loss(pair.model, step, rank)
+                evaluate(pair, step)
+                loss.backward()
+                pair.loss(pair.model, 80 + step, rank)
+            evaluate(pair, step + 50)
             pair.joint_backward(step)
             pair.advance()
         pair.check()
@@ -229,7 +278,7 @@ def test_evaluation_between_forward_and_backward(rank, world, freed):
 @distributed(2)
 def test_inference_mode(rank, world):
     with both() as pair:
-        for step in range(3):
+        for step in range(2):
             with torch.inference_mode():
                 found = pair.loss(pair.model, 40 + step, rank)
                 expected = pair.loss(pair.twin, 40 + step, rank)

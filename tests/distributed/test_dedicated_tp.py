@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,14 +16,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 import dmuon
-from dmuon.config import DedicatedOptions
-from dmuon.reference import ReferenceMuon
 from dmuon.types import OwnershipError
-from tests.distributed.dedicated import MUON, mesh_of, recorded, shard_rest, whole
 from tests.distributed.harness import distributed
-from tests.distributed.models import batch, largest_difference, loss_of, seeded, weights
-
-STEPS = 4
+from tests.distributed.models import Net, largest_difference, seeded
+from tests.distributed.owners import FSDP, KEPT, MUON, PLAIN, both, layouts, mesh_of
+from tests.transports import RecordingTransport
 
 
 def parallelize(model, mesh, *, even=True):
@@ -34,42 +33,33 @@ def parallelize(model, mesh, *, even=True):
     return model
 
 
-def train(model, own, data_rank, data_ranks, twin=None, clip=None):
-    """A few steps of the model, and of its twin on everybody's data; the norms of both."""
-    opt = dmuon.Muon(model, **MUON)
-    ref = None if twin is None else ReferenceMuon(twin, **MUON)
-    norms = []
-    for step in range(STEPS):
-        loss_of(model, batch(step, data_rank)).backward()
-        if clip is not None:
-            norms.append(float(dmuon.clip_grad_norm_(model, clip)))
-        opt.step()
-        opt.zero_grad()
-        if twin is None:
-            continue
-        (sum(loss_of(twin, batch(step, r)) for r in range(data_ranks)) / data_ranks).backward()
-        if clip is not None:
-            norms.append(float(nn.utils.clip_grad_norm_(twin.parameters(), clip)))
-        ref.step()
-        ref.zero_grad()
-    return norms
+def with_tp(mesh, hidden=56):
+    """Of `both`: the model is parallel along the last axis, the twin is not."""
+    tp = mesh["tp"]
+    return {
+        "build": lambda: Net(hidden=hidden),
+        "mesh": mesh,
+        "fsdp": {"mesh": mesh[mesh.mesh_dim_names[:-1]]},
+        "wrap": partial(parallelize, mesh=tp, even=hidden % 2 == 0),
+        "data_rank": dist.get_rank() // tp.size(),
+        "data_world": dist.get_world_size() // tp.size(),
+    }
 
 
-@pytest.mark.parametrize("kind", ["plain", "fsdp", "kept"])
+@layouts(PLAIN, KEPT, FSDP)
 @distributed(4)
-def test_tp_with_data_parallelism_equals_the_reference(rank, world, kind):
+def test_tp_with_data_parallelism_equals_the_reference(rank, world, layout):
     mesh = mesh_of((2, 2), ("dp", "tp"))
     for hidden in (56, 57):
-        model, twin = seeded(hidden=hidden), seeded(hidden=hidden)
-        parallelize(model, mesh["tp"], even=hidden % 2 == 0)
-        options = DedicatedOptions(free_after_forward=kind != "kept")
-        own = dmuon.dedicate_params(model, mesh, layout="dedicated", options=options)
-        if kind == "fsdp":
-            shard_rest(model, own, mesh["dp"])
-        norms = train(model, own, rank // 2, 2, twin, clip=0.5)
-        assert norms[::2] == pytest.approx(norms[1::2], rel=1e-5)
-        assert largest_difference(whole(model, own), weights(twin)) <= 1e-5
-        own.close()
+        with both(layout=layout, **with_tp(mesh, hidden)) as pair:
+            for step in range(3):
+                pair.backward(step)
+                pair.joint_backward(step)
+                found = float(dmuon.clip_grad_norm_(pair.model, 0.5))
+                expected = float(nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.5))
+                assert found == pytest.approx(expected, rel=1e-5)
+                pair.advance()
+            pair.check()
 
 
 @distributed(4)
@@ -77,52 +67,43 @@ def test_the_result_does_not_depend_on_the_tp_degree(rank, world):
     """Data ranks have the same data in all three, so that only the degree differs."""
     found = []
     for degree in (1, 2, 4):
-        model = seeded()
         mesh = mesh_of((world // degree, degree), ("dp", "tp"))
-        if degree > 1:
-            parallelize(model, mesh["tp"])
-        own = dmuon.dedicate_params(model, mesh, layout="dedicated")
-        train(model, own, 0, 1)
-        found.append(whole(model, own))
-        own.close()
+        one = {"data_rank": 0, "data_world": 1}
+        case = {"mesh": mesh} if degree == 1 else with_tp(mesh)
+        with both(**(case | one)) as pair:
+            pair.train(range(3))
+            found.append(pair.whole())
     assert largest_difference(found[0], found[1]) <= 1e-5
     assert largest_difference(found[0], found[2]) <= 1e-5
 
 
 @distributed(8)
 def test_hsdp_with_tp(rank, world):
-    mesh = mesh_of((2, 2, 2), ("replicate", "shard", "tp"))
-    model, twin = seeded(), seeded()
-    parallelize(model, mesh["tp"])
-    own = dmuon.dedicate_params(model, mesh, layout="dedicated")
-    train(model, own, rank // 2, 4, twin)
-    assert largest_difference(whole(model, own), weights(twin)) <= 1e-5
-    own.close()
+    with both(**with_tp(mesh_of((2, 2, 2), ("replicate", "shard", "tp")))) as pair:
+        pair.train(range(3))
+        pair.check()
 
 
 @distributed(4)
 def test_slices_travel_once_to_the_owner_and_back(rank, world):
     """The bytes of a step, for 8 matrices of which 6 are cut in two."""
     mesh = mesh_of((2, 2), ("dp", "tp"))
-    model = parallelize(seeded(), mesh["tp"])
-    own, events = recorded(model, mesh)
-    opt = dmuon.Muon(model, **MUON)
-    for step in range(2):
-        events.clear()
-        loss_of(model, batch(step, rank // 2)).backward()
-        opt.step()
-    sent = {"gather": 0, "scatter": 0, "replicate": 0}
-    for event in events:
-        if event.op == "all_to_all":
-            sent[event.tag] += event.nbytes
-    total = torch.tensor(list(sent.values()))
-    dist.all_reduce(total)
-    cut = 6 * 24 * 56 * 4
-    whole_ones = (18 + 24) * 24 * 4  # `mid`, and `spare` even without a gradient
-    assert total.tolist() == [cut // 2, cut // 2, whole_ones]
-    everywhere = [e.tag for e in events if "publish" in e.tag or "across" in e.tag]
-    assert everywhere == []  # one replica only
-    own.close()
+    with both(transport=RecordingTransport, **with_tp(mesh)) as pair:
+        for step in range(2):
+            pair.events.clear()
+            pair.backward(step)
+            pair.opt.step()
+        sent = {"gather": 0, "scatter": 0, "replicate": 0}
+        for event in pair.events:
+            if event.op == "all_to_all":
+                sent[event.tag] += event.nbytes
+        total = torch.tensor(list(sent.values()))
+        dist.all_reduce(total)
+        cut = 6 * 24 * 56 * 4
+        whole_ones = (18 + 24) * 24 * 4  # `mid`, and `spare` even without a gradient
+        assert total.tolist() == [cut // 2, cut // 2, whole_ones]
+        everywhere = [e.tag for e in pair.events if "publish" in e.tag or "across" in e.tag]
+        assert everywhere == []  # one replica only
 
 
 @distributed(4)
@@ -132,7 +113,7 @@ def test_what_is_refused_under_tp(rank, world):
     with pytest.raises(OwnershipError, match="pass the whole mesh"):
         dmuon.dedicate_params(model, layout="dedicated")
     with pytest.raises(OwnershipError, match="param_dtype"):
-        options = DedicatedOptions(param_dtype=torch.bfloat16)
+        options = dmuon.DedicatedOptions(param_dtype=torch.bfloat16)
         dmuon.dedicate_params(model, mesh, layout="dedicated", options=options)
     own = dmuon.dedicate_params(model, mesh, layout="dedicated")
     with pytest.raises(OwnershipError, match="a slice of a weight only"):

@@ -25,8 +25,7 @@ from dmuon.comm import streams
 from dmuon.dtensors import local_tensor, whole_tensor
 from dmuon.tools.parallel_models import ParallelCase
 from tests.accelerator import host_cannot_read, nothing_read
-from tests.distributed import dedicated as of_dedicated
-from tests.distributed.dedicated_models import Skipping
+from tests.distributed import owners as of_owners
 from tests.distributed.harness import distributed
 from tests.distributed.models import batch, loss_of, reference_for, seeded, weights, wrap
 from tests.distributed.sharded import BY_NAME, MUON, Pair, dedicated, pair, reference
@@ -100,15 +99,15 @@ def assert_same(found: Values, expected: Values, *, in_blocks: bool = False) -> 
 @contextmanager
 def owners(kind: str, rank: int, world: int, **muon: Any) -> Iterator[Any]:
     """(model as it is called, the bare model, ownership, optimizer, whole weights)."""
-    bare = seeded(Skipping, layers=4)
+    bare = seeded(of_owners.Ordered, layers=4)
     model = wrap(bare, kind == "ddp")
     if kind in ("plain", "ddp"):
         own = dmuon.dedicate_params(model)
     else:
-        mesh = of_dedicated.mesh_of((2, 2) if kind == "dedicated hsdp" else (world,))
+        mesh = of_owners.mesh_of((2, 2) if kind == "dedicated hsdp" else (world,))
         own = dmuon.dedicate_params(bare, mesh, layout="dedicated")
         if kind != "dedicated plain":
-            of_dedicated.shard_rest(bare, own, mesh)
+            of_owners.shard_rest(bare, own, mesh)
     opt = dmuon.Muon(model, **(MUON | muon))
     yield model, bare, own, opt
     own.close()
@@ -124,7 +123,7 @@ def run_owners(
     kind: str, steps: list[What], rank: int, world: int, *, compare: bool, **muon: Any
 ) -> tuple[Values, Values]:
     """Train; the weights and this rank's state after the last step."""
-    twin = seeded(Skipping, layers=4)
+    twin = seeded(of_owners.Ordered, layers=4)
     ref = reference_for(twin, **(MUON | muon))
     with owners(kind, rank, world, **muon) as (model, bare, own, opt):
         partial = 0
@@ -164,7 +163,7 @@ def run_owners(
             ref.zero_grad()
         assert world > 2 or partial, "no unit has several matrices, of which one would be missing"
         opt.synchronize()
-        found_weights = of_dedicated.whole(bare, own)
+        found_weights = of_owners.whole(bare, own)
         if compare:
             for name, value in weights(twin).items():
                 difference = float((found_weights[name] - value).abs().max())
