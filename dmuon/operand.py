@@ -22,11 +22,12 @@ def normalized_momentum(
     """`momentum_update`, divided by each matrix's norm, into ``out`` in its dtype.
 
     ``fused``: in two Triton kernels instead of a pass an operation, which compute in float32 (so
-    not where momentum is kept in float64).
+    not where momentum is kept in float64), where all are contiguous.
     """
     settings = {name: group[name] for name in ("momentum", "nesterov", "dampening")}
     mode, eps = group["momentum_mode"], group["eps"]
-    if fused and max(buffer.dtype.itemsize, grad.dtype.itemsize) <= 4:
+    tensors = (buffer, grad, out)
+    if fused and all(t.dtype.itemsize <= 4 and t.is_contiguous() for t in tensors):
         from dmuon.kernels.triton_elementwise import momentum_norm_cast
 
         momentum_norm_cast(buffer, grad, mode=mode, eps=eps, out=out, **settings)
@@ -50,12 +51,13 @@ def apply_all(
 ) -> None:
     """``target = target * decay - lr * update`` for each pair, in place.
 
-    ``fused``: in one Triton kernel a target where all of them are large, which reads and writes
-    weights once instead of twice.
+    ``fused``: in one Triton kernel a target where all of them are large and contiguous, which reads
+    and writes weights once instead of twice.
     """
     suits = all(
-        t.numel() >= _FUSED_NUMEL and t.dtype.itemsize <= 4 and max(t.ndim, u.ndim) <= 3
+        t.numel() >= _FUSED_NUMEL and t.dtype.itemsize <= 4 and x.is_contiguous()
         for t, u in zip(targets, updates, strict=True)
+        for x in (t, u)
     )
     if not fused or not suits or isinstance(decay, Tensor):
         apply_updates(list(targets), list(updates), decay=decay, lr=lr)

@@ -202,32 +202,22 @@ def test_every_formula(kernels, mode, nesterov, momentum):
 
 
 @pytest.mark.parametrize("dtypes", [(F32, BF16, F16), (F32, F32, BF16), (BF16, BF16, F16)])
-@pytest.mark.parametrize("transposed", ["", "out", "all"])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (3, 70, 130), (1, 130, 70)])
-def test_momentum_of_any_shape_stride_and_dtype(kernels, shape, transposed, dtypes):
-    turned = (*shape[:-2], shape[-1], shape[-2])
-    tensors = [
-        kernels.random(*turned, dtype=dtype).mT
-        if transposed == "all" or (transposed and i == 2)
-        else kernels.random(*shape, dtype=dtype)
-        for i, dtype in enumerate(dtypes)
-    ]
-    check_momentum(kernels, *tensors, **EMA)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 3, 5), (3, 70, 130), (1, 130, 70)])
+def test_momentum_of_any_shape_and_dtype(kernels, shape, dtypes):
+    check_momentum(kernels, *(kernels.random(*shape, dtype=dtype) for dtype in dtypes), **EMA)
 
 
-def test_rows_with_gaps_and_several_tiles_a_program(kernels, monkeypatch):
-    memory = torch.zeros(3, 12, 600, device=kernels.device)
-    out = memory[:, 1:-1, 5:595]
-    check_momentum(kernels, kernels.random(3, 10, 590), kernels.random(3, 10, 590), out, **EMA)
-    out.zero_()
-    assert not memory.any(), "nothing is written beside"
+def test_several_tiles_a_program_and_nothing_written_beside(kernels, monkeypatch):
     monkeypatch.setattr(kernels.elementwise, "_MAX_PARTS", 3)
     shape = (2, 130, 200)
     buffer, grad = kernels.random(*shape), kernels.random(*shape)
-    again, other = buffer.clone(), kernels.empty(*shape)
-    check_momentum(kernels, buffer, grad, out := kernels.empty(*shape), **EMA)
+    again = buffer.clone()
+    memory = torch.zeros(4, *shape[1:], device=kernels.device)
+    out, other = memory[1:3], kernels.empty(*shape)
+    check_momentum(kernels, buffer, grad, out, **EMA)
     kernels.elementwise.momentum_norm_cast(again, grad, **EMA, eps=1e-7, out=other)
     assert torch.equal(other, out), "the same input gives the same bits"
+    assert not memory[0].any() and not memory[3].any()
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e30])
@@ -235,9 +225,9 @@ def test_squares_neither_overflow_nor_vanish(kernels, scale):
     buffer, grad = kernels.random(2, 40, 150) * scale, kernels.random(2, 40, 150) * scale
     grad[0, 0, 0] *= 1e4
     check_momentum(kernels, buffer, grad, kernels.empty(2, 40, 150), eps=1e-35, **EMA)
-    grad = torch.full((4, 4), 1e-10, device=kernels.device)
+    grad = torch.full((1, 4, 4), 1e-10, device=kernels.device)
     kernels.elementwise.momentum_norm_cast(
-        grad.clone(), grad, **EMA, eps=1e-7, out=(out := kernels.empty(4, 4))
+        grad.clone(), grad, **EMA, eps=1e-7, out=(out := kernels.empty(1, 4, 4))
     )
     torch.testing.assert_close(out, torch.full_like(out, 1e-3), msg="below eps it stays small")
 
@@ -259,17 +249,10 @@ def test_a_bad_entry_makes_its_matrix_nan(kernels, bad, place, monkeypatch):
 
 
 @pytest.mark.parametrize("dtypes", [(F32, F16), (BF16, BF16), (F32, F32), (F16, F32)])
-@pytest.mark.parametrize("transposed", ["", "update", "weight"])
 @pytest.mark.parametrize("shape", [(), (7,), (1, 1), (70, 90), (2, 33, 65), (2, 3, 4, 5)])
-def test_update(kernels, shape, transposed, dtypes):
-    if transposed and not 2 <= len(shape) <= 3:
-        return
+def test_update(kernels, shape, dtypes):
     weight = kernels.random(*shape, dtype=dtypes[0])
     update = kernels.random(*shape, dtype=dtypes[1])
-    if transposed == "update":
-        update = update.mT.contiguous().mT
-    if transposed == "weight":
-        weight = weight.mT.contiguous().mT
     kept, wanted = update.clone(), weight.double() * 0.875 - 0.25 * update.double()
     kernels.elementwise.apply_update(weight, update, decay=0.875, lr=0.25)
     assert torch.equal(update, kept)

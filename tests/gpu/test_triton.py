@@ -173,16 +173,8 @@ def test_momentum_of_large_matrices(shape, dtypes):
     check_momentum(GPU, *(gpu(*shape, dtype=dtype) for dtype in dtypes), **EMA)
 
 
-@pytest.mark.parametrize("shape", [(1, 4096, 1024), (3, 777, 130)])
-def test_momentum_of_tall_matrices(shape):
-    b, m, n = shape
-    buffer, grad = gpu(*shape, dtype=F32), gpu(*shape, dtype=BF16)
-    out = empty(b, n, m, dtype=F16).mT
-    check_momentum(GPU, buffer, grad, out, **EMA)
-
-
 def test_momentum_agrees_with_torch():
-    buffer, grad = gpu(2048, 2048, dtype=F32), gpu(2048, 2048, dtype=F32)
+    buffer, grad = gpu(1, 2048, 2048, dtype=F32), gpu(1, 2048, 2048, dtype=F32)
     wanted_buffer = buffer.lerp(grad, 0.05)
     wanted = normalize(grad.lerp(wanted_buffer, 0.95), F16)
     out = torch.empty_like(wanted)
@@ -204,10 +196,8 @@ def test_many_small_iterations(b, m, n, dtype, restarts):
     check_small(GPU, GPU.unit(b, m, n, dtype=dtype), restarts)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_update_of_large_matrices(transposed):
+def test_update_of_large_matrices():
     weight, update = gpu(2, 1024, 4096, dtype=F32), gpu(2, 1024, 4096, dtype=F16)
-    update = update.mT.contiguous().mT if transposed else update
     wanted = weight.double() * 0.875 - 0.25 * update.double()
     triton_elementwise.apply_update(weight, update, decay=0.875, lr=0.25)
     torch.testing.assert_close(weight.double(), wanted, rtol=1e-6, atol=1e-6)

@@ -80,6 +80,9 @@ def test_large_weights_are_updated_in_one_pass(monkeypatch):
     assert updated(LARGE, fused=False) == 1
     assert updated(LARGE, dtype=torch.float64) == 1
     assert updated(LARGE, decay=torch.tensor(0.5)) == 1
+    weight = torch.ones(LARGE)  # nor what is stored otherwise
+    apply_all([weight.mT], [torch.ones(LARGE)], decay=0.5, lr=0.25, fused=True)
+    assert len(seen) == 1 and torch.equal(weight, torch.full(LARGE, 0.25))
 
 
 def test_only_a_planned_triton_kernel_on_cuda_is_fused():

@@ -93,20 +93,11 @@ def test_the_gate_sees_spills():
 
 # ---- before and after ----------------------------------------------------------------------
 
-TILE_SHAPES = {
-    "flat": triton_elementwise._FLAT,
-    "rows": triton_elementwise._ROWS,
-    "square": triton_elementwise._SQUARE,
-}
-
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("shape", TILE_SHAPES)
-def test_elementwise_kernels_move_whole_vectors(arch, shape):
-    rows, cols = TILE_SHAPES[shape]
-    along = "row" if shape == "square" else "col"  # where the written tensor is contiguous
-    sizes: dict[str, object] = {"ROWS": rows, "COLS": cols}
-    momentum = sizes | {"EMA": True, "NESTEROV": True, "buffer_col": 1, "grad_col": 1}
+def test_elementwise_kernels_move_whole_vectors(arch):
+    tile: dict[str, object] = {"TILE": triton_elementwise._TILE}
+    momentum = tile | {"EMA": True, "NESTEROV": True}
     types = {
         **{"buffer_ptr": "*fp32", "grad_ptr": "*bf16", "out_ptr": "*fp16", "update_ptr": "*fp16"},
         **{"weight_ptr": "*fp32", "peaks_ptr": "*fp32", "sums_ptr": "*fp32"},
@@ -114,8 +105,8 @@ def test_elementwise_kernels_move_whole_vectors(arch, shape):
     }
     for kernel, constants in (
         (triton_elementwise.momentum_kernel, momentum),
-        (triton_elementwise.scale_kernel, momentum | {"PARTS": 1024, f"out_{along}": 1}),
-        (triton_elementwise.update_kernel, sizes | {"weight_col": 1, f"update_{along}": 1}),
+        (triton_elementwise.scale_kernel, momentum | {"PARTS": 1024}),
+        (triton_elementwise.update_kernel, tile),
     ):
         found = compiled(
             kernel, types, constants, arch=arch, warps=4, unaligned=("parts", "rounds")
