@@ -6,19 +6,17 @@ import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from dmuon.types import Coefficients
 
-MiB = 1 << 20
+T = TypeVar("T")
 
-ADJUST_LR = (None, "original", "match_rms_adamw")
-MOMENTUM_MODES = ("ema", "sgd")
-PUBLISH_MODES = ("async", "sync")
+MiB = 1 << 20
 
 # ---- what a setting may be ---------------------------------------------------------------
 
@@ -98,43 +96,23 @@ RATE = Rule("a finite number >= 0", _rate, _is_rate)
 POSITIVE = Rule("a number > 0", _number, lambda value: value > 0)
 FINITE_POSITIVE = Rule("a finite number > 0", _number, lambda value: 0 < value < math.inf)
 COUNT = Rule("an integer >= 1", _integer, lambda value: value >= 1)
+BETAS = Rule(
+    "two numbers >= 0 and < 1",
+    _betas,
+    lambda betas: len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas),
+)
+COEFFICIENTS = Rule("a name, one triple (a, b, c) or one triple a step", _of_type(str, Iterable))
 FLAG = Rule("True or False", _of_type(bool))
 TEXT = Rule("a string", _of_type(str))
+AT_LEAST_ZERO = Rule("a number >= 0", _number, lambda value: value >= 0)
+PATH = Rule("a path", _of_type(str, os.PathLike))
+GROUPS = Rule("a function (name, module) -> bool", _function)
 FLOAT_DTYPE = Rule(
     "a floating dtype such as torch.bfloat16",
     _of_type(torch.dtype),
     lambda dtype: dtype.is_floating_point,
 )
-
-MUON_RULES = {
-    "lr": RATE,
-    "weight_decay": FINITE,
-    "momentum": FINITE,
-    "nesterov": FLAG,
-    "ns_coefficients": Rule(
-        "a name, one triple (a, b, c) or one triple a step", _of_type(str, Iterable)
-    ),
-    "eps": FINITE_POSITIVE,  # it keeps a zero matrix zero
-    "ns_steps": COUNT,
-    "adjust_lr_fn": _one_of(ADJUST_LR),
-    "momentum_mode": _one_of(MOMENTUM_MODES),
-    "dampening": FINITE,
-}
-ADAMW_RULES = {
-    "lr": RATE,
-    "betas": Rule(
-        "two numbers >= 0 and < 1",
-        _betas,
-        lambda betas: len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas),
-    ),
-    "eps": FINITE,
-    "weight_decay": FINITE,
-}
-SWITCH_RULES = {
-    "publish": _one_of(PUBLISH_MODES),
-    "master_weights": FLAG,
-    "block_lr_ratio": FINITE_POSITIVE.or_none(),
-}
+SECONDS = FINITE_POSITIVE.or_none()
 
 
 def checked(
@@ -170,16 +148,32 @@ def _complaint(name: str, rule: Rule, value: Any, place: str) -> str:
     return found
 
 
-def _check_options(options: Any, rules: Mapping[str, Rule]) -> None:
-    values = {name: getattr(options, name) for name in rules}
-    checked(rules, values, owner=f"{type(options).__name__}.")
+def _default(value: T, rule: Rule) -> T:
+    """A dataclass field with its default and what else it may be."""
+    made: T = field(default=value, metadata={"rule": rule})
+    return made
 
 
-# ---- defaults ----------------------------------------------------------------------------
+def _rules(options: type) -> dict[str, Rule]:
+    return {f.name: f.metadata["rule"] for f in fields(options)}
+
+
+class _Checked:
+    """Options that are checked when they are made."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        rules = _rules(type(self))
+        values = {name: getattr(self, name) for name in rules}
+        checked(rules, values, owner=f"{type(self).__name__}.")
+
+
+# ---- options -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class PlannerOptions:
+class PlannerOptions(_Checked):
     """Limits of planning.
 
     ``time_limit_s`` bounds the solver and ``profile_budget_s`` the cost measurement, in seconds.
@@ -190,29 +184,16 @@ class PlannerOptions:
     ``~/.cache/dmuon``).
     """
 
-    time_limit_s: float = 10.0
-    owner_memory_bytes: int | None = None
-    max_batch: int = 16
-    profile_budget_s: float = 10.0
-    ranks_per_node: int | None = None
-    cache_dir: str | os.PathLike[str] | None = None
-
-    def __post_init__(self) -> None:
-        _check_options(self, _PLANNER_RULES)
-
-
-_PLANNER_RULES = {
-    "time_limit_s": POSITIVE,
-    "owner_memory_bytes": COUNT.or_none(),
-    "max_batch": COUNT,
-    "profile_budget_s": POSITIVE,
-    "ranks_per_node": COUNT.or_none(),
-    "cache_dir": Rule("a path", _of_type(str, os.PathLike)).or_none(),
-}
+    time_limit_s: float = _default(10.0, POSITIVE)
+    owner_memory_bytes: int | None = _default(None, COUNT.or_none())
+    max_batch: int = _default(16, COUNT)
+    profile_budget_s: float = _default(10.0, POSITIVE)
+    ranks_per_node: int | None = _default(None, COUNT.or_none())
+    cache_dir: str | os.PathLike[str] | None = _default(None, PATH.or_none())
 
 
 @dataclass(frozen=True, slots=True)
-class KernelOptions:
+class KernelOptions(_Checked):
     """How owners compute Newton-Schulz.
 
     ``method``: "standard", "gram" (with the restarts that are safe), "gram[2]" and so on fix the
@@ -224,25 +205,14 @@ class KernelOptions:
     graphs (None: on CUDA, for the shapes of the plan).
     """
 
-    method: str = "auto"
-    backend: str = "auto"
-    tune_budget_s: float = 30.0
-    cuda_graphs: bool | None = None
-
-    def __post_init__(self) -> None:
-        _check_options(self, _KERNEL_RULES)
-
-
-_KERNEL_RULES = {
-    "method": TEXT,
-    "backend": TEXT,
-    "tune_budget_s": Rule("a number >= 0", _number, lambda value: value >= 0),
-    "cuda_graphs": Rule("True, False or None", _of_type(bool, type(None))),
-}
+    method: str = _default("auto", TEXT)
+    backend: str = _default("auto", TEXT)
+    tune_budget_s: float = _default(30.0, AT_LEAST_ZERO)
+    cuda_graphs: bool | None = _default(None, FLAG.or_none())
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicatedOptions:
+class ReplicatedOptions(_Checked):
     """How the `replicated` layout moves bytes.
 
     ``bucket_bytes``: gradients of about this many bytes are reduced together in backward (with
@@ -254,27 +224,15 @@ class ReplicatedOptions:
     new groups, whatever `init_process_group` was given).
     """
 
-    bucket_bytes: int = 25 * MiB
-    publish_bucket_bytes: int = 25 * MiB
-    reduce_dtype: torch.dtype | None = None
-    broadcast_parameters: bool = True
-    timeout_s: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_options(self, _REPLICATED_RULES)
-
-
-_REPLICATED_RULES = {
-    "bucket_bytes": COUNT,
-    "publish_bucket_bytes": COUNT,
-    "reduce_dtype": FLOAT_DTYPE.or_none(),
-    "broadcast_parameters": FLAG,
-    "timeout_s": FINITE_POSITIVE.or_none(),
-}
+    bucket_bytes: int = _default(25 * MiB, COUNT)
+    publish_bucket_bytes: int = _default(25 * MiB, COUNT)
+    reduce_dtype: torch.dtype | None = _default(None, FLOAT_DTYPE.or_none())
+    broadcast_parameters: bool = _default(True, FLAG)
+    timeout_s: float | None = _default(None, SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
-class ShardedOptions:
+class ShardedOptions(_Checked):
     """How the `sharded` layout moves bytes.
 
     ``bucket_bytes``: matrices of about this many bytes a rank, in the Newton-Schulz dtype, travel
@@ -285,25 +243,14 @@ class ShardedOptions:
     `init_process_group` was given).
     """
 
-    bucket_bytes: int = 32 * MiB
-    min_buckets: int = 3
-    buffers: int = 2
-    timeout_s: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_options(self, _SHARDED_RULES)
-
-
-_SHARDED_RULES = {
-    "bucket_bytes": COUNT,
-    "min_buckets": COUNT,
-    "buffers": COUNT,
-    "timeout_s": FINITE_POSITIVE.or_none(),
-}
+    bucket_bytes: int = _default(32 * MiB, COUNT)
+    min_buckets: int = _default(3, COUNT)
+    buffers: int = _default(2, COUNT)
+    timeout_s: float | None = _default(None, SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
-class DedicatedOptions:
+class DedicatedOptions(_Checked):
     """How the `dedicated` layout moves bytes.
 
     ``prefetch``: how many groups of modules are broadcast ahead of the one that runs.
@@ -317,53 +264,60 @@ class DedicatedOptions:
     gives up (None: torch's default for new groups, whatever `init_process_group` was given).
     """
 
-    prefetch: int = 1
-    free_after_forward: bool = True
-    groups: Callable[[str, torch.nn.Module], bool] | None = None
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    broadcast_parameters: bool = True
-    timeout_s: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_options(self, _DEDICATED_RULES)
-
-
-_DEDICATED_RULES = {
-    "prefetch": Rule("an integer >= 0", _integer, lambda value: value >= 0),
-    "free_after_forward": FLAG,
-    "groups": Rule("a function (name, module) -> bool", _function).or_none(),
-    "param_dtype": FLOAT_DTYPE.or_none(),
-    "reduce_dtype": FLOAT_DTYPE.or_none(),
-    "broadcast_parameters": FLAG,
-    "timeout_s": FINITE_POSITIVE.or_none(),
-}
+    prefetch: int = _default(1, Rule("an integer >= 0", _integer, lambda value: value >= 0))
+    free_after_forward: bool = _default(True, FLAG)
+    groups: Callable[[str, torch.nn.Module], bool] | None = _default(None, GROUPS.or_none())
+    param_dtype: torch.dtype | None = _default(None, FLOAT_DTYPE.or_none())
+    reduce_dtype: torch.dtype | None = _default(None, FLOAT_DTYPE.or_none())
+    broadcast_parameters: bool = _default(True, FLAG)
+    timeout_s: float | None = _default(None, SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
 class MuonDefaults:
     """Hyperparameters of a Muon group; names and meanings are those of `torch.optim.Muon`."""
 
-    lr: float = 1e-3
-    weight_decay: float = 0.1
-    momentum: float = 0.95
-    nesterov: bool = True
-    ns_coefficients: Coefficients = "polar_express"
-    eps: float = 1e-7
-    ns_steps: int = 5
-    adjust_lr_fn: str | None = "match_rms_adamw"
-    momentum_mode: str = "ema"
-    dampening: float = 0.0
+    lr: float = _default(1e-3, RATE)
+    weight_decay: float = _default(0.1, FINITE)
+    momentum: float = _default(0.95, FINITE)
+    nesterov: bool = _default(True, FLAG)
+    ns_coefficients: Coefficients = _default("polar_express", COEFFICIENTS)
+    eps: float = _default(1e-7, FINITE_POSITIVE)  # it keeps a zero matrix zero
+    ns_steps: int = _default(5, COUNT)
+    adjust_lr_fn: str | None = _default(
+        "match_rms_adamw", _one_of((None, "original", "match_rms_adamw"))
+    )
+    momentum_mode: str = _default("ema", _one_of(("ema", "sgd")))
+    dampening: float = _default(0.0, FINITE)
+
+    def group(self) -> dict[str, Any]:
+        """The hyperparameters by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass(frozen=True, slots=True)
 class AdamWDefaults:
     """Hyperparameters of an AdamW group; None means: the same as the Muon group's."""
 
-    lr: float | None = None
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float | None = None
+    lr: float | None = _default(None, RATE.or_none())
+    betas: tuple[float, float] = _default((0.9, 0.95), BETAS)
+    eps: float = _default(1e-8, FINITE)
+    weight_decay: float | None = _default(None, FINITE.or_none())
+
+    def group(self) -> dict[str, Any]:
+        """The hyperparameters by name, checked by the names that `dmuon.Muon` has for them."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        checked(_rules(AdamWDefaults), values, owner="adamw_")
+        return values
+
+
+MUON_RULES = _rules(MuonDefaults)
+ADAMW_RULES = _rules(AdamWDefaults) | {"lr": RATE, "weight_decay": FINITE}
+SWITCH_RULES = {
+    "publish": _one_of(("async", "sync")),
+    "master_weights": FLAG,
+    "block_lr_ratio": FINITE_POSITIVE.or_none(),
+}
 
 
 def check_muon_group(group: Mapping[str, Any], place: str = "") -> dict[str, Any]:

@@ -254,7 +254,7 @@ class OwnerTimer:
         graphs = KernelOptions(cuda_graphs=options.cuda_graphs)
         self._runner = Orthogonalizer(device, ns_dtype, graphs)
         defaults = MuonDefaults()
-        self._group = {name: getattr(defaults, name) for name in MuonDefaults.__slots__}
+        self._group = defaults.group()
         self._triples = resolve_coefficients(defaults.ns_coefficients, defaults.ns_steps)
         self._memory: dict[str, tuple[Tensor, Tensor]] = {}  # gradients and momentum, by dtype
         self._warm: set[Run] = set()

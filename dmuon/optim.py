@@ -136,40 +136,53 @@ class Muon(Optimizer):
         )  # fmt: skip
         adamw = AdamWDefaults(adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
         check_launched("dmuon.Muon")
-        given = _listed(model_or_params)
-        self._ownerships = _ownerships_in(given)
+        given = _groups_of(model_or_params)
+        self._ownerships = _ownerships_in(model_or_params, given)
         check_planned_together([o.runtime.transport for o in self._ownerships])
         self._sealed = False
+        switches = {
+            "publish": publish,
+            "master_weights": master_weights,
+            "block_lr_ratio": block_lr_ratio,
+        }
 
-        schedule = Schedule(1)
-
-        def prepare() -> list[Group]:
-            nonlocal schedule
-            groups = _input_groups(given)
-            _check_defaults(muon, adamw)
-            schedule = _schedule(period, block_lr_ratio, publish, master_weights, self._ownerships)
+        def prepare() -> tuple[list[Group], Schedule]:
+            groups = [{**group, "params": _tensors_of(group)} for group in given]
+            adamw_side = adamw.group()
+            check_muon_group(muon.group())
+            checked(SWITCH_RULES, switches)
+            schedule = _schedule(period, block_lr_ratio, self._ownerships)
             mine = resolve_ns_dtype(ns_dtype, self._ownerships[0].runtime.device)
             _check_members(groups, self._ownerships)
-            made = _split(groups, self._ownerships, _fields(muon), _fields(adamw))
+            made = _split(groups, self._ownerships, muon.group(), adamw_side)
             for number, group in enumerate(made):
                 group.update(_check_group(group, number))
             for ownership in self._ownerships:
                 _check_kernels(ownership, mine, made)
-            return made
+            return made, schedule
 
-        def switches() -> str:
-            return f"{master_weights=}, period={schedule.describe()}, {block_lr_ratio=}"
+        # A rank may have a placeholder where another has the weight.
+        shapes = {p: spec.shape for p, spec in _planned(self._ownerships)}
 
-        super().__init__(_together(self._ownerships, prepare, switches), _fields(muon))
+        def text(result: tuple[list[Group], Schedule]) -> str:
+            made, schedule = result
+            period = schedule.describe()
+            settings = f"{master_weights=}, {period=!s}, {block_lr_ratio=}"
+            return "\n".join([settings, *(_describe(group, shapes) for group in made)])
+
+        # What fails or differs on any rank of any mesh is an error on all of them.
+        for ownership in self._ownerships:
+            transport = ownership.runtime.transport
+            made, self._schedule = attempt(transport, prepare, what="dmuon.Muon", digest=text)
+        super().__init__(made, muon.group())
         self._sealed = True
         # What each group must still be at every step: engines are bound to it.
         self._members = [(g["algorithm"], list(g["params"])) for g in self.param_groups]
         self._publish = publish
-        self._schedule = schedule
         self._note_progress()
         dtype = _agreed_dtype(self._ownerships, ns_dtype)
         _warn_of_dtype(self._ownerships, dtype)
-        self._settings = Settings(dtype, master_weights, schedule, block_lr_ratio)
+        self._settings = Settings(dtype, master_weights, self._schedule, block_lr_ratio)
         self._bytes: dict[str, int] = {}
         self._engines = [_engine(o, self, self._settings) for o in self._ownerships]
         if not master_weights:
@@ -414,16 +427,19 @@ def _combined(key: str, one: Any, other: Any) -> Any:
     if key == "step_bytes":
         return {k: one.get(k, 0) + other.get(k, 0) for k in one.keys() | other.keys()}
     if key == "kernels":
-        both = (one["ran"], other["ran"])
+        ran = {**one["ran"], **other["ran"]}
+        for shapes in one["ran"].keys() & other["ran"].keys():
+            ran[shapes] = _both(one["ran"][shapes], other["ran"][shapes])
         return {
-            "ran": {
-                shapes: " and ".join(dict.fromkeys(ran[shapes] for ran in both if shapes in ran))
-                for shapes in both[0] | both[1]
-            },
+            "ran": ran,
             "workspace_bytes": one["workspace_bytes"] + other["workspace_bytes"],
-            "cuda_graphs": " and ".join(dict.fromkeys([one["cuda_graphs"], other["cuda_graphs"]])),
+            "cuda_graphs": _both(one["cuda_graphs"], other["cuda_graphs"]),
         }
     return max(one, other)
+
+
+def _both(one: str, other: str) -> str:
+    return one if one == other else f"{one} and {other}"
 
 
 # ---- what users pass ---------------------------------------------------------------------
@@ -437,70 +453,50 @@ _ADAMW_KEYS = {
 }
 
 
-def _listed(model_or_params: Any) -> Any:
-    """The same, with generators turned into lists, so that it can be looked at twice."""
-    if isinstance(model_or_params, nn.Module):
-        reshard(model_or_params)
-    if isinstance(model_or_params, nn.Module | Tensor) or not isinstance(model_or_params, Iterable):
-        return model_or_params
-    members = list(model_or_params)
-    for i, member in enumerate(members):
-        if isinstance(member, dict):
-            params: Any = member.get("params")
-            lazy = isinstance(params, Iterable) and not isinstance(params, Tensor | str)
-            members[i] = {**member, "params": list(params)} if lazy else dict(member)
-    return members
+def _groups_of(given: Any) -> list[Group]:
+    """Group dicts with lists as "params", from any of the accepted forms; a copy.
 
-
-def _input_groups(given: Any) -> list[Group]:
-    """Group dicts whose "params" are lists of tensors, from any of the accepted forms.
+    What is in the lists is for `_tensors_of`, on all ranks alike.
 
     Raises:
-        TypeError: something in there is no tensor.
+        TypeError: ``given`` is not what an optimizer takes.
     """
     if isinstance(given, nn.Module):
+        reshard(given)
         return [{"params": list(given.parameters())}]
-    if not isinstance(given, list):
+    if isinstance(given, Tensor) or not isinstance(given, Iterable):
         raise TypeError(
             f"Muon takes a module or an iterable of parameters, found {type(given).__name__}"
         )
-    grouped = bool(given) and isinstance(given[0], dict)
-    groups = [dict(g) for g in given] if grouped else [{"params": given}]
+    members = list(given)
+    if not members or not isinstance(members[0], dict):
+        return [{"params": members}]
+    groups = [dict(group) for group in members]
     for group in groups:
-        params = group.get("params")
-        if params is None:
-            raise TypeError("a param group needs a 'params' entry")
-        params = [params] if isinstance(params, Tensor) else params
-        group["params"] = [_tensor_of(p) for p in params]
+        params: Any = group.get("params")
+        single = isinstance(params, Tensor) or not isinstance(params, Iterable)
+        group["params"] = [params] if single else list(params)
     return groups
 
 
-def _tensor_of(entry: Any) -> Tensor:
-    if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str):
-        entry = entry[1]
-    if not isinstance(entry, Tensor):
-        raise TypeError(
-            "a param group holds parameters or (name, parameter) pairs, found "
-            f"{type(entry).__name__}"
-        )
-    return entry
+def _tensors_of(group: Group) -> list[Tensor]:
+    """The parameters of a group; TypeError for what is none."""
+    found = [e[1] if _is_pair(e) else e for e in group["params"]]
+    for entry in found:
+        if not isinstance(entry, Tensor):
+            raise TypeError(
+                "the 'params' of a param group are parameters or (name, parameter) pairs, found "
+                f"{type(entry).__name__}"
+            )
+    return found
 
 
-def _tensors(given: Any) -> Iterator[Tensor]:
-    """Every tensor in there, however malformed the others are."""
-    if isinstance(given, Tensor):
-        yield given
-    elif isinstance(given, nn.Module):
-        yield from given.parameters()
-    elif isinstance(given, dict):
-        yield from _tensors(given.get("params"))
-    elif isinstance(given, list | tuple):
-        for member in given:
-            yield from _tensors(member)
+def _is_pair(entry: object) -> bool:
+    return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
 
 
-def _ownerships_in(given: Any) -> list[Ownership]:
-    """The ownerships of all parameters in ``given`` (see `_listed`), each once.
+def _ownerships_in(given: Any, groups: list[Group]) -> list[Ownership]:
+    """The ownerships of all parameters in ``given``, each once.
 
     Raises:
         TypeError: there is none, and ``given`` is not what an optimizer takes.
@@ -509,12 +505,14 @@ def _ownerships_in(given: Any) -> list[Ownership]:
     if isinstance(given, nn.Module):
         ownerships = ownerships_of(given)
     else:
-        found = [ownership_of(p) for p in _tensors(given)]
+        entries = [e[1] if _is_pair(e) else e for group in groups for e in group["params"]]
+        found = [ownership_of(e) for e in entries if isinstance(e, Tensor)]
         ownerships = list(dict.fromkeys(o for o in found if o is not None))
     for ownership in ownerships:
         ownership.adopt()
     if not ownerships:
-        _input_groups(given)  # if it is malformed, that is the better error
+        for group in groups:
+            _tensors_of(group)  # if it is malformed, that is the better error
         raise OwnershipError(
             "dmuon.Muon got no dedicated parameter: call own = dmuon.dedicate_params(model) "
             "before opt = dmuon.Muon(model)"
@@ -588,29 +586,11 @@ def _split(
 # ---- settings, checked and agreed on -----------------------------------------------------
 
 
-def _fields(defaults: MuonDefaults | AdamWDefaults) -> Group:
-    """The hyperparameters by name."""
-    return {name: getattr(defaults, name) for name in type(defaults).__slots__}
-
-
 def _schedule(
-    period: Period,
-    block_lr_ratio: object,
-    publish: object,
-    master_weights: object,
-    ownerships: list[Ownership],
+    period: Period, block_lr_ratio: float | None, ownerships: list[Ownership]
 ) -> Schedule:
-    """The schedule of ``period``, when it and the settings for all groups are what they should be.
-
-    Raises:
-        TypeError: a setting is of a wrong type.
-        ValueError: it is out of range, or (OwnershipError) a layout does not have it.
-    """
+    """The schedule of ``period``; TypeError, ValueError or OwnershipError where it cannot be."""
     schedule = Schedule.of(period)
-    checked(
-        SWITCH_RULES,
-        {"publish": publish, "master_weights": master_weights, "block_lr_ratio": block_lr_ratio},
-    )
     for layout in {o.plan.layout for o in ownerships} - {Layout.SHARDED}:
         if period != 1 or block_lr_ratio is not None:
             raise OwnershipError(
@@ -619,16 +599,6 @@ def _schedule(
                 "at 1 and None"
             )
     return schedule
-
-
-def _check_defaults(muon: MuonDefaults, adamw: AdamWDefaults) -> None:
-    """Raise TypeError or ValueError for a hyperparameter, by the name that `Muon` has for it."""
-    check_muon_group(_fields(muon))
-    rules = {
-        name: rule.or_none() if name in ("lr", "weight_decay") else rule
-        for name, rule in ADAMW_RULES.items()
-    }
-    checked(rules, _fields(adamw), owner="adamw_")
 
 
 def _check_group(group: Group, number: int) -> Group:
@@ -667,23 +637,6 @@ def _check_kernels(ownership: Ownership, dtype: torch.dtype, groups: list[Group]
                 f"the plan runs {kernel} on {device}, which is not possible: {reason}. Plan again "
                 "on this hardware (without plan=)"
             )
-
-
-def _together(
-    ownerships: list[Ownership], prepare: Callable[[], list[Group]], switches: Callable[[], str]
-) -> list[Group]:
-    """Run ``prepare``; if it fails or differs on any rank of any mesh, raise on all of them."""
-    result: list[Group] = []
-    # A rank may have a placeholder where another has the weight.
-    shapes = {p: spec.shape for p, spec in _planned(ownerships)}
-    for ownership in ownerships:
-        result = attempt(
-            ownership.runtime.transport,
-            prepare,
-            what="dmuon.Muon",
-            digest=lambda groups: "\n".join([switches(), *(_describe(g, shapes) for g in groups)]),
-        )
-    return result
 
 
 def _describe(group: Group, planned: Mapping[Tensor, tuple[int, ...]]) -> str:

@@ -12,7 +12,7 @@ from torch.optim import AdamW, Optimizer
 from dmuon.config import MuonDefaults, check_muon_group
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.scheduler.select import collect, trainable_parameters
-from dmuon.types import Algorithm, Coefficients, Select
+from dmuon.types import Coefficients, Select
 from dmuon.update import adjusted_lr
 
 __all__ = ["ReferenceMuon"]
@@ -54,8 +54,7 @@ class ReferenceMuon(Optimizer):
             lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn,
             momentum_mode, dampening,
         )  # fmt: skip
-        group = {name: getattr(defaults, name) for name in MuonDefaults.__slots__}
-        group = check_muon_group(group)
+        group = check_muon_group(defaults.group())
         # What each parameter's matrices are: a view of the parameter (or of its like) a matrix.
         self._views: dict[Tensor, list[Callable[[Tensor], Tensor]]] = {}
         others: list[Tensor] = []
@@ -65,9 +64,6 @@ class ReferenceMuon(Optimizer):
             for matrix in specs.matrices:
                 self._views.setdefault(parameters[matrix.parameter], []).append(matrix.view)
             others = [parameters[i] for i in specs.adamw_parameters()]
-            assert all(
-                specs.parameters[i].algorithm is Algorithm.ADAMW for i in specs.adamw_parameters()
-            )
         else:
             self._views = {p: [lambda t: t] for p in model_or_params}
         super().__init__(list(self._views), group)
@@ -76,17 +72,15 @@ class ReferenceMuon(Optimizer):
                 x, steps=ns_steps, coefficients=ns_coefficients, dtype=ns_dtype, eps=eps
             )
         )
-        self.adamw = (
-            None
-            if not others
-            else AdamW(
+        self.adamw = None
+        if others:
+            self.adamw = AdamW(
                 others,
                 lr=lr if adamw_lr is None else adamw_lr,
                 betas=adamw_betas,
                 eps=adamw_eps,
                 weight_decay=weight_decay if adamw_weight_decay is None else adamw_weight_decay,
             )
-        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
