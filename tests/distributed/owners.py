@@ -91,7 +91,10 @@ Prepare = Callable[[nn.Module, int, int], Any]
 
 @dataclass
 class Both:
-    """``model`` on every rank and its ``twin``. ``context`` is what their forwards run in."""
+    """``model`` on every rank and its ``twin``.
+
+    ``context`` is what their forwards run in, ``round`` what comes before both optimizers' step.
+    """
 
     model: nn.Module
     twin: nn.Module
@@ -104,6 +107,7 @@ class Both:
     loss_of: Loss = loss_of
     prepare: Prepare = lambda model, step, rank: None
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    round: Callable[[Both, int], Any] = lambda pair, step: pair.both_backward(step)
 
     @property
     def bare(self) -> Any:
@@ -132,6 +136,10 @@ class Both:
             if rank != without:
                 (self.loss(self.twin, step, rank) / (self.data_world * parts)).backward()
 
+    def both_backward(self, step: int) -> None:
+        self.backward(step)
+        self.joint_backward(step)
+
     def advance(self) -> None:
         self.opt.step()
         self.opt.zero_grad()
@@ -140,8 +148,7 @@ class Both:
 
     def train(self, steps: Sequence[int]) -> None:
         for step in steps:
-            self.backward(step)
-            self.joint_backward(step)
+            self.round(self, step)
             self.advance()
 
     def whole(self) -> dict[str, Tensor]:
@@ -224,6 +231,27 @@ def follow(build: Callable[[], nn.Module] = Net, *args: Any, steps: int = 3, **k
     with both(build, *args, **kwargs) as pair:
         pair.train(range(steps))
         pair.check()
+
+
+# ---- ways to call a model -----------------------------------------------------------------
+
+
+def without_root(model, inputs):
+    """The root's forward, spelled out: no hook of the root runs."""
+    x = model.tok(inputs[0])
+    for block in model.blocks:
+        x = block(x)
+    logits = model.lm_head(model.mid(x))
+    return F.cross_entropy(logits.flatten(0, 1), inputs[1].flatten())
+
+
+def children_alone(model, inputs):
+    """Nor hooks of blocks."""
+    x = model.tok(inputs[0])
+    for block in model.blocks:
+        x = x + block.down(F.gelu(block.up(block.norm(x))))
+    logits = model.lm_head(model.mid(x))
+    return F.cross_entropy(logits.flatten(0, 1), inputs[1].flatten())
 
 
 # ---- models --------------------------------------------------------------------------------

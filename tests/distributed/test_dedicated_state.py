@@ -19,7 +19,6 @@ from tests.distributed.owners import (
     DEDICATED,
     FSDP,
     IN_TURN,
-    KEPT,
     MUON,
     PLAIN,
     Pieces,
@@ -93,27 +92,6 @@ def test_what_is_written_inside_materialized_persists(rank, world, layout):
 def test_what_is_written_reaches_every_replica(rank, world):
     write_and_train(Net, mesh=(2, 2))
     write_and_train(Pieces, mesh=(2, 2), **IN_TURN)
-
-
-@layouts(PLAIN, KEPT)
-@distributed(2)
-def test_forward_and_backward_inside_materialized(rank, world, layout):
-    """With a term of weights that are read directly, outside of every module."""
-
-    def penalty(model):
-        return sum(b.up.weight.square().sum() for b in model.blocks) * 0.01
-
-    for factor in (0.0, 1.0):
-        with both(Net, layout) as pair:
-            for step in range(3):
-                with pair.own.materialized(pair.model):
-                    loss = pair.loss(pair.model, step, rank)
-                    (loss + factor * penalty(pair.model) if factor else loss).backward()
-                    assert pair.model.blocks[0].up.weight.shape == (56, 24)
-                pair.joint_backward(step)
-                (factor * penalty(pair.twin)).backward()
-                pair.advance()
-            pair.check()
 
 
 # ---- resuming --------------------------------------------------------------------------------
@@ -238,50 +216,3 @@ def test_closing_at_any_time_and_dedicating_again(rank, world):
     own = dmuon.dedicate_params(model, mesh_of((world,)), layout="dedicated")
     own.close()  # without an optimizer
     assert_ordinary(model, seeded())
-
-
-# ---- evaluating ------------------------------------------------------------------------------
-
-
-def evaluate(pair, step):
-    """Twice in a row."""
-    pair.model.eval()
-    for _ in range(2):
-        pair.assert_same_loss(100 + step)
-    if hasattr(pair.model, "reshard"):
-        pair.model.reshard()  # FSDP2 leaves the root gathered until a backward
-    pair.model.train()
-
-
-@layouts(*DEDICATED)
-@distributed(2)
-def test_forward_without_backward_at_any_time(rank, world, layout):
-    with both(Net, layout) as pair:
-        for step in range(3):
-            evaluate(pair, step)
-            if layout == FSDP:
-                pair.backward(step)
-            else:
-                with torch.inference_mode():
-                    pair.loss(pair.model, 40 + step, rank)
-                pair.loss(pair.model, 70 + step, rank)  # whose result is thrown away
-                loss = pair.loss(pair.model, step, rank)
-                evaluate(pair, step)
-                loss.backward()
-                pair.loss(pair.model, 80 + step, rank)
-            evaluate(pair, step + 50)
-            pair.joint_backward(step)
-            pair.advance()
-        pair.check()
-
-
-@distributed(2)
-def test_inference_mode(rank, world):
-    with both() as pair:
-        for step in range(2):
-            with torch.inference_mode():
-                found = pair.loss(pair.model, 40 + step, rank)
-                expected = pair.loss(pair.twin, 40 + step, rank)
-            assert abs(float(found) - float(expected)) <= 1e-5
-            pair.train([step])
-        pair.check()

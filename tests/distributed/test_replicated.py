@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import statistics
 import time
@@ -36,10 +35,12 @@ from tests.distributed.owners import (
     PLAIN,
     REPLICATED,
     both,
+    children_alone,
     follow,
     gathered,
     layouts,
     mesh_of,
+    without_root,
 )
 from tests.transports import DelayingTransport, RecordingTransport
 
@@ -113,67 +114,27 @@ def test_a_block_waits_for_its_own_matrices_only(rank, world):
         assert largest_difference(weights(pair.model), expected) == 0.0
 
 
-def from_state_dict(pair):
-    return {n: v.clone() for n, v in pair.model.state_dict().items()}
-
-
-def from_block_state_dict(pair):
-    return {f"blocks.1.{n}": v.clone() for n, v in pair.model.blocks[1].state_dict().items()}
-
-
-def from_forward(pair, train=True):
+def forward(pair, train):
     pair.model.train(train)
     with torch.set_grad_enabled(train):
         pair.model(batch(5, pair.data_rank)[0])
-    return weights(pair.model)
 
 
-def from_synchronize(pair):
-    pair.opt.synchronize()
-    return weights(pair.model)
-
-
-def from_materialized(pair):
-    with pair.own.materialized(pair.model.blocks[1]):
-        return {"blocks.1.up.weight": pair.model.blocks[1].up.weight.clone()}
+READ = [
+    lambda pair: pair.model.state_dict(),
+    lambda pair: pair.model.blocks[1].state_dict(prefix="blocks.1."),
+    lambda pair: forward(pair, True) or weights(pair.model),
+    lambda pair: forward(pair, False) or weights(pair.model),
+    lambda pair: pair.whole(),
+]
 
 
 @distributed(2)
 def test_reading_right_after_step_sees_published_values(rank, world):
-    reads = [from_state_dict, from_block_state_dict, from_synchronize, from_materialized]
-    reads += [from_forward, partial(from_forward, train=False)]
-    for read in reads:
+    for read in READ:
         with after_a_step() as (pair, expected):
             found = read(pair)
-            assert found and all(torch.equal(v, expected[n]) for n, v in found.items()), read
-
-
-@distributed(2)
-def test_loading_weights_after_step_wins(rank, world):
-    with after_a_step() as (pair, _):
-        other = seeded(Net, seed=3)
-        pair.model.load_state_dict(other.state_dict())
-        pair.opt.synchronize()
-        assert largest_difference(weights(pair.model), weights(other)) == 0.0
-
-
-@distributed(2)
-def test_a_copied_model_is_free_of_hooks_and_a_closed_one_is_ordinary(rank, world):
-    with after_a_step() as (pair, expected):
-        plan = pair.own.plan
-        pair.opt.synchronize()
-        average = copy.deepcopy(pair.model)
-        pair.own.close()
-        issued = len(pair.events)
-        for model in (average, pair.model):
-            assert largest_difference(weights(model), expected) == 0.0
-            model.zero_grad()
-            loss_of(model, batch(1, rank)).backward()
-            assert all(p.grad is not None for n, p in model.named_parameters() if "spare" not in n)
-        assert len(pair.events) == issued
-        again = dmuon.dedicate_params(pair.model, solver="greedy", **SINGLY["request"])
-        assert again.plan.fingerprint() == plan.fingerprint()
-        again.close()
+            assert found and all(torch.equal(v, expected[n]) for n, v in found.items())
 
 
 @distributed(2)
@@ -198,29 +159,10 @@ def test_closing_gives_ddp_back(rank, world):
         wrapped.zero_grad()
 
 
-class ReachesIn(Net):
-    """Its forward never calls its blocks, only parts of them; one weight is read without a call."""
-
-    def forward(self, tokens):
-        x = self.tok(tokens)
-        for block in self.blocks:
-            y = F.linear(block.norm(x), block.up.weight, block.up.bias)
-            x = x + block.down(F.gelu(y))
-        return self.lm_head(self.mid(x))
-
-
-class ByMethod(Net):
-    """Used through a method; the root itself is never called."""
-
-    def encode(self, tokens):
-        return Net.forward(self, tokens)
-
-
 @distributed(2)
 def test_models_that_bypass_wait_points_are_trained_right(rank, world):
-    lazy = {"transport": LazyTransport, **SINGLY}
-    follow(ReachesIn, REPLICATED, **lazy)
-    follow(ByMethod, REPLICATED, loss_of=lambda model, x: loss_of(model.encode, x), **lazy)
+    for way in (without_root, children_alone):
+        follow(Net, REPLICATED, transport=LazyTransport, loss_of=way, **SINGLY)
 
 
 @distributed(4)
@@ -279,17 +221,6 @@ def test_clipping_a_non_finite_norm(rank, world, layout):
         pair.opt.zero_grad()
         pair.backward(1)
         assert torch.isfinite(dmuon.clip_grad_norm_(pair.model, 1.0, error_if_nonfinite=True))
-
-
-@layouts(PLAIN, REPLICATED)
-@distributed(2)
-def test_step_twice_without_a_backward_leaves_the_matrices(rank, world, layout):
-    with both(Net, layout) as pair:
-        pair.opt.step()  # before any backward: nothing to do
-        pair.train([0])
-        before = pair.whole()
-        pair.opt.step()
-        assert largest_difference(before, pair.whole()) == 0.0
 
 
 class SparseAtWill(nn.Module):
@@ -397,23 +328,10 @@ def norm_loss(model, inputs):
     return model(inputs[0]).square().sum(-1).add(1).sqrt().mean()
 
 
-class Tied(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[2] = self.blocks[0]  # one block, run twice
-        self.mid = nn.Linear(24, 24)
-        self.lm_head = nn.Linear(24, 50, bias=False)
-        self.lm_head.weight = self.tok.weight
-
-
 @distributed(4)
 def test_models_of_unusual_make_up(rank, world):
     follow(TwoMatrices, REPLICATED)  # more ranks than matrices
     follow(OnlyMatrices, REPLICATED, loss_of=norm_loss)
-    with both(Tied, REPLICATED) as pair:
-        pair.train(range(3))
-        pair.check()
-        assert_equal_on_all_ranks(pair.model)
 
 
 @layouts(PLAIN, REPLICATED)

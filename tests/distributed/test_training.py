@@ -3,48 +3,36 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    checkpoint_wrapper,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.func import functional_call
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
-from torch.utils.checkpoint import checkpoint
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import dmuon
 from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.select import trainable_parameters
 from tests.distributed.harness import distributed
 from tests.distributed.models import (
-    Block,
     Net,
-    Zoo,
     assert_equal_on_all_ranks,
     batch,
     loss_of,
     seeded,
     weights,
-    wrap,
 )
 from tests.distributed.owners import (
     DDP,
-    DEDICATED,
     FSDP,
     IN_TURN,
     KEPT,
     LAYOUTS,
-    MUON,
     PLAIN,
     REPLICATED,
     Casting,
-    Checkpointed,
     Ordered,
     Pieces,
     ZooBlocks,
@@ -100,33 +88,6 @@ def test_meshes_of_other_shapes(rank, world):
         pair.check()
 
 
-@distributed(2)
-def test_the_comparison_notices_a_lost_split(rank, world):
-    with both(Pieces, **IN_TURN) as pair:
-        pair.ref = ReferenceMuon(pair.twin, **MUON)
-        pair.train(range(2))
-        found, other = pair.whole(), weights(pair.twin)
-        for name in ("blocks.0.qkv.weight", "blocks.0.o_proj.weight"):
-            assert float((found[name] - other[name]).abs().max()) > 1e-3, name
-
-
-@pytest.mark.parametrize("ddp", [False, True], ids=["plain", "ddp"])
-@distributed(2)
-def test_the_check_of_replicated_weights_passes(rank, world, ddp):
-    check = partial(
-        dmuon.check_step_equivalence, loss_fn=loss_of, batches=batch, lr=0.02, steps=4,
-        parallelize=lambda m: wrap(m, ddp),
-    )  # fmt: skip
-    for kind in (Net, Zoo):
-        row = check(lambda kind=kind: seeded(kind, seed=rank), ns_dtype=torch.float32).rows[0]
-        assert row.passed and row.max_abs_diff <= 1e-5 and row.max_loss_diff <= 1e-5, str(row)
-    report = check(lambda: seeded(Net, width=64, hidden=160), ns_dtype=BF16)
-    assert report.passed, str(report)
-    reduce = dmuon.ReplicatedOptions(reduce_dtype=torch.float32 if ddp else None)
-    row = check(lambda: seeded(Net).to(BF16), options=reduce, ns_dtype=BF16).rows[0]
-    assert row.dtype == "bfloat16" and row.passed, str(row)
-
-
 # ---- settings --------------------------------------------------------------------------------
 
 SETTINGS = [
@@ -142,12 +103,6 @@ SETTINGS = [
 def test_hyperparameters_mean_the_same(rank, world, layout):
     for muon in SETTINGS:
         follow(Net, layout, muon=muon)
-
-
-SCHEDULES = {
-    "cosine": lambda opt: CosineAnnealingLR(opt, T_max=6),
-    "lambda": lambda opt: LambdaLR(opt, lambda step: 1 / (1 + step)),
-}
 
 
 def two_groups(model):
@@ -168,11 +123,9 @@ def an_optimizer_each(model, rates, matrices):
     return made
 
 
-@pytest.mark.parametrize(
-    "layout, schedule", [(PLAIN, "cosine"), (FSDP, "lambda"), (REPLICATED, "cosine")]
-)
+@layouts(PLAIN, FSDP, REPLICATED)
 @distributed(2)
-def test_param_groups_and_schedules(rank, world, layout, schedule):
+def test_param_groups_and_schedules(rank, world, layout):
     model, twin, mesh = seeded(), seeded(), mesh_of((world,))
     kind = "replicated" if layout == REPLICATED else "dedicated"
     own = dmuon.dedicate_params(model, mesh, layout=kind, solver="greedy")
@@ -183,7 +136,7 @@ def test_param_groups_and_schedules(rank, world, layout, schedule):
     opt = dmuon.Muon(groups, lr=0.01, ns_dtype=torch.float32)
     matrices = {m.name for m in own.plan.specs.matrices}
     others = an_optimizer_each(twin, (0.04, 0.01), matrices)
-    schedules = [SCHEDULES[schedule](each) for each in (opt, *others)]
+    schedules = [CosineAnnealingLR(each, T_max=6) for each in (opt, *others)]
     for step in range(4):
         loss_of(model, batch(step, rank)).backward()
         (sum(loss_of(twin, batch(step, r)) for r in range(world)) / world).backward()
@@ -194,16 +147,6 @@ def test_param_groups_and_schedules(rank, world, layout, schedule):
     assert {group["lr"] for group in opt.param_groups}.isdisjoint({0.04, 0.01})
     assert_close(whole(model, own), weights(twin))
     own.close()
-
-
-@layouts(PLAIN, REPLICATED)
-@distributed(2)
-def test_a_rate_changed_right_after_step_does_not_touch_that_step(rank, world, layout):
-    with both(Net, layout) as pair:
-        pair.train(range(2))
-        for group in pair.opt.param_groups:
-            group["lr"] = 100.0
-        pair.check()
 
 
 SMALL = {"bucket_bytes": 4096, "publish_bucket_bytes": 4096}
@@ -316,18 +259,6 @@ def test_three_micro_batches_are_one_batch(rank, world, layout):
             pair.check(1e-6)
 
 
-@layouts(PLAIN, REPLICATED, DDP)
-@distributed(2)
-def test_backward_only_inside_no_sync(rank, world, layout):
-    with both(Net, layout) as pair:
-        for step in range(3):
-            with pair.model.no_sync() if layout == DDP else dmuon.no_sync(pair.model):
-                pair.backward(step)
-            pair.joint_backward(step)
-            pair.advance()
-        pair.check()
-
-
 def on_one_rank(model, step, rank):
     """One rank uses the spare module, in turn, and the other all the blocks."""
     model.use_spare = rank == step % 2
@@ -362,33 +293,6 @@ def test_missing_gradients(rank, world, layout):
                 assert torch.equal(before[name], after[name]) == untouched, name
             if layout in (REPLICATED, DDP):
                 assert_equal_on_all_ranks(pair.model)
-
-
-@pytest.mark.parametrize("forward", [False, True], ids=["nothing", "forward"])
-@layouts(PLAIN, KEPT, REPLICATED)
-@distributed(2)
-def test_a_rank_that_runs_no_backward_at_all(rank, world, layout, forward):
-    with both(Net, layout) as pair:
-        for step in range(4):
-            lazy = {1: 0, 2: 1}.get(step)
-            if rank != lazy:
-                pair.backward(step)
-            elif forward:
-                pair.loss(pair.model, step, rank)
-            pair.joint_backward(step, without=lazy)
-            pair.advance()
-        pair.check()
-
-
-@layouts(PLAIN, REPLICATED)
-@distributed(2)
-def test_gradients_dropped_by_zero_grad(rank, world, layout):
-    with both(Net, layout) as pair:
-        for step in range(3):
-            pair.backward(10 + step)
-            pair.opt.zero_grad()
-            pair.train([step])
-        pair.check()
 
 
 def freeze(model):
@@ -435,52 +339,6 @@ def test_clipping_is_that_of_the_joint_batch(rank, world, layout):
 def test_clipping_with_replicas(rank, world):
     for layout in (PLAIN, FSDP):
         clip_and_compare(layout, mesh=(2, 2))
-
-
-# ---- activation checkpointing ----------------------------------------------------------------
-
-
-class CheckpointedInside(Net):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(InnerCheckpoint(reentrant) for _ in range(3))
-
-
-class InnerCheckpoint(Block):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__(24, 56)
-        self.again = partial(checkpoint, use_reentrant=reentrant)
-
-    def hidden(self, x):
-        return torch.tanh(self.up(self.norm(x)))
-
-    def forward(self, x):
-        return x + self.down(self.again(self.hidden, x))
-
-
-@pytest.mark.parametrize("reentrant", [False, True], ids=["saved", "reentrant"])
-@layouts(*DEDICATED, REPLICATED)
-@distributed(2)
-def test_checkpointed_blocks(rank, world, layout, reentrant):
-    follow(lambda: Checkpointed(reentrant), layout)
-    if layout in (PLAIN, REPLICATED):
-        follow(lambda: Checkpointed(reentrant, (1,)), layout)
-        follow(lambda: CheckpointedInside(reentrant), layout)
-
-
-@distributed(2)
-def test_checkpoint_wrapper(rank, world):
-    def wrapped(model, impl):
-        for i, block in enumerate(model.blocks):
-            model.blocks[i] = checkpoint_wrapper(block, checkpoint_impl=impl)
-        return model
-
-    for impl in (CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT):
-        for prefetch in (0, 3):
-            with both(wrap=partial(wrapped, impl=impl), options={"prefetch": prefetch}) as pair:
-                assert pair.own.owner_of("blocks.1.up.weight") in range(world)
-                pair.train(range(3))
-                pair.check()
 
 
 # ---- dtypes ----------------------------------------------------------------------------------

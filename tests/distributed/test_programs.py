@@ -1,4 +1,4 @@
-"""Programs that call their modules in ways of their own (`dedicated` layout)."""
+"""Programs that train in ways of their own, in the owners' layouts, against the reference."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint_sequential
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import dmuon
 from dmuon.reference import ReferenceMuon
@@ -21,6 +26,7 @@ from dmuon.types import DmuonError
 from tests.distributed.harness import distributed
 from tests.distributed.models import Block, Net, batch, loss_of, seeded, weights
 from tests.distributed.owners import (
+    DDP,
     DEDICATED,
     FSDP,
     KEPT,
@@ -31,10 +37,12 @@ from tests.distributed.owners import (
     Ordered,
     assert_close,
     both,
+    children_alone,
     follow,
     gathered,
     layouts,
     whole,
+    without_root,
 )
 
 # ---- the order of calls ----------------------------------------------------------------------
@@ -80,24 +88,6 @@ ORDERS = [
 ]
 
 # ---- parts called alone ----------------------------------------------------------------------
-
-
-def without_root(model, inputs):
-    """The root's forward, spelled out: no hook of the root runs."""
-    x = model.tok(inputs[0])
-    for block in model.blocks:
-        x = block(x)
-    logits = model.lm_head(model.mid(x))
-    return F.cross_entropy(logits.flatten(0, 1), inputs[1].flatten())
-
-
-def children_alone(model, inputs):
-    """Nor hooks of blocks."""
-    x = model.tok(inputs[0])
-    for block in model.blocks:
-        x = x + block.down(F.gelu(block.up(block.norm(x))))
-    logits = model.lm_head(model.mid(x))
-    return F.cross_entropy(logits.flatten(0, 1), inputs[1].flatten())
 
 
 def one_block_alone(model, inputs):
@@ -180,6 +170,11 @@ class Square(Block):
         return super().forward(x) + self.square(x)
 
 
+def tied_head(model):
+    model.mid, model.lm_head = nn.Identity(), nn.Linear(24, 50, bias=False)
+    model.lm_head.weight = model.tok.weight
+
+
 def squares():
     model = Net()
     model.blocks = nn.ModuleList(Square() for _ in range(3))
@@ -254,17 +249,155 @@ def frozen_first_block(model):
     model.blocks[0].requires_grad_(False)
 
 
-# Re-entrant checkpointing of a block whose input has no gradient gives it none: with torch alone
-# as well, so the first block is left out.
-FROZEN = {
-    "no gradient of the inputs": {"change": frozen_start},
-    "nor of the first block": {"change": frozen_first_block},
-    "saved checkpoints": {"build": partial(Checkpointed, False), "change": frozen_start},
-    "saved, first block too": {"build": partial(Checkpointed, False), "change": frozen_first_block},
-    "reentrant": {"build": partial(Checkpointed, True, (1, 2)), "change": frozen_start},
-}
+def without_biases(model):
+    """So that no gain or bias holds a group's bucket open."""
+    for block in model.blocks:
+        block.norm, block.up.bias = nn.Identity(), None
+
+
+# ---- activation checkpointing ----------------------------------------------------------------
+
+
+class CheckpointedInside(Net):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(InnerCheckpoint(reentrant) for _ in range(3))
+
+
+class InnerCheckpoint(Block):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(24, 56)
+        self.again = partial(checkpoint, use_reentrant=reentrant)
+
+    def hidden(self, x):
+        return torch.tanh(self.up(self.norm(x)))
+
+    def forward(self, x):
+        return x + self.down(self.again(self.hidden, x))
+
+
+class Segments(Net):
+    """Re-entrant checkpoints of two blocks each."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        x = checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=True)
+        return self.lm_head(self.mid(x))
+
+
+def checkpoint_blocks(model, reentrant):
+    impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = checkpoint_wrapper(block, checkpoint_impl=impl)
+    return model
+
+
+# ---- forwards and backwards of a step --------------------------------------------------------
+
+
+def inside_no_sync(pair, step):
+    ddp = isinstance(pair.model, DistributedDataParallel)
+    with pair.model.no_sync() if ddp else dmuon.no_sync(pair.model):
+        pair.backward(step)
+    pair.joint_backward(step)
+
+
+def some_in_no_sync(pair, step):
+    inside_no_sync(pair, step + 100)
+    pair.both_backward(step)
+
+
+def after_dropped_gradients(pair, step):
+    pair.backward(10 + step)
+    pair.opt.zero_grad()
+    pair.both_backward(step)
+
+
+def a_rank_without_backward(pair, step, forward=False):
+    lazy = {1: 0, 2: 1}.get(step)
+    if pair.data_rank != lazy:
+        pair.backward(step)
+    elif forward:
+        pair.loss(pair.model, step, lazy)
+    pair.joint_backward(step, without=lazy)
+
+
+def two_losses(pair, step, how):
+    parts = (step, step + 50)
+    losses = [pair.loss(pair.model, part, pair.data_rank) / 2 for part in parts]
+    if how == "at once":
+        sum(losses).backward()
+    elif how == "graph retained":
+        sum(losses).backward(retain_graph=True)
+        (losses[0] * 0).backward()
+    else:
+        for loss in losses if how == "in turn" else reversed(losses):
+            loss.backward()
+    for part in parts:
+        pair.joint_backward(part, 2)
+
+
+def penalty(model):
+    return sum(b.up.weight.square().sum() for b in model.blocks) * 0.01
+
+
+def inside_materialized(pair, step, factor=0.0):
+    """With a term of weights that are read directly, outside of every module."""
+    with pair.own.materialized(pair.model):
+        loss = pair.loss(pair.model, step, pair.data_rank)
+        (loss + factor * penalty(pair.model) if factor else loss).backward()
+        assert pair.model.blocks[0].up.weight.shape == (56, 24)
+    pair.joint_backward(step)
+    (factor * penalty(pair.twin)).backward()
+
+
+def evaluate(pair, step):
+    """Twice in a row."""
+    pair.model.eval()
+    for _ in range(2):
+        pair.assert_same_loss(100 + step)
+    if hasattr(pair.model, "reshard"):
+        pair.model.reshard()  # FSDP2 leaves the root gathered until a backward
+    pair.model.train()
+
+
+def evaluated_at_any_time(pair, step):
+    evaluate(pair, step)
+    pair.backward(step)
+    evaluate(pair, step + 50)
+    pair.joint_backward(step)
+
+
+def losses_thrown_away(pair, step):
+    with torch.inference_mode():
+        pair.loss(pair.model, 40 + step, pair.data_rank)
+    pair.loss(pair.model, 70 + step, pair.data_rank)
+    loss = pair.loss(pair.model, step, pair.data_rank)
+    evaluate(pair, step)
+    loss.backward()
+    pair.loss(pair.model, 80 + step, pair.data_rank)
+    pair.joint_backward(step)
+
+
+def ways_alternate(pair, step):
+    pair.loss_of = [without_root, loss_of, children_alone][step % 3]
+    pair.both_backward(step)
+    for pair.loss_of in (children_alone, without_root, loss_of):
+        pair.assert_same_loss(50 + step)
+
 
 # ---- all of them -----------------------------------------------------------------------------
+
+PROGRAMS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {}
+
+
+def program(name: str, *names: str, **case: Any) -> None:
+    """Train this in these layouts, see `follow`."""
+    PROGRAMS[name] = names, case
+
 
 GROUPS = {
     "linears": lambda name, module: isinstance(module, nn.Linear),
@@ -273,41 +406,74 @@ GROUPS = {
     "one": lambda name, module: name == "blocks.1",
 }
 
-BOTH = (PLAIN, KEPT)
-PROGRAMS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    **{f.__name__: (BOTH, {"build": Ordered, "prepare": f, "steps": 4}) for f in ORDERS},
-    **{
-        f"{f.__name__} with FSDP2 and prefetch={n}": (
-            (FSDP,),
-            {"build": Ordered, "prepare": f, "steps": 4, "options": {"prefetch": n}},
-        )
-        for f in (backwards, in_turn, twice_with_others_between)
-        for n in (0, 3)
-    },
-    **{f.__name__: (BOTH, {"loss_of": f}) for f in WAYS},
-    "a part later": (BOTH, {"build": PartLater}),
-    "losses kept as attributes": ((PLAIN,), {"build": WithLosses, "loss_of": loss_with_kept}),
-    **{f"groups: {n}": ((PLAIN, FSDP), {"options": {"groups": f}}) for n, f in GROUPS.items()},
-    **{
-        f"groups: {name}, {way['id']}": ((PLAIN,), way["case"] | {"options": {"groups": f}})
-        for name, f in list(GROUPS.items())[:2]
-        for way in (
-            {"id": "in another order", "case": {"build": Ordered, "prepare": some_and_several}},
-            {"id": "children alone", "case": {"loss_of": children_alone}},
-        )
-    },
-    "a block at two places": (BOTH, {"change": shared}),
-    "two tied blocks": ((*BOTH, FSDP), {"change": tied}),
-    "a block tied to the root": (BOTH, {"build": squares, "change": tied_inside_and_to_the_root}),
-    **{f"{kind} out": ((PLAIN,), {"build": partial(Wrapping, kind)}) for kind in WRAPPINGS},
-    **{kind: ((PLAIN,), case) for kind, case in FROZEN.items()},
-}
+for f in ORDERS:
+    program(f.__name__, PLAIN, KEPT, build=Ordered, prepare=f, steps=4)
+for f in (backwards, in_turn, twice_with_others_between):
+    for n in (0, 3):
+        fetched = {"build": Ordered, "prepare": f, "steps": 4, "options": {"prefetch": n}}
+        program(f"{f.__name__} with FSDP2 and prefetch={n}", FSDP, **fetched)
+for f in WAYS:
+    program(f.__name__, PLAIN, KEPT, loss_of=f)
+program("ways alternate", PLAIN, KEPT, round=ways_alternate)
+program("a part later", PLAIN, KEPT, build=PartLater)
+program("losses kept as attributes", PLAIN, build=WithLosses, loss_of=loss_with_kept)
+for name, f in GROUPS.items():
+    program(f"groups: {name}", PLAIN, FSDP, options={"groups": f})
+for name in ("linears", "nested"):
+    groups = {"groups": GROUPS[name]}
+    program(
+        f"groups: {name}, any order", PLAIN, build=Ordered, prepare=some_and_several, options=groups
+    )
+    program(f"groups: {name}, children alone", PLAIN, loss_of=children_alone, options=groups)
+program("a block at two places", PLAIN, KEPT, REPLICATED, change=shared)
+program("two tied blocks", PLAIN, KEPT, FSDP, REPLICATED, change=tied)
+program("a tied head", PLAIN, REPLICATED, change=tied_head)
+program("a block tied to the root", PLAIN, KEPT, build=squares, change=tied_inside_and_to_the_root)
+for name in WRAPPINGS:
+    program(f"{name} out", PLAIN, build=partial(Wrapping, name))
+program("no gradient of the inputs", PLAIN, change=frozen_start)
+program("nor of the first block", PLAIN, change=frozen_first_block)
+
+for again in (False, True):
+    kind = "reentrant" if again else "saved"
+    program(f"{kind} blocks", *DEDICATED, REPLICATED, build=partial(Checkpointed, again))
+    program(f"{kind} block", PLAIN, REPLICATED, build=partial(Checkpointed, again, (1,)))
+    program(f"{kind} inside", PLAIN, REPLICATED, build=partial(CheckpointedInside, again))
+    for n in (0, 3):
+        wrap = partial(checkpoint_blocks, reentrant=again)
+        program(f"{kind} wrapper, prefetch={n}", PLAIN, wrap=wrap, options={"prefetch": n})
+    # Re-entrant checkpointing of a block whose input has no gradient gives it none: with torch
+    # alone as well, so the first block is left out.
+    some = partial(Checkpointed, again, (1, 2) if again else (0, 1, 2))
+    program(f"{kind}, no gradient of the inputs", PLAIN, build=some, change=frozen_start)
+program("saved, first block frozen", PLAIN, build=some, change=frozen_first_block)
+program("two blocks a checkpoint", PLAIN, build=Segments, change=without_biases)
+program(
+    "the same, accumulated", PLAIN, build=Segments, change=without_biases, round=some_in_no_sync
+)
+
+program("backward only in no_sync", PLAIN, REPLICATED, DDP, round=inside_no_sync)
+program("gradients dropped", PLAIN, REPLICATED, round=after_dropped_gradients)
+for forward in (False, True):
+    lazy = partial(a_rank_without_backward, forward=forward)
+    program(f"a rank without backward, {forward=}", PLAIN, KEPT, REPLICATED, round=lazy, steps=4)
+for how in ("at once", "in turn", "last first", "graph retained"):
+    program(f"two losses {how}", *DEDICATED, round=partial(two_losses, how=how))
+program(
+    "two losses of blocks in another order", PLAIN, KEPT, build=Ordered, change=without_biases,
+    prepare=backwards, round=partial(two_losses, how="last first"),
+)  # fmt: skip
+for factor in (0.0, 1.0):
+    inside = partial(inside_materialized, factor=factor)
+    program(f"inside materialized, {factor} penalties", PLAIN, KEPT, round=inside)
+program("evaluated at any time", *DEDICATED, round=evaluated_at_any_time)
+program("losses thrown away", PLAIN, KEPT, round=losses_thrown_away)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("name", PROGRAMS)
 @distributed(2)
-def test_programs_follow_the_reference(rank, world, program):
-    names, case = PROGRAMS[program]
+def test_programs_follow_the_reference(rank, world, name):
+    names, case = PROGRAMS[name]
     for layout in names:
         follow(layout=layout, **case)
 
@@ -316,19 +482,6 @@ def test_programs_follow_the_reference(rank, world, program):
 def test_orders_of_calls_with_replicas(rank, world):
     for prepare in (another_order_each_step, twice_with_others_between):
         follow(Ordered, mesh=(2, 2), prepare=prepare)
-
-
-@layouts(PLAIN, KEPT)
-@distributed(2)
-def test_ways_of_calling_alternate(rank, world, layout):
-    with both(Net, layout) as pair:
-        for step in range(3):
-            pair.loss_of = [without_root, loss_of, children_alone][step % 3]
-            pair.train([step])
-            for way in (children_alone, without_root, loss_of):
-                pair.loss_of = way
-                pair.assert_same_loss(50 + step)
-        pair.check()
 
 
 class Attending(nn.Module):
@@ -362,51 +515,6 @@ def test_multihead_attention(rank, world, layout):
         assert any("out_proj" in n for r in range(world) for n in pair.own.owned_by(r))
 
 
-# ---- several forwards, several backwards -----------------------------------------------------
-
-
-@layouts(*DEDICATED)
-@distributed(2)
-def test_several_forwards_before_backward(rank, world, layout):
-    for how in ("one backward", "two", "two, last first", "retained"):
-        with both(Net, layout) as pair:
-            for step in (0, 2):
-                losses = [pair.loss(pair.model, part, rank) / 2 for part in (step, step + 1)]
-                if how == "one backward":
-                    sum(losses).backward()
-                elif how == "retained":
-                    (losses[0] + losses[1]).backward(retain_graph=True)
-                    (losses[0] * 0).backward()
-                else:
-                    for loss in losses[::-1] if "last" in how else losses:
-                        loss.backward()
-                for part in (step, step + 1):
-                    pair.joint_backward(part, 2)
-                pair.advance()
-            pair.check()
-
-
-def without_biases(model):
-    """So that no gain or bias holds a group's bucket open."""
-    for block in model.blocks:
-        block.norm, block.up.bias = nn.Identity(), None
-
-
-@layouts(PLAIN, KEPT)
-@distributed(2)
-def test_two_forwards_then_two_backwards_in_another_order(rank, world, layout):
-    with both(Ordered, layout, change=without_biases) as pair:
-        pair.model.order = pair.twin.order = (2, 0, 1)
-        for step in range(3):
-            losses = [pair.loss(pair.model, s, rank) for s in (step, step + 50)]
-            for loss in reversed(losses):
-                loss.backward()
-            for s in (step, step + 50):
-                pair.joint_backward(s)
-            pair.advance()
-        pair.check()
-
-
 @distributed(2)
 def test_uses_in_another_dtype_are_counted_over_several_backwards(rank, world):
     """Each use of a weight that is cast has a gradient of its own, and arrives by itself."""
@@ -424,31 +532,6 @@ def test_uses_in_another_dtype_are_counted_over_several_backwards(rank, world):
                 pair.joint_backward(step)
             pair.advance()
         pair.check(0.05)
-
-
-class Segments(Net):
-    """Re-entrant checkpoints of two blocks each."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=4)
-
-    def forward(self, tokens):
-        x = self.tok(tokens)
-        x = checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=True)
-        return self.lm_head(self.mid(x))
-
-
-@distributed(2)
-def test_reentrant_checkpoints_of_several_blocks(rank, world):
-    for accumulate in (False, True):
-        with both(Segments, change=without_biases) as pair:
-            for step in range(3):
-                if accumulate:
-                    with dmuon.no_sync(pair.model):
-                        pair.backward(step + 100)
-                    pair.joint_backward(step + 100)
-                pair.train([step])
-            pair.check()
 
 
 @distributed(2)
@@ -576,29 +659,12 @@ def test_collectives_of_the_user_between_ours(rank, world, layout):
 # ---- pipeline stages -------------------------------------------------------------------------
 
 
-class Chunk(nn.Module):
-    """Children of a model under the names that they have there, run one after the other."""
-
-    def __init__(self, **children: nn.Module) -> None:
-        super().__init__()
-        for name, child in children.items():
-            self.add_module(name, child)
-
-    def forward(self, x):
-        for child in self.children():
-            for part in child if isinstance(child, nn.ModuleList) else [child]:
-                x = part(x)
-        return x
-
-
 def chunk_of(model, i):
-    """Four chunks: stages take turns."""
-    blocks = model.blocks
-    if i == 0:
-        return Chunk(tok=model.tok, blocks=blocks[:1])
-    if i == 3:
-        return Chunk(mid=model.mid, lm_head=model.lm_head)
-    return Chunk(blocks=blocks[i : i + 1])
+    """Four chunks under the names that decide who is a matrix: stages take turns."""
+    blocks = {f"block{j}": block for j, block in enumerate(model.blocks)}
+    ends = {0: {"tok": model.tok}, 3: {"mid": model.mid, "lm_head": model.lm_head}}
+    part = ends.get(i, {}) | ({f"block{i}": blocks[f"block{i}"]} if i < 3 else {})
+    return nn.Sequential(OrderedDict(part))
 
 
 def send(tensor, peer):
