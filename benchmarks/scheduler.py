@@ -31,8 +31,9 @@ from dmuon.measure import measured_costs
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.greedy import longest_first_by_weight
+from dmuon.scheduler.problem import build_problem
 from dmuon.scheduler.shards import OwnerLimits
-from dmuon.scheduler.solve import price_rows, problem_of, solve
+from dmuon.scheduler.solve import price_rows, solve
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
 
@@ -91,8 +92,8 @@ def cell(family: str, specs: ModelSpecs, owners: int, costs: CostTable) -> list[
 
 
 def baselines(specs: ModelSpecs, topology: Topology, costs: CostTable) -> list[Row]:
-    prices = price_rows(specs, costs, PlannerOptions().max_batch)
-    problem = problem_of(specs, topology, OwnerLimits(), prices)
+    prices = {row.key: row.ms for row in price_rows(specs, costs, PlannerOptions().max_batch)}
+    problem = build_problem(specs.matrices, topology.world, OwnerLimits(), prices)
     elements = [kind.key[0] * kind.key[1] for kind in problem.kinds]
     single = [int(kind.ticks[1]) for kind in problem.kinds]
     rows = []

@@ -404,13 +404,15 @@ def _split(
     # solver's, and needs no split.
     then = now = plan.makespan_ms if floor else max(mean, plan.lower_bound_ms)
     if all(m.rows > 1 for m in members):
-        half = {(r, c, d): _operations(r - r // 2, c) / _operations(r, c) for r, c, d in keys}
+        one_of = {m.shape: m for m in members}
+        half = {(r, c): _operations(r - r // 2, c) / _operations(r, c) for r, c in one_of}
         changed = sum(
-            batch.ms * (2 * half[key] - 1)
+            batch.ms / len(batch.matrices) * (2 * half[plan.specs.matrices[i].shape] - 1)
             for batch in plan.batches
-            if (key := _key_of(plan, batch)) in keys
+            if _key_of(plan, batch) in keys
+            for i in batch.matrices
         )
-        halves = [least[key] * half[key] for key in keys]
+        halves = [least[m.key] * half[m.shape] for m in one_of.values()]
         together = -(-2 * len(members) // world)  # by pigeonhole some owner takes so many of them
         limits = [mean + changed / world, together * min(halves), *halves, *plan.limits.fixed_ms]
         then = max([*limits, *(ms for key, ms in least.items() if key not in keys)])

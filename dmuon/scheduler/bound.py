@@ -1,72 +1,142 @@
-"""Why no plan is faster: prices that show it, checked by integer arithmetic without any solver.
+"""Why no plan is faster: values of matrices that show it, and a search that tries everything.
 
 Give k matrices of kind s on one owner the worth ``w_s(k) = v_s * k + u_s * C_s(k)`` with any values
 ``v_s`` and any ``u_s >= 0``. However the ``d_s`` matrices are shared out, their worth adds up to at
-least ``w_s(d_s)``: the first term is linear, and C is subadditive, for putting two owners' batches
-on one owner never costs more than both. An owner of class c that is busy for less than T holds at
-most some worth ``sigma_c(T)``: a knapsack, solved exactly or rounded in favour of the owner. If all
-owners together hold less than that,
+least ``w_s(d_s)``: the first term is linear, and C is subadditive, because putting two owners'
+batches on one owner never costs more than both. An owner of class c that is busy for at most T
+holds at most some worth ``sigma_c(T)``: a knapsack, solved exactly or rounded in favour of the
+owner. If all owners together hold less than that,
 
     sum_c n_c * sigma_c(T)  <  sum_s w_s(d_s),
 
-then no plan has a makespan below T. A linear program finds good ``v`` and ``u`` (its duals;
-Farley 1990 gives the bound for a master program that has not converged). Under a memory cap a byte
-may have a price too: matrices are then worth that much less, and every owner is credited with its
-free bytes.
+then no plan has a makespan of T. A linear program finds good ``v`` and ``u`` (its duals; Farley
+1990 gives the bound for a master program that has not converged). All of it is integer arithmetic.
+
+What duals leave open, `cover` settles where it can, without a solver::
+
+    demand  (12, 12, 24)  ─owner 1─▶  what is left  ─owner 2─▶  ...  ─owner n─▶  nothing left?
+                                      of each of its maximal patterns, without what is worse
+
+It is a search in breadth: the state is how many matrices of each kind are left, and of two states
+the one with more of every kind is dropped; so is one whose matrices are worth more than the owners
+left can hold. Only patterns matter that nothing can be added to; surplus is taken away afterwards.
+Where C falls somewhere, patterns are exact instead. All limits are numbers of states and pairs, so
+equal input gives equal answers.
 """
 
 from __future__ import annotations
 
 import math
-import operator
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from dmuon.scheduler.knapsack import Frontier, Option, frontier
-from dmuon.scheduler.plan import Dual
-from dmuon.scheduler.problem import UNLIMITED, OwnerClass, Problem
+from dmuon.scheduler.knapsack import MAX_POINTS, Frontier, Option, density, frontier
+from dmuon.scheduler.plan import Dual, Proof
+from dmuon.scheduler.problem import Counts, Problem
 
-__all__ = [
-    "Dual",
-    "bound_of",
-    "byte_units",
-    "dual_options",
-    "most_worth",
-    "scaled",
-    "simple_bound",
-    "work_tables",
-    "worth_tables",
-]
+__all__ = ["Cover", "Holdings", "bound_of", "cover", "proven", "relaxed", "simple_bound", "spread"]
 
 Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
-_WORTH = 1e17  # of everything, about: exact in 64 bits, and fine enough
 _MOST_WORTH = 1 << 61
 _WORK = 10**11  # units of all work, about
-_MOST_WORK = 16_000_000  # pairs formed by the knapsacks behind one bound: some seconds at most
-_LEAST_WORK = 2_000  # for each option of a knapsack
+_KNAPSACKS = 16_000_000  # pairs formed by the knapsacks behind one bound: some seconds at most
+_QUICK = 500_000  # the same, where density alone says about as much
+_LEAST_WORK = 2_000  # for each option of a knapsack; fewer are of no use
 _MOST_SIMPLE = 8  # duals of one kind, or of one set of owners
-_BYTE_STEPS = 1000  # units of the bytes of the smallest matrix, about
+_MOST_CLASSES = 48  # that are not alike; more are told apart by levels of fixed load
+_LEVELS = 24
+
+COVER_WORK = 40_000_000  # numbers formed in one search
+COVER_STATES = 20_000  # kept after an owner
+_MOST_PATTERNS = 60_000  # of one class, and ten times as many on the way
+_COMPARED = 64  # states that the others are compared with
+_AT_ONCE = 1_000_000  # pairs
+_MOST_OWNERS = 2_000
 
 
-def scaled(
-    problem: Problem, values: Sequence[float], works: Sequence[float], byte_price: float
-) -> Dual:
-    """A dual of integers from a linear program's; any rounding leaves a valid proof."""
-    tables = work_tables(problem)
-    worth = sum(
-        abs(v) * kind.count + max(u, 0.0) * float(table[-1])
-        for v, u, kind, table in zip(values, works, problem.kinds, tables, strict=True)
+# ---- alike pools as one ----------------------------------------------------------------------
+
+
+def relaxed(problem: Problem) -> Problem:
+    """The problem with alike kinds and alike classes as one: what is out of its reach is out of
+    the problem's. The problem itself where none are, as where any rank may own anything.
+
+    Under expert parallelism each expert belongs to a few ranks, and all such pools look the same:
+    equal matrices, and owners with equal loads. Where each rank has a load of its own, those with
+    about the same pass for alike, with the least of them.
+    """
+    kinds, classes = _alike(problem, [c.fixed for c in problem.classes])
+    if len(set(classes)) > _MOST_CLASSES:
+        low = min(c.fixed for c in problem.classes)
+        width = max(c.fixed for c in problem.classes) - low + 1
+        levels = [(c.fixed - low) * _LEVELS // width for c in problem.classes]
+        kinds, classes = _alike(problem, levels)
+    takes = [[kinds[s] for s, yes in enumerate(c.allowed) if yes] for c in problem.classes]
+    if len(set(kinds)) == len(kinds) or any(len(set(mine)) < len(mine) for mine in takes):
+        return problem  # none are alike, or alike pools overlap: as one they would say too little
+    first = [kinds.index(number) for number in range(len(set(kinds)))]
+    count = Counter[int]()
+    for s, number in enumerate(kinds):
+        count[number] += problem.kinds[s].count
+    merged = []
+    for number in range(len(set(classes))):
+        alike = [c for c, other in zip(problem.classes, classes, strict=True) if other == number]
+        mine = takes[classes.index(number)]
+        merged.append(
+            replace(
+                alike[0],
+                ranks=tuple(sorted(rank for c in alike for rank in c.ranks)),
+                fixed=min(c.fixed for c in alike),
+                allowed=tuple(number in mine for number in range(len(first))),
+            )
+        )
+    return replace(
+        problem,
+        kinds=tuple(replace(problem.kinds[s], count=count[n]) for n, s in enumerate(first)),
+        classes=tuple(merged),
+        members=((),) * len(first),
+        forced=(),
     )
-    scale = _WORTH / max(worth, 1e-300)
-    return Dual(
-        tuple(round(v * scale) for v in values),
-        tuple(max(0, round(u * scale)) for u in works),
-        max(0, round(byte_price * scale)),
-    )
+
+
+def _alike(problem: Problem, loads: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A number for each kind and each class, equal for those that are alike: colour refinement."""
+    takes = [[s for s, yes in enumerate(c.allowed) if yes] for c in problem.classes]
+    taken: list[list[int]] = [[] for _ in problem.kinds]
+    for c, some in enumerate(takes):
+        for s in some:
+            taken[s].append(c)
+    kinds = _numbered([(k.key, k.batch_ticks, k.count, k.nbytes) for k in problem.kinds])
+    of_owners = zip(problem.classes, loads, strict=True)
+    classes = _numbered([(c.room, load, c.size) for c, load in of_owners])
+    while True:
+        before = kinds, classes
+        classes = _refined(classes, takes, kinds)
+        kinds = _refined(kinds, taken, classes)
+        if (kinds, classes) == before:
+            return before
+
+
+def _refined(
+    own: Sequence[int], neighbours: Sequence[Sequence[int]], colours: Sequence[int]
+) -> tuple[int, ...]:
+    around = [tuple(sorted(Counter(colours[n] for n in near).items())) for near in neighbours]
+    return _numbered(list(zip(own, around, strict=True)))
+
+
+def _numbered(colours: Sequence[Hashable]) -> tuple[int, ...]:
+    number: dict[Hashable, int] = {}
+    return tuple(number.setdefault(colour, len(number)) for colour in colours)
+
+
+# ---- what duals show -------------------------------------------------------------------------
 
 
 def work_tables(problem: Problem) -> list[Ints]:
@@ -76,202 +146,140 @@ def work_tables(problem: Problem) -> list[Ints]:
     return [-(-kind.ticks // unit) for kind in problem.kinds]
 
 
-def byte_units(problem: Problem) -> tuple[list[int], list[int]]:
-    """(bytes of one matrix of each kind, room of each class), in units rounded down.
+class Holdings:
+    """The worth that a dual gives matrices, and how much of it owners hold within a limit.
 
-    Whatever fits in bytes fits in rounded units too.
-    """
-    unit = max(1, min((k.nbytes for k in problem.kinds if k.nbytes), default=1) // _BYTE_STEPS)
-    return [k.nbytes // unit for k in problem.kinds], [c.room // unit for c in problem.classes]
-
-
-def worth_tables(problem: Problem, dual: Dual) -> list[Ints]:
-    """``w_s(k)`` for k = 0 .. d_s, less the price of their bytes.
+    All knapsacks together form at most about ``_KNAPSACKS`` pairs. Where many owners are not alike
+    each has fewer of them, and where that is too few to be of use, density alone bounds.
 
     Raises:
-        ValueError: the dual is of another problem, or too large to be computed with.
+        ValueError: the dual is of another problem, or so large that 64 bits would wrap around.
     """
-    _check_size(problem, dual)
-    sizes, _ = byte_units(problem)
-    tables = work_tables(problem)
-    return [
-        (dual.values[s] - dual.byte_price * sizes[s]) * np.arange(kind.count + 1)
-        + dual.works[s] * tables[s]
-        for s, kind in enumerate(problem.kinds)
-    ]
+
+    def __init__(
+        self,
+        problem: Problem,
+        dual: Dual,
+        limit: int,
+        real: bool = False,
+        points: int = MAX_POINTS,
+        work: int | None = None,
+    ) -> None:
+        self.problem, self.limit = problem, limit
+        self.tables = _worth_tables(problem, dual)
+        self.total = sum(int(table[-1]) for table in self.tables)
+        options = [Option(k.ticks, w) for k, w in zip(problem.kinds, self.tables, strict=True)]
+        dense = [density(option) for option in options]
+        self._dense = {
+            c.allowed: max((d for d, yes in zip(dense, c.allowed, strict=True) if yes), default=0.0)
+            for c in problem.classes
+        }
+        # Every owner must hold so much, if all others hold as much as density allows.
+        fluid = [self._fluid(c.allowed, limit - c.fixed) for c in problem.classes]
+        sizes = [c.size for c in problem.classes]
+        surplus = sum(n * most for n, most in zip(sizes, fluid, strict=True)) - self.total
+        least: dict[tuple[bool, ...], int] = defaultdict(lambda: _MOST_WORTH)
+        for c, most in zip(problem.classes, fluid, strict=True):
+            needed = most - surplus // c.size
+            least[c.allowed] = max(min(needed, least[c.allowed]), -_MOST_WORTH)
+        self.frontiers: dict[tuple[bool, ...], Frontier] = {}
+        left = _KNAPSACKS if work is None else work
+        order = sorted(self._dense, key=lambda allowed: (sum(allowed), allowed))
+        for number, allowed in enumerate(order):
+            mine = [o for o, yes in zip(options, allowed, strict=True) if yes]
+            if not real:
+                mine = [option for option in mine if (option.value > 0).any()]
+            share = left // (len(order) - number)
+            if share < _LEAST_WORK * len(mine) and not real:
+                most = sum(int(option.value.max()) for option in mine)
+                made = Frontier(np.zeros(1, np.int64), np.array([most]), False, least[allowed])
+            else:
+                made = frontier(
+                    mine,
+                    max(limit, 0),
+                    bounding=not real,
+                    least=least[allowed],
+                    max_points=points,
+                    max_work=share,
+                )
+            left -= made.work
+            self.frontiers[allowed] = made
+
+    @property
+    def work(self) -> int:
+        """Pairs that the knapsacks formed."""
+        return sum(made.work for made in self.frontiers.values())
+
+    @property
+    def are_exact(self) -> bool:
+        """Whether no points were merged."""
+        return all(made.exact for made in self.frontiers.values())
+
+    def _fluid(self, allowed: tuple[bool, ...], free: int) -> int:
+        """What an owner holds at most if any part of a choice could be taken."""
+        dense = self._dense[allowed]
+        if math.isinf(dense):
+            return _MOST_WORTH
+        return int(min(dense * max(free, 0), float(_MOST_WORTH))) + 1
+
+    def most(self, limit: int) -> list[int]:
+        """By class, at least what an owner holds who is busy for at most ``limit``."""
+        found = []
+        for c in self.problem.classes:
+            best = int(self.frontiers[c.allowed].best_values(np.array([limit - c.fixed]))[0])
+            found.append(min(best, self._fluid(c.allowed, limit - c.fixed)))
+        return found
+
+    def bound(self) -> int:
+        """The least makespan up to the limit that is not ruled out."""
+        low, high = max((c.fixed for c in self.problem.classes), default=0), self.limit
+        while low < high:
+            middle = (low + high) // 2
+            most = zip(self.problem.classes, self.most(middle), strict=True)
+            if sum(c.size * worth for c, worth in most) >= self.total:
+                high = middle
+            else:
+                low = middle + 1
+        return high
 
 
-def dual_options(problem: Problem, dual: Dual, allowed: Sequence[bool]) -> list[Option]:
-    """The knapsack choices of an owner: one option for each of the ``allowed`` kinds."""
-    tables = worth_tables(problem, dual)
-    return [Option(kind.ticks, tables[s]) for s, kind in enumerate(problem.kinds) if allowed[s]]
-
-
-def most_worth(problem: Problem, dual: Dual, limit: int) -> list[int]:
-    """By class, at least the worth that an owner holds who is busy for at most ``limit``."""
-    made = _holdings(problem, dual, limit, None)
-    return [
-        int(_holds(*made[c.allowed], np.array([limit - c.fixed], np.int64))[0])
-        for c in problem.classes
-    ]
-
-
-def _holds(points: Frontier, density: float, free: Ints) -> Ints:
-    """The most worth within each of these ticks."""
-    most = points.value[np.searchsorted(points.cost, free, side="right") - 1]
-    if density < math.inf:
-        dense = density * free
-        sure = dense < _WORTH  # else a float says too little
-        most[sure] = np.minimum(most[sure], dense[sure].astype(np.int64) + 1)
-    return most
-
-
-def _likeness(problem: Problem, dual: Dual) -> list[int]:
-    """A number for each kind, equal for those of which ``dual`` offers an owner equal choices."""
-    number: dict[Hashable, int] = {}
-    return [
-        number.setdefault(
-            (kind.batch_ticks, kind.count, kind.nbytes, dual.values[s], dual.works[s]), len(number)
-        )
-        for s, kind in enumerate(problem.kinds)
-    ]
-
-
-def _holdings(
-    problem: Problem,
-    dual: Dual,
-    limit: int,
-    frontiers: Mapping[tuple[bool, ...], Frontier] | None,
-) -> dict[tuple[bool, ...], tuple[Frontier, float]]:
-    """By allowed kinds: the worth that an owner holds within a load, and the most a tick brings.
-
-    All knapsacks together form at most about ``_MOST_WORK`` pairs. Where many owners are not alike,
-    each has fewer of them, and where that is too few to be of use, density alone bounds.
-    """
-    every = dual_options(problem, dual, (True,) * len(problem.kinds))
-    likeness = _likeness(problem, dual)
-    worthy = [bool((option.value > 0).any()) for option in every]
-    density = [_density([option]) for option in every]
-    wanted: dict[tuple[bool, ...], Frontier | None] = dict(frontiers or {})
-    for c in problem.classes:
-        wanted.setdefault(c.allowed, None)
-    kinds_of = {allowed: [s for s, yes in enumerate(allowed) if yes] for allowed in wanted}
-    like_of = {allowed: tuple(likeness[s] for s in kinds_of[allowed]) for allowed in wanted}
-    first = {like_of[allowed]: allowed for allowed in reversed(wanted)}
-    stages = sum(worthy[s] for allowed in first.values() for s in kinds_of[allowed])
-    made: dict[Hashable, tuple[Frontier, float]] = {}
-    left = _MOST_WORK
-    for like, allowed in sorted(first.items(), key=lambda item: len(item[0])):
-        some = [s for s in kinds_of[allowed] if worthy[s]]
-        known = wanted[allowed]
-        if known is None:
-            share = left * len(some) // max(stages, 1)
-            known = _bounding([every[s] for s in some], limit, share)
-            left -= known.work
-        stages -= len(some)
-        most = max((density[s] for s in kinds_of[allowed]), default=0.0)
-        made[like] = known, most
-    return {allowed: made[like_of[allowed]] for allowed in wanted}
-
-
-def _bounding(worthy: Sequence[Option], limit: int, work: int) -> Frontier:
-    """A frontier of at most about so much work; where that is too little, all worth for nothing."""
-    if work < _LEAST_WORK * len(worthy):
-        everything = sum(int(option.value.max()) for option in worthy)
-        return Frontier(np.zeros(1, np.int64), np.array([everything], np.int64), False)
-    return frontier(worthy, limit, bounding=True, max_work=work)
-
-
-def bound_of(
-    problem: Problem,
-    dual: Dual,
-    limit: int,
-    frontiers: Mapping[tuple[bool, ...], Frontier] | None = None,
-) -> int:
-    """The makespan in ticks that ``dual`` proves, at most ``limit``.
-
-    ``frontiers`` maps the allowed kinds of a class to a bounding frontier up to ``limit``, if the
-    caller has them already; a coarse one proves less.
-    """
-    _check_size(problem, dual)
-    made = _holdings(problem, dual, limit, frontiers)
-    tables = work_tables(problem)
-    worth = sum(v * kind.count for v, kind in zip(dual.values, problem.kinds, strict=True))
-    worth += sum(u * int(table[-1]) for u, table in zip(dual.works, tables, strict=True))
-    if dual.byte_price and any(c.room >= UNLIMITED for c in problem.classes):
-        return 0  # free bytes without end have no price
-    if dual.byte_price:
-        _, rooms = byte_units(problem)
-        worth -= sum(
-            c.size * dual.byte_price * room for c, room in zip(problem.classes, rooms, strict=True)
-        )
-    classes: dict[tuple[bool, ...], list[OwnerClass]] = defaultdict(list)
-    for c in problem.classes:
-        classes[c.allowed].append(c)
-    owners = [
-        (*made[allowed], np.array([c.fixed for c in some], np.int64), [c.size for c in some])
-        for allowed, some in classes.items()
-    ]
-
-    def holds(ticks: int) -> bool:
-        """Whether owners busy for at most ``ticks`` could hold everything, as far as this shows."""
-        total = 0
-        for points, density, fixed, sizes in owners:
-            free = ticks - fixed
-            if (free < 0).any():
-                return False
-            total += sum(map(operator.mul, _holds(points, density, free).tolist(), sizes))
-        return total >= worth
-
-    return _first(holds, limit)
-
-
-def _check_size(problem: Problem, dual: Dual) -> None:
-    """Raise ValueError if a dual is of another problem, or if the worth of everything, in parts or
-    whole, leaves 64 bits: knapsacks count in 64 bits and would wrap around unnoticed.
-    """
+def _worth_tables(problem: Problem, dual: Dual) -> list[Ints]:
     if not len(dual.values) == len(dual.works) == len(problem.kinds):
         raise ValueError(f"{len(dual.values)} values for {len(problem.kinds)} kinds of matrices")
-    if min(dual.works, default=0) < 0 or dual.byte_price < 0:
-        raise ValueError("the value of work and the price of bytes must be >= 0")
-    sizes, _ = byte_units(problem)
+    if min(dual.works, default=0) < 0:
+        raise ValueError("the value of work must be >= 0")
+    works = work_tables(problem)
     most = sum(
-        (abs(v) + dual.byte_price * size) * kind.count + u * int(table[-1])
-        for v, u, size, kind, table in zip(
-            dual.values, dual.works, sizes, problem.kinds, work_tables(problem), strict=True
-        )
+        abs(v) * kind.count + u * int(work[-1])
+        for v, u, kind, work in zip(dual.values, dual.works, problem.kinds, works, strict=True)
     )
     if most >= _MOST_WORTH:
         raise ValueError(f"duals are too large to be checked: {most} of at most {_MOST_WORTH}")
+    return [
+        v * np.arange(kind.count + 1) + u * work
+        for v, u, kind, work in zip(dual.values, dual.works, problem.kinds, works, strict=True)
+    ]
 
 
-def _density(options: Sequence[Option]) -> float:
-    """The most worth that a tick of any choice brings, rounded up.
+def bound_of(problem: Problem, dual: Dual, limit: int) -> int:
+    """The makespan in ticks that ``dual`` proves, at most ``limit``; ValueError as `Holdings`."""
+    return Holdings(problem, dual, limit).bound()
 
-    No owner holds more than that times its ticks. It bounds what merged points of a frontier
-    overstate where an owner takes very many matrices.
+
+def proven(problem: Problem, proof: Proof, limit: int) -> int:
+    """The makespan in ticks that a proof shows, at most ``limit``, computed anew.
+
+    Raises:
+        ValueError: as `Holdings`.
     """
-    most = 0.0
-    for option in options:
-        cost, value = option.cost[1:], option.value[1:]
-        if (value[cost == 0] > 0).any():
-            return math.inf
-        some = cost > 0
-        if some.any():
-            most = max(most, float((value[some] / cost[some]).max()))
-    return most * (1 + 1e-12)
-
-
-def _first(holds: Callable[[int], bool], limit: int) -> int:
-    """The least value up to ``limit`` that holds, ``limit`` if none below it does."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high) // 2
-        if holds(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    simpler = relaxed(problem)
+    bound = bound_of(simpler, proof.dual, limit)
+    if bound <= proof.impossible < limit:
+        for some in dict.fromkeys((simpler, problem)):
+            tried = cover(some, proof.impossible, proof.dual)
+            if tried.counts is None and tried.complete:
+                return proof.impossible + 1
+    return bound
 
 
 def simple_bound(problem: Problem, limit: int) -> tuple[int, Dual]:
@@ -281,37 +289,276 @@ def simple_bound(problem: Problem, limit: int) -> tuple[int, Dual]:
     alone counts matrices (the pigeonhole principle; for more owners than matrices, the costliest
     single matrix); only the few most promising kinds are looked at.
     """
-    kinds = len(problem.kinds)
-    owners = [
-        frozenset(c for c, o in enumerate(problem.classes) if o.allowed[s]) for s in range(kinds)
-    ]
-    none = (0,) * kinds
-    duals = [Dual(none, (1,) * kinds)]
-    some = sorted(dict.fromkeys(owners), key=lambda mine: -_work_a_rank(problem, owners, mine))
+    kinds = range(len(problem.kinds))
+    owners = [frozenset(c for c, o in enumerate(problem.classes) if o.allowed[s]) for s in kinds]
+    ranks = {mine: sum(problem.classes[c].size for c in mine) for mine in owners}
+    work = dict.fromkeys(ranks, 0)
+    for mine, kind in zip(owners, problem.kinds, strict=True):
+        work[mine] += int(kind.ticks[-1])
+    none = (0,) * len(kinds)
+    duals = [Dual(none, (1,) * len(kinds))]
+    busiest = sorted(work, key=lambda mine: -work[mine] / ranks[mine])
     duals += [
         Dual(none, tuple(int(mine <= those) for mine in owners))
-        for those in some[:_MOST_SIMPLE]
+        for those in busiest[:_MOST_SIMPLE]
         if len(those) < len(problem.classes)
     ]
-    ranked = sorted(range(kinds), key=lambda s: -_pigeonhole(problem, owners[s], s))
+
+    def pigeonhole(s: int) -> int:
+        kind, mine = problem.kinds[s], owners[s]
+        least = min(problem.classes[c].fixed for c in mine)
+        return least + int(kind.ticks[-(-kind.count // ranks[mine]) :].min())
+
+    ranked = sorted(kinds, key=lambda s: -pigeonhole(s))
     duals += [Dual((*none[:s], 1, *none[s + 1 :]), none) for s in ranked[:_MOST_SIMPLE]]
-    found = [(bound_of(problem, dual, limit), dual) for dual in duals]
+    found = [(Holdings(problem, dual, limit, work=_QUICK).bound(), dual) for dual in duals]
     return max(found, key=lambda f: f[0])
 
 
-def _work_a_rank(
-    problem: Problem, owners: Sequence[frozenset[int]], those: frozenset[int]
-) -> float:
-    work = sum(
-        int(kind.ticks[-1]) for kind, mine in zip(problem.kinds, owners, strict=True)
-        if mine <= those
-    )  # fmt: skip
-    return work / sum(problem.classes[c].size for c in those)
+# ---- the covering search ---------------------------------------------------------------------
 
 
-def _pigeonhole(problem: Problem, owners: frozenset[int], s: int) -> int:
-    """About what a kind alone proves: some owner has as many of it as the mean."""
-    ranks = sum(problem.classes[c].size for c in owners)
-    kind = problem.kinds[s]
-    least = min(problem.classes[c].fixed for c in owners)
-    return least + int(kind.ticks[-(-kind.count // ranks) :].min())
+@dataclass(frozen=True, slots=True)
+class Cover:
+    """Counts within the limit, or None: ``complete`` says whether that means there are none."""
+
+    counts: Counts | None
+    complete: bool
+
+
+class _TooMany(Exception):
+    pass
+
+
+class _Worth:
+    """Tables of worth, and what owners hold of it, by class. ``left``: the least worth of k
+    matrices of a kind or more; ``most``: the largest of at most k."""
+
+    def __init__(self, problem: Problem, tables: Sequence[Ints], holds: Sequence[int]) -> None:
+        self.left = [np.minimum.accumulate(table[::-1])[::-1] for table in tables]
+        self.most = [np.maximum.accumulate(table) for table in tables]
+        self.holds = holds
+        self.held = sum(c.size * most for c, most in zip(problem.classes, holds, strict=True))
+
+
+def _total(tables: Sequence[Ints], rows: Ints) -> Ints:
+    """The worth of each of these rows of counts."""
+    total: Ints = np.zeros(len(rows), np.int64)
+    for s, table in enumerate(tables):
+        total += table[rows[:, s]]
+    return total
+
+
+def cover(
+    problem: Problem,
+    limit: int,
+    dual: Dual | None = None,
+    most_work: int = COVER_WORK,
+    most_states: int = COVER_STATES,
+) -> Cover:
+    """Counts with a makespan of at most ``limit``.
+
+    ``dual`` are good values, if any are known: they decide how much has to be tried, and where it
+    is too much, what is tried. Few ``most_states`` make it a quick look for counts.
+    """
+    demand = problem.demand
+    if any(c.fixed > limit or c.room < 0 for c in problem.classes):
+        return Cover(None, True)
+    if not len(demand):
+        return Cover(np.zeros((problem.world, 0), np.int64), True)
+    if problem.world > _MOST_OWNERS or float(np.prod(demand + 1.0)) > 2.0**61:
+        return Cover(None, False)
+    ticks = [kind.ticks for kind in problem.kinds]
+    worths = [_Worth(problem, ticks, [limit - c.fixed for c in problem.classes])]
+    if dual is not None:
+        with suppress(ValueError):  # values of another problem
+            held = Holdings(problem, dual, limit)
+            worths.insert(0, _Worth(problem, held.tables, held.most(limit)))
+    if any(int(_total(w.left, demand[None])[0]) > w.held for w in worths):
+        return Cover(None, True)
+    try:
+        patterns = [_patterns(problem, c, limit, worths[0]) for c in range(len(problem.classes))]
+    except _TooMany:
+        return Cover(None, False)
+    return _Search(problem, limit, worths, patterns, most_work, most_states).run()
+
+
+def _is_monotone(problem: Problem) -> bool:
+    return all((np.diff(kind.ticks) >= 0).all() for kind in problem.kinds)
+
+
+def _patterns(problem: Problem, c: int, limit: int, worth: _Worth) -> Ints:
+    """What an owner of a class may take [patterns, kinds], the worthiest first: patterns that are
+    maximal, and worth what it must hold if all others hold the most they can.
+
+    Raises:
+        _TooMany: more than are worth listing.
+    """
+    owner, kinds, free = problem.classes[c], problem.kinds, limit - problem.classes[c].fixed
+    rows, ticks, got = np.zeros((1, 0), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
+    least = int(_total(worth.left, problem.demand[None])[0]) - worth.held + worth.holds[c]
+    dense = [
+        density(Option(kind.ticks, most - most[0])) if yes else 0.0
+        for kind, most, yes in zip(kinds, worth.most, owner.allowed, strict=True)
+    ]
+    densest = max(dense)
+    for s, kind in enumerate(kinds):
+        k = np.arange(kind.count + 1 if owner.allowed[s] else 1)
+        k = k[kind.ticks[k] <= free]
+        if densest < math.inf:
+            reach = worth.most[s][k] + densest * (free - kind.ticks[k]) * (1 + 1e-9) + 1
+            k = k[reach >= least - sum(int(m[0]) for m in worth.most)]
+        total = ticks[:, None] + kind.ticks[k][None, :]
+        value = got[:, None] + worth.most[s][k][None, :]
+        later = max(dense[s + 1 :], default=0.0)
+        more = np.zeros(1) if later == 0 else np.minimum(later * (free - total), float(1 << 62))
+        at, which = np.nonzero((total <= free) & (value + more * (1 + 1e-9) + 1 >= least))
+        if len(at) > 10 * _MOST_PATTERNS:
+            raise _TooMany
+        rows = np.column_stack((rows[at], k[which]))
+        ticks, got = total[at, which], value[at, which]
+    stored = rows @ problem.nbytes
+    keep = stored <= owner.room
+    if _is_monotone(problem):
+        for s, kind in enumerate(kinds):
+            if owner.allowed[s]:
+                more_of_it = kind.ticks[np.minimum(rows[:, s] + 1, kind.count)]
+                longer = ticks - kind.ticks[rows[:, s]] + more_of_it <= free
+                longer &= stored + kind.nbytes <= owner.room
+                keep &= ~((rows[:, s] < kind.count) & longer)
+    rows = rows[keep]
+    if len(rows) > _MOST_PATTERNS:
+        raise _TooMany
+    chosen: Ints = rows[np.lexsort((*rows.T, -_total(worth.most, rows)))]
+    return chosen
+
+
+class _Search:
+    """States [states, kinds] after each owner; parents tell how they came about."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        limit: int,
+        worths: Sequence[_Worth],
+        patterns: Sequence[Ints],
+        most_work: int,
+        most_states: int,
+    ) -> None:
+        self.problem, self.limit, self.worths, self.patterns = problem, limit, worths, patterns
+        self.work, self.complete, self.most_states = most_work, True, most_states
+        self.exact = not _is_monotone(problem)
+        strides = np.cumprod([1, *(problem.demand[:-1] + 1).tolist()])
+        self._strides: Ints = strides.astype(np.int64)
+
+    def run(self) -> Cover:
+        problem = self.problem
+        states: Ints = problem.demand[None].copy()
+        owners = [(c, rank) for c, owner in enumerate(problem.classes) for rank in owner.ranks]
+        fits = self._fits()
+        held = [worth.held for worth in self.worths]
+        alone = np.array([c.size for c in problem.classes]) @ fits
+        steps: list[tuple[int, int, Ints, Ints]] = []  # class, rank, parent, pattern
+        for number, (c, rank) in enumerate(owners):
+            held = [h - w.holds[c] for h, w in zip(held, self.worths, strict=True)]
+            alone = alone - fits[c]
+            share = self.work // (len(owners) - number)
+            most = max(share // max(self.patterns[c].size, 1), 1)
+            if len(states) > most:
+                states, self.complete = states[:most], False
+            # The last owners are alike, so one of them has the costliest matrix that is left.
+            pivot = c == len(problem.classes) - 1 and not self.exact
+            states, parent, pattern = self._step(states, self.patterns[c], held, alone, pivot)
+            if not len(states):
+                return Cover(None, self.complete)
+            steps.append((c, rank, parent, pattern))
+            if not states[0].any():
+                return self._found(steps)
+        return Cover(None, self.complete)
+
+    def _fits(self) -> Ints:
+        """[classes, kinds]: how many of a kind alone an owner may take."""
+        found = np.zeros((len(self.problem.classes), len(self.problem.kinds)), np.int64)
+        for c, owner in enumerate(self.problem.classes):
+            for s, kind in enumerate(self.problem.kinds):
+                if owner.allowed[s]:
+                    found[c, s] = np.flatnonzero(kind.ticks <= self.limit - owner.fixed)[-1]
+        return found
+
+    def _step(
+        self, states: Ints, patterns: Ints, held: Sequence[int], alone: Ints, pivot: bool
+    ) -> tuple[Ints, Ints, Ints]:
+        """(states after one more owner, their parents, their patterns), the promising first."""
+        first = (states > 0).argmax(1) if pivot else np.full(len(states), -1)
+        nothing = np.zeros(0, np.int64)
+        parts = [(states[:0], nothing, nothing)]
+        for s in np.unique(first).tolist():
+            rows = np.flatnonzero(first == s)
+            some = np.flatnonzero(patterns[:, s] > 0) if pivot else np.arange(len(patterns))
+            size = max(_AT_ONCE // max(len(some), 1), 1)
+            for start in range(0, len(rows) if len(some) else 0, size):
+                part = rows[start : start + size]
+                self.work -= len(part) * len(some) * states.shape[1]
+                left, index = self._children(states[part], patterns[some], held, alone)
+                parts.append((left, part[index // len(some)], some[index % len(some)]))
+        left, parent, pattern = (np.concatenate(column) for column in zip(*parts, strict=True))
+        _, once = np.unique(left @ self._strides, return_index=True)
+        order = once[np.argsort(_total(self.worths[0].left, left[once]), kind="stable")]
+        for most in (4 * self.most_states, self.most_states):
+            if len(order) > most:
+                order, self.complete = order[:most], False
+            order = order[self._undominated(left[order])]
+        return left[order], parent[order], pattern[order]
+
+    def _children(
+        self, states: Ints, patterns: Ints, held: Sequence[int], alone: Ints
+    ) -> tuple[Ints, Ints]:
+        """What is left of each state with each pattern, as far as the other owners can hold it."""
+        left = (states[:, None, :] - patterns[None, :, :]).reshape(-1, states.shape[1])
+        index: Ints = np.arange(len(left))
+        if self.exact:
+            index = np.flatnonzero((left >= 0).all(1))
+            left = left[index]
+        np.maximum(left, 0, out=left)
+        for worth, most in zip(self.worths, held, strict=True):
+            keep = np.flatnonzero(_total(worth.left, left) <= most)
+            left, index = left[keep], index[keep]
+        keep = np.flatnonzero((left <= alone).all(1))
+        return left[keep], index[keep]
+
+    def _undominated(self, left: Ints) -> Ints:
+        """Indices of states that none of the first has less of every kind than."""
+        keep: Flags = np.ones(len(left), np.bool_)
+        columns = np.ascontiguousarray(left.T.astype(np.int32))
+        for at in range(0 if self.exact else min(len(left), _COMPARED)):
+            if keep[at]:
+                worse: Flags = np.ones(len(left) - at - 1, np.bool_)
+                for column in columns:
+                    worse &= column[at + 1 :] >= column[at]
+                keep[at + 1 :] &= ~worse
+        return np.flatnonzero(keep)
+
+    def _found(self, steps: Sequence[tuple[int, int, Ints, Ints]]) -> Cover:
+        counts = np.zeros((self.problem.world, len(self.problem.kinds)), np.int64)
+        at = 0
+        for c, rank, parent, pattern in reversed(steps):
+            counts[rank] = self.patterns[c][pattern[at]]
+            at = int(parent[at])
+        spread(self.problem, counts)
+        if self.problem.is_feasible(counts) and self.problem.makespan(counts) <= self.limit:
+            return Cover(counts, True)
+        return Cover(None, False)
+
+
+def spread(problem: Problem, counts: Counts) -> None:
+    """Take surplus matrices away, each from the rank that gains most by it."""
+    loads = problem.loads(np.minimum(counts, problem.demand))
+    for s, kind in enumerate(problem.kinds):
+        for _ in range(int(counts[:, s].sum()) - kind.count):
+            has = np.flatnonzero(counts[:, s])
+            k = np.minimum(counts[has, s], kind.count)
+            change = kind.ticks[k - 1] - kind.ticks[k]
+            # Prefer what shortens the longest; a removal may also lengthen (costs need not grow).
+            best = np.lexsort((has, -loads[has], change))[0]
+            loads[has[best]] += change[best]
+            counts[has[best], s] -= 1

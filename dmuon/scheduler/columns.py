@@ -2,204 +2,290 @@
 
 A *pattern* is how many matrices of each kind one owner of a class takes. For a makespan T the
 master program shares the matrices out over patterns that take at most T, each class with its own
-number of owners::
+number of owners, and its owners work on a kind at least as long as one owner would on all of it::
 
-    minimize  theta    such that   sum_p x[p, s] * y[p]       = d_s          for every kind s
-                                   sum_(p of class c) y[p]   <= n_c * theta  for every class c
+    minimize  theta    such that   sum_p x[p, s] * y[p]        = d_s          for every kind s
+                                   sum_(p of class c) y[p]    <= n_c * theta  for every class c
+                                   sum_p C_s(x[p, s]) * y[p]  >= C_s(d_s)     for every kind s
 
-T is out of reach if theta > 1 at the optimum. Its duals are values of matrices, from which
-`proof.bound_of` computes the smallest T that they do not rule out; that is the next T to try. So T
-climbs from below, every value passed is proven impossible, and no tolerance is involved. Patterns
-are added by solving the knapsack exactly (`knapsack.frontier`). The size of the master does not
-grow with the number of owners, nor with the number of classes that are alike. Rounding comes after
-(`Columns.round`, class by class where classes are alike).
+T is out of reach if theta > 1 at the optimum. Its duals are values of matrices, from which `bound`
+computes the least T that they do not rule out; that is the next T to try. So T climbs from below,
+every value passed is proven impossible, and no tolerance is involved. Patterns are added by solving
+the knapsack exactly. The size of the master does not grow with the number of owners.
+
+Programs go to HiGHS through PuLP, else to CBC. No answer is believed: bounds and counts that follow
+from it are computed and checked by our own arithmetic.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import importlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dmuon.scheduler.bound import bound_of
-from dmuon.scheduler.exhaustive import cover, spread
-from dmuon.scheduler.greedy import greedy, improve
+from dmuon.scheduler.bound import Holdings, cover, spread, work_tables
+from dmuon.scheduler.greedy import improve
 from dmuon.scheduler.knapsack import MAX_POINTS
-from dmuon.scheduler.master import (
-    Master,
-    Orbits,
-    Pattern,
-    levelled,
-    orbits_of,
-)
 from dmuon.scheduler.plan import Dual
 from dmuon.scheduler.problem import Counts, Problem
 
-__all__ = ["Columns", "fits_columns"]
+__all__ = ["Budget", "Columns", "EngineError", "available_engines"]
 
-Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Pattern = tuple[int, tuple[int, ...]]  # class, count of each kind
 
+PREFERRED = ("HiGHS", "PULP_CBC_CMD")  # in PuLP's names
+_WORTH = 1e17  # of everything, about: exact in 64 bits, and fine enough
 _MOST_ROUNDS = 200  # master programs while climbing
-_MOST_WORK = 150_000  # points of knapsacks, in one climb
-_CLOSE = 1e-4  # a gap not worth any work
-_CLOSE_IF_VAGUE = 1e-3  # the same, where knapsacks have more points than can be kept
-_RELAXED = (0.0, 0.0005, 0.002, 0.004, 0.008, 0.02, 0.05)  # how far above the bound
-_CLOSE_AT_LAST = 5e-3
-_CLOSE_IF_MANY = 1e-2  # the same, where there are many classes
-_MOST_APART = 4  # classes by themselves, after which the others are no longer the busiest
-_ENOUGH_APART = 1000  # the part of the bound that is close enough for one of many classes
-_POINTS = 2_000  # of a frontier while climbing
+_MOST_WORK = 60_000_000  # pairs formed by knapsacks in one climb
+_POINTS = 2_000  # of a frontier, until they are too few
 _MOST_PRICINGS = 6  # at one limit
+_RELAXED = (0.0, 0.0005, 0.002, 0.004, 0.008, 0.02, 0.05)  # how far above the bound
 _GIVEN_BACK = (0, 1, 2)  # uses of each pattern that are decided anew
 _STATES = 1_000  # of the search for what is left
 _WORK = 4_000_000
 _MOST_KINDS = 200  # more make the master program too slow for what it gains
-_MOST_MOVES = 2_000  # of single matrices between classes
-_GIVE_TO = 16  # classes tried
+_MOST_CLASSES = 100
 _WHOLE = 1e-6  # a fraction closer to a whole number than this is one
 
 
-def fits_columns(problem: Problem) -> bool:
-    """Whether the master program is small enough to be worth its time."""
-    return len(set(orbits_of(problem).kinds)) <= _MOST_KINDS
+class Budget:
+    """The wall clock, asked only after the work limits; remembers whether it ever cut short."""
+
+    def __init__(self, seconds: float, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now, self._end, self.hit = now, now() + seconds, False
+
+    def left_s(self) -> float:
+        return max(self._end - self._now(), 0.0)
+
+    def spent(self) -> bool:
+        self.hit = self.hit or self.left_s() <= 0
+        return self.hit
 
 
-@dataclass
-class Columns(Master):
-    """The bound raised, and the counts improved, step by step."""
+# ---- solvers ---------------------------------------------------------------------------------
 
-    # ---- the bound -----------------------------------------------------------------------
 
-    def climb(self) -> bool:
-        """Raise the bound until the master program shares everything out; whether it got there."""
-        if not self._climb(_POINTS, stalled=10):
-            return False
-        if not self._orbits.are_trivial and not self.is_close(_CLOSE_AT_LAST):
-            self._round_apart()  # costs little; more of a bound may not be needed then
-            if self.is_close(_CLOSE_AT_LAST):
-                return True
-        return self._climb(MAX_POINTS, stalled=10)
+class EngineError(Exception):
+    """A solver raised, is not there, or gave no solution."""
 
-    def _climb(self, points: int, stalled: int) -> bool:
-        vague, work = 0, 0
+
+def available_engines() -> tuple[str, ...]:
+    """The solvers that PuLP finds here, in order of preference."""
+
+    def find() -> None:
+        with suppress(ImportError):
+            importlib.import_module("pulp")
+
+    # On a stack of its own: PuLP keeps an exception of its import, and an exception keeps the
+    # frames of all callers, so that the model that is being planned for would never be freed.
+    thread = threading.Thread(target=find)
+    thread.start()
+    thread.join()
+    try:
+        import pulp
+    except ImportError:
+        return ()
+    found = set(pulp.listSolvers(onlyAvailable=True))
+    return tuple(name for name in PREFERRED if name in found)
+
+
+def minimize_last(
+    table: Floats, senses: Sequence[str], bounds: Floats, engine: str, time_limit_s: float
+) -> tuple[Floats, Floats]:
+    """(x, dual of each row) for the least last x >= 0 such that ``table @ x`` keeps to the bounds.
+
+    One thread, so that equal input gives an equal answer.
+
+    Raises:
+        EngineError: whatever went wrong, a time limit without a solution included.
+    """
+    import pulp
+
+    try:
+        model = pulp.LpProblem("plan", pulp.LpMinimize)
+        x = [model.add_variable(f"x{i:06d}", 0) for i in range(table.shape[1])]
+        model += pulp.LpAffineExpression([(x[-1], 1.0)])
+        rows = []
+        for i, (row, sense, bound) in enumerate(zip(table, senses, bounds.tolist(), strict=True)):
+            at = np.flatnonzero(row).tolist()
+            left = pulp.LpAffineExpression([(x[j], float(row[j])) for j in at])
+            equal = left == bound if sense == "==" else left >= bound
+            model += left <= bound if sense == "<=" else equal, f"r{i:06d}"
+            rows.append(model.get_constraint_by_name(f"r{i:06d}"))
+        solver = pulp.HiGHS if engine == "HiGHS" else pulp.PULP_CBC_CMD
+        threads = 1 if engine == "HiGHS" else None  # one, unless CBC is told otherwise
+        model.solve(solver(msg=False, mip=False, timeLimit=time_limit_s, threads=threads))
+    except Exception as error:  # a solver may raise anything; planning must go on
+        raise EngineError(f"{engine} failed: {type(error).__name__}: {error}") from error
+    if model.sol_status != pulp.LpSolutionOptimal:
+        raise EngineError(f"{engine} found no solution: {pulp.LpSolution[model.sol_status]}")
+    values = np.array([np.nan if v.varValue is None else v.varValue for v in x])
+    duals = np.array([0.0 if r.pi is None else r.pi for r in rows])
+    if not (np.isfinite(values).all() and np.isfinite(duals).all()):
+        raise EngineError(f"{engine} gave values that are no numbers")
+    return values, duals
+
+
+# ---- the master program ----------------------------------------------------------------------
+
+
+class Columns:
+    """The bound of a problem raised, and its counts improved, step by step."""
+
+    def __init__(
+        self, problem: Problem, engine: str, budget: Budget, counts: Counts, bound: int, dual: Dual
+    ) -> None:
+        self.problem, self.engine, self.budget = problem, engine, budget
+        self.counts, self.makespan = counts, problem.makespan(counts)
+        self.bound, self.dual = bound, dual
+        self._patterns: dict[Pattern, int] = {}  # -> ticks
+        self._works = work_tables(problem)
+        self._scale = np.array([max(1, int(table[1])) for table in self._works], float)
+        self._learn()
+        for c, owner in enumerate(problem.classes):
+            for s, allowed in enumerate(owner.allowed):
+                if allowed:
+                    self._add(c, tuple(int(t == s) for t in range(len(problem.kinds))))
+
+    @staticmethod
+    def fits(problem: Problem) -> bool:
+        """Whether the master program is small enough to be worth its time."""
+        return len(problem.kinds) <= _MOST_KINDS and len(problem.classes) <= _MOST_CLASSES
+
+    def climb(self) -> None:
+        """Raise the bound until the master program shares everything out."""
+        points, work = _POINTS, 0
         for _ in range(_MOST_ROUNDS):
-            if self.bound >= self.makespan or self.is_close(_CLOSE):
-                return True
-            if self.budget.spent():
-                return False
-            theta, dual, _ = self.master(self.bound)
-            proving, real = self.frontiers(dual, self.makespan, points)
-            proven = bound_of(self.problem, dual, self.makespan, proving)
+            if self.bound >= self.makespan or work > _MOST_WORK or self.budget.spent():
+                return
+            theta, dual, _ = self._master(self.bound)
+            real = Holdings(self.problem, dual, self.makespan, real=True, points=points)
+            work += real.work
+            proving = real
+            if not real.are_exact:
+                proving = Holdings(self.problem, dual, self.makespan, points=points)
+                work += proving.work
+            proven = proving.bound()
             climbed = proven > self.bound
-            work += sum(len(found.cost) for found in proving.values())
             if climbed:
                 self.bound, self.dual = proven, dual
-            if work > _MOST_WORK or (not climbed and theta <= 1 + 1e-9):
-                return True
-            if not all(found.exact for found in real.values()):
-                # So many matrices an owner that trade-offs are merged: the work shared out evenly
-                # is then as good a bound as any, and rounds take long.
-                vague = 0 if climbed else vague + 1
-                if vague > stalled or self.is_close(_CLOSE_IF_VAGUE):
-                    return True
-            near = (self.bound, self.bound - self.bound // 200)
-            new = self.price(real, near)
-            if not climbed and not new:
-                return True  # no pattern improves the master: converged up to rounding
-        return False
-
-    # ---- rounding ------------------------------------------------------------------------
+            new = self._price(real, (self.bound, self.bound - self.bound // 200))
+            if not climbed and (theta <= 1 + 1e-9 or not new):
+                if real.are_exact or points == MAX_POINTS:
+                    return  # everything is shared out, or converged up to rounding
+                points = MAX_POINTS
 
     def round(self) -> None:
         """Look for counts as close to the bound as possible; keeps the best in ``counts``.
 
         The closer, the fewer patterns fit: of a few limits above the bound the first that works.
         """
-        if not self._orbits.are_trivial:
-            if not self.is_close(_CLOSE_IF_MANY):
-                self._round_levelled()
-            if not self.is_close(_CLOSE_IF_MANY):
-                self._round_apart()
-            return
         for relaxation in _RELAXED:
             limit = self.bound + int(self.bound * relaxation)
-            if limit >= self.makespan or self.is_close(_CLOSE) or self.budget.spent():
+            if limit >= self.makespan or self.budget.spent():
                 break
             counts = self._whole(limit)
             if counts is not None:
-                self.offer(counts)
+                counts = improve(self.problem, counts, self.budget.spent)
+                if self.problem.makespan(counts) < self.makespan:
+                    self.counts, self.makespan = counts, self.problem.makespan(counts)
+                    self._learn()
 
     def _whole(self, limit: int) -> Counts | None:
         """Whole uses of patterns, rounded down, and what is then left by a covering search."""
         for _ in range(_MOST_PRICINGS):
-            _, dual, used = self.master(limit)
+            _, dual, used = self._master(limit)
+            real = Holdings(self.problem, dual, limit, real=True, points=_POINTS)
             near = (limit, limit - limit // 1000, limit - limit // 200)
-            real = self.real(dual, limit, self.everything())
-            if not self.price(real, near) or self.budget.spent():
+            if not self._price(real, near) or self.budget.spent():
                 break
         for back in _GIVEN_BACK:
             if self.budget.spent():
                 break
             fixed = [(p, max(int(times + _WHOLE) - back, 0)) for p, times in used]
             counts = _completed(self.problem, fixed, limit, dual)
-            if counts is not None:
+            if counts is not None and self.problem.is_feasible(counts):
                 return counts
         return None
 
-    def _round_apart(self) -> None:
-        """Fix what each class takes, then fill its owners by themselves, the busiest first."""
-        _, _, used = self.master(self.bound)
-        kinds_of = [self.kinds_of(c) for c in range(len(self.problem.classes))]
-        demand = shares(self.problem, self._orbits, kinds_of, used)
-        parts = [alone(self.problem, c, mine) for c, mine in enumerate(demand)]
-        found: dict[Problem, Counts] = {}
-        for part in dict.fromkeys(parts):
-            counts = greedy(part, [])
-            if counts is None:
-                return  # shares do not look at memory
-            found[part] = counts
-        goal = self.bound + self.bound // _ENOUGH_APART
-        for _ in range(_MOST_APART):
-            worst = max(found, key=lambda part: part.makespan(found[part]))
-            if worst.makespan(found[worst]) <= goal:
-                break
-            dual = Dual((0,) * len(worst.kinds), (1,) * len(worst.kinds))
-            columns = Columns(worst, self.engine, self.budget, found[worst], goal, dual)
-            columns.round()
-            if columns.makespan == worst.makespan(found[worst]):
-                break
-            found[worst] = columns.counts
-        self.offer(together(self.problem, demand, [found[part] for part in parts]))
+    def _learn(self) -> None:
+        """Remember the patterns of the best counts."""
+        for c, owner in enumerate(self.problem.classes):
+            for row in np.unique(self.counts[list(owner.ranks)], axis=0):
+                self._add(c, tuple(row.tolist()))
 
-    def _round_levelled(self) -> None:
-        """As if ranks with about the same fixed load were interchangeable; for many classes."""
-        level = levelled(self.problem)
-        if level is None:
-            return
-        columns = Columns(level, self.engine, self.budget, self.counts, self.bound, self.dual)
-        columns.climb()
-        columns.round()
-        self.offer(columns.counts)
+    def _add(self, c: int, counts: tuple[int, ...]) -> bool:
+        """Remember a pattern; whether it is new."""
+        problem = self.problem
+        stored = sum(k * kind.nbytes for k, kind in zip(counts, problem.kinds, strict=True))
+        if not any(counts) or (c, counts) in self._patterns or stored > problem.classes[c].room:
+            return False
+        ticks = sum(int(kind.ticks[k]) for kind, k in zip(problem.kinds, counts, strict=True))
+        self._patterns[c, counts] = ticks + problem.classes[c].fixed
+        return True
 
-    def is_close(self, gap: float) -> bool:
-        return self.makespan <= self.bound + int(self.bound * gap)
+    def _price(self, real: Holdings, limits: Sequence[int]) -> bool:
+        """Add the most valuable patterns within each limit; whether any is new."""
+        new = False
+        for limit in limits:
+            for c, owner in enumerate(self.problem.classes):
+                taken = real.frontiers[owner.allowed].choice(limit - owner.fixed)
+                if taken is not None:
+                    counts = np.zeros(len(self.problem.kinds), np.int64)
+                    counts[list(owner.allowed)] = taken
+                    new |= self._add(c, tuple(counts.tolist()))
+        return new
 
-    def offer(self, counts: Counts) -> None:
-        """Keep ``counts`` if they are feasible and, after local search, better."""
-        if not self.problem.is_feasible(counts):
-            return
-        counts = improve(self.problem, counts)
-        makespan = self.problem.makespan(counts)
-        if makespan < self.makespan:
-            self.counts, self.makespan = counts, makespan
-            self.learn(counts)
+    def _master(self, limit: int) -> tuple[float, Dual, list[tuple[Pattern, float]]]:
+        """(theta, dual, how often each pattern is used) over the patterns known."""
+        try:
+            return self._solved([p for p, ticks in self._patterns.items() if ticks <= limit])
+        except EngineError:
+            # Where prices fall with the batch, the patterns known within the limit may not share
+            # everything out. With those of the best counts they do, and whatever the duals are,
+            # they prove a bound. If it was the solver that failed, it fails again.
+            most = max(limit, self.makespan)
+            return self._solved([p for p, ticks in self._patterns.items() if ticks <= most])
 
+    def _solved(self, patterns: Sequence[Pattern]) -> tuple[float, Dual, list[Any]]:
+        problem, kinds = self.problem, len(self.problem.kinds)
+        taken = np.array([counts for _, counts in patterns], np.int64).reshape(-1, kinds).T
+        sizes = np.array([[c.size] for c in problem.classes], float)
+        mine = np.zeros((len(sizes), len(patterns)))
+        mine[[c for c, _ in patterns], range(len(patterns))] = 1.0
+        works = zip(self._works, taken, self._scale, strict=True)
+        each = np.array([work[k] / scale for work, k, scale in works]).reshape(kinds, -1)
+        least = [float(work[-1]) for work in self._works] / self._scale
+        rows = np.vstack((taken, mine, each))
+        theta = np.vstack((np.zeros((kinds, 1)), -sizes, np.zeros((kinds, 1))))
+        values, duals = minimize_last(
+            np.hstack((rows, theta)),
+            ["=="] * kinds + ["<="] * len(sizes) + [">="] * kinds,
+            np.concatenate((problem.demand.astype(float), np.zeros(len(sizes)), least)),
+            self.engine,
+            self.budget.left_s() + 1.0,
+        )
+        dual = self._integers(duals[:kinds], np.maximum(duals[-kinds:] / self._scale, 0.0))
+        used = [(p, float(y)) for p, y in zip(patterns, values, strict=False) if y > 1e-9]
+        return float(values[-1]), dual, used
 
-# ---- whole owners ---------------------------------------------------------------------------
+    def _integers(self, values: Floats, works: Floats) -> Dual:
+        """A dual in integers; any rounding leaves a valid proof."""
+        total = np.abs(values) @ self.problem.demand
+        total += works @ np.array([float(table[-1]) for table in self._works])
+        scale = _WORTH / float(total) if total > 1e-200 else 0.0
+        return Dual(
+            tuple(round(v * scale) for v in values.tolist()),
+            tuple(round(u * scale) for u in works.tolist()),
+        )
 
 
 def _completed(
@@ -214,130 +300,29 @@ def _completed(
     spread(problem, counts)
     left = problem.demand - counts.sum(0)
     ranks = [rank for some in free for rank in some]
-    kinds = np.flatnonzero(left)
-    if not len(kinds):
+    kinds = np.flatnonzero(left).tolist()
+    if not kinds:
         return counts
     if not ranks:
         return None
     number = {rank: i for i, rank in enumerate(ranks)}
-    classes = tuple(
-        replace(
-            owner,
-            ranks=tuple(number[rank] for rank in some),
-            allowed=tuple(owner.allowed[s] for s in kinds.tolist()),
-        )
-        for owner, some in zip(problem.classes, free, strict=True)
-        if some
-    )
     rest = replace(
         problem,
-        kinds=tuple(replace(problem.kinds[s], count=int(left[s])) for s in kinds.tolist()),
-        classes=classes,
+        kinds=tuple(replace(problem.kinds[s], count=int(left[s])) for s in kinds),
+        classes=tuple(
+            replace(
+                owner,
+                ranks=tuple(number[rank] for rank in some),
+                allowed=tuple(owner.allowed[s] for s in kinds),
+            )
+            for owner, some in zip(problem.classes, free, strict=True)
+            if some
+        ),
         members=((),) * len(kinds),
         forced=(),
     )
-    some_dual = Dual(
-        tuple(dual.values[s] for s in kinds.tolist()),
-        tuple(dual.works[s] for s in kinds.tolist()),
-        dual.byte_price,
-    )
+    some_dual = Dual(tuple(dual.values[s] for s in kinds), tuple(dual.works[s] for s in kinds))
     found = cover(rest, limit, some_dual, _WORK, _STATES).counts
-    if found is None:
-        return None
-    counts[np.array(ranks)[:, None], kinds] += found
-    return counts
-
-
-# ---- classes one by one ---------------------------------------------------------------------
-
-
-def shares(
-    problem: Problem,
-    orbits: Orbits,
-    kinds_of: Sequence[Sequence[int]],
-    used: Sequence[tuple[Pattern, float]],
-) -> Ints:
-    """[classes, kinds]: how many of each kind a class takes, near what the patterns used say.
-
-    ``used`` are patterns of the first of alike classes, for all of them together; ``kinds_of`` are
-    each class's kinds, so that the i-th of alike classes are alike.
-    """
-    ideal = np.zeros((len(problem.classes), len(problem.kinds)))
-    for (c, counts), times in used:
-        ideal[c] += np.array(counts) * times
-    first, owners = orbits.first_classes, Counter[int]()
-    for c, orbit in enumerate(orbits.classes):
-        owners[orbit] += problem.classes[c].size
-    for c in range(len(problem.classes) - 1, -1, -1):  # the first of alike classes is the last
-        origin, part = first[orbits.classes[c]], problem.classes[c].size
-        all_of_them = ideal[origin, list(kinds_of[origin])]
-        ideal[c, list(kinds_of[c])] = all_of_them * (part / owners[orbits.classes[c]])
-    return _rounded(problem, ideal)
-
-
-def _rounded(problem: Problem, ideal: Floats) -> Ints:
-    """Rounded so that every kind adds up, and that no class gets much more work than is ideal."""
-    taken = np.floor(ideal + _WHOLE).astype(np.int64)
-    sizes = np.array([c.size for c in problem.classes], float)
-    allowed = np.array([c.allowed for c in problem.classes]).T  # [kinds, classes]
-    # What a matrix costs where owners take about as many of its kind as is usual.
-    usual = [-(-kind.count // int(sizes[may].sum())) for kind, may in zip(problem.kinds, allowed)]
-    each = np.array([kind.ticks[k] / k for kind, k in zip(problem.kinds, usual)])
-    surplus = (taken - ideal) @ each / sizes  # ticks of an owner
-    for s, kind in enumerate(problem.kinds):
-        missing = kind.count - int(taken[:, s].sum())
-        for _ in range(abs(missing)):
-            step = 1 if missing > 0 else -1
-            may = np.flatnonzero(allowed[s] & (taken[:, s] + step >= 0))
-            c = may[int((step * surplus[may]).argmin())]
-            taken[c, s] += step
-            surplus[c] += step * each[s] / sizes[c]
-    for _ in range(_MOST_MOVES):
-        if not _move(taken, surplus, each, sizes, allowed):
-            break
-    return taken
-
-
-def _move(
-    taken: Ints, surplus: Floats, each: Floats, sizes: Floats, allowed: npt.NDArray[np.bool_]
-) -> bool:
-    """Let the class of most surplus give a matrix to another one, for another or for none."""
-    top = int(surplus.argmax())
-    best, chosen = float(surplus[top]), None
-    for c in np.argsort(surplus, kind="stable")[:_GIVE_TO].tolist():
-        both = np.flatnonzero(allowed[:, top] & allowed[:, c]).tolist()
-        for s in (s for s in both if taken[top, s]):
-            for t in (-1, *(t for t in both if taken[c, t] and t != s)):
-                ticks = each[s] - (each[t] if t >= 0 else 0.0)
-                after = max(surplus[top] - ticks / sizes[top], surplus[c] + ticks / sizes[c])
-                if after < best - _WHOLE * abs(best):
-                    best, chosen = after, (c, s, t, ticks)
-    if chosen is None:
-        return False
-    c, s, t, ticks = chosen
-    for kind, step in ((s, 1), (t, -1)):
-        if kind >= 0:
-            taken[top, kind] -= step
-            taken[c, kind] += step
-    surplus[top] -= ticks / sizes[top]
-    surplus[c] += ticks / sizes[c]
-    return True
-
-
-def alone(problem: Problem, c: int, demand: Ints) -> Problem:
-    """The problem of class ``c`` with its share of the matrices: equal for equal shares."""
-    owner = problem.classes[c]
-    kinds = tuple(
-        replace(problem.kinds[s], pool=-1, count=int(demand[s]))
-        for s in np.flatnonzero(demand).tolist()
-    )
-    owners = replace(owner, ranks=tuple(range(owner.size)), allowed=(True,) * len(kinds))
-    return Problem(kinds, (owners,), ((),) * len(kinds), problem.ticks_per_ms, problem.memory_cap)
-
-
-def together(problem: Problem, demand: Ints, parts: Sequence[Counts]) -> Counts:
-    """The counts of all ranks from those of each class ``alone``."""
-    counts = np.zeros((problem.world, len(problem.kinds)), np.int64)
-    for owner, mine, part in zip(problem.classes, demand, parts, strict=True):
-        counts[np.array(owner.ranks)[:, None], np.flatnonzero(mine)] = part
-    return counts
+    if found is not None:
+        counts[np.ix_(ranks, kinds)] += found
+    return None if found is None else counts

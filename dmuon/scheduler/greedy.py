@@ -8,7 +8,6 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -17,7 +16,14 @@ import numpy.typing as npt
 from dmuon.scheduler.knapsack import Option, frontier
 from dmuon.scheduler.problem import Counts, Kind, Problem
 
-__all__ = ["greedy", "improve", "longest_first", "longest_first_by_weight", "round_robin"]
+__all__ = [
+    "baselines",
+    "greedy",
+    "improve",
+    "longest_first",
+    "longest_first_by_weight",
+    "round_robin",
+]
 
 Ints = npt.NDArray[np.int64]
 
@@ -28,6 +34,10 @@ _SPLIT_WITH = 64  # ranks tried at a time
 _SPLIT_POINTS = 500
 _LOOK_INTO = 64  # ranks whose matrices are considered for a swap
 _STRIDES = (1, 2, 3, 4, 8, 16)  # how many matrices of a kind one move takes along
+_AMOUNTS = 300  # of kinds that are tried in one exchange, the costliest kinds first
+_REPRESENTATIVES = 256
+_CHUNKS = (1, 2, 4, 8, 16)
+_NEVER = np.iinfo(np.int64).max // 64
 
 
 def longest_first(problem: Problem, chunk: int = 1) -> Counts | None:
@@ -118,72 +128,67 @@ def greedy(
     problem: Problem, starts: Sequence[Counts], spent: Callable[[], bool] = lambda: False
 ) -> Counts | None:
     """The best of several longest-first runs and of ``starts``, improved; None if none fits."""
-    sizes = [1] + [b for b in (2, 4, 8, 16) if any(len(k.batch_ticks) >= b for k in problem.kinds)]
-    found = [*starts, *(longest_first(problem, b) for b in sizes), least_memory_first(problem)]
+    largest = max((len(kind.batch_ticks) for kind in problem.kinds), default=1)
+    found = [*starts, *(longest_first(problem, b) for b in _CHUNKS if b <= largest)]
+    if problem.memory_cap is not None:
+        found.append(least_memory_first(problem))
     fitting = [c for c in found if c is not None and problem.is_feasible(c)]
-    if not fitting:
-        return None
     ranked = sorted(fitting, key=problem.makespan)
     improved = [improve(problem, counts, spent) for counts in ranked[:2]]
-    return min(improved, key=problem.makespan)
+    return min(improved, key=problem.makespan, default=None)
 
 
-# ---- local search ------------------------------------------------------------------------
+def baselines(
+    problem: Problem, order: Sequence[int], spent: Callable[[], bool] = lambda: False
+) -> dict[str, Counts]:
+    """The counts of "greedy" and of "round_robin", as far as they find any.
+
+    ``order`` lists the matrices, as in `round_robin`.
+    """
+    turns = round_robin(problem, order)
+    if turns is not None and not problem.is_feasible(turns):
+        turns = None  # a rank that owns nothing may be over the cap
+    starts = [] if turns is None else [turns]
+    found = {"greedy": greedy(problem, starts, spent), "round_robin": turns}
+    return {name: counts for name, counts in found.items() if counts is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """The busiest rank gives ``give`` of kind s to ``rank`` for ``take`` of kind t (-1: none)."""
-
-    rank: int
-    s: int
-    give: int
-    t: int = -1
-    take: int = 0
+# ---- local search ----------------------------------------------------------------------------
 
 
 def improve(problem: Problem, counts: Counts, spent: Callable[[], bool] = lambda: False) -> Counts:
-    """Lower the busiest rank's load, again and again, until nothing does.
+    """Local search: lower the load of the busiest rank while that is possible.
 
     First by moving or swapping a few matrices; where that fails, by sharing out anew all that it
     and one other rank have. The makespan never rises. Memory caps and allowed owners are kept.
     """
     state = _State(problem, counts)
-    splits = _MOST_SPLITS
     for _ in range(_MOST_MOVES):
         if state.work <= 0 or spent():
             break
         busiest = int(state.loads.argmax())
-        exchange = state.best_exchange(busiest)
-        if exchange is not None:
-            state.apply(busiest, exchange)
-            continue
-        tried, done = state.share_anew(busiest, splits)
-        splits -= tried
-        if not done:
+        if not (state.exchange(busiest) or state.share_anew(busiest)):
             break
     return state.counts
 
 
 class _State:
     def __init__(self, problem: Problem, counts: Counts) -> None:
-        self.problem = problem
-        self.work = _MOST_WORK
+        self.problem, self.work, self.splits = problem, _MOST_WORK, _MOST_SPLITS
         self.counts: Counts = counts.copy()
         self.loads = problem.loads(counts)
         self.free = problem.room - counts @ problem.nbytes
         self._class_of = np.zeros(problem.world, np.int64)
         for c, members in enumerate(problem.classes):
             self._class_of[list(members.ranks)] = c
+        self._weights = np.random.default_rng(0).integers(1, 1 << 40, len(problem.kinds) + 1)
 
-    def best_exchange(self, b: int) -> _Exchange | None:
-        """What lowers the larger of the two loads most, below the load of rank ``b``."""
+    def exchange(self, b: int) -> bool:
+        """Do what lowers the larger of two loads most, below the load of rank ``b``."""
         others = self._representatives(b)
-        if not len(others):
-            return None
         gives = self._amounts([b])
-        if not gives:
-            return None
+        if not len(others) or not gives:
+            return False
         may_take = self.problem.allowed[b]
         found = self._amounts(others[:_LOOK_INTO].tolist())
         takes = [(-1, 0), *((s, j) for s, j in found if may_take[s])]
@@ -198,15 +203,18 @@ class _State:
         fits = they_take[:, None, :] & they_give[None, :, :]
         fits &= (mine < self.loads[b])[:, :, None] & (self.free[b] >= -moved)[:, :, None]
         fits &= self.free[others] >= moved[:, :, None]
-        for g, (s, _) in enumerate(gives):
-            for t, (other, _) in enumerate(takes):
-                if s == other:
-                    fits[g, t] = False
-        after[~fits] = np.iinfo(np.int64).max
+        same = np.array([[s == t for t, _ in takes] for s, _ in gives])
+        after[~fits | same[:, :, None]] = np.iinfo(np.int64).max
         g, t, at = (int(i) for i in np.unravel_index(int(after.argmin()), after.shape))
         if after[g, t, at] >= self.loads[b]:
-            return None
-        return _Exchange(int(others[at]), *gives[g], *takes[t])
+            return False
+        rank, row = int(others[at]), self.counts[b].copy()
+        both = row + self.counts[rank]
+        for (s, amount), sign in ((gives[g], -1), (takes[t], 1)):
+            row[s] += sign * amount  # a kind of -1 comes with an amount of 0
+        self._set(b, row)
+        self._set(rank, both - row)
+        return True
 
     def _changes(
         self, amounts: Sequence[tuple[int, int]], b: int, others: Ints, sign: int = 1
@@ -236,39 +244,33 @@ class _State:
         return mine, theirs, nbytes, possible
 
     def _representatives(self, b: int) -> Ints:
-        """One rank of each set of ranks that are alike; ranks are many, patterns few."""
+        """One rank of each set of ranks that are alike, the least loaded first: more than some
+        would cost time for little."""
         rows = np.column_stack((self._class_of, self.counts))
-        weights = np.random.default_rng(0).integers(1, 1 << 40, rows.shape[1])
-        _, first = np.unique(rows @ weights, return_index=True)
+        _, first = np.unique(rows @ self._weights, return_index=True)
         first = first[self.loads[first] < self.loads[b]]
-        # The least loaded are the ones that can take something; more would cost time for little.
-        order = np.argsort(self.loads[first], kind="stable")
-        chosen: Ints = first[order[:256]]
+        chosen: Ints = first[np.argsort(self.loads[first], kind="stable")[:_REPRESENTATIVES]]
         return chosen
 
-    def share_anew(self, b: int, most: int) -> tuple[int, bool]:
-        """Split what rank ``b`` and another one have between the two, as evenly as can be.
+    def _amounts(self, ranks: Sequence[int]) -> list[tuple[int, int]]:
+        """(kind, how many) that some of ``ranks`` could part with."""
+        most = self.counts[list(ranks)].max(0)
+        there = ((s, int(most[s])) for s in np.flatnonzero(most).tolist())
+        return [(s, j) for s, k in there for j in sorted({*_STRIDES, k}) if j <= k][:_AMOUNTS]
 
-        Returns how many ranks were tried, and whether one of them lowered the load.
-        """
-        others = self._representatives(b)[: min(most, _SPLIT_WITH)]
-        for tried, o in enumerate(others.tolist(), 1):
-            mine = self._even_split(b, o)
+    def share_anew(self, b: int) -> bool:
+        """Split what rank ``b`` and another one have between the two, as evenly as can be."""
+        for o in self._representatives(b)[: min(self.splits, _SPLIT_WITH)].tolist():
+            self.splits -= 1
+            both = self.counts[b] + self.counts[o]
+            mine = self._even_split(b, o, both)
             if mine is not None:
-                pool = self.counts[b] + self.counts[o]
-                for rank, row in ((b, mine), (o, pool - mine)):
-                    self.counts[rank] = row
-                    self.loads[rank] = self._load(rank, row)
-                    self.free[rank] = self.problem.room[rank] - row @ self.problem.nbytes
-                return tried, True
-        return len(others), False
+                self._set(b, mine)
+                self._set(o, both - mine)
+                return True
+        return False
 
-    def _load(self, rank: int, row: Ints) -> int:
-        kinds = self.problem.kinds
-        ticks = sum(int(kind.ticks[k]) for kind, k in zip(kinds, row.tolist(), strict=True))
-        return ticks + int(self.problem.fixed[rank])
-
-    def _even_split(self, a: int, b: int) -> Ints | None:
+    def _even_split(self, a: int, b: int, both: Ints) -> Ints | None:
         """What rank ``a`` should have of both, if that makes the busier of the two less busy.
 
         The trade-off between the two loads is a knapsack: the value of k matrices with ``a`` is
@@ -276,27 +278,29 @@ class _State:
         """
         problem, options = self.problem, []
         fixed_a, fixed_b = int(problem.fixed[a]), int(problem.fixed[b])
-        pool, most = self.counts[a] + self.counts[b], int(self.loads[a]) - 1
-        never = np.iinfo(np.int64).max // 64
-        there = np.flatnonzero(pool)
-        for s in there.tolist():
-            kind, k = problem.kinds[s], np.arange(pool[s] + 1)
-            cost, saved = kind.ticks[k].copy(), kind.ticks[pool[s]] - kind.ticks[pool[s] - k]
+        most = int(self.loads[a]) - 1
+        there = np.flatnonzero(both).tolist()
+        for s in there:
+            kind, k = problem.kinds[s], np.arange(both[s] + 1)
+            cost, saved = kind.ticks[k].copy(), kind.ticks[both[s]] - kind.ticks[both[s] - k]
             if not problem.allowed[a, s]:
-                cost[1:] = never
+                cost[1:] = _NEVER
             if not problem.allowed[b, s]:
-                saved[:-1] = -never  # ``b`` may keep none of it
+                saved[:-1] = -_NEVER  # ``b`` may keep none of it
             options.append(Option(cost, saved))
-        found = frontier(options, most - fixed_a, bounding=False, max_points=_SPLIT_POINTS)
-        everything = sum(int(problem.kinds[s].ticks[pool[s]]) for s in there.tolist())
-        ours = fixed_a + found.cost
-        after = np.maximum(ours, fixed_b + everything - found.value)
+        everything = sum(int(problem.kinds[s].ticks[both[s]]) for s in there)
+        least = fixed_b + everything - most
+        found = frontier(
+            options, most - fixed_a, bounding=False, least=least, max_points=_SPLIT_POINTS
+        )
+        self.work -= found.work
+        after = np.maximum(fixed_a + found.cost, fixed_b + everything - found.value)
         for at in np.argsort(after, kind="stable")[:8].tolist():
-            if after[at] > most:
-                return None
-            mine: Ints = np.zeros_like(pool)
-            mine[there] = found.choice(int(found.cost[at]))
-            if self._fits(a, mine) and self._fits(b, pool - mine):
+            taken = found.choice(int(found.cost[at]))
+            assert taken is not None  # it is on the frontier
+            mine: Ints = np.zeros_like(both)
+            mine[there] = taken
+            if after[at] <= most and self._fits(a, mine) and self._fits(b, both - mine):
                 return mine
         return None
 
@@ -304,22 +308,9 @@ class _State:
         allowed = not (row[~self.problem.allowed[rank]] > 0).any()
         return allowed and int(row @ self.problem.nbytes) <= int(self.problem.room[rank])
 
-    def _amounts(self, ranks: Sequence[int]) -> list[tuple[int, int]]:
-        """(kind, how many) that some of ``ranks`` could part with."""
-        most = self.counts[list(ranks)].max(0).tolist()
-        return [(s, j) for s, k in enumerate(most) for j in sorted({*_STRIDES, k}) if 0 < j <= k]
-
-    def _change(self, s: int, by: int, rank: int) -> tuple[int, int]:
-        """Ticks and bytes that a rank gains by ``by`` more matrices of kind s."""
-        kind, k = self.problem.kinds[s], int(self.counts[rank, s])
-        return int(kind.ticks[k + by] - kind.ticks[k]), by * kind.nbytes
-
-    def apply(self, b: int, exchange: _Exchange) -> None:
-        for s, by in ((exchange.s, exchange.give), (exchange.t, -exchange.take)):
-            if s < 0 or by == 0:
-                continue
-            for rank, amount in ((b, -by), (exchange.rank, by)):
-                ticks, nbytes = self._change(s, amount, rank)
-                self.counts[rank, s] += amount
-                self.loads[rank] += ticks
-                self.free[rank] -= nbytes
+    def _set(self, rank: int, row: Ints) -> None:
+        problem = self.problem
+        taken = zip(problem.kinds, row.tolist(), strict=True)
+        self.counts[rank] = row
+        self.loads[rank] = problem.fixed[rank] + sum(int(kind.ticks[k]) for kind, k in taken if k)
+        self.free[rank] = problem.room[rank] - row @ problem.nbytes

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Frontier", "Option", "frontier"]
+__all__ = ["Frontier", "Option", "density", "frontier"]
 
 Ints = npt.NDArray[np.int64]
 
 MAX_POINTS = 8_000  # kept after each kind
+_MOST_WORK = 16_000_000  # pairs formed in one knapsack: about a second
 _MANY = 10_000  # pairs: more are sifted before they are sorted
 _INTERVALS = 2_048
-_PAIRS_A_POINT = 200  # formed at once, for each point kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,28 +44,38 @@ class _Points:
     def __len__(self) -> int:
         return len(self.cost)
 
+    def at(self, index: Ints) -> _Points:
+        return _Points(self.cost[index], self.value[index], self.parent[index], self.taken[index])
+
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """Pareto-optimal pairs, both ascending. ``exact`` is False where points were merged.
+    """Pareto-optimal pairs, both ascending, of a value of ``least`` or more.
 
-    ``work``: pairs that were formed on the way.
+    ``exact`` is False where points were merged. ``work``: pairs that were formed on the way.
     """
 
     cost: Ints
     value: Ints
     exact: bool
+    least: int
     stages: tuple[_Points, ...] = ()
     work: int = 0
 
-    def best_value(self, limit: int) -> int:
-        """The largest value at a cost of at most ``limit`` >= 0; -1 for a negative limit."""
-        at = int(np.searchsorted(self.cost, limit, side="right")) - 1
-        return int(self.value[at]) if at >= 0 else -1
+    def best_values(self, limits: Ints) -> Ints:
+        """At least the largest value within each limit; below ``least`` that less one."""
+        at = np.searchsorted(self.cost, limits, side="right")
+        best: Ints = np.concatenate(([self.least - 1], self.value))[at]
+        return best
 
-    def choice(self, limit: int) -> Ints:
-        """How many of each kind reach `best_value`; of a frontier that is not bounding."""
+    def choice(self, limit: int) -> Ints | None:
+        """How many of each kind are worth most within the limit; None if all are worth too little.
+
+        Of a frontier that is not bounding.
+        """
         at = int(np.searchsorted(self.cost, limit, side="right")) - 1
+        if at < 0:
+            return None
         taken = []
         for stage in reversed(self.stages):
             taken.append(int(stage.taken[at]))
@@ -73,53 +83,81 @@ class Frontier:
         return np.array(taken[::-1], np.int64)
 
 
+def density(option: Option) -> float:
+    """The most value that a unit of cost brings, rounded up."""
+    cost, value = option.cost[1:], option.value[1:]
+    if (value[cost == 0] > 0).any():
+        return math.inf
+    some = cost > 0
+    return float((value[some] / cost[some]).max(initial=0.0)) * (1 + 1e-12)
+
+
 def frontier(
     options: Sequence[Option],
     limit: int,
     *,
     bounding: bool,
+    least: int = 0,
     max_points: int = MAX_POINTS,
-    max_work: int | None = None,
+    max_work: int = _MOST_WORK,
 ) -> Frontier:
-    """All trade-offs at a cost of at most ``limit`` >= 0.
+    """All trade-offs at a cost of at most ``limit`` >= 0 that are worth at least ``least``.
 
     Where there are too many, neighbouring ones are merged: with ``bounding`` into a point as cheap
-    as the cheapest and as valuable as the best of them, so that `Frontier.best_value` is never too
-    small; otherwise into the most valuable real one, so that `Frontier.choice` exists. ``max_work``
-    bounds the pairs that are formed: what an option leaves of its share is for those after it.
+    as the cheapest and as valuable as the best of them, so that `Frontier.best_values` are never
+    too small; otherwise into the most valuable real one, so that `Frontier.choice` exists.
+    ``max_work`` bounds the pairs formed: what an option leaves of its share is for those after it.
     """
     zero = np.zeros(1, np.int64)
     points, exact, work = _Points(zero, zero, zero, zero), True, 0
+    each = [density(option) for option in options]
+    later = np.maximum.accumulate([0.0, *each[:0:-1]])[::-1].tolist()
+    densest = max(each, default=0.0)
     stages: list[_Points] = []
-    for i, option in enumerate(options):
-        pairs = _PAIRS_A_POINT * max_points
-        if max_work is not None:
-            pairs = max(1, min(pairs, (max_work - work) // (len(options) - i)))
-        choices = _undominated(option.cost, option.value, limit)
+    for i, (option, dense) in enumerate(zip(options, later, strict=False)):
+        pairs = max(1, (max_work - work) // (len(options) - i))
+        choices = np.flatnonzero(option.cost <= limit)
+        choices = choices[_reach(option, choices, limit, densest) >= least]
+        choices = choices[_undominated(option.cost[choices], option.value[choices], limit)]
         taken = _Points(option.cost[choices], option.value[choices], choices, choices)
         if len(points) * len(taken) > pairs:
-            most = max(math.isqrt(pairs), pairs // min(len(points), len(taken)))
-            points, taken = _thin(points, bounding, most), _thin(taken, bounding, most)
-            if len(points) * len(taken) > pairs:
-                most = math.isqrt(pairs)
-                points, taken = _thin(points, bounding, most), _thin(taken, bounding, most)
             exact = False
+            few = math.isqrt(pairs)
+            points = _thin(points, bounding, max(few, pairs // len(taken)))
+            taken = _thin(taken, bounding, max(few, pairs // len(points)))
+            points = _thin(points, bounding, max(1, pairs // len(taken)))
             if stages:
                 stages[-1] = points
         work += len(points) * len(taken)
-        points = _products(points, taken, limit)
+        points = _products(points, taken, limit, least, dense)
         if len(points) > max_points:
             points, exact = _thin(points, bounding, max_points), False
         stages.append(points)
-    return Frontier(points.cost, points.value, exact, () if bounding else tuple(stages), work)
+    kept = () if bounding else tuple(stages)
+    enough = points.value >= least
+    if kept:
+        kept = (*kept[:-1], points.at(np.flatnonzero(enough)))
+    return Frontier(points.cost[enough], points.value[enough], exact, least, kept, work)
 
 
-def _products(points: _Points, taken: _Points, limit: int) -> _Points:
-    """All pairs of a point and a choice, without those that another one beats."""
+def _products(points: _Points, taken: _Points, limit: int, least: int, dense: float) -> _Points:
+    """All pairs of a point and a choice, without those that another one beats, and those that
+    cannot be worth ``least`` with what comes later, of this density."""
     cost = (points.cost[None, :] + taken.cost[:, None]).ravel()
     value = (points.value[None, :] + taken.value[:, None]).ravel()
-    keep = _undominated(cost, value, limit)
+    keep = np.flatnonzero(cost <= limit)
+    keep = keep[_reach(Option(cost, value), keep, limit, dense) >= least]
+    keep = keep[_undominated(cost[keep], value[keep], limit)]
     return _Points(cost[keep], value[keep], keep % len(points), taken.taken[keep // len(points)])
+
+
+def _reach(pairs: Option, index: Ints, limit: int, dense: float) -> npt.NDArray[np.float64]:
+    """At least what pairs can be worth if the rest of the limit brings this density."""
+    if math.isinf(dense):
+        return np.full(len(index), math.inf)
+    free = limit - pairs.cost[index]
+    reach: npt.NDArray[np.float64] = pairs.value[index] + dense * free * (1 + 1e-9) + 1.0
+    return reach
 
 
 def _undominated(cost: Ints, value: Ints, limit: int) -> Ints:
@@ -136,7 +174,8 @@ def _undominated(cost: Ints, value: Ints, limit: int) -> Ints:
 
 def _promising(cost: Ints, value: Ints, limit: int) -> npt.NDArray[np.bool_]:
     """Without what a pair of a lower interval of cost beats: most of them, and no sorting."""
-    interval = cost * _INTERVALS // (limit + 1)
+    low = int(cost.min())
+    interval = (cost - low) * _INTERVALS // (limit - low + 1)
     best = np.full(_INTERVALS + 1, np.iinfo(np.int64).min)
     np.maximum.at(best, interval + 1, value)
     kept: npt.NDArray[np.bool_] = value > np.maximum.accumulate(best)[interval]
@@ -144,15 +183,14 @@ def _promising(cost: Ints, value: Ints, limit: int) -> npt.NDArray[np.bool_]:
 
 
 def _thin(points: _Points, bounding: bool, most: int) -> _Points:
-    """At most one point in each of ``most`` equal intervals of cost."""
+    """At most one point in each of ``most`` equal intervals of cost, and one more."""
     if len(points) <= most:
         return points
-    edges = np.linspace(0, int(points.cost[-1]) + 1, most + 1)[:-1].astype(np.int64)
-    first = np.unique(np.searchsorted(points.cost, edges, side="left"))
+    edges = np.linspace(int(points.cost[0]), int(points.cost[-1]) + 1, most + 1)[:-1]
+    first = np.unique(np.searchsorted(points.cost, edges.astype(np.int64), side="left"))
     last = np.append(first[1:], len(points)) - 1
-    # The first interval must keep the origin: nothing taken.
-    cost = points.cost[first if bounding else last]
     if not bounding:
-        last = np.unique(np.append(0, last))
-        cost = points.cost[last]
-    return _Points(cost, points.value[last], points.parent[last], points.taken[last])
+        last = np.unique(np.append(0, last))  # the cheapest stays: nothing taken, at first
+        first = last
+    thin = points.at(last)
+    return _Points(points.cost[first], thin.value, thin.parent, thin.taken)

@@ -32,7 +32,7 @@ from itertools import chain, islice
 from dmuon.scheduler.topology import Topology
 from dmuon.types import PlanError
 
-__all__ = ["Contention", "contention", "layer_of", "natural_key", "place"]
+__all__ = ["Contention", "contention", "launch_order", "layer_of", "natural_key", "place"]
 
 _Pattern = tuple[tuple[int, int], ...]  # (kind, how many), ascending: what one owner takes
 _Turn = tuple[int, int, int]  # when it ends or begins, its number, how many its owner takes
@@ -468,3 +468,8 @@ def natural_key(name: str) -> tuple[tuple[str | int, ...], str]:
     # Text and numbers alternate, beginning with text, so that like is compared with like.
     parts = re.split(r"([0-9]+)", name)
     return tuple(int(part) if i % 2 else part for i, part in enumerate(parts)), name
+
+
+def launch_order(names: Sequence[str]) -> list[int]:
+    """Matrices in natural order of their names: about launch order, whatever order they came in."""
+    return sorted(range(len(names)), key=lambda i: natural_key(names[i]))

@@ -44,7 +44,7 @@ from dmuon.types import KernelChoice, Layout, PlanError
 
 __all__ = ["Batch", "Dual", "OwnershipPlan", "PriceRow", "Proof", "check_plan_fits"]
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 _MOST_PRICE = 1e12  # milliseconds of one batch, as in planning
 _MOST_KERNEL = 200  # characters of a kernel's name
 
@@ -84,46 +84,22 @@ class PriceRow:
 
 @dataclass(frozen=True, slots=True)
 class Dual:
-    """The value of a matrix and of a unit of work of each kind, and the price of a unit of bytes.
-
-    See `bound.work_tables` and `bound.byte_units` for the units.
-    """
+    """The value of a matrix and of a unit of work of each kind; see `bound.work_tables`."""
 
     values: tuple[int, ...]
     works: tuple[int, ...]
-    byte_price: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
     """Why no plan is faster. ``dual`` proves the makespan that `bound.bound_of` computes from it.
 
-    ``impossible``: no plan takes so many ticks or fewer, as `exhaustive.cover` finds by trying
+    ``impossible``: no plan takes so many ticks or fewer, as `bound.cover` finds by trying
     everything; -1 where nothing was tried or the dual alone shows as much.
     """
 
     dual: Dual
     impossible: int = -1
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; `from_dict` gives an equal proof."""
-        return {
-            "values": list(self.dual.values),
-            "works": list(self.dual.works),
-            "byte_price": self.dual.byte_price,
-            "impossible": self.impossible,
-        }
-
-    @classmethod
-    def from_dict(cls, data: Any, at: str = "proof") -> Proof:
-        """The proof that `to_dict` wrote; PlanError that begins with the path of a field."""
-        record(data, at, "values", "works", "byte_price", "impossible")
-        dual = Dual(
-            wholes(data, "values", at, -MOST_WHOLE),
-            wholes(data, "works", at),
-            whole(data, "byte_price", at),
-        )
-        return cls(dual, whole(data, "impossible", at, -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,29 +213,21 @@ class OwnershipPlan:
 
     def to_json(self) -> str:
         """One JSON object; `from_json` gives an equal plan."""
-        claim = self.claim
+        proof, claim = self.proof, self.claim
         data = {
             "format": FORMAT_VERSION,
             "fingerprint": None if claim is None else claim.fingerprint,
             "makespan_ms": None if claim is None else claim.makespan_ms,
-            "lower_bound_ms": self.lower_bound_ms,
-            "solver": self.solver,
-            "status": self.status,
-            "engine": self.engine,
-            "note": self.note,
+            **{name: getattr(self, name) for name in (*_NUMBERS, *_TEXTS)},
             "hit_time_limit": self.hit_time_limit,
-            "seconds": self.seconds,
-            "cost_source": self.cost_source,
-            "alternatives": [list(a) for a in self.alternatives],
+            "alternatives": self.alternatives,
             "layout": self.layout.value,
             "topology": self.topology.to_dict(),
             "limits": self.limits.to_dict(),
-            "prices": [
-                [list(r.key), list(r.ms), list(r.origin), list(r.kernels)] for r in self.prices
-            ],
-            "proof": None if self.proof is None else self.proof.to_dict(),
+            "prices": [[r.key, r.ms, r.origin, r.kernels] for r in self.prices],
+            "proof": proof and [proof.dual.values, proof.dual.works, proof.impossible],
             "specs": self.specs.to_dict(),
-            "batches": [[b.owner, list(b.matrices), b.ms, b.kernel] for b in self.batches],
+            "batches": [[b.owner, b.matrices, b.ms, b.kernel] for b in self.batches],
         }
         return json.dumps(data)
 
@@ -334,6 +302,12 @@ def _check_batches(batches: Sequence[Batch], matrices: Sequence[MatrixSpec], wor
 # ---- reading -----------------------------------------------------------------------------
 
 
+_NUMBERS = ("lower_bound_ms", "seconds")
+_TEXTS = ("solver", "status", "engine", "note", "cost_source")
+_OTHERS = ("fingerprint", "makespan_ms", "hit_time_limit", "alternatives", "layout", "topology")
+_LISTS = ("limits", "prices", "proof", "specs", "batches")
+
+
 def _fields(data: Any) -> dict[str, Any]:
     """The fields of a plan from the data that were saved of it.
 
@@ -344,9 +318,7 @@ def _fields(data: Any) -> dict[str, Any]:
     version = record(data, "", "format")["format"]
     if type(version) is not int or version != FORMAT_VERSION:
         raise PlanError(f"the plan has format {version!r}, this version reads {FORMAT_VERSION}")
-    record(data, "", "specs", "topology", "batches", "layout", "solver", "status", "cost_source")
-    record(data, "", "lower_bound_ms", "alternatives", "seconds", "limits", "prices", "proof")
-    record(data, "", "engine", "note", "hit_time_limit", "fingerprint", "makespan_ms")
+    record(data, "", *_NUMBERS, *_TEXTS, *_OTHERS, *_LISTS)
     specs = ModelSpecs.from_dict(data["specs"])
     prices = each(data, "prices", "", _price_row)
     different((price.key for price in prices), "the shapes in prices")
@@ -357,21 +329,16 @@ def _fields(data: Any) -> dict[str, Any]:
     if (data["fingerprint"], data["makespan_ms"]) != (None, None):
         claim = Claim(real(data, "makespan_ms", ""), text(data, "fingerprint", "", _MOST_KERNEL))
     return {
+        **{name: real(data, name, "") for name in _NUMBERS},
+        **{name: text(data, name, "") for name in _TEXTS},
         "specs": specs,
         "topology": Topology.from_dict(data["topology"], "topology"),
         "batches": each(data, "batches", "", _batch),
         "layout": choice(data, "layout", "", Layout),
-        "solver": text(data, "solver", ""),
-        "status": text(data, "status", ""),
-        "cost_source": text(data, "cost_source", ""),
-        "lower_bound_ms": real(data, "lower_bound_ms", ""),
         "alternatives": each(data, "alternatives", "", _alternative),
-        "seconds": real(data, "seconds", ""),
         "limits": OwnerLimits.from_dict(data["limits"], "limits"),
         "prices": prices,
-        "proof": None if data["proof"] is None else Proof.from_dict(data["proof"], "proof"),
-        "engine": text(data, "engine", ""),
-        "note": text(data, "note", ""),
+        "proof": None if data["proof"] is None else _proof(data["proof"], "proof"),
         "hit_time_limit": flag(data, "hit_time_limit", ""),
         "claim": claim,
     }
@@ -388,18 +355,24 @@ def _alternative(data: Any, at: str) -> tuple[str, float]:
     return text(data, 0, at), real(data, 1, at)
 
 
+def _proof(data: Any, at: str) -> Proof:
+    row(data, at, 3, 3)
+    dual = Dual(wholes(data, 0, at, -MOST_WHOLE), wholes(data, 1, at))
+    return Proof(dual, whole(data, 2, at, -1))
+
+
 def _price_row(data: Any, at: str) -> PriceRow:
     row(data, at, 4, 4)
     key = row(data[0], f"{at}[0]", 3, 3)
     ms, origin = reals(data, 1, at, high=_MOST_PRICE), texts(data, 2, at)
     kernels = texts(data, 3, at, _MOST_KERNEL)
-    for name, values in (("origins", origin), ("kernels", kernels)):
-        if len(values) != len(ms) and (values or name == "origins"):
-            raise PlanError(f"{at}: found {len(ms)} prices and {len(values)} {name}")
+    if not ms or len(origin) != len(ms) or len(kernels) not in (0, len(ms)):
+        raise PlanError(
+            f"{at}: expected a price for one matrix at least, and an origin and a kernel for each "
+            f"price, found {len(ms)} prices, {len(origin)} origins and {len(kernels)} kernels"
+        )
     for i in range(len(kernels)):
         _kernel(kernels, i, f"{at}[3]")
-    if not ms:
-        raise PlanError(f"{at}[1]: expected the price of a batch of one at least, found none")
     shape = whole(key, 0, f"{at}[0]", 1), whole(key, 1, f"{at}[0]", 1)
     return PriceRow((*shape, text(key, 2, f"{at}[0]")), ms, origin, kernels)
 

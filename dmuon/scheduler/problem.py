@@ -37,7 +37,7 @@ Counts = Ints  # [ranks, kinds]
 _FINEST = 10**9  # ticks a millisecond
 _LARGEST_TOTAL = 10**15  # ticks of all matrices one by one; leaves room for products in 64 bits
 UNLIMITED = 1 << 62  # bytes
-_MOST_MS = 1e12  # of one batch: 30 years
+_MOST_BATCH_MS = 1e12  # 30 years
 _MOST_SPLITS = 4_000_000_000
 _MOST_TABLE = 100_000_000
 
@@ -60,7 +60,7 @@ def _cheapest(price: tuple[int, ...], count: int) -> tuple[Ints, Ints]:
 
     ``price[b - 1]`` is the cost of one batch of b: neither concave nor monotone in general, so
     every size is tried for the first batch. Ties go to the larger batch: fewer launches. Kept,
-    for under expert parallelism hundreds of kinds have equal prices and counts.
+    because under expert parallelism hundreds of kinds have equal prices and counts.
     """
     largest_first = np.array(price[::-1], np.int64)
     best, first = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
@@ -122,10 +122,6 @@ class Forced:
     def ticks(self) -> int:
         return int(self.kind.ticks[-1])
 
-    @property
-    def nbytes(self) -> int:
-        return self.kind.nbytes * self.kind.count
-
 
 @dataclass(frozen=True, slots=True)
 class OwnerClass:
@@ -159,6 +155,10 @@ class Problem:
     def ms(self, ticks: int) -> float:
         """Milliseconds of a number of ticks."""
         return int(ticks) / self.ticks_per_ms
+
+    def ticks(self, ms: float) -> int:
+        """Ticks of a number of milliseconds."""
+        return round(ms * self.ticks_per_ms)
 
     @cached_property
     def world(self) -> int:
@@ -232,19 +232,7 @@ def build_problem(
         SizeError: a PlanError, too: the problem is too large to be worked on.
     """
     limits.check(len(matrices), world)
-    _check_prices(prices)
-    demand = Counter(matrix.key for matrix in matrices)
-    for rows, cols, dtype in demand:
-        if not prices.get((rows, cols, dtype)):
-            raise PlanError(f"there is no price for matrices of {rows} x {cols} {dtype}")
-    total = math.fsum(prices[key][0] * count for key, count in demand.items())
-    top = max((max(row) for row in prices.values()), default=0.0)
-    if not max(total, top, *limits.fixed_ms, 0.0) <= MOST_MS:
-        raise PlanError(
-            f"all matrices must take at most {MOST_MS:g} milliseconds together, found {total:g}"
-        )
-    scale = ticks_per_ms(max(total, top, *limits.fixed_ms, 0.0))
-    batch_ticks = {key: tuple(round(ms * scale) for ms in row) for key, row in prices.items()}
+    batch_ticks, scale = _ticks(Counter(matrix.key for matrix in matrices), limits, prices)
     groups = _groups(matrices, limits, batch_ticks)
     _check_work(groups, batch_ticks, world, limits)
     kinds, members, forced = [], [], []
@@ -260,15 +248,45 @@ def build_problem(
     return Problem(tuple(kinds), classes, tuple(members), scale, limits.memory_bytes, tuple(forced))
 
 
+def _ticks(
+    demand: Mapping[ShapeKey, int],
+    limits: OwnerLimits,
+    prices: Mapping[ShapeKey, Sequence[float]],
+) -> tuple[dict[ShapeKey, tuple[int, ...]], int]:
+    """(ticks of the batches of each shape, ticks a millisecond), or PlanError."""
+    for (rows, cols, dtype), row in prices.items():
+        for batch, ms in enumerate(row, 1):
+            if not 0 <= ms <= _MOST_BATCH_MS:
+                raise PlanError(
+                    f"the cost of {batch} matrices of {rows} x {cols} {dtype} must be between 0 "
+                    f"and {_MOST_BATCH_MS:g} milliseconds, found {ms}: measure again, or correct "
+                    "the cost table"
+                )
+    for rows, cols, dtype in demand:
+        if not prices.get((rows, cols, dtype)):
+            raise PlanError(f"there is no price for matrices of {rows} x {cols} {dtype}")
+    total = math.fsum(prices[key][0] * count for key, count in demand.items())
+    most = max((total, *limits.fixed_ms, *(ms for row in prices.values() for ms in row)))
+    if most > MOST_MS:
+        raise PlanError(
+            f"all matrices must take at most {MOST_MS:g} milliseconds together, found {total:g}"
+        )
+    scale = ticks_per_ms(most)
+    return {key: tuple(round(ms * scale) for ms in row) for key, row in prices.items()}, scale
+
+
+_Group = tuple[ShapeKey, int, tuple[int, ...]]  # shape, pool, its matrices
+
+
 def _groups(
     matrices: Sequence[MatrixSpec],
     limits: OwnerLimits,
     batch_ticks: Mapping[ShapeKey, tuple[int, ...]],
-) -> list[tuple[ShapeKey, int, tuple[int, ...]]]:
-    """(shape, pool, its matrices), the costliest first: solvers decide on them first.
+) -> list[_Group]:
+    """Matrices by shape and pool, the costliest first: solvers decide on them first.
 
-    Of equal shapes the pools' ranks decide, for the numbers of pools depend on the order in which
-    they were found; and of equal pools a matrix's name.
+    Of equal shapes the pools' ranks decide, because the numbers of pools depend on the order in
+    which they were found; and of equal pools a matrix's name.
     """
     members: dict[tuple[ShapeKey, int], list[int]] = defaultdict(list)
     for i, matrix in enumerate(matrices):
@@ -280,7 +298,7 @@ def _groups(
 
 
 def _check_work(
-    groups: Sequence[tuple[ShapeKey, int, tuple[int, ...]]],
+    groups: Sequence[_Group],
     batch_ticks: Mapping[ShapeKey, tuple[int, ...]],
     world: int,
     limits: OwnerLimits,
@@ -299,17 +317,6 @@ def _check_work(
             )
 
 
-def _check_prices(prices: Mapping[ShapeKey, Sequence[float]]) -> None:
-    for (rows, cols, dtype), row in prices.items():
-        for batch, ms in enumerate(row, 1):
-            if not (0 <= ms <= _MOST_MS):
-                raise PlanError(
-                    f"the cost of {batch} matrices of {rows} x {cols} {dtype} must be between 0 "
-                    f"and {_MOST_MS:g} milliseconds, found {ms}: measure again, or correct the "
-                    "cost table"
-                )
-
-
 def _classes(
     kinds: Sequence[Kind],
     forced: Sequence[Forced],
@@ -321,27 +328,23 @@ def _classes(
     stored = [limits.fixed_bytes_of(rank) for rank in range(world)]
     for group in forced:
         fixed[group.rank] += group.ticks
-        stored[group.rank] += group.nbytes
-    inside: list[list[int]] = [[] for _ in range(world)]
+        stored[group.rank] += group.kind.nbytes * group.kind.count
+    inside: list[list[int]] = [[-1] for _ in range(world)]
     for pool in sorted({kind.pool for kind in kinds} - {-1}):
         for rank in limits.pools[pool]:
             inside[rank].append(pool)
-    # Pools have few distinct membership patterns; ranks are many.
-    patterns: dict[tuple[int, ...], tuple[bool, ...]] = {}
-    ranks: dict[tuple[int, int, tuple[int, ...]], list[int]] = defaultdict(list)
     weightless = not any(kind.nbytes for kind in kinds)
+    ranks: dict[tuple[int, int, tuple[int, ...]], list[int]] = defaultdict(list)
     for rank in range(world):
         room = UNLIMITED
         if limits.memory_bytes is not None:
             room = min(limits.memory_bytes - stored[rank], UNLIMITED)
             if weightless and room >= 0:
                 room = UNLIMITED  # whatever it takes, it fits: no reason to tell ranks apart
-        pattern = tuple(inside[rank])
-        if pattern not in patterns:
-            mine = {-1, *pattern}
-            patterns[pattern] = tuple(kind.pool in mine for kind in kinds)
-        ranks[fixed[rank], room, pattern].append(rank)
+        ranks[fixed[rank], room, tuple(inside[rank])].append(rank)
+    # Sets of pools are few, ranks are many.
+    allowed = {mine: tuple(kind.pool in mine for kind in kinds) for _, _, mine in ranks}
     return tuple(
-        OwnerClass(tuple(members), fixed, room, patterns[pattern])
-        for (fixed, room, pattern), members in ranks.items()
+        OwnerClass(tuple(members), fixed, room, allowed[mine])
+        for (fixed, room, mine), members in ranks.items()
     )

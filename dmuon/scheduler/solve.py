@@ -6,62 +6,57 @@
                                   (placement)
 
 Counts come from the greedy solver; if that is not proven optimal, from the covering search
-(`exhaustive`); if that leaves something open, from column generation (`columns`), and from the
-covering search again, with the prices that it found. Whatever a solver says is checked here by our
+(`bound.cover`); if that leaves something open, from column generation (`columns`), and from the
+covering search again, with the values that it found. Whatever a solver says is checked here by our
 own arithmetic: counts must be feasible and better than those known, and a bound counts only if
-`bound` or `exhaustive` computes it again. Work limits come first, the wall clock is the last one.
+`bound` computes it again. Work limits come first, the wall clock is the last one.
 """
 
 from __future__ import annotations
 
-import math
+import heapq
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from dmuon.config import PlannerOptions
-from dmuon.scheduler.bound import bound_of, simple_bound
-from dmuon.scheduler.columns import Columns, fits_columns
+from dmuon.scheduler.bound import bound_of, cover, relaxed, simple_bound
+from dmuon.scheduler.columns import Budget, Columns, EngineError, available_engines
 from dmuon.scheduler.costs import CostTable
-from dmuon.scheduler.exhaustive import cover
-from dmuon.scheduler.greedy import greedy, improve, longest_first, round_robin
-from dmuon.scheduler.master import Budget, EngineError, available_engines
-from dmuon.scheduler.placement import layer_of, natural_key, place
+from dmuon.scheduler.greedy import baselines, greedy, improve
+from dmuon.scheduler.placement import launch_order, layer_of, place
 from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof
-from dmuon.scheduler.problem import UNLIMITED, Counts, Kind, Problem, build_problem
+from dmuon.scheduler.problem import UNLIMITED, Counts, Kind, OwnerClass, Problem, build_problem
 from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Layout, PlanError
 
-__all__ = ["SOLVERS", "alternatives_of", "launch_order", "price_rows", "problem_of", "solve"]
+__all__ = ["SOLVERS", "price_rows", "solve"]
 
 SOLVERS = ("auto", "milp", "greedy", "round_robin")
 
 _LOOKS = 14  # limits tried between the bound and the best counts known
 _NEAR = 20_000  # parts of the makespan: closer limits are not told apart
 _QUICK_STATES = 300
+_MOST_POOLS = 8  # filled by themselves, after which the others are no longer the busiest
 _FIRST_WORK = 1_500_000
 _LAST_WORK = 20_000_000
 
 
 @dataclass(frozen=True)
 class Found:
-    """Counts, and what is known about them; times in ticks.
-
-    ``alternatives`` are the counts of simpler solvers.
-    """
+    """Counts, and what is known about them; times in ticks."""
 
     counts: Counts
     solver: str
     bound: int
-    alternatives: tuple[tuple[str, Counts], ...]
     proof: Proof
     engine: str = ""
     note: str = ""
-    hit_time_limit: bool = False
 
 
 def solve(
@@ -90,36 +85,33 @@ def solve(
     limits = limits or OwnerLimits(memory_bytes=options.owner_memory_bytes)
     rows = price_rows(specs, costs, options.max_batch)
     _check_fixed_bytes(limits, topology.world, layout)
-    problem = problem_of(specs, topology, limits, rows, layout)
-    order = launch_order(specs)
-    found = _search(problem, order, solver, budget)
-    owners = _placed(specs, topology, problem, found.counts, order)
+    prices = {row.key: row.ms for row in rows}
+    problem = build_problem(specs.matrices, topology.world, limits, prices, layout)
+    order = launch_order([matrix.name for matrix in specs.matrices])
+    simple = baselines(problem, order, budget.spent)
+    found = _search(problem, simple, solver, budget)
     makespan = problem.makespan(found.counts)
     status = "optimal" if found.bound >= makespan else "feasible"
+    owners = _placed(specs, topology, problem, found.counts, order)
     plan = OwnershipPlan(
         specs=specs,
         topology=topology,
         batches=_batches(problem, rows, owners, order),
         layout=layout,
         solver=found.solver,
-        status="time_limit" if status == "feasible" and found.hit_time_limit else status,
+        status="time_limit" if status == "feasible" and budget.hit else status,
         cost_source=costs.source,
         lower_bound_ms=problem.ms(found.bound),
-        alternatives=tuple((n, problem.ms(problem.makespan(c))) for n, c in found.alternatives),
+        alternatives=tuple((n, problem.ms(problem.makespan(c))) for n, c in simple.items()),
         limits=limits,
         prices=rows,
         proof=found.proof,
         engine=found.engine,
         note=found.note,
-        hit_time_limit=found.hit_time_limit,
+        hit_time_limit=budget.hit,
     )
     claim = Claim(plan.makespan_ms, plan.fingerprint())
     return replace(plan, seconds=time.perf_counter() - begin, claim=claim)
-
-
-def launch_order(specs: ModelSpecs) -> list[int]:
-    """Matrices in natural order of their names: about launch order, whatever order they came in."""
-    return sorted(range(len(specs.matrices)), key=lambda i: natural_key(specs.matrices[i].name))
 
 
 def price_rows(specs: ModelSpecs, costs: CostTable, max_batch: int) -> tuple[PriceRow, ...]:
@@ -139,88 +131,54 @@ def price_rows(specs: ModelSpecs, costs: CostTable, max_batch: int) -> tuple[Pri
     return tuple(rows)
 
 
-def problem_of(
-    specs: ModelSpecs,
-    topology: Topology,
-    limits: OwnerLimits,
-    prices: Sequence[PriceRow],
-    layout: Layout = Layout.REPLICATED,
-) -> Problem:
-    """The assignment problem that a plan answers."""
-    return build_problem(
-        specs.matrices, topology.world, limits, {row.key: row.ms for row in prices}, layout
-    )
-
-
 # ---- counts ------------------------------------------------------------------------------
 
 
-def alternatives_of(
-    problem: Problem, order: Sequence[int], names: Collection[str]
-) -> dict[str, int]:
-    """The makespan in ticks of each of these simpler solvers that finds a plan."""
-    found = {}
-    turns = _turns(problem, order)
-    if turns is not None:
-        found["round_robin"] = problem.makespan(turns)
-    if "greedy" in names:
-        with suppress(PlanError):  # nothing fits
-            counts = _greedy(problem, _starts(problem, turns), Budget(math.inf))
-            found["greedy"] = problem.makespan(counts)
-    return found
-
-
-def _turns(problem: Problem, order: Sequence[int]) -> Counts | None:
-    """Round robin, if it fits; ``order`` lists the matrices."""
-    turns = round_robin(problem, order)
-    # A rank that owns nothing may be over the cap.
-    return turns if turns is not None and problem.is_feasible(turns) else None
-
-
-def _starts(problem: Problem, turns: Counts | None) -> list[Counts]:
-    return [c for c in (longest_first(problem), turns) if c is not None]
-
-
-def _search(problem: Problem, order: Sequence[int], solver: str, budget: Budget) -> Found:
+def _search(problem: Problem, simple: dict[str, Counts], solver: str, budget: Budget) -> Found:
     """Counts by the solver asked for.
 
     Raises:
         PlanError: no assignment fits the memory cap; states the smallest cap that is known to.
     """
-    turns = _turns(problem, order)
-    if solver == "round_robin":
-        if turns is None:
-            raise PlanError(
-                "solver='round_robin' finds no plan inside owner_memory_bytes: use solver='auto'"
-            )
-        bound, dual = simple_bound(problem, problem.makespan(turns))
-        return Found(turns, "round_robin", bound, (), Proof(dual))
-    counts = _greedy(problem, _starts(problem, turns), budget)
-    alternatives = [("greedy", counts)] + ([] if turns is None else [("round_robin", turns)])
-    bound, dual = simple_bound(problem, problem.makespan(counts))
-    plain = Found(counts, "greedy", bound, tuple(alternatives), Proof(dual))
-    if solver == "greedy" or (solver == "auto" and bound >= problem.makespan(counts)):
-        return replace(plain, hit_time_limit=budget.hit)
+    name = "round_robin" if solver == "round_robin" else "greedy"
+    if name not in simple and name == "round_robin":
+        raise PlanError(
+            "solver='round_robin' finds no plan inside owner_memory_bytes: use solver='auto'"
+        )
+    counts = simple[name] if name in simple else _tight(problem, budget)
+    bound, dual = simple_bound(relaxed(problem), problem.makespan(counts))
+    plain = Found(counts, name, bound, Proof(dual))
+    is_optimal = bound >= problem.makespan(counts)
+    if solver in ("greedy", "round_robin") or (solver == "auto" and is_optimal):
+        return plain
     return _improved(problem, plain, budget)
-
-
-def _greedy(problem: Problem, starts: list[Counts], budget: Budget) -> Counts:
-    counts = greedy(problem, starts, budget.spent)
-    if counts is None:
-        tight, nbytes, bound = _least_memory(problem, budget)
-        if not problem.is_feasible(tight):
-            raise _too_little_memory(problem, nbytes, bound)
-        counts = greedy(problem, [tight], budget.spent)
-    assert counts is not None
-    return counts
 
 
 def _improved(problem: Problem, plain: Found, budget: Budget) -> Found:
     """The covering search, column generation, and the covering search again."""
+    simpler = relaxed(problem)
+    if simpler is not problem:
+        plain = replace(plain, counts=_pool_by_pool(problem, plain.counts, budget))
+    if len({c.allowed for c in problem.classes}) == 1:
+        return _solved(problem, plain, budget)
+    best = replace(plain, counts=_pool_by_pool(problem, plain.counts, budget))
+    simpler = relaxed(problem)
+    if simpler is problem:
+        return _solved(problem, best, budget)
+    start = greedy(simpler, [], budget.spent)
+    if start is None:
+        return best
+    found = _solved(simpler, replace(plain, counts=start), budget)
+    bound = min(found.bound, problem.makespan(best.counts))
+    return _settled(problem, replace(found, counts=best.counts, bound=bound), _FIRST_WORK, budget)
+
+
+def _solved(problem: Problem, plain: Found, budget: Budget) -> Found:
+    """The same, where no pools are alike."""
     best = _settled(problem, plain, _FIRST_WORK, budget)
     notes: list[str] = []
     engine = ""
-    if best.bound < problem.makespan(best.counts) and fits_columns(problem):
+    if best.bound < problem.makespan(best.counts) and Columns.fits(problem):
         engines = available_engines()
         if not engines:
             notes.append("no MILP solver is installed (pip install 'pulp[highs]')")
@@ -232,8 +190,7 @@ def _improved(problem: Problem, plain: Found, budget: Budget) -> Found:
                 engine = name
             except EngineError as error:
                 notes.append(str(error))
-            raised = columns.bound > best.bound
-            proof = Proof(columns.dual) if raised else best.proof
+            proof = Proof(columns.dual) if columns.bound > best.bound else best.proof
             best = replace(best, counts=columns.counts, bound=columns.bound, proof=proof)
             if engine:
                 break
@@ -244,45 +201,115 @@ def _improved(problem: Problem, plain: Found, budget: Budget) -> Found:
         # What a certificate will find: merged points depend on how far the knapsacks reach.
         best = replace(best, bound=bound_of(problem, best.proof.dual, makespan))
     better = makespan < problem.makespan(plain.counts) or best.bound > plain.bound
-    if not engine and not better:
+    if not better:
         notes.append("this is the greedy plan")
-    return replace(
-        best,
-        solver="milp" if engine else "search" if better else "greedy",
-        engine=engine,
-        note="; ".join(notes),
-        hit_time_limit=budget.hit,
-    )
+    solver = "greedy" if not better else "milp" if engine else "search"
+    return replace(best, solver=solver, engine=engine, note="; ".join(notes))
 
 
 def _settled(problem: Problem, found: Found, work: int, budget: Budget) -> Found:
     """Counts and bound brought closer by covering searches; ``work`` bounds each of them."""
-    counts, makespan, dual = found.counts, problem.makespan(found.counts), found.proof.dual
-    bound, impossible = found.bound, found.proof.impossible
-    low = bound  # nothing below it was found, or can be
-    for _ in range(_LOOKS):
-        if makespan - low <= makespan // _NEAR or budget.spent():
-            break
-        limit = (low + makespan) // 2
-        tried = cover(problem, limit, dual, work // 10, _QUICK_STATES)
+    counts, makespan, proof = found.counts, problem.makespan(found.counts), found.proof
+    low = bound = found.bound  # nothing below ``low`` was found, nothing below ``bound`` can be
+    looks = _LOOKS
+    while bound < makespan and not budget.spent():
+        looks = looks - 1 if makespan - low > makespan // _NEAR else 0
+        if looks > 0:
+            limit = (low + makespan) // 2
+            tried = cover(problem, limit, proof.dual, work // 10, _QUICK_STATES)
+        else:
+            limit = makespan - 1
+            tried = cover(problem, limit, proof.dual, work)
         if tried.counts is not None:
             counts = improve(problem, tried.counts, budget.spent)
             makespan = problem.makespan(counts)
-        else:
-            low = limit + 1
-            if tried.complete:
-                bound, impossible = low, limit
-    while bound < makespan and not budget.spent():
-        tried = cover(problem, makespan - 1, dual, work)
-        if tried.counts is None:
-            if tried.complete:
-                bound, impossible = makespan, makespan - 1
+            continue
+        low = limit + 1
+        if tried.complete:
+            bound, proof = low, Proof(proof.dual, limit)
+        elif looks <= 0:
             break
-        counts = improve(problem, tried.counts, budget.spent)
-        makespan = problem.makespan(counts)
-    if impossible == found.proof.impossible:
-        return replace(found, counts=counts)
-    return replace(found, counts=counts, bound=bound, proof=Proof(dual, impossible))
+    return replace(found, counts=counts, bound=bound, proof=proof)
+
+
+def _shares(problem: Problem, pools: Sequence[Sequence[OwnerClass]]) -> Counts:
+    """[pools, kinds]: how many of each kind a pool takes, so that all owners work alike.
+
+    What only one pool may take comes first, then the costliest, each to the pool whose owners are
+    least busy with it.
+    """
+    shares = np.zeros((len(pools), len(problem.kinds)), np.int64)
+    sizes = [sum(c.size for c in pool) for pool in pools]
+    loads = [sum(c.fixed * c.size for c in pool) / n for pool, n in zip(pools, sizes, strict=True)]
+    may = [
+        [p for p, pool in enumerate(pools) if pool[0].allowed[s]] for s in range(shares.shape[1])
+    ]
+    for s in sorted(range(len(may)), key=lambda s: (len(may[s]) > 1, s)):
+        kind = problem.kinds[s]
+        usual = -(-kind.count // sum(sizes[p] for p in may[s]))  # of an owner, about
+        each = int(kind.ticks[usual]) / usual
+        heap = [(loads[p] + each / sizes[p], p) for p in may[s]]
+        heapq.heapify(heap)
+        for _ in range(kind.count):
+            loads[heap[0][1]], p = heap[0]
+            shares[p, s] += 1
+            heapq.heapreplace(heap, (loads[p] + each / sizes[p], p))
+    return shares
+
+
+def _pool_by_pool(problem: Problem, counts: Counts, budget: Budget) -> Counts:
+    """The owners of each pool filled by themselves with a share of the matrices, the busiest pool
+    first; the ``counts`` known where that is no better."""
+    by_allowed: dict[tuple[bool, ...], list[OwnerClass]] = defaultdict(list)
+    for owner in problem.classes:
+        by_allowed[owner.allowed].append(owner)
+    pools = list(by_allowed.values())
+    found: dict[Problem, Counts] = {}
+    parts = []
+    for pool, share in zip(pools, _shares(problem, pools), strict=True):
+        kinds = np.flatnonzero(share).tolist()
+        ranks = [rank for owner in pool for rank in owner.ranks]
+        place = {rank: i for i, rank in enumerate(ranks)}
+        part = replace(
+            problem,
+            kinds=tuple(replace(problem.kinds[s], pool=-1, count=int(share[s])) for s in kinds),
+            classes=tuple(
+                replace(c, ranks=tuple(place[r] for r in c.ranks), allowed=(True,) * len(kinds))
+                for c in pool
+            ),
+            members=((),) * len(kinds),
+            forced=(),
+        )
+        parts.append((ranks, part, kinds))
+        if part not in found:
+            start = greedy(part, [], budget.spent)
+            if start is None:
+                return counts  # shares do not look at memory
+            found[part] = start
+    for _ in range(_MOST_POOLS):
+        worst = max(found, key=lambda part: part.makespan(found[part]))
+        before = worst.makespan(found[worst])
+        bound, dual = simple_bound(worst, before)
+        plain = Found(found[worst], "greedy", bound, Proof(dual))
+        found[worst] = _settled(worst, plain, _FIRST_WORK, budget).counts
+        if worst.makespan(found[worst]) == before or budget.spent():
+            break
+    filled = np.zeros_like(counts)
+    for ranks, part, kinds in parts:
+        filled[np.ix_(ranks, kinds)] = found[part]
+    filled = improve(problem, filled, budget.spent)
+    is_better = problem.is_feasible(filled) and problem.makespan(filled) < problem.makespan(counts)
+    return filled if is_better else counts
+
+
+def _tight(problem: Problem, budget: Budget) -> Counts:
+    """Counts where the memory cap leaves little; PlanError if nothing fits."""
+    tight, nbytes, bound = _least_memory(problem, budget)
+    if not problem.is_feasible(tight):
+        raise _too_little_memory(problem, nbytes, bound)
+    counts = greedy(problem, [tight], budget.spent)
+    assert counts is not None
+    return counts
 
 
 # ---- memory ------------------------------------------------------------------------------
@@ -301,11 +328,11 @@ def _least_memory(problem: Problem, budget: Budget) -> tuple[Counts, int, int]:
         for kind in problem.kinds
     )
     classes = tuple(replace(c, fixed=cap - c.room, room=UNLIMITED) for c in problem.classes)
-    in_bytes = replace(problem, kinds=kinds, classes=classes)
+    in_bytes = replace(problem, kinds=kinds, classes=classes, memory_cap=None)
     counts = greedy(in_bytes, [], budget.spent)
     assert counts is not None  # nothing is capped
-    bound, dual = simple_bound(in_bytes, in_bytes.makespan(counts))
-    found = Found(counts, "greedy", bound, (), Proof(dual))
+    bound, dual = simple_bound(relaxed(in_bytes), in_bytes.makespan(counts))
+    found = Found(counts, "greedy", bound, Proof(dual))
     if bound < in_bytes.makespan(counts):
         found = _improved(in_bytes, found, budget)
     return found.counts, in_bytes.makespan(found.counts), found.bound

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -107,8 +107,11 @@ class MatrixSpec:
 
     @property
     def key(self) -> tuple[int, int, str]:
-        """What decides its cost and with whom it can be batched: (rows, cols, dtype)."""
-        return (self.rows, self.cols, self.dtype)
+        """What decides its cost and with whom it can be batched: (short side, long side, dtype).
+
+        A matrix and its transpose take the same work, so they are one shape.
+        """
+        return (min(self.shape), max(self.shape), self.dtype)
 
     def view(self, parameter: Tensor) -> Tensor:
         """This matrix inside a tensor of its parameter's shape, as a view of ``(rows, ...)``.
@@ -123,7 +126,8 @@ class MatrixSpec:
         return parameter.view(-1).narrow(0, self.start, self.numel).view(self.rows, self.cols)
 
     def to_list(self) -> list[Any]:
-        return list(astuple(self))
+        start, turned = self.start, self.transposed
+        return [self.name, self.parameter, self.rows, self.cols, self.dtype, start, turned]
 
     @classmethod
     def from_list(cls, data: Any, at: str, parameters: Sequence[ParameterSpec]) -> MatrixSpec:

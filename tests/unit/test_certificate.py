@@ -226,7 +226,6 @@ def test_exhaustion_proves_what_duals_cannot():
         Dual((2**62, 2**62, 2**62), (0, 0, 0)),
         Dual((10**30, 0, 0), (0, 0, 0)),
         Dual((0, 0, 0), (2**50, 2**50, 2**50)),
-        Dual((1, 1, 1), (0, 0, 0), byte_price=2**60),
     ],
 )
 def test_duals_that_would_wrap_around_prove_nothing(dual):
@@ -272,8 +271,8 @@ def tampered(plan: OwnershipPlan, *path, value) -> str:
         (("prices", 0, 1), []),
         (("prices", 0, 1), ["1"]),
         (("prices", 0, 1), [1e300]),
-        (("proof", "values"), [10**30] * 3),
-        (("proof", "works"), "abc"),
+        (("proof", 0), [10**30] * 3),
+        (("proof", 1), "abc"),
     ],
 )
 def test_a_damaged_file_is_refused_or_invalid_but_never_a_traceback(plan, path, value):

@@ -44,8 +44,9 @@ from dmuon.scheduler.costs import (
     read_cache,
 )
 from dmuon.scheduler.plan import OwnershipPlan, check_plan_fits
+from dmuon.scheduler.problem import build_problem
 from dmuon.scheduler.shards import OwnerLimits
-from dmuon.scheduler.solve import problem_of, solve
+from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.scheduler.topology import MAX_RANKS, Topology
 from dmuon.types import Layout, PlanError, SizeError
@@ -283,13 +284,18 @@ many = settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow])
 # ---- what a plan says, from its JSON alone -------------------------------------------------
 
 
+def key_of(matrix: list[Any]) -> tuple[int, int, str]:
+    _, _, rows, cols, dtype, *_ = matrix
+    return min(rows, cols), max(rows, cols), dtype
+
+
 def makespan_of(data: dict[str, Any]) -> float:
     """Milliseconds of the busiest rank, by the prices of its batches."""
     matrices, world = data["specs"]["matrices"], math.prod(data["topology"]["shape"])
     price = {tuple(key): ms for key, ms, *_ in data["prices"]}
     loads = list(data["limits"]["fixed_ms"]) or [0.0] * world
     for owner, members, *_ in data["batches"]:
-        loads[owner] += price[tuple(matrices[members[0]][2:5])][len(members) - 1]
+        loads[owner] += price[key_of(matrices[members[0]])][len(members) - 1]
     return max(loads)
 
 
@@ -328,7 +334,7 @@ def optimum_of(data: dict[str, Any]) -> float | None:
     best = math.inf
     for owners in itertools.product(*(pools[pool] for pool in pool_of)):
         loads = list(limits["fixed_ms"]) or [0.0] * world
-        held = Counter((o, pool_of[i], *matrices[i][2:5]) for i, o in enumerate(owners))
+        held = Counter((o, pool_of[i], *key_of(matrices[i])) for i, o in enumerate(owners))
         for (owner, _, *key), count in held.items():
             loads[owner] += split(tuple(key), count)
         best = min(best, max(loads))
@@ -365,11 +371,11 @@ def bounded_work(most: int = MOST_PAIRS) -> Iterator[None]:
     """At most so many pairs are formed by knapsacks inside."""
     formed, products = 0, knapsack._products
 
-    def counted(points: Any, taken: Any, limit: int) -> Any:
+    def counted(points: Any, taken: Any, *args: Any) -> Any:
         nonlocal formed
         formed += len(points) * len(taken)
         assert formed <= most
-        return products(points, taken, limit)
+        return products(points, taken, *args)
 
     with mock.patch.object(knapsack, "_products", counted):
         yield
@@ -552,18 +558,15 @@ def test_many_unlike_pools_are_verified_with_bounded_work():
     for s, price in enumerate(data["prices"]):
         price[1] = [(k + 1) * (1 + (s * 37 + k * 61) % 97 / 3_000) for k in range(count)]
         price[2] *= count
-    data["proof"] = {
-        "values": [10**9 + s * 7_919_000 % 10**7 for s in range(kinds)],
-        "works": [0] * kinds,
-        "byte_price": 0,
-        "impossible": -1,
-    }
+    values = [10**9 + s * 7_919_000 % 10**7 for s in range(kinds)]
+    data["proof"] = [values, [0] * kinds, -1]
     plan = OwnershipPlan.from_json(json.dumps(data))
-    problem = problem_of(plan.specs, plan.topology, plan.limits, plan.prices)
+    prices = {row.key: row.ms for row in plan.prices}
+    problem = build_problem(plan.specs.matrices, plan.topology.world, plan.limits, prices)
     assert len(problem.kinds) == kinds and len({c.allowed for c in problem.classes}) > 50
     bounds = []
     for most in (0, 500_000, 2_000_000):
-        with mock.patch.object(bound, "_MOST_WORK", most), bounded_work(most * 11 // 10):
+        with mock.patch.object(bound, "_KNAPSACKS", most), bounded_work(most * 11 // 10):
             certificate = certify(plan)
         assert not certificate.ok and "its price is" in str(certificate)
         bounds.append(certificate.lower_bound_ms)
@@ -619,7 +622,7 @@ def test_a_crash_has_a_status_of_its_own(tmp_path, capsys):
     path.write_text(plan_texts()[0])
     assert verified(capsys, path)[0] == 0
     for defect in (RecursionError("deep"), MemoryError(), KeyError("x")):
-        with mock.patch("dmuon.scheduler.certificate.bound_of", side_effect=defect):
+        with mock.patch("dmuon.scheduler.certificate.proven", side_effect=defect):
             status, out, err = verified(capsys, path)
         assert (status, out) == (CRASHED, "")
         assert "Traceback" in err and type(defect).__name__ in err

@@ -35,7 +35,7 @@ from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, Layout, PlanError
 from tests.unit.models import Mixed, TinyGPT, partitions, plan_of, plan_of_mixed, specs_of, tree
 
-SHAPES = ((4, 6, "float32"), (8, 8, "float32"), (6, 4, "bfloat16"))
+SHAPES = ((4, 6, "float32"), (8, 8, "float32"), (4, 6, "bfloat16"))
 MAX_BATCH = 4
 
 
@@ -475,8 +475,8 @@ def test_the_unbroken_text_is_a_plan():
 
 
 def test_a_plan_of_another_format_says_which():
-    for version in (99, 1, 4):
-        with pytest.raises(PlanError, match=rf"format {version}, this version reads 5"):
+    for version in (99, 1, 5):
+        with pytest.raises(PlanError, match=rf"format {version}, this version reads 6"):
             OwnershipPlan.from_json(broken(format=version))
 
 

@@ -51,6 +51,7 @@ def priced(specs: ModelSpecs, price: dict[tuple[int, int, str], list[float]], **
     ``owners`` gives the owner of each matrix; an owner's matrices of a shape are one batch.
     """
     owners, world = fields.pop("owners"), fields.pop("world")
+    price = {(min(r, c), max(r, c), dtype): ms for (r, c, dtype), ms in price.items()}
     groups = defaultdict(list)
     for i, matrix in enumerate(specs.matrices):
         groups[owners[i], matrix.key].append(i)

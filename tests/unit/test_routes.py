@@ -231,7 +231,10 @@ def test_units_are_the_batches_cut_by_group(plan, data):
     for unit in units:
         assert {groups[i] for i in unit.matrices} == {unit.group}
         assert {plan.owners[i] for i in unit.matrices} == {unit.owner}
-        assert {plan.specs.matrices[i].shape for i in unit.matrices} == {(unit.rows, unit.cols)}
+        shapes = [plan.specs.matrices[i].shape for i in unit.matrices]
+        turned = [unit.holds_transpose(k) for k in range(len(shapes))]
+        assert {s[::-1] if t else s for s, t in zip(shapes, turned)} == {(unit.rows, unit.cols)}
+        assert not any(turned) or unit.rows < unit.cols
         assert unit.numel == sum(plan.specs.matrices[i].numel for i in unit.matrices)
         (batch,) = {batch_of[i] for i in unit.matrices}
         shares[batch] += unit.ms
