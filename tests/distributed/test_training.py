@@ -65,6 +65,20 @@ def test_training_follows_the_reference(rank, world, layout):
         pair.check()
 
 
+@pytest.mark.parametrize("adjust", ["original", None])
+@layouts(PLAIN, REPLICATED)
+@distributed(1, 2)
+def test_a_shape_and_its_transpose_in_one_batch(rank, world, layout, adjust):
+    """Each matrix is updated by its own rows and columns."""
+    for build in (Net, Pieces, ZooBlocks):
+        with both(build, layout, muon={"adjust_lr_fn": adjust}) as pair:
+            matrices, batches = pair.own.plan.specs.matrices, pair.own.plan.batches
+            mixed = any(len({matrices[i].shape for i in b.matrices}) > 1 for b in batches)
+            assert mixed or world > 1 or build is not Net
+            pair.train(range(2))
+            pair.check()
+
+
 @distributed(1)
 def test_a_group_of_one_rank(rank, world):
     for layout in (PLAIN, FSDP, REPLICATED):
