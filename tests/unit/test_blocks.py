@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable, Container
 from typing import Any
@@ -239,64 +238,52 @@ def test_a_block_starts_while_later_blocks_still_travel():
 # ---- state dicts, removal, copies --------------------------------------------------------
 
 
-class Counting:
-    """A model with wait points whose actions are counted."""
+@pytest.fixture
+def counting():
+    """A model with wait points, how often they waited and drained, and their removers."""
+    model, calls = TinyGPT(), {"wait": 0, "drain": 0}
 
-    def __init__(self) -> None:
-        self.model = TinyGPT()
-        self.waits = self.drains = 0
-        self.removers = []
-        for point in wait_points(self.model):
-            # Functions, for copying a bound method would copy this object with it.
-            self.removers += attach(point, lambda: self.count(1, 0), lambda: self.count(0, 1))
+    def count(name: str) -> None:
+        calls[name] += 1
 
-    def count(self, waits: int, drains: int) -> None:
-        self.waits, self.drains = self.waits + waits, self.drains + drains
+    points = wait_points(model)
+    removers = [attach(p, lambda: count("wait"), lambda: count("drain")) for p in points]
+    return model, calls, [remove for some in removers for remove in some]
 
 
-def test_state_dicts_of_the_model_and_of_its_blocks_drain():
-    counting = Counting()
-    model, state = counting.model, counting.model.state_dict()
+def test_state_dicts_of_the_model_and_of_its_blocks_drain(counting):
+    model, calls, _ = counting
+    state = model.state_dict()
     for read_or_write in (
         model.state_dict,
         lambda: model.load_state_dict(state),
         model.blocks[1].state_dict,
         lambda: model.blocks[1].load_state_dict(model.blocks[0].state_dict()),
     ):
-        before = counting.drains
+        before = calls["drain"]
         read_or_write()
-        assert counting.drains > before
-    assert counting.waits == 0
+        assert calls["drain"] > before
+    assert calls["wait"] == 0
 
 
-def test_removing_leaves_no_hook_behind():
-    counting = Counting()
-    for remove in counting.removers:
+def test_removing_leaves_no_hook_behind(counting):
+    model, _, removers = counting
+    for remove in removers:
         remove()
-    hook_tables = [name for name in vars(TinyGPT()) if name.endswith("hooks")]
-    assert "_forward_pre_hooks" in hook_tables
-    for module in counting.model.modules():
-        assert not any(getattr(module, name) for name in hook_tables)
+    tables = [name for name in vars(model) if name.endswith("hooks")]
+    assert "_forward_pre_hooks" in tables
+    assert not any(getattr(module, name) for module in model.modules() for name in tables)
 
 
-def saved_whole(model: nn.Module) -> nn.Module:
-    torch.save(model, buffer := io.BytesIO())
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.parametrize(
-    "duplicate",
-    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved_whole],
-    ids=["deepcopy", "pickle", "torch.save"],
-)
-def test_a_copy_of_a_hooked_model_has_inert_hooks(duplicate):
-    counting = Counting()
-    copied = duplicate(duplicate(counting.model))  # a copy of a copy too
-    counting.waits = counting.drains = 0
-    torch.testing.assert_close(copied(TOKENS), counting.model(TOKENS), rtol=0, atol=0)
-    waits = counting.waits
-    copied(TOKENS)
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_of_a_hooked_model_has_inert_hooks(duplicate, counting):
+    model, calls, _ = counting
+    copied = duplicate(duplicate(model))  # a copy of a copy too
+    before = calls | {"wait": 0}
+    calls["wait"] = 0
+    torch.testing.assert_close(copied(TOKENS), copied(TOKENS), rtol=0, atol=0)
+    after = dict(calls)
     copied.load_state_dict(copied.state_dict())
-    assert (counting.waits, counting.drains) == (waits, 0)
-    assert waits > 0
+    assert calls == after == before
+    torch.testing.assert_close(copied(TOKENS), model(TOKENS), rtol=0, atol=0)
+    assert calls["wait"] > 0
