@@ -223,7 +223,7 @@ class DedicatedRuntime(OwnerRuntime):
             raise not_bound(True)
         storage, prefetcher = self.storage, self.prefetcher
         storage.ready()
-        inside = prefetcher.in_forward  # of a forward pass: it goes on afterwards
+        inside = prefetcher.forward.open  # of a forward pass: it goes on afterwards
         if not inside:
             prefetcher.recover()
             storage.check()

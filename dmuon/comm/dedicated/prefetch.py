@@ -49,7 +49,8 @@ _ANNOUNCED = "_dmuon_announced"  # set on what a module keeps from one pass to t
 
 
 class _Order:
-    """In which order a pass launches groups, and how many of them it has: ``cursor``."""
+    """In which order a pass launches groups, how many of them it has (``cursor``), and whether it
+    has begun and not ended (``open``)."""
 
     def __init__(self, groups: Sequence[int], phase: str) -> None:
         self.groups = groups
@@ -78,19 +79,18 @@ class Prefetcher:
         first = [g for g, group in enumerate(self.groups) if group.is_root]
         others = [g for g, group in enumerate(self.groups) if not group.is_root]
         self._first = len(first)
-        self._forward = _Order([*first, *others], "forward")
-        self._backward = _Order([*first, *reversed(others)], "backward")
+        self.forward = _Order([*first, *others], "forward")
+        self.backward = _Order([*first, *reversed(others)], "backward")
         self._prelaunched = 0  # groups of the next forward pass that have left
         self._published = 0  # groups since the step began
         self._needed: set[int] = set()  # asked for in this backward pass, and not freed
         self._passed = 0  # how many groups of it are passed
-        self._recorded = False  # by autograd, in the forward pass that is open
-        self._recordings = 0  # forward passes that were, since the last step
+        self._recorded = False  # a forward pass by autograd, since the last step
 
     # ---- broadcasts --------------------------------------------------------------------------
 
     def _next(self, order: _Order, *, ending: bool = False) -> Group:
-        if order is self._backward:
+        if order is self.backward:
             self._pass(ending=ending)
         group = self.groups[order.groups[order.cursor]]
         order.cursor += 1
@@ -117,11 +117,6 @@ class Prefetcher:
 
     # ---- forward -----------------------------------------------------------------------------
 
-    @property
-    def in_forward(self) -> bool:
-        """Whether a forward pass has begun and not ended."""
-        return self._forward.open
-
     def begin_forward(self) -> None:
         """The root is about to run; a pass that was broken off ends first."""
         self.recover()
@@ -131,17 +126,16 @@ class Prefetcher:
 
     def _open_forward(self) -> None:
         self.storage.ready()
-        self._forward.open = True
-        self._forward.cursor, self._prelaunched = self._prelaunched, 0
-        self._recorded = False
+        self.forward.open = True
+        self.forward.cursor, self._prelaunched = self._prelaunched, 0
         for group in self.groups:
             group.running = group.calls = 0
 
     def enter(self, g: int) -> None:
         """A module of the group is about to run."""
-        if not self._forward.open:
+        if not self.forward.open:
             self._open_forward()
-        self._ask(self._forward, g)
+        self._ask(self.forward, g)
         self.groups[g].ran = True
         self.groups[g].running += 1
 
@@ -169,26 +163,20 @@ class Prefetcher:
 
     def end_forward(self) -> None:
         """Every rank has issued every broadcast of the pass when this returns."""
-        if not self._forward.open:
+        if not self.forward.open:
             return
         for group in self.groups:
             group.expected = group.calls or group.expected
             group.running = 0
             if self._free and group.valid and not group.keep:
                 group.free()
-        self._recordings += self._recorded
-        self._complete(self._forward)
+        self._complete(self.forward)
 
     # ---- backward ----------------------------------------------------------------------------
 
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward pass has begun and not ended."""
-        return self._backward.open
-
     def ensure_backward(self) -> None:
         """Begin the backward pass if this is the first that is heard of it."""
-        if self._backward.open:
+        if self.backward.open:
             return
         self._open_backward()
         reducer, casts = self.reducer, self.storage.casts
@@ -205,8 +193,8 @@ class Prefetcher:
 
     def _open_backward(self) -> None:
         self.end_forward()
-        self._backward.open = True
-        self._backward.cursor = 0
+        self.backward.open = True
+        self.backward.cursor = 0
         self._passed = self._first
         self._needed.clear()
         for group in self.groups:
@@ -220,7 +208,7 @@ class Prefetcher:
                 self._needed.discard(i)
         self._needed.add(g)
         self.groups[g].ran = True
-        self._ask(self._backward, g)
+        self._ask(self.backward, g)
         self._pass()
 
     def _pass(self, *, ending: bool = False) -> None:
@@ -230,8 +218,8 @@ class Prefetcher:
         Zeros of a group that has not run since the step; as the pass is ``ending``, what there is
         of any.
         """
-        end = max(self._passed, self._backward.cursor - self._prefetch)
-        passed = [self.groups[g] for g in self._backward.groups[self._passed : end]]
+        end = max(self._passed, self.backward.cursor - self._prefetch)
+        passed = [self.groups[g] for g in self.backward.groups[self._passed : end]]
         self._passed = end
         if self.reducer is None or not self.reducer.open:
             return
@@ -256,7 +244,7 @@ class Prefetcher:
 
         Every rank has issued every broadcast of it when this returns; nothing stays materialized.
         """
-        if not self._backward.open:
+        if not self.backward.open:
             return
         self._close_backward()
         if self.reducer is not None:
@@ -271,7 +259,7 @@ class Prefetcher:
             if self._free and group.valid:
                 group.free()
         self._passed = self._first
-        self._complete(self._backward)
+        self._complete(self.backward)
         self.drop()
         self.backwards += 1
 
@@ -287,7 +275,7 @@ class Prefetcher:
             return
         if self.reducer is not None:
             self.reducer.begin_owed()
-        if not self._forward.open and not self._recordings:
+        if not self.forward.open and not self._recorded:
             self._open_forward()
         self._open_backward()
         self._close_backward()
@@ -297,7 +285,7 @@ class Prefetcher:
         for group in self.groups:
             if group.valid or group.in_use:
                 group.free()
-        self._forward.open = self._backward.open = False
+        self.forward.open = self.backward.open = False
         self._prelaunched = 0
 
     def begin_step(self) -> None:
@@ -307,7 +295,7 @@ class Prefetcher:
         self._published = 0
         self.steps += 1
         self.backwards = 0
-        self._recordings = 0
+        self._recorded = False
         for group in self.groups:
             group.ran = False
             group.epochs = 0
@@ -315,7 +303,7 @@ class Prefetcher:
     def launch_ahead(self, todo: Set[int]) -> None:
         """Publish what is updated, up to the first group with a matrix of ``todo``: all groups to
         the holders or, without replicas, the first ones that the next forward pass needs."""
-        groups = self._forward.groups
+        groups = self.forward.groups
         if not self.storage.has_replicas:
             groups = groups[: self._first + self._prefetch + 1]
         for g in groups[self._published :]:
@@ -423,7 +411,7 @@ def hook_module(
         return Hook(unless_compiled if point.in_block else opaque, check_whole)
 
     def before(prefetcher: Prefetcher, _: Any) -> None:
-        in_backward = prefetcher.in_backward  # for the recomputation of a checkpointed forward
+        in_backward = prefetcher.backward.open  # for the recomputation of a checkpointed forward
         if point.is_root and not in_backward:
             prefetcher.begin_forward()
         enter = prefetcher.touch if point.in_block else prefetcher.enter
@@ -431,7 +419,7 @@ def hook_module(
             (prefetcher.need if in_backward else enter)(g)
 
     def after(prefetcher: Prefetcher, output: Any) -> None:
-        if prefetcher.in_backward:
+        if prefetcher.backward.open:
             return
         recorded = torch.is_grad_enabled()
         announced = _announce(prefetcher, groups, area, output) if recorded else False
