@@ -33,8 +33,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm import streams
 from dmuon.comm.buckets import EVERYONE, Buffer, GradientBucket, Memory, Segment, Slices
+from dmuon.comm.pipeline import places
 from dmuon.comm.process_groups import ProcessGroups
-from dmuon.comm.routes import Unit
+from dmuon.comm.routes import Part, Unit
 from dmuon.comm.streams import HostCopy
 from dmuon.comm.transport import Meter, Work
 from dmuon.dtensors import gradient_like, local_tensor
@@ -85,22 +86,15 @@ def oriented(unit: Unit, stack: Tensor) -> list[Tensor]:
 def unstacker(specs: ModelSpecs, unit: Unit) -> Callable[[Tensor], list[Tensor]]:
     """What cuts a unit's stack into views of its matrices, in the dims that each has in its
     parameter."""
-    matrices = [specs.matrices[i] for i in unit.matrices]
-    wholes = [matrix_box(m, specs.parameters[m.parameter].shape) for m in matrices]
-    forms = [(whole.form, whole.box.shape) for whole in wholes]
-    if all(form is Form.FLAT and len(shape) == 2 for form, shape in forms):
+    parts = []
+    for k, i in enumerate(unit.matrices):
+        spec = specs.matrices[i]
+        whole = matrix_box(spec, specs.parameters[spec.parameter].shape)
+        shape, turned = whole.box.shape, unit.holds_transpose(k)
+        parts.append(Part(-1, k, (i,), whole.box, shape, whole.form, turned))
+    if all(part.form is Form.FLAT and len(part.whole) == 2 for part in parts):
         return lambda stack: oriented(unit, stack)
-    return lambda stack: [
-        _in_dims(matrix, *form) for matrix, form in zip(oriented(unit, stack), forms, strict=True)
-    ]
-
-
-def _in_dims(matrix: Tensor, form: Form, shape: tuple[int, ...]) -> Tensor:
-    if form is Form.STACK:
-        return matrix[(None,) * (len(shape) - 2)]
-    if form is Form.TRANSPOSED:
-        return matrix.unflatten(1, (shape[0], *shape[2:])).transpose(0, 1)
-    return matrix if len(shape) == 2 else matrix.unflatten(1, shape[1:])
+    return lambda stack: [places(stack, part)[0] for part in parts]
 
 
 class OwnedGradients:
@@ -151,7 +145,9 @@ class OwnedGradients:
         kept = self.here | self._whole
         return [g for i, g in kept.items() if present[matrices[i].parameter]]
 
-    def places(self, segment: Segment, views: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def deliveries(
+        self, segment: Segment, views: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Where what arrives in a segment is collected, and views of it."""
         into, arrived = [], []
         for span, view in zip(segment.spans, views, strict=True):
@@ -171,14 +167,14 @@ class OwnedGradients:
 class _Flight:
     """A segment with its buffer, cut into views of its spans, and what is under way of it.
 
-    ``places``: see `OwnedGradients`; ``relay``: its second level, along replicas, is to come.
+    ``deliveries``: see `OwnedGradients`; ``relay``: its second level, along replicas, is to come.
     """
 
     def __init__(self, segment: Segment, buffer: Buffer, owned: OwnedGradients | None) -> None:
         self.segment = segment
         self.buffer = buffer
         self.views = list(buffer.flat.split([span.numel for span in segment.spans]))
-        self.places = owned.places(segment, self.views) if owned else ([], [])
+        self.deliveries = owned.deliveries(segment, self.views) if owned else ([], [])
         self.works: list[Work] = []
         self.relay = False
         buffer.release()
@@ -542,8 +538,8 @@ class GradientReducer:
         parts: list[Tensor] = []
         for flight in flights:
             flight.wait()
-            into += flight.places[0]
-            parts += flight.places[1]
+            into += flight.deliveries[0]
+            parts += flight.deliveries[1]
         if into:
             first = self.rounds == (0 if self.open else 1)
             (torch._foreach_copy_ if first else torch._foreach_add_)(into, parts)
