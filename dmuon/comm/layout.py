@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import is_
 from typing import Protocol
 
 import torch
@@ -121,10 +122,13 @@ class ParameterWatch:
     def check(self) -> None:
         """Raise OwnershipError if the model trains a parameter that was not planned.
 
-        0.1 ms for 400 parameters, as long as nothing has changed.
+        0.2 ms for 400 modules, as long as nothing has changed.
         """
         model = self._model()
-        if model is None or (now := _parameters_of(model)) == self._seen:
+        if model is None:
+            return
+        now = _parameters_of(model)
+        if len(now) == len(self._seen) and all(map(is_, now, self._seen)):
             return
         planned = {id(p) for p in self._planned}
         for name, p in model.named_parameters(remove_duplicate=False):
@@ -135,17 +139,17 @@ class ParameterWatch:
         self._seen = now
 
 
-def _parameters_of(model: nn.Module) -> list[int]:
-    """The ids of all parameters, module by module, without the cost of their names."""
-    found: list[int] = []
-    modules: dict[nn.Module, None] = {}
-    stack: list[nn.Module | None] = [model]
-    while stack:
-        module = stack.pop()
-        if module is not None and module not in modules:
-            modules[module] = None
-            found += map(id, module._parameters.values())
-            stack += module._modules.values()
+def _parameters_of(model: nn.Module) -> list[nn.Parameter | None]:
+    """All parameters, module by module, without the cost of their names."""
+    found: list[nn.Parameter | None] = []
+    modules = [model]
+    seen = {model}
+    for module in modules:  # which grows meanwhile
+        found += module._parameters.values()
+        if module._modules:
+            new = [m for m in module._modules.values() if m is not None and m not in seen]
+            modules += new
+            seen.update(new)
     return found
 
 
