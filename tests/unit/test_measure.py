@@ -25,14 +25,13 @@ from dmuon.comm.transport import LocalTransport
 from dmuon.config import KernelOptions, MuonDefaults, PlannerOptions
 from dmuon.kernels.choice import candidates, fixed_choice
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
-from dmuon.kernels.runner import orthogonalize
+from dmuon.kernels.runner import Orthogonalizer, orthogonalize
 from dmuon.measure import (
     ERROR_LIMITS,
     PASSES,
     Case,
     OwnerTimer,
     Pace,
-    batch_sizes,
     cases_of,
     choose_kernels,
     device_name,
@@ -87,19 +86,14 @@ def times_of(cases, timer, budget_s=1e9, known=None, **kwargs) -> dict[Case, flo
 # ---- the timing loop ---------------------------------------------------------------------
 
 
-@given(st.integers(1, 100))
-def test_batch_sizes_are_the_powers_of_two_and_the_largest(largest):
-    sizes = batch_sizes(largest)
-    assert sizes[0] == 1 and sizes[-1] == largest
-    assert all(a < b <= 2 * a for a, b in pairwise(sizes))
-    assert all(size & (size - 1) == 0 for size in sizes[:-1])
-
-
 def test_a_shape_and_its_transpose_are_measured_once_in_batches_that_can_occur():
     wide, other = (5, 9, "float32"), (5, 9, "bfloat16")
     cases = cases_of([(9, 5, "float32")] * 3 + [wide] * 2 + [other], max_batch=16)
     assert cases == (Case(other, 1, 1), *(Case(wide, batch, 5) for batch in (1, 2, 3)))
-    assert max(case.batch for case in cases_of([wide] * 99, max_batch=7)) == 7
+    for most in range(1, 40):
+        sizes = [case.batch for case in cases_of([wide] * 99, max_batch=most)]
+        assert sizes[0] == 1 and sizes[-1] == most
+        assert all(a < b <= 2 * a and a & (a - 1) == 0 for a, b in pairwise(sizes))
 
 
 CASES = cases_of([SMALL] * 4 + [MIDDLE] * 2 + [LARGE], 16)
@@ -119,12 +113,9 @@ def test_everything_is_measured_pass_after_pass_when_there_is_time():
     assert told == list(enumerate(6 * order))
 
 
-def test_the_result_is_the_median_without_the_first_pass():
+def test_the_result_is_the_median_without_the_first_pass_and_a_slow_second_spoils_no_shape():
     times = iter([9.0, 0.05, 0.01, 0.02, 0.04, 0.03, *[0.03] * 20])
     assert times_of([Case(SMALL, 1)], FakeTimer(lambda *_: next(times))) == {Case(SMALL, 1): 30.0}
-
-
-def test_a_slow_second_spoils_no_shape():
     cases = [Case((m, m, "float32"), b) for m in (100, 200, 300) for b in (1, 2)]
     timer = FakeTimer(lambda *_: 0.0)
     timer.seconds = lambda case, _: (
@@ -286,27 +277,22 @@ def test_every_candidate_of_a_cpu_passes_the_gate(dtype, shape):
 def test_the_gate_catches_a_wrong_kernel(fault, dtype):
     choice = KernelChoice("gram", (1, 3), "torch", dtype)
 
-    def wrong(runner, x):
-        if fault == "scale":
-            return x * 1.5
-        if fault == "nan":
-            return x.index_fill(2, torch.tensor([0]), math.nan)
-        return x[:1].expand_as(x) if fault == "one of the batch for all" else x.tril()
+    faults = {
+        "scale": lambda x: x * 1.5,
+        "nan": lambda x: x.index_fill(2, torch.tensor([0]), math.nan),
+        "one of the batch for all": lambda x: x[:1].expand_as(x),
+        "mirror": lambda x: x.tril(),
+    }
+    real = Orthogonalizer.run
 
-    real = measure.Orthogonalizer.run
-
-    def planted(runner, call, xs):
-        found = real(runner, call, xs)
-        if call.kernel != str(choice):
-            return found
-        return (
-            [wrong(runner, x) for x in found] if isinstance(found, list) else wrong(runner, found)
-        )
+    def planted(runner, call, x):
+        found = real(runner, call, x)
+        return faults[fault](found) if call.kernel == str(choice) else found
 
     case = Case((48, 96, "float32"), 2)
     limit = ERROR_LIMITS[getattr(torch, dtype)]
     assert gate_errors(case, [choice], CPU)[choice] < limit
-    with mock.patch.object(measure.Orthogonalizer, "run", planted):
+    with mock.patch.object(Orthogonalizer, "run", planted):
         assert gate_errors(case, [choice], CPU)[choice] > limit
 
 
@@ -316,8 +302,8 @@ def test_a_candidate_that_does_not_compile_is_dropped():
             raise RuntimeError("PassManager::run failed")
         return real(runner, call, xs)
 
-    real = measure.Orthogonalizer.run
-    with mock.patch.object(measure.Orthogonalizer, "run", failing):
+    real = Orthogonalizer.run
+    with mock.patch.object(Orthogonalizer, "run", failing):
         choice = KernelChoice("gram", (2,), "triton", "float32")
         assert gate_errors(ONE, [choice], CPU) == {choice: math.inf}
         with pytest.raises(RuntimeError, match="PassManager"):  # something is wrong with torch
@@ -408,32 +394,32 @@ def tensors_alive() -> int:
     return sum(type(thing) is torch.Tensor for thing in gc.get_objects())
 
 
-def test_measuring_does_not_disturb_random_numbers_gradients_or_memory(tmp_path):
+def test_measuring_does_not_disturb_and_is_not_disturbed(tmp_path):
+    """Random numbers, gradients and memory are as before, whatever the defaults are."""
+    seen = set()
+
+    def noted(runner, call, x):
+        seen.add((x.device.type, x.dtype))
+        return orthogonalize(runner, call, x)
+
     costs_of(tmp_path / "warm")  # what kernels keep for good is there now
     state, python_state = torch.get_rng_state(), random.getstate()
     before = tensors_alive()
-    with torch.enable_grad():
-        costs_of(tmp_path)
-        assert torch.is_grad_enabled()
-    assert tensors_alive() == before
-    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python_state
-
-
-def test_measuring_works_whatever_the_default_device_and_dtype_are(tmp_path):
-    seen = set()
-
-    def noted(runner, call, xs):
-        seen.update((x.device.type, x.dtype) for x in (xs if isinstance(xs, list) else [xs]))
-        return orthogonalize(runner, call, xs)
-
     torch.set_default_dtype(torch.float64)
     try:
-        noting = mock.patch("dmuon.measure.orthogonalize", noted)
-        with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), noting:
+        with (
+            mock.patch("dmuon.measure.orthogonalize", noted),
+            torch.device("meta"),
+            torch.autocast("cpu", torch.bfloat16),
+            torch.enable_grad(),
+        ):
             table = costs_of(tmp_path)
+            assert torch.is_grad_enabled()
     finally:
         torch.set_default_dtype(torch.float32)
     assert len(table.entries) == 2 and seen == {("cpu", resolve_ns_dtype("auto", "cpu"))}
+    assert tensors_alive() == before
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python_state
 
 
 @pytest.mark.parametrize("momentum", [True, False])
@@ -449,10 +435,9 @@ def test_what_is_timed_is_what_the_optimizer_runs(momentum):
             calls.append(("momentum", tensors, settings, fused))
             normalized_momentum(buffer, grad, group, out=out, fused=fused)
 
-        def iterate(runner, call, xs):
-            shapes = [(x.shape, x.dtype) for x in (xs if isinstance(xs, list) else [xs])]
-            calls.append(("orthogonalize", call, shapes))
-            return orthogonalize(runner, call, xs)
+        def iterate(runner, call, x):
+            calls.append(("orthogonalize", call, x.shape, x.dtype))
+            return orthogonalize(runner, call, x)
 
         with (
             mock.patch(f"{module}.normalized_momentum", work),
@@ -487,6 +472,26 @@ def test_on_cuda_a_call_is_compiled_and_captured_once_before_it_is_timed():
             for run_ in (one, two):
                 timer.run(*run_)
                 assert counts[run_] == expected
+    # The budget is asked for all three.
+    for share, fits in ((2.5, False), (3.5, True)):
+        fake = FakeTimer(as_modelled())
+        fake.device = torch.device("cuda")
+        times_of([Case(LARGE, 1)], fake, share * MODEL.batch_ms(LARGE, 1) / 1e3)
+        assert bool(fake.runs) == fits
+
+
+def test_times_of_graphs_and_of_eager_calls_are_kept_apart(tmp_path):
+    made: list[FakeTimer] = []
+    options = PlannerOptions(cache_dir=str(tmp_path))
+    with (
+        mock.patch("dmuon.measure.device_name", return_value="H100"),
+        mock.patch("dmuon.measure.backend_version", return_value="torch"),
+    ):
+        for graphs, measures in ((None, True), (True, False), (False, True), (False, False)):
+            kernels = KernelOptions(method="standard", backend="torch", cuda_graphs=graphs)
+            cuda, timer = torch.device("cuda"), timers(made)
+            measured_costs(LocalTransport(), KEYS, cuda, options, kernels=kernels, timer=timer)
+            assert bool(measured_by(made)) == measures, graphs
 
 
 def test_a_batch_that_needs_more_than_a_quarter_of_the_memory_is_not_tried(tmp_path):
