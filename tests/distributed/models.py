@@ -46,13 +46,19 @@ class Net(nn.Module):
         self.lm_head = nn.Linear(18, VOCAB)
         self.use_spare = False
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tok(tokens)
+    def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        if self.use_spare:
-            x = x + self.spare(x)
-        return self.lm_head(self.mid(x))
+        return x + self.spare(x) if self.use_spare else x
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.lm_head(self.mid(self.body(self.tok(tokens))))
+
+
+def net_of(block: Callable[[], nn.Module], layers: int = 3) -> Net:
+    model = Net(layers=0)
+    model.blocks = nn.ModuleList(block() for _ in range(layers))
+    return model
 
 
 class Zoo(nn.Module):

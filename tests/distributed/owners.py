@@ -151,6 +151,13 @@ class Both:
             self.round(self, step)
             self.advance()
 
+    def train_alone(self, steps: Sequence[int]) -> None:
+        """The model without its twin."""
+        for step in steps:
+            self.backward(step)
+            self.opt.step()
+            self.opt.zero_grad()
+
     def whole(self) -> dict[str, Tensor]:
         return whole(self.model, self.own)
 
@@ -265,15 +272,12 @@ class Ordered(Net):
         self.order: Sequence[int] = range(len(self.blocks))
         self.detached = False
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tok(tokens)
+    def body(self, x: Tensor) -> Tensor:
         for place, i in enumerate(self.order):
             if self.detached and place == len(self.order) - 1:
                 x = x.detach()
             x = self.blocks[i](x)
-        if self.use_spare:
-            x = x + self.spare(x)
-        return self.lm_head(self.mid(x))
+        return x + self.spare(x) if self.use_spare else x
 
 
 class Checkpointed(Net):
@@ -284,11 +288,10 @@ class Checkpointed(Net):
         self.again = partial(checkpoint, use_reentrant=reentrant)
         self.which = which
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tok(tokens)
+    def body(self, x: Tensor) -> Tensor:
         for i, block in enumerate(self.blocks):
             x = self.again(block, x) if i in self.which else block(x)
-        return self.lm_head(self.mid(x))
+        return x
 
 
 class Pieces(nn.Module):

@@ -248,18 +248,6 @@ def test_the_step_after_an_exception_works(rank, world, layout, phase, who):
 # ---- the meta device ---------------------------------------------------------------------
 
 
-def initialize(model: nn.Module, rank: int) -> None:
-    torch.manual_seed(100 + rank)  # every rank draws its own numbers
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                module.weight.normal_(std=0.3)
-            if isinstance(module, nn.LayerNorm):
-                nn.init.ones_(module.weight)
-            if getattr(module, "bias", None) is not None:
-                nn.init.zeros_(module.bias)
-
-
 @pytest.mark.parametrize("kind", ["plain", "fsdp", "hsdp"])
 @distributed(4)
 def test_a_model_made_on_the_meta_device(rank, world, kind):
@@ -276,7 +264,9 @@ def test_a_model_made_on_the_meta_device(rank, world, kind):
         rows, owner = dict(model.named_parameters())[name].shape[0], own.owner_of(name)
         mine = rank % 2 == owner % 2 if kind == "hsdp" else owner == rank
         assert (rows > 0) == mine  # memory only where it is kept
-    initialize(model, rank)
+    torch.manual_seed(100 + rank)  # every rank draws its own numbers
+    for module in model.modules():
+        getattr(module, "reset_parameters", lambda: None)()
     pair = Both(model, seeded(), own, dmuon.Muon(model, **MUON), None, None, rank, world)
     start = pair.whole()
     for everyone in zip(*(each.values() for each in gathered(start))):

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import dmuon
@@ -14,7 +13,7 @@ from dmuon.dtensors import is_distributed
 from dmuon.reference import ReferenceMuon
 from dmuon.types import DmuonError
 from tests.distributed.harness import distributed
-from tests.distributed.models import Net, batch, loss_of, seeded, weights
+from tests.distributed.models import Net, seeded, weights
 from tests.distributed.owners import (
     DEDICATED,
     FSDP,
@@ -26,8 +25,6 @@ from tests.distributed.owners import (
     both,
     layouts,
     mesh_of,
-    shard_rest,
-    whole,
 )
 
 # ---- reading and writing ---------------------------------------------------------------------
@@ -97,72 +94,54 @@ def test_what_is_written_reaches_every_replica(rank, world):
 # ---- resuming --------------------------------------------------------------------------------
 
 
-def start(kind=Net, layout=PLAIN, seed=0, mesh=None, change=lambda model: None, **settings):
-    model, plan = seeded(kind, seed), settings.pop("plan", None)
-    change(model)
-    grid = mesh_of(mesh or (dist.get_world_size(),))
-    own = dmuon.dedicate_params(
-        model, grid, layout="dedicated", plan=plan, solver="round_robin", costs="analytic"
-    )
-    if layout == FSDP:
-        shard_rest(model, own, grid)
-    return model, own, dmuon.Muon(model, **MUON, **settings)
-
-
-def train(model, opt, steps):
-    for step in steps:
-        loss_of(model, batch(step, dist.get_rank())).backward()
-        opt.step()
-        opt.zero_grad()
-
-
-def saved(model, own, opt):
+def saved(pair):
     """Copies of both state dicts, as they would be read back from files."""
-    with own.materialized(model):
-        state = copy.deepcopy(model.state_dict())
-    return state, copy.deepcopy(opt.state_dict())
+    with pair.own.materialized(pair.model):
+        state = copy.deepcopy(pair.model.state_dict())
+    return state, copy.deepcopy(pair.opt.state_dict())
 
 
-def load(model, own, opt, state, opt_state):
-    with own.materialized(model):
-        model.load_state_dict(state)
-    opt.load_state_dict(opt_state)
+def load(pair, state, opt_state):
+    with pair.own.materialized(pair.model):
+        pair.model.load_state_dict(state)
+    pair.opt.load_state_dict(opt_state)
 
 
-def resumes_bitwise(**kwargs):
-    """In another model, and once more in the same."""
-    model, own, opt = start(**kwargs)
-    train(model, opt, range(2))
-    files = saved(model, own, opt)
-    train(model, opt, range(2, 4))
-    expected = whole(model, own)
-    load(model, own, opt, *files)
-    train(model, opt, range(2, 4))
-    assert_bitwise(whole(model, own), expected)
-    own.close()
-    model, own, opt = start(seed=7, plan=own.plan, **kwargs)
-    load(model, own, opt, *files)
-    assert opt.stats()["steps"] == 2
-    train(model, opt, range(2, 4))
-    assert_bitwise(whole(model, own), expected)
-    own.close()
+def resumes_bitwise(*args, **kwargs):
+    """In the same model, and in another one that has learnt something else."""
+    request = {"solver": "round_robin"}
+    with both(*args, request=request, **kwargs) as pair:
+        pair.train_alone(range(2))
+        files = saved(pair)
+        pair.train_alone(range(2, 4))
+        expected = pair.whole()
+        load(pair, *files)
+        pair.train_alone(range(2, 4))
+        assert_bitwise(pair.whole(), expected)
+    with both(*args, request=request | {"plan": pair.own.plan}, **kwargs) as pair:
+        pair.train_alone([7])
+        load(pair, *files)
+        assert pair.opt.stats()["steps"] == 2
+        pair.train_alone(range(2, 4))
+        assert_bitwise(pair.whole(), expected)
 
 
 @layouts(PLAIN, FSDP)
 @distributed(2)
 def test_resuming_is_bitwise(rank, world, layout):
-    resumes_bitwise(layout=layout)
-    resumes_bitwise(layout=layout, kind=Pieces)
+    resumes_bitwise(Net, layout)
+    resumes_bitwise(Pieces, layout, select=IN_TURN["select"])
 
 
 @distributed(2)
 def test_resuming_with_master_weights_is_bitwise(rank, world):
-    resumes_bitwise(change=lambda model: model.to(torch.bfloat16), master_weights=True)
+    bfloat16 = {"change": lambda model: model.to(torch.bfloat16)}
+    resumes_bitwise(**bfloat16, only={"master_weights": True})
 
 
 @distributed(4)
 def test_resuming_with_replicas_is_bitwise(rank, world):
-    resumes_bitwise(mesh=(2, 2), layout=FSDP)
+    resumes_bitwise(Net, FSDP, mesh=(2, 2))
 
 
 # ---- closing ---------------------------------------------------------------------------------

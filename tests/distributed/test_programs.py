@@ -24,7 +24,7 @@ import dmuon
 from dmuon.reference import ReferenceMuon
 from dmuon.types import DmuonError
 from tests.distributed.harness import distributed
-from tests.distributed.models import Block, Net, batch, loss_of, seeded, weights
+from tests.distributed.models import Block, Net, batch, loss_of, net_of, seeded, weights
 from tests.distributed.owners import (
     DDP,
     DEDICATED,
@@ -48,44 +48,24 @@ from tests.distributed.owners import (
 # ---- the order of calls ----------------------------------------------------------------------
 
 
-def twice(model, step, rank):
-    model.order = [0, 1, 1, 2]
+ORDERS = {
+    "twice": lambda step: [0, 1, 1, 2],
+    "twice with others between": lambda step: [0, 1, 2, 0, 1],
+    "backwards": lambda step: [2, 1, 0],
+    "in turn": lambda step: [[0, 1], [0, 2], [1, 2], [0, 1, 2]][step % 4],
+    "more and more": lambda step: [0, 1, 2] * (1 + step),
+    "some and several": lambda step: [[2, 0, 1], [1], [0, 2, 2]][step % 3],
+}
 
 
-def twice_with_others_between(model, step, rank):
-    model.order = [0, 1, 2, 0, 1]
+def ordered(name):
+    """Of `follow`: the blocks run in this order at each step."""
 
+    def prepare(model, step, rank):
+        model.order = ORDERS[name](step)
 
-def backwards(model, step, rank):
-    model.order = [2, 1, 0]
+    return {"build": Ordered, "prepare": prepare}
 
-
-def in_turn(model, step, rank):
-    model.order = [[0, 1], [0, 2], [1, 2], [0, 1, 2]][step % 4]
-
-
-def another_order_each_step(model, step, rank):
-    generator = torch.Generator().manual_seed(step)
-    model.order = torch.randperm(3, generator=generator).tolist()
-
-
-def more_and_more_calls(model, step, rank):
-    model.order = [0, 1, 2] * (1 + step)
-
-
-def some_and_several(model, step, rank):
-    model.order = [[2, 0, 1], [1], [0, 2, 2]][step % 3]
-
-
-ORDERS = [
-    twice,
-    twice_with_others_between,
-    backwards,
-    in_turn,
-    another_order_each_step,
-    more_and_more_calls,
-    some_and_several,
-]
 
 # ---- parts called alone ----------------------------------------------------------------------
 
@@ -111,12 +91,9 @@ WAYS = [without_root, children_alone, one_block_alone, a_child_and_the_model, a_
 class PartLater(Net):
     """Calls a part of the first block once more, after all blocks."""
 
-    def forward(self, tokens):
-        x = self.tok(tokens)
-        for block in self.blocks:
-            x = block(x)
-        x = x + self.blocks[0].up(x)[..., :24]
-        return self.lm_head(self.mid(x))
+    def body(self, x):
+        x = super().body(x)
+        return x + self.blocks[0].up(x)[..., :24]
 
 
 class KeepsLoss(nn.Module):
@@ -134,10 +111,8 @@ class KeepsLoss(nn.Module):
         return y
 
 
-class WithLosses(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(KeepsLoss(block) for block in self.blocks)
+def keep_losses(model):
+    model.blocks = nn.ModuleList(KeepsLoss(block) for block in model.blocks)
 
 
 def loss_with_kept(model, inputs):
@@ -158,6 +133,7 @@ def tied(model):
 
 
 def tied_inside_and_to_the_root(model):
+    model.use_spare = True
     model.spare.weight = model.blocks[1].square.weight
 
 
@@ -173,13 +149,6 @@ class Square(Block):
 def tied_head(model):
     model.mid, model.lm_head = nn.Identity(), nn.Linear(24, 50, bias=False)
     model.lm_head.weight = model.tok.weight
-
-
-def squares():
-    model = Net()
-    model.blocks = nn.ModuleList(Square() for _ in range(3))
-    model.use_spare = True
-    return model
 
 
 # ---- what goes in and out --------------------------------------------------------------------
@@ -224,11 +193,10 @@ class Wrapping(Net):
         self.blocks = nn.ModuleList(WrappingBlock(kind) for _ in range(3))
         self.unwrap = WRAPPINGS[kind][1]
 
-    def forward(self, tokens):
-        x = self.tok(tokens)
+    def body(self, x):
         for block in self.blocks:
-            x = self.unwrap(block(hidden=x, mask=tokens))
-        return self.lm_head(self.mid(x))
+            x = self.unwrap(block(hidden=x, mask=x.detach()))
+        return x
 
 
 class WrappingBlock(Block):
@@ -258,12 +226,6 @@ def without_biases(model):
 # ---- activation checkpointing ----------------------------------------------------------------
 
 
-class CheckpointedInside(Net):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(InnerCheckpoint(reentrant) for _ in range(3))
-
-
 class InnerCheckpoint(Block):
     def __init__(self, reentrant: bool) -> None:
         super().__init__(24, 56)
@@ -282,10 +244,8 @@ class Segments(Net):
     def __init__(self) -> None:
         super().__init__(layers=4)
 
-    def forward(self, tokens):
-        x = self.tok(tokens)
-        x = checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=True)
-        return self.lm_head(self.mid(x))
+    def body(self, x):
+        return checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=True)
 
 
 def checkpoint_blocks(model, reentrant):
@@ -373,7 +333,7 @@ def evaluated_at_any_time(pair, step):
 
 def losses_thrown_away(pair, step):
     with torch.inference_mode():
-        pair.loss(pair.model, 40 + step, pair.data_rank)
+        pair.assert_same_loss(40 + step)
     pair.loss(pair.model, 70 + step, pair.data_rank)
     loss = pair.loss(pair.model, step, pair.data_rank)
     evaluate(pair, step)
@@ -406,29 +366,33 @@ GROUPS = {
     "one": lambda name, module: name == "blocks.1",
 }
 
-for f in ORDERS:
-    program(f.__name__, PLAIN, KEPT, build=Ordered, prepare=f, steps=4)
-for f in (backwards, in_turn, twice_with_others_between):
+for name in ORDERS:
+    program(name, PLAIN, KEPT, **ordered(name), steps=4)
+for name in ("backwards", "in turn", "twice with others between"):
     for n in (0, 3):
-        fetched = {"build": Ordered, "prepare": f, "steps": 4, "options": {"prefetch": n}}
-        program(f"{f.__name__} with FSDP2 and prefetch={n}", FSDP, **fetched)
+        options = {"prefetch": n}
+        program(f"{name}, FSDP2, prefetch={n}", FSDP, **ordered(name), steps=4, options=options)
 for f in WAYS:
     program(f.__name__, PLAIN, KEPT, loss_of=f)
 program("ways alternate", PLAIN, KEPT, round=ways_alternate)
 program("a part later", PLAIN, KEPT, build=PartLater)
-program("losses kept as attributes", PLAIN, build=WithLosses, loss_of=loss_with_kept)
+program("losses kept as attributes", PLAIN, change=keep_losses, loss_of=loss_with_kept)
 for name, f in GROUPS.items():
     program(f"groups: {name}", PLAIN, FSDP, options={"groups": f})
 for name in ("linears", "nested"):
     groups = {"groups": GROUPS[name]}
-    program(
-        f"groups: {name}, any order", PLAIN, build=Ordered, prepare=some_and_several, options=groups
-    )
+    program(f"groups: {name}, any order", PLAIN, **ordered("some and several"), options=groups)
     program(f"groups: {name}, children alone", PLAIN, loss_of=children_alone, options=groups)
 program("a block at two places", PLAIN, KEPT, REPLICATED, change=shared)
 program("two tied blocks", PLAIN, KEPT, FSDP, REPLICATED, change=tied)
 program("a tied head", PLAIN, REPLICATED, change=tied_head)
-program("a block tied to the root", PLAIN, KEPT, build=squares, change=tied_inside_and_to_the_root)
+program(
+    "a block tied to the root",
+    PLAIN,
+    KEPT,
+    build=partial(net_of, Square),
+    change=tied_inside_and_to_the_root,
+)
 for name in WRAPPINGS:
     program(f"{name} out", PLAIN, build=partial(Wrapping, name))
 program("no gradient of the inputs", PLAIN, change=frozen_start)
@@ -438,7 +402,9 @@ for again in (False, True):
     kind = "reentrant" if again else "saved"
     program(f"{kind} blocks", *DEDICATED, REPLICATED, build=partial(Checkpointed, again))
     program(f"{kind} block", PLAIN, REPLICATED, build=partial(Checkpointed, again, (1,)))
-    program(f"{kind} inside", PLAIN, REPLICATED, build=partial(CheckpointedInside, again))
+    program(
+        f"{kind} inside", PLAIN, REPLICATED, build=partial(net_of, partial(InnerCheckpoint, again))
+    )
     for n in (0, 3):
         wrap = partial(checkpoint_blocks, reentrant=again)
         program(f"{kind} wrapper, prefetch={n}", PLAIN, wrap=wrap, options={"prefetch": n})
@@ -459,10 +425,8 @@ for forward in (False, True):
     program(f"a rank without backward, {forward=}", PLAIN, KEPT, REPLICATED, round=lazy, steps=4)
 for how in ("at once", "in turn", "last first", "graph retained"):
     program(f"two losses {how}", *DEDICATED, round=partial(two_losses, how=how))
-program(
-    "two losses of blocks in another order", PLAIN, KEPT, build=Ordered, change=without_biases,
-    prepare=backwards, round=partial(two_losses, how="last first"),
-)  # fmt: skip
+last_first = {"change": without_biases, "round": partial(two_losses, how="last first")}
+program("two losses of blocks in another order", PLAIN, KEPT, **ordered("backwards"), **last_first)
 for factor in (0.0, 1.0):
     inside = partial(inside_materialized, factor=factor)
     program(f"inside materialized, {factor} penalties", PLAIN, KEPT, round=inside)
@@ -480,8 +444,8 @@ def test_programs_follow_the_reference(rank, world, name):
 
 @distributed(4)
 def test_orders_of_calls_with_replicas(rank, world):
-    for prepare in (another_order_each_step, twice_with_others_between):
-        follow(Ordered, mesh=(2, 2), prepare=prepare)
+    for name in ("some and several", "twice with others between"):
+        follow(mesh=(2, 2), **ordered(name))
 
 
 class Attending(nn.Module):
@@ -498,16 +462,10 @@ class Attending(nn.Module):
         return self.mlp(x + self.attention(y, y, y, need_weights=False)[0])
 
 
-def attending():
-    model = Net()
-    model.blocks = nn.ModuleList(Attending() for _ in range(2))
-    return model
-
-
 @layouts(*DEDICATED)
 @distributed(2)
 def test_multihead_attention(rank, world, layout):
-    with both(attending, layout) as pair:
+    with both(partial(net_of, Attending), layout) as pair:
         pair.train(range(3))
         pair.check()
         pair.model.eval(), pair.twin.eval()  # another code path
@@ -621,16 +579,13 @@ class Talking(Net):
             dist.all_reduce(value)
             self.heard.append(float(value))
 
-    def forward(self, tokens):
-        x = self.tok(tokens)
+    def body(self, x):
         for block in self.blocks:
             x = block(x)
             self.tell(x.square().mean())
             if x.requires_grad:
                 x.register_hook(lambda grad: self.tell(grad.square().sum()))
-        if self.use_spare:
-            x = x + self.spare(x)
-        return self.lm_head(self.mid(x))
+        return x + self.spare(x) if self.use_spare else x
 
 
 def some_ranks_use_spare(model, step, rank):

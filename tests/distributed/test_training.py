@@ -179,10 +179,7 @@ SWITCHES |= {FSDP: SWITCHES[PLAIN], DDP: SWITCHES[REPLICATED]}
 def trained(layout, **kwargs):
     """The weights after some steps without the twin."""
     with both(Net, layout, **({"only": {"publish": "async"}} | kwargs)) as pair:
-        for step in range(3):
-            pair.backward(step)
-            pair.opt.step()
-            pair.opt.zero_grad()
+        pair.train_alone(range(3))
         return pair.whole()
 
 
