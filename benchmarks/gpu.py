@@ -17,6 +17,7 @@ Exit code: 0 if all parts and targets pass, 1 if one fails, 2 without a GPU (the
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -189,6 +190,7 @@ def _signal(group: int, number: signal.Signals) -> None:
 def _child(main: Callable[[list[str]], int], args: list[str], log: Path) -> None:
     os.setsid()
     os.chdir(gpu_parts.ROOT)
+    gc.freeze()  # what a fork inherits: benchmarks collect garbage in every round
     file = log.open("a", buffering=1)
     for stream in (1, 2):
         os.dup2(file.fileno(), stream)

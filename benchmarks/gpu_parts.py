@@ -48,7 +48,7 @@ from benchmarks.ranks import joined
 from benchmarks.results import Rows, command, dtype_name, row_options
 from benchmarks.timing import laps
 from dmuon.config import KernelOptions
-from dmuon.dtensors import local_tensor, whole_tensor
+from dmuon.dtensors import whole_tensor
 from dmuon.kernels.choice import default_restarts, offered_backends, offered_tiles, why_not
 from dmuon.kernels.newton_schulz import (
     iterate_with,
@@ -156,6 +156,11 @@ class Block(nn.Module):
         return x + self.widen(torch.tanh(self.narrow(y)))
 
 
+def _half(device: torch.device) -> str:
+    """The dtype that steps are measured in."""
+    return "float16" if device.type == "cuda" else "float32"
+
+
 def _model(blocks: int, sizes: tuple[int, int, int], device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     with device:
@@ -252,9 +257,8 @@ def smoke(rows: Rows, device: torch.device, toy: bool) -> None:
             choice = KernelChoice(method, restarts, backend, dtype_name(dtype))
             row = partial(_kernel_row, Case((m, n, "float32"), 2), choice, device)
             rows.attempt(f"{choice} on 2 x [{m}, {n}]", row)
-    half = "float16" if on_cuda else "float32"
-    some = [Setting(layout, "auto", on_cuda, half) for layout in LAYOUTS]
-    travels = Setting("sharded", "auto", on_cuda, half, travels=True)
+    some = [Setting(layout, "auto", on_cuda, _half(device)) for layout in LAYOUTS]
+    travels = replace(some[-1], travels=True)
     with one_process(device):
         for setting in (*some, travels, replace(travels, period=2)):
             row = partial(step_row, setting, device, 3, toy=toy, may_wait=False)
@@ -280,7 +284,7 @@ def _settings(device: torch.device) -> Iterator[Setting]:
     backends = ["auto"]
     if on_cuda:
         backends = ["torch"] + ["triton"] * (why_not("triton", device, torch.float16) is None)
-    half = "float16" if on_cuda else "float32"
+    half = _half(device)
     for layout, travels in (*((name, False) for name in LAYOUTS), ("sharded", True)):
         for backend, graphs in product(backends, (True, False) if on_cuda else (False,)):
             yield Setting(layout, backend, graphs, half, travels=travels)
@@ -315,13 +319,11 @@ def _pytest(rows: Rows, toy: bool) -> Row:
             count[report.outcome] += 1
             rows.add(row)
 
-    given = ["-q", "-p", "no:cacheprovider"]
-    if toy:  # on a CPU all of tests/gpu are skipped
-        given += ["--doctest-modules", "benchmarks/timing.py", "tests/gpu/test_step.py"]
-    else:
-        # Kernels compile in parallel.
-        has_xdist = importlib.util.find_spec("xdist") is not None
-        given += (["-n", "12"] if has_xdist else []) + ["tests/gpu"]
+    # On a CPU all of tests/gpu are skipped. On a GPU kernels compile in parallel.
+    what = ["--doctest-modules", "benchmarks/timing.py"] if toy else ["tests/gpu"]
+    if not toy and importlib.util.find_spec("xdist") is not None:
+        what = ["-n", "12", *what]
+    given = ["-q", "-p", "no:cacheprovider", *what]
     code = int(pytest.main(given, plugins=[Recorder()]))
     passed = code == 0 and count["passed"] > 0
     return {"passed": passed, "exit_code": code, "tests": dict(count)}
@@ -341,25 +343,22 @@ def sanitizer(rows: Rows, device: torch.device, toy: bool) -> None:
         if tool is None:
             rows.add({"name": name, "left_out": "compute-sanitizer is not on the PATH"})
         else:
-            rows.attempt(name, partial(_sanitizer_row, tool, name, rows.seconds_left()))
+            rows.attempt(name, partial(_sanitizer_row, tool, name))
 
 
-def _sanitizer_row(tool: str, name: str, limit_s: float) -> Row:
+def _sanitizer_row(tool: str, name: str) -> Row:
     test = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/gpu/test_triton.py::{name}"]
-    found = subprocess.run(
-        [tool, "--tool", "memcheck", sys.executable, *test],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=None if limit_s == float("inf") else limit_s,
-        # Or torch hands out parts of large blocks, and writing beyond one is no error.
-        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-    )
+    command = [tool, "--tool", "memcheck", sys.executable, *test]
+    # Or torch hands out parts of large blocks, and writing beyond one is no error.
+    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
     # Who could not start the tool at all prints no summary, and has not passed.
     clean = "ERROR SUMMARY: 0 errors" in found.stdout and found.returncode == 0
-    return {"passed": clean, "exit_code": found.returncode, "tail": found.stdout[-2000:]}
+    return {
+        "passed": clean,
+        "exit_code": found.returncode,
+        "tail": (found.stdout + found.stderr)[-2000:],
+    }
 
 
 # ---- accuracy ------------------------------------------------------------------------------
@@ -378,15 +377,13 @@ EXPECTED: dict[tuple[str, int, int, str], dict[str, float]] = {
 }  # fmt: skip
 """Relative errors in Frobenius norm, by input, shape and dtype, and form.
 
-The singular values of an input are log-spaced from 1e-6 to 1, or a Gaussian matrix's, then divided
-by the Frobenius norm, as Muon does; the exact result is the polynomial of them in float64. The
-errors are measured on a CPU with results rounded to the dtype after each product; a kernel that
-sums in float32 should not exceed them. cuBLAS may add up parts in half precision where torch allows
-it, which it does by default: half precision runs with that allowed and not."""
+The singular values of an input are log-spaced from 1e-6 to 1 or a Gaussian matrix's, then divided
+by their norm; the exact result is the polynomial of them in float64. The errors are measured on a
+CPU with results rounded to the dtype after each product: a kernel that sums in float32 should not
+exceed them."""
 
-# Half precision: inputs of another generator, of which three seeds differ by 2% on a CPU. What is
-# not rounded after each product depends on the order in which a machine adds: by 1.6 between two
-# CPUs.
+# Three seeds differ by 2%. Without rounding after each product the order of sums decides: by 1.6
+# between two CPUs.
 SLACK = {"float16": 1.25, "bfloat16": 1.25, "float32": 4.0, "float64": 4.0}
 TRIPLES = resolve_coefficients("polar_express", 5)
 
@@ -416,20 +413,20 @@ def accuracy(rows: Rows, device: torch.device, toy: bool) -> None:
             for tile, reduced in product(tiles if m > 96 else tiles[:1], ways):
                 choice = replace(KernelChoice.parse(f"{form}/{backend}/{name}"), tile=tile)
                 label = f"{kind} {m} x {n} {choice}" + ", full sums" * (not reduced)
-                row = partial(accuracy_row, choice, kind, m, n, forms[form], device, reduced)
+                row = partial(accuracy_row, choice, (kind, m, n), forms[form], device, reduced)
                 rows.attempt(label, row, kernel=str(choice), reduced=reduced)
 
 
 def accuracy_row(
     choice: KernelChoice,
-    kind: str,
-    rows: int,
-    cols: int,
+    given: tuple[str, int, int],
     expected: float,
     device: torch.device,
     reduced: bool,
 ) -> Row:
-    x, exact = example(kind, rows, cols)
+    """``given`` to `example`. ``reduced``: cuBLAS may add up parts in half precision, as torch
+    allows by default."""
+    x, exact = example(*given)
     operand = x.to(device, getattr(torch, choice.dtype))[None].clone()
     _reduce_in_half_precision(reduced)
     try:
@@ -459,8 +456,7 @@ def _profile(rows: Rows, device: torch.device, toy: bool) -> None:
     on_cuda = device.type == "cuda"
     # As wide as Llama-8B.
     blocks, sizes, repeats = (2, (64, 16, 160), 2) if toy else (4, (4096, 1024, 14336), 5)
-    half = "float16" if on_cuda else "float32"
-    setting = Setting("sharded", "auto", on_cuda, half, travels=True, period=2)
+    setting = Setting("sharded", "auto", on_cuda, _half(device), travels=True, period=2)
     model = _model(blocks, sizes, device)
     traced: dict[str, Row] = {}
     timed: dict[str, list[tuple[float, float, int]]] = {"full": [], "block": []}
@@ -478,32 +474,25 @@ def _profile(rows: Rows, device: torch.device, toy: bool) -> None:
             opt.synchronize()
             opt.zero_grad()
         stats = opt.stats()
-        weights = list(model.parameters())
-        kept = [value for state in opt.state.values() for value in state.values()]
     for kind, times in timed.items():
         host, whole, peak = zip(*times, strict=True)
         row: Row = {"name": f"{kind} step", "setting": str(setting), "matrices": 5 * blocks + 1}
         row |= {"host_ms": statistics.median(host), "whole_ms": statistics.median(whole)}
-        # Of what is allocated at most, step_bytes says what is neither kept nor a gradient.
-        row |= {"peak_bytes": max(peak), "weights_and_state_bytes": _nbytes(weights + kept)}
-        row |= {"gradient_bytes": _nbytes(weights), "step_bytes": stats["step_bytes"]}
+        row |= {"peak_bytes": max(peak), "step_bytes": stats["step_bytes"]}
         rows.add(row | {"cuda_graphs": stats["kernels"]["cuda_graphs"]} | traced[kind])
 
 
-def _nbytes(values: Sequence[Any]) -> int:
-    """Of what is stored here of tensors."""
-    return sum(local_tensor(value).nbytes for value in values if isinstance(value, Tensor))
-
-
 def _timed(opt: dmuon.Muon, device: torch.device) -> tuple[float, float, int]:
-    """Milliseconds of the host in `step`, and until the updates are applied; most bytes
-    allocated meanwhile (0 on a CPU, where torch does not count them)."""
-    on_cuda = device.type == "cuda"
-    if on_cuda:
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
+    """Milliseconds of the host in `step`, and until the updates are applied; bytes allocated
+    meanwhile at most, beside what was before (0 on a CPU, where torch does not count them)."""
+    if device.type != "cuda":
+        host, rest = laps(opt.step, opt.synchronize)
+        return host, host + rest, 0
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
     host, rest = laps(opt.step, partial(_finish, opt, device))
-    return host, host + rest, torch.cuda.max_memory_allocated(device) if on_cuda else 0
+    return host, host + rest, torch.cuda.max_memory_allocated(device) - before
 
 
 def _finish(opt: dmuon.Muon, device: torch.device) -> None:

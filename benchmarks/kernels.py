@@ -8,22 +8,20 @@ standard            Newton-Schulz as `torch.optim.Muon` writes it, one matrix af
 standard_batched    the same on whole stacks (CUDA, where there are stacks)
 compiled            standard through `torch.compile`; compiled_bfloat16: the same in that dtype
 gram                the Gram form over plain torch products
-function            `dmuon.newton_schulz` as a user calls it, by the fixed rule (CPU)
-standard_function   standard with the normalization before it, on whole stacks (CPU): what
-                    ``function`` is compared with
+function            `dmuon.newton_schulz` as a user calls it, by the fixed rule (CPU); beside it
+                    standard_function: standard on whole stacks, with the same normalization
 ours                what tuning chose, as an optimizer runs it: batches of at most
                     `PlannerOptions.max_batch`, in a workspace, as CUDA graphs on CUDA
 ours_whole          the same, but a stack in one call, however large (CUDA)
 ==================  ============================================================================
 
 ``floor_ms``: the fewest multiplications that are possible in the dtype, with exactly half of each
-symmetric product, at the rate of large matrix products that are measured in the same rounds, on a
-GPU ten in a row: a sustained rate, not that of one cold product. ``tflops`` counts what the plain
-standard form would multiply. ``error``: relative Frobenius error of the first matrix of each stack,
-the largest of them, on Gaussian input, against the standard form in float64.
+symmetric product, at a sustained rate of large products that is measured in the same rounds.
+``tflops`` counts what the plain standard form would multiply. ``error``: relative, in Frobenius
+norm, of the first matrix of each stack, against the standard form in float64; the largest of them.
 
-``--table`` prints the page from such a file; ``--check`` exits with 1 where dmuon misses a limit
-(`LIMITS`, on a CPU only).
+``--table`` prints the page from such a file; ``--check`` exits with 1 where dmuon misses one of the
+`LIMITS`, which are a CPU's.
 """
 
 from __future__ import annotations
@@ -34,10 +32,11 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +84,7 @@ def _alone(*shapes: tuple[int, int]) -> tuple[Case, ...]:
 
 def _layer(name: str, *stacks: Stack) -> tuple[Case, ...]:
     """Every shape once alone, then all matrices of a layer."""
-    return (*_alone(*((rows, cols) for _, rows, cols in stacks)), Case(f"{name} layer", stacks))
+    return (*_alone(*((m, n) for _, m, n in stacks)), Case(f"{name} layer", stacks))
 
 
 SETS: dict[str, tuple[Case, ...]] = {
@@ -162,7 +161,7 @@ class Contender(NamedTuple):
     """Runs a case in pieces, one after the other. ``about`` goes into its row."""
 
     pieces: Sequence[Piece]
-    about: Row = {}  # noqa: RUF012  never written to
+    about: Mapping[str, Any] = MappingProxyType({})
 
 
 def standard_form(x: Tensor) -> Tensor:
@@ -223,7 +222,7 @@ def ours(
     calls: list[tuple[Call, Tensor, int | None]] = []
     for stack, source in enumerate(sources):
         for number, part in enumerate(source.split(max_batch)):
-            shape = part.shape[0], part.shape[1], part.shape[2]
+            shape = len(part), source.shape[1], source.shape[2]
             call = Call(shape, TRIPLES, kernel_of(_wide(shape)))
             calls.append((call, part, None if number else stack))
     runner.reserve(dict.fromkeys(call for call, _, _ in calls))
@@ -244,25 +243,23 @@ def contenders(
     on_cuda = sources[0].is_cuda
     largest = max(map(len, sources))
     gram = str(KernelChoice("gram", default_restarts(dtype, STEPS), "torch", dtype_name(dtype)))
-    plain = partial(_one_by_one, standard_form)
-    found: dict[str, Callable[[], Contender]] = {
-        "standard": partial(on_stacks, sources, dtype, plain)
-    }
-    if on_cuda and largest > 1:
-        found["standard_batched"] = partial(on_stacks, sources, dtype, standard_form)
-    if compiles:
-        found["compiled"] = partial(compiled, sources, dtype)
-    if compiles and on_cuda and dtype is not torch.bfloat16:
-        found["compiled_bfloat16"] = partial(compiled, sources, torch.bfloat16)
-    found["gram"] = partial(ours, sources, dtype, lambda _: gram, largest, graphs=False)
-    if not on_cuda:
-        for name, run in (("standard_function", _standard_function), ("function", newton_schulz)):
-            call = partial(run, dtype=dtype)
-            found[name] = partial(on_stacks, sources, torch.float32, call)
-    found["ours"] = partial(ours, sources, dtype, kernels.__getitem__)
-    if on_cuda and largest > MAX_BATCH:
-        found["ours_whole"] = partial(ours, sources, dtype, kernels.__getitem__, largest)
-    return found
+    stacks, tuned = partial(on_stacks, sources), partial(ours, sources, dtype)
+    field = (
+        ("standard", True, partial(stacks, dtype, partial(_one_by_one, standard_form))),
+        ("standard_batched", on_cuda and largest > 1, partial(stacks, dtype, standard_form)),
+        ("compiled", compiles, partial(compiled, sources, dtype)),
+        ("compiled_bfloat16", compiles and on_cuda and dtype is not torch.bfloat16,
+         partial(compiled, sources, torch.bfloat16)),
+        ("gram", True, partial(tuned, lambda _: gram, largest, graphs=False)),
+        ("standard_function", not on_cuda,
+         partial(stacks, torch.float32, partial(_standard_function, dtype=dtype))),
+        ("function", not on_cuda,
+         partial(stacks, torch.float32, partial(newton_schulz, dtype=dtype))),
+        ("ours", True, partial(tuned, kernels.__getitem__)),
+        ("ours_whole", on_cuda and largest > MAX_BATCH,
+         partial(tuned, kernels.__getitem__, largest)),
+    )  # fmt: skip
+    return {name: make for name, takes_part, make in field if takes_part}
 
 
 # ---- tuning --------------------------------------------------------------------------------
@@ -451,9 +448,8 @@ LIMITS = (
 """Of the time of a contender over that of a baseline, on a CPU."""
 
 
-def misses(found: dict[str, Any]) -> list[str]:
-    """The limits that are not kept, in words: in bfloat16, or in float32, which dmuon takes by
-    itself, where bfloat16 is emulated."""
+def misses(found: Row) -> list[str]:
+    """The limits that are not kept: in bfloat16, or in float32 where bfloat16 is emulated."""
     machine = found["machine"]
     judged = "float32" if machine["bf16_emulated"] else "bfloat16"
     rows = found["rows"] if machine["device"] == "cpu" else ()
@@ -470,7 +466,7 @@ _COLUMNS = {"ratio_to_standard": "/ standard", "ratio_to_compiled": "/ compiled"
             "ratio_to_floor": "/ floor", "tflops": "TFLOP/s", "error": "error"}  # fmt: skip
 
 
-def page(found: dict[str, Any]) -> str:
+def page(found: Row) -> str:
     """Hardware, a line for each contender of each case, and the limits that are missed."""
     machine, versions = found["machine"], found["versions"]
     where = machine.get("gpu") or f"{machine['cpu']} ({machine['cpu_capability']})"
@@ -486,18 +482,17 @@ def page(found: dict[str, Any]) -> str:
 
 
 def _line(row: Row) -> list[object]:
-    cells: list[object] = [row[key] for key in ("case", "dtype", "threads", "contender")]
+    cells = [row[key] for key in ("case", "dtype", "threads", "contender")]
     if "median_ms" not in row:
         return [*cells, row.get("failure") or row["left_out"]] + [None] * (1 + len(_COLUMNS))
-    cells.append(f"`{row['kernel']}`" if "kernel" in row else "")
-    cells.append("{median_ms:.3g} ({p25_ms:.3g}-{p75_ms:.3g})".format(**row))
+    cells += [row.get("kernel"), "{median_ms:.3g} ({p25_ms:.3g}-{p75_ms:.3g})".format(**row)]
     return cells + [f"{row[key]:.3g}" if key in row else None for key in _COLUMNS]
 
 
 # ---- the command ---------------------------------------------------------------------------
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> Row:
     """The document of all rows, which are written when they are measured."""
     rows = Rows.of(args)
     device = rows.device
@@ -510,18 +505,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     # Emulated products say nothing of a kernel.
     usual = ["float32"] + ["bfloat16"] * (not emulated) if on_cpu else ["float16", "bfloat16"]
     cases = [(name, one) for name in args.sets or DEFAULT_SETS[device.type] for one in SETS[name]]
-    many = args.threads if on_cpu else [torch.get_num_threads()]
-    for name, threads in product(args.dtype or usual, many):
+    for name, threads in product(args.dtype or usual, args.threads if on_cpu else [1]):
         torch.set_num_threads(threads)
-        dtype = getattr(torch, name)
         label = f"{name}, {threads} threads"
+        dtype = getattr(torch, name)
         kernels = tune(rows, [case for _, case in cases], dtype, label, args.tune_s)
         setup = Setup(device, dtype, kernels, args.case_s, args.compile)
         for set_name, case in cases:
             about = {"set": set_name, "dtype": name, "threads": threads}
-            one = partial(run_case, setup, about, case, rows.add)
-            rows.attempt(f"{set_name}: {case.name}, {label}", one)
-            print(f"{set_name}: {case.name}, {label}", flush=True)
+            title = f"{set_name}: {case.name}, {label}"
+            rows.attempt(title, partial(run_case, setup, about, case, rows.add))
+            print(title, flush=True)
             gc.collect()
             if args.compile:
                 torch.compiler.reset()

@@ -300,6 +300,7 @@ def packed(out: Path) -> set[str]:
 # Nothing in it needs a solver.
 DRY = """
 import runpy, sys
+import pytest, torch._dynamo  # once for all parts
 sys.modules.update(dict.fromkeys(("pulp", "highspy", "matplotlib")))
 sys.argv = ["gpu", "--dry-run", "--out", sys.argv[1]]
 runpy.run_module("benchmarks.gpu", run_name="__main__", alter_sys=True)
@@ -384,7 +385,7 @@ def test_targets(tmp_path):
 @pytest.mark.parametrize("fault", [1.2, float("nan")])
 def test_accuracy_sees_a_wrong_kernel(monkeypatch, fault):
     choice = KernelChoice.parse("standard/torch/float32")
-    given = (choice, "log-spaced", 32, 64, 1e-4, CPU, True)
+    given = (choice, ("log-spaced", 32, 64), 1e-4, CPU, True)
     assert gpu_parts.accuracy_row(*given)["passed"]
     right = gpu_parts.iterate_with
     monkeypatch.setattr(gpu_parts, "iterate_with", lambda *args: fault * right(*args))
