@@ -31,35 +31,22 @@ def host_cannot_read() -> Iterator[None]:
         yield
 
 
-# Values to the host, or sizes that depend on values. On an accelerator each waits for the device.
-_READS = {
-    "aten::_local_scalar_dense",  # float(), int(), bool(), item(), indexing by a 0-d tensor
-    "aten::item",
-    "aten::is_nonzero",
-    "aten::nonzero",
-    "aten::masked_select",
-    "aten::equal",
-    "aten::allclose",
-    "aten::_unique2",
-    "aten::unique_dim",
-    "aten::unique_consecutive",
-    "aten::repeat_interleave.Tensor",
-    "aten::bincount",
-}
+# Values to the host, or sizes that depend on values: on an accelerator each waits for the device.
+# `_local_scalar_dense` is float(), int(), bool(), item() and indexing by a 0-d tensor.
+_READS = (
+    "_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "allclose",
+    "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave.Tensor", "bincount",
+)  # fmt: skip
 # Made from Python values (or numpy): on an accelerator a copy from pageable memory, which waits.
-_COPIES = {"aten::lift_fresh"}
-_BY_MASK = {"aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+_COPIES = ("lift_fresh",)
+_BY_MASK = ("index.Tensor", "index_put", "index_put_", "_index_put_impl_")
 # What never reaches the dispatcher where the tensor lies on the CPU already.
-_METHODS = {
-    Tensor.tolist: "Tensor.tolist",
-    Tensor.cpu: "Tensor.cpu",
-    Tensor.numpy: "Tensor.numpy",
-    Tensor.__array__: "Tensor.__array__",
-}
+_METHODS = (Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__array__)
 
 
 # Set while the host reads its own copy of what the device had computed long before.
 _own_copy = [False]
+_READ_COPY = streams.HostCopy.read
 
 
 def _read_own_copy(copy: streams.HostCopy) -> list[Any]:
@@ -70,39 +57,31 @@ def _read_own_copy(copy: streams.HostCopy) -> list[Any]:
         _own_copy[0] = False
 
 
-_READ_COPY = streams.HostCopy.read
-
-
 class _Operators(TorchDispatchMode):
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if _own_copy[0]:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if any(issubclass(t, Tensor) and t.__module__.endswith("_api") for t in types):
             return NotImplemented  # a DTensor's: its local operators come by in turn
-        name = func.name()
-        masks = args[1] if name in _BY_MASK else ()
-        if name in _READS or any(
-            m is not None and m.dtype in (torch.bool, torch.uint8) for m in masks
-        ):
+        name = func.name().removeprefix("aten::")
+        given = args[1] if name in _BY_MASK else ()
+        masks = [m for m in given if m is not None and m.dtype in (torch.bool, torch.uint8)]
+        if name in _READS or masks:
             raise AssertionError(f"{name} reads values back from the device")
         if name in _COPIES:
             raise AssertionError(f"{name}: a tensor is made from values of the host")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class _Methods(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # By its name alone: another tensor's device is the accelerator's where there is one.
         places = (*args[1:2], kwargs.get("device")) if func is Tensor.to else ()
         is_move = any(isinstance(place, str) and place.startswith("cpu") for place in places)
         if (func in _METHODS or is_move) and not _own_copy[0]:
-            name = _METHODS.get(func, 'Tensor.to("cpu")')
-            raise AssertionError(f"{name} reads values back from the device")
+            raise AssertionError(f"Tensor.{func.__name__} reads values back from the device")
         return func(*args, **kwargs)
 
 
@@ -112,7 +91,6 @@ def nothing_read() -> Iterator[None]:
 
     What gloo does on its own threads is none of ours. A copy from one tensor to another passes, and
     so does a move to another's device: on a CPU nobody can tell which of them would be the host's.
-    Where values of the host become a tensor is seen, and where "cpu" is asked for by name.
     """
     with patch.object(streams.HostCopy, "read", _read_own_copy), _Methods(), _Operators():
         yield

@@ -2,95 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
+from dmuon.comm import streams
 from dmuon.comm.reducer import rows_of, set_rows
-from dmuon.comm.streams import Stopwatch, host_can_read
+from dmuon.comm.streams import Stopwatch
+from dmuon.update import scale_all
 from tests.accelerator import host_cannot_read, nothing_read
 
+CPU = torch.device("cpu")
 T = torch.tensor(2.0)
 X = torch.arange(6.0).view(2, 3)
 MASK = X > 1
 
-PLANTED: dict[str, Callable[[], object]] = {
-    "float(t)": lambda: float(T),
-    "int(t)": lambda: int(T),
-    "bool(t)": lambda: bool(T),
-    "if t": lambda: 1 if T else 0,
-    "t.item()": lambda: T.item(),
-    "f'{t}'": lambda: f"{T}",
-    "t.tolist()": lambda: X.tolist(),
-    "t.tolist() of one": lambda: T.tolist(),
-    "t.cpu()": lambda: X.cpu(),
-    "t.to('cpu')": lambda: X.to("cpu"),
-    "t.to(device='cpu')": lambda: X.to(device="cpu", dtype=torch.float64),
-    "torch.Tensor.to(t, 'cpu')": lambda: torch.Tensor.to(X, "cpu:0", non_blocking=True),
-    "t.numpy()": lambda: X.numpy(),
-    "numpy.asarray(t)": lambda: numpy.asarray(X),
-    "t.nonzero()": lambda: X.nonzero(),
-    "torch.where(mask)": lambda: torch.where(MASK),
-    "x[mask]": lambda: X[MASK],
-    "x[mask] = 0": lambda: X.clone().__setitem__(MASK, 0.0),
-    "x[mask] = t": lambda: X.clone().index_put_((MASK,), T),
-    "x.masked_select": lambda: X.masked_select(MASK),
-    "x[t]": lambda: X[T.long() - 1],
-    "x[[0]]": lambda: X[[0]],
-    "x[0] = 1.0": lambda: X.clone().__setitem__(0, 1.0),
-    "torch.equal": lambda: torch.equal(X, X),
-    "torch.allclose": lambda: torch.allclose(X, X),
-    "torch.unique": lambda: torch.unique(X),
-    "torch.is_nonzero": lambda: torch.is_nonzero(T),
-    "add(alpha=t)": lambda: torch.add(X, X, alpha=T),
-    "torch.tensor([..])": lambda: torch.tensor([1, 2]),
-    "torch.tensor(1.0)": lambda: torch.tensor(1.0),
-    "torch.tensor([..], device=)": lambda: torch.tensor([1, 2], device=X.device),
-    "torch.as_tensor(list)": lambda: torch.as_tensor([1, 2]),
-    "torch.asarray(list)": lambda: torch.asarray([1, 2]),
-    "torch.Tensor([..])": lambda: torch.Tensor([1.0, 2.0]),
-    "t.new_tensor([..])": lambda: X.new_tensor([1.0, 2.0]),
-    "torch.from_numpy": lambda: torch.from_numpy(numpy.ones(2)),
-}
-
-ALLOWED: list[Callable[[], object]] = [
-    lambda: X * 2.0,
-    lambda: X[0, 1:],
-    lambda: X * T,
-    lambda: torch.where(MASK, X, 1.0),
-    lambda: X.masked_fill(MASK, 0.0),
-    lambda: torch.zeros(3),
-    lambda: torch.empty(3).fill_(2.0),
-    lambda: torch._foreach_mul([X, X], 2.0),
-    lambda: torch._foreach_copy_([X.clone()[0]], [X[1]]),
-    lambda: torch.stack([X[0], X[1]]),
-    lambda: X.to(torch.float64),
-    lambda: (X.to(T.device), X.to(T), X.to(device=T.device)),
-    lambda: X.clone().index_copy_(0, torch.zeros(1, dtype=torch.int64), X[:1]),
-]
+PLANTED = (
+    "float(T)", "int(T)", "bool(T)", "1 if T else 0", "T.item()", "f'{T}'", "X.tolist()",
+    "T.tolist()", "X.cpu()", "X.to('cpu')", "X.to(device='cpu', dtype=torch.float64)",
+    "torch.Tensor.to(X, 'cpu:0', non_blocking=True)", "X.numpy()", "numpy.asarray(X)",
+    "X.nonzero()", "torch.where(MASK)", "X[MASK]", "X.clone().__setitem__(MASK, 0.0)",
+    "X.clone().index_put_((MASK,), T)", "X.masked_select(MASK)", "X[T.long() - 1]", "X[[0]]",
+    "X.clone().__setitem__(0, 1.0)", "torch.equal(X, X)", "torch.allclose(X, X)",
+    "torch.unique(X)", "torch.is_nonzero(T)", "torch.add(X, X, alpha=T)", "torch.tensor([1, 2])",
+    "torch.tensor(1.0)", "torch.tensor([1, 2], device=X.device)", "torch.as_tensor([1, 2])",
+    "torch.asarray([1, 2])", "torch.Tensor([1.0, 2.0])", "X.new_tensor([1.0, 2.0])",
+    "torch.from_numpy(numpy.ones(2))",
+)  # fmt: skip
+ALLOWED = (
+    "X * 2.0", "X[0, 1:]", "X * T", "torch.where(MASK, X, 1.0)", "X.masked_fill(MASK, 0.0)",
+    "torch.zeros(3)", "torch.empty(3).fill_(2.0)", "torch._foreach_mul([X, X], 2.0)",
+    "torch._foreach_copy_([X.clone()[0]], [X[1]])", "torch.stack([X[0], X[1]])",
+    "X.to(torch.float64)", "X.to(T.device)", "X.to(T)", "X.to(device=T.device)",
+    "X.clone().index_copy_(0, torch.zeros(1, dtype=torch.int64), X[:1])",
+)  # fmt: skip
+NAMES = {"numpy": numpy, "torch": torch, "T": T, "X": X, "MASK": MASK}
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_read_or_copy_is_seen(name):
-    PLANTED[name]()  # it is right but for what it costs
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_planted_read_or_copy_is_seen(planted):
+    eval(planted, NAMES)  # it is right but for what it costs
     with pytest.raises(AssertionError, match="device|host"), nothing_read():
-        PLANTED[name]()
+        eval(planted, NAMES)
 
 
 def test_what_stays_on_the_device_passes():
     for allowed in ALLOWED:
         with nothing_read():
-            allowed()
+            eval(allowed, NAMES)
 
 
 def test_the_local_operators_of_a_dtensor_are_seen(tmp_path):
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
     try:
         whole = distribute_tensor(X.clone(), init_device_mesh("cpu", (1,)), [Replicate()])
@@ -103,13 +68,10 @@ def test_the_local_operators_of_a_dtensor_are_seen(tmp_path):
 
 
 def test_the_host_can_read_a_cpu_but_for_the_patch():
-    from dmuon.comm import streams
-
-    device = torch.device("cpu")
-    assert host_can_read(device) and not host_can_read(torch.device("cuda"))
+    assert streams.host_can_read(CPU) and not streams.host_can_read(torch.device("cuda"))
     with host_cannot_read():
-        assert not streams.host_can_read(device)
-    assert streams.host_can_read(device)
+        assert not streams.host_can_read(CPU)
+    assert streams.host_can_read(CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -127,7 +89,7 @@ def test_rows_are_taken_and_set_without_an_index(where, dtype):
 
 
 def test_a_stopwatch_sums_what_lies_between_start_and_stop():
-    watch = Stopwatch(torch.device("cpu"))
+    watch = Stopwatch(CPU)
     assert watch.milliseconds() == 0.0 and watch.ready()
     seen: list[float] = []
     with nothing_read():
@@ -140,9 +102,7 @@ def test_a_stopwatch_sums_what_lies_between_start_and_stop():
 
 
 def test_a_scale_on_the_device_is_applied_without_reading_it():
-    from dmuon.update import scale_all
-
-    tensors: list[Tensor] = [torch.ones(3), torch.ones(2, 2)]
+    tensors = [torch.ones(3), torch.ones(2, 2)]
     with nothing_read():
         scale_all(tensors, T)
         scale_all(tensors, 0.25)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch
 
 from benchmarks import gpu, gpu_parts, kernels, results
 from benchmarks.results import LOST, Rows
-from dmuon.types import KernelChoice
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -123,8 +123,7 @@ def pauses(args: list[str]) -> int:
 
 def stubborn(args: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    time.sleep(600)
-    return 0
+    return pauses(args)
 
 
 def aborts(args: list[str]) -> int:
@@ -132,23 +131,32 @@ def aborts(args: list[str]) -> int:
     os.abort()
 
 
+def one_row(args: list[str], budget_s: float | None = None, **row: Any) -> int:
+    path = args[args.index("--json") + 1]
+    Rows(path, CPU, budget_s=budget_s).attempt("a", lambda: row)
+    return 0
+
+
 @pytest.mark.parametrize(
     ("main", "limit_s", "note"),
     [
-        (lambda args: 3, 60.0, "exit code 3"),
+        (partial(one_row, passed=True), 60.0, ""),
+        (partial(one_row, passed=False), 60.0, "1 of 1 rows: a: out of its limit"),
+        (partial(one_row, budget_s=0.0), 60.0, "no time for 1 rows: a, ..."),
         (lambda args: 0, 60.0, "wrote no rows"),
+        (lambda args: 3, 60.0, "exit code 3"),
         (aborts, 60.0, "exit code -6"),
         (pauses, 1.5, "out of time, interrupted"),
         (stubborn, 1.5, "out of time, killed"),
     ],
 )
-def test_how_a_part_without_rows_ends(tmp_path, main, limit_s, note):
+def test_how_a_part_ends(tmp_path, main, limit_s, note):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background
     try:
         outcome = gpu.run_part(part(main, grace_s=1.0), tmp_path, limit_s)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert (outcome["passed"], outcome["note"]) == (False, note)
+    assert (outcome["passed"], outcome["note"]) == (not note, note)
 
 
 def starts_another(args: list[str]) -> int:
@@ -191,33 +199,17 @@ def test_a_part_has_its_other_rows_whatever_some_do(tmp_path):
     assert outcome["note"].count("begun again") == 3 and ", killed, begun" in outcome["note"]
 
 
-def test_a_row_out_of_its_limit_fails_a_part_and_so_does_one_left_out(tmp_path):
-    def writes(args: list[str], **row: Any) -> int:
-        Rows(str(tmp_path / "one.json"), CPU, budget_s=row.pop("budget_s", None)).attempt(
-            "a", lambda: row
-        )
-        return 0
-
-    for row, note in (
-        ({"passed": True}, ""),
-        ({"passed": False}, "1 of 1 rows: a: out of its limit"),
-        ({"budget_s": 0.0}, "no time for 1 rows: a, ..."),
-    ):
-        outcome = gpu.run_part(part(lambda args, row=row: writes(args, **row)), tmp_path, 60.0)
-        assert (outcome["passed"], outcome["note"]) == (not note, note)
-
-
 def test_parts_fit_a_call_and_those_that_do_not_are_named():
     now = [0.0]
     ran: list[tuple[str, float]] = []
 
     def run(one: gpu.Part, out: Path, limit_s: float) -> dict[str, Any]:
         ran.append((one.name, limit_s))
+        assert limit_s >= one.most_s / 2
         now[0] += limit_s  # the worst case
         return {"name": one.name, "passed": False, "note": "", "seconds": limit_s}
 
-    later = [one.name for one in gpu.parts()]
-    calls = 0
+    later, calls = [one.name for one in gpu.parts()], 0
     while later:
         begin = now[0]
         plan = [one for one in gpu.parts() if one.name in later]
@@ -225,7 +217,6 @@ def test_parts_fit_a_call_and_those_that_do_not_are_named():
         assert now[0] - begin <= gpu.BUDGET_S < 600 - 2 * 10
         calls += 1
     assert [name for name, _ in ran] == [one.name for one in gpu.parts()] and calls <= 4
-    assert all(limit_s >= one.most_s / 2 for (_, limit_s), one in zip(ran, gpu.parts()))
 
 
 def test_the_order_of_the_parts(monkeypatch, capsys):
@@ -383,33 +374,25 @@ def test_targets(tmp_path):
 
 
 @pytest.mark.parametrize("fault", [1.2, float("nan")])
-def test_accuracy_sees_a_wrong_kernel(monkeypatch, fault):
-    choice = KernelChoice.parse("standard/torch/float32")
-    given = (choice, ("log-spaced", 32, 64), 1e-4, CPU, True)
-    assert gpu_parts.accuracy_row(*given)["passed"]
-    right = gpu_parts.iterate_with
-    monkeypatch.setattr(gpu_parts, "iterate_with", lambda *args: fault * right(*args))
-    assert not gpu_parts.accuracy_row(*given)["passed"]
-
-
-def test_half_precision_runs_with_reduced_sums_allowed_and_not(monkeypatch):
-    matmul = torch.backends.cuda.matmul
+def test_accuracy_sees_a_wrong_kernel_and_runs_both_ways(monkeypatch, fault):
+    """Half precision with reduced sums allowed and not; afterwards they are allowed again."""
+    right, matmul = gpu_parts.iterate_with, torch.backends.cuda.matmul
     seen: list[bool] = []
 
-    def noting(operand: torch.Tensor, *given: Any) -> torch.Tensor:
-        if operand.dtype in (torch.float16, torch.bfloat16):
-            assert matmul.allow_fp16_reduced_precision_reduction == (
-                matmul.allow_bf16_reduced_precision_reduction
-            )
+    def wrong(x: torch.Tensor, *given: Any) -> torch.Tensor:
+        if x.dtype in (torch.float16, torch.bfloat16):
             seen.append(matmul.allow_fp16_reduced_precision_reduction)
-        return operand
+            assert matmul.allow_bf16_reduced_precision_reduction == seen[-1]
+        return fault * right(x, *given)
 
-    monkeypatch.setattr(gpu_parts, "iterate_with", noting)
+    small = {key: forms for key, forms in gpu_parts.EXPECTED.items() if key[1] == 96}
+    monkeypatch.setattr(gpu_parts, "EXPECTED", small)
+    monkeypatch.setattr(gpu_parts, "iterate_with", wrong)
     rows = Rows(None, CPU)
     gpu_parts.accuracy(rows, CPU, toy=True)
-    assert seen.count(True) == seen.count(False) > 8
-    assert matmul.allow_fp16_reduced_precision_reduction, "afterwards they are allowed again"
-    assert [row["reduced"] for row in rows.rows if "float16" in row["kernel"]] == seen
+    assert seen.count(True) == seen.count(False) == len(rows.rows) / 2 > 4
+    assert [row["reduced"] for row in rows.rows] == seen
+    assert matmul.allow_fp16_reduced_precision_reduction and rows.failed == rows.rows
 
 
 @pytest.mark.parametrize("travels", [False, True])
