@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from dmuon.config import PlannerOptions
 from dmuon.report.data import build_report
@@ -21,26 +19,9 @@ from dmuon.scheduler.solve import SOLVERS, solve
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Layout, PlanError
 from tests.unit.models import specs_of
-from tests.unit.test_solvers import MAX_BATCH, SHAPES, TICKS, Instance, Prices, costs
+from tests.unit.test_solvers import TICKS
 
 KEYS = [(64, 64, "float32"), (64, 256, "float32"), (128, 128, "float32")] * 4
-some = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-@st.composite
-def forced_instances(draw, capped: bool = True) -> Instance:
-    """Every rank is a pool of its own; beside these a pair of ranks and all ranks."""
-    table = {key: tuple(draw(costs) for _ in range(MAX_BATCH)) for key in SHAPES}
-    world = draw(st.integers(1, 3))
-    keys = draw(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=7))
-    ranks = range(world)
-    pools = (*((r,) for r in ranks), tuple(ranks), tuple(ranks)[-2:])
-    pool_of = tuple(draw(st.integers(0, len(pools) - 1)) for _ in keys)
-    fixed_ms = draw(st.sampled_from([(), tuple(0.5 * draw(st.integers(0, 8)) for _ in ranks)]))
-    fixed_bytes = draw(st.sampled_from([(), tuple(draw(st.integers(0, 200)) for _ in ranks)]))
-    memory = draw(st.sampled_from([None, None, 500, 800, 1500])) if capped else None
-    limits = OwnerLimits(fixed_ms, fixed_bytes, memory, pools, pool_of)
-    return Instance(tuple(keys), world, Prices(table), limits)
 
 
 def planned(pool_of, pools, world=4, keys=KEYS, solver="auto", layout=Layout.REPLICATED, **limits):
@@ -72,71 +53,6 @@ def half_forced(**options) -> OwnershipPlan:
 
 
 # ---- against brute force -----------------------------------------------------------------
-
-
-@some
-@given(forced_instances())
-def test_the_optimum_is_found_and_proven(instance):
-    best = instance.optimum()
-    if best is None:
-        with pytest.raises(PlanError, match="owner_memory_bytes"):
-            instance.solve("milp")
-        return
-    plan = instance.solve("milp")
-    assert plan.status == "optimal"
-    assert plan.makespan_ms == pytest.approx(best, abs=TICKS)
-    assert plan.lower_bound_ms == pytest.approx(best, abs=TICKS)
-    certificate = certify(plan)
-    assert certificate.ok and certificate.proven, str(certificate)
-    assert certificate.makespan_ms == pytest.approx(plan.makespan_ms)
-
-
-@some
-@given(forced_instances(), st.sampled_from(SOLVERS))
-def test_every_solver_keeps_to_the_pools_and_counts_each_batch_once(instance, solver):
-    best = instance.optimum()
-    try:
-        plan = instance.solve(solver)
-    except PlanError:
-        assert best is None or solver == "round_robin"
-        return
-    assert plan.owners in set(instance.assignments())
-    assert plan.lower_bound_ms <= best + TICKS
-    assert plan.limits == instance.limits
-    loads = [instance.limits.fixed_ms_of(r) for r in range(instance.world)]
-    for batch in plan.batches:
-        loads[batch.owner] += batch.ms
-    assert plan.loads_ms == pytest.approx(tuple(loads))
-    assert certify(plan).ok
-
-
-@some
-@given(forced_instances(capped=False), st.randoms(use_true_random=False))
-def test_neither_the_order_of_matrices_nor_the_numbers_of_pools_matter(instance, random):
-    plan = instance.solve("auto")
-    order, numbers = list(range(len(instance.keys))), list(range(len(instance.limits.pools)))
-    random.shuffle(order)
-    random.shuffle(numbers)
-    place = {old: new for new, old in enumerate(order)}
-    old, limits = instance.specs, instance.limits
-    again = solve(
-        replace(
-            old,
-            parameters=tuple(old.parameters[i] for i in order),
-            matrices=tuple(
-                replace(old.matrices[i], parameter=place[old.matrices[i].parameter]) for i in order
-            ),
-        ),
-        Topology.flat(instance.world),
-        instance.prices,
-        options=PlannerOptions(max_batch=MAX_BATCH),
-        limits=replace(
-            limits,
-            pools=tuple(limits.pools[n][::-1] for n in numbers),
-            pool_of=tuple(numbers.index(limits.pool_of[i]) for i in order),
-        ),
-    )
-    assert again.fingerprint() == plan.fingerprint()
 
 
 # ---- forced matrices ---------------------------------------------------------------------
