@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.process_groups import Grid
-from dmuon.comm.routes import Unit
-from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.scheduler.plan import OwnershipPlan, Unit
 from dmuon.scheduler.shards import Box, RankShards, matrix_box
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import OwnershipError

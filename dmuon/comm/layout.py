@@ -12,9 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from dmuon.comm.routes import Unit
 from dmuon.comm.transport import Meter, Transport
-from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.scheduler.plan import OwnershipPlan, Unit
 from dmuon.scheduler.specs import canonical_name
 from dmuon.types import OwnershipError
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from dmuon.comm.buckets import Slices
 from dmuon.comm.layout import ParameterWatch, check_frozen, not_bound
 from dmuon.comm.reducer import GradientReducer, OwnedGradients
-from dmuon.comm.routes import Unit, units_of
 from dmuon.comm.transport import Meter, Transport
+from dmuon.scheduler.plan import Unit, units_of
 from dmuon.types import OwnershipError
 
 __all__ = ["Apply", "Compute", "OwnerRuntime"]

@@ -20,8 +20,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dmuon.comm.routes import BucketRoute, Message, Part, Unit
+from dmuon.comm.routes import BucketRoute, Message, Part
 from dmuon.comm.transport import Meter, Transport, Work
+from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import Form
 
 __all__ = ["Bucket", "Pipeline", "buffer_elements", "places"]

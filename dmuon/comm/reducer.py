@@ -35,10 +35,11 @@ from dmuon.comm import streams
 from dmuon.comm.buckets import EVERYONE, Buffer, GradientBucket, Memory, Segment, Slices
 from dmuon.comm.pipeline import places
 from dmuon.comm.process_groups import ProcessGroups
-from dmuon.comm.routes import Part, Unit
+from dmuon.comm.routes import Part
 from dmuon.comm.streams import HostCopy
 from dmuon.comm.transport import Meter, Work
 from dmuon.dtensors import gradient_like, local_tensor
+from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import Form, matrix_box
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm, DmuonError, OwnershipError

@@ -47,10 +47,9 @@ from dmuon.comm.reducer import (
     set_rows,
     unstacker,
 )
-from dmuon.comm.routes import Unit
 from dmuon.comm.transport import Transport, Work
 from dmuon.config import ReplicatedOptions
-from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.scheduler.plan import OwnershipPlan, Unit
 from dmuon.scheduler.shards import matrix_box
 from dmuon.scheduler.specs import ITEM_SIZE, dtype_name
 from dmuon.types import DmuonError, OwnershipError

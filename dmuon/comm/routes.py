@@ -1,7 +1,6 @@
 """From a plan to what travels together: pure data, equal on every rank.
 
-Units are the batches of the plan, cut where parameter groups differ, in the order in which owners
-execute them. Routes say what every rank sends and receives of a bucket of units::
+Routes say what every rank sends and receives of a bucket of units (`dmuon.scheduler.plan.Unit`)::
 
     gather     holders of the owner's replica ---pieces---> owner          (all-to-all)
     scatter    owner ---pieces of the update---> the same holders          (all-to-all, mirrored)
@@ -14,93 +13,20 @@ and receiver need no header.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from dmuon.scheduler.plan import Batch, OwnershipPlan
+from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import Box, Form, ShardMap
 
 __all__ = [
     "BucketRoute",
     "Message",
     "Part",
-    "Unit",
     "bucket_route",
     "parts_of",
     "sent_elements",
-    "units_of",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Matrices of one shape, owner and param group, which are orthogonalized together.
-
-    They are stacked ``[b, rows, cols]``. A matrix and its transpose are of one shape; where a unit
-    has both, it is stacked short side first, and ``transposed`` says for each matrix whether its
-    slot holds the transpose (empty: none does). ``kernel`` is what runs them, as `KernelChoice`
-    writes it, "" for the fixed rule.
-    """
-
-    owner: int
-    group: int
-    matrices: tuple[int, ...]
-    rows: int
-    cols: int
-    ms: float
-    kernel: str = ""
-    transposed: tuple[bool, ...] = ()
-
-    def holds_transpose(self, position: int) -> bool:
-        """Whether the slot of the matrix at this position holds its transpose."""
-        return bool(self.transposed) and self.transposed[position]
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Of its stacked matrices."""
-        return len(self.matrices), self.rows, self.cols
-
-    @property
-    def numel(self) -> int:
-        return len(self.matrices) * self.rows * self.cols
-
-
-def units_of(plan: OwnershipPlan, groups: Sequence[int]) -> tuple[Unit, ...]:
-    """The planned batches as executed: cut where their matrices are in different param groups.
-
-    ``groups`` gives the param group of each matrix. A cut batch shares its predicted time out by
-    the number of matrices. Owners execute them in order of registration, for that is the order in
-    which the next forward pass needs the results.
-    """
-    batches = sorted(plan.batches, key=lambda batch: (min(batch.matrices), batch.owner))
-    return tuple(unit for batch in batches for unit in _cut(plan, batch, groups))
-
-
-def _cut(plan: OwnershipPlan, batch: Batch, groups: Sequence[int]) -> list[Unit]:
-    """A unit for each param group in a batch, in order of their first matrix."""
-    by_group: dict[int, list[int]] = defaultdict(list)
-    for i in batch.matrices:
-        by_group[groups[i]].append(i)
-    units = []
-    for group, members in by_group.items():
-        shapes = [plan.specs.matrices[i].shape for i in members]
-        rows, cols = shapes[0]
-        transposed: tuple[bool, ...] = ()
-        if len(set(shapes)) > 1:
-            rows, cols = sorted(shapes[0])
-            transposed = tuple(shape != (rows, cols) for shape in shapes)
-        share = batch.ms * len(members) / len(batch.matrices)
-        units.append(
-            Unit(
-                batch.owner, group, tuple(members), rows, cols, share, batch.kernel,
-                transposed=transposed,
-            )
-        )  # fmt: skip
-    return units
-
-
-# ---- routes of the sharded layout ----------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,11 +32,11 @@ from dmuon.comm.hooks import (
 )
 from dmuon.comm.layout import Gradients, check_frozen, check_replaced, not_bound
 from dmuon.comm.pipeline import Pipeline, buffer_elements
-from dmuon.comm.routes import Unit, bucket_route, sent_elements, units_of
+from dmuon.comm.routes import bucket_route, sent_elements
 from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.config import ShardedOptions
 from dmuon.dtensors import LocalParameters
-from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
 from dmuon.scheduler.shards import ShardMap
 from dmuon.types import OwnershipError
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -42,7 +42,16 @@ from dmuon.scheduler.specs import MatrixSpec, ModelSpecs
 from dmuon.scheduler.topology import Topology
 from dmuon.types import KernelChoice, Layout, PlanError
 
-__all__ = ["Batch", "Dual", "OwnershipPlan", "PriceRow", "Proof", "check_plan_fits"]
+__all__ = [
+    "Batch",
+    "Dual",
+    "OwnershipPlan",
+    "PriceRow",
+    "Proof",
+    "Unit",
+    "check_plan_fits",
+    "units_of",
+]
 
 FORMAT_VERSION = 6
 _MOST_PRICE = 1e12  # milliseconds of one batch, as in planning
@@ -268,6 +277,76 @@ def check_plan_fits(plan: OwnershipPlan, specs: ModelSpecs, topology: Topology) 
     if found:
         more = f" (+{len(found) - 12} more)" if len(found) > 12 else ""
         raise PlanError("the saved plan does not fit: " + "; ".join(sorted(found)[:12]) + more)
+
+
+# ---- batches as they are executed ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Matrices of one shape, owner and param group, which are orthogonalized together.
+
+    They are stacked ``[b, rows, cols]``. A matrix and its transpose are of one shape; where a unit
+    has both, it is stacked short side first, and ``transposed`` says for each matrix whether its
+    slot holds the transpose (empty: none does). ``kernel`` is what runs them, as `KernelChoice`
+    writes it, "" for the fixed rule.
+    """
+
+    owner: int
+    group: int
+    matrices: tuple[int, ...]
+    rows: int
+    cols: int
+    ms: float
+    kernel: str = ""
+    transposed: tuple[bool, ...] = ()
+
+    def holds_transpose(self, position: int) -> bool:
+        """Whether the slot of the matrix at this position holds its transpose."""
+        return bool(self.transposed) and self.transposed[position]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of its stacked matrices."""
+        return len(self.matrices), self.rows, self.cols
+
+    @property
+    def numel(self) -> int:
+        return len(self.matrices) * self.rows * self.cols
+
+
+def units_of(plan: OwnershipPlan, groups: Sequence[int]) -> tuple[Unit, ...]:
+    """The planned batches as executed: cut where their matrices are in different param groups.
+
+    ``groups`` gives the param group of each matrix. A cut batch shares its predicted time out by
+    the number of matrices. Owners execute them in order of registration, for that is the order in
+    which the next forward pass needs the results.
+    """
+    batches = sorted(plan.batches, key=lambda batch: (min(batch.matrices), batch.owner))
+    return tuple(unit for batch in batches for unit in _cut(plan, batch, groups))
+
+
+def _cut(plan: OwnershipPlan, batch: Batch, groups: Sequence[int]) -> list[Unit]:
+    """A unit for each param group in a batch, in order of their first matrix."""
+    by_group: dict[int, list[int]] = defaultdict(list)
+    for i in batch.matrices:
+        by_group[groups[i]].append(i)
+    units = []
+    for group, members in by_group.items():
+        shapes = [plan.specs.matrices[i].shape for i in members]
+        rows, cols = shapes[0]
+        transposed: tuple[bool, ...] = ()
+        if len(set(shapes)) > 1:
+            rows, cols = sorted(shapes[0])
+            transposed = tuple(shape != (rows, cols) for shape in shapes)
+        share = batch.ms * len(members) / len(batch.matrices)
+        units.append(
+            Unit(
+                batch.owner, group, tuple(members), rows, cols, share, batch.kernel,
+                transposed=transposed,
+            )
+        )  # fmt: skip
+    return units
 
 
 # ---- what is valid -----------------------------------------------------------------------

@@ -13,12 +13,12 @@ from dmuon.adamw import adamw_step, refresh_masters
 from dmuon.comm import streams
 from dmuon.comm.owners import OwnerRuntime
 from dmuon.comm.reducer import oriented, rows_of, set_rows, unstacker
-from dmuon.comm.routes import Unit
 from dmuon.config import KernelOptions
 from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
 from dmuon.operand import apply_all, is_fused, normalized_momentum
+from dmuon.scheduler.plan import Unit
 from dmuon.step.engine import Amp, Settings, adamw_parameters, group_of_matrices
 from dmuon.telemetry import StepTelemetry
 from dmuon.types import OwnershipError

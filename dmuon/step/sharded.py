@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from dmuon.adamw import adamw_step, make_adamw_state, refresh_masters
 from dmuon.comm import streams
 from dmuon.comm.pipeline import places
-from dmuon.comm.routes import Part, Unit, parts_of
+from dmuon.comm.routes import Part, parts_of
 from dmuon.comm.sharded import ShardedRuntime
 from dmuon.comm.streams import Stopwatch
 from dmuon.comm.transport import Work
@@ -38,6 +38,7 @@ from dmuon.config import KernelOptions
 from dmuon.dtensors import local_tensor
 from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
+from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import Box
 from dmuon.step.engine import Amp, Settings, adamw_parameters, group_of_matrices
 from dmuon.step.sharded_state import Operands, ShardState, copy_state, mask

@@ -17,8 +17,7 @@ from dmuon.comm.buckets import (
     gradient_bucket,
     publish_buckets,
 )
-from dmuon.comm.routes import Unit, units_of
-from dmuon.scheduler.plan import Batch, OwnershipPlan
+from dmuon.scheduler.plan import Batch, OwnershipPlan, Unit, units_of
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.specs import ModelSpecs
 from tests.unit.models import Mixed, plan_of, specs_of, tree

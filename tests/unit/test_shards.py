@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmuon.comm.buckets import cut_buckets
-from dmuon.comm.routes import bucket_route, sent_elements, units_of
+from dmuon.comm.routes import bucket_route, sent_elements
 from dmuon.scheduler.costs import resolve_costs
+from dmuon.scheduler.plan import units_of
 from dmuon.scheduler.shards import Box, LocalShard, RankShards, ShardMap, assemble, matrix_box
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec

@@ -47,10 +47,11 @@ from dmuon.comm.reducer import (
     set_rows,
     unstacker,
 )
-from dmuon.comm.routes import Part, Unit, bucket_route
+from dmuon.comm.routes import Part, bucket_route
 from dmuon.comm.transport import Meter
 from dmuon.config import DedicatedOptions, ShardedOptions
 from dmuon.dtensors import is_distributed, local_shard, local_tensor, mesh_axes
+from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import LocalShard, RankShards, ShardMap
 from dmuon.types import OwnershipError
 
