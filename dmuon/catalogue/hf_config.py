@@ -45,27 +45,24 @@ class _Config:
             raise PlanError(f"the model configuration has no {key!r}")
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not whole or not least <= value <= MAX_SIZE:
-            raise PlanError(
-                f"the model configuration has {key!r} = {value!r}, expected a whole number from "
-                f"{least} to {MAX_SIZE}"
-            )
+            raise _wrong(key, value, f"a whole number from {least} to {MAX_SIZE}")
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.data.get(key, default)
         if not isinstance(value, bool):
-            raise PlanError(
-                f"the model configuration has {key!r} = {value!r}, expected true or false"
-            )
+            raise _wrong(key, value, "true or false")
         return value
 
     def indices(self, key: str) -> frozenset[int]:
         value = self.data.get(key) or []
         if not isinstance(value, list) or any(not isinstance(i, int) for i in value):
-            raise PlanError(
-                f"the model configuration has {key!r} = {value!r}, expected a list of layers"
-            )
+            raise _wrong(key, value, "a list of layers")
         return frozenset(value)
+
+
+def _wrong(key: str, value: object, expected: str) -> PlanError:
+    return PlanError(f"the model configuration has {key!r} = {value!r}, expected {expected}")
 
 
 def _head_dim(config: _Config, default: int | None) -> int:
@@ -117,48 +114,38 @@ _FOUR_NORMS = (
 )
 
 
+def _experts(config: _Config, count: str, width: str, **fields: Any) -> Experts:
+    """``count`` and ``width`` are keys; ``fields`` are further ones of `Experts`."""
+    return Experts(config.size(count), config.size(width), **fields)
+
+
 def _mixtral(config: _Config) -> Decoder:
-    experts = Experts(
-        config.size("num_local_experts"),
-        config.size("intermediate_size"),
-        block="block_sparse_moe",
-        projections=("w1", "w3", "w2"),
-    )
+    names: dict[str, Any] = {"block": "block_sparse_moe", "projections": ("w1", "w3", "w2")}
+    experts = _experts(config, "num_local_experts", "intermediate_size", **names)
     return _decoder(config, biased=None, experts=experts)
 
 
 def _gpt_oss(config: _Config) -> Decoder:
-    width = config.size("intermediate_size")
-    experts = Experts(config.size("num_local_experts"), width, router="router", fused=True)
+    how: dict[str, Any] = {"router": "router", "fused": True}
+    experts = _experts(config, "num_local_experts", "intermediate_size", **how)
     return _decoder(config, head_dim=64, biased=True, sinks=True, experts=experts)
 
 
-def _sparse_layers(config: _Config) -> frozenset[int]:
-    """Layers without experts."""
+def _qwen_experts(config: _Config, **fields: Any) -> Experts:
     step, layers = config.size("decoder_sparse_step", 1), config.size("num_hidden_layers")
     dense = frozenset(layer for layer in range(layers) if (layer + 1) % step)
-    return dense | config.indices("mlp_only_layers")
+    fields["dense_layers"] = dense | config.indices("mlp_only_layers")
+    return _experts(config, "num_experts", "moe_intermediate_size", **fields)
 
 
 def _qwen2_moe(config: _Config) -> Decoder:
-    experts = Experts(
-        config.size("num_experts"),
-        config.size("moe_intermediate_size"),
-        shared=config.size("shared_expert_intermediate_size"),
-        dense_layers=_sparse_layers(config),
-        shared_name="shared_expert",
-        shared_gate=True,
-    )
+    shared = config.size("shared_expert_intermediate_size")
+    experts = _qwen_experts(config, shared=shared, shared_name="shared_expert", shared_gate=True)
     return _decoder(config, biased=None, qkv_bias=config.flag("qkv_bias", True), experts=experts)
 
 
 def _qwen3_moe(config: _Config) -> Decoder:
-    experts = Experts(
-        config.size("num_experts"),
-        config.size("moe_intermediate_size"),
-        dense_layers=_sparse_layers(config),
-    )
-    return _decoder(config, qk_norm=True, experts=experts)
+    return _decoder(config, qk_norm=True, experts=_qwen_experts(config))
 
 
 def _deepseek(config: _Config, *, correction_bias: bool = False) -> Decoder:
@@ -204,45 +191,36 @@ def _rank(config: _Config, key: str) -> int:
     return auto if config.data.get(key, "auto") == "auto" else config.size(key, auto)
 
 
-def _mamba(config: _Config) -> Mamba:
+def _mamba(config: _Config, *, version: int = 1) -> Mamba:
     hidden = config.size("hidden_size")
-    mixer = StateSpace(
-        inner=config.size("expand", 2) * hidden,
-        state=config.size("state_size", 16),
-        kernel=config.size("conv_kernel", 4),
-        rank=_rank(config, "time_step_rank"),
-        bias=config.flag("use_bias"),
-        kernel_bias=config.flag("use_conv_bias", True),
-    )
-    tied = config.flag("tie_word_embeddings", True)
-    return Mamba(config.size("vocab_size"), hidden, config.size("num_hidden_layers"), mixer, tied)
-
-
-def _mamba2(config: _Config) -> Mamba:
-    hidden, heads = config.size("hidden_size"), config.size("num_heads", 128)
-    inner = _heads_fill(config, config.size("expand", 2) * hidden, heads, "head_dim", 64)
+    inner = config.size("expand", 2) * hidden
+    sizes: dict[str, Any]
+    if version == 1:
+        sizes = {"state": config.size("state_size", 16), "rank": _rank(config, "time_step_rank")}
+    else:
+        heads = config.size("num_heads", 128)
+        _check_heads(config, inner, heads, "head_dim", 64)
+        groups = config.size("n_groups", 8)
+        sizes = {"state": config.size("state_size", 128), "heads": heads, "groups": groups}
     mixer = StateSpace(
         inner=inner,
-        state=config.size("state_size", 128),
         kernel=config.size("conv_kernel", 4),
-        heads=heads,
-        groups=config.size("n_groups", 8),
         bias=config.flag("use_bias"),
         kernel_bias=config.flag("use_conv_bias", True),
+        **sizes,
     )
-    tied = config.flag("tie_word_embeddings", False)
+    tied = config.flag("tie_word_embeddings", version == 1)
     return Mamba(config.size("vocab_size"), hidden, config.size("num_hidden_layers"), mixer, tied)
 
 
-def _heads_fill(config: _Config, inner: int, heads: int, key: str, default: int) -> int:
-    """The inner size, which the heads must fill; ``key`` is that of the size of a head."""
+def _check_heads(config: _Config, inner: int, heads: int, key: str, default: int) -> None:
+    """Heads must fill the inner size; ``key`` is that of the size of a head."""
     size = config.size(key, default)
     if heads * size != inner:
         raise PlanError(
             f"the model configuration has {heads} heads of {key!r} = {size}, which do not fill the "
             f"inner size {inner}"
         )
-    return inner
 
 
 _JAMBA_NAMES: Mapping[str, Any] = MappingProxyType(
@@ -265,48 +243,39 @@ def _hybrid_mixer(config: _Config, **fields: Any) -> StateSpace:
 
 
 def _jamba(config: _Config) -> Decoder:
-    state, rank = config.size("mamba_d_state", 16), _rank(config, "mamba_dt_rank")
+    def others(kind: str, period: int, offset: int) -> frozenset[int]:
+        """The layers that are not of this kind, which come periodically."""
+        period = config.size(f"{kind}_layer_period", period)
+        offset = config.size(f"{kind}_layer_offset", offset, least=0)
+        return frozenset(i for i in layers if i % period != offset)
+
     layers = range(config.size("num_hidden_layers"))
-    period, offset = (
-        config.size("attn_layer_period", 8),
-        config.size("attn_layer_offset", 4, least=0),
-    )
-    every, first = (
-        config.size("expert_layer_period", 2),
-        config.size("expert_layer_offset", 1, least=0),
-    )
-    count = config.size("num_experts", 16)
     experts = Experts(
-        count,
+        config.size("num_experts", 16),
         config.size("intermediate_size"),
-        dense_layers=frozenset(i for i in layers if i % every != first),
+        dense_layers=others("expert", 2, 1),
         block="feed_forward",
         router="router",
     )
+    state, rank = config.size("mamba_d_state", 16), _rank(config, "mamba_dt_rank")
     return _decoder(
         config,
         biased=None,
-        experts=experts if count > 1 else None,
+        experts=experts if experts.count > 1 else None,
         mixer=_hybrid_mixer(config, state=state, rank=rank, inner_norms=True),
-        mixed=frozenset(i for i in layers if i % period != offset),
+        mixed=others("attn", 8, 4),
         **_JAMBA_NAMES,
     )
 
 
 def _bamba(config: _Config) -> Decoder:
-    heads, hidden = config.size("mamba_n_heads", 128), config.size("hidden_size")
-    inner = config.size("mamba_expand", 2) * hidden
+    heads, groups = config.size("mamba_n_heads", 128), config.size("mamba_n_groups", 1)
+    state = config.size("mamba_d_state", 256)
+    mixer = _hybrid_mixer(config, state=state, heads=heads, groups=groups)
     if config.data.get("mamba_d_head", "auto") != "auto":
-        _heads_fill(config, inner, heads, "mamba_d_head", inner // heads)
-    mixer = _hybrid_mixer(
-        config,
-        state=config.size("mamba_d_state", 256),
-        heads=heads,
-        groups=config.size("mamba_n_groups", 1),
-    )
-    mixed = frozenset(range(config.size("num_hidden_layers"))) - config.indices(
-        "attn_layer_indices"
-    )
+        _check_heads(config, mixer.inner, heads, "mamba_d_head", mixer.inner // heads)
+    mixed = frozenset(range(config.size("num_hidden_layers")))
+    mixed -= config.indices("attn_layer_indices")
     mlp_bias = config.flag("mlp_bias")
     return _decoder(config, mlp_bias=mlp_bias, mixer=mixer, mixed=mixed, **_JAMBA_NAMES)
 
@@ -315,9 +284,7 @@ def _mllama(config: _Config) -> Decoder:
     """The language model: the vision tower is left out."""
     inner = config.data.get("text_config", config.data)
     if not isinstance(inner, Mapping):
-        raise PlanError(
-            f"the model configuration has 'text_config' = {inner!r}, expected an object"
-        )
+        raise _wrong("text_config", inner, "an object")
     return _decoder(
         _Config(inner),
         biased=None,
@@ -343,7 +310,7 @@ MODEL_TYPES: Mapping[str, Callable[[_Config], Architecture]] = MappingProxyType(
         "jamba": _jamba,
         "llama": _llama,
         "mamba": _mamba,
-        "mamba2": _mamba2,
+        "mamba2": partial(_mamba, version=2),
         "mistral": partial(_decoder, biased=None),
         "mixtral": _mixtral,
         "mllama": _mllama,

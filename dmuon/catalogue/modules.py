@@ -8,6 +8,7 @@ each projection, where some implementations keep a module an expert or fuse gate
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,6 @@ __all__ = [
     "Mamba",
     "StateSpace",
     "VisionLanguageAction",
-    "VisionTower",
     "build",
 ]
 
@@ -143,24 +143,18 @@ class GPT2:
 
 
 @dataclass(frozen=True, slots=True)
-class VisionTower:
-    """A vision transformer with learned positions and plain MLPs, all with biases (SigLIP)."""
+class VisionLanguageAction:
+    """A vision-language model beside a smaller expert for robot actions (pi0).
+
+    The first fields are of the vision transformer (SigLIP). The expert has layers of its own, and
+    its tokens attend to those of the language model.
+    """
 
     hidden: int
     layers: int
     intermediate: int
     patch: int
     patches: int
-
-
-@dataclass(frozen=True, slots=True)
-class VisionLanguageAction:
-    """A vision-language model beside a smaller expert for robot actions (pi0).
-
-    The expert has layers of its own, and its tokens attend to those of the language model.
-    """
-
-    vision: VisionTower
     language: Decoder
     expert: Decoder
     action_dim: int
@@ -169,19 +163,7 @@ class VisionLanguageAction:
 Architecture = Decoder | GPT2 | Mamba | VisionLanguageAction
 
 
-def build(architecture: Architecture, dtype: str = "bfloat16") -> nn.Module:
-    """The parameters of an architecture on the meta device; it takes no memory."""
-    model: nn.Module
-    match architecture:
-        case GPT2():
-            model = _gpt2(architecture)
-        case Mamba():
-            model = _mamba(architecture)
-        case VisionLanguageAction():
-            model = _vla(architecture)
-        case _:
-            model = _decoder(architecture)
-    return model.to(getattr(torch, dtype))
+# ---- parts -------------------------------------------------------------------------------
 
 
 class _Linear(nn.Linear):
@@ -194,16 +176,23 @@ class _Linear(nn.Linear):
         pass
 
 
-def _parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, device="meta"))
+def _join(**parts: nn.Module | nn.Parameter | tuple[int, int] | tuple[int, int, bool]) -> nn.Module:
+    """A module that holds the given parts under the given names, in this order.
 
-
-def _join(**parts: nn.Module | nn.Parameter) -> nn.Module:
-    """A module that holds the given parts under the given names."""
+    ``(inputs, outputs)`` or ``(inputs, outputs, bias)`` stands for a linear layer.
+    """
     module = nn.Module()
     for name, part in parts.items():
-        setattr(module, name, part)
+        setattr(module, name, _Linear(*part) if isinstance(part, tuple) else part)
     return module
+
+
+def _repeat(count: int, layer: Callable[[int], nn.Module]) -> nn.ModuleList:
+    return nn.ModuleList(layer(index) for index in range(count))
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, device="meta"))
 
 
 def _embedding(count: int, hidden: int) -> nn.Embedding:
@@ -225,19 +214,17 @@ def _layer_norm(size: int) -> nn.Module:
     return nn.LayerNorm(size, device="meta")
 
 
-def _mlp(a: Decoder, intermediate: int) -> nn.Module:
-    down = _Linear(intermediate, a.hidden, a.mlp_bias)
+# ---- decoders ----------------------------------------------------------------------------
+
+
+def _mlp(a: Decoder, width: int) -> nn.Module:
+    into, down = (a.hidden, width, a.mlp_bias), (width, a.hidden, a.mlp_bias)
     if a.fused:
-        return _join(gate_up_proj=_Linear(a.hidden, 2 * intermediate, a.mlp_bias), down_proj=down)
-    return _join(
-        gate_proj=_Linear(a.hidden, intermediate, a.mlp_bias),
-        up_proj=_Linear(a.hidden, intermediate, a.mlp_bias),
-        down_proj=down,
-    )
+        return _join(gate_up_proj=(a.hidden, 2 * width, a.mlp_bias), down_proj=down)
+    return _join(gate_proj=into, up_proj=into, down_proj=down)
 
 
 def _mixture(a: Decoder, e: Experts) -> nn.Module:
-    gate, up, down = e.projections
     router = _Linear(a.hidden, e.count, e.fused)
     if e.correction_bias:
         router.e_score_correction_bias = _parameter(e.count)
@@ -249,13 +236,10 @@ def _mixture(a: Decoder, e: Experts) -> nn.Module:
             "down_proj_bias": _parameter(e.count, a.hidden),
         }
     else:
-        stacks = {
-            gate: _parameter(e.count, e.intermediate, a.hidden),
-            up: _parameter(e.count, e.intermediate, a.hidden),
-            down: _parameter(e.count, a.hidden, e.intermediate),
-        }
-    mixture = _join(experts=_join(**stacks))
-    mixture.add_module(e.router, router)
+        gate, up, down = e.projections
+        stacks = {name: _parameter(e.count, e.intermediate, a.hidden) for name in (gate, up)}
+        stacks[down] = _parameter(e.count, a.hidden, e.intermediate)
+    mixture = _join(experts=_join(**stacks), **{e.router: router})
     if e.shared:
         mixture.add_module(e.shared_name, _mlp(a, e.shared))
     if e.shared_gate:
@@ -269,12 +253,10 @@ def _mixer(hidden: int, m: StateSpace) -> nn.Module:
     The convolution is one filter a channel.
     """
     channels = m.inner + (2 * m.groups * m.state if m.heads else 0)
-    mixer = _join(
-        conv1d=nn.Conv1d(
-            channels, channels, m.kernel, groups=channels, bias=m.kernel_bias, device="meta"
-        ),
-        out_proj=_Linear(m.inner, hidden, m.bias),
+    convolution = nn.Conv1d(
+        channels, channels, m.kernel, groups=channels, bias=m.kernel_bias, device="meta"
     )
+    mixer = _join(conv1d=convolution, out_proj=(m.inner, hidden, m.bias))
     if m.heads:
         mixer.in_proj = _Linear(hidden, m.inner + channels + m.heads, m.bias)
         mixer.dt_bias, mixer.A_log, mixer.D = (_parameter(m.heads) for _ in range(3))
@@ -292,15 +274,11 @@ def _mixer(hidden: int, m: StateSpace) -> nn.Module:
 
 def _attention(a: Decoder, qk_norm: bool) -> nn.Module:
     queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    output = _Linear(queries, a.hidden, a.output_bias)
+    output = (queries, a.hidden, a.output_bias)
     if a.fused:
-        return _join(qkv_proj=_Linear(a.hidden, queries + 2 * keys, a.qkv_bias), o_proj=output)
-    attention = _join(
-        q_proj=_Linear(a.hidden, queries, a.qkv_bias),
-        k_proj=_Linear(a.hidden, keys, a.qkv_bias),
-        v_proj=_Linear(a.hidden, keys, a.qkv_bias),
-        o_proj=output,
-    )
+        return _join(qkv_proj=(a.hidden, queries + 2 * keys, a.qkv_bias), o_proj=output)
+    key = (a.hidden, keys, a.qkv_bias)
+    attention = _join(q_proj=(a.hidden, queries, a.qkv_bias), k_proj=key, v_proj=key, o_proj=output)
     if a.sinks:
         attention.sinks = _parameter(a.heads)
     if qk_norm:
@@ -310,18 +288,18 @@ def _attention(a: Decoder, qk_norm: bool) -> nn.Module:
 
 def _latent_attention(a: Decoder, latent: LatentAttention) -> nn.Module:
     queries = a.heads * (latent.nope_dim + latent.rope_dim)
-    attention = nn.Module()
     if latent.query_rank:
-        attention.q_a_proj = _Linear(a.hidden, latent.query_rank, a.qkv_bias)
-        attention.q_a_layernorm = _rms_norm(latent.query_rank)
-        attention.q_b_proj = _Linear(latent.query_rank, queries)
+        attention = _join(
+            q_a_proj=(a.hidden, latent.query_rank, a.qkv_bias),
+            q_a_layernorm=_rms_norm(latent.query_rank),
+            q_b_proj=(latent.query_rank, queries),
+        )
     else:
-        attention.q_proj = _Linear(a.hidden, queries)
-    keys_and_values = a.heads * (latent.nope_dim + latent.value_dim)
+        attention = _join(q_proj=(a.hidden, queries))
     compressed = latent.kv_rank + latent.rope_dim
     attention.kv_a_proj_with_mqa = _Linear(a.hidden, compressed, a.qkv_bias)
     attention.kv_a_layernorm = _rms_norm(latent.kv_rank)
-    attention.kv_b_proj = _Linear(latent.kv_rank, keys_and_values)
+    attention.kv_b_proj = _Linear(latent.kv_rank, a.heads * (latent.nope_dim + latent.value_dim))
     attention.o_proj = _Linear(a.heads * latent.value_dim, a.hidden, a.output_bias)
     return attention
 
@@ -347,7 +325,7 @@ def _layer(a: Decoder, index: int) -> nn.Module:
 
 
 def _decoder(a: Decoder) -> nn.Module:
-    model = _join(layers=nn.ModuleList(_layer(a, index) for index in range(a.layers)))
+    model = _join(layers=_repeat(a.layers, lambda index: _layer(a, index)))
     model.add_module(a.last_norm, _rms_norm(a.hidden))
     if not a.vocabulary:
         return _join(model=model)
@@ -357,77 +335,86 @@ def _decoder(a: Decoder) -> nn.Module:
     return _join(model=model, lm_head=_head(embedding, a.tied, a.vocabulary))
 
 
+# ---- others ------------------------------------------------------------------------------
+
+
 def _mamba(a: Mamba) -> nn.Module:
-    layers = (
-        _join(norm=_rms_norm(a.hidden), mixer=_mixer(a.hidden, a.mixer)) for _ in range(a.layers)
-    )
     embedding = _embedding(a.vocabulary, a.hidden)
-    backbone = _join(embeddings=embedding, layers=nn.ModuleList(layers), norm_f=_rms_norm(a.hidden))
+    backbone = _join(
+        embeddings=embedding,
+        layers=_repeat(
+            a.layers, lambda _: _join(norm=_rms_norm(a.hidden), mixer=_mixer(a.hidden, a.mixer))
+        ),
+        norm_f=_rms_norm(a.hidden),
+    )
     return _join(backbone=backbone, lm_head=_head(embedding, a.tied, a.vocabulary))
 
 
-def _conv1d(inputs: int, outputs: int) -> nn.Module:
-    return _join(weight=_parameter(inputs, outputs), bias=_parameter(outputs))
-
-
 def _gpt2(a: GPT2) -> nn.Module:
-    blocks = (
-        _join(
-            ln_1=_layer_norm(a.hidden),
-            attn=_join(c_attn=_conv1d(a.hidden, 3 * a.hidden), c_proj=_conv1d(a.hidden, a.hidden)),
-            ln_2=_layer_norm(a.hidden),
-            mlp=_join(
-                c_fc=_conv1d(a.hidden, a.intermediate), c_proj=_conv1d(a.intermediate, a.hidden)
-            ),
+    def conv1d(inputs: int, outputs: int) -> nn.Module:
+        return _join(weight=_parameter(inputs, outputs), bias=_parameter(outputs))
+
+    def block(_: int) -> nn.Module:
+        h, width = a.hidden, a.intermediate
+        return _join(
+            ln_1=_layer_norm(h),
+            attn=_join(c_attn=conv1d(h, 3 * h), c_proj=conv1d(h, h)),
+            ln_2=_layer_norm(h),
+            mlp=_join(c_fc=conv1d(h, width), c_proj=conv1d(width, h)),
         )
-        for _ in range(a.layers)
-    )
+
     embedding = _embedding(a.vocabulary, a.hidden)
     transformer = _join(
         wte=embedding,
         wpe=_embedding(a.positions, a.hidden),
-        h=nn.ModuleList(blocks),
+        h=_repeat(a.layers, block),
         ln_f=_layer_norm(a.hidden),
     )
     return _join(transformer=transformer, lm_head=_head(embedding, a.tied, a.vocabulary))
 
 
-def _vision_layer(a: VisionTower) -> nn.Module:
-    projections = {
-        name: _Linear(a.hidden, a.hidden, True)
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj")
-    }
-    return _join(
-        layer_norm1=_layer_norm(a.hidden),
-        self_attn=_join(**projections),
-        layer_norm2=_layer_norm(a.hidden),
-        mlp=_join(
-            fc1=_Linear(a.hidden, a.intermediate, True),
-            fc2=_Linear(a.intermediate, a.hidden, True),
-        ),
-    )
-
-
-def _vision_tower(a: VisionTower) -> nn.Module:
-    patches = nn.Conv2d(3, a.hidden, a.patch, stride=a.patch, device="meta")
-    positions = _embedding(a.patches, a.hidden)
-    return _join(
-        embeddings=_join(patch_embedding=patches, position_embedding=positions),
-        encoder=_join(layers=nn.ModuleList(_vision_layer(a) for _ in range(a.layers))),
-        post_layernorm=_layer_norm(a.hidden),
-    )
-
-
 def _vla(a: VisionLanguageAction) -> nn.Module:
-    width = a.expert.hidden
+    h, width = a.hidden, a.expert.hidden
+
+    def vision_layer(_: int) -> nn.Module:
+        square = (h, h, True)
+        return _join(
+            layer_norm1=_layer_norm(h),
+            self_attn=_join(q_proj=square, k_proj=square, v_proj=square, out_proj=square),
+            layer_norm2=_layer_norm(h),
+            mlp=_join(fc1=(h, a.intermediate, True), fc2=(a.intermediate, h, True)),
+        )
+
+    vision = _join(
+        embeddings=_join(
+            patch_embedding=nn.Conv2d(3, h, a.patch, stride=a.patch, device="meta"),
+            position_embedding=_embedding(a.patches, h),
+        ),
+        encoder=_join(layers=_repeat(a.layers, vision_layer)),
+        post_layernorm=_layer_norm(h),
+    )
     return _join(
-        vision_tower=_vision_tower(a.vision),
-        multi_modal_projector=_join(linear=_Linear(a.vision.hidden, a.language.hidden, True)),
+        vision_tower=vision,
+        multi_modal_projector=_join(linear=(h, a.language.hidden, True)),
         language_model=_decoder(a.language),
         action_expert=_decoder(a.expert),
-        state_proj=_Linear(a.action_dim, width, True),
-        action_in_proj=_Linear(a.action_dim, width, True),
-        action_time_mlp_in=_Linear(2 * width, width, True),
-        action_time_mlp_out=_Linear(width, width, True),
-        action_out_proj=_Linear(width, a.action_dim, True),
+        state_proj=(a.action_dim, width, True),
+        action_in_proj=(a.action_dim, width, True),
+        action_time_mlp_in=(2 * width, width, True),
+        action_time_mlp_out=(width, width, True),
+        action_out_proj=(width, a.action_dim, True),
     )
+
+
+def build(architecture: Architecture, dtype: str = "bfloat16") -> nn.Module:
+    """The parameters of an architecture on the meta device; it takes no memory."""
+    match architecture:
+        case Decoder():
+            model = _decoder(architecture)
+        case GPT2():
+            model = _gpt2(architecture)
+        case Mamba():
+            model = _mamba(architecture)
+        case VisionLanguageAction():
+            model = _vla(architecture)
+    return model.to(getattr(torch, dtype))

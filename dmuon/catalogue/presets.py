@@ -27,7 +27,6 @@ from dmuon.catalogue.modules import (
     Experts,
     LatentAttention,
     VisionLanguageAction,
-    VisionTower,
     build,
 )
 from dmuon.scheduler.select import collect
@@ -50,40 +49,27 @@ class Preset:
 
 
 def _gpt2(hidden: int, layers: int, config: str) -> Preset:
-    return Preset(
-        GPT2(50257, 1024, hidden, layers, 4 * hidden),
-        f"GPT-2 paper (Radford et al. 2019), table 2; config.json of openai-community/{config}",
-    )
-
-
-_LLAMA3_PAPER = "Llama 3 paper (Dubey et al. 2024), table 3"
+    source = f"GPT-2 paper (Radford et al. 2019), table 2; config.json of openai-community/{config}"
+    return Preset(GPT2(50257, 1024, hidden, layers, 4 * hidden), source)
 
 
 def _llama3(
-    hidden: int, layers: int, heads: int, intermediate: int, source: str, tied: bool = False
+    hidden: int, layers: int, heads: int, width: int, head_dim: int = 128, small: str = ""
 ) -> Preset:
-    head_dim = 64 if hidden == 2048 else 128
-    return Preset(
-        Decoder(128256, hidden, layers, heads, 8, head_dim, intermediate, tied=tied), source
-    )
+    """``small``: the size of a Llama 3.2, which ties its embedding."""
+    decoder = Decoder(128256, hidden, layers, heads, 8, head_dim, width, tied=bool(small))
+    source = "Llama 3 paper (Dubey et al. 2024), table 3"
+    if small:
+        source = f"Llama 3.2 model card; config.json of meta-llama/Llama-3.2-{small}"
+    return Preset(decoder, source)
 
 
-def _qwen25(
-    size: str, hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int
-) -> Preset:
-    small = size in ("0.5B", "1.5B", "3B")  # these tie the embedding, and pad it less
+def _qwen25(size: str, hidden: int, layers: int, heads: int, kv_heads: int, width: int) -> Preset:
+    tied = size in ("0.5B", "1.5B", "3B")
+    vocabulary = 151936 if tied else 152064  # padded
+    shape = (vocabulary, hidden, layers, heads, kv_heads, hidden // heads, width)
     return Preset(
-        Decoder(
-            151936 if small else 152064,
-            hidden,
-            layers,
-            heads,
-            kv_heads,
-            hidden // heads,
-            intermediate,
-            tied=small,
-            qkv_bias=True,
-        ),
+        Decoder(*shape, tied=tied, qkv_bias=True),
         f"Qwen2.5 technical report (2024), table 1; config.json of Qwen/Qwen2.5-{size}",
     )
 
@@ -94,40 +80,27 @@ def _qwen3(
     layers: int,
     heads: int,
     kv_heads: int,
-    intermediate: int,
+    width: int,
     experts: Experts | None = None,
 ) -> Preset:
+    shape, tied = (151936, hidden, layers, heads, kv_heads, 128, width), size in _QWEN3_TIED
     return Preset(
-        Decoder(
-            151936,
-            hidden,
-            layers,
-            heads,
-            kv_heads,
-            128,
-            intermediate,
-            tied=size in ("0.6B", "1.7B", "4B"),
-            qk_norm=True,
-            experts=experts,
-        ),
+        Decoder(*shape, tied=tied, qk_norm=True, experts=experts),
         f"Qwen3 technical report (2025), tables 1 and 2; config.json of Qwen/Qwen3-{size}",
     )
 
 
+_QWEN3_TIED = ("0.6B", "1.7B", "4B")
 _DENSE = {
     "gpt2": _gpt2(768, 12, "gpt2"),
     "gpt2-medium": _gpt2(1024, 24, "gpt2-medium"),
     "gpt2-large": _gpt2(1280, 36, "gpt2-large"),
     "gpt2-xl": _gpt2(1600, 48, "gpt2-xl"),
-    "llama3-8b": _llama3(4096, 32, 32, 14336, _LLAMA3_PAPER),
-    "llama3-70b": _llama3(8192, 80, 64, 28672, _LLAMA3_PAPER),
-    "llama3-405b": _llama3(16384, 126, 128, 53248, _LLAMA3_PAPER),
-    "llama3.2-1b": _llama3(
-        2048, 16, 32, 8192, "Llama 3.2 model card; config.json of meta-llama/Llama-3.2-1B", True
-    ),
-    "llama3.2-3b": _llama3(
-        3072, 28, 24, 8192, "Llama 3.2 model card; config.json of meta-llama/Llama-3.2-3B", True
-    ),
+    "llama3-8b": _llama3(4096, 32, 32, 14336),
+    "llama3-70b": _llama3(8192, 80, 64, 28672),
+    "llama3-405b": _llama3(16384, 126, 128, 53248),
+    "llama3.2-1b": _llama3(2048, 16, 32, 8192, 64, small="1B"),
+    "llama3.2-3b": _llama3(3072, 28, 24, 8192, small="3B"),
     "qwen2.5-0.5b": _qwen25("0.5B", 896, 24, 14, 2, 4864),
     "qwen2.5-1.5b": _qwen25("1.5B", 1536, 28, 12, 2, 8960),
     "qwen2.5-3b": _qwen25("3B", 2048, 36, 16, 2, 11008),
@@ -146,40 +119,11 @@ _DENSE = {
 # ---- mixtures of experts -----------------------------------------------------------------
 
 
-def _mixtral(hidden: int, layers: int, heads: int, intermediate: int, source: str) -> Preset:
-    experts = Experts(8, intermediate, block="block_sparse_moe", projections=("w1", "w3", "w2"))
-    return Preset(
-        Decoder(32000, hidden, layers, heads, 8, 128, intermediate, experts=experts), source
-    )
+def _mixtral(hidden: int, layers: int, heads: int, width: int, source: str) -> Preset:
+    experts = Experts(8, width, block="block_sparse_moe", projections=("w1", "w3", "w2"))
+    return Preset(Decoder(32000, hidden, layers, heads, 8, 128, width, experts=experts), source)
 
 
-_DEEPSEEK_V2_LITE = Decoder(
-    102400,
-    hidden=2048,
-    layers=27,
-    heads=16,
-    kv_heads=16,
-    head_dim=192,
-    intermediate=10944,
-    latent=LatentAttention(query_rank=0, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
-    experts=Experts(64, 1408, shared=2 * 1408, dense_layers=frozenset({0})),
-)
-_DEEPSEEK_V3 = Decoder(
-    129280,
-    hidden=7168,
-    layers=61,
-    heads=128,
-    kv_heads=128,
-    head_dim=192,
-    intermediate=18432,
-    latent=LatentAttention(query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
-    experts=Experts(
-        256, 2048, shared=2048, dense_layers=frozenset({0, 1, 2}), correction_bias=True
-    ),
-)
-_MOE_60X256 = Decoder(
-    128256, 4096, 60, 32, 8, 128, 1536, qk_norm=True, experts=Experts(256, intermediate=1536)
-)
 _EXPERTS = {
     "qwen3-30b-a3b": _qwen3("30B-A3B", 2048, 48, 32, 4, 6144, Experts(128, 768)),
     "qwen3-235b-a22b": _qwen3("235B-A22B", 4096, 94, 64, 4, 12288, Experts(128, 1536)),
@@ -188,34 +132,45 @@ _EXPERTS = {
     ),
     "mixtral-8x22b": _mixtral(6144, 56, 48, 16384, "config.json of mistralai/Mixtral-8x22B-v0.1"),
     "deepseek-v2-lite": Preset(
-        _DEEPSEEK_V2_LITE,
+        Decoder(
+            *(102400, 2048, 27, 16, 16, 192, 10944),
+            latent=LatentAttention(0, 512, nope_dim=128, rope_dim=64, value_dim=128),
+            experts=Experts(64, 1408, shared=2 * 1408, dense_layers=frozenset({0})),
+        ),
         "DeepSeek-V2 paper (2024), appendix B; config.json of deepseek-ai/DeepSeek-V2-Lite",
     ),
     "deepseek-v3": Preset(
-        _DEEPSEEK_V3,
+        Decoder(
+            *(129280, 7168, 61, 128, 128, 192, 18432),
+            latent=LatentAttention(1536, 512, nope_dim=128, rope_dim=64, value_dim=128),
+            experts=Experts(
+                256, 2048, shared=2048, dense_layers=frozenset({0, 1, 2}), correction_bias=True
+            ),
+        ),
         "DeepSeek-V3 technical report (2024), section 4.2, without multi-token prediction",
     ),
-    "moe-60x256": Preset(_MOE_60X256, "made up: a scaling target of about 46,000 matrices"),
+    "moe-60x256": Preset(
+        Decoder(128256, 4096, 60, 32, 8, 128, 1536, qk_norm=True, experts=Experts(256, 1536)),
+        "made up: a scaling target of about 46,000 matrices",
+    ),
 }
 
 # ---- robots ------------------------------------------------------------------------------
 
 _VLA = VisionLanguageAction(
-    vision=VisionTower(hidden=1152, layers=27, intermediate=4304, patch=14, patches=256),
+    hidden=1152,
+    layers=27,
+    intermediate=4304,
+    patch=14,
+    patches=256,
     language=Decoder(257152, 2048, 18, 8, 1, 256, 16384, tied=True),
     expert=Decoder(0, 1024, 18, 8, 1, 256, 4096),
     action_dim=32,
 )
+_VLA_SOURCE = "pi0 paper (Black et al. 2024): PaliGemma (SigLIP, Gemma 2B) and a 300M action expert"
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {
-        **_DENSE,
-        **_EXPERTS,
-        "vla": Preset(
-            _VLA,
-            "pi0 paper (Black et al. 2024): PaliGemma (SigLIP, Gemma 2B) and a 300M action expert",
-        ),
-    }
+    {**_DENSE, **_EXPERTS, "vla": Preset(_VLA, _VLA_SOURCE)}
 )
 
 # ---- any model ---------------------------------------------------------------------------
