@@ -570,3 +570,7 @@ def test_sifting_before_sorting_changes_no_frontier(kinds, limit, intervals):
         if sum(o.cost[k] for o, k in zip(options, ks)) <= limit
     )
     assert plain.best_values(np.array([limit])).tolist() == [best]
+    for least in (best - 5, best, best + 1):  # what cannot be worth so much is left out
+        for bounding in (False, True):
+            kept = frontier(options, limit, bounding=bounding, least=least)
+            assert kept.best_values(np.array([limit])).tolist() == [max(best, least - 1)]
