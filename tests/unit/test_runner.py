@@ -95,7 +95,7 @@ def built(monkeypatch) -> list[list[Tensor]]:
 # ---- running -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(2, 6, 9), (1, 9, 6), (1, 520, 530), (2, 530, 520)])
+@pytest.mark.parametrize("shape", [(2, 6, 9), (1, 9, 6), (2, 530, 520)])
 @pytest.mark.parametrize("kernel", ["standard/torch", "gram[2]/torch_strips", "gram[1,3]/torch"])
 @pytest.mark.parametrize("with_graphs", [False, True])
 @pytest.mark.parametrize("where", ["own", "lasting", "elsewhere"])
@@ -128,7 +128,7 @@ def test_a_runner_gives_what_the_iteration_gives(built, shape, kernel, with_grap
         assert (recorder.captured, recorder.replayed) == (captured, 2 * captured)
 
 
-@pytest.mark.parametrize("shape", [(3, 6, 9), (2, 9, 6), (1, 520, 530), (2, 530, 520)])
+@pytest.mark.parametrize("shape", [(3, 6, 9), (1, 9, 6), (2, 530, 520)])
 @pytest.mark.parametrize("kernel", ["standard/torch", "gram[2]/torch_strips", "gram[1,3]/torch"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_everything_lies_in_the_workspace(built, shape, kernel, dtype):
@@ -281,7 +281,7 @@ def test_a_failed_capture_is_loud_and_training_goes_on():
         ({"backend": None}, TypeError, "KernelOptions.backend must be a string"),
         ({"tune_budget_s": -1.0}, ValueError, "tune_budget_s must be a number >= 0, found -1.0"),
         ({"tune_budget_s": True}, TypeError, "tune_budget_s must be a number >= 0, found True"),
-        ({"cuda_graphs": 1}, TypeError, "cuda_graphs must be True, False or None, found 1"),
+        ({"cuda_graphs": 1}, TypeError, "cuda_graphs must be True or False or None, found 1"),
     ],
 )
 def test_wrong_options_are_refused(options, error, message):
