@@ -55,13 +55,13 @@ def all_reduce(nbytes: float, ranks: int) -> float:
 
 
 def received(op: str, nbytes: float, ranks: int) -> float:
-    """The mean over ``ranks`` for one recorded collective (`dmuon.comm.transport.Event`).
+    """The mean over ``ranks`` for one collective of `dmuon.comm.transport.Transport`.
 
-    ``nbytes`` is the size of the tensor; for an all-to-all what this rank sends to others, whose
-    mean over ranks is that of what they receive.
+    ``nbytes`` is the size of the tensor; for an all-to-all what this rank sends to, or receives
+    from, others: the means over ranks of the two are equal.
 
     Raises:
-        ValueError: ``op`` is none that transports record.
+        ValueError: ``op`` is no collective of a transport.
     """
     if op in ("broadcast", "reduce"):
         return one_root(nbytes, ranks)

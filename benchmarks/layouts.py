@@ -36,7 +36,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
 from torch.distributed import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -44,7 +43,7 @@ from torch.utils._pytree import tree_leaves
 import dmuon
 from benchmarks.baselines import local
 from benchmarks.layout_theory import Matrices, dedicated, fsdp, received, replicated, sharded
-from benchmarks.models import Stack
+from benchmarks.models import Stack, shard
 from benchmarks.muonbp_loss import GPTConfig, demo, load_standard_library
 from benchmarks.ranks import Rows, on_ranks
 from benchmarks.results import command, table, write
@@ -52,7 +51,6 @@ from benchmarks.step_time import HYPERPARAMETERS
 from benchmarks.timing import Laps, over_ranks, ratio, spread, take_turns
 from dmuon.api import Request, assemble, group_maker, mesh_topology
 from dmuon.comm.transport import C10dTransport, Transport
-from tests.transports import RecordingTransport
 
 WARM_UP = 2
 PHASES = ("backward", "step", "forward")
@@ -179,6 +177,28 @@ def kinds(world: int) -> list[Kind]:
     return found
 
 
+class Counting:
+    """A transport that adds up, by tag, what its ranks receive."""
+
+    def __init__(self, inner: Transport, by_tag: dict[str, float]) -> None:
+        self._inner, self._by_tag = inner, by_tag
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if name not in ("reduce", "broadcast", "all_reduce", "all_to_all"):
+            return found
+
+        def counted(tensor: Tensor, *given: Any, tag: str, **how: Any) -> Any:
+            nbytes = tensor.nbytes
+            if name == "all_to_all":
+                _, pieces, _ = given
+                nbytes -= pieces[self._inner.rank] * tensor.element_size()
+            self._by_tag[tag] += received(name, nbytes, self._inner.world)
+            return found(tensor, *given, tag=tag, **how)
+
+        return counted
+
+
 class Contender:
     """One kind on its own copy of the model, after `build`."""
 
@@ -189,7 +209,7 @@ class Contender:
         self.opt: Any = None
         self.loss: Tensor | None = None
         self.steps = 0
-        self._recorded: list[RecordingTransport] = []  # what its ownership sends
+        self._received: dict[str, float] = defaultdict(float)  # by its ownership, by tag
 
     def build(self) -> None:
         kind, world = self.kind, dist.get_world_size()
@@ -201,9 +221,8 @@ class Contender:
             self.own = self._dedicate(mesh)
         if kind.around == "FSDP2":
             ignored = set() if self.own is None else self.own.dedicated_params
-            for block in getattr(self.model, self.load.blocks):
-                fully_shard(block, mesh=mesh, ignored_params=ignored)
-            fully_shard(self.model, mesh=mesh, ignored_params=ignored)
+            blocks = getattr(self.model, self.load.blocks)
+            shard(self.model, blocks, mesh=mesh, ignored_params=ignored)
         elif kind.optimizer == "AdamW":
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         if kind.optimizer == "AdamW":
@@ -213,11 +232,10 @@ class Contender:
         self.opt = dmuon.Muon(self.model, **HYPERPARAMETERS)
 
     def _dedicate(self, mesh: DeviceMesh | None) -> dmuon.Ownership:
-        """`dmuon.dedicate_params` with its defaults, over transports that record."""
+        """`dmuon.dedicate_params` with its defaults, over transports that count."""
 
-        def record(transport: Transport) -> Any:
-            self._recorded.append(RecordingTransport(transport))
-            return self._recorded[-1]
+        def counted(transport: Transport) -> Any:
+            return Counting(transport, self._received)
 
         world, freed = dist.get_world_size(), self.kind.freed
         make = group_maker(mesh, world, TIMEOUT_S)
@@ -225,9 +243,9 @@ class Contender:
         return assemble(
             self.model,
             Request(self.kind.layout, options=options),
-            record(C10dTransport(range(world), TIMEOUT_S)),
+            counted(C10dTransport(range(world), TIMEOUT_S)),
             lambda: mesh_topology(mesh, world, self.model, dmuon.PlannerOptions()),
-            lambda partition: record(make(partition)),
+            lambda partition: counted(make(partition)),
         )
 
     def forward(self) -> None:
@@ -260,11 +278,8 @@ class Contender:
 
     def sent(self) -> dict[str, float]:
         """Bytes received since the last call, by tag; a mean over ranks, but for all-to-alls."""
-        found: dict[str, float] = defaultdict(float)
-        for transport in self._recorded:
-            for event in transport.events:
-                found[event.tag] += received(event.op, event.nbytes, transport.world)
-            transport.events.clear()
+        found = dict(self._received)
+        self._received.clear()
         return found
 
     def matrices(self) -> Matrices:

@@ -1,11 +1,19 @@
-"""Models that several benchmarks train."""
+"""Models that several benchmarks train, and a training of one that is timed in turns."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-__all__ = ["Alike", "Stack"]
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import dmuon
+from benchmarks.timing import Laps, over_ranks
+
+__all__ = ["Alike", "Stack", "Training", "shard"]
 
 
 class Layer(nn.Module):
@@ -49,3 +57,58 @@ class Alike(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([layer(x) for layer in self.layers])
+
+
+def shard(model: nn.Module, blocks: Iterable[nn.Module] = (), **how: Any) -> None:
+    """FSDP2 for each block, then for the root; ``how`` as `fully_shard` takes it."""
+    for module in (*blocks, model):
+        fully_shard(module, **how)
+
+
+class Training:
+    """A model with its optimizers, on random data ``[..., width]`` of this rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shape: tuple[int, ...],
+        optimizers: Sequence[Any],
+        own: dmuon.Ownership | None = None,
+    ) -> None:
+        self.model, self.optimizers, self.own = model, optimizers, own
+        self._shape = shape
+        self._data = torch.Generator().manual_seed(dist.get_rank())
+        self.forward()
+
+    @classmethod
+    def of_muon(
+        cls, model: nn.Module, shape: tuple[int, ...], plan: dict[str, Any], **muon: Any
+    ) -> Training:
+        """``plan``: the arguments of `dmuon.dedicate_params`; the others are `dmuon.Muon`'s."""
+        own = dmuon.dedicate_params(model, **plan)
+        return cls(model, shape, [dmuon.Muon(model, **muon)], own)
+
+    def forward(self) -> None:
+        self._forward(self._batch())
+
+    def _batch(self) -> Tensor:
+        return torch.randn(self._shape, generator=self._data)
+
+    def _forward(self, x: Tensor) -> None:
+        for one in self.optimizers or [self.model]:
+            one.zero_grad()
+        self.loss = self.model(x).square().mean()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def turn(self) -> Laps:
+        """Milliseconds from before backward to the end of the next forward; of backward, of the
+        optimizers' `step`, and of the forward."""
+        x = self._batch()
+        return over_ranks(self.loss.backward, self.step, lambda: self._forward(x))
+
+    def close(self) -> None:
+        if self.own is not None:
+            self.own.close()

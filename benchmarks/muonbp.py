@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-import dmuon
-from benchmarks.models import Stack
+from benchmarks.models import Stack, Training, shard
 from benchmarks.muonbp_loss import MESHES, PERIODS, STEP_SIZES, is_full, loss_rows, period_name
 from benchmarks.ranks import Rows, on_ranks
 from benchmarks.results import command, write
-from benchmarks.timing import Laps, over_ranks, spread, take_turns
+from benchmarks.timing import Laps, spread, take_turns
 
 CYCLE = 10  # steps: a multiple of every finite period
 LAYERS, WIDTH = 8, 256
@@ -33,34 +31,33 @@ class Contender:
     def __init__(self, period: float | None) -> None:
         torch.manual_seed(0)
         self.period = period
-        self.model = Stack(LAYERS, WIDTH)
-        for layer in self.model.layers:
-            fully_shard(layer)
-        fully_shard(self.model)
-        self.data = torch.Generator().manual_seed(dist.get_rank())
-        self.own: dmuon.Ownership | None = None
-        self.opt: Any
+        model, shape = Stack(LAYERS, WIDTH), (4, 8, WIDTH)
+        shard(model, model.layers)
         if period is None:
-            self.opt = torch.optim.AdamW(self.model.parameters(), foreach=True)
+            adamw = torch.optim.AdamW(model.parameters(), foreach=True)
+            self.training = Training(model, shape, [adamw])
         else:
-            self.own = dmuon.dedicate_params(self.model, layout="sharded")
-            # "sync": nothing of the step may be left for the next forward, which is not timed.
-            self.opt = dmuon.Muon(self.model, period=period, publish="sync")
+            # "sync": nothing of the step may be left for the next forward, which is not counted.
+            plan = {"layout": "sharded"}
+            self.training = Training.of_muon(model, shape, plan, period=period, publish="sync")
         self.counts: list[tuple[int, int]] = []  # collectives and bytes of the first steps
 
     def turn(self) -> Laps:
-        """One step. Counting is slow, so the first `CYCLE` steps are counted, and those after them
-        are timed."""
-        self.opt.zero_grad()
-        x = torch.randn(4, 8, WIDTH, generator=self.data)
-        self.model(x).square().mean().backward()
+        """Of one `step`. Counting is slow, so the first `CYCLE` steps are counted, and those after
+        them are timed."""
         if len(self.counts) >= CYCLE:
-            return over_ranks(self.opt.step)
+            return self.training.turn()[2:3]
+        self.training.loss.backward()
         with CommDebugMode() as mode:
-            self.opt.step()
-        nbytes = 0 if self.own is None else sum(self.opt.stats()["bytes"].values())
+            self.training.step()
+        nbytes = 0 if self.period is None else sum(self._stats()["bytes"].values())
         self.counts.append((mode.get_total_counts(), nbytes))
+        self.training.forward()
         return (0.0,)
+
+    def _stats(self) -> dict[str, Any]:
+        stats: dict[str, Any] = self.training.optimizers[0].stats()
+        return stats
 
     def row(self, ms: list[float]) -> dict[str, Any]:
         """Bytes are of this rank."""
@@ -78,7 +75,7 @@ class Contender:
         }
         if self.period is None:
             return row
-        row |= {"period": period_name(self.period), "ns_dtype": self.opt.stats()["ns_dtype"]}
+        row |= {"period": period_name(self.period), "ns_dtype": self._stats()["ns_dtype"]}
         for kind in ("full", "block"):
             steps = [
                 t for t in range(CYCLE + len(ms)) if is_full(t, self.period) == (kind == "full")
@@ -97,8 +94,7 @@ def step_rows(rank: int, args: argparse.Namespace) -> Rows:
     times = take_turns(turns, args.repeats, warm_up=CYCLE)
     rows = [field[name].row([laps[0] for laps in found]) for name, found in times.items()]
     for contender in field.values():
-        if contender.own is not None:
-            contender.own.close()
+        contender.training.close()
     return rows
 
 

@@ -23,15 +23,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import dmuon
 from benchmarks.baselines import RoundRobin
-from benchmarks.models import Stack
+from benchmarks.models import Stack, Training
 from benchmarks.ranks import Rows, on_ranks
 from benchmarks.results import command, write
-from benchmarks.timing import Laps, over_ranks, ratio, spread, take_turns
+from benchmarks.timing import ratio, spread, take_turns
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
 
 SETS = {"8 layers, w=256": (8, 256), "4 layers, w=512": (4, 512)}
@@ -39,61 +38,36 @@ CONTENDERS = ("local", "adamw", "dmuon", "dmuon ddp", "round robin", "redundant"
 WARM_UP = 2
 
 
-class Contender:
+def contender(name: str, layers: int, width: int, ns_dtype: str | torch.dtype) -> Training:
     """One optimizer on its own copy of the model."""
-
-    def __init__(self, name: str, layers: int, width: int, ns_dtype: str | torch.dtype) -> None:
-        torch.manual_seed(0)
-        self.model: nn.Module = Stack(layers, width)
-        self.own: dmuon.Ownership | None = None
-        self.opts: list[Any] = []
-        self.width = width
-        self.data = torch.Generator().manual_seed(dist.get_rank())
-        matrices = [p for p in self.model.parameters() if p.ndim == 2]
-        others = [p for p in self.model.parameters() if p.ndim != 2]
-        if name not in ("local", "dmuon"):
-            self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        if name.startswith("dmuon"):
-            self.own = dmuon.dedicate_params(self.model)
-            self.opts = [dmuon.Muon(self.model, ns_dtype=ns_dtype)]
-        elif name != "local":
-            mine = matrices + others if name == "adamw" else others
-            self.opts = [torch.optim.AdamW(mine, foreach=True)]
-            if name == "redundant":
-                self.opts.append(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw"))
-            elif name == "round robin":
-                dtype = resolve_ns_dtype(ns_dtype, "cpu")
-                self.opts.append(RoundRobin(matrices, ns_dtype=dtype))
-        self.loss = self.model(self._batch()).square().mean()
-
-    def _batch(self) -> Tensor:
-        return torch.randn(4, 8, self.width, generator=self.data)
-
-    def turn(self) -> Laps:
-        """Milliseconds from backward to the end of the next forward, and of the three in it."""
-        x = self._batch()
-
-        def step() -> None:
-            for opt in self.opts:
-                opt.step()
-                opt.zero_grad()
-
-        def forward() -> None:
-            if not self.opts:
-                self.model.zero_grad()
-            self.loss = self.model(x).square().mean()
-
-        return over_ranks(self.loss.backward, step, forward)
+    torch.manual_seed(0)
+    model: nn.Module = Stack(layers, width)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    if name not in ("local", "dmuon"):
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    shape = (4, 8, width)
+    if name.startswith("dmuon"):
+        return Training.of_muon(model, shape, {}, ns_dtype=ns_dtype)
+    optimizers: list[Any] = []
+    if name != "local":
+        mine = matrices + others if name == "adamw" else others
+        optimizers.append(torch.optim.AdamW(mine, foreach=True))
+    if name == "redundant":
+        optimizers.append(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw"))
+    elif name == "round robin":
+        optimizers.append(RoundRobin(matrices, ns_dtype=resolve_ns_dtype(ns_dtype, "cpu")))
+    return Training(model, shape, optimizers)
 
 
 def measure(name: str, layers: int, width: int, args: argparse.Namespace) -> Rows:
     ns_dtype = "auto" if args.ns_dtype == "auto" else getattr(torch, args.ns_dtype)
     names = [c for c in CONTENDERS if c != "redundant" or not args.skip_redundant]
-    field = {c: Contender(c, layers, width, ns_dtype) for c in names}
+    field = {c: contender(c, layers, width, ns_dtype) for c in names}
     times = take_turns({c: field[c].turn for c in names}, args.repeats, warm_up=WARM_UP)
     wholes = {c: [laps[0] for laps in times[c]] for c in names}
     rows = []
-    for c, contender in field.items():
+    for c, training in field.items():
         row: dict[str, Any] = {
             "set": name,
             "optimizer": c,
@@ -104,10 +78,10 @@ def measure(name: str, layers: int, width: int, args: argparse.Namespace) -> Row
             "ratio_to_adamw": ratio(wholes[c], wholes["adamw"]),
             "ratio_to_round_robin": ratio(wholes[c], wholes["round robin"]),
         }
-        if contender.own is not None:
-            stats = contender.opts[0].stats()
+        if training.own is not None:
+            stats = training.optimizers[0].stats()
             row |= {"bytes": stats["bytes"], "ns_dtype": stats["ns_dtype"]}
-            contender.own.close()
+        training.close()
         rows.append(row)
     return rows
 

@@ -32,13 +32,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from benchmarks.models import Alike, Stack
+from benchmarks.models import Alike, Stack, Training, shard
 from benchmarks.ranks import joined
 from benchmarks.results import write
-from benchmarks.timing import Laps, over_ranks, ratio, spread, take_turns
+from benchmarks.timing import Laps, ratio, spread, take_turns
 
 HERE = Path(__file__).parents[1]
 LAYOUTS = ("sharded", "replicated", "dedicated")
@@ -52,46 +51,20 @@ CASES: dict[str, tuple[int, int, int, Callable[[], nn.Module]]] = {
 WARM_UP = 4
 
 
-class Contender:
+def contender(case: str, optimizer: str, layout: str) -> Training:
     """dmuon in one layout, or AdamW on the parameters that it would have."""
-
-    def __init__(self, case: str, optimizer: str, layout: str, rank: int) -> None:
-        world, _, width, build = CASES[case]
-        torch.manual_seed(0)
-        self.model = build()
-        self.x = torch.randn(4, width, generator=torch.Generator().manual_seed(rank))
-        if layout == "sharded":
-            mesh = init_device_mesh("cpu", (world,))
-            for block in self.model.layers if isinstance(self.model, Stack) else ():
-                fully_shard(block, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
-        self.own: dmuon.Ownership | None = None
-        self.opt: torch.optim.Optimizer
-        if optimizer == "AdamW":
-            self.opt = torch.optim.AdamW(self.model.parameters(), foreach=True)
-        else:
-            kernels = dmuon.KernelOptions(tune_budget_s=0)
-            self.own = dmuon.dedicate_params(
-                self.model, layout=layout, costs="analytic:cpu", kernels=kernels
-            )
-            self.opt = dmuon.Muon(self.model, ns_dtype=torch.float32, publish="sync")
-        self._forward()
-
-    def _forward(self) -> None:
-        self.loss = self.model(self.x).square().mean()
-
-    def turn(self) -> Laps:
-        """Milliseconds of the whole, of backward, of `step`, and of what comes after it."""
-
-        def forward() -> None:
-            self.opt.zero_grad()
-            self._forward()
-
-        return over_ranks(lambda: self.loss.backward(), self.opt.step, forward)
-
-    def close(self) -> None:
-        if self.own is not None:
-            self.own.close()
+    world, _, width, build = CASES[case]
+    torch.manual_seed(0)
+    model = build()
+    if layout == "sharded":
+        blocks = model.layers if isinstance(model, Stack) else ()
+        shard(model, blocks, mesh=init_device_mesh("cpu", (world,)))
+    if optimizer == "AdamW":
+        return Training(model, (4, width), [torch.optim.AdamW(model.parameters(), foreach=True)])
+    plan: dict[str, Any] = {"layout": layout, "costs": "analytic:cpu"}
+    plan["kernels"] = dmuon.KernelOptions(tune_budget_s=0)
+    muon = {"ns_dtype": torch.float32, "publish": "sync"}
+    return Training.of_muon(model, (4, width), plan, **muon)
 
 
 # ---- processes that take turns -------------------------------------------------------------
@@ -110,15 +83,12 @@ def serve(rank: str, case: str, contenders: str, folder: str) -> None:
     os.dup2(2, 1)  # whatever is printed is no answer
     torch.set_num_threads(1)
     with joined(folder, int(rank), CASES[case][0]):
-        field = [
-            Contender(case, optimizer, layout, int(rank))
-            for optimizer, layout in json.loads(contenders)
-        ]
+        field = [contender(case, optimizer, layout) for optimizer, layout in json.loads(contenders)]
         print("ready", file=answers, flush=True)
         for line in sys.stdin:
             print(json.dumps(field[int(line)].turn()), file=answers, flush=True)
-        for contender in field:
-            contender.close()
+        for training in field:
+            training.close()
 
 
 class Side:

@@ -33,11 +33,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import dmuon
 from benchmarks import baselines
+from benchmarks.models import shard
 from benchmarks.ranks import Rows, on_ranks
 from benchmarks.results import command, dtype_name, table, write
 from benchmarks.timing import Laps, over_ranks, ratio, spread, take_turns
@@ -99,9 +99,7 @@ class Workload:
     def sharded(self, mesh: DeviceMesh) -> nn.Module:
         """FSDP2 a layer, then the root; random gradients, different on each rank, always alike."""
         model = self.build()
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        shard(model, model, mesh=mesh)
         generator = torch.Generator().manual_seed(1 + mesh.get_rank())
         for p in model.parameters():
             assert isinstance(p, DTensor)

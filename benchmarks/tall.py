@@ -20,13 +20,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import dmuon
-from benchmarks.models import Alike
+from benchmarks.models import Alike, Training, shard
 from benchmarks.ranks import Rows, on_ranks
 from benchmarks.results import command, dtype_name, write
 from benchmarks.timing import Laps, over_ranks, ratio, spread, take_turns
@@ -59,21 +57,15 @@ def step(form: str, batch: int, rows: int, cols: int, dtype: torch.dtype) -> Tur
     layout = form if form in ("replicated", "dedicated") else "sharded"
     if layout == "sharded":
         dim = 0 if rows <= cols else 1
-        mesh = init_device_mesh("cpu", (WORLD,))
-        fully_shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(dim))
-    own = dmuon.dedicate_params(
-        model, layout=layout, costs="analytic:cpu", kernels=dmuon.KernelOptions(tune_budget_s=0)
-    )
+        shard(
+            model, mesh=init_device_mesh("cpu", (WORLD,)), shard_placement_fn=lambda p: Shard(dim)
+        )
+    plan: dict[str, Any] = {"layout": layout, "costs": "analytic:cpu"}
+    plan["kernels"] = dmuon.KernelOptions(tune_budget_s=0)
     period = math.inf if form == "block step" else 1
-    opt = dmuon.Muon(model, ns_dtype=dtype, period=period, publish="sync")
-    x = torch.randn(4, cols, generator=torch.Generator().manual_seed(dist.get_rank()))
-
-    def turn() -> Laps:
-        opt.zero_grad()
-        model(x).square().mean((1, 2)).sum().backward()
-        return over_ranks(opt.step)
-
-    return turn, own.close
+    muon = {"ns_dtype": dtype, "period": period, "publish": "sync"}
+    training = Training.of_muon(model, (4, cols), plan, **muon)
+    return lambda: training.turn()[2:3], training.close
 
 
 def cases(forms: tuple[str, ...]) -> Iterator[tuple[str, torch.dtype, int, tuple[int, int]]]:
