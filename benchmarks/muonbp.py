@@ -46,7 +46,7 @@ class Contender:
         """Of one `step`. Counting is slow, so the first `CYCLE` steps are counted, and those after
         them are timed."""
         if len(self.counts) >= CYCLE:
-            return self.training.turn()[2:3]
+            return self.training.step_turn()
         self.training.loss.backward()
         with CommDebugMode() as mode:
             self.training.step()

@@ -65,7 +65,7 @@ def step(form: str, batch: int, rows: int, cols: int, dtype: torch.dtype) -> Tur
     period = math.inf if form == "block step" else 1
     muon = {"ns_dtype": dtype, "period": period, "publish": "sync"}
     training = Training.of_muon(model, (4, cols), plan, **muon)
-    return lambda: training.turn()[2:3], training.close
+    return training.step_turn, training.close
 
 
 def cases(forms: tuple[str, ...]) -> Iterator[tuple[str, torch.dtype, int, tuple[int, int]]]:
