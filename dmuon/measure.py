@@ -48,7 +48,6 @@ from dmuon.kernels.newton_schulz import (
     resolve_ns_dtype,
 )
 from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
-from dmuon.operand import normalized_momentum
 from dmuon.scheduler.costs import (
     ANALYTIC_DEVICES,
     CacheKey,
@@ -62,6 +61,7 @@ from dmuon.scheduler.costs import (
 )
 from dmuon.scheduler.specs import dtype_name
 from dmuon.types import KernelChoice
+from dmuon.update import normalized_momentum
 
 __all__ = [
     "ERROR_LIMITS",

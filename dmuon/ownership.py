@@ -15,7 +15,7 @@ from dmuon.config import KernelOptions
 from dmuon.report.data import LoadBalanceReport, build_report
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.specs import canonical_name
-from dmuon.telemetry import StepTelemetry
+from dmuon.step.engine import StepTelemetry
 from dmuon.types import Layout, OwnershipError
 
 __all__ = ["Ownership", "no_sync", "ownership_of", "ownerships_of", "required_ownerships"]

@@ -17,12 +17,10 @@ from dmuon.config import KernelOptions
 from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
-from dmuon.operand import apply_all, is_fused, normalized_momentum
 from dmuon.scheduler.plan import Unit
-from dmuon.step.engine import Amp, Settings, adamw_parameters, group_of_matrices
-from dmuon.telemetry import StepTelemetry
+from dmuon.step.engine import Amp, Settings, StepTelemetry, adamw_parameters, group_of_matrices
 from dmuon.types import OwnershipError
-from dmuon.update import Rates, merged_master, update_rms
+from dmuon.update import Rates, apply_all, is_fused, merged_master, normalized_momentum, update_rms
 
 __all__ = ["OwnerEngine"]
 

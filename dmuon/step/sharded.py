@@ -40,10 +40,9 @@ from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import Box
-from dmuon.step.engine import Amp, Settings, adamw_parameters, group_of_matrices
+from dmuon.step.engine import Amp, Settings, StepTelemetry, adamw_parameters, group_of_matrices
 from dmuon.step.sharded_state import Operands, ShardState, copy_state, mask
 from dmuon.step.verdict import Verdict, VerdictMessage
-from dmuon.telemetry import StepTelemetry
 from dmuon.update import Rates, apply_updates, scale_all, scale_into, update_rms
 
 __all__ = ["ShardedEngine"]

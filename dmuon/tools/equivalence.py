@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, cast
 
@@ -83,6 +84,24 @@ class EquivalenceRow:
     case: str = ""
     seed: int = 0
 
+    def _cells(self) -> dict[str, str]:
+        """What a table shows, by heading."""
+        return {
+            "layout": self.layout,
+            "case": self.case,
+            "ranks": self.mesh,
+            "dtype": self.dtype,
+            "NS": self.ns_dtype,
+            "steps": str(self.steps),
+            "seed": str(self.seed),
+            "max abs diff": f"{max(self.max_abs_diff, self.max_loss_diff):.1e}",
+            "update diff": f"{self.max_update_diff:.1e}",
+            "decides": f"{self.difference:.1e}",
+            "yardstick": f"{self.yardstick:.1e}",
+            "tolerance": f"{self.tolerance:.1e} {self.criterion}",
+            "verdict": "equal" if self.passed else "DIFFERS",
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class EquivalenceReport:
@@ -108,29 +127,13 @@ class EquivalenceReport:
         from rich.table import Table
 
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        named = any(row.case for row in self.rows)
-        seeded = any(row.seed for row in self.rows)
-        for heading in (
-            "layout", *["case"] * named, "ranks", "dtype", "NS", "steps", *["seed"] * seeded,
-            "max abs diff", "update diff", "decides", "yardstick", "tolerance", "verdict",
-        ):  # fmt: skip
+        lines = [row._cells() for row in self.rows]
+        # A column that is empty, or the first seed, in every row says nothing.
+        shown = [h for h in lines[0] if any(line[h] not in ("", "0") for line in lines)]
+        for heading in shown:
             table.add_column(heading, no_wrap=True)
-        for row in self.rows:
-            table.add_row(
-                row.layout,
-                *[row.case] * named,
-                row.mesh,
-                row.dtype,
-                row.ns_dtype,
-                str(row.steps),
-                *[str(row.seed)] * seeded,
-                f"{max(row.max_abs_diff, row.max_loss_diff):.1e}",
-                f"{row.max_update_diff:.1e}",
-                f"{row.difference:.1e}",
-                f"{row.yardstick:.1e}",
-                f"{row.tolerance:.1e} {row.criterion}",
-                "equal" if row.passed else "DIFFERS",
-            )
+        for line in lines:
+            table.add_row(*(line[heading] for heading in shown))
         out = io.StringIO()
         console = Console(file=out, width=WIDTH, color_system=None, highlight=False, markup=False)
         console.print(table)
@@ -243,8 +246,7 @@ def compare(
     wrapped, own = _distribute(model, mesh, how)
     try:
         place = _data_rank(own.plan.topology, own.rank, how.data_axes)
-        rounding = Rounding.of(how.options, own.plan.topology.world)
-        trial = Trial(own, twin, wrapped, place, rounding, muon_kwargs)
+        trial = Trial(own, twin, wrapped, place, how.options, muon_kwargs)
         if how.fault is not None:
             how.fault(trial.opt)
         trial.run(how.steps, loss_fn, batches)
@@ -326,72 +328,36 @@ def _data_rank(
 
 
 @dataclass
-class Worst:
-    """The largest difference seen, and where."""
+class Measured:
+    """The largest difference of some quantity, and its yardstick: the most that moved gradients
+    changed it, at first the least that it can be."""
 
+    criterion: str
+    yardstick: float = 0.0
     value: float = 0.0
     where: str = "-"
 
-    def see(self, value: float, where: str) -> None:
-        """Remember it if it is larger than all before."""
-        # A NaN is the worst difference there is, and must not be lost in a comparison.
-        if value != value:
-            value = float("inf")
-        if value > self.value:
-            self.value, self.where = value, where
-
-
-@dataclass
-class Measured:
-    """Something about one update: how far it was off at most, and the yardstick for that."""
-
-    criterion: str
-    yardstick: float  # at first the least that it can be
-    difference: Worst = field(default_factory=Worst)
-
     def see(self, difference: float, moved: float, where: str) -> None:
-        """``moved``: by how much moved gradients changed it."""
-        self.difference.see(difference, where)
+        """Note a difference, and what moved gradients changed, where both were."""
+        if math.isnan(difference):  # the worst that there is, and lost in a comparison
+            difference = math.inf
+        if difference > self.value:
+            self.value, self.where = difference, where
         # Of an update that is zero nothing can be told.
-        self.yardstick = max(self.yardstick, moved if moved < float("inf") else 0.0)
+        self.yardstick = max(self.yardstick, moved if moved < math.inf else 0.0)
 
     @property
     def tolerance(self) -> float:
-        return YARDSTICKS * self.yardstick
+        return ABSOLUTE if self.criterion == _ABSOLUTE else YARDSTICKS * self.yardstick
 
     @property
     def exhausted(self) -> float:
         """Difference over tolerance."""
-        return self.difference.value / self.tolerance
+        return self.value / self.tolerance
 
 
-@dataclass
-class Findings:
-    """What a rank has seen. ``moved``: how far moved gradients carried any weight."""
-
-    weights: Worst = field(default_factory=Worst)
-    losses: Worst = field(default_factory=Worst)
-    moved: float = 0.0
-    updates: dict[str, tuple[Measured, Measured]] = field(default_factory=dict)
-
-    def all_measured(self) -> Iterable[Measured]:
-        return chain.from_iterable(self.updates.values())
-
-
-@dataclass(frozen=True, slots=True)
-class Rounding:
-    """In which dtypes dmuon uses weights and sums gradients, None for the parameters' own."""
-
-    used: torch.dtype | None = None
-    summed: torch.dtype | None = None
-
-    @classmethod
-    def of(cls, options: object, world: int) -> Rounding:
-        """By what ``options`` of a layout ask for, on that many ranks."""
-        used = options.param_dtype if isinstance(options, DedicatedOptions) else None
-        if world == 1 or not isinstance(options, DedicatedOptions | ReplicatedOptions):
-            return cls(used)
-        return cls(used, options.reduce_dtype)
+_ABSOLUTE, _UPDATE, _NORM = "absolute", "of an update", "of an update's norm"
+Findings = dict[str, Measured]  # by what was compared: "weights", "losses", names of matrices
 
 
 class Trial:
@@ -407,14 +373,14 @@ class Trial:
         twin: nn.Module,
         wrapped: nn.Module,
         place: tuple[int, int],
-        rounding: Rounding,
+        options: object,
         muon_kwargs: dict[str, Any],
     ) -> None:
         self.own = own
         self.model = wrapped
         self.twin = twin
         self.data_rank, self.data_ranks = place
-        self.rounding = rounding
+        used, self.summed = _roundings(options, own.plan.topology.world)
         self.parameters = list(own.parameters)
         with own.materialized(wrapped):
             _copy_weights(wrapped, twin)
@@ -426,8 +392,14 @@ class Trial:
         masters = bool(muon_kwargs.get("master_weights"))
         self.reference = _Reference(twin, names, self.ns_dtype, masters, shared)
         self.moved = _Reference(copy.deepcopy(twin), names, self.ns_dtype, masters, shared)
-        # What uses weights as dmuon does where it casts them for that.
-        self.cast = None if rounding.used is None else _Cast(twin, names, own, rounding.used)
+        # Uses weights as dmuon does where it casts them for that.
+        self.cast: nn.Module | None = None
+        self.cast_weights: list[nn.Parameter] = []
+        if used is not None:
+            self.cast = copy.deepcopy(twin)
+            self.cast_weights = _in_order(self.cast, names)
+            for i in {m.parameter for m in own.plan.specs.matrices}:
+                self.cast_weights[i].data = self.cast_weights[i].data.to(used)
         self.pieces = self._pieces()
         self.publishes_updates = own.plan.layout is Layout.REPLICATED and not muon_kwargs.get(
             "master_weights"
@@ -438,18 +410,14 @@ class Trial:
         # a matrix to its dtype, wherever the last bits of a sum put it.
         matrices = {m.parameter for m in own.plan.specs.matrices}
         self.roundings = [
-            _coarsest(
-                p.dtype, rounding.used, rounding.summed, self.ns_dtype if i in matrices else None
-            )
+            _coarsest(p.dtype, used, self.summed, self.ns_dtype if i in matrices else None)
             for i, p in enumerate(self.parameters)
         ]
-        self.forward_in_half = any(
-            _coarsest(p.dtype, rounding.used).itemsize < 4 for p in self.parameters
-        )
+        self.forward_in_half = any(_coarsest(p.dtype, used).itemsize < 4 for p in self.parameters)
         self.absolute = all(dtype.itemsize >= 4 for dtype in (*self.roundings, self.ns_dtype))
         # Nobody is asked to know an update better than to one unit in its entries' last place.
         self.least = torch.finfo(_coarsest(*self.roundings)).eps
-        self.findings = Findings()
+        self.findings = {"weights": Measured(_ABSOLUTE), "losses": Measured(_ABSOLUTE)}
 
     def _pieces(self) -> list[Piece]:
         index = {spec.name: i for i, spec in enumerate(self.own.plan.specs.parameters)}
@@ -475,7 +443,7 @@ class Trial:
             expected = self._joint_backward(loss_fn, batches, step, generator)
             found = float(whole_tensor(loss))
             difference = abs(found - expected[self.data_rank])
-            self.findings.losses.see(difference, f"loss at step {step}")
+            self.findings["losses"].see(difference, 0.0, f"loss at step {step}")
             self._updated = [t.grad is not None for t in self.reference.weights]
             self.opt.step()
             self.opt.zero_grad()
@@ -502,10 +470,8 @@ class Trial:
             losses.append(loss)
             sums = [_sum(s, g, _wide(g)) for s, g in zip(sums, grads, strict=True)]
             if self.cast is not None:
-                _, grads = _gradients(self.cast.model, self.cast.weights, loss_fn, inputs)
-            rounded = [
-                _sum(s, g, self.rounding.summed) for s, g in zip(rounded, grads, strict=True)
-            ]
+                _, grads = _gradients(self.cast, self.cast_weights, loss_fn, inputs)
+            rounded = [_sum(s, g, self.summed) for s, g in zip(rounded, grads, strict=True)]
         for i, (p, moved) in enumerate(zip(self.reference.weights, self.moved.weights)):
             total, in_turn = sums[i], rounded[i]
             if total is None or in_turn is None:
@@ -519,13 +485,9 @@ class Trial:
         self, name: str, ours: tuple[float, float], moved: tuple[float, float], where: str
     ) -> None:
         """Note `_difference` of ours, and of the moved reference, from the reference."""
-        new = (
-            Measured("of an update", self.least),
-            Measured("of an update's norm", self.least),
-        )
-        kept = self.findings.updates.setdefault(name, new)
-        for measured, found, by_moving in zip(kept, ours, moved, strict=True):
-            measured.see(found, by_moving, where)
+        for criterion, found, by_moving in zip((_UPDATE, _NORM), ours, moved, strict=True):
+            new = Measured(criterion, self.least)
+            self.findings.setdefault(f"{name}, {criterion}", new).see(found, by_moving, where)
 
     def _compare_published(self, step: int) -> None:
         """What this rank received, before it is rounded into weights, with the reference's."""
@@ -551,8 +513,8 @@ class Trial:
                     continue
                 where = f"{name} at step {step}"
                 theirs, moved = (view(side.weights[i]) for side in (self.reference, self.moved))
-                self.findings.weights.see(_largest(ours - theirs), where)
-                self.findings.moved = max(self.findings.moved, _largest(moved - theirs))
+                weights = self.findings["weights"]
+                weights.see(_largest(ours - theirs), _largest(moved - theirs), where)
                 expected = theirs.double() - view(self.reference.before[i]).double()
                 # What storing the weights in their dtype may cost is not a difference of the
                 # updates: each side rounds to half a unit in the last place.
@@ -568,40 +530,32 @@ class Trial:
         for side in (self.reference, self.moved):
             side.begin(None if self.absolute else after)
         if self.cast is not None:
-            torch._foreach_copy_([w.detach() for w in self.cast.weights], after)
+            torch._foreach_copy_([w.detach() for w in self.cast_weights], after)
         self._before = after
 
     # ---- the verdict ---------------------------------------------------------------------
 
     def gather_findings(self) -> list[Findings]:
         """Those of all ranks; a collective call."""
-        mine = self.findings
-        for worst in (mine.weights, mine.losses, *(m.difference for m in mine.all_measured())):
-            worst.where += f", rank {self.own.rank}"
-        return self.own.runtime.transport.gather_objects(mine)
+        for measured in self.findings.values():
+            measured.where += f", rank {self.own.rank}"
+        return self.own.runtime.transport.gather_objects(self.findings)
 
     def row(
         self, findings: list[Findings], *, steps: int, layout: str, mesh: str
     ) -> EquivalenceRow:
         """The verdict on the worst findings of all ranks."""
-        weights = max((f.weights for f in findings), key=lambda w: w.value)
-        losses = max((f.losses for f in findings), key=lambda w: w.value)
-        updates = [measured for f in findings for measured in f.all_measured()]
-        change = max(
-            (m.difference.value for m in updates if m.criterion == "of an update"), default=0.0
-        )
-        # (difference, yardstick, tolerance, what it is, where)
-        moved = max(f.moved for f in findings)
-        limits = [(weights.value, moved, ABSOLUTE, "absolute", weights.where)]
-        if not self.absolute and updates:
-            worst = max(updates, key=lambda m: m.exhausted)
-            found, where = worst.difference.value, worst.difference.where
-            limits = [(found, worst.yardstick, worst.tolerance, worst.criterion, where)]
+        everything = [measured for found in findings for measured in found.values()]
+        updates = [measured for measured in everything if measured.criterion != _ABSOLUTE]
+        weights = max((f["weights"] for f in findings), key=lambda m: m.value)
+        losses = max((f["losses"] for f in findings), key=lambda m: m.value)
+        moved = max(f["weights"].yardstick for f in findings)
+        weights, losses = replace(weights, yardstick=moved), replace(losses, yardstick=moved)
+        limits = [weights] if self.absolute or not updates else updates
         # Where forward runs in float32 and each step starts from equal weights, losses are equal.
         if not self.forward_in_half and (self.absolute or losses.value > ABSOLUTE):
-            limits.append((losses.value, moved, ABSOLUTE, "absolute", losses.where))
-        deciding = max(limits, key=lambda limit: limit[0] / limit[2])
-        difference, yardstick, tolerance, criterion, where = deciding
+            limits = [*limits, losses]
+        deciding = max(limits, key=lambda measured: measured.exhausted)
         return EquivalenceRow(
             layout=layout,
             mesh=mesh,
@@ -610,28 +564,14 @@ class Trial:
             steps=steps,
             max_abs_diff=weights.value,
             max_loss_diff=losses.value,
-            max_update_diff=change,
-            criterion=criterion,
-            difference=difference,
-            yardstick=yardstick,
-            tolerance=tolerance,
-            worst=where,
-            passed=difference <= tolerance,
+            max_update_diff=max((m.value for m in updates if m.criterion == _UPDATE), default=0.0),
+            criterion=deciding.criterion,
+            difference=deciding.value,
+            yardstick=deciding.yardstick,
+            tolerance=deciding.tolerance,
+            worst=deciding.where,
+            passed=deciding.value <= deciding.tolerance,
         )
-
-
-class _Cast:
-    """A copy of a model whose matrices are kept in the dtype that dmuon uses them in."""
-
-    def __init__(
-        self, twin: nn.Module, names: list[str], own: Ownership, dtype: torch.dtype
-    ) -> None:
-        self.model = copy.deepcopy(twin)
-        by_name = dict(trainable_parameters(self.model))
-        self.weights = [by_name[name] for name in names]
-        for matrix in own.plan.specs.matrices:
-            p = self.weights[matrix.parameter]
-            p.data = p.data.to(dtype)
 
 
 class _Reference:
@@ -654,9 +594,8 @@ class _Reference:
             for matrix in collect(held).matrices:
                 p = parameters[matrix.parameter]
                 p.data = p.data.float()
-        by_name, held_by_name = dict(trainable_parameters(model)), dict(trainable_parameters(held))
-        self.weights = [by_name[name] for name in names]
-        self._held = [held_by_name[name] for name in names]
+        self.weights = _in_order(model, names)
+        self._held = _in_order(held, names)
         self.before: list[Tensor] = []  # the weights before the step
         self.updates: list[Tensor] = []  # in the order of its matrices
 
@@ -698,6 +637,19 @@ class _Reference:
 
 
 # ---- weights and gradients ---------------------------------------------------------------
+
+
+def _roundings(options: object, world: int) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """In which dtypes dmuon uses weights and sums gradients, None for the parameters' own."""
+    used = options.param_dtype if isinstance(options, DedicatedOptions) else None
+    if world == 1 or not isinstance(options, DedicatedOptions | ReplicatedOptions):
+        return used, None
+    return used, options.reduce_dtype
+
+
+def _in_order(model: nn.Module, names: list[str]) -> list[nn.Parameter]:
+    by_name = dict(trainable_parameters(model))
+    return [by_name[name] for name in names]
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dmuon
-from dmuon.telemetry import WARM_UP
+from dmuon.step.engine import WARM_UP
 from tests.distributed.harness import distributed
 from tests.distributed.models import Net, batch, dedicate, loss_of, seeded
 from tests.transports import DelayingTransport, RecordingTransport

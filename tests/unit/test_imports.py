@@ -73,7 +73,7 @@ MAY_IMPORT = {
     "report": {"types", "config", "scheduler"},
     "catalogue": {"types", "config", "scheduler"},
     "comm": {"types", "config", "scheduler", "dtensors"},
-    "update": {"types", "config"},
+    "update": {"types", "config", "kernels"},
 }
 
 

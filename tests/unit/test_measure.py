@@ -40,10 +40,10 @@ from dmuon.measure import (
     median_times,
     progress_bar,
 )
-from dmuon.operand import normalized_momentum
 from dmuon.scheduler.costs import CostTable, ShapeKey
 from dmuon.tools.profile import add_profile_arguments, parse_shapes, run
 from dmuon.types import KernelChoice
+from dmuon.update import normalized_momentum
 from tests.unit.models import AllDifferent, TinyGPT
 
 MODEL = CostTable.analytic("cpu")

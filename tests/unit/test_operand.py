@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from dmuon.kernels.newton_schulz import normalize
-from dmuon.operand import apply_all, is_fused, normalized_momentum
-from dmuon.update import momentum_update
+from dmuon.update import apply_all, is_fused, momentum_update, normalized_momentum
 
 GROUP = {
     "momentum": 0.9,

@@ -13,7 +13,7 @@ from dmuon import dedicate_params
 from dmuon import telemetry as telemetry_module
 from dmuon.comm.transport import LocalTransport, Meter
 from dmuon.scheduler.costs import CostTable
-from dmuon.telemetry import WARM_UP, StepTelemetry, is_exchange_step
+from dmuon.step.engine import WARM_UP, StepTelemetry, is_exchange_step
 
 CPU = torch.device("cpu")
 
