@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import traceback
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from dmuon.tools import check
 from dmuon.tools import plan as planning
@@ -23,50 +23,42 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
 
 
-def _add_plan(commands: Any) -> None:
-    command = commands.add_parser(
-        "plan",
-        help="balance the matrices of a model over a mesh, without either of them",
-        description="Plans which rank owns which matrix and prints the load balance with a proven "
-        "lower bound. Needs neither the model's weights nor the machine. Exit status 0; with "
-        "--verify 1 if the certificate does not hold; 2 for a mistake, or a file that cannot be "
-        "read or is too large; 3 for a crash of the command itself.",
-    )
-    planning.add_plan_arguments(command)
-    command.set_defaults(run=planning.run)
-
-
-def _add_profile(commands: Any) -> None:
-    command = commands.add_parser(
-        "profile",
-        help="measure what Newton-Schulz costs here",
-        description="Measures batches of each shape on this machine's device and prints the times; "
-        "with --out writes the cost table for `plan --costs`. Exit status 2 for a mistake, 3 for a "
-        "crash of the command itself.",
-    )
-    profiling.add_profile_arguments(command)
-    command.set_defaults(run=profiling.run)
-
-
-def _add_check(commands: Any) -> None:
-    command = commands.add_parser(
-        "check",
-        help="compare dmuon on several processes with Muon in one",
-        description="Trains small models with dmuon on several processes, with different data on "
-        "each data rank, and with a plain reference Muon on the joint batch, and compares all "
-        "weights and losses after every step. Exit status 1 if they differ, 2 for a mistake, 3 for "
-        "a crash.",
-    )
-    check.add_check_arguments(command)
-    command.set_defaults(run=check.run)
+COMMANDS = {
+    "plan": (
+        planning,
+        planning.add_plan_arguments,
+        "balance the matrices of a model over a mesh, without either of them",
+        "Plans which rank owns which matrix and prints the load balance with a proven lower bound. "
+        "Needs neither the model's weights nor the machine. Exit status 0; with --verify 1 if the "
+        "certificate does not hold; 2 for a mistake, or a file that cannot be read or is too "
+        "large; 3 for a crash of the command itself.",
+    ),
+    "profile": (
+        profiling,
+        profiling.add_profile_arguments,
+        "measure what Newton-Schulz costs here",
+        "Measures batches of each shape on this machine's device and prints the times; with --out "
+        "writes the cost table for `plan --costs`. Exit status 2 for a mistake, 3 for a crash of "
+        "the command itself.",
+    ),
+    "check": (
+        check,
+        check.add_check_arguments,
+        "compare dmuon on several processes with Muon in one",
+        "Trains small models with dmuon on several processes, with different data on each data "
+        "rank, and with a plain reference Muon on the joint batch, and compares all weights and "
+        "losses after every step. Exit status 1 if they differ, 2 for a mistake, 3 for a crash.",
+    ),
+}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m dmuon", description="Tools of dmuon.")
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_plan(commands)
-    _add_profile(commands)
-    _add_check(commands)
+    for name, (module, add_arguments, text, description) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=description)
+        add_arguments(command)
+        command.set_defaults(run=module.run)
     return parser
 
 

@@ -190,8 +190,32 @@ def assemble(
         if request.plan is not None:
             check_plan_fits(request.plan, specs, found.topology)
             _check_pools(request.plan, limits)
-        costs = _costs(request, found, specs, transport)
-        text = solve_on_first(transport, lambda: _solve(request, found, specs, costs, limits))
+        # Sharded owners run Newton-Schulz alone; momentum is their shards' work.
+        momentum = found.layout is not Layout.SHARDED
+        costs = request.costs
+        if request.plan is None and costs == "measured":
+            costs = measured_costs(
+                transport,
+                [m.key for m in specs.matrices],
+                found.device,
+                request.planner,
+                kernels=request.kernels,
+                momentum=momentum,
+            )
+
+        def planned() -> str:
+            plan = request.plan or solve(
+                specs,
+                found.topology,
+                resolve_costs(costs, found.topology.device_type, momentum=momentum),
+                layout=found.layout,
+                solver=request.solver,
+                options=request.planner,
+                limits=limits,
+            )
+            return plan.to_json()
+
+        text = solve_on_first(transport, planned)
         plan = attempt(
             transport,
             lambda: OwnershipPlan.from_json(text),
@@ -252,6 +276,16 @@ class _Found:
         return "\n".join([*map(str, lines), *(f"{k}={v}" for k, v in arguments.items())])
 
 
+def _costs_text(costs: Any) -> str:
+    """What the ``costs=`` of all ranks must have in common."""
+    if isinstance(costs, CostTable):
+        digest = hashlib.sha256(costs.to_json().encode()).hexdigest()
+        return f"{costs.source} (table {digest[:12]})"
+    if isinstance(costs, (str, os.PathLike)):
+        return os.fspath(costs)
+    return str(type(costs))
+
+
 def _inspect(
     model: nn.Module, request: Request, transport: Transport, topology: Callable[[], Topology]
 ) -> _Found:
@@ -260,9 +294,7 @@ def _inspect(
     ddp = model if isinstance(model, DistributedDataParallel) else None
     inner: nn.Module = model if ddp is None else ddp.module
     layout = _layout(request, inner, ddp)
-    _check_wrapping(inner)
-    if layout is Layout.DEDICATED:
-        _check_dedicated(model)
+    _check_wrapping(inner, ddp, layout)
     if ownerships_of(model):
         raise OwnershipError(
             "this model is dedicated already: call close() on its Ownership before "
@@ -302,21 +334,24 @@ def _layout(request: Request, inner: nn.Module, ddp: DistributedDataParallel | N
     layout = Layout(request.layout)
     if layout is Layout.AUTO:
         layout = Layout.REPLICATED if distributed is None else Layout.SHARDED
+    conflict = None
     if layout is Layout.REPLICATED and distributed is not None:
-        raise DmuonError(
+        conflict = (
             f"layout='replicated' but parameter {distributed!r} is a DTensor: use "
             "layout='sharded' (or 'auto')"
         )
-    if layout is Layout.SHARDED and ddp is not None:
-        raise DmuonError(
+    elif layout is Layout.SHARDED and ddp is not None:
+        conflict = (
             "layout='sharded' does not take DistributedDataParallel; replicate with a 2-D mesh "
             "in fully_shard (HSDP), or use layout='replicated'"
         )
-    if layout is Layout.SHARDED and distributed is None:
-        raise DmuonError(
+    elif layout is Layout.SHARDED and distributed is None:
+        conflict = (
             "layout='sharded' but no parameter is a DTensor: call fully_shard or "
             "parallelize_module before dmuon.dedicate_params, or use layout='replicated'"
         )
+    if conflict is not None:
+        raise DmuonError(conflict)
     expected = _OPTIONS[layout]
     if request.options is not None and not isinstance(request.options, expected):
         raise TypeError(
@@ -326,7 +361,7 @@ def _layout(request: Request, inner: nn.Module, ddp: DistributedDataParallel | N
     return layout
 
 
-def _check_wrapping(inner: nn.Module) -> None:
+def _check_wrapping(inner: nn.Module, ddp: DistributedDataParallel | None, layout: Layout) -> None:
     for name, module in inner.named_modules():
         if isinstance(module, DistributedDataParallel):
             raise OwnershipError(
@@ -334,19 +369,13 @@ def _check_wrapping(inner: nn.Module) -> None:
                 "gradients a second time: pass the DistributedDataParallel itself to "
                 "dedicate_params (and compile the module inside it, or the blocks)"
             )
-
-
-def _check_dedicated(model: nn.Module) -> None:
-    """What the `dedicated` layout cannot be laid over."""
-    if isinstance(model, DistributedDataParallel):
+    if layout is Layout.DEDICATED and ddp is not None:
         raise OwnershipError(
             "layout='dedicated' does not take DistributedDataParallel, whose constructor refuses "
-            "the placeholders that ranks without a weight have: pass the plain module (dmuon "
-            "reduces all of its gradients), or call fully_shard(..., "
-            "ignored_params=own.dedicated_params) after dmuon.dedicate_params"
+            "the placeholders that ranks without a weight have: pass the plain module, or call "
+            "fully_shard(..., ignored_params=own.dedicated_params) after dmuon.dedicate_params"
         )
-    root = next(iter(fsdp_roots(model)), None)
-    if root is not None:
+    if layout is Layout.DEDICATED and fsdp_roots(inner):
         raise OwnershipError(
             "layout='dedicated' was asked for after fully_shard: call own = "
             "dmuon.dedicate_params(model, mesh, layout='dedicated') first, then fully_shard(..., "
@@ -451,50 +480,7 @@ def _check_kernels(options: object, plan: OwnershipPlan | None) -> None:
             )
 
 
-# ---- costs, plan, runtime ----------------------------------------------------------------
-
-
-def _costs_text(costs: Any) -> str:
-    """What the ``costs=`` of all ranks must have in common."""
-    if isinstance(costs, CostTable):
-        digest = hashlib.sha256(costs.to_json().encode()).hexdigest()
-        return f"{costs.source} (table {digest[:12]})"
-    if isinstance(costs, (str, os.PathLike)):
-        return os.fspath(costs)
-    return str(type(costs))
-
-
-def _costs(request: Request, found: _Found, specs: ModelSpecs, transport: Transport) -> Any:
-    """What was asked for; measured by all ranks together if that is asked for."""
-    if request.plan is not None or request.costs != "measured":
-        return request.costs
-    keys = [m.key for m in specs.matrices]
-    return measured_costs(
-        transport,
-        keys,
-        found.device,
-        request.planner,
-        kernels=request.kernels,
-        momentum=found.layout is not Layout.SHARDED,
-    )
-
-
-def _solve(
-    request: Request, found: _Found, specs: ModelSpecs, costs: Any, limits: OwnerLimits | None
-) -> str:
-    """The plan as JSON; the given one if there is one."""
-    plan = request.plan or solve(
-        specs,
-        found.topology,
-        resolve_costs(
-            costs, found.topology.device_type, momentum=found.layout is not Layout.SHARDED
-        ),
-        layout=found.layout,
-        solver=request.solver,
-        options=request.planner,
-        limits=limits,
-    )
-    return plan.to_json()
+# ---- the runtime -------------------------------------------------------------------------
 
 
 def _runtime(
@@ -594,13 +580,18 @@ def _transport(
                 "torch.distributed.init_process_group() first"
             )
         return LocalTransport()
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh or None, found {type(mesh).__name__}")
+    return C10dTransport(_ranks(mesh, ddp), timeout_s)
+
+
+def _ranks(mesh: DeviceMesh | None, ddp: DistributedDataParallel | None) -> list[int]:
+    """The global ranks that plan together, in their order."""
     if mesh is not None:
-        if not isinstance(mesh, DeviceMesh):
-            raise TypeError(f"mesh must be a DeviceMesh or None, found {type(mesh).__name__}")
-        return C10dTransport(mesh.mesh.flatten().tolist(), timeout_s)
+        return mesh.mesh.flatten().tolist()  # type: ignore[no-any-return]
     if ddp is not None:
-        return C10dTransport(dist.get_process_group_ranks(ddp.process_group), timeout_s)
-    return C10dTransport(list(range(dist.get_world_size())), timeout_s)
+        return dist.get_process_group_ranks(ddp.process_group)
+    return list(range(dist.get_world_size() if _initialized() else 1))
 
 
 def mesh_topology(
@@ -618,14 +609,13 @@ def mesh_topology(
             f"model to {mesh.device_type!r}, or make the mesh with "
             f"init_device_mesh({device.type!r}, ...)"
         )
+    ddp = model if isinstance(model, DistributedDataParallel) else None
+    ranks = list(range(world)) if mesh is None and ddp is None else _ranks(mesh, ddp)
     shape: tuple[int, ...] = (world,)
     axes: tuple[str, ...] = ("dp",)
-    ranks = list(range(world))
     if mesh is not None:
-        shape, ranks = tuple(mesh.shape), mesh.mesh.flatten().tolist()
+        shape = tuple(mesh.shape)
         axes = tuple(mesh.mesh_dim_names or (f"axis{i}" for i in range(mesh.ndim)))
-    elif isinstance(model, DistributedDataParallel):
-        ranks = dist.get_process_group_ranks(model.process_group)
     # A mesh may be a part of all ranks, with gaps: its ranks lie where the launcher put them.
     per_node = planner.ranks_per_node
     if per_node is None and _initialized():

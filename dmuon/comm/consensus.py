@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from itertools import zip_longest
+from typing import TypeVar
 
 from dmuon.comm.transport import Transport
 from dmuon.types import ConsensusError
@@ -13,20 +13,6 @@ from dmuon.types import ConsensusError
 __all__ = ["attempt", "solve_on_first"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """What a rank tells the others: its error, or the digest of its result."""
-
-    error: str | None
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome(Generic[T]):
-    value: T | None
-    error: Exception | None
 
 
 def attempt(
@@ -40,46 +26,47 @@ def attempt(
     Raises:
         ConsensusError: another rank failed, or the results differ.
     """
-    outcome, text = _outcome(work), ""
-    if outcome.error is not None:
-        mine = _Report(f"{type(outcome.error).__name__}: {outcome.error}", "")
-    else:
-        text = digest(outcome.value)  # type: ignore[arg-type]
-        mine = _Report(None, hashlib.sha256(text.encode()).hexdigest())
-    reports: list[_Report] = transport.gather_objects(mine)
-    if outcome.error is not None:
-        raise outcome.error
-    for rank, report in enumerate(reports):
-        if report.error is not None:
-            raise ConsensusError(f"{what} failed on rank {rank}: {report.error}")
-    if len({report.digest for report in reports}) > 1:
+    value, error = _outcome(work)
+    text = "" if error is not None else digest(value)  # type: ignore[arg-type]
+    reports = transport.gather_objects((_told(error), hashlib.sha256(text.encode()).hexdigest()))
+    if error is not None:
+        raise error
+    for rank, (failure, _) in enumerate(reports):
+        if failure is not None:
+            raise ConsensusError(f"{what} failed on rank {rank}: {failure}")
+    if len(set(reports)) > 1:
         _raise_difference(transport, what, text)
-    return outcome.value  # type: ignore[return-value]
+    return value  # type: ignore[return-value]
+
+
+def _outcome(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:  # whatever it is, a rank that dies alone would hang the others
+        return None, error
+
+
+def _told(error: Exception | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 def _raise_difference(transport: Transport, what: str, text: str) -> None:
     """Raise ConsensusError, on every rank, with the first line that differs from rank 0's."""
-    expected = transport.broadcast_object(text, 0)
-    found: str | None = None
-    if text != expected:
-        ours, theirs = text.splitlines(), expected.splitlines()
-        size = max(len(ours), len(theirs))
-        pad = ["(nothing)"]
-        ours, theirs = ours + pad * (size - len(ours)), theirs + pad * (size - len(theirs))
-        line = next(i for i in range(size) if ours[i] != theirs[i])
-        found = f"rank {transport.rank} has {ours[line]!r} where rank 0 has {theirs[line]!r}"
+    lines = text.splitlines(), transport.broadcast_object(text, 0).splitlines()
+    pairs = zip_longest(*lines, fillvalue="(nothing)")
+    found = next(
+        (
+            f"rank {transport.rank} has {ours!r} where rank 0 has {theirs!r}"
+            for ours, theirs in pairs
+            if ours != theirs
+        ),
+        None,
+    )
     differences = [d for d in transport.gather_objects(found) if d is not None]
     raise ConsensusError(
         f"{what}: ranks disagree: {differences[0]}. Build the same model with the same arguments "
         "on every rank"
     )
-
-
-def _outcome(work: Callable[[], T]) -> _Outcome[T]:
-    try:
-        return _Outcome(work(), None)
-    except Exception as error:  # whatever it is, a rank that dies alone would hang the others
-        return _Outcome(None, error)
 
 
 def solve_on_first(transport: Transport, solve: Callable[[], str]) -> str:
@@ -88,13 +75,10 @@ def solve_on_first(transport: Transport, solve: Callable[[], str]) -> str:
     Raises:
         ConsensusError: ``solve`` raised (on the first rank its own error is raised).
     """
-    outcome: _Outcome[str] = _Outcome(None, None)
-    if transport.rank == 0:
-        outcome = _outcome(solve)
-    error = None if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
-    text, remote = transport.broadcast_object((outcome.value, error), 0)
-    if outcome.error is not None:
-        raise outcome.error
-    if remote is not None:
-        raise ConsensusError(f"planning failed on rank 0: {remote}")
+    value, error = _outcome(solve) if transport.rank == 0 else (None, None)
+    text, failure = transport.broadcast_object((value, _told(error)), 0)
+    if error is not None:
+        raise error
+    if failure is not None:
+        raise ConsensusError(f"planning failed on rank 0: {failure}")
     return text  # type: ignore[no-any-return]

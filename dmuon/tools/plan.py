@@ -54,16 +54,7 @@ def positive(number: type[int] | type[float]) -> Callable[[str], Any]:
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command; what is wrong with a text is one line."""
-    _add_model_arguments(parser)
-    _add_mesh_arguments(parser)
-    _add_solver_arguments(parser)
-    add = parser.add_argument_group("output").add_argument
-    add("--json", metavar="PATH", help="write the numbers there; - for standard output alone")
-    add("--html", metavar="PATH", help="write the report as a web page")
-    add("--save", metavar="PATH", help="write the plan, for --verify and dedicate_params(plan=)")
-
-
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = PlannerOptions()
     group = parser.add_argument_group("what to plan for")
     what = group.add_mutually_exclusive_group(required=True)
     what.add_argument(
@@ -90,17 +81,12 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of equal pieces of a parameter's rows; may be repeated",
     )
 
-
-def _add_mesh_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("owners").add_argument
     add("--mesh", metavar="NxG", help="nodes x GPUs, such as 4x8; also 64 or 2x4x8")
     add("--axes", metavar="A,B", help="names of the mesh's axes (default: node,gpu)")
     add("--ranks-per-node", type=positive(int), metavar="N", help="default: the mesh's last size")
     add("--memory", metavar="SIZE", help="most optimizer state on one owner, such as 80GiB")
 
-
-def _add_solver_arguments(parser: argparse.ArgumentParser) -> None:
-    defaults = PlannerOptions()
     add = parser.add_argument_group("planning").add_argument
     add(
         "--costs",
@@ -123,6 +109,11 @@ def _add_solver_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help="most matrices in one batch (default: %(default)s)",
     )
+
+    add = parser.add_argument_group("output").add_argument
+    add("--json", metavar="PATH", help="write the numbers there; - for standard output alone")
+    add("--html", metavar="PATH", help="write the report as a web page")
+    add("--save", metavar="PATH", help="write the plan, for --verify and dedicate_params(plan=)")
 
 
 def mesh_shape(text: str) -> tuple[int, ...]:
@@ -159,16 +150,12 @@ def _pattern(option: str, text: str) -> tuple[str, list[int]]:
     return pattern, [int(value) for value in values.split(",")]
 
 
-def _splits(texts: Sequence[str]) -> dict[str, list[int]]:
-    return dict(_pattern("--splits", text) for text in texts)
-
-
 def _heads(texts: Sequence[str]) -> dict[str, int]:
-    found = [_pattern("--heads", text) for text in texts]
-    for pattern, counts in found:
+    found = dict(_pattern("--heads", text) for text in texts)
+    for pattern, counts in found.items():
         if len(counts) != 1:
             raise PlanError(f"--heads {pattern!r} takes one number, found {counts}")
-    return {pattern: count for pattern, (count,) in found}
+    return {pattern: counts[0] for pattern, counts in found.items()}
 
 
 def _topology(args: argparse.Namespace) -> Topology:
@@ -215,9 +202,8 @@ def _read_request(args: argparse.Namespace) -> Request:
         ranks_per_node=topology.ranks_per_node,
     )
     costs = resolve_costs(args.costs, topology.device_type)
-    specs = model_specs(
-        args.model, args.dtype, splits=_splits(args.splits), heads=_heads(args.heads)
-    )
+    splits = dict(_pattern("--splits", text) for text in args.splits)
+    specs = model_specs(args.model, args.dtype, splits=splits, heads=_heads(args.heads))
     return Request(args.model, specs, topology, costs, options)
 
 
@@ -296,63 +282,46 @@ def _check_writable(path: str) -> None:
 # ---- several solvers ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """What one solver reached; ``plan`` None and ``note`` the reason where it found no plan."""
-
-    solver: str
-    plan: OwnershipPlan | None
-    note: str
-
-
-def _row(request: Request, solver: str) -> _Row:
-    try:
-        plan = request.solve(solver)
-    except PlanError as error:
-        return _Row(solver, None, str(error))
-    ran = "" if plan.solver == solver else f"{plan.solver} ran"
-    return _Row(solver, plan, ": ".join(text for text in (ran, plan.note) if text))
-
-
-def _row_numbers(row: _Row, request: Request, bound: float) -> dict[str, Any]:
+def _row(request: Request, solver: str, plan: OwnershipPlan | None, bound: float) -> dict[str, Any]:
     """One row with the keys of the benchmarks; the gap is to the best bound of all solvers."""
-    numbers: dict[str, Any] = {
+    report = None if plan is None else build_report(plan)
+    return {
         "model": request.model,
         "owners": request.topology.world,
-        "solver": row.solver,
-        "makespan_ms": None,
+        "solver": solver,
+        "makespan_ms": report and report.makespan_ms,
         "lower_bound_ms": bound,
-        "gap": None,
-        "imbalance": None,
-        "status": "no plan",
-        "seconds": None,
+        "gap": report and (report.makespan_ms / bound - 1 if bound else 0.0),
+        "imbalance": report and report.imbalance,
+        "status": "no plan" if plan is None else plan.status,
+        "seconds": plan and plan.seconds,
     }
-    if row.plan is not None:
-        report = build_report(row.plan)
-        numbers |= {
-            "makespan_ms": report.makespan_ms,
-            "gap": report.makespan_ms / bound - 1 if bound else 0.0,
-            "imbalance": report.imbalance,
-            "status": row.plan.status,
-            "seconds": row.plan.seconds,
-        }
-    return numbers
 
 
 def _compare(args: argparse.Namespace) -> int:
     request = _read_request(args)
-    rows = [_row(request, solver) for solver in COMPARED]
-    bounds = [row.plan.lower_bound_ms for row in rows if row.plan is not None]
-    if not bounds:
-        raise PlanError("no solver found a plan. " + rows[-1].note)
-    numbers = [_row_numbers(row, request, max(bounds)) for row in rows]
+    plans: dict[str, OwnershipPlan] = {}
+    notes = []
+    for solver in COMPARED:
+        try:
+            plan = plans[solver] = request.solve(solver)
+        except PlanError as error:
+            note = str(error)
+        else:
+            ran = "" if plan.solver == solver else f"{plan.solver} ran"
+            note = ": ".join(filter(None, (ran, plan.note)))
+        if note:
+            notes.append(f"{solver}: {note}")
+    if not plans:
+        raise PlanError("no solver found a plan. " + note)
+    bound = max(plan.lower_bound_ms for plan in plans.values())
+    rows = [_row(request, solver, plans.get(solver), bound) for solver in COMPARED]
     if args.json == "-":
-        _out(_json({"rows": numbers}))
+        _out(_json({"rows": rows}))
         return 0
-    notes = [f"{row.solver}: {row.note}" for row in rows if row.note]
     summary = f"{len(request.specs.matrices)} matrices, costs {request.costs.source}"
-    _out("\n".join([_header(request), summary, _rendered(_comparison(numbers)), *notes]))
-    _save(args.json, lambda: _json({"rows": numbers}))
+    _out("\n".join([_header(request), summary, _rendered(_comparison(rows)), *notes]))
+    _save(args.json, lambda: _json({"rows": rows}))
     return 0
 
 
