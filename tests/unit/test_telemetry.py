@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from dmuon import dedicate_params
-from dmuon import telemetry as telemetry_module
 from dmuon.comm.transport import LocalTransport, Meter
 from dmuon.scheduler.costs import CostTable
-from dmuon.step.engine import WARM_UP, StepTelemetry, is_exchange_step
+from dmuon.step.engine import WARM_UP, WINDOW, StepTelemetry, is_exchange_step
 
 CPU = torch.device("cpu")
 
@@ -155,7 +154,7 @@ def test_bytes_are_counted():
 def test_the_window_is_bounded():
     telemetry = StepTelemetry(Pair(other=1.0), Meter(), CPU)
     steps(telemetry, [Watch(1.0)] * 100)
-    assert len(telemetry._recent) == telemetry_module.WINDOW
+    assert len(telemetry._recent) == WINDOW
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
