@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -14,6 +15,21 @@ import dmuon
 from tests.distributed.harness import distributed
 from tests.distributed.models import Net, batch, dedicate, loss_of, seeded, wrap
 from tests.transports import RecordingTransport
+
+
+@contextmanager
+def planned(model: nn.Module | None = None, **planning):
+    """A dedicated model and its ownership, closed at the end."""
+    model = seeded(Net) if model is None else model
+    own = dmuon.dedicate_params(model, **planning)
+    yield model, own
+    own.close()
+
+
+def one_step(model: nn.Module, opt: dmuon.Muon, rank: int, step: int = 0) -> None:
+    loss_of(model, batch(step, rank)).backward()
+    opt.step()
+
 
 ONLY = pytest.mark.parametrize("only_one", [False, True], ids=["all ranks", "one rank"])
 
@@ -65,12 +81,8 @@ def test_planning_mistakes(rank, world, mistake, only_one):
             make(model)
         else:
             dmuon.dedicate_params(model)
-    # The next attempt works: nothing is left behind.
-    own = dmuon.dedicate_params(model)
-    opt = dmuon.Muon(model)
-    loss_of(model, batch(0, rank)).backward()
-    opt.step()
-    own.close()
+    with planned(model):  # nothing is left behind
+        one_step(model, dmuon.Muon(model), rank)
 
 
 @distributed(2)
@@ -138,17 +150,10 @@ OPTIMIZER_MISTAKES = {
 @distributed(2)
 def test_optimizer_mistakes(rank, world, mistake, only_one):
     make, message = OPTIMIZER_MISTAKES[mistake]
-    model = seeded(Net)
-    own = dmuon.dedicate_params(model)
-    with pytest.raises((ValueError, TypeError), match=message):
-        if not only_one or rank == 0:
-            make(model)
-        else:
-            dmuon.Muon(model)
-    opt = dmuon.Muon(model)
-    loss_of(model, batch(0, rank)).backward()
-    opt.step()
-    own.close()
+    with planned() as (model, _):
+        with pytest.raises((ValueError, TypeError), match=message):
+            (make if not only_one or rank == 0 else dmuon.Muon)(model)
+        one_step(model, dmuon.Muon(model), rank)
 
 
 @distributed(2)
@@ -191,16 +196,13 @@ def test_ddp_without_find_unused_parameters_says_so(rank, world):
 
 @distributed(2)
 def test_state_of_another_rank_is_refused(rank, world):
-    model = seeded(Net)
-    own = dmuon.dedicate_params(model)
-    opt = dmuon.Muon(model)
-    loss_of(model, batch(0, rank)).backward()
-    opt.step()
-    states = own.runtime.transport.gather_objects(opt.state_dict())
-    with pytest.raises(ValueError, match="does not belong here"):
-        opt.load_state_dict(states[1 - rank])
-    opt.load_state_dict(states[rank])
-    own.close()
+    with planned() as (model, own):
+        opt = dmuon.Muon(model)
+        one_step(model, opt, rank)
+        states = own.runtime.transport.gather_objects(opt.state_dict())
+        with pytest.raises(ValueError, match="does not belong here"):
+            opt.load_state_dict(states[1 - rank])
+        opt.load_state_dict(states[rank])
 
 
 DIFFERENT = {
@@ -224,27 +226,22 @@ def test_arguments_that_differ_between_ranks(rank, world, what):
 
 @distributed(2)
 def test_optimizer_settings_that_differ_between_ranks(rank, world):
-    model = seeded(Net)
-    own = dmuon.dedicate_params(model)
-    for settings in ({"master_weights": rank == 0}, {"lr": 0.1 + rank}, {"ns_steps": 3 + rank}):
-        with pytest.raises(ValueError, match="disagree"):
-            dmuon.Muon(model, **settings)
-    own.close()
+    with planned() as (model, _):
+        for settings in ({"master_weights": rank == 0}, {"lr": 0.1 + rank}, {"ns_steps": 3 + rank}):
+            with pytest.raises(ValueError, match="disagree"):
+                dmuon.Muon(model, **settings)
 
 
 @distributed(2)
 def test_unfreezing_after_planning_is_refused(rank, world):
     model = seeded(Net)
     model.mid.weight.requires_grad_(False)
-    own = dmuon.dedicate_params(model)
-    opt = dmuon.Muon(model)
-    loss_of(model, batch(0, rank)).backward()
-    opt.step()
-    model.mid.weight.requires_grad_(True)
-    loss_of(model, batch(0, rank)).backward()
-    with pytest.raises(ValueError, match=r"mid\.weight.*frozen"):
-        opt.step()
-    own.close()
+    with planned(model):
+        opt = dmuon.Muon(model)
+        one_step(model, opt, rank)
+        model.mid.weight.requires_grad_(True)
+        with pytest.raises(ValueError, match=r"mid\.weight.*frozen"):
+            one_step(model, opt, rank)
 
 
 def replace_matrix(model):
@@ -304,8 +301,7 @@ def test_one_rank_tells_of_updates_that_are_rounded_away(rank, world, layout):
     text = "a typical update of a bfloat16 matrix is 2e-06, and half a unit in the last place"
     (message,) = [m for messages in told for m in messages]
     assert text in message
-    loss_of(model, batch(0, rank)).backward()
-    opt.step()
+    one_step(model, opt, rank)
     own.close()
 
 
@@ -328,26 +324,21 @@ def test_a_setting_that_turns_wrong_later(rank, world):
 
 @distributed(2)
 def test_grad_scaler_is_refused(rank, world):
-    model = seeded(Net)
-    own = dmuon.dedicate_params(model)
-    opt = dmuon.Muon(model)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(loss_of(model, batch(0, rank))).backward()
-    with pytest.raises(ValueError, match="GradScaler"):
-        scaler.step(opt)
-    own.close()
+    with planned() as (model, _):
+        opt, scaler = dmuon.Muon(model), torch.amp.GradScaler("cpu")
+        scaler.scale(loss_of(model, batch(0, rank))).backward()
+        with pytest.raises(ValueError, match="GradScaler"):
+            scaler.step(opt)
 
 
 @distributed(2)
 def test_a_gradient_set_by_hand_after_backward_is_refused(rank, world):
-    model = seeded(Net)
-    own = dmuon.dedicate_params(model)
-    opt = dmuon.Muon(model)
-    loss_of(model, batch(0, rank)).backward()
-    model.mid.weight.grad = torch.ones_like(model.mid.weight)
-    with pytest.raises(ValueError, match=r"mid\.weight.*after backward"):
-        opt.step()
-    own.close()
+    with planned() as (model, _):
+        opt = dmuon.Muon(model)
+        loss_of(model, batch(0, rank)).backward()
+        model.mid.weight.grad = torch.ones_like(model.mid.weight)
+        with pytest.raises(ValueError, match=r"mid\.weight.*after backward"):
+            opt.step()
 
 
 @distributed(2)
@@ -359,26 +350,23 @@ def test_a_wrapped_ddp_is_refused(rank, world):
 
 @distributed(2)
 def test_gradients_set_by_hand_without_a_backward_are_averaged(rank, world):
-    model = seeded(Net)
-    own = dmuon.dedicate_params(model)
-    opt = dmuon.Muon(model, lr=0.0, weight_decay=0.0)
-    for p in model.parameters():
-        p.grad = torch.full_like(p, 1.0 + 2 * rank)
-    opt.step()
-    buffers = [s["momentum_buffer"] for s in opt.state.values() if "momentum_buffer" in s]
-    assert buffers and all(torch.allclose(b, torch.full_like(b, 0.05 * 2.0)) for b in buffers)
-    own.close()
+    with planned() as (model, _):
+        opt = dmuon.Muon(model, lr=0.0, weight_decay=0.0)
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1.0 + 2 * rank)
+        opt.step()
+        buffers = [s["momentum_buffer"] for s in opt.state.values() if "momentum_buffer" in s]
+        assert buffers
+        assert all(torch.allclose(b, torch.full_like(b, 0.05 * 2.0)) for b in buffers)
 
 
 @distributed(2)
 def test_a_malformed_group_on_one_rank_is_an_error_on_both(rank, world):
-    model = seeded(Net)
-    own = dmuon.dedicate_params(model)
-    malformed = [{"params": model.parameters()}, {"lr": 1.0}]
-    with pytest.raises((TypeError, ValueError), match="params"):
-        dmuon.Muon(malformed if rank == 1 else model)
-    dmuon.Muon(model)
-    own.close()
+    with planned() as (model, _):
+        malformed = [{"params": model.parameters()}, {"lr": 1.0}]
+        with pytest.raises((TypeError, ValueError), match="params"):
+            dmuon.Muon(malformed if rank == 1 else model)
+        dmuon.Muon(model)
 
 
 @distributed(2)

@@ -142,11 +142,11 @@ def test_planning_and_kernels_never_touch_process_groups_or_devices():
 
 # The most that there may be; lower them when less is reached, never the other way.
 MOST = {
-    "files": 135,
-    "lines": 26_500,
-    "files in a folder": 36,
-    "files in a chain of imports": 31,
-    "protocols": 10,
+    "files": 80,
+    "lines": 23_000,
+    "files in a folder": 20,
+    "files in a chain of imports": 17,
+    "protocols": 7,
 }
 # Short files that one other file imports: they belong into that one.
 SHORT = 60
@@ -195,7 +195,7 @@ def test_no_short_file_has_one_importer():
         for module, path in MODULES.items()
         if importers[module] == 1 and length(path) < SHORT and not path.name.startswith("__")
     }
-    assert lonely <= {"dmuon.comm.buckets", "dmuon.kernels.footprint"}
+    assert not lonely
 
 
 def test_a_chain_is_found():
