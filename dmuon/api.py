@@ -27,7 +27,7 @@ from dmuon.comm.consensus import attempt, solve_on_first
 from dmuon.comm.dedicated.layout import DedicatedRuntime
 from dmuon.comm.hooks import fsdp_roots, reshard
 from dmuon.comm.layout import LayoutRuntime
-from dmuon.comm.process_groups import Grid, NewGroup, ProcessGroups
+from dmuon.comm.process_groups import Grid, NewGroup, ProcessGroups, check_launched, is_initialized
 from dmuon.comm.replicated import ReplicatedRuntime
 from dmuon.comm.sharded import ShardedRuntime
 from dmuon.comm.transport import C10dTransport, LocalTransport, Transport
@@ -61,7 +61,6 @@ from dmuon.types import DmuonError, KernelChoice, Layout, OwnershipError, PlanEr
 __all__ = [
     "Request",
     "assemble",
-    "check_launched",
     "dedicate_params",
     "group_maker",
     "mesh_topology",
@@ -320,7 +319,7 @@ def _inspect(
         _check_axes(named, mesh, request.options)
     held = None
     if layout is not Layout.REPLICATED:
-        rank = dist.get_rank() if _initialized() else 0
+        rank = dist.get_rank() if is_initialized() else 0
         held = RankShards.of(rank, [local_shard(n, p, rank) for n, p in named])
     return _Found(inner, ddp, layout, specs, mesh, held)
 
@@ -404,7 +403,7 @@ def _check_axes(
     named: Sequence[tuple[str, nn.Parameter]], topology: Topology, options: object
 ) -> None:
     """In the `dedicated` layout distributed parameters lie on tensor-parallel axes of the mesh."""
-    world = dist.get_world_size() if _initialized() else 1
+    world = dist.get_world_size() if is_initialized() else 1
     for name, p in named:
         axes = mesh_axes(p)
         if not axes:
@@ -514,53 +513,12 @@ def _runtime(
 # ---- the ranks that plan and train together ----------------------------------------------
 
 
-def _initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def check_launched(caller: str) -> None:
-    """Raise OwnershipError if a launcher started several processes and they do not know each other.
-
-    Each would train a model of its own. ``WORLD_SIZE``, which torchrun sets for all of them, is
-    read only where there is no process group.
-    """
-    if _initialized():
-        return
-    text = os.environ.get("WORLD_SIZE")
-    try:
-        world = int(text or 1)
-    except ValueError:
-        raise OwnershipError(
-            f"{caller}: the environment variable WORLD_SIZE={text!r} must be the number of "
-            "processes that train together: correct it, or unset it to train in this process alone"
-        ) from None
-    if world > 1:
-        raise OwnershipError(
-            f"{caller}: the environment says WORLD_SIZE={world} (torchrun sets it), but "
-            "torch.distributed is not initialized, so each process would train a model of its own. "
-            "Call torch.distributed.init_process_group() before dmuon, or unset WORLD_SIZE to "
-            "train in this process alone"
-        )
-
-
-def check_planned_together(transports: Sequence[Transport]) -> None:
-    """Raise OwnershipError if a plan was made before this process got to know the others."""
-    alone = any(isinstance(transport, LocalTransport) for transport in transports)
-    if alone and _initialized() and dist.get_world_size() > 1:
-        raise OwnershipError(
-            "dmuon.Muon: the model was dedicated in a world of one process, before "
-            f"torch.distributed was initialized, which knows {dist.get_world_size()} now, so each "
-            "would train a model of its own. Call torch.distributed.init_process_group() before "
-            "dmuon.dedicate_params"
-        )
-
-
 def group_maker(mesh: DeviceMesh | None, world: int, timeout_s: float | None) -> NewGroup:
     """Makes transports of their own over some of the mesh's ranks; collective calls of the mesh."""
     ranks = list(range(world)) if mesh is None else mesh.mesh.flatten().tolist()
 
     def new_group(partition: Sequence[tuple[int, ...]]) -> Transport:
-        if not _initialized():
+        if not is_initialized():
             return LocalTransport()
         parts = [[ranks[r] for r in part] for part in partition]
         mine = next(part for part in parts if dist.get_rank() in part)
@@ -573,7 +531,7 @@ def group_maker(mesh: DeviceMesh | None, world: int, timeout_s: float | None) ->
 def _transport(
     mesh: DeviceMesh | None, ddp: DistributedDataParallel | None, timeout_s: float | None
 ) -> Transport:
-    if not _initialized():
+    if not is_initialized():
         if mesh is not None:
             raise OwnershipError(
                 "a mesh was given but torch.distributed is not initialized: call "
@@ -591,7 +549,7 @@ def _ranks(mesh: DeviceMesh | None, ddp: DistributedDataParallel | None) -> list
         return mesh.mesh.flatten().tolist()  # type: ignore[no-any-return]
     if ddp is not None:
         return dist.get_process_group_ranks(ddp.process_group)
-    return list(range(dist.get_world_size() if _initialized() else 1))
+    return list(range(dist.get_world_size() if is_initialized() else 1))
 
 
 def mesh_topology(
@@ -618,7 +576,7 @@ def mesh_topology(
         axes = tuple(mesh.mesh_dim_names or (f"axis{i}" for i in range(mesh.ndim)))
     # A mesh may be a part of all ranks, with gaps: its ranks lie where the launcher put them.
     per_node = planner.ranks_per_node
-    if per_node is None and _initialized():
+    if per_node is None and is_initialized():
         per_node = local_world_size()
     nodes = [0 if per_node is None else rank // per_node for rank in ranks]
     return Topology.on_nodes(shape, axes, nodes, device.type)

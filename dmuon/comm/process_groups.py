@@ -12,18 +12,29 @@ replicas of three shards, owner ``o`` at (0, 1), its *holder* ``h`` in the other
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from dmuon.comm.transport import Transport
+from dmuon.comm.transport import LocalTransport, Transport
 from dmuon.dtensors import local_tensor
 from dmuon.scheduler.topology import Topology
+from dmuon.types import OwnershipError
 
-__all__ = ["Grid", "NewGroup", "ProcessGroups", "start_from_first"]
+__all__ = [
+    "Grid",
+    "NewGroup",
+    "ProcessGroups",
+    "check_launched",
+    "check_planned_together",
+    "is_initialized",
+    "start_from_first",
+]
 
 # Makes a transport over the one part, of a partition of the mesh's ranks, with this rank in it.
 NewGroup = Callable[[Sequence[tuple[int, ...]]], Transport]
@@ -141,3 +152,48 @@ def start_from_first(tensors: Iterable[tuple[Tensor, Transport]]) -> None:
         work.wait()
         if whole is not data:
             data.copy_(whole)
+
+
+# ---- what torch.distributed knows --------------------------------------------------------
+
+
+def is_initialized() -> bool:
+    """Whether torch.distributed knows other processes."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def check_launched(caller: str) -> None:
+    """Raise OwnershipError if a launcher started several processes and they do not know each other.
+
+    Each would train a model of its own. ``WORLD_SIZE``, which torchrun sets for all of them, is
+    read only where there is no process group.
+    """
+    if is_initialized():
+        return
+    text = os.environ.get("WORLD_SIZE")
+    try:
+        world = int(text or 1)
+    except ValueError:
+        raise OwnershipError(
+            f"{caller}: the environment variable WORLD_SIZE={text!r} must be the number of "
+            "processes that train together: correct it, or unset it to train in this process alone"
+        ) from None
+    if world > 1:
+        raise OwnershipError(
+            f"{caller}: the environment says WORLD_SIZE={world} (torchrun sets it), but "
+            "torch.distributed is not initialized, so each process would train a model of its own. "
+            "Call torch.distributed.init_process_group() before dmuon, or unset WORLD_SIZE to "
+            "train in this process alone"
+        )
+
+
+def check_planned_together(transports: Sequence[Transport]) -> None:
+    """Raise OwnershipError if a plan was made before this process got to know the others."""
+    alone = any(isinstance(transport, LocalTransport) for transport in transports)
+    if alone and is_initialized() and dist.get_world_size() > 1:
+        raise OwnershipError(
+            "dmuon.Muon: the model was dedicated in a world of one process, before "
+            f"torch.distributed was initialized, which knows {dist.get_world_size()} now, so each "
+            "would train a model of its own. Call torch.distributed.init_process_group() before "
+            "dmuon.dedicate_params"
+        )

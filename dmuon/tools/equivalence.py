@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from dmuon.api import check_launched, dedicate_params
+from dmuon.api import dedicate_params
 from dmuon.comm.consensus import attempt
+from dmuon.comm.process_groups import check_launched
 from dmuon.comm.replicated import ReplicatedRuntime
 from dmuon.config import DedicatedOptions, ReplicatedOptions
 from dmuon.dtensors import whole_tensor

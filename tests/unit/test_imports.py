@@ -275,7 +275,7 @@ def test_the_exceptions_are_needed():
 
 
 ENVIRONMENT = {
-    "dmuon.api": {"WORLD_SIZE"},
+    "dmuon.comm.process_groups": {"WORLD_SIZE"},
     "dmuon.scheduler.costs": {"XDG_CACHE_HOME"},
     "dmuon.scheduler.topology": {"LOCAL_WORLD_SIZE"},
 }
