@@ -31,8 +31,7 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.consensus import attempt
-from dmuon.comm.streams import Stopwatch
-from dmuon.comm.transport import Transport
+from dmuon.comm.transport import Stopwatch, Transport
 from dmuon.config import KernelOptions, MuonDefaults, PlannerOptions
 from dmuon.kernels.choice import (
     backend_version,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmuon.comm import streams
+from dmuon.comm import transport
 from dmuon.step import sharded_state
 
 __all__ = ["host_cannot_read", "nothing_read"]
@@ -25,7 +25,7 @@ __all__ = ["host_cannot_read", "nothing_read"]
 def host_cannot_read() -> Iterator[None]:
     """Ownerships and optimizers that are made and used inside believe to be on an accelerator."""
     with (
-        patch.object(streams, "host_can_read", lambda device: False),
+        patch.object(transport, "READ_AT_ONCE", frozenset()),
         patch.dict(sharded_state.CHUNK_BYTES, clear=True),  # no caches to fit into
     ):
         yield
@@ -46,10 +46,10 @@ _METHODS = (Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__array__)
 
 # Set while the host reads its own copy of what the device had computed long before.
 _own_copy = [False]
-_READ_COPY = streams.HostCopy.read
+_READ_COPY = transport.HostCopy.read
 
 
-def _read_own_copy(copy: streams.HostCopy) -> list[Any]:
+def _read_own_copy(copy: transport.HostCopy) -> list[Any]:
     _own_copy[0] = True
     try:
         return _READ_COPY(copy)
@@ -92,5 +92,5 @@ def nothing_read() -> Iterator[None]:
     What gloo does on its own threads is none of ours. A copy from one tensor to another passes, and
     so does a move to another's device: on a CPU nobody can tell which of them would be the host's.
     """
-    with patch.object(streams.HostCopy, "read", _read_own_copy), _Methods(), _Operators():
+    with patch.object(transport.HostCopy, "read", _read_own_copy), _Methods(), _Operators():
         yield

@@ -31,13 +31,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from dmuon.comm import streams
 from dmuon.comm.buckets import EVERYONE, Buffer, GradientBucket, Memory, Segment, Slices
 from dmuon.comm.pipeline import places
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.routes import Part
-from dmuon.comm.streams import HostCopy
-from dmuon.comm.transport import Meter, Work
+from dmuon.comm.transport import HostCopy, Meter, Work, host_can_read
 from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import Form, matrix_box
@@ -454,7 +452,7 @@ class GradientReducer:
             self._flags.copy_(torch.tensor(self._local + self._unusable, dtype=torch.uint8))
         self._meter.add("flags", self._flags)
         self._groups.world.all_reduce(self._flags, tag="flags", maximum=True).wait()
-        if not streams.host_can_read(self._device):
+        if not host_can_read(self._device):
             # Whether this rank reads them depends on its gradients, so nobody raises by that.
             self._recent_flags.append(HostCopy(self._flags))
             if complete:  # all are present here, hence anywhere

@@ -1,13 +1,15 @@
-"""How bytes move between the ranks of a mesh: one protocol, and bytes by purpose."""
+"""How bytes move between ranks, to the host without waiting, and how long it takes on a device."""
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,11 +17,18 @@ from dmuon.types import OwnershipError
 
 __all__ = [
     "C10dTransport",
+    "HostCopy",
     "LocalTransport",
     "Meter",
+    "Stopwatch",
     "Transport",
     "Work",
+    "host_can_read",
 ]
+
+# Types of devices whose tensors the host reads at once. Tests take the CPU out, so that the
+# branches of an accelerator run there.
+READ_AT_ONCE = frozenset({"cpu"})
 
 
 class Work(Protocol):
@@ -250,3 +259,89 @@ class Meter:
         counts = dict(self.bytes)
         self.bytes.clear()
         return counts
+
+
+# ---- devices -----------------------------------------------------------------------------
+
+
+def host_can_read(device: torch.device) -> bool:
+    """Whether reading a tensor of ``device`` costs no device synchronization."""
+    return device.type in READ_AT_ONCE
+
+
+class HostCopy:
+    """A small tensor on its way from the device to the host, which does not wait for it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.Event | None = None
+        if tensor.device.type == "cpu":
+            self._values = tensor.clone()
+            return
+        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._values.copy_(tensor, non_blocking=True)
+        self._event = torch.Event(tensor.device)
+        self._event.record()
+
+    def read(self) -> list[Any]:
+        """The values; waits for what the device did up to the copy, and for nothing behind it."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[Any] = self._values.tolist()
+        return values
+
+
+class _HostEvent:
+    """What `torch.Event` is on an accelerator, for work that is done when the call returns."""
+
+    __slots__ = ("_at",)
+
+    def record(self) -> None:
+        self._at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+    def elapsed_time(self, end: _HostEvent) -> float:
+        """Milliseconds from this event to ``end``."""
+        return 1e3 * (end._at - self._at)
+
+
+def _event(device: torch.device) -> torch.Event:
+    if device.type == "cpu":
+        return _HostEvent()  # type: ignore[return-value]
+    return torch.Event(device, enable_timing=True)
+
+
+class Stopwatch:
+    """Milliseconds between `start` and `stop` on ``device``, summed; read when asked. One a step.
+
+    It records events on the current stream, so timing costs no synchronization until
+    `milliseconds` is read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[tuple[torch.Event, torch.Event]] = []
+
+    def ready(self) -> bool:
+        """Whether `milliseconds` can be read without waiting for the device."""
+        # One stream executes them in order, so the last one tells.
+        return not self._events or self._events[-1][1].query()
+
+    def start(self) -> None:
+        self._events.append((_event(self._device), _event(self._device)))
+        self._events[-1][0].record()
+
+    def stop(self) -> None:
+        self._events[-1][1].record()
+
+    def milliseconds(self) -> float:
+        """The sum so far; waits for the device."""
+        total = 0.0
+        for begin, end in self._events:
+            end.synchronize()
+            total += begin.elapsed_time(end)
+        return total

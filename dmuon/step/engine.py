@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dmuon.comm.streams import Stopwatch
-from dmuon.comm.transport import Meter, Transport, Work
+from dmuon.comm.transport import Meter, Stopwatch, Transport, Work
 from dmuon.period import Schedule
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dmuon.adamw import adamw_step, refresh_masters
-from dmuon.comm import streams
 from dmuon.comm.owners import OwnerRuntime
 from dmuon.comm.reducer import oriented, rows_of, set_rows, unstacker
+from dmuon.comm.transport import host_can_read
 from dmuon.config import KernelOptions
 from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.kernels.newton_schulz import resolve_coefficients
@@ -252,7 +252,7 @@ class OwnerEngine:
                 [p for p, _ in found],
                 [local_tensor(grad) for _, grad in found],
                 master_weights=self._settings.master_weights,
-                fused=not streams.host_can_read(self._runtime.device),
+                fused=not host_can_read(self._runtime.device),
             )
 
     def finish(self) -> None:

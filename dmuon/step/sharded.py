@@ -28,12 +28,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dmuon.adamw import adamw_step, make_adamw_state, refresh_masters
-from dmuon.comm import streams
 from dmuon.comm.pipeline import places
 from dmuon.comm.routes import Part, parts_of
 from dmuon.comm.sharded import ShardedRuntime
-from dmuon.comm.streams import Stopwatch
-from dmuon.comm.transport import Work
+from dmuon.comm.transport import Stopwatch, Work, host_can_read
 from dmuon.config import KernelOptions
 from dmuon.dtensors import local_tensor
 from dmuon.kernels.newton_schulz import resolve_coefficients
@@ -115,7 +113,7 @@ class ShardedEngine:
         self._telemetry = telemetry
         self._optimizer = optimizer
         self._settings = settings
-        self._on_host = streams.host_can_read(runtime.device)
+        self._on_host = host_can_read(runtime.device)
         groups = group_of_matrices(runtime.parameters, runtime.plan.specs, optimizer)
         runtime.bind(groups, settings.ns_dtype)
         self._state = ShardState(runtime, optimizer, groups, settings.master_weights)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import dmuon
-from dmuon.comm import streams
+from dmuon.comm.transport import host_can_read
 from dmuon.dtensors import local_tensor, whole_tensor
 from dmuon.tools.parallel_models import ParallelCase
 from tests.accelerator import host_cannot_read, nothing_read
@@ -61,7 +61,7 @@ STEPS = [
 def watched(what: What) -> AbstractContextManager[None]:
     # Which buckets are published depends on what others have: a rank that ran no backward learns
     # it in `step`, from the flags that the others send at the end of theirs.
-    on_host = streams.host_can_read(torch.device("cpu"))
+    on_host = host_can_read(torch.device("cpu"))
     return nullcontext() if on_host or what.absent_rank else nothing_read()
 
 

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from dmuon.comm import streams
 from dmuon.comm.reducer import rows_of, set_rows
-from dmuon.comm.streams import Stopwatch
+from dmuon.comm.transport import Stopwatch, host_can_read
 from dmuon.update import scale_all
 from tests.accelerator import host_cannot_read, nothing_read
 
@@ -68,10 +67,10 @@ def test_the_local_operators_of_a_dtensor_are_seen(tmp_path):
 
 
 def test_the_host_can_read_a_cpu_but_for_the_patch():
-    assert streams.host_can_read(CPU) and not streams.host_can_read(torch.device("cuda"))
+    assert host_can_read(CPU) and not host_can_read(torch.device("cuda"))
     with host_cannot_read():
-        assert not streams.host_can_read(CPU)
-    assert streams.host_can_read(CPU)
+        assert not host_can_read(CPU)
+    assert host_can_read(CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

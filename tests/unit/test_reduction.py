@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import dmuon.comm.streams
+import dmuon.comm.transport
 from dmuon.comm.buckets import Slices, gradient_bucket
 from dmuon.comm.process_groups import Grid, ProcessGroups
 from dmuon.comm.reducer import GradientReducer, OwnedGradients
@@ -78,7 +78,7 @@ def test_a_sparse_gradient_on_every_rank_is_never_taken_for_none(reducer):
 
 
 def test_where_no_host_can_read_it_is_raised_at_the_next_step(reducer, monkeypatch):
-    monkeypatch.setattr(dmuon.comm.streams, "host_can_read", lambda device: False)
+    monkeypatch.setattr(dmuon.comm.transport, "READ_AT_ONCE", frozenset())
     backward(reducer, sparse=True)
     reducer.ensure()
     assert reducer.parameters[0].grad is None  # counts as missing
