@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from dmuon.dtensors import local_cell, local_tensor
+from dmuon.dtensors import local_tensor, stored_tensor
 from dmuon.update import merged_master
 
 __all__ = ["adamw_step", "make_adamw_state", "refresh_masters"]
@@ -41,12 +41,14 @@ def adamw_step(
     for p in params:
         make_adamw_state(p, state, master_weights)
     states = [state[p] for p in params]
-    targets = [local_cell(s.get("master_weight", p)) for s, p in zip(states, params, strict=True)]
+    targets = [
+        stored_tensor(s.get("master_weight", p)) for s, p in zip(states, params, strict=True)
+    ]
     adamw(
         targets,
         [g if g.dtype is t.dtype else g.to(t.dtype) for g, t in zip(grads, targets, strict=True)],
-        [local_cell(s["exp_avg"]) for s in states],
-        [local_cell(s["exp_avg_sq"]) for s in states],
+        [stored_tensor(s["exp_avg"]) for s in states],
+        [stored_tensor(s["exp_avg_sq"]) for s in states],
         [],
         [s["step"] for s in states],
         amsgrad=False,
@@ -60,7 +62,7 @@ def adamw_step(
         found_inf=found_inf,
     )
     if master_weights:
-        pairs = [(local_cell(p), t) for p, t in zip(params, targets, strict=True)]
+        pairs = [(stored_tensor(p), t) for p, t in zip(params, targets, strict=True)]
         pairs = [(p, t) for p, t in pairs if p is not t]
         if pairs:
             torch._foreach_copy_([p for p, _ in pairs], [t for _, t in pairs])

@@ -523,7 +523,7 @@ def group_maker(mesh: DeviceMesh | None, world: int, timeout_s: float | None) ->
         parts = [[ranks[r] for r in part] for part in partition]
         mine = next(part for part in parts if dist.get_rank() in part)
         everyone = len(ranks) == dist.get_world_size()
-        return C10dTransport(mine, timeout_s, lanes=parts if everyone else None)
+        return C10dTransport(mine, timeout_s, partition=parts if everyone else None)
 
     return new_group
 

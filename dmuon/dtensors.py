@@ -24,10 +24,10 @@ __all__ = [
     "gradient_like",
     "is_distributed",
     "layout_stamp",
-    "local_cell",
     "local_shard",
     "local_tensor",
     "mesh_axes",
+    "stored_tensor",
     "whole_tensor",
 ]
 
@@ -49,7 +49,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def local_cell(tensor: Tensor) -> Tensor:
+def stored_tensor(tensor: Tensor) -> Tensor:
     """The tensor whose data is what this rank stores: ``tensor``, or what is inside a `DTensor`.
 
     Not a public name: `DTensor.to_local` gives a new tensor, and what is assigned to its data does
@@ -114,13 +114,13 @@ class LocalParameters:
         self._look_up()
 
     def _look_up(self) -> None:
-        self._inner = [local_cell(p) for p in self.parameters]
+        self._inner = [stored_tensor(p) for p in self.parameters]
         self._addresses = [t.data_ptr() for t in self._inner]
         self.tensors = [t.detach() for t in self._inner]
 
     def check(self) -> None:
         """Look again, at every step; OwnershipError if a parameter lies otherwise than at first."""
-        inner = [local_cell(p) for p in self.parameters]
+        inner = [stored_tensor(p) for p in self.parameters]
         if all(map(is_, inner, self._inner)) and [*map(Tensor.data_ptr, inner)] == self._addresses:
             return
         for p, name, stamp in zip(self.parameters, self._names, self._stamps, strict=True):
@@ -149,7 +149,7 @@ class LocalParameters:
                     whole = gradient_like(grad, p)
                     if whole is not grad:
                         p.grad = grad = whole
-                grad = local_cell(grad)
+                grad = stored_tensor(grad)
             found.append(grad)
         return found
 

@@ -225,7 +225,7 @@ class Muon(Optimizer):
         for engine in self._engines:
             engine.launch()
         for engine in self._engines:
-            engine.rest()
+            engine.update_others()
         for engine in self._engines:
             engine.finish()
         self._schedule.advance()
@@ -509,7 +509,7 @@ def _ownerships_in(given: Any, groups: list[Group]) -> list[Ownership]:
         found = [ownership_of(e) for e in entries if isinstance(e, Tensor)]
         ownerships = list(dict.fromkeys(o for o in found if o is not None))
     for ownership in ownerships:
-        ownership.adopt()
+        ownership.find_parameters()
     if not ownerships:
         for group in groups:
             _tensors_of(group)  # if it is malformed, that is the better error

@@ -61,13 +61,13 @@ class Ownership:
         self._ids[:] = [id(p) for p in self.runtime.parameters]
         _owner_by_parameter.update(dict.fromkeys(self._ids, weakref.ref(self)))
 
-    def adopt(self) -> None:
+    def find_parameters(self) -> None:
         """Take over the parameters that a framework has made since planning (`dedicated` layout).
 
         Raises:
             OwnershipError: a parameter that dmuon keeps has been replaced.
         """
-        self.runtime.adopt()
+        self.runtime.find_parameters()
         self._register()
 
     def __repr__(self) -> str:
@@ -172,7 +172,7 @@ class Ownership:
         if self.closed:
             return
         self.closed = True
-        self.telemetry.settle()
+        self.telemetry.wait()
         self.runtime.close()
         model = self._model()
         if model is not None:

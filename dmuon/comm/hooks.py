@@ -291,7 +291,7 @@ class Gathers:
             for name, value in vars(module).items()
         )
 
-    def follow(self) -> None:
+    def readers_wait(self) -> None:
         """Have the streams that read shards wait for what was written on the current one."""
         # FSDP2 does so when the root's forward begins, and for a unit inside not again.
         current = self._device_module.current_stream()

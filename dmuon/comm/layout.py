@@ -64,7 +64,7 @@ class LayoutRuntime(Protocol):
     def materialized(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, the parameters of ``module`` are whole and hold their published values."""
 
-    def adopt(self) -> None:
+    def find_parameters(self) -> None:
         """Find the parameters as they are now, where the layout lets a framework replace them."""
 
     def reduce_gradients(self) -> None:

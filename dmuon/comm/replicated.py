@@ -237,7 +237,7 @@ class ReplicatedRuntime(OwnerRuntime):
         self.synchronize()
         return nullcontext()
 
-    def adopt(self) -> None:
+    def find_parameters(self) -> None:
         """Nobody may replace a parameter."""
 
     # ---- gradients ---------------------------------------------------------------------------

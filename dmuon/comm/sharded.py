@@ -163,7 +163,7 @@ class ShardedRuntime:
         self.synchronize()
         return nullcontext()
 
-    def adopt(self) -> None:
+    def find_parameters(self) -> None:
         """Nobody may replace a parameter."""
 
     # ---- gradients -----------------------------------------------------------------------
@@ -259,6 +259,6 @@ def _waiter(
         with torch.no_grad():
             # A unit that gathers others ahead of time reads them before their own hooks run.
             pipeline.land(pipeline.pending if gathers.ahead() else needed)
-        gathers.follow()
+        gathers.readers_wait()
 
     return wait

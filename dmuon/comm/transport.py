@@ -149,18 +149,18 @@ class C10dTransport:
         ranks: Sequence[int],
         timeout_s: float | None = None,
         *,
-        lanes: Sequence[Sequence[int]] | None = None,
+        partition: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """A collective call of ``ranks``; with ``lanes``, which partition all ranks of
-        `torch.distributed` and of which ``ranks`` is one, of everyone."""
+        """A collective call of ``ranks``; with ``partition``, of all ranks of `torch.distributed`
+        into sets of which ``ranks`` is one, of everyone."""
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self._key = (tuple(sorted(ranks)), timeout_s)
         self._reused = False
         if len(ranks) == dist.get_world_size():
             group = dist.new_group(list(ranks), timeout=timeout)
-        elif lanes is not None:
+        elif partition is not None:
             group, _ = dist.new_subgroups_by_enumeration(
-                [list(lane) for lane in lanes], timeout=timeout
+                [list(part) for part in partition], timeout=timeout
             )
         else:
             # A mesh over some of the ranks cannot ask the others to join in making its group.

@@ -70,7 +70,7 @@ class Engine(Protocol):
     def launch(self) -> None:
         """Update the matrices, as far as that needs no waiting at the end."""
 
-    def rest(self) -> None:
+    def update_others(self) -> None:
         """Update the parameters that are no matrices."""
 
     def finish(self) -> None:
@@ -162,7 +162,7 @@ class StepTelemetry:
         Every rank calls it once a step, at the same place among its collectives.
         """
         self._steps += 1
-        self.settle()
+        self.wait()
         if self._steps > WARM_UP:
             self._recent.append(self.watch)
         if is_exchange_step(self._steps):
@@ -202,7 +202,7 @@ class StepTelemetry:
             stacklevel=2,
         )
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the exchange in flight, if any. Blocks no host on CUDA."""
         if self._flight is None:
             return
@@ -218,7 +218,7 @@ class StepTelemetry:
         None before there is a number of every rank, or when no rank had anything to do. No
         collective call, but it waits for the exchange in flight.
         """
-        self.settle()
+        self.wait()
         if self._known is None:
             return None
         times = tuple(self._known.tolist())

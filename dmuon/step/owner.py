@@ -243,7 +243,7 @@ class OwnerEngine:
 
         self._runtime.step(compute, apply)
 
-    def rest(self) -> None:
+    def update_others(self) -> None:
         for g, params in self._rest.items():
             found = [(p, gradient_like(p.grad, p)) for p in params if p.grad is not None]
             adamw_step(

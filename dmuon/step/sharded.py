@@ -309,7 +309,7 @@ class ShardedEngine:
         self._outcome = run(self._grads, rates, watch, self._amp.found_inf)
         self._grads = []
 
-    def rest(self) -> None:
+    def update_others(self) -> None:
         """AdamW ran while the first buckets travelled."""
 
     def finish(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dmuon.comm.sharded import ShardedRuntime
-from dmuon.dtensors import layout_stamp, local_cell, local_tensor
+from dmuon.dtensors import layout_stamp, local_tensor, stored_tensor
 from dmuon.types import OwnershipError
 from dmuon.update import advance_momentum, merged_master, operands_of_newton_schulz, scale_all
 
@@ -147,11 +147,11 @@ class ShardState:
         weights = {i: self._runtime.locals.tensors[i] for i in self._muon}
         self.weights = self.targets = self._of_blocks(weights)
         self.momentum = self._of_blocks(
-            {i: local_cell(self._state(i)["momentum_buffer"]) for i in self._muon}
+            {i: stored_tensor(self._state(i)["momentum_buffer"]) for i in self._muon}
         )
         if self._masters and any("master_weight" in self._state(i) for i in self._muon):
             self.targets = self._of_blocks(
-                {i: local_cell(self._state(i).get("master_weight", weights[i])) for i in weights}
+                {i: stored_tensor(self._state(i).get("master_weight", weights[i])) for i in weights}
             )
 
     def begin_step(self) -> None:

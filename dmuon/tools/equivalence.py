@@ -283,7 +283,7 @@ def _distribute(
     def wrap() -> nn.Module:
         with own.ignored_by_fully_shard():
             wrapped = parallelize(model)
-        own.adopt()  # fully_shard has made new parameters of the others
+        own.find_parameters()  # fully_shard has made new parameters of the others
         return wrapped
 
     try:

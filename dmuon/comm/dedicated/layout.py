@@ -214,8 +214,8 @@ class DedicatedRuntime(OwnerRuntime):
         """The parameters that are kept by their owners only."""
         return [self.parameters[p] for p in sorted(self._muon)]
 
-    def adopt(self) -> None:
-        self.storage.adopt()
+    def find_parameters(self) -> None:
+        self.storage.find_parameters()
 
     @contextmanager
     def materialized(self, module: nn.Module) -> Iterator[None]:

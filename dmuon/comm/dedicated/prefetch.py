@@ -451,7 +451,7 @@ def check_first_forward(storage: Storage, root: nn.Module) -> Remove:
     def hook(module: nn.Module, inputs: Any) -> None:
         storage = weak()
         if storage is not None and module in members:
-            storage.adopt()
+            storage.find_parameters()
         if storage is None or module in members:
             handle.remove()
 

@@ -33,7 +33,7 @@ from dmuon.comm.hooks import outermost_members, parameter_ids
 from dmuon.comm.process_groups import ProcessGroups, start_from_first
 from dmuon.comm.transport import Meter, Work
 from dmuon.config import DedicatedOptions
-from dmuon.dtensors import is_distributed, local_cell
+from dmuon.dtensors import is_distributed, stored_tensor
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.specs import canonical_name
 from dmuon.types import OwnershipError
@@ -380,7 +380,7 @@ class Storage:
                 live = _LiveBucket(bucket, dtype, self._shard, self._device)
                 for p, start, _ in bucket.parameters:
                     shape = self._slices.shape(p, self._tensor)
-                    self._slots[p] = _Slot(local_cell(self.parameters[p]), shape, live, start)
+                    self._slots[p] = _Slot(stored_tensor(self.parameters[p]), shape, live, start)
                 live.buffer.release()
                 buckets.append(live)
                 group.publishes += [
@@ -399,10 +399,10 @@ class Storage:
         for p in self.dedicated:
             spans = self._slices.spans(p, self._tensor)
             if spans and all(span.shard != self._shard for span in spans):
-                local = local_cell(self.parameters[p])
+                local = stored_tensor(self.parameters[p])
                 local.data = _placeholder(local.shape, local)
 
-    def adopt(self) -> None:
+    def find_parameters(self) -> None:
         """Find the parameters as they are now: `fully_shard` and `to_empty` make new ones.
 
         Raises:
@@ -441,7 +441,7 @@ class Storage:
     def ready(self) -> None:
         """Have taken over the weights; OwnershipError if they are still on the meta device."""
         if self._on_meta:
-            self.adopt()
+            self.find_parameters()
 
     # ---- what is kept ------------------------------------------------------------------------
 
@@ -470,7 +470,7 @@ class Storage:
             alike = (data.dtype, data.device) == (kept.dtype, kept.device)
             if alike and data.data_ptr() == kept.data_ptr():
                 continue
-            local = local_cell(data.detach())
+            local = stored_tensor(data.detach())
             if not alike or not torch.equal(local, kept):
                 raise OwnershipError(
                     f"parameter {self._specs.parameters[p].name!r} is now {list(local.shape)} "
