@@ -157,21 +157,49 @@ class MeasuredBalance:
 class LoadBalanceReport:
     """The balance of a plan: `str()` for a terminal, `to_html` for a browser, `to_dict` as data.
 
-    ``makespan_ms`` are the predicted milliseconds of the busiest owner, ``mean_ms`` those of the
-    mean; no assignment has a smaller makespan than ``lower_bound_ms`` under the same costs.
-    ``gap`` is makespan / bound - 1, ``imbalance`` makespan / mean - 1. ``measured_ms`` are the
-    ranks' milliseconds of momentum and Newton-Schulz a step, None before training steps.
+    ``measured_ms`` are the ranks' milliseconds of momentum and Newton-Schulz a step, None before
+    training steps. State is what `OwnershipPlan.state_bytes` says.
     """
 
     plan: OwnershipPlan
-    ranks: tuple[RankLoad, ...]
-    makespan_ms: float
-    lower_bound_ms: float
-    mean_ms: float
-    gap: float
-    imbalance: float
-    idle: tuple[int, ...]
     measured_ms: tuple[float, ...] | None = None
+
+    @cached_property
+    def ranks(self) -> tuple[RankLoad, ...]:
+        """Every rank in order."""
+        counts, plan = Counter(self.plan.owners), self.plan
+        loads = zip(plan.loads_ms, plan.state_bytes, strict=True)
+        return tuple(RankLoad(r, counts[r], ms, state) for r, (ms, state) in enumerate(loads))
+
+    @property
+    def makespan_ms(self) -> float:
+        """The predicted milliseconds of the busiest owner."""
+        return self.plan.makespan_ms
+
+    @property
+    def lower_bound_ms(self) -> float:
+        """No assignment has a smaller makespan than this under the same costs."""
+        return self.plan.lower_bound_ms
+
+    @property
+    def mean_ms(self) -> float:
+        """The predicted milliseconds of the mean of the ranks."""
+        return sum(self.plan.loads_ms) / len(self.plan.loads_ms)
+
+    @property
+    def gap(self) -> float:
+        """Makespan / bound - 1."""
+        return _excess(self.makespan_ms, self.lower_bound_ms)
+
+    @property
+    def imbalance(self) -> float:
+        """Makespan / mean - 1."""
+        return _excess(self.makespan_ms, self.mean_ms)
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """The ranks that own no matrix."""
+        return tuple(r.rank for r in self.ranks if not r.matrices)
 
     @cached_property
     def shapes(self) -> tuple[ShapeUse, ...]:
@@ -256,31 +284,17 @@ class LoadBalanceReport:
 
 
 def build_report(plan: OwnershipPlan, measured: Sequence[float] | None = None) -> LoadBalanceReport:
-    """Sum up a plan per rank. State is what `OwnershipPlan.state_bytes` says.
+    """The report of a plan.
 
     ``measured`` are the milliseconds of momentum and Newton-Schulz that each rank needs a step.
 
     Raises:
         ValueError: ``measured`` has not one time for each rank.
     """
-    counts, loads = Counter(plan.owners), plan.loads_ms
-    if measured is not None and len(measured) != len(loads):
-        raise ValueError(f"measured holds {len(measured)} times for {len(loads)} ranks")
-    mean = sum(loads) / len(loads)
-    return LoadBalanceReport(
-        plan=plan,
-        ranks=tuple(
-            RankLoad(rank, counts[rank], ms, plan.state_bytes[rank])
-            for rank, ms in enumerate(loads)
-        ),
-        makespan_ms=plan.makespan_ms,
-        lower_bound_ms=plan.lower_bound_ms,
-        mean_ms=mean,
-        gap=_excess(plan.makespan_ms, plan.lower_bound_ms),
-        imbalance=_excess(plan.makespan_ms, mean),
-        idle=tuple(rank for rank in range(len(loads)) if not counts[rank]),
-        measured_ms=None if measured is None else tuple(measured),
-    )
+    world = plan.topology.world
+    if measured is not None and len(measured) != world:
+        raise ValueError(f"measured holds {len(measured)} times for {world} ranks")
+    return LoadBalanceReport(plan, None if measured is None else tuple(measured))
 
 
 def _excess(most: float, mean: float) -> float:
@@ -405,7 +419,10 @@ def _split(
     then = now = plan.makespan_ms if floor else max(mean, plan.lower_bound_ms)
     if all(m.rows > 1 for m in members):
         one_of = {m.shape: m for m in members}
-        half = {(r, c): _operations(r - r // 2, c) / _operations(r, c) for r, c in one_of}
+        half = {
+            (r, c): newton_schulz_flops(r - r // 2, c, 1) / newton_schulz_flops(r, c, 1)
+            for r, c in one_of
+        }
         changed = sum(
             batch.ms / len(batch.matrices) * (2 * half[plan.specs.matrices[i].shape] - 1)
             for batch in plan.batches
@@ -418,10 +435,6 @@ def _split(
         then = max([*limits, *(ms for key, ms in least.items() if key not in keys)])
     saves, ms = max(0.0, now - then), least[first.key]
     return Split(first.name, first.rows, first.cols, len(members), ms, then, saves)
-
-
-def _operations(rows: int, cols: int) -> float:
-    return newton_schulz_flops(rows, cols, 1)
 
 
 def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBalance:
@@ -507,7 +520,20 @@ def _title(report: LoadBalanceReport) -> str:
 
 def _facts(report: LoadBalanceReport) -> list[Fact]:
     """(label, sentence) about the plan, most important first; empty ones are left out."""
-    plan, top, certificate = report.plan, _top_ms(report), report.certificate
+    plan, top, certificate, idle = report.plan, _top_ms(report), report.certificate, report.idle
+    verdict = "valid: makespan and lower bound computed anew from the stored prices and duals"
+    if not (certificate.ok and certificate.proven):
+        what = "plan valid, bound not proven" if certificate.ok else "INVALID"
+        verdict = f"{what}: {'; '.join(certificate.findings)}"
+    named = f": {', '.join(map(str, idle))}" if len(idle) <= 8 else ""
+    by_algorithm: dict[Algorithm, list[int]] = {algorithm: [] for algorithm in Algorithm}
+    for p in plan.specs.parameters + plan.specs.frozen:
+        by_algorithm[p.algorithm].append(p.numel)
+    elements = [
+        f"{algorithm.value} {count_text(len(sizes), 'parameter')} of {sum(sizes):,} elements"
+        for algorithm, sizes in by_algorithm.items()
+        if sizes
+    ]
     engine = f" ({plan.engine})" if plan.engine else ""
     clock = ", depends on the clock" if plan.hit_time_limit else ""
     found = [
@@ -527,7 +553,7 @@ def _facts(report: LoadBalanceReport) -> list[Fact]:
             f"{_WORDS.get(plan.status, plan.status)}{clock}, {plan.seconds:.2f} s; "
             f"costs {plan.cost_source}",
         ),
-        ("certificate", _certificate_text(certificate)),
+        ("certificate", verdict),
         ("compared", ", ".join(_compared(report))),
         ("kernels", _kernels_text(plan)),
         ("note", plan.note),
@@ -535,26 +561,19 @@ def _facts(report: LoadBalanceReport) -> list[Fact]:
         ("split", _split_text(report)),
         ("fused", "; ".join(_fused(plan))),
         ("owners", "; ".join(_pools(plan))),
-        ("idle", _idle_text(report)),
+        ("idle", f"{len(idle)} of {len(report.ranks)} ranks own no matrix{named}" if idle else ""),
         ("contention", _contention_text(report)),
         ("memory", _memory_text(report)),
-        ("parameters", "; ".join(_elements(report))),
+        ("parameters", "; ".join(elements)),
     ]
-    if report.measured is not None:
-        found += [
-            ("measured", _measured_text(report.measured, top)),
-            ("verdict", _verdict(report.measured, top)),
-        ]
+    if measured := report.measured:
+        ratio = "" if measured.ratio is None else f", {measured.ratio:.2f} x predicted"
+        text = (
+            f"makespan {ms_text(measured.makespan_ms, top)} ms on rank {measured.busiest}, "
+            f"imbalance {measured.imbalance:.2%}{ratio}"
+        )
+        found += [("measured", text), ("verdict", _verdict(measured, top))]
     return [(label, sentence) for label, sentence in found if sentence]
-
-
-def _certificate_text(certificate: Certificate) -> str:
-    findings = "; ".join(certificate.findings)
-    if not certificate.ok:
-        return f"INVALID: {findings}"
-    if not certificate.proven:
-        return f"plan valid, bound not proven: {findings}"
-    return "valid: makespan and lower bound computed anew from the stored prices and duals"
 
 
 def _compared(report: LoadBalanceReport) -> Iterator[str]:
@@ -657,12 +676,6 @@ def _pools(plan: OwnershipPlan) -> Iterator[str]:
         yield f"{count_text(matrices[size], 'matrix', 'matrices')}: {where}"
 
 
-def _idle_text(report: LoadBalanceReport) -> str:
-    idle = report.idle
-    few = f": {', '.join(map(str, idle))}" if len(idle) <= 8 else ""
-    return f"{len(idle)} of {len(report.ranks)} ranks own no matrix{few}" if idle else ""
-
-
 def _contention_text(report: LoadBalanceReport) -> str:
     """How crowded nodes get, against ranks taking turns row by row."""
     if report.contention is None:
@@ -685,14 +698,6 @@ def _memory_text(report: LoadBalanceReport) -> str:
         f"max {bytes_text(max(state))}"
         + ("" if cap is None else f", cap {bytes_text(cap)}")
         + (". It lies with the parameters' shards, whoever owns a matrix" if sharded else "")
-    )
-
-
-def _measured_text(measured: MeasuredBalance, top: float) -> str:
-    ratio = "" if measured.ratio is None else f", {measured.ratio:.2f} x predicted"
-    return (
-        f"makespan {ms_text(measured.makespan_ms, top)} ms on rank {measured.busiest}, "
-        f"imbalance {measured.imbalance:.2%}{ratio}"
     )
 
 
@@ -792,16 +797,6 @@ def _parameter_table(report: LoadBalanceReport) -> Table:
         rows = [*rows[:_MOST_NAMES], [more, "", "", "", ""]]
     headings = ("parameter", "number", "shape", "by", "why")
     return Table("Parameters", headings, rows, ("parameter", "shape", "by", "why"))
-
-
-def _elements(report: LoadBalanceReport) -> Iterator[str]:
-    """How many parameters and elements each algorithm updates."""
-    specs = report.plan.specs
-    for algorithm in Algorithm:
-        sizes = [p.numel for p in specs.parameters + specs.frozen if p.algorithm is algorithm]
-        if sizes:
-            many = count_text(len(sizes), "parameter")
-            yield f"{algorithm.value} {many} of {sum(sizes):,} elements"
 
 
 # ---- the page ----------------------------------------------------------------------------
