@@ -167,12 +167,12 @@ class Alike(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.ModuleList(nn.Linear(SIDE, 20, bias=False) for _ in range(6))
-        self.down = nn.ModuleList(nn.Linear(20, SIDE, bias=False) for _ in range(6))
+        self.tall = nn.ModuleList(nn.Linear(SIDE, 20, bias=False) for _ in range(6))
+        self.wide = nn.ModuleList(nn.Linear(24, SIDE, bias=False) for _ in range(6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for up, down in zip(self.up, self.down, strict=True):
-            x = x + down(torch.tanh(up(x)))
+        for tall, wide in zip(self.tall, self.wide, strict=True):
+            x = x + wide(nn.functional.pad(torch.tanh(tall(x)), (0, 4), value=1.0))
         return x
 
 
@@ -189,7 +189,10 @@ def test_products_get_memory_that_they_are_fast_on(rank, world, layout, dtype):
     own = dmuon.dedicate_params(
         model,
         layout="sharded" if sharded else layout,
-        costs=CostTable("by hand", {(6, 20, "float32"): {1: 1.0, 2: 1.2, 3: 1.3, 6: 1.5}}),
+        costs=CostTable(
+            "by hand",
+            {(6, n, "float32"): {1: 1.0, 2: 1.2, 3: 1.3, 6: 1.5} for n in (20, 24)},
+        ),
         kernels=dmuon.KernelOptions(backend="torch"),  # real products in this dtype
     )
     period = math.inf if layout == "block steps" else 1
