@@ -590,7 +590,7 @@ def _schedule(
     period: Period, block_lr_ratio: float | None, ownerships: list[Ownership]
 ) -> Schedule:
     """The schedule of ``period``; TypeError, ValueError or OwnershipError where it cannot be."""
-    schedule = Schedule.of(period)
+    schedule = Schedule(period)
     for layout in {o.plan.layout for o in ownerships} - {Layout.SHARDED}:
         if period != 1 or block_lr_ratio is not None:
             raise OwnershipError(

@@ -67,12 +67,16 @@ class Schedule:
     function the first step is full, and then every step with ``t - last_full >= floor(P(t))``.
     A step that is skipped because of non-finite gradients counts like any other.
 
-    >>> schedule, full = Schedule.of(3), []
+    >>> schedule, full = Schedule(3), []
     >>> for _ in range(7):
     ...     full.append(schedule.is_full(schedule.t))
     ...     schedule.advance()
     >>> full
     [True, False, False, True, False, False, True]
+
+    Raises:
+        TypeError: the period is neither a number nor callable.
+        ValueError: it is a number below 1, NaN, or not whole.
     """
 
     __slots__ = ("_last_full", "_period", "_t")
@@ -81,16 +85,6 @@ class Schedule:
         self._period = _checked(period)
         self._t = 0
         self._last_full = _NEVER
-
-    @classmethod
-    def of(cls, period: Period) -> Schedule:
-        """The schedule of a period, at step 0.
-
-        Raises:
-            TypeError: ``period`` is neither a number nor callable.
-            ValueError: it is a number below 1, NaN, or not whole.
-        """
-        return cls(period)
 
     @property
     def t(self) -> int:
@@ -139,7 +133,7 @@ class Schedule:
     def describe(self) -> str:
         """The period as text, alike on all ranks that were given the same one.
 
-        >>> Schedule.of(5).describe(), Schedule.of(LinearPeriod(2, 20, 90)).describe()
+        >>> Schedule(5).describe(), Schedule(LinearPeriod(2, 20, 90)).describe()
         ('5', 'LinearPeriod(start=2, end=20, steps=90)')
         """
         if isinstance(self._period, LinearPeriod):

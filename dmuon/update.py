@@ -173,6 +173,10 @@ class Rates:
         """The learning rate of a ``rows x cols`` matrix."""
         return adjusted_lr(self.lr, self.adjust_lr_fn, rows, cols)
 
+    def ratio(self, rows: int, cols: int) -> float:
+        """The adjusted over the plain learning rate."""
+        return self.adjusted(rows, cols) / self.lr if self.lr else 0.0
+
 
 # ---- with Newton-Schulz, an operation at a time or in Triton kernels --------------------
 

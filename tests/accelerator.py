@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmuon.comm import transport
-from dmuon.step import sharded_state
+from dmuon.step import sharded
 
 __all__ = ["host_cannot_read", "nothing_read"]
 
@@ -26,7 +26,7 @@ def host_cannot_read() -> Iterator[None]:
     """Ownerships and optimizers that are made and used inside believe to be on an accelerator."""
     with (
         patch.object(transport, "READ_AT_ONCE", frozenset()),
-        patch.dict(sharded_state.CHUNK_BYTES, clear=True),  # no caches to fit into
+        patch.dict(sharded.CHUNK_BYTES, clear=True),  # no caches to fit into
     ):
         yield
 

@@ -20,7 +20,14 @@ from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
 from dmuon.scheduler.plan import Unit
 from dmuon.step.engine import Amp, Settings, StepTelemetry, adamw_parameters, group_of_matrices
 from dmuon.types import OwnershipError
-from dmuon.update import Rates, apply_all, is_fused, merged_master, normalized_momentum, update_rms
+from dmuon.update import (
+    Rates,
+    apply_all,
+    is_fused,
+    merged_master,
+    normalized_momentum,
+    update_rms,
+)
 
 __all__ = ["OwnerEngine"]
 

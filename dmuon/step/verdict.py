@@ -27,8 +27,9 @@ class Verdict:
 
     ``norms``: of the matrices that travel, in the order of `VerdictMessage.travelling`. ``absent``
     are the parameters, as this rank counts them, and the matrices of which the host knows that
-    they have no gradient anywhere. ``present``: for those that lack one here, and of which only the
-    device knows, whether another rank has it: 0-d bools.
+    they have no gradient anywhere. Of those that lack one here, and of which only the device knows
+    more: ``bad`` says of a matrix (0-d bool), ``flags`` of a parameter (0-d float32, not zero) that
+    no rank has a gradient, or that the step is not ok.
     """
 
     finite: bool | None
@@ -36,8 +37,8 @@ class Verdict:
     norms: Tensor
     absent_matrices: frozenset[int]
     absent_parameters: frozenset[int]
-    present_matrices: Mapping[int, Tensor] = field(default_factory=dict)
-    present_parameters: Mapping[int, Tensor] = field(default_factory=dict)
+    bad: Mapping[int, Tensor] = field(default_factory=dict)
+    flags: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 class VerdictMessage:
@@ -109,19 +110,18 @@ class VerdictMessage:
         ok = (vector[-1] == 0) & norms.isfinite().all()
         # What is here is somewhere. Of the rest, what others may have is left to the device.
         absent = self._absent([1.0] * self._count, here)
-        return Verdict(None, ok, norms, *absent, *self._present(vector, here))
-
-    def _present(
-        self, vector: Tensor, here: Sequence[bool]
-    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Of the matrices and parameters without a gradient here, whether any rank has one."""
         if all(here):
-            return {}, {}
-        anywhere = vector.narrow(0, self._first_flag, self._count) > 0
-        matrices = {
-            i: anywhere[flag] for i, flag, p in self._matrices if flag is not None and not here[p]
-        }
-        return matrices, {p: anywhere[flag] for p, flag in self._mine if not here[p]}
+            return Verdict(None, ok, norms, *absent)
+        alone = (vector.narrow(0, self._first_flag, self._count) == 0) | ok.logical_not()
+        flags = alone.float()
+        return Verdict(
+            None,
+            ok,
+            norms,
+            *absent,
+            {i: alone[flag] for i, flag, p in self._matrices if flag is not None and not here[p]},
+            {p: flags[flag] for p, flag in self._mine if not here[p]},
+        )
 
     def _absent(
         self, flags: Sequence[float], here: Sequence[bool]

@@ -33,7 +33,7 @@ class Oracle:
     """
 
     def __init__(self, both: Pair, own: dmuon.Ownership, period: Any, ratio: float = 1.0) -> None:
-        self.schedule = Schedule.of(period)
+        self.schedule = Schedule(period)
         self.ratio = ratio
         self.parameters = [p for _, p in trainable_parameters(both.twin)]
         specs, shards = own.plan.specs, own.runtime.shards
@@ -96,7 +96,7 @@ def check_against_oracle(case: str, period: Any, ratio: float | None, steps: int
             kinds.append(opt.stats()["full_step"])
             both.joint_backward(step)
             oracle.step()
-        expected = Schedule.of(period)
+        expected = Schedule(period)
         for kind in kinds:
             assert kind == expected.is_full(expected.t)
             expected.advance()

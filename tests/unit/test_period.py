@@ -54,7 +54,7 @@ def cycling(values: list[float]) -> Callable[[int], float]:
     ],
 )
 def test_full_steps_by_hand(period, count, full):
-    schedule = Schedule.of(period)
+    schedule = Schedule(period)
     assert schedule.last_full == -1
     seen = []
     for t in range(count):
@@ -71,15 +71,15 @@ def test_full_steps_by_hand(period, count, full):
 @given(periods, lengths)
 def test_an_integer_period_is_a_constant_function(period, count):
     expected = list(range(0, count, period))
-    assert full_steps(Schedule.of(period), count) == expected
-    assert full_steps(Schedule.of(lambda t: period), count) == expected
-    assert full_steps(Schedule.of(LinearPeriod(period, period, steps=7)), count) == expected
+    assert full_steps(Schedule(period), count) == expected
+    assert full_steps(Schedule(lambda t: period), count) == expected
+    assert full_steps(Schedule(LinearPeriod(period, period, steps=7)), count) == expected
 
 
 @given(varying, lengths)
 def test_distances_of_full_steps_are_those_of_the_function(values, count):
     period = cycling(values)
-    full = full_steps(Schedule.of(period), count)
+    full = full_steps(Schedule(period), count)
     assert full[:1] == [0][:count]
     for last, now in pairwise(full):
         assert now - last >= math.floor(period(now))
@@ -87,8 +87,8 @@ def test_distances_of_full_steps_are_those_of_the_function(values, count):
 
 
 def test_always_full():
-    assert Schedule.of(1).always_full and Schedule.of(1.0).always_full
-    assert not any(Schedule.of(p).always_full for p in (2, math.inf, lambda t: 1))
+    assert Schedule(1).always_full and Schedule(1.0).always_full
+    assert not any(Schedule(p).always_full for p in (2, math.inf, lambda t: 1))
 
 
 # ---- linear periods ----------------------------------------------------------------------
@@ -155,12 +155,12 @@ def test_linear_periods_that_make_no_sense(arguments, error, words):
 )
 def test_periods_that_make_no_sense(period, error, words):
     with pytest.raises(error, match=words):
-        Schedule.of(period)
+        Schedule(period)
 
 
 @pytest.mark.parametrize("value", [0.99, 0, -2, math.nan, -math.inf])
 def test_a_function_that_goes_wrong_names_the_step_and_the_value(value):
-    schedule = Schedule.of(lambda t: 2 if t < 3 else value)
+    schedule = Schedule(lambda t: 2 if t < 3 else value)
     full_steps(schedule, 3)
     with pytest.raises(ValueError, match=f"t=3 must be at least 1, found {value}"):
         schedule.is_full(schedule.t)
@@ -172,7 +172,7 @@ def test_a_function_that_goes_wrong_names_the_step_and_the_value(value):
 @pytest.mark.parametrize("value", [None, "2", True])
 def test_a_function_that_gives_no_number_fails_at_the_first_step(value):
     with pytest.raises(TypeError, match=f"t=0, .* must be a number, found {value!r}"):
-        Schedule.of(lambda t: value).is_full(0)
+        Schedule(lambda t: value).is_full(0)
 
 
 # ---- description and state ---------------------------------------------------------------
@@ -195,7 +195,7 @@ class Rising:
     ],
 )
 def test_the_description_is_the_same_in_every_process(period, text):
-    assert Schedule.of(period).describe() == text
+    assert Schedule(period).describe() == text
 
 
 @given(
@@ -204,10 +204,10 @@ def test_the_description_is_the_same_in_every_process(period, text):
     lengths,
 )
 def test_a_state_continues_the_same_sequence(period, before, after):
-    whole = Schedule.of(period)
+    whole = Schedule(period)
     full_steps(whole, before)
     state = whole.state()
-    resumed = Schedule.of(period)
+    resumed = Schedule(period)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         resumed.load(state)
@@ -224,12 +224,12 @@ def test_a_state_continues_the_same_sequence(period, before, after):
     ],
 )
 def test_another_period_goes_on_with_a_warning(before, count, last_full, after, then):
-    saved = Schedule.of(before)
+    saved = Schedule(before)
     full_steps(saved, count)
     state = saved.state()
     assert state == {"step": count, "last_full": last_full, "period": str(before)}
     assert {type(v) for v in state.values()} == {int, str}
-    schedule = Schedule.of(after)
+    schedule = Schedule(after)
     with pytest.warns(UserWarning, match=rf"saved state has period {before},"):
         schedule.load(state)
     assert (schedule.t, schedule.last_full) == (count, last_full)
@@ -247,7 +247,7 @@ def test_another_period_goes_on_with_a_warning(before, count, last_full, after, 
     ],
 )
 def test_a_damaged_state_changes_nothing(state: dict[str, Any], words: str):
-    schedule = Schedule.of(2)
+    schedule = Schedule(2)
     full_steps(schedule, 3)
     before = schedule.state()
     with pytest.raises(ValueError, match=words):
