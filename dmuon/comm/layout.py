@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import is_
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dmuon.comm.transport import Meter, Transport
-from dmuon.scheduler.plan import OwnershipPlan, Unit
+from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
 from dmuon.scheduler.specs import canonical_name
 from dmuon.types import OwnershipError
 
@@ -21,9 +21,7 @@ __all__ = [
     "Gradients",
     "LayoutRuntime",
     "ParameterWatch",
-    "check_frozen",
     "check_replaced",
-    "not_bound",
 ]
 
 
@@ -39,7 +37,7 @@ class Gradients:
     stored: list[Tensor]
 
 
-class LayoutRuntime(Protocol):
+class LayoutRuntime(ABC):
     """Moves the bytes of one ownership.
 
     ``units`` are what is computed at once, in the order of execution; none before the optimizer has
@@ -48,42 +46,86 @@ class LayoutRuntime(Protocol):
     from a state dict. ``device``: where Newton-Schulz and the collectives run.
     """
 
-    plan: OwnershipPlan
-    device: torch.device
-    transport: Transport
-    units: tuple[Unit, ...]
-    meter: Meter
+    parameters: Sequence[nn.Parameter]
+    dedicated: Sequence[nn.Parameter] = ()
+    loads: int
 
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]: ...
-    @property
-    def dedicated(self) -> Sequence[nn.Parameter]: ...
-    @property
-    def loads(self) -> int: ...
+    def __init__(
+        self, plan: OwnershipPlan, model: nn.Module, transport: Transport, device: torch.device
+    ) -> None:
+        self.plan = plan
+        self.transport = transport
+        self.device = device
+        self.units: tuple[Unit, ...] = ()
+        self.meter = Meter()
+        self._model = weakref.ref(model)
+        self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+        self._removers: list[Callable[[], None]] = []
+        self._closed = False
 
     def materialized(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, the parameters of ``module`` are whole and hold their published values."""
+        self.synchronize()
+        return nullcontext()
 
-    def find_parameters(self) -> None:
+    def find_parameters(self) -> None:  # noqa: B027
         """Find the parameters as they are now, where the layout lets a framework replace them."""
 
+    @abstractmethod
     def reduce_gradients(self) -> None:
         """Have all gradients where they belong; a collective call."""
 
+    @abstractmethod
     def gradients(self) -> Gradients:
         """The gradients of the planned parameters; after `reduce_gradients`."""
 
+    @abstractmethod
     def synchronize(self) -> None:
         """Wait until every parameter holds its published value."""
 
-    def zero_grad(self) -> None:
+    def zero_grad(self) -> None:  # noqa: B027
         """Forget gradients kept apart from ``p.grad``."""
 
+    @abstractmethod
     def set_sync(self, sync: bool) -> bool:
         """Whether backward reduces gradients; returns the previous setting."""
 
+    @abstractmethod
     def close(self) -> None:
         """Remove every hook and release the transport."""
+
+    def _bind_units(self, groups: Sequence[int], bound: object) -> None:
+        """What is computed at once, by the param groups; OwnershipError if something is bound."""
+        if bound is not None:
+            raise OwnershipError(
+                "these parameters already have a dmuon.Muon; to make another one, call "
+                "own.close() and dmuon.dedicate_params(model) again"
+            )
+        self.units = units_of(self.plan, groups)
+
+    def _not_bound(self) -> OwnershipError:
+        """The error of a call that needs an optimizer when there is none."""
+        return OwnershipError(
+            "this ownership was closed: call dmuon.dedicate_params(model) and dmuon.Muon again"
+            if self._closed
+            else "no optimizer yet: make opt = dmuon.Muon(model, ...) first"
+        )
+
+    def _check_frozen(self) -> None:
+        """Raise OwnershipError if a parameter that was frozen at planning is trainable now."""
+        for name, p in self._frozen:
+            if p.requires_grad:
+                raise OwnershipError(
+                    f"parameter {name!r} was frozen at dedicate_params and is trainable now, but "
+                    "has no owner: call own.close(), dmuon.dedicate_params(model) and dmuon.Muon "
+                    "again after unfreezing"
+                )
+
+    def _remove_hooks(self) -> None:
+        for remove in self._removers:
+            remove()
+        self._removers = []
+        self._closed = True
 
 
 def check_replaced(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
@@ -160,24 +202,4 @@ def replaced(name: str, *, new: bool = False) -> OwnershipError:
         "place (layout='dedicated': inside `with own.materialized(module):`), or call own.close(), "
         "dmuon.dedicate_params(model) and dmuon.Muon(model) again. Call fully_shard and "
         "parallelize_module before dmuon.dedicate_params"
-    )
-
-
-def check_frozen(frozen: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise OwnershipError if a parameter that was frozen at planning is trainable now."""
-    for name, p in frozen:
-        if p.requires_grad:
-            raise OwnershipError(
-                f"parameter {name!r} was frozen at dedicate_params and is trainable now, but "
-                "has no owner: call own.close(), dmuon.dedicate_params(model) and dmuon.Muon "
-                "again after unfreezing"
-            )
-
-
-def not_bound(closed: bool) -> OwnershipError:
-    """The error of a call that needs an optimizer when there is none."""
-    return OwnershipError(
-        "this ownership was closed: call dmuon.dedicate_params(model) and dmuon.Muon again"
-        if closed
-        else "no optimizer yet: make opt = dmuon.Muon(model, ...) first"
     )

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from dmuon.comm.buckets import Slices
-from dmuon.comm.layout import ParameterWatch, check_frozen, not_bound
+from dmuon.comm.layout import LayoutRuntime, ParameterWatch
 from dmuon.comm.reducer import GradientReducer, OwnedGradients
-from dmuon.comm.transport import Meter, Transport
-from dmuon.scheduler.plan import Unit, units_of
-from dmuon.types import OwnershipError
+from dmuon.comm.transport import Transport
+from dmuon.scheduler.plan import Unit
 
 __all__ = ["Apply", "Compute", "OwnerRuntime"]
 
@@ -25,7 +23,7 @@ Compute = Callable[[Unit, Tensor, list[int]], tuple[Tensor, Tensor]]
 Apply = Callable[[Unit, list[int], list[Tensor], list[Tensor]], None]
 
 
-class OwnerRuntime(ABC):
+class OwnerRuntime(LayoutRuntime):
     """A `LayoutRuntime` whose momentum and gradients lie with the owners.
 
     An owner calls `Compute` for its units; every rank that stores a part of a matrix calls `Apply`
@@ -34,24 +32,14 @@ class OwnerRuntime(ABC):
     """
 
     keeps_whole = True
-    parameters: Sequence[nn.Parameter]
-    loads: int
 
     def __init__(
         self, slices: Slices, model: nn.Module, transport: Transport, device: torch.device
     ) -> None:
-        self.plan = slices.plan
-        self.device = device
-        self.transport = transport
-        self.units: tuple[Unit, ...] = ()
-        self.meter = Meter()
+        super().__init__(slices.plan, model, transport, device)
         self.reducer: GradientReducer | None = None
         self._slices = slices
-        self._model = weakref.ref(model)
-        self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
         self._watch: ParameterWatch | None = None
-        self._removers: list[Callable[[], None]] = []
-        self._closed = False
 
     @abstractmethod
     def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
@@ -62,12 +50,7 @@ class OwnerRuntime(ABC):
         self, groups: Sequence[int], reduce_dtype: torch.dtype | None
     ) -> OwnedGradients:
         """The first part of `bind`: units, and where their gradients are collected."""
-        if self.reducer is not None:
-            raise OwnershipError(
-                "these parameters already have a dmuon.Muon; to make another one, call "
-                "own.close() and dmuon.dedicate_params(model) again"
-            )
-        self.units = units_of(self.plan, groups)
+        self._bind_units(groups, self.reducer)
         return OwnedGradients(
             self._slices, self.units, self.transport.rank, reduce_dtype, self.device
         )
@@ -75,14 +58,14 @@ class OwnerRuntime(ABC):
     @property
     def _bound(self) -> GradientReducer:
         if self.reducer is None:
-            raise not_bound(self._closed)
+            raise self._not_bound()
         return self.reducer
 
     def _check_model(self) -> None:
         """Raise OwnershipError if the model trains other parameters than planned."""
         if self._watch is not None:
             self._watch.check()
-        check_frozen(self._frozen)
+        self._check_frozen()
 
     def set_sync(self, sync: bool) -> bool:
         reducer = self._bound
@@ -90,10 +73,6 @@ class OwnerRuntime(ABC):
         # What was accumulated meanwhile must be reduced, by the next backward or by `step`.
         reducer.owed = reducer.owed or (sync and not previous)
         return previous
-
-    @abstractmethod
-    def reduce_gradients(self) -> None:
-        """Have all gradients where they belong; a collective call."""
 
     def zero_grad(self) -> None:
         if self.reducer is not None:
@@ -112,8 +91,5 @@ class OwnerRuntime(ABC):
         """RMS of the last update of each matrix known here, by name; waits for pending ones."""
 
     def _unbind(self) -> None:
-        for remove in self._removers:
-            remove()
-        self._removers = []
+        self._remove_hooks()
         self.reducer = None
-        self._closed = True

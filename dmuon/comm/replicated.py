@@ -17,7 +17,6 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,8 +85,6 @@ class _Broadcast:
 
 class ReplicatedRuntime(OwnerRuntime):
     """See the module's docstring. ``ddp`` is the wrapper whose buckets trigger the reduction."""
-
-    dedicated: Sequence[nn.Parameter] = ()
 
     def __init__(
         self,
@@ -232,13 +229,6 @@ class ReplicatedRuntime(OwnerRuntime):
         self._unbind()
         self._broadcasts = []
         self.transport.close()
-
-    def materialized(self, module: nn.Module) -> AbstractContextManager[None]:
-        self.synchronize()
-        return nullcontext()
-
-    def find_parameters(self) -> None:
-        """Nobody may replace a parameter."""
 
     # ---- gradients ---------------------------------------------------------------------------
 

@@ -11,9 +11,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,20 +28,19 @@ from dmuon.comm.hooks import (
     fsdp_wait_points,
     wait_points,
 )
-from dmuon.comm.layout import Gradients, check_frozen, check_replaced, not_bound
+from dmuon.comm.layout import Gradients, LayoutRuntime, check_replaced
 from dmuon.comm.pipeline import Pipeline, buffer_elements
 from dmuon.comm.routes import bucket_route, sent_elements
-from dmuon.comm.transport import Meter, Transport, Work
+from dmuon.comm.transport import Transport, Work
 from dmuon.config import ShardedOptions
 from dmuon.dtensors import LocalParameters
-from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
+from dmuon.scheduler.plan import OwnershipPlan, Unit
 from dmuon.scheduler.shards import ShardMap
-from dmuon.types import OwnershipError
 
 __all__ = ["ShardedRuntime"]
 
 
-class ShardedRuntime:
+class ShardedRuntime(LayoutRuntime):
     """See the module's docstring. ``device`` is where Newton-Schulz runs; with CPU offload the
     parameters lie elsewhere."""
 
@@ -57,38 +54,25 @@ class ShardedRuntime:
         options: ShardedOptions,
         device: torch.device,
     ) -> None:
-        self.plan = plan
+        super().__init__(plan, model, transport, device)
         self.shards = shards
-        self.parameters: Sequence[nn.Parameter] = list(parameters)
-        self.transport = transport
-        self.device = device
-        self.units: tuple[Unit, ...] = ()
-        self.meter = Meter()
+        self.parameters = list(parameters)
         self.loads = 0
         self.pipeline: Pipeline | None = None
         self._options = options
-        self._model = weakref.ref(model)
-        self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
         self.locals = LocalParameters(self.parameters, [p.name for p in plan.specs.parameters])
         self._needs: dict[int, set[int]] = {}  # id(parameter) -> buckets with a part of it
-        self._removers: list[Callable[[], None]] = []
         self._coverage: Coverage | None = None
         self._gathers: Gathers | None = None
         self._sync = True
         self._missing: tuple[int, ...] = ()  # parameters without a gradient, when last looked at
-        self._closed = False
 
     # ---- binding and closing -------------------------------------------------------------
 
     def bind(self, groups: Sequence[int], ns_dtype: torch.dtype) -> None:
         """Prepare for an optimizer: the param group of each matrix, and the dtype that travels."""
-        if self.pipeline is not None:
-            raise OwnershipError(
-                "these parameters already have a dmuon.Muon; to make another one, call "
-                "own.close() and dmuon.dedicate_params(model) again"
-            )
+        self._bind_units(groups, self.pipeline)
         options = self._options
-        self.units = units_of(self.plan, groups)
         buckets = cut_buckets(
             self.units, self._travelling, options.bucket_bytes, options.min_buckets,
             ns_dtype.itemsize,
@@ -142,29 +126,15 @@ class ShardedRuntime:
 
     def close(self) -> None:
         self.synchronize()
-        for remove in self._removers:
-            remove()
-        self._removers = []
+        self._remove_hooks()
         self.pipeline = None
-        self._closed = True
         self.transport.close()
 
     def bound(self) -> Pipeline:
         """The pipeline; OwnershipError if there is no optimizer (any more)."""
         if self.pipeline is None:
-            raise not_bound(self._closed)
+            raise self._not_bound()
         return self.pipeline
-
-    @property
-    def dedicated(self) -> Sequence[nn.Parameter]:
-        return ()
-
-    def materialized(self, module: nn.Module) -> AbstractContextManager[None]:
-        self.synchronize()
-        return nullcontext()
-
-    def find_parameters(self) -> None:
-        """Nobody may replace a parameter."""
 
     # ---- gradients -----------------------------------------------------------------------
 
@@ -172,7 +142,7 @@ class ShardedRuntime:
         """The framework has reduced them; check that parameters are what was planned."""
         self.bound()
         self.locals.check()
-        check_frozen(self._frozen)
+        self._check_frozen()
         self.synchronize()
 
     def local_gradients(self) -> list[Tensor | None]:
@@ -197,9 +167,6 @@ class ShardedRuntime:
             if self.shards.counts(i, rank):
                 counted.append(grad)
         return Gradients(counted, [], stored)
-
-    def zero_grad(self) -> None:
-        """Nothing is kept apart from ``p.grad``."""
 
     def set_sync(self, sync: bool) -> bool:
         previous, self._sync = self._sync, sync

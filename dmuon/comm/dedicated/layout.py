@@ -35,7 +35,7 @@ from dmuon.comm.dedicated.prefetch import (
 )
 from dmuon.comm.dedicated.storage import Storage, module_groups
 from dmuon.comm.hooks import area, fsdp_roots, wait_points
-from dmuon.comm.layout import Gradients, ParameterWatch, not_bound
+from dmuon.comm.layout import Gradients, ParameterWatch
 from dmuon.comm.owners import Apply, Compute, OwnerRuntime
 from dmuon.comm.pipeline import Pipeline
 from dmuon.comm.process_groups import ProcessGroups
@@ -210,7 +210,7 @@ class DedicatedRuntime(OwnerRuntime):
         return self.storage.loads
 
     @property
-    def dedicated(self) -> list[nn.Parameter]:
+    def dedicated(self) -> list[nn.Parameter]:  # type: ignore[override]
         """The parameters that are kept by their owners only."""
         return [self.parameters[p] for p in sorted(self._muon)]
 
@@ -221,7 +221,7 @@ class DedicatedRuntime(OwnerRuntime):
     def materialized(self, module: nn.Module) -> Iterator[None]:
         """Inside, the parameters of ``module`` are whole; a collective call."""
         if self._closed:
-            raise not_bound(True)
+            raise self._not_bound()
         storage, prefetcher = self.storage, self.prefetcher
         storage.ready()
         inside = prefetcher.forward.open  # of a forward pass: it goes on afterwards
