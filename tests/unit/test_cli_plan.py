@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,21 +90,14 @@ def test_json_on_standard_output_is_the_report_and_nothing_else(capsys):
     assert f"{data['makespan_ms']:.3f} ms" in succeed(capsys, *SMALL)
 
 
-def test_json_in_a_file_leaves_the_report_on_standard_output(capsys, tmp_path):
-    path = tmp_path / "report.json"
-    status, out, err = run(capsys, *SMALL, "--json", str(path))
-    assert status == 0
-    assert err == f"wrote {path}\n"
+def test_files_leave_the_report_on_standard_output(capsys, tmp_path):
+    data, page = tmp_path / "report.json", tmp_path / "report.html"
+    status, out, err = run(capsys, *SMALL, "--json", str(data), "--html", str(page))
+    assert (status, sorted(err.splitlines())) == (0, sorted(f"wrote {p}" for p in (data, page)))
     assert without_seconds(out) == without_seconds(succeed(capsys, *SMALL))
-    data, printed = json.loads(path.read_text()), json.loads(succeed(capsys, *SMALL, "--json", "-"))
-    assert data | {"seconds": 0} == printed | {"seconds": 0}
-
-
-def test_a_web_page_is_written(capsys, tmp_path):
-    path = tmp_path / "report.html"
-    status, _, err = run(capsys, *SMALL, "--html", str(path))
-    assert (status, err) == (0, f"wrote {path}\n")
-    assert "</html>" in path.read_text(encoding="utf-8")
+    printed = json.loads(succeed(capsys, *SMALL, "--json", "-"))
+    assert json.loads(data.read_text()) | {"seconds": 0} == printed | {"seconds": 0}
+    assert "</html>" in page.read_text(encoding="utf-8")
 
 
 def saved(capsys: pytest.CaptureFixture[str], path: Path, *argv: str) -> OwnershipPlan:
@@ -143,12 +137,6 @@ def test_options_reach_the_plan(capsys, tmp_path):
     assert {m.dtype for m in plan.specs.matrices} == {"float32"}
     assert max(len(b.matrices) for b in plan.batches) == 3
     assert len(plan.specs.matrices) == 12 * (1 + 1 + 3 + 2)
-
-
-def test_a_saved_plan_is_the_plan_that_was_reported(capsys, tmp_path):
-    plan = saved(capsys, tmp_path / "p.json")
-    data = json.loads(succeed(capsys, *SMALL, "--json", "-"))
-    assert plan.fingerprint() == data["fingerprint"]
 
 
 def test_a_memory_cap_is_kept_or_refused(capsys):
@@ -213,8 +201,6 @@ def test_a_comparison_is_one_table(capsys, tmp_path):
 
 
 def test_the_gap_of_a_comparison_is_to_the_best_bound(capsys, monkeypatch):
-    from dataclasses import replace
-
     bounds = {"round_robin": 1.0, "greedy": 4.0, "milp": 2.0}
 
     def bounded(specs, topology, costs, *, solver, options):
@@ -256,19 +242,13 @@ def test_a_comparison_without_any_plan_is_an_error(capsys, monkeypatch):
 # ---- verification ------------------------------------------------------------------------
 
 
-SOLVED = ["plan", "--model", "gpt2", "--mesh", "2x2", "--time-limit", "1"]
-
-
-def test_a_saved_plan_is_verified(capsys, tmp_path):
+def test_a_saved_plan_is_the_reported_one_and_is_verified_or_refuted(capsys, tmp_path):
+    argv = ["plan", "--model", "gpt2", "--mesh", "2x2", "--time-limit", "1", "--json", "-"]
     path = tmp_path / "plan.json"
-    plan = saved(capsys, path, *SOLVED)
-    out = succeed(capsys, "plan", "--verify", str(path))
-    assert f"{plan.makespan_ms:.6g} ms" in out
-
-
-def test_a_plan_with_a_wrong_bound_is_refuted(capsys, tmp_path):
-    path = tmp_path / "plan.json"
-    saved(capsys, path, *SOLVED)
+    status, printed, _ = run(capsys, *argv, "--save", str(path))
+    plan = OwnershipPlan.from_json(path.read_text(encoding="utf-8"))
+    assert (status, plan.fingerprint()) == (0, json.loads(printed)["fingerprint"])
+    assert f"{plan.makespan_ms:.6g} ms" in succeed(capsys, "plan", "--verify", str(path))
     data = json.loads(path.read_text())
     data["lower_bound_ms"] *= 1.01
     path.write_text(json.dumps(data))
@@ -415,23 +395,22 @@ def start(*argv: str) -> subprocess.Popen[bytes]:
     )
 
 
-def status_without_a_reader(*argv: str) -> int:
+# argparse itself drops the error where standard output is not buffered.
+@pytest.mark.parametrize(
+    ("argv", "statuses"),
+    [
+        ([*SMALL, "--json", "-"], [CLOSED_PIPE]),
+        (SMALL, [CLOSED_PIPE]),
+        (["plan", "--help"], [0, CLOSED_PIPE]),
+    ],
+)
+def test_a_closed_pipe_ends_quietly(argv, statuses):
     process = start(*argv)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     assert process.stderr.read().decode() == ""
     process.stderr.close()
-    return process.wait()
-
-
-@pytest.mark.parametrize("argv", [[*SMALL, "--json", "-"], SMALL])
-def test_a_closed_pipe_ends_quietly(argv):
-    assert status_without_a_reader(*argv) == CLOSED_PIPE
-
-
-def test_help_into_a_closed_pipe_ends_quietly():
-    # argparse itself drops the error where standard output is not buffered.
-    assert status_without_a_reader("plan", "--help") in (0, CLOSED_PIPE)
+    assert process.wait() in statuses
 
 
 def test_the_command_runs_as_a_module():
