@@ -278,7 +278,7 @@ class LoadBalanceReport:
             "measured": measured and asdict(measured),
             "ranks": [asdict(rank) for rank in self.ranks],
             "parameters": [
-                p.to_dict() | {"numel": p.numel} for p in plan.specs.parameters + plan.specs.frozen
+                asdict(p) | {"numel": p.numel} for p in plan.specs.parameters + plan.specs.frozen
             ],
         }
 

@@ -21,25 +21,14 @@ import re
 import statistics
 import uuid
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
-from dmuon.scheduler.json_files import (
-    cut,
-    different,
-    each,
-    flag,
-    parse,
-    read_text,
-    real,
-    record,
-    text,
-    whole,
-)
+from dmuon.scheduler.json_files import cut, decode_fields, different, parse, read_text
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.types import KernelChoice, PlanError
 
@@ -62,7 +51,6 @@ __all__ = [
 ]
 
 ShapeKey = tuple[int, int, str]  # rows, cols, dtype of the parameter
-T = TypeVar("T")
 
 ORIGINS = ("measured", "interpolated", "estimated", "analytic", "given")
 """How a price came about; "estimated" is scaled from what was measured, beyond its range."""
@@ -80,6 +68,7 @@ def canonical_key(key: ShapeKey) -> ShapeKey:
 
 # ---- the analytic model ------------------------------------------------------------------
 
+Number = Annotated[float, (0, math.inf)]  # in files
 _MOST_RATE = 1e30  # operations or bytes a second: times of any shape stay finite and above 0
 
 
@@ -92,10 +81,10 @@ class AnalyticDevice:
     reaches half of ``flops`` (small matrices underfill the device).
     """
 
-    flops: float
-    bandwidth: float
-    launch_s: float
-    half_batch_dim: float
+    flops: Number
+    bandwidth: Number
+    launch_s: Number
+    half_batch_dim: Number
 
     def __post_init__(self) -> None:
         rates, others = (self.flops, self.bandwidth), (self.launch_s, self.half_batch_dim)
@@ -446,7 +435,6 @@ _FORMAT = "dmuon cost table"
 _VERSION = 1
 _HOW = "python -m dmuon profile --out PATH"
 _MOST_CHARACTERS = 16 << 20  # some 10,000 shapes
-_MOST_STEPS = 100
 _BATCH_SIZE = re.compile("[1-9][0-9]{0,6}")
 
 
@@ -467,43 +455,40 @@ def _parsed(content: str, where: str) -> Any:
         raise PlanError(f"{where} is no cost table: {error}; {_HOW} writes one") from error
 
 
+_FIELDS = {
+    "source": str,
+    "origin": str,
+    "ns_steps": Annotated[int, (0, 100)],
+    "momentum": bool,
+    "device": AnalyticDevice | None,
+    "entries": tuple[Any, ...],
+    "kernels": tuple[Any, ...],
+}
+
+
 def _fields(data: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `CostTable`; PlanError that names a field of a wrong type or range."""
-    record(data, "", "source", "origin", "ns_steps", "device", "entries")
-    device = data["device"]
-    if device is not None:
-        names = [one.name for one in fields(AnalyticDevice)]
-        record(device, "device", *names)
-        device = AnalyticDevice(**{n: real(device, n, "device", high=math.inf) for n in names})
-    return {
-        "source": text(data, "source", ""),
-        "entries": _by_shape(data, "entries", "ms", real),
-        "device": device,
-        "ns_steps": whole(data, "ns_steps", "", 0, _MOST_STEPS),
-        "entry_origin": text(data, "origin", ""),
-        "kernels": _by_shape(data, "kernels", "kernel", text) if "kernels" in data else {},
-        "momentum": flag(data, "momentum", "") if "momentum" in data else True,
-    }
+    found = decode_fields(_FIELDS, {"kernels": [], "momentum": True} | data)
+    found["entry_origin"] = found.pop("origin")
+    found["entries"] = _by_shape("entries", found["entries"], "ms", float)
+    found["kernels"] = _by_shape("kernels", found["kernels"], "kernel", str)
+    return found
 
 
-def _by_shape(
-    data: Any, name: str, value: str, take: Callable[[Any, Any, str], T]
-) -> dict[ShapeKey, dict[int, T]]:
+def _by_shape(name: str, entries: Sequence[Any], value: str, kind: type) -> dict[ShapeKey, Any]:
     """What JSON has as a list of records, each with something by batch size."""
-
-    def one(entry: Any, at: str) -> tuple[ShapeKey, dict[int, T]]:
-        record(entry, at, "rows", "cols", "dtype", value)
-        shape = whole(entry, "rows", at, 1), whole(entry, "cols", at, 1), text(entry, "dtype", at)
-        by_text = record(entry[value], f"{at}.{value}")
+    found = []
+    kinds = {"rows": int, "cols": int, "dtype": str, value: dict[str, kind]}  # type: ignore[valid-type]
+    for i, entry in enumerate(entries):
+        at = f"{name}[{i}]"
+        *shape, by_text = decode_fields(kinds, entry, at).values()
         for size in by_text:
             if not _BATCH_SIZE.fullmatch(size):
                 expected = f"{at}.{value}: expected batch sizes such as '16'"
                 raise PlanError(f"{expected}, found {cut(size)!r}")
-        return shape, {int(size): take(by_text, size, f"{at}.{value}") for size in by_text}
-
-    entries = each(data, name, "", one)
-    different((shape for shape, _ in entries), f"the shapes of {name}")
-    return dict(entries)
+        found.append((tuple(shape), {int(size): one for size, one in by_text.items()}))
+    different((shape for shape, _ in found), f"the shapes of {name}")
+    return dict(found)
 
 
 # ---- the cache ---------------------------------------------------------------------------

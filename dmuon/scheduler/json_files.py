@@ -1,10 +1,10 @@
 """JSON from outside, bounded before it is believed: plans, cost tables, the cache of costs.
 
 `parse` bounds what a text may cost (its size, nesting and numbers) before objects are made of it.
-The others take the fields of what it gives: each has one type and one range, and a PlanError names
-the field by its path, what was found and what was expected::
+`decode` makes of that what a type hint says; a PlanError names the field by its path, what was
+found and what was expected::
 
-    text  ──parse──▶  dicts and lists  ──record, row, whole, real, ...──▶  specs, batches, prices
+    text  ──parse──▶  dicts and lists  ──decode──▶  a plan with its specs, batches, prices
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import fields
 from enum import Enum
+from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NoReturn, TypeVar
+from types import UnionType
+from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from dmuon.types import PlanError
 
@@ -34,9 +37,6 @@ _SURROGATE = re.compile("[\ud800-\udfff]")  # JSON can escape half a character
 
 MOST_WHOLE = 1 << 62
 MOST_MS = 1e15  # 30,000 years
-
-T = TypeVar("T")
-E = TypeVar("E", bound=Enum)
 
 
 # ---- texts -------------------------------------------------------------------------------
@@ -120,114 +120,116 @@ def _finite(digits: str) -> float:
     return value
 
 
-# ---- fields ------------------------------------------------------------------------------
-# ``of`` is an object or a list whose keys or length have been looked at, ``at`` its path.
+# ---- values ------------------------------------------------------------------------------
 
 
-def record(value: Any, at: str, *names: str) -> dict[str, Any]:
-    """An object with at least these keys."""
-    if not isinstance(value, dict):
-        _refuse(at or "the whole", value, "an object")
-    for name in names:
-        if name not in value:
+def decode(kind: Any, data: Any, at: str = "") -> Any:
+    """What a type hint says, of parsed JSON; ``at`` is its path.
+
+    A dataclass is an object with all of its fields, or a list of them in order. Whole numbers go
+    from 0 to `MOST_WHOLE` and others from 0 to `MOST_MS` unless the hint is ``Annotated`` with a
+    range, both ends included.
+
+    Raises:
+        PlanError: begins with the path of what is wrong.
+    """
+    origin, parts = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return data
+    if origin in (UnionType, Union):  # ... | None
+        return None if data is None else decode(parts[0], data, at)
+    if origin is Annotated:
+        return _number(parts[0], data, at, *parts[1])
+    if kind in (int, float):
+        return _number(kind, data, at, 0, MOST_WHOLE if kind is int else MOST_MS)
+    if kind is str:
+        return _text(data, at)
+    if kind is bool:
+        if not isinstance(data, bool):
+            _refuse(at, data, "true or false")
+        return data
+    if origin is tuple:
+        return _tuple(parts, data, at)
+    if origin is dict:
+        return {key: decode(parts[1], value, _path(at, key)) for key, value in _record(data, at)}
+    if issubclass(kind, Enum):
+        members = {member.value: member for member in kind}
+        if not isinstance(data, str) or data not in members:
+            _refuse(at, data, f"one of {', '.join(map(repr, members))}")
+        return members[data]
+    return _dataclass(kind, data, at)
+
+
+def decode_fields(kinds: Mapping[str, Any], data: Any, at: str = "") -> dict[str, Any]:
+    """The values of an object by the type hint of each; other keys are left out."""
+    found = dict(_record(data, at))
+    for name in kinds:
+        if name not in found:
             raise PlanError(f"{_path(at, name)} is missing")
-    return value
+    return {name: decode(kind, found[name], _path(at, name)) for name, kind in kinds.items()}
 
 
-def row(value: Any, at: str, least: int, most: int) -> list[Any]:
-    """A list of ``least`` to ``most`` entries."""
-    if not isinstance(value, list) or not least <= len(value) <= most:
-        count = f"{least}" if least == most else f"{least} to {most}"
-        _refuse(at, value, f"a list of {count} entries")
-    return value
+def _dataclass(kind: Any, data: Any, at: str) -> Any:
+    kinds = _hints(kind)
+    if isinstance(data, list):
+        if len(data) != len(kinds):
+            _refuse(at, data, f"a list of {len(kinds)} entries")
+        values = [decode(k, v, f"{at}[{i}]") for i, (k, v) in enumerate(zip(kinds.values(), data))]
+    else:
+        values = list(decode_fields(kinds, data, at).values())
+    try:
+        return kind(*values)
+    except ValueError as error:
+        raise PlanError(f"{at}: {error}" if at else str(error)) from error
 
 
-def listed(of: Any, key: Any, at: str) -> list[Any]:
-    """A list, whatever is in it."""
-    values = of[key]
-    if not isinstance(values, list):
-        _refuse(_path(at, key), values, "a list")
-    return values
+@lru_cache
+def _hints(kind: Any) -> dict[str, Any]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {one.name: hints[one.name] for one in fields(kind)}
 
 
-def each(of: Any, key: Any, at: str, make: Callable[[Any, str], T]) -> tuple[T, ...]:
-    """What ``make`` makes of each entry of a list and its path."""
-    path = _path(at, key)
-    return tuple(make(value, f"{path}[{i}]") for i, value in enumerate(listed(of, key, at)))
+def _record(data: Any, at: str) -> Iterable[tuple[str, Any]]:
+    if not isinstance(data, dict):
+        _refuse(at or "the whole", data, "an object")
+    return data.items()
 
 
-def whole(of: Any, key: Any, at: str, low: int = 0, high: int = MOST_WHOLE) -> int:
-    """A whole number between ``low`` and ``high``, both included."""
-    value = of[key]
-    if type(value) is not int or not low <= value <= high:
-        _refuse(_path(at, key), value, f"a whole number from {low:,} to {high:,}")
-    return value
+def _tuple(parts: tuple[Any, ...], data: Any, at: str) -> tuple[Any, ...]:
+    if not isinstance(data, list):
+        _refuse(at, data, "a list")
+    if parts[-1] is not ...:
+        if len(data) != len(parts):
+            _refuse(at, data, f"a list of {len(parts)} entries")
+    elif parts[0] is int and all(type(value) is int and 0 <= value <= MOST_WHOLE for value in data):
+        return tuple(data)  # millions, in large plans
+    else:
+        parts = parts[:1] * len(data)
+    return tuple(decode(parts[i], value, f"{at}[{i}]") for i, value in enumerate(data))
 
 
-def real(of: Any, key: Any, at: str, low: float = 0.0, high: float = MOST_MS) -> float:
-    """A number between ``low`` and ``high``, both included, as it is."""
-    value = of[key]
-    if type(value) not in (int, float) or not low <= value <= high:
-        _refuse(_path(at, key), value, f"a number from {low:g} to {high:g}")
-    return value  # type: ignore[no-any-return]
+def _number(kind: type, data: Any, at: str, low: float, high: float) -> Any:
+    kinds = (int,) if kind is int else (int, float)
+    if type(data) not in kinds or not low <= data <= high:
+        expected = f"a whole number from {low:,}" if kind is int else f"a number from {low:g}"
+        _refuse(at, data, f"{expected} to {high:,}" if kind is int else f"{expected} to {high:g}")
+    return data
 
 
-def text(of: Any, key: Any, at: str, most: int = _MOST_TEXT) -> str:
-    """A text of at most ``most`` characters."""
-    value = of[key]
-    if not isinstance(value, str) or len(value) > most:
-        _refuse(_path(at, key), value, f"a text of at most {most:,} characters")
-    if not value.isascii() and _SURROGATE.search(value):
-        _refuse(_path(at, key), value, "characters that can be printed")
-    return value
+def _text(data: Any, at: str) -> str:
+    if not isinstance(data, str) or len(data) > _MOST_TEXT:
+        _refuse(at, data, f"a text of at most {_MOST_TEXT:,} characters")
+    if not data.isascii() and _SURROGATE.search(data):
+        _refuse(at, data, "characters that can be printed")
+    return data
 
 
-def flag(of: Any, key: Any, at: str) -> bool:
-    """true or false."""
-    value = of[key]
-    if not isinstance(value, bool):
-        _refuse(_path(at, key), value, "true or false")
-    return value
-
-
-def choice(of: Any, key: Any, at: str, kind: type[E]) -> E:
-    """A member of an enumeration, by its value."""
-    members = {member.value: member for member in kind}
-    if not isinstance(of[key], Hashable) or of[key] not in members:
-        _refuse(_path(at, key), of[key], f"one of {', '.join(map(repr, members))}")
-    return members[of[key]]
-
-
-def wholes(
-    of: Any, key: Any, at: str, low: int = 0, high: int = MOST_WHOLE, most: int = _MOST_VALUES
-) -> tuple[int, ...]:
-    """A list of at most ``most`` whole numbers in a range."""
-    values = listed(of, key, at)
-    if len(values) > most:
-        _refuse(_path(at, key), values, f"a list of at most {most:,} entries")
-    if not all(type(value) is int and low <= value <= high for value in values):
-        return tuple(whole(values, i, _path(at, key), low, high) for i in range(len(values)))
-    return tuple(values)
-
-
-def reals(of: Any, key: Any, at: str, low: float = 0.0, high: float = MOST_MS) -> tuple[float, ...]:
-    """A list of numbers in a range."""
-    values = listed(of, key, at)
-    return tuple(real(values, i, _path(at, key), low, high) for i in range(len(values)))
-
-
-def texts(of: Any, key: Any, at: str, most: int = _MOST_TEXT) -> tuple[str, ...]:
-    """A list of texts of at most ``most`` characters."""
-    values = listed(of, key, at)
-    return tuple(text(values, i, _path(at, key), most) for i in range(len(values)))
-
-
-def different(values: Iterable[Hashable], at: str) -> None:
+def different(values: Iterable[Hashable], what: str) -> None:
     """Raise PlanError if one of ``values`` is there twice."""
     seen: set[Hashable] = set()
     for value in values:
         if value in seen:
-            raise PlanError(f"{at}: found {_shown(value)} twice, expected it once")
+            raise PlanError(f"{what}: found {_shown(value)} twice, expected it once")
         seen.add(value)
 
 
@@ -236,9 +238,7 @@ def cut(message: str) -> str:
     return message if len(message) <= _MOST_MESSAGE else f"{message[:_MOST_MESSAGE]} ..."
 
 
-def _path(at: str, key: str | int) -> str:
-    if isinstance(key, int):
-        return f"{at}[{key}]"
+def _path(at: str, key: str) -> str:
     return f"{at}.{key}" if at else key
 
 

@@ -15,28 +15,12 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Annotated, Any
 
 from dmuon.scheduler.costs import ShapeKey
-from dmuon.scheduler.json_files import (
-    MOST_WHOLE,
-    choice,
-    cut,
-    different,
-    each,
-    flag,
-    parse,
-    real,
-    reals,
-    record,
-    row,
-    text,
-    texts,
-    whole,
-    wholes,
-)
+from dmuon.scheduler.json_files import MOST_WHOLE, cut, decode, different, parse
 from dmuon.scheduler.shards import OwnerLimits, state_bytes
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs
 from dmuon.scheduler.topology import Topology
@@ -53,9 +37,8 @@ __all__ = [
     "units_of",
 ]
 
-FORMAT_VERSION = 6
-_MOST_PRICE = 1e12  # milliseconds of one batch, as in planning
-_MOST_KERNEL = 200  # characters of a kernel's name
+FORMAT_VERSION = 7
+Signed = Annotated[int, (-MOST_WHOLE, MOST_WHOLE)]  # in files
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +69,14 @@ class PriceRow:
     origin: tuple[str, ...]
     kernels: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not self.ms or len(self.origin) != len(self.ms):
+            raise PlanError(f"each price needs an origin: {len(self.ms)} and {len(self.origin)}")
+        if len(self.kernels) not in (0, len(self.ms)):
+            raise PlanError(f"{len(self.ms)} prices need as many kernels, or none: {self.kernels}")
+        for kernel in self.kernels:
+            _check_kernel(kernel)
+
     def kernel(self, batch: int) -> str:
         """The kernel of a batch of this size, "" for none."""
         return self.kernels[batch - 1] if batch <= len(self.kernels) else ""
@@ -95,7 +86,7 @@ class PriceRow:
 class Dual:
     """The value of a matrix and of a unit of work of each kind; see `bound.work_tables`."""
 
-    values: tuple[int, ...]
+    values: tuple[Signed, ...]
     works: tuple[int, ...]
 
 
@@ -108,7 +99,7 @@ class Proof:
     """
 
     dual: Dual
-    impossible: int = -1
+    impossible: Signed = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +144,10 @@ class OwnershipPlan:
     def __post_init__(self) -> None:
         self.limits.check(len(self.specs.matrices), self.topology.world)
         _check_batches(self.batches, self.specs.matrices, self.topology.world)
+        different((price.key for price in self.prices), "the shapes in prices")
+        missing = {m.key for m in self.specs.matrices} - {p.key for p in self.prices}
+        if missing and self.prices:
+            raise PlanError("there is no price for matrices of {} x {} {}".format(*min(missing)))
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
@@ -199,22 +194,24 @@ class OwnershipPlan:
     def _fingerprint(self) -> str:
         specs = self.specs
         matrices = [
-            [m.name, specs.parameters[m.parameter].name, *m.to_list()[2:]] for m in specs.matrices
+            (m.name, specs.parameters[m.parameter].name, *m.shape, m.dtype, m.start, m.transposed)
+            for m in specs.matrices
         ]
         # In terms of names: independent of the order of the parameters.
         data = {
             "format": FORMAT_VERSION,
-            "parameters": sorted((p.to_dict() for p in specs.parameters), key=lambda p: p["name"]),
-            "frozen": sorted((p.to_dict() for p in specs.frozen), key=lambda p: p["name"]),
+            "parameters": sorted(specs.parameters, key=lambda p: p.name),
+            "frozen": sorted(specs.frozen, key=lambda p: p.name),
             "matrices": sorted(matrices),
-            "topology": self.topology.to_dict(),
+            "topology": self.topology,
             "batches": [
-                [b.owner, [matrices[i][0] for i in b.matrices], b.ms, b.kernel]
+                (b.owner, [matrices[i][0] for i in b.matrices], b.ms, b.kernel)
                 for b in self.batches
             ],
-            "layout": self.layout.value,
+            "layout": self.layout,
         }
-        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+        text = json.dumps(data, sort_keys=True, default=_plain)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def fingerprint(self) -> str:
         """A hash of everything that decides what runs where; equal on ranks that agree."""
@@ -222,23 +219,7 @@ class OwnershipPlan:
 
     def to_json(self) -> str:
         """One JSON object; `from_json` gives an equal plan."""
-        proof, claim = self.proof, self.claim
-        data = {
-            "format": FORMAT_VERSION,
-            "fingerprint": None if claim is None else claim.fingerprint,
-            "makespan_ms": None if claim is None else claim.makespan_ms,
-            **{name: getattr(self, name) for name in (*_NUMBERS, *_TEXTS)},
-            "hit_time_limit": self.hit_time_limit,
-            "alternatives": self.alternatives,
-            "layout": self.layout.value,
-            "topology": self.topology.to_dict(),
-            "limits": self.limits.to_dict(),
-            "prices": [[r.key, r.ms, r.origin, r.kernels] for r in self.prices],
-            "proof": proof and [proof.dual.values, proof.dual.works, proof.impossible],
-            "specs": self.specs.to_dict(),
-            "batches": [[b.owner, b.matrices, b.ms, b.kernel] for b in self.batches],
-        }
-        return json.dumps(data)
+        return json.dumps({"format": FORMAT_VERSION} | _plain(self), default=_plain)
 
     @classmethod
     def from_json(cls, text: str) -> OwnershipPlan:
@@ -249,9 +230,23 @@ class OwnershipPlan:
                 (64 million characters, 100,000 ranks); says which field, and what was found there.
         """
         try:
-            return cls(**_fields(parse(text)))
+            data = parse(text)
+            version = data.get("format") if isinstance(data, dict) else None
+            if version != FORMAT_VERSION:
+                raise PlanError(f"found format {version!r}, this version reads {FORMAT_VERSION}")
+            plan: OwnershipPlan = decode(cls, data)
+            return plan
         except ValueError as error:
             raise PlanError(f"not an ownership plan: {cut(str(error))}") from error
+
+
+_ROWS = (Batch, Dual, MatrixSpec, PriceRow, Proof)
+
+
+def _plain(value: Any) -> Any:
+    """A dataclass for JSON: its fields by name, or as a list where there may be thousands."""
+    named = {one.name: getattr(value, one.name) for one in fields(value)}
+    return list(named.values()) if isinstance(value, _ROWS) else named
 
 
 def check_plan_fits(plan: OwnershipPlan, specs: ModelSpecs, topology: Topology) -> None:
@@ -376,90 +371,3 @@ def _check_batches(batches: Sequence[Batch], matrices: Sequence[MatrixSpec], wor
             _check_kernel(batch.kernel)
         except ValueError as error:
             raise PlanError(f"a batch on rank {batch.owner} cannot be run: {error}") from None
-
-
-# ---- reading -----------------------------------------------------------------------------
-
-
-_NUMBERS = ("lower_bound_ms", "seconds")
-_TEXTS = ("solver", "status", "engine", "note", "cost_source")
-_OTHERS = ("fingerprint", "makespan_ms", "hit_time_limit", "alternatives", "layout", "topology")
-_LISTS = ("limits", "prices", "proof", "specs", "batches")
-
-
-def _fields(data: Any) -> dict[str, Any]:
-    """The fields of a plan from the data that were saved of it.
-
-    Raises:
-        PlanError: a plan of a format that is not known; or not a plan, and which field is wrong.
-        ValueError: the fields do not fit each other.
-    """
-    version = record(data, "", "format")["format"]
-    if type(version) is not int or version != FORMAT_VERSION:
-        raise PlanError(f"the plan has format {version!r}, this version reads {FORMAT_VERSION}")
-    record(data, "", *_NUMBERS, *_TEXTS, *_OTHERS, *_LISTS)
-    specs = ModelSpecs.from_dict(data["specs"])
-    prices = each(data, "prices", "", _price_row)
-    different((price.key for price in prices), "the shapes in prices")
-    missing = {m.key for m in specs.matrices} - {p.key for p in prices} if prices else ()
-    for key in sorted(missing):
-        raise PlanError(f"prices: there is none for the matrices of {key[0]} x {key[1]} {key[2]}")
-    claim = None
-    if (data["fingerprint"], data["makespan_ms"]) != (None, None):
-        claim = Claim(real(data, "makespan_ms", ""), text(data, "fingerprint", "", _MOST_KERNEL))
-    return {
-        **{name: real(data, name, "") for name in _NUMBERS},
-        **{name: text(data, name, "") for name in _TEXTS},
-        "specs": specs,
-        "topology": Topology.from_dict(data["topology"], "topology"),
-        "batches": each(data, "batches", "", _batch),
-        "layout": choice(data, "layout", "", Layout),
-        "alternatives": each(data, "alternatives", "", _alternative),
-        "limits": OwnerLimits.from_dict(data["limits"], "limits"),
-        "prices": prices,
-        "proof": None if data["proof"] is None else _proof(data["proof"], "proof"),
-        "hit_time_limit": flag(data, "hit_time_limit", ""),
-        "claim": claim,
-    }
-
-
-def _batch(data: Any, at: str) -> Batch:
-    row(data, at, 4, 4)
-    kernel = _kernel(data, 3, at)
-    return Batch(whole(data, 0, at), wholes(data, 1, at), real(data, 2, at), kernel)
-
-
-def _alternative(data: Any, at: str) -> tuple[str, float]:
-    row(data, at, 2, 2)
-    return text(data, 0, at), real(data, 1, at)
-
-
-def _proof(data: Any, at: str) -> Proof:
-    row(data, at, 3, 3)
-    dual = Dual(wholes(data, 0, at, -MOST_WHOLE), wholes(data, 1, at))
-    return Proof(dual, whole(data, 2, at, -1))
-
-
-def _price_row(data: Any, at: str) -> PriceRow:
-    row(data, at, 4, 4)
-    key = row(data[0], f"{at}[0]", 3, 3)
-    ms, origin = reals(data, 1, at, high=_MOST_PRICE), texts(data, 2, at)
-    kernels = texts(data, 3, at, _MOST_KERNEL)
-    if not ms or len(origin) != len(ms) or len(kernels) not in (0, len(ms)):
-        raise PlanError(
-            f"{at}: expected a price for one matrix at least, and an origin and a kernel for each "
-            f"price, found {len(ms)} prices, {len(origin)} origins and {len(kernels)} kernels"
-        )
-    for i in range(len(kernels)):
-        _kernel(kernels, i, f"{at}[3]")
-    shape = whole(key, 0, f"{at}[0]", 1), whole(key, 1, f"{at}[0]", 1)
-    return PriceRow((*shape, text(key, 2, f"{at}[0]")), ms, origin, kernels)
-
-
-def _kernel(of: Any, key: int, at: str) -> str:
-    name = text(of, key, at, _MOST_KERNEL)
-    try:
-        _check_kernel(name)
-    except ValueError as error:
-        raise PlanError(f"{at}[{key}]: {error}") from None
-    return name

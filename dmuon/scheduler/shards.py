@@ -21,9 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Annotated
 
-from dmuon.scheduler.json_files import listed, reals, record, whole, wholes
 from dmuon.scheduler.specs import ITEM_SIZE, MatrixSpec, ModelSpecs
 from dmuon.types import Layout, OwnershipError, PlanError
 
@@ -41,7 +40,7 @@ __all__ = [
     "state_bytes",
 ]
 
-_MOST_BYTES = 1 << 60
+_MOST_FIXED = 1 << 60  # milliseconds or bytes
 
 
 # ---- who may own what -------------------------------------------------------------------
@@ -62,7 +61,7 @@ class OwnerLimits:
 
     fixed_ms: tuple[float, ...] = ()
     fixed_bytes: tuple[int, ...] = ()
-    memory_bytes: int | None = None
+    memory_bytes: Annotated[int, (1, 10**39)] | None = None
     pools: tuple[tuple[int, ...], ...] = ()
     pool_of: tuple[int, ...] = ()
 
@@ -72,8 +71,11 @@ class OwnerLimits:
             values = getattr(self, name)
             if values and len(values) != world:
                 raise PlanError(f"OwnerLimits.{name} has {len(values)} entries for {world} ranks")
-            if any(not 0 <= v < float("inf") for v in values):
-                raise PlanError(f"OwnerLimits.{name} must be finite and >= 0, found {min(values)}")
+            wrong = [v for v in values if not 0 <= v <= _MOST_FIXED]
+            if wrong:
+                raise PlanError(
+                    f"OwnerLimits.{name} must be from 0 to {_MOST_FIXED:,}, found {wrong[0]}"
+                )
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise PlanError(f"owner_memory_bytes must be at least 1, found {self.memory_bytes}")
         ranks = frozenset(range(world))
@@ -104,28 +106,6 @@ class OwnerLimits:
     def is_forced(self, matrix: int) -> bool:
         """Whether a single rank may own it."""
         return bool(self.pool_of) and len(self.pools[self.pool_of[matrix]]) == 1
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "fixed_ms": list(self.fixed_ms),
-            "fixed_bytes": list(self.fixed_bytes),
-            "memory_bytes": self.memory_bytes,
-            "pools": [list(pool) for pool in self.pools],
-            "pool_of": list(self.pool_of),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Any, at: str = "limits") -> OwnerLimits:
-        """The limits that `to_dict` wrote; PlanError that begins with the path of a field."""
-        record(data, at, "fixed_ms", "fixed_bytes", "memory_bytes", "pools", "pool_of")
-        pools = data["pools"]
-        return cls(
-            reals(data, "fixed_ms", at),
-            wholes(data, "fixed_bytes", at, high=_MOST_BYTES),
-            None if data["memory_bytes"] is None else whole(data, "memory_bytes", at, 1, 10**39),
-            tuple(wholes(pools, i, f"{at}.pools") for i in range(len(listed(data, "pools", at)))),
-            wholes(data, "pool_of", at),
-        )
 
 
 def state_bytes(matrix: MatrixSpec, layout: Layout) -> int:

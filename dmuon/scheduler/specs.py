@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections import Counter
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dmuon.scheduler import json_files as read
 from dmuon.types import Algorithm, PlanError
 
 __all__ = ["MatrixSpec", "ModelSpecs", "ParameterSpec", "canonical_name", "dtype_name"]
@@ -54,30 +52,16 @@ class ParameterSpec:
     reason: str
     transposed: bool = False
 
+    def __post_init__(self) -> None:
+        if len(self.shape) > _MOST_DIMS or self.numel > _MOST_ELEMENTS:
+            raise PlanError(
+                f"a parameter has at most {_MOST_DIMS} dims and {_MOST_ELEMENTS:,} elements, found "
+                f"{self.shape[:_MOST_DIMS]}"
+            )
+
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"shape": list(self.shape), "algorithm": self.algorithm.value}
-
-    @classmethod
-    def from_dict(cls, data: Any, at: str) -> ParameterSpec:
-        """The parameter that `to_dict` wrote; PlanError that begins with the path of a field."""
-        read.record(data, at, "name", "shape", "dtype", "algorithm", "reason", "transposed")
-        spec = cls(
-            read.text(data, "name", at),
-            read.wholes(data, "shape", at, high=_MOST_ELEMENTS, most=_MOST_DIMS),
-            read.text(data, "dtype", at),
-            read.choice(data, "algorithm", at, Algorithm),
-            read.text(data, "reason", at),
-            read.flag(data, "transposed", at),
-        )
-        if spec.numel > _MOST_ELEMENTS:
-            raise PlanError(
-                f"{at}.shape: expected at most {_MOST_ELEMENTS:,} elements, found {spec.shape}"
-            )
-        return spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,31 +109,6 @@ class MatrixSpec:
             return parameter if whole else parameter[(0,) * (parameter.ndim - 2)]
         return parameter.view(-1).narrow(0, self.start, self.numel).view(self.rows, self.cols)
 
-    def to_list(self) -> list[Any]:
-        start, turned = self.start, self.transposed
-        return [self.name, self.parameter, self.rows, self.cols, self.dtype, start, turned]
-
-    @classmethod
-    def from_list(cls, data: Any, at: str, parameters: Sequence[ParameterSpec]) -> MatrixSpec:
-        """The matrix that `to_list` wrote; PlanError that begins with the path of a field."""
-        read.row(data, at, 7, 7)
-        spec = cls(
-            read.text(data, 0, at),
-            read.whole(data, 1, at, high=len(parameters) - 1),
-            read.whole(data, 2, at, 1),
-            read.whole(data, 3, at, 1),
-            read.text(data, 4, at),
-            read.whole(data, 5, at),
-            read.flag(data, 6, at),
-        )
-        dtype = parameters[spec.parameter].dtype
-        if spec.dtype != dtype or dtype not in ITEM_SIZE:
-            raise PlanError(
-                f"{at}[4]: expected the dtype of its parameter, {dtype!r}, and one of "
-                f"{', '.join(ITEM_SIZE)}, found {spec.dtype!r}"
-            )
-        return spec
-
 
 @dataclass(frozen=True, slots=True)
 class ModelSpecs:
@@ -160,11 +119,23 @@ class ModelSpecs:
     frozen: tuple[ParameterSpec, ...] = ()
 
     def __post_init__(self) -> None:
+        names = Counter(p.name for p in self.parameters + self.frozen)
+        for name, times in names.items():
+            if times > 1:
+                raise PlanError(f"found two parameters named {name!r}, expected one")
         for matrix in self.matrices:
+            if not 0 <= matrix.parameter < len(self.parameters):
+                raise PlanError(f"matrix {matrix.name!r} has no parameter #{matrix.parameter}")
             parameter = self.parameters[matrix.parameter]
             inside = 0 <= matrix.start <= parameter.numel - matrix.numel
-            if parameter.algorithm is not Algorithm.MUON or not inside or matrix.numel < 1:
+            if parameter.algorithm is not Algorithm.MUON or not inside or min(matrix.shape) < 1:
                 raise PlanError(f"matrix {matrix.name!r} is no part of parameter {parameter}")
+            if matrix.dtype != parameter.dtype or matrix.dtype not in ITEM_SIZE:
+                raise PlanError(
+                    f"matrix {matrix.name!r}: expected the dtype of its parameter, "
+                    f"{parameter.dtype!r}, and one of {', '.join(ITEM_SIZE)}, found "
+                    f"{matrix.dtype!r}"
+                )
 
     def adamw_parameters(self) -> tuple[int, ...]:
         """Indices of the parameters that AdamW updates."""
@@ -176,23 +147,3 @@ class ModelSpecs:
 
     def _indices(self, algorithm: Algorithm) -> tuple[int, ...]:
         return tuple(i for i, p in enumerate(self.parameters) if p.algorithm is algorithm)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "parameters": [p.to_dict() for p in self.parameters],
-            "matrices": [m.to_list() for m in self.matrices],
-            "frozen": [p.to_dict() for p in self.frozen],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Any, at: str = "specs") -> ModelSpecs:
-        """The specs that `to_dict` wrote; PlanError that begins with the path of a field."""
-        read.record(data, at, "parameters", "matrices", "frozen")
-        parameters = read.each(data, "parameters", at, ParameterSpec.from_dict)
-        frozen = read.each(data, "frozen", at, ParameterSpec.from_dict)
-        read.different((p.name for p in parameters + frozen), f"the names in {at}")
-        return cls(
-            parameters,
-            read.each(data, "matrices", at, lambda m, a: MatrixSpec.from_list(m, a, parameters)),
-            frozen,
-        )

@@ -21,9 +21,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from dmuon.scheduler.json_files import record, text, texts, whole, wholes
 from dmuon.types import DmuonError
 
 __all__ = ["MAX_RANKS", "Topology", "diagonal_slots", "local_world_size"]
@@ -54,8 +52,8 @@ class Topology:
     node_of: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.shape or any(size < 1 for size in self.shape):
-            raise ValueError(f"mesh sizes must be at least 1, found {self.shape}")
+        if not 1 <= len(self.shape) <= _MOST_AXES or min(self.shape) < 1:
+            raise ValueError(f"a mesh has 1 to {_MOST_AXES} sizes >= 1, found {self.shape[:8]}")
         if self.world > MAX_RANKS:
             raise ValueError(f"a mesh has at most {MAX_RANKS:,} ranks, found sizes {self.shape}")
         if len(set(self.axes)) != len(self.axes):
@@ -151,28 +149,6 @@ class Topology:
         rows = self.slots()
         grid = diagonal_slots(len(rows), self.columns)
         return tuple(rows[node][column] for node, column in grid if column < len(rows[node]))
-
-    def to_dict(self) -> dict[str, Any]:
-        data = {
-            "shape": list(self.shape),
-            "axes": list(self.axes),
-            "ranks_per_node": self.ranks_per_node,
-            "device_type": self.device_type,
-        }
-        # Left out where it says nothing: the fingerprints of plans without it stay what they were.
-        return data | {"node_of": list(self.node_of)} if self.node_of else data
-
-    @classmethod
-    def from_dict(cls, data: Any, at: str = "topology") -> Topology:
-        """The topology that `to_dict` wrote; ValueError or PlanError otherwise."""
-        record(data, at, "shape", "axes", "ranks_per_node", "device_type")
-        return cls(
-            wholes(data, "shape", at, 1, MAX_RANKS, most=_MOST_AXES),
-            texts(data, "axes", at),
-            whole(data, "ranks_per_node", at, 1),
-            text(data, "device_type", at),
-            wholes(data, "node_of", at, 0, MAX_RANKS) if "node_of" in data else (),
-        )
 
 
 def diagonal_slots(nodes: int, columns: int) -> list[tuple[int, int]]:

@@ -509,7 +509,7 @@ def hostile(**changes: Any) -> str:
         (hostile(note='\\"[[[' * 99).replace('"seconds"', f'"a": {deep(99)}, "seconds"'), "nested"),
         ("[" + "0," * 9_000_000 + "0]", "9,000,001 values, expected at most 8,000,000"),
         (" " * (64 << 20) + "{}", "67,108,866 characters, expected at most 67,108,864"),
-        (hostile(topology__shape=[10**9]), r"topology.shape\[0\].*1 to 100,000, found 1000000000"),
+        (hostile(topology__shape=[10**9]), "at most 100,000 ranks"),
         (
             hostile(topology__shape=[10**5, 10**5], topology__axes=["a", "b"]),
             "at most 100,000 ranks",
@@ -559,7 +559,7 @@ def test_many_unlike_pools_are_verified_with_bounded_work():
         price[1] = [(k + 1) * (1 + (s * 37 + k * 61) % 97 / 3_000) for k in range(count)]
         price[2] *= count
     values = [10**9 + s * 7_919_000 % 10**7 for s in range(kinds)]
-    data["proof"] = [values, [0] * kinds, -1]
+    data["proof"] = [[values, [0] * kinds], -1]
     plan = OwnershipPlan.from_json(json.dumps(data))
     prices = {row.key: row.ms for row in plan.prices}
     problem = build_problem(plan.specs.matrices, plan.topology.world, plan.limits, prices)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import product
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dmuon.api import mesh_topology
 from dmuon.config import PlannerOptions
+from dmuon.scheduler.json_files import decode
 from dmuon.scheduler.topology import Topology, diagonal_slots, local_world_size
 from dmuon.types import DmuonError, OwnershipError
 
@@ -151,8 +153,7 @@ def test_nodes_that_do_not_fit_are_refused(make):
     ],
 )
 def test_round_trip(topology):
-    assert Topology.from_dict(json.loads(json.dumps(topology.to_dict()))) == topology
-    assert ("node_of" in topology.to_dict()) == bool(topology.node_of)  # fingerprints rely on it
+    assert decode(Topology, json.loads(json.dumps(asdict(topology)))) == topology
 
 
 # ---- where ranks sit ---------------------------------------------------------------------
