@@ -48,7 +48,7 @@ from dmuon import measure
 from dmuon.config import KernelOptions, PlannerOptions
 from dmuon.kernels.choice import default_backend, default_restarts, fixed_choice, multiplications
 from dmuon.kernels.newton_schulz import newton_schulz, normalize, resolve_coefficients
-from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
+from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable, analytic_class
 from dmuon.types import KernelChoice
 
@@ -229,7 +229,7 @@ def ours(
     pieces = []
     for call, part, of in calls:
         operand = runner.operand(call)
-        run = partial(orthogonalize, runner, call, operand)
+        run = partial(runner.run, call, operand)
         pieces.append(Piece(partial(operand.copy_, part), run, of))
     kernels = {call.shape: str(runner.choice(call)) for call, _, _ in calls}
     text = "; ".join(f"{b} x [{m}, {n}]: {kernel}" for (b, m, n), kernel in kernels.items())

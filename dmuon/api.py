@@ -45,7 +45,7 @@ from dmuon.dtensors import (
     local_shard,
     mesh_axes,
 )
-from dmuon.kernels.choice import BACKENDS, check_method
+from dmuon.kernels.choice import BACKENDS, restarts_of
 from dmuon.measure import measured_costs
 from dmuon.ownership import Ownership, ownerships_of
 from dmuon.scheduler.costs import CostTable, resolve_costs
@@ -461,7 +461,7 @@ def _check_kernels(options: object, plan: OwnershipPlan | None) -> None:
     that do not contradict a saved plan."""
     if not isinstance(options, KernelOptions):
         raise TypeError(f"kernels must be KernelOptions, found {type(options).__name__}")
-    check_method(options.method)
+    restarts_of(options.method)
     if options.backend not in ("auto", *BACKENDS):
         raise ValueError(
             f"KernelOptions.backend must be 'auto' or one of {', '.join(BACKENDS)}, found "

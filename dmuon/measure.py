@@ -46,7 +46,7 @@ from dmuon.kernels.newton_schulz import (
     resolve_coefficients,
     resolve_ns_dtype,
 )
-from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
+from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.scheduler.costs import (
     ANALYTIC_DEVICES,
     CacheKey,
@@ -308,7 +308,7 @@ class OwnerTimer:
         if self._momentum:
             fused = self._runner.is_fused(call)
             normalized_momentum(buffer, grads, self._group, out=operand, fused=fused)
-        orthogonalize(self._runner, call, operand)
+        self._runner.run(call, operand)
         watch.stop()
         return watch
 

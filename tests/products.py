@@ -5,15 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_PRODUCTS = {
-    torch.ops.aten.mm: 0,
-    torch.ops.aten.bmm: 0,
-    torch.ops.aten.addmm: 1,
-    torch.ops.aten.baddbmm: 1,
-}
+aten = torch.ops.aten
+_ADDED = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
 
 
 class Products(TorchDispatchMode):
@@ -26,34 +21,25 @@ class Products(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
-        self.batched = 0
-        self.tall = 0
+        self.count = self.batched = self.tall = 0
         self.slow: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        packet = func.overloadpacket
-        if packet in _PRODUCTS:
-            added = list(args[: _PRODUCTS[packet]])
-            factors = list(args[_PRODUCTS[packet] :])
-            out = kwargs.get("out")
+        if (added := _ADDED.get(func.overloadpacket)) is not None:
+            factors, out = args[added:], kwargs.get("out")
+            written = [*args[:added], *([] if out is None else [out])]
+            is_batched = factors[0].ndim == 3
             self.count += 1
-            self.batched += factors[0].ndim == 3
+            self.batched += is_batched
             self.tall += out is not None and out.shape[-2] > out.shape[-1]
-            where = [] if out is None else [out]
-            if factors[0].ndim == 3:
-                good = all(t.is_contiguous() for t in (*added, *where)) and all(
-                    t.is_contiguous() or t.mT.is_contiguous() for t in factors
-                )
+            if is_batched:
+                good = all(t.is_contiguous() for t in written)
+                good = good and all(t.is_contiguous() or t.mT.is_contiguous() for t in factors)
             else:
-                good = all(1 in t.stride() for t in factors) and all(
-                    t.stride(-1) == 1 for t in (*added, *where)
-                )
+                good = all(t.stride(-1) == 1 for t in written)
+                good = good and all(1 in t.stride() for t in factors)
             if not good:
-                self.slow.append(f"{func}: {[_layout(t) for t in (*added, *factors, *where)]}")
+                layouts = [f"{[*t.shape]} by {t.stride()}" for t in (*factors, *written)]
+                self.slow.append(f"{func}: {layouts}")
         return func(*args, **kwargs)
-
-
-def _layout(t: Tensor) -> str:
-    return f"{list(t.shape)} by {t.stride()}"

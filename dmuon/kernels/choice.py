@@ -8,30 +8,24 @@ was asked for and cannot run is an error.
 
 from __future__ import annotations
 
+import math
 import re
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from types import ModuleType
 
 import torch
 
-from dmuon.kernels.ops import (
-    STRIPS_FROM_ROWS,
-    MatmulOps,
-    RoundedOps,
-    StripsOps,
-    TritonOps,
-    TritonSmallOps,
-    cpu_has_bf16,
-)
+from dmuon.kernels import ops
+from dmuon.kernels.ops import MatmulOps, cpu_has_bf16
 from dmuon.types import KernelChoice
 
 __all__ = [
     "BACKENDS",
     "METHODS",
+    "Segments",
     "backend_version",
     "candidates",
-    "check_method",
     "choose_method",
     "default_backend",
     "default_restarts",
@@ -49,54 +43,33 @@ __all__ = [
 
 BACKENDS = ("torch", "torch_strips", "torch_rounded", "triton", "triton_small")
 METHODS = ("auto", "standard", "gram")
-_METHOD = re.compile(r"gram(?:\[([0-9]+(?:,[0-9]+)*)\])?")
-_HALF = (torch.float16, torch.bfloat16)
+_METHOD = re.compile(r"gram\[([0-9]+(?:,[0-9]+)*)\]")
 _TINY_ROWS = 32  # up to here rounding may cost more than emulation
 _WORTH = 1.5  # candidates with more multiplications than this, against the fewest, cannot win
 _SMALL = 512  # with fewer rows a matrix pays by the operation too
+
+Segments = tuple[tuple[int, int], ...]
+"""Ranges of steps; X is formed anew after each."""
 
 
 # ---- forms -----------------------------------------------------------------------------------
 
 
-def segments_of(choice: KernelChoice, steps: int) -> tuple[tuple[int, int], ...]:
-    """Step ranges between restarts: the standard form goes back to X after every step.
-
-    Raises ValueError unless restarts increase and lie between 1 and steps - 1.
-    """
+def segments_of(choice: KernelChoice, steps: int) -> Segments:
+    """Those of a choice; the standard form goes back to X after every step."""
     return _segments(choice.restarts if choice.method == "gram" else _every(steps), steps)
 
 
-@lru_cache(maxsize=256)
-def _segments(restarts: tuple[int, ...], steps: int) -> tuple[tuple[int, int], ...]:
+def _segments(restarts: tuple[int, ...], steps: int) -> Segments:
     """
     >>> _segments((1, 3), 5)
     ((0, 1), (1, 3), (3, 5))
     """
-    if steps == 0:
-        return ()
-    found = tuple(pairwise((0, *restarts, steps)))
-    if any(low >= high for low, high in found):
-        raise ValueError(
-            f"restarts must increase and lie between 1 and {steps - 1} (steps - 1), "
-            f"found {restarts}"
-        )
-    return found
+    return tuple(pairwise((0, *restarts, steps))) if steps else ()
 
 
 def _every(steps: int) -> tuple[int, ...]:
     return tuple(range(1, steps))
-
-
-def _longest(dtype: torch.dtype, steps: int) -> int:
-    """How many steps the Gram form may carry R over in a dtype.
-
-    Rounding leaves R slightly indefinite, and each further step multiplies a negative eigenvalue
-    by about a^2.
-    """
-    if dtype is torch.float64:
-        return max(steps, 1)
-    return 2 if dtype is torch.bfloat16 else 3
 
 
 def default_restarts(dtype: torch.dtype, steps: int) -> tuple[int, ...]:
@@ -107,9 +80,17 @@ def default_restarts(dtype: torch.dtype, steps: int) -> tuple[int, ...]:
 
 
 def is_safe(restarts: tuple[int, ...], dtype: torch.dtype, steps: int) -> bool:
-    """Whether these are restarts of so many steps with which the Gram form does not diverge."""
-    lengths = [high - low for low, high in pairwise((0, *restarts, steps))]
-    return min(lengths) > 0 and max(lengths) <= _longest(dtype, steps)
+    """Whether these are restarts of so many steps with which the Gram form does not diverge.
+
+    Rounding leaves R slightly indefinite, and each further step multiplies a negative eigenvalue
+    by about a^2.
+    """
+    lengths = [high - low for low, high in _segments(restarts, steps)]
+    return min(lengths, default=1) > 0 and max(lengths, default=1) <= _longest(dtype, steps)
+
+
+def _longest(dtype: torch.dtype, steps: int) -> int:
+    return {torch.float64: max(steps, 1), torch.bfloat16: 2}.get(dtype, 3)
 
 
 def multiplications(m: int, n: int, restarts: tuple[int, ...], steps: int, symmetric: bool) -> int:
@@ -138,24 +119,19 @@ def choose_method(m: int, n: int, dtype: torch.dtype, steps: int) -> str:
     return "gram" if 20 * gram <= 19 * standard else "standard"
 
 
-def check_method(method: object) -> None:
-    """Raise ValueError unless it is "auto", "standard", "gram" or "gram[k,...]"."""
-    if method not in METHODS and not (isinstance(method, str) and _METHOD.fullmatch(method)):
-        raise ValueError(
-            f"method must be one of {', '.join(METHODS)}, or a Gram form with its restarts such as "
-            f"'gram[2]', found {method!r}"
-        )
-
-
-def restarts_of(method: str) -> tuple[int, ...]:
-    """The restarts of a Gram form that names them.
+def restarts_of(method: object) -> tuple[int, ...] | None:
+    """The restarts that a Gram form names; None for one of `METHODS`. ValueError for the rest.
 
     >>> restarts_of("gram[1,3]")
     (1, 3)
     """
-    given = _METHOD.fullmatch(method)
-    assert given is not None and given[1] is not None, method
-    return tuple(map(int, given[1].split(",")))
+    given = _METHOD.fullmatch(method) if isinstance(method, str) else None
+    if given is None and method not in METHODS:
+        raise ValueError(
+            f"method must be one of {', '.join(METHODS)}, or a Gram form with its restarts such as "
+            f"'gram[2]', found {method!r}"
+        )
+    return None if given is None else tuple(map(int, given[1].split(",")))
 
 
 # ---- backends --------------------------------------------------------------------------------
@@ -175,7 +151,7 @@ def offered_backends(device: torch.device | str, dtype: torch.dtype, rows: int) 
         default = default_backend(device, dtype)
         # Emulated products take 40 times as long, but tiny ones; below 512 rows strips are "torch".
         is_rounded = default == "torch_rounded"
-        torch_pays = rows <= _TINY_ROWS if is_rounded else rows >= STRIPS_FROM_ROWS
+        torch_pays = rows <= _TINY_ROWS if is_rounded else rows >= ops.STRIPS_FROM_ROWS
         return (default, "torch") if torch_pays else (default,)
     found = ("torch", "triton", "triton_small")
     return tuple(name for name in found if why_not(name, device, dtype, rows) is None)
@@ -201,21 +177,20 @@ def why_not(
     if backend in ("torch_strips", "torch_rounded"):
         if kind != "cpu":
             return f"it serves the CPU, found {kind}; use 'torch'"
-        if backend == "torch_rounded" and dtype not in _HALF:
-            return f"it rounds to half precision, found {dtype}"
-        return None
+        is_rounding = backend == "torch_rounded" and dtype.itemsize > 2
+        return f"it rounds to half precision, found {dtype}" if is_rounding else None
     try:
         syrk = _syrk()
     except ImportError as error:
         return f"Triton cannot be imported ({error}): pip install 'dmuon[triton]'"
     if dtype is torch.float64:
         return "Triton kernels accumulate in float32, found float64; use 'torch'"
-    reason: str | None = syrk.why_unavailable(torch.device(device))
-    if reason is None and backend == "triton_small":
+    if backend == "triton_small":
         from dmuon.kernels.triton_small import max_rows
 
         if rows > max_rows(dtype):
             return f"it takes up to {max_rows(dtype)} rows in {dtype}, found {rows}; use 'triton'"
+    reason: str | None = syrk.why_unavailable(torch.device(device))
     return reason
 
 
@@ -234,13 +209,13 @@ def ops_of(choice: KernelChoice, device: torch.device | str, rows: int = 1) -> M
     dtype: torch.dtype = getattr(torch, choice.dtype)
     _check_backend(choice.backend, device, dtype, rows)
     if choice.backend == "torch_rounded":
-        return RoundedOps(dtype)
+        return ops.RoundedOps(dtype)
     # Where there are no strips, asking at each product costs tiny matrices a tenth of their time.
-    if choice.backend == "torch_strips" and rows >= STRIPS_FROM_ROWS:
-        return StripsOps()
+    if choice.backend == "torch_strips" and rows >= ops.STRIPS_FROM_ROWS:
+        return ops.StripsOps()
     if choice.backend == "triton":
-        return TritonOps(choice.tile)
-    return TritonSmallOps() if choice.backend == "triton_small" else MatmulOps()
+        return ops.TritonOps(choice.tile)
+    return ops.TritonSmallOps() if choice.backend == "triton_small" else MatmulOps()
 
 
 def backend_version(device: torch.device | str) -> str:
@@ -287,26 +262,21 @@ def fixed_choice(
     Raises ValueError for an unknown method or backend, one that cannot run on this device, and
     restarts with which this dtype diverges.
     """
-    check_method(method)
-    m, n = min(m, n), max(m, n)
-    chosen = choose_method(m, n, dtype, steps) if method == "auto" else method
-    restarts: tuple[int, ...] = ()
-    if chosen == "gram":
-        restarts = default_restarts(dtype, steps)
-    elif chosen != "standard":
-        restarts = restarts_of(chosen)
-        found = max((high - low for low, high in _segments(restarts, steps)), default=0)
-        if found > _longest(dtype, steps):
-            good = ",".join(map(str, default_restarts(dtype, steps)))
-            raise ValueError(
-                f"the Gram form diverges in {dtype} over {found} steps without a restart (at most "
-                f"{_longest(dtype, steps)}): found restarts {list(restarts)}, use 'gram[{good}]'"
-            )
+    restarts, safe = restarts_of(method), default_restarts(dtype, steps)
+    if restarts is not None and not is_safe(restarts, dtype, steps):
+        raise ValueError(
+            f"{method!r} diverges in {dtype} over {steps} steps: restarts must increase from 1 to "
+            f"at most {steps - 1}, with at most {_longest(dtype, steps)} steps between two; "
+            f"use 'gram[{','.join(map(str, safe))}]'"
+        )
+    form = choose_method(m, n, dtype, steps) if method == "auto" else method.partition("[")[0]
+    if form == "standard":
+        restarts = ()
     if backend == "auto":
         backend = default_backend(device, dtype)
-    _check_backend(backend, device, dtype, m)
+    _check_backend(backend, device, dtype, min(m, n))
     name = str(dtype).removeprefix("torch.")
-    return KernelChoice("standard" if chosen == "standard" else "gram", restarts, backend, name)
+    return KernelChoice(form, safe if restarts is None else restarts, backend, name)
 
 
 def candidates(
@@ -330,16 +300,14 @@ def candidates(
         every = _every(steps)
         safe = {default_restarts(dtype, steps), default_restarts(torch.bfloat16, steps), every}
         counts = {r: multiplications(m, n, r, steps, symmetric=True) for r in safe}
+        most = math.inf if m < _SMALL else _WORTH * min(counts.values())
         forms += [
             ("standard", ()) if restarts == every else ("gram", restarts)
             for restarts in sorted(safe, key=lambda r: (r != every, r))
-            if m < _SMALL or counts[restarts] <= _WORTH * min(counts.values())
+            if counts[restarts] <= most
         ]
-    backends = offered_backends(device, dtype, m) if backend == "auto" else (backend,)
-    found = (
-        KernelChoice(form, restarts, name, fixed.dtype, tile)
-        for name in backends
-        for tile in offered_tiles(name, device, dtype)
-        for form, restarts in forms
-    )
-    return tuple(dict.fromkeys((fixed, *found)))
+    found = [fixed]
+    for name in offered_backends(device, dtype, m) if backend == "auto" else (backend,):
+        tiles = offered_tiles(name, device, dtype)
+        found += [KernelChoice(*form, name, fixed.dtype, t) for t, form in product(tiles, forms)]
+    return tuple(dict.fromkeys(found))

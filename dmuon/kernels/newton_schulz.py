@@ -20,15 +20,14 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from dmuon.kernels.choice import fixed_choice, ops_of, segments_of
+from dmuon.kernels.choice import Segments, fixed_choice, ops_of, segments_of
 from dmuon.kernels.ops import MatmulOps, native_ns_dtype
-from dmuon.types import KernelChoice, Triple
+from dmuon.types import Triple
 
 __all__ = [
     "COEFFICIENT_SETS",
     "KERNEL_VERSION",
     "iterate",
-    "iterate_with",
     "newton_schulz",
     "no_autocast",
     "normalize",
@@ -42,6 +41,7 @@ KERNEL_VERSION = 6
 _SAFE_NORMS = 1e-10, 1e15  # of float32 matrices whose entries can be squared as they are
 _AS_IT_IS = nullcontext()
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
 
 # ---- coefficients ----------------------------------------------------------------------------
 
@@ -58,19 +58,17 @@ _POLAR_EXPRESS: tuple[Triple, ...] = (
 )
 
 
-def _with_safety(triples: tuple[Triple, ...], safety: float) -> tuple[Triple, ...]:
-    """p(x) -> p(x / safety), so that rounding cannot push a singular value out of the interval.
-
-    Not for the last triple: repeated, it has to converge to 1, and p(x / safety) does not.
-    """
-    scaled = tuple((a / safety, b / safety**3, c / safety**5) for a, b, c in triples[:-1])
-    return (*scaled, triples[-1])
-
+# p(x) -> p(x / 1.05), so that rounding cannot push a singular value out of the interval; but not of
+# the last triple, which repeats and has to converge to 1.
+_POLAR_EXPRESS = (
+    *((a / 1.05, b / 1.05**3, c / 1.05**5) for a, b, c in _POLAR_EXPRESS[:-1]),
+    _POLAR_EXPRESS[-1],
+)
 
 COEFFICIENT_SETS: Mapping[str, tuple[Triple, ...]] = MappingProxyType(
     {
         # https://arxiv.org/abs/2505.16932 (Polar Express), safety factor 1.05.
-        "polar_express": _with_safety(_POLAR_EXPRESS, 1.05),
+        "polar_express": _POLAR_EXPRESS,
         # https://kellerjordan.github.io/posts/muon/ and the default of torch.optim.Muon.
         "quintic": ((3.4445, -4.7750, 2.0315),),
         # https://x.com/YouJiacheng/status/1905861218138804534, tuned for five steps; used in
@@ -92,10 +90,8 @@ COEFFICIENT_SETS: Mapping[str, tuple[Triple, ...]] = MappingProxyType(
 def resolve_coefficients(
     coefficients: str | Sequence[float] | Sequence[Sequence[float]], steps: int
 ) -> tuple[Triple, ...]:
-    """Exactly `steps` triples `(a, b, c)`.
-
-    A name takes a set of `COEFFICIENT_SETS`, cut to `steps` or continued with its last triple. One
-    `(a, b, c)` is used in every step. A list of triples must have length `steps`.
+    """Exactly `steps` triples `(a, b, c)`: of a set of `COEFFICIENT_SETS`, one for every step, or
+    one a step.
 
     Raises ValueError for an unknown name, a malformed triple, a list of another length, or `steps`
     that is not an integer >= 0.
@@ -138,7 +134,6 @@ def _triple(values: object) -> Triple:
 
 # ---- the iteration ---------------------------------------------------------------------------
 
-Segments = Sequence[tuple[int, int]]
 Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
@@ -157,9 +152,7 @@ def iterate(
     ends. So the standard iteration is the one with a restart after every step.
 
     A tall matrix is multiplied from the right, `R = X^T X` and `X Q`: the same polynomial, because
-    the m x m factors are symmetric. So matrices stay contiguous as they are stored and nothing is
-    transposed. (Views by columns would give the same numbers, but a batched product in half
-    precision on a CPU that writes to one takes a path that is hundreds of times slower.)
+    the m x m factors are symmetric. So matrices stay contiguous as they are stored.
 
     `x` and `spare` are ``[m, n]`` or ``[b, m, n]``; ``squares``, m x m for the short side m, are
     two, or four where a segment has several steps. All are overwritten.
@@ -250,32 +243,13 @@ def _in_place(x: Tensor, whole: Callable[[], None]) -> Tensor:
     return x
 
 
-def iterate_with(x: Tensor, coefficients: Sequence[Triple], choice: KernelChoice) -> Tensor:
-    """`prepared`, run once with a choice: ``[b, rows, cols]``, contiguous, normalized, of dtype
-    ``choice.dtype``; it is overwritten, and the result may lie in it.
-
-    Raises ValueError where the choice cannot run on this device, and unless `x` is contiguous.
-    """
-    if not coefficients or not x.numel():
-        return x
-    segments = segments_of(choice, len(coefficients))
-    ops = ops_of(choice, x.device, min(x.shape[1:]))
-    with no_autocast(x.device), torch.no_grad():
-        return prepared(x, coefficients, segments, ops, _new(x))()
-
-
-def _new(x: Tensor) -> Take:
-    return lambda shape, dtype: torch.empty(shape, dtype=dtype, device=x.device)
-
-
 # ---- before the iteration --------------------------------------------------------------------
 
 
 def resolve_ns_dtype(dtype: str | torch.dtype, device: torch.device | str) -> torch.dtype:
     """The dtype that the iteration runs in: "auto" is `native_ns_dtype(device)`.
 
-    Raises ValueError unless it is "auto" or float16, bfloat16, float32 or float64, as a dtype or
-    as text ("bfloat16" or "torch.bfloat16").
+    Raises ValueError unless it is "auto" or a real floating-point dtype, also as text.
     """
     if dtype == "auto":
         return native_ns_dtype(device)
@@ -283,8 +257,7 @@ def resolve_ns_dtype(dtype: str | torch.dtype, device: torch.device | str) -> to
         if dtype in (known, str(known), str(known).removeprefix("torch.")):
             return known
     raise ValueError(
-        f'the Newton-Schulz dtype (ns_dtype) must be "auto" or one of {_names(_DTYPES)}, found '
-        f"{dtype!r}"
+        f'the Newton-Schulz dtype (ns_dtype) must be "auto" or one of {_NAMES}, found {dtype!r}'
     )
 
 
@@ -382,45 +355,35 @@ def newton_schulz(
     stored = y.mT if is_view else y.contiguous()
     with no_autocast(x.device):
         batch = stored.view(-1, *stored.shape[-2:])
-        found = prepared(batch, triples, segments, ops, _new(y))().view(stored.shape)
+        found = prepared(batch, triples, segments, ops, _taker(x.device))().view(stored.shape)
     return found.mT if is_view else found
 
 
 @lru_cache(maxsize=256)
 def _chosen(
-    rows: int,
-    cols: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    steps: int,
-    method: str,
-    backend: str,
+    rows: int, cols: int, dtype: torch.dtype, device: torch.device, steps: int, *how: str
 ) -> tuple[Segments, MatmulOps]:
-    choice = fixed_choice(rows, cols, dtype, device, steps, method, backend)
+    choice = fixed_choice(rows, cols, dtype, device, steps, *how)
     return segments_of(choice, steps), ops_of(choice, device, min(rows, cols))
+
+
+def _taker(device: torch.device) -> Take:
+    return lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
 
 
 def _check_input(x: object) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"newton_schulz expects a torch.Tensor, found {type(x).__name__}")
-    if x.layout != torch.strided:
+    if x.layout != torch.strided or x.dtype not in _DTYPES:
         raise TypeError(
-            f"newton_schulz expects a dense tensor, found {x.layout}; call x.to_dense()"
-        )
-    if x.dtype not in _DTYPES:
-        raise TypeError(
-            f"newton_schulz expects a real floating-point tensor ({_names(_DTYPES)}), "
-            f"found {x.dtype}; convert it first, for example with x.float()"
+            f"newton_schulz expects a dense tensor of {_NAMES}, found {x.layout} of {x.dtype}: "
+            "convert it first, for example with x.to_dense() or x.float()"
         )
     if x.ndim < 2:
         raise ValueError(
             f"newton_schulz expects matrices [..., m, n], found shape {tuple(x.shape)}; "
             "leave vectors to AdamW, or reshape them"
         )
-
-
-def _names(dtypes: Sequence[torch.dtype]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,10 +69,8 @@ class MatmulOps:
         alpha: float = 1.0,
         beta: float = 0.0,
     ) -> None:
-        """``out = alpha * a @ b + beta * c``; ``out`` shares no memory with an operand.
-
-        Without ``c`` there is no ``alpha`` either.
-        """
+        """``out = alpha * a @ b + beta * c``, or ``a @ b``; ``out`` shares no memory with an
+        operand."""
         is_matrix = out.ndim == 2
         if c is None:
             (torch.mm if is_matrix else torch.bmm)(a, b, out=out)
@@ -83,10 +82,17 @@ class MatmulOps:
     """The same of a product that is known to be symmetric: a triangle of it says all."""
 
     def shifted(
-        self, a: Tensor, b: Tensor, c: Tensor, *, out: Tensor, plain: Tensor, **factors: float
+        self,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        *,
+        diag: float,
+        out: Tensor,
+        plain: Tensor,
+        **factors: float,
     ) -> None:
         """`symmetric` into ``plain``, and with ``diag`` on its diagonal into ``out``."""
-        diag = factors.pop("diag")
         self.symmetric(a, b, c, out=plain, **factors)
         out.copy_(plain).diagonal(dim1=-2, dim2=-1).add_(diag)
 
@@ -150,16 +156,12 @@ class RoundedOps(StripsOps):
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def general(
-        self, a: Tensor, b: Tensor, c: Tensor | None = None, *, out: Tensor, **factors: float
-    ) -> None:
-        super().general(a, b, c, out=out, **factors)
+    def general(self, *operands: Tensor | None, out: Tensor, **factors: float) -> None:  # type: ignore[override]
+        super().general(*operands, out=out, **factors)  # type: ignore[arg-type]
         out.copy_(out.to(self._dtype))
 
-    def shifted(
-        self, a: Tensor, b: Tensor, c: Tensor, *, out: Tensor, plain: Tensor, **factors: float
-    ) -> None:
-        super().shifted(a, b, c, out=out, plain=plain, **factors)
+    def shifted(self, *operands: Tensor, out: Tensor, **how: Any) -> None:  # type: ignore[override]
+        super().shifted(*operands, out=out, **how)
         out.copy_(out.to(self._dtype))
 
 
@@ -172,15 +174,10 @@ class TritonOps(MatmulOps):
         chosen = triton_syrk.parse_tile(tile) if tile else None
         self._multiply: Callable[..., None] = partial(triton_syrk.symm_mm, tile=chosen)
 
-    def symmetric(
-        self, a: Tensor, b: Tensor, c: Tensor | None = None, *, out: Tensor, **factors: float
-    ) -> None:
-        self._multiply(a, b.mT, c, out=out, **factors)
+    def symmetric(self, a: Tensor, b: Tensor, c: Tensor | None = None, **how: Any) -> None:
+        self._multiply(a, b.mT, c, **how)
 
-    def shifted(
-        self, a: Tensor, b: Tensor, c: Tensor, *, out: Tensor, plain: Tensor, **factors: float
-    ) -> None:
-        self._multiply(a, b.mT, c, out=out, plain=plain, **factors)
+    shifted = symmetric
 
 
 class TritonSmallOps(MatmulOps):
@@ -207,9 +204,7 @@ def native_ns_dtype(device: torch.device | str) -> torch.dtype:
     kind = torch.device(device).type
     if kind == "cuda":
         return torch.float16
-    if kind == "cpu" and cpu_has_bf16():
-        return torch.bfloat16
-    return torch.float32
+    return torch.bfloat16 if kind == "cpu" and cpu_has_bf16() else torch.float32
 
 
 def cpu_has_bf16() -> bool:
@@ -228,20 +223,19 @@ def cpu_has_bf16() -> bool:
 _has_bf16: list[bool] = []  # not a cache, which torch.compile would look behind
 
 
+@torch.no_grad()
 def _bf16_is_fast() -> bool:
-    x = torch.ones(_TIMED_ROWS, _TIMED_ROWS, dtype=torch.float32, device="cpu")
-    operands = (x, x.bfloat16())
-    results = tuple(map(torch.empty_like, operands))
-    best = [math.inf, math.inf]
+    best = dict.fromkeys((torch.float32, torch.bfloat16), math.inf)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine, threads that wait for each other would decide
     try:
-        with torch.no_grad():
-            for _ in range(4):  # the first one sets up the library
-                for k, (operand, out) in enumerate(zip(operands, results, strict=True)):
-                    begin = time.perf_counter()
-                    torch.mm(operand, operand, out=out)
-                    best[k] = min(best[k], time.perf_counter() - begin)
+        for _ in range(4):  # the first one sets up the library
+            for dtype in best:
+                x = torch.ones(_TIMED_ROWS, _TIMED_ROWS, dtype=dtype, device="cpu")
+                out = torch.empty_like(x)
+                begin = time.perf_counter()
+                torch.mm(x, x, out=out)
+                best[dtype] = min(best[dtype], time.perf_counter() - begin)
     finally:
         torch.set_num_threads(threads)
-    return best[1] <= _AS_FAST * best[0]
+    return best[torch.bfloat16] <= _AS_FAST * best[torch.float32]

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from dmuon.config import KernelOptions
-from dmuon.kernels.choice import METHODS, fixed_choice, is_safe, ops_of, restarts_of, segments_of
+from dmuon.kernels.choice import fixed_choice, is_safe, ops_of, restarts_of, segments_of
 from dmuon.kernels.newton_schulz import Take, no_autocast, prepared
 from dmuon.types import KernelChoice, Triple
 
-__all__ = ["Call", "Orthogonalizer", "check_graphs", "orthogonalize"]
+__all__ = ["Call", "Orthogonalizer", "check_graphs"]
 
 Shape = tuple[int, int, int]  # matrices, rows, cols
 Capture = Callable[[Callable[[], object]], Callable[[], None]]
 
 _ALIGNMENT = 256
-_OTHERS = 64  # calls that were not planned, of which something is kept
+_OTHERS = 128  # calls that were not planned and are kept nevertheless
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ def check_graphs(options: KernelOptions, device: torch.device) -> None:
 
 
 class _Memory:
-    """Hands out one piece of memory from its beginning; ``taken`` counts what was asked for, so a
-    piece that is too small (or none at all) tells how large it has to be."""
+    """Hands out one piece of memory from its beginning, and counts in ``taken`` what was asked for,
+    also where the piece is too small."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -110,8 +110,8 @@ class Orthogonalizer:
         self._prepared: dict[tuple[Call, int | None], _Prepared] = {}
         self._lasting: dict[int, Tensor] = {}  # held, so that no other tensor gets the id
         self._planned: set[Shape] = set()
-        self._limit = _OTHERS
-        self._ran: dict[Shape, list[str]] = {}
+        self._most = _OTHERS
+        self._ran: dict[Shape, dict[str, None]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # What is prepared is about this object's memory, and a copy has its own.
@@ -127,13 +127,13 @@ class Orthogonalizer:
         """
         planned = [*((call, None) for call in calls), *lasting]
         self._prepared.clear()
-        needed = [self.call_bytes(call, with_operand=x is None) for call, x in planned]
-        if max(needed, default=0) > self.nbytes:
+        needed = max((self.call_bytes(call, x is None) for call, x in planned), default=0)
+        if needed > self.nbytes:
             self._memory = self._memory[:0].clone()  # free it first
-            self._memory = torch.empty(max(needed), dtype=torch.uint8, device=self.device)
+            self._memory = torch.empty(needed, dtype=torch.uint8, device=self.device)
         self._lasting = {id(x): x for _, x in planned if x is not None}
         self._planned = {call.shape for call, _ in planned}
-        self._limit = _OTHERS + 4 * len(planned)
+        self._most = 8 * len(planned) + _OTHERS
         self._ran = {}
         for call, x in planned:
             self._prepare(call, x)
@@ -154,9 +154,7 @@ class Orthogonalizer:
             if found.replay is not None:
                 found.replay()
             elif found.result is None:
-                known = self._ran.get(call.shape, [])
-                if found.kernel not in known and (known or len(self._ran) < self._limit):
-                    self._ran[call.shape] = [*known, found.kernel]
+                self._ran.setdefault(call.shape, {})[found.kernel] = None
                 found.result = found.run()
             elif self._capture is None or not found.may_capture:
                 found.run()
@@ -193,9 +191,8 @@ class Orthogonalizer:
         fits = memory.taken <= self.nbytes
         found = _Prepared(own, str(choice), run, fits and call.shape in self._planned)
         if fits and (x is None or id(x) in self._lasting):
-            # Of what comes up now and then only so much is kept.
-            if len(self._prepared) >= 2 * self._limit:
-                self._prepared.clear()
+            if len(self._prepared) > self._most:
+                self._prepared.clear()  # coefficients may differ in every step
             self._prepared[call, id(own)] = found
             if x is None:
                 self._prepared[call, None] = found
@@ -222,15 +219,13 @@ class Orthogonalizer:
             is_standard = planned.method == "standard"
             if same and (is_standard or is_safe(planned.restarts, self.dtype, steps)):
                 return planned
-        method = self._options.method
-        if method not in METHODS and not is_safe(restarts_of(method), self.dtype, steps):
+        method, backend = self._options.method, self._options.backend
+        restarts = restarts_of(method)
+        if restarts is not None and not is_safe(restarts, self.dtype, steps):
             method = "gram"  # ns_steps has changed since the optimizer was made
-        _, rows, cols = call.shape
-        return fixed_choice(
-            rows, cols, self.dtype, self.device, steps, method, self._options.backend
-        )
+        return fixed_choice(*call.shape[1:], self.dtype, self.device, steps, method, backend)
 
-    def call_bytes(self, call: Call, *, with_operand: bool = True) -> int:
+    def call_bytes(self, call: Call, with_operand: bool = True) -> int:
         """Bytes of workspace that a call takes, with its operand or where that lies elsewhere."""
         memory = _Memory(torch.empty(0, dtype=torch.uint8, device="meta"))
         x = torch.empty(call.shape, dtype=self.dtype, device="meta")
@@ -278,8 +273,3 @@ def _capture_stream(index: int) -> torch.cuda.Stream:
     """One for all captures of a device: each stream has a cuBLAS workspace of its own, 32 MiB on
     Hopper."""
     return torch.cuda.Stream(index)
-
-
-def orthogonalize(kernels: Orthogonalizer, call: Call, x: Tensor) -> Tensor:
-    """`Orthogonalizer.run`: the one place through which all layouts go."""
-    return kernels.run(call, x)

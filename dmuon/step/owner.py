@@ -16,7 +16,7 @@ from dmuon.comm.transport import host_can_read
 from dmuon.config import KernelOptions
 from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.kernels.newton_schulz import resolve_coefficients
-from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
+from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.scheduler.plan import Unit
 from dmuon.step.engine import Amp, Settings, StepTelemetry, adamw_parameters, group_of_matrices
 from dmuon.types import OwnershipError
@@ -217,7 +217,7 @@ class OwnerEngine:
             operand = self._kernels.operand(call)
             fused = self._kernels.is_fused(call)
             normalized_momentum(rows[0], gradients, group, out=operand, fused=fused)
-            payload = orthogonalize(self._kernels, call, operand)
+            payload = self._kernels.run(call, operand)
             watch.stop()
             steps = _by_rate(rate, unit, where)
             rms = update_rms(payload, steps[0][0] / rate.lr if rate.lr else 0.0)

@@ -40,7 +40,7 @@ from dmuon.comm.transport import Stopwatch, Work, host_can_read
 from dmuon.config import KernelOptions
 from dmuon.dtensors import layout_stamp, local_tensor, stored_tensor
 from dmuon.kernels.newton_schulz import resolve_coefficients
-from dmuon.kernels.runner import Call, Orthogonalizer, orthogonalize
+from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import Box
 from dmuon.step.engine import Amp, Settings, StepTelemetry, adamw_parameters, group_of_matrices
@@ -471,7 +471,7 @@ class ShardedEngine:
         """Newton-Schulz on normalized matrices ``[b, rows, cols]``, which are overwritten; the
         result is valid until the next call."""
         watch.start()
-        update = orthogonalize(self._kernels, call, stack)
+        update = self._kernels.run(call, stack)
         watch.stop()
         return update
 

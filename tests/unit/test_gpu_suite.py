@@ -376,7 +376,7 @@ def test_targets(tmp_path):
 @pytest.mark.parametrize("fault", [1.2, float("nan")])
 def test_accuracy_sees_a_wrong_kernel_and_runs_both_ways(monkeypatch, fault):
     """Half precision with reduced sums allowed and not; afterwards they are allowed again."""
-    right, matmul = gpu_parts.iterate_with, torch.backends.cuda.matmul
+    right, matmul = gpu_parts.iterated, torch.backends.cuda.matmul
     seen: list[bool] = []
 
     def wrong(x: torch.Tensor, *given: Any) -> torch.Tensor:
@@ -387,7 +387,7 @@ def test_accuracy_sees_a_wrong_kernel_and_runs_both_ways(monkeypatch, fault):
 
     small = {key: forms for key, forms in gpu_parts.EXPECTED.items() if key[1] == 96}
     monkeypatch.setattr(gpu_parts, "EXPECTED", small)
-    monkeypatch.setattr(gpu_parts, "iterate_with", wrong)
+    monkeypatch.setattr(gpu_parts, "iterated", wrong)
     rows = Rows(None, CPU)
     gpu_parts.accuracy(rows, CPU, toy=True)
     assert seen.count(True) == seen.count(False) == len(rows.rows) / 2 > 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import itertools
 import math
 import os
 import subprocess
@@ -20,35 +21,26 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim._muon import _zeropower_via_newtonschulz as torch_newton_schulz
 
 from dmuon.kernels import ops as ops_module
-from dmuon.kernels.choice import choose_method, default_restarts, fixed_choice
+from dmuon.kernels.choice import choose_method, default_restarts, segments_of
 from dmuon.kernels.newton_schulz import (
     COEFFICIENT_SETS,
-    iterate_with,
     newton_schulz,
     normalize,
+    prepared,
     resolve_coefficients,
     resolve_ns_dtype,
 )
-from dmuon.kernels.ops import cpu_has_bf16, native_ns_dtype
+from dmuon.kernels.ops import MatmulOps, cpu_has_bf16, native_ns_dtype
 from dmuon.types import KernelChoice
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
-SETS = tuple(COEFFICIENT_SETS)
-METHODS = ("standard", "gram")
 QUINTIC = (3.4445, -4.7750, 2.0315)
 POLAR = resolve_coefficients("polar_express", 5)
-both_methods = pytest.mark.parametrize("method", METHODS)
+both_methods = pytest.mark.parametrize("method", ["standard", "gram"])
 
 
 def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
-
-
-def with_singular_values(values: Tensor, n: int) -> Tensor:
-    """A random m x n matrix, m <= n, with these m singular values."""
-    u, _ = torch.linalg.qr(gaussian(len(values), len(values)))
-    v, _ = torch.linalg.qr(gaussian(n, len(values), seed=1))
-    return (u * values) @ v.mT
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -65,10 +57,11 @@ def exact(y: Tensor, triples=POLAR) -> Tensor:
 
 
 def iterated(y: Tensor, restarts: tuple[int, ...], triples=POLAR) -> Tensor:
-    """The Gram form with these restarts on a copy of a normalized matrix or batch."""
-    choice = KernelChoice("gram", restarts, "torch", str(y.dtype).removeprefix("torch."))
+    """The Gram form with these restarts, safe or not, on a copy of a normalized matrix or batch."""
+    segments = segments_of(KernelChoice("gram", restarts, "torch", ""), len(triples))
     batch = y.reshape(-1, *y.shape[-2:]).clone(memory_format=torch.contiguous_format)
-    return iterate_with(batch, triples, choice).view(y.shape)
+    new = lambda shape, dtype: torch.empty(shape, dtype=dtype)  # noqa: E731
+    return prepared(batch, triples, segments, MatmulOps(), new)().view(y.shape)
 
 
 # ---- coefficients ------------------------------------------------------------------------------
@@ -78,11 +71,9 @@ def test_published_values():
     assert COEFFICIENT_SETS["quintic"] == (QUINTIC,)
     assert COEFFICIENT_SETS["simple"] == ((2, -1.5, 0.5),)
     # The sums of the published a, b and c catch a wrong digit in any triple.
-    you = COEFFICIENT_SETS["you_jiacheng"]
-    assert len(you) == 5
+    you, polar = COEFFICIENT_SETS["you_jiacheng"], COEFFICIENT_SETS["polar_express"]
+    assert (len(you), len(polar)) == (5, 8)
     assert np.sum(you, axis=0) == pytest.approx((17.4906, -24.9840, 10.2742), abs=1e-9)
-    polar = COEFFICIENT_SETS["polar_express"]
-    assert len(polar) == 8
     published = np.array(polar[:-1]) * (1.05, 1.05**3, 1.05**5)
     first = (8.28721201814563, -23.595886519098837, 17.300387312530933)
     sums = (25.728336549136394, -36.128028033283854, 20.07771006636957)
@@ -91,28 +82,23 @@ def test_published_values():
     assert polar[-1] == (1.875, -1.25, 0.375)  # not scaled: p(1) = 1 has to hold when it repeats
 
 
-@pytest.mark.parametrize(
-    ("name", "low", "high"),
-    [
+def test_five_steps_map_the_interval_near_one():
+    for name, low, high in (
         ("polar_express", 0.846, 1.124),
         ("quintic", 0.681, 1.203),
         ("you_jiacheng", 0.852, 1.146),
         ("simple", 0.063, 1.002),
-    ],
-)
-def test_five_steps_map_the_interval_near_one(name, low, high):
-    # Singular values from 2e-3 of the Frobenius norm up; a wrong digit in any triple leaves it.
-    s = np.geomspace(2e-3, 1, 20001)
-    for a, b, c in resolve_coefficients(name, 5):
-        s = a * s + b * s**3 + c * s**5
-    assert low < s.min() < low + 0.002 and high - 0.002 < s.max() < high
+    ):
+        s = np.geomspace(2e-3, 1, 20001)
+        for a, b, c in resolve_coefficients(name, 5):
+            s = a * s + b * s**3 + c * s**5
+        assert low < s.min() < low + 0.002 and high - 0.002 < s.max() < high, name
 
 
 def test_steps_always_count():
-    polar, you = COEFFICIENT_SETS["polar_express"], COEFFICIENT_SETS["you_jiacheng"]
+    polar = COEFFICIENT_SETS["polar_express"]
     assert resolve_coefficients("polar_express", 3) == polar[:3]
     assert resolve_coefficients("polar_express", 10) == (*polar, polar[-1], polar[-1])
-    assert resolve_coefficients("you_jiacheng", 7) == (*you, you[-1], you[-1])
     assert resolve_coefficients(QUINTIC, 4) == (QUINTIC,) * 4
     assert resolve_coefficients([[1, 2, 3], [4, 5, 6]], 2) == ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
     assert resolve_coefficients([QUINTIC] * 3, 3) == (QUINTIC,) * 3  # three triples, not one
@@ -126,12 +112,10 @@ def test_steps_always_count():
         ([QUINTIC] * 4, 5, r"4 coefficient triples for steps=5.*set steps=4"),
         ([QUINTIC, (1.0, 2.0)], 2, r"three finite numbers .*\(1.0, 2.0\)"),
         ((1.0, 2.0, math.nan), 5, "three finite numbers"),
-        ((1.0, 2.0, 3.0, 4.0), 5, "three finite numbers"),
         ((), 5, "0 coefficient triples"),
         (3.0, 5, "three finite numbers"),
         (["abc"], 1, "three finite numbers"),
         ("simple", -1, "steps must be an integer >= 0, found -1"),
-        ("simple", 2.0, "found 2.0"),
         ("simple", True, "found True"),
     ],
 )
@@ -147,9 +131,9 @@ def test_bad_coefficients(coefficients, steps, message):
 @given(
     m=st.integers(1, 24),
     n=st.integers(1, 24),
-    name=st.sampled_from(SETS),
+    name=st.sampled_from(sorted(COEFFICIENT_SETS)),
     steps=st.integers(0, 8),
-    method=st.sampled_from(METHODS),
+    method=st.sampled_from(["standard", "gram"]),
     seed=st.integers(0, 2**16),
 )
 def test_is_the_polynomial_of_the_singular_values(m, n, name, steps, method, seed):
@@ -161,50 +145,28 @@ def test_is_the_polynomial_of_the_singular_values(m, n, name, steps, method, see
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("shape", [(1, 7), (16, 16), (31, 97), (97, 31), (3, 24, 40)])
 @pytest.mark.parametrize("restarts", [(), (2,), (3,), (1, 3), (1, 2, 3, 4)])
-def test_every_form_equals_the_formula(name, shape, restarts):
-    x = normalize(gaussian(*shape), F64)
-    triples, expected = resolve_coefficients(name, 5), x
-    for a, b, c in triples:
-        gram = expected @ expected.mT
-        expected = a * expected + (b * gram + c * gram @ gram) @ expected
-    torch.testing.assert_close(iterated(x, restarts, triples), expected, rtol=0, atol=1e-8)
+def test_every_form_equals_the_formula(restarts):
+    for shape in ((1, 7), (16, 16), (97, 31), (3, 24, 40)):
+        expected = x = normalize(gaussian(*shape), F64)
+        for a, b, c in POLAR:
+            gram = expected @ expected.mT
+            expected = a * expected + (b * gram + c * gram @ gram) @ expected
+        torch.testing.assert_close(iterated(x, restarts), expected, rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("restarts", [(0,), (5,), (3, 2), (2, 2), (-1,)])
-def test_bad_restarts(restarts):
-    with pytest.raises(ValueError, match=r"between 1 and 4"):
-        iterated(gaussian(2, 3), restarts)
-
-
-@pytest.mark.parametrize("shape", [(64, 64), (48, 160), (160, 48)])
-def test_agrees_with_torch_in_bfloat16(shape):
-    x = gaussian(*shape, dtype=F32)
-    found = newton_schulz(x, coefficients="quintic", method="standard", dtype=BF16)
-    assert found.dtype == BF16
-    # Both are about 2^-6 from the exact polynomial; one step more or less is 0.2 away.
-    assert relative(found, torch_newton_schulz(x.clone(), QUINTIC, 5, 1e-7)) < 0.04
-
-
-def test_bfloat16_gram_needs_its_restarts():
-    y = normalize(with_singular_values(torch.logspace(-6, 0, 64, dtype=F64), 256), BF16)
-    assert not relative(iterated(y, ()), exact(y)) < 1
-    assert default_restarts(BF16, 5) == (1, 3)
-    assert default_restarts(BF16, 8) == (1, 3, 5, 7)
-    for dtype in (F16, F32, F64):
-        assert default_restarts(dtype, 5) == (2,)
-        assert default_restarts(dtype, 8) == (2, 5)
-    assert default_restarts(F16, 2) == default_restarts(BF16, 1) == ()
+def test_agrees_with_torch_in_bfloat16():
+    for shape in ((64, 64), (48, 160), (160, 48)):
+        x = gaussian(*shape, dtype=F32)
+        found = newton_schulz(x, coefficients="quintic", method="standard", dtype=BF16)
+        assert found.dtype == BF16
+        # Both are about 2^-6 from the exact polynomial; one step more or less is 0.2 away.
+        assert relative(found, torch_newton_schulz(x.clone(), QUINTIC, 5, 1e-7)) < 0.04
 
 
 # ---- accuracy on a zoo of spectra --------------------------------------------------------------
 
-SHAPES = [
-    (1, 1), (1, 64), (2, 2), (3, 5), (13, 29), (17, 64), (33, 100), (48, 48), (64, 256), (100, 37),
-    (128, 128), (96, 513), (257, 256),
-]  # fmt: skip
+SHAPES = [(1, 1), (1, 64), (3, 5), (33, 100), (100, 37), (48, 48), (96, 513)]
 EASY = ("Gaussian", "near-orthogonal")
 HARD = ("log-spaced to 1e-6", "log-spaced to 1e-12", "spiky", "half the rank", "constant")
 # (dtype, method) -> largest error on easy and on hard members: in half precision about twice what
@@ -225,41 +187,37 @@ BOUNDS = {
 @cache
 def member(name: str, shape: tuple[int, int]) -> Tensor:
     m, n = min(shape), max(shape)
+    u, v = torch.linalg.qr(gaussian(m, m))[0], torch.linalg.qr(gaussian(n, m, seed=1))[0]
     spectra = {
-        "Gaussian": lambda: None,
-        "constant": lambda: None,
-        "rank one": lambda: None,
-        "log-spaced to 1e-6": lambda: torch.logspace(0, -6, m, dtype=F64),
-        "log-spaced to 1e-12": lambda: torch.logspace(0, -12, m, dtype=F64),
-        "spiky": lambda: torch.full((m,), 1e-3, dtype=F64).index_fill_(0, torch.tensor(0), 1.0),
-        "half the rank": lambda: (torch.arange(m) < max(1, m // 2)).double(),
-        "near-orthogonal": lambda: 1 + 1e-3 * gaussian(m).tanh(),
+        "log-spaced to 1e-6": torch.logspace(0, -6, m, dtype=F64),
+        "log-spaced to 1e-12": torch.logspace(0, -12, m, dtype=F64),
+        "spiky": torch.full((m,), 1e-3, dtype=F64).index_fill_(0, torch.tensor(0), 1.0),
+        "half the rank": (torch.arange(m) < max(1, m // 2)).double(),
+        "near-orthogonal": 1 + 1e-3 * gaussian(m).tanh(),
     }
-    values = spectra[name]()
-    if values is not None:
-        x = with_singular_values(values, n)
-    elif name == "rank one":
-        x = gaussian(m, 1) @ gaussian(1, n, seed=3)
+    if name in spectra:
+        x = (u * spectra[name]) @ v.mT
     else:
         x = gaussian(m, n) if name == "Gaussian" else torch.ones(m, n, dtype=F64)
     return x if shape[0] <= shape[1] else x.mT
 
 
 def by_method(y: Tensor, method: str) -> Tensor:
-    choice = fixed_choice(*y.shape, y.dtype, "cpu", 5, method)
-    return iterate_with(y[None].clone(memory_format=torch.contiguous_format), POLAR, choice)[0]
+    """Of a matrix whose norm is 1 up to rounding; half precision as a unit for it computes."""
+    rounded = y.dtype.itemsize == 2
+    backend = "torch_rounded" if rounded else "torch"
+    return newton_schulz(y, method=method, dtype=y.dtype, backend=backend)
 
 
 @pytest.mark.parametrize(("dtype", "method"), BOUNDS)
 def test_errors_on_a_zoo_of_spectra(dtype, method):
     easy, hard = BOUNDS[dtype, method]
     wrong = {}
-    for shape in SHAPES:
-        for name in (*EASY, *HARD, "rank one"):
-            y = normalize(member(name, shape), getattr(torch, dtype))
-            error = relative(by_method(y, method), exact(y))
-            if not error <= (easy if name in EASY else hard):
-                wrong[name, shape] = error
+    for shape, name in itertools.product(SHAPES, (*EASY, *HARD)):
+        y = normalize(member(name, shape), getattr(torch, dtype))
+        error = relative(by_method(y, method), exact(y))
+        if not error <= (easy if name in EASY else hard):
+            wrong[name, shape] = error
     assert not wrong
 
 
@@ -274,40 +232,51 @@ def test_the_published_case_has_the_published_errors(method):
         F32: {"standard": 5e-5, "gram[2]": 4e-4, "gram[1,3]": 4e-4},
         F64: {"standard": 1e-12, "gram[2]": 1e-12, "gram[1,3]": 1e-12},
     }
+    wanted = exact(y)
     for dtype, limit in limits.items():
         if method in limit:
-            assert relative(by_method(y.to(dtype), method), exact(y)) < limit[method], dtype
+            assert relative(by_method(y.to(dtype), method), wanted) < limit[method], dtype
+
+
+def test_bfloat16_gram_needs_its_restarts():
+    y = normalize(member("log-spaced to 1e-6", (64, 256)), BF16)
+    assert not relative(iterated(y, ()), exact(y)) < 1
+    assert default_restarts(BF16, 5) == (1, 3) and default_restarts(BF16, 8) == (1, 3, 5, 7)
+    for dtype in (F16, F32, F64):
+        assert default_restarts(dtype, 5) == (2,) and default_restarts(dtype, 8) == (2, 5)
+    assert default_restarts(F16, 2) == default_restarts(BF16, 1) == ()
 
 
 # ---- shapes and batches ------------------------------------------------------------------------
 
 
 @both_methods
-@pytest.mark.parametrize(("dtype", "bound"), [(BF16, 0.02), (F32, 1e-5), (F64, 1e-12)])
-@pytest.mark.parametrize("shape", [(20, 33), (3, 20, 33), (1, 9), (600, 640)])
+@pytest.mark.parametrize(("dtype", "bound"), [(BF16, 0.02), (F64, 1e-12)])
+@pytest.mark.parametrize("shape", [(3, 20, 33), (1, 9), (600, 640)])
 def test_tall_is_wide_transposed(method, dtype, bound, shape):
-    x = gaussian(*shape, dtype=F32)
-    wide = newton_schulz(x, method=method, dtype=dtype, steps=2)
+    x, how = gaussian(*shape, dtype=F32), {"method": method, "dtype": dtype, "steps": 2}
+    wide = newton_schulz(x, **how)
     # The products run on other strides, so only their rounding differs.
-    assert relative(newton_schulz(x.mT, method=method, dtype=dtype, steps=2), wide.mT) < bound
-    tall = newton_schulz(x.mT.contiguous(), method=method, dtype=dtype, steps=2)
+    assert relative(newton_schulz(x.mT, **how), wide.mT) < bound
+    tall = newton_schulz(x.mT.contiguous(), **how)
     assert relative(tall, wide.mT) < bound and tall.is_contiguous()
 
 
 @both_methods
 @pytest.mark.parametrize(("dtype", "bound"), [(BF16, 0.03), (F64, 1e-11)])
-@pytest.mark.parametrize("shape", [(12, 40), (40, 12), (17, 17)])
+@pytest.mark.parametrize("shape", [(12, 40), (40, 12)])
 def test_batch_is_a_loop(method, dtype, bound, shape):
-    x = gaussian(2, 3, *shape) * torch.tensor([1e-3, 1.0, 1e3], dtype=F64)[:, None, None]
-    found = newton_schulz(x, method=method, dtype=dtype)
+    x, how = gaussian(2, 2, *shape), {"method": method, "dtype": dtype}
+    x *= torch.tensor([1e-3, 1e3], dtype=F64)[:, None, None]
+    found = newton_schulz(x, **how)
     assert found.shape == x.shape
-    for i, j in np.ndindex(2, 3):
-        alone = newton_schulz(x[i, j], method=method, dtype=dtype)
-        assert torch.equal(newton_schulz(x[i : i + 1, j], method=method, dtype=dtype)[0], alone)
+    for i, j in np.ndindex(2, 2):
+        alone = newton_schulz(x[i, j], **how)
+        assert torch.equal(newton_schulz(x[i : i + 1, j], **how)[0], alone)
         assert relative(found[i, j], alone) < bound
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 5), (3, 0, 5), (5, 0), (2, 5, 0)])
+@pytest.mark.parametrize("shape", [(0, 4, 5), (3, 0, 5), (5, 0)])
 def test_empty(shape):
     for dtype in (BF16, F32):
         found = newton_schulz(torch.nn.Parameter(torch.empty(shape)), dtype=dtype)
@@ -326,44 +295,44 @@ def test_choice_of_method():
         ((1024, 1024), BF16, 5, "standard"),
         ((1024, 1536), BF16, 5, "standard"),  # equal multiplications
         ((1024, 2048), BF16, 5, "gram"),
-        ((2048, 1024), BF16, 5, "gram"),
-        ((4096, 14336), F16, 5, "gram"),
+        ((2048, 1024), F16, 5, "gram"),
         ((128, 512), BF16, 5, "standard"),  # too small
         ((128, 512), F32, 5, "gram"),
         ((64, 4096), F32, 5, "standard"),
         ((1024, 4096), BF16, 1, "standard"),
     ):
         assert choose_method(*shape, dtype, steps) == expected
-    for shape in ((128, 128), (128, 512)):
+    for shape, method in (((128, 128), "standard"), ((128, 512), "gram")):
         x = gaussian(*shape, dtype=F32)
-        results = {method: newton_schulz(x, method=method, dtype=F32) for method in METHODS}
+        results = {m: newton_schulz(x, method=m, dtype=F32) for m in ("standard", "gram")}
         assert not torch.equal(results["standard"], results["gram"])
-        assert torch.equal(newton_schulz(x, dtype=F32), results[choose_method(*shape, F32, 5)])
+        assert torch.equal(newton_schulz(x, dtype=F32), results[method])
 
 
 # ---- normalization and extreme inputs ----------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None)
-@given(power=st.integers(-100, 100), method=st.sampled_from(METHODS))
-def test_powers_of_two_change_no_bit(power, method):
+@given(power=st.integers(-100, 100))
+def test_powers_of_two_change_no_bit(power):
     x = gaussian(9, 14, dtype=F32)
-    expected = newton_schulz(x, method=method, dtype=F32, eps=1e-37)
-    assert torch.equal(newton_schulz(x * 2.0**power, method=method, dtype=F32, eps=1e-37), expected)
+    expected = newton_schulz(x, dtype=F32, eps=1e-37)
+    assert torch.equal(newton_schulz(x * 2.0**power, dtype=F32, eps=1e-37), expected)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(F64, 1e-12), (F32, 1e-5), (F16, 0.03), (BF16, 0.03)])
-@pytest.mark.parametrize("exponent", [-30, -20, -7, 0, 7, 20, 30])
-def test_any_scale_gives_the_same(dtype, bound, exponent):
+def test_any_scale_gives_the_same(dtype, bound):
     x = gaussian(20, 33)
-    found = newton_schulz(x * 10.0**exponent, dtype=dtype, eps=1e-60)
-    assert relative(found, newton_schulz(x, dtype=dtype)) < bound
-    if exponent == 30 and dtype is not F64:  # as float32 has it, to its largest number
+    expected = newton_schulz(x, dtype=dtype)
+    for exponent in (-30, -20, -7, 7, 20, 30):
+        found = newton_schulz(x * 10.0**exponent, dtype=dtype, eps=1e-60)
+        assert relative(found, expected) < bound
+    if dtype is not F64:  # as float32 has it, to its largest number
         found = newton_schulz((x.clamp(-1, 1) * 3e38).float(), dtype=dtype)
         assert relative(found, newton_schulz(x.clamp(-1, 1), dtype=dtype)) < bound
 
 
-def test_norm_below_eps_is_clamped_like_torch():
+def test_norm_below_eps_is_clamped_like_torch_and_that_of_a_large_matrix_is_accurate():
     x = gaussian(6, 8, dtype=F32)
     for scale in (1e-8, 1e-12, 1e-30):
         small = x * scale
@@ -372,17 +341,14 @@ def test_norm_below_eps_is_clamped_like_torch():
     tiny = newton_schulz(x * 1e-30, dtype=F32)
     assert tiny.isfinite().all() and 0 < tiny.abs().max() < 1e-15
     assert newton_schulz(x * 1e-44, dtype=F32).isfinite().all()
-
-
-def test_norm_of_a_large_matrix_is_accurate():
-    x = gaussian(600, 4000, dtype=F32)
-    assert float(normalize(x, F64).norm()) == pytest.approx(1, abs=1e-12)
-    assert float(normalize(x, F32).double().norm()) == pytest.approx(1, abs=1e-6)
+    large = gaussian(600, 4000, dtype=F32)
+    assert float(normalize(large, F64).norm()) == pytest.approx(1, abs=1e-12)
+    assert float(normalize(large, F32).double().norm()) == pytest.approx(1, abs=1e-6)
 
 
 @both_methods
 @pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize("shape", [(10, 16), (16, 10), (520, 530)])
+@pytest.mark.parametrize("shape", [(10, 16), (520, 530)])
 def test_zero_inf_nan_stay_where_they_are(method, dtype, shape):
     x = gaussian(6, *shape, dtype=F32)
     x[0] = 0
@@ -400,16 +366,12 @@ def test_zero_inf_nan_stay_where_they_are(method, dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F64])
-@pytest.mark.parametrize("shape", [(12, 40), (3, 40, 12), (1, 9, 9)])
-def test_looking_at_norms_changes_no_bit(shape, dtype):
+def test_looking_at_norms_changes_no_bit(dtype):
     """`newton_schulz` saves passes where a norm is harmless; optimizers cannot look."""
-    x = gaussian(*shape, dtype=F32)
-    for scale in (1.0, 1e-30, 1e30, 0.0, math.inf):
-        found = newton_schulz(scale * x, method="standard", dtype=dtype)
-        operand = normalize(scale * x, dtype).reshape(-1, *shape[-2:])
-        choice = fixed_choice(*shape[-2:], dtype, "cpu", 5, "standard")
-        expected = iterate_with(operand, POLAR, choice).view(shape)
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    for shape, scale in itertools.product(((12, 40), (3, 40, 12)), (1, 1e-30, 1e30, 0, math.inf)):
+        x = scale * gaussian(*shape, dtype=F32)
+        found = newton_schulz(x, steps=0, dtype=dtype)
+        torch.testing.assert_close(found, normalize(x, dtype), rtol=0, atol=0, equal_nan=True)
 
 
 # ---- what the caller sees ----------------------------------------------------------------------
@@ -437,35 +399,26 @@ def test_autocast_does_not_reach_in_and_meta_tensors_give_shapes():
 
 
 @pytest.mark.parametrize(
-    ("x", "error", "message"),
+    ("x", "options", "message"),
     [
-        ([[1.0]], TypeError, "expects a torch.Tensor, found list"),
-        (torch.ones(2, 3, dtype=torch.int64), TypeError, r"torch.int64.*x.float\(\)"),
-        (torch.ones(2, 3, dtype=torch.complex64), TypeError, "torch.complex64"),
-        (torch.ones(2, 3).to_sparse(), TypeError, r"sparse_coo; call x.to_dense\(\)"),
-        (torch.ones(3), ValueError, r"found shape \(3,\); leave vectors to AdamW"),
+        ([[1.0]], {}, "expects a torch.Tensor, found list"),
+        (torch.ones(2, 3, dtype=torch.int64), {}, r"torch.int64: .*x.float\(\)"),
+        (torch.ones(2, 3, dtype=torch.complex64), {}, "torch.complex64"),
+        (torch.ones(2, 3).to_sparse(), {}, r"sparse_coo.*x.to_dense\(\)"),
+        (torch.ones(3), {}, r"found shape \(3,\); leave vectors to AdamW"),
+        (torch.ones(2, 3), {"method": "svd"}, "auto, standard, gram, .*found 'svd'"),
+        (torch.ones(0, 3), {"method": "svd"}, "found 'svd'"),
+        (torch.ones(2, 3), {"dtype": "bf16"}, "found 'bf16'"),
+        (torch.ones(2, 3), {"dtype": torch.int8}, "float32, float64, found torch.int8"),
+        (torch.ones(2, 3), {"eps": 0.0}, "eps must be a finite number > 0"),
+        (torch.ones(0, 3), {"eps": math.nan}, "eps must be"),
+        (torch.ones(0, 3), {"steps": -2}, "found -2"),
     ],
 )
-def test_bad_inputs(x, error, message):
-    with pytest.raises(error, match=message):
-        newton_schulz(x)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"method": "svd"}, "auto, standard, gram, .*found 'svd'"),
-        ({"dtype": "bf16"}, "found 'bf16'"),
-        ({"dtype": torch.int8}, "float16, bfloat16, float32, float64, found torch.int8"),
-        ({"eps": 0.0}, "eps must be a finite number > 0"),
-        ({"eps": math.nan}, "eps must be"),
-        ({"steps": -2}, "found -2"),
-    ],
-)
-@pytest.mark.parametrize("shape", [(2, 3), (0, 3)])
-def test_bad_options(options, message, shape):
-    with pytest.raises(ValueError, match=message):
-        newton_schulz(torch.ones(shape), **options)
+def test_bad_inputs_and_options(x, options, message):
+    is_type = not options and "found shape" not in message
+    with pytest.raises(TypeError if is_type else ValueError, match=message):
+        newton_schulz(x, **options)
 
 
 @pytest.mark.parametrize("name", ["newton_schulz", "choice", "ops"])
@@ -492,16 +445,18 @@ def test_auto_is_the_dtype_that_is_fast_here(monkeypatch, float32_ms, bfloat16_m
     now, multiply = [0.0], torch.mm
 
     def timed(a, b, *, out):
-        assert torch.get_num_threads() == 1
+        # A model may be planned, exported or traced before it is trained.
+        assert torch.get_num_threads() == 1 and type(a) is Tensor
         now[0] += bfloat16_ms if a.dtype is BF16 else float32_ms
         return multiply(a, b, out=out)
 
     torch.set_num_threads(2)
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, FakeTensorMode():
         patch.setattr(torch, "mm", timed)
         patch.setattr("dmuon.kernels.ops.time.perf_counter", lambda: now[0])
         patch.setattr(ops_module, "_has_bf16", [])
         native = cpu_has_bf16()
+        assert type(torch.ones(1)) is FakeTensor and now[0] > 0
     assert torch.get_num_threads() == 2
     assert native == (expected is BF16)
     monkeypatch.setattr(ops_module, "_has_bf16", [native])
@@ -519,22 +474,6 @@ def test_auto_does_not_trust_the_processor():
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert found.stdout.split() == ["torch.float32"] * 2
-
-
-def test_auto_is_never_timed_on_fake_tensors():
-    """A model may be planned, exported or traced before it is trained."""
-    products, multiply = [], torch.mm
-
-    def seen(a, b, *, out):
-        products.append(type(a))
-        return multiply(a, b, out=out)
-
-    with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
-        patch.setattr(ops_module, "_has_bf16", [])
-        patch.setattr(torch, "mm", seen)
-        native_ns_dtype("cpu")
-        assert type(torch.ones(1)) is FakeTensor
-    assert set(products) == {Tensor}
 
 
 def test_native_dtype_elsewhere():
