@@ -43,5 +43,5 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@mkdir -p out
-	$(BIN)/python -m benchmarks.replicated --json out/bench_replicated.json
+	$(BIN)/python -m benchmarks.steps --ask replicated --json out/bench_steps.json
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scheduler --json out/bench_scheduler.json

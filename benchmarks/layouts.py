@@ -1,6 +1,6 @@
 """What do the layouts cost on one model: time of a step, traffic, memory?
 
-``python -m benchmarks.layouts --json out.json`` trains two models on gloo processes with one thread
+``python -m benchmarks.layouts --json out.json`` trains a model on gloo processes with one thread
 each, in every layout of dmuon and with AdamW on the same model: FSDP2 (on two replicas: HSDP) where
 FSDP2 has the rest or everything, `DistributedDataParallel` for plain models.
 
@@ -22,13 +22,12 @@ all that a training loop holds between steps, so with buffers and what is sent a
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,12 +42,10 @@ from torch.utils._pytree import tree_leaves
 import dmuon
 from benchmarks.baselines import local
 from benchmarks.layout_theory import Matrices, dedicated, fsdp, received, replicated, sharded
-from benchmarks.models import Stack, shard
-from benchmarks.muonbp_loss import GPTConfig, demo, load_standard_library
-from benchmarks.ranks import Rows, on_ranks
+from benchmarks.models import Stack, Training, shard
+from benchmarks.ranks import Row, Rows, on_ranks
 from benchmarks.results import command, table, write
-from benchmarks.step_time import HYPERPARAMETERS
-from benchmarks.timing import Laps, over_ranks, ratio, spread, take_turns
+from benchmarks.timing import ratio, spread, take_turns
 from dmuon.api import Request, assemble, group_maker, mesh_topology
 from dmuon.comm.transport import C10dTransport, Transport
 
@@ -56,58 +53,7 @@ WARM_UP = 2
 PHASES = ("backward", "step", "forward")
 TIMEOUT_S = 300.0
 WIDTH, LAYERS = 256, 8
-
-Row = dict[str, Any]
-Batch = tuple[Tensor, Tensor]
-
-
-# ---- models --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model and its data; ``blocks`` are what users pass to `fully_shard`."""
-
-    name: str
-    build: Callable[[], nn.Module]
-    blocks: str
-    batch: Callable[[int, int], Batch]  # of (step, rank)
-    loss: Callable[[nn.Module, Batch], Tensor]
-    rounds: int
-
-
-def demo_gpt() -> Workload:
-    """The model, the text and the loss of ``examples/train_gpt.py``."""
-    config, text = GPTConfig(), load_standard_library()
-
-    def batch(step: int, rank: int) -> Batch:
-        size = {"sequences": demo.SEQUENCES, "context": config.context}
-        found: Batch = text.training_batch(step, rank, seed=0, **size)
-        return found
-
-    def loss(model: nn.Module, given: Batch) -> Tensor:
-        return demo.next_byte_loss(model, *given)
-
-    return Workload("demo GPT", lambda: demo.GPT(config), "blocks", batch, loss, rounds=21)
-
-
-def eight_layers() -> Workload:
-    """The set `first` of `benchmarks.step_time`, with norms, on as many tokens as the demo's."""
-
-    def batch(step: int, rank: int) -> Batch:
-        generator = torch.Generator().manual_seed(7919 * step + rank)
-        shape = 2, demo.SEQUENCES, GPTConfig().context, WIDTH
-        x, y = torch.randn(shape, generator=generator)
-        return x, y
-
-    def loss(model: nn.Module, given: Batch) -> Tensor:
-        return (model(given[0]) - given[1]).square().mean()
-
-    name = f"{LAYERS} layers, w={WIDTH}"
-    return Workload(name, lambda: Stack(LAYERS, WIDTH), "layers", batch, loss, rounds=13)
-
-
-WORKLOADS: dict[str, Callable[[], Workload]] = {"demo": demo_gpt, "first": eight_layers}
+BATCH = (4, 128)  # tokens of a rank
 
 
 # ---- contenders ----------------------------------------------------------------------------
@@ -202,36 +148,34 @@ class Counting:
 class Contender:
     """One kind on its own copy of the model, after `build`."""
 
-    def __init__(self, kind: Kind, load: Workload) -> None:
+    def __init__(self, kind: Kind) -> None:
         self.kind = kind
-        self.load = load
         self.own: dmuon.Ownership | None = None
-        self.opt: Any = None
-        self.loss: Tensor | None = None
-        self.steps = 0
         self._received: dict[str, float] = defaultdict(float)  # by its ownership, by tag
 
     def build(self) -> None:
         kind, world = self.kind, dist.get_world_size()
         torch.manual_seed(0)
-        self.model = self.load.build()
+        stack = Stack(LAYERS, WIDTH)
+        model: nn.Module = stack
         axes = ("shard",) if kind.replicas == 1 else ("replicate", "shard")
         mesh = init_device_mesh("cpu", kind.mesh_shape(world), mesh_dim_names=axes)
         if kind.layout == "dedicated":  # before fully_shard, which leaves the matrices alone then
-            self.own = self._dedicate(mesh)
+            self.own = self._dedicate(model, mesh)
         if kind.around == "FSDP2":
             ignored = set() if self.own is None else self.own.dedicated_params
-            blocks = getattr(self.model, self.load.blocks)
-            shard(self.model, blocks, mesh=mesh, ignored_params=ignored)
+            shard(model, stack.layers, mesh=mesh, ignored_params=ignored)
         elif kind.optimizer == "AdamW":
-            self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+            model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         if kind.optimizer == "AdamW":
-            self.opt = torch.optim.AdamW(self.model.parameters(), fused=True, **HYPERPARAMETERS)
-            return
-        self.own = self.own or self._dedicate(mesh if kind.around == "FSDP2" else None)
-        self.opt = dmuon.Muon(self.model, **HYPERPARAMETERS)
+            opt: Any = torch.optim.AdamW(model.parameters(), fused=True)
+        else:
+            around = mesh if kind.around == "FSDP2" else None
+            self.own = self.own or self._dedicate(model, around)
+            opt = dmuon.Muon(model)
+        self.training = Training(model, (*BATCH, WIDTH), [opt], self.own)
 
-    def _dedicate(self, mesh: DeviceMesh | None) -> dmuon.Ownership:
+    def _dedicate(self, model: nn.Module, mesh: DeviceMesh | None) -> dmuon.Ownership:
         """`dmuon.dedicate_params` with its defaults, over transports that count."""
 
         def counted(transport: Transport) -> Any:
@@ -241,40 +185,24 @@ class Contender:
         make = group_maker(mesh, world, TIMEOUT_S)
         options = None if freed is None else dmuon.DedicatedOptions(free_after_forward=freed)
         return assemble(
-            self.model,
+            model,
             Request(self.kind.layout, options=options),
             counted(C10dTransport(range(world), TIMEOUT_S)),
-            lambda: mesh_topology(mesh, world, self.model, dmuon.PlannerOptions()),
+            lambda: mesh_topology(mesh, world, model, dmuon.PlannerOptions()),
             lambda partition: counted(make(partition)),
         )
 
-    def forward(self) -> None:
-        batch = self.load.batch(self.steps, dist.get_rank())
-        self.loss = self.load.loss(self.model, batch)
-        self.steps += 1
-
-    def backward(self) -> None:
-        assert self.loss is not None
-        self.loss.backward()
-        self.loss = None
-
-    def step(self) -> None:
-        self.opt.step()
-        self.opt.zero_grad()
-
     def whole_step(self) -> None:
         """Forward, backward and step, with nothing left on its way."""
-        self.forward()
-        self.backward()
-        self.step()
+        training = self.training
+        training.forward()
+        training.backward()
+        del training.loss  # and what it holds
+        training.step()
+        (opt,) = training.optimizers
+        opt.zero_grad()
         if self.own is not None:
-            self.opt.synchronize()
-
-    def turn(self) -> Laps:
-        """Milliseconds of the whole, from before backward, and of `PHASES`."""
-        found = over_ranks(self.backward, self.step, self.forward)
-        self.sent()
-        return found
+            opt.synchronize()
 
     def sent(self) -> dict[str, float]:
         """Bytes received since the last call, by tag; a mean over ranks, but for all-to-alls."""
@@ -287,13 +215,14 @@ class Contender:
         assert self.own is not None
         specs = self.own.plan.specs
         (kept,) = {getattr(torch, m.dtype).itemsize for m in specs.matrices}
-        updates = getattr(torch, self.opt.stats()["ns_dtype"]).itemsize
+        updates = getattr(torch, self.training.optimizers[0].stats()["ns_dtype"]).itemsize
         return Matrices.of(sum(m.numel for m in specs.matrices), kept, updates=updates)
 
     def persistent_bytes(self) -> int:
         """Weights (placeholders too) and optimizer state on this rank, each storage once."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        for state in self.opt.state.values():
+        model, (opt,) = self.training.model, self.training.optimizers
+        tensors = [*model.parameters(), *model.buffers()]
+        for state in opt.state.values():
             tensors += [value for value in state.values() if isinstance(value, Tensor)]
         storages = [local(tensor.detach()).untyped_storage() for tensor in tensors]
         return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
@@ -387,21 +316,22 @@ def traffic(contender: Contender) -> Row:
     }
 
 
-def measure(load: Workload, rounds: int) -> Rows:
-    """Rows of one model; every rank calls it and gets the same."""
+def work(rank: int, rounds: int) -> Rows:
+    """Every rank gets the same rows."""
     world = dist.get_world_size()
-    field = {kind.label(world): Contender(kind, load) for kind in kinds(world)}
+    field = {kind.label(world): Contender(kind) for kind in kinds(world)}
     facts = {name: memory(c) | traffic(c) for name, c in field.items()}
     for contender in field.values():
-        contender.forward()
-    times = take_turns({name: c.turn for name, c in field.items()}, rounds, warm_up=WARM_UP)
+        contender.training.forward()
+    turns = {name: contender.training.turn for name, contender in field.items()}
+    times = take_turns(turns, rounds, warm_up=WARM_UP)
     rows = []
     for name, contender in field.items():
         kind = contender.kind
         whole, *phases = zip(*times[name], strict=True)
         baseline = kind.baseline.label(world)
         row: Row = {
-            "set": load.name,
+            "set": f"{LAYERS} layers, w={WIDTH}",
             "optimizer": kind.optimizer,
             "layout": kind.layout,
             "name": name,
@@ -427,42 +357,27 @@ BYTES = ("bytes", "theory_bytes", "framework_bytes", "state_bytes", "kept_bytes"
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The tables of ``docs/layouts.md``."""
-    blocks = []
-    for name in dict.fromkeys(row["set"] for row in rows):
-        mine = [row for row in rows if row["set"] == name]
-        size = max(row.get("matrix_bytes", 0) for row in mine) / 1e6
-        world, rounds = mine[0]["world"], mine[0]["rounds"]
-        blocks.append(
-            f"**{name}: P = {size:.2f} MB of matrices, {world} processes, {rounds} rounds**"
+    """The table of ``docs/layouts.md``."""
+    size = max(row.get("matrix_bytes", 0) for row in rows) / 1e6
+    cells = (
+        (
+            row["name"],
+            "{median_ms:.0f} ({p10_ms:.0f}-{p90_ms:.0f})".format(**row),
+            f"{row['ratio_to_adamw']:.2f}",
+            ", ".join(f"{row[f'{phase}_ms']:.0f}" for phase in PHASES),
+            *(f"{row[key] / 1e6:.2f}" if row.get(key) else None for key in BYTES),
         )
-        cells = (
-            (
-                row["name"],
-                "{median_ms:.0f} ({p10_ms:.0f}-{p90_ms:.0f})".format(**row),
-                f"{row['ratio_to_adamw']:.2f}",
-                ", ".join(f"{row[f'{phase}_ms']:.0f}" for phase in PHASES),
-                *(f"{row[key] / 1e6:.2f}" if row.get(key) else None for key in BYTES),
-            )
-            for row in mine
-        )
-        blocks.append(table(HEADINGS, cells))
-    return "\n\n".join(blocks)
-
-
-def work(rank: int, args: argparse.Namespace) -> Rows:
-    rows: Rows = []
-    for name in args.sets:
-        load = WORKLOADS[name]()
-        rows += measure(load, args.rounds or load.rounds)
-        gc.collect()
-    return rows
+        for row in rows
+    )
+    title = "**{set}: P = {size:.2f} MB of matrices, {world} processes, {rounds} rounds**".format(
+        size=size, **rows[0]
+    )
+    return f"{title}\n\n{table(HEADINGS, cells)}"
 
 
 def main() -> None:
     parser = command(__doc__)
-    parser.add_argument("--sets", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--rounds", type=int, help=f"timed ones, after {WARM_UP} to warm up")
+    parser.add_argument("--rounds", type=int, default=13, help=f"after {WARM_UP} to warm up")
     parser.add_argument("--world", type=int, default=4, help="processes")
     parser.add_argument("--table", metavar="PATH", help="print these results as Markdown and stop")
     args = parser.parse_args()
@@ -470,7 +385,7 @@ def main() -> None:
         with open(args.table) as file:
             print(page(json.load(file)["rows"]))
         return
-    rows = on_ranks(args.world, work, args)
+    rows = on_ranks(args.world, work, args.rounds)
     write(args.json, rows)
     print(page(rows))
 

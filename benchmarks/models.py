@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -74,8 +74,10 @@ class Training:
         shape: tuple[int, ...],
         optimizers: Sequence[Any],
         own: dmuon.Ownership | None = None,
+        sync: Callable[[], Any] | None = None,
     ) -> None:
-        self.model, self.optimizers, self.own = model, optimizers, own
+        """``sync`` exchanges gradients after backward, where nobody else does."""
+        self.model, self.optimizers, self.own, self._sync = model, optimizers, own, sync
         self._shape = shape
         self._data = torch.Generator().manual_seed(dist.get_rank())
         self.forward()
@@ -99,6 +101,11 @@ class Training:
             one.zero_grad()
         self.loss = self.model(x).square().mean()
 
+    def backward(self) -> None:
+        self.loss.backward()
+        if self._sync is not None:
+            self._sync()
+
     def step(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
@@ -107,14 +114,20 @@ class Training:
         """Milliseconds from before backward to the end of the next forward; of backward, of the
         optimizers' `step`, and of the forward."""
         x = self._batch()
-        return over_ranks(self.loss.backward, self.step, lambda: self._forward(x))
+        return over_ranks(self.backward, self.step, lambda: self._forward(x))
 
     def step_turn(self) -> Laps:
         """Milliseconds of the optimizers' `step`, which all ranks begin together."""
-        self.loss.backward()
+        self.backward()
         found = over_ranks(self.step)
         self.forward()
         return found
+
+    def sent_bytes(self) -> int:
+        """What the optimizer of the matrices sent in the last step; AdamW sends nothing."""
+        if self.own is not None:
+            return sum(self.optimizers[0].stats()["bytes"].values())
+        return sum(getattr(optimizer, "sent_bytes", 0) for optimizer in self.optimizers)
 
     def close(self) -> None:
         if self.own is not None:

@@ -1,113 +1,176 @@
-"""What does MuonBP save, and what does it cost? Periods 1, 2, 5 and infinity.
+"""What does MuonBP cost in loss? The demo's model with periods 1, 2, 5 and infinity.
 
-``python -m benchmarks.muonbp --json out.json`` measures two things. Steps: the time of `step`, and
-the collectives and bytes in it, on FSDP2 over 4 gloo processes, every period in turn in one run.
-Loss: see `benchmarks.muonbp_loss`.
+``python -m benchmarks.muonbp --json out.json``: every training starts from the same weights and
+sees the same batches, on FSDP2 over 4 processes and on tensor parallelism over 2. Step sizes of a
+block step: ``two`` is `dmuon.Muon`'s default, each kind of step adjusted by the dims of what it
+orthogonalizes; ``low`` multiplies ``block_lr_ratio`` at the lower end that theory gives,
+``1 / sqrt(blocks)``. What a step costs in time and traffic: `benchmarks.steps`.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
+import math
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import CommDebugMode
+from rich.console import Console
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from benchmarks.models import Stack, Training, shard
-from benchmarks.muonbp_loss import MESHES, PERIODS, STEP_SIZES, is_full, loss_rows, period_name
+import dmuon
 from benchmarks.ranks import Rows, on_ranks
 from benchmarks.results import command, write
-from benchmarks.timing import Laps, spread, take_turns
 
-CYCLE = 10  # steps: a multiple of every finite period
-LAYERS, WIDTH = 8, 256
+# The examples are scripts: their folder is on the path when they run, and so it must be here.
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
+import train_gpt as demo
+from _gpt import GPTConfig
+from _parallel import shard_with_fsdp2, split_with_tensor_parallelism
+from _results import Run
+from _text import load_standard_library
 
-class Contender:
-    """One period, or AdamW (None), on its own FSDP2 copy of the model."""
-
-    def __init__(self, period: float | None) -> None:
-        torch.manual_seed(0)
-        self.period = period
-        model, shape = Stack(LAYERS, WIDTH), (4, 8, WIDTH)
-        shard(model, model.layers)
-        if period is None:
-            adamw = torch.optim.AdamW(model.parameters(), foreach=True)
-            self.training = Training(model, shape, [adamw])
-        else:
-            # "sync": nothing of the step may be left for the next forward, which is not counted.
-            plan = {"layout": "sharded"}
-            self.training = Training.of_muon(model, shape, plan, period=period, publish="sync")
-        self.counts: list[tuple[int, int]] = []  # collectives and bytes of the first steps
-
-    def turn(self) -> Laps:
-        """Of one `step`. Counting is slow, so the first `CYCLE` steps are counted, and those after
-        them are timed."""
-        if len(self.counts) >= CYCLE:
-            return self.training.step_turn()
-        self.training.loss.backward()
-        with CommDebugMode() as mode:
-            self.training.step()
-        nbytes = 0 if self.period is None else sum(self._stats()["bytes"].values())
-        self.counts.append((mode.get_total_counts(), nbytes))
-        self.training.forward()
-        return (0.0,)
-
-    def _stats(self) -> dict[str, Any]:
-        stats: dict[str, Any] = self.training.optimizers[0].stats()
-        return stats
-
-    def row(self, ms: list[float]) -> dict[str, Any]:
-        """Bytes are of this rank."""
-        collectives, nbytes = zip(*self.counts)
-        row: dict[str, Any] = {
-            "set": f"step, {LAYERS} layers, w={WIDTH}",
-            "optimizer": "adamw" if self.period is None else "muonbp",
-            "layout": "sharded",
-            "mesh": "fsdp=4",
-            "world": dist.get_world_size(),
-            **spread(ms),
-            "mean_ms": statistics.fmean(ms),
-            "collectives": statistics.fmean(collectives),
-            "bytes": statistics.fmean(nbytes),
-        }
-        if self.period is None:
-            return row
-        row |= {"period": period_name(self.period), "ns_dtype": self._stats()["ns_dtype"]}
-        for kind in ("full", "block"):
-            steps = [
-                t for t in range(CYCLE + len(ms)) if is_full(t, self.period) == (kind == "full")
-            ]
-            of_kind = [ms[t - CYCLE] for t in steps if t >= CYCLE]
-            row[f"{kind}_ms"] = statistics.median(of_kind) if of_kind else None
-            row[f"collectives_{kind}"] = sorted({collectives[t] for t in steps if t < CYCLE})
-            row[f"bytes_{kind}"] = sum(nbytes[t] for t in steps if t < CYCLE)
-        return row
+PERIODS = (1, 2, 5, math.inf)
+MESHES = {"fsdp=4": 4, "tp=2": 2}  # with their numbers of ranks
+STEP_SIZES = ("two", "low")
+STREAMS = 4  # a batch is what four ranks of the demo read in a step, whoever reads it here
 
 
-def step_rows(rank: int, args: argparse.Namespace) -> Rows:
-    """AdamW and every period, step by step in turn."""
-    field = {str(period): Contender(period) for period in (None, *PERIODS)}
-    turns = {name: contender.turn for name, contender in field.items()}
-    times = take_turns(turns, args.repeats, warm_up=CYCLE)
-    rows = [field[name].row([laps[0] for laps in found]) for name, found in times.items()]
-    for contender in field.values():
-        contender.training.close()
+@dataclass(frozen=True)
+class Dealt(demo.Job):
+    """The demo's training on the batch of `STREAMS` ranks, of which this rank reads its share.
+
+    All ranks of a tensor-parallel group read the same share; on FSDP2 each has one of its own.
+    """
+
+    share: int
+    shares: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        return demo.SEQUENCES * self.config.context * STREAMS
+
+    def training_batch(self, step: int) -> demo.Batch:
+        each = STREAMS // self.shares
+        size = {"sequences": demo.SEQUENCES, "context": self.config.context}
+        parts = [
+            self.text.training_batch(step, stream, seed=self.arguments.seed, **size)
+            for stream in range(self.share * each, (self.share + 1) * each)
+        ]
+        inputs, targets = zip(*parts, strict=True)
+        return torch.cat(inputs), torch.cat(targets)
+
+    def validation_batches(self) -> Iterator[demo.Batch]:
+        found = self.text.validation_batches(
+            self.share,
+            self.shares,
+            sequences=2 * demo.SEQUENCES,
+            context=self.config.context,
+            total=demo.VALIDATION_WINDOWS,
+        )
+        return iter(found)
+
+
+def matrices(model: nn.Module) -> list[DTensor]:
+    """What Muon updates here: the linear weights of the blocks."""
+    named_parameters = model.named_parameters()
+    return [p for n, p in named_parameters if n.startswith("blocks.") and p.ndim == 2]  # type: ignore[misc]
+
+
+def weight_norm(model: nn.Module) -> float:
+    """Frobenius norm of all matrices together: every rank holds other elements of them."""
+    total = torch.zeros((), dtype=torch.float64)
+    for p in matrices(model):
+        total += p.to_local().detach().double().square().sum()
+    dist.all_reduce(total)
+    return math.sqrt(float(total))
+
+
+def train(job: Dealt, mesh: str, period: float | None, sizes: str) -> dict[str, Any]:
+    """Train the demo's model once; period None is AdamW."""
+    model = job.build_model()
+    world = job.ranks.world
+    parallelize = shard_with_fsdp2 if mesh.startswith("fsdp") else split_with_tensor_parallelism
+    parallelize(model, init_device_mesh("cpu", (world,)))
+    own: dmuon.Ownership | None = None
+    opt: Any
+    if period is None:
+        run = Run("adamw", demo.ADAMW_LR)
+        rates: Any = {"lr": demo.ADAMW_LR, "weight_decay": demo.WEIGHT_DECAY}
+        opt = torch.optim.AdamW(model.parameters(), **rates)
+        clip: Any = partial(nn.utils.clip_grad_norm_, list(model.parameters()), demo.CLIP_NORM)
+    else:
+        run = Run("muonbp", demo.LR)
+        own = dmuon.dedicate_params(model, layout="sharded", costs="analytic")
+        opt = dmuon.Muon(
+            model,
+            lr=demo.LR,
+            weight_decay=demo.WEIGHT_DECAY,
+            period=period,
+            block_lr_ratio=1 / math.sqrt(world) if sizes == "low" else None,
+        )
+        clip = partial(dmuon.clip_grad_norm_, model, demo.CLIP_NORM)
+    demo.train(job, run, model, opt, clip)
+    row = {
+        "set": "demo loss",
+        "optimizer": run.name,
+        "layout": "sharded",
+        "mesh": mesh,
+        "world": world,
+        "period": "inf" if period == math.inf else period,
+        "step_sizes": sizes,
+        "lr": run.lr,
+        "seed": job.arguments.seed,
+        "steps": len(run.losses),
+        "validation_loss": run.validation_loss,
+        "train_loss": run.train_loss,
+        "weight_norm": weight_norm(model),
+        "seconds": run.seconds,
+        "validation": run.validation,
+    }
+    if own is not None:
+        own.close()
+    return row
+
+
+def loss_rows(rank: int, args: Namespace, mesh: str) -> Rows:
+    """Every period with every kind of step sizes; plain Muon takes no block step, so it has one."""
+    world = dist.get_world_size()
+    is_fsdp = mesh.startswith("fsdp")
+    kinds: list[tuple[float | None, str]] = [(None, "two")] if is_fsdp else []
+    kinds += [(1, "two"), *((p, sizes) for p in PERIODS[1:] for sizes in args.step_sizes)]
+    text = load_standard_library()
+    rows: Rows = []
+    for seed in range(args.seeds):
+        job = Dealt(
+            Namespace(steps=args.steps, seed=seed, dtype="float32"),
+            demo.Ranks(rank, world, torch.device("cpu")),
+            Console(quiet=True),
+            text,
+            GPTConfig(heads=4),  # instead of the demo's five, so that two ranks can share them
+            *((rank, world) if is_fsdp else (0, 1)),
+        )
+        for period, sizes in kinds:
+            rows.append(train(job, mesh, period, sizes))
+            if rank == 0:
+                print(loss_line(rows[-1]), flush=True)
     return rows
 
 
-def step_line(row: dict[str, Any]) -> str:
+def loss_line(row: dict[str, Any]) -> str:
     name = row["optimizer"] if row["optimizer"] == "adamw" else f"P={row['period']}"
-    kinds = [
-        f"{kind} {row[f'{kind}_ms']:.1f} ms, {row[f'collectives_{kind}']} collectives"
-        for kind in ("full", "block")
-        if row.get(f"{kind}_ms") is not None
-    ]
     return (
-        f"{row['mesh']}  {name:6} step {row['mean_ms']:7.1f} ms  {row['collectives']:5.1f} "
-        f"collectives  {row['bytes'] / 1e6:6.2f} MB  {'; '.join(kinds)}"
+        f"{row['mesh']}  {name:6} {row['step_sizes']:4} seed {row['seed']}  "
+        f"validation {row['validation_loss']:.4f}  train {row['train_loss']:.4f}  "
+        f"weights {row['weight_norm']:6.1f}  {row['seconds']:5.0f} s"
     )
 
 
@@ -115,19 +178,11 @@ def main() -> None:
     parser = command(__doc__)
     parser.add_argument("--steps", type=int, default=150, help="of each training")
     parser.add_argument("--seeds", type=int, default=1, help="trainings of each kind")
-    parser.add_argument(
-        "--step-sizes", nargs="+", choices=STEP_SIZES, default=["one", "two"], metavar="SIZES"
-    )
-    parser.add_argument("--repeats", type=int, default=30, help="timed steps of each period")
-    parser.add_argument("--only", choices=("steps", "loss"), help="measure one of the two")
+    parser.add_argument("--step-sizes", nargs="+", choices=STEP_SIZES, default=["two"])
     args = parser.parse_args()
     rows: Rows = []
-    if args.only != "loss":
-        rows += on_ranks(4, step_rows, args)
-        print("\n".join(map(step_line, rows)), flush=True)
-    if args.only != "steps":
-        for mesh, world in MESHES.items():
-            rows += on_ranks(world, loss_rows, args, mesh)
+    for mesh, world in MESHES.items():
+        rows += on_ranks(world, loss_rows, args, mesh)
     write(args.json, rows)
 
 

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-__all__ = ["Rows", "joined", "on_ranks"]
+__all__ = ["Row", "Rows", "joined", "on_ranks"]
 
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
+Rows = list[Row]
 
 
 @contextmanager
