@@ -33,31 +33,12 @@ from torch import Tensor
 from dmuon.comm.consensus import attempt
 from dmuon.comm.transport import Stopwatch, Transport
 from dmuon.config import KernelOptions, MuonDefaults, PlannerOptions
-from dmuon.kernels.choice import (
-    backend_version,
-    candidates,
-    fixed_choice,
-    launch_errors,
-    ops_of,
-)
-from dmuon.kernels.newton_schulz import (
-    KERNEL_VERSION,
-    normalize,
-    resolve_coefficients,
-    resolve_ns_dtype,
-)
+from dmuon.kernels import newton_schulz as ns
+from dmuon.kernels.choice import backend_version, candidates, fixed_choice, launch_errors, ops_of
+from dmuon.kernels.newton_schulz import normalize, resolve_coefficients, resolve_ns_dtype
 from dmuon.kernels.runner import Call, Orthogonalizer
-from dmuon.scheduler.costs import (
-    ANALYTIC_DEVICES,
-    CacheKey,
-    CostTable,
-    ShapeKey,
-    add_to_cache,
-    analytic_class,
-    cache_directory,
-    canonical_key,
-    read_cache,
-)
+from dmuon.scheduler import costs
+from dmuon.scheduler.costs import CostTable, ShapeKey, canonical_key
 from dmuon.scheduler.specs import dtype_name
 from dmuon.types import KernelChoice
 from dmuon.update import normalized_momentum
@@ -68,7 +49,6 @@ __all__ = [
     "Case",
     "OwnerTimer",
     "Pace",
-    "batch_sizes",
     "cases_of",
     "choose_kernels",
     "device_name",
@@ -105,27 +85,22 @@ class Case:
     batch: int
     count: int = 1
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.batch, *self.key[:2]
 
-Run = tuple[Case, str]  # with a kernel
 
-
-def batch_sizes(largest: int) -> tuple[int, ...]:
-    """The batch sizes to measure: powers of two, and the largest one itself.
-
-    >>> batch_sizes(6), batch_sizes(8)
-    ((1, 2, 4, 6), (1, 2, 4, 8))
-    """
-    powers = [2**i for i in range(largest.bit_length())]
-    return tuple(sorted({*powers, largest}))
+Run = tuple[Case, str]  # with a kernel, "" for the fixed rule's
+Progress = Callable[[int, Case], object]  # is told how many have been dealt with, and the next
 
 
 def cases_of(keys: Iterable[ShapeKey], max_batch: int) -> tuple[Case, ...]:
-    """What planning for these matrices needs to know, sorted.
+    """What planning for these matrices needs to know, sorted: batches of powers of two, and the
+    largest one itself. Only equal keys are batched together, but a shape and its transpose have one
+    price.
 
-    Only equal keys are batched together, but a shape and its transpose have one price.
-
-    >>> [(c.batch, c.count) for c in cases_of([(4, 6, "float32")] * 2 + [(6, 4, "float32")], 16)]
-    [(1, 3), (2, 3)]
+    >>> [(c.batch, c.count) for c in cases_of([(4, 6, "float32")] * 3 + [(6, 4, "float32")], 16)]
+    [(1, 4), (2, 4), (3, 4)]
     """
     largest: dict[ShapeKey, int] = {}
     counts: Counter[ShapeKey] = Counter()
@@ -135,8 +110,8 @@ def cases_of(keys: Iterable[ShapeKey], max_batch: int) -> tuple[Case, ...]:
         largest[wide] = max(largest.get(wide, 1), min(count, max_batch))
     return tuple(
         Case(key, batch, counts[key])
-        for key in sorted(counts)
-        for batch in batch_sizes(largest[key])
+        for key, most in sorted(largest.items())
+        for batch in sorted({*(2**i for i in range(most.bit_length())), most})
     )
 
 
@@ -144,30 +119,26 @@ def cases_of(keys: Iterable[ShapeKey], max_batch: int) -> tuple[Case, ...]:
 
 
 class Pace:
-    """What a run will take: the model's time, corrected by the most similar time known so far."""
+    """What a run will take: as it did before, or what the model says, corrected by what is known
+    of others."""
 
     def __init__(self, model: CostTable, known: Mapping[Case, float] | None = None) -> None:
         self._model = model
-        self._known = dict(known or {})
-
-    def note(self, case: Case, ms: float) -> None:
-        """A run took ``ms``."""
-        self._known[case] = ms
+        self.known = dict(known or {})  # milliseconds
 
     def expected_s(self, case: Case) -> float:
         """Seconds that the next run will take."""
-        guess = self._model.batch_ms(case.key, case.batch)
-        alike = {c: ms for c, ms in self._known.items() if c.key == case.key} or self._known
-        pairs = [(self._model.batch_ms(c.key, c.batch), ms) for c, ms in alike.items()]
-        modelled, ms = min(pairs, key=lambda p: (abs(math.log(p[0] / guess)), p), default=(1, 1))
-        return guess * ms / modelled / 1e3
+        if case not in self.known:
+            table = replace(self._model, entries=_by_shape(self.known))
+            return table.batch_ms(case.key, case.batch) / 1e3
+        return self.known[case] / 1e3
 
     def in_order(self, cases: Iterable[Case]) -> list[Case]:
         """Batches of one first, what weighs most before what weighs less, then larger; before all
         of them the smallest, if nothing is known, to learn how fast the device is."""
         ms = {case: self._model.batch_ms(case.key, 1) for case in cases}
         ordered = sorted(ms, key=lambda case: (case.batch, -case.count * ms[case], case.key))
-        if ordered and not self._known:
+        if ordered and not self.known:
             smallest = min(ordered, key=lambda case: (case.batch, ms[case], case.key))
             ordered.remove(smallest)
             ordered.insert(0, smallest)
@@ -181,12 +152,11 @@ def median_times(
     *,
     deadline: float = math.inf,
     clock: Callable[[], float] = time.perf_counter,
-    progress: Callable[[int, Case], None] | None = None,
+    progress: Progress = lambda done, case: None,
 ) -> dict[Run, float]:
     """The median milliseconds of each run, in their order as far as the ``deadline`` allows.
 
-    Nothing is begun that is not expected to end in time, so at most one run overruns. ``progress``
-    is told how many have been dealt with, and the next.
+    Nothing is begun that is not expected to end in time, so at most one run overruns.
 
     Everything is run once before anything is run again, up to `PASSES` times. So each run finds
     caches and memory as it does in a training step, where no batch follows itself; and since
@@ -201,8 +171,7 @@ def median_times(
         # On CUDA the first time of a run is its third: it is compiled and captured before.
         turns = 3 if number == 0 and timer.device.type == "cuda" else 1
         for run in todo:
-            if progress is not None:
-                progress(done, run[0])
+            progress(done, run[0])
             done += 1
             if turns * pace.expected_s(run[0]) > deadline - clock():
                 continue
@@ -210,12 +179,11 @@ def median_times(
                 ms = timer.run(*run)
             except torch.OutOfMemoryError:
                 continue
-            taken = [ms] if number == 0 else [*times.get(run, ()), ms]
             if number > 0:
-                times[run] = taken
+                times.setdefault(run, []).append(ms)
             # No clock is better than this, and files are for people too.
-            medians[run] = float(f"{statistics.median(taken):.6g}")
-            pace.note(run[0], medians[run])
+            medians[run] = float(f"{statistics.median(times.get(run, [ms])):.6g}")
+            pace.known[run[0]] = medians[run]
         todo = [run for run in todo if run in medians]
         if times and all(len(t) >= _MIN_TIMES and _is_stable(t) for t in times.values()):
             break
@@ -258,48 +226,49 @@ class OwnerTimer:
         self._memory: dict[str, tuple[Tensor, Tensor]] = {}  # gradients and momentum, by dtype
         self._warm: set[Run] = set()
 
+    def _call(self, case: Case, kernel: str) -> Call:
+        return Call(case.shape, self._triples, kernel)
+
     def reserve(self, runs: Iterable[Run]) -> list[Run]:
         """Have memory for these, one at a time; those that need no more than a quarter of what is
         free, in their order."""
         limit = _MEMORY_SHARE * _free_bytes(self.device) / self._sharing
-        fitting = [run for run in runs if self._bytes(run) <= limit]
+        fitting = [run for run in runs if self._bytes(*run) <= limit]
         self._memory, self._warm = {}, set()
         self._runner.reserve([self._call(*run) for run in fitting])
         # A generator of our own, and every factory told its device and dtype: the user's random
         # state and defaults neither change nor matter.
         generator = torch.Generator(self.device).manual_seed(0)
         for dtype in {case.key[2] for case, _ in fitting}:
-            most = max(math.prod(_shape(case)) for case, _ in fitting if case.key[2] == dtype)
+            most = max(math.prod(case.shape) for case, _ in fitting if case.key[2] == dtype)
             grads = torch.empty(most, dtype=getattr(torch, dtype), device=self.device)
             grads.uniform_(-1, 1, generator=generator)
             self._memory[dtype] = grads, torch.zeros_like(grads)
         return fitting
 
-    def _bytes(self, run: Run) -> int:
-        case, item = run[0], getattr(torch, run[0].key[2]).itemsize
+    def _bytes(self, case: Case, kernel: str) -> int:
+        item = getattr(torch, case.key[2]).itemsize
         # Gradient, momentum, operand; normalization makes two more in float32 at least.
-        stacks = math.prod(_shape(case)) * (3 * item + 2 * max(4, item))
-        return stacks + self._runner.call_bytes(self._call(*run))
-
-    def _call(self, case: Case, kernel: str) -> Call:
-        return Call(_shape(case), self._triples, kernel)
+        stacks = math.prod(case.shape) * (3 * item + 2 * max(4, item))
+        return stacks + self._runner.call_bytes(self._call(case, kernel))
 
     @torch.no_grad()
     def run(self, case: Case, kernel: str) -> float:
-        """Milliseconds of one update of a batch that is reserved, with a kernel ("" for the fixed
-        rule's). OutOfMemoryError where there is not enough."""
+        """Milliseconds of one update of a batch that is reserved. OutOfMemoryError where there is
+        not enough."""
         on_cuda = self.device.type == "cuda"
+        turns = 3 if on_cuda and (case, kernel) not in self._warm else 1
+        self._warm.add((case, kernel))
         # Events are recorded on the current device's stream, which may be another's.
         with torch.cuda.device(self.device) if on_cuda else nullcontext():
-            if on_cuda and (case, kernel) not in self._warm:
-                for _ in range(2):  # kernels compile in the first, the second is captured
-                    self._once(case, kernel)
-                self._warm.add((case, kernel))
-            return self._once(case, kernel).milliseconds()
+            for _ in range(turns):  # kernels compile in the first, the second is captured
+                watch = self._once(case, kernel)
+            return watch.milliseconds()
 
     def _once(self, case: Case, kernel: str) -> Stopwatch:
-        call, shape = self._call(case, kernel), _shape(case)
-        grads, buffer = (t[: math.prod(shape)].view(shape) for t in self._memory[case.key[2]])
+        call = self._call(case, kernel)
+        memory = self._memory[case.key[2]]
+        grads, buffer = (t[: math.prod(case.shape)].view(case.shape) for t in memory)
         watch = Stopwatch(self.device)
         operand = self._runner.operand(call)
         if not self._momentum:
@@ -311,10 +280,6 @@ class OwnerTimer:
         self._runner.run(call, operand)
         watch.stop()
         return watch
-
-
-def _shape(case: Case) -> tuple[int, int, int]:
-    return case.batch, *case.key[:2]
 
 
 # ---- choosing kernels --------------------------------------------------------------------
@@ -339,11 +304,10 @@ def gate_errors(
     shape = (min(case.batch, 2), *case.key[:2])
     x = normalize(torch.empty(shape, dtype=wide, device=device).normal_(generator=generator), dtype)
     triples = resolve_coefficients("polar_express", MuonDefaults().ns_steps)
-    eager = KernelOptions(cuda_graphs=False)
     failures: tuple[type[Exception], ...] = (RuntimeError, *launch_errors())
 
     def result(values: Tensor, kernel: str) -> Tensor:
-        runner = Orthogonalizer(device, values.dtype, eager)
+        runner = Orthogonalizer(device, values.dtype, KernelOptions(cuda_graphs=False))
         return runner.run(Call(shape, triples, kernel), values).to(wide)
 
     expected = result(x.to(wide, copy=True), f"standard/torch/{dtype_name(wide)}")
@@ -353,10 +317,9 @@ def gate_errors(
             break
         try:
             error = float((result(x.clone(), str(choice)) - expected).norm() / expected.norm())
-        except torch.OutOfMemoryError:
-            raise
-        except failures:
-            if choice.backend.startswith("torch"):
+        except failures as failure:
+            is_memory = isinstance(failure, torch.OutOfMemoryError)
+            if is_memory or choice.backend.startswith("torch"):
                 raise
             error = math.inf
         errors[choice] = math.inf if math.isnan(error) else error
@@ -371,7 +334,7 @@ def choose_kernels(
     options: KernelOptions,
     *,
     clock: Callable[[], float] = time.perf_counter,
-    progress: Callable[[int, Case], None] | None = None,
+    progress: Progress = lambda done, case: None,
 ) -> dict[Case, str]:
     """The kernels that measurements chose: the cached ones that are still offered, and the fastest
     of those that compute the right thing, as far as ``options.tune_budget_s`` seconds reach.
@@ -385,25 +348,23 @@ def choose_kernels(
     """
     deadline = clock() + options.tune_budget_s
     chosen: dict[Case, str] = {}
-    todo: dict[Case, list[Case]] = defaultdict(list)
-    offered: dict[Case, tuple[KernelChoice, ...]] = {}
+    todo: dict[Case, tuple[KernelChoice, ...]] = {}
     for case in cases:
         choices = candidates(*_arguments(case, timer.ns_dtype, timer.device, options))
         if cached.get(case, "") in map(str, choices):
             chosen[case] = cached[case]
         elif len(choices) > 1:
-            # Where a batch runs matrix by matrix, its size does not matter.
-            limit = ops_of(choices[0], timer.device, case.key[0]).batch_rows
-            one_by_one = limit is not None and case.key[0] > limit
-            timed = replace(case, batch=1) if one_by_one else case
-            todo[timed].append(case)
-            offered[timed] = choices
-    for number, timed in enumerate(pace.in_order(todo)):
-        if progress is not None:
-            progress(number, timed)
-        best = _fastest(timed, offered[timed], timer, pace, deadline, clock)
-        if best is not None:
-            chosen |= dict.fromkeys(todo[timed], str(best))
+            todo[case] = choices
+    fastest: dict[Case, KernelChoice | None] = {}
+    for number, case in enumerate(pace.in_order(todo)):
+        progress(number, case)
+        # Where a batch runs matrix by matrix, its size does not matter.
+        limit = ops_of(todo[case][0], timer.device, case.key[0]).batch_rows
+        timed = case if limit is None or case.key[0] <= limit else replace(case, batch=1)
+        if timed not in fastest:
+            fastest[timed] = _fastest(timed, todo[case], timer, pace, deadline, clock)
+        if (best := fastest[timed]) is not None:
+            chosen[case] = str(best)
     return chosen
 
 
@@ -441,8 +402,7 @@ def _fastest(
     if len(times) < len(runs):
         return None
     best = min(right, key=lambda choice: (times[case, str(choice)], str(choice)))
-    is_faster = times[case, str(best)] < _MARGIN * times[runs[0]]
-    return best if is_faster else right[0]
+    return best if times[case, str(best)] < _MARGIN * times[runs[0]] else right[0]
 
 
 def _arguments(
@@ -474,7 +434,7 @@ def measured_costs(
     kernels: KernelOptions = KernelOptions(),  # noqa: B008  frozen
     momentum: bool = True,
     fresh: bool = False,
-    timer: Callable[[torch.dtype, int], OwnerTimer] | None = None,
+    timer: Callable[..., OwnerTimer] = OwnerTimer,
     clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
     """What batches of matrices with these (rows, cols, dtype) cost on the slowest rank, and with
@@ -484,20 +444,25 @@ def measured_costs(
     (at most ``kernels.tune_budget_s`` seconds), then all measure, for about
     ``options.profile_budget_s`` seconds at most. Both take next to nothing where every rank finds
     all it needs in its cache. ``momentum`` is that of `CostTable`: the owner's work in the layout.
-    ``fresh`` ignores what is cached. ``timer`` makes an `OwnerTimer` from the Newton-Schulz dtype
-    and the number of processes that share this machine's memory.
+    ``fresh`` ignores what is cached. ``timer`` makes the timers.
 
     Raises:
         Exception: what measuring raised here; ConsensusError if that was on another rank.
     """
-    given = cache_directory() if options.cache_dir is None else options.cache_dir
+
+    def exchanged(work: Callable[[], T]) -> list[T]:
+        """What ``work`` gave on each rank; if it failed on one, all raise."""
+        mine = attempt(transport, work, what="dmuon: measuring costs", digest=lambda _: "")
+        return transport.gather_objects(mine)
+
+    given = costs.cache_directory() if options.cache_dir is None else options.cache_dir
     folder = None if given is None else os.fspath(given)
 
     def place() -> _Place:
         native = resolve_ns_dtype("auto", device)
         return _Place(socket.gethostname(), folder, device_name(device), native)
 
-    places = _exchange(transport, place)
+    places = exchanged(place)
     mine = places[transport.rank]
     leads = places.index(mine) == transport.rank  # speaks and writes for all with this cache
     # As in `optim`: updates travel in this dtype.
@@ -507,24 +472,22 @@ def measured_costs(
         sharing = sum(p.host == mine.host for p in places)
         name = f"{name}, {sharing} process{'es' if sharing > 1 else ''}"
     # What was chosen among a few kernels, or timed without graphs, says nothing of the others.
-    version = f"{backend_version(device)}-{KERNEL_VERSION}-{kernels.method}-{kernels.backend}"
+    version = f"{backend_version(device)}-{ns.KERNEL_VERSION}-{kernels.method}-{kernels.backend}"
     version += "-eager" if device.type == "cuda" and kernels.cuda_graphs is False else ""
     steps = MuonDefaults().ns_steps
-    key = CacheKey(name, torch.__version__, version, dtype_name(ns_dtype), steps, momentum)
-    row = ANALYTIC_DEVICES[analytic_class(device.type, mine.device)]
+    key = costs.CacheKey(name, torch.__version__, version, dtype_name(ns_dtype), steps, momentum)
+    row = costs.ANALYTIC_DEVICES[costs.analytic_class(device.type, mine.device)]
     model = CostTable(f"measured on {name}", {}, row, steps, "measured", momentum=momentum)
     cases = cases_of(keys, options.max_batch)
     cached, problem = None, None
     if folder is None:
         problem = "costs are not cached: there is no home directory and no cache_dir was given"
     elif not fresh:
-        cached, problem = read_cache(folder, key)
+        cached, problem = costs.read_cache(folder, key)
     old = cached or model
 
     def made() -> OwnerTimer:
-        if timer is not None:
-            return timer(ns_dtype, sharing)
-        return OwnerTimer(device, ns_dtype, momentum=momentum, sharing=sharing, options=kernels)
+        return timer(device, ns_dtype, momentum=momentum, sharing=sharing, options=kernels)
 
     def choose() -> dict[Case, str]:
         if transport.rank != 0:
@@ -533,8 +496,6 @@ def measured_costs(
         with torch.no_grad(), progress_bar(len(cases), "dmuon chooses kernels") as shown:
             return choose_kernels(cases, known, made(), pace, kernels, clock=clock, progress=shown)
 
-    tuned = _exchange(transport, choose)[0]
-
     def recall() -> tuple[dict[Case, str], dict[Case, float]]:
         """The kernel of each case, and the cached times that were measured with these."""
         rule = {c: str(fixed_choice(*_arguments(c, ns_dtype, device, kernels))) for c in cases}
@@ -542,14 +503,9 @@ def measured_costs(
         times = _of_cases(old.entries, cases)
         return names, {case: ms for case, ms in times.items() if timed[case] == names[case]}
 
-    by_rank = _exchange(transport, recall)
-    names, known = by_rank[transport.rank]
-    lacking = [case for case in cases if any(case not in times for _, times in by_rank)]
-
     def measure() -> dict[Case, float]:
         deadline = clock() + options.profile_budget_s
-        one, pace = made(), Pace(model, known)
-        total = PASSES * len(lacking)
+        one, pace, total = made(), Pace(model, known), PASSES * len(lacking)
         bar = progress_bar(total, "dmuon measures Newton-Schulz", shown=transport.rank == 0)
         with torch.no_grad(), bar as shown:
             runs = one.reserve([(case, names[case]) for case in pace.in_order(lacking)])
@@ -557,7 +513,11 @@ def measured_costs(
         # A new time replaces the cached one, whichever is larger.
         return known | {case: ms for (case, _), ms in times.items()}
 
-    everyone = _exchange(transport, measure) if lacking else [times for _, times in by_rank]
+    tuned = exchanged(choose)[0]
+    by_rank = exchanged(recall)
+    names, known = by_rank[transport.rank]
+    lacking = [case for case in cases if any(case not in times for _, times in by_rank)]
+    everyone = exchanged(measure) if lacking else [times for _, times in by_rank]
     slowest: dict[Case, float] = {}
     for times in everyone:
         slowest |= {case: max(ms, slowest.get(case, ms)) for case, ms in times.items()}
@@ -567,17 +527,11 @@ def measured_costs(
     # What the rule chose for lack of time is not kept, so that it is chosen another time.
     kept = replace(table, kernels=_by_shape(tuned))
     if leads and folder is not None and old.updated(kept) != old:
-        lost = add_to_cache(folder, key, kept)
+        lost = costs.add_to_cache(folder, key, kept)
         problem = problem or lost
     if leads and problem is not None:
         warnings.warn(f"dmuon: {problem}", RuntimeWarning, stacklevel=2)
     return table
-
-
-def _exchange(transport: Transport, work: Callable[[], T]) -> list[T]:
-    """What ``work`` gave on each rank; if it failed on one, all raise."""
-    mine = attempt(transport, work, what="dmuon: measuring costs", digest=lambda _: "")
-    return transport.gather_objects(mine)
 
 
 def _by_shape(values: Mapping[Case, T]) -> dict[ShapeKey, dict[int, T]]:
@@ -616,26 +570,26 @@ def _free_bytes(device: torch.device, root: Path = Path("/")) -> float:
     """What is free; on Linux what is available, or less in a container with a limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
+    free = math.inf
+    with suppress(OSError):
         text = (root / "proc/meminfo").read_text(encoding="utf-8")
-        free = 1024 * int(re.search(r"^MemAvailable:\s*(\d+) kB", text, re.M)[1])  # type: ignore[index]
-    except (OSError, TypeError):
-        return math.inf
+        if found := re.search(r"^MemAvailable:\s*(\d+) kB", text, re.M):
+            free = 1024 * int(found[1])
+    group = root / "sys/fs/cgroup"
     with suppress(OSError, ValueError):  # no such group, or "max"
-        limit = int((root / "sys/fs/cgroup/memory.max").read_text(encoding="utf-8"))
-        used = int((root / "sys/fs/cgroup/memory.current").read_text(encoding="utf-8"))
-        return min(free, max(0, limit - used))
+        limit, used = (int((group / f"memory.{n}").read_text()) for n in ("max", "current"))
+        free = min(free, max(0, limit - used))
     return free
 
 
 @contextmanager
 def progress_bar(
     total: int, what: str, *, shown: bool = True, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Callable[[int, Case], None]]:
+) -> Iterator[Progress]:
     """A line on standard error, if it takes more than two seconds and someone watches.
 
-    Gives a function of how many of ``total`` are through, and of the next case. It draws when it is
-    called, because a thread that draws would disturb what is measured.
+    It is drawn when it is told something, because a thread that draws would disturb what is
+    measured.
     """
     visible_at = clock() + (_SHOW_AFTER_S if shown and sys.stderr.isatty() else math.inf)
     clear = ""
@@ -644,8 +598,8 @@ def progress_bar(
         nonlocal clear
         if clock() >= visible_at:
             clear = "\r\x1b[K"
-            text = f"{what}: {done}/{total}, {case.batch} x [{case.key[0]}, {case.key[1]}]"
-            sys.stderr.write(f"\r{text}\x1b[K")
+            batch, rows, cols = case.shape
+            sys.stderr.write(f"\r{what}: {done}/{total}, {batch} x [{rows}, {cols}]\x1b[K")
             sys.stderr.flush()
 
     try:

@@ -34,11 +34,7 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--shapes", metavar="MxN,...", help="such as 1024x4096,512x512")
     add = parser.add_argument
-    add(
-        "--dtype",
-        help=f"dtype of the parameters: {', '.join(ITEM_SIZE)} (default: the model's own; "
-        "float32 for --shapes)",
-    )
+    add("--dtype", help="of the parameters (default: the model's own; float32 for --shapes)")
     add(
         "--layout",
         choices=("replicated", "sharded", "dedicated"),
@@ -46,20 +42,10 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
         help="whose owners to measure: in sharded they run Newton-Schulz alone, in the others "
         "momentum and normalization too (default: %(default)s)",
     )
-    add(
-        "--max-batch",
-        type=int,
-        default=PlannerOptions().max_batch,
-        metavar="B",
-        help="most matrices in one batch (default: %(default)s)",
-    )
-    add(
-        "--budget",
-        type=float,
-        default=_BUDGET_S,
-        metavar="SECONDS",
-        help="what is not reached in this time is estimated (default: %(default)g)",
-    )
+    most = PlannerOptions().max_batch
+    add("--max-batch", type=int, default=most, metavar="B", help="default: %(default)s matrices")
+    seconds = "what is not reached in this time is estimated (default: %(default)g)"
+    add("--budget", type=float, default=_BUDGET_S, metavar="SECONDS", help=seconds)
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     add("--threads", type=int, metavar="N", help="threads of a CPU measurement, as in training")
     add("--fresh", action="store_true", help="measure again what is cached already")
@@ -77,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     threads = torch.get_num_threads()
     try:
         _profile(args)
-    except DmuonError as error:
+    except (DmuonError, ValueError) as error:  # options are checked where they are used
         message = " ".join(str(error).split())
         sys.stderr.write(f"python -m dmuon profile: error: {message}\n")
         return 2
@@ -91,17 +77,12 @@ def _profile(args: argparse.Namespace) -> None:
     if name == "cuda" and not torch.cuda.is_available():
         raise PlanError("--device cuda: torch finds no CUDA device here; try --device cpu")
     device = torch.device(f"cuda:{torch.cuda.current_device()}" if name == "cuda" else name)
-    for option, value, fits, least in (
-        ("--max-batch", args.max_batch, args.max_batch >= 1, "an integer >= 1"),
-        ("--budget", args.budget, args.budget > 0, "a number > 0"),
-        ("--threads", args.threads, args.threads is None or args.threads >= 1, "at least 1"),
-    ):
-        if not fits:
-            raise PlanError(f"{option} must be {least}, found {value}")
     options = PlannerOptions(
         max_batch=args.max_batch, profile_budget_s=args.budget, cache_dir=args.cache_dir
     )
     if args.threads is not None:
+        if args.threads < 1:
+            raise PlanError(f"--threads must be at least 1, found {args.threads}")
         torch.set_num_threads(args.threads)
     keys, begin = _keys(args), time.perf_counter()
     momentum = args.layout != "sharded"
@@ -162,24 +143,20 @@ def _rendered(table: CostTable, cases: Sequence[Case], seconds: float) -> str:
         left = heading in ("shape", "dtype", "origin", "kernel")
         rows.add_column(heading, justify="left" if left else "right")
     previous = None
-    for case in cases:
-        m, n, dtype = case.key
-        ms, origin = table.batch_ms(case.key, case.batch), table.origin(case.key, case.batch)
-        gflops = case.batch * newton_schulz_flops(m, n, table.ns_steps) / 1e9
-        rate = 1e3 * gflops / ms if ms else 0.0
-        if case.key != previous and previous is not None:
+    for (m, n, dtype), batch in ((case.key, case.batch) for case in cases):
+        key = m, n, dtype
+        ms, origin = table.batch_ms(key, batch), table.origin(key, batch)
+        rate = batch * newton_schulz_flops(m, n, table.ns_steps) / 1e6 / ms if ms else 0.0
+        if key != previous and previous is not None:
             rows.add_section()
         rows.add_row(
-            *((f"{m} x {n}", dtype) if case.key != previous else ("", "")),
-            str(case.batch),
-            f"{ms:.3f}",
-            f"{ms / case.batch:.3f}",
+            *((f"{m} x {n}", dtype) if key != previous else ("", "")),
+            *(str(batch), f"{ms:.3f}", f"{ms / batch:.3f}"),
             f"{rate:,.0f}" if rate >= 100 else f"{rate:.2f}",
-            origin,
-            table.kernel(case.key, case.batch).rpartition("/")[0],
+            *(origin, table.kernel(key, batch).rpartition("/")[0]),
             style=None if origin == "measured" else "dim",
         )
-        previous = case.key
+        previous = key
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
     with console.capture() as capture:
         console.print(f"Newton-Schulz {table.source}", soft_wrap=True)

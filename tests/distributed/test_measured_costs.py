@@ -45,7 +45,7 @@ class Timer:
         self.device = CPU
         self.runs: list[tuple[Case, str]] = []
 
-    def __call__(self, ns_dtype: torch.dtype, sharing: int) -> Timer:
+    def __call__(self, device: torch.device, ns_dtype: torch.dtype, *, sharing, **how) -> Timer:
         self.ns_dtype, self.sharing, self.runs = ns_dtype, sharing, []
         return self
 
@@ -106,7 +106,7 @@ def test_the_slowest_rank_counts_for_each_entry_and_one_writes(rank, world):
     slowest = {pair: i % world for i, pair in enumerate(BATCHES)}
     timer = Timer(lambda key, b, _: 10.0 + b + (5.0 if slowest[key, b] == rank else 0.0))
     with setting(world) as (transport, folder):
-        with mock.patch("dmuon.measure.add_to_cache", wraps=costs.add_to_cache) as add:
+        with mock.patch.object(costs, "add_to_cache", wraps=costs.add_to_cache) as add:
             table = costs_of(transport, folder, timer)
             assert sum(transport.gather_objects(add.call_count)) == 1
         assert flat(table) == {(key, b): 15.0 + b for key, b in BATCHES}
@@ -152,7 +152,7 @@ def json_kernels(name: str) -> str:
 
 @distributed(2)
 def test_a_rank_that_fails_makes_all_raise_and_leaves_nothing_half_done(rank, world):
-    def broken(*_):
+    def broken(*_, **how):
         raise RuntimeError("the device is on fire")
 
     with setting(world) as (transport, folder):
