@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmuon.scheduler.shards import LocalShard
+from dmuon.scheduler.shards import Box, LocalShard
 from dmuon.scheduler.specs import dtype_name
 from dmuon.types import OwnershipError
 
@@ -23,7 +23,6 @@ __all__ = [
     "covering_mesh",
     "gradient_like",
     "is_distributed",
-    "layout_stamp",
     "local_shard",
     "local_tensor",
     "mesh_axes",
@@ -41,11 +40,9 @@ def is_distributed(tensor: Tensor) -> bool:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """The part of ``tensor`` that is stored here, detached; a plain tensor's whole."""
-    from torch.distributed.tensor import DTensor
-
-    if isinstance(tensor, DTensor):
+    if is_distributed(tensor):
         with torch.no_grad():  # with gradients it would make an autograd node
-            tensor = tensor.to_local()
+            tensor = tensor.to_local()  # type: ignore[attr-defined]
     return tensor.detach()
 
 
@@ -59,20 +56,18 @@ def stored_tensor(tensor: Tensor) -> Tensor:
     return inner
 
 
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor on every rank, detached; a collective call for a `DTensor`."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+
+
 def mesh_axes(tensor: Tensor) -> tuple[str, ...]:
     """The names of the mesh axes that a `DTensor` lies on; none for a plain tensor."""
     if not is_distributed(tensor):
         return ()
     mesh: DeviceMesh = tensor.device_mesh  # type: ignore[attr-defined]
     return tuple(mesh.mesh_dim_names or (f"axis{i}" for i in range(mesh.ndim)))
-
-
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor on every rank, detached; a collective call for a `DTensor`."""
-    from torch.distributed.tensor import DTensor
-
-    whole = tensor.detach()
-    return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +80,14 @@ class LayoutStamp:
     dtype: torch.dtype
     device: torch.device
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> LayoutStamp:
+        placements, mesh = getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None)
+        return cls(placements, mesh, tensor.shape, tensor.dtype, tensor.device)
+
     def __str__(self) -> str:
         where = "plain" if self.placements is None else f"{self.placements} on {self.mesh}"
         return f"{list(self.shape)} {dtype_name(self.dtype)} on {self.device}, {where}"
-
-
-def layout_stamp(tensor: Tensor) -> LayoutStamp:
-    """How ``tensor`` lies now."""
-    placements, mesh = getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None)
-    return LayoutStamp(placements, mesh, tensor.shape, tensor.dtype, tensor.device)
 
 
 class LocalParameters:
@@ -110,7 +104,7 @@ class LocalParameters:
         self.parameters = list(parameters)
         self.version = 0
         self._names = list(names)
-        self._stamps = [layout_stamp(p) for p in parameters]
+        self._stamps = [LayoutStamp.of(p) for p in parameters]
         self._look_up()
 
     def _look_up(self) -> None:
@@ -124,7 +118,7 @@ class LocalParameters:
         if all(map(is_, inner, self._inner)) and [*map(Tensor.data_ptr, inner)] == self._addresses:
             return
         for p, name, stamp in zip(self.parameters, self._names, self._stamps, strict=True):
-            now = layout_stamp(p)
+            now = LayoutStamp.of(p)
             if now != stamp:
                 raise OwnershipError(
                     f"parameter {name!r} is now {now}; it was planned as {stamp}. Shard, move or "
@@ -139,19 +133,14 @@ class LocalParameters:
 
         A collective call where a gradient has other placements than its parameter.
         """
-        found: list[Tensor | None] = []
-        for p in self.parameters:
-            grad = p.grad
-            if grad is not None:
-                placements = getattr(grad, "placements", None)
-                expected = getattr(p, "placements", None)
-                if placements is not expected and placements != expected:
-                    whole = gradient_like(grad, p)
-                    if whole is not grad:
-                        p.grad = grad = whole
-                grad = stored_tensor(grad)
-            found.append(grad)
-        return found
+        grads = [p.grad for p in self.parameters]
+        for n, (grad, stamp) in enumerate(zip(grads, self._stamps, strict=True)):
+            placements = getattr(grad, "placements", None)
+            if placements is None or placements is stamp.placements:
+                continue
+            p = self.parameters[n]
+            p.grad = grads[n] = gradient_like(grad, p)  # type: ignore[arg-type]
+        return [grad if grad is None else stored_tensor(grad) for grad in grads]
 
 
 def gradient_like(grad: Tensor, parameter: Tensor) -> Tensor:
@@ -164,7 +153,7 @@ def gradient_like(grad: Tensor, parameter: Tensor) -> Tensor:
 
     if not isinstance(grad, DTensor) or not isinstance(parameter, DTensor):
         return grad
-    if grad.placements is parameter.placements or grad.placements == parameter.placements:
+    if grad.placements == parameter.placements:
         return grad
     return grad.redistribute(parameter.device_mesh, parameter.placements)
 
@@ -182,7 +171,7 @@ def local_shard(name: str, parameter: Tensor, rank: int) -> LocalShard:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if not isinstance(parameter, DTensor):
-        return LocalShard((rank,), (), (0,) * parameter.ndim, tuple(parameter.shape))
+        return LocalShard((rank,), (), Box.at_origin(tuple(parameter.shape)))
     mesh, placements = parameter.device_mesh, parameter.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -205,18 +194,21 @@ def local_shard(name: str, parameter: Tensor, rank: int) -> LocalShard:
             "shard it with fully_shard, parallelize_module or distribute_tensor"
         )
     replica = tuple(c for c, p in zip(coordinate, placements, strict=True) if p.is_replicate())
-    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-    return LocalShard(ranks, replica, offset, found)
+    return LocalShard(tuple(sorted(_ranks(mesh))), replica, Box(offset, found))
+
+
+def _ranks(mesh: DeviceMesh) -> list[int]:
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    return ranks
 
 
 def compute_device(parameters: Sequence[Tensor]) -> torch.device:
     """Where Newton-Schulz runs: the parameters' device, or with CPU offload their mesh's."""
-    from torch.distributed.tensor import DTensor
-
     device = parameters[0].device
     for p in parameters:
-        if isinstance(p, DTensor) and p.device_mesh.device_type != device.type:
-            return torch.device(p.device_mesh.device_type, torch.accelerator.current_device_index())
+        mesh: DeviceMesh | None = getattr(p, "device_mesh", None)
+        if mesh is not None and mesh.device_type != device.type:
+            return torch.device(mesh.device_type, torch.accelerator.current_device_index())
     return device
 
 
@@ -228,15 +220,13 @@ def covering_mesh(named: list[tuple[str, nn.Parameter]]) -> DeviceMesh | None:
     Raises:
         OwnershipError: no mesh contains all.
     """
-    from torch.distributed.tensor import DTensor
-
-    meshes = [(name, p.device_mesh) for name, p in named if isinstance(p, DTensor)]
+    meshes = [(name, p.device_mesh) for name, p in named if is_distributed(p)]  # type: ignore[attr-defined]
     if not meshes:
         return None
-    largest = max(meshes, key=lambda m: (m[1].size(), m[1].ndim))[1]
-    inside = set(largest.mesh.flatten().tolist())
+    largest: DeviceMesh = max((mesh for _, mesh in meshes), key=lambda m: (m.size(), m.ndim))
+    inside = set(_ranks(largest))
     for name, mesh in meshes:
-        if not set(mesh.mesh.flatten().tolist()) <= inside:
+        if not inside.issuperset(_ranks(mesh)):
             raise OwnershipError(
                 f"parameter {name!r} lies on mesh {mesh}, which is no part of the largest mesh of "
                 f"this model, {largest}: pass the mesh of all its ranks, "

@@ -150,10 +150,9 @@ def slice_boxes(
     """
     found: list[tuple[Box, ...] | None] = []
     for p, spec in enumerate(specs.parameters):
-        shards = [report.shard(p) for report in reports]
-        boxes = [Box(shard.offset, shard.shape) for shard in shards]
+        boxes = [report.shards[p].box for report in reports]
         first = tuple(boxes[grid.rank_at(0, 0, t)] for t in range(grid.shape[2]))
-        whole = Box((0,) * len(spec.shape), spec.shape)
+        whole = Box.at_origin(spec.shape)
         alike = all(box == first[grid.place(rank)[2]] for rank, box in enumerate(boxes))
         if all(box == whole for box in boxes):
             found.append(None)

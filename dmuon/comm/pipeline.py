@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -173,7 +172,7 @@ class Pipeline:
     def run(
         self,
         fill: Callable[[int], None],
-        compute: Callable[[int, Callable[[int, Tensor], None]], None],
+        compute: Callable[[int, Tensor], Tensor | None],
         apply: Callable[[int], None],
         meanwhile: Callable[[], None],
     ) -> None:
@@ -181,9 +180,8 @@ class Pipeline:
 
         Args:
             fill: write the operands of Newton-Schulz that this rank holds to a bucket's ``send``.
-            compute: the owner's updates of a bucket's ``stacks``, which may be overwritten; its
-                second argument is called once for each, ``done(n, update)``, with an update that is
-                valid during the call.
+            compute: the owner's update of a unit from its stack, which may be overwritten; valid
+                until the next call. None: of zeros, or whatever nobody applies.
             apply: update the parameters by a bucket's ``landed`` and ``copies_in``. Of the last
                 buckets it is called by `land`, later.
             meanwhile: what to do while the first buckets travel.
@@ -205,8 +203,10 @@ class Pipeline:
                 self._replicate(b - 1)
             if b >= self._slots:
                 self.land([b - self._slots])
-            if bucket.stacks:
-                compute(b, partial(_leave, bucket.results))
+            for (u, stack), (parts, leaving) in zip(bucket.stacks, bucket.results, strict=True):
+                update = compute(u, stack)
+                if update is not None:
+                    torch._foreach_copy_(leaving, [places(update, part) for part in parts])
             bucket.work = self._all_to_all(
                 bucket.landed, bucket.leaving, bucket.route.owned, bucket.route.held, "scatter"
             )
@@ -260,8 +260,3 @@ class Pipeline:
     def pending(self) -> tuple[int, ...]:
         """Buckets whose updates are still to be applied, in order."""
         return tuple(self._pending)
-
-
-def _leave(results: list[tuple[list[Part], list[Tensor]]], n: int, update: Tensor) -> None:
-    parts, where = results[n]
-    torch._foreach_copy_(where, [places(update, part) for part in parts])

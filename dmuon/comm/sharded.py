@@ -186,7 +186,7 @@ class ShardedRuntime(LayoutRuntime):
     def run(
         self,
         fill: Callable[[int], None],
-        compute: Callable[[int, Callable[[int, Tensor], None]], None],
+        compute: Callable[[int, Tensor], Tensor | None],
         apply: Callable[[int], None],
         meanwhile: Callable[[], None],
     ) -> None:

@@ -16,11 +16,12 @@ matrices of their own, each with an owner among the ranks that hold it.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from operator import add, sub
 from typing import Annotated
 
 from dmuon.scheduler.specs import ITEM_SIZE, MatrixSpec, ModelSpecs
@@ -130,28 +131,31 @@ class Box:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
+    @classmethod
+    def at_origin(cls, shape: tuple[int, ...]) -> Box:
+        return cls((0,) * len(shape), shape)
+
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(map(add, self.offset, self.shape))
+
     def intersection(self, other: Box) -> Box:
         """What both contain; its numel is 0 if that is nothing."""
         low = tuple(map(max, self.offset, other.offset))
-        ends = [
-            min(a + n, b + m) for a, n, b, m in zip(*self._parts(), *other._parts(), strict=True)
-        ]
-        return Box(low, tuple(max(0, end - start) for start, end in zip(low, ends, strict=True)))
-
-    def _parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.offset, self.shape
+        high = map(min, self.ends, other.ends)
+        return Box(low, tuple(max(0, end - start) for start, end in zip(low, high, strict=True)))
 
     def within(self, outer: Box) -> Box:
         """The same elements, counted from the corner of ``outer``."""
-        return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
+        return Box(tuple(map(sub, self.offset, outer.offset)), self.shape)
 
     def slices(self) -> tuple[slice, ...]:
         """The index that takes these elements out of a tensor."""
-        return tuple(slice(a, a + n) for a, n in zip(self.offset, self.shape, strict=True))
+        return tuple(map(slice, self.offset, self.ends))
 
 
 class Form(Enum):
@@ -185,24 +189,21 @@ def matrix_box(matrix: MatrixSpec, shape: tuple[int, ...]) -> MatrixBox:
     >>> matrix_box(spec, (4, 3, 5)).box
     Box(offset=(1, 0, 0), shape=(1, 3, 5))
     """
-    zeros = (0,) * len(shape)
     if matrix.transposed:
-        return MatrixBox(Box(zeros, shape), Form.TRANSPOSED)
-    if matrix.cols == math.prod(shape[1:]):
-        rows = (matrix.start // matrix.cols, *zeros[1:])
-        return MatrixBox(Box(rows, (matrix.rows, *shape[1:])), Form.FLAT)
-    offset, rest = [], matrix.start
+        return MatrixBox(Box.at_origin(shape), Form.TRANSPOSED)
+    offset, left = [], matrix.start
     for dim in range(len(shape)):
-        stride = math.prod(shape[dim + 1 :])
-        offset.append(rest // stride)
-        rest %= stride
+        start, left = divmod(left, math.prod(shape[dim + 1 :]))
+        offset.append(start)
+    if matrix.cols == math.prod(shape[1:]):
+        return MatrixBox(Box(tuple(offset), (matrix.rows, *shape[1:])), Form.FLAT)
     ones = (1,) * (len(shape) - 2)
     return MatrixBox(Box(tuple(offset), (*ones, matrix.rows, matrix.cols)), Form.STACK)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """What one rank holds of a parameter: the box ``offset .. offset + shape`` of its elements.
+    """What one rank holds of a parameter: ``box``.
 
     ``ranks`` are the global ranks that hold the parameter together, sorted (a plain tensor: this
     rank alone). ``replica`` are this rank's coordinates along the mesh axes that replicate: ranks
@@ -211,8 +212,7 @@ class LocalShard:
 
     ranks: tuple[int, ...]
     replica: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    box: Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,27 +230,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class RankShards:
-    """What one rank reports: its global rank, and its shard of each parameter.
-
-    ``index[p]`` points into ``distinct``: most parameters of a model are sharded alike.
-    """
+    """What one rank reports: its global rank, and its shard of each parameter."""
 
     global_rank: int
-    distinct: tuple[LocalShard, ...]
-    index: tuple[int, ...]
+    shards: tuple[LocalShard, ...]
 
     @classmethod
-    def of(cls, global_rank: int, shards: Sequence[LocalShard]) -> RankShards:
-        """
-        >>> s = LocalShard((0,), (), (0,), (4,))
-        >>> RankShards.of(0, [s, s]).index
-        (0, 0)
-        """
-        number = {shard: i for i, shard in enumerate(dict.fromkeys(shards))}
-        return cls(global_rank, tuple(number), tuple(number[s] for s in shards))
-
-    def shard(self, parameter: int) -> LocalShard:
-        return self.distinct[self.index[parameter]]
+    def of(cls, global_rank: int, shards: Iterable[LocalShard]) -> RankShards:
+        """Equal shards become one object: most parameters of a model are sharded alike, and what
+        travels between ranks holds each object once."""
+        one: dict[LocalShard, LocalShard] = {}
+        return cls(global_rank, tuple(one.setdefault(shard, shard) for shard in shards))
 
 
 @dataclass(frozen=True)
@@ -276,20 +266,17 @@ class ShardMap:
         shapes = [p.shape for p in self.specs.parameters]
         return tuple(matrix_box(m, shapes[m.parameter]) for m in self.specs.matrices)
 
-    def local_box(self, rank: int, parameter: int) -> Box:
+    def shard(self, rank: int, parameter: int) -> LocalShard:
         """What ``rank`` stores of a parameter."""
-        shard = self.reports[rank].shard(parameter)
-        return Box(shard.offset, shard.shape)
+        return self.reports[rank].shards[parameter]
 
     def piece(self, matrix: int, rank: int) -> Piece:
         """What ``rank`` holds of a matrix; empty if it is nothing."""
         outer = self.boxes[matrix].box
         if rank not in self._holder_sets[matrix]:
-            return Piece(rank, (), Box((0,) * len(outer.shape), (0,) * len(outer.shape)))
-        parameter = self.specs.matrices[matrix].parameter
-        shard = self.reports[rank].shard(parameter)
-        common = outer.intersection(Box(shard.offset, shard.shape))
-        return Piece(rank, shard.replica, common.within(outer))
+            return Piece(rank, (), Box.at_origin((0,) * len(outer.shape)))
+        shard = self.shard(rank, self.specs.matrices[matrix].parameter)
+        return Piece(rank, shard.replica, outer.intersection(shard.box).within(outer))
 
     def pieces(self, matrix: int) -> list[Piece]:
         """The pieces of all ranks that hold something of it, replicas included, by rank."""
@@ -298,36 +285,33 @@ class ShardMap:
 
     def replica_of(self, matrix: int, rank: int) -> tuple[int, ...]:
         """The coordinates of ``rank`` along the axes that replicate a matrix."""
-        return self.reports[rank].shard(self.specs.matrices[matrix].parameter).replica
-
-    def is_replicated(self, matrix: int) -> bool:
-        """Whether several ranks hold the same part of a matrix."""
-        return self._replicated[self.specs.matrices[matrix].parameter, self.holders[matrix]]
+        return self.shard(rank, self.specs.matrices[matrix].parameter).replica
 
     def counts(self, parameter: int, rank: int) -> bool:
         """Whether ``rank`` belongs to the first replica of the first copy of a parameter.
 
         These ranks hold every element once.
         """
-        replica = self.reports[rank].shard(parameter).replica
+        replica = self.shard(rank, parameter).replica
         return rank in self.copies[parameter][0] and not any(replica)
+
+    def is_replicated(self, matrix: int) -> bool:
+        """Whether several ranks hold the same part of a matrix."""
+        return self._replicated[self.specs.matrices[matrix].parameter, self.holders[matrix]]
 
     @cached_property
     def _replicated(self) -> dict[tuple[int, tuple[int, ...]], bool]:
         keys = {(m.parameter, h) for m, h in zip(self.specs.matrices, self.holders, strict=True)}
-        return {(p, h): len({self.reports[r].shard(p).replica for r in h}) > 1 for p, h in keys}
+        return {(p, h): len({self.shard(r, p).replica for r in h}) > 1 for p, h in keys}
 
     def partners(self, matrix: int, rank: int) -> list[tuple[int, tuple[int, ...]]]:
         """The other ranks that hold the same part of a matrix as ``rank``: (rank, replica)."""
-        key = (self.specs.matrices[matrix].parameter, self.holders[matrix], rank)
+        parameter, holders = self.specs.matrices[matrix].parameter, self.holders[matrix]
+        key = parameter, holders, rank
         if key not in self._partners:
-            parameter, holders, _ = key
-            mine = self.local_box(rank, parameter)
-            self._partners[key] = [
-                (r, self.reports[r].shard(parameter).replica)
-                for r in holders
-                if r != rank and self.local_box(r, parameter) == mine
-            ]
+            mine = self.shard(rank, parameter).box
+            shards = [(r, self.shard(r, parameter)) for r in holders if r != rank]
+            self._partners[key] = [(r, s.replica) for r, s in shards if s.box == mine]
         return self._partners[key]
 
     @cached_property
@@ -351,51 +335,42 @@ class ShardMap:
 
         All that hold the parameter together; of a stack of matrices, those that hold this one.
         """
-        cache: dict[tuple[object, ...], tuple[int, ...]] = {}
+        known: dict[tuple[object, ...], tuple[int, ...]] = {}
         found = []
-        for i, matrix in enumerate(self.specs.matrices):
-            box = self.boxes[i]
-            lead = box.box.offset[:-2] if box.form is Form.STACK else ()
-            key = (matrix.parameter, self.holders[i], lead)
-            if key not in cache:
-                cache[key] = tuple(self._pool(i, len(lead)))
-            found.append(cache[key])
+        for matrix, holders, outer in zip(
+            self.specs.matrices, self.holders, self.boxes, strict=True
+        ):
+            lead = outer.box.offset[:-2] if outer.form is Form.STACK else ()
+            key = (matrix.parameter, holders, lead)
+            if key not in known:
+                shared = (
+                    (rank, self.shard(rank, matrix.parameter).box.intersection(outer.box))
+                    for rank in holders
+                )
+                known[key] = tuple(rank for rank, box in shared if all(box.shape[: len(lead)]))
+            found.append(known[key])
         return tuple(found)
-
-    def _pool(self, matrix: int, lead: int) -> Iterator[int]:
-        outer = self.boxes[matrix].box
-        parameter = self.specs.matrices[matrix].parameter
-        for rank in self.holders[matrix]:
-            box = self.local_box(rank, parameter).intersection(outer)
-            if all(box.shape[:lead]):
-                yield rank
 
     def limits(self, momentum_item: int | None, memory_bytes: int | None) -> OwnerLimits:
         """Who may own what, and the optimizer state that each rank has anyway, in bytes.
 
         ``momentum_item``: bytes of one element of momentum, None for the parameters' own dtype.
         """
-        pools = sorted(set(self.pools), key=lambda pool: (len(pool), pool))
-        fixed = self._state_bytes(momentum_item)
-        everyone = tuple(range(self.world))
-        if pools == [everyone]:
-            return OwnerLimits(fixed_bytes=fixed, memory_bytes=memory_bytes)
-        number = {pool: i for i, pool in enumerate(pools)}
-        return OwnerLimits(
-            fixed_bytes=fixed,
-            memory_bytes=memory_bytes,
-            pools=tuple(pools),
-            pool_of=tuple(number[pool] for pool in self.pools),
+        sizes = {
+            p: momentum_item or ITEM_SIZE[self.specs.parameters[p].dtype]
+            for p in self.specs.muon_parameters()
+        }
+        fixed = tuple(
+            sum(report.shards[p].box.numel * size for p, size in sizes.items())
+            for report in self.reports
         )
-
-    def _state_bytes(self, momentum_item: int | None) -> tuple[int, ...]:
-        items = [momentum_item or ITEM_SIZE[p.dtype] for p in self.specs.parameters]
-        muon = self.specs.muon_parameters()
-        totals = []
-        for report in self.reports:
-            sizes = [math.prod(shard.shape) for shard in report.distinct]
-            totals.append(sum(sizes[report.index[p]] * items[p] for p in muon))
-        return tuple(totals)
+        pools = sorted(set(self.pools), key=lambda pool: (len(pool), pool))
+        limits = OwnerLimits(fixed_bytes=fixed, memory_bytes=memory_bytes)
+        if pools == [tuple(range(self.world))]:
+            return limits
+        number = {pool: i for i, pool in enumerate(pools)}
+        pool_of = tuple(number[pool] for pool in self.pools)
+        return replace(limits, pools=tuple(pools), pool_of=pool_of)
 
 
 # ---- from reports ------------------------------------------------------------------------
@@ -409,17 +384,17 @@ def assemble(specs: ModelSpecs, reports: Sequence[RankShards]) -> ShardMap:
     """
     mesh_rank = {report.global_rank: rank for rank, report in enumerate(reports)}
     copies = [
-        _copies(specs.parameters[p].name, p, reports, mesh_rank)
-        for p in range(len(specs.parameters))
+        _copies(p.name, [report.shards[i].ranks for report in reports], mesh_rank)
+        for i, p in enumerate(specs.parameters)
     ]
-    checked: set[tuple[object, ...]] = set()
-    for p in specs.muon_parameters():
-        shape = specs.parameters[p].shape
-        for ranks in copies[p]:
-            key = (shape, *(reports[r].shard(p) for r in ranks))
-            if key not in checked:
-                _check_tiling(specs.parameters[p].name, shape, p, ranks, reports)
-                checked.add(key)
+    checked = set()
+    for i in specs.muon_parameters():
+        p = specs.parameters[i]
+        for ranks in copies[i]:
+            shards = tuple(reports[r].shards[i] for r in ranks)
+            if (p.shape, shards) not in checked:
+                _check_tiling(p.name, p.shape, shards)
+                checked.add((p.shape, shards))
     matrices: list[MatrixSpec] = []
     holders: list[tuple[int, ...]] = []
     for matrix in specs.matrices:
@@ -433,18 +408,19 @@ def assemble(specs: ModelSpecs, reports: Sequence[RankShards]) -> ShardMap:
 
 
 def _copies(
-    name: str, parameter: int, reports: Sequence[RankShards], mesh_rank: dict[int, int]
+    name: str, ranks_of: Sequence[tuple[int, ...]], mesh_rank: dict[int, int]
 ) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks that hold a copy of the parameter each, in order of their first rank."""
+    """The groups of ranks that hold a copy of a parameter each, in order of their first rank, from
+    the ranks that each rank says hold it."""
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for rank, report in enumerate(reports):
-        groups[report.shard(parameter).ranks].append(rank)
+    for rank, ranks in enumerate(ranks_of):
+        groups[ranks].append(rank)
     for ranks, reporters in groups.items():
         missing = [r for r in ranks if r not in mesh_rank]
         if missing:
             raise OwnershipError(
                 f"parameter {name!r} also lies on global ranks {missing[:8]}, which are no part of "
-                f"the mesh of {len(reports)} ranks: pass a mesh of all of them to "
+                f"the mesh of {len(ranks_of)} ranks: pass a mesh of all of them to "
                 "dmuon.dedicate_params(model, mesh)"
             )
         expected = sorted(mesh_rank[r] for r in ranks)
@@ -456,33 +432,23 @@ def _copies(
     return tuple(sorted(tuple(reporters) for reporters in groups.values()))
 
 
-def _check_tiling(
-    name: str,
-    shape: tuple[int, ...],
-    parameter: int,
-    ranks: Sequence[int],
-    reports: Sequence[RankShards],
-) -> None:
-    replicas: dict[tuple[int, ...], list[Box]] = defaultdict(list)
-    for rank in ranks:
-        shard = reports[rank].shard(parameter)
-        box = Box(shard.offset, shard.shape)
-        if box.numel:
-            replicas[shard.replica].append(box)
-        else:
-            replicas.setdefault(shard.replica, [])
-    whole = Box((0,) * len(shape), shape)
-    shares = {coordinates: Counter(boxes) for coordinates, boxes in replicas.items()}
-    first = next(iter(shares.values()))
+def _check_tiling(name: str, shape: tuple[int, ...], shards: Sequence[LocalShard]) -> None:
+    """Raise OwnershipError unless the boxes of each replica tile a parameter, and alike."""
+    replicas: dict[tuple[int, ...], list[Box]] = {shard.replica: [] for shard in shards}
+    for shard in shards:
+        if shard.box.numel:
+            replicas[shard.replica].append(shard.box)
+    whole = Box.at_origin(shape)
     for boxes in replicas.values():
         inside = all(box.intersection(whole) == box for box in boxes)
         if not inside or sum(box.numel for box in boxes) != whole.numel or _overlap(boxes):
             raise OwnershipError(
                 f"the shards of parameter {name!r} of shape {list(shape)} on ranks "
-                f"{list(ranks)[:8]} do not tile it with boxes: found {boxes[:4]}. Interleaved "
-                "shards cannot be routed; shard it with fully_shard or parallelize_module"
+                f"{list(shards[0].ranks)[:8]} do not tile it with boxes: found {boxes[:4]}. "
+                "Interleaved shards cannot be routed; shard it with fully_shard or "
+                "parallelize_module"
             )
-    if any(share != first for share in shares.values()):
+    if len({frozenset(boxes) for boxes in replicas.values()}) > 1:
         raise OwnershipError(
             f"the replicas of parameter {name!r} are sharded differently: shard each in one way"
         )
@@ -496,7 +462,7 @@ def _overlap(boxes: Sequence[Box]) -> bool:
     ordered = sorted(boxes, key=lambda box: box.offset)
     for i, box in enumerate(ordered):
         for other in ordered[i + 1 :]:
-            if other.offset[0] >= box.offset[0] + box.shape[0]:
+            if other.offset[0] >= box.ends[0]:
                 break
             if box.intersection(other).numel:
                 return True

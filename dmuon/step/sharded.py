@@ -8,8 +8,7 @@ A full step, on every rank::
                 while the first buckets travel: the momentum, what lies here alone, AdamW
 
 A block step (MuonBP, arXiv 2510.16981, Algorithm 1) orthogonalizes blocks by themselves, without
-any collective. A block without a gradient here, or with one that is not finite, is left alone:
-that is all that a rank can know by itself, and replicas know the same.
+any collective.
 
 Where the host cannot read from the device without waiting, every decision is a mask there: what is
 bad gets an operand of zeros, hence an update of zeros, and neither momentum nor decay.
@@ -23,9 +22,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,15 +36,15 @@ from dmuon.adamw import adamw_step, make_adamw_state, refresh_masters
 from dmuon.comm.pipeline import places
 from dmuon.comm.routes import Message, Part, parts_of
 from dmuon.comm.sharded import ShardedRuntime
-from dmuon.comm.transport import Stopwatch, Work, host_can_read
+from dmuon.comm.transport import Work, host_can_read
 from dmuon.config import KernelOptions
-from dmuon.dtensors import layout_stamp, local_tensor, stored_tensor
+from dmuon.dtensors import LayoutStamp, local_tensor, stored_tensor
 from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import Box
 from dmuon.step.engine import Amp, Settings, StepTelemetry, adamw_parameters, group_of_matrices
-from dmuon.step.verdict import Verdict, VerdictMessage
+from dmuon.step.verdict import Verdict, VerdictMessage, own_verdict
 from dmuon.types import OwnershipError
 from dmuon.update import (
     Rates,
@@ -70,10 +70,8 @@ Gradients = Sequence[Tensor | None]
 
 @dataclass(slots=True)
 class _Outcome:
-    """What a step did. ``finite`` is a 0-d device bool where the host has not read it.
-
-    ``rms[n]`` is the RMS of the update of matrix ``matrices[n]``, once ``work`` is done.
-    """
+    """What a step did. ``rms[n]`` is the RMS of the update of matrix ``matrices[n]``, once ``work``
+    is done; ``finite`` is that of `Verdict`."""
 
     full: bool = True
     finite: bool | Tensor = True
@@ -88,7 +86,7 @@ class _Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class _Landing:
     """Blocks of one param group whose matrices have one shape, with views of where their updates
     land. ``positions`` [blocks] is for masks."""
 
@@ -102,18 +100,22 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """Blocks ``[b, rows, cols]`` that this rank orthogonalizes by itself: a unit that lies here
-    alone, or equal blocks in a block step. ``first`` is the position of the first one."""
+    """A unit that this rank orthogonalizes: ``index`` [b] are its matrices, ``turned`` [b] says
+    which slots hold the transpose (None: none of them).
 
-    group: int
-    shape: tuple[int, int, int]
-    kernel: str
-    operands: Operands
-    first: int
-    parts: list[Part]
-    is_whole: bool
-    matrices: tuple[int, ...]
-    index: Tensor  # [b]: of the matrices
+    Of one that is made and applied here alone, ``parts`` are (first position, part, operands of the
+    part); ``lr_ratio`` is that of blocks in a block step.
+    """
+
+    unit: Unit
+    index: Tensor
+    turned: Tensor | None
+    parts: Sequence[tuple[int, Part, Tensor]] = ()
+    lr_ratio: float = 1.0
+
+
+def _index(values: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
 
 
 def _pieces(buffer: Tensor, message: Message) -> Iterator[tuple[int, Tensor]]:
@@ -138,7 +140,7 @@ class ShardedEngine:
         self._telemetry = telemetry
         self._optimizer = optimizer
         self._settings = settings
-        self._on_host = host_can_read(runtime.device)
+        self._rank = runtime.transport.rank
         groups = group_of_matrices(runtime.parameters, runtime.plan.specs, optimizer)
         runtime.bind(groups, settings.ns_dtype)
         self._state = ShardState(runtime, optimizer, groups, settings.master_weights)
@@ -148,24 +150,27 @@ class ShardedEngine:
             g: [(index[p], p) for p in params]
             for g, params in adamw_parameters(runtime.parameters, optimizer).items()
         }
-        for params in self._adamw.values():
-            for _, p in params:  # made now, so that every rank saves the same keys
-                make_adamw_state(p, optimizer.state, settings.master_weights)
+        for _, p in chain.from_iterable(self._adamw.values()):
+            # Made now, so that every rank saves the same keys.
+            make_adamw_state(p, optimizer.state, settings.master_weights)
         self._kernels = Orthogonalizer(runtime.device, settings.ns_dtype, options)
         self._bind_full_step()
         self._bind_block_step()
-        if not self._on_host:
-            self._operands.prepare_masks()
-        calls = [self._call(stack) for stack in (*self._local, *self._block_stacks)]
-        lasting = [
-            (self._call(runtime.units[u]), stack)
-            for bucket in runtime.bound().buckets
-            for u, stack in bucket.stacks
-        ]
-        self._kernels.reserve(calls, lasting)
+        if not host_can_read(runtime.device):
+            self._operands.copies  # noqa: B018  made now, because every step needs them
+        alone = [self._call(stack.unit) for stack in (*self._local, *self._block_stacks)]
+        self._kernels.reserve(
+            alone,
+            [
+                (self._call(runtime.units[u]), operands)
+                for bucket in runtime.bound().buckets
+                for u, operands in bucket.stacks
+            ],
+        )
         self._outcome = _Outcome()
         self._grads: list[Tensor | None] = []
         self._amp = Amp()
+        self._rates: list[Rates] = []
         self._skipped: int | Tensor = 0
         self._seen_loads = 0
 
@@ -174,100 +179,45 @@ class ShardedEngine:
     def _bind_full_step(self) -> None:
         """Lay out the operands in the order in which they leave; then what stays; then replicas."""
         runtime, state = self._runtime, self._state
-        rank, buckets = runtime.transport.rank, runtime.bound().buckets
+        buckets = runtime.bound().buckets
         sent = [[i for part in b.route.held.parts for i in part.matrices] for b in buckets]
-        local = [u for u in runtime.units if runtime.is_local(u) and u.owner == rank]
-        used = chain(*sent, *(unit.matrices for unit in local))
-        order = [state.block_of[i] for i in used]
+        local = [u for u in runtime.units if runtime.is_local(u) and u.owner == self._rank]
+        order = [state.block_of[i] for i in chain(*sent, *(unit.matrices for unit in local))]
         order += sorted(set(range(len(state.blocks))) - set(order))
         self._operands = operands = Operands(state, order)
-
         blocks = [state.blocks[k] for k in order]
-        counted = [n for n, b in enumerate(blocks) if b.travels and b.counts]
         self._message = VerdictMessage(
-            runtime.shards, rank, runtime.device, [blocks[n].matrix for n in counted]
+            runtime.shards,
+            self._rank,
+            runtime.device,
+            [b.matrix for b in blocks],
+            [b.counts for b in blocks],
         )
-        self._counted = self._index(counted, state.device)
-        travels = [n for n, b in enumerate(blocks) if b.travels]
-        number = {i: j for j, i in enumerate(self._message.travelling)}
-        self._travels = self._index(travels, state.device)
-        self._norm_of = self._index([number[blocks[n].matrix] for n in travels], runtime.device)
-
         self._fills: list[list[tuple[int, Tensor, Tensor]]] = []  # (first, operands, places)
-        self._shares: list[list[_Share]] = []
+        self._landings: list[list[_Landing]] = []
         first = 0
         for bucket, matrices in zip(buckets, sent, strict=True):
-            last = first + len(matrices)
-            runs = operands.runs(first, last) if last > first else []
-            sizes = [flat.numel() for _, flat in runs]
-            into = [view.view(flat.shape) for view, (_, flat) in
-                    zip(bucket.send.split(sizes), runs, strict=True)]  # fmt: skip
-            self._fills.append([(n, flat, to) for (n, flat), to in zip(runs, into, strict=True)])
-            first = last
+            runs = operands.runs(first, first + len(matrices))
+            views = bucket.send.split([flat.numel() for _, flat in runs])
+            self._fills.append([(n, x, v.view(x.shape)) for (n, x), v in zip(runs, views)])
+            first += len(matrices)
             landing = _pieces(bucket.landed, bucket.route.held)
             copies = _pieces(bucket.copies_in, bucket.route.copies_in)
-            self._shares.append(self._shares_of([*landing, *copies]))
-        self._local: list[_Stack] = []
+            self._landings.append(self._landings_of(chain(landing, copies)))
+        self._local = []
         for unit in local:
-            pieces = (
-                (k, i, unit.holds_transpose(k), runtime.shards.piece(i, rank).box)
-                for k, i in enumerate(unit.matrices)
-            )
-            parts = parts_of(runtime.shards, -1, pieces)
-            self._local.append(
-                _Stack(
-                    unit.group, unit.shape, unit.kernel, operands, first, parts, True,
-                    unit.matrices, self._index(unit.matrices, runtime.device),
-                )
+            boxes = [runtime.shards.piece(i, self._rank).box for i in unit.matrices]
+            parts = parts_of(
+                runtime.shards, -1,
+                ((k, i, unit.holds_transpose(k), boxes[k]) for k, i in enumerate(unit.matrices)),
             )  # fmt: skip
+            self._local.append(self._stack(unit, operands, first, parts))
             first += len(unit.matrices)
-        self._owned: dict[int, tuple[Tensor, Tensor | None]] = {}  # matrices, which are turned
-        for bucket in buckets:
-            for u in bucket.route.units:
-                unit = runtime.units[u]
-                turned = None
-                if unit.transposed:
-                    turned = torch.tensor(unit.transposed, device=runtime.device)
-                self._owned[u] = self._index(unit.matrices, runtime.device), turned
+        self._owned = {
+            u: self._stack(runtime.units[u]) for bucket in buckets for u in bucket.route.units
+        }
 
-    def _bind_block_step(self) -> None:
-        self._block_stacks: list[_Stack] = []
-        self._block_operands = self._operands
-        if self._settings.schedule.always_full:
-            return
-        state, shards = self._state, self._runtime.shards
-        rank = self._runtime.transport.rank
-        alike: dict[tuple[int, int, int, bool], list[int]] = defaultdict(list)
-        for k, b in enumerate(state.blocks):
-            alike[b.group, b.rows, b.cols, b.is_whole].append(k)
-        self._block_operands = Operands(state, [k for equal in alike.values() for k in equal])
-        first = 0
-        for (group, rows, cols, whole), equal in alike.items():
-            for start in range(0, len(equal), _BLOCK_BATCH):
-                some = equal[start : start + _BLOCK_BATCH]
-                matrices = tuple(state.blocks[k].matrix for k in some)
-                pieces = ((n, i, False, shards.piece(i, rank).box) for n, i in enumerate(matrices))
-                # Here a block is a whole by itself.
-                parts = [
-                    replace(
-                        part,
-                        whole=part.box.shape,
-                        box=Box((0,) * len(part.box.shape), part.box.shape),
-                    )
-                    for part in parts_of(shards, -1, pieces)
-                ]
-                self._block_stacks.append(
-                    _Stack(
-                        group, (len(some), rows, cols), "", self._block_operands, first, parts,
-                        whole, matrices, self._index(matrices, self._runtime.device),
-                    )
-                )  # fmt: skip
-                first += len(some)
-
-    def _index(self, values: Sequence[int], device: torch.device) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
-    def _shares_of(self, landing: Sequence[tuple[int, Tensor]]) -> list[_Share]:
+    def _landings_of(self, landing: Iterator[tuple[int, Tensor]]) -> list[_Landing]:
         """(matrix, its update here), by param group, shape and dtype of the matrix."""
         state, specs = self._state, self._runtime.plan.specs
         alike: dict[tuple[int, int, int, str], list[tuple[int, Tensor]]] = defaultdict(list)
@@ -278,9 +228,58 @@ class ShardedEngine:
         found = []
         for (group, rows, cols, _), members in alike.items():
             blocks = [k for k, _ in members]
-            positions = self._index([self._operands.position_of[k] for k in blocks], state.device)
-            found.append(_Share(group, rows, cols, blocks, [u for _, u in members], positions))
+            positions = _index([self._operands.position_of[k] for k in blocks], state.device)
+            found.append(_Landing(group, rows, cols, blocks, [u for _, u in members], positions))
         return found
+
+    def _stack(
+        self,
+        unit: Unit,
+        operands: Operands | None = None,
+        first: int = 0,
+        parts: Sequence[Part] = (),
+        lr_ratio: float = 1.0,
+    ) -> _Stack:
+        """``parts`` of the unit have their operands at position ``first`` and on."""
+        device = self._runtime.device
+        placed = []
+        for part in parts:
+            start = first + part.position
+            assert operands is not None
+            placed.append((start, part, operands.stack(start, start + len(part.matrices))))
+        turned = torch.tensor(unit.transposed, device=device) if unit.transposed else None
+        return _Stack(unit, _index(unit.matrices, device), turned, placed, lr_ratio)
+
+    def _bind_block_step(self) -> None:
+        self._block_stacks: list[_Stack] = []
+        self._block_operands = self._operands
+        if self._settings.schedule.always_full:
+            return
+        state, shards = self._state, self._runtime.shards
+        alike: dict[tuple[int, int, int, bool], list[int]] = defaultdict(list)
+        for k, b in enumerate(state.blocks):
+            alike[b.group, b.rows, b.cols, b.is_whole].append(k)
+        self._block_operands = Operands(state, [*chain.from_iterable(alike.values())])
+        ratio = self._settings.block_lr_ratio
+        for (group, rows, cols, is_whole), equal in alike.items():
+            for start in range(0, len(equal), _BLOCK_BATCH):
+                some = equal[start : start + _BLOCK_BATCH]
+                matrices = tuple(state.blocks[k].matrix for k in some)
+                # Here a block is a whole by itself.
+                pieces = (
+                    (n, i, False, shards.piece(i, self._rank).box) for n, i in enumerate(matrices)
+                )
+                parts = [
+                    replace(part, whole=part.box.shape, box=Box.at_origin(part.box.shape))
+                    for part in parts_of(shards, -1, pieces)
+                ]
+                # A matrix that is whole here always takes full steps.
+                own = 1.0 if is_whole or ratio is None else ratio
+                unit = Unit(self._rank, group, matrices, rows, cols, 0.0)
+                first = self._block_operands.position_of[some[0]]
+                self._block_stacks.append(
+                    self._stack(unit, self._block_operands, first, parts, own)
+                )
 
     # ---- a step --------------------------------------------------------------------------
 
@@ -292,7 +291,9 @@ class ShardedEngine:
         self._runtime.reduce_gradients()
         self._outcome.wait()
         self._state.begin_step()
-        self._refresh_masters()
+        if self._settings.master_weights and self._runtime.loads != self._seen_loads:
+            self._seen_loads = self._runtime.loads
+            refresh_masters(self._optimizer.state, self._runtime.parameters)
         self._grads = self._runtime.local_gradients()
         self._amp = amp
         present = [g for g in self._grads if g is not None]
@@ -300,22 +301,20 @@ class ShardedEngine:
             # A tensor, because reading it would wait for the device.
             scale_all(present, amp.scale.reciprocal().to(present[0].device))
 
-    def _refresh_masters(self) -> None:
-        if not self._settings.master_weights:
-            return
-        self._state.make_masters()
-        if self._runtime.loads != self._seen_loads:
-            self._seen_loads = self._runtime.loads
-            refresh_masters(self._optimizer.state, self._runtime.parameters)
-
     def launch(self) -> None:
-        schedule = self._settings.schedule
         # Rates as they are now: a scheduler may change the groups before an update is applied.
-        rates = [Rates.of(group) for group in self._groups]
-        watch = self._telemetry.begin_step()
-        run = self._full_step if schedule.is_full(schedule.t) else self._block_step
-        self._outcome = run(self._grads, rates, watch, self._amp.found_inf)
-        self._grads = []
+        self._rates = [Rates.of(group) for group in self._groups]
+        self._telemetry.begin_step()
+        grads, self._grads = self._grads, []
+        is_full = self._settings.schedule.is_full(self._settings.schedule.t)
+        step = self._full_step if is_full else self._block_step
+        outcome = step(grads, [grad is not None for grad in grads])
+        if outcome is None or not is_full:
+            self._runtime.pass_by()
+        if outcome is None:
+            self._skipped = self._skipped + 1
+            outcome = _Outcome(is_full, finite=False)
+        self._outcome = outcome
 
     def update_others(self) -> None:
         """AdamW ran while the first buckets travelled."""
@@ -324,200 +323,123 @@ class ShardedEngine:
         if self._outcome.full:  # a block step issues no collective, and this may
             self._telemetry.finish_step()
 
-    def _full_step(
-        self, grads: Gradients, rates: list[Rates], watch: Stopwatch, found_inf: Tensor | None
-    ) -> _Outcome:
-        """Take the step; the updates of the last buckets are applied later."""
+    def _full_step(self, grads: Gradients, here: Sequence[bool]) -> _Outcome | None:
+        """Take the step; the updates of the last buckets are applied later. None: nothing was done,
+        because a gradient is not finite."""
         runtime, operands, groups = self._runtime, self._operands, self._groups
         of_blocks = self._state.gradients_of_blocks(grads)
         norms = operands.fill(of_blocks, groups)
-        here = [g is not None for g in grads]
-        counted = norms.index_select(0, self._counted)
-        _, peaks = self._peaks(grads)
-        vector = self._message.fill(counted, [norms, *peaks], here, found_inf)
-        runtime.all_reduce(vector, "norms").wait()
-        verdict = self._message.read(vector, here, on_host=self._on_host)
-        if verdict.finite is False:
-            runtime.pass_by()
-            self._skipped = self._skipped + 1
-            return _Outcome(full=True, finite=False)
-        bad = self._bad(verdict)
-        shared = verdict.norms.index_select(0, self._norm_of).to(norms.device)
-        scales = operands.scales(norms.index_copy_(0, self._travels, shared), groups)
-        buckets, units = runtime.bound().buckets, runtime.units
+        checked = [peaks for _, peaks in self._peaks(grads)]
+        vector, sent = self._message.fill(norms, checked, here, self._amp.found_inf)
+        runtime.all_reduce(sent, "norms").wait()
+        verdict = self._message.read(vector, norms, here)
+        if verdict is None:
+            return None
+        bad = verdict.bad
+        scales = operands.scales(norms, groups)
         matrices = range(len(runtime.plan.specs.matrices))
         rms = torch.zeros(len(matrices), dtype=torch.float32, device=runtime.device)
 
         def fill(b: int) -> None:
             for first, flat, to in self._fills[b]:
-                scale_into(to, flat, scales.narrow(0, first, len(flat)))
-            if bad is not None:
-                own = bad.to(runtime.device)
-                mask([(first, to) for first, _, to in self._fills[b]], own)
+                _fill(to, flat, scales, bad, first)
 
-        def compute(b: int, done: Callable[[int, Tensor], None]) -> None:
-            for n, (u, stack) in enumerate(buckets[b].stacks):
-                if verdict.absent_matrices.issuperset(units[u].matrices):
-                    done(n, stack)  # of zeros, which nobody applies
-                    continue
-                update = self._orthogonalize(self._call(units[u]), stack, watch)
-                rms.index_copy_(0, *self._rms(u, update, rates))
-                done(n, update)
+        def compute(u: int, operand: Tensor) -> Tensor:
+            stack = self._owned[u]
+            update = self._orthogonalize(self._call(stack.unit), operand)
+            rms.index_copy_(0, stack.index, self._rms(stack, update))
+            return update
 
         def apply(b: int) -> None:
-            for share in self._shares[b]:
-                rate = rates[share.group]
-                lr = rate.adjusted(share.rows, share.cols)
+            for landing in self._landings[b]:
                 own = bad
                 if bad is not None and bad.ndim:
-                    own = bad.index_select(0, share.positions)
-                self._apply(share.blocks, share.updates, rate.decay, lr, own)
+                    own = bad.index_select(0, landing.positions)
+                rate = self._rates[landing.group]
+                lr = rate.adjusted(landing.rows, landing.cols)
+                self._apply(landing.blocks, landing.updates, rate.decay, lr, own)
 
         def meanwhile() -> None:
             operands.commit(of_blocks, groups, bad)
             for stack in self._local:
-                if not verdict.absent_matrices.issuperset(stack.matrices):
-                    values = self._step_alone(stack, scales, rates, bad, watch)
-                    rms.index_copy_(0, stack.index, values)
-            skip = None if verdict.ok is None else verdict.ok.logical_not().float()
-            self._update_adamw(grads, verdict.absent_parameters, verdict.flags, skip)
+                rms.index_copy_(0, stack.index, self._step_alone(stack, operands, scales, bad))
+            self._update_adamw(grads, verdict)
 
         runtime.run(fill, compute, apply, meanwhile)
-        if verdict.ok is not None:
-            self._skipped = self._skipped + verdict.ok.logical_not()
-        work = runtime.all_reduce(rms, "rms")
-        return _Outcome(True, True if verdict.ok is None else verdict.ok, matrices, rms, work)
+        if verdict.skip is not None:
+            self._skipped = self._skipped + verdict.skip.long()
+        return _Outcome(True, verdict.finite, matrices, rms, runtime.all_reduce(rms, "rms"))
 
-    def _block_step(
-        self, grads: Gradients, rates: list[Rates], watch: Stopwatch, found_inf: Tensor | None
-    ) -> _Outcome:
-        """Take the step; nothing changes where ``found_inf`` (0-d) is not zero: torch's scaler has
-        shared its verdict, and lowers its scale on all ranks."""
+    def _block_step(self, grads: Gradients, here: Sequence[bool]) -> _Outcome | None:
         state, operands, groups = self._state, self._block_operands, self._groups
-        device = self._runtime.device
-        self._runtime.pass_by()
-        overflow = None if found_inf is None else found_inf.to(device) != 0
-        if overflow is not None and self._on_host:
-            if bool(overflow):
-                self._skipped = self._skipped + 1
-                return _Outcome(full=False, finite=False)
-            overflow = None
         of_blocks = state.gradients_of_blocks(grads)
         norms = operands.fill(of_blocks, groups)
-        numbers, peaks = self._peaks(grads)
-        own_bad = norms.isfinite().logical_not_()
-        for n, k in enumerate(operands.order):
-            if grads[state.blocks[k].parameter] is None:
-                own_bad.narrow(0, n, 1).fill_(True)
-        all_finite = torch.stack([v.isfinite().all().to(device) for v in (norms, *peaks)]).all()
-        if overflow is not None:
-            own_bad = own_bad | overflow.to(own_bad.device)
-            all_finite = all_finite & ~overflow
-        self._skipped = self._skipped + all_finite.logical_not()
-        finite = bool(all_finite) if self._on_host else all_finite
-        bad = None if self._on_host and not bool(own_bad.any()) else own_bad
+        blocks = [state.blocks[k] for k in operands.order]
+        verdict = own_verdict(
+            norms,
+            [b.parameter for b in blocks],
+            self._peaks(grads),
+            here,
+            self._amp.found_inf,
+            self._runtime.device,
+        )
+        if verdict is None:
+            return None
         scales = operands.scales(norms, groups)
-        operands.commit(of_blocks, groups, bad)
-        updates = [self._step_alone(s, scales, rates, bad, watch) for s in self._block_stacks]
-        # What this rank knows by itself, and replicas alike.
-        skipped = {i for i, grad in enumerate(grads) if grad is None}
-        flags: dict[int, Tensor] = {}
-        if not self._on_host:
-            masks = [peak.isfinite().logical_not() for peak in peaks]
-            if overflow is not None:
-                masks = [mask | overflow.to(mask.device) for mask in masks]
-            found = [flag for mask in masks for flag in mask.float().unbind()]
-            flags = dict(zip(numbers, found, strict=True))
-        elif not finite:
-            values = [v for peak in peaks for v in peak.tolist()]
-            skipped |= {i for i, v in zip(numbers, values, strict=True) if not math.isfinite(v)}
-        nothing = None if overflow is None else overflow.float()
-        self._update_adamw(grads, skipped, flags, nothing)
-        rms = torch.cat(updates) if updates else None
-        matrices = [state.blocks[k].matrix for k in operands.order]
-        return _Outcome(False, finite, matrices, rms)
-
-    # ---- masks ---------------------------------------------------------------------------
-
-    def _bad(self, verdict: Verdict) -> Tensor | None:
-        """Which blocks are left as they are: a bool where all are alike, else one by position; None
-        for no block."""
-        state, operands = self._state, self._operands
-        bad = None if verdict.ok is None else verdict.ok.logical_not().to(state.device)
-        absent = [
-            n
-            for n, k in enumerate(operands.order)
-            if state.blocks[k].matrix in verdict.absent_matrices
-        ]
-        if not absent and not verdict.bad:
-            return bad
-        own = torch.zeros(len(operands.order), dtype=torch.bool, device=state.device)
-        for n in absent:
-            own.narrow(0, n, 1).fill_(True)
-        for i, is_bad in verdict.bad.items():
-            if i in state.block_of:
-                n = operands.position_of[state.block_of[i]]
-                own.narrow(0, n, 1).copy_(is_bad)
-        return own if bad is None else own.logical_or_(bad)
+        operands.commit(of_blocks, groups, verdict.bad)
+        rms = [self._step_alone(s, operands, scales, verdict.bad) for s in self._block_stacks]
+        self._update_adamw(grads, verdict)
+        if isinstance(verdict.finite, Tensor):
+            self._skipped = self._skipped + verdict.finite.logical_not()
+        else:
+            self._skipped = self._skipped + (not verdict.finite)
+        matrices = [b.matrix for b in blocks]
+        return _Outcome(False, verdict.finite, matrices, torch.cat(rms) if rms else None)
 
     # ---- Newton-Schulz -------------------------------------------------------------------
 
-    def _call(self, work: Unit | _Stack) -> Call:
-        settings = self._groups[work.group]
+    def _call(self, unit: Unit) -> Call:
+        settings = self._groups[unit.group]
         triples = resolve_coefficients(settings["ns_coefficients"], settings["ns_steps"])
-        return Call(work.shape, triples, work.kernel)
+        return Call(unit.shape, triples, unit.kernel)
 
-    def _orthogonalize(self, call: Call, stack: Tensor, watch: Stopwatch) -> Tensor:
+    def _orthogonalize(self, call: Call, operand: Tensor) -> Tensor:
         """Newton-Schulz on normalized matrices ``[b, rows, cols]``, which are overwritten; the
         result is valid until the next call."""
-        watch.start()
-        update = self._kernels.run(call, stack)
-        watch.stop()
+        self._telemetry.watch.start()
+        update = self._kernels.run(call, operand)
+        self._telemetry.watch.stop()
         return update
 
-    def _rms(self, u: int, update: Tensor, rates: Sequence[Rates]) -> tuple[Tensor, Tensor]:
-        """(the matrices of unit ``u``, the RMS of their updates)."""
-        unit, (matrices, turned) = self._runtime.units[u], self._owned[u]
-        rate = rates[unit.group]
-        factor: float | Tensor = rate.ratio(unit.rows, unit.cols)
-        if turned is not None:
-            factor = torch.where(turned, rate.ratio(unit.cols, unit.rows), factor)
-        return matrices, update_rms(update, factor)
+    def _rms(self, stack: _Stack, update: Tensor) -> Tensor:
+        """The RMS of the updates of a unit, ``[b]``."""
+        unit, rate = stack.unit, self._rates[stack.unit.group]
+        factor: float | Tensor = rate.ratio(unit.rows, unit.cols) * stack.lr_ratio
+        if stack.turned is not None:
+            factor = torch.where(stack.turned, rate.ratio(unit.cols, unit.rows), factor)
+        return update_rms(update, factor)
 
     def _step_alone(
-        self,
-        stack: _Stack,
-        scales: Tensor,
-        rates: Sequence[Rates],
-        bad: Tensor | None,
-        watch: Stopwatch,
+        self, stack: _Stack, operands: Operands, scales: Tensor, bad: Tensor | None
     ) -> Tensor:
         """Orthogonalize and apply what needs nobody else; the RMS of the updates, ``[b]``."""
-        call = self._call(stack)
+        unit, rate = stack.unit, self._rates[stack.unit.group]
+        call = self._call(unit)
         batch = self._kernels.operand(call)
-        for part in stack.parts:
-            first, count = stack.first + part.position, len(part.matrices)
-            to = places(batch, part)
-            operands = stack.operands.stack(first, first + count)
-            scale_into(to, operands, scales.narrow(0, first, count))
-            if bad is not None:
-                mask([(first, to)], bad.to(to.device))
-        update = self._orthogonalize(call, batch, watch)
-        rate, ratio = rates[stack.group], self._settings.block_lr_ratio
-        rms = []
-        for part in stack.parts:
-            first, count = stack.first + part.position, len(part.matrices)
-            _, rows, cols = stack.shape
-            if part.transposed:
-                rows, cols = cols, rows
-            # A matrix that is whole here always takes full steps.
-            lr = rate.adjusted(rows, cols) * (1.0 if stack.is_whole or ratio is None else ratio)
-            own = update.narrow(0, part.position, count)
-            rms.append(update_rms(own, lr / rate.lr if rate.lr else 0.0))
-            own_bad = bad.narrow(0, first, count) if bad is not None and bad.ndim else bad
-            blocks = stack.operands.order[first : first + count]
-            self._apply(blocks, [*places(update, part).unbind()], rate.decay, lr, own_bad)
-        return torch.cat(rms) if len(rms) > 1 else rms[0]
+        for first, part, source in stack.parts:
+            _fill(places(batch, part), source, scales, bad, first)
+        update = self._orthogonalize(call, batch)
+        for first, part, source in stack.parts:
+            rows, cols = (unit.cols, unit.rows) if part.transposed else (unit.rows, unit.cols)
+            own = bad.narrow(0, first, len(source)) if bad is not None and bad.ndim else bad
+            self._apply(
+                operands.order[first : first + len(source)],
+                [*places(update, part).unbind()],
+                rate.decay,
+                rate.adjusted(rows, cols) * stack.lr_ratio,
+                own,
+            )
+        return self._rms(stack, update)
 
     # ---- weights -------------------------------------------------------------------------
 
@@ -541,64 +463,44 @@ class ShardedEngine:
         if state.targets is not state.weights:
             torch._foreach_copy_([state.weights[k] for k in blocks], targets)
 
-    # ---- AdamW ---------------------------------------------------------------------------
-
-    def _peaks(self, grads: Gradients) -> tuple[list[int], list[Tensor]]:
-        """Of AdamW's gradients: their numbers, and (in vectors, a dtype each) their largest
-        absolute values, which are not finite where one of the elements is not."""
-        alike: dict[torch.dtype, list[tuple[int, Tensor]]] = defaultdict(list)
-        for params in self._adamw.values():
-            for i, _ in params:
-                grad = grads[i]
-                if grad is not None and grad.numel():
-                    alike[grad.dtype].append((i, grad))
-        peaks = [
-            torch.stack(torch._foreach_norm([grad for _, grad in members], math.inf))
-            for members in alike.values()
+    def _peaks(self, grads: Gradients) -> list[tuple[list[int], Tensor]]:
+        """The largest absolute values of AdamW's gradients, not finite where one of the elements is
+        not: for each dtype the parameters and a vector."""
+        alike: dict[torch.dtype, dict[int, Tensor]] = defaultdict(dict)
+        for i, _ in chain.from_iterable(self._adamw.values()):
+            grad = grads[i]
+            if grad is not None and grad.numel():
+                alike[grad.dtype][i] = grad
+        return [
+            (list(found), torch.stack(torch._foreach_norm([*found.values()], math.inf)))
+            for found in alike.values()
         ]
-        return [i for members in alike.values() for i, _ in members], peaks
 
-    def _update_adamw(
-        self,
-        grads: Gradients,
-        skipped: Collection[int],
-        flags: Mapping[int, Tensor],
-        found_inf: Tensor | None,
-    ) -> None:
-        """All but the parameters ``skipped``; a gradient that is missing here counts as zero.
-
-        Nothing changes where ``found_inf`` (0-d float32) is not zero. ``flags`` are those of
-        parameters that have their own.
-        """
+    def _update_adamw(self, grads: Gradients, verdict: Verdict) -> None:
+        """A gradient that is missing here, and not everywhere, counts as zero."""
         for g, params in self._adamw.items():
             joint: list[tuple[Tensor, Tensor]] = []
+            # The fused form takes one flag for all parameters of a call.
+            calls = [(verdict.skip, joint)]
             for i, p in params:
-                if i in skipped:
+                if i in verdict.skipped:
                     continue
                 grad = grads[i]
-                if grad is None:
-                    grad = torch.zeros_like(local_tensor(p))
-                if i in flags:  # by itself, because the fused form takes one flag for all
-                    self._adamw_step(g, [(p, grad)], flags[i])
+                pair = p, torch.zeros_like(local_tensor(p)) if grad is None else grad
+                if i in verdict.flags:
+                    calls.append((verdict.flags[i], [pair]))
                 else:
-                    joint.append((p, grad))
-            self._adamw_step(g, joint, found_inf)
-
-    def _adamw_step(
-        self, group: int, pairs: Sequence[tuple[Tensor, Tensor]], found_inf: Tensor | None
-    ) -> None:
-        """``pairs`` of a parameter and its local gradient."""
-        if not pairs:
-            return
-        adamw_step(
-            self._groups[group],
-            self._optimizer.state,
-            [p for p, _ in pairs],
-            [grad for _, grad in pairs],
-            master_weights=self._settings.master_weights,
-            fused=True,
-            found_inf=None if found_inf is None else found_inf.to(pairs[0][0].device),
-        )
+                    joint.append(pair)
+            for flag, pairs in calls:
+                adamw_step(
+                    self._groups[g],
+                    self._optimizer.state,
+                    [p for p, _ in pairs],
+                    [grad for _, grad in pairs],
+                    master_weights=self._settings.master_weights,
+                    fused=True,
+                    found_inf=flag if flag is None or not pairs else flag.to(pairs[0][0].device),
+                )
 
     # ---- reading and state ---------------------------------------------------------------
 
@@ -627,17 +529,21 @@ class ShardedEngine:
         of blocks whose norms are taken (on a CPU), "updates" while an owner computes, a float32
         copy of half-precision updates for their RMS; "block_step" for what "updates" is there.
         """
-        found = self._state.nbytes()
-        itemsize = self._settings.ns_dtype.itemsize
+        state, itemsize = self._state, self._settings.ns_dtype.itemsize
+        found = {"operands": sum(memory.nbytes for memory in state.workspace.values())}
+        if state.copies:
+            found["commit"] = sum(memory.nbytes for memory in state.copies.values())
         for purpose, elements in self._runtime.buffer_elements().items():
             found[purpose] = elements * itemsize
         found["newton_schulz"] = self._kernels.nbytes
-        found["norms"] = 8 * self._operands.largest_run if self._state.device.type == "cpu" else 0
-        mine = [u.numel for u in self._runtime.units if u.owner == self._runtime.transport.rank]
-        found["updates"] = 0 if itemsize >= 4 else 4 * max(mine, default=0)
+        found["norms"] = 8 * self._operands.largest_run if state.device.type == "cpu" else 0
+
+        def wide_bytes(units: Iterator[Unit]) -> int:
+            return 0 if itemsize >= 4 else 4 * max((unit.numel for unit in units), default=0)
+
+        found["updates"] = wide_bytes(u for u in self._runtime.units if u.owner == self._rank)
         if not self._settings.schedule.always_full:
-            sizes = [math.prod(stack.shape) for stack in self._block_stacks]
-            found["block_step"] = 0 if itemsize >= 4 else 4 * max(sizes, default=0)
+            found["block_step"] = wide_bytes(stack.unit for stack in self._block_stacks)
         return found
 
     def before_state_dict(self) -> None:
@@ -658,9 +564,8 @@ class Block:
     """What this rank holds of matrix ``matrix``, of param group ``group``.
 
     ``index`` takes it out of the local part of its parameter (None: it is all of it). ``rows`` and
-    ``cols`` are its own; ``is_whole`` says that they are the matrix's. ``travels``: it has an owner
-    elsewhere or other holders, so in a full step its norm is shared and its operand sent.
-    ``counts``: among the replicas of the matrix, this rank's is the one that sends.
+    ``cols`` are its own; ``is_whole`` says that they are the matrix's. ``counts``: among the
+    replicas of the matrix, this rank's is the one that sends.
     """
 
     matrix: int
@@ -670,7 +575,6 @@ class Block:
     rows: int
     cols: int
     is_whole: bool
-    travels: bool
     counts: bool
 
 
@@ -680,22 +584,17 @@ def _blocks(runtime: ShardedRuntime, groups: Sequence[int]) -> Iterator[Block]:
         piece = shards.piece(i, rank)
         if not piece.numel:
             continue
-        box, local = shards.boxes[i], shards.local_box(rank, matrix.parameter)
-        rows, cols = box.matrix_shape(piece.box.shape)
-        low = tuple(a + b for a, b in zip(box.box.offset, piece.box.offset, strict=True))
-        here = tuple(
-            slice(a - b, a - b + n)
-            for a, b, n in zip(low, local.offset, piece.box.shape, strict=True)
-        )
+        whole, local = shards.boxes[i], shards.shard(rank, matrix.parameter).box
+        rows, cols = whole.matrix_shape(piece.box.shape)
+        here = whole.box.intersection(local).within(local)
         yield Block(
             matrix=i,
             parameter=matrix.parameter,
             group=groups[i],
-            index=None if piece.numel == local.numel else here,
+            index=None if piece.numel == local.numel else here.slices(),
             rows=rows,
             cols=cols,
             is_whole=(rows, cols) == matrix.shape,
-            travels=not shards.is_local(i),
             counts=piece.replica == shards.replica_of(i, plan.owners[i]),
         )
 
@@ -704,58 +603,53 @@ class ShardState:
     """Blocks with views of weights and momentum, lists in the order of ``blocks``.
 
     With ``masters`` momentum is float32, and ``targets`` are float32 weights behind parameters of
-    lower precision.
+    lower precision, made at the first step, so that weights loaded before it count.
     """
 
     def __init__(
         self, runtime: ShardedRuntime, optimizer: Optimizer, groups: Sequence[int], masters: bool
     ) -> None:
         self._runtime = runtime
-        self._optimizer = optimizer
         self._masters = masters
         self.blocks = list(_blocks(runtime, groups))
         self.block_of = {block.matrix: k for k, block in enumerate(self.blocks)}
+        self._optimizer = optimizer
         self._muon = runtime.plan.specs.muon_parameters()
         for i in self._muon:
             p = runtime.parameters[i].detach()
-            self._state(i)["momentum_buffer"] = torch.zeros_like(
+            self._entry(i)["momentum_buffer"] = torch.zeros_like(
                 p,
                 dtype=torch.float32 if masters else p.dtype,
                 memory_format=torch.contiguous_format,
             )
         self._look_up()
-        sizes: dict[torch.dtype, int] = {}
-        for view in self.momentum:
-            sizes[view.dtype] = sizes.get(view.dtype, 0) + view.numel()
         self.device = self.momentum[0].device if self.momentum else runtime.parameters[0].device
+        self.chunk_bytes = CHUNK_BYTES.get(self.device.type, _DEVICE_CHUNK_BYTES)
         # Of one size with the momentum; each kind of step lays out its operands in it anew.
         self.workspace = {
-            dtype: torch.empty(size, dtype=dtype, device=self.device)
-            for dtype, size in sizes.items()
+            dtype: self._empty(
+                sum(view.numel() for view in self.momentum if view.dtype is dtype), dtype
+            )
+            for dtype in {view.dtype for view in self.momentum}
         }
-        self.chunk_bytes = CHUNK_BYTES.get(self.device.type, _DEVICE_CHUNK_BYTES)
-        self._memory: dict[torch.dtype, Tensor] = {}
+        self.copies: dict[torch.dtype, Tensor] = {}
 
-    def memory_for(self, dtype: torch.dtype, numel: int) -> Tensor:
-        """``numel`` elements to copy the momentum of a chunk to; the same at every call."""
-        if dtype not in self._memory:
+    def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def copy_of_chunk(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """Memory for the momentum of a chunk; the same at every call."""
+        if dtype not in self.copies:
             largest = max(m.numel() for m in self.momentum if m.dtype is dtype)
-            size = min(self.workspace[dtype].numel(), self.chunk_bytes // dtype.itemsize + largest)
-            self._memory[dtype] = torch.empty(size, dtype=dtype, device=self.device)
-        return self._memory[dtype].narrow(0, 0, numel)
-
-    def nbytes(self) -> dict[str, int]:
-        """Bytes that a step takes beside what is saved, by purpose."""
-        found = {"operands": sum(memory.nbytes for memory in self.workspace.values())}
-        if self._memory:
-            found["commit"] = sum(memory.nbytes for memory in self._memory.values())
-        return found
+            most = self.chunk_bytes // dtype.itemsize + largest
+            self.copies[dtype] = self._empty(min(self.workspace[dtype].numel(), most), dtype)
+        return self.copies[dtype].narrow(0, 0, numel)
 
     # ---- views ---------------------------------------------------------------------------
 
-    def _state(self, parameter: int) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self._optimizer.state[self._runtime.parameters[parameter]]
-        return state
+    def _entry(self, parameter: int) -> dict[str, Tensor]:
+        entry: dict[str, Tensor] = self._optimizer.state[self._runtime.parameters[parameter]]
+        return entry
 
     def _of_blocks(self, whole: Mapping[int, Tensor]) -> list[Tensor]:
         """The view of every block in the local tensor of its parameter."""
@@ -768,18 +662,26 @@ class ShardState:
         """Find where weights and momentum lie."""
         self._version = self._runtime.locals.version
         weights = {i: self._runtime.locals.tensors[i] for i in self._muon}
+        entries = {i: self._entry(i) for i in self._muon}
         self.weights = self.targets = self._of_blocks(weights)
         self.momentum = self._of_blocks(
-            {i: stored_tensor(self._state(i)["momentum_buffer"]) for i in self._muon}
+            {i: stored_tensor(entry["momentum_buffer"]) for i, entry in entries.items()}
         )
-        if self._masters and any("master_weight" in self._state(i) for i in self._muon):
+        if any("master_weight" in entry for entry in entries.values()):
             self.targets = self._of_blocks(
-                {i: stored_tensor(self._state(i).get("master_weight", weights[i])) for i in weights}
+                {i: stored_tensor(e.get("master_weight", weights[i])) for i, e in entries.items()}
             )
 
     def begin_step(self) -> None:
-        """Someone may have moved a parameter's storage; called once a step."""
-        if self._version != self._runtime.locals.version:
+        """Someone may have moved a parameter's storage, or loaded a state without masters."""
+        moved = self._version != self._runtime.locals.version
+        if self._masters and self.targets is self.weights:
+            for i in self._muon:
+                p = self._runtime.parameters[i]
+                if p.dtype.itemsize < 4:
+                    self._entry(i)["master_weight"] = p.detach().float()
+                    moved = True
+        if moved:
             self._look_up()
 
     def gradients_of_blocks(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
@@ -793,20 +695,6 @@ class ShardState:
                 grad = grad[b.index]
             found.append(grad)
         return found
-
-    # ---- masters -------------------------------------------------------------------------
-
-    def make_masters(self) -> None:
-        """Float32 weights behind parameters of lower precision, made at the first step, so that
-        weights loaded before it count."""
-        if not self._masters:
-            return
-        for i in self._muon:
-            state, p = self._state(i), self._runtime.parameters[i]
-            if "master_weight" not in state and p.dtype.itemsize < 4:
-                state["master_weight"] = p.detach().float()
-        if self.targets is self.weights:
-            self._look_up()
 
     # ---- saved state ---------------------------------------------------------------------
 
@@ -841,11 +729,9 @@ class ShardState:
 
 def _copy_state(target: Tensor, source: Tensor) -> None:
     """Copy a saved tensor, whether it was saved with the shards of ``target`` or otherwise."""
-    stamps = layout_stamp(target), layout_stamp(source)
-    if (stamps[0].placements, stamps[0].mesh) == (stamps[1].placements, stamps[1].mesh):
-        local_tensor(target).copy_(local_tensor(source))
-        return
-    assert math.prod(target.shape) == math.prod(source.shape)
+    mine, saved = LayoutStamp.of(target), LayoutStamp.of(source)
+    if (mine.placements, mine.mesh) == (saved.placements, saved.mesh):
+        target, source = local_tensor(target), local_tensor(source)
     target.copy_(source)
 
 
@@ -864,9 +750,21 @@ class _Chunk:
     operands: list[Tensor]
     runs: list[tuple[int, Tensor]]
 
-    @property
-    def numel(self) -> int:
-        return sum(flat.numel() for _, flat in self.runs)
+
+def _cuts(kinds: Sequence[Hashable], sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:
+    """Ranges of neighbours of one kind, closed once they have reached the limit.
+
+    >>> list(_cuts("aaab", [2, 2, 2, 2], 4))
+    [(0, 2), (2, 3), (3, 4)]
+    """
+    first = size = 0
+    for n, kind in enumerate(kinds):
+        if n > first and (size >= limit or kind != kinds[first]):
+            yield first, n
+            first, size = n, 0
+        size += sizes[n]
+    if kinds:
+        yield first, len(kinds)
 
 
 class Operands:
@@ -876,67 +774,42 @@ class Operands:
         self._state = state
         self.order = list(order)
         self.position_of = {k: n for n, k in enumerate(self.order)}
+        views = [state.momentum[k] for k in self.order]
+        self._shapes = [(view.dtype, view.shape) for view in views]
+        self._sizes = [view.nbytes for view in views]
         self._starts = []
         ends = dict.fromkeys(state.workspace, 0)
-        for k in self.order:
-            momentum = state.momentum[k]
-            self._starts.append(ends[momentum.dtype])
-            ends[momentum.dtype] += momentum.numel()
-        self._chunks = [self._chunk(first, last) for first, last in self._cuts(state.chunk_bytes)]
+        for view in views:
+            self._starts.append(ends[view.dtype])
+            ends[view.dtype] += view.numel()
+        groups = [state.blocks[k].group for k in self.order]
+        kinds = [(group, view.dtype) for group, view in zip(groups, views, strict=True)]
+        self._chunks = [
+            _Chunk(
+                *kinds[first],
+                first,
+                self.order[first:last],
+                [self.stack(n, n + 1)[0] for n in range(first, last)],
+                self.runs(first, last),
+            )
+            for first, last in _cuts(kinds, self._sizes, state.chunk_bytes)
+        ]
+        # Elements of the most blocks whose norms are taken together.
+        self.largest_run = max((x.numel() for c in self._chunks for _, x in c.runs), default=0)
         self._norms = torch.zeros(len(self.order), dtype=torch.float64, device=state.device)
-        self._made: dict[int, tuple[list[tuple[int, Tensor]], list[Tensor]]] = {}
-
-    def _kind(self, position: int) -> tuple[int, torch.dtype]:
-        k = self.order[position]
-        return self._state.blocks[k].group, self._state.momentum[k].dtype
-
-    def _cuts(self, limit: int) -> Iterator[tuple[int, int]]:
-        first = size = 0
-        for n, k in enumerate(self.order):
-            if n > first and (size >= limit or self._kind(n) != self._kind(first)):
-                yield first, n
-                first, size = n, 0
-            size += self._state.momentum[k].nbytes
-        if self.order:
-            yield first, len(self.order)
-
-    def _chunk(self, first: int, last: int) -> _Chunk:
-        blocks = self.order[first:last]
-        runs = self.runs(first, last)
-        operands = [self.stack(n, n + 1)[0] for n in range(first, last)]
-        return _Chunk(*self._kind(first), first, blocks, operands, runs)
 
     def stack(self, first: int, last: int) -> Tensor:
         """The operands of equal blocks at these positions, ``[count, *dims of the parameter]``."""
-        like = self._state.momentum[self.order[first]]
-        flat = self._state.workspace[like.dtype]
-        return flat.narrow(0, self._starts[first], (last - first) * like.numel()).view(
-            last - first, *like.shape
-        )
+        dtype, shape = self._shapes[first]
+        flat = self._state.workspace[dtype]
+        numel = (last - first) * shape.numel()
+        return flat.narrow(0, self._starts[first], numel).view(last - first, *shape)
 
     def runs(self, first: int, last: int) -> list[tuple[int, Tensor]]:
-        """Equal blocks that follow each other from ``first`` on: (position, ``[count, numel]``)."""
-        momentum = self._state.momentum
-        cuts, start = [first], first
-        for n in range(first + 1, last):
-            view, before = momentum[self.order[n]], momentum[self.order[n - 1]]
-            is_full = (n + 1 - start) * view.nbytes > self._state.chunk_bytes
-            if is_full or (view.dtype, view.numel()) != (before.dtype, before.numel()):
-                cuts.append(n)
-                start = n
-        found = []
-        for a, b in pairwise([*cuts, last]):
-            view = momentum[self.order[a]]
-            flat = self._state.workspace[view.dtype].narrow(
-                0, self._starts[a], (b - a) * view.numel()
-            )
-            found.append((a, flat.view(b - a, view.numel())))
-        return found
-
-    @property
-    def largest_run(self) -> int:
-        """Elements of the largest run whose norms are taken together."""
-        return max((flat.numel() for c in self._chunks for _, flat in c.runs), default=0)
+        """Equal blocks that follow each other there: (first position, ``[count, numel]``)."""
+        kinds = [(dtype, shape.numel()) for dtype, shape in self._shapes[first:last]]
+        cuts = _cuts(kinds, self._sizes[first:last], self._state.chunk_bytes)
+        return [(first + a, self.stack(first + a, first + b).flatten(1)) for a, b in cuts]
 
     # ---- a step --------------------------------------------------------------------------
 
@@ -961,12 +834,11 @@ class Operands:
 
     def scales(self, norms: Tensor, groups: Sequence[Mapping[str, Any]]) -> Tensor:
         """One over each norm, or over its group's eps where that is larger."""
-        wide = torch.float64 if torch.float64 in self._state.workspace else torch.float32
         scales = norms.clone()
         for chunk in self._chunks:
             own = scales.narrow(0, chunk.first, len(chunk.blocks))
             own.clamp_(min=float(groups[chunk.group]["eps"])).reciprocal_()
-        return scales.to(wide)
+        return scales if torch.float64 in self._state.workspace else scales.float()
 
     def commit(
         self,
@@ -985,39 +857,37 @@ class Operands:
             if bad is None:
                 advance_momentum(buffers, found, groups[chunk.group])
                 continue
-            runs, copies = self._copies(number)
+            runs, copies = self.copies[number]
             torch._foreach_copy_(copies, buffers)
             advance_momentum(copies, found, groups[chunk.group])
-            mask(runs, bad)
+            for first, stack in runs:
+                _mask(stack, bad, first)
             own = bad.narrow(0, chunk.first, len(buffers)) if bad.ndim else bad
             scale_all(buffers, own.float())  # by one or by zero, which is exact
             torch._foreach_add_(buffers, copies)
 
-    def _copies(self, number: int) -> tuple[list[tuple[int, Tensor]], list[Tensor]]:
-        """Memory for the momentum of a chunk: as runs, and block by block."""
-        if number not in self._made:
-            chunk = self._chunks[number]
-            memory = self._state.memory_for(chunk.dtype, chunk.numel)
-            flats = memory.split([flat.numel() for _, flat in chunk.runs])
-            runs = [
-                (first, copy.view(flat.shape))
-                for (first, flat), copy in zip(chunk.runs, flats, strict=True)
-            ]
-            views = [view for _, flat in runs for view in flat.unbind()]
-            shaped = [view.view_as(o) for view, o in zip(views, chunk.operands, strict=True)]
-            self._made[number] = runs, shaped
-        return self._made[number]
-
-    def prepare_masks(self) -> None:
-        """Have the memory that `commit` takes where it is given ``bad``."""
-        for number in range(len(self._chunks)):
-            self._copies(number)
+    @cached_property
+    def copies(self) -> list[tuple[list[tuple[int, Tensor]], list[Tensor]]]:
+        """Memory for the momentum of each chunk, one at a time: as runs, and block by block."""
+        found = []
+        for chunk in self._chunks:
+            sizes = [flat.numel() for _, flat in chunk.runs]
+            memory = self._state.copy_of_chunk(chunk.dtype, sum(sizes)).split(sizes)
+            runs = [(n, m.view_as(x)) for (n, x), m in zip(chunk.runs, memory, strict=True)]
+            views = chain.from_iterable(stack.unbind() for _, stack in runs)
+            found.append((runs, [v.view_as(o) for v, o in zip(views, chunk.operands, strict=True)]))
+        return found
 
 
-def mask(runs: Sequence[tuple[int, Tensor]], bad: Tensor) -> None:
-    """Zero the blocks that are bad: a bool, or one by position; ``runs`` as of `Operands.runs`."""
-    for first, stack in runs:
-        own = (
-            bad.narrow(0, first, len(stack)).view(-1, *(1,) * (stack.ndim - 1)) if bad.ndim else bad
-        )
-        stack.masked_fill_(own, 0.0)
+def _fill(to: Tensor, stack: Tensor, scales: Tensor, bad: Tensor | None, first: int) -> None:
+    """Normalize the operands ``stack`` from position ``first`` on; zeros where they are bad."""
+    scale_into(to, stack, scales.narrow(0, first, len(stack)))
+    if bad is not None:
+        _mask(to, bad.to(to.device), first)
+
+
+def _mask(stack: Tensor, bad: Tensor, first: int) -> None:
+    """Zero the blocks from position ``first`` on that are bad: a bool, or one by position."""
+    if bad.ndim:
+        bad = bad.narrow(0, first, len(stack)).view(-1, *(1,) * (stack.ndim - 1))
+    stack.masked_fill_(bad, 0.0)

@@ -1,9 +1,11 @@
-"""What all ranks must know before a full step changes anything, in one all-reduce.
+"""What a step may change: agreed by all ranks in one all-reduce, or known to a rank by itself.
 
 ::
 
     message   | squared norm of each matrix that travels | who has a gradient | non-finite found |
                 sum over the ranks that hold it            > 0: somebody          > 0: skip
+
+Where the host cannot read from the device without waiting, every answer is a mask there.
 """
 
 from __future__ import annotations
@@ -15,62 +17,70 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dmuon.comm.transport import host_can_read
 from dmuon.scheduler.shards import ShardMap
 
-__all__ = ["Verdict", "VerdictMessage"]
+__all__ = ["Verdict", "VerdictMessage", "own_verdict"]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``finite``: whether no rank found a non-finite gradient; None where only the device knows:
-    then ``ok`` is a 0-d bool there.
+    """``finite``: whether no gradient was found that is not; a 0-d bool where only the device
+    knows.
 
-    ``norms``: of the matrices that travel, in the order of `VerdictMessage.travelling`. ``absent``
-    are the parameters, as this rank counts them, and the matrices of which the host knows that
-    they have no gradient anywhere. Of those that lack one here, and of which only the device knows
-    more: ``bad`` says of a matrix (0-d bool), ``flags`` of a parameter (0-d float32, not zero) that
-    no rank has a gradient, or that the step is not ok.
+    ``bad``: which blocks stay as they are; None for no block, a 0-d bool for all alike, or one by
+    position. Of AdamW's parameters: the host knows that those ``skipped`` stay as they are;
+    ``flags`` (0-d float32; not zero: it stays) of those that have their own; ``skip``, a flag for
+    all others.
     """
 
-    finite: bool | None
-    ok: Tensor | None
-    norms: Tensor
-    absent_matrices: frozenset[int]
-    absent_parameters: frozenset[int]
-    bad: Mapping[int, Tensor] = field(default_factory=dict)
+    finite: bool | Tensor
+    bad: Tensor | None = None
+    skipped: frozenset[int] = frozenset()
     flags: Mapping[int, Tensor] = field(default_factory=dict)
+    skip: Tensor | None = None
 
 
 class VerdictMessage:
-    """Fills and reads the message of one rank.
+    """Fills and reads the message of one rank, whose blocks are of ``matrices``, by position.
 
-    A parameter that this rank holds alone needs no flag, and a matrix that lies whole on one rank
-    no norm: ``travelling`` are the others. ``counted`` are the matrices whose norms this rank
-    contributes to.
+    Only matrices that several ranks hold need a shared norm, and only what several ranks hold a
+    shared flag. ``counts``: which blocks are those of the replica that counts.
+
+    The vector of a rank ends in the flags of what it holds alone, which are not sent.
     """
 
     def __init__(
-        self, shards: ShardMap, rank: int, device: torch.device, counted: Sequence[int]
+        self,
+        shards: ShardMap,
+        rank: int,
+        device: torch.device,
+        matrices: Sequence[int],
+        counts: Sequence[bool],
     ) -> None:
-        self._device = device
-        self.travelling = [i for i in range(len(shards.specs.matrices)) if not shards.is_local(i)]
-        at = {i: j for j, i in enumerate(self.travelling)}
-        self._counted = torch.tensor([at[i] for i in counted], dtype=torch.int64, device=device)
-        self._first_flag = len(self.travelling)
-        # One flag for every copy that several ranks hold.
+        self._on_host = host_can_read(device)
+        travelling = [i for i in range(len(shards.specs.matrices)) if not shards.is_local(i)]
+        norm_of = {i: n for n, i in enumerate(travelling)}
         copies = [(p, ranks) for p, copies in enumerate(shards.copies) for ranks in copies]
-        flags = {copy: n for n, copy in enumerate(c for c in copies if len(c[1]) > 1)}
-        self._count = len(flags)
-        self._mine = [(p, flag) for (p, ranks), flag in flags.items() if rank in ranks]
-        all_here = torch.zeros(self._count, dtype=torch.float64)
-        for _, flag in self._mine:
-            all_here[flag] = 1.0
-        self._all_here = all_here.to(device)
-        self._matrices = [
-            (i, flags.get((m.parameter, shards.holders[i])), m.parameter)
-            for i, m in enumerate(shards.specs.matrices)
-        ]
-        self._alone = set(range(len(shards.copies))) - {p for p, _ in self._mine}
+        shared = [copy for copy in copies if len(copy[1]) > 1]
+        alone = [copy for copy in copies if copy[1] == (rank,)]
+        self._norms, self._sent = len(travelling), len(travelling) + len(shared) + 1
+        flag_of = {p: self._norms + n for n, (p, ranks) in enumerate(shared) if rank in ranks}
+        flag_of |= {p: self._sent + n for n, (p, _) in enumerate(alone)}
+        self._flags = [flag_of[p] for p in range(len(shards.copies))]
+        self._of_blocks = [self._flags[shards.specs.matrices[i].parameter] for i in matrices]
+        empty = torch.zeros(self._sent + len(alone), dtype=torch.float64)
+        empty[self._flags] = 1.0
+        self._empty = empty.to(device)
+
+        def index(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        travels = [n for n, i in enumerate(matrices) if i in norm_of]
+        counted = [n for n in travels if counts[n]]
+        self._travels = index(travels), index([norm_of[matrices[n]] for n in travels])
+        self._counted = index(counted), index([norm_of[matrices[n]] for n in counted])
+        self._flag_index = index(self._of_blocks)
 
     def fill(
         self,
@@ -78,59 +88,95 @@ class VerdictMessage:
         checked: Sequence[Tensor],
         here: Sequence[bool],
         found_inf: Tensor | None,
-    ) -> Tensor:
-        """This rank's message, float64.
+    ) -> tuple[Tensor, Tensor]:
+        """(this rank's vector, float64; the part of it that is summed over the ranks).
 
-        ``norms`` of the ``counted`` matrices, ``checked``: vectors of what must be finite,
-        ``here``: which parameters have a gradient on this rank.
+        ``norms`` by position, ``checked``: vectors of what else must be finite, ``here``: which
+        parameters have a gradient on this rank.
         """
-        size = self._first_flag + self._count + 1
-        vector = torch.zeros(size, dtype=torch.float64, device=self._device)
-        vector.index_copy_(0, self._counted, norms.to(self._device, torch.float64).square())
-        flags = vector.narrow(0, self._first_flag, self._count)
-        flags.copy_(self._all_here)
-        if not all(here):
-            for p, flag in self._mine:
-                if not here[p]:
-                    flags[flag].zero_()
-        for values in checked:
-            vector[-1].add_(values.isfinite().logical_not_().sum().to(self._device))
+        vector = self._empty.clone()
+        for flag, is_here in zip(self._flags, here, strict=True):
+            if not is_here:
+                vector[flag].zero_()
+        positions, numbers = self._counted
+        norms = norms.to(vector.device)
+        vector.index_copy_(0, numbers, norms.index_select(0, positions).square())
+        bad = vector[self._sent - 1]
+        for values in (norms, *checked):
+            bad.add_(values.isfinite().logical_not_().sum().to(vector.device))
         if found_inf is not None:
-            vector[-1].add_(found_inf.to(self._device).double())
-        return vector
+            bad.add_(found_inf.to(vector.device))
+        return vector, vector.narrow(0, 0, self._sent)
 
-    def read(self, vector: Tensor, here: Sequence[bool], *, on_host: bool) -> Verdict:
-        """The sum of all messages. Nothing of it is read unless ``on_host``."""
-        norms = vector.narrow(0, 0, self._first_flag).sqrt()
-        if on_host:
+    def read(self, vector: Tensor, norms: Tensor, here: Sequence[bool]) -> Verdict | None:
+        """The verdict of a summed vector; None if nothing may change.
+
+        ``norms``, by position, become those of whole matrices. Nothing is read where the host would
+        wait for it.
+        """
+        shared = vector.narrow(0, 0, self._norms).sqrt()
+        positions, numbers = self._travels
+        of_blocks = shared.index_select(0, numbers).to(norms.device)
+        norms.index_copy_(0, positions.to(norms.device), of_blocks)
+        if self._on_host:
             values = vector.tolist()
             # A norm beyond float64 leaves no way to normalize.
-            finite = values[-1] == 0 and all(map(math.isfinite, values[: self._first_flag]))
-            return Verdict(finite, None, norms, *self._absent(values[self._first_flag : -1], here))
-        ok = (vector[-1] == 0) & norms.isfinite().all()
-        # What is here is somewhere. Of the rest, what others may have is left to the device.
-        absent = self._absent([1.0] * self._count, here)
+            if values[self._sent - 1] or not all(map(math.isfinite, values[: self._norms])):
+                return None
+            bad = None
+            if not all(values[flag] for flag in self._of_blocks):
+                bad = vector.index_select(0, self._flag_index) == 0
+            skipped = (p for p, flag in enumerate(self._flags) if not values[flag])
+            return Verdict(True, bad, frozenset(skipped))
+        ok = (vector[self._sent - 1] == 0) & shared.isfinite().all()
+        bad = ok.logical_not()
         if all(here):
-            return Verdict(None, ok, norms, *absent)
-        alone = (vector.narrow(0, self._first_flag, self._count) == 0) | ok.logical_not()
-        flags = alone.float()
-        return Verdict(
-            None,
-            ok,
-            norms,
-            *absent,
-            {i: alone[flag] for i, flag, p in self._matrices if flag is not None and not here[p]},
-            {p: flags[flag] for p, flag in self._mine if not here[p]},
-        )
+            return Verdict(ok, bad.to(norms.device), skip=bad.float())
+        stays = (vector == 0) | bad
+        missing = [p for p, is_here in enumerate(here) if not is_here]
+        flags = {p: stays[self._flags[p]].float() for p in missing}
+        of_blocks = stays.index_select(0, self._flag_index).to(norms.device)
+        return Verdict(ok, of_blocks, flags=flags, skip=bad.float())
 
-    def _absent(
-        self, flags: Sequence[float], here: Sequence[bool]
-    ) -> tuple[frozenset[int], frozenset[int]]:
-        if all(here) and all(flags):
-            return frozenset(), frozenset()
-        parameters = {p for p, flag in self._mine if not flags[flag]}
-        parameters |= {p for p in self._alone if not here[p]}
-        matrices = {
-            i for i, flag, p in self._matrices if (not here[p] if flag is None else not flags[flag])
-        }
-        return frozenset(matrices), frozenset(parameters)
+
+def own_verdict(
+    norms: Tensor,
+    parameters: Sequence[int],
+    checked: Sequence[tuple[Sequence[int], Tensor]],
+    here: Sequence[bool],
+    found_inf: Tensor | None,
+    device: torch.device,
+) -> Verdict | None:
+    """What a rank can know by itself, and replicas know alike: a block without a gradient here, or
+    with one that is not finite, stays as it is. None if nothing may change.
+
+    ``norms`` of blocks, whose ``parameters`` are these; ``checked``: some of AdamW's parameters and
+    a vector of what must be finite. ``found_inf``: torch's scaler has shared its own verdict and
+    lowers its scale on all ranks, so nothing changes where that is not zero.
+    """
+    overflow = None if found_inf is None else found_inf.to(device) != 0
+    if overflow is not None and host_can_read(device):
+        if bool(overflow):
+            return None
+        overflow = None
+    bad = norms.isfinite().logical_not_()
+    for n, p in enumerate(parameters):
+        if not here[p]:
+            bad[n].fill_(True)
+    found = [norms, *(values for _, values in checked)]
+    finite = torch.stack([values.isfinite().all().to(device) for values in found]).all()
+    missing = frozenset(p for p, is_here in enumerate(here) if not is_here)
+    if host_can_read(device):
+        values = [(p, v) for some, peaks in checked for p, v in zip(some, peaks.tolist())]
+        infinite = (p for p, v in values if not math.isfinite(v))
+        return Verdict(bool(finite), bad if bool(bad.any()) else None, missing.union(infinite))
+    if overflow is not None:
+        bad.logical_or_(overflow.to(bad.device))
+        finite.logical_and_(overflow.logical_not())
+    flags: dict[int, Tensor] = {}
+    for some, peaks in checked:
+        stays = peaks.isfinite().logical_not()
+        if overflow is not None:
+            stays = stays | overflow.to(stays.device)
+        flags |= dict(zip(some, stays.float().unbind(), strict=True))
+    return Verdict(finite, bad, missing, flags, None if overflow is None else overflow.float())

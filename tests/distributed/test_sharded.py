@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import dmuon
 from dmuon.dtensors import local_shard, local_tensor, whole_tensor
 from dmuon.reference import ReferenceMuon
+from dmuon.scheduler.shards import Box
 from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
 from tests.distributed.harness import distributed
 from tests.distributed.sharded import MUON, dedicated, pair, reference, train
@@ -306,7 +307,7 @@ def test_what_a_rank_holds_is_read_from_metadata(rank, world):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     p = distribute_tensor(torch.arange(15.0).view(3, 5), mesh["dp"], [Shard(0)])
     shard = local_shard("w", p, rank)
-    assert shard.offset == (2 * rank, 0) and shard.shape == (2 - rank, 5)
+    assert shard.box == Box((2 * rank, 0), (2 - rank, 5))
     whole = distribute_tensor(torch.ones(3, 5), mesh["dp"], [Replicate()])
     assert local_shard("w", whole, rank).replica == (rank,)
 

@@ -143,9 +143,9 @@ def test_a_bucket_carries_every_gradient_once(mesh):
 )
 def test_slices_must_be_alike_on_all_data_ranks_and_tile_the_parameter(rows, fits):
     plan, grid = plan_of((1, 2, 2))
-    others = [LocalShard((0,), (), (0,) * len(p.shape), p.shape) for p in plan.specs.parameters[1:]]
+    others = [LocalShard((0,), (), Box.at_origin(p.shape)) for p in plan.specs.parameters[1:]]
     reports = [
-        RankShards.of(rank, [LocalShard((0, 1), (), (offset, 0), (size, 6)), *others])
+        RankShards.of(rank, [LocalShard((0, 1), (), Box((offset, 0), (size, 6))), *others])
         for rank, (offset, size) in enumerate(rows)
     ]
     if fits:

@@ -23,6 +23,10 @@ from dmuon.types import Algorithm, Layout, OwnershipError
 REPLICATE = -1
 
 
+def held(ranks, replica, offset, shape) -> LocalShard:
+    return LocalShard(ranks, replica, Box(offset, shape))
+
+
 def local_box(
     shape: tuple[int, ...],
     mesh: tuple[int, ...],
@@ -64,7 +68,7 @@ def shard_everywhere(
         shards = []
         for shape, placed, order in zip(shapes, dims, orders, strict=True):
             offset, size, replica = local_box(shape, mesh, where, order, placed)
-            shards.append(LocalShard(tuple(range(world)), replica, offset, size))
+            shards.append(held(tuple(range(world)), replica, offset, size))
         reports.append(RankShards.of(rank, shards))
     return assemble(specs, reports)
 
@@ -202,7 +206,7 @@ def test_copies_are_matrices_of_their_own():
         (MatrixSpec("gate", 0, 4, 4, "float32"),),
     )
     reports = [
-        RankShards.of(r, [LocalShard(pair, (), (2 * k, 0), (2, 4))])
+        RankShards.of(r, [held(pair, (), (2 * k, 0), (2, 4))])
         for r, pair, k in ((0, (0, 2), 0), (1, (1, 3), 0), (2, (0, 2), 1), (3, (1, 3), 1))
     ]
     made = assemble(spec, reports)
@@ -226,18 +230,18 @@ def one_parameter(*shards: LocalShard, shape: tuple[int, ...] = (4, 4)) -> Shard
 
 def test_contradictions_are_refused():
     both = (0, 1)
-    top, bottom = LocalShard(both, (), (0, 0), (2, 4)), LocalShard(both, (), (2, 0), (2, 4))
+    top, bottom = held(both, (), (0, 0), (2, 4)), held(both, (), (2, 0), (2, 4))
     one_parameter(top, bottom)
     with pytest.raises(OwnershipError, match="do not tile"):
         one_parameter(top, top)
     with pytest.raises(OwnershipError, match="do not tile"):
-        one_parameter(top, LocalShard(both, (), (3, 0), (1, 4)))
+        one_parameter(top, held(both, (), (3, 0), (1, 4)))
     with pytest.raises(OwnershipError, match="do not tile"):
-        one_parameter(top, LocalShard(both, (), (2, 1), (2, 4)))
+        one_parameter(top, held(both, (), (2, 1), (2, 4)))
     with pytest.raises(OwnershipError, match="not all"):
-        one_parameter(top, LocalShard((1,), (), (0, 0), (4, 4)))
+        one_parameter(top, held((1,), (), (0, 0), (4, 4)))
     with pytest.raises(OwnershipError, match=r"global ranks \[7\]"):
-        one_parameter(LocalShard((0, 7), (), (0, 0), (2, 4)), bottom)
+        one_parameter(held((0, 7), (), (0, 0), (2, 4)), bottom)
 
 
 def test_a_matrix_box_follows_its_form():

@@ -52,7 +52,7 @@ from dmuon.comm.transport import Meter
 from dmuon.config import DedicatedOptions, ShardedOptions
 from dmuon.dtensors import is_distributed, local_shard, local_tensor, mesh_axes
 from dmuon.scheduler.plan import Unit
-from dmuon.scheduler.shards import LocalShard, RankShards, ShardMap
+from dmuon.scheduler.shards import Box, LocalShard, RankShards, ShardMap
 from dmuon.types import OwnershipError
 
 __all__ = ["DedicatedRuntime"]
@@ -82,9 +82,9 @@ class _Assembly:
             RankShards.of(
                 t,
                 [
-                    LocalShard(together, (t,), (0,) * len(spec.shape), spec.shape)
+                    LocalShard(together, (t,), Box.at_origin(spec.shape))
                     if boxes is None
-                    else LocalShard(together, (), boxes[t].offset, boxes[t].shape)
+                    else LocalShard(together, (), boxes[t])
                     for spec, boxes in zip(specs.parameters, slices.boxes, strict=True)
                 ],
             )
@@ -127,11 +127,8 @@ class _Assembly:
             if self._sources[b][0]:
                 torch._foreach_copy_(*self._sources[b])
 
-        def assembled(b: int, done: Callable[[int, Tensor], None]) -> None:
-            for n, (u, gradients) in enumerate(self._pipeline.buckets[b].stacks):
-                payload = compute(self._units[u], gradients)
-                if payload is not None:  # else nobody applies it
-                    done(n, payload)
+        def assembled(u: int, gradients: Tensor) -> Tensor | None:
+            return compute(self._units[u], gradients)
 
         def apply(b: int) -> None:
             for u, parts in self._landed[b]:
