@@ -3,10 +3,10 @@
 ``python -m benchmarks.gpu --out FOLDER`` runs its parts one after the other, each in a process of
 its own with a time limit, and says at the end how to go on with those for which ``--budget-s`` did
 not reach; ``--parts smoke,tests`` runs these. What is measured is on disk at once: rows in
-``FOLDER/<part>.json``, output in ``<part>.log``. A row that fails is recorded and passed by. A part
-that runs out of time is interrupted, so that it can end, and killed ten seconds later; one in which
-nothing moves, or that crashed, goes on after the row in which it was. ``gpu.json`` and ``gpu.md``
-have the whole, ``gpu.tar.gz`` all of it and what was compiled and tuned.
+``FOLDER/<part>.json``, output in ``<part>.log``. A row that fails is recorded and passed by; a part
+that crashed is begun again after the row in which it was; one that runs out of time is interrupted,
+so that it can end, and killed ten seconds later. ``gpu.json`` and ``gpu.md`` have the whole,
+``gpu.tar.gz`` all of it and what was compiled and tuned.
 
 Needs torch with CUDA, Triton, pytest, NumPy and rich; neither a solver nor a network. ``--dry-run``
 walks through all of it at toy sizes on a CPU.
@@ -17,9 +17,7 @@ Exit code: 0 if all parts and targets pass, 1 if one fails, 2 without a GPU (the
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -29,18 +27,16 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks import gpu_parts, kernels
-from benchmarks.results import document, gpu_facts, has_failed, table, write_json
-
-Row = dict[str, Any]
+from benchmarks.results import Row, document, gpu_facts, has_failed, table, write_json
 
 BUDGET_S = 560.0
+GRACE_S = 10.0  # of a part, to end by itself
 ARCHIVE_BYTES = 15 << 20  # of the archive, caches included: it has to travel
 _TAIL = 25  # lines of a part's output that go into the page
 # The last one is where dmuon keeps what tuning chose.
@@ -50,29 +46,20 @@ _CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor",
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``main(args)``, which writes `results.Rows`, in a process of its own.
-
-    It gets at most ``most_s`` seconds, the last ``grace_s`` of them to end by itself. A row that
-    takes longer than ``stall_s`` hangs: the part is stopped, and begun again after it. ``start``:
-    "spawn", because a fork cannot use a GPU that its parent has asked anything.
-    """
+    """``command``, arguments of a Python that writes `results.Rows`, for at most ``most_s``."""
 
     name: str
     what: str
     most_s: float
-    main: Callable[[list[str]], int]
-    args: tuple[str, ...] = ()
-    stall_s: float = 200.0
-    grace_s: float = 10.0
-    start: str = "spawn"
+    command: tuple[str, ...]
 
 
 def parts(*, dry: bool = False) -> tuple[Part, ...]:
     """In the order in which they run: each is of use to the next, what is judged comes first."""
 
     def rows(name: str, what: str, most_s: float) -> Part:
-        args = (name, "--device", "cpu", "--toy") if dry else (name, "--device", "cuda")
-        return Part(name, what, most_s, gpu_parts.main, args)
+        given = ("--device", "cpu", "--toy") if dry else ("--device", "cuda")
+        return Part(name, what, most_s, ("-m", "benchmarks.gpu_parts", name, *given))
 
     def times(name: str, what: str, most_s: float, sets: Sequence[str], *given: str) -> Part:
         args = ["--device", "cuda", "--sets", *sets, *given]
@@ -80,11 +67,11 @@ def parts(*, dry: bool = False) -> tuple[Part, ...]:
             args = ["--sets", "toy", "--case-s", "0.02", "--tune-s", "1", "--threads", "1"]
             args += ["--no-compile"]
         args += ["--dtype", name.split("_")[1]]
-        return Part(name, what, most_s, kernels.main, tuple(args))
+        return Part(name, what, most_s, ("-m", "benchmarks.kernels", *args))
 
     judged = ("llama-8b", "experts")
     others = [name for name in kernels.DEFAULT_SETS["cuda"] if name not in judged]
-    found = (
+    return (
         rows("smoke", "each kernel once, graphs, three steps of each layout", 90),
         rows("tests", "tests/gpu", 240),
         rows("accuracy", "errors of every kernel in every dtype", 90),
@@ -98,9 +85,6 @@ def parts(*, dry: bool = False) -> tuple[Part, ...]:
         times("rest_float16", "all other sets of shapes in float16", 360, others,
               "--tune-s", "120", "--case-s", "1"),
     )  # fmt: skip
-    # A fork of this process has imported torch already. How long a dry run takes depends on what
-    # else runs on the machine.
-    return tuple(replace(p, start="fork", most_s=900) for p in found) if dry else found
 
 
 # ---- one part ------------------------------------------------------------------------------
@@ -117,15 +101,14 @@ def run_part(part: Part, out: Path, limit_s: float) -> Row:
     found: Row = {}
     while True:
         before = found
-        code, stopped = _run(part, log, path, deadline)
+        code = _run(part, log, path, deadline)
         found = _document(path)
-        why = stopped or (f"exit code {code}" if code not in (0, 1) else "")
-        notes += [why] if why else []
-        # Its last row hangs, or it was killed by a signal, or lost its device: the rest can go on.
-        moved = any(found.get(key) != before.get(key) for key in ("rows", "running"))
-        if not why or why.startswith("out of time") or not moved:
+        if code in (0, 1):
             break
-        if deadline - time.monotonic() < 2 * part.grace_s:
+        notes.append("out of time" if code is None else f"exit code {code}")
+        # Killed by a signal, or its device was lost: the rows after that one can go on.
+        moved = any(found.get(key) != before.get(key) for key in ("rows", "running"))
+        if code is None or not moved or deadline - time.monotonic() < 2 * GRACE_S:
             break
         notes.append("begun again")
     rows = found.get("rows", [])
@@ -134,12 +117,10 @@ def run_part(part: Part, out: Path, limit_s: float) -> Row:
     if failed:
         reason = failed[0].get("failure", "out of its limit")
         notes.insert(0, f"{len(failed)} of {len(rows)} rows: {failed[0]['name']}: {reason}")
-    elif left_out and not notes:
-        notes.append(f"no time for {len(left_out)} rows: {left_out[0]}, ...")
-    elif code and not notes:
-        notes.append(f"exit code {code}")
-    elif not rows and not notes:
-        notes.append("wrote no rows")
+    elif not notes:
+        notes += [f"no time for {len(left_out)} rows: {left_out[0]}, ..."] if left_out else []
+        notes += [f"exit code {code}"] if code else []
+        notes += ["wrote no rows"] if not rows else []
     return {
         "name": part.name,
         "passed": not notes,
@@ -151,54 +132,27 @@ def run_part(part: Part, out: Path, limit_s: float) -> Row:
     }
 
 
-def _run(part: Part, log: Path, path: Path, deadline: float) -> tuple[int | None, str]:
-    """(exit code, why it was stopped) of one process."""
-    budget_s = max(1.0, deadline - time.monotonic() - 1.5 * part.grace_s)
-    args = [*part.args, "--json", str(path), "--budget-s", f"{budget_s:.0f}", "--resume"]
-    context: Any = multiprocessing.get_context(part.start)
-    process = context.Process(target=_child, args=(part.main, args, log))
-    process.start()
-    begin = time.time()
-    why = ""
-    try:
-        while not why:
-            process.join(0.1)
-            if process.exitcode is not None:
-                return process.exitcode, ""
-            took = 0.0
-            if _document(path).get("running") is not None:
-                took = time.time() - max(begin, path.stat().st_mtime)
-            if time.monotonic() > deadline - part.grace_s:
-                why = "out of time"
-            elif took > part.stall_s:
-                why = f"a row hung for {took:.0f} s"
-        _signal(process.pid, signal.SIGINT)
-        process.join(part.grace_s)
-        return process.exitcode, why + (", killed" if process.exitcode is None else ", interrupted")
-    finally:
-        # What it started ends with it, also where this process was told to stop.
-        _signal(process.pid, signal.SIGKILL)
-        process.kill()
-        process.join()
-
-
-def _signal(group: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(group, number)
-
-
-def _child(main: Callable[[list[str]], int], args: list[str], log: Path) -> None:
-    os.setsid()
-    os.chdir(gpu_parts.ROOT)
-    gc.freeze()  # what a fork inherits: benchmarks collect garbage in every round
-    file = log.open("a", buffering=1)
-    for stream in (1, 2):
-        os.dup2(file.fileno(), stream)
-    sys.stdout = sys.stderr = file
-    # In a shell's background it would be ignored, and nothing could interrupt the part.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    sys.exit(main(args))
+def _run(part: Part, log: Path, path: Path, deadline: float) -> int | None:
+    """The exit code of one process, None if it was stopped at its time."""
+    left_s = deadline - time.monotonic()
+    given = ["--json", str(path), "--budget-s", f"{max(1.0, left_s - 1.5 * GRACE_S):.0f}"]
+    command = [sys.executable, *part.command, *given, "--resume"]
+    with log.open("a") as file:
+        process = subprocess.Popen(
+            command, cwd=gpu_parts.ROOT, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            return process.wait(max(0.0, left_s - GRACE_S))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+            return None
+        finally:
+            # What it started ends with it, also where this process was told to stop.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _document(path: Path) -> Row:
@@ -378,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("torch finds no GPU here (--dry-run walks through it on a CPU). What would run:")
         for part in plan:
             print(f"{part.name:17} at most {part.most_s:3.0f} s  {part.what}")
-            print(f"{'':17} python -m {part.main.__module__} {' '.join(part.args)}")
+            print(f"{'':17} python {' '.join(part.command)}")
         return 2
     out = Path(args.out).absolute()
     out.mkdir(parents=True, exist_ok=True)
@@ -390,8 +344,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_report(out, outcomes, dry=args.dry_run)
 
     os.environ.update({name: str(out / "cache" / folder) for name, folder in _CACHES.items()})
-    # A call that is cut off from outside ends its part and has all that was measured.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A call that is cut off from outside ends its part and has all that was measured. In a shell's
+    # background SIGINT would be ignored, here and in what is started.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
     later: list[str] = []
     stopped = True
     try:

@@ -36,7 +36,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -45,7 +44,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from benchmarks.ranks import joined
-from benchmarks.results import Rows, command, dtype_name, row_options
+from benchmarks.results import Row, Rows, command, dtype_name, row_options
 from benchmarks.timing import laps
 from dmuon.config import KernelOptions
 from dmuon.dtensors import whole_tensor
@@ -59,7 +58,6 @@ from dmuon.scheduler.shards import ShardMap
 from dmuon.types import KernelChoice
 
 ROOT = Path(__file__).parents[1]
-Row = dict[str, Any]
 
 
 # ---- training in one process ---------------------------------------------------------------
@@ -293,36 +291,22 @@ def _settings(device: torch.device) -> Iterator[Setting]:
 
 
 def tests(rows: Rows, device: torch.device, toy: bool) -> None:
-    rows.attempt("pytest", partial(_pytest, rows, toy))
-
-
-def _pytest(rows: Rows, toy: bool) -> Row:
-    """A row for each test, and the one that says whether all is well: some ran, and none failed."""
-    import pytest
-
-    count: Counter[str] = Counter()
-
-    class Recorder:
-        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-            if report.when != "call" and report.passed:
-                return  # of what it needs or leaves
-            row: Row = {"name": report.nodeid, "seconds": round(report.duration, 3)}
-            text = report.longreprtext
-            if report.failed:
-                row |= {"failure": text.splitlines()[-1] if text else "failed", "trace": text}
-            elif report.skipped:
-                row["left_out"] = text
-            count[report.outcome] += 1
-            rows.add(row)
-
     # On a CPU all of tests/gpu are skipped. On a GPU kernels compile in parallel.
     what = ["--doctest-modules", "benchmarks/timing.py"] if toy else ["tests/gpu"]
     if not toy and importlib.util.find_spec("xdist") is not None:
         what = ["-n", "12", *what]
-    given = ["-q", "-p", "no:cacheprovider", *what]
-    code = int(pytest.main(given, plugins=[Recorder()]))
-    passed = code == 0 and count["passed"] > 0
-    return {"passed": passed, "exit_code": code, "tests": dict(count)}
+    rows.attempt("pytest", partial(_pytest, what))
+
+
+def _pytest(what: Sequence[str], before: Sequence[str] = (), **env: str) -> Row:
+    """Whether some tests ran and none failed, in a process of their own."""
+    command = [*before, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *what]
+    environment = {**os.environ, **env}
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    passed = found.returncode == 0 and re.search(r"\d passed", found.stdout) is not None
+    print(found.stdout, found.stderr, sep="\n", flush=True)
+    told = found.stdout + found.stderr
+    return {"passed": passed, "exit_code": found.returncode, "tail": told[-4000:]}
 
 
 SANITIZED = (
@@ -343,18 +327,11 @@ def sanitizer(rows: Rows, device: torch.device, toy: bool) -> None:
 
 
 def _sanitizer_row(tool: str, name: str) -> Row:
-    test = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/gpu/test_triton.py::{name}"]
-    command = [tool, "--tool", "memcheck", sys.executable, *test]
-    # Or torch hands out parts of large blocks, and writing beyond one is no error.
-    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    # Without the cache: or torch hands out parts of large blocks, and writing beyond is no error.
+    row = _pytest([f"tests/gpu/test_triton.py::{name}"], [tool, "--tool", "memcheck"],
+                  PYTORCH_NO_CUDA_MEMORY_CACHING="1")  # fmt: skip
     # Who could not start the tool at all prints no summary, and has not passed.
-    clean = "ERROR SUMMARY: 0 errors" in found.stdout and found.returncode == 0
-    return {
-        "passed": clean,
-        "exit_code": found.returncode,
-        "tail": (found.stdout + found.stderr)[-2000:],
-    }
+    return row | {"passed": row["passed"] and "ERROR SUMMARY: 0 errors" in row["tail"]}
 
 
 # ---- accuracy ------------------------------------------------------------------------------

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,91 +111,87 @@ def test_driver_and_clocks_are_recorded(tmp_path, monkeypatch):
 # ---- parts -------------------------------------------------------------------------------
 
 
-def part(main: Any, *args: str, **how: Any) -> gpu.Part:
-    return gpu.Part("one", "", 60.0, main, args, **{"start": "fork", **how})
-
-
-def pauses(args: list[str]) -> int:
+BEGIN = """
+import json, os, signal, subprocess, sys
+path = sys.argv[sys.argv.index("--json") + 1]
+def rows(*found, **more):
+    json.dump({"rows": found, "running": None, **more}, open(path, "w"))
+def stubborn():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pause()
-    return 0
+"""
 
 
-def stubborn(args: list[str]) -> int:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    return pauses(args)
-
-
-def aborts(args: list[str]) -> int:
-    signal.signal(signal.SIGABRT, signal.SIG_DFL)  # no traceback of this process
-    os.abort()
-
-
-def one_row(args: list[str], budget_s: float | None = None, **row: Any) -> int:
-    path = args[args.index("--json") + 1]
-    Rows(path, CPU, budget_s=budget_s).attempt("a", lambda: row)
-    return 0
+def part(code: str) -> gpu.Part:
+    """Without torch, which takes seconds to import."""
+    return gpu.Part("one", "", 60.0, ("-S", "-c", BEGIN + code))
 
 
 @pytest.mark.parametrize(
-    ("main", "limit_s", "note"),
+    ("code", "limit_s", "note"),
     [
-        (partial(one_row, passed=True), 60.0, ""),
-        (partial(one_row, passed=False), 60.0, "1 of 1 rows: a: out of its limit"),
-        (partial(one_row, budget_s=0.0), 60.0, "no time for 1 rows: a, ..."),
-        (lambda args: 0, 60.0, "wrote no rows"),
-        (lambda args: 3, 60.0, "exit code 3"),
-        (aborts, 60.0, "exit code -6"),
-        (pauses, 1.5, "out of time, interrupted"),
-        (stubborn, 1.5, "out of time, killed"),
+        ("rows({'name': 'a', 'passed': True})", 60.0, ""),
+        ("rows({'name': 'a', 'passed': False})", 60.0, "1 of 1 rows: a: out of its limit"),
+        ("rows(left_out=['a'])", 60.0, "no time for 1 rows: a, ..., wrote no rows"),
+        ("", 60.0, "wrote no rows"),
+        ("sys.exit(3)", 60.0, "exit code 3"),
+        ("os.abort()", 60.0, "exit code -6"),
+        ("signal.pause()", 2.0, "out of time"),
+        ("stubborn()", 2.0, "out of time"),
     ],
 )
-def test_how_a_part_ends(tmp_path, main, limit_s, note):
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background
-    try:
-        outcome = gpu.run_part(part(main, grace_s=1.0), tmp_path, limit_s)
-    finally:
-        signal.signal(signal.SIGINT, before)
+def test_how_a_part_ends(tmp_path, monkeypatch, code, limit_s, note):
+    monkeypatch.setattr(gpu, "GRACE_S", 1.0)
+    outcome = gpu.run_part(part(code), tmp_path, limit_s)
     assert (outcome["passed"], outcome["note"]) == (not note, note)
 
 
-def starts_another(args: list[str]) -> int:
-    code = "import signal; signal.signal(2, signal.SIG_IGN); signal.pause()"
-    child = subprocess.Popen([sys.executable, "-S", "-c", code])
-    Path(args[0]).write_text(str(child.pid))
-    return 0
-
-
-def test_what_a_part_started_ends_with_it(tmp_path):
-    gpu.run_part(part(starts_another, str(tmp_path / "pid")), tmp_path, 60.0)
-    stat = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+def test_a_part_is_interrupted_and_what_it_started_ends_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "GRACE_S", 2.0)
+    begin = "signal.signal(2, signal.SIG_IGN); signal.pause()"
+    code = f"""
+child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; {begin}"])
+try:
+    signal.pause()
+except KeyboardInterrupt:
+    rows({{"name": "interrupted", "pid": child.pid}})
+"""
+    outcome = gpu.run_part(part(code), tmp_path, 5.0)
+    (row,) = on_disk(tmp_path / "one.json")["rows"]
+    assert outcome["note"] == "out of time" and row["name"] == "interrupted"
+    stat = Path(f"/proc/{row['pid']}/stat")
     while stat.exists() and stat.read_text().split()[2] != "Z":  # until whoever inherits it looks
         time.sleep(0.01)
 
 
-def with_rows(args: list[str]) -> int:
-    """b aborts, d raises, e never ends, and f does not either when it is interrupted."""
-    rows = Rows(args[args.index("--json") + 1], CPU, resume=True)
-    faults: dict[str, Any] = {"b": lambda: aborts([]), "d": lambda: 1 / 0, "e": lambda: pauses([])}
-    faults["f"] = lambda: stubborn([])
-    for name in "abcdefg":
-        rows.attempt(name, faults.get(name, lambda: {"pid": os.getpid()}))
-    return 1 if rows.failed else 0
+WITH_ROWS = """
+import os, sys, torch
+from benchmarks.results import Rows
+rows = Rows(sys.argv[sys.argv.index("--json") + 1], torch.device("cpu"), resume=True)
+faults = {"b": os.abort, "d": lambda: 1 / 0}
+for name in "abcde":
+    rows.attempt(name, faults.get(name, lambda: {"pid": os.getpid()}))
+sys.exit(1)
+"""
 
 
 def test_a_part_has_its_other_rows_whatever_some_do(tmp_path):
-    one = part(with_rows, stall_s=1.0, grace_s=1.5)
+    one = gpu.Part("one", "", 60.0, ("-c", WITH_ROWS))
     (tmp_path / "one.json").write_text(json.dumps({"rows": [{"name": "old"}], "running": None}))
     outcome = gpu.run_part(one, tmp_path, 240.0)
     rows = on_disk(tmp_path / "one.json")["rows"]
     failures = [(row["name"], row.get("failure", "").split(":")[0][:12]) for row in rows]
     assert failures == [
-        ("a", ""), ("b", "the process "), ("c", ""), ("d", "ZeroDivision"), ("e", "interrupted "),
-        ("f", "the process "), ("g", ""),
-    ]  # fmt: skip
-    assert len({row["pid"] for row in rows if "pid" in row}) == 3, "measured once"
-    assert not outcome["passed"] and outcome["failed"] == 4
-    assert outcome["note"].startswith("4 of 7 rows: b: the process ended")
-    assert outcome["note"].count("begun again") == 3 and ", killed, begun" in outcome["note"]
+        ("a", ""),
+        ("b", "the process "),
+        ("c", ""),
+        ("d", "ZeroDivision"),
+        ("e", ""),
+    ]
+    assert len({row["pid"] for row in rows if "pid" in row}) == 2, "measured once"
+    assert not outcome["passed"] and outcome["failed"] == 2
+    assert outcome["note"].startswith("2 of 5 rows: b: the process ended")
+    assert outcome["note"].endswith("exit code -6, begun again")
 
 
 def test_parts_fit_a_call_and_those_that_do_not_are_named():
@@ -221,50 +216,42 @@ def test_parts_fit_a_call_and_those_that_do_not_are_named():
 
 def test_the_order_of_the_parts(monkeypatch, capsys):
     """What fills the caches comes first, and what is judged before the rest."""
-    args = {one.name: " ".join(one.args) for one in gpu.parts()}
+    args = {one.name: " ".join(one.command) for one in gpu.parts()}
     assert list(args) == [one.name for one in gpu.parts(dry=True)] == [
         "smoke", "tests", "accuracy", "step", "kernels_float16", "kernels_bfloat16", "profile",
         "sanitizer", "rest_float16",
     ]  # fmt: skip
     assert "--sets llama-8b experts" in args["kernels_float16"]
     assert "--tune-s 150" in args["kernels_float16"] and "llama-8b" not in args["rest_float16"]
-    assert all(one.start == "spawn" and one.grace_s == 10.0 for one in gpu.parts())
     assert kernels.RATE_PRODUCTS["cuda"][1] == 10, "the floor is a sustained rate"
     text = (ROOT / "tests/triton_contract.py").read_text()
     assert all(f"def {name}(" in text for name in gpu_parts.SANITIZED)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu.main([]) == 2, "without a GPU the plan is printed"
     printed = capsys.readouterr().out
-    assert all(name in printed for name in args)
+    assert all(f"python {command}" in printed for command in args.values())
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "code", "passed"),
-    [(["passed", "skipped"], 0, True), (["skipped"], 0, False), (["passed", "failed"], 1, False)],
+    ("text", "code", "passed"),
+    [("2 passed, 1 skipped", 0, True), ("1 skipped", 0, False), ("1 failed, 2 passed", 1, False)],
 )
-def test_every_test_is_a_row_and_skipped_ones_are_no_success(monkeypatch, outcomes, code, passed):
-    given: list[str] = []
+def test_skipped_tests_are_no_success(monkeypatch, text, code, passed):
+    def run(command: list[str], **how: Any) -> Any:
+        assert command[-3:] == ["-n", "12", "tests/gpu"], "what they compile fills the cache"
+        return subprocess.CompletedProcess(command, code, stdout=text, stderr="")
 
-    def main(args: list[str], plugins: list[Any]) -> int:
-        given.extend(args)
-        for number, outcome in enumerate(outcomes):
-            place = ("test_x.py", 1, f"test_{number}")
-            report = pytest.TestReport(f"{number}", place, {}, outcome, f"why\n{outcome}", "call")
-            plugins[0].pytest_runtest_logreport(report)
-        return code
-
-    monkeypatch.setattr(pytest, "main", main)
+    monkeypatch.setattr(gpu_parts.subprocess, "run", run)
     monkeypatch.setattr(gpu_parts.importlib.util, "find_spec", lambda name: object())
     rows = Rows(None, CPU)
     gpu_parts.tests(rows, CPU, toy=False)
-    assert " ".join(given).endswith("-n 12 tests/gpu"), "what they compile fills the cache"
-    assert len(rows.rows) == len(outcomes) + 1 and rows.rows[-1]["passed"] is passed
-    assert any(row.get("failure") == "failed" for row in rows.failed) == ("failed" in outcomes)
+    assert [row["passed"] for row in rows.rows] == [passed]
 
 
 @pytest.mark.parametrize(("text", "passed"), [("0 errors", True), ("2 errors", False)])
 def test_a_sanitizer_without_errors_passes(tmp_path, monkeypatch, text, passed):
-    fake_tool(tmp_path, "compute-sanitizer", f"echo ERROR SUMMARY: {text}", monkeypatch)
+    tool = f"echo 1 passed, ERROR SUMMARY: {text}"
+    fake_tool(tmp_path, "compute-sanitizer", tool, monkeypatch)
     rows = Rows(None, CPU)
     gpu_parts.sanitizer(rows, CPU, toy=False)
     assert [row["passed"] for row in rows.rows] == [passed] * 3
@@ -291,27 +278,28 @@ def packed(out: Path) -> set[str]:
 # Nothing in it needs a solver.
 DRY = """
 import runpy, sys
-import pytest, torch._dynamo  # once for all parts
 sys.modules.update(dict.fromkeys(("pulp", "highspy", "matplotlib")))
-sys.argv = ["gpu", "--dry-run", "--out", sys.argv[1]]
+sys.argv = ["gpu", "--dry-run", *sys.argv[1:]]
 runpy.run_module("benchmarks.gpu", run_name="__main__", alter_sys=True)
 """
 
 
 def test_a_dry_run_measures_something_in_every_part(tmp_path):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", DRY, str(tmp_path)]
+    # The others are these with other arguments, or judged above and below.
+    names = ["smoke", "kernels_float16", "profile"]
+    command = [sys.executable, "-c", DRY, "--out", str(tmp_path), "--parts", ",".join(names)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "To go on" not in ended.stdout, "its budget reaches for everything"
-    names = {f"gpu/{one.name}.{kind}" for one in gpu.parts() for kind in ("json", "log")}
-    names |= {"gpu/gpu.json", "gpu/gpu.md", "gpu/full.trace.json.gz", "gpu/block.trace.json.gz"}
-    assert names <= packed(tmp_path)
+    files = {f"gpu/{name}.{kind}" for name in names for kind in ("json", "log")}
+    files |= {"gpu/gpu.json", "gpu/gpu.md", "gpu/full.trace.json.gz", "gpu/block.trace.json.gz"}
+    assert files <= packed(tmp_path)
     whole = on_disk(tmp_path / "gpu.json")
-    assert [one["name"] for one in whole["rows"]] == [one.name for one in gpu.parts()]
+    assert [one["name"] for one in whole["rows"]] == names
     assert all(one["passed"] for one in whole["rows"]) and not whole["targets"]
 
-    steps = on_disk(tmp_path / "smoke.json")["rows"] + on_disk(tmp_path / "step.json")["rows"]
+    steps = on_disk(tmp_path / "smoke.json")["rows"]
     trained = [row for row in steps if "update_difference" in row]
     assert {row["setting"].split(",")[0] for row in trained} == set(gpu_parts.LAYOUTS)
     assert {row["travelled"] for row in trained} == {0, 11}, "all matrices travel, or none"
@@ -323,24 +311,28 @@ def test_a_dry_run_measures_something_in_every_part(tmp_path):
         assert {"busy_ms", "idle_ms", "longest_gaps_us", "launches", "step_bytes"} <= row.keys()
     measured = [r for r in on_disk(tmp_path / "kernels_float16.json")["rows"] if "median_ms" in r]
     assert {"standard", "ours"} <= {row["contender"] for row in measured}
-    rows = on_disk(tmp_path / "accuracy.json")["rows"]
-    assert {row["kernel"].split("/")[2] for row in rows} == {
-        "float64", "float32", "float16", "bfloat16"}  # fmt: skip
 
 
 def test_a_call_that_is_cut_off_leaves_an_archive(tmp_path, monkeypatch):
-    one = part(with_rows, stall_s=600.0)
+    one = part("rows({'name': 'a'}); signal.pause()")
     monkeypatch.setattr(gpu, "parts", lambda dry=False: (one,))
-    call = multiprocessing.get_context("fork").Process(
-        target=lambda: sys.exit(gpu.main(["--dry-run", "--out", str(tmp_path)]))
-    )
-    call.start()
-    path = tmp_path / "one.json"
-    while not path.exists() or (on_disk(path)["running"] or {}).get("name") != "e":
-        time.sleep(0.02)
-    os.kill(call.pid, signal.SIGTERM)
-    call.join()
-    assert call.exitcode == 1 and {"gpu/gpu.json", "gpu/one.json"} <= packed(tmp_path)
+    monkeypatch.setattr(gpu, "BUDGET_S", 60.0)
+
+    def cut_off() -> None:
+        while not (tmp_path / "one.json").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    thread = threading.Thread(target=cut_off)
+    thread.start()
+    try:
+        assert gpu.main(["--dry-run", "--out", str(tmp_path)]) == 1
+    finally:
+        thread.join()
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), before):
+            signal.signal(number, handler)
+    assert {"gpu/gpu.json", "gpu/one.json"} <= packed(tmp_path)
     assert on_disk(tmp_path / "gpu.json")["rows"][0]["note"] == "stopped from outside"
 
 
