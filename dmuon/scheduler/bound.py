@@ -15,13 +15,12 @@ then no plan has a makespan of T. A linear program finds good ``v`` and ``u`` (i
 What duals leave open, `cover` settles where it can, without a solver::
 
     demand  (12, 12, 24)  ─owner 1─▶  what is left  ─owner 2─▶  ...  ─owner n─▶  nothing left?
-                                      of each of its maximal patterns, without what is worse
+                                      of each of its maximal patterns
 
-It is a search in breadth: the state is how many matrices of each kind are left, and of two states
-the one with more of every kind is dropped; so is one whose matrices are worth more than the owners
-left can hold. Only patterns matter that nothing can be added to; surplus is taken away afterwards.
-Where C falls somewhere, patterns are exact instead. All limits are numbers of states and pairs, so
-equal input gives equal answers.
+It is a search in breadth: the state is how many matrices of each kind are left, and one whose
+matrices are worth more than the owners left can hold is dropped. Only patterns matter that nothing
+can be added to; surplus is taken away afterwards. Where C falls somewhere, patterns are exact
+instead. All limits are numbers of states and pairs, so equal input gives equal answers.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from dmuon.scheduler.problem import Counts, Problem
 __all__ = ["Cover", "Holdings", "bound_of", "cover", "proven", "relaxed", "simple_bound", "spread"]
 
 Ints = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 
 _MOST_WORTH = 1 << 61
 _WORK = 10**11  # units of all work, about
@@ -50,13 +48,10 @@ _KNAPSACKS = 16_000_000  # pairs formed by the knapsacks behind one bound: some 
 _QUICK = 500_000  # the same, where density alone says about as much
 _LEAST_WORK = 2_000  # for each option of a knapsack; fewer are of no use
 _MOST_SIMPLE = 8  # duals of one kind, or of one set of owners
-_MOST_CLASSES = 48  # that are not alike; more are told apart by levels of fixed load
-_LEVELS = 24
 
 COVER_WORK = 40_000_000  # numbers formed in one search
 COVER_STATES = 20_000  # kept after an owner
 _MOST_PATTERNS = 60_000  # of one class, and ten times as many on the way
-_COMPARED = 64  # states that the others are compared with
 _AT_ONCE = 1_000_000  # pairs
 _MOST_OWNERS = 2_000
 
@@ -69,15 +64,9 @@ def relaxed(problem: Problem) -> Problem:
     the problem's. The problem itself where none are, as where any rank may own anything.
 
     Under expert parallelism each expert belongs to a few ranks, and all such pools look the same:
-    equal matrices, and owners with equal loads. Where each rank has a load of its own, those with
-    about the same pass for alike, with the least of them.
+    equal matrices, and owners with equal loads.
     """
-    kinds, classes = _alike(problem, [c.fixed for c in problem.classes])
-    if len(set(classes)) > _MOST_CLASSES:
-        low = min(c.fixed for c in problem.classes)
-        width = max(c.fixed for c in problem.classes) - low + 1
-        levels = [(c.fixed - low) * _LEVELS // width for c in problem.classes]
-        kinds, classes = _alike(problem, levels)
+    kinds, classes = _alike(problem)
     takes = [[kinds[s] for s, yes in enumerate(c.allowed) if yes] for c in problem.classes]
     if len(set(kinds)) == len(kinds) or any(len(set(mine)) < len(mine) for mine in takes):
         return problem  # none are alike, or alike pools overlap: as one they would say too little
@@ -93,7 +82,6 @@ def relaxed(problem: Problem) -> Problem:
             replace(
                 alike[0],
                 ranks=tuple(sorted(rank for c in alike for rank in c.ranks)),
-                fixed=min(c.fixed for c in alike),
                 allowed=tuple(number in mine for number in range(len(first))),
             )
         )
@@ -106,7 +94,7 @@ def relaxed(problem: Problem) -> Problem:
     )
 
 
-def _alike(problem: Problem, loads: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _alike(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """A number for each kind and each class, equal for those that are alike: colour refinement."""
     takes = [[s for s, yes in enumerate(c.allowed) if yes] for c in problem.classes]
     taken: list[list[int]] = [[] for _ in problem.kinds]
@@ -114,8 +102,7 @@ def _alike(problem: Problem, loads: Sequence[int]) -> tuple[tuple[int, ...], tup
         for s in some:
             taken[s].append(c)
     kinds = _numbered([(k.key, k.batch_ticks, k.count, k.nbytes) for k in problem.kinds])
-    of_owners = zip(problem.classes, loads, strict=True)
-    classes = _numbered([(c.room, load, c.size) for c, load in of_owners])
+    classes = _numbered([(c.room, c.fixed, c.size) for c in problem.classes])
     while True:
         before = kinds, classes
         classes = _refined(classes, takes, kinds)
@@ -339,6 +326,7 @@ class _Worth:
         self.most = [np.maximum.accumulate(table) for table in tables]
         self.holds = holds
         self.held = sum(c.size * most for c, most in zip(problem.classes, holds, strict=True))
+        self.needed = int(_total(self.left, problem.demand[None])[0])
 
 
 def _total(tables: Sequence[Ints], rows: Ints) -> Ints:
@@ -374,20 +362,19 @@ def cover(
         with suppress(ValueError):  # values of another problem
             held = Holdings(problem, dual, limit)
             worths.insert(0, _Worth(problem, held.tables, held.most(limit)))
-    if any(int(_total(w.left, demand[None])[0]) > w.held for w in worths):
+    if any(worth.needed > worth.held for worth in worths):
         return Cover(None, True)
+    monotone = all((np.diff(kind.ticks) >= 0).all() for kind in problem.kinds)
     try:
-        patterns = [_patterns(problem, c, limit, worths[0]) for c in range(len(problem.classes))]
+        patterns = [
+            _patterns(problem, c, limit, worths[0], monotone) for c in range(len(problem.classes))
+        ]
     except _TooMany:
         return Cover(None, False)
-    return _Search(problem, limit, worths, patterns, most_work, most_states).run()
+    return _Search(problem, limit, worths, patterns, monotone, most_work, most_states).run()
 
 
-def _is_monotone(problem: Problem) -> bool:
-    return all((np.diff(kind.ticks) >= 0).all() for kind in problem.kinds)
-
-
-def _patterns(problem: Problem, c: int, limit: int, worth: _Worth) -> Ints:
+def _patterns(problem: Problem, c: int, limit: int, worth: _Worth, monotone: bool) -> Ints:
     """What an owner of a class may take [patterns, kinds], the worthiest first: patterns that are
     maximal, and worth what it must hold if all others hold the most they can.
 
@@ -396,18 +383,14 @@ def _patterns(problem: Problem, c: int, limit: int, worth: _Worth) -> Ints:
     """
     owner, kinds, free = problem.classes[c], problem.kinds, limit - problem.classes[c].fixed
     rows, ticks, got = np.zeros((1, 0), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
-    least = int(_total(worth.left, problem.demand[None])[0]) - worth.held + worth.holds[c]
+    least = worth.needed - worth.held + worth.holds[c]
     dense = [
         density(Option(kind.ticks, most - most[0])) if yes else 0.0
         for kind, most, yes in zip(kinds, worth.most, owner.allowed, strict=True)
     ]
-    densest = max(dense)
     for s, kind in enumerate(kinds):
         k = np.arange(kind.count + 1 if owner.allowed[s] else 1)
         k = k[kind.ticks[k] <= free]
-        if densest < math.inf:
-            reach = worth.most[s][k] + densest * (free - kind.ticks[k]) * (1 + 1e-9) + 1
-            k = k[reach >= least - sum(int(m[0]) for m in worth.most)]
         total = ticks[:, None] + kind.ticks[k][None, :]
         value = got[:, None] + worth.most[s][k][None, :]
         later = max(dense[s + 1 :], default=0.0)
@@ -419,13 +402,10 @@ def _patterns(problem: Problem, c: int, limit: int, worth: _Worth) -> Ints:
         ticks, got = total[at, which], value[at, which]
     stored = rows @ problem.nbytes
     keep = stored <= owner.room
-    if _is_monotone(problem):
-        for s, kind in enumerate(kinds):
-            if owner.allowed[s]:
-                more_of_it = kind.ticks[np.minimum(rows[:, s] + 1, kind.count)]
-                longer = ticks - kind.ticks[rows[:, s]] + more_of_it <= free
-                longer &= stored + kind.nbytes <= owner.room
-                keep &= ~((rows[:, s] < kind.count) & longer)
+    for s in np.flatnonzero(owner.allowed).tolist() if monotone else ():
+        kind, has = kinds[s], rows[:, s]
+        longer = ticks - kind.ticks[has] + kind.ticks.take(has + 1, mode="clip") <= free
+        keep &= (has == kind.count) | ~longer | (stored + kind.nbytes > owner.room)
     rows = rows[keep]
     if len(rows) > _MOST_PATTERNS:
         raise _TooMany
@@ -442,12 +422,13 @@ class _Search:
         limit: int,
         worths: Sequence[_Worth],
         patterns: Sequence[Ints],
+        monotone: bool,
         most_work: int,
         most_states: int,
     ) -> None:
         self.problem, self.limit, self.worths, self.patterns = problem, limit, worths, patterns
-        self.work, self.complete, self.most_states = most_work, True, most_states
-        self.exact = not _is_monotone(problem)
+        self.monotone, self.work, self.most_states = monotone, most_work, most_states
+        self.complete = True
         strides = np.cumprod([1, *(problem.demand[:-1] + 1).tolist()])
         self._strides: Ints = strides.astype(np.int64)
 
@@ -455,38 +436,26 @@ class _Search:
         problem = self.problem
         states: Ints = problem.demand[None].copy()
         owners = [(c, rank) for c, owner in enumerate(problem.classes) for rank in owner.ranks]
-        fits = self._fits()
         held = [worth.held for worth in self.worths]
-        alone = np.array([c.size for c in problem.classes]) @ fits
         steps: list[tuple[int, int, Ints, Ints]] = []  # class, rank, parent, pattern
         for number, (c, rank) in enumerate(owners):
             held = [h - w.holds[c] for h, w in zip(held, self.worths, strict=True)]
-            alone = alone - fits[c]
             share = self.work // (len(owners) - number)
             most = max(share // max(self.patterns[c].size, 1), 1)
             if len(states) > most:
                 states, self.complete = states[:most], False
             # The last owners are alike, so one of them has the costliest matrix that is left.
-            pivot = c == len(problem.classes) - 1 and not self.exact
-            states, parent, pattern = self._step(states, self.patterns[c], held, alone, pivot)
+            pivot = c == len(problem.classes) - 1 and self.monotone
+            states, parent, pattern = self._step(states, self.patterns[c], held, pivot)
             if not len(states):
-                return Cover(None, self.complete)
+                break
             steps.append((c, rank, parent, pattern))
             if not states[0].any():
                 return self._found(steps)
         return Cover(None, self.complete)
 
-    def _fits(self) -> Ints:
-        """[classes, kinds]: how many of a kind alone an owner may take."""
-        found = np.zeros((len(self.problem.classes), len(self.problem.kinds)), np.int64)
-        for c, owner in enumerate(self.problem.classes):
-            for s, kind in enumerate(self.problem.kinds):
-                if owner.allowed[s]:
-                    found[c, s] = np.flatnonzero(kind.ticks <= self.limit - owner.fixed)[-1]
-        return found
-
     def _step(
-        self, states: Ints, patterns: Ints, held: Sequence[int], alone: Ints, pivot: bool
+        self, states: Ints, patterns: Ints, held: Sequence[int], pivot: bool
     ) -> tuple[Ints, Ints, Ints]:
         """(states after one more owner, their parents, their patterns), the promising first."""
         first = (states > 0).argmax(1) if pivot else np.full(len(states), -1)
@@ -499,44 +468,27 @@ class _Search:
             for start in range(0, len(rows) if len(some) else 0, size):
                 part = rows[start : start + size]
                 self.work -= len(part) * len(some) * states.shape[1]
-                left, index = self._children(states[part], patterns[some], held, alone)
+                left, index = self._children(states[part], patterns[some], held)
                 parts.append((left, part[index // len(some)], some[index % len(some)]))
         left, parent, pattern = (np.concatenate(column) for column in zip(*parts, strict=True))
         _, once = np.unique(left @ self._strides, return_index=True)
         order = once[np.argsort(_total(self.worths[0].left, left[once]), kind="stable")]
-        for most in (4 * self.most_states, self.most_states):
-            if len(order) > most:
-                order, self.complete = order[:most], False
-            order = order[self._undominated(left[order])]
+        if len(order) > self.most_states:
+            order, self.complete = order[: self.most_states], False
         return left[order], parent[order], pattern[order]
 
-    def _children(
-        self, states: Ints, patterns: Ints, held: Sequence[int], alone: Ints
-    ) -> tuple[Ints, Ints]:
+    def _children(self, states: Ints, patterns: Ints, held: Sequence[int]) -> tuple[Ints, Ints]:
         """What is left of each state with each pattern, as far as the other owners can hold it."""
         left = (states[:, None, :] - patterns[None, :, :]).reshape(-1, states.shape[1])
         index: Ints = np.arange(len(left))
-        if self.exact:
+        if not self.monotone:
             index = np.flatnonzero((left >= 0).all(1))
             left = left[index]
         np.maximum(left, 0, out=left)
         for worth, most in zip(self.worths, held, strict=True):
             keep = np.flatnonzero(_total(worth.left, left) <= most)
             left, index = left[keep], index[keep]
-        keep = np.flatnonzero((left <= alone).all(1))
-        return left[keep], index[keep]
-
-    def _undominated(self, left: Ints) -> Ints:
-        """Indices of states that none of the first has less of every kind than."""
-        keep: Flags = np.ones(len(left), np.bool_)
-        columns = np.ascontiguousarray(left.T.astype(np.int32))
-        for at in range(0 if self.exact else min(len(left), _COMPARED)):
-            if keep[at]:
-                worse: Flags = np.ones(len(left) - at - 1, np.bool_)
-                for column in columns:
-                    worse &= column[at + 1 :] >= column[at]
-                keep[at + 1 :] &= ~worse
-        return np.flatnonzero(keep)
+        return left, index
 
     def _found(self, steps: Sequence[tuple[int, int, Ints, Ints]]) -> Cover:
         counts = np.zeros((self.problem.world, len(self.problem.kinds)), np.int64)

@@ -19,7 +19,6 @@ from dmuon.scheduler.greedy import baselines
 from dmuon.scheduler.placement import launch_order
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.problem import Problem, build_problem
-from dmuon.types import SizeError
 
 __all__ = ["Certificate", "certify"]
 
@@ -67,15 +66,8 @@ def certify(plan: OwnershipPlan) -> Certificate:
         bare = "the plan stores no prices: its times are what it claims, and nothing bounds them"
         return Certificate(not wrong, False, plan.makespan_ms, 0.0, (bare, *wrong))
     prices = {row.key: row.ms for row in plan.prices}
-    try:
-        problem = build_problem(
-            plan.specs.matrices, plan.topology.world, plan.limits, prices, plan.layout
-        )
-    except SizeError:
-        raise
-    except ValueError as error:
-        findings = (f"the stored prices or limits do not fit the model: {error}",)
-        return Certificate(False, False, math.inf, 0.0, findings)
+    world = plan.topology.world
+    problem = build_problem(plan.specs.matrices, world, plan.limits, prices, plan.layout)
     makespan, wrong_batches = _executed(plan, problem)
     bound = 0
     if plan.proof is not None:
@@ -106,9 +98,8 @@ def certify(plan: OwnershipPlan) -> Certificate:
 
 def _executed(plan: OwnershipPlan, problem: Problem) -> tuple[int, list[str]]:
     """Ticks of the busiest owner, batch by batch, and batches that cannot be as they are."""
-    loads, found = problem.fixed.copy(), []
-    for group in problem.forced:
-        loads[group.rank] -= group.ticks  # they are among the plan's batches
+    found = []
+    loads = [problem.ticks(plan.limits.fixed_ms_of(r)) for r in range(plan.topology.world)]
     rows, pool_of = {row.key: row for row in plan.prices}, plan.limits.pool_of
     for batch in plan.batches:
         key, size = plan.specs.matrices[batch.matrices[0]].key, len(batch.matrices)
@@ -128,7 +119,7 @@ def _executed(plan: OwnershipPlan, problem: Problem) -> tuple[int, list[str]]:
                 f"{name} is planned with the kernel {batch.kernel!r}; its price is of "
                 f"{row.kernel(size)!r}"
             )
-    return int(loads.max()), found
+    return max(loads), found
 
 
 def _wrong_claims(plan: OwnershipPlan, problem: Problem, makespan: int, bound: int) -> list[str]:

@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -298,29 +297,11 @@ def _completed(
         for _ in range(min(times, len(free[c]))):
             counts[free[c].pop(0)] = pattern
     spread(problem, counts)
-    left = problem.demand - counts.sum(0)
-    ranks = [rank for some in free for rank in some]
-    kinds = np.flatnonzero(left).tolist()
+    rest, ranks, kinds = problem.part(free, problem.demand - counts.sum(0))
     if not kinds:
         return counts
     if not ranks:
         return None
-    number = {rank: i for i, rank in enumerate(ranks)}
-    rest = replace(
-        problem,
-        kinds=tuple(replace(problem.kinds[s], count=int(left[s])) for s in kinds),
-        classes=tuple(
-            replace(
-                owner,
-                ranks=tuple(number[rank] for rank in some),
-                allowed=tuple(owner.allowed[s] for s in kinds),
-            )
-            for owner, some in zip(problem.classes, free, strict=True)
-            if some
-        ),
-        members=((),) * len(kinds),
-        forced=(),
-    )
     some_dual = Dual(tuple(dual.values[s] for s in kinds), tuple(dual.works[s] for s in kinds))
     found = cover(rest, limit, some_dual, _WORK, _STATES).counts
     if found is not None:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
 from dmuon.scheduler.knapsack import Option, frontier
-from dmuon.scheduler.problem import Counts, Kind, Problem
+from dmuon.scheduler.problem import Counts, Problem
 
 __all__ = [
     "baselines",
@@ -49,36 +49,25 @@ def longest_first(problem: Problem, chunk: int = 1) -> Counts | None:
     return _one_by_one(problem, problem.fixed, [kind.ticks for kind in problem.kinds], chunk)
 
 
-def longest_first_by_weight(problem: Problem, weights: Sequence[int]) -> Counts | None:
+def longest_first_by_weight(
+    problem: Problem, weights: Iterable[int], start: Ints | None = None
+) -> Counts | None:
     """Longest first on a fixed weight a matrix, by kind; batching is not seen.
 
     With the number of elements or the cost of a single matrix as the weight these are the usual
-    baselines.
+    baselines. ``start``: what ranks have already.
     """
     nothing = np.zeros(problem.world, np.int64)
-    tables = [_linear(kind, weight) for kind, weight in zip(problem.kinds, weights, strict=True)]
-    return _one_by_one(problem, nothing, tables, 1)
-
-
-def least_memory_first(problem: Problem) -> Counts | None:
-    """Balance what owners store: the start where the memory cap is tight."""
-    free = [min(int(room), 1 << 50) for room in problem.room]
-    start = np.array([max(free) - room for room in free], np.int64)
-    tables = [_linear(kind, kind.nbytes) for kind in problem.kinds]
-    return _one_by_one(problem, start, tables, 1)
-
-
-def _linear(kind: Kind, weight: int) -> Ints:
-    return np.arange(kind.count + 1, dtype=np.int64) * weight
+    tables = [np.arange(k.count + 1) * w for k, w in zip(problem.kinds, weights, strict=True)]
+    return _one_by_one(problem, nothing if start is None else start, tables, 1)
 
 
 def _one_by_one(problem: Problem, start: Ints, tables: Sequence[Ints], chunk: int) -> Counts | None:
     """``tables[s][k]`` is the load of k matrices of kind s; ``start`` what ranks have already."""
     counts = np.zeros((problem.world, len(problem.kinds)), np.int64)
-    loads = [int(v) for v in start]
-    room = [int(v) for v in problem.room]
+    loads, room = start.tolist(), problem.room.tolist()
     for s in sorted(range(len(tables)), key=lambda s: (-int(tables[s][1]), s)):
-        kind, table = problem.kinds[s], [int(v) for v in tables[s]]
+        kind, table = problem.kinds[s], tables[s].tolist()
         taken = [0] * problem.world
         ranks = np.flatnonzero(problem.allowed[:, s])
         heap = [(loads[r] + table[min(chunk, kind.count)], r) for r in ranks.tolist()]
@@ -131,7 +120,9 @@ def greedy(
     largest = max((len(kind.batch_ticks) for kind in problem.kinds), default=1)
     found = [*starts, *(longest_first(problem, b) for b in _CHUNKS if b <= largest)]
     if problem.memory_cap is not None:
-        found.append(least_memory_first(problem))
+        # Where the cap is tight: balance what owners store.
+        free = np.minimum(problem.room, 1 << 50)
+        found.append(longest_first_by_weight(problem, problem.nbytes.tolist(), free.max() - free))
     fitting = [c for c in found if c is not None and problem.is_feasible(c)]
     ranked = sorted(fitting, key=problem.makespan)
     improved = [improve(problem, counts, spent) for counts in ranked[:2]]
@@ -178,75 +169,64 @@ class _State:
         self.counts: Counts = counts.copy()
         self.loads = problem.loads(counts)
         self.free = problem.room - counts @ problem.nbytes
-        self._class_of = np.zeros(problem.world, np.int64)
-        for c, members in enumerate(problem.classes):
-            self._class_of[list(members.ranks)] = c
         self._weights = np.random.default_rng(0).integers(1, 1 << 40, len(problem.kinds) + 1)
 
     def exchange(self, b: int) -> bool:
-        """Do what lowers the larger of two loads most, below the load of rank ``b``."""
+        """Do what lowers the larger of two loads most, below the load of rank ``b``: give some of
+        one kind to another rank, and maybe take some of another kind."""
         others = self._representatives(b)
-        gives = self._amounts([b])
+        gives = [(s, -j) for s, j in self._amounts([b])]
         if not len(others) or not gives:
             return False
-        may_take = self.problem.allowed[b]
-        found = self._amounts(others[:_LOOK_INTO].tolist())
-        takes = [(-1, 0), *((s, j) for s, j in found if may_take[s])]
-        lost, gained, given, they_take = self._changes(gives, b, others)
-        back, away, taken, they_give = self._changes(takes, b, others, sign=-1)
-        # [gives, takes, others]
+        takes = [(0, 0), *self._amounts(others[:_LOOK_INTO].tolist())]
         self.work -= len(gives) * len(takes) * len(others)
-        mine = self.loads[b] - lost[:, None] + back[None, :]
-        theirs = self.loads[others] + gained[:, None, :] - away[None, :, :]
-        after = np.maximum(mine[:, :, None], theirs)
-        moved = given[:, None] - taken[None, :]
-        fits = they_take[:, None, :] & they_give[None, :, :]
-        fits &= (mine < self.loads[b])[:, :, None] & (self.free[b] >= -moved)[:, :, None]
-        fits &= self.free[others] >= moved[:, :, None]
-        same = np.array([[s == t for t, _ in takes] for s, _ in gives])
-        after[~fits | same[:, :, None]] = np.iinfo(np.int64).max
+        mine, mine_fits, theirs, theirs_fit = [], [], [], []
+        for changes in (gives, takes):
+            after, fits = self._changes(changes, np.array([b]))
+            mine.append(after)
+            mine_fits.append(fits)
+            after, fits = self._changes([(s, -j) for s, j in changes], others)
+            theirs.append(after)
+            theirs_fit.append(fits)
+        moved = [np.array([j * self.problem.nbytes[s] for s, j in some]) for some in (gives, takes)]
+        # [gives, takes, others]
+        total = (moved[0][:, None] + moved[1][None, :])[:, :, None]
+        own = self.loads[b] + mine[0][:, None] + mine[1][None, :]
+        fits = theirs_fit[0][:, None] & theirs_fit[1][None, :]
+        fits &= mine_fits[0][:, None] & mine_fits[1][None, :] & (own < self.loads[b])
+        fits &= (total <= self.free[b]) & (-total <= self.free[others])
+        fits &= np.array([[s != t or not j for t, j in takes] for s, _ in gives])[:, :, None]
+        after = np.maximum(own, self.loads[others] + theirs[0][:, None] + theirs[1][None, :])
+        after[~fits] = np.iinfo(np.int64).max
         g, t, at = (int(i) for i in np.unravel_index(int(after.argmin()), after.shape))
         if after[g, t, at] >= self.loads[b]:
             return False
         rank, row = int(others[at]), self.counts[b].copy()
         both = row + self.counts[rank]
-        for (s, amount), sign in ((gives[g], -1), (takes[t], 1)):
-            row[s] += sign * amount  # a kind of -1 comes with an amount of 0
+        for s, j in (gives[g], takes[t]):
+            row[s] += j
         self._set(b, row)
         self._set(rank, both - row)
         return True
 
     def _changes(
-        self, amounts: Sequence[tuple[int, int]], b: int, others: Ints, sign: int = 1
-    ) -> tuple[Ints, Ints, Ints, npt.NDArray[np.bool_]]:
-        """What it means for ``b`` to give (sign -1: to take) these amounts to each of ``others``.
-
-        Ticks that the giver loses or ``b`` gains [amounts], ticks of the others [amounts, others],
-        bytes [amounts], and whether the others can take part [amounts, others].
-        """
-        problem, n = self.problem, len(amounts)
-        mine, nbytes = np.zeros(n, np.int64), np.zeros(n, np.int64)
-        theirs = np.zeros((n, len(others)), np.int64)
-        possible = np.ones((n, len(others)), np.bool_)
-        for a, (s, j) in enumerate(amounts):
-            if s < 0:
-                continue
-            kind, own, has = problem.kinds[s], int(self.counts[b, s]), self.counts[others, s]
-            nbytes[a] = j * kind.nbytes
-            if sign > 0:
-                mine[a] = kind.ticks[own] - kind.ticks[own - j]
-                theirs[a] = kind.ticks[np.minimum(has + j, kind.count)] - kind.ticks[has]
-                possible[a] = problem.allowed[others, s]
-            else:
-                possible[a] = has >= j
-                mine[a] = kind.ticks[min(own + j, kind.count)] - kind.ticks[own]
-                theirs[a] = kind.ticks[has] - kind.ticks[np.maximum(has - j, 0)]
-        return mine, theirs, nbytes, possible
+        self, changes: Sequence[tuple[int, int]], ranks: Ints
+    ) -> tuple[Ints, npt.NDArray[np.bool_]]:
+        """[changes, ranks]: ticks that so many more (or fewer) of a kind cost, and whether they
+        are possible."""
+        ticks = np.zeros((len(changes), len(ranks)), np.int64)
+        possible = np.ones(ticks.shape, np.bool_)
+        counts, allowed = self.counts[ranks].T.copy(), self.problem.allowed[ranks].T
+        for i, (s, j) in enumerate(changes):
+            table, has = self.problem.kinds[s].ticks, counts[s]
+            ticks[i] = table.take(has + j, mode="clip") - table[has]
+            possible[i] = has + j >= 0 if j <= 0 else allowed[s]
+        return ticks, possible
 
     def _representatives(self, b: int) -> Ints:
         """One rank of each set of ranks that are alike, the least loaded first: more than some
         would cost time for little."""
-        rows = np.column_stack((self._class_of, self.counts))
+        rows = np.column_stack((self.problem.class_of, self.counts))
         _, first = np.unique(rows @ self._weights, return_index=True)
         first = first[self.loads[first] < self.loads[b]]
         chosen: Ints = first[np.argsort(self.loads[first], kind="stable")[:_REPRESENTATIVES]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,6 @@ Ints = npt.NDArray[np.int64]
 
 MAX_POINTS = 8_000  # kept after each kind
 _MOST_WORK = 16_000_000  # pairs formed in one knapsack: about a second
-_MANY = 10_000  # pairs: more are sifted before they are sorted
-_INTERVALS = 2_048
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +114,7 @@ def frontier(
     stages: list[_Points] = []
     for i, (option, dense) in enumerate(zip(options, later, strict=False)):
         pairs = max(1, (max_work - work) // (len(options) - i))
-        choices = np.flatnonzero(option.cost <= limit)
-        choices = choices[_reach(option, choices, limit, densest) >= least]
-        choices = choices[_undominated(option.cost[choices], option.value[choices], limit)]
+        choices = _useful(option.cost, option.value, limit, least, densest)
         taken = _Points(option.cost[choices], option.value[choices], choices, choices)
         if len(points) * len(taken) > pairs:
             exact = False
@@ -133,11 +129,9 @@ def frontier(
         if len(points) > max_points:
             points, exact = _thin(points, bounding, max_points), False
         stages.append(points)
-    kept = () if bounding else tuple(stages)
-    enough = points.value >= least
-    if kept:
-        kept = (*kept[:-1], points.at(np.flatnonzero(enough)))
-    return Frontier(points.cost[enough], points.value[enough], exact, least, kept, work)
+    points = points.at(np.flatnonzero(points.value >= least))
+    kept = () if bounding else (*stages[:-1], points)
+    return Frontier(points.cost, points.value, exact, least, kept, work)
 
 
 def _products(points: _Points, taken: _Points, limit: int, least: int, dense: float) -> _Points:
@@ -145,40 +139,20 @@ def _products(points: _Points, taken: _Points, limit: int, least: int, dense: fl
     cannot be worth ``least`` with what comes later, of this density."""
     cost = (points.cost[None, :] + taken.cost[:, None]).ravel()
     value = (points.value[None, :] + taken.value[:, None]).ravel()
-    keep = np.flatnonzero(cost <= limit)
-    keep = keep[_reach(Option(cost, value), keep, limit, dense) >= least]
-    keep = keep[_undominated(cost[keep], value[keep], limit)]
+    keep = _useful(cost, value, limit, least, dense)
     return _Points(cost[keep], value[keep], keep % len(points), taken.taken[keep // len(points)])
 
 
-def _reach(pairs: Option, index: Ints, limit: int, dense: float) -> npt.NDArray[np.float64]:
-    """At least what pairs can be worth if the rest of the limit brings this density."""
-    if math.isinf(dense):
-        return np.full(len(index), math.inf)
-    free = limit - pairs.cost[index]
-    reach: npt.NDArray[np.float64] = pairs.value[index] + dense * free * (1 + 1e-9) + 1.0
-    return reach
-
-
-def _undominated(cost: Ints, value: Ints, limit: int) -> Ints:
-    """Indices, by ascending cost, of pairs within the limit that beat every cheaper one."""
-    inside = np.flatnonzero(cost <= limit)
-    if len(inside) > _MANY:
-        inside = inside[_promising(cost[inside], value[inside], limit)]
-    order = inside[np.lexsort((-value[inside], cost[inside]))]
-    best = np.maximum.accumulate(value[order])
-    better = np.concatenate((np.ones(min(len(order), 1), np.bool_), best[1:] > best[:-1]))
-    kept: Ints = order[better]
-    return kept
-
-
-def _promising(cost: Ints, value: Ints, limit: int) -> npt.NDArray[np.bool_]:
-    """Without what a pair of a lower interval of cost beats: most of them, and no sorting."""
-    low = int(cost.min())
-    interval = (cost - low) * _INTERVALS // (limit - low + 1)
-    best = np.full(_INTERVALS + 1, np.iinfo(np.int64).min)
-    np.maximum.at(best, interval + 1, value)
-    kept: npt.NDArray[np.bool_] = value > np.maximum.accumulate(best)[interval]
+def _useful(cost: Ints, value: Ints, limit: int, least: int, dense: float) -> Ints:
+    """Indices, by ascending cost, of pairs within the limit that beat every cheaper one and are
+    worth ``least`` if the rest of the limit brings this density."""
+    kept: Ints = np.flatnonzero(cost <= limit)
+    if not math.isinf(dense):
+        reach = value[kept] + dense * (limit - cost[kept]) * (1 + 1e-9) + 1.0
+        kept = kept[reach >= least]
+    kept = kept[np.lexsort((-value[kept], cost[kept]))]
+    best = np.maximum.accumulate(value[kept])
+    kept = kept[np.concatenate((np.ones(min(len(kept), 1), np.bool_), best[1:] > best[:-1]))]
     return kept
 
 
@@ -193,4 +167,4 @@ def _thin(points: _Points, bounding: bool, most: int) -> _Points:
         last = np.unique(np.append(0, last))  # the cheapest stays: nothing taken, at first
         first = last
     thin = points.at(last)
-    return _Points(points.cost[first], thin.value, thin.parent, thin.taken)
+    return replace(thin, cost=points.cost[first])

@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 7
+_MOST_BATCH_MS = 1e12  # 30 years
+_MOST_BATCH_MS = 1e12  # 30 years
 Signed = Annotated[int, (-MOST_WHOLE, MOST_WHOLE)]  # in files
 
 
@@ -70,6 +72,14 @@ class PriceRow:
     kernels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        rows, cols, dtype = self.key
+        for batch, ms in enumerate(self.ms, 1):
+            if not 0 <= ms <= _MOST_BATCH_MS:
+                raise PlanError(
+                    f"the cost of {batch} matrices of {rows} x {cols} {dtype} must be between 0 "
+                    f"and {_MOST_BATCH_MS:g} milliseconds, found {ms}: measure again, or correct "
+                    "the cost table"
+                )
         if not self.ms or len(self.origin) != len(self.ms):
             raise PlanError(f"each price needs an origin: {len(self.ms)} and {len(self.origin)}")
         if len(self.kernels) not in (0, len(self.ms)):

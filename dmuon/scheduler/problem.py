@@ -15,9 +15,9 @@ equal plans have equal makespans to the last digit, and a proof needs no toleran
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -27,7 +27,7 @@ from dmuon.scheduler.costs import ShapeKey
 from dmuon.scheduler.json_files import MOST_MS
 from dmuon.scheduler.shards import OwnerLimits, state_bytes
 from dmuon.scheduler.specs import MatrixSpec
-from dmuon.types import Layout, PlanError, SizeError
+from dmuon.types import Layout, SizeError
 
 __all__ = ["Counts", "Forced", "Kind", "OwnerClass", "Problem", "build_problem"]
 
@@ -37,7 +37,6 @@ Counts = Ints  # [ranks, kinds]
 _FINEST = 10**9  # ticks a millisecond
 _LARGEST_TOTAL = 10**15  # ticks of all matrices one by one; leaves room for products in 64 bits
 UNLIMITED = 1 << 62  # bytes
-_MOST_BATCH_MS = 1e12  # 30 years
 _MOST_SPLITS = 4_000_000_000
 _MOST_TABLE = 100_000_000
 
@@ -69,10 +68,8 @@ def _cheapest(price: tuple[int, ...], count: int) -> tuple[Ints, Ints]:
         ticks = best[k - most : k] + largest_first[len(price) - most :]
         at = int(ticks.argmin())
         best[k], first[k] = ticks[at], most - at
-    tables = best, first
-    for table in tables:
-        table.setflags(write=False)
-    return tables
+    best.setflags(write=False)
+    return best, first
 
 
 @dataclass(frozen=True)
@@ -117,10 +114,6 @@ class Forced:
     rank: int
     kind: Kind
     members: tuple[int, ...]
-
-    @property
-    def ticks(self) -> int:
-        return int(self.kind.ticks[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,27 +166,26 @@ class Problem:
         return np.array([kind.nbytes for kind in self.kinds], np.int64)
 
     @cached_property
+    def class_of(self) -> Ints:
+        """The class of each rank."""
+        numbers = np.zeros(self.world, np.int64)
+        for number, c in enumerate(self.classes):
+            numbers[list(c.ranks)] = number
+        return numbers
+
+    @cached_property
     def fixed(self) -> Ints:
         """Ticks that each rank is busy anyway, forced matrices included."""
-        return self._by_rank([c.fixed for c in self.classes])
+        return np.array([c.fixed for c in self.classes], np.int64)[self.class_of]
 
     @cached_property
     def room(self) -> Ints:
-        return self._by_rank([c.room for c in self.classes])
+        return np.array([c.room for c in self.classes], np.int64)[self.class_of]
 
     @cached_property
     def allowed(self) -> npt.NDArray[np.bool_]:
         """[ranks, kinds]"""
-        table = np.zeros((self.world, len(self.kinds)), np.bool_)
-        for c in self.classes:
-            table[list(c.ranks)] = c.allowed
-        return table
-
-    def _by_rank(self, values: Sequence[int]) -> Ints:
-        result = np.zeros(self.world, np.int64)
-        for c, value in zip(self.classes, values, strict=True):
-            result[list(c.ranks)] = value
-        return result
+        return np.array([c.allowed for c in self.classes], np.bool_)[self.class_of]
 
     def loads(self, counts: Counts) -> Ints:
         """Ticks of every rank."""
@@ -214,6 +206,33 @@ class Problem:
             and (counts @ self.nbytes <= self.room).all()
         )
 
+    def part(
+        self, ranks: Sequence[Sequence[int]], demand: Ints
+    ) -> tuple[Problem, list[int], list[int]]:
+        """The problem of some ranks of each class and so many matrices of each kind.
+
+        Beside it the ranks and the kinds that it is made of: it numbers them from 0 on.
+        """
+        kinds = np.flatnonzero(demand).tolist()
+        numbers = [rank for some in ranks for rank in some]
+        place = {rank: i for i, rank in enumerate(numbers)}
+        part = replace(
+            self,
+            kinds=tuple(replace(self.kinds[s], pool=-1, count=int(demand[s])) for s in kinds),
+            classes=tuple(
+                replace(
+                    c,
+                    ranks=tuple(place[rank] for rank in some),
+                    allowed=tuple(c.allowed[s] for s in kinds),
+                )
+                for c, some in zip(self.classes, ranks, strict=True)
+                if some
+            ),
+            members=((),) * len(kinds),
+            forced=(),
+        )
+        return part, numbers, kinds
+
 
 def build_problem(
     matrices: Sequence[MatrixSpec],
@@ -228,13 +247,27 @@ def build_problem(
     a single rank may own are no kinds: as such they would make each rank a class of its own.
 
     Raises:
-        PlanError: a price is missing, negative or not finite, or ``limits`` do not fit.
+        PlanError: ``limits`` do not fit.
         SizeError: a PlanError, too: the problem is too large to be worked on.
     """
     limits.check(len(matrices), world)
-    batch_ticks, scale = _ticks(Counter(matrix.key for matrix in matrices), limits, prices)
+    total = math.fsum(prices[matrix.key][0] for matrix in matrices)
+    most = max((total, *limits.fixed_ms, *(ms for row in prices.values() for ms in row)))
+    scale = ticks_per_ms(most)
+    batch_ticks = {key: tuple(round(ms * scale) for ms in row) for key, row in prices.items()}
     groups = _groups(matrices, limits, batch_ticks)
-    _check_work(groups, batch_ticks, world, limits)
+    splits = sum(len(mine) * min(len(batch_ticks[key]), len(mine)) for key, _, mine in groups)
+    pools = [pool for _, pool, _ in groups if pool < 0 or len(limits.pools[pool]) > 1]
+    for what, found, at_most in (
+        ("milliseconds of all matrices", most, MOST_MS),
+        ("matrices x batch sizes", splits, _MOST_SPLITS),
+        ("kinds of matrices in pools x ranks",
+         len(pools) * (world if len(set(pools)) > 1 else 1), _MOST_TABLE),
+    ):  # fmt: skip
+        if found > at_most:
+            raise SizeError(
+                f"too large to plan or to verify: {found:,} {what}, expected at most {at_most:,}"
+            )
     kinds, members, forced = [], [], []
     for key, pool, mine in groups:
         nbytes = state_bytes(matrices[mine[0]], layout)
@@ -248,42 +281,12 @@ def build_problem(
     return Problem(tuple(kinds), classes, tuple(members), scale, limits.memory_bytes, tuple(forced))
 
 
-def _ticks(
-    demand: Mapping[ShapeKey, int],
-    limits: OwnerLimits,
-    prices: Mapping[ShapeKey, Sequence[float]],
-) -> tuple[dict[ShapeKey, tuple[int, ...]], int]:
-    """(ticks of the batches of each shape, ticks a millisecond), or PlanError."""
-    for (rows, cols, dtype), row in prices.items():
-        for batch, ms in enumerate(row, 1):
-            if not 0 <= ms <= _MOST_BATCH_MS:
-                raise PlanError(
-                    f"the cost of {batch} matrices of {rows} x {cols} {dtype} must be between 0 "
-                    f"and {_MOST_BATCH_MS:g} milliseconds, found {ms}: measure again, or correct "
-                    "the cost table"
-                )
-    for rows, cols, dtype in demand:
-        if not prices.get((rows, cols, dtype)):
-            raise PlanError(f"there is no price for matrices of {rows} x {cols} {dtype}")
-    total = math.fsum(prices[key][0] * count for key, count in demand.items())
-    most = max((total, *limits.fixed_ms, *(ms for row in prices.values() for ms in row)))
-    if most > MOST_MS:
-        raise PlanError(
-            f"all matrices must take at most {MOST_MS:g} milliseconds together, found {total:g}"
-        )
-    scale = ticks_per_ms(most)
-    return {key: tuple(round(ms * scale) for ms in row) for key, row in prices.items()}, scale
-
-
-_Group = tuple[ShapeKey, int, tuple[int, ...]]  # shape, pool, its matrices
-
-
 def _groups(
     matrices: Sequence[MatrixSpec],
     limits: OwnerLimits,
     batch_ticks: Mapping[ShapeKey, tuple[int, ...]],
-) -> list[_Group]:
-    """Matrices by shape and pool, the costliest first: solvers decide on them first.
+) -> list[tuple[ShapeKey, int, tuple[int, ...]]]:
+    """(shape, pool, matrices), the costliest first: solvers decide on them first.
 
     Of equal shapes the pools' ranks decide, because the numbers of pools depend on the order in
     which they were found; and of equal pools a matrix's name.
@@ -297,26 +300,6 @@ def _groups(
     return [(key, pool, tuple(members[key, pool])) for key, pool in order]
 
 
-def _check_work(
-    groups: Sequence[_Group],
-    batch_ticks: Mapping[ShapeKey, tuple[int, ...]],
-    world: int,
-    limits: OwnerLimits,
-) -> None:
-    """Raise SizeError where the tables of a problem, or the time to fill them, leave all bounds."""
-    splits = sum(len(mine) * min(len(batch_ticks[key]), len(mine)) for key, _, mine in groups)
-    pools = [pool for _, pool, _ in groups if pool < 0 or len(limits.pools[pool]) > 1]
-    table = len(pools) * (world if len(set(pools)) > 1 else 1)
-    for what, found, most in (
-        ("matrices x batch sizes", splits, _MOST_SPLITS),
-        ("kinds of matrices in pools x ranks", table, _MOST_TABLE),
-    ):
-        if found > most:
-            raise SizeError(
-                f"too large to plan or to verify: {found:,} {what}, expected at most {most:,}"
-            )
-
-
 def _classes(
     kinds: Sequence[Kind],
     forced: Sequence[Forced],
@@ -324,10 +307,11 @@ def _classes(
     limits: OwnerLimits,
     scale: int,
 ) -> tuple[OwnerClass, ...]:
+    """Ranks with equal fixed load, room and pools together, in order of their first rank."""
     fixed = [round(limits.fixed_ms_of(rank) * scale) for rank in range(world)]
     stored = [limits.fixed_bytes_of(rank) for rank in range(world)]
     for group in forced:
-        fixed[group.rank] += group.ticks
+        fixed[group.rank] += int(group.kind.ticks[-1])
         stored[group.rank] += group.kind.nbytes * group.kind.count
     inside: list[list[int]] = [[-1] for _ in range(world)]
     for pool in sorted({kind.pool for kind in kinds} - {-1}):

@@ -29,7 +29,7 @@ from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.greedy import baselines, greedy, improve
 from dmuon.scheduler.placement import launch_order, layer_of, place
 from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof
-from dmuon.scheduler.problem import UNLIMITED, Counts, Kind, OwnerClass, Problem, build_problem
+from dmuon.scheduler.problem import UNLIMITED, Counts, OwnerClass, Problem, build_problem
 from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
@@ -39,9 +39,6 @@ __all__ = ["SOLVERS", "price_rows", "solve"]
 
 SOLVERS = ("auto", "milp", "greedy", "round_robin")
 
-_LOOKS = 14  # limits tried between the bound and the best counts known
-_NEAR = 20_000  # parts of the makespan: closer limits are not told apart
-_QUICK_STATES = 300
 _MOST_POOLS = 8  # filled by themselves, after which the others are no longer the busiest
 _FIRST_WORK = 1_500_000
 _LAST_WORK = 20_000_000
@@ -146,35 +143,35 @@ def _search(problem: Problem, simple: dict[str, Counts], solver: str, budget: Bu
             "solver='round_robin' finds no plan inside owner_memory_bytes: use solver='auto'"
         )
     counts = simple[name] if name in simple else _tight(problem, budget)
-    bound, dual = simple_bound(relaxed(problem), problem.makespan(counts))
-    plain = Found(counts, name, bound, Proof(dual))
-    is_optimal = bound >= problem.makespan(counts)
-    if solver in ("greedy", "round_robin") or (solver == "auto" and is_optimal):
+    plain = _plain(problem, counts, name)
+    if solver in ("greedy", "round_robin") or plain.bound >= problem.makespan(counts):
         return plain
     return _improved(problem, plain, budget)
 
 
+def _plain(problem: Problem, counts: Counts, name: str = "greedy") -> Found:
+    """Counts with the bound that needs no solver."""
+    bound, dual = simple_bound(relaxed(problem), problem.makespan(counts))
+    return Found(counts, name, bound, Proof(dual))
+
+
 def _improved(problem: Problem, plain: Found, budget: Budget) -> Found:
-    """The covering search, column generation, and the covering search again."""
-    simpler = relaxed(problem)
-    if simpler is not problem:
+    """The best that is found, and the bound; alike pools are looked at as one first."""
+    if len({c.allowed for c in problem.classes}) > 1:
         plain = replace(plain, counts=_pool_by_pool(problem, plain.counts, budget))
-    if len({c.allowed for c in problem.classes}) == 1:
-        return _solved(problem, plain, budget)
-    best = replace(plain, counts=_pool_by_pool(problem, plain.counts, budget))
     simpler = relaxed(problem)
     if simpler is problem:
-        return _solved(problem, best, budget)
+        return _solved(problem, plain, budget)
     start = greedy(simpler, [], budget.spent)
     if start is None:
-        return best
+        return plain
     found = _solved(simpler, replace(plain, counts=start), budget)
-    bound = min(found.bound, problem.makespan(best.counts))
-    return _settled(problem, replace(found, counts=best.counts, bound=bound), _FIRST_WORK, budget)
+    bound = min(found.bound, problem.makespan(plain.counts))
+    return _settled(problem, replace(found, counts=plain.counts, bound=bound), _FIRST_WORK, budget)
 
 
 def _solved(problem: Problem, plain: Found, budget: Budget) -> Found:
-    """The same, where no pools are alike."""
+    """The covering search, column generation, and the covering search again."""
     best = _settled(problem, plain, _FIRST_WORK, budget)
     notes: list[str] = []
     engine = ""
@@ -209,27 +206,19 @@ def _solved(problem: Problem, plain: Found, budget: Budget) -> Found:
 
 def _settled(problem: Problem, found: Found, work: int, budget: Budget) -> Found:
     """Counts and bound brought closer by covering searches; ``work`` bounds each of them."""
-    counts, makespan, proof = found.counts, problem.makespan(found.counts), found.proof
-    low = bound = found.bound  # nothing below ``low`` was found, nothing below ``bound`` can be
-    looks = _LOOKS
-    while bound < makespan and not budget.spent():
-        looks = looks - 1 if makespan - low > makespan // _NEAR else 0
-        if looks > 0:
-            limit = (low + makespan) // 2
-            tried = cover(problem, limit, proof.dual, work // 10, _QUICK_STATES)
-        else:
-            limit = makespan - 1
-            tried = cover(problem, limit, proof.dual, work)
+    counts, makespan = found.counts, problem.makespan(found.counts)
+    while found.bound < makespan and not budget.spent():
+        tried = cover(problem, makespan - 1, found.proof.dual, work)
         if tried.counts is not None:
             counts = improve(problem, tried.counts, budget.spent)
             makespan = problem.makespan(counts)
             continue
-        low = limit + 1
         if tried.complete:
-            bound, proof = low, Proof(proof.dual, limit)
-        elif looks <= 0:
-            break
-    return replace(found, counts=counts, bound=bound, proof=proof)
+            found = replace(
+                found, bound=makespan, proof=replace(found.proof, impossible=makespan - 1)
+            )
+        break
+    return replace(found, counts=counts)
 
 
 def _shares(problem: Problem, pools: Sequence[Sequence[OwnerClass]]) -> Counts:
@@ -267,20 +256,9 @@ def _pool_by_pool(problem: Problem, counts: Counts, budget: Budget) -> Counts:
     found: dict[Problem, Counts] = {}
     parts = []
     for pool, share in zip(pools, _shares(problem, pools), strict=True):
-        kinds = np.flatnonzero(share).tolist()
-        ranks = [rank for owner in pool for rank in owner.ranks]
-        place = {rank: i for i, rank in enumerate(ranks)}
-        part = replace(
-            problem,
-            kinds=tuple(replace(problem.kinds[s], pool=-1, count=int(share[s])) for s in kinds),
-            classes=tuple(
-                replace(c, ranks=tuple(place[r] for r in c.ranks), allowed=(True,) * len(kinds))
-                for c in pool
-            ),
-            members=((),) * len(kinds),
-            forced=(),
-        )
-        parts.append((ranks, part, kinds))
+        mine = [owner.ranks if owner in pool else () for owner in problem.classes]
+        parts.append(problem.part(mine, share))
+        part = parts[-1][0]
         if part not in found:
             start = greedy(part, [], budget.spent)
             if start is None:
@@ -289,67 +267,57 @@ def _pool_by_pool(problem: Problem, counts: Counts, budget: Budget) -> Counts:
     for _ in range(_MOST_POOLS):
         worst = max(found, key=lambda part: part.makespan(found[part]))
         before = worst.makespan(found[worst])
-        bound, dual = simple_bound(worst, before)
-        plain = Found(found[worst], "greedy", bound, Proof(dual))
-        found[worst] = _settled(worst, plain, _FIRST_WORK, budget).counts
+        found[worst] = _settled(worst, _plain(worst, found[worst]), _FIRST_WORK, budget).counts
         if worst.makespan(found[worst]) == before or budget.spent():
             break
     filled = np.zeros_like(counts)
-    for ranks, part, kinds in parts:
+    for part, ranks, kinds in parts:
         filled[np.ix_(ranks, kinds)] = found[part]
     filled = improve(problem, filled, budget.spent)
     is_better = problem.is_feasible(filled) and problem.makespan(filled) < problem.makespan(counts)
     return filled if is_better else counts
 
 
-def _tight(problem: Problem, budget: Budget) -> Counts:
-    """Counts where the memory cap leaves little; PlanError if nothing fits."""
-    tight, nbytes, bound = _least_memory(problem, budget)
-    if not problem.is_feasible(tight):
-        raise _too_little_memory(problem, nbytes, bound)
-    counts = greedy(problem, [tight], budget.spent)
-    assert counts is not None
-    return counts
-
-
 # ---- memory ------------------------------------------------------------------------------
 
 
-def _least_memory(problem: Problem, budget: Budget) -> tuple[Counts, int, int]:
-    """How to store everything so that the fullest rank stores least, whatever the time.
+def _tight(problem: Problem, budget: Budget) -> Counts:
+    """Counts where the memory cap leaves little.
 
-    Counts, the bytes of the fullest rank, and what no counts get below: the same assignment
+    They start from how the fullest rank stores least, whatever the time: the same assignment
     problem, with bytes for ticks.
+
+    Raises:
+        PlanError: nothing fits; states the smallest cap that does, as far as it is known.
     """
     cap = problem.memory_cap
     assert cap is not None
-    kinds = tuple(
-        Kind(kind.key, kind.pool, kind.count, kind.nbytes, (max(kind.nbytes, 1),))
-        for kind in problem.kinds
+    in_bytes = replace(
+        problem,
+        kinds=tuple(replace(k, batch_ticks=(max(k.nbytes, 1),)) for k in problem.kinds),
+        classes=tuple(replace(c, fixed=cap - c.room, room=UNLIMITED) for c in problem.classes),
+        memory_cap=None,
     )
-    classes = tuple(replace(c, fixed=cap - c.room, room=UNLIMITED) for c in problem.classes)
-    in_bytes = replace(problem, kinds=kinds, classes=classes, memory_cap=None)
     counts = greedy(in_bytes, [], budget.spent)
     assert counts is not None  # nothing is capped
-    bound, dual = simple_bound(relaxed(in_bytes), in_bytes.makespan(counts))
-    found = Found(counts, "greedy", bound, Proof(dual))
-    if bound < in_bytes.makespan(counts):
+    found = _plain(in_bytes, counts)
+    if found.bound < in_bytes.makespan(counts):
         found = _improved(in_bytes, found, budget)
-    return found.counts, in_bytes.makespan(found.counts), found.bound
-
-
-def _too_little_memory(problem: Problem, nbytes: int, bound: int) -> PlanError:
-    """The error for a cap that nothing fits."""
-    matrices = int(problem.demand.sum()) + sum(group.kind.count for group in problem.forced)
+    if problem.is_feasible(found.counts):
+        counts = greedy(problem, [found.counts], budget.spent)
+        assert counts is not None
+        return counts
+    nbytes = in_bytes.makespan(found.counts)
     known = (
         f"the smallest feasible cap is {nbytes} bytes{_mebibytes(nbytes)}"
-        if bound >= nbytes
-        else f"a cap of {nbytes} bytes is feasible, and none below {bound} is"
+        if found.bound >= nbytes
+        else f"a cap of {nbytes} bytes is feasible, and none below {found.bound} is"
     )
-    return PlanError(
-        f"owner_memory_bytes={problem.memory_cap} is too small for the optimizer state of "
-        f"{matrices} matrices on {problem.world} ranks: {known}. Raise "
-        "PlannerOptions(owner_memory_bytes=...), or use more ranks"
+    matrices = int(problem.demand.sum()) + sum(group.kind.count for group in problem.forced)
+    raise PlanError(
+        f"owner_memory_bytes={cap} is too small for the optimizer state of {matrices} matrices on "
+        f"{problem.world} ranks: {known}. Raise PlannerOptions(owner_memory_bytes=...), or use "
+        "more ranks"
     )
 
 

@@ -113,7 +113,6 @@ LIES = {
     "negative works": (
         lambda p: replace(p, proof=Proof(Dual((1, 1, 1), (-5, 0, 0)))), "duals prove",
     ),
-    "negative prices": (lambda p: changed_prices(p, -1.0), "do not fit"),
     "lower prices": (lambda p: changed_prices(p, 0.5), "claims a lower bound"),
 }  # fmt: skip
 
