@@ -7,6 +7,7 @@ fixture ``kernels``: the three modules, and the device to run them on.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -39,7 +40,7 @@ class Kernels:
         return torch.randn(shape).to(dtype).to(self.device)
 
     def empty(self, *shape: int, dtype: torch.dtype = F32) -> Tensor:
-        return torch.full(shape, float("nan"), dtype=dtype, device=self.device)
+        return torch.full(shape, math.nan, dtype=dtype, device=self.device)
 
     def unit(self, *shape: int, dtype: torch.dtype = F32) -> Tensor:
         """Matrices of norm 1."""
@@ -68,19 +69,17 @@ def check_symm(
     *,
     out: Tensor,
     plain: Tensor | None = None,
-    alpha: float = 1.0,
-    beta: float = 0.0,
-    diag: float = 0.0,
     tile: Any = None,
+    **factors: float,
 ) -> None:
     """The lower triangle is that of the product, and the upper one mirrors it to the bit.
 
     The operands may be such that the product is not symmetric: then mixing up its halves shows.
     """
     before = [x if x is None else x.clone() for x in (a, bt, c)]
-    kernels.syrk.symm_mm(
-        a, bt, c, out=out, alpha=alpha, beta=beta, diag=diag, plain=plain, tile=tile
-    )
+    kernels.syrk.symm_mm(a, bt, c, out=out, plain=plain, tile=tile, **factors)
+    alpha = factors.get("alpha", 1.0)
+    beta, diag = (factors.get(name, 0.0) for name in ("beta", "diag"))
     for x, old in zip((a, bt, c), before, strict=True):
         assert x is None or old is None or torch.equal(x, old), "operands stay as they are"
     wide_a, wide_b = a.double(), bt.double()
@@ -99,26 +98,20 @@ def check_symm(
 
 
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
-@pytest.mark.parametrize(
-    ("with_c", "with_diag", "with_plain"), [*itertools.product((False, True), repeat=3)]
-)
-def test_every_epilogue(kernels, with_c, with_diag, with_plain, dtype):
+@pytest.mark.parametrize("parts", [(), ("c",), ("diag",), ("plain",), ("c", "diag", "plain")])
+def test_every_epilogue(kernels, parts, dtype):
     m, k = (70, 50) if kernels.device == "cpu" else (330, 200)
-    check_symm(
-        kernels,
-        kernels.random(m, k, dtype=dtype),
-        kernels.random(m, k, dtype=dtype),
-        kernels.random(m, m, dtype=dtype) if with_c else None,
-        out=kernels.empty(m, m, dtype=dtype),
-        plain=kernels.empty(m, m, dtype=dtype) if with_plain else None,
-        alpha=-1.75,
-        beta=0.6 if with_c else 0.0,
-        diag=8.25 if with_diag else 0.0,
-        tile=kernels.tile(32, 16, 4, 2),
-    )
+    a, bt = (kernels.random(m, k, dtype=dtype) for _ in range(2))
+    how: dict[str, Any] = {"alpha": -1.75, "diag": 8.25 * ("diag" in parts)}
+    if "c" in parts:
+        how |= {"c": kernels.random(m, m, dtype=dtype), "beta": 0.6}
+    if "plain" in parts:
+        how["plain"] = kernels.empty(m, m, dtype=dtype)
+    tile = kernels.tile(32, 16, 4, 2)
+    check_symm(kernels, a, bt, out=kernels.empty(m, m, dtype=dtype), tile=tile, **how)
 
 
-@pytest.mark.parametrize(("m", "k"), [(1, 1), (1, 40), (16, 32), (17, 31), (64, 64), (150, 9)])
+@pytest.mark.parametrize(("m", "k"), [(1, 40), (16, 32), (17, 31), (64, 64), (150, 9)])
 def test_sizes(kernels, m, k):
     """One tile, many of them (more than a group), whole tiles and cut ones."""
     a, bt = kernels.random(m, k), kernels.random(m, k)
@@ -127,14 +120,13 @@ def test_sizes(kernels, m, k):
     check_symm(kernels, a, bt, out=out, plain=plain, diag=-1.0, tile=tile)
 
 
-@pytest.mark.parametrize("dtype", [F32, F16])
-def test_batches_of_strided_matrices(kernels, dtype):
+def test_batches_of_strided_matrices(kernels):
     """Operands are transposed views, results lie between other matrices of one workspace."""
     b, m, k = 3, 40, 24
-    a = kernels.random(b, k, m, dtype=dtype).mT
-    bt = kernels.random(b, m, 2 * k, dtype=dtype)[:, :, ::2]
-    workspace = torch.zeros(b, 4, m + 2, m + 3, dtype=dtype, device=kernels.device)
-    c = kernels.random(b, m, 2 * m, dtype=dtype)[:, :, m:]
+    a = kernels.random(b, k, m, dtype=F16).mT
+    bt = kernels.random(b, m, 2 * k, dtype=F16)[:, :, ::2]
+    workspace = torch.zeros(b, 4, m + 2, m + 3, dtype=F16, device=kernels.device)
+    c = kernels.random(b, m, 2 * m, dtype=F16)[:, :, m:]
     out, plain = workspace[:, 1, 1:-1, 2:-1], workspace[:, 2, 1:-1, 2:-1]
     tile = kernels.tile(16, 32, 4, 2)
     check_symm(kernels, a, bt, c, out=out, plain=plain, beta=0.5, diag=1.0, tile=tile)
@@ -157,7 +149,7 @@ def test_unusual_operands(kernels):
     kernels.syrk.symm_mm(c, c, kernels.empty(20, 20), out=(out := c.clone()), beta=0.0, tile=tile)
     assert out.isfinite().all(), "c is not read where beta is 0"
     a = kernels.random(2, 20, 20)
-    a[0, 3, 4] = float("nan")
+    a[0, 3, 4] = math.nan
     kernels.syrk.symm_mm(a, a, out=(out := kernels.empty(2, 20, 20)), tile=tile)
     assert out[0, 3].isnan().all() and out[1].isfinite().all(), "a nan stays in its matrix"
 
@@ -188,9 +180,8 @@ def check_momentum(
     assert_within(out, operand / norm, bound)
 
 
+@pytest.mark.parametrize(("nesterov", "momentum"), [(True, 0.95), (True, 0.3), (False, 0.3)])
 @pytest.mark.parametrize("mode", ["ema", "sgd"])
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("momentum", [0.3, 0.95])
 def test_every_formula(kernels, mode, nesterov, momentum):
     how = {"momentum": momentum, "nesterov": nesterov, "mode": mode, "dampening": 0.25}
     buffer, grad, out = kernels.random(2, 9, 70), kernels.random(2, 9, 70), kernels.empty(2, 9, 70)
@@ -202,9 +193,9 @@ def test_every_formula(kernels, mode, nesterov, momentum):
 
 
 @pytest.mark.parametrize("dtypes", [(F32, BF16, F16), (F32, F32, BF16), (BF16, BF16, F16)])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 3, 5), (3, 70, 130), (1, 130, 70)])
-def test_momentum_of_any_shape_and_dtype(kernels, shape, dtypes):
-    check_momentum(kernels, *(kernels.random(*shape, dtype=dtype) for dtype in dtypes), **EMA)
+def test_momentum_of_any_shape_and_dtype(kernels, dtypes):
+    for shape in ((1, 1, 1), (3, 3, 5), (2, 70, 130)):
+        check_momentum(kernels, *(kernels.random(*shape, dtype=d) for d in dtypes), **EMA)
 
 
 def test_several_tiles_a_program_and_nothing_written_beside(kernels, monkeypatch):
@@ -233,12 +224,13 @@ def test_squares_neither_overflow_nor_vanish(kernels, scale):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of inf - inf
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("place", [(1, 0, 0), (1, 69, 129)])
-def test_a_bad_entry_makes_its_matrix_nan(kernels, bad, place, monkeypatch):
+@pytest.mark.parametrize(
+    ("bad", "at"), [(math.nan, (0, 0)), (math.inf, (69, 129)), (-math.inf, (0, 0))]
+)
+def test_a_bad_entry_makes_its_matrix_nan(kernels, bad, at, monkeypatch):
     monkeypatch.setattr(kernels.elementwise, "_MAX_PARTS", 2)
     grad = kernels.random(3, 70, 130)
-    grad[place] = bad
+    grad[1][at] = bad
     grad[2] = 0.0
     out = kernels.empty(3, 70, 130)
     plain = EMA | {"nesterov": False}
@@ -248,16 +240,15 @@ def test_a_bad_entry_makes_its_matrix_nan(kernels, bad, place, monkeypatch):
     assert (out[2] == 0).all(), "a zero matrix stays zero"
 
 
-@pytest.mark.parametrize("dtypes", [(F32, F16), (BF16, BF16), (F32, F32), (F16, F32)])
-@pytest.mark.parametrize("shape", [(), (7,), (1, 1), (70, 90), (2, 33, 65), (2, 3, 4, 5)])
-def test_update(kernels, shape, dtypes):
-    weight = kernels.random(*shape, dtype=dtypes[0])
-    update = kernels.random(*shape, dtype=dtypes[1])
-    kept, wanted = update.clone(), weight.double() * 0.875 - 0.25 * update.double()
-    kernels.elementwise.apply_update(weight, update, decay=0.875, lr=0.25)
-    assert torch.equal(update, kept)
-    bound = torch.finfo(dtypes[0]).eps * wanted.abs() + 4 * FLOAT32_EPS
-    assert_within(weight, wanted, bound)
+@pytest.mark.parametrize("dtypes", [(F32, F16), (BF16, BF16), (F16, F32)])
+def test_update(kernels, dtypes):
+    for shape in ((), (7,), (70, 90), (2, 3, 4, 5)):
+        weight, update = (kernels.random(*shape, dtype=dtype) for dtype in dtypes)
+        kept, wanted = update.clone(), weight.double() * 0.875 - 0.25 * update.double()
+        kernels.elementwise.apply_update(weight, update, decay=0.875, lr=0.25)
+        assert torch.equal(update, kept)
+        bound = torch.finfo(dtypes[0]).eps * wanted.abs() + 4 * FLOAT32_EPS
+        assert_within(weight, wanted, bound)
 
 
 # ---- the whole iteration of small matrices -------------------------------------------------
@@ -277,44 +268,30 @@ def check_small(
     assert (error <= limit).all(), error
 
 
-@pytest.mark.parametrize(
-    ("m", "n", "dtype"),
-    [
-        (1, 1, F32),
-        (5, 31, F32),
-        (16, 64, F16),
-        (32, 65, F32),
-        (50, 129, F16),
-        (64, 100, BF16),
-        (65, 70, BF16),
-        (128, 192, F16),
-    ],
-)
-@pytest.mark.parametrize("restarts", [(2,), (1, 3)])
-def test_small_shapes_and_dtypes(kernels, m, n, dtype, restarts):
-    check_small(kernels, kernels.unit(2, m, n, dtype=dtype), restarts)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+def test_small_shapes_and_dtypes(kernels, dtype):
+    sizes = [(1, 1), (5, 31), (32, 65)] if dtype is F32 else [(16, 64), (50, 129), (65, 70)]
+    for (m, n), restarts in itertools.product(sizes, ((1, 3), (2,))):
+        check_small(kernels, kernels.unit(2, m, n, dtype=dtype), restarts)
+    if dtype is F16:
+        check_small(kernels, kernels.unit(2, 128, 192, dtype=dtype), (2,))
 
 
-@pytest.mark.parametrize("m", [20, 100])
-@pytest.mark.parametrize(
-    ("steps", "restarts"), [(1, ()), (2, ()), (3, ()), (3, (1, 2)), (4, (3,)), (5, (1, 2, 3, 4))]
-)
-def test_segments_of_any_length(kernels, m, steps, restarts):
-    x = kernels.unit(1, m, 110, dtype=F32 if m == 20 else F16)
-    check_small(kernels, x, restarts, POLAR[:steps])
+@pytest.mark.parametrize(("m", "dtype"), [(20, F32), (100, F16)])
+def test_segments_of_any_length(kernels, m, dtype):
+    for steps, restarts in ((1, ()), (2, ()), (3, (1, 2)), (4, (3,)), (5, (1, 2, 3, 4))):
+        check_small(kernels, kernels.unit(1, m, 110, dtype=dtype), restarts, POLAR[:steps])
 
 
 @pytest.mark.parametrize("m", [20, 70])
 def test_matrices_of_a_batch_do_not_meet(kernels, m):
     x = kernels.unit(4, m, 90, dtype=F32 if m == 20 else F16)
-    x[1, 3, 4] = float("nan")
+    x[1, 3, 4] = math.nan
     x[2] = 0
     alone = x[3:].clone()
     for batch in (alone, x):
         kernels.small.small_iteration(batch, kernels.small.tables(batch, POLAR, (2,)))
-    assert x[0].isfinite().all()
-    assert x[1].isnan().all()
-    assert (x[2] == 0).all()
+    assert x[0].isfinite().all() and x[1].isnan().all() and (x[2] == 0).all()
     assert torch.equal(x[3], alone[0])
 
 

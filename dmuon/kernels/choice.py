@@ -12,7 +12,6 @@ import math
 import re
 from functools import lru_cache
 from itertools import pairwise, product
-from types import ModuleType
 
 import torch
 
@@ -162,7 +161,9 @@ def offered_tiles(backend: str, device: torch.device | str, dtype: torch.dtype) 
     if backend != "triton":
         return ("",)
     capability = torch.cuda.get_device_capability(device)
-    return tuple(str(tile) for tile in _syrk().tiles_for(capability, dtype))
+    from dmuon.kernels.triton_syrk import tiles_for
+
+    return tuple(str(tile) for tile in tiles_for(capability, dtype))
 
 
 def why_not(
@@ -180,7 +181,7 @@ def why_not(
         is_rounding = backend == "torch_rounded" and dtype.itemsize > 2
         return f"it rounds to half precision, found {dtype}" if is_rounding else None
     try:
-        syrk = _syrk()
+        from dmuon.kernels import triton_host
     except ImportError as error:
         return f"Triton cannot be imported ({error}): pip install 'dmuon[triton]'"
     if dtype is torch.float64:
@@ -190,8 +191,7 @@ def why_not(
 
         if rows > max_rows(dtype):
             return f"it takes up to {max_rows(dtype)} rows in {dtype}, found {rows}; use 'triton'"
-    reason: str | None = syrk.why_unavailable(torch.device(device))
-    return reason
+    return triton_host.why_unavailable(device)
 
 
 def _check_backend(backend: str, device: torch.device | str, dtype: torch.dtype, rows: int) -> None:
@@ -226,7 +226,9 @@ def backend_version(device: torch.device | str) -> str:
         import triton
     except ImportError:
         return "torch"
-    return f"triton{triton.__version__}-{_syrk().SOURCE_HASH}"
+    from dmuon.kernels.triton_host import source_hash
+
+    return f"triton{triton.__version__}-{source_hash()}"
 
 
 def launch_errors() -> tuple[type[Exception], ...]:
@@ -237,12 +239,6 @@ def launch_errors() -> tuple[type[Exception], ...]:
     except ImportError:
         return ()
     return (TritonError,)
-
-
-def _syrk() -> ModuleType:
-    from dmuon.kernels import triton_syrk
-
-    return triton_syrk
 
 
 # ---- choices ---------------------------------------------------------------------------------

@@ -11,17 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
-__all__ = [
-    "as_batch",
-    "check",
-    "on_device_of",
-    "source_hash",
-    "strides",
-    "why_unavailable",
-]
+__all__ = ["as_batch", "check", "on_device_of", "source_hash", "strides", "why_unavailable"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_MIN_CAPABILITY = (8, 0)
 
 
 def why_unavailable(device: torch.device | str) -> str | None:
@@ -32,7 +24,7 @@ def why_unavailable(device: torch.device | str) -> str | None:
     if not torch.cuda.is_available():
         return "PyTorch finds no GPU; check the driver, or install a torch built for CUDA or ROCm"
     capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip is None and capability < _MIN_CAPABILITY:
+    if torch.version.hip is None and capability < (8, 0):
         found = ".".join(map(str, capability))
         return f"{device} has compute capability {found}; use a GPU with 8.0 (Ampere) or above"
     build = triton.knobs.build
@@ -42,7 +34,8 @@ def why_unavailable(device: torch.device | str) -> str | None:
 
 
 def source_hash() -> str:
-    """Twelve hexadecimal digits that change with the source of any of the kernels."""
+    """Twelve hexadecimal digits that change with the source of any of the kernels: to key what is
+    measured of them."""
     files = sorted(Path(__file__).parent.glob("triton_*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 

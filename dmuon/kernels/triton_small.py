@@ -18,10 +18,9 @@ from torch import Tensor
 from dmuon.kernels.triton_host import check, on_device_of, strides
 from dmuon.types import Triple
 
-__all__ = ["MAX_ROWS", "max_rows", "small_iteration", "tables"]
+__all__ = ["launch_options", "max_rows", "small_iteration", "tables"]
 
-MAX_ROWS = 128
-STAGES = 2
+_MAX_ROWS = 128
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -124,7 +123,19 @@ def max_rows(dtype: torch.dtype) -> int:
     float32 has no tensor cores that would do: its products unroll into code that takes minutes to
     compile for larger matrices.
     """
-    return 32 if dtype == torch.float32 else MAX_ROWS
+    return 32 if dtype == torch.float32 else _MAX_ROWS
+
+
+def launch_options(m: int, dtype: torch.dtype) -> dict[str, int]:
+    """Rows that a matrix is padded to, columns of X that are loaded at a time, and so on."""
+    size = max(16, triton.next_power_of_2(m))
+    return {
+        "M": size,
+        "CHUNK": 32 if dtype == torch.float32 else 64,
+        "KEEP_Q": size < _MAX_ROWS,  # 128 rows fill the registers with R and Z alone
+        "num_warps": {16: 1, 32: 4}.get(size, 8),
+        "num_stages": 2,
+    }
 
 
 def tables(
@@ -132,14 +143,15 @@ def tables(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `small_iteration` reads beside ``x``, on its device: coefficients, the steps at which
     segments begin, and memory for Q. Copied from the host, so to be made before a step."""
-    edges = (0, *restarts, len(coefficients))
     check(x.shape, x)
-    assert x.shape[1] <= min(x.shape[2], max_rows(x.dtype)), x.shape
-    size = padded(x.shape[1])
+    batch, m, n = x.shape
+    assert m <= min(n, max_rows(x.dtype)), x.shape
+    options = launch_options(m, x.dtype)
+    edges = (0, *restarts, len(coefficients))
     return (
         torch.tensor(coefficients, dtype=torch.float32, device=x.device),
         torch.tensor(edges, dtype=torch.int32, device=x.device),
-        x.new_empty(0 if size < MAX_ROWS else len(x) * size * size),
+        x.new_empty(0 if options["KEEP_Q"] else batch * options["M"] ** 2),
     )
 
 
@@ -153,31 +165,10 @@ def small_iteration(x: Tensor, beside: tuple[Tensor, Tensor, Tensor]) -> None:
     """
     coefficients, edges, scratch = beside
     batch, m, n = x.shape
-    if not len(coefficients) or x.numel() == 0:
-        return
-    size = padded(m)
-    with on_device_of(x):
-        iteration_kernel[(batch,)](
-            *(x, coefficients, edges, scratch, m, n, len(edges) - 1),
-            *strides(x),
-            M=size,
-            CHUNK=chunk_for(x.dtype),
-            KEEP_Q=size < MAX_ROWS,  # 128 rows fill the registers with R and Z alone
-            num_warps=warps_for(size),
-            num_stages=STAGES,
-        )
-
-
-def padded(m: int) -> int:
-    """The rows of a program's matrices."""
-    return max(16, triton.next_power_of_2(m))
-
-
-def chunk_for(dtype: torch.dtype) -> int:
-    """Columns of X that are loaded at a time."""
-    return 32 if dtype == torch.float32 else 64
-
-
-def warps_for(size: int) -> int:
-    """Warps of a program whose matrices are padded to ``size`` rows."""
-    return {16: 1, 32: 4, 64: 8, 128: 8}[size]
+    if len(coefficients) and x.numel():
+        with on_device_of(x):
+            iteration_kernel[(batch,)](
+                *(x, coefficients, edges, scratch, m, n, len(edges) - 1),
+                *strides(x),
+                **launch_options(m, x.dtype),
+            )

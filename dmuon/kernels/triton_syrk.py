@@ -14,29 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmuon.kernels.triton_host import (
-    as_batch,
-    check,
-    on_device_of,
-    source_hash,
-    strides,
-    why_unavailable,
-)
+from dmuon.kernels.triton_host import as_batch, check, on_device_of, strides
 
-__all__ = [
-    "SOURCE_HASH",
-    "TILES",
-    "TILES_FLOAT32",
-    "Tile",
-    "default_tile",
-    "parse_tile",
-    "symm_mm",
-    "tiles_for",
-    "why_unavailable",
-]
-
-SOURCE_HASH = source_hash()
-"""Changes with the source of any Triton kernel of the package: to key what is measured of them."""
+__all__ = ["TILES", "TILES_FLOAT32", "Tile", "default_tile", "parse_tile", "symm_mm", "tiles_for"]
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 GROUP = tl.constexpr(8)
@@ -83,8 +63,7 @@ def tiles_for(capability: tuple[int, int], dtype: torch.dtype = torch.float16) -
     """The tiles that are worth timing on a GPU of this compute capability.
 
     None of them spills registers there where sizes and strides are multiples of 16, in the versions
-    of Triton that are tested. Other sizes are right, but slower: addresses take registers, and
-    loads are not asynchronous.
+    of Triton that are tested. Other sizes are right, but slower.
     """
     if dtype == torch.float32:
         return TILES_FLOAT32
@@ -95,7 +74,7 @@ def default_tile(m: int, dtype: torch.dtype) -> Tile:
     """A tile that runs everywhere, for what has not been timed."""
     if dtype == torch.float32:
         return TILES_FLOAT32[0]
-    return Tile(128, 64, warps=8, stages=3) if m > 1024 else Tile(64, 64, warps=4, stages=4)
+    return TILES[0] if m > 1024 else Tile(64, 64, warps=4, stages=4)
 
 
 def parse_tile(text: str) -> Tile:
@@ -271,8 +250,6 @@ def symm_mm(
     `out` and `plain` are ``[m, m]`` or ``[b, m, m]`` with contiguous rows, the latter two of one
     dtype and stored alike. Sums and epilogue are float32 and rounded once. `c` is not read where
     beta is 0. A result shares no memory with an operand or with the other result.
-
-    `tile` is a way to cut it up, None a default one.
     """
     a, bt, out = as_batch(a), as_batch(bt), as_batch(out)
     batch, m, k = a.shape

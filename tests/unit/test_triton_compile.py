@@ -5,82 +5,133 @@ Compiled without a GPU, with the assembler that comes with Triton.
 
 from __future__ import annotations
 
+import io
+import re
+import tempfile
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is made for Linux")
 
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
 from dmuon.kernels import triton_elementwise, triton_small, triton_syrk
 from dmuon.kernels.triton_syrk import TILES, TILES_FLOAT32, Tile, default_tile, tiles_for
-from tests.unit.triton_tools import SHARED_LIMIT, Compiled, compiled
 
-ARCHS = (80, 90)
-EVERYWHERE = [(arch, tile) for arch in ARCHS for tile in tiles_for((arch // 10, arch % 10))]
-POINTERS = ("a_ptr", "bt_ptr", "c_ptr", "out_ptr", "plain_ptr")
+# Shared memory that a program can have (CUDA C++ Programming Guide, technical specifications).
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}
 
 
-def product(
-    tile: Tile,
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What the compiler made of a kernel. Memory in bytes; ``shared`` is per program."""
+
+    registers: int
+    spilled: int
+    shared: int
+    mma: int
+    wgmma: int
+    async_copies: int
+    wide_stores: int
+
+
+def compiled(
+    kernel: Any,
+    types: Mapping[str, str],
+    options: Mapping[str, Any],
     arch: int,
-    dtype: str = "fp16",
-    *,
-    full: bool = True,
-    cut: bool = False,
-    transposed: bool = False,
+    unaligned: tuple[str, ...] = (),
 ) -> Compiled:
-    """``full``: with c and a second result. ``cut``: sizes that the tile does not divide.
-    ``transposed``: both operands are stored column by column."""
-    constants: dict[str, object] = {
-        "HAS_C": True,
-        "HAS_PLAIN": full,
-        "MASK": cut,
-        "WIDE": False,
-        "BLOCK": tile.block,
-        "BLOCK_K": tile.block_k,
-        **dict.fromkeys(("a_row", "bt_row") if transposed else ("a_col", "bt_col"), 1),
+    """Compile for sm_<arch>; ``options`` are constants and what begins with "num_". Arguments in
+    neither map are 32-bit integers; all pointers and integers are multiples of 16 but those in
+    ``unaligned``."""
+    launch = {name: options[name] for name in options if name.startswith("num_")}
+    constants = {name: options[name] for name in options if name not in launch}
+    signature = {
+        n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names
     }
-    types = dict.fromkeys(POINTERS, f"*{dtype}") | dict.fromkeys(("alpha", "beta", "diag"), "fp32")
-    return compiled(
-        triton_syrk.symm_kernel, types, constants, arch=arch, warps=tile.warps, stages=tile.stages
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (name, kind) in enumerate(signature.items())
+        if kind not in ("constexpr", "fp32") and name not in unaligned
+    }
+    source = ASTSource(kernel, signature, constants, aligned)
+    log = io.StringIO()
+    with (
+        triton.knobs.nvidia.scope(),
+        triton.knobs.cache.scope(),
+        tempfile.TemporaryDirectory() as folder,  # a result from the cache has no log
+        redirect_stdout(log),
+    ):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        triton.knobs.cache.dir = folder
+        # Fusion is Triton's default on a GPU; named, because some versions warn where it is not.
+        options = {**launch, "enable_fp_fusion": True}
+        result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    (registers,) = re.findall(r"Used (\d+) registers", log.getvalue())
+    (spills,) = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
+    ptx = result.asm["ptx"]
+    return Compiled(
+        registers=int(registers),
+        spilled=max(map(int, spills)),
+        shared=result.metadata.shared,
+        mma=ptx.count("mma.sync"),
+        wgmma=ptx.count("wgmma.mma_async"),
+        async_copies=len(re.findall(r"cp\.async\.c[ag]\.", ptx)),
+        wide_stores=ptx.count("st.global.v4"),
     )
 
 
-def assert_fast(found: Compiled, arch: int) -> None:
+# ---- symmetric products --------------------------------------------------------------------
+
+
+def product(arch: int, tile: Tile, dtype: str = "fp16", by_column: bool = False, **how: bool):
+    """By default with c and a second result, and sizes that the tile divides. ``by_column``: both
+    operands are stored column by column."""
+    options = {"HAS_C": True, "HAS_PLAIN": True, "MASK": False, "WIDE": False} | how
+    options |= {"BLOCK": tile.block, "BLOCK_K": tile.block_k}
+    options |= dict.fromkeys(("a_row", "bt_row") if by_column else ("a_col", "bt_col"), 1)
+    options |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    pointers = ("a_ptr", "bt_ptr", "c_ptr", "out_ptr", "plain_ptr")
+    types = dict.fromkeys(pointers, f"*{dtype}") | dict.fromkeys(("alpha", "beta", "diag"), "fp32")
+    return compiled(triton_syrk.symm_kernel, types, options, arch)
+
+
+@pytest.mark.parametrize(
+    ("arch", "tile", "how"),
+    [
+        *((80, tile, {}) for tile in tiles_for((8, 0))),
+        *((90, tile, {}) for tile in tiles_for((9, 0))),
+        (80, default_tile(512, torch.bfloat16), {"dtype": "bf16", "HAS_PLAIN": False}),
+        (80, TILES[0], {"MASK": True}),
+        (90, TILES[0], {"by_column": True}),
+    ],
+    ids=str,
+)
+def test_products_are_fast(arch, tile, how):
+    found = product(arch, tile, **how)
     assert found.spilled == 0, found
     assert found.shared <= SHARED_LIMIT[arch], found
-    assert found.tensor_core_instructions(arch) > 0, found
-    assert found.async_copies > 0, found
-    assert found.wide_stores > 0, found
-
-
-@pytest.mark.parametrize(("arch", "tile"), EVERYWHERE, ids=str)
-def test_every_tile_with_the_largest_epilogue(arch, tile):
-    assert_fast(product(tile, arch, "fp16"), arch)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_default_tiles_with_the_smallest_epilogue_in_bfloat16(arch):
-    for rows in (512, 4096):
-        tile = default_tile(rows, torch.bfloat16)
-        assert_fast(product(tile, arch, "bf16", full=False), arch)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_sizes_that_tiles_do_not_divide_and_transposed_operands(arch):
-    assert_fast(product(TILES[0], arch, cut=True), arch)
-    assert_fast(product(TILES[0], arch, transposed=True), arch)
+    assert min(found.async_copies, found.wide_stores) > 0, found
+    assert (found.wgmma if arch == 90 else found.mma) > 0, found
 
 
 def test_two_programs_of_the_default_tile_share_a_hopper_multiprocessor():
     """Else nothing computes while a tile is stored."""
-    found = product(TILES[0], 90, full=False)
+    found = product(90, TILES[0], HAS_PLAIN=False)
     assert 2 * found.registers * 32 * TILES[0].warps <= 65536
     assert 2 * found.shared <= SHARED_LIMIT[90]
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_float32_is_exact_and_does_not_spill(arch):
-    found = product(TILES_FLOAT32[0], arch, "fp32")
+def test_float32_is_exact_and_does_not_spill():
+    found = product(80, TILES_FLOAT32[0], "fp32")
     assert found.spilled == 0
     assert found.mma == found.wgmma == 0, "TF32 would keep 10 bits"
 
@@ -88,74 +139,56 @@ def test_float32_is_exact_and_does_not_spill(arch):
 def test_the_gate_sees_spills():
     """Why one tile is for Hopper only; it would be the same with one that is too large."""
     (hopper_only,) = set(TILES) - set(tiles_for((8, 0)))
-    assert product(hopper_only, 80).spilled > 0
+    assert product(80, hopper_only).spilled > 0
 
 
-# ---- before and after ----------------------------------------------------------------------
+# ---- before and after, small matrices ------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_elementwise_kernels_move_whole_vectors(arch):
-    tile: dict[str, object] = {"TILE": triton_elementwise._TILE}
+def test_elementwise_kernels_move_whole_vectors():
+    tile = {"TILE": triton_elementwise._TILE, "num_warps": 4}
     momentum = tile | {"EMA": True, "NESTEROV": True}
     types = {
         **{"buffer_ptr": "*fp32", "grad_ptr": "*bf16", "out_ptr": "*fp16", "update_ptr": "*fp16"},
         **{"weight_ptr": "*fp32", "peaks_ptr": "*fp32", "sums_ptr": "*fp32"},
         **dict.fromkeys(("momentum", "weight", "eps", "decay", "lr"), "fp32"),
     }
-    for kernel, constants in (
-        (triton_elementwise.momentum_kernel, momentum),
-        (triton_elementwise.scale_kernel, momentum | {"PARTS": 1024}),
-        (triton_elementwise.update_kernel, tile),
+    for kernel, options, arch in (
+        (triton_elementwise.momentum_kernel, momentum, 80),
+        (triton_elementwise.scale_kernel, momentum | {"PARTS": 1024}, 90),
+        (triton_elementwise.update_kernel, tile, 90),
     ):
-        found = compiled(
-            kernel, types, constants, arch=arch, warps=4, unaligned=("parts", "rounds")
-        )
-        assert found.spilled == 0, kernel
-        assert found.wide_stores > 0, kernel
+        found = compiled(kernel, types, options, arch, ("parts", "rounds"))
+        assert found.spilled == 0 and found.wide_stores > 0, kernel
         assert found.shared <= 48 * 1024, kernel
 
 
-# ---- small matrices ------------------------------------------------------------------------
-
-
-def small(size: int, arch: int, dtype: torch.dtype) -> Compiled:
-    name = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
-    return compiled(
+@pytest.mark.parametrize(
+    ("arch", "size", "dtype", "spilled"),
+    [
+        (80, 16, "fp16", 0),
+        (90, 32, "fp16", 0),
+        (90, 64, "bf16", 0),
+        # R, Z and the accumulator of 128 rows are as many registers as there are; with mma.sync,
+        # whose operands are registers too, some go to memory.
+        (80, 128, "fp16", 1024),
+        (90, 128, "fp16", 0),
+        (80, 32, "fp32", 16),
+    ],
+)
+def test_small_iterations(arch, size, dtype, spilled):
+    types = {"x_ptr": f"*{dtype}", "q_ptr": f"*{dtype}", "triples_ptr": "*fp32"}
+    wide = torch.float32 if dtype == "fp32" else torch.float16
+    options = triton_small.launch_options(size, wide) | {"x_col": 1}
+    found = compiled(
         triton_small.iteration_kernel,
-        {"x_ptr": f"*{name}", "q_ptr": f"*{name}", "triples_ptr": "*fp32", "edges_ptr": "*i32"},
-        {
-            "M": size,
-            "CHUNK": triton_small.chunk_for(dtype),
-            "KEEP_Q": size < triton_small.MAX_ROWS,
-            "x_col": 1,
-        },
-        arch=arch,
-        warps=triton_small.warps_for(size),
-        stages=triton_small.STAGES,
-        unaligned=("m", "segments"),
+        types | {"edges_ptr": "*i32"},
+        options,
+        arch,
+        ("m", "segments"),
     )
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("size", [16, 32, 64, 128])
-def test_small_iterations(arch, size):
-    found = small(size, arch, torch.float16)
-    # R, Z and the accumulator of 128 rows are as many registers as there are; with mma.sync, whose
-    # operands are registers too, some go to memory.
-    assert found.spilled <= (1024 if (arch, size) == (80, 128) else 0), found
-    assert found.shared <= SHARED_LIMIT[arch], found
-    assert found.async_copies > 0, found
-    # wgmma multiplies 64 rows at a time.
-    assert found.tensor_core_instructions(80 if size < 64 else arch) > 0, found
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_small_iterations_in_bfloat16(arch):
-    assert small(64, arch, torch.bfloat16).spilled == 0
-
-
-def test_small_iterations_in_float32():
-    found = small(32, 80, torch.float32)
-    assert found.spilled <= 16, found
-    assert found.mma == 0
+    assert options["M"] == size and found.spilled <= spilled, found
+    assert found.shared <= SHARED_LIMIT[arch] and found.async_copies > 0, found
+    # wgmma multiplies 64 rows at a time; float32 has no tensor cores that would do.
+    units = found.wgmma if arch == 90 and size >= 64 else found.mma
+    assert (units > 0) == (dtype != "fp32"), found
