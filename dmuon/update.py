@@ -7,7 +7,7 @@ on one matrix ``[m, n]`` as well as on a stack ``[b, m, n]``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ __all__ = [
     "Rates",
     "adjusted_lr",
     "advance_momentum",
-    "apply_all",
     "apply_updates",
     "is_fused",
     "merged_master",
@@ -34,6 +33,8 @@ __all__ = [
 
 # Below this one launch a tensor costs more than two passes over a list of tensors.
 _FUSED_NUMEL = 1 << 20
+
+# ---- momentum ----------------------------------------------------------------------------
 
 
 def momentum_update(
@@ -51,6 +52,25 @@ def momentum_update(
     assert mode == "sgd", mode
     buffer.mul_(momentum).add_(grad, alpha=1 - dampening)
     return grad.add(buffer, alpha=momentum) if nesterov else buffer
+
+
+def normalized_momentum(
+    buffer: Tensor, grad: Tensor, group: Mapping[str, Any], *, out: Tensor, fused: bool = False
+) -> None:
+    """`momentum_update`, divided by each matrix's norm, into ``out`` in its dtype.
+
+    ``fused``: in two Triton kernels instead of a pass an operation, which compute in float32 (so
+    not where momentum is kept in float64), where all are contiguous.
+    """
+    settings = {name: group[name] for name in ("momentum", "nesterov", "dampening")}
+    mode, eps = group["momentum_mode"], group["eps"]
+    if fused and all(t.dtype.itemsize <= 4 and t.is_contiguous() for t in (buffer, grad, out)):
+        from dmuon.kernels.triton_elementwise import momentum_norm_cast
+
+        momentum_norm_cast(buffer, grad, mode=mode, eps=eps, out=out, **settings)
+        return
+    operand = momentum_update(buffer, grad.to(buffer.dtype), mode=mode, **settings)
+    normalize(operand, out.dtype, eps, out=out)
 
 
 def advance_momentum(buffers: list[Tensor], grads: list[Tensor], group: Mapping[str, Any]) -> None:
@@ -81,6 +101,9 @@ def operands_of_newton_schulz(
     torch._foreach_add_(out, buffers, alpha=share)
 
 
+# ---- step sizes --------------------------------------------------------------------------
+
+
 def adjusted_lr(lr: float, adjust_lr_fn: str | None, rows: int, cols: int) -> float:
     """The learning rate of a ``rows x cols`` matrix, as `torch.optim.Muon` adjusts it.
 
@@ -97,12 +120,31 @@ def adjusted_lr(lr: float, adjust_lr_fn: str | None, rows: int, cols: int) -> fl
     return lr * (0.2 * math.sqrt(max(rows, cols)))
 
 
-def apply_updates(
-    targets: list[Tensor], updates: list[Tensor], *, decay: float | Tensor, lr: float
-) -> None:
-    """``target = target * decay - lr * update`` for each pair, in place (see `scale_all`)."""
-    scale_all(targets, decay)
-    torch._foreach_add_(targets, updates, alpha=-lr)
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The step sizes of a param group at one moment: a scheduler may change the group before an
+    update that has been computed is applied."""
+
+    lr: float
+    decay: float
+    adjust_lr_fn: str | None
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> Rates:
+        """``decay``, ``1 - lr * weight_decay``, is what weight decay leaves of a weight."""
+        lr = float(group["lr"])
+        return cls(lr, 1 - lr * group["weight_decay"], group.get("adjust_lr_fn"))
+
+    def adjusted(self, rows: int, cols: int) -> float:
+        """The learning rate of a ``rows x cols`` matrix."""
+        return adjusted_lr(self.lr, self.adjust_lr_fn, rows, cols)
+
+    def ratio(self, rows: int, cols: int) -> float:
+        """The adjusted over the plain learning rate."""
+        return self.adjusted(rows, cols) / self.lr if self.lr else 0.0
+
+
+# ---- many tensors at once ----------------------------------------------------------------
 
 
 def scale_all(tensors: list[Tensor], factor: float | Tensor) -> None:
@@ -134,6 +176,39 @@ def scale_into(out: Tensor, stack: Tensor, scales: Tensor) -> None:
         torch.mul(stack, factors, out=out)
 
 
+def is_fused(kernel: str, tensor: Tensor) -> bool:
+    """Whether a plan's kernel, as text, has its elementwise work on this tensor in Triton too."""
+    return "/triton" in kernel and tensor.device.type == "cuda"
+
+
+def apply_updates(
+    targets: list[Tensor],
+    updates: list[Tensor],
+    *,
+    decay: float | Tensor,
+    lr: float,
+    fused: bool = False,
+) -> None:
+    """``target = target * decay - lr * update`` for each pair, in place (see `scale_all`).
+
+    ``fused``: in one Triton kernel a target where all of them are large and contiguous, which reads
+    and writes weights once instead of twice.
+    """
+    if fused and not isinstance(decay, Tensor) and all(map(_suits, targets, updates)):
+        from dmuon.kernels.triton_elementwise import apply_update
+
+        for target, update in zip(targets, updates, strict=True):
+            apply_update(target, update, decay=decay, lr=lr)
+        return
+    scale_all(targets, decay)
+    torch._foreach_add_(targets, updates, alpha=-lr)
+
+
+def _suits(target: Tensor, update: Tensor) -> bool:
+    is_large = target.numel() >= _FUSED_NUMEL and target.dtype.itemsize <= 4
+    return is_large and target.is_contiguous() and update.is_contiguous()
+
+
 def merged_master(master: Tensor, weight: Tensor) -> Tensor:
     """A float32 master after weights may have been loaded over what it rounds to.
 
@@ -152,82 +227,3 @@ def update_rms(updates: Tensor, scale: float | Tensor) -> Tensor:
     wide = updates.dtype if updates.dtype.itemsize >= 4 else torch.float32
     norms = torch.linalg.vector_norm(updates, dim=(-2, -1), dtype=wide)
     return norms.mul_(scale / math.sqrt(rows * cols)).float()
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """The step sizes of a param group at one moment: a scheduler may change the group before an
-    update that has been computed is applied."""
-
-    lr: float
-    decay: float
-    adjust_lr_fn: str | None
-
-    @classmethod
-    def of(cls, group: dict[str, Any]) -> Rates:
-        """``decay``, ``1 - lr * weight_decay``, is what weight decay leaves of a weight."""
-        lr = float(group["lr"])
-        return cls(lr, 1 - lr * group["weight_decay"], group.get("adjust_lr_fn"))
-
-    def adjusted(self, rows: int, cols: int) -> float:
-        """The learning rate of a ``rows x cols`` matrix."""
-        return adjusted_lr(self.lr, self.adjust_lr_fn, rows, cols)
-
-    def ratio(self, rows: int, cols: int) -> float:
-        """The adjusted over the plain learning rate."""
-        return self.adjusted(rows, cols) / self.lr if self.lr else 0.0
-
-
-# ---- with Newton-Schulz, an operation at a time or in Triton kernels --------------------
-
-
-def normalized_momentum(
-    buffer: Tensor, grad: Tensor, group: Mapping[str, Any], *, out: Tensor, fused: bool = False
-) -> None:
-    """`momentum_update`, divided by each matrix's norm, into ``out`` in its dtype.
-
-    ``fused``: in two Triton kernels instead of a pass an operation, which compute in float32 (so
-    not where momentum is kept in float64), where all are contiguous.
-    """
-    settings = {name: group[name] for name in ("momentum", "nesterov", "dampening")}
-    mode, eps = group["momentum_mode"], group["eps"]
-    tensors = (buffer, grad, out)
-    if fused and all(t.dtype.itemsize <= 4 and t.is_contiguous() for t in tensors):
-        from dmuon.kernels.triton_elementwise import momentum_norm_cast
-
-        momentum_norm_cast(buffer, grad, mode=mode, eps=eps, out=out, **settings)
-        return
-    operand = momentum_update(buffer, grad.to(buffer.dtype), mode=mode, **settings)
-    normalize(operand, out.dtype, eps, out=out)
-
-
-def is_fused(kernel: str, tensor: Tensor) -> bool:
-    """Whether a plan's kernel, as text, has its elementwise work on this tensor in Triton too."""
-    return "/triton" in kernel and tensor.device.type == "cuda"
-
-
-def apply_all(
-    targets: Sequence[Tensor],
-    updates: Sequence[Tensor],
-    *,
-    decay: float | Tensor,
-    lr: float,
-    fused: bool = False,
-) -> None:
-    """``target = target * decay - lr * update`` for each pair, in place.
-
-    ``fused``: in one Triton kernel a target where all of them are large and contiguous, which reads
-    and writes weights once instead of twice.
-    """
-    suits = all(
-        t.numel() >= _FUSED_NUMEL and t.dtype.itemsize <= 4 and x.is_contiguous()
-        for t, u in zip(targets, updates, strict=True)
-        for x in (t, u)
-    )
-    if not fused or not suits or isinstance(decay, Tensor):
-        apply_updates(list(targets), list(updates), decay=decay, lr=lr)
-        return
-    from dmuon.kernels.triton_elementwise import apply_update
-
-    for target, update in zip(targets, updates, strict=True):
-        apply_update(target, update, decay=decay, lr=lr)

@@ -43,8 +43,8 @@ def places(stack: Tensor, part: Part) -> Tensor:
     return slots if part.box.shape == whole else slots[index]
 
 
-def _view(buffer: Tensor, part: Part) -> Tensor:
-    return buffer.narrow(0, part.start, part.numel).view(part.shape)
+def _views(buffer: Tensor, parts: Sequence[Part]) -> list[Tensor]:
+    return [buffer.narrow(0, part.start, part.numel).view(part.shape) for part in parts]
 
 
 @dataclass(slots=True)
@@ -75,42 +75,34 @@ class Bucket:
         cls, route: BucketRoute, units: Sequence[Unit], buffers: list[Tensor], assembly: Tensor
     ) -> Bucket:
         send, arrived, leaving, landed, out, into = buffers
-        stacks: dict[int, Tensor] = {}
-        start = 0
-        for u in route.units:
-            stacks[u] = assembly.narrow(0, start, units[u].numel).view(units[u].shape)
-            start += units[u].numel
-        results: dict[int, tuple[list[Part], list[Tensor]]] = {u: ([], []) for u in stacks}
-        for part in route.owned.parts:
-            results[part.unit][0].append(part)
-            results[part.unit][1].append(_view(leaving, part))
+        numels = [units[u].numel for u in route.units]
+        flats = assembly.narrow(0, 0, sum(numels)).split(numels)
+        stacks = {u: flat.view(units[u].shape) for u, flat in zip(route.units, flats, strict=True)}
+        owned, copied = route.owned.parts, route.copies_out.parts
+        of_units = [[part for part in owned if part.unit == u] for u in stacks]
         lands_at = {
             (part.unit, part.position + j): part.start + j * part.box.numel
             for part in route.held.parts
             for j in range(len(part.matrices))
         }
+        # Matrices that follow each other here do so in `landed`, where no fewer are joined.
+        starts = [lands_at[part.unit, part.position] for part in copied]
         return cls(
             route,
             *(send, arrived, leaving, landed, out, into),
             stacks=list(stacks.items()),
-            assembly=(
-                [places(stacks[part.unit], part) for part in route.owned.parts],
-                [_view(arrived, part) for part in route.owned.parts],
-            ),
-            results=list(results.values()),
+            assembly=([places(stacks[p.unit], p) for p in owned], _views(arrived, owned)),
+            results=[(parts, _views(leaving, parts)) for parts in of_units],
             copies=(
-                [out.narrow(0, p.start, p.numel) for p in route.copies_out.parts],
-                # Matrices that follow each other here do so in `landed`, where no fewer are joined.
-                [
-                    landed.narrow(0, lands_at[p.unit, p.position], p.numel)
-                    for p in route.copies_out.parts
-                ],
+                [out.narrow(0, p.start, p.numel) for p in copied],
+                [landed.narrow(0, n, p.numel) for n, p in zip(starts, copied, strict=True)],
             ),
         )
 
 
-def _slot_sizes(sizes: Sequence[int], slots: int) -> list[int]:
+def _slot_sizes(routes: Sequence[BucketRoute], kind: str, slots: int) -> list[int]:
     """Slot s holds the largest of the buckets s, s + slots, s + 2 slots ..."""
+    sizes = [getattr(route, kind).numel for route in routes]
     return [max(sizes[slot::slots], default=0) for slot in range(slots)]
 
 
@@ -123,7 +115,7 @@ def buffer_elements(
     bucket ("outbound" also for the copies of replicas); "assembly" is the largest owned bucket.
     """
     held, owned, out, into = (
-        sum(_slot_sizes([getattr(route, kind).numel for route in routes], slots))
+        sum(_slot_sizes(routes, kind, slots))
         for kind in ("held", "owned", "copies_out", "copies_in")
     )
     return {
@@ -159,8 +151,8 @@ class Pipeline:
         rings = []  # of each kind of buffer: its part of a slot, bucket by bucket
         kinds = ("held", "owned", "owned", "held", "copies_out", "copies_in")
         for kind, dtype in zip(kinds, [inbound] * 2 + [like.dtype] * 4, strict=True):
+            ring = [like.new_empty(n, dtype=dtype) for n in _slot_sizes(routes, kind, slots)]
             sizes = [getattr(route, kind).numel for route in routes]
-            ring = [like.new_empty(size, dtype=dtype) for size in _slot_sizes(sizes, slots)]
             rings.append([ring[b % slots].narrow(0, 0, size) for b, size in enumerate(sizes)])
         self.buckets = [
             Bucket.of(route, units, [ring[b] for ring in rings], assembly)
@@ -219,6 +211,7 @@ class Pipeline:
     def _all_to_all(
         self, output: Tensor, source: Tensor, to: Message, came: Message, tag: str
     ) -> Work:
+        """Send ``source``, laid out as ``to``; what comes is laid out as ``came``."""
         sent = to.numel - to.splits[self._transport.rank]
         self._meter.add_bytes(tag, sent * source.element_size())
         return self._transport.all_to_all(output, source, came.splits, to.splits, tag=tag)

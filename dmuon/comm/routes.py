@@ -13,6 +13,7 @@ and receiver need no header.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -89,11 +90,11 @@ class BucketRoute:
 
 
 def parts_of(
-    shards: ShardMap, unit: int, pieces: Iterable[tuple[int, int, bool, Box]]
+    shards: ShardMap, unit: int, pieces: Iterable[tuple[int, int, bool, Box]], start: int = 0
 ) -> list[Part]:
-    """Pieces (position, matrix, whether its slot holds the transpose, box), equal ones joined."""
+    """Pieces (position, matrix, whether its slot holds the transpose, box), equal ones joined, in a
+    buffer from element ``start`` on."""
     parts: list[Part] = []
-    start = 0
     for position, i, transposed, box in pieces:
         whole = shards.boxes[i]
         kind = (box, whole.box.shape, whole.form, transposed)
@@ -110,26 +111,26 @@ def parts_of(
     return parts
 
 
-class _Letter:
+class _Pieces:
     """Collects the pieces for each peer, and lays them out one peer behind the other."""
 
     def __init__(self, shards: ShardMap) -> None:
         self._shards = shards
-        self._pieces: dict[int, dict[int, list[tuple[int, int, bool, Box]]]] = {}
+        # By peer and unit.
+        self._pieces: dict[int, dict[int, list[tuple[int, int, bool, Box]]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
 
     def add(self, peer: int, unit: int, position: int, matrix: int, turned: bool, box: Box) -> None:
-        of_unit = self._pieces.setdefault(peer, {})
-        of_unit.setdefault(unit, []).append((position, matrix, turned, box))
+        self._pieces[peer][unit].append((position, matrix, turned, box))
 
     def message(self) -> Message:
         parts: list[Part] = []
-        splits, start = [0] * self._shards.world, 0
+        splits = [0] * self._shards.world
         for peer in sorted(self._pieces):
             for unit, pieces in self._pieces[peer].items():
-                for part in parts_of(self._shards, unit, pieces):
-                    parts.append(replace(part, start=part.start + start + splits[peer]))
+                parts += parts_of(self._shards, unit, pieces, sum(splits))
                 splits[peer] += sum(box.numel for *_, box in pieces)
-            start += splits[peer]
         return Message(tuple(parts), tuple(splits))
 
 
@@ -137,7 +138,7 @@ def bucket_route(
     shards: ShardMap, units: Sequence[Unit], bucket: Sequence[int], rank: int
 ) -> BucketRoute:
     """What ``rank`` sends and receives for a bucket."""
-    held, owned, out, into = (_Letter(shards) for _ in range(4))
+    held, owned, out, into = (_Pieces(shards) for _ in range(4))
     replicates = False
     for u in bucket:
         owner = units[u].owner

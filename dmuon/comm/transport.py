@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -42,8 +42,8 @@ class Work(Protocol):
 class Transport(Protocol):
     """Collectives over the ranks 0 .. world-1 of one mesh; every rank issues them in one order.
 
-    All tensor operations are in place, asynchronous, and take contiguous tensors. Object
-    operations block. ``tag`` names the purpose.
+    All tensor operations are in place, asynchronous, and take contiguous tensors; ``tag`` names
+    their purpose. Object operations block.
     """
 
     rank: int
@@ -155,19 +155,20 @@ class C10dTransport:
         into sets of which ``ranks`` is one, of everyone."""
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self._key = (tuple(sorted(ranks)), timeout_s)
-        self._reused = False
-        if len(ranks) == dist.get_world_size():
+        everyone = len(ranks) == dist.get_world_size()
+        self._reused = not everyone and partition is None
+        group: dist.ProcessGroup | None = None
+        if everyone:
             group = dist.new_group(list(ranks), timeout=timeout)
         elif partition is not None:
-            group, _ = dist.new_subgroups_by_enumeration(
-                [list(part) for part in partition], timeout=timeout
-            )
+            parts = [list(part) for part in partition]
+            group, _ = dist.new_subgroups_by_enumeration(parts, timeout=timeout)
         else:
-            # A mesh over some of the ranks cannot ask the others to join in making its group.
-            self._reused = True
             known = _idle.get(self._key, [])
-            group = next((g for g in (known.pop()() for _ in list(known)) if g is not None), None)
+            while known and group is None:
+                group = known.pop()()
             if group is None:
+                # A mesh over some of the ranks cannot ask the others to join in making its group.
                 group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
         # torch.distributed keeps the group. A reference here would keep its threads running after
         # destroy_process_group(), until the interpreter's exit aborts them.
@@ -186,15 +187,20 @@ class C10dTransport:
             )
         return group
 
+    def _issue(self, collective: Callable[..., Work | None], *args: Any, **kwargs: Any) -> Work:
+        work = collective(*args, **kwargs, group=self.group, async_op=True)
+        assert work is not None, "a collective on a group that this rank is no member of"
+        return work
+
     def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
-        return _issued(dist.reduce(tensor, group_dst=dst, group=self.group, async_op=True))
+        return self._issue(dist.reduce, tensor, group_dst=dst)
 
     def all_reduce(self, tensor: Tensor, *, tag: str, maximum: bool = False) -> Work:
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        return _issued(dist.all_reduce(tensor, op=op, group=self.group, async_op=True))
+        return self._issue(dist.all_reduce, tensor, op=op)
 
     def broadcast(self, tensor: Tensor, src: int, *, tag: str) -> Work:
-        return _issued(dist.broadcast(tensor, group_src=src, group=self.group, async_op=True))
+        return self._issue(dist.broadcast, tensor, group_src=src)
 
     def all_to_all(
         self,
@@ -205,16 +211,8 @@ class C10dTransport:
         *,
         tag: str,
     ) -> Work:
-        return _issued(
-            dist.all_to_all_single(
-                output,
-                source,
-                list(output_splits),
-                list(source_splits),
-                group=self.group,
-                async_op=True,
-            )
-        )
+        splits = list(output_splits), list(source_splits)
+        return self._issue(dist.all_to_all_single, output, source, *splits)
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world
@@ -235,11 +233,6 @@ class C10dTransport:
             _idle.setdefault(self._key, []).append(self._group)
         else:
             dist.destroy_process_group(group)
-
-
-def _issued(work: Work | None) -> Work:
-    assert work is not None, "a collective on a group that this rank is no member of"
-    return work
 
 
 class Meter:
@@ -290,40 +283,16 @@ class HostCopy:
         return values
 
 
-class _HostEvent:
-    """What `torch.Event` is on an accelerator, for work that is done when the call returns."""
-
-    __slots__ = ("_at",)
-
-    def record(self) -> None:
-        self._at = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return None
-
-    def elapsed_time(self, end: _HostEvent) -> float:
-        """Milliseconds from this event to ``end``."""
-        return 1e3 * (end._at - self._at)
-
-
-def _event(device: torch.device) -> torch.Event:
-    if device.type == "cpu":
-        return _HostEvent()  # type: ignore[return-value]
-    return torch.Event(device, enable_timing=True)
-
-
 class Stopwatch:
     """Milliseconds between `start` and `stop` on ``device``, summed; read when asked. One a step.
 
-    It records events on the current stream, so timing costs no synchronization until
-    `milliseconds` is read.
+    On an accelerator it records events on the current stream, so timing costs no synchronization
+    until `milliseconds` is read.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._seconds = 0.0  # of the host: work on a CPU is done when the call returns
         self._events: list[tuple[torch.Event, torch.Event]] = []
 
     def ready(self) -> bool:
@@ -332,16 +301,21 @@ class Stopwatch:
         return not self._events or self._events[-1][1].query()
 
     def start(self) -> None:
-        self._events.append((_event(self._device), _event(self._device)))
-        self._events[-1][0].record()
+        if self._device.type == "cpu":
+            self._seconds -= time.perf_counter()
+            return
+        begin, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
+        begin.record()
+        self._events.append((begin, end))
 
     def stop(self) -> None:
-        self._events[-1][1].record()
+        if self._device.type == "cpu":
+            self._seconds += time.perf_counter()
+        else:
+            self._events[-1][1].record()
 
     def milliseconds(self) -> float:
         """The sum so far; waits for the device."""
-        total = 0.0
-        for begin, end in self._events:
-            end.synchronize()
-            total += begin.elapsed_time(end)
-        return total
+        if self._events:
+            self._events[-1][1].synchronize()
+        return 1e3 * self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events)

@@ -5,29 +5,28 @@ from __future__ import annotations
 import math
 import statistics
 import warnings
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dmuon.adamw import refresh_masters
+from dmuon.comm.layout import LayoutRuntime
 from dmuon.comm.transport import Meter, Stopwatch, Transport, Work
+from dmuon.config import KernelOptions
+from dmuon.kernels.newton_schulz import resolve_coefficients
+from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.period import Schedule
-from dmuon.scheduler.specs import ModelSpecs
+from dmuon.scheduler.plan import Unit
 from dmuon.types import Algorithm
+from dmuon.update import Rates
 
-__all__ = [
-    "Amp",
-    "Engine",
-    "Settings",
-    "StepTelemetry",
-    "adamw_parameters",
-    "group_of_matrices",
-    "is_exchange_step",
-]
+__all__ = ["Amp", "Engine", "Settings", "StepTelemetry", "is_exchange_step"]
 
 WARM_UP = 2  # steps that allocate, compile and fill caches
 WINDOW = 8  # steps whose median counts
@@ -58,53 +57,94 @@ class Amp:
     found_inf: Tensor | None = None
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """The work of one ownership in `Muon.step`, in the order in which it is called.
 
     ``optimizer`` holds the param groups and the state; an engine makes its state at construction.
     """
 
+    def __init__(
+        self,
+        runtime: LayoutRuntime,
+        telemetry: StepTelemetry,
+        options: KernelOptions,
+        optimizer: Optimizer,
+        settings: Settings,
+    ) -> None:
+        self._runtime = runtime
+        self._telemetry = telemetry
+        self._optimizer = optimizer
+        self._settings = settings
+        self._kernels = Orthogonalizer(runtime.device, settings.ns_dtype, options)
+        self._rates: list[Rates] = []
+        self._seen_loads = 0
+        groups, specs = optimizer.param_groups, runtime.plan.specs
+        group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
+        # The number of the param group of each matrix.
+        self._group_of = [group_of[runtime.parameters[m.parameter]] for m in specs.matrices]
+        # By the number of their param group: AdamW's parameters, (index, parameter).
+        self._adamw: dict[int, list[tuple[int, nn.Parameter]]] = defaultdict(list)
+        for i, p in enumerate(runtime.parameters):
+            if p in group_of and groups[group_of[p]]["algorithm"] == Algorithm.ADAMW.value:
+                self._adamw[group_of[p]].append((i, p))
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups
+
+    def _call(self, unit: Unit, count: int | None = None) -> Call:
+        """Newton-Schulz on a unit, or on ``count`` of its matrices."""
+        group = self._groups[unit.group]
+        triples = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
+        size = len(unit.matrices) if count is None else count
+        return Call((size, unit.rows, unit.cols), triples, unit.kernel)
+
+    def _begin_update(self) -> None:
+        # Rates as they are now: a scheduler may change the groups before an update is applied.
+        self._rates = [Rates.of(group) for group in self._groups]
+        self._telemetry.begin_step()
+
+    def _take_over_loaded(self) -> bool:
+        """Whether masters have to follow weights that were loaded since the last step; AdamW's do
+        so here."""
+        if not self._settings.master_weights or self._runtime.loads == self._seen_loads:
+            return False
+        self._seen_loads = self._runtime.loads
+        others = (p for params in self._adamw.values() for _, p in params)
+        refresh_masters(self._optimizer.state, others)
+        return True
+
+    @abstractmethod
     def begin(self, amp: Amp) -> None:
         """Have gradients where they belong, and weights as they were published."""
 
+    @abstractmethod
     def launch(self) -> None:
         """Update the matrices, as far as that needs no waiting at the end."""
 
+    @abstractmethod
     def update_others(self) -> None:
         """Update the parameters that are no matrices."""
 
     def finish(self) -> None:
         """What every rank does last in a step."""
+        self._telemetry.finish_step()
 
+    @abstractmethod
     def stats(self) -> dict[str, Any]:
         """Numbers of the last step, without a collective; see `Muon.stats`."""
 
+    @abstractmethod
     def before_state_dict(self) -> None:
         """Have everything to be saved in the optimizer's state."""
 
+    @abstractmethod
     def check_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         """Raise OwnershipError if the saved entries do not fit; nothing is changed."""
 
+    @abstractmethod
     def load_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         """Take over saved entries, bit for bit where they have the same precision."""
-
-
-def adamw_parameters(parameters: Iterable[Tensor], optimizer: Optimizer) -> dict[int, list[Tensor]]:
-    """Those of ``parameters`` that are in each AdamW group, by the group's number."""
-    mine = set(parameters)
-    return {
-        g: [p for p in group["params"] if p in mine]
-        for g, group in enumerate(optimizer.param_groups)
-        if group["algorithm"] == Algorithm.ADAMW.value
-    }
-
-
-def group_of_matrices(
-    parameters: Sequence[Tensor], specs: ModelSpecs, optimizer: Optimizer
-) -> list[int]:
-    """The number of the param group of each matrix of ``specs``, which are of ``parameters``."""
-    group_of = {p: g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    return [group_of[parameters[m.parameter]] for m in specs.matrices]
 
 
 # ---- times -------------------------------------------------------------------------------
@@ -151,10 +191,9 @@ class StepTelemetry:
         self._flight: tuple[Work, Tensor] | None = None
         self._known: Tensor | None = None  # [world]; NaN for a rank that had no number yet
 
-    def begin_step(self) -> Stopwatch:
+    def begin_step(self) -> None:
         """A new watch for this step; the last ones stay readable."""
         self.watch = Stopwatch(self._device)
-        return self.watch
 
     def finish_step(self) -> None:
         """Note this step's time and, at the steps when all do, launch the exchange.
@@ -165,17 +204,14 @@ class StepTelemetry:
         self.wait()
         if self._steps > WARM_UP:
             self._recent.append(self.watch)
-        if is_exchange_step(self._steps):
-            self._exchange()
-
-    def _exchange(self) -> None:
+        if not is_exchange_step(self._steps):
+            return
         # What can be read without waiting for the device; nothing where the host runs ahead.
         seen = [watch.milliseconds() for watch in self._recent if watch.ready()]
         self._compare(seen)
         vector = torch.zeros(self._transport.world, dtype=torch.float32, device=self._device)
         # Filling one element is a kernel launch; copying a Python list would wait for the device.
-        mine = statistics.median(seen) if seen else math.nan
-        vector.narrow(0, self._transport.rank, 1).fill_(mine)
+        vector[self._transport.rank].fill_(statistics.median(seen) if seen else math.nan)
         self._meter.add("telemetry", vector)
         self._flight = self._transport.all_reduce(vector, tag="telemetry"), vector
 

@@ -9,34 +9,35 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dmuon.adamw import adamw_step, refresh_masters
+from dmuon.adamw import adamw_step
 from dmuon.comm.owners import OwnerRuntime
 from dmuon.comm.reducer import oriented, rows_of, set_rows, unstacker
 from dmuon.comm.transport import host_can_read
 from dmuon.config import KernelOptions
 from dmuon.dtensors import gradient_like, local_tensor
-from dmuon.kernels.newton_schulz import resolve_coefficients
-from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.scheduler.plan import Unit
-from dmuon.step.engine import Amp, Settings, StepTelemetry, adamw_parameters, group_of_matrices
+from dmuon.step.engine import Amp, Engine, Settings, StepTelemetry
 from dmuon.types import OwnershipError
 from dmuon.update import (
     Rates,
-    apply_all,
+    apply_updates,
     is_fused,
     merged_master,
     normalized_momentum,
+    scale_all,
     update_rms,
 )
 
 __all__ = ["OwnerEngine"]
+
+_MOMENTUM, _MASTER = "momentum_buffer", "master_weight"
 
 
 class _OwnerState:
     """Momentum stacked per owned unit, ``[b, m, n]``, made eagerly.
 
     With ``with_masters`` both are float32; masters are made from the weights at the first step,
-    so that weights loaded before it count. Stacks are found by their unit's first matrix.
+    so that weights loaded before it count. ``stacks`` are by name and by their unit's first matrix.
     """
 
     def __init__(self, runtime: OwnerRuntime, with_masters: bool) -> None:
@@ -44,45 +45,44 @@ class _OwnerState:
         self._specs = runtime.plan.specs
         self._with_masters = with_masters
         self._units = [u for u in runtime.units if u.owner == runtime.transport.rank]
-        self._momentum: dict[int, Tensor] = {}
-        self._masters: dict[int, Tensor] = {}
+        self._stacks: dict[str, dict[int, Tensor]] = {_MOMENTUM: {}, _MASTER: {}}
         for unit in self._units:
             weight = runtime.parameters[self._specs.matrices[unit.matrices[0]].parameter]
-            dtype = torch.float32 if with_masters else weight.dtype
-            self._momentum[unit.matrices[0]] = torch.zeros(
-                unit.shape, dtype=dtype, device=runtime.device
+            self._stacks[_MOMENTUM][unit.matrices[0]] = torch.zeros(
+                unit.shape,
+                dtype=torch.float32 if with_masters else weight.dtype,
+                device=runtime.device,
             )
 
     def of(self, unit: Unit) -> list[Tensor]:
         """The momentum of a unit and, where they are kept, its masters."""
-        key = unit.matrices[0]
+        key, masters = unit.matrices[0], self._stacks[_MASTER]
         if not self._with_masters:
-            return [self._momentum[key]]
-        if key not in self._masters:
-            self._masters[key] = torch.empty(unit.shape, device=self._runtime.device)
+            return [self._stacks[_MOMENTUM][key]]
+        if key not in masters:
+            masters[key] = torch.empty(unit.shape, device=self._runtime.device)
             for slot, weight in self._slots(unit):
                 slot.copy_(weight)
-        return [self._momentum[key], self._masters[key]]
+        return [self._stacks[_MOMENTUM][key], masters[key]]
 
     def refresh_masters(self) -> None:
         """Take over weights that were loaded into the model since the masters were made."""
         for unit in self._units:
-            if unit.matrices[0] in self._masters:
+            if unit.matrices[0] in self._stacks[_MASTER]:
                 for slot, weight in self._slots(unit):
                     slot.copy_(merged_master(slot, weight))
 
     def _slots(self, unit: Unit) -> Iterator[tuple[Tensor, Tensor]]:
         """Where each master of a unit is kept, and the weight."""
-        masters = oriented(unit, self._masters[unit.matrices[0]])
+        masters = oriented(unit, self._stacks[_MASTER][unit.matrices[0]])
         for slot, weight in zip(masters, self._runtime.weights(unit), strict=True):
             yield slot, weight.reshape(slot.shape)
 
     def views(self, key: str) -> Iterator[tuple[Tensor, str | None, Tensor]]:
         """Of "momentum_buffer" or "master_weight", for ``optimizer.state``: (parameter, the name of
         its matrix, or None where that is all of it, a view)."""
-        stacks = self._momentum if key == "momentum_buffer" else self._masters
         for unit in self._units:
-            stack = stacks.get(unit.matrices[0])
+            stack = self._stacks[key].get(unit.matrices[0])
             if stack is None:
                 continue
             whole = unstacker(self._specs, unit)(stack)
@@ -96,8 +96,8 @@ class _OwnerState:
 
     def check(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         """Raise OwnershipError if an owned matrix has no momentum among the saved entries."""
-        for p, name, _ in self.views("momentum_buffer"):
-            source = saved.get(p, {}).get("momentum_buffer")
+        for p, name, _ in self.views(_MOMENTUM):
+            source = saved.get(p, {}).get(_MOMENTUM)
             if source is None or (name is not None and name not in source):
                 raise OwnershipError(
                     "the optimizer state has no momentum for an owned parameter of shape "
@@ -106,15 +106,11 @@ class _OwnerState:
 
     def load(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         """Copy momentum and masters from saved entries of the same form (see `check`)."""
-        self._masters.clear()
-        keys = ["momentum_buffer"]
-        if self._with_masters and any(
-            "master_weight" in e for e in saved.values() if "momentum_buffer" in e
-        ):
+        self._stacks[_MASTER].clear()
+        if any(_MASTER in entry for entry in saved.values() if _MOMENTUM in entry):
             for unit in self._units:
                 self.of(unit)
-            keys.append("master_weight")
-        for key in keys:
+        for key in self._stacks:
             for p, name, view in self.views(key):
                 source = saved[p].get(key)
                 if source is not None:  # else a master that its weight had not needed yet
@@ -134,43 +130,37 @@ def _by_rate(rate: Rates, unit: Unit, where: list[int]) -> list[tuple[float, Seq
     return [(lr, at) for lr, at in zip(plain, split, strict=True) if at]
 
 
-class OwnerEngine:
-    """See `dmuon.step.engine.Engine`."""
+def _some(stack: Tensor, at: Sequence[int]) -> list[Tensor]:
+    """These matrices of a stack; all of them as one tensor."""
+    return [stack] if len(at) == len(stack) else [stack[n] for n in at]
+
+
+class OwnerEngine(Engine):
+    """The engine of `OwnerRuntime`."""
+
+    _runtime: OwnerRuntime
 
     def __init__(
         self,
         runtime: OwnerRuntime,
         telemetry: StepTelemetry,
-        kernels: KernelOptions,
+        options: KernelOptions,
         optimizer: Optimizer,
         settings: Settings,
     ) -> None:
-        self._telemetry = telemetry
-        self._runtime = runtime
-        self._optimizer = optimizer
-        self._settings = settings
-        self._seen_loads = 0
-        self._layout = runtime.plan.layout.value
-        if settings.master_weights and not self._runtime.keeps_whole:
+        super().__init__(runtime, telemetry, options, optimizer, settings)
+        self._name = runtime.plan.layout.value
+        if settings.master_weights and not runtime.keeps_whole:
             raise OwnershipError(
-                f"master_weights=True: in the {self._layout!r} layout under tensor parallelism an "
+                f"master_weights=True: in the {self._name!r} layout under tensor parallelism an "
                 "owner keeps a slice of a weight only. Keep the parameters in float32 and compute "
                 "in bfloat16 (torch.autocast), or leave master_weights off"
             )
-        groups = group_of_matrices(runtime.parameters, runtime.plan.specs, optimizer)
-        self._runtime.bind(groups, self._payload_dtype)
-        self._state = _OwnerState(self._runtime, settings.master_weights)
-        self._rest = adamw_parameters(runtime.parameters, optimizer)
-        self._kernels = Orthogonalizer(self._runtime.device, settings.ns_dtype, kernels)
-        mine = [u for u in self._runtime.units if u.owner == self._runtime.transport.rank]
-        self._kernels.reserve(self._call(unit, len(unit.matrices)) for unit in mine)
-        self._show("momentum_buffer")
-
-    def _call(self, unit: Unit, count: int) -> Call:
-        """Newton-Schulz on ``count`` matrices of ``unit``."""
-        group = self._optimizer.param_groups[unit.group]
-        coefficients = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
-        return Call((count, unit.rows, unit.cols), coefficients, unit.kernel)
+        runtime.bind(self._group_of, self._payload_dtype)
+        self._state = _OwnerState(runtime, settings.master_weights)
+        mine = [u for u in runtime.units if u.owner == runtime.transport.rank]
+        self._kernels.reserve(map(self._call, mine))
+        self._show(_MOMENTUM)
 
     def _payload_dtype(self, parameter_dtype: str) -> torch.dtype:
         if self._settings.master_weights:
@@ -192,78 +182,61 @@ class OwnerEngine:
     def begin(self, amp: Amp) -> None:
         if amp.found_inf is not None:
             raise OwnershipError(
-                f"GradScaler does not work in the {self._layout!r} layout: it cannot see the "
+                f"GradScaler does not work in the {self._name!r} layout: it cannot see the "
                 "gradients that owners hold. Train in bfloat16, or call opt.step() without a scaler"
             )
         self._runtime.reduce_gradients()
-        if self._settings.master_weights and self._runtime.loads != self._seen_loads:
-            self._seen_loads = self._runtime.loads
+        if self._take_over_loaded():
             self._state.refresh_masters()
-            for params in self._rest.values():
-                refresh_masters(self._optimizer.state, params)
 
     def launch(self) -> None:
-        # Rates as they are now: a scheduler may change the groups before an update is applied.
-        rates = [Rates.of(group) for group in self._optimizer.param_groups]
-        watch = self._telemetry.begin_step()
+        self._begin_update()
+        self._runtime.step(self._compute, self._apply)
 
-        def compute(unit: Unit, gradients: Tensor, where: list[int]) -> tuple[Tensor, Tensor]:
-            """Momentum, Newton-Schulz, and the new masters where there are some."""
-            call, rate = self._call(unit, len(where)), rates[unit.group]
-            group = self._optimizer.param_groups[unit.group]
-            kept = self._state.of(unit)
-            watch.start()
-            rows = [rows_of(stack, where) for stack in kept]
-            operand = self._kernels.operand(call)
-            fused = self._kernels.is_fused(call)
-            normalized_momentum(rows[0], gradients, group, out=operand, fused=fused)
-            payload = self._kernels.run(call, operand)
-            watch.stop()
-            steps = _by_rate(rate, unit, where)
-            rms = update_rms(payload, steps[0][0] / rate.lr if rate.lr else 0.0)
-            for lr, at in steps[1:]:
-                torch._foreach_mul_([rms[n] for n in at], lr / steps[0][0] if rate.lr else 0.0)
-            if self._settings.master_weights:
-                update, payload = payload, rows[1].mul_(rate.decay)
-                for lr, at in steps:
-                    if len(steps) == 1:
-                        payload.add_(update, alpha=-lr)
-                    else:
-                        some, updates = [payload[n] for n in at], [update[n] for n in at]
-                        torch._foreach_add_(some, updates, alpha=-lr)
-            for whole, part in zip(kept, rows, strict=True):
-                if part is not whole:
-                    set_rows(whole, where, part)
-            return payload, rms
+    def _compute(self, unit: Unit, gradients: Tensor, where: list[int]) -> tuple[Tensor, Tensor]:
+        """Momentum, Newton-Schulz, and the new masters where there are some."""
+        call, group = self._call(unit, len(where)), self._groups[unit.group]
+        rate, kept = self._rates[unit.group], self._state.of(unit)
+        watch = self._telemetry.watch
+        watch.start()
+        rows = [rows_of(stack, where) for stack in kept]
+        operand = self._kernels.operand(call)
+        fused = self._kernels.is_fused(call)
+        normalized_momentum(rows[0], gradients, group, out=operand, fused=fused)
+        payload = self._kernels.run(call, operand)
+        watch.stop()
+        rms = update_rms(payload, 1.0)
+        for lr, at in _by_rate(rate, unit, where):
+            scale_all(_some(rms, at), lr / rate.lr if rate.lr else 0.0)
+            if len(rows) > 1:
+                apply_updates(_some(rows[1], at), _some(payload, at), decay=rate.decay, lr=lr)
+        for whole, part in zip(kept, rows, strict=True):
+            if part is not whole:
+                set_rows(whole, where, part)
+        return rows[-1] if len(rows) > 1 else payload, rms
 
-        def apply(
-            unit: Unit, where: list[int], targets: list[Tensor], payload: list[Tensor]
-        ) -> None:
-            if self._settings.master_weights:
-                torch._foreach_copy_(targets, payload)
-                return
-            rate, fused = rates[unit.group], is_fused(unit.kernel, targets[0])
-            for lr, at in _by_rate(rate, unit, where):
-                some = targets if len(at) == len(targets) else [targets[n] for n in at]
-                updates = payload if len(at) == len(payload) else [payload[n] for n in at]
-                apply_all(some, updates, decay=rate.decay, lr=lr, fused=fused)
-
-        self._runtime.step(compute, apply)
+    def _apply(
+        self, unit: Unit, where: list[int], targets: list[Tensor], payload: list[Tensor]
+    ) -> None:
+        if self._settings.master_weights:
+            torch._foreach_copy_(targets, payload)
+            return
+        rate, fused = self._rates[unit.group], is_fused(unit.kernel, targets[0])
+        for lr, at in _by_rate(rate, unit, where):
+            updates = [payload[n] for n in at]
+            apply_updates([targets[n] for n in at], updates, decay=rate.decay, lr=lr, fused=fused)
 
     def update_others(self) -> None:
-        for g, params in self._rest.items():
-            found = [(p, gradient_like(p.grad, p)) for p in params if p.grad is not None]
+        for g, params in self._adamw.items():
+            found = [(p, gradient_like(p.grad, p)) for _, p in params if p.grad is not None]
             adamw_step(
-                self._optimizer.param_groups[g],
+                self._groups[g],
                 self._optimizer.state,
                 [p for p, _ in found],
                 [local_tensor(grad) for _, grad in found],
                 master_weights=self._settings.master_weights,
                 fused=not host_can_read(self._runtime.device),
             )
-
-    def finish(self) -> None:
-        self._telemetry.finish_step()
 
     # ---- reading and state -------------------------------------------------------------------
 
@@ -272,15 +245,15 @@ class OwnerEngine:
         return {"update_rms": rms, "kernels": self._kernels.report()}
 
     def before_state_dict(self) -> None:
-        self._show("master_weight")
+        self._show(_MASTER)
 
     def check_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         self._state.check(saved)
 
     def load_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         self._state.load(saved)
-        self._show("momentum_buffer")
-        for p in (p for params in self._rest.values() for p in params):
+        self._show(_MOMENTUM)
+        for _, p in (pair for params in self._adamw.values() for pair in params):
             self._optimizer.state.pop(p, None)
             if "exp_avg" in saved.get(p, {}):
                 self._optimizer.state[p] = {

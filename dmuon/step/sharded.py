@@ -39,15 +39,13 @@ from dmuon.comm.sharded import ShardedRuntime
 from dmuon.comm.transport import Work, host_can_read
 from dmuon.config import KernelOptions
 from dmuon.dtensors import LayoutStamp, local_tensor, stored_tensor
-from dmuon.kernels.newton_schulz import resolve_coefficients
-from dmuon.kernels.runner import Call, Orthogonalizer
+from dmuon.kernels.runner import Call
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import Box
-from dmuon.step.engine import Amp, Settings, StepTelemetry, adamw_parameters, group_of_matrices
+from dmuon.step.engine import Amp, Engine, Settings, StepTelemetry
 from dmuon.step.verdict import Verdict, VerdictMessage, own_verdict
 from dmuon.types import OwnershipError
 from dmuon.update import (
-    Rates,
     advance_momentum,
     apply_updates,
     operands_of_newton_schulz,
@@ -125,8 +123,10 @@ def _pieces(buffer: Tensor, message: Message) -> Iterator[tuple[int, Tensor]]:
         yield from zip(part.matrices, views.unbind(), strict=True)
 
 
-class ShardedEngine:
-    """See `dmuon.step.engine.Engine`."""
+class ShardedEngine(Engine):
+    """The engine of `ShardedRuntime`."""
+
+    _runtime: ShardedRuntime
 
     def __init__(
         self,
@@ -136,24 +136,14 @@ class ShardedEngine:
         optimizer: Optimizer,
         settings: Settings,
     ) -> None:
-        self._runtime = runtime
-        self._telemetry = telemetry
-        self._optimizer = optimizer
-        self._settings = settings
+        super().__init__(runtime, telemetry, options, optimizer, settings)
         self._rank = runtime.transport.rank
-        groups = group_of_matrices(runtime.parameters, runtime.plan.specs, optimizer)
-        runtime.bind(groups, settings.ns_dtype)
-        self._state = ShardState(runtime, optimizer, groups, settings.master_weights)
-        index: dict[Tensor, int] = {p: i for i, p in enumerate(runtime.parameters)}
-        # By param group: AdamW's parameters, as (index, parameter).
-        self._adamw = {
-            g: [(index[p], p) for p in params]
-            for g, params in adamw_parameters(runtime.parameters, optimizer).items()
-        }
+        runtime.bind(self._group_of, settings.ns_dtype)
+        masters = settings.master_weights
+        self._state = ShardState(runtime, optimizer, self._group_of, masters)
         for _, p in chain.from_iterable(self._adamw.values()):
             # Made now, so that every rank saves the same keys.
-            make_adamw_state(p, optimizer.state, settings.master_weights)
-        self._kernels = Orthogonalizer(runtime.device, settings.ns_dtype, options)
+            make_adamw_state(p, optimizer.state, masters)
         self._bind_full_step()
         self._bind_block_step()
         if not host_can_read(runtime.device):
@@ -170,9 +160,7 @@ class ShardedEngine:
         self._outcome = _Outcome()
         self._grads: list[Tensor | None] = []
         self._amp = Amp()
-        self._rates: list[Rates] = []
         self._skipped: int | Tensor = 0
-        self._seen_loads = 0
 
     # ---- once ----------------------------------------------------------------------------
 
@@ -283,17 +271,12 @@ class ShardedEngine:
 
     # ---- a step --------------------------------------------------------------------------
 
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups
-
     def begin(self, amp: Amp) -> None:
         self._runtime.reduce_gradients()
         self._outcome.wait()
         self._state.begin_step()
-        if self._settings.master_weights and self._runtime.loads != self._seen_loads:
-            self._seen_loads = self._runtime.loads
-            refresh_masters(self._optimizer.state, self._runtime.parameters)
+        if self._take_over_loaded():
+            self._state.refresh_masters()
         self._grads = self._runtime.local_gradients()
         self._amp = amp
         present = [g for g in self._grads if g is not None]
@@ -302,9 +285,7 @@ class ShardedEngine:
             scale_all(present, amp.scale.reciprocal().to(present[0].device))
 
     def launch(self) -> None:
-        # Rates as they are now: a scheduler may change the groups before an update is applied.
-        self._rates = [Rates.of(group) for group in self._groups]
-        self._telemetry.begin_step()
+        self._begin_update()
         grads, self._grads = self._grads, []
         is_full = self._settings.schedule.is_full(self._settings.schedule.t)
         step = self._full_step if is_full else self._block_step
@@ -321,7 +302,7 @@ class ShardedEngine:
 
     def finish(self) -> None:
         if self._outcome.full:  # a block step issues no collective, and this may
-            self._telemetry.finish_step()
+            super().finish()
 
     def _full_step(self, grads: Gradients, here: Sequence[bool]) -> _Outcome | None:
         """Take the step; the updates of the last buckets are applied later. None: nothing was done,
@@ -397,11 +378,6 @@ class ShardedEngine:
         return _Outcome(False, verdict.finite, matrices, torch.cat(rms) if rms else None)
 
     # ---- Newton-Schulz -------------------------------------------------------------------
-
-    def _call(self, unit: Unit) -> Call:
-        settings = self._groups[unit.group]
-        triples = resolve_coefficients(settings["ns_coefficients"], settings["ns_steps"])
-        return Call(unit.shape, triples, unit.kernel)
 
     def _orthogonalize(self, call: Call, operand: Tensor) -> Tensor:
         """Newton-Schulz on normalized matrices ``[b, rows, cols]``, which are overwritten; the
@@ -683,6 +659,11 @@ class ShardState:
                     moved = True
         if moved:
             self._look_up()
+
+    def refresh_masters(self) -> None:
+        """Take over weights that were loaded into the model since the masters were made."""
+        matrices = [self._runtime.parameters[i] for i in self._muon]
+        refresh_masters(self._optimizer.state, matrices)
 
     def gradients_of_blocks(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """The gradient of every block, zeros where there is none, from local ones by parameter."""

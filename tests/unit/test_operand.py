@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dmuon.kernels.newton_schulz import normalize
-from dmuon.update import apply_all, is_fused, momentum_update, normalized_momentum
+from dmuon.update import apply_updates, is_fused, momentum_update, normalized_momentum
 
 GROUP = {
     "momentum": 0.9,
@@ -60,7 +60,7 @@ def test_large_weights_are_updated_in_one_pass(monkeypatch):
 
     def updated(shape, dtype=torch.float32, decay=0.5, fused=True):
         weight = torch.ones(shape, dtype=dtype)
-        apply_all([weight], [torch.ones(shape)], decay=decay, lr=0.25, fused=fused)
+        apply_updates([weight], [torch.ones(shape)], decay=decay, lr=0.25, fused=fused)
         assert torch.equal(weight, torch.full(shape, 0.25, dtype=dtype))
         return len(seen)
 
@@ -70,7 +70,7 @@ def test_large_weights_are_updated_in_one_pass(monkeypatch):
     assert updated(LARGE, dtype=torch.float64) == 1
     assert updated(LARGE, decay=torch.tensor(0.5)) == 1
     weight = torch.ones(LARGE)  # nor what is stored otherwise
-    apply_all([weight.mT], [torch.ones(LARGE)], decay=0.5, lr=0.25, fused=True)
+    apply_updates([weight.mT], [torch.ones(LARGE)], decay=0.5, lr=0.25, fused=True)
     assert len(seen) == 1 and torch.equal(weight, torch.full(LARGE, 0.25))
 
 
