@@ -21,7 +21,6 @@ from dmuon.comm.buckets import cut_buckets
 from dmuon.comm.hooks import (
     Coverage,
     Gathers,
-    WaitPoint,
     attach,
     drain_before_unshard,
     fsdp_roots,
@@ -62,10 +61,11 @@ class ShardedRuntime(LayoutRuntime):
         self._options = options
         self.locals = LocalParameters(self.parameters, [p.name for p in plan.specs.parameters])
         self._needs: dict[int, set[int]] = {}  # id(parameter) -> buckets with a part of it
+        self._missed: tuple[frozenset[int], list[int]] = (frozenset(), [])
         self._coverage: Coverage | None = None
         self._gathers: Gathers | None = None
         self._sync = True
-        self._missing: tuple[int, ...] = ()  # parameters without a gradient, when last looked at
+        self._missing: list[bool] = []  # which parameters had no gradient, when last looked at
 
     # ---- binding and closing -------------------------------------------------------------
 
@@ -109,6 +109,10 @@ class ShardedRuntime(LayoutRuntime):
         # Matrices of different pools are never batched together, so one speaks for all.
         return self.shards.is_local(unit.matrices[0])
 
+    def _buckets_of(self, parameters: frozenset[int]) -> list[int]:
+        """The buckets with a part of these parameters, by id."""
+        return sorted(set().union(*(self._needs.get(i, ()) for i in parameters)))
+
     def _install_hooks(self, pipeline: Pipeline) -> None:
         model = self._model()
         assert model is not None
@@ -116,8 +120,7 @@ class ShardedRuntime(LayoutRuntime):
         points = [*wait_points(model), *fsdp_wait_points(model)]
         self._coverage = coverage = Coverage(points)
         for number, point in enumerate(points):
-            needed = sorted(set().union(*(self._needs.get(i, set()) for i in point.parameters)))
-            wait = _waiter(number, point, needed, coverage, pipeline, gathers)
+            wait = _waiter(number, self._buckets_of(point.parameters), coverage, pipeline, gathers)
             self._removers += attach(point, wait, self.synchronize, self._weights_loaded)
         self._removers += drain_before_unshard(model, self.synchronize)
 
@@ -148,25 +151,19 @@ class ShardedRuntime(LayoutRuntime):
     def local_gradients(self) -> list[Tensor | None]:
         """The local part of each parameter's gradient, None where there is none here."""
         found = self.locals.gradients()
-        if any(grad is None for grad in found):
-            missing = tuple(i for i, grad in enumerate(found) if grad is None)
+        missing = [grad is None for grad in found]
+        if any(missing) and missing != self._missing:
             model = self._model()
-            if missing != self._missing and model is not None:
+            if model is not None:
                 check_replaced(model, self.parameters)
-            self._missing = missing  # the same modules are unused, step after step
+        self._missing = missing  # the same modules are unused, step after step
         return found
 
     def gradients(self) -> Gradients:
         """The first replica of the first copy of each parameter counts."""
-        counted, stored = [], []
-        rank = self.transport.rank
-        for i, grad in enumerate(self.local_gradients()):
-            if grad is None:
-                continue
-            stored.append(grad)
-            if self.shards.counts(i, rank):
-                counted.append(grad)
-        return Gradients(counted, [], stored)
+        found = [(i, grad) for i, grad in enumerate(self.local_gradients()) if grad is not None]
+        counted = [grad for i, grad in found if self.shards.counts(i, self.transport.rank)]
+        return Gradients(counted, [], [grad for _, grad in found])
 
     def set_sync(self, sync: bool) -> bool:
         previous, self._sync = self._sync, sync
@@ -194,11 +191,13 @@ class ShardedRuntime(LayoutRuntime):
         pipeline = self.bound()
         pipeline.run(fill, compute, apply, meanwhile)
         assert self._coverage is not None and self._gathers is not None
-        missed = self._coverage.take_missed()
         if self._gathers.by_other_methods():
             pipeline.land(pipeline.pending)
-        # The forward that led here read them without passing their wait point.
-        pipeline.land(sorted(set().union(*(self._needs.get(i, set()) for i in missed))))
+        # The forward that led here read these without passing their wait point.
+        missed = self._coverage.take_missed()
+        if missed is not self._missed[0]:  # the same forward, step after step
+            self._missed = missed, self._buckets_of(missed)
+        pipeline.land(self._missed[1])
 
     def pass_by(self) -> None:
         """A step in which nothing travels: forget which hooks the forward before it passed."""
@@ -213,7 +212,6 @@ class ShardedRuntime(LayoutRuntime):
 
 def _waiter(
     number: int,
-    point: WaitPoint,
     needed: Sequence[int],
     coverage: Coverage,
     pipeline: Pipeline,

@@ -198,7 +198,10 @@ class Pools:
 
 
 def distributed(*worlds: int) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Run a test's body ``(rank, world, **params)`` on every rank of each of these worlds."""
+    """Run a test's body ``(rank, world, **params)`` on every rank of each of these worlds.
+
+    Without any, the test's parameters name the world.
+    """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
         @functools.wraps(body)
@@ -209,6 +212,6 @@ def distributed(*worlds: int) -> Callable[[Callable[..., Any]], Callable[..., No
         fixture = inspect.Parameter("pools", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = inspect.Signature([fixture, *parameters])  # type: ignore[attr-defined]
         test.body = body  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("world", worlds)(test)
+        return pytest.mark.parametrize("world", worlds)(test) if worlds else test
 
     return decorate
