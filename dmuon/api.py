@@ -185,7 +185,7 @@ def assemble(
             # Pure: every rank comes to the same result, or to the same error.
             shards = assemble_shards(specs, reports)
             specs = shards.specs
-            limits = shards.limits(None, request.planner.owner_memory_bytes)
+            limits = shards.limits(request.planner.owner_memory_bytes)
         if request.plan is not None:
             check_plan_fits(request.plan, specs, found.topology)
             _check_pools(request.plan, limits)

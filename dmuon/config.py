@@ -177,9 +177,9 @@ class PlannerOptions(_Checked):
     """Limits of planning.
 
     ``time_limit_s`` bounds the solver and ``profile_budget_s`` the cost measurement, in seconds.
-    ``owner_memory_bytes`` caps the optimizer state of one rank. ``max_batch`` bounds how many
-    matrices of one shape are orthogonalized in one batch. ``ranks_per_node`` counts global ranks;
-    None takes torchrun's ``LOCAL_WORLD_SIZE``, or one node where that is not set.
+    ``owner_memory_bytes`` caps the optimizer state of one rank, AdamW's included. ``max_batch``
+    bounds how many matrices of one shape are orthogonalized in one batch. ``ranks_per_node`` counts
+    global ranks; None takes torchrun's ``LOCAL_WORLD_SIZE``, or one node where that is not set.
     ``cache_dir`` is where measured costs are kept (None: ``$XDG_CACHE_HOME/dmuon``, else
     ``~/.cache/dmuon``).
     """

@@ -52,7 +52,9 @@ class OwnerLimits:
     """Fixed loads, the memory cap, and which ranks may own which matrix.
 
     ``fixed_ms`` and ``fixed_bytes`` hold, for each rank, work and optimizer state that it has
-    anyway (AdamW on the rest; in the sharded layout the momentum of its shards); empty means none.
+    anyway; empty means none. `dedicate_params` counts AdamW's state, and in the sharded layout the
+    momentum of the rank's shards. It leaves AdamW's time out: in every layout that is the same on
+    all ranks, so no plan depends on it, and loads stay what telemetry measures.
     ``memory_bytes`` caps the optimizer state of a rank, fixed bytes included. ``pools`` are sets of
     ranks (dense matrices on ``dp``, the experts of one ``ep`` coordinate on that coordinate's
     ranks, a matrix that is whole on its rank on that rank alone), and ``pool_of`` is the pool of
@@ -351,17 +353,11 @@ class ShardMap:
             found.append(known[key])
         return tuple(found)
 
-    def limits(self, momentum_item: int | None, memory_bytes: int | None) -> OwnerLimits:
-        """Who may own what, and the optimizer state that each rank has anyway, in bytes.
-
-        ``momentum_item``: bytes of one element of momentum, None for the parameters' own dtype.
-        """
-        sizes = {
-            p: momentum_item or ITEM_SIZE[self.specs.parameters[p].dtype]
-            for p in self.specs.muon_parameters()
-        }
+    def limits(self, memory_bytes: int | None) -> OwnerLimits:
+        """Who may own what, and the optimizer state of each rank's shards, in bytes."""
+        sizes = [p.state_item for p in self.specs.parameters]
         fixed = tuple(
-            sum(report.shards[p].box.numel * size for p, size in sizes.items())
+            sum(shard.box.numel * size for shard, size in zip(report.shards, sizes, strict=True))
             for report in self.reports
         )
         pools = sorted(set(self.pools), key=lambda pool: (len(pool), pool))

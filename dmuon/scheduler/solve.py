@@ -70,6 +70,8 @@ def solve(
 
     Pure; equal input gives an equal plan, in whatever order the matrices come. A matrix that one
     rank alone may own goes there, whatever the solver; it counts in that rank's load and bytes.
+    Without ``limits`` any rank may own anything; in the replicated layout each has AdamW's state of
+    the whole model. (In the dedicated one it is not known yet who will shard the rest.)
 
     Raises:
         PlanError: unknown solver, a shape without a cost, or a memory cap that no plan fits.
@@ -79,7 +81,10 @@ def solve(
         raise PlanError(f"solver={solver!r} is unknown: choose from {SOLVERS}")
     begin = time.perf_counter()
     budget = Budget(options.time_limit_s)
-    limits = limits or OwnerLimits(memory_bytes=options.owner_memory_bytes)
+    if limits is None:
+        whole = specs.adamw_state_bytes() if layout is Layout.REPLICATED else 0
+        fixed = (whole,) * topology.world if whole else ()
+        limits = OwnerLimits(fixed_bytes=fixed, memory_bytes=options.owner_memory_bytes)
     rows = price_rows(specs, costs, options.max_batch)
     _check_fixed_bytes(limits, topology.world, layout)
     prices = {row.key: row.ms for row in rows}

@@ -63,6 +63,11 @@ class ParameterSpec:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def state_item(self) -> int:
+        """Bytes of optimizer state for each element: Muon's momentum, or AdamW's two moments."""
+        return ITEM_SIZE.get(self.dtype, 4) * (1 if self.algorithm is Algorithm.MUON else 2)
+
 
 @dataclass(frozen=True, slots=True)
 class MatrixSpec:
@@ -140,6 +145,13 @@ class ModelSpecs:
     def adamw_parameters(self) -> tuple[int, ...]:
         """Indices of the parameters that AdamW updates."""
         return self._indices(Algorithm.ADAMW)
+
+    def adamw_state_bytes(self) -> int:
+        """Of all parameters that AdamW updates, whole."""
+        return sum(
+            self.parameters[i].numel * self.parameters[i].state_item
+            for i in self.adamw_parameters()
+        )
 
     def muon_parameters(self) -> tuple[int, ...]:
         """Indices of the parameters that are made of matrices."""

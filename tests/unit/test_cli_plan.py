@@ -141,8 +141,8 @@ def test_options_reach_the_plan(capsys, tmp_path):
 
 def test_a_memory_cap_is_kept_or_refused(capsys):
     argv = ["plan", *GPT2, "--json", "-", "--memory"]
-    data = json.loads(succeed(capsys, *argv, "45MiB"))
-    assert max(r["state_bytes"] for r in data["ranks"]) <= 45 * 2**20
+    data = json.loads(succeed(capsys, *argv, "195MiB"))  # 150 of them are AdamW's on each rank
+    assert max(r["state_bytes"] for r in data["ranks"]) <= 195 * 2**20
     status, out, err = run(capsys, *argv, "1MiB")
     assert (status, out) == (2, "")
     assert "1048576" in err

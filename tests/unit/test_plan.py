@@ -238,6 +238,22 @@ def test_an_owner_memory_cap_is_respected_or_refused_but_never_ignored():
         )
 
 
+def test_the_cap_counts_the_moments_of_adamw():
+    specs, momentum = specs_of([(64, 64, "float32")] * 2, rest=2), 64 * 64 * 4
+    moments = 2 * 4 * (3 + 4)  # of two vectors
+    least = momentum + moments
+
+    def planned(cap: int) -> OwnershipPlan:
+        options = PlannerOptions(owner_memory_bytes=cap)
+        return solve(specs, Topology.flat(2), CostTable.analytic(), options=options)
+
+    assert planned(least).state_bytes == (least, least)
+    with pytest.raises(PlanError, match=f"smallest feasible cap is {least} bytes"):
+        planned(least - 1)
+    dedicated = solve(specs, Topology.flat(2), CostTable.analytic(), layout=Layout.DEDICATED)
+    assert dedicated.state_bytes == (momentum,) * 2
+
+
 # ---- the plan as data --------------------------------------------------------------------
 
 
@@ -500,7 +516,7 @@ def test_a_saved_plan_for_another_layout_mesh_or_memory_is_refused():
     own.close()
     other_mesh = replace(plan, topology=Topology((1, 1), ("a", "b"), 1))
     small = PlannerOptions(owner_memory_bytes=100)
-    over = replace(plan, limits=OwnerLimits(memory_bytes=max(plan.state_bytes) - 1))
+    over = replace(plan, limits=replace(plan.limits, memory_bytes=max(plan.state_bytes) - 1))
     for saved, planner, message in (
         (replace(plan, layout=Layout.SHARDED), PlannerOptions(), "layout 'sharded'"),
         (other_mesh, PlannerOptions(), r"mesh \(1, 1\)"),

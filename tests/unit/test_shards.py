@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -119,7 +120,7 @@ def test_every_replica_tiles_each_matrix_exactly(shards):
 @given(shard_maps(), st.integers(1, 4), st.integers(1, 400), st.data())
 def test_send_and_receive_plans_agree_pairwise(shards, least, size, data):
     world = shards.world
-    limits = shards.limits(None, None)
+    limits = shards.limits(None)
     plan = solve(
         shards.specs,
         Topology.flat(world),
@@ -177,7 +178,7 @@ def test_traffic_is_what_the_design_says(replicas, shards_):
     )
     plan = solve(
         made.specs, Topology.flat(world), resolve_costs("analytic", "cpu"),
-        layout=Layout.SHARDED, limits=made.limits(None, None),
+        layout=Layout.SHARDED, limits=made.limits(None),
     )  # fmt: skip
     units = units_of(plan, [0] * 8)
     total = sum(sent_elements(made, units, range(len(units))).values())
@@ -195,9 +196,13 @@ def test_experts_belong_to_the_ranks_that_hold_them():
         [[1, 0]],
     )
     assert made.pools == ((0, 2), (0, 2), (1, 3), (1, 3))
-    limits = made.limits(None, None)
+    limits = made.limits(None)
     assert limits.pools == ((0, 2), (1, 3))
     assert limits.fixed_bytes == (4 * 36,) * 4
+    first, *others = made.specs.parameters
+    by_adamw = replace(first, algorithm=Algorithm.ADAMW)
+    rest = replace(made, specs=ModelSpecs((by_adamw, *others), ()), holders=())
+    assert rest.limits(None).fixed_bytes == (2 * 4 * 36,) * 4, "two moments of every shard"
 
 
 def test_copies_are_matrices_of_their_own():
@@ -215,7 +220,7 @@ def test_copies_are_matrices_of_their_own():
     assert [made.counts(0, r) for r in range(4)] == [True, False, True, False]
     plan = solve(
         made.specs, Topology.flat(4), resolve_costs("analytic", "cpu"),
-        layout=Layout.SHARDED, limits=made.limits(None, None),
+        layout=Layout.SHARDED, limits=made.limits(None),
     )  # fmt: skip
     assert plan.owners[0] in (0, 2) and plan.owners[1] in (1, 3)
 
