@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -52,21 +53,18 @@ def test_accumulated_gradients_equal_one_big_batch(rank, world, how):
     both = fsdp()
     with dedicated(both.model) as (_, opt):
         ref = reference(both.twin)
-        for step in range(3):
-            for part in range(3):
-                last = part == 2
-                loss = partial(loss_of, both.model, batch(3 * step + part, rank))
-                if how == "no_sync" and not last:
-                    with dmuon.no_sync(both.model):
-                        (loss() / 3).backward()
-                    assert all(p.grad is None for p in both.model.parameters())
-                else:
-                    if how == "set_requires_gradient_sync":
-                        both.model.set_requires_gradient_sync(last)
-                    (loss() / 3).backward()
-                both.joint_backward(3 * step + part)
+        for step in range(2):
+            for last in (False, True):
+                number = 2 * step + last
+                if how == "set_requires_gradient_sync":
+                    both.model.set_requires_gradient_sync(last)
+                quiet = how == "no_sync" and not last
+                with dmuon.no_sync(both.model) if quiet else nullcontext():
+                    (loss_of(both.model, batch(number, rank)) / 2).backward()
+                assert not quiet or all(p.grad is None for p in both.model.parameters())
+                both.joint_backward(number)
             for p in both.twin.parameters():
-                p.grad /= 3
+                p.grad /= 2
             advance(opt, ref)
     assert_close(both)
 
@@ -83,19 +81,74 @@ def test_no_sync_puts_back_what_was_set(rank, world):
             assert torch.allclose(whole_tensor(p.grad), 2 * twin.grad, atol=1e-6)
 
 
-# ---- policies ----------------------------------------------------------------------------
+# ---- models and policies -----------------------------------------------------------------
 
-POLICIES = {
-    "reshard": {"reshard_after_forward": True},
-    "keep": {"reshard_after_forward": False},
-    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+
+class Checkpointed(ParallelModel):
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.lm_head(x)
+
+
+class Tied(ParallelModel):
+    """The head is the embedding, and keys are queries."""
+
+    def __init__(self):
+        super().__init__()
+        self.lm_head.weight = self.tok.weight
+        for block in self.blocks:
+            block.attention.k_proj.weight = block.attention.q_proj.weight
+
+
+def wrap(model):
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = checkpoint_wrapper(block)
+
+
+def shard_root(model, mesh):
+    return fully_shard(model, mesh=mesh)
+
+
+def shard_together(model, mesh):
+    """Both blocks are one unit: running the first gathers the second."""
+    fully_shard(list(model.blocks), mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def shard_inside(model, mesh):
+    """Units in units, and blocks that are no unit."""
+    for block in model.blocks:
+        fully_shard(block.mlp, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+SETTINGS = {
+    "units stay gathered": {"reshard_after_forward": False},
+    "CPU offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "the root is the unit": {"shard": shard_root},
+    "all blocks are one unit": {"shard": shard_together},
+    "units in units": {"shard": shard_inside},
+    "checkpoint in forward": {"build": Checkpointed},
+    "checkpoint_wrapper": {"change": wrap},
+    "tied weights": {"build": Tied},
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("setting", SETTINGS)
 @distributed(2)
-def test_policies(rank, world, policy):
-    both = fsdp(**POLICIES[policy])
+def test_what_fsdp_offers(rank, world, setting):
+    both = fsdp(**SETTINGS[setting])
+    with dedicated(both.model) as (own, _):
+        assert own.owner_of("blocks.1.mix.weight") in range(world)
+        assert not any("wrapped" in name for r in range(world) for name in own.owned_by(r))
+        if setting == "tied weights":
+            named = {p.name: p for p in own.plan.specs.parameters}
+            matrices = {m.name for m in own.plan.specs.matrices}
+            assert "tied" in named["tok.weight"].reason and "lm_head.weight" not in named
+            assert "blocks.0.attention.q_proj.weight" in matrices
+            assert "blocks.0.attention.k_proj.weight" not in matrices
     follow(both, 3, transport=SLOW)
     assert_close(both)
 
@@ -103,7 +156,7 @@ def test_policies(rank, world, policy):
 @distributed(4)
 def test_resharding_to_a_smaller_mesh_after_forward(rank, world):
     both = fsdp(reshard_after_forward=2)
-    follow(both, 3)
+    follow(both, 2)
     assert_close(both)
 
 
@@ -139,62 +192,6 @@ def test_bfloat16_parameters_with_master_weights(rank, world):
             assert torch.equal(whole_tensor(p), master.bfloat16()), name
 
 
-# ---- activation checkpointing, tied and frozen weights -----------------------------------
-
-
-class Checkpointed(ParallelModel):
-    def forward(self, tokens):
-        x = self.tok(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.lm_head(x)
-
-
-class Tied(ParallelModel):
-    """The head is the embedding, and keys are queries."""
-
-    def __init__(self):
-        super().__init__()
-        self.lm_head.weight = self.tok.weight
-        for block in self.blocks:
-            block.attention.k_proj.weight = block.attention.q_proj.weight
-
-
-@distributed(2)
-def test_activation_checkpointing_in_forward(rank, world):
-    both = fsdp(Checkpointed)
-    follow(both, 3)
-    assert_close(both)
-
-
-@distributed(2)
-def test_checkpoint_wrapper_and_its_names(rank, world):
-    def wrap(model):
-        for i, block in enumerate(model.blocks):
-            model.blocks[i] = checkpoint_wrapper(block)
-
-    both = fsdp(change=wrap)
-    with dedicated(both.model) as (own, _):
-        assert own.owner_of("blocks.1.mix.weight") in range(world)
-        assert not any("wrapped" in name for r in range(world) for name in own.owned_by(r))
-    follow(both, 3)
-    assert_close(both)
-
-
-@distributed(2)
-def test_tied_weights(rank, world):
-    both = fsdp(Tied)
-    with dedicated(both.model) as (own, _):
-        named = {p.name: p for p in own.plan.specs.parameters}
-        assert "tied" in named["tok.weight"].reason
-        assert "lm_head.weight" not in named
-        matrices = [m.name for m in own.plan.specs.matrices]
-        assert "blocks.0.attention.q_proj.weight" in matrices
-        assert "blocks.0.attention.k_proj.weight" not in matrices
-    follow(both, 3)
-    assert_close(both)
-
-
 @distributed(2)
 def test_frozen_parameters(rank, world):
     both = fsdp(change=lambda model: model.blocks[0].mlp.requires_grad_(False))
@@ -217,41 +214,16 @@ def test_frozen_parameters(rank, world):
 # ---- who gathers what, and when ----------------------------------------------------------
 
 
-def shard_root(model, mesh):
-    return fully_shard(model, mesh=mesh)
-
-
-def shard_together(model, mesh):
-    """Both blocks are one unit: running the first gathers the second."""
-    fully_shard(list(model.blocks), mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def shard_inside(model, mesh):
-    """Units in units, and blocks that are no unit."""
-    for block in model.blocks:
-        fully_shard(block.mlp, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-@pytest.mark.parametrize("shard", [shard_root, shard_together, shard_inside])
-@distributed(2)
-def test_units_of_fully_shard(rank, world, shard):
-    both = fsdp(shard=shard)
-    follow(both, 4, transport=SLOW)
-    assert_close(both)
-
-
 @distributed(2)
 def test_explicit_prefetch_sees_published_values(rank, world):
     both = fsdp()
     with dedicated(both.model, transport=SLOW) as (_, opt):
         ref = reference(both.twin)
-        for step in range(4):
+        for step in range(3):
             both.backward(step)
             both.joint_backward(step)
             advance(opt, ref)
-            if step == 1:  # in the middle of training
+            if step == 0:  # in the middle of training
                 both.model.set_modules_to_forward_prefetch(list(both.model.blocks))
     assert_close(both)
 
@@ -301,15 +273,14 @@ def test_what_gathers_without_a_hook_sees_published_values(rank, world, how):
         register_fsdp_forward_method(both.model, "score")
     with dedicated(both.model, transport=SLOW) as (_, opt):
         ref = reference(both.twin)
-        for step in range(2):
-            both.backward(step)
-            both.joint_backward(step)
-            advance(opt, ref)
-            with torch.no_grad():
-                found = GATHERED[how](both)(batch(9, rank)[0])
-                expected = both.twin(batch(9, rank)[0])
-            assert float((found - expected).abs().max()) <= 1e-4
-            both.model.reshard()
+        both.backward(0)
+        both.joint_backward(0)
+        advance(opt, ref)
+        with torch.no_grad():
+            found = GATHERED[how](both)(batch(9, rank)[0])
+            expected = both.twin(batch(9, rank)[0])
+        assert float((found - expected).abs().max()) <= 1e-4
+        both.model.reshard()
     assert "unshard" not in vars(both.model), "left behind by close()"
 
 
@@ -366,12 +337,11 @@ def test_a_module_that_one_rank_does_not_use(rank, world):
     both.model.set_reduce_scatter_unused_params(True)
     with dedicated(both.model) as (_, opt):
         ref = reference(both.twin)
-        for step in range(3):
-            user = step % 2
-            both.model.use_extra = rank == user
+        for step in range(2):
+            both.model.use_extra = rank == step
             both.backward(step)
             for r in range(world):
-                both.twin.use_extra = r == user
+                both.twin.use_extra = r == step
                 (loss_of(both.twin, batch(step, r)) / world).backward()
             advance(opt, ref)
     assert_close(both)
@@ -381,22 +351,16 @@ def test_a_module_that_one_rank_does_not_use(rank, world):
 def test_a_parameter_that_nobody_uses_stays_as_it_is(rank, world):
     both = fsdp(Optional)
     before = whole_tensor(both.model.extra.weight).clone()
-
-    def used(value):
-        both.model.use_extra = both.twin.use_extra = value
-
-    used(False)
-    follow(both, 2)
-    assert torch.equal(whole_tensor(both.model.extra.weight), before), "weight decay as well"
-    assert_close(both)
     with dedicated(both.model) as (_, opt):
         ref = reference(both.twin)
         for step in range(4):
-            used(step > 1)
+            both.model.use_extra = both.twin.use_extra = step > 1
             both.backward(step)
             both.joint_backward(step)
             advance(opt, ref)
-    assert not torch.equal(whole_tensor(both.model.extra.weight), before)
+            opt.synchronize()
+            now = whole_tensor(both.model.extra.weight)
+            assert torch.equal(now, before) is (step <= 1), "weight decay as well"
     assert_close(both)
 
 

@@ -18,8 +18,6 @@ from tests.distributed.harness import distributed
 from tests.distributed.models import Net, seeded
 from tests.distributed.sharded import BY_NAME, dedicated, pair, reference
 
-ONLY = pytest.mark.parametrize("only_one", [False, True], ids=["all ranks", "one rank"])
-
 
 def partial_parameter(model):
     weight = model.blocks[0].mix.weight
@@ -44,44 +42,33 @@ def short_local(model):
     dmuon.dedicate_params(model)
 
 
-MISTAKES = {
-    "partial": (partial_parameter, r"mix\.weight.*Partial.*[Rr]edistribute"),
-    "local tensor": (short_local, r"mix\.weight.*stores \[3, 50\]"),
-    "replicated": (
-        lambda m: dmuon.dedicate_params(m, layout="replicated"),
-        r"'tok\.weight' is a DTensor",
-    ),
-    "options": (
-        lambda m: dmuon.dedicate_params(m, options=dmuon.ReplicatedOptions()),
+def planned(**arguments):
+    return lambda model: dmuon.dedicate_params(model, **arguments)
+
+
+# What is done, the error, and whether it is also one where all ranks do it.
+MISTAKES = [
+    (partial_parameter, r"mix\.weight.*Partial.*[Rr]edistribute", True),
+    (short_local, r"mix\.weight.*stores \[3, 50\]", True),
+    (planned(layout="replicated"), r"'tok\.weight' is a DTensor", True),
+    (
+        planned(options=dmuon.ReplicatedOptions()),
         "must be ShardedOptions, found ReplicatedOptions",
+        True,
     ),
-    "splits": (
-        lambda m: dmuon.dedicate_params(m, splits={"*.mix.weight": [20, 30]}),
-        r"mix\.weight",
-    ),
-    "bad splits": (lambda m: dmuon.dedicate_params(m, splits={"*.mix.weight": [1]}), "50 rows"),
-    "buffers": (
-        lambda m: dmuon.dedicate_params(m, options=dmuon.ShardedOptions(buffers=3)),
-        "disagree.*buffers",
-    ),
-}
+    (planned(splits={"*.mix.weight": [1]}), "50 rows", True),
+    (planned(splits={"*.mix.weight": [20, 30]}), r"mix\.weight", False),
+    (planned(options=dmuon.ShardedOptions(buffers=3)), "disagree.*buffers", False),
+]
 
 
-@ONLY
-@pytest.mark.parametrize("mistake", MISTAKES)
 @distributed(2)
-def test_planning_mistakes(rank, world, mistake, only_one):
-    if mistake in ("splits", "buffers"):
-        only_one = True  # a mistake only where ranks differ
-    make, message = MISTAKES[mistake]
-    model = fsdp().model
-    with pytest.raises(
-        ValueError if mistake != "options" else (TypeError, ValueError), match=message
-    ):
-        if only_one and rank == 0:
-            dmuon.dedicate_params(model)
-        else:
-            make(model)
+def test_planning_mistakes(rank, world):
+    for mistake, message, everywhere in MISTAKES:
+        for only_one in (True, False)[: 1 + everywhere]:
+            make = dmuon.dedicate_params if only_one and rank == 0 else mistake
+            with pytest.raises((TypeError, ValueError), match=message):
+                make(fsdp().model)
     both = fsdp()  # nothing is left behind
     follow(both, 2)
     assert_close(both)
@@ -144,28 +131,24 @@ def shard_blocks(model, mesh):
     fully_shard(model, mesh=mesh)
 
 
-@pytest.mark.parametrize("case", ["plain", "tp"])
 @distributed(2)
-def test_fully_shard_after_planning(rank, world, case):
+def test_fully_shard_after_planning(rank, world):
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-    model = ParallelModel() if case == "plain" else pair("tp").model
-    own = dmuon.dedicate_params(model)
-    opt = dmuon.Muon(model)
-    if case == "plain":
-        shard_blocks(model, mesh)
-    else:
-        fully_shard(model.blocks[0].mix, mesh=mesh)  # all others stay as they were planned
-    loss_of(model, batch(0, 0)).backward()
-    with pytest.raises(ValueError, match=r"fully_shard.*before"):
-        opt.step()
-    own.close()
-
-
-@distributed(2)
-def test_fully_shard_between_planning_and_the_optimizer(rank, world):
+    for model, late in (
+        (ParallelModel(), lambda model: shard_blocks(model, mesh)),
+        # All others stay as they were planned.
+        (pair("tp").model, lambda model: fully_shard(model.blocks[0].mix, mesh=mesh)),
+    ):
+        own = dmuon.dedicate_params(model)
+        opt = dmuon.Muon(model)
+        late(model)
+        loss_of(model, batch(0, 0)).backward()
+        with pytest.raises(ValueError, match=r"fully_shard.*before"):
+            opt.step()
+        own.close()
     model = ParallelModel()
     own = dmuon.dedicate_params(model)
-    shard_blocks(model, init_device_mesh("cpu", (world,)))
+    shard_blocks(model, mesh)
     with pytest.raises(ValueError, match="dedicate_params"):
         dmuon.Muon(model)
     own.close()
