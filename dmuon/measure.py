@@ -158,11 +158,10 @@ def median_times(
 
     Nothing is begun that is not expected to end in time, so at most one run overruns.
 
-    Everything is run once before anything is run again, up to `PASSES` times. So each run finds
-    caches and memory as it does in a training step, where no batch follows itself; and since
-    machines are slower for a second now and then, such a second spoils one of several numbers of
-    everything, not all numbers of one. The first pass warms up: it counts only for what is not
-    run again.
+    Everything is run once before anything is run again, up to `PASSES` times: so each run finds
+    caches and memory as in a training step, where no batch follows itself, and a second in which
+    the machine is slow spoils one number of everything, not all numbers of one. The first pass
+    warms up: it counts only for what is not run again.
     """
     times: dict[Run, list[float]] = {}
     medians: dict[Run, float] = {}
@@ -191,9 +190,8 @@ def median_times(
 
 
 def _is_stable(times: Sequence[float]) -> bool:
-    ordered, n = sorted(times), len(times)
-    spread = ordered[(3 * n) // 4] - ordered[n // 4]
-    return spread <= _STABLE * statistics.median(ordered)
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    return high - low <= _STABLE * middle
 
 
 class OwnerTimer:
@@ -201,8 +199,7 @@ class OwnerTimer:
 
     ``momentum``: momentum update, normalization and Newton-Schulz, else Newton-Schulz alone on
     normalized matrices. As in an optimizer all calls share one workspace, and on CUDA each is
-    compiled and captured once, before its first time is taken. ``sharing`` processes take their
-    operands from the same memory.
+    compiled and captured before its first time is taken. ``sharing`` processes share the memory.
     """
 
     def __init__(
@@ -218,8 +215,7 @@ class OwnerTimer:
         self.ns_dtype = ns_dtype
         self._momentum = momentum
         self._sharing = sharing
-        graphs = KernelOptions(cuda_graphs=options.cuda_graphs)
-        self._runner = Orthogonalizer(device, ns_dtype, graphs)
+        self._runner = Orthogonalizer(device, ns_dtype, options)
         defaults = MuonDefaults()
         self._group = defaults.group()
         self._triples = resolve_coefficients(defaults.ns_coefficients, defaults.ns_steps)
@@ -442,9 +438,8 @@ def measured_costs(
 
     A collective call; the table is equal on all ranks. The mesh's first rank chooses kernels
     (at most ``kernels.tune_budget_s`` seconds), then all measure, for about
-    ``options.profile_budget_s`` seconds at most. Both take next to nothing where every rank finds
-    all it needs in its cache. ``momentum`` is that of `CostTable`: the owner's work in the layout.
-    ``fresh`` ignores what is cached. ``timer`` makes the timers.
+    ``options.profile_budget_s`` seconds at most; neither what the caches have. ``momentum`` is that
+    of `CostTable`. ``fresh`` ignores what is cached. ``timer`` makes the timers.
 
     Raises:
         Exception: what measuring raised here; ConsensusError if that was on another rank.

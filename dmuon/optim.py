@@ -34,7 +34,6 @@ from dmuon.config import (
 from dmuon.dtensors import local_tensor
 from dmuon.kernels.choice import fixed_choice, is_safe, why_not
 from dmuon.kernels.newton_schulz import resolve_coefficients, resolve_ns_dtype
-from dmuon.kernels.runner import check_graphs
 from dmuon.ownership import Ownership, ownership_of, ownerships_of
 from dmuon.period import Period, Schedule
 from dmuon.report.data import LoadBalanceReport
@@ -617,7 +616,10 @@ def _check_group(group: Group, number: int) -> Group:
 def _check_kernels(ownership: Ownership, dtype: torch.dtype, groups: list[Group]) -> None:
     """Raise ValueError if a kernel that was asked for, or that the plan names, cannot run here."""
     options, device, plan = ownership.kernels, ownership.runtime.device, ownership.plan
-    check_graphs(options, device)
+    if options.cuda_graphs and device.type != "cuda":
+        raise ValueError(
+            f"KernelOptions.cuda_graphs=True needs a CUDA device, found {device}: leave it None"
+        )
     steps = {g["ns_steps"] for g in groups if g["algorithm"] == Algorithm.MUON.value}
     shapes = {m.shape for m in plan.specs.matrices}
     for rows, cols in shapes:

@@ -284,8 +284,8 @@ def candidates(
     method: str = "auto",
     backend: str = "auto",
 ) -> tuple[KernelChoice, ...]:
-    """What is worth measuring for m x n matrices, the fixed choice first: the safe forms, without
-    those that have clearly more to multiply, over the backends and tiles of the device.
+    """What is worth measuring for m x n matrices, the fixed choice first: the safe forms that
+    do not have clearly more to multiply, over the backends and tiles of the device.
 
     Raises ValueError as `fixed_choice` does.
     """

@@ -197,14 +197,12 @@ def _polynomial(squares: Sequence[Tensor], segment: Sequence[Triple], ops: Matmu
 def prepared(
     x: Tensor, coefficients: Sequence[Triple], segments: Segments, ops: MatmulOps, take: Take
 ) -> Callable[[], Tensor]:
-    """Newton-Schulz on a batch, in memory that is taken once; to be run whenever the batch is new.
+    """Newton-Schulz on a batch, in memory that ``take(shape, dtype)`` gives once; to be run
+    whenever the batch is new, where gradients are not recorded and outside of autocast.
 
     `x` is ``[b, rows, cols]``, contiguous, normalized when it runs, and overwritten; the result
-    lies in it or beside it, at the same place in every run. ``take(shape, dtype)`` gives the memory
-    beside it. Nothing is decided by values, so a run can be captured in a CUDA graph. It is to run
-    where gradients are not recorded and outside of autocast.
-
-    Raises ValueError unless `x` is contiguous.
+    lies in it or beside it, at the same place in every run. Nothing is decided by values, so a run
+    can be captured in a CUDA graph. Raises ValueError unless `x` is contiguous.
     """
     if not x.is_contiguous():
         raise ValueError(
@@ -323,7 +321,6 @@ def newton_schulz(
     Each matrix is divided by `max(||x||_F, eps)`, as torch.optim.Muon does: one whose norm is below
     `eps` comes out smaller than orthogonal. A zero matrix gives zeros, a matrix with an inf or a
     nan gives nan, and neither affects the others. `x` is not changed and no gradient is recorded.
-    A matrix with m > n is multiplied from the right, contiguous as it is.
 
     steps: iterations, always as many as asked for; 0 returns the normalized matrix.
     coefficients: a name of `COEFFICIENT_SETS`, one `(a, b, c)`, or one triple a step.

@@ -1,17 +1,9 @@
 """The matrix products that Newton-Schulz is written over, one class a backend.
 
-==============  =====================================================================
-torch           plain products, any device
-torch_strips    symmetric products by row strips, CPU
-torch_rounded   float16 and bfloat16 on a CPU without instructions for them
-triton          symmetric products by triangles of tiles, CUDA
-triton_small    the whole iteration of a matrix in one thread block, CUDA, m <= 128
-==============  =====================================================================
-
 Operands are one matrix ``[m, k]`` or a batch ``[b, m, k]``, of one dtype and on one device,
-contiguous or transposed views of what is. Results are written where the caller says, so that a step
-allocates nothing; they are contiguous, because a batched product in half precision on a CPU takes a
-path that is hundreds of times slower where they are not.
+contiguous or transposed views of what is. Results are written where the caller says and contiguous:
+a step allocates nothing, and a batched product in half precision on a CPU takes a path that is
+hundreds of times slower where they are not.
 """
 
 from __future__ import annotations
@@ -49,8 +41,7 @@ _AS_FAST = 1.5  # so small a product pays for its call, too; a large one in bflo
 
 
 class MatmulOps:
-    """Plain torch on any device, where a symmetric product costs as much as a general one; and what
-    other backends supply.
+    """``torch``: plain products on any device, symmetric ones too; and what other backends supply.
 
     ``held``: the dtype in which matrices are kept between products, None for their own.
     ``batch_rows``: the largest m for which a batched call beats one call a matrix, None for any.
@@ -105,11 +96,8 @@ class MatmulOps:
 
 
 class StripsOps(MatmulOps):
-    """Row strips from m = 512 up; there a batch gains nothing on a CPU and runs matrix by matrix.
-
-    The lower block triangle is computed in s strips and mirrored: (s + 1) / 2s of the
-    multiplications.
-    """
+    """``torch_strips``, on a CPU: of a symmetric product with m >= 512 the lower block triangle
+    in s strips, (s + 1) / 2s of the multiplications, then mirrored. There a batch gains nothing."""
 
     batch_rows = STRIPS_FROM_ROWS - 1
 
@@ -145,11 +133,8 @@ def _strips(m: int) -> list[tuple[int, int]]:
 
 
 class RoundedOps(StripsOps):
-    """Products in float32, each result rounded to ``dtype``: what a half-precision unit computes.
-
-    For a CPU without instructions for ``dtype``, where the emulated product takes 10 to 100 times
-    as long. Matrices are held in float32; every value in them is one of ``dtype``.
-    """
+    """``torch_rounded``: products in float32, each result rounded to ``dtype``, as a half-precision
+    unit computes; for a CPU without one, where torch's emulation takes 10 to 100 times as long."""
 
     held = torch.float32
 
@@ -166,7 +151,7 @@ class RoundedOps(StripsOps):
 
 
 class TritonOps(MatmulOps):
-    """Symmetric products by `triton_syrk.symm_mm` with one tile, "" for its default."""
+    """``triton``: symmetric products by triangles of tiles, ``tile`` or, where "", a default."""
 
     def __init__(self, tile: str) -> None:
         from dmuon.kernels import triton_syrk
@@ -181,7 +166,7 @@ class TritonOps(MatmulOps):
 
 
 class TritonSmallOps(MatmulOps):
-    """The whole iteration in one launch, by `triton_small.small_iteration`."""
+    """``triton_small``: the whole iteration of a matrix in one program."""
 
     def whole(
         self, x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]
@@ -198,8 +183,7 @@ def native_ns_dtype(device: torch.device | str) -> torch.dtype:
     """The fastest dtype that is accurate enough for Newton-Schulz on a device.
 
     float16 on CUDA: three more mantissa bits than bfloat16 at the same speed, and after
-    normalization nothing leaves its range. bfloat16 on a CPU that is fast in it, float32 on
-    everything else (float16 products are emulated, and very slow, on a CPU).
+    normalization nothing leaves its range. On a CPU it is emulated, and very slow.
     """
     kind = torch.device(device).type
     if kind == "cuda":

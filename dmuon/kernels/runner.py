@@ -21,7 +21,7 @@ from dmuon.kernels.choice import fixed_choice, is_safe, ops_of, restarts_of, seg
 from dmuon.kernels.newton_schulz import Take, no_autocast, prepared
 from dmuon.types import KernelChoice, Triple
 
-__all__ = ["Call", "Orthogonalizer", "check_graphs"]
+__all__ = ["Call", "Orthogonalizer"]
 
 Shape = tuple[int, int, int]  # matrices, rows, cols
 Capture = Callable[[Callable[[], object]], Callable[[], None]]
@@ -38,14 +38,6 @@ class Call:
     shape: Shape
     coefficients: tuple[Triple, ...]
     kernel: str = ""
-
-
-def check_graphs(options: KernelOptions, device: torch.device) -> None:
-    """Raise ValueError where CUDA graphs are asked for on another device."""
-    if options.cuda_graphs and device.type != "cuda":
-        raise ValueError(
-            f"KernelOptions.cuda_graphs=True needs a CUDA device, found {device}: leave it None"
-        )
 
 
 class _Memory:
@@ -85,10 +77,8 @@ class Orthogonalizer:
 
     A planned call runs eagerly the first time (kernels are compiled and libraries set up then), is
     captured as a CUDA graph the second time, and replayed from then on. What a capture raises is
-    warned of once, and everything runs eagerly from then on. ``capture`` records a function and
-    returns what replays it; by default a `torch.cuda.CUDAGraph`, on CUDA.
-
-    A copy has a workspace of its own and starts without graphs.
+    warned of once, and all run eagerly. ``capture`` records a function and returns what replays it;
+    by default a `torch.cuda.CUDAGraph`, on CUDA. A copy has its own workspace and no graphs yet.
     """
 
     def __init__(
@@ -98,7 +88,6 @@ class Orthogonalizer:
         options: KernelOptions = KernelOptions(),  # noqa: B008  frozen
         capture: Capture | None = None,
     ) -> None:
-        check_graphs(options, device)
         self.device = device
         self.dtype = dtype
         self._options = options
@@ -115,7 +104,7 @@ class Orthogonalizer:
 
     def __getstate__(self) -> dict[str, Any]:
         # What is prepared is about this object's memory, and a copy has its own.
-        return self.__dict__ | {"_prepared": {}, "_lasting": {}}
+        return vars(self) | {"_prepared": {}, "_lasting": {}}
 
     def reserve(self, calls: Iterable[Call], lasting: Iterable[tuple[Call, Tensor]] = ()) -> None:
         """Allocate the workspace for these calls, one at a time, and prepare them.

@@ -160,11 +160,9 @@ def momentum_norm_cast(
     """Momentum, normalization and cast of contiguous ``[b, m, n]``, in two launches.
 
     ``buffer`` is advanced in place and keeps its dtype; ``out`` gets ``x / max(||x||_F, eps)`` of
-    every matrix, where x is what Newton-Schulz is to get. The formulas are those of
-    `dmuon.update.momentum_update` (``mode`` "ema" or "sgd") and of
-    `dmuon.kernels.newton_schulz.normalize`, computed in float32; the same input gives the same
-    bits. A matrix with an inf or a nan becomes nan throughout, a zero matrix stays zero. Tensors
-    may have different dtypes (float16, bfloat16, float32). None of them shares memory with another.
+    every matrix, where x is what Newton-Schulz is to get: `dmuon.update.momentum_update` (``mode``
+    "ema" or "sgd") and `dmuon.kernels.newton_schulz.normalize` in float32. The same input gives the
+    same bits. Tensors may have different dtypes (float16, bfloat16, float32) and share no memory.
     """
     check(buffer.shape, buffer, grad, out)
     assert all(x.ndim == 3 and x.is_contiguous() for x in (buffer, grad, out))
@@ -176,32 +174,26 @@ def momentum_norm_cast(
     peaks, sums = torch.empty(2, batch * parts, dtype=torch.float32, device=buffer.device)
     sizes = (numel, parts, triton.cdiv(tiles, parts))
     weight = float(1 - (momentum if mode == "ema" else dampening))
-    options = {"EMA": mode == "ema", "NESTEROV": bool(nesterov), "TILE": _TILE}
-    options["num_warps"] = _WARPS
+    options = {"EMA": mode == "ema", "NESTEROV": bool(nesterov), "TILE": _TILE, "num_warps": _WARPS}
     with on_device_of(buffer):
         momentum_kernel[(batch * parts,)](
             *(buffer, grad, peaks, sums, *sizes, float(momentum), weight), **options
         )
+        options["PARTS"] = triton.next_power_of_2(parts)
         scale_kernel[(batch * parts,)](
-            *(buffer, grad, out, peaks, sums, *sizes, float(momentum), float(eps)),
-            **options,
-            PARTS=triton.next_power_of_2(parts),
+            *(buffer, grad, out, peaks, sums, *sizes, float(momentum), float(eps)), **options
         )
 
 
 def apply_update(weight: Tensor, update: Tensor, *, decay: float, lr: float) -> None:
-    """``weight = weight * decay - lr * update`` in place, in float32, rounded once.
-
-    Contiguous, of one shape and any dtypes of float16, bfloat16 and float32; the two share no
-    memory.
-    """
+    """``weight = weight * decay - lr * update`` in place, in float32, rounded once; contiguous
+    tensors of one shape and any dtypes of float16, bfloat16 and float32, which share no memory."""
     check(weight.shape, weight, update)
     assert weight.is_contiguous() and update.is_contiguous()
     if weight.numel() == 0:
         return
+    grid = (triton.cdiv(weight.numel(), _TILE),)
     with on_device_of(weight):
-        update_kernel[(triton.cdiv(weight.numel(), _TILE),)](
-            *(weight, update, weight.numel(), float(decay), float(lr)),
-            TILE=_TILE,
-            num_warps=_WARPS,
+        update_kernel[grid](
+            *(weight, update, weight.numel(), float(decay), float(lr)), TILE=_TILE, num_warps=_WARPS
         )

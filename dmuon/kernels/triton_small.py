@@ -158,10 +158,9 @@ def tables(
 def small_iteration(x: Tensor, beside: tuple[Tensor, Tensor, Tensor]) -> None:
     """Newton-Schulz on ``[b, m, n]`` in place, one program a matrix, in a single launch.
 
-    The steps, restarts and formulas are those of `dmuon.kernels.newton_schulz.iterate`; a restart
-    after every step is the standard iteration. ``x`` is normalized, with m <= n and
-    m <= `max_rows`, float16, bfloat16 or float32, of any strides; ``beside`` is `tables` of such
-    an x. Products accumulate in float32 and are rounded to the dtype of x.
+    The steps, restarts and formulas are those of `dmuon.kernels.newton_schulz.iterate`. ``x`` is
+    normalized, with m <= n and m <= `max_rows`, float16, bfloat16 or float32, of any strides;
+    ``beside`` is `tables` of such an x. Products accumulate in float32.
     """
     coefficients, edges, scratch = beside
     batch, m, n = x.shape

@@ -6,9 +6,6 @@ import doctest
 import importlib
 import itertools
 import math
-import os
-import subprocess
-import sys
 from functools import cache
 
 import numpy as np
@@ -80,19 +77,6 @@ def test_published_values():
     assert published[0] == pytest.approx(first, rel=1e-12)
     assert published.sum(axis=0) == pytest.approx(sums, rel=1e-12)
     assert polar[-1] == (1.875, -1.25, 0.375)  # not scaled: p(1) = 1 has to hold when it repeats
-
-
-def test_five_steps_map_the_interval_near_one():
-    for name, low, high in (
-        ("polar_express", 0.846, 1.124),
-        ("quintic", 0.681, 1.203),
-        ("you_jiacheng", 0.852, 1.146),
-        ("simple", 0.063, 1.002),
-    ):
-        s = np.geomspace(2e-3, 1, 20001)
-        for a, b, c in resolve_coefficients(name, 5):
-            s = a * s + b * s**3 + c * s**5
-        assert low < s.min() < low + 0.002 and high - 0.002 < s.max() < high, name
 
 
 def test_steps_always_count():
@@ -188,25 +172,16 @@ BOUNDS = {
 def member(name: str, shape: tuple[int, int]) -> Tensor:
     m, n = min(shape), max(shape)
     u, v = torch.linalg.qr(gaussian(m, m))[0], torch.linalg.qr(gaussian(n, m, seed=1))[0]
-    spectra = {
+    values = {
         "log-spaced to 1e-6": torch.logspace(0, -6, m, dtype=F64),
         "log-spaced to 1e-12": torch.logspace(0, -12, m, dtype=F64),
         "spiky": torch.full((m,), 1e-3, dtype=F64).index_fill_(0, torch.tensor(0), 1.0),
         "half the rank": (torch.arange(m) < max(1, m // 2)).double(),
         "near-orthogonal": 1 + 1e-3 * gaussian(m).tanh(),
     }
-    if name in spectra:
-        x = (u * spectra[name]) @ v.mT
-    else:
-        x = gaussian(m, n) if name == "Gaussian" else torch.ones(m, n, dtype=F64)
+    whole = {"Gaussian": gaussian(m, n), "constant": torch.ones(m, n, dtype=F64)}
+    x = whole[name] if name in whole else (u * values[name]) @ v.mT
     return x if shape[0] <= shape[1] else x.mT
-
-
-def by_method(y: Tensor, method: str) -> Tensor:
-    """Of a matrix whose norm is 1 up to rounding; half precision as a unit for it computes."""
-    rounded = y.dtype.itemsize == 2
-    backend = "torch_rounded" if rounded else "torch"
-    return newton_schulz(y, method=method, dtype=y.dtype, backend=backend)
 
 
 @pytest.mark.parametrize(("dtype", "method"), BOUNDS)
@@ -215,27 +190,13 @@ def test_errors_on_a_zoo_of_spectra(dtype, method):
     wrong = {}
     for shape, name in itertools.product(SHAPES, (*EASY, *HARD)):
         y = normalize(member(name, shape), getattr(torch, dtype))
-        error = relative(by_method(y, method), exact(y))
+        # Half precision as a unit for it computes.
+        backend = "torch_rounded" if y.dtype.itemsize == 2 else "torch"
+        found = newton_schulz(y, method=method, dtype=y.dtype, backend=backend)
+        error = relative(found, exact(y))
         if not error <= (easy if name in EASY else hard):
             wrong[name, shape] = error
     assert not wrong
-
-
-@pytest.mark.parametrize("method", ["standard", "gram[2]", "gram[1,3]"])
-def test_the_published_case_has_the_published_errors(method):
-    """256 x 1024, singular values log-spaced from 1e-6 to 1, against the exact polynomial."""
-    y = normalize(member("log-spaced to 1e-6", (256, 1024)), F64)
-    limits = {
-        F16: {"standard": 2.0e-2, "gram[2]": 4.5e-2, "gram[1,3]": 2.1e-2},
-        BF16: {"standard": 0.16, "gram[1,3]": 0.16},
-        # Sums in another order, on another CPU, double it.
-        F32: {"standard": 5e-5, "gram[2]": 4e-4, "gram[1,3]": 4e-4},
-        F64: {"standard": 1e-12, "gram[2]": 1e-12, "gram[1,3]": 1e-12},
-    }
-    wanted = exact(y)
-    for dtype, limit in limits.items():
-        if method in limit:
-            assert relative(by_method(y.to(dtype), method), wanted) < limit[method], dtype
 
 
 def test_bfloat16_gram_needs_its_restarts():
@@ -250,32 +211,6 @@ def test_bfloat16_gram_needs_its_restarts():
 # ---- shapes and batches ------------------------------------------------------------------------
 
 
-@both_methods
-@pytest.mark.parametrize(("dtype", "bound"), [(BF16, 0.02), (F64, 1e-12)])
-@pytest.mark.parametrize("shape", [(3, 20, 33), (1, 9), (600, 640)])
-def test_tall_is_wide_transposed(method, dtype, bound, shape):
-    x, how = gaussian(*shape, dtype=F32), {"method": method, "dtype": dtype, "steps": 2}
-    wide = newton_schulz(x, **how)
-    # The products run on other strides, so only their rounding differs.
-    assert relative(newton_schulz(x.mT, **how), wide.mT) < bound
-    tall = newton_schulz(x.mT.contiguous(), **how)
-    assert relative(tall, wide.mT) < bound and tall.is_contiguous()
-
-
-@both_methods
-@pytest.mark.parametrize(("dtype", "bound"), [(BF16, 0.03), (F64, 1e-11)])
-@pytest.mark.parametrize("shape", [(12, 40), (40, 12)])
-def test_batch_is_a_loop(method, dtype, bound, shape):
-    x, how = gaussian(2, 2, *shape), {"method": method, "dtype": dtype}
-    x *= torch.tensor([1e-3, 1e3], dtype=F64)[:, None, None]
-    found = newton_schulz(x, **how)
-    assert found.shape == x.shape
-    for i, j in np.ndindex(2, 2):
-        alone = newton_schulz(x[i, j], **how)
-        assert torch.equal(newton_schulz(x[i : i + 1, j], **how)[0], alone)
-        assert relative(found[i, j], alone) < bound
-
-
 @pytest.mark.parametrize("shape", [(0, 4, 5), (3, 0, 5), (5, 0)])
 def test_empty(shape):
     for dtype in (BF16, F32):
@@ -284,10 +219,17 @@ def test_empty(shape):
         assert type(found) is Tensor and not found.requires_grad
 
 
-def test_any_strides():
-    x = gaussian(30, 40)
-    for view in (x[::2, 1::3], x.mT[3:, ::2], x[:1].expand(6, 40)):
-        assert torch.equal(newton_schulz(view, dtype=F64), newton_schulz(view.clone(), dtype=F64))
+@pytest.mark.parametrize("dtype", [BF16, F64])
+def test_any_strides_and_leading_dims(dtype):
+    x = gaussian(2, 3, 30, 40)
+    for view in (x[..., ::2, 1::3], x.mT[..., 3:, ::2], x[:, :, :1].expand(2, 3, 6, 40)):
+        found = newton_schulz(view, dtype=dtype)
+        assert torch.equal(found, newton_schulz(view.clone(), dtype=dtype))
+        for i, j in np.ndindex(2, 3):
+            alone = newton_schulz(view[i, j], dtype=dtype)
+            assert torch.equal(newton_schulz(view[i : i + 1, j], dtype=dtype)[0], alone)
+            assert relative(found[i, j], alone) < (0.03 if dtype is BF16 else 1e-11)
+    assert newton_schulz(x.mT, dtype=dtype).mT.is_contiguous(), "computed as it is stored"
 
 
 def test_choice_of_method():
@@ -462,18 +404,6 @@ def test_auto_is_the_dtype_that_is_fast_here(monkeypatch, float32_ms, bfloat16_m
     monkeypatch.setattr(ops_module, "_has_bf16", [native])
     assert native_ns_dtype("cpu") == resolve_ns_dtype("auto", torch.device("cpu")) == expected
     assert newton_schulz(torch.ones(2, 3)).dtype == expected
-
-
-def test_auto_does_not_trust_the_processor():
-    """oneDNN without AVX-512 leaves bf16 instructions unused, whatever the processor reports."""
-    if not torch.cpu.get_capabilities().get("avx2"):
-        pytest.skip("this setting of oneDNN is about x86 processors with AVX2")
-    code = "from dmuon.kernels.ops import native_ns_dtype as n; print(n('cpu'), n('cpu'))"
-    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
-    found = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert found.stdout.split() == ["torch.float32"] * 2
 
 
 def test_native_dtype_elsewhere():
