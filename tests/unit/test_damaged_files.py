@@ -30,7 +30,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dmuon.__main__ import CRASHED, main
-from dmuon.catalogue.presets import model_specs
 from dmuon.config import PlannerOptions
 from dmuon.report.data import build_report
 from dmuon.scheduler import bound, knapsack
@@ -69,6 +68,9 @@ GROUPED = CostTable(
 TINY = CostTable("tiny", {A: {1: 3.0, 2: 5.0, 3: 8.0}, B: {1: 2.0, 2: 4.0}})
 
 
+BOUNDLESS = PlannerOptions(owner_memory_bytes=10**30, max_batch=40)
+
+
 @cache
 def plans() -> tuple[OwnershipPlan, ...]:
     h100 = CostTable.analytic("h100")
@@ -93,8 +95,9 @@ def plans() -> tuple[OwnershipPlan, ...]:
             layout=Layout.SHARDED,
         ),
         solve(specs_of([A, B] * 4 + [C]), Topology.on_nodes((3,), ("dp",), [0, 1, 0]), GROUPED),
-        solve(model_specs("gpt2"), Topology.flat(8), CostTable.analytic("h200"), solver="greedy"),
         solve(specs_of([], rest=2), Topology.flat(2), h100),
+        # A cap beyond all memory, and large batches.
+        solve(specs_of([A] * 30), Topology.flat(2), h100, options=BOUNDLESS),
     )
 
 
@@ -175,77 +178,39 @@ def damage_tree(draw: st.DrawFn, data: Any) -> None:
 
 def lie(draw: st.DrawFn, data: dict[str, Any]) -> None:
     """A change that keeps every type: only a verdict can find it."""
-    name = draw(st.sampled_from(["batches", "prices", "proof", "limits", "limits", "one", "all"]))
+    names = ["batches", "prices", "proof", "limits", "limits", "lower_bound_ms", "status", "owner"]
+    name, limits, batches = draw(st.sampled_from(names)), data["limits"], data["batches"]
     world = math.prod(data["topology"]["shape"])
-    if name == "all":
-        for batch in data["batches"]:
-            batch[0] = 0
-    elif name == "one":
-        values = [("status", "optimal"), ("lower_bound_ms", alike(draw, data["lower_bound_ms"]))]
-        key, value = draw(st.sampled_from(values))
-        data[key] = value
-    elif name == "batches" and data["batches"]:
-        batch = data["batches"][draw(st.integers(0, len(data["batches"]) - 1))]
-        other = data["batches"][draw(st.integers(0, len(data["batches"]) - 1))]
-        change = draw(st.sampled_from(["owner", "price", "move", "kernel"]))
-        if change == "owner":
-            batch[0] = draw(st.integers(0, world - 1))
-        elif change == "price":
-            batch[2] = alike(draw, batch[2])
-        elif change == "kernel":
-            batch[3:] = other[3:]
-        elif len(batch[1]) > 1 and batch is not other:
-            other[1].append(batch[1].pop())
-    elif name == "prices" and data["prices"]:
-        row = data["prices"][draw(st.integers(0, len(data["prices"]) - 1))][1]
-        at = draw(st.integers(0, len(row) - 1))
-        row[at] = alike(draw, float(row[at]))
+    if name == "owner" and batches:
+        draw(st.sampled_from(batches))[0] = draw(st.integers(0, world - 1))
     elif name == "limits":
-        limits = data["limits"]
-        key = draw(st.sampled_from(["fixed_ms", "memory_bytes", "pools", "pool_of"]))
-        if key == "fixed_ms":
-            limits[key] = [draw(st.sampled_from([0.0, 0.5, 5.0])) for _ in range(world)]
-        elif key == "memory_bytes":
-            limits[key] = draw(st.sampled_from([None, 10_000, 60_000, 10**9]))
-        elif limits["pools"] and key == "pools":
-            at = draw(st.integers(0, len(limits["pools"]) - 1))
-            limits[key][at] = draw(st.sampled_from([[0], [world - 1], list(range(world))]))
-        elif limits["pools"]:
-            at = draw(st.integers(0, len(limits["pool_of"]) - 1))
-            limits[key][at] = draw(st.integers(0, len(limits["pools"]) - 1))
-    elif name == "proof":
-        of, key = pick(draw, data["proof"])
+        limits |= draw(
+            st.sampled_from(
+                [
+                    {"fixed_ms": [0.5 * (r % 2) for r in range(world)]},
+                    {"memory_bytes": 10_000},
+                    {"memory_bytes": 60_000},
+                    {"pools": limits["pools"] and [[0], [world - 1], *limits["pools"][2:]]},
+                    {"pool_of": limits["pool_of"][::-1]},
+                ]
+            )
+        )
+    elif name in ("batches", "prices", "proof") and data[name]:
+        of, key = pick(draw, data[name])
         of[key] = alike(draw, of[key])
+    elif name in ("status", "lower_bound_ms"):
+        data[name] = "optimal" if name == "status" else alike(draw, data[name])
 
 
 def damage_text(draw: st.DrawFn, text: str) -> str:
     at = draw(st.integers(0, len(text) - 1))
-    what = draw(st.sampled_from(["truncate", "flip", "key", "deep", "huge", "insert"]))
-    if what == "truncate":
-        return text[:at]
-    if what == "flip":
-        return (
-            text[:at]
-            + chr(ord(text[at]) ^ draw(st.sampled_from([1, 2, 4, 8, 16, 32])))
-            + (text[at + 1 :])
-        )
-    if what == "insert":
-        return (
-            text[:at] + draw(st.sampled_from(["[", "{", '"', "\\", ",", "-", "\x00"])) + text[at:]
-        )
-    if what == "key":
-        keys = [m.start() + 1 for m in re.finditer(r'\{"[a-z_]+": ', text)]
-        if not keys:
-            return "{}"
-        start = keys[at % len(keys)]
-        name = text[start : text.index(":", start)]
-        return f"{text[:start]}{name}: null, {text[start:]}"
-    numbers = list(re.finditer(r"-?\d+(\.\d+)?", text))
-    if not numbers:
-        return deep(at)
-    match = numbers[at % len(numbers)]
-    new = {"deep": deep(draw(st.sampled_from([17, 500, 5_000]))), "huge": "9" * 5_000}[what]
-    return text[: match.start()] + new + text[match.end() :]
+    here = draw(
+        st.sampled_from(["", "[", "{", '"', "\\", ",", "-", "\x00", "9" * 5_000, deep(500)])
+    )
+    if draw(st.booleans()):
+        return text[:at] + here + text[at + draw(st.integers(0, 2)) :]
+    name = draw(st.sampled_from(re.findall(r'"[a-z_]+": ', text) or ['"x": ']))
+    return text[:at] if not here else text.replace(name, f"{name}null, {name}", 1)
 
 
 @st.composite
@@ -278,7 +243,7 @@ def cost_texts() -> tuple[str, ...]:
     return GROUPED.to_json(), TINY.to_json(), cache_file()
 
 
-many = settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
 
 
 # ---- what a plan says, from its JSON alone -------------------------------------------------
@@ -418,7 +383,7 @@ def test_a_damaged_plan_is_refused_or_judged_rightly(case):
 
 
 @given(st.sampled_from(range(7)), st.data())
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_whatever_bytes_are_verified_the_status_is_a_verdict_or_a_mistake(number, data):
     content = bytearray(plan_texts()[number].encode())
     for _ in range(data.draw(st.integers(1, 4))):
@@ -446,7 +411,7 @@ def test_whatever_bytes_are_verified_the_status_is_a_verdict_or_a_mistake(number
 # ---- cost tables and the cache -----------------------------------------------------------
 
 
-@settings(many, max_examples=150)
+@settings(many, max_examples=60)
 @given(damaged(cost_texts))
 def test_a_damaged_cost_table_is_refused_or_gives_prices(case):
     _, text = case
@@ -466,7 +431,7 @@ def test_a_damaged_cost_table_is_refused_or_gives_prices(case):
     check_verdict(plan.to_json(), certificate)
 
 
-@settings(many, max_examples=150)
+@settings(many, max_examples=60)
 @given(damaged(lambda: (cache_file(),)))
 @example((0, "[" * 100_000))
 @example((0, ""))
@@ -594,36 +559,14 @@ def test_a_problem_beyond_all_bounds_is_too_large_to_verify(tmp_path, capsys):
 # ---- exit statuses -----------------------------------------------------------------------
 
 
-def verified(capsys: pytest.CaptureFixture[str], path: Path) -> tuple[int, str, str]:
-    status = main(["plan", "--verify", str(path)])
-    return (status, *capsys.readouterr())
-
-
-def test_a_file_that_cannot_be_used_is_a_mistake_in_one_line(tmp_path, capsys):
-    for name, content in {
-        "deep": deep(10_000).encode(),
-        "empty": b"",
-        "cut": plan_texts()[0][:-100].encode(),
-        "utf16": plan_texts()[0].encode("utf-16"),
-        "bytes": b"\xff\xfe\x00",
-        "wide": hostile(topology__shape=[10**9]).encode(),
-    }.items():
-        path = tmp_path / f"{name}.json"
-        path.write_bytes(content)
-        status, out, err = verified(capsys, path)
-        assert (status, out) == (2, "")
-        assert len(err.splitlines()) == 1 and str(path) in err
-    status, out, err = verified(capsys, tmp_path)
-    assert (status, out) == (2, "") and "Is a directory" in err
-
-
 def test_a_crash_has_a_status_of_its_own(tmp_path, capsys):
     path = tmp_path / "plan.json"
     path.write_text(plan_texts()[0])
-    assert verified(capsys, path)[0] == 0
+    assert main(["plan", "--verify", str(path)]) == 0 and capsys.readouterr()
     for defect in (RecursionError("deep"), MemoryError(), KeyError("x")):
         with mock.patch("dmuon.scheduler.certificate.proven", side_effect=defect):
-            status, out, err = verified(capsys, path)
+            status = main(["plan", "--verify", str(path)])
+        out, err = capsys.readouterr()
         assert (status, out) == (CRASHED, "")
         assert "Traceback" in err and type(defect).__name__ in err
 
@@ -634,14 +577,3 @@ def test_the_statuses_are_in_the_help_and_on_the_page(capsys):
     told = " ".join(capsys.readouterr().out.split())
     page = Path(__file__).parents[2].joinpath("docs", "plan-command.md").read_text()
     assert "3 for a crash" in told and f"| {CRASHED} |" in page
-
-
-def test_planning_options_survive_the_bounds_of_files():
-    """What planning writes can be read: caps beyond all memory, large batches."""
-    plan = solve(
-        specs_of([A] * 40),
-        Topology.flat(2),
-        CostTable.analytic("h100"),
-        options=PlannerOptions(owner_memory_bytes=10**30, max_batch=40),
-    )
-    assert OwnershipPlan.from_json(plan.to_json()) == plan and certify(plan).ok
