@@ -1,30 +1,34 @@
 """How far from the optimum are plans, and how long do they take?
 
-``python -m benchmarks.scheduler --json out.json`` plans six model families on 8 to 4096 owners
-with every solver, under analytic costs of a GPU (full size) and under costs measured on this CPU
-(all dims divided by 8, so that measuring ends). ``gap`` is the makespan over the proven lower
-bound, less one; the bound of each cell is the best one that any solver proved, checked again by
-`certify`. ``lpt_elements`` and ``lpt_cost`` are longest-processing-time on the number of elements
-and on the cost of a single matrix: what is usual. Then one large cell in a process of its own, for
-its peak memory, and `benchmarks.executed`: do owners take as long as planned?
+``python -m benchmarks.scheduler --json out.json`` plans every preset on 2 to 128 owners under the
+analytic costs of a GPU, with each solver; ``--measured gpt2-xl vla`` also under costs measured on
+this CPU (all dims divided by 8, so that measuring ends). ``gap`` is the makespan over the proven
+lower bound, less one; the bound of a cell is the best that any solver proved, and ``certified``
+that `certify` computed it again. ``lpt_elements`` and ``lpt_cost`` are longest-processing-time on
+the number of elements and on the cost of a single matrix: what is usual. ``seconds`` are CPU time.
+
+Then large models (`LARGE`), each in a process of its own for its peak memory, and
+`benchmarks.executed`: do owners take as long as planned?
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import resource
 import statistics
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from benchmarks.executed import executed_rows
+from benchmarks.ranks import Row
 from benchmarks.results import command, table, write
-from dmuon.catalogue.presets import model_specs
+from dmuon.catalogue.presets import PRESETS, model_specs
 from dmuon.comm.transport import LocalTransport
 from dmuon.config import PlannerOptions
 from dmuon.measure import measured_costs
@@ -34,85 +38,106 @@ from dmuon.scheduler.greedy import longest_first_by_weight
 from dmuon.scheduler.problem import build_problem
 from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.solve import price_rows, solve
-from dmuon.scheduler.specs import ModelSpecs
+from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec
 from dmuon.scheduler.topology import Topology
+from dmuon.types import Algorithm
 
-FAMILIES = ("gpt2-xl", "llama3-70b", "qwen2.5-7b", "mixtral-8x7b", "deepseek-v3", "vla")
-OWNERS = (8, 16, 32, 64, 128, 256, 1024, 4096)
-LARGE = ("moe-60x256", 4096)
+OWNERS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+SOLVERS = ("round_robin", "lpt_elements", "lpt_cost", "greedy", "milp")
+COSTS = "h200"
 SHRINK = 8
 GPUS = 8  # per node
-ANALYTIC = "analytic:h200"
-
-Row = dict[str, Any]
 
 
-def shrunk(specs: ModelSpecs, factor: int) -> ModelSpecs:
-    """The same model with every dim of a matrix divided, at least 8: one parameter a matrix."""
+def of_shapes(shapes: Iterable[tuple[int, int]]) -> ModelSpecs:
+    """A model of plain weights."""
     parameters, matrices = [], []
-    for i, m in enumerate(specs.matrices):
-        rows, cols = (max(8, size // factor) for size in m.shape)
-        parent = specs.parameters[m.parameter]
-        parameters.append(replace(parent, name=m.name, shape=(rows, cols), dtype="float32"))
-        matrices.append(
-            replace(
-                m, parameter=i, rows=rows, cols=cols, start=0, dtype="float32", transposed=False
-            )
-        )
+    for i, (rows, cols) in enumerate(shapes):
+        parameters.append(ParameterSpec(f"p{i}", (rows, cols), "float32", Algorithm.MUON, "2-D"))
+        matrices.append(MatrixSpec(f"p{i}", i, rows, cols, "float32"))
     return ModelSpecs(tuple(parameters), tuple(matrices))
 
 
-def cell(family: str, specs: ModelSpecs, owners: int, costs: CostTable) -> list[Row]:
-    """All solvers on one model and number of owners."""
+def shrunk(specs: ModelSpecs) -> ModelSpecs:
+    """The same model with every dim of a matrix divided, at least 8: one parameter a matrix."""
+    return of_shapes((max(8, m.rows // SHRINK), max(8, m.cols // SHRINK)) for m in specs.matrices)
+
+
+def distinct(count: int) -> ModelSpecs:
+    return of_shapes([(64 + 8 * (i % 61), 64 + 8 * i) for i in range(count)])
+
+
+def many(count: int) -> ModelSpecs:
+    shapes = ((512, 512), (512, 2048), (256, 512), (1024, 4096))
+    return of_shapes([shapes[i % 4] for i in range(count)])
+
+
+# Name: the model, owners, and the most seconds and bytes that planning it may take.
+LARGE: dict[str, tuple[Callable[[], ModelSpecs], int, float, int]] = {
+    "1,000 distinct shapes": (lambda: distinct(1_000), 64, 10.0, 1 << 30),
+    "3,000 distinct shapes": (lambda: distinct(3_000), 256, 15.0, 1 << 30),
+    "100,000 matrices of 4 shapes": (lambda: many(100_000), 64, 15.0, 1 << 30),
+    "moe-60x256": (lambda: model_specs("moe-60x256"), 4096, 30.0, 2 << 30),
+}
+
+
+def planned(specs: ModelSpecs, owners: int, costs: CostTable, solver: str) -> Row:
+    """One plan and what its certificate says."""
     topology = Topology.flat(owners, ranks_per_node=min(GPUS, owners))
-    rows = baselines(specs, topology, costs)
-    proven = True
-    for solver in ("round_robin", "greedy", "milp"):
-        plan = solve(specs, topology, costs, solver=solver)
-        certificate = certify(plan)
-        proven = proven and certificate.ok and certificate.proven
-        rows.append(
-            {
-                "solver": solver,
-                "makespan_ms": plan.makespan_ms,
-                "imbalance": plan.makespan_ms / statistics.fmean(plan.loads_ms) - 1,
-                "status": plan.status,
-                "seconds": plan.seconds,
-                "hit_time_limit": plan.hit_time_limit,
-                "bound": plan.lower_bound_ms,
-            }
-        )
-    bound = max(row.pop("bound", 0.0) for row in rows)
-    for row in rows:
-        row["lower_bound_ms"] = bound
-        row["gap"] = row["makespan_ms"] / bound - 1
-        row["certified"] = proven
-    common = {"model": family, "costs": costs.source, "owners": owners}
-    return [common | {"matrices": len(specs.matrices)} | row for row in rows]
+    begin = time.process_time()
+    plan = solve(specs, topology, costs, solver=solver)
+    seconds = time.process_time() - begin
+    certificate = certify(plan)
+    return {
+        "solver": solver,
+        "makespan_ms": plan.makespan_ms,
+        "lower_bound_ms": plan.lower_bound_ms,
+        "imbalance": plan.makespan_ms / statistics.fmean(plan.loads_ms) - 1,
+        "status": plan.status,
+        "seconds": seconds,
+        "hit_time_limit": plan.hit_time_limit,
+        "certified": certificate.ok and certificate.proven,
+    }
 
 
-def baselines(specs: ModelSpecs, topology: Topology, costs: CostTable) -> list[Row]:
+def longest_first(specs: ModelSpecs, owners: int, costs: CostTable) -> list[Row]:
     prices = {row.key: row.ms for row in price_rows(specs, costs, PlannerOptions().max_batch)}
-    problem = build_problem(specs.matrices, topology.world, OwnerLimits(), prices)
+    problem = build_problem(specs.matrices, owners, OwnerLimits(), prices)
     elements = [kind.key[0] * kind.key[1] for kind in problem.kinds]
     single = [int(kind.ticks[1]) for kind in problem.kinds]
     rows = []
     for name, weights in (("lpt_elements", elements), ("lpt_cost", single)):
-        begin = time.perf_counter()
+        begin = time.process_time()
         counts = longest_first_by_weight(problem, weights)
-        seconds = time.perf_counter() - begin
+        seconds = time.process_time() - begin
         assert counts is not None
         loads = problem.loads(counts)
-        rows.append(
-            {
-                "solver": name,
-                "makespan_ms": problem.ms(int(loads.max())),
-                "imbalance": float(loads.max() / loads.mean() - 1),
-                "status": "feasible",
-                "seconds": seconds,
-            }
-        )
+        makespan_ms, imbalance = problem.ms(int(loads.max())), float(loads.max() / loads.mean() - 1)
+        row: Row = {"solver": name, "makespan_ms": makespan_ms, "imbalance": imbalance}
+        rows.append(row | {"status": "feasible", "seconds": seconds})
     return rows
+
+
+def cell(model: str, specs: ModelSpecs, owners: int, costs: CostTable) -> list[Row]:
+    """All solvers on one model and number of owners."""
+    rows = longest_first(specs, owners, costs)
+    rows += [planned(specs, owners, costs, name) for name in ("round_robin", "greedy", "milp")]
+    bound = max(row.get("lower_bound_ms", 0.0) for row in rows)
+    common = {"set": "cells", "model": model, "costs": costs.source, "owners": owners}
+    common |= {"matrices": len(specs.matrices)}
+    gaps = ({"lower_bound_ms": bound, "gap": row["makespan_ms"] / bound - 1} for row in rows)
+    return [common | row | gap for row, gap in zip(rows, gaps)]
+
+
+def large(name: str) -> Row:
+    """A large model, alone in its process: seconds and peak memory."""
+    build, owners, most_s, most_bytes = LARGE[name]
+    specs = build()
+    row = planned(specs, owners, CostTable.analytic(COSTS), "auto")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    row |= {"set": "large", "model": name, "owners": owners, "matrices": len(specs.matrices)}
+    row |= {"gap": row["makespan_ms"] / row["lower_bound_ms"] - 1, "peak_bytes": peak}
+    return row | {"passed": row["seconds"] <= most_s and peak <= most_bytes}
 
 
 def measured(specs: ModelSpecs, budget_s: float) -> CostTable:
@@ -122,82 +147,64 @@ def measured(specs: ModelSpecs, budget_s: float) -> CostTable:
     return measured_costs(LocalTransport(), keys, torch.device("cpu"), options)
 
 
-def large() -> Row:
-    """The large cell, alone in its process: seconds and peak memory."""
-    name, owners = LARGE
-    specs = model_specs(name)
-    begin = time.perf_counter()
-    plan = solve(
-        specs, Topology.flat(owners, ranks_per_node=GPUS), CostTable.analytic("h200"), solver="milp"
-    )
-    seconds = time.perf_counter() - begin
-    certificate = certify(plan)
-    return {
-        "set": "large",
-        "model": name,
-        "costs": ANALYTIC,
-        "owners": owners,
-        "matrices": len(specs.matrices),
-        "solver": "milp",
-        "makespan_ms": plan.makespan_ms,
-        "lower_bound_ms": plan.lower_bound_ms,
-        "gap": plan.makespan_ms / plan.lower_bound_ms - 1,
-        "status": plan.status,
-        "seconds": seconds,
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "certified": certificate.ok and certificate.proven,
-    }
-
-
 def show(rows: list[Row]) -> None:
-    """One line a cell: gaps of all solvers to the proven lower bound, in percent."""
-    names = ("round_robin", "lpt_elements", "lpt_cost", "greedy", "milp")
-    cells: dict[tuple[str, str, int], dict[str, Row]] = {}
-    for row in rows:
-        if row.get("set") == "cells":
-            key = (row["model"], row["costs"], row["owners"])
-            cells.setdefault(key, {})[row["solver"]] = row
-    lines = []
-    for (model, costs, owners), by_solver in cells.items():
-        gaps = [f"{100 * by_solver[n]['gap']:.2f}" for n in names]
-        milp = by_solver["milp"]
-        ended = milp["status"], f"{milp['seconds']:.2f}"
-        lines.append((model, costs.split(" ")[0], owners, *gaps, *ended))
-    print(table(("model", "costs", "owners", *names, "status", "seconds"), lines, left=2))
-    milps = [by_solver["milp"] for by_solver in cells.values()]
-    within = sum(m["gap"] <= 0.005 for m in milps)
+    """A line a model: gaps of "milp" to the bound in percent, by owners; then the distribution."""
+    cells = [row for row in rows if row["set"] == "cells"]
+    milp = [row for row in cells if row["solver"] == "milp"]
+    owners = sorted({row["owners"] for row in cells})
+    by_model: dict[tuple[str, str], dict[int, Row]] = {}
+    for row in milp:
+        by_model.setdefault((row["model"], row["costs"].split(" ")[0]), {})[row["owners"]] = row
+    lines = [
+        (*model, *(f"{100 * found[w]['gap']:.2f}" if w in found else None for w in owners))
+        for model, found in by_model.items()
+    ]
+    print(table(("model", "costs", *owners), lines, left=2), "\n")
+    for solver in SOLVERS:
+        gaps = sorted(100 * row["gap"] for row in cells if row["solver"] == solver)
+        means = f"mean {statistics.fmean(gaps):.2f}%, median {statistics.median(gaps):.2f}%"
+        print(f"{solver:12} {means}, worst {gaps[-1]:.2f}% above the bound")
+    optimal = sum(row["status"] == "optimal" for row in milp)
+    slowest = max(milp, key=lambda row: row["seconds"])
     print(
-        f"{len(milps)} cells: largest gap {max(m['gap'] for m in milps):.3%}, {within} within "
-        f"0.5%, slowest {max(m['seconds'] for m in milps):.1f} s, all certified: "
-        f"{all(m['certified'] for m in milps)}"
+        f"milp: {optimal} of {len(milp)} cells proven optimal, {sum(r['gap'] > 0.01 for r in milp)}"
+        f" above 1%, slowest {slowest['seconds']:.1f} s ({slowest['model']}, {slowest['owners']}), "
+        f"{sum(row['hit_time_limit'] for row in milp)} stopped by the clock, "
+        f"all certified: {all(row['certified'] for row in milp)}"
     )
     for row in rows:
-        if row.get("set") != "cells":
+        if row["set"] != "cells":
             print(json.dumps(row))
 
 
 def main() -> None:
     parser = command(__doc__)
-    parser.add_argument("--families", nargs="+", default=FAMILIES)
+    parser.add_argument("--models", nargs="*", choices=PRESETS, default=list(PRESETS))
     parser.add_argument("--owners", nargs="+", type=int, default=OWNERS)
-    parser.add_argument("--budget", type=float, default=30.0, help="seconds of measuring a family")
-    parser.add_argument("--large", action="store_true", help="only the large cell, in this process")
+    parser.add_argument("--measured", nargs="+", choices=PRESETS, default=[], metavar="MODEL")
+    parser.add_argument("--budget", type=float, default=30.0, help="seconds of measuring a model")
+    parser.add_argument("--large", choices=LARGE, help=argparse.SUPPRESS)  # in this process
     args = parser.parse_args()
     if args.large:
-        print(json.dumps(large()))
+        print(json.dumps(large(args.large)))
         return
     rows: list[Row] = []
-    for family in args.families:
-        specs = model_specs(family)
-        small = shrunk(specs, SHRINK)
-        tables = ((specs, CostTable.analytic("h200")), (small, measured(small, args.budget)))
-        for these, costs in tables:
-            for owners in args.owners:
-                rows += [{"set": "cells"} | row for row in cell(family, these, owners, costs)]
-                print(f"{family} {costs.source} {owners}: {rows[-1]['gap']:.3%}", file=sys.stderr)
-    large_alone = [sys.executable, "-m", "benchmarks.scheduler", "--large"]
-    done = subprocess.run(large_alone, stdout=subprocess.PIPE, text=True, check=True)
-    rows.append(json.loads(done.stdout.splitlines()[-1]))
+    analytic = CostTable.analytic(COSTS)
+    models: list[tuple[str, ModelSpecs, CostTable]] = [
+        (name, model_specs(name), analytic) for name in args.models
+    ]
+    for name in args.measured:
+        specs = shrunk(model_specs(name))
+        models.append((name, specs, measured(specs, args.budget)))
+    for name, specs, costs in models:
+        for owners in args.owners:
+            rows += cell(name, specs, owners, costs)
+            write(args.json if args.json != "-" else None, rows)
+            print(f"{name} {costs.source} {owners}: {rows[-1]['gap']:.3%}", file=sys.stderr)
+    for name in LARGE:
+        alone: list[Any] = [sys.executable, "-m", "benchmarks.scheduler", "--large", name]
+        done = subprocess.run(alone, stdout=subprocess.PIPE, text=True, check=True)
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
     rows += executed_rows()
     show(rows)
     write(args.json, rows)
