@@ -24,7 +24,7 @@ from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import Form
 
-__all__ = ["Bucket", "Pipeline", "buffer_elements", "places"]
+__all__ = ["Bucket", "Pipeline", "places"]
 
 
 def places(stack: Tensor, part: Part) -> Tensor:
@@ -100,35 +100,13 @@ class Bucket:
         )
 
 
-def _slot_sizes(routes: Sequence[BucketRoute], kind: str, slots: int) -> list[int]:
-    """Slot s holds the largest of the buckets s, s + slots, s + 2 slots ..."""
-    sizes = [getattr(route, kind).numel for route in routes]
-    return [max(sizes[slot::slots], default=0) for slot in range(slots)]
-
-
-def buffer_elements(
-    routes: Sequence[BucketRoute], units: Sequence[Unit], slots: int
-) -> dict[str, int]:
-    """Elements of the Newton-Schulz dtype that a `Pipeline` allocates on one rank, by purpose.
-
-    "inbound" and "outbound" have room, slot by slot, for what the rank holds and what it owns of a
-    bucket ("outbound" also for the copies of replicas); "assembly" is the largest owned bucket.
-    """
-    held, owned, out, into = (
-        sum(_slot_sizes(routes, kind, slots))
-        for kind in ("held", "owned", "copies_out", "copies_in")
-    )
-    return {
-        "inbound": held + owned,
-        "outbound": held + owned + out + into,
-        "assembly": max((sum(units[u].numel for u in r.units) for r in routes), default=0),
-    }
-
-
 class Pipeline:
     """Moves the buckets of one rank; ``like`` gives the dtype and device of what travels.
 
-    ``inbound`` is the dtype on the way to the owners, where it is another.
+    ``inbound`` is the dtype on the way to the owners, where it is another. ``nbytes`` are those of
+    its buffers: "inbound" and "outbound" have room, slot by slot, for what the rank holds and what
+    it owns of a bucket ("outbound" also for the copies of replicas); "assembly" is the largest
+    owned bucket.
     """
 
     def __init__(
@@ -146,14 +124,20 @@ class Pipeline:
         self._slots = slots
         self._pending: dict[int, Callable[[int], None]] = {}
         inbound = inbound or like.dtype
-        largest = buffer_elements(routes, units, slots)["assembly"]
+        largest = max((sum(units[u].numel for u in r.units) for r in routes), default=0)
         assembly = like.new_empty(largest, dtype=inbound)
+        self.nbytes = {"inbound": 0, "outbound": 0, "assembly": assembly.nbytes}
         rings = []  # of each kind of buffer: its part of a slot, bucket by bucket
         kinds = ("held", "owned", "owned", "held", "copies_out", "copies_in")
-        for kind, dtype in zip(kinds, [inbound] * 2 + [like.dtype] * 4, strict=True):
-            ring = [like.new_empty(n, dtype=dtype) for n in _slot_sizes(routes, kind, slots)]
+        for number, kind in enumerate(kinds):
             sizes = [getattr(route, kind).numel for route in routes]
+            # A slot holds the largest of its buckets.
+            slot_sizes = [max(sizes[slot::slots], default=0) for slot in range(slots)]
+            dtype = inbound if number < 2 else like.dtype
+            ring = [like.new_empty(size, dtype=dtype) for size in slot_sizes]
             rings.append([ring[b % slots].narrow(0, 0, size) for b, size in enumerate(sizes)])
+            purpose = "inbound" if number < 2 else "outbound"
+            self.nbytes[purpose] += sum(buffer.nbytes for buffer in ring)
         self.buckets = [
             Bucket.of(route, units, [ring[b] for ring in rings], assembly)
             for b, route in enumerate(routes)

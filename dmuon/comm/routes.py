@@ -26,7 +26,6 @@ __all__ = [
     "Part",
     "bucket_route",
     "parts_of",
-    "sent_elements",
 ]
 
 
@@ -165,26 +164,3 @@ def bucket_route(
     return BucketRoute(
         own, held.message(), owned.message(), out.message(), into.message(), replicates
     )
-
-
-def sent_elements(
-    shards: ShardMap, units: Sequence[Unit], travelling: Sequence[int]
-) -> dict[str, int]:
-    """Elements that all ranks together send in a full step, what stays on a rank left out.
-
-    By purpose. On a flat mesh of W ranks and evenly sharded matrices of P elements "gather" and
-    "scatter" are ``P (W-1)/W`` each; with R replicas of S shards ``P (S-1)/S`` each, and
-    "replicate" is ``P (R-1)``.
-    """
-    total = {"gather": 0, "scatter": 0, "replicate": 0}
-    for u in travelling:
-        owner = units[u].owner
-        for i in units[u].matrices:
-            of_owner = shards.replica_of(i, owner)
-            for piece in shards.pieces(i):
-                if piece.replica != of_owner:
-                    total["replicate"] += piece.numel
-                elif piece.rank != owner:
-                    total["gather"] += piece.numel
-                    total["scatter"] += piece.numel
-    return total

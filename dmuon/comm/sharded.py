@@ -28,8 +28,8 @@ from dmuon.comm.hooks import (
     wait_points,
 )
 from dmuon.comm.layout import Gradients, LayoutRuntime, check_replaced
-from dmuon.comm.pipeline import Pipeline, buffer_elements
-from dmuon.comm.routes import bucket_route, sent_elements
+from dmuon.comm.pipeline import Pipeline
+from dmuon.comm.routes import bucket_route
 from dmuon.comm.transport import Transport, Work
 from dmuon.config import ShardedOptions
 from dmuon.dtensors import LocalParameters
@@ -73,8 +73,9 @@ class ShardedRuntime(LayoutRuntime):
         """Prepare for an optimizer: the param group of each matrix, and the dtype that travels."""
         self._bind_units(groups, self.pipeline)
         options = self._options
+        travelling = [u for u, unit in enumerate(self.units) if not self.is_local(unit)]
         buckets = cut_buckets(
-            self.units, self._travelling, options.bucket_bytes, options.min_buckets,
+            self.units, travelling, options.bucket_bytes, options.min_buckets,
             ns_dtype.itemsize,
         )  # fmt: skip
         routes = [
@@ -90,19 +91,6 @@ class ShardedRuntime(LayoutRuntime):
                     p = self.parameters[self.plan.specs.matrices[i].parameter]
                     self._needs.setdefault(id(p), set()).add(b)
         self._install_hooks(self.pipeline)
-
-    @property
-    def _travelling(self) -> list[int]:
-        return [u for u, unit in enumerate(self.units) if not self.is_local(unit)]
-
-    def buffer_elements(self) -> dict[str, int]:
-        """Elements of the Newton-Schulz dtype that the buffers hold, by purpose."""
-        routes = [bucket.route for bucket in self.bound().buckets]
-        return buffer_elements(routes, self.units, self._options.buffers)
-
-    def sent_elements(self) -> dict[str, int]:
-        """Elements of that dtype that all ranks together send in a full step, by purpose."""
-        return sent_elements(self.shards, self.units, self._travelling)
 
     def is_local(self, unit: Unit) -> bool:
         """Whether a unit's matrices lie whole on their owner and nowhere else."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -41,7 +41,7 @@ from dmuon.config import KernelOptions
 from dmuon.dtensors import LayoutStamp, local_tensor, stored_tensor
 from dmuon.kernels.runner import Call
 from dmuon.scheduler.plan import Unit
-from dmuon.scheduler.shards import Box
+from dmuon.scheduler.shards import Box, Form
 from dmuon.step.engine import Amp, Engine, Settings, StepTelemetry
 from dmuon.step.verdict import Verdict, VerdictMessage, own_verdict
 from dmuon.types import OwnershipError
@@ -243,30 +243,25 @@ class ShardedEngine(Engine):
         self._block_operands = self._operands
         if self._settings.schedule.always_full:
             return
-        state, shards = self._state, self._runtime.shards
-        alike: dict[tuple[int, int, int, bool], list[int]] = defaultdict(list)
+        state, boxes = self._state, self._runtime.shards.boxes
+        alike: dict[tuple[int, bool, Form, tuple[int, ...]], list[int]] = defaultdict(list)
         for k, b in enumerate(state.blocks):
-            alike[b.group, b.rows, b.cols, b.is_whole].append(k)
+            form, shape = boxes[b.matrix].form, tuple(state.momentum[k].shape)
+            alike[b.group, b.is_whole, form, shape].append(k)
         self._block_operands = Operands(state, [*chain.from_iterable(alike.values())])
         ratio = self._settings.block_lr_ratio
-        for (group, rows, cols, is_whole), equal in alike.items():
+        for (group, is_whole, form, shape), equal in alike.items():
+            # A matrix that is whole here always takes full steps.
+            own = 1.0 if is_whole or ratio is None else ratio
             for start in range(0, len(equal), _BLOCK_BATCH):
-                some = equal[start : start + _BLOCK_BATCH]
-                matrices = tuple(state.blocks[k].matrix for k in some)
+                some = [state.blocks[k] for k in equal[start : start + _BLOCK_BATCH]]
+                matrices = tuple(b.matrix for b in some)
                 # Here a block is a whole by itself.
-                pieces = (
-                    (n, i, False, shards.piece(i, self._rank).box) for n, i in enumerate(matrices)
-                )
-                parts = [
-                    replace(part, whole=part.box.shape, box=Box.at_origin(part.box.shape))
-                    for part in parts_of(shards, -1, pieces)
-                ]
-                # A matrix that is whole here always takes full steps.
-                own = 1.0 if is_whole or ratio is None else ratio
-                unit = Unit(self._rank, group, matrices, rows, cols, 0.0)
-                first = self._block_operands.position_of[some[0]]
+                part = Part(-1, 0, matrices, Box.at_origin(shape), shape, form, False)
+                unit = Unit(self._rank, group, matrices, some[0].rows, some[0].cols, 0.0)
+                first = self._block_operands.position_of[equal[start]]
                 self._block_stacks.append(
-                    self._stack(unit, self._block_operands, first, parts, own)
+                    self._stack(unit, self._block_operands, first, [part], own)
                 )
 
     # ---- a step --------------------------------------------------------------------------
@@ -499,7 +494,7 @@ class ShardedEngine(Engine):
     def step_bytes(self) -> dict[str, int]:
         """Bytes beside weights, gradients and optimizer state that a full step takes, by purpose.
 
-        "operands" to "assembly" are allocated once and kept (see `buffer_elements`), and so are
+        "operands" to "assembly" are allocated once and kept (see `Pipeline.nbytes`), and so are
         "newton_schulz", the workspace of `Orthogonalizer`, and "commit", the copy of a chunk of
         momentum that masks take. Of the others one is alive at a time: "norms" for float64 copies
         of blocks whose norms are taken (on a CPU), "updates" while an owner computes, a float32
@@ -509,8 +504,7 @@ class ShardedEngine(Engine):
         found = {"operands": sum(memory.nbytes for memory in state.workspace.values())}
         if state.copies:
             found["commit"] = sum(memory.nbytes for memory in state.copies.values())
-        for purpose, elements in self._runtime.buffer_elements().items():
-            found[purpose] = elements * itemsize
+        found |= self._runtime.bound().nbytes
         found["newton_schulz"] = self._kernels.nbytes
         found["norms"] = 8 * self._operands.largest_run if state.device.type == "cpu" else 0
 

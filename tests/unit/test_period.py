@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dmuon.period import LinearPeriod, Schedule
@@ -71,9 +71,8 @@ def test_full_steps_by_hand(period, count, full):
 @given(periods, lengths)
 def test_an_integer_period_is_a_constant_function(period, count):
     expected = list(range(0, count, period))
-    assert full_steps(Schedule(period), count) == expected
-    assert full_steps(Schedule(lambda t: period), count) == expected
-    assert full_steps(Schedule(LinearPeriod(period, period, steps=7)), count) == expected
+    for same in (period, lambda t: period, LinearPeriod(period, period, steps=7)):
+        assert full_steps(Schedule(same), count) == expected
 
 
 @given(varying, lengths)
@@ -98,7 +97,6 @@ ends = st.floats(1, 1e6) | st.integers(1, 1000)
 
 
 @given(ends, ends, st.integers(1, 1000))
-@settings(max_examples=200)
 def test_a_linear_period_goes_from_start_to_end(start, end, steps):
     period = LinearPeriod(start, end, steps)
     at = sorted({0, 1, steps // 3, steps // 2, steps - 1, steps})
@@ -120,19 +118,18 @@ def test_a_linear_period_is_whole_where_it_should_be(start, steps):
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ((0.5, 20, 90), ValueError, r"LinearPeriod\.start must be finite and at least 1.* 0\.5"),
-        ((2, 0, 90), ValueError, r"LinearPeriod\.end must be finite and at least 1.* 0"),
-        ((2, math.inf, 90), ValueError, r"LinearPeriod\.end must be finite.* inf"),
-        ((math.nan, 2, 90), ValueError, r"LinearPeriod\.start must be finite.* nan"),
-        ((2, 20, 0), ValueError, r"LinearPeriod\.steps must be at least 1, found 0"),
-        ((2, 20, 9.0), TypeError, r"LinearPeriod\.steps must be a whole number, found 9\.0"),
-        ((2, 20, True), TypeError, r"LinearPeriod\.steps must be a whole number, found True"),
-        (("2", 20, 90), TypeError, r"LinearPeriod\.start must be a number, found '2'"),
-        ((2, True, 90), TypeError, r"LinearPeriod\.end must be a number, found True"),
+        ((0.5, 20, 90), ValueError, r"start must be finite and at least 1.* 0\.5"),
+        ((2, math.inf, 90), ValueError, r"end must be finite.* inf"),
+        ((math.nan, 2, 90), ValueError, r"start must be finite.* nan"),
+        ((2, 20, 0), ValueError, r"steps must be at least 1, found 0"),
+        ((2, 20, 9.0), TypeError, r"steps must be a whole number, found 9\.0"),
+        ((2, 20, True), TypeError, r"steps must be a whole number, found True"),
+        (("2", 20, 90), TypeError, r"start must be a number, found '2'"),
+        ((2, True, 90), TypeError, r"end must be a number, found True"),
     ],
 )
 def test_linear_periods_that_make_no_sense(arguments, error, words):
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=rf"LinearPeriod\.{words}"):
         LinearPeriod(*arguments)
 
 
@@ -142,19 +139,13 @@ def test_linear_periods_that_make_no_sense(arguments, error, words):
 @pytest.mark.parametrize(
     ("period", "error", "words"),
     [
-        (True, TypeError, "period must be a whole number of steps.*found True"),
-        ("5", TypeError, "period must be a whole number of steps.*found '5'"),
-        (None, TypeError, "period must be a whole number of steps.*found None"),
-        (0, ValueError, "period must be at least 1.*found 0"),
-        (-3, ValueError, "period must be at least 1.*found -3"),
-        (-math.inf, ValueError, "period must be at least 1.*found -inf"),
-        (math.nan, ValueError, "period must be at least 1.*found nan"),
-        (0.5, ValueError, "period must be at least 1.*found 0.5"),
-        (2.5, ValueError, "period must be a whole number of steps.*found 2.5"),
+        *((value, TypeError, "a whole number of steps") for value in (True, "5", None)),
+        *((value, ValueError, "at least 1") for value in (0, -math.inf, math.nan, 0.5)),
+        (2.5, ValueError, "a whole number of steps"),
     ],
 )
 def test_periods_that_make_no_sense(period, error, words):
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=f"period must be {words}.*found {period!r}"):
         Schedule(period)
 
 

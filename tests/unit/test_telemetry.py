@@ -12,22 +12,22 @@ from torch import nn
 from dmuon import dedicate_params
 from dmuon.comm.transport import LocalTransport, Meter
 from dmuon.scheduler.costs import CostTable
-from dmuon.step.engine import WARM_UP, WINDOW, StepTelemetry, is_exchange_step
+from dmuon.step.engine import StepTelemetry, is_exchange_step
 
 CPU = torch.device("cpu")
 
 
 class Watch:
-    """A stopwatch that says what a test wants; ``ready`` False: the device has not come so far."""
+    """A stopwatch that shows ``ms``; None: the device has not come so far."""
 
-    def __init__(self, ms: float, ready: bool = True) -> None:
-        self.ms, self.is_ready = ms, ready
+    def __init__(self, ms: float | None) -> None:
+        self.ms = ms
 
     def ready(self) -> bool:
-        return self.is_ready
+        return self.ms is not None
 
     def milliseconds(self) -> float:
-        assert self.is_ready, "reading it would wait for the device"
+        assert self.ms is not None, "reading it would wait for the device"
         return self.ms
 
 
@@ -54,10 +54,18 @@ class Pair(LocalTransport):
         return Arriving()
 
 
-def steps(telemetry: StepTelemetry, watches) -> None:
-    for watch in watches:
+def telemetry_of(
+    transport: LocalTransport, times: list[float | None], planned: float | None = None
+) -> StepTelemetry:
+    telemetry = StepTelemetry(transport, Meter(), CPU, planned)
+    steps(telemetry, times)
+    return telemetry
+
+
+def steps(telemetry: StepTelemetry, times: list[float | None]) -> None:
+    for ms in times:
         telemetry.begin_step()
-        telemetry.watch = watch
+        telemetry.watch = Watch(ms)
         telemetry.finish_step()
 
 
@@ -65,153 +73,117 @@ def test_the_exchange_steps_are_fixed():
     assert [s for s in range(1200) if is_exchange_step(s)] == [4, 16, 64, 256, 512, 768, 1024]
 
 
-def test_warm_up_does_not_count():
+@pytest.mark.parametrize(
+    ("times", "sent"),
+    [
+        ([1000.0, 1000.0, 2.0, 4.0], 3.0),  # warm-up does not count
+        ([50.0] * 8 + [9.0, 1.0, 8.0, 2.0, 7.0, 3.0, 6.0, 500.0], 6.5),  # the last eight do
+        ([9.0, 9.0, 2.0, None], 2.0),  # what the device has not reached is left out
+        ([0.0] * 4, 0.0),
+    ],
+)
+def test_the_median_of_the_recent_steps_is_sent(times, sent):
     transport = Pair(other=7.0)
-    telemetry = StepTelemetry(transport, Meter(), CPU)
-    steps(telemetry, [Watch(1000.0)] * WARM_UP + [Watch(2.0), Watch(4.0)])
-    assert transport.sent == [3.0]
-    assert telemetry.measured_ms() == (3.0, 7.0)
-
-
-def test_the_median_of_the_recent_steps_is_sent():
-    transport = Pair(other=1.0)
-    telemetry = StepTelemetry(transport, Meter(), CPU)
-    steps(telemetry, [Watch(50.0)] * 8 + [Watch(float(ms)) for ms in (9, 1, 8, 2, 7, 3, 6, 500)])
-    assert transport.sent[1] == 6.5
+    telemetry = telemetry_of(transport, times)
+    assert transport.sent[-1] == sent and telemetry.measured_ms() == (sent, 7.0)
 
 
 def test_a_new_exchange_replaces_the_old_one():
     transport = Pair(other=1.0)
-    telemetry = StepTelemetry(transport, Meter(), CPU)
-    steps(telemetry, [Watch(2.0)] * 4)
+    telemetry = telemetry_of(transport, [2.0] * 4)
     assert telemetry.measured_ms() == (2.0, 1.0)
     transport.other = 5.0
-    steps(telemetry, [Watch(3.0)] * 12)
+    steps(telemetry, [3.0] * 12)
     assert telemetry.measured_ms() == (3.0, 5.0)
 
 
 def test_a_step_waits_for_the_exchange_of_the_one_before_only():
     transport = Pair(other=1.0)
-    telemetry = StepTelemetry(transport, Meter(), CPU)
-    steps(telemetry, [Watch(2.0)] * 4)
+    telemetry = telemetry_of(transport, [2.0] * 4)
     assert transport.waited == 0
-    steps(telemetry, [Watch(2.0)])
+    steps(telemetry, [2.0])
     assert transport.waited == 1
-    assert telemetry.measured_ms() == (2.0, 1.0)
-    assert transport.waited == 1
-
-
-def test_what_the_device_has_not_reached_is_left_out():
-    transport = Pair(other=1.0)
-    telemetry = StepTelemetry(transport, Meter(), CPU)
-    steps(telemetry, [Watch(9.0), Watch(9.0), Watch(2.0), Watch(0.0, ready=False)])
-    assert transport.sent == [2.0]
+    assert telemetry.measured_ms() == (2.0, 1.0) and transport.waited == 1
 
 
 def test_a_rank_without_a_number_keeps_its_last_one():
     transport = Pair(other=1.0)
-    telemetry = StepTelemetry(transport, Meter(), CPU)
-    steps(telemetry, [Watch(0.0, ready=False)] * 4)
+    telemetry = telemetry_of(transport, [None] * 4)
     assert math.isnan(transport.sent[0])
     assert telemetry.measured_ms() is None, "of rank 0 nothing is known yet"
-    steps(telemetry, [Watch(4.0)] * 12)
+    steps(telemetry, [4.0] * 12)
     assert telemetry.measured_ms() == (4.0, 1.0)
     transport.other = math.nan
-    steps(telemetry, [Watch(5.0)] * 48)
+    steps(telemetry, [5.0] * 48)
     assert telemetry.measured_ms() == (5.0, 1.0)
 
 
-def test_an_owner_of_nothing_needs_no_time():
-    transport = Pair(other=3.0)
-    telemetry = StepTelemetry(transport, Meter(), CPU)
+def test_an_owner_of_nothing_needs_no_time_and_nothing_to_do_is_no_measurement():
+    telemetry = StepTelemetry(Pair(other=3.0), Meter(), CPU)
     for _ in range(4):
         telemetry.begin_step()  # a real watch that never runs
         telemetry.finish_step()
     assert telemetry.measured_ms() == (0.0, 3.0)
-
-
-def test_nothing_to_do_is_no_measurement():
-    telemetry = StepTelemetry(Pair(other=0.0), Meter(), CPU)
-    steps(telemetry, [Watch(0.0)] * 4)
-    assert telemetry.measured_ms() is None
-
-
-def test_one_rank_needs_no_group():
-    telemetry = StepTelemetry(LocalTransport(), Meter(), CPU)
-    steps(telemetry, [Watch(2.5)] * 4)
-    assert telemetry.measured_ms() == (2.5,)
+    assert telemetry_of(Pair(other=0.0), [0.0] * 4).measured_ms() is None
+    assert telemetry_of(LocalTransport(), [2.5] * 4).measured_ms() == (2.5,), "one rank"
 
 
 def test_bytes_are_counted():
     meter = Meter()
     telemetry = StepTelemetry(Pair(other=1.0), meter, CPU)
-    steps(telemetry, [Watch(2.0)] * 3)
+    steps(telemetry, [2.0] * 3)
     assert not meter.bytes
-    steps(telemetry, [Watch(2.0)])
+    steps(telemetry, [2.0])
     assert meter.reset() == {"telemetry": 8}
-
-
-def test_the_window_is_bounded():
-    telemetry = StepTelemetry(Pair(other=1.0), Meter(), CPU)
-    steps(telemetry, [Watch(1.0)] * 100)
-    assert len(telemetry._recent) == WINDOW
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_an_exchange_does_not_wait_for_the_device():
-    device = torch.device("cuda")
-    telemetry = StepTelemetry(LocalTransport(), Meter(), device)
+    telemetry = StepTelemetry(LocalTransport(), Meter(), torch.device("cuda"))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(5):
-            watch = telemetry.begin_step()
-            watch.start()
+            telemetry.begin_step()
+            telemetry.watch.start()
             torch.cuda._sleep(10_000_000)
-            watch.stop()
+            telemetry.watch.stop()
             telemetry.finish_step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert telemetry.measured_ms() is None or telemetry.measured_ms()[0] > 0
 
 
-def warned(planned: float | None, watches) -> list[str]:
-    telemetry = StepTelemetry(Pair(other=1.0), Meter(), CPU, planned)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        steps(telemetry, watches)
-    return [str(w.message) for w in found]
-
-
-def test_a_step_far_from_its_plan_says_so_once():
-    (text,) = warned(1.9, [Watch(820.0)] * 64)
-    assert "rank 0 spends 820 ms" in text and "expected 1.9 ms" in text and "432 times" in text
-    (text,) = warned(500.0, [Watch(2.0)] * 64)
-    assert "spends 2 ms" in text and "expected 500 ms" in text and "1/250" in text
+# ---- far from the plan -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("planned", "ms"),
+    ("planned", "times", "words"),
     [
-        (None, [820.0] * 16),  # prices that are no times of a machine
-        (82.1, [820.0] * 16),
-        (0.1, [4.0] * 16),  # of no consequence
-        (500.0, [0.0] * 16),  # no gradient came
-        (1.9, [820.0] * 2 + [2.0] * 14),  # warm-up
-        (1.9, [820.0] * 3 + [2.0] + [820.0] * 12),  # one step as planned before the first look ...
+        (1.9, [820.0] * 64, ["rank 0 spends 820 ms", "expected 1.9 ms", "432 times"]),
+        (500.0, [2.0] * 64, ["spends 2 ms", "expected 500 ms", "1/250"]),
+        (None, [820.0] * 10, None),  # prices that are no times of a machine
+        (82.1, [820.0] * 10, None),
+        (0.1, [4.0] * 10, None),  # of no consequence
+        (500.0, [0.0] * 10, None),  # no gradient came
+        (1.9, [820.0] * 2 + [2.0] * 8, None),  # warm-up
+        # One step as planned before the first look, and the busy minute that follows is no reason
+        # as long as the last eight steps hold it.
+        (1.9, [820.0] * 3 + [2.0] + [820.0] * 6, None),
     ],
 )
-def test_a_step_near_its_plan_says_nothing(planned: float | None, ms: list[float]):
-    # ... and the busy minute that follows is no reason as long as the last eight steps hold it.
-    assert warned(planned, map(Watch, ms[:10])) == []
+def test_a_step_far_from_its_plan_says_so_once(planned, times, words):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        telemetry_of(Pair(other=1.0), times, planned)
+    assert len(found) == (words is not None)
+    assert all(word in str(found[0].message) for word in words or ())
 
 
 def test_what_a_plan_expects_of_a_rank():
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     measured = CostTable("measured on a machine", {(8, 8, "float32"): {1: 3.0, 2: 5.0}})
-    own = dedicate_params(model, costs=measured)
-    assert own.telemetry._planned_ms == own.plan.loads_ms[0] == 5.0
-    own.close()
-    own = dedicate_params(model, costs="analytic:cpu")
-    assert own.telemetry._planned_ms is None
-    own.close()
+    for costs, expected in ((measured, 5.0), ("analytic:cpu", None)):
+        own = dedicate_params(model, costs=costs)
+        assert own.telemetry._planned_ms == expected
+        own.close()
