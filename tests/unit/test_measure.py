@@ -324,9 +324,9 @@ def test_a_candidate_that_does_not_compile_is_dropped():
 KEYS: list[ShapeKey] = [(6, 10, "float32")] * 2 + [(10, 6, "float32"), (8, 8, "bfloat16")]
 
 
-def costs_of(folder=None, keys=KEYS, planner=None, **kwargs) -> CostTable:
+def costs_of(folder=None, keys=KEYS, planner=None, device=CPU, **kwargs) -> CostTable:
     options = PlannerOptions(cache_dir=None if folder is None else str(folder), **(planner or {}))
-    return measured_costs(LocalTransport(), keys, CPU, options, **kwargs)
+    return measured_costs(LocalTransport(), keys, device, options, **kwargs)
 
 
 def timers(made: list[FakeTimer], factor: float = 1.0):
@@ -380,6 +380,16 @@ def test_what_is_cached_is_not_measured_again(tmp_path):
     finally:
         torch.set_num_threads(1)
     assert measured_by(made) == set(first.entries)
+    # On CUDA times of graphs are kept apart from those of eager calls.
+    with (
+        mock.patch("dmuon.measure.device_name", return_value="H100"),
+        mock.patch("dmuon.measure.backend_version", return_value="torch"),
+    ):
+        for graphs, measures in ((None, True), (True, False), (False, True), (False, False)):
+            kernels = KernelOptions(method="standard", backend="torch", cuda_graphs=graphs)
+            cuda, timer = torch.device("cuda"), timers(made)
+            costs_of(tmp_path, device=cuda, kernels=kernels, timer=timer)
+            assert bool(measured_by(made)) == measures, graphs
     fresh = costs_of(tmp_path, timer=timers(made, 4.0), fresh=True)
     assert measured_by(made) == set(first.entries)
     assert fresh.entries[8, 8, "bfloat16"][1] == pytest.approx(
@@ -478,20 +488,6 @@ def test_on_cuda_a_call_is_compiled_and_captured_once_before_it_is_timed():
             for run_ in runs:
                 timer.run(*run_)
                 assert counts[run_] == expected
-
-
-def test_times_of_graphs_and_of_eager_calls_are_kept_apart(tmp_path):
-    made: list[FakeTimer] = []
-    options = PlannerOptions(cache_dir=str(tmp_path))
-    with (
-        mock.patch("dmuon.measure.device_name", return_value="H100"),
-        mock.patch("dmuon.measure.backend_version", return_value="torch"),
-    ):
-        for graphs, measures in ((None, True), (True, False), (False, True), (False, False)):
-            kernels = KernelOptions(method="standard", backend="torch", cuda_graphs=graphs)
-            cuda, timer = torch.device("cuda"), timers(made)
-            measured_costs(LocalTransport(), KEYS, cuda, options, kernels=kernels, timer=timer)
-            assert bool(measured_by(made)) == measures, graphs
 
 
 def test_a_batch_that_needs_more_than_a_quarter_of_the_memory_is_not_tried(tmp_path):

@@ -168,7 +168,7 @@ def test_operands_of_the_caller_are_told_apart(built):
     recorder = Recorder()
     runner = Orthogonalizer(CPU, F32, capture=recorder)
     call, part = Call((2, 6, 9), POLAR, STANDARD), Call((1, 6, 9), POLAR, STANDARD)
-    buckets = [torch.empty(2, 6, 9), torch.empty(2, 6, 9)]
+    buckets = [*torch.empty(2, 2, 6, 9)]
     runner.reserve([], [(call, x) for x in buckets])
     for seed in range(4):
         for x in buckets:
@@ -304,25 +304,21 @@ def test_the_optimizer_refuses_what_cannot_run_and_can_be_made_again():
 
 
 def plan_with(kernel: str) -> dmuon.OwnershipPlan:
-    costs = CostTable(
-        "by hand", {(4, 6, "float32"): {1: 1.0}}, kernels={(4, 6, "float32"): {1: kernel}}
-    )
+    key = (4, 6, "float32")
+    costs = CostTable("by hand", {key: {1: 1.0}}, kernels={key: {1: kernel}})
     own = dmuon.dedicate_params(torch.nn.Linear(4, 6), costs=costs)
     own.close()
     return own.plan
 
 
 def test_options_that_contradict_a_saved_plan_and_plans_that_diverge_are_refused():
-    plan = plan_with(GRAM)
+    model, plan = torch.nn.Linear(4, 6), plan_with(GRAM)
     for options in ({"method": "standard"}, {"method": "gram[1,3]"}, {"backend": "torch_strips"}):
         with pytest.raises(PlanError, match=r"the saved plan runs gram\[2\]/torch/float32"):
-            dmuon.dedicate_params(
-                torch.nn.Linear(4, 6), plan=plan, kernels=KernelOptions(**options)
-            )
+            dmuon.dedicate_params(model, plan=plan, kernels=KernelOptions(**options))
     agreeing = KernelOptions(method="gram", backend="torch")
-    dmuon.dedicate_params(torch.nn.Linear(4, 6), plan=plan, kernels=agreeing).close()
+    dmuon.dedicate_params(model, plan=plan, kernels=agreeing).close()
     for kernel in ("gram[2]/torch/bfloat16", "gram[4]/torch/float32"):
-        model = torch.nn.Linear(4, 6)
         own = dmuon.dedicate_params(model, plan=plan_with(kernel))
         with pytest.raises(ValueError, match="with which the iteration diverges"):
             dmuon.Muon(model)
@@ -338,8 +334,7 @@ def test_the_number_of_steps_may_change_in_training(method):
         opt.param_groups[0]["ns_steps"] = steps
         before = model.weight.detach().clone()
         trained(model, opt)
-        change = (model.weight.detach() - before).abs().max()
-        assert 0 < float(change) < 1, (steps, opt.stats()["kernels"]["ran"])
+        assert 0 < float((model.weight.detach() - before).abs().max()) < 1, steps
     own.close()
 
 
