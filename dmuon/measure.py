@@ -1,12 +1,10 @@
 """Measuring: one loop that times Newton-Schulz as owners run it chooses kernels and fills costs.
 
-::
-
-    every rank   which device, which Newton-Schulz dtype             -> exchange
-    first rank   choose kernels: cached, or measured                 -> exchange
-    every rank   what its cache says of these kernels                -> exchange
-                 measure, all at once, what anyone lacks             -> exchange, the slowest counts
-                 write the cache
+every rank   which device, which Newton-Schulz dtype             -> exchange
+first rank   choose kernels: cached, or measured                 -> exchange
+every rank   what its cache says of these kernels                -> exchange
+             measure, all at once, what anyone lacks             -> exchange, the slowest counts
+             write the cache
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -412,15 +410,6 @@ def _arguments(
 # ---- measured costs ----------------------------------------------------------------------
 
 
-class _Place(NamedTuple):
-    """Where a rank runs, as the others need to know it."""
-
-    host: str
-    directory: str | None
-    device: str
-    ns_dtype: torch.dtype
-
-
 def measured_costs(
     transport: Transport,
     keys: Iterable[ShapeKey],
@@ -453,25 +442,25 @@ def measured_costs(
     given = costs.cache_directory() if options.cache_dir is None else options.cache_dir
     folder = None if given is None else os.fspath(given)
 
-    def place() -> _Place:
+    def place() -> tuple[str, str | None, str, torch.dtype]:
         native = resolve_ns_dtype("auto", device)
-        return _Place(socket.gethostname(), folder, device_name(device), native)
+        return socket.gethostname(), folder, device_name(device), native
 
     places = exchanged(place)
-    mine = places[transport.rank]
-    leads = places.index(mine) == transport.rank  # speaks and writes for all with this cache
+    host, _, name, native = places[transport.rank]
+    # The first rank with this cache speaks and writes for all that share it.
+    leads = places.index(places[transport.rank]) == transport.rank
     # As in `optim`: updates travel in this dtype.
-    ns_dtype = mine.ns_dtype if len({p.ns_dtype for p in places}) == 1 else torch.float32
-    name, sharing = mine.device, 1
+    ns_dtype = native if len({dtype for *_, dtype in places}) == 1 else torch.float32
+    row = costs.ANALYTIC_DEVICES[costs.analytic_class(device.type, name)]
+    sharing = sum(p[0] == host for p in places) if device.type == "cpu" else 1
     if device.type == "cpu":
-        sharing = sum(p.host == mine.host for p in places)
         name = f"{name}, {sharing} process{'es' if sharing > 1 else ''}"
     # What was chosen among a few kernels, or timed without graphs, says nothing of the others.
     version = f"{backend_version(device)}-{ns.KERNEL_VERSION}-{kernels.method}-{kernels.backend}"
     version += "-eager" if device.type == "cuda" and kernels.cuda_graphs is False else ""
     steps = MuonDefaults().ns_steps
     key = costs.CacheKey(name, torch.__version__, version, dtype_name(ns_dtype), steps, momentum)
-    row = costs.ANALYTIC_DEVICES[costs.analytic_class(device.type, mine.device)]
     model = CostTable(f"measured on {name}", {}, row, steps, "measured", momentum=momentum)
     cases = cases_of(keys, options.max_batch)
     cached, problem = None, None
@@ -581,11 +570,8 @@ def _free_bytes(device: torch.device, root: Path = Path("/")) -> float:
 def progress_bar(
     total: int, what: str, *, shown: bool = True, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Progress]:
-    """A line on standard error, if it takes more than two seconds and someone watches.
-
-    It is drawn when it is told something, because a thread that draws would disturb what is
-    measured.
-    """
+    """A line on standard error, if it takes more than two seconds and someone watches; drawn when
+    something is told, because a thread that draws would disturb what is measured."""
     visible_at = clock() + (_SHOW_AFTER_S if shown and sys.stderr.isatty() else math.inf)
     clear = ""
 
