@@ -11,21 +11,25 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, replace
 from datetime import timedelta
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from dmuon.config import DedicatedOptions, ReplicatedOptions, ShardedOptions
 from dmuon.optim import Muon
-from dmuon.tools.equivalence import Comparison, EquivalenceReport, EquivalenceRow, compare
+from dmuon.tools.equivalence import EquivalenceReport, EquivalenceRow, check_step_equivalence
 from dmuon.tools.plan import positive
 
 if TYPE_CHECKING:
@@ -37,14 +41,8 @@ _NPROC = 4  # processes of the replicated layout
 _TIMEOUT_S = 300  # of a collective; a check that hangs has failed
 _DATA_OF_A_SEED = 10_000  # steps until the data are those of the next seed
 
-# Of the replicated layout: (DDP, dtype of the parameters, dtype of Newton-Schulz).
-_REPLICATED = (
-    (False, torch.float32, torch.float32),
-    (True, torch.float32, torch.float32),
-    (False, torch.float32, torch.bfloat16),
-    (False, torch.bfloat16, torch.bfloat16),
-)
-# Cases of the others that are also compared with Newton-Schulz in half precision.
+_FULL, _HALF = torch.float32, torch.bfloat16
+# Cases of the other layouts that are also compared with Newton-Schulz in half precision.
 _HALF_PRECISION = ("fsdp4", "tp+fsdp")
 _LAYOUTS = ("replicated", "sharded", "dedicated")
 
@@ -82,80 +80,80 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Comparisons that share ``world`` processes; ``case`` is None in the replicated layout."""
+class _Job(NamedTuple):
+    """Rows of one model on one mesh: (dtype of the parameters, dtype of Newton-Schulz) each."""
 
     layout: str
-    world: int
-    case: ParallelCase | None = None
+    case: ParallelCase
+    dtypes: Sequence[tuple[torch.dtype, torch.dtype]]
 
 
 def _jobs(args: argparse.Namespace) -> list[_Job]:
     """What is compared, layout by layout; cases of more than ``--nproc`` processes are left out."""
-    chosen = _LAYOUTS if args.layout == "all" else (args.layout,)
-    jobs = [_Job("replicated", args.nproc or _NPROC)] if "replicated" in chosen else []
-    if chosen == ("replicated",):
-        return jobs
     # Only here, for FSDP takes a second to import, which the other commands do not need.
-    from dmuon.tools.parallel_models import CASES, DEDICATED_CASES
+    from dmuon.tools.parallel_models import CASES, DEDICATED_CASES, replicated_case
 
+    full, half = (_FULL, _FULL), (_FULL, _HALF)
+    nproc = args.nproc or _NPROC
+    jobs = [
+        _Job("replicated", replicated_case(nproc), [full]),
+        _Job("replicated", replicated_case(nproc, DistributedDataParallel), [full]),
+        _Job("replicated", replicated_case(nproc), [half, (_HALF, _HALF)]),
+    ]
     for layout, cases in (("sharded", CASES), ("dedicated", DEDICATED_CASES)):
-        fitting = [case for case in cases if args.nproc is None or case.world <= args.nproc]
-        jobs += [_Job(layout, case.world, case) for case in fitting if layout in chosen]
-    return jobs
+        for case in cases:
+            if args.nproc is None or case.world <= args.nproc:
+                jobs.append(_Job(layout, case, [full] + [half] * (case.name in _HALF_PRECISION)))
+    return [job for job in jobs if args.layout in (job.layout, "all")]
 
 
-def _fault(opt: Muon) -> None:
-    """Have the last rank change its weights by a fifth too much."""
+def _plant_fault() -> None:
+    """Have the last rank change dmuon's weights by a fifth too much."""
+
+    def scaled(factor: float) -> Callable[..., None]:
+        def hook(opt: torch.optim.Optimizer, *_: Any) -> None:
+            for group in opt.param_groups if isinstance(opt, Muon) else ():
+                group["lr"] *= factor
+
+        return hook
+
     if dist.get_rank() == dist.get_world_size() - 1:
-        for group in opt.param_groups:
-            group["lr"] *= 1.2
+        register_optimizer_step_pre_hook(scaled(1.2))
+        register_optimizer_step_post_hook(scaled(1 / 1.2))
 
 
 def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
-    from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
+    from dmuon.tools.parallel_models import batch, loss_of
 
-    case = job.case
-    mesh = None if case is None else case.make_mesh()
-    kinds = list(_REPLICATED)
-    if case is not None:
-        half = [torch.bfloat16] * (case.name in _HALF_PRECISION)
-        kinds = [(False, torch.float32, ns_dtype) for ns_dtype in (torch.float32, *half)]
-    for (ddp, dtype, ns_dtype), seed in product(kinds, range(args.seeds)):
+    layout, case, _ = job
+    mesh = case.make_mesh()
+    for (dtype, ns_dtype), seed in product(job.dtypes, range(args.seeds)):
 
         def build(dtype: torch.dtype = dtype, seed: int = seed) -> nn.Module:
-            if case is None:
-                torch.manual_seed(1000 * seed + dist.get_rank())  # rank 0's weights count
-                return ParallelModel().to(dtype)
-            torch.manual_seed(seed)  # replicas must start alike
-            return case.build()
+            # In the replicated layout rank 0's weights count; replicas of shards must start alike.
+            torch.manual_seed(1000 * seed + (dist.get_rank() if layout == "replicated" else 0))
+            return case.build().to(dtype)
 
         def batches(step: int, data_rank: int, seed: int = seed) -> tuple[Tensor, Tensor]:
             return batch(_DATA_OF_A_SEED * seed + step, data_rank)
 
-        def tensor_parallel(model: nn.Module) -> nn.Module:
-            return model if case is None or mesh is None else case.tensor_parallel(model, mesh)
-
-        def parallelize(model: nn.Module, ddp: bool = ddp) -> nn.Module:
-            if case is not None and mesh is not None:
-                return case.data_parallel(model, mesh)
-            return DistributedDataParallel(model) if ddp else model
-
-        how = Comparison(
-            parallelize,
-            tensor_parallel,
-            job.layout,
-            args.steps,
-            _options(job.layout, dtype),
-            None if case is None else case.data_axes,
-            _fault if args.plant_fault else None,
+        report = check_step_equivalence(
+            build,
+            loss_of,
+            batches,
+            mesh,
+            parallelize=lambda model: case.data_parallel(model, mesh),
+            tensor_parallel=lambda model: case.tensor_parallel(model, mesh),
+            layout=layout,
+            steps=args.steps,
+            options=_options(layout, dtype),
+            data_axes=case.data_axes,
+            lr=args.lr,
+            ns_dtype=ns_dtype,
+            # AdamW divides by |g| + eps: where g is all but zero, its last bits would decide.
+            adamw_eps=1e-4,
         )
-        # AdamW divides by |g| + eps: where g is all but zero, its last bits would decide.
-        settings = {"lr": args.lr, "ns_dtype": ns_dtype, "adamw_eps": 1e-4}
-        report = compare(build, loss_of, batches, mesh, how, settings)
-        name = "" if case is None else case.name
-        yield from (replace(row, case=name, seed=seed) for row in report.rows)
+        yield from (replace(row, case=case.name, seed=seed) for row in report.rows)
 
 
 def _options(layout: str, dtype: torch.dtype) -> Any:
@@ -179,10 +177,12 @@ def _check_worker(rank: int, world: int, args: argparse.Namespace, folder: str) 
     )
     # Some rows ask for a dtype that measured kernels are not for; the table says which ran.
     warnings.filterwarnings("ignore", "dmuon: the plan's kernels were chosen for")
+    if args.plant_fault:
+        _plant_fault()
     try:
         rows: list[EquivalenceRow] = []
         for job in _jobs(args):
-            if job.world == world:
+            if job.case.world == world:
                 rows += _rows(args, job)
         if rank == 0:
             with open(os.path.join(folder, f"rows{world}.json"), "w") as file:
@@ -224,7 +224,7 @@ def _compare(args: argparse.Namespace, worlds: Collection[int]) -> EquivalenceRe
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print the table or JSON; 1 if anything differs, 2 if there is nothing to do."""
-    worlds = sorted({job.world for job in _jobs(args)})
+    worlds = sorted({job.case.world for job in _jobs(args)})
     if not worlds:
         sys.stderr.write(
             f"python -m dmuon check: error: --nproc {args.nproc} leaves no mesh to check with "
@@ -232,13 +232,11 @@ def run(args: argparse.Namespace) -> int:
         )
         return 2
     report = _compare(args, worlds)
-    if args.json != "-":
-        print(report, flush=True)
-    if args.json == "-":
-        print(json.dumps(report.to_dict(), indent=1))
-    elif args.json:
+    text = json.dumps(report.to_dict(), indent=1)
+    print(text if args.json == "-" else report, flush=True)
+    if args.json not in (None, "-"):
         with open(args.json, "w") as file:
-            json.dump(report.to_dict(), file, indent=1)
+            file.write(text)
     if not report.passed:
         print("dmuon differs from the reference", file=sys.stderr)
     return 0 if report.passed else 1

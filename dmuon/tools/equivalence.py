@@ -36,13 +36,7 @@ from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, DmuonError, Layout
 from dmuon.update import merged_master
 
-__all__ = [
-    "Comparison",
-    "EquivalenceReport",
-    "EquivalenceRow",
-    "check_step_equivalence",
-    "compare",
-]
+__all__ = ["EquivalenceReport", "EquivalenceRow", "check_step_equivalence"]
 
 ABSOLUTE = 1e-5  # weights and losses, where nothing is rounded to half precision
 # What an update may differ by, in yardsticks. Sums in another order carry up to 1 yardstick far,
@@ -87,21 +81,18 @@ class EquivalenceRow:
 
     def _cells(self) -> dict[str, str]:
         """What a table shows, by heading."""
-        return {
-            "layout": self.layout,
-            "case": self.case,
-            "ranks": self.mesh,
-            "dtype": self.dtype,
-            "NS": self.ns_dtype,
-            "steps": str(self.steps),
-            "seed": str(self.seed),
-            "max abs diff": f"{max(self.max_abs_diff, self.max_loss_diff):.1e}",
-            "update diff": f"{self.max_update_diff:.1e}",
-            "decides": f"{self.difference:.1e}",
-            "yardstick": f"{self.yardstick:.1e}",
-            "tolerance": f"{self.tolerance:.1e} {self.criterion}",
-            "verdict": "equal" if self.passed else "DIFFERS",
+        largest = max(self.max_abs_diff, self.max_loss_diff)
+        numbers = {
+            "max abs diff": largest,
+            "update diff": self.max_update_diff,
+            "decides": self.difference,
+            "yardstick": self.yardstick,
         }
+        words = {"layout": self.layout, "case": self.case, "ranks": self.mesh, "dtype": self.dtype}
+        words |= {"NS": self.ns_dtype, "steps": str(self.steps), "seed": str(self.seed)}
+        words |= {heading: f"{number:.1e}" for heading, number in numbers.items()}
+        words["tolerance"] = f"{self.tolerance:.1e} {self.criterion}"
+        return words | {"verdict": "equal" if self.passed else "DIFFERS"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,85 +185,41 @@ def check_step_equivalence(
 
     Where NS runs in the weights' own precision (or better) the weights and losses must agree to
     1e-5. In half precision a difference of 1e-7 in a gradient can flip roundings worth percents of
-    an update, so there each step starts from the same weights, and two things of each matrix's
-    change beyond what rounding to its dtype explains (in the `replicated` layout also of each
-    published update) are judged: its direction, by the Frobenius norm of the difference, and its
-    norm. How far rounding alone carries them is measured in the same run: a second reference gets
-    the same gradients, summed in the dtype in which dmuon sums them and each entry moved by one
-    rounding. The most that this changes the matrix's update in any step is its yardstick, at least
-    one unit in the last place of the coarsest dtype; 5 yardsticks are allowed. An error of less
-    than that in an update's direction passes there: compare with ``ns_dtype=torch.float32``, too,
-    where it does not. Losses must agree to 1e-5, if forward runs in float32. Weights are read after
-    the forward and backward pass
-    that follows a step, never right after the step: reading waits for what was published, which the
+    an update, so there each step starts from the same weights, and each matrix's change beyond what
+    rounding to its dtype explains (in the `replicated` layout also each published update) is
+    judged: its direction, by the Frobenius norm of the difference, and its norm. A second reference
+    gets the same gradients, summed in the dtype in which dmuon sums them and each entry moved by
+    one rounding; the most that this changes the matrix's update in any step is its yardstick, at
+    least one unit in the last place of the coarsest dtype, and 5 yardsticks are allowed. A smaller
+    error in an update's direction passes there: compare with ``ns_dtype=torch.float32``, too, where
+    it does not. Losses must agree to 1e-5, if forward runs in float32. Weights are read after the
+    forward and backward pass that follows a step: reading waits for what was published, which the
     pass must do by itself.
 
     The reference shares the choice of matrices and the Newton-Schulz iteration with dmuon; those
     are tested on their own against `torch.optim.Muon` and the singular value decomposition.
     """
-    how = Comparison(parallelize, tensor_parallel, layout, steps, options, data_axes)
-    return compare(build_model, loss_fn, batches, mesh, how, muon_kwargs)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """How `check_step_equivalence` compares; its arguments of these names say more.
-
-    ``fault`` does to dmuon's optimizer, before the first step, what the comparison must find.
-    """
-
-    parallelize: Callable[[nn.Module], nn.Module] | None = None
-    tensor_parallel: Callable[[nn.Module], nn.Module] | None = None
-    layout: str = "auto"
-    steps: int = 10
-    options: Any = None
-    data_axes: Sequence[str] | None = None
-    fault: Callable[[Muon], None] | None = None
-
-
-def compare(
-    build_model: Callable[[], nn.Module],
-    loss_fn: Loss,
-    batches: Batches,
-    mesh: DeviceMesh | None,
-    how: Comparison,
-    muon_kwargs: dict[str, Any],
-) -> EquivalenceReport:
-    """`check_step_equivalence`, for the tools of this package."""
     check_launched("dmuon.check_step_equivalence")
     model = build_model()
     twin = copy.deepcopy(model)  # now: a parallelized model cannot be copied
-    if how.tensor_parallel is not None:
-        model = how.tensor_parallel(model)
-    wrapped, own = _distribute(model, mesh, how)
+    if tensor_parallel is not None:
+        model = tensor_parallel(model)
+    wrapped, own = _distribute(model, mesh, parallelize, layout, options)
     try:
-        place = _data_rank(own.plan.topology, own.rank, how.data_axes)
-        trial = Trial(own, twin, wrapped, place, how.options, muon_kwargs)
-        if how.fault is not None:
-            how.fault(trial.opt)
-        trial.run(how.steps, loss_fn, batches)
-        findings = trial.gather_findings()
+        trial = _Trial(own, twin, wrapped, data_axes, options, muon_kwargs)
+        return EquivalenceReport((trial.run(steps, loss_fn, batches),))
     finally:
         own.close()
-    replicated = own.plan.layout is Layout.REPLICATED
-    ddp = isinstance(wrapped, DistributedDataParallel)
-    return EquivalenceReport(
-        (
-            trial.row(
-                findings,
-                steps=how.steps,
-                layout=own.plan.layout.value + " (DDP)" * ddp,
-                mesh=_mesh_text(own.plan.topology, named=not replicated),
-            ),
-        )
-    )
 
 
 def _distribute(
-    model: nn.Module, mesh: DeviceMesh | None, how: Comparison
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    parallelize: Callable[[nn.Module], nn.Module] | None,
+    layout: str,
+    options: Any,
 ) -> tuple[nn.Module, Ownership]:
     """The model as it is trained, and its ownership, made in the order that the layout needs."""
-    parallelize, layout, options = how.parallelize, how.layout, how.options
     if layout != Layout.DEDICATED:
         wrapped = model if parallelize is None else parallelize(model)
         return wrapped, dedicate_params(wrapped, mesh, layout=layout, options=options)
@@ -292,11 +239,6 @@ def _distribute(
         own.close()
         raise
     return wrapped, own
-
-
-def _mesh_text(topology: Topology, *, named: bool) -> str:
-    sizes = "x".join(map(str, topology.shape))
-    return f"{sizes} {' x '.join(topology.axes)}" if named else sizes
 
 
 def _data_rank(
@@ -361,11 +303,10 @@ _ABSOLUTE, _UPDATE, _NORM = "absolute", "of an update", "of an update's norm"
 Findings = dict[str, Measured]  # by what was compared: "weights", "losses", names of matrices
 
 
-class Trial:
+class _Trial:
     """``wrapped`` trained by dmuon, and ``twin`` by the reference.
 
-    ``place``: which data rank this is, and of how many. Takes the memory of two more copies of the
-    model and of their optimizers' states.
+    Takes the memory of two more copies of the model and of their optimizers' states.
     """
 
     def __init__(
@@ -373,14 +314,14 @@ class Trial:
         own: Ownership,
         twin: nn.Module,
         wrapped: nn.Module,
-        place: tuple[int, int],
+        data_axes: Sequence[str] | None,
         options: object,
         muon_kwargs: dict[str, Any],
     ) -> None:
         self.own = own
         self.model = wrapped
         self.twin = twin
-        self.data_rank, self.data_ranks = place
+        self.data_rank, self.data_ranks = _data_rank(own.plan.topology, own.rank, data_axes)
         used, self.summed = _roundings(options, own.plan.topology.world)
         self.parameters = list(own.parameters)
         with own.materialized(wrapped):
@@ -401,7 +342,13 @@ class Trial:
             self.cast_weights = _in_order(self.cast, names)
             for i in {m.parameter for m in own.plan.specs.matrices}:
                 self.cast_weights[i].data = self.cast_weights[i].data.to(used)
-        self.pieces = self._pieces()
+        index = {name: i for i, name in enumerate(names)}
+        specs = collect(twin)
+        self.pieces: list[Piece] = [
+            (m.name, index[specs.parameters[m.parameter].name], m.view) for m in specs.matrices
+        ]
+        others = [p.name for p in specs.parameters if p.algorithm is Algorithm.ADAMW]
+        self.pieces += [(name, index[name], lambda t: t) for name in others]
         self.publishes_updates = own.plan.layout is Layout.REPLICATED and not muon_kwargs.get(
             "master_weights"
         )
@@ -420,19 +367,10 @@ class Trial:
         self.least = torch.finfo(_coarsest(*self.roundings)).eps
         self.findings = {"weights": Measured(_ABSOLUTE), "losses": Measured(_ABSOLUTE)}
 
-    def _pieces(self) -> list[Piece]:
-        index = {spec.name: i for i, spec in enumerate(self.own.plan.specs.parameters)}
-        specs = collect(self.twin)
-        pieces: list[Piece] = [
-            (m.name, index[specs.parameters[m.parameter].name], m.view) for m in specs.matrices
-        ]
-        others = [p.name for p in specs.parameters if p.algorithm is Algorithm.ADAMW]
-        return pieces + [(name, index[name], lambda t: t) for name in others]
-
     # ---- a step --------------------------------------------------------------------------
 
-    def run(self, steps: int, loss_fn: Loss, batches: Batches) -> None:
-        """Train and compare; a collective call."""
+    def run(self, steps: int, loss_fn: Loss, batches: Batches) -> EquivalenceRow:
+        """Train, compare, and judge the worst findings of all ranks; a collective call."""
         generator = torch.Generator().manual_seed(0)
         for step in range(steps):
             loss = loss_fn(self.model, batches(step, self.data_rank))
@@ -452,6 +390,9 @@ class Trial:
             self.moved.step()
         self._compare_published(steps - 1)
         self._compare_weights(steps - 1)
+        for measured in self.findings.values():
+            measured.where += f", rank {self.own.rank}"
+        return self._row(self.own.runtime.transport.gather_objects(self.findings), steps)
 
     def _joint_backward(
         self, loss_fn: Loss, batches: Batches, step: int, generator: torch.Generator
@@ -536,16 +477,7 @@ class Trial:
 
     # ---- the verdict ---------------------------------------------------------------------
 
-    def gather_findings(self) -> list[Findings]:
-        """Those of all ranks; a collective call."""
-        for measured in self.findings.values():
-            measured.where += f", rank {self.own.rank}"
-        return self.own.runtime.transport.gather_objects(self.findings)
-
-    def row(
-        self, findings: list[Findings], *, steps: int, layout: str, mesh: str
-    ) -> EquivalenceRow:
-        """The verdict on the worst findings of all ranks."""
+    def _row(self, findings: list[Findings], steps: int) -> EquivalenceRow:
         everything = [measured for found in findings for measured in found.values()]
         updates = [measured for measured in everything if measured.criterion != _ABSOLUTE]
         weights = max((f["weights"] for f in findings), key=lambda m: m.value)
@@ -557,9 +489,12 @@ class Trial:
         if not self.forward_in_half and (self.absolute or losses.value > ABSOLUTE):
             limits = [*limits, losses]
         deciding = max(limits, key=lambda measured: measured.exhausted)
+        plan = self.own.plan
+        sizes, axes = "x".join(map(str, plan.topology.shape)), " x ".join(plan.topology.axes)
+        ddp = isinstance(self.model, DistributedDataParallel)
         return EquivalenceRow(
-            layout=layout,
-            mesh=mesh,
+            layout=plan.layout.value + " (DDP)" * ddp,
+            mesh=sizes if plan.layout is Layout.REPLICATED else f"{sizes} {axes}",
             dtype=", ".join(sorted({dtype_name(p.dtype) for p in self.parameters})),
             ns_dtype=dtype_name(self.ns_dtype),
             steps=steps,

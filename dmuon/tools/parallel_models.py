@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -32,7 +32,15 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-__all__ = ["CASES", "DEDICATED_CASES", "ParallelCase", "ParallelModel", "batch", "loss_of"]
+__all__ = [
+    "CASES",
+    "DEDICATED_CASES",
+    "ParallelCase",
+    "ParallelModel",
+    "batch",
+    "loss_of",
+    "replicated_case",
+]
 
 VOCAB = 61
 
@@ -246,16 +254,24 @@ class ParallelCase:
         return init_device_mesh(device_type, self.mesh_shape, mesh_dim_names=self.axes)
 
 
-_MOE = partial(ParallelModel, hidden=6, experts=4)
+def replicated_case(
+    world: int, wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+) -> ParallelCase:
+    """Whole models on ``world`` ranks, ``wrap``ped each."""
+    data_parallel = lambda model, mesh: wrap(model)  # noqa: E731
+    return ParallelCase("", (world,), ("dp",), ("dp",), ParallelModel, data_parallel)
 
-_FSDP2 = ParallelCase("fsdp2", (2,), ("dp",), ("dp",), ParallelModel, _shard)
-_FSDP4 = ParallelCase("fsdp4", (4,), ("dp",), ("dp",), partial(ParallelModel, hidden=6), _shard)
-_HSDP = ParallelCase(
-    "hsdp", (2, 2), ("replicate", "shard"), ("replicate", "shard"), ParallelModel, _shard
-)
+
+_MOE = partial(ParallelModel, hidden=6, experts=4)
+_DP, _REPLICAS, _EP = ("dp",), ("replicate", "shard"), ("fsdp", "ep")
+
+_FSDP2 = ParallelCase("fsdp2", (2,), _DP, _DP, ParallelModel, _shard)
+_FSDP4 = ParallelCase("fsdp4", (4,), _DP, _DP, partial(ParallelModel, hidden=6), _shard)
+_HSDP = ParallelCase("hsdp", (2, 2), _REPLICAS, _REPLICAS, ParallelModel, _shard)
 _TP_FSDP = ParallelCase(
-    "tp+fsdp", (2, 2), ("dp", "tp"), ("dp",), ParallelModel, _shard, _tensor_parallel
+    "tp+fsdp", (2, 2), ("dp", "tp"), _DP, ParallelModel, _shard, _tensor_parallel
 )
+_EP_FSDP = ParallelCase("ep+fsdp", (2, 2), _EP, _EP, _MOE, partial(_expert_parallel, dim=0))
 
 # Distributed by the framework: for the `sharded` layout.
 CASES: tuple[ParallelCase, ...] = (
@@ -264,37 +280,24 @@ CASES: tuple[ParallelCase, ...] = (
     _FSDP4,
     _HSDP,
     _TP_FSDP,
-    ParallelCase(
-        "ep+fsdp", (2, 2), ("fsdp", "ep"), ("fsdp", "ep"), _MOE, partial(_expert_parallel, dim=0)
+    _EP_FSDP,
+    replace(
+        _EP_FSDP,
+        name="ep+fsdp, split experts",
+        data_parallel=partial(_expert_parallel, dim=1),
     ),
-    ParallelCase(
-        "ep+fsdp, split experts",
-        (2, 2),
-        ("fsdp", "ep"),
-        ("fsdp", "ep"),
-        _MOE,
-        partial(_expert_parallel, dim=1),
-    ),
-    ParallelCase(
-        "hsdp+tp",
-        (2, 2, 2),
-        ("replicate", "shard", "tp"),
-        ("replicate", "shard"),
-        ParallelModel,
-        _shard,
-        _tensor_parallel,
+    replace(
+        _TP_FSDP, name="hsdp+tp", mesh_shape=(2, 2, 2), axes=(*_REPLICAS, "tp"), data_axes=_REPLICAS
     ),
 )
 
 # For the `dedicated` layout, where ``data_parallel`` is for what dmuon does not keep; where there
 # is none, dmuon reduces all gradients.
 DEDICATED_CASES: tuple[ParallelCase, ...] = (
-    ParallelCase("plain", (2,), ("dp",), ("dp",), ParallelModel),
+    ParallelCase("plain", (2,), _DP, _DP, ParallelModel),
     _FSDP2,
     _FSDP4,
     _HSDP,
-    ParallelCase(
-        "tp+dp", (2, 2), ("dp", "tp"), ("dp",), ParallelModel, tensor_parallel=_tensor_parallel
-    ),
+    replace(_TP_FSDP, name="tp+dp", data_parallel=_as_it_is),
     _TP_FSDP,
 )
