@@ -14,7 +14,6 @@ An inbound slot is free again when its matrices are assembled, before their Newt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,11 +42,6 @@ def places(stack: Tensor, part: Part) -> Tensor:
     return slots if part.box.shape == whole else slots[index]
 
 
-def _views(buffer: Tensor, parts: Sequence[Part]) -> list[Tensor]:
-    return [buffer.narrow(0, part.start, part.numel).view(part.shape) for part in parts]
-
-
-@dataclass(slots=True)
 class Bucket:
     """A bucket's buffers, and views of them made once.
 
@@ -56,47 +50,40 @@ class Bucket:
     (unit, ``[b, rows, cols]``), where their matrices are assembled at every step.
     """
 
-    route: BucketRoute
-    send: Tensor  # inbound: what is held here, to the owners
-    arrived: Tensor  # inbound: what is owned here
-    leaving: Tensor  # outbound: updates of what is owned here
-    landed: Tensor  # outbound: updates of what is held here
-    copies_out: Tensor
-    copies_in: Tensor
-    stacks: list[tuple[int, Tensor]]
-    assembly: tuple[list[Tensor], list[Tensor]]  # places in the stacks, parts as they arrived
-    results: list[tuple[list[Part], list[Tensor]]]  # of each stack: parts, places in `leaving`
-    copies: tuple[list[Tensor], list[Tensor]]  # places in `copies_out`, what they copy of `landed`
-    work: Work | None = None
-    copying: Work | None = None
-
-    @classmethod
-    def of(
-        cls, route: BucketRoute, units: Sequence[Unit], buffers: list[Tensor], assembly: Tensor
-    ) -> Bucket:
-        send, arrived, leaving, landed, out, into = buffers
+    def __init__(
+        self, route: BucketRoute, units: Sequence[Unit], buffers: list[Tensor], assembly: Tensor
+    ) -> None:
+        self.route = route
+        self.work: Work | None = None
+        self.copying: Work | None = None
+        # Inbound: what is held here, to the owners; what is owned here. Outbound: updates of what
+        # is owned here; of what is held here; then those that replicas copy.
+        self.send, self.arrived, self.leaving, self.landed, self.copies_out, self.copies_in = (
+            buffers
+        )
         numels = [units[u].numel for u in route.units]
         flats = assembly.narrow(0, 0, sum(numels)).split(numels)
-        stacks = {u: flat.view(units[u].shape) for u, flat in zip(route.units, flats, strict=True)}
-        owned, copied = route.owned.parts, route.copies_out.parts
-        of_units = [[part for part in owned if part.unit == u] for u in stacks]
+        self.stacks = [(u, flat.view(units[u].shape)) for u, flat in zip(route.units, flats)]
+        owned, copied, stack_of = route.owned.parts, route.copies_out.parts, dict(self.stacks)
+        # Places in the stacks, and the parts that arrive for them.
+        self.assembly = (
+            [places(stack_of[part.unit], part) for part in owned],
+            [part.within(self.arrived) for part in owned],
+        )
+        # Of each stack: parts, and their places in `leaving`.
+        of_units = [[part for part in owned if part.unit == u] for u in stack_of]
+        self.results = [(parts, [p.within(self.leaving) for p in parts]) for parts in of_units]
+        # Places in `copies_out`, and what they copy. Matrices that follow each other there do so in
+        # `landed`, where no fewer are joined.
         lands_at = {
             (part.unit, part.position + j): part.start + j * part.box.numel
             for part in route.held.parts
             for j in range(len(part.matrices))
         }
-        # Matrices that follow each other here do so in `landed`, where no fewer are joined.
         starts = [lands_at[part.unit, part.position] for part in copied]
-        return cls(
-            route,
-            *(send, arrived, leaving, landed, out, into),
-            stacks=list(stacks.items()),
-            assembly=([places(stacks[p.unit], p) for p in owned], _views(arrived, owned)),
-            results=[(parts, _views(leaving, parts)) for parts in of_units],
-            copies=(
-                [out.narrow(0, p.start, p.numel) for p in copied],
-                [landed.narrow(0, n, p.numel) for n, p in zip(starts, copied, strict=True)],
-            ),
+        self.copies = (
+            [self.copies_out.narrow(0, part.start, part.numel) for part in copied],
+            [self.landed.narrow(0, start, p.numel) for start, p in zip(starts, copied)],
         )
 
 
@@ -139,7 +126,7 @@ class Pipeline:
             purpose = "inbound" if number < 2 else "outbound"
             self.nbytes[purpose] += sum(buffer.nbytes for buffer in ring)
         self.buckets = [
-            Bucket.of(route, units, [ring[b] for ring in rings], assembly)
+            Bucket(route, units, [ring[b] for ring in rings], assembly)
             for b, route in enumerate(routes)
         ]
 

@@ -17,6 +17,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import Box, Form, ShardMap
 
@@ -56,6 +58,10 @@ class Part:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def within(self, buffer: Tensor) -> Tensor:
+        """The pieces in their flat buffer."""
+        return buffer.narrow(0, self.start, self.numel).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

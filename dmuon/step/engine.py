@@ -87,6 +87,11 @@ class Engine(ABC):
         for i, p in enumerate(runtime.parameters):
             if p in group_of and groups[group_of[p]]["algorithm"] == Algorithm.ADAMW.value:
                 self._adamw[group_of[p]].append((i, p))
+        self._bind()
+
+    @abstractmethod
+    def _bind(self) -> None:
+        """Make the state, and whatever is made once."""
 
     @property
     def _groups(self) -> list[dict[str, Any]]:

@@ -7,16 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from dmuon.adamw import adamw_step
 from dmuon.comm.owners import OwnerRuntime
 from dmuon.comm.reducer import oriented, rows_of, set_rows, unstacker
 from dmuon.comm.transport import host_can_read
-from dmuon.config import KernelOptions
 from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.scheduler.plan import Unit
-from dmuon.step.engine import Amp, Engine, Settings, StepTelemetry
+from dmuon.step.engine import Amp, Engine
 from dmuon.types import OwnershipError
 from dmuon.update import (
     Rates,
@@ -140,24 +138,17 @@ class OwnerEngine(Engine):
 
     _runtime: OwnerRuntime
 
-    def __init__(
-        self,
-        runtime: OwnerRuntime,
-        telemetry: StepTelemetry,
-        options: KernelOptions,
-        optimizer: Optimizer,
-        settings: Settings,
-    ) -> None:
-        super().__init__(runtime, telemetry, options, optimizer, settings)
+    def _bind(self) -> None:
+        runtime, masters = self._runtime, self._settings.master_weights
         self._name = runtime.plan.layout.value
-        if settings.master_weights and not runtime.keeps_whole:
+        if masters and not runtime.keeps_whole:
             raise OwnershipError(
                 f"master_weights=True: in the {self._name!r} layout under tensor parallelism an "
                 "owner keeps a slice of a weight only. Keep the parameters in float32 and compute "
                 "in bfloat16 (torch.autocast), or leave master_weights off"
             )
         runtime.bind(self._group_of, self._payload_dtype)
-        self._state = _OwnerState(runtime, settings.master_weights)
+        self._state = _OwnerState(runtime, masters)
         mine = [u for u in runtime.units if u.owner == runtime.transport.rank]
         self._kernels.reserve(map(self._call, mine))
         self._show(_MOMENTUM)

@@ -37,12 +37,11 @@ from dmuon.comm.pipeline import places
 from dmuon.comm.routes import Message, Part, parts_of
 from dmuon.comm.sharded import ShardedRuntime
 from dmuon.comm.transport import Work, host_can_read
-from dmuon.config import KernelOptions
 from dmuon.dtensors import LayoutStamp, local_tensor, stored_tensor
 from dmuon.kernels.runner import Call
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import Box, Form
-from dmuon.step.engine import Amp, Engine, Settings, StepTelemetry
+from dmuon.step.engine import Amp, Engine
 from dmuon.step.verdict import Verdict, VerdictMessage, own_verdict
 from dmuon.types import OwnershipError
 from dmuon.update import (
@@ -96,20 +95,32 @@ class _Landing:
     positions: Tensor
 
 
-@dataclass(frozen=True, slots=True)
 class _Stack:
     """A unit that this rank orthogonalizes: ``index`` [b] are its matrices, ``turned`` [b] says
     which slots hold the transpose (None: none of them).
 
     Of one that is made and applied here alone, ``parts`` are (first position, part, operands of the
-    part); ``lr_ratio`` is that of blocks in a block step.
+    part), at position ``first`` and on; ``lr_ratio`` is that of blocks in a block step.
     """
 
-    unit: Unit
-    index: Tensor
-    turned: Tensor | None
-    parts: Sequence[tuple[int, Part, Tensor]] = ()
-    lr_ratio: float = 1.0
+    def __init__(
+        self,
+        unit: Unit,
+        device: torch.device,
+        parts: Sequence[Part] = (),
+        operands: Operands | None = None,
+        first: int = 0,
+        lr_ratio: float = 1.0,
+    ) -> None:
+        self.unit = unit
+        self.lr_ratio = lr_ratio
+        self.index = _index(unit.matrices, device)
+        self.turned = torch.tensor(unit.transposed, device=device) if unit.transposed else None
+        self.parts: list[tuple[int, Part, Tensor]] = []
+        for part in parts:
+            assert operands is not None
+            start = first + part.position
+            self.parts.append((start, part, operands.stack(start, start + len(part.matrices))))
 
 
 def _index(values: Sequence[int], device: torch.device) -> Tensor:
@@ -119,8 +130,7 @@ def _index(values: Sequence[int], device: torch.device) -> Tensor:
 def _pieces(buffer: Tensor, message: Message) -> Iterator[tuple[int, Tensor]]:
     """(matrix, its piece in the buffer) of a message."""
     for part in message.parts:
-        views = buffer.narrow(0, part.start, part.numel).view(part.shape)
-        yield from zip(part.matrices, views.unbind(), strict=True)
+        yield from zip(part.matrices, part.within(buffer).unbind(), strict=True)
 
 
 class ShardedEngine(Engine):
@@ -128,39 +138,27 @@ class ShardedEngine(Engine):
 
     _runtime: ShardedRuntime
 
-    def __init__(
-        self,
-        runtime: ShardedRuntime,
-        telemetry: StepTelemetry,
-        options: KernelOptions,
-        optimizer: Optimizer,
-        settings: Settings,
-    ) -> None:
-        super().__init__(runtime, telemetry, options, optimizer, settings)
+    def _bind(self) -> None:
+        runtime, masters = self._runtime, self._settings.master_weights
         self._rank = runtime.transport.rank
-        runtime.bind(self._group_of, settings.ns_dtype)
-        masters = settings.master_weights
-        self._state = ShardState(runtime, optimizer, self._group_of, masters)
-        for _, p in chain.from_iterable(self._adamw.values()):
-            # Made now, so that every rank saves the same keys.
-            make_adamw_state(p, optimizer.state, masters)
-        self._bind_full_step()
-        self._bind_block_step()
-        if not host_can_read(runtime.device):
-            self._operands.copies  # noqa: B018  made now, because every step needs them
-        alone = [self._call(stack.unit) for stack in (*self._local, *self._block_stacks)]
-        self._kernels.reserve(
-            alone,
-            [
-                (self._call(runtime.units[u]), operands)
-                for bucket in runtime.bound().buckets
-                for u, operands in bucket.stacks
-            ],
-        )
         self._outcome = _Outcome()
         self._grads: list[Tensor | None] = []
         self._amp = Amp()
         self._skipped: int | Tensor = 0
+        runtime.bind(self._group_of, self._settings.ns_dtype)
+        self._state = ShardState(runtime, self._optimizer, self._group_of, masters)
+        for _, p in chain.from_iterable(self._adamw.values()):
+            # Made now, so that every rank saves the same keys.
+            make_adamw_state(p, self._optimizer.state, masters)
+        self._bind_full_step()
+        self._bind_block_step()
+        if not host_can_read(runtime.device):
+            self._operands.copies  # noqa: B018  made now, because every step needs them
+        stacks = chain.from_iterable(bucket.stacks for bucket in runtime.bound().buckets)
+        self._kernels.reserve(
+            [self._call(stack.unit) for stack in (*self._local, *self._block_stacks)],
+            [(self._call(runtime.units[u]), operands) for u, operands in stacks],
+        )
 
     # ---- once ----------------------------------------------------------------------------
 
@@ -195,15 +193,13 @@ class ShardedEngine(Engine):
         self._local = []
         for unit in local:
             boxes = [runtime.shards.piece(i, self._rank).box for i in unit.matrices]
-            parts = parts_of(
-                runtime.shards, -1,
-                ((k, i, unit.holds_transpose(k), boxes[k]) for k, i in enumerate(unit.matrices)),
-            )  # fmt: skip
-            self._local.append(self._stack(unit, operands, first, parts))
+            turned = map(unit.holds_transpose, range(len(boxes)))
+            pieces = zip(range(len(boxes)), unit.matrices, turned, boxes)
+            parts = parts_of(runtime.shards, -1, pieces)
+            self._local.append(_Stack(unit, runtime.device, parts, operands, first))
             first += len(unit.matrices)
-        self._owned = {
-            u: self._stack(runtime.units[u]) for bucket in buckets for u in bucket.route.units
-        }
+        owned = chain.from_iterable(bucket.route.units for bucket in buckets)
+        self._owned = {u: _Stack(runtime.units[u], runtime.device) for u in owned}
 
     def _landings_of(self, landing: Iterator[tuple[int, Tensor]]) -> list[_Landing]:
         """(matrix, its update here), by param group, shape and dtype of the matrix."""
@@ -219,24 +215,6 @@ class ShardedEngine(Engine):
             positions = _index([self._operands.position_of[k] for k in blocks], state.device)
             found.append(_Landing(group, rows, cols, blocks, [u for _, u in members], positions))
         return found
-
-    def _stack(
-        self,
-        unit: Unit,
-        operands: Operands | None = None,
-        first: int = 0,
-        parts: Sequence[Part] = (),
-        lr_ratio: float = 1.0,
-    ) -> _Stack:
-        """``parts`` of the unit have their operands at position ``first`` and on."""
-        device = self._runtime.device
-        placed = []
-        for part in parts:
-            start = first + part.position
-            assert operands is not None
-            placed.append((start, part, operands.stack(start, start + len(part.matrices))))
-        turned = torch.tensor(unit.transposed, device=device) if unit.transposed else None
-        return _Stack(unit, _index(unit.matrices, device), turned, placed, lr_ratio)
 
     def _bind_block_step(self) -> None:
         self._block_stacks: list[_Stack] = []
@@ -261,7 +239,7 @@ class ShardedEngine(Engine):
                 unit = Unit(self._rank, group, matrices, some[0].rows, some[0].cols, 0.0)
                 first = self._block_operands.position_of[equal[start]]
                 self._block_stacks.append(
-                    self._stack(unit, self._block_operands, first, [part], own)
+                    _Stack(unit, self._runtime.device, [part], self._block_operands, first, own)
                 )
 
     # ---- a step --------------------------------------------------------------------------
