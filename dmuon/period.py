@@ -22,6 +22,11 @@ Period = float | Callable[[int], float]
 _NEVER = -1
 
 
+def _check_number(what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{what} must be a number, found {value!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class LinearPeriod:
     """A period that goes from ``start`` at step 0 to ``end`` at step ``steps``, and stays there.
@@ -40,8 +45,7 @@ class LinearPeriod:
     steps: int
 
     def __post_init__(self) -> None:
-        for name in ("start", "end"):
-            value = getattr(self, name)
+        for name, value in (("start", self.start), ("end", self.end)):
             _check_number(f"LinearPeriod.{name}", value)
             if not 1 <= value < math.inf:
                 raise ValueError(
@@ -67,6 +71,9 @@ class Schedule:
     function the first step is full, and then every step with ``t - last_full >= floor(P(t))``.
     A step that is skipped because of non-finite gradients counts like any other.
 
+    ``t`` is the step to come, counted from 0; ``last_full`` the last full step that was taken, -1
+    when there was none.
+
     >>> schedule, full = Schedule(3), []
     >>> for _ in range(7):
     ...     full.append(schedule.is_full(schedule.t))
@@ -79,22 +86,26 @@ class Schedule:
         ValueError: it is a number below 1, NaN, or not whole.
     """
 
-    __slots__ = ("_last_full", "_period", "_t")
-
     def __init__(self, period: Period) -> None:
-        self._period = _checked(period)
-        self._t = 0
-        self._last_full = _NEVER
-
-    @property
-    def t(self) -> int:
-        """The step to come, counted from 0."""
-        return self._t
-
-    @property
-    def last_full(self) -> int:
-        """The last full step that was taken; -1 when there was none."""
-        return self._last_full
+        self.t = 0
+        self.last_full = _NEVER
+        self._period = period
+        if callable(period):
+            return
+        if isinstance(period, bool) or not isinstance(period, Real):
+            raise TypeError(
+                "period must be a whole number of steps >= 1, math.inf, or a function of the step "
+                f"such as dmuon.LinearPeriod, found {period!r}"
+            )
+        if not period >= 1:
+            raise ValueError(f"period must be at least 1 (1 is plain Muon), found {period}")
+        if period != math.inf:
+            if period != math.floor(period):
+                raise ValueError(
+                    "period must be a whole number of steps, math.inf or a function, found "
+                    f"{period}"
+                )
+            self._period = int(period)
 
     @property
     def always_full(self) -> bool:
@@ -108,13 +119,8 @@ class Schedule:
             TypeError, ValueError: the function gave no number, one below 1, or NaN.
         """
         if not callable(self._period):
-            return self._period != math.inf and t % int(self._period) == 0
+            return self._period != math.inf and t % self._period == 0
         # Asked for even where the answer is known, so that a bad function fails at once.
-        period = self._period_at(t)
-        return self._last_full == _NEVER or t - self._last_full >= period
-
-    def _period_at(self, t: int) -> float:
-        assert callable(self._period)
         period = self._period(t)
         _check_number(f"the period at step t={t}, from {self.describe()},", period)
         if not period >= 1:
@@ -122,13 +128,14 @@ class Schedule:
                 f"the period at step t={t} must be at least 1, found {period} from "
                 f"{self.describe()}; return math.inf where no step should be full"
             )
-        return period if period == math.inf else math.floor(period)
+        whole = period if period == math.inf else math.floor(period)
+        return self.last_full == _NEVER or t - self.last_full >= whole
 
     def advance(self) -> None:
         """Commit the step: it has been taken, or skipped on all ranks."""
-        if self.is_full(self._t):
-            self._last_full = self._t
-        self._t += 1
+        if self.is_full(self.t):
+            self.last_full = self.t
+        self.t += 1
 
     def describe(self) -> str:
         """The period as text, alike on all ranks that were given the same one.
@@ -136,9 +143,7 @@ class Schedule:
         >>> Schedule(5).describe(), Schedule(LinearPeriod(2, 20, 90)).describe()
         ('5', 'LinearPeriod(start=2, end=20, steps=90)')
         """
-        if isinstance(self._period, LinearPeriod):
-            return repr(self._period)
-        if not callable(self._period):
+        if isinstance(self._period, LinearPeriod) or not callable(self._period):
             return str(self._period)
         # Not the repr of other callables: it holds an address, which differs from rank to rank.
         named = self._period if hasattr(self._period, "__qualname__") else type(self._period)
@@ -146,7 +151,7 @@ class Schedule:
 
     def state(self) -> dict[str, int | str]:
         """Counter, last full step and period as plain numbers and text, for a checkpoint."""
-        return {"step": self._t, "last_full": self._last_full, "period": self.describe()}
+        return {"step": self.t, "last_full": self.last_full, "period": self.describe()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken, in the middle of a period too.
@@ -156,7 +161,7 @@ class Schedule:
         Raises:
             ValueError: ``state`` is not what `state` gives; nothing is changed.
         """
-        missing = {"step", "last_full", "period"} - state.keys()
+        missing = self.state().keys() - state.keys()
         if missing:
             raise ValueError(
                 f"the state of a period schedule lacks {sorted(missing)}; it has {sorted(state)}"
@@ -173,29 +178,4 @@ class Schedule:
                 f"{self.describe()}: it continues at step {step} with its own",
                 stacklevel=2,
             )
-        self._t, self._last_full = step, last_full
-
-
-def _check_number(what: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{what} must be a number, found {value!r}")
-
-
-def _checked(period: Period) -> Period:
-    """The period as an int, `math.inf`, or the function that was given."""
-    if callable(period):
-        return period
-    if isinstance(period, bool) or not isinstance(period, Real):
-        raise TypeError(
-            "period must be a whole number of steps >= 1, math.inf, or a function of the step "
-            f"such as dmuon.LinearPeriod, found {period!r}"
-        )
-    if not period >= 1:
-        raise ValueError(f"period must be at least 1 (1 is plain Muon), found {period}")
-    if period == math.inf:
-        return math.inf
-    if period != math.floor(period):
-        raise ValueError(
-            f"period must be a whole number of steps, math.inf or a function, found {period}"
-        )
-    return int(period)
+        self.t, self.last_full = step, last_full

@@ -21,7 +21,7 @@ for many blocks in one call: norms, scaling, casts, masks.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -559,6 +559,7 @@ class ShardState:
     ) -> None:
         self._runtime = runtime
         self._masters = masters
+        self._has_masters = False  # all that there will be
         self.blocks = list(_blocks(runtime, groups))
         self.block_of = {block.matrix: k for k, block in enumerate(self.blocks)}
         self._optimizer = optimizer
@@ -574,12 +575,10 @@ class ShardState:
         self.device = self.momentum[0].device if self.momentum else runtime.parameters[0].device
         self.chunk_bytes = CHUNK_BYTES.get(self.device.type, _DEVICE_CHUNK_BYTES)
         # Of one size with the momentum; each kind of step lays out its operands in it anew.
-        self.workspace = {
-            dtype: self._empty(
-                sum(view.numel() for view in self.momentum if view.dtype is dtype), dtype
-            )
-            for dtype in {view.dtype for view in self.momentum}
-        }
+        sizes: Counter[torch.dtype] = Counter()
+        for view in self.momentum:
+            sizes[view.dtype] += view.numel()
+        self.workspace = {dtype: self._empty(size, dtype) for dtype, size in sizes.items()}
         self.copies: dict[torch.dtype, Tensor] = {}
 
     def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -622,14 +621,14 @@ class ShardState:
 
     def begin_step(self) -> None:
         """Someone may have moved a parameter's storage, or loaded a state without masters."""
-        moved = self._version != self._runtime.locals.version
-        if self._masters and self.targets is self.weights:
+        if self._masters and not self._has_masters:
             for i in self._muon:
                 p = self._runtime.parameters[i]
-                if p.dtype.itemsize < 4:
+                if p.dtype.itemsize < 4 and "master_weight" not in self._entry(i):
                     self._entry(i)["master_weight"] = p.detach().float()
-                    moved = True
-        if moved:
+            self._has_masters = True
+            self._look_up()
+        elif self._version != self._runtime.locals.version:
             self._look_up()
 
     def refresh_masters(self) -> None:
@@ -677,6 +676,7 @@ class ShardState:
                 state.pop("master_weight", None)  # made anew at the next step
             for key in state:
                 _copy_state(state[key], torch.as_tensor(entry[key]))
+        self._has_masters = False
         self._look_up()
 
 

@@ -154,29 +154,26 @@ def own_verdict(
     a vector of what must be finite. ``found_inf``: torch's scaler has shared its own verdict and
     lowers its scale on all ranks, so nothing changes where that is not zero.
     """
-    overflow = None if found_inf is None else found_inf.to(device) != 0
-    if overflow is not None and host_can_read(device):
-        if bool(overflow):
-            return None
-        overflow = None
-    bad = norms.isfinite().logical_not_()
+    overflow = torch.zeros((), dtype=torch.bool, device=device)
+    if found_inf is not None:
+        overflow = found_inf.to(device) != 0
+    on_host = host_can_read(device)
+    if on_host and bool(overflow):
+        return None
+    found = (norms, *(peaks for _, peaks in checked))
+    finite = torch.stack([values.isfinite().all().to(device) for values in found]).all()
+    finite.logical_and_(overflow.logical_not())
+    bad = norms.isfinite().logical_not_().logical_or_(overflow.to(norms.device))
     for n, p in enumerate(parameters):
         if not here[p]:
             bad[n].fill_(True)
-    found = [norms, *(values for _, values in checked)]
-    finite = torch.stack([values.isfinite().all().to(device) for values in found]).all()
     missing = frozenset(p for p, is_here in enumerate(here) if not is_here)
-    if host_can_read(device):
-        values = [(p, v) for some, peaks in checked for p, v in zip(some, peaks.tolist())]
-        infinite = (p for p, v in values if not math.isfinite(v))
+    stays = [
+        (some, peaks.isfinite().logical_not_().logical_or_(overflow.to(peaks.device)))
+        for some, peaks in checked
+    ]
+    if on_host:
+        infinite = (p for some, flags in stays for p, flag in zip(some, flags.tolist()) if flag)
         return Verdict(bool(finite), bad if bool(bad.any()) else None, missing.union(infinite))
-    if overflow is not None:
-        bad.logical_or_(overflow.to(bad.device))
-        finite.logical_and_(overflow.logical_not())
-    flags: dict[int, Tensor] = {}
-    for some, peaks in checked:
-        stays = peaks.isfinite().logical_not()
-        if overflow is not None:
-            stays = stays | overflow.to(stays.device)
-        flags |= dict(zip(some, stays.float().unbind(), strict=True))
-    return Verdict(finite, bad, missing, flags, None if overflow is None else overflow.float())
+    flags = {p: f for some, values in stays for p, f in zip(some, values.float().unbind())}
+    return Verdict(finite, bad, missing, flags, overflow.float())
