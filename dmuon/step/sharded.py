@@ -26,7 +26,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -63,6 +63,7 @@ CHUNK_BYTES = {"cpu": 1 << 18}
 _DEVICE_CHUNK_BYTES = 1 << 28
 
 Gradients = Sequence[Tensor | None]
+Bad = TypeVar("Bad", Tensor, Tensor | None)
 
 
 @dataclass(slots=True)
@@ -265,10 +266,10 @@ class ShardedEngine(Engine):
         outcome = step(grads, [grad is not None for grad in grads])
         if outcome is None or not is_full:
             self._runtime.pass_by()
-        if outcome is None:
-            self._skipped = self._skipped + 1
-            outcome = _Outcome(is_full, finite=False)
-        self._outcome = outcome
+        self._outcome = outcome or _Outcome(is_full, finite=False)
+        finite = self._outcome.finite
+        skipped = finite.logical_not() if isinstance(finite, Tensor) else not finite
+        self._skipped = self._skipped + skipped
 
     def update_others(self) -> None:
         """AdamW ran while the first buckets travelled."""
@@ -320,8 +321,6 @@ class ShardedEngine(Engine):
             self._update_adamw(grads, verdict)
 
         runtime.run(fill, compute, apply, meanwhile)
-        if verdict.skip is not None:
-            self._skipped = self._skipped + verdict.skip.long()
         return _Outcome(True, verdict.finite, matrices, rms, runtime.all_reduce(rms, "rms"))
 
     def _block_step(self, grads: Gradients, here: Sequence[bool]) -> _Outcome | None:
@@ -343,10 +342,6 @@ class ShardedEngine(Engine):
         operands.commit(of_blocks, groups, verdict.bad)
         rms = [self._step_alone(s, operands, scales, verdict.bad) for s in self._block_stacks]
         self._update_adamw(grads, verdict)
-        if isinstance(verdict.finite, Tensor):
-            self._skipped = self._skipped + verdict.finite.logical_not()
-        else:
-            self._skipped = self._skipped + (not verdict.finite)
         matrices = [b.matrix for b in blocks]
         return _Outcome(False, verdict.finite, matrices, torch.cat(rms) if rms else None)
 
@@ -380,14 +375,10 @@ class ShardedEngine(Engine):
         update = self._orthogonalize(call, batch)
         for first, part, source in stack.parts:
             rows, cols = (unit.cols, unit.rows) if part.transposed else (unit.rows, unit.cols)
-            own = bad.narrow(0, first, len(source)) if bad is not None and bad.ndim else bad
-            self._apply(
-                operands.order[first : first + len(source)],
-                [*places(update, part).unbind()],
-                rate.decay,
-                rate.adjusted(rows, cols) * stack.lr_ratio,
-                own,
-            )
+            blocks = operands.order[first : first + len(source)]
+            lr = rate.adjusted(rows, cols) * stack.lr_ratio
+            updates = [*places(update, part).unbind()]
+            self._apply(blocks, updates, rate.decay, lr, _at(bad, first, len(source)))
         return self._rms(stack, update)
 
     # ---- weights -------------------------------------------------------------------------
@@ -815,8 +806,8 @@ class Operands:
             advance_momentum(copies, found, groups[chunk.group])
             for first, stack in runs:
                 _mask(stack, bad, first)
-            own = bad.narrow(0, chunk.first, len(buffers)) if bad.ndim else bad
-            scale_all(buffers, own.float())  # by one or by zero, which is exact
+            # By one or by zero, which is exact.
+            scale_all(buffers, _at(bad, chunk.first, len(buffers)).float())
             torch._foreach_add_(buffers, copies)
 
     @cached_property
@@ -841,6 +832,10 @@ def _fill(to: Tensor, stack: Tensor, scales: Tensor, bad: Tensor | None, first: 
 
 def _mask(stack: Tensor, bad: Tensor, first: int) -> None:
     """Zero the blocks from position ``first`` on that are bad: a bool, or one by position."""
-    if bad.ndim:
-        bad = bad.narrow(0, first, len(stack)).view(-1, *(1,) * (stack.ndim - 1))
-    stack.masked_fill_(bad, 0.0)
+    own = _at(bad, first, len(stack))
+    stack.masked_fill_(own.view(-1, *(1,) * (stack.ndim - 1)) if own.ndim else own, 0.0)
+
+
+def _at(bad: Bad, first: int, count: int) -> Bad:
+    """What a mask says of ``count`` positions: a 0-d one is for all."""
+    return bad.narrow(0, first, count) if bad is not None and bad.ndim else bad

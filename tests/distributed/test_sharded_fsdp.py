@@ -160,36 +160,27 @@ def test_resharding_to_a_smaller_mesh_after_forward(rank, world):
     assert_close(both)
 
 
+@pytest.mark.parametrize("masters", [False, True], ids=["float32 shards", "bfloat16 shards"])
 @distributed(2)
-def test_mixed_precision(rank, world):
+def test_compute_in_bfloat16(rank, world, masters):
+    """By FSDP2's policy, or with master weights behind parameters of low precision."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    both = fsdp(mp_policy=policy)
-    with dedicated(both.model) as (_, opt):
+    both = fsdp(
+        change=(lambda model: model.to(torch.bfloat16)) if masters else None,
+        **({} if masters else {"mp_policy": policy}),
+    )
+    both.twin.float()
+    with dedicated(both.model, master_weights=masters) as (_, opt):
         ref = reference(both.twin)
         for step in range(3):
             both.backward(step)
             take_gradients(both)
             advance(opt, ref)
             reads_published_values(both, opt, step + 1)
-    assert_close(both)
-
-
-@distributed(2)
-def test_bfloat16_parameters_with_master_weights(rank, world):
-    both = fsdp(change=lambda model: model.to(torch.bfloat16))
-    both.twin.float()
-    with dedicated(both.model, master_weights=True) as (_, opt):
-        ref = reference(both.twin)
-        for step in range(4):
-            both.backward(step)
-            take_gradients(both)
-            advance(opt, ref)
-            reads_published_values(both, opt, step + 1)
-        twins = dict(both.twin.named_parameters())
-        for name, p in both.model.named_parameters():
-            master = whole_tensor(opt.state[p]["master_weight"])
-            assert float((master - twins[name]).abs().max()) <= TOLERANCE, name
-            assert torch.equal(whole_tensor(p), master.bfloat16()), name
+        for (name, p), twin in zip(both.model.named_parameters(), both.twin.parameters()):
+            kept = whole_tensor(opt.state[p]["master_weight"] if masters else p)
+            assert float((kept - twin).abs().max()) <= TOLERANCE, name
+            assert torch.equal(whole_tensor(p), kept.to(p.dtype)), name
 
 
 @distributed(2)
