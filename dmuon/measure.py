@@ -118,18 +118,25 @@ def cases_of(keys: Iterable[ShapeKey], max_batch: int) -> tuple[Case, ...]:
 
 class Pace:
     """What a run will take: as it did before, or what the model says, corrected by what is known
-    of others."""
+    of others; and the ``clock``, in seconds."""
 
-    def __init__(self, model: CostTable, known: Mapping[Case, float] | None = None) -> None:
+    def __init__(
+        self,
+        model: CostTable,
+        known: Mapping[Case, float] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._model = model
         self.known = dict(known or {})  # milliseconds
+        self.clock = clock
 
-    def expected_s(self, case: Case) -> float:
-        """Seconds that the next run will take."""
-        if case not in self.known:
+    def is_late(self, case: Case, deadline: float, runs: int = 1) -> bool:
+        """Whether so many runs are expected to end after the deadline."""
+        ms = self.known.get(case)
+        if ms is None:
             table = replace(self._model, entries=_by_shape(self.known))
-            return table.batch_ms(case.key, case.batch) / 1e3
-        return self.known[case] / 1e3
+            ms = table.batch_ms(case.key, case.batch)
+        return runs * ms / 1e3 > deadline - self.clock()
 
     def in_order(self, cases: Iterable[Case]) -> list[Case]:
         """Batches of one first, what weighs most before what weighs less, then larger; before all
@@ -149,7 +156,6 @@ def median_times(
     pace: Pace,
     *,
     deadline: float = math.inf,
-    clock: Callable[[], float] = time.perf_counter,
     progress: Progress = lambda done, case: None,
 ) -> dict[Run, float]:
     """The median milliseconds of each run, in their order as far as the ``deadline`` allows.
@@ -170,7 +176,7 @@ def median_times(
         for run in todo:
             progress(done, run[0])
             done += 1
-            if turns * pace.expected_s(run[0]) > deadline - clock():
+            if pace.is_late(run[0], deadline, turns):
                 continue
             try:
                 ms = timer.run(*run)
@@ -327,7 +333,6 @@ def choose_kernels(
     pace: Pace,
     options: KernelOptions,
     *,
-    clock: Callable[[], float] = time.perf_counter,
     progress: Progress = lambda done, case: None,
 ) -> dict[Case, str]:
     """The kernels that measurements chose: the cached ones that are still offered, and the fastest
@@ -340,7 +345,7 @@ def choose_kernels(
         ValueError: the options ask for what cannot run on this device.
         RuntimeError: no candidate of a case computes the right thing.
     """
-    deadline = clock() + options.tune_budget_s
+    deadline = pace.clock() + options.tune_budget_s
     chosen: dict[Case, str] = {}
     todo: dict[Case, tuple[KernelChoice, ...]] = {}
     for case in cases:
@@ -356,30 +361,21 @@ def choose_kernels(
         limit = ops_of(todo[case][0], timer.device, case.key[0]).batch_rows
         timed = case if limit is None or case.key[0] <= limit else replace(case, batch=1)
         if timed not in fastest:
-            fastest[timed] = _fastest(timed, todo[case], timer, pace, deadline, clock)
+            fastest[timed] = _fastest(timed, todo[case], timer, pace, deadline)
         if (best := fastest[timed]) is not None:
             chosen[case] = str(best)
     return chosen
 
 
 def _fastest(
-    case: Case,
-    choices: Sequence[KernelChoice],
-    timer: OwnerTimer,
-    pace: Pace,
-    deadline: float,
-    clock: Callable[[], float],
+    case: Case, choices: Sequence[KernelChoice], timer: OwnerTimer, pace: Pace, deadline: float
 ) -> KernelChoice | None:
     """The choice for a case; None where time or memory do not suffice to measure it."""
-
-    def is_late() -> bool:
-        expected_s = pace.expected_s(case) * len(choices) * (_MIN_TIMES + 3)
-        return expected_s > deadline - clock()
-
-    if is_late():
+    count = len(choices) * (_MIN_TIMES + 3)
+    if pace.is_late(case, deadline, count):
         return None
     try:
-        errors = gate_errors(case, choices, timer.device, is_over=lambda: clock() > deadline)
+        errors = gate_errors(case, choices, timer.device, is_over=lambda: pace.clock() > deadline)
     except torch.OutOfMemoryError:
         return None
     right = [choice for choice, error in errors.items() if error <= ERROR_LIMITS[timer.ns_dtype]]
@@ -390,9 +386,10 @@ def _fastest(
             + ", ".join(f"{choice} has error {error:.2g}" for choice, error in errors.items())
         )
     runs = [(case, str(choice)) for choice in right]
-    if is_late() or timer.reserve(runs) != runs:  # checking compiles too, which may take long
+    # Checking compiles too, which may take long.
+    if pace.is_late(case, deadline, count) or timer.reserve(runs) != runs:
         return None
-    times = median_times(runs, timer, pace, clock=clock)
+    times = median_times(runs, timer, pace)
     if len(times) < len(runs):
         return None
     best = min(right, key=lambda choice: (times[case, str(choice)], str(choice)))
@@ -420,7 +417,6 @@ def measured_costs(
     momentum: bool = True,
     fresh: bool = False,
     timer: Callable[..., OwnerTimer] = OwnerTimer,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> CostTable:
     """What batches of matrices with these (rows, cols, dtype) cost on the slowest rank, and with
     which kernels.
@@ -478,7 +474,7 @@ def measured_costs(
             return {}
         known, pace = _of_cases(old.kernels, cases), Pace(model)
         with torch.no_grad(), progress_bar(len(cases), "dmuon chooses kernels") as shown:
-            return choose_kernels(cases, known, made(), pace, kernels, clock=clock, progress=shown)
+            return choose_kernels(cases, known, made(), pace, kernels, progress=shown)
 
     def recall() -> tuple[dict[Case, str], dict[Case, float]]:
         """The kernel of each case, and the cached times that were measured with these."""
@@ -488,12 +484,12 @@ def measured_costs(
         return names, {case: ms for case, ms in times.items() if timed[case] == names[case]}
 
     def measure() -> dict[Case, float]:
-        deadline = clock() + options.profile_budget_s
         one, pace, total = made(), Pace(model, known), PASSES * len(lacking)
+        deadline = pace.clock() + options.profile_budget_s
         bar = progress_bar(total, "dmuon measures Newton-Schulz", shown=transport.rank == 0)
         with torch.no_grad(), bar as shown:
             runs = one.reserve([(case, names[case]) for case in pace.in_order(lacking)])
-            times = median_times(runs, one, pace, deadline=deadline, clock=clock, progress=shown)
+            times = median_times(runs, one, pace, deadline=deadline, progress=shown)
         # A new time replaces the cached one, whichever is larger.
         return known | {case: ms for (case, _), ms in times.items()}
 

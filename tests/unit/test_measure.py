@@ -76,9 +76,9 @@ def as_modelled(factor: float = 1.0) -> Callable[[Case, str], float]:
 
 
 def times_of(cases, timer, budget_s=1e9, known=None, **kwargs) -> dict[Case, float]:
-    pace = Pace(MODEL, known)
-    runs, deadline = [(c, "") for c in pace.in_order(cases)], timer.now + budget_s
-    found = median_times(runs, timer, pace, deadline=deadline, clock=lambda: timer.now, **kwargs)
+    pace = Pace(MODEL, known, lambda: timer.now)
+    runs = [(case, "") for case in pace.in_order(cases)]
+    found = median_times(runs, timer, pace, deadline=timer.now + budget_s, **kwargs)
     return {case: ms for (case, _), ms in found.items()}
 
 
@@ -201,8 +201,8 @@ RULE, OTHER = OFFERED[:2]
 def chosen(ms: dict[str, float], cases=(ONE,), cached=None, budget_s=1e6, timer=None, **kwargs):
     timer = timer or FakeTimer(lambda case, kernel: ms.get(kernel, 9.0) / 1e3)
     options = KernelOptions(tune_budget_s=budget_s, **kwargs)
-    pace = Pace(MODEL)
-    return choose_kernels(cases, cached or {}, timer, pace, options, clock=lambda: timer.now)
+    pace = Pace(MODEL, clock=lambda: timer.now)
+    return choose_kernels(cases, cached or {}, timer, pace, options)
 
 
 def test_the_fastest_is_chosen_and_the_fixed_rule_wins_a_tie():
