@@ -14,7 +14,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["LoadBalanceReport", "RankLoad", "build_report", "launch_owners"]
 
 # Below these a new plan is not worth a restart: measured times vary by as much.
-REPLAN_FRACTION = 0.05
-REPLAN_MS = 0.05
+REPLAN_FRACTION, REPLAN_MS = 0.05, 0.05
 _REPLAN_HOW = (
     'own.close(), then dmuon.dedicate_params(model, costs="measured") with an empty '
     "PlannerOptions.cache_dir, and dmuon.Muon again; its momentum starts anew"
@@ -69,10 +67,10 @@ class RankLoad:
 
 @dataclass(frozen=True, slots=True)
 class ShapeUse:
-    """All matrices of one shape: how they are batched, and what that costs.
+    """All matrices of one shape: (size, number) of their batches, largest first, and their cost.
 
-    ``batches`` holds (size, how many of them), largest first. ``single_ms`` is the price of one
-    matrix alone, None where the plan has no prices; ``origins`` say where the prices come from.
+    ``single_ms`` is the price of one matrix alone, None where the plan has no prices; ``origins``
+    say where the prices of these batches come from.
     """
 
     rows: int
@@ -127,30 +125,26 @@ class Bottleneck:
 class MeasuredBalance:
     """Measured milliseconds a step against predicted ones, by rank.
 
-    ``ms`` and ``predicted_ms`` are of momentum and Newton-Schulz; ``loads_ms`` add the fixed load
-    of the plan, and ``makespan_ms`` and ``imbalance`` are theirs. ``ratios`` are measured over
-    predicted, ``ratio`` that of all ranks together; None where nothing was predicted.
+    ``loads_ms`` are measured momentum and Newton-Schulz with the fixed load of the plan; the
+    ``ratios`` of measured to predicted, and ``ratio`` of all ranks together, are without it, and
+    None where nothing was predicted.
 
-    Costs do not tell ranks apart that execute the same batches, so no plan from costs mends a
-    difference between them: ``plannable_ms`` is the makespan if they all took their mean, and
-    ``straggles_ms`` what the busiest takes more. ``best_ms`` is what no new plan gets below: the
-    even share of the measured work, or the costliest matrix or the plan's lower bound at the
-    measured speed. ``replan``: a new plan could save enough (``saving_ms``) to be worth it.
+    Costs do not tell ranks apart that execute the same batches, so no new plan mends a difference
+    between them: ``straggles_ms`` is what the busiest takes more than their mean. ``best_ms`` is
+    what no new plan gets below: the even share of the measured work, or the costliest matrix or the
+    plan's lower bound at the measured speed. ``replan``: ``saving_ms`` is worth a new plan.
     """
 
-    ms: tuple[float, ...]
-    predicted_ms: tuple[float, ...]
+    loads_ms: tuple[float, ...]
+    ratios: tuple[float | None, ...]
+    ratio: float | None
     makespan_ms: float
     imbalance: float
-    ratio: float | None
-    plannable_ms: float
+    busiest: int
+    straggles_ms: float
     best_ms: float
     saving_ms: float
     replan: bool
-    loads_ms: tuple[float, ...]
-    ratios: tuple[float | None, ...]
-    busiest: int
-    straggles_ms: float
 
 
 @dataclass(frozen=True)
@@ -167,8 +161,8 @@ class LoadBalanceReport:
     @cached_property
     def ranks(self) -> tuple[RankLoad, ...]:
         """Every rank in order."""
-        counts, plan = Counter(self.plan.owners), self.plan
-        loads = zip(plan.loads_ms, plan.state_bytes, strict=True)
+        counts = Counter(self.plan.owners)
+        loads = zip(self.plan.loads_ms, self.plan.state_bytes, strict=True)
         return tuple(RankLoad(r, counts[r], ms, state) for r, (ms, state) in enumerate(loads))
 
     @property
@@ -233,7 +227,7 @@ class LoadBalanceReport:
         return None if self.measured_ms is None else _compare(self.plan, self.measured_ms)
 
     def __rich__(self) -> RenderableType:
-        return render(_title(self), _facts(self), _tables(self))
+        return render(_title(self.plan), _facts(self), _tables(self))
 
     def __str__(self) -> str:
         return plain(self.__rich__())
@@ -248,39 +242,39 @@ class LoadBalanceReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, fit for JSON; keys as in the benchmarks."""
-        plan, contended, measured = self.plan, self.contention or {}, self.measured
-        state = [r.state_bytes for r in self.ranks]
+        plan, state = self.plan, self.plan.state_bytes
+        of_plan = ("solver", "engine", "status", "hit_time_limit", "note", "seconds")
+        of_report = ("makespan_ms", "lower_bound_ms", "gap", "imbalance")
         memory = {"min": min(state), "mean": sum(state) / len(state), "max": max(state)}
-        uses = _kernel_uses(plan)
         return {
             "layout": plan.layout.value,
             "owners": plan.topology.world,
-            "solver": plan.solver,
-            "engine": plan.engine,
-            "status": plan.status,
-            "hit_time_limit": plan.hit_time_limit,
-            "note": plan.note,
-            "seconds": plan.seconds,
+            **{name: getattr(plan, name) for name in of_plan},
             "costs": plan.cost_source,
             "fingerprint": plan.fingerprint(),
-            "makespan_ms": self.makespan_ms,
-            "lower_bound_ms": self.lower_bound_ms,
-            "gap": self.gap,
-            "imbalance": self.imbalance,
+            **{name: getattr(self, name) for name in of_report},
             "certificate": asdict(self.certificate) | {"verdict": str(self.certificate)},
             "alternatives_ms": dict(plan.alternatives),
-            "kernels": [{"kernel": k, "batches": b, "matrices": m} for k, b, m in uses],
+            "kernels": [
+                {"kernel": kernel, "batches": batches, "matrices": matrices}
+                for kernel, batches, matrices in _kernel_uses(plan)
+            ],
             "idle": list(self.idle),
             "memory": memory | {"cap": plan.limits.memory_bytes},
             "bottleneck": self.bottleneck and asdict(self.bottleneck),
-            "contention": {k: asdict(found) for k, found in contended.items()} or None,
+            "contention": self.contention and {k: asdict(c) for k, c in self.contention.items()},
             "shapes": [asdict(shape) for shape in self.shapes],
-            "measured": measured and asdict(measured),
+            "measured": self.measured and asdict(self.measured),
             "ranks": [asdict(rank) for rank in self.ranks],
             "parameters": [
-                asdict(p) | {"numel": p.numel} for p in plan.specs.parameters + plan.specs.frozen
+                asdict(p) | {"algorithm": p.algorithm.value, "numel": p.numel}
+                for p in plan.specs.parameters + plan.specs.frozen
             ],
         }
+
+    def ms_text(self, ms: float) -> str:
+        """Milliseconds with the decimals that the largest time of the report needs."""
+        return ms_text(ms, max([self.makespan_ms, *(self.measured_ms or ())]))
 
 
 def build_report(plan: OwnershipPlan, measured: Sequence[float] | None = None) -> LoadBalanceReport:
@@ -311,16 +305,13 @@ def _certified(plan: OwnershipPlan) -> Certificate:
 
 
 def launch_owners(plan: OwnershipPlan) -> list[int]:
-    """The owner of each matrix, in about the order in which the matrices travel.
+    """The owner of each matrix that travels, in about the order in which they do.
 
-    Without those that a single rank may own: they do not travel.
+    A matrix that a single rank may own does not travel.
     """
-    named = [
-        (natural_key(matrix.name), owner)
-        for i, (matrix, owner) in enumerate(zip(plan.specs.matrices, plan.owners, strict=True))
-        if not plan.limits.is_forced(i)
-    ]
-    return [owner for _, owner in sorted(named)]
+    free = [i for i in range(len(plan.owners)) if not plan.limits.is_forced(i)]
+    free.sort(key=lambda i: natural_key(plan.specs.matrices[i].name))
+    return [plan.owners[i] for i in free]
 
 
 def _key_of(plan: OwnershipPlan, batch: Batch) -> ShapeKey:
@@ -329,11 +320,10 @@ def _key_of(plan: OwnershipPlan, batch: Batch) -> ShapeKey:
 
 def _kernel_uses(plan: OwnershipPlan) -> list[tuple[str, int, int]]:
     """(kernel, batches, matrices), that with most batches first; "" is the fixed rule."""
-    sizes: dict[str, list[int]] = defaultdict(list)
-    for batch in plan.batches:
-        sizes[batch.kernel].append(len(batch.matrices))
-    uses = [(kernel, len(found), sum(found)) for kernel, found in sizes.items()]
-    return sorted(uses, key=lambda use: (-use[1], use[0]))
+    batches = Counter(batch.kernel for batch in plan.batches)
+    matrices = Counter(batch.kernel for batch in plan.batches for _ in batch.matrices)
+    kernels = sorted(batches, key=lambda kernel: (-batches[kernel], kernel))
+    return [(kernel, batches[kernel], matrices[kernel]) for kernel in kernels]
 
 
 def _shapes(plan: OwnershipPlan) -> tuple[ShapeUse, ...]:
@@ -344,8 +334,8 @@ def _shapes(plan: OwnershipPlan) -> tuple[ShapeUse, ...]:
     found = []
     for key, batches in by_key.items():
         sizes = Counter(len(b.matrices) for b in batches)
-        price, total = prices.get(key), sum(b.ms for b in batches)
-        count = sum(len(b.matrices) for b in batches)
+        count, total = sum(len(b.matrices) for b in batches), sum(b.ms for b in batches)
+        price = prices.get(key)
         origins = {o for size in sizes if price for o in price.origin[size - 1 : size]}
         found.append(
             ShapeUse(
@@ -386,11 +376,7 @@ def _bottleneck(plan: OwnershipPlan) -> Bottleneck | None:
     alone = max(least.values()) + min(plan.limits.fixed_ms, default=0.0)
     scarce = plan.topology.world > len(plan.specs.matrices) and not plan.limits.pool_of
     floor = scarce or plan.makespan_ms <= alone * (1 + 1e-9)
-    # A shape costs what its transpose costs, so several shapes may have one price.
-    by_price: dict[float, set[ShapeKey]] = defaultdict(set)
-    for key, ms in least.items():
-        by_price[next((p for p in by_price if p * (1 - 1e-9) <= ms), ms)].add(key)
-    splits = [_split(plan, least, keys, floor) for keys in by_price.values()]
+    splits = [_split(plan, least, key, floor) for key in least]
     return Bottleneck(
         rank=rank,
         ms=plan.loads_ms[rank],
@@ -404,37 +390,37 @@ def _bottleneck(plan: OwnershipPlan) -> Bottleneck | None:
     )
 
 
-def _split(
-    plan: OwnershipPlan, least: dict[ShapeKey, float], keys: set[ShapeKey], floor: bool
-) -> Split:
-    """What limits any plan once all matrices of these shapes are cut in two by rows, about.
+def _split(plan: OwnershipPlan, least: dict[ShapeKey, float], key: ShapeKey, floor: bool) -> Split:
+    """What limits any plan once all matrices of this shape are cut in two by rows, about.
 
     There is no price for a half, so it is its whole's price, scaled by the operations; a single
     row is not cut.
     """
-    members = [m for m in plan.specs.matrices if m.key in keys]
-    first, world, mean = members[0], plan.topology.world, sum(plan.loads_ms) / plan.topology.world
+    matrices, world = plan.specs.matrices, plan.topology.world
+    mean = sum(plan.loads_ms) / world
+    members = [m for m in matrices if m.key == key]
     # Where no single matrix limits the plan, bounds are compared: the rest of the makespan is the
     # solver's, and needs no split.
     then = now = plan.makespan_ms if floor else max(mean, plan.lower_bound_ms)
     if all(m.rows > 1 for m in members):
-        one_of = {m.shape: m for m in members}
         half = {
-            (r, c): newton_schulz_flops(r - r // 2, c, 1) / newton_schulz_flops(r, c, 1)
-            for r, c in one_of
+            (rows, cols): newton_schulz_flops(rows - rows // 2, cols, 1)
+            / newton_schulz_flops(rows, cols, 1)
+            for rows, cols in {m.shape for m in members}
         }
+        halves = [least[key] * share for share in half.values()]
         changed = sum(
-            batch.ms / len(batch.matrices) * (2 * half[plan.specs.matrices[i].shape] - 1)
+            batch.ms / len(batch.matrices) * (2 * half[matrices[i].shape] - 1)
             for batch in plan.batches
-            if _key_of(plan, batch) in keys
+            if _key_of(plan, batch) == key
             for i in batch.matrices
         )
-        halves = [least[m.key] * half[m.shape] for m in one_of.values()]
         together = -(-2 * len(members) // world)  # by pigeonhole some owner takes so many of them
-        limits = [mean + changed / world, together * min(halves), *halves, *plan.limits.fixed_ms]
-        then = max([*limits, *(ms for key, ms in least.items() if key not in keys)])
-    saves, ms = max(0.0, now - then), least[first.key]
-    return Split(first.name, first.rows, first.cols, len(members), ms, then, saves)
+        others = [*plan.limits.fixed_ms, *(ms for other, ms in least.items() if other != key)]
+        then = max(mean + changed / world, together * min(halves), *halves, *others)
+    first = members[0]
+    saves = max(0.0, now - then)
+    return Split(first.name, first.rows, first.cols, len(members), least[key], then, saves)
 
 
 def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBalance:
@@ -442,36 +428,31 @@ def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBal
     world = plan.topology.world
     fixed = plan.limits.fixed_ms or (0.0,) * world
     predicted = [0.0] * world
-    runs: list[list[tuple[ShapeKey, int, str]]] = [[] for _ in range(world)]
+    runs: list[Counter[tuple[ShapeKey, int, str]]] = [Counter() for _ in range(world)]
     for batch in plan.batches:
         predicted[batch.owner] += batch.ms
-        runs[batch.owner].append((_key_of(plan, batch), len(batch.matrices), batch.kernel))
-    same: dict[tuple[object, ...], list[float]] = defaultdict(list)
+        runs[batch.owner][_key_of(plan, batch), len(batch.matrices), batch.kernel] += 1
+    same: dict[frozenset[Any], list[float]] = defaultdict(list)
     for run, ms in zip(runs, measured_ms, strict=True):
-        same[tuple(sorted(run))].append(ms)
-    means = {run: sum(times) / len(times) for run, times in same.items()}
-    alike = [means[tuple(sorted(run))] for run in runs]
+        same[frozenset(run.items())].append(ms)
+    # What each rank would take if it were as fast as the mean of those that do the same work.
+    alike = [sum(same[frozenset(run.items())]) / len(same[frozenset(run.items())]) for run in runs]
     loads = tuple(m + f for m, f in zip(measured_ms, fixed, strict=True))
     makespan = max(loads)
     busiest = loads.index(makespan)
-    plannable = max(m + f for m, f in zip(alike, fixed, strict=True))
     best = max(sum(loads) / world, _measured_floor(plan, predicted, alike))
-    saving = max(0.0, plannable - best)
-    pairs = zip(measured_ms, predicted, strict=True)
+    saving = max(0.0, max(m + f for m, f in zip(alike, fixed, strict=True)) - best)
     return MeasuredBalance(
-        ms=measured_ms,
-        predicted_ms=tuple(predicted),
+        loads_ms=loads,
+        ratios=tuple(m / p if p else None for m, p in zip(measured_ms, predicted, strict=True)),
+        ratio=sum(measured_ms) / sum(predicted) if any(predicted) else None,
         makespan_ms=makespan,
         imbalance=_excess(makespan, sum(loads) / world),
-        ratio=sum(measured_ms) / sum(predicted) if any(predicted) else None,
-        plannable_ms=plannable,
+        busiest=busiest,
+        straggles_ms=measured_ms[busiest] - alike[busiest],
         best_ms=best,
         saving_ms=saving,
         replan=_matters(saving, makespan),
-        loads_ms=loads,
-        ratios=tuple(m / p if p else None for m, p in pairs),
-        busiest=busiest,
-        straggles_ms=measured_ms[busiest] - alike[busiest],
     )
 
 
@@ -504,13 +485,7 @@ def _measured_floor(
 # ---- sentences ---------------------------------------------------------------------------
 
 
-def _top_ms(report: LoadBalanceReport) -> float:
-    """The largest time in the report, which decides how many decimals all of them have."""
-    return max([report.makespan_ms, *(report.measured_ms or ())])
-
-
-def _title(report: LoadBalanceReport) -> str:
-    plan = report.plan
+def _title(plan: OwnershipPlan) -> str:
     return (
         f"dmuon load balance: {count_text(len(plan.specs.matrices), 'matrix', 'matrices')} on "
         f"{count_text(plan.topology.world, 'rank')}, layout {plan.layout.value}, "
@@ -520,67 +495,46 @@ def _title(report: LoadBalanceReport) -> str:
 
 def _facts(report: LoadBalanceReport) -> list[Fact]:
     """(label, sentence) about the plan, most important first; empty ones are left out."""
-    plan, top, certificate, idle = report.plan, _top_ms(report), report.certificate, report.idle
+    plan, certificate, idle, text = report.plan, report.certificate, report.idle, report.ms_text
     verdict = "valid: makespan and lower bound computed anew from the stored prices and duals"
     if not (certificate.ok and certificate.proven):
         what = "plan valid, bound not proven" if certificate.ok else "INVALID"
         verdict = f"{what}: {'; '.join(certificate.findings)}"
-    named = f": {', '.join(map(str, idle))}" if len(idle) <= 8 else ""
-    by_algorithm: dict[Algorithm, list[int]] = {algorithm: [] for algorithm in Algorithm}
-    for p in plan.specs.parameters + plan.specs.frozen:
-        by_algorithm[p.algorithm].append(p.numel)
-    elements = [
-        f"{algorithm.value} {count_text(len(sizes), 'parameter')} of {sum(sizes):,} elements"
-        for algorithm, sizes in by_algorithm.items()
-        if sizes
-    ]
+    proven = "" if certificate.proven else " (not proven)"
     engine = f" ({plan.engine})" if plan.engine else ""
     clock = ", depends on the clock" if plan.hit_time_limit else ""
-    found = [
-        (
-            "makespan",
-            f"{ms_text(report.makespan_ms, top)} ms; mean of the ranks "
-            f"{ms_text(report.mean_ms, top)} ms, imbalance {report.imbalance:.2%}",
+    solver, status = _WORDS.get(plan.solver, plan.solver), _WORDS.get(plan.status, plan.status)
+    named = f": {', '.join(map(str, idle))}" if len(idle) <= 8 else ""
+    facts = {
+        "makespan": f"{text(report.makespan_ms)} ms; mean of the ranks {text(report.mean_ms)} ms, "
+        f"imbalance {report.imbalance:.2%}",
+        "lower bound": f"{text(report.lower_bound_ms)} ms{proven}, gap {report.gap:.2%}",
+        "solver": f"{solver}{engine}: {status}{clock}, {plan.seconds:.2f} s; "
+        f"costs {plan.cost_source}",
+        "certificate": verdict,
+        "compared": ", ".join(
+            f"{_WORDS.get(name, name)} {text(ms)} ms ({_excess(ms, report.makespan_ms):+.1%})"
+            for name, ms in plan.alternatives
         ),
-        (
-            "lower bound",
-            f"{ms_text(report.lower_bound_ms, top)} ms"
-            f"{'' if certificate.proven else ' (not proven)'}, gap {report.gap:.2%}",
-        ),
-        (
-            "solver",
-            f"{_WORDS.get(plan.solver, plan.solver)}{engine}: "
-            f"{_WORDS.get(plan.status, plan.status)}{clock}, {plan.seconds:.2f} s; "
-            f"costs {plan.cost_source}",
-        ),
-        ("certificate", verdict),
-        ("compared", ", ".join(_compared(report))),
-        ("kernels", _kernels_text(plan)),
-        ("note", plan.note),
-        ("bottleneck", _bottleneck_text(report.bottleneck, top)),
-        ("split", _split_text(report)),
-        ("fused", "; ".join(_fused(plan))),
-        ("owners", "; ".join(_pools(plan))),
-        ("idle", f"{len(idle)} of {len(report.ranks)} ranks own no matrix{named}" if idle else ""),
-        ("contention", _contention_text(report)),
-        ("memory", _memory_text(report)),
-        ("parameters", "; ".join(elements)),
-    ]
+        "kernels": _kernels_text(plan),
+        "note": plan.note,
+        "bottleneck": _bottleneck_text(report),
+        "split": _split_text(report),
+        "fused": "; ".join(_fused(plan)),
+        "owners": "; ".join(_pools(plan)),
+        "idle": f"{len(idle)} of {len(report.ranks)} ranks own no matrix{named}" if idle else "",
+        "contention": _contention_text(report),
+        "memory": _memory_text(plan),
+        "parameters": _parameters_text(plan),
+    }
     if measured := report.measured:
         ratio = "" if measured.ratio is None else f", {measured.ratio:.2f} x predicted"
-        text = (
-            f"makespan {ms_text(measured.makespan_ms, top)} ms on rank {measured.busiest}, "
+        facts["measured"] = (
+            f"makespan {text(measured.makespan_ms)} ms on rank {measured.busiest}, "
             f"imbalance {measured.imbalance:.2%}{ratio}"
         )
-        found += [("measured", text), ("verdict", _verdict(measured, top))]
-    return [(label, sentence) for label, sentence in found if sentence]
-
-
-def _compared(report: LoadBalanceReport) -> Iterator[str]:
-    """The makespans of the other solvers, relative to this plan's."""
-    for name, ms in report.plan.alternatives:
-        more = f" ({ms / report.makespan_ms - 1:+.1%})" if report.makespan_ms else ""
-        yield f"{_WORDS.get(name, name)} {ms_text(ms, _top_ms(report))} ms{more}"
+        facts["verdict"] = _verdict(report, measured)
+    return [(label, sentence) for label, sentence in facts.items() if sentence]
 
 
 def _kernels_text(plan: OwnershipPlan) -> str:
@@ -593,69 +547,72 @@ def _kernels_text(plan: OwnershipPlan) -> str:
     )
 
 
-def _bottleneck_text(found: Bottleneck | None, top: float) -> str:
+def _bottleneck_text(report: LoadBalanceReport) -> str:
     """The busiest rank and what it spends its time on."""
+    found, text = report.bottleneck, report.ms_text
     if found is None:
         return "no matrix to orthogonalize"
     others = len(found.matrices) - 1
-    text = (
-        f"rank {found.rank}, {ms_text(found.ms, top)} ms; its costliest "
-        f"{f'batch, {others + 1} matrices' if others else 'matrix'} of {found.rows} x "
-        f"{found.cols}: {found.matrices[0]}{f' and {others} more' if others else ''}, "
-        f"{ms_text(found.batch_ms, top)} ms"
+    what, more = (
+        (f"batch, {others + 1} matrices", f" and {others} more") if others else ("matrix", "")
     )
-    if not found.movable:
-        text += ". All of its matrices are whole on that rank alone, so no plan can move them"
-    return text
+    forced = ". All of its matrices are whole on that rank alone, so no plan can move them"
+    return (
+        f"rank {found.rank}, {text(found.ms)} ms; its costliest {what} of {found.rows} x "
+        f"{found.cols}: {found.matrices[0]}{more}, {text(found.batch_ms)} ms"
+        f"{'' if found.movable else forced}"
+    )
 
 
 def _split_text(report: LoadBalanceReport) -> str:
     """Whether one matrix is the floor, and what splitting it, or several, would save."""
-    found, top = report.bottleneck, _top_ms(report)
+    found, text = report.bottleneck, report.ms_text
     if found is None or not found.movable:
         return ""
     split = found.split
     saved = split.saves_ms / report.makespan_ms if report.makespan_ms else 0.0
+    pays, shape = saved >= 0.005, f"{split.rows} x {split.cols}"
     if found.floor:
         others = f" (and {split.count - 1} more that cost as much)" if split.count > 1 else ""
-        text = (
-            f"{split.name}{others}, {split.rows} x {split.cols}, {ms_text(split.ms, top)} ms, is "
-            "the floor: no plan is faster than its owner. "
+        start = (
+            f"{split.name}{others}, {shape}, {text(split.ms)} ms, is the floor: no plan is faster "
+            f"than its owner. Splitting {'them all' if split.count > 1 else 'it'}"
         )
-        what = "them all" if split.count > 1 else "it"
     else:
-        text = "no single matrix is the floor. "
-        what = f"all {split.count} of {split.rows} x {split.cols}" if saved >= 0.005 else "more"
-    if saved < 0.005:
-        return text + f"Splitting {what} in two by rows would save about nothing"
-    return text + (
-        f"Splitting {what} in two by rows, as heads= or splits= do, would save about "
-        f"{ms_text(split.saves_ms, top)} ms of the makespan ({saved:.0%}), but changes the update: "
+        what = f"all {split.count} of {shape}" if pays else "more"
+        start = f"no single matrix is the floor. Splitting {what}"
+    if not pays:
+        return f"{start} in two by rows would save about nothing"
+    return (
+        f"{start} in two by rows, as heads= or splits= do, would save about "
+        f"{text(split.saves_ms)} ms of the makespan ({saved:.0%}), but changes the update: "
         "each half is orthogonalized by itself"
     )
 
 
 def _fused(plan: OwnershipPlan) -> Iterator[str]:
     """Weights that hold several projections, by their names, but are orthogonalized as one."""
-    parameters = plan.specs.parameters
     tall: list[str] = []
     wide: list[str] = []
     for matrix in plan.specs.matrices:
-        parameter = parameters[matrix.parameter]
-        end = parameter.name.split(".")[-2:]
+        parameter = plan.specs.parameters[matrix.parameter]
         whole = matrix.start == 0 and matrix.shape == parameter.shape[-2:]
-        if whole and _FUSED.search(".".join(end).lower()):
+        if whole and _FUSED.search(_ending(parameter.name).lower()):
             # Projections lie below each other, so a fused weight has more rows than columns
             # unless it is stored (in, out).
             (tall if matrix.rows >= matrix.cols else wide).append(parameter.name)
     hold = "hold several projections each, by name, but are taken whole"
     if tall:
-        end = tall[0].split(".")[-2:]
-        pattern = "*." + ".".join(end if end[-1] == "weight" else end[-1:])
+        end = _ending(tall[0])
+        pattern = "*." + (end if end.endswith(".weight") else end.rpartition(".")[2])
         how = f"splits={{{pattern!r}: [rows of each]}} would orthogonalize them one by one"
         yield f"{_folded(tall)} {hold}: {how}"
     if wide:
         yield f"{_folded(wide)} {hold}: side by side as columns, which splits= does not cut"
+
+
+def _ending(name: str) -> str:
+    return ".".join(name.split(".")[-2:])
 
 
 def _folded(names: Iterable[str]) -> str:
@@ -664,16 +621,14 @@ def _folded(names: Iterable[str]) -> str:
 
 def _pools(plan: OwnershipPlan) -> Iterator[str]:
     """Which ranks may own how many matrices, where not every rank may own all."""
-    matrices: dict[int, int] = Counter()  # by size of the pool
-    pools: dict[int, int] = Counter()
+    by_size: dict[int, list[int]] = defaultdict(list)  # matrices of each pool of so many ranks
     for pool, count in Counter(plan.limits.pool_of).items():
-        matrices[len(plan.limits.pools[pool])] += count
-        pools[len(plan.limits.pools[pool])] += 1
-    for size in sorted(matrices, reverse=True):
-        where = f"{size} ranks a pool, {count_text(pools[size], 'pool')}"
+        by_size[len(plan.limits.pools[pool])].append(count)
+    for size, counts in sorted(by_size.items(), reverse=True):
+        where = f"{size} ranks a pool, {count_text(len(counts), 'pool')}"
         if size in (1, plan.topology.world):
             where = "any rank" if size > 1 else "a single rank, which has it whole"
-        yield f"{count_text(matrices[size], 'matrix', 'matrices')}: {where}"
+        yield f"{count_text(sum(counts), 'matrix', 'matrices')}: {where}"
 
 
 def _contention_text(report: LoadBalanceReport) -> str:
@@ -689,10 +644,10 @@ def _contention_text(report: LoadBalanceReport) -> str:
     )
 
 
-def _memory_text(report: LoadBalanceReport) -> str:
+def _memory_text(plan: OwnershipPlan) -> str:
     """Optimizer state of a rank, and its cap."""
-    state, cap = [r.state_bytes for r in report.ranks], report.plan.limits.memory_bytes
-    sharded = report.plan.layout is Layout.SHARDED
+    state, cap = plan.state_bytes, plan.limits.memory_bytes
+    sharded = plan.layout is Layout.SHARDED
     return (
         f"state a rank: min {bytes_text(min(state))}, mean {bytes_text(sum(state) / len(state))}, "
         f"max {bytes_text(max(state))}"
@@ -701,9 +656,20 @@ def _memory_text(report: LoadBalanceReport) -> str:
     )
 
 
-def _verdict(measured: MeasuredBalance, top: float) -> str:
+def _parameters_text(plan: OwnershipPlan) -> str:
+    sizes: dict[Algorithm, list[int]] = {algorithm: [] for algorithm in Algorithm}
+    for p in plan.specs.parameters + plan.specs.frozen:
+        sizes[p.algorithm].append(p.numel)
+    return "; ".join(
+        f"{algorithm.value} {count_text(len(found), 'parameter')} of {sum(found):,} elements"
+        for algorithm, found in sizes.items()
+        if found
+    )
+
+
+def _verdict(report: LoadBalanceReport, measured: MeasuredBalance) -> str:
     """Whether a new plan would pay and how to get one; and a rank that is slow in itself."""
-    saving, makespan = ms_text(measured.saving_ms, top), ms_text(measured.makespan_ms, top)
+    saving, makespan = report.ms_text(measured.saving_ms), report.ms_text(measured.makespan_ms)
     text = f"the plan fits: a new one could save {saving} of {makespan} ms at most"
     if measured.replan:
         text = (
@@ -712,7 +678,7 @@ def _verdict(measured: MeasuredBalance, top: float) -> str:
         )
     if _matters(measured.straggles_ms, measured.makespan_ms):
         text += (
-            f". Rank {measured.busiest} takes {ms_text(measured.straggles_ms, top)} ms more than "
+            f". Rank {measured.busiest} takes {report.ms_text(measured.straggles_ms)} ms more than "
             "the mean of the ranks that do the same work: see what slows that rank down"
         )
     return text
@@ -722,75 +688,79 @@ def _verdict(measured: MeasuredBalance, top: float) -> str:
 
 
 def _tables(report: LoadBalanceReport) -> list[Table]:
-    return [_rank_table(report), _shape_table(report), _parameter_table(report)]
+    return [_rank_table(report), _shape_table(report), _parameter_table(report.plan)]
 
 
 def _rank_table(report: LoadBalanceReport) -> Table:
     """Every rank, or the busiest and the idlest with the mean of all."""
-    top, bound, measured = _top_ms(report), report.lower_bound_ms, report.measured
+    bound, measured, count = report.lower_bound_ms, report.measured, len(report.ranks)
     headings = ["rank", "matrices", "predicted ms", "to the bound", "state"]
     headings += ["measured ms", "ratio"] if measured else []
 
-    def row(name: str, matrices: str, ms: float, state: float, *found: float | None) -> list[str]:
-        over = f"{ms / bound - 1:+.2%}" if bound else ""
-        cells = [name, matrices, ms_text(ms, top), over, bytes_text(state)]
+    def row(name: str, matrices: str, ranks: Sequence[RankLoad], ratio: float | None) -> list[str]:
+        ms = sum(r.ms for r in ranks) / len(ranks)
+        state = bytes_text(sum(r.state_bytes for r in ranks) / len(ranks))
+        cells = [
+            name,
+            matrices,
+            report.ms_text(ms),
+            f"{ms / bound - 1:+.2%}" if bound else "",
+            state,
+        ]
         if measured:
-            load, ratio = found
-            cells += [ms_text(load or 0.0, top), "" if ratio is None else f"{ratio:.2f}"]
+            found = sum(measured.loads_ms[r.rank] for r in ranks) / len(ranks)
+            cells += [report.ms_text(found), "" if ratio is None else f"{ratio:.2f}"]
         return cells
 
-    def row_of(r: RankLoad) -> list[str]:
-        found = (measured.loads_ms[r.rank], measured.ratios[r.rank]) if measured else ()
-        return row(str(r.rank), str(r.matrices), r.ms, r.state_bytes, *found)
+    def each(ranks: Sequence[RankLoad]) -> list[list[str]]:
+        ratios = measured.ratios if measured else (None,) * count
+        return [row(str(r.rank), str(r.matrices), [r], ratios[r.rank]) for r in ranks]
 
-    count = len(report.ranks)
     if count <= FOLD_ABOVE:
-        return Table("Ranks", headings, [row_of(r) for r in report.ranks])
-    by_load = [row_of(r) for r in sorted(report.ranks, key=lambda r: (-r.ms, r.rank))]
+        return Table("Ranks", headings, each(report.ranks))
+    by_load = sorted(report.ranks, key=lambda r: (-r.ms, r.rank))
     more = [f"{count - 2 * SHOWN} more ranks"] + [""] * (len(headings) - 1)
-    state = sum(r.state_bytes for r in report.ranks) / count
-    means = (sum(measured.loads_ms) / count, measured.ratio) if measured else ()
-    mean = row("mean", f"{len(report.plan.owners) / count:.1f}", report.mean_ms, state, *means)
-    rows = [*by_load[:SHOWN], more, *by_load[-SHOWN:], mean]
+    matrices = f"{len(report.plan.owners) / count:.1f}"
+    mean = row("mean", matrices, report.ranks, measured.ratio if measured else None)
+    rows = [*each(by_load[:SHOWN]), more, *each(by_load[-SHOWN:]), mean]
     return Table("Busiest and idlest ranks", headings, rows)
 
 
 def _shape_table(report: LoadBalanceReport) -> Table:
-    top, shapes = _top_ms(report), report.shapes
+    text = report.ms_text
     rows = [
         [
             f"{s.rows} x {s.cols}",
             s.dtype,
             str(s.count),
             ", ".join(f"{size}" if n == 1 else f"{size} x{n}" for size, n in s.batches),
-            ms_text(s.each_ms, top),
-            ms_text(s.total_ms, top),
-            "" if s.single_ms is None else ms_text(s.single_ms, top),
+            text(s.each_ms),
+            text(s.total_ms),
+            "" if s.single_ms is None else text(s.single_ms),
             ", ".join(s.origins),
         ]
-        for s in shapes[:_MOST_SHAPES]
+        for s in report.shapes[:_MOST_SHAPES]
     ]
-    more = shapes[_MOST_SHAPES:]
-    if more:
-        count, total = sum(s.count for s in more), ms_text(sum(s.total_ms for s in more), top)
+    if more := report.shapes[_MOST_SHAPES:]:
+        count, total = sum(s.count for s in more), text(sum(s.total_ms for s in more))
         rows.append([f"{len(more)} more shapes", "", str(count), "", "", total, "", ""])
     numbers = ["batch sizes", "ms each", "ms in all", "ms alone", "prices"]
     headings = ["shape", "dtype", "matrices", *numbers]
     return Table("Shapes", headings, rows, ("shape", "dtype", "batch sizes", "prices"))
 
 
-def _parameter_table(report: LoadBalanceReport) -> Table:
+def _parameter_table(plan: OwnershipPlan) -> Table:
     """Which algorithm updates what, and why; names that differ in numbers alone are folded."""
-    specs = report.plan.specs
     alike: dict[tuple[Algorithm, tuple[int, ...], str], list[str]] = defaultdict(list)
-    for p in specs.parameters + specs.frozen:
+    for p in plan.specs.parameters + plan.specs.frozen:
         alike[p.algorithm, p.shape, p.reason].append(p.name)
+    order = list(Algorithm)
     rows = [
         [pattern, str(count), " x ".join(map(str, shape)), algorithm.value, reason]
-        for algorithm in Algorithm
-        for (found, shape, reason), names in alike.items()
+        for (algorithm, shape, reason), names in sorted(
+            alike.items(), key=lambda item: order.index(item[0][0])
+        )
         for pattern, count in fold_names(names)
-        if found is algorithm
     ]
     if len(rows) > _MOST_NAMES:
         more = f"{len(rows) - _MOST_NAMES} more patterns: see to_dict()"
@@ -803,49 +773,45 @@ def _parameter_table(report: LoadBalanceReport) -> Table:
 
 
 def _page(report: LoadBalanceReport) -> str:
-    top, measured = _top_ms(report), report.measured
+    text, measured = report.ms_text, report.measured
     proven = "" if report.certificate.proven else ", not proven"
     tiles = [
-        ("makespan", f"{ms_text(report.makespan_ms, top)} ms"),
-        (f"lower bound{proven}", f"{ms_text(report.lower_bound_ms, top)} ms"),
+        ("makespan", f"{text(report.makespan_ms)} ms"),
+        (f"lower bound{proven}", f"{text(report.lower_bound_ms)} ms"),
         ("gap to the bound", f"{report.gap:.2%}"),
         ("imbalance over the mean", f"{report.imbalance:.2%}"),
         ("matrices on ranks", f"{len(report.plan.specs.matrices)} on {len(report.ranks)}"),
     ]
-    mesh, caption = html.mesh_picture(report.plan.topology.slots(), [r.ms for r in report.ranks])
-    pictures = [("Load per rank", *_loads_picture(report)), ("Load by place", mesh, caption)]
-    verdict = (_verdict(measured, top), measured.replan) if measured else None
-    return html.page(_title(report), tiles, _facts(report), verdict, pictures, _tables(report))
+    mesh = html.mesh_picture(report.plan.topology.slots(), report.plan.loads_ms)
+    pictures = [("Load per rank", *_loads_picture(report)), ("Load by place", *mesh)]
+    verdict = (_verdict(report, measured), measured.replan) if measured else None
+    return html.page(_title(report.plan), tiles, _facts(report), verdict, pictures, _tables(report))
 
 
 def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
-    """A bar a rank; of many ranks, sorted by load, a bar for several. And its caption."""
-    top, measured = _top_ms(report), report.measured
+    """A bar a rank; of many ranks, those at even steps from the busiest to the idlest."""
+    text, measured = report.ms_text, report.measured
     zero = report.lower_bound_ms or report.mean_ms or 1.0
-    many = len(report.ranks) > html.MOST_SHOWN
-    order = sorted(report.ranks, key=lambda r: (-r.ms, r.rank)) if many else report.ranks
-    bars = html.MOST_SHOWN // 2 if many else len(order)
+    ranks, steps = report.ranks, html.MOST_SHOWN - 1
+    many = len(ranks) > html.MOST_SHOWN
+    if many:
+        by_load = sorted(ranks, key=lambda r: (-r.ms, r.rank))
+        ranks = tuple(by_load[i * (len(by_load) - 1) // steps] for i in range(steps + 1))
     # Ranks may all be slower than predicted; the strokes show how they differ among themselves.
     speed = (measured.ratio if measured else None) or 1.0
-    drawn = []
-    for a, b in pairwise(i * len(order) // bars for i in range(bars + 1)):
-        members, stroke = order[a:b], None
-        ms = sum(r.ms for r in members) / len(members)
-        some = ", ".join(str(r.rank) for r in members[:8]) + ", ..." * (len(members) > 8)
-        title = f"rank {some}: {ms_text(ms, top)} ms"
+    bars = []
+    for r in ranks:
+        title, stroke = f"rank {r.rank}: {text(r.ms)} ms", None
         if measured:
-            found = sum(measured.loads_ms[r.rank] for r in members) / len(members)
+            found = measured.loads_ms[r.rank]
             stroke = found / speed / zero - 1
-            title += f", measured {ms_text(found, top)} ms"
-        idle = not ms and not any(r.matrices for r in members)
-        name = f"{a + 1}-{b}" if many else f"rank {a}"
-        drawn.append(html.Bar(name, None if idle else ms / zero - 1, title, stroke))
+            title += f", measured {text(found)} ms"
+        deviation = r.ms / zero - 1 if r.ms or r.matrices else None
+        bars.append(html.Bar(f"rank {r.rank}", deviation, title, stroke))
     what = "lower bound" if report.lower_bound_ms else "mean"
-    caption = (
-        f"Predicted load relative to the {what} of {ms_text(zero, top)} ms, the vertical line."
-    )
+    caption = f"Predicted load relative to the {what} of {text(zero)} ms, the vertical line."
     if many:
-        caption += " Ranks are sorted by load, the busiest first; a bar is the mean of its ranks."
+        caption += f" {len(bars)} of {len(report.ranks)} ranks, from the busiest to the idlest."
     if measured:
         caption += f" Strokes: measured, divided by {speed:.2f}, the ratio of all ranks together."
-    return html.loads_picture(drawn), caption
+    return html.loads_picture(bars), caption
