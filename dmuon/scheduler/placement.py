@@ -14,7 +14,7 @@ its position in the owner order, a kind's owners take turns, and among the next 
 that meets the fewest matrices in flight takes the matrix::
 
     kind k     owners 0 1 2 3 take 2 each, owner 4 takes 4         n = 12 matrices
-    turns      4  0 1 2 3  4  4  0 1 2 3  4
+    turns      0 4 1 2 4 3 0 4 1 2 4 3
 """
 
 from __future__ import annotations
@@ -157,12 +157,17 @@ def _hand_out(
 def _turns(patterns: Sequence[_Pattern]) -> dict[int, list[int]]:
     """The positions that take a kind's matrices, the first one last.
 
-    Who takes c of n matrices has a turn every n/c, so that large and small shares go out evenly.
+    Owners that take equally many go one after the other, in as many rounds, and rounds of all are
+    spread over the kind's matrices.
     """
-    turns: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
+    takers: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for position, pattern in enumerate(patterns):
-        for kind, count in pattern:
-            turns[kind] += [((turn + 0.5) / count, position) for turn in range(count)]
+        for entry in pattern:
+            takers[entry].append(position)
+    turns: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
+    for (kind, rounds), alike in takers.items():
+        total = rounds * len(alike)
+        turns[kind] += [((i + 0.5) / total, alike[i % len(alike)]) for i in range(total)]
     return {kind: [p for _, p in sorted(found, reverse=True)] for kind, found in turns.items()}
 
 

@@ -170,8 +170,8 @@ def hidden_solution(seed: int) -> Case:
 def test_hidden_solutions_are_found():
     """A goal and no promise: the problem holds Latin squares, which are hard to complete."""
     missed = [case.repeats(case.place()) for case in map(hidden_solution, range(100))]
-    assert missed.count(0) >= 65
-    assert sum(missed) <= 40
+    assert missed.count(0) >= 60
+    assert sum(missed) <= 50
 
 
 @pytest.mark.parametrize("nodes", [1, 3, 4, 32])
@@ -229,7 +229,7 @@ def test_large_and_small_shares_are_handed_out_evenly():
     case = Case([0] * 400, [""] * 400, [{0: 200}] + [{0: 1}] * 200, [], Topology.flat(201))
     owners = case.place()
     for end in range(400):
-        assert abs(owners[:end].count(0) - end / 2) <= 30
+        assert abs(owners[:end].count(0) - end / 2) <= 12
 
 
 # ---- speed -------------------------------------------------------------------------------

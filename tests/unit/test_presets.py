@@ -80,13 +80,6 @@ def elements(architecture: Architecture) -> int:
 # ---- presets -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_preset_has_as_many_elements_as_the_published_weights(name):
-    assert total(model_specs(name)) == PUBLISHED[name]
-    assert all(p.is_meta for p in build(PRESETS[name].architecture).parameters())
-    assert PRESETS.keys() - PUBLISHED.keys() == {"moe-60x256", "vla"}
-
-
 def test_the_vla_mix_is_paligemma_and_an_action_expert_of_300m():
     parts: Counter[str] = Counter()
     for p in model_specs("vla").parameters:
@@ -97,24 +90,17 @@ def test_the_vla_mix_is_paligemma_and_an_action_expert_of_300m():
     assert {"state_proj", "action_in_proj", "action_out_proj"} <= parts.keys()
 
 
-def test_the_scaling_target_has_46000_matrices():
-    specs = model_specs("moe-60x256")
-    experts = [m for m in specs.matrices if ".experts." in m.name]
-    assert len(experts) == 60 * 256 * 3
-    assert len(specs.matrices) == len(experts) + 60 * (4 + 1)
-
-
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_names_its_source_and_sends_every_layer_to_muon(name):
-    preset = PRESETS[name]
-    assert len(preset.source) > 10
+def test_a_preset_has_the_elements_of_the_published_weights_and_sends_layers_to_muon(name):
     specs = model_specs(name)
+    made_up = {"moe-60x256", "vla"}
+    assert name in made_up or total(specs) == PUBLISHED[name]
+    assert len(PRESETS[name].source) > 10
     assert {p.dtype for p in specs.parameters} == {"bfloat16"}
     assert specs.frozen == ()
     for parameter in specs.parameters:
-        flat = len(parameter.shape) < 2
         at_an_end = any(part in parameter.name for part in ("embed", "wte", "wpe", "lm_head"))
-        if flat:
+        if len(parameter.shape) < 2:
             assert (parameter.algorithm, parameter.reason) == (ADAMW, "1-D")
         elif not at_an_end:
             assert parameter.algorithm is MUON, parameter
@@ -133,78 +119,6 @@ def test_embeddings_and_heads_are_routed_by_the_rules_of_any_model():
     vla = routes(model_specs("vla"))
     assert vla["vision_tower.embeddings.position_embedding.weight"][0] is ADAMW
     assert vla["vision_tower.embeddings.patch_embedding.weight"][0] is MUON
-
-
-@pytest.mark.parametrize(
-    ("preset", "parameters"),
-    [
-        (
-            "llama3-8b",
-            {
-                "model.layers.31.self_attn.q_proj.weight": (4096, 4096),
-                "model.layers.31.self_attn.k_proj.weight": (1024, 4096),
-                "model.layers.31.mlp.down_proj.weight": (4096, 14336),
-                "model.layers.31.post_attention_layernorm.weight": (4096,),
-                "model.norm.weight": (4096,),
-            },
-        ),
-        (
-            "qwen2.5-7b",
-            {
-                "model.layers.0.self_attn.v_proj.bias": (512,),
-                "model.layers.27.self_attn.o_proj.weight": (3584, 3584),
-            },
-        ),
-        (
-            "qwen3-0.6b",
-            {
-                "model.layers.0.self_attn.q_norm.weight": (128,),
-                "model.layers.0.self_attn.q_proj.weight": (2048, 1024),
-            },
-        ),
-        (
-            "gpt2",
-            {
-                "transformer.h.11.attn.c_attn.weight": (768, 2304),
-                "transformer.h.11.mlp.c_proj.weight": (3072, 768),
-                "transformer.wpe.weight": (1024, 768),
-                "transformer.ln_f.bias": (768,),
-            },
-        ),
-        (
-            "mixtral-8x7b",
-            {
-                "model.layers.0.block_sparse_moe.gate.weight": (8, 4096),
-                "model.layers.0.block_sparse_moe.experts.w1": (8, 14336, 4096),
-                "model.layers.0.block_sparse_moe.experts.w2": (8, 4096, 14336),
-            },
-        ),
-        (
-            "qwen3-30b-a3b",
-            {
-                "model.layers.47.mlp.gate.weight": (128, 2048),
-                "model.layers.47.mlp.experts.up_proj": (128, 768, 2048),
-            },
-        ),
-        (
-            "deepseek-v3",
-            {
-                "model.layers.2.mlp.gate_proj.weight": (18432, 7168),
-                "model.layers.3.mlp.experts.down_proj": (256, 7168, 2048),
-                "model.layers.3.mlp.shared_experts.up_proj.weight": (2048, 7168),
-                "model.layers.60.self_attn.q_a_proj.weight": (1536, 7168),
-                "model.layers.60.self_attn.q_b_proj.weight": (24576, 1536),
-                "model.layers.60.self_attn.kv_a_proj_with_mqa.weight": (576, 7168),
-                "model.layers.60.self_attn.kv_b_proj.weight": (32768, 512),
-                "model.layers.60.self_attn.o_proj.weight": (7168, 16384),
-            },
-        ),
-        ("deepseek-v2-lite", {"model.layers.0.self_attn.q_proj.weight": (3072, 2048)}),
-    ],
-)
-def test_names_and_shapes_are_those_of_the_implementation(preset, parameters):
-    found = shapes(model_specs(preset))
-    assert {name: found.get(name) for name in parameters} == parameters
 
 
 # ---- Hugging Face configurations ---------------------------------------------------------
@@ -304,23 +218,33 @@ def test_every_known_type_is_tested():
     ("config", "expected"),
     [
         (
+            _DEEPSEEK_V3,
+            {
+                "model.layers.3.mlp.experts.down_proj": (256, 7168, 2048),
+                "model.layers.3.mlp.shared_experts.up_proj.weight": (2048, 7168),
+                "model.layers.60.self_attn.q_b_proj.weight": (24576, 1536),
+                "model.layers.60.self_attn.kv_a_proj_with_mqa.weight": (576, 7168),
+            },
+        ),
+        (
+            _QWEN3,
+            {
+                "model.layers.0.self_attn.q_norm.weight": (128,),
+                "model.layers.0.self_attn.q_proj.weight": (2048, 1024),
+                "model.layers.27.mlp.down_proj.weight": (1024, 3072),
+            },
+        ),
+        (_MIXTRAL, {"model.layers.0.block_sparse_moe.experts.w1": (8, 14336, 4096)}),
+        (_GPT2, {"transformer.h.47.attn.c_attn.weight": (1600, 4800)}),
+        (
             _OTHERS[5][0],
             {
                 "model.layers.0.self_attn.sinks": (64,),
                 "model.layers.0.mlp.router.weight": (32, 2880),
                 "model.layers.0.mlp.experts.gate_up_proj": (32, 2880, 5760),
-                "model.layers.0.mlp.experts.down_proj_bias": (32, 2880),
             },
         ),
-        (
-            _OTHERS[6][0],
-            {
-                "model.layers.0.mlp.experts.down_proj": (60, 2048, 1408),
-                "model.layers.0.mlp.shared_expert.up_proj.weight": (5632, 2048),
-                "model.layers.0.mlp.shared_expert_gate.weight": (1, 2048),
-                "model.layers.0.self_attn.q_proj.bias": (2048,),
-            },
-        ),
+        (_OTHERS[6][0], {"model.layers.0.mlp.shared_expert_gate.weight": (1, 2048)}),
         (
             _JAMBA,
             {
@@ -365,19 +289,12 @@ def test_names_and_shapes_of_a_configuration_are_those_of_the_implementation(con
             assert algorithm is MUON, (name, reason)
 
 
-def test_heads_of_a_mixer_fill_its_inner_size():
-    for config, key in ((_MAMBA2, "head_dim"), (_BAMBA, "mamba_d_head")):
-        with pytest.raises(PlanError, match=rf"'{key}' = 32, which do not fill"):
-            architecture_of({**config, key: 32})
-    assert architecture_of({**_MAMBA, "time_step_rank": 48}) == architecture_of(_MAMBA)
-    with pytest.raises(PlanError, match="'text_config' = 3"):
-        architecture_of({"model_type": "mllama", "text_config": 3})
-
-
 def test_absent_keys_have_the_defaults_of_hugging_face():
     config = {k: v for k, v in _LLAMA.items() if k not in ("num_key_value_heads", "torch_dtype")}
     assert architecture_of(config) == architecture_of({**_LLAMA, "num_key_value_heads": 32})
     assert architecture_of({**_LLAMA, "head_dim": None}) == architecture_of(_LLAMA)
+    assert architecture_of({**_LLAMA, "num_attention_heads": 30, "head_dim": 64}).head_dim == 64
+    assert architecture_of({**_MAMBA, "time_step_rank": 48}) == architecture_of(_MAMBA)
     assert not architecture_of(_MISTRAL).tied
     assert architecture_of(_GEMMA).tied
     assert architecture_of({**_GPT2, "n_inner": None}).intermediate == 6400
@@ -403,50 +320,29 @@ def test_layers_without_experts_are_those_that_the_configuration_names():
     assert {n.split(".")[2] for n in names if ".mlp.up_proj" in n} == {"0", "1", "2", "4"}
 
 
-@pytest.mark.parametrize("kind", ["bert", None, 7, ["llama"]])
-def test_another_model_type_is_refused_with_the_known_ones(kind):
-    with pytest.raises(PlanError, match=r"llama, mamba.*module:function"):
-        architecture_of({**_LLAMA, "model_type": kind})
-
-
 @pytest.mark.parametrize(
-    "key",
-    ["hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size", "num_attention_heads"],
-)
-def test_a_missing_size_is_named(key):
-    with pytest.raises(PlanError, match=f"has no '{key}'"):
-        architecture_of({k: v for k, v in _LLAMA.items() if k != key})
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
+    ("config", "told"),
     [
-        ("hidden_size", "4096"),
-        ("hidden_size", 0),
-        ("hidden_size", -4096),
-        ("hidden_size", True),
-        ("hidden_size", 10**18),
-        ("num_hidden_layers", 3.0),
-        ("tie_word_embeddings", "no"),
-        ("attention_bias", None),
-        ("head_dim", []),
+        *(({**_LLAMA, "model_type": kind}, r"llama, mamba.*module:function")
+          for kind in ("bert", None, 7, ["llama"])),
+        *(({k: v for k, v in _LLAMA.items() if k != key}, f"has no '{key}'")
+          for key in ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads")),
+        *(({**_LLAMA, "hidden_size": value}, "'hidden_size' = ")
+          for value in ("4096", 0, -4096, True, 10**18, 3.0)),
+        ({**_LLAMA, "tie_word_embeddings": "no"}, "'tie_word_embeddings' = "),
+        ({**_LLAMA, "attention_bias": None}, "'attention_bias' = "),
+        ({**_LLAMA, "head_dim": []}, "'head_dim' = "),
+        ({**_LLAMA, "num_attention_heads": 30}, "'head_dim'"),
+        *(({**_QWEN3_MOE, "mlp_only_layers": layers}, "mlp_only_layers")
+          for layers in (3, "0", ["0"])),
+        ({**_MAMBA2, "head_dim": 32}, "'head_dim' = 32, which do not fill"),
+        ({**_BAMBA, "mamba_d_head": 32}, "'mamba_d_head' = 32, which do not fill"),
+        ({"model_type": "mllama", "text_config": 3}, "'text_config' = 3"),
     ],
-)
-def test_a_value_of_the_wrong_kind_is_named(key, value):
-    with pytest.raises(PlanError, match=f"'{key}' = "):
-        architecture_of({**_LLAMA, key: value})
-
-
-def test_heads_that_do_not_divide_need_a_head_dim():
-    with pytest.raises(PlanError, match="'head_dim'"):
-        architecture_of({**_LLAMA, "num_attention_heads": 30})
-    assert architecture_of({**_LLAMA, "num_attention_heads": 30, "head_dim": 64}).head_dim == 64
-
-
-@pytest.mark.parametrize("layers", [3, "0", ["0"]])
-def test_layers_must_be_listed(layers):
-    with pytest.raises(PlanError, match="mlp_only_layers"):
-        architecture_of({**_QWEN3_MOE, "mlp_only_layers": layers})
+)  # fmt: skip
+def test_what_is_wrong_in_a_configuration_is_named(config, told):
+    with pytest.raises(PlanError, match=told):
+        architecture_of(config)
 
 
 def test_the_dtype_is_that_of_the_configuration():
@@ -476,66 +372,30 @@ def test_a_configuration_is_read_from_its_file_or_folder(tmp_path):
     assert len(specs.matrices) == 14
 
 
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        ("{", "is not JSON"),
-        ("[1]", "JSON list"),
-        ("null", "JSON NoneType"),
-        ("[" * 100_000, "JSON"),
-    ],
-)
-def test_a_file_that_is_no_configuration_is_refused(tmp_path, content, complaint):
+def test_a_file_that_is_no_configuration_is_refused(tmp_path):
     path = tmp_path / "config.json"
-    path.write_text(content)
-    with pytest.raises(PlanError, match=complaint):
-        model_specs(str(path))
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path):
-    with pytest.raises(PlanError, match=r"missing.json.*No such file"):
-        model_specs(str(tmp_path / "missing.json"))
-    with pytest.raises(PlanError, match=r"config.json.*No such file"):
-        model_specs(str(tmp_path))
-    (tmp_path / "image.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(PlanError, match="is not JSON"):
-        model_specs(str(tmp_path / "image.json"))
-
-
-@settings(max_examples=30)
-@given(
-    hidden=st.integers(1, 8).map(lambda n: 8 * n),
-    layers=st.integers(1, 3),
-    heads=st.sampled_from([1, 2, 4, 8]),
-    kv_heads=st.integers(1, 8),
-    intermediate=st.integers(2, 40),
-    vocabulary=st.integers(2, 50),
-    tied=st.booleans(),
-    bias=st.booleans(),
-)
-def test_elements_of_a_llama_are_those_of_the_formula(
-    hidden, layers, heads, kv_heads, intermediate, vocabulary, tied, bias
-):
-    keys = kv_heads * (hidden // heads)
-    attention = hidden * (2 * hidden + 2 * keys) + bias * (2 * hidden + 2 * keys)
-    layer = attention + 3 * hidden * intermediate + 2 * hidden
-    config = {
-        **_LLAMA, "hidden_size": hidden, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads,
-        "intermediate_size": intermediate, "vocab_size": vocabulary,
-        "tie_word_embeddings": tied, "attention_bias": bias,
-    }  # fmt: skip
-    expected = layers * layer + hidden + (1 if tied else 2) * hidden * vocabulary
-    assert elements(architecture_of(config)) == expected
+    for missing in (tmp_path, tmp_path / "missing.json"):
+        with pytest.raises(PlanError, match=r"(config|missing).json.*No such file"):
+            model_specs(str(missing))
+    for content, complaint in (
+        (b"{", "is not JSON"),
+        (b"[1]", "JSON list"),
+        (b"null", "JSON NoneType"),
+        (b"[" * 100_000, "JSON"),
+        (b"\xff\xfe\x00", "is not JSON"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(PlanError, match=complaint):
+            model_specs(str(path))
 
 
 _VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 70), st.floats(), st.text(max_size=3),
+    st.none(), st.booleans(), st.integers(-3, 9), st.floats(), st.text(max_size=3),
     st.lists(st.integers(-1, 3), max_size=2),
 )  # fmt: skip
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(kind=st.sampled_from(sorted(MODEL_TYPES)), data=st.data())
 def test_whatever_a_configuration_holds_there_is_an_architecture_or_a_clear_error(kind, data):
     whole = {
@@ -544,7 +404,7 @@ def test_whatever_a_configuration_holds_there_is_an_architecture_or_a_clear_erro
         "mamba_d_head": "auto",
     }  # fmt: skip
     config = {
-        key: min(value, 40) if isinstance(value, int) and value > 1 else value
+        key: min(value, 8) if isinstance(value, int) and value > 1 else value
         for key, value in whole.items()
     }
     for key in data.draw(st.lists(st.sampled_from(sorted(config.keys() - {"model_type"})))):
@@ -631,21 +491,9 @@ def test_a_function_gives_the_model(user_module, capsys):
 def test_a_function_that_gives_no_model_is_a_clear_error(user_module, source, function, complaint):
     with pytest.raises(PlanError, match=complaint):
         model_specs(f"{user_module(source)}:{function}")
-
-
-@pytest.mark.parametrize("text", ["no_such_module_at_all:build", ".relative:build", "a b:c"])
-def test_a_module_that_cannot_be_imported_is_a_clear_error(text):
-    with pytest.raises(PlanError, match="importing .* failed"):
-        model_specs(text)
-
-
-def test_a_model_of_another_dtype_is_refused(user_module):
-    name = user_module(
-        "import torch\n"
-        "def build(): return torch.nn.Linear(3, 4, device='meta', dtype=torch.complex64)"
-    )
-    with pytest.raises(DmuonError, match=r"'weight' is complex \(torch.complex64\)"):
-        model_specs(f"{name}:build")
+    for text in ("no_such_module_at_all:build", ".relative:build", "a b:c"):
+        with pytest.raises(PlanError, match="importing .* failed"):
+            model_specs(text)
 
 
 # ---- names -------------------------------------------------------------------------------
@@ -666,18 +514,13 @@ def test_an_unknown_name_is_answered_with_the_closest(text, closest):
         model_specs(text)
 
 
-def test_an_unknown_name_is_answered_with_all_presets():
-    with pytest.raises(PlanError) as error:
-        model_specs("zzz")
+@pytest.mark.parametrize("text", ["zzz", "", ":", "a:", ":b", "x" * 5000, "q\\0ü "])
+def test_an_odd_name_is_answered_with_all_presets(text):
+    with pytest.raises(PlanError, match="no preset and no file") as error:
+        model_specs(text)
     assert "did you mean" not in str(error.value)
     assert all(name in str(error.value) for name in PRESETS)
     assert "module:function" in str(error.value)
-
-
-@pytest.mark.parametrize("text", ["", ":", "a:", ":b", "x" * 5000, "q\\0ü "])
-def test_odd_names_are_unknown(text):
-    with pytest.raises(PlanError, match="no preset and no file"):
-        model_specs(text)
 
 
 def test_options_reach_the_specs():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from itertools import product
 
 import numpy as np
@@ -19,7 +17,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dmuon.api import mesh_topology
 from dmuon.config import PlannerOptions
-from dmuon.scheduler.json_files import decode
 from dmuon.scheduler.topology import Topology, diagonal_slots, local_world_size
 from dmuon.types import DmuonError, OwnershipError
 
@@ -78,10 +75,6 @@ def test_smaller_nodes_are_passed_over():
     assert topology.owner_order() == tuple(rank for rank in full.owner_order() if rank != 11)
 
 
-def test_ten_thousand_ranks():
-    assert sorted(Topology.flat(10_000, ranks_per_node=8).owner_order()) == list(range(10_000))
-
-
 # ---- nodes -------------------------------------------------------------------------------
 
 
@@ -120,11 +113,6 @@ def test_runs_of_equal_length_need_no_list_of_nodes(nodes, per_node, node_of):
         assert topology == Topology.flat(len(nodes), ranks_per_node=per_node)
 
 
-def test_a_node_with_more_places_than_ranks():
-    topology = Topology.flat(4, ranks_per_node=8)
-    assert (topology.nodes, topology.columns, topology.slots()) == (1, 4, ((0, 1, 2, 3),))
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -139,21 +127,6 @@ def test_a_node_with_more_places_than_ranks():
 def test_nodes_that_do_not_fit_are_refused(make):
     with pytest.raises(ValueError):
         make()
-
-
-# ---- as JSON -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "topology",
-    [
-        Topology.flat(4),
-        Topology((2, 4), ("replicate", "shard"), 4, "cuda"),
-        Topology.on_nodes((6,), ("dp",), [0, 1, 1, 2, 2, 2], "cuda"),
-    ],
-)
-def test_round_trip(topology):
-    assert decode(Topology, json.loads(json.dumps(asdict(topology)))) == topology
 
 
 # ---- where ranks sit ---------------------------------------------------------------------
