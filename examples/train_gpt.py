@@ -131,7 +131,13 @@ def train_with_dmuon(job: Job) -> tuple[Run, dmuon.LoadBalanceReport]:
     if job.arguments.layout == "sharded":
         job.shard(model)
     own = dmuon.dedicate_params(model, layout=job.arguments.layout)
-    opt = dmuon.Muon(model, lr=job.arguments.lr, weight_decay=WEIGHT_DECAY)
+    opt = dmuon.Muon(
+        model,
+        lr=job.arguments.lr,
+        weight_decay=WEIGHT_DECAY,
+        period=job.arguments.period,
+        block_lr_ratio=job.arguments.block_lr_ratio,
+    )
     report = own.report()
     job.say(str(report))
 
@@ -269,6 +275,13 @@ def parse_arguments() -> argparse.Namespace:
         help="train with AdamW too",
     )
     parser.add_argument("--lr", type=float, default=LR, help="of dmuon")
+    parser.add_argument(
+        "--period",
+        type=lambda text: math.inf if text == "inf" else int(text),
+        default=1,
+        help="of MuonBP (sharded only): every so many steps a full one; inf: block steps alone",
+    )
+    parser.add_argument("--block-lr-ratio", type=float, help="on the learning rate of block steps")
     parser.add_argument("--adamw-lr", type=float, default=ADAMW_LR, help="of the AdamW beside it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out"))
