@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
+from rich.text import Text
 
 __all__ = ["Fact", "Table", "bytes_text", "count_text", "fold_names", "ms_text", "plain", "render"]
 
@@ -126,7 +127,7 @@ def render(title: str, facts: Iterable[Fact], tables: Iterable[Table]) -> Render
     listed.add_column(style="bold", no_wrap=True)
     listed.add_column()
     for label, sentence in facts:
-        listed.add_row(label, sentence)
+        listed.add_row(label, Text(sentence))  # brackets in names are no markup
     parts: list[RenderableType] = [title, "", listed]
     for table in tables:
         parts += ["", _rich_table(table)]
@@ -152,7 +153,7 @@ def _rich_table(table: Table) -> RichTable:
     made.columns[0].min_width = min(44, max((len(row[0]) for row in table.rows), default=0))
     made.columns[-1].max_width = 18
     for row in table.rows:
-        made.add_row(*row)
+        made.add_row(*map(Text, row))
     return made
 
 

@@ -28,7 +28,7 @@ def trained(rank, steps, wrapper=RecordingTransport, model=None, **kwargs):
 
 
 @pytest.mark.parametrize("publish", ["async", "sync"])
-@distributed(1, 4)
+@distributed(1, 3)
 def test_every_rank_reports_the_same_measured_times(rank, world, publish):
     model, own, opt, transport, _ = trained(rank, 3, publish=publish)
     assert opt.report().measured_ms is None, "before the first exchange"
@@ -47,29 +47,12 @@ def test_every_rank_reports_the_same_measured_times(rank, world, publish):
     assert opt.report().measured_ms == report.measured_ms, "what was learnt outlives closing"
 
 
-@distributed(2)
-def test_the_times_are_those_of_this_ranks_own_watch(rank, world):
-    """Medians of the steps after warm-up, at the place of the rank."""
-    model = seeded(Net)
-    own, transport = dedicate(model, RecordingTransport)
-    opt = dmuon.Muon(model)
-    mine = []
-    for step in range(4):
-        loss_of(model, batch(step, rank)).backward()
-        opt.step()
-        mine.append(opt.stats()["ns_ms"])
-    expected = torch.tensor(mine[WARM_UP:]).double().quantile(0.5).item()
-    everyone = transport.gather_objects(expected)
-    assert own.report().measured_ms == pytest.approx(everyone, rel=1e-5)
-    own.close()
-
-
-@distributed(4)
+@distributed(3)
 def test_the_report_is_no_collective_call(rank, world):
     _model, own, opt, transport, _ = trained(rank, 4)
     transport.events.clear()
     # Rank 1 never asks, and rank 0 has its answer before it lets rank 2 ask.
-    for asking in (0, 2, 3):
+    for asking in (0, 2):
         if rank == asking:
             assert opt.report().measured_ms is not None
             assert transport.events == []
@@ -79,7 +62,11 @@ def test_the_report_is_no_collective_call(rank, world):
 
 @distributed(2)
 def test_the_exchange_is_one_small_collective_at_fixed_steps(rank, world):
-    _model, own, _opt, transport, events = trained(rank, 17)
+    model, own, opt, transport, events = trained(rank, 16)
+    assert opt.stats()["bytes"]["telemetry"] == 4 * world
+    loss_of(model, batch(16, rank)).backward()
+    opt.step()
+    assert "telemetry" not in opt.stats()["bytes"], "counted where it was sent"
     telemetry = [[e for e in step if e.tag == "telemetry"] for step in events]
     assert [i + 1 for i, found in enumerate(telemetry) if found] == [4, 16]
     assert all(len(found) <= 1 for found in telemetry)
@@ -91,7 +78,7 @@ def test_the_exchange_is_one_small_collective_at_fixed_steps(rank, world):
     own.close()
 
 
-@distributed(4)
+@distributed(2)
 def test_ranks_that_lack_gradients_still_take_part(rank, world):
     """Rank 0 skips a backward, `spare` has a gradient on one rank in one step only."""
     model = seeded(Net)
@@ -104,7 +91,7 @@ def test_ranks_that_lack_gradients_still_take_part(rank, world):
         opt.step()
         opt.zero_grad()
     everyone = transport.gather_objects(transport.events)
-    assert all(events == everyone[0] for events in everyone)
+    assert everyone[0] == everyone[1]
     assert own.report().measured_ms is not None
     own.close()
 
@@ -118,16 +105,6 @@ def test_without_any_gradient_there_is_nothing_to_report(rank, world):
         opt.step()
     assert sum(e.tag == "telemetry" for e in transport.events) == 1
     assert own.report().measured_ms is None
-    own.close()
-
-
-@distributed(2)
-def test_the_exchange_is_counted_where_it_was_sent(rank, world):
-    model, own, opt, _, _ = trained(rank, 4)
-    assert opt.stats()["bytes"]["telemetry"] == 4 * world
-    loss_of(model, batch(4, rank)).backward()
-    opt.step()
-    assert "telemetry" not in opt.stats()["bytes"]
     own.close()
 
 
