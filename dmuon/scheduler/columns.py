@@ -43,7 +43,7 @@ Pattern = tuple[int, tuple[int, ...]]  # class, count of each kind
 PREFERRED = ("HiGHS", "PULP_CBC_CMD")  # in PuLP's names
 _WORTH = 1e17  # of everything, about: exact in 64 bits, and fine enough
 _MOST_ROUNDS = 200  # master programs while climbing
-_MOST_WORK = 60_000_000  # pairs formed by knapsacks in one climb
+_MOST_WORK = 20_000_000  # pairs formed by knapsacks in one climb
 _POINTS = 2_000  # of a frontier, until they are too few
 _MOST_PRICINGS = 6  # at one limit
 _RELAXED = (0.0, 0.0005, 0.002, 0.004, 0.008, 0.02, 0.05)  # how far above the bound
@@ -148,8 +148,9 @@ class Columns:
         self._patterns: dict[Pattern, int] = {}  # -> ticks
         self._works = work_tables(problem)
         self._scale = np.array([max(1, int(table[1])) for table in self._works], float)
-        self._learn()
         for c, owner in enumerate(problem.classes):
+            for row in np.unique(counts[list(owner.ranks)], axis=0):
+                self._add(c, tuple(row.tolist()))
             for s, allowed in enumerate(owner.allowed):
                 if allowed:
                     self._add(c, tuple(int(t == s) for t in range(len(problem.kinds))))
@@ -196,7 +197,6 @@ class Columns:
                 counts = improve(self.problem, counts, self.budget.spent)
                 if self.problem.makespan(counts) < self.makespan:
                     self.counts, self.makespan = counts, self.problem.makespan(counts)
-                    self._learn()
 
     def _whole(self, limit: int) -> Counts | None:
         """Whole uses of patterns, rounded down, and what is then left by a covering search."""
@@ -214,12 +214,6 @@ class Columns:
             if counts is not None and self.problem.is_feasible(counts):
                 return counts
         return None
-
-    def _learn(self) -> None:
-        """Remember the patterns of the best counts."""
-        for c, owner in enumerate(self.problem.classes):
-            for row in np.unique(self.counts[list(owner.ranks)], axis=0):
-                self._add(c, tuple(row.tolist()))
 
     def _add(self, c: int, counts: tuple[int, ...]) -> bool:
         """Remember a pattern; whether it is new."""

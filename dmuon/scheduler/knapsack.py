@@ -150,9 +150,10 @@ def _useful(cost: Ints, value: Ints, limit: int, least: int, dense: float) -> In
     if not math.isinf(dense):
         reach = value[kept] + dense * (limit - cost[kept]) * (1 + 1e-9) + 1.0
         kept = kept[reach >= least]
-    kept = kept[np.lexsort((-value[kept], cost[kept]))]
+    kept = kept[np.argsort(cost[kept], kind="stable")]  # quick, because it is made of sorted runs
     best = np.maximum.accumulate(value[kept])
     kept = kept[np.concatenate((np.ones(min(len(kept), 1), np.bool_), best[1:] > best[:-1]))]
+    kept = kept[np.append(np.diff(cost[kept]) > 0, np.ones(min(len(kept), 1), np.bool_))]
     return kept
 
 

@@ -39,7 +39,6 @@ __all__ = [
 
 FORMAT_VERSION = 7
 _MOST_BATCH_MS = 1e12  # 30 years
-_MOST_BATCH_MS = 1e12  # 30 years
 Signed = Annotated[int, (-MOST_WHOLE, MOST_WHOLE)]  # in files
 
 

@@ -304,6 +304,17 @@ def test_the_covering_search_agrees_with_brute_force(instance, states, work):
         assert less.counts is None and (less.complete or states * work < 10**9)
 
 
+def test_a_search_that_dropped_states_is_not_called_complete():
+    prices = {SHAPES[0]: (2.0,), SHAPES[1]: (1.0,), SHAPES[2]: (7.0,)}
+    keys = (SHAPES[0],) * 3 + (SHAPES[1],) * 3 + (SHAPES[2],) * 3
+    problem = Instance(keys, 3, prices, OwnerLimits()).problem()
+    assert cover(problem, 10 * 10**9).counts is not None
+    few = cover(problem, 10 * 10**9, None, 40_000_000, 1)
+    assert few.counts is None and not few.complete
+    little = cover(problem, 10 * 10**9, None, 1, 20_000)
+    assert little.counts is not None or not little.complete
+
+
 # A price that falls with the batch: every pattern known at first is above the bound.
 FALLING = [
     Instance(((8, 8, "float32"),) * 3, world, {(8, 8, "float32"): prices}, OwnerLimits())
