@@ -792,7 +792,7 @@ def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
     """A bar a rank; of many ranks, those at even steps from the busiest to the idlest."""
     text, measured = report.ms_text, report.measured
     zero = report.lower_bound_ms or report.mean_ms or 1.0
-    ranks, steps = report.ranks, html.MOST_SHOWN - 1
+    ranks, steps = report.ranks, html.MOST_SHOWN // 2 - 1
     many = len(ranks) > html.MOST_SHOWN
     if many:
         by_load = sorted(ranks, key=lambda r: (-r.ms, r.rank))

@@ -24,8 +24,8 @@ ITEM_SIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes, 
 def canonical_name(name: str) -> str:
     """The user's own name of a parameter or module, wrapper components stripped.
 
-    >>> canonical_name("module._orig_mod.blocks.0.weight")
-    'blocks.0.weight'
+    >>> canonical_name("module._orig_mod.my_module.0.weight")
+    'my_module.0.weight'
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_COMPONENTS)
 
