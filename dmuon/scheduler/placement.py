@@ -5,8 +5,9 @@ keep apart what travels at the same time::
 
     counts       how many of each kind every owner takes          (from the solver)
     share out    alike owners exchange their counts: equal ones lie together in the owner order
-    hand out     matrices in launch order, each to an owner whose turn it is
+    hand out     matrices in launch order: in the owner order, or each to an owner whose turn it is
     separate     two matrices of a kind change places where a layer meets an owner twice
+    choice       the better of the two, by repeated owners in layers, then by `contention`
 
 A stretch of the owner order touches all nodes and columns evenly (see `diagonal_slots`). So owners
 that take the same fill one stretch, the busy ones and the idle ones alike. Handing out, an owner is
@@ -68,9 +69,22 @@ def place(
     shared = _share_out(counts, interchangeable, order)
     patterns = [shared[rank] for rank in order]
     topology = topology or Topology.flat(len(order))
-    positions = _hand_out(kinds, layers, patterns, order, topology)
-    _separate(kinds, layers, positions)
-    return [order[position] for position in positions]
+    # Where owners take alike, nothing is better than the owner order; where not, to evade.
+    placed = []
+    for positions in (
+        _in_order(kinds, layers, patterns),
+        _hand_out(kinds, layers, patterns, order, topology),
+    ):
+        if positions is not None:
+            _separate(kinds, layers, positions)
+            placed.append([order[position] for position in positions])
+
+    def judged(owners: Sequence[int]) -> tuple[int, float]:
+        layered = [pair for pair in zip(layers, owners, strict=True) if pair[0]]
+        found = contention(owners, topology)
+        return len(layered) - len(set(layered)), found.node_mean + 2 * found.column_mean
+
+    return min(placed, key=judged)
 
 
 def _check(
@@ -151,6 +165,27 @@ def _hand_out(
                 node, column = places[handed[changed]]
                 on_node[node] += change
                 on_column[column] += change
+    return handed
+
+
+def _in_order(
+    kinds: Sequence[int], layers: Sequence[str], patterns: Sequence[_Pattern]
+) -> list[int] | None:
+    """The positions in turn; None where owners do not take alike."""
+    left = [dict(pattern) for pattern in patterns]
+    in_layer: defaultdict[str, set[int]] = defaultdict(set)
+    handed: list[int] = []
+    at = 0
+    for kind, layer in zip(kinds, layers, strict=True):
+        used = in_layer[layer] if layer else set()
+        near = ((at + step) % len(left) for step in range(min(_SEEN, len(left))))
+        found = next((p for p in near if left[p].get(kind) and p not in used), None)
+        if found is None:
+            return None
+        left[found][kind] -= 1
+        used.add(found)
+        handed.append(found)
+        at = found + 1
     return handed
 
 

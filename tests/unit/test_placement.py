@@ -204,14 +204,15 @@ def test_more_matrices_in_a_layer_than_owners():
 
 
 @pytest.mark.parametrize("nodes", [1, 3, 4, 8, 32])
-def test_where_all_take_alike_it_is_about_as_good_as_the_owner_order(nodes):
+def test_where_all_take_alike_nothing_is_worse_than_the_owner_order(nodes):
     topology = Topology.flat(nodes * 8, ranks_per_node=8)
     kinds, layers = model(topology.world, TRANSFORMER)
     case = Case(kinds, layers, dealt(kinds, range(topology.world), topology.world), [], topology)
     order = list(topology.owner_order()) * 7
+    assert case.place(with_topology=False) == order
     found, ideal = contention(case.place(), topology), contention(order, topology)
-    assert found.column_max <= 3 and found.column_mean <= 1.3
-    assert found.node_max <= ideal.node_max + 1 and found.node_mean <= ideal.node_mean * 1.2
+    assert (found.column_max, found.column_mean) == (1, 1.0)
+    assert found.node_max <= ideal.node_max and found.node_mean <= ideal.node_mean
 
 
 @pytest.mark.parametrize("busy", [4, 8, 12, 16, 20])
@@ -261,7 +262,7 @@ def test_the_work_for_a_matrix_does_not_grow_with_owners(kinds):
         case = Case(matrices, names, counts, [list(range(world))], topology)
         owners: list[int] = []
         calls = calls_of(lambda case=case, owners=owners: owners.extend(case.place()))  # type: ignore[misc]
-        assert calls < 100 * len(matrices)
+        assert calls < 150 * len(matrices)
         assert case.repeats(owners) <= sum(max(0, n - world) for n in Counter(names).values())
 
 
