@@ -354,7 +354,7 @@ def cover(
         return Cover(None, True)
     if not len(demand):
         return Cover(np.zeros((problem.world, 0), np.int64), True)
-    if problem.world > _MOST_OWNERS or float(np.prod(demand + 1.0)) > 2.0**61:
+    if problem.world > _MOST_OWNERS or float(np.log2(demand + 1.0).sum()) > 61.0:
         return Cover(None, False)
     ticks = [kind.ticks for kind in problem.kinds]
     worths = [_Worth(problem, ticks, [limit - c.fixed for c in problem.classes])]

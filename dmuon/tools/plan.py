@@ -268,7 +268,9 @@ def _write(path: str | None, write: Callable[[str], object]) -> None:
 def _check_writable(path: str) -> None:
     """Raise PlanError for a path that cannot be written, before minutes go into planning."""
     folder = os.path.dirname(path) or "."
-    if os.path.isdir(path):
+    if not path:
+        reason = "the path is empty"
+    elif os.path.isdir(path):
         reason = "it is a directory"
     elif not os.path.isdir(folder):
         reason = f"there is no directory {folder!r}"

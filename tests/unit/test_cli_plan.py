@@ -297,6 +297,7 @@ GPT2 = ["--model", "gpt2", "--mesh", "4", "--time-limit", "0.5"]
         ),
         ([*GPT2, "--html", "gone/report.html"], "cannot write 'gone/report.html': there is no"),
         ([*GPT2, "--save", "."], "cannot write '.': it is a directory"),
+        ([*GPT2, "--html", ""], "cannot write '': the path is empty"),
         ([*GPT2, "--compare", "--solver", "milp"], "drop --solver"),
         ([*GPT2, "--compare", "--save", "p", "--html", "h"], "drop --html, --save"),
         (["--verify", "gone.json"], "cannot read 'gone.json': No such file"),
