@@ -351,6 +351,7 @@ def test_a_model_that_differs_between_ranks_is_refused_by_name(rank, world):
 def test_our_group_ends_with_torch_distributed(rank, world):
     """Whoever forgets `close` must not carry our group's threads into the interpreter's exit."""
     transport = C10dTransport(range(world))
+    dist.barrier()  # the other one may still be connecting
     dist.destroy_process_group(transport.group)  # as destroying all of them does
     gc.collect()
     with pytest.raises(ValueError, match="process group is gone"):
