@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from dmuon.comm.consensus import attempt
 from dmuon.comm.hooks import reshard
-from dmuon.comm.owners import OwnerRuntime
+from dmuon.comm.layout import OwnerRuntime
 from dmuon.comm.process_groups import check_launched, check_planned_together
 from dmuon.comm.sharded import ShardedRuntime
 from dmuon.config import (

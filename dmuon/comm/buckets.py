@@ -8,7 +8,7 @@ for each place that owns some of them, and one for what every rank updates::
 
 A segment is made of *spans*: neighbouring elements of a parameter, or of this rank's
 tensor-parallel slice of it, whose matrices have their owners at one place of the grid. Everything
-but `Memory` and `Buffer` is pure data, equal on every rank.
+but `packed` and `Buffer` is pure data, equal on every rank.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ __all__ = [
     "EVERYONE",
     "Buffer",
     "GradientBucket",
-    "Memory",
     "Part",
     "Segment",
     "Slices",
     "Span",
-    "aligned",
     "cut_buckets",
     "cut_by_bytes",
     "gradient_bucket",
+    "packed",
     "publish_buckets",
     "slice_boxes",
 ]
@@ -308,32 +307,22 @@ def _edges(count: int) -> list[float]:
 # ---- memory ----------------------------------------------------------------------------------
 
 
-def aligned(nbytes: int, alignment: int = 64) -> int:
-    """``nbytes`` rounded up, so that what follows in a buffer can be viewed in any dtype.
+def packed(
+    sizes: Sequence[tuple[int, torch.dtype]], device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
+    """Bytes, and in them flat tensors of (numel, dtype), one behind the other at multiples of 64.
 
-    >>> aligned(65)
-    128
+    >>> whole, parts = packed([(3, torch.bfloat16), (2, torch.float32)], torch.device("cpu"))
+    >>> whole.nbytes, parts[1].storage_offset(), parts[1]
+    (128, 16, tensor([0., 0.]))
     """
-    return math.ceil(nbytes / alignment) * alignment
-
-
-class Memory:
-    """Bytes on ``device``, allocated once and used by many buckets in turn."""
-
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        self._bytes = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-
-    def carve(
-        self, begin: int, sizes: Iterable[tuple[int, torch.dtype]]
-    ) -> tuple[list[Tensor], Tensor]:
-        """Flat tensors of (numel, dtype), one behind the other from byte ``begin`` on, and all of
-        their bytes."""
-        found, end = [], begin
-        for numel, dtype in sizes:
-            nbytes = numel * dtype.itemsize
-            found.append(self._bytes.narrow(0, end, nbytes).view(dtype))
-            end += aligned(nbytes)
-        return found, self._bytes[begin:end]
+    room = [math.ceil(numel * dtype.itemsize / 64) * 64 for numel, dtype in sizes]
+    whole = torch.zeros(sum(room), dtype=torch.uint8, device=device)
+    parts = [
+        part[: numel * dtype.itemsize].view(dtype)
+        for part, (numel, dtype) in zip(whole.split(room), sizes, strict=True)
+    ]
+    return whole, parts
 
 
 class Buffer:

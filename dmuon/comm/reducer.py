@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from dmuon.comm.buckets import EVERYONE, Buffer, GradientBucket, Memory, Segment, Slices
+from dmuon.comm.buckets import EVERYONE, Buffer, GradientBucket, Segment, Slices
 from dmuon.comm.pipeline import places
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.routes import Part
@@ -120,19 +120,17 @@ class OwnedGradients:
         self.near = [u for u in units if slices.owner_place(u.matrices[0])[:2] == place[:2]]
         self.here: dict[int, Tensor] = {}
         self._stacks: dict[int, Tensor] = {}  # by a unit's first matrix
-        self._whole: dict[int, Tensor] = {}  # what is in stacks, ``[rows, cols]``
         for unit in self.near:
             dtype = reduce_dtype or getattr(torch, specs.matrices[unit.matrices[0]].dtype)
-            for i in filter(slices.is_cut, unit.matrices):
-                shape = slices.part(i, self._tensor).box.shape
-                self.here[i] = torch.zeros(shape, dtype=dtype, device=device)
-            if unit.owner == rank and not all(map(slices.is_cut, unit.matrices)):
+            cut = [i for i in unit.matrices if slices.is_cut(i)]
+            if unit.owner == rank and len(cut) < len(unit.matrices):
                 stack = torch.zeros(unit.shape, dtype=dtype, device=device)
                 self._stacks[unit.matrices[0]] = stack
                 views = unstacker(specs, unit)(stack)
-                for i, matrix, view in zip(unit.matrices, stack, views, strict=True):
-                    if not slices.is_cut(i):
-                        self._whole[i], self.here[i] = matrix, view
+                self.here.update(zip(unit.matrices, views, strict=True))
+            for i in cut:
+                shape = slices.part(i, self._tensor).box.shape
+                self.here[i] = torch.zeros(shape, dtype=dtype, device=device)
 
     def stack(self, unit: Unit) -> Tensor:
         """The gradients of a unit that lies whole on this rank, ``[b, m, n]``."""
@@ -141,8 +139,7 @@ class OwnedGradients:
     def collected(self, present: Sequence[bool]) -> list[Tensor]:
         """Every gradient kept here of the parameters that have one, each element once."""
         matrices = self._specs.matrices
-        kept = self.here | self._whole
-        return [g for i, g in kept.items() if present[matrices[i].parameter]]
+        return [g for i, g in self.here.items() if present[matrices[i].parameter]]
 
     def deliveries(
         self, segment: Segment, views: list[Tensor]
@@ -227,7 +224,7 @@ class GradientReducer:
     """Carries out rounds; see the module's docstring.
 
     Matrices go to ``owned``, the averaged rest to ``p.grad``; parameters in no bucket take no part.
-    Without a shared ``memory`` each segment has its own while it is under way.
+    Segments have memory while they are under way.
     """
 
     def __init__(
@@ -235,7 +232,6 @@ class GradientReducer:
         slices: Slices,
         parameters: Sequence[nn.Parameter],
         process_groups: ProcessGroups,
-        memory: Memory | None,
         meter: Meter,
         buckets: Sequence[GradientBucket],
         owned: OwnedGradients,
@@ -257,7 +253,6 @@ class GradientReducer:
         self._replicated = slices.grid.shape[0] > 1
         self._scale = 1.0 / slices.grid.data_ranks
         self._groups = process_groups
-        self._shares_memory = memory is not None
         self._meter = meter
         self._device = parameters[0].device
         # Of each parameter whether it has a gradient here, then of each whether it is of no use.
@@ -271,31 +266,19 @@ class GradientReducer:
         self._unusable: list[bool] = []
         self._arrived: list[int] = []
         self._launched = 0
-        self._flights: list[_Flight] = []
-        self._buckets = self._make(buckets, memory)
+        self._flights: list[_Flight] = []  # to owners
+        self._rest: list[_Flight] = []  # to everyone
+        self._buckets = [
+            _LiveBucket(bucket, [self._flight(segment) for segment in bucket.segments])
+            for bucket in buckets
+        ]
         bucket_of = {p: live for live in self._buckets for p in live.parameters}
-        self._bucket_of = {p: bucket_of[p] for p in sorted(bucket_of)}
+        self._bucket_of = dict(sorted(bucket_of.items()))
 
-    def _make(self, buckets: Sequence[GradientBucket], memory: Memory | None) -> list[_LiveBucket]:
-        """The buckets with their buffers: one behind the other in ``memory``, or of their own."""
-        found, begin = [], 0
-        for bucket in buckets:
-            sizes = [(s.numel, getattr(torch, s.dtype)) for s in bucket.segments]
-            if memory is None:
-                flat = [torch.empty(n, dtype=dtype, device=self._device) for n, dtype in sizes]
-            else:
-                flat, whole = memory.carve(begin, sizes)
-                begin += whole.numel()
-            flights = [
-                _Flight(
-                    segment,
-                    Buffer(tensor, lasting=memory is not None),
-                    self.owned if segment.shard == self._shard else None,
-                )
-                for segment, tensor in zip(bucket.segments, flat, strict=True)
-            ]
-            found.append(_LiveBucket(bucket, flights))
-        return found
+    def _flight(self, segment: Segment) -> _Flight:
+        dtype = getattr(torch, segment.dtype)
+        buffer = Buffer(torch.empty(segment.numel, dtype=dtype, device=self._device))
+        return _Flight(segment, buffer, self.owned if segment.shard == self._shard else None)
 
     # ---- a round -----------------------------------------------------------------------------
 
@@ -311,9 +294,9 @@ class GradientReducer:
         """Start a round; one that a failed backward left open is dropped."""
         if self.open:
             self._relay()
-            for flight in self._flights:
+            for flight in self._flights + self._rest:
                 flight.wait()
-            self._flights = []
+            self._flights, self._rest = [], []
         self.collect()
         self.owed = False
         self.open = True
@@ -373,23 +356,20 @@ class GradientReducer:
             for flight in bucket.flights:
                 self._send(flight)
             self._launched += 1
-            if not self._shares_memory:
-                # What has arrived is a matter of time: nothing is issued, and nothing waited for,
-                # because another rank may launch its part at the end of its backward only. The
-                # rest stays until the flags are known.
-                self.collect(
-                    [f for f in self._flights if f.segment.shard != EVERYONE and f.arrived()]
-                )
+            # What has arrived is a matter of time: nothing is issued, and nothing waited for,
+            # because another rank may launch its part at the end of its backward only.
+            self.collect([flight for flight in self._flights if flight.arrived()])
 
     def _send(self, flight: _Flight) -> None:
         shard, flat = flight.segment.shard, flight.buffer.flat
         self._meter.add("gradients", flat)
         if shard == EVERYONE:
             flight.works = [self._groups.data.all_reduce(flat, tag="rest")]
+            self._rest.append(flight)
         else:
             flight.works = [self._groups.gradients.reduce(flat, shard, tag="gradients")]
             flight.relay = self._replicated and shard == self._shard
-        self._flights.append(flight)
+            self._flights.append(flight)
 
     def _relay(self) -> None:
         """Reduce along the replicas what was reduced along the shards.
@@ -475,7 +455,7 @@ class GradientReducer:
     def _write_rest(self, anywhere: list[bool]) -> None:
         """Wait for the averaged gradients of the rest and put them in ``p.grad``."""
         grads, means = [], []
-        rest = [flight for flight in self._flights if flight.segment.shard == EVERYONE]
+        rest, self._rest = self._rest, []
         for flight in rest:
             flight.wait()
             for span, view in zip(flight.segment.spans, flight.views, strict=True):
@@ -490,7 +470,6 @@ class GradientReducer:
             torch._foreach_copy_(grads, means)
         for flight in rest:
             flight.buffer.release()
-        self._flights = [flight for flight in self._flights if flight.segment.shard != EVERYONE]
 
     # ---- between rounds ----------------------------------------------------------------------
 
@@ -530,8 +509,7 @@ class GradientReducer:
             )
 
     def collect(self, arrived: Sequence[_Flight] | None = None) -> None:
-        """Wait for the matrices' gradients (of all segments, or these), and add up those that are
-        owned here."""
+        """Wait for what goes to owners (all of it, or these), and add up what is owned here."""
         flights = self._flights if arrived is None else arrived
         into: list[Tensor] = []
         parts: list[Tensor] = []
@@ -544,8 +522,7 @@ class GradientReducer:
             (torch._foreach_copy_ if first else torch._foreach_add_)(into, parts)
         for flight in flights:
             flight.buffer.release()
-        done = set(map(id, flights))
-        self._flights = [flight for flight in self._flights if id(flight) not in done]
+        self._flights = [flight for flight in self._flights if flight not in flights]
 
     def clear(self) -> None:
         """Forget the gradients reduced so far, as `zero_grad` does."""

@@ -25,16 +25,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm.buckets import (
-    Memory,
+    Buffer,
     Slices,
-    aligned,
     cut_by_bytes,
     gradient_bucket,
+    packed,
     publish_buckets,
 )
 from dmuon.comm.hooks import Coverage, attach, wait_points
-from dmuon.comm.layout import Gradients, ParameterWatch
-from dmuon.comm.owners import Apply, Compute, OwnerRuntime
+from dmuon.comm.layout import Apply, Compute, Gradients, OwnerRuntime, ParameterWatch
 from dmuon.comm.process_groups import ProcessGroups, start_from_first
 from dmuon.comm.reducer import (
     GradientReducer,
@@ -71,13 +70,14 @@ class _Published:
 
 @dataclass(slots=True)
 class _Broadcast:
-    """A bucket's bytes, and what is in flight of it: positions in each unit."""
+    """A bucket's bytes, there from a step to the next backward; and what was published last: of
+    each unit the matrices at these positions."""
 
     owner: int
     units: list[_Published]
-    flat: Tensor
+    buffer: Buffer
     rms: Tensor
-    seen_rms: Tensor  # as last published, kept when the memory is used again
+    seen_rms: Tensor  # as last published
     work: Work | None = None
     apply: Apply | None = None
     where: Sequence[list[int]] = ()
@@ -128,29 +128,21 @@ class ReplicatedRuntime(OwnerRuntime):
         ]
         dtypes = {u: payload_dtype(specs.matrices[u.matrices[0]].dtype) for u in self.units}
         item = max(dtype.itemsize for dtype in dtypes.values())
-        # Gradients are read by their owners before the step publishes, and updates are applied
-        # before the next backward, so both can lie in the same memory.
-        segments = [s for bucket in buckets for s in bucket.segments]
-        gradients = sum(aligned(s.numel * getattr(torch, s.dtype).itemsize) for s in segments)
-        updates = sum(
-            aligned(u.numel * item) + aligned(4 * len(u.matrices)) + aligned(1) for u in self.units
-        )
-        memory = Memory(self.device, max(gradients, updates))
-        begin = 0
         for owner, members in publish_buckets(self.units, options.publish_bucket_bytes, item):
             units = [self.units[u] for u in members]
             counts = [len(u.matrices) for u in units]
             sizes = [*((u.numel, dtypes[u]) for u in units), (sum(counts), torch.float32)]
-            (*payloads, rms), flat = memory.carve(begin, sizes)
-            begin += flat.numel()
+            flat, (*payloads, rms) = packed(sizes, self.device)
             parts = zip(units, payloads, rms.split(counts), strict=True)
             published = [self._published(*part) for part in parts]
             for p in (p for live in published for p in live.parameters):
                 self._needs[id(self.parameters[p])].add(len(self._broadcasts))
-            self._broadcasts.append(_Broadcast(owner, published, flat, rms, torch.zeros_like(rms)))
+            seen = torch.zeros_like(rms)
+            self._broadcasts.append(_Broadcast(owner, published, Buffer(flat), rms, seen))
+            self._broadcasts[-1].buffer.release()
         groups_of_all = ProcessGroups.flat(self.transport)
         self.reducer = GradientReducer(
-            self._slices, self.parameters, groups_of_all, memory, self.meter, buckets, owned
+            self._slices, self.parameters, groups_of_all, self.meter, buckets, owned
         )
         self._install_hooks(self.reducer)
 
@@ -199,14 +191,21 @@ class ReplicatedRuntime(OwnerRuntime):
             wait = waiter(number, self._needed(point.parameters), at_root)
             self._removers += attach(point, wait, self.synchronize, loaded)
 
+    def _begin_round(self, reducer: GradientReducer) -> None:
+        """Gradients take the memory of the updates, which are applied by now."""
+        self.synchronize()
+        for bucket in self._broadcasts:
+            bucket.buffer.release()
+            bucket.where = ()
+        reducer.begin()
+
     def _accumulated(self, parameter: int) -> None:
         """A plain module: a gradient is taken as soon as it has been accumulated."""
         reducer = self._bound
         if not reducer.sync:
             return
         if not reducer.open:
-            self.synchronize()
-            reducer.begin()
+            self._begin_round(reducer)
             at_end_of_backward(reducer.finish)
         reducer.accumulated(parameter)
 
@@ -214,8 +213,7 @@ class ReplicatedRuntime(OwnerRuntime):
         """DDP: gradients are taken from its buckets."""
         reducer = self._bound
         if bucket.index() == 0:
-            self.synchronize()
-            reducer.begin()
+            self._begin_round(reducer)
         for p, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
             reducer.take(self._index[id(p)], None if p.grad is None else grad)
         reducer.launch_ready()
@@ -284,7 +282,9 @@ class ReplicatedRuntime(OwnerRuntime):
             ]
             if not any(where):
                 bucket.seen_rms.zero_()
+                bucket.where = ()
                 continue
+            bucket.buffer.hold()
             if bucket.owner == self.transport.rank:
                 bucket.rms.zero_()
                 for live, mine in zip(bucket.units, where, strict=True):
@@ -293,8 +293,9 @@ class ReplicatedRuntime(OwnerRuntime):
                         payload, rms = compute(live.unit, gradients, mine)
                         set_rows(live.payload, mine, payload)
                         set_rows(live.rms, mine, rms)
-            self.meter.add("updates", bucket.flat)
-            bucket.work = self.transport.broadcast(bucket.flat, bucket.owner, tag="updates")
+            flat = bucket.buffer.flat
+            self.meter.add("updates", flat)
+            bucket.work = self.transport.broadcast(flat, bucket.owner, tag="updates")
             bucket.apply, bucket.where = apply, where
             self._pending.add(b)
         reducer.clear()
@@ -339,14 +340,16 @@ class ReplicatedRuntime(OwnerRuntime):
         return [specs[i].view(self.parameters[specs[i].parameter].detach()) for i in unit.matrices]
 
     def published(self) -> dict[str, Tensor]:
-        """What was last published of each matrix, ``[m, n]``; overwritten by the next backward."""
+        """The updates of the last step, ``[m, n]``, of each matrix that had a gradient; valid until
+        the next backward."""
         self.synchronize()
-        return {
-            self.plan.specs.matrices[i].name: matrix
-            for bucket in self._broadcasts
-            for live in bucket.units
-            for i, matrix in zip(live.unit.matrices, oriented(live.unit, live.payload), strict=True)
-        }
+        found = {}
+        for bucket in self._broadcasts:
+            for live, where in zip(bucket.units, bucket.where, strict=False):
+                matrices = oriented(live.unit, live.payload)
+                for k in where:
+                    found[self.plan.specs.matrices[live.unit.matrices[k]].name] = matrices[k]
+        return found
 
     def update_rms(self) -> dict[str, Tensor]:
         self.synchronize()

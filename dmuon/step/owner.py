@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dmuon.adamw import adamw_step
-from dmuon.comm.owners import OwnerRuntime
+from dmuon.comm.layout import OwnerRuntime
 from dmuon.comm.reducer import oriented, rows_of, set_rows, unstacker
 from dmuon.comm.transport import host_can_read
 from dmuon.dtensors import gradient_like, local_tensor

@@ -52,7 +52,7 @@ def reducer_of(model: nn.Module, world: int) -> GradientReducer:
     groups = ProcessGroups.flat(Alike(world))
     parameters = list(model.parameters())
     owned = OwnedGradients(slices, (), 0, None, torch.device("cpu"))
-    return GradientReducer(slices, parameters, groups, None, Meter(), buckets, owned)
+    return GradientReducer(slices, parameters, groups, Meter(), buckets, owned)
 
 
 @pytest.fixture(params=[1, 2, 255, 256, 2**16])

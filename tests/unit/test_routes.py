@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from dmuon.comm.buckets import (
     EVERYONE,
     Slices,
-    aligned,
     cut_by_bytes,
     gradient_bucket,
+    packed,
     publish_buckets,
 )
 from dmuon.scheduler.plan import Batch, OwnershipPlan, Unit, units_of
@@ -264,7 +264,17 @@ def test_publish_buckets_hold_each_unit_once_and_leave_as_they_are_done(units, s
     assert sum(len(m) for buckets in executed.values() for m in buckets) == len(units)
 
 
-@given(st.integers(0, 10_000))
-def test_aligned_is_the_next_multiple_of_64(nbytes):
-    assert aligned(nbytes) % 64 == 0
-    assert 0 <= aligned(nbytes) - nbytes < 64
+DTYPES = st.sampled_from([torch.bfloat16, torch.float32, torch.float64])
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), DTYPES), max_size=5))
+def test_packed_tensors_are_apart_and_aligned(sizes):
+    whole, parts = packed(sizes, torch.device("cpu"))
+    end = whole.data_ptr()
+    for (numel, dtype), part in zip(sizes, parts, strict=True):
+        assert (part.numel(), part.dtype) == (numel, dtype)
+        begin = whole.data_ptr() + part.storage_offset() * part.itemsize
+        assert begin % 64 == whole.data_ptr() % 64
+        assert 0 <= begin - end < 64
+        end = begin + part.nbytes
+    assert 0 <= whole.data_ptr() + whole.nbytes - end < 64

@@ -35,8 +35,7 @@ from dmuon.comm.dedicated.prefetch import (
 )
 from dmuon.comm.dedicated.storage import Storage, module_groups
 from dmuon.comm.hooks import area, fsdp_roots, wait_points
-from dmuon.comm.layout import Gradients, ParameterWatch
-from dmuon.comm.owners import Apply, Compute, OwnerRuntime
+from dmuon.comm.layout import Apply, Compute, Gradients, OwnerRuntime, ParameterWatch
 from dmuon.comm.pipeline import Pipeline
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.reducer import (
@@ -271,7 +270,7 @@ class DedicatedRuntime(OwnerRuntime):
             self._assemblies = self._make_assemblies(owned, payload_dtype)
         buckets = self._buckets()
         self.reducer = GradientReducer(
-            self._slices, self.parameters, self.process_groups, None, self.meter, buckets, owned
+            self._slices, self.parameters, self.process_groups, self.meter, buckets, owned
         )
         others = [(i, p) for i, p in enumerate(self.parameters) if i not in self._muon]
         distributed = [(i, p) for i, p in others if is_distributed(p)]
