@@ -33,15 +33,18 @@ __all__ = [
     "Buffer",
     "GradientBucket",
     "Part",
+    "Range",
     "Segment",
     "Slices",
     "Span",
+    "WeightBucket",
     "cut_buckets",
     "cut_by_bytes",
     "gradient_bucket",
     "packed",
     "publish_buckets",
     "slice_boxes",
+    "weight_buckets",
 ]
 
 EVERYONE = -1  # the "owner" of parameters that all ranks update
@@ -236,6 +239,70 @@ def cut_by_bytes(
         found[-1].append(member)
         size += nbytes(member)
     return found
+
+
+# ---- buckets of weights ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Elements ``start .. start + numel`` of a bucket, owned at (``replica``, ``shard``)."""
+
+    start: int
+    numel: int
+    shard: int
+    replica: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBucket:
+    """Parameters whose weights lie one behind the other in one buffer.
+
+    ``sends`` are the ranges that leave in one broadcast along shards each (their ``replica`` says
+    nothing), ``publishes`` those that leave in one along replicas. ``keeper`` is the shard
+    coordinate that keeps all of it, None where there are several.
+    """
+
+    dtype: str
+    parameters: tuple[int, ...]
+    sends: tuple[Range, ...]
+    publishes: tuple[Range, ...]
+    keeper: int | None
+
+    @property
+    def numel(self) -> int:
+        return sum(piece.numel for piece in self.sends)
+
+
+def weight_buckets(slices: Slices, parameters: Sequence[int], tensor: int) -> list[WeightBucket]:
+    """Those of parameters that are used together, in the order of their broadcasts: equal along
+    shards. What several shard coordinates keep pieces of has a bucket of its own."""
+    specs = slices.plan.specs.parameters
+    spans = {p: slices.spans(p, tensor) for p in parameters}
+    members: dict[tuple[bool, str, int], list[int]] = defaultdict(list)
+    for p in parameters:
+        shards = {span.shard for span in spans[p]}
+        whole = False, specs[p].dtype, min(shards, default=0)
+        members[whole if len(shards) < 2 else (True, "", p)].append(p)
+    found = []
+    for (is_cut, _, keeper), mine in sorted(members.items()):
+        mine.sort(key=lambda p: min((span.replica for span in spans[p]), default=0))
+        placed = [span for p in mine for span in spans[p]]
+        sends = _ranges(placed, lambda span: (0, span.shard))
+        publishes = _ranges(placed, lambda span: (span.replica, span.shard))
+        kept_at = None if is_cut else keeper
+        found.append(WeightBucket(specs[mine[0]].dtype, tuple(mine), sends, publishes, kept_at))
+    return found
+
+
+def _ranges(placed: Sequence[Span], place: Callable[[Span], tuple[int, int]]) -> tuple[Range, ...]:
+    """Spans that follow each other at one place, joined."""
+    found, start = [], 0
+    for (replica, shard), members in groupby(placed, place):
+        numel = sum(span.numel for span in members)
+        found.append(Range(start, numel, shard, replica))
+        start += numel
+    return tuple(found)
 
 
 # ---- buckets of a step -----------------------------------------------------------------------

@@ -291,12 +291,7 @@ class GradientReducer:
         ]
 
     def begin(self) -> None:
-        """Start a round; one that a failed backward left open is dropped."""
-        if self.open:
-            self._relay()
-            for flight in self._flights + self._rest:
-                flight.wait()
-            self._flights, self._rest = [], []
+        """Start a round. What a failed backward left open was finished; DDP refuses to go on."""
         self.collect()
         self.owed = False
         self.open = True
@@ -564,48 +559,47 @@ def hook_gradients(
     return [p.register_post_accumulate_grad_hook(make(i)).remove for i, p in parameters]
 
 
-# What the one communication hook that a `DistributedDataParallel` can ever get does; without an
-# entry it does what DDP does by default.
-_on_bucket: weakref.WeakKeyDictionary[DistributedDataParallel, Callable[[Any], None] | None] = (
-    weakref.WeakKeyDictionary()
-)
+class _CommHook:
+    """The one communication hook that a `DistributedDataParallel` can ever get. Without
+    ``on_bucket`` it does what DDP does by default."""
 
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.on_bucket: Callable[[Any], None] | None = None
 
-def _register_hook(ddp: DistributedDataParallel) -> None:
-    weak = weakref.ref(ddp)
-
-    def run(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-        ddp = weak()
-        on_bucket = None if ddp is None else _on_bucket[ddp]
-        if on_bucket is None:
-            return allreduce_hook(group, bucket)
-        on_bucket(bucket)
+    def run(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        if self.on_bucket is None:
+            return allreduce_hook(self._group, bucket)
+        self.on_bucket(bucket)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
 
-    try:
-        # No annotations: DDP compares them with types, and ours are strings.
-        ddp.register_comm_hook(ddp.process_group, lambda group, bucket: run(group, bucket))
-    except RuntimeError as error:
-        raise OwnershipError(
-            "DistributedDataParallel did not accept dmuon's communication hook; it takes one "
-            f"only, so do not register another ({error})"
-        ) from error
+
+_comm_hooks: weakref.WeakKeyDictionary[DistributedDataParallel, _CommHook] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def hook_ddp(
     ddp: DistributedDataParallel, on_bucket: Callable[[Any], None]
 ) -> list[Callable[[], None]]:
     """DDP hands its buckets over to ``on_bucket`` instead of reducing them."""
-    if ddp not in _on_bucket:
-        _register_hook(ddp)
-    _on_bucket[ddp] = on_bucket
-    weak = weakref.ref(ddp)
+    hook = _comm_hooks.get(ddp)
+    if hook is None:
+        hook = _CommHook(ddp.process_group)
+        try:
+            # No annotations: DDP compares them with types, and ours are strings.
+            ddp.register_comm_hook(hook, lambda hook, bucket: hook.run(bucket))
+        except RuntimeError as error:
+            raise OwnershipError(
+                "DistributedDataParallel did not accept dmuon's communication hook; it takes one "
+                f"only, so do not register another ({error})"
+            ) from error
+        _comm_hooks[ddp] = hook
+    hook.on_bucket = on_bucket
 
     def remove() -> None:
-        ddp = weak()
-        if ddp is not None:
-            _on_bucket[ddp] = None
+        hook.on_bucket = None
 
     return [remove]

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dmuon.comm.buckets import EVERYONE, Slices, gradient_bucket, slice_boxes
-from dmuon.comm.dedicated.storage import weight_buckets
+from dmuon.comm.buckets import EVERYONE, Slices, gradient_bucket, slice_boxes, weight_buckets
 from dmuon.comm.process_groups import Grid
 from dmuon.scheduler.costs import resolve_costs
 from dmuon.scheduler.select import collect

@@ -166,27 +166,26 @@ class DedicatedRuntime(OwnerRuntime):
         self._options = options
         self._tensor_axes = tensor_axes
         self._place = slices.grid.place(process_groups.world.rank)
-        self._muon = muon = frozenset(self.plan.specs.muon_parameters())
+        self.parameters = list(parameters)
+        self._muon = frozenset(self.plan.specs.muon_parameters())
         self._assemblies: list[_Assembly] = []
         self._counted: frozenset[int] = frozenset()
         # By a unit's first matrix: RMS of its updates, its weights here, what unstacks its updates.
         self._rms: dict[int, Tensor] = {}
         self._applied: dict[int, list[Tensor]] = {}
         self._unstack: dict[int, Callable[[Tensor], list[Tensor]]] = {}
-        index = {id(p): i for i, p in enumerate(parameters)}
-        self._modules = module_groups(model, options.groups, index)
-        groups = [group for group in self._modules if not muon.isdisjoint(group.parameters)]
+        index = {id(p): i for i, p in enumerate(parameters) if i in self._muon}
         # Modules are not kept: an ownership refers to none, for the model refers to it.
-        blocks = {m for g in groups if not g.is_root and (m := g.module()) is not None}
-        group_of = {p: g for g, group in enumerate(groups) for p in group.parameters if p in muon}
+        modules = module_groups(model, options.groups, index)
+        groups, blocks = list(modules.values()), set(modules) - {model}
+        group_of = {p: g for g, group in enumerate(groups) for p in group.parameters}
         points = []
         for point in wait_points(model, blocks):
-            numbers = (index[i] for i in point.parameters if i in index)
-            needs = sorted({group_of[p] for p in numbers if p in group_of})
+            needs = sorted({group_of[index[i]] for i in point.parameters if i in index})
             if needs or point.is_root:
                 points.append((point, needs))
         self.storage = Storage(
-            slices, model, parameters, groups, process_groups, self.meter, options, device
+            slices, model, self.parameters, groups, process_groups, self.meter, options, device
         )
         self.prefetcher = Prefetcher(self.storage, options)
         for point, needs in points:
@@ -196,10 +195,6 @@ class DedicatedRuntime(OwnerRuntime):
         self._removers.append(self._end_watch)
 
     # ---- weights -----------------------------------------------------------------------------
-
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:  # type: ignore[override]
-        return self.storage.parameters
 
     @property
     def loads(self) -> int:  # type: ignore[override]
@@ -300,28 +295,22 @@ class DedicatedRuntime(OwnerRuntime):
         return found
 
     def _buckets(self) -> list[GradientBucket]:
-        """One a group in the order of backward; the root's, and what is in none, last.
+        """One a group in the order of backward; the root's, and all that is no matrix, last.
 
         Parameters that neither dmuon nor tensor parallelism has distributed are all-reduced here;
-        the others are the framework's. All are in the last bucket: nothing tells of a gain or bias
-        that no gradient will come, so in a group's bucket it would hold that one up.
+        the others are the framework's. Nothing tells of a gain or bias that no gradient will come,
+        so in a group's bucket it would hold that one up.
         """
         rest = {
             i: local_tensor(p).numel()
             for i, p in enumerate(self.parameters)
             if i not in self._muon and set(mesh_axes(p)) <= self._tensor_axes
         }
-        members, last = [], []
-        for group in reversed(self._modules):
-            matrices = [p for p in group.parameters if p in self._muon and not group.is_root]
-            members.append(matrices)
-            last += [
-                p for p in group.parameters if p not in matrices and (p in self._muon or p in rest)
-            ]
+        members = [g.parameters for g in reversed(self.storage.groups) if not g.is_root]
+        root = (p for g in self.storage.groups if g.is_root for p in g.parameters)
+        members.append((*root, *rest))
         dtype, tensor = self._options.reduce_dtype, self._place[2]
-        return [
-            gradient_bucket(self._slices, m, rest, tensor, dtype) for m in [*members, last] if m
-        ]
+        return [gradient_bucket(self._slices, m, rest, tensor, dtype) for m in members if m]
 
     # ---- gradients ---------------------------------------------------------------------------
 

@@ -81,8 +81,7 @@ class Prefetcher:
         self._first = len(first)
         self.forward = _Order([*first, *others], "forward")
         self.backward = _Order([*first, *reversed(others)], "backward")
-        self._prelaunched = 0  # groups of the next forward pass that have left
-        self._published = 0  # groups since the step began
+        self._ahead = 0  # groups whose new weights have left, in the order of forward
         self._needed: set[int] = set()  # asked for in this backward pass, and not freed
         self._passed = 0  # how many groups of it are passed
         self._recorded = False  # a forward pass by autograd, since the last step
@@ -127,7 +126,8 @@ class Prefetcher:
     def _open_forward(self) -> None:
         self.storage.ready()
         self.forward.open = True
-        self.forward.cursor, self._prelaunched = self._prelaunched, 0
+        self.forward.cursor = 0 if self.storage.has_replicas else self._ahead
+        self._ahead = 0
         for group in self.groups:
             group.running = group.calls = 0
 
@@ -286,13 +286,12 @@ class Prefetcher:
             if group.valid or group.in_use:
                 group.free()
         self.forward.open = self.backward.open = False
-        self._prelaunched = 0
+        self._ahead = 0
 
     def begin_step(self) -> None:
         """The weights are about to change."""
         self.drop()
         self.storage.wait_published()
-        self._published = 0
         self.steps += 1
         self.backwards = 0
         self._recorded = False
@@ -306,15 +305,14 @@ class Prefetcher:
         groups = self.forward.groups
         if not self.storage.has_replicas:
             groups = groups[: self._first + self._prefetch + 1]
-        for g in groups[self._published :]:
+        for g in groups[self._ahead :]:
             if not self.groups[g].matrices.isdisjoint(todo):
                 return
-            self._published += 1
+            self._ahead += 1
             if self.storage.has_replicas:
                 self.storage.publish(self.groups[g])
             else:
                 self.storage.launch(self.groups[g], "forward")
-                self._prelaunched += 1
 
 
 # ---- hooks on modules ------------------------------------------------------------------------

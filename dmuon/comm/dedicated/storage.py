@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from dmuon.comm.buckets import EVERYONE, Buffer, Slices, Span
+from dmuon.comm.buckets import Buffer, Slices, WeightBucket, weight_buckets
 from dmuon.comm.hooks import outermost_members, parameter_ids
 from dmuon.comm.process_groups import ProcessGroups, start_from_first
 from dmuon.comm.transport import Meter, Work
@@ -40,131 +39,9 @@ from dmuon.types import OwnershipError
 
 __all__ = [
     "Group",
-    "ModuleGroup",
-    "Range",
     "Storage",
-    "WeightBucket",
     "module_groups",
-    "weight_buckets",
 ]
-
-
-# ---- what is used together -------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ModuleGroup:
-    """Modules whose weights travel together: by default what users pass to `fully_shard`, a member
-    of an outermost container. What is in no such block is the root's, and stays while it runs.
-
-    ``parameters`` are numbers of planned parameters, in registration order; one that several use
-    (tied weights) belongs to the first. ``uses``: at how many places the module stands in the
-    model, hence how often a forward pass calls it, as far as one can see.
-    """
-
-    name: str
-    module: weakref.ref[nn.Module]  # who keeps groups keeps no model
-    parameters: tuple[int, ...]
-    is_root: bool
-    uses: int = 1
-
-
-def module_groups(
-    root: nn.Module, chooses: Callable[[str, nn.Module], bool] | None, index: Mapping[int, int]
-) -> list[ModuleGroup]:
-    """The groups with at least one parameter, in registration order; the root's is the first.
-
-    ``chooses(name, module)`` says which modules are groups, instead of the default. ``index`` gives
-    the numbers of the planned parameters by id.
-    """
-    if chooses is None:
-        chosen = set(outermost_members(root)) - {root}
-    else:
-        named = root.named_modules()
-        chosen = {m for name, m in named if m is not root and chooses(canonical_name(name), m)}
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in root.named_modules(remove_duplicate=False):
-        if module is root or module in chosen:
-            names.setdefault(module, []).append(canonical_name(name))
-    seen: set[int] = set()
-    found = []
-    for module, where in names.items():
-        numbers = dict.fromkeys(index[i] for i in parameter_ids(module, chosen) if i in index)
-        mine = tuple(p for p in numbers if p not in seen)
-        seen.update(mine)
-        if mine:
-            name = where[0] or "root"
-            found.append(ModuleGroup(name, weakref.ref(module), mine, module is root, len(where)))
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Elements ``start .. start + numel`` of a bucket, owned at (``replica``, ``shard``)."""
-
-    start: int
-    numel: int
-    shard: int
-    replica: int
-
-
-@dataclass(frozen=True, slots=True)
-class WeightBucket:
-    """One buffer of parameters: (index, first element, number of elements) each.
-
-    ``sends`` are the ranges that leave in one broadcast along shards each (their ``replica`` says
-    nothing), ``publishes`` those that leave in one along replicas. ``keeper`` is the shard
-    coordinate that keeps all of it, None where there are several.
-    """
-
-    dtype: str
-    numel: int
-    parameters: tuple[tuple[int, int, int], ...]
-    sends: tuple[Range, ...]
-    publishes: tuple[Range, ...]
-    keeper: int | None
-
-
-def weight_buckets(
-    slices: Slices, parameters: Sequence[int], tensor: int
-) -> tuple[WeightBucket, ...]:
-    """Those of parameters that are used together, in the order of their broadcasts: equal along
-    shards."""
-    specs = slices.plan.specs.parameters
-    spans = {p: slices.spans(p, tensor) for p in parameters}
-    whole: dict[tuple[str, int], list[int]] = defaultdict(list)
-    pieces: list[tuple[str, int | None, list[int]]] = []
-    for p in parameters:
-        shards = {span.shard for span in spans[p]}
-        if len(shards) > 1:
-            pieces.append((specs[p].dtype, None, [p]))
-        else:
-            whole[specs[p].dtype, shards.pop() if shards else 0].append(p)
-    for members in whole.values():
-        members.sort(key=lambda p: min((span.replica for span in spans[p]), default=0))
-    found = []
-    for dtype, keeper, members in [*((*k, m) for k, m in sorted(whole.items())), *pieces]:
-        placed, numbers, start = [], [], 0
-        for p in members:
-            numbers.append((p, start, math.prod(slices.shape(p, tensor))))
-            placed += [(span, start + span.start) for span in spans[p]]
-            start += numbers[-1][2]
-        sends, publishes = _ranges(placed, by_replica=False), _ranges(placed, by_replica=True)
-        found.append(WeightBucket(dtype, start, tuple(numbers), sends, publishes, keeper))
-    return tuple(found)
-
-
-def _ranges(placed: Sequence[tuple[Span, int]], *, by_replica: bool) -> tuple[Range, ...]:
-    """Spans that follow each other at one place, joined."""
-    found: list[Range] = []
-    for span, start in placed:
-        replica, numel = (span.replica if by_replica else 0), span.numel
-        last = found[-1] if found else Range(0, 0, EVERYONE, 0)
-        if (last.shard, last.replica, last.start + last.numel) == (span.shard, replica, start):
-            found.pop()
-            start, numel = last.start, last.numel + numel
-        found.append(Range(start, numel, span.shard, replica))
-    return tuple(found)
 
 
 # ---- one group -------------------------------------------------------------------------------
@@ -216,10 +93,9 @@ class _LiveBucket:
     def __init__(
         self, bucket: WeightBucket, dtype: torch.dtype, shard: int, device: torch.device
     ) -> None:
-        self.bucket = bucket
         self.is_keeper = bucket.keeper == shard
         kept_dtype: torch.dtype = getattr(torch, bucket.dtype)
-        self.lasting = lasting = self.is_keeper and dtype is kept_dtype
+        lasting = self.is_keeper and dtype is kept_dtype
         flat = torch.empty(bucket.numel, dtype=dtype, device=device)
         self.buffer = Buffer(flat, lasting=lasting)
         self.nothing = torch.empty(0, dtype=kept_dtype, device=device)
@@ -232,9 +108,8 @@ class _LiveBucket:
         # Views are made while there is memory behind them; they outlive its release.
         self.sends: list[tuple[int, Tensor, Tensor | None]] = []  # (shard, buffer, source here)
         for piece in bucket.sends:
-            source = None
-            if piece.shard == shard and not lasting:
-                source = self.stored(piece.start, piece.numel)
+            copied = piece.shard == shard and not lasting
+            source = self.stored(piece.start, piece.numel) if copied else None
             self.sends.append((piece.shard, flat.narrow(0, piece.start, piece.numel), source))
 
     def keep(self, start: int, values: Tensor) -> None:
@@ -253,21 +128,24 @@ class _LiveBucket:
         return self.nothing
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Group:
-    """Parameters that are materialized together.
+    """Modules whose weights travel together: by default what users pass to `fully_shard`, a member
+    of an outermost container. What is in no such block is the root's, and stays while it runs.
 
-    ``works``: broadcasts under way; ``valid``: the buffers hold the current weights, or will once
-    these are done; ``in_use``: the slots show the buffers. ``publishes``: what goes to the holders
-    in other replicas, (replica of the owner, what is kept here).
+    ``parameters`` are numbers of dedicated parameters, in registration order; one that several use
+    (tied weights) belongs to the first. ``works``: broadcasts under way; ``valid``: the buffers
+    hold the current weights, or will once these are done; ``in_use``: the slots show the buffers.
+    ``publishes``: what goes to the holders in other replicas, (replica of the owner, what is kept
+    here).
     """
 
     name: str
     parameters: tuple[int, ...]
-    matrices: frozenset[int]
     is_root: bool
-    expected: int  # forward calls in a round, as far as known
-    buckets: Sequence[_LiveBucket] = ()
+    expected: int  # forward calls in a round, as far as known: first, places in the model
+    matrices: frozenset[int] = frozenset()
+    buckets: list[_LiveBucket] = field(default_factory=list)
     slots: list[_Slot] = field(default_factory=list)
     publishes: list[tuple[int, Tensor]] = field(default_factory=list)
     publishing: list[Work] = field(default_factory=list)
@@ -316,31 +194,61 @@ class Group:
         self.valid = self.keep = self.recorded = False
 
 
+def module_groups(
+    root: nn.Module, chooses: Callable[[str, nn.Module], bool] | None, index: Mapping[int, int]
+) -> dict[nn.Module, Group]:
+    """The groups with at least one parameter, in registration order; the root's is the first.
+
+    ``chooses(name, module)`` says which modules are groups, instead of the default. ``index`` gives
+    the numbers of the dedicated parameters by id.
+    """
+    if chooses is None:
+        chosen = set(outermost_members(root)) - {root}
+    else:
+        named = root.named_modules()
+        chosen = {m for name, m in named if m is not root and chooses(canonical_name(name), m)}
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in root.named_modules(remove_duplicate=False):
+        if module is root or module in chosen:
+            names.setdefault(module, []).append(canonical_name(name))
+    seen: set[int] = set()
+    found = {}
+    for module, where in names.items():
+        numbers = dict.fromkeys(index[i] for i in parameter_ids(module, chosen) if i in index)
+        mine = tuple(p for p in numbers if p not in seen)
+        seen.update(mine)
+        if mine:
+            found[module] = Group(where[0] or "root", mine, module is root, len(where))
+    return found
+
+
 # ---- all of them -----------------------------------------------------------------------------
 
 
 class Storage:
-    """What one rank keeps of the dedicated parameters, in ``groups`` in the order of ``modules``.
+    """What one rank keeps of the dedicated parameters, in ``groups`` in the order of their modules.
 
-    ``parameters`` are the planned ones as they are now; ``dedicated`` the numbers of those that
-    their owners keep. ``loads`` counts how often weights may have been written to. Making one takes
-    over the weights: what this rank keeps goes into buckets, and placeholders take the place of the
-    rest; of a model on the meta device when it has left it.
+    ``parameters`` are the planned ones, a list that is kept up to date. ``loads`` counts how often
+    weights may have been written to. Making one takes over the weights: what this rank keeps goes
+    into buckets, and placeholders take the place of the rest; of a model on the meta device when it
+    has left it.
     """
 
     def __init__(
         self,
         slices: Slices,
         model: nn.Module,
-        parameters: Sequence[nn.Parameter],
-        modules: Sequence[ModuleGroup],
+        parameters: list[nn.Parameter],
+        groups: Sequence[Group],
         process_groups: ProcessGroups,
         meter: Meter,
         options: DedicatedOptions,
         device: torch.device,
     ) -> None:
-        self.parameters: Sequence[nn.Parameter] = list(parameters)
-        self.dedicated = frozenset(slices.plan.specs.muon_parameters())
+        self.parameters = parameters
+        self.groups = groups
+        self.group_of = {p: group for group in groups for p in group.parameters}
+        self.has_replicas = slices.grid.shape[0] > 1
         self.loads = 0
         self._slices = slices
         self._specs = slices.plan.specs
@@ -350,14 +258,9 @@ class Storage:
         self._options = options
         self._device = device
         _, self._shard, self._tensor = slices.grid.place(process_groups.world.rank)
-        self.has_replicas = slices.grid.shape[0] > 1
         self._slots: dict[int, _Slot] = {}
-        self.groups: list[Group] = []
-        for group in modules:
-            mine = tuple(p for p in group.parameters if p in self.dedicated)
-            matrices = frozenset(i for p in mine for i in slices.matrices_of[p])
-            self.groups.append(Group(group.name, mine, matrices, group.is_root, group.uses))
-        self.group_of = {p: group for group in self.groups for p in group.parameters}
+        for group in groups:
+            group.matrices = frozenset(i for p in group.parameters for i in slices.matrices_of[p])
         self._on_meta = any(p.device.type == "meta" for p in parameters)
         if self._on_meta:
             self._shed_on_meta()
@@ -374,21 +277,20 @@ class Storage:
     @torch.no_grad()
     def _take_over(self) -> None:
         for group in self.groups:
-            buckets = []
             for bucket in weight_buckets(self._slices, group.parameters, self._tensor):
                 dtype = self._options.param_dtype or getattr(torch, bucket.dtype)
-                live = _LiveBucket(bucket, dtype, self._shard, self._device)
-                for p, start, _ in bucket.parameters:
+                live, start = _LiveBucket(bucket, dtype, self._shard, self._device), 0
+                for p in bucket.parameters:
                     shape = self._slices.shape(p, self._tensor)
                     self._slots[p] = _Slot(stored_tensor(self.parameters[p]), shape, live, start)
+                    start += math.prod(shape)
                 live.buffer.release()
-                buckets.append(live)
+                group.buckets.append(live)
                 group.publishes += [
                     (piece.replica, live.stored(piece.start, piece.numel))
                     for piece in bucket.publishes
                     if piece.shard == self._shard and self.has_replicas
                 ]
-            group.buckets = buckets
             group.slots = [self._slots[p] for p in group.parameters]
 
     # ---- the meta device, and frameworks that make new parameters ----------------------------
@@ -396,7 +298,7 @@ class Storage:
     @torch.no_grad()
     def _shed_on_meta(self) -> None:
         """Placeholders on the meta device: `to_empty` then allocates what is kept here only."""
-        for p in self.dedicated:
+        for p in self.group_of:
             spans = self._slices.spans(p, self._tensor)
             if spans and all(span.shard != self._shard for span in spans):
                 local = stored_tensor(self.parameters[p])
@@ -412,15 +314,16 @@ class Storage:
         if model is None:
             return
         now = dict(trainable_parameters(model))
-        found = []
-        for i, (spec, known) in enumerate(
-            zip(self._specs.parameters, self.parameters, strict=True)
-        ):
-            p = now.get(spec.name, known)
-            if i in self.dedicated and p is not known and (not self._on_meta or is_distributed(p)):
-                raise _replaced(spec.name, p)
-            found.append(p)
-        self.parameters = found
+        found = [
+            now.get(spec.name, known)
+            for spec, known in zip(self._specs.parameters, self.parameters, strict=True)
+        ]
+        for i in sorted(self.group_of):
+            if found[i] is not self.parameters[i] and (
+                not self._on_meta or is_distributed(found[i])
+            ):
+                raise _replaced(self._specs.parameters[i].name, found[i])
+        self.parameters[:] = found
         if not self._on_meta:
             return
         for spec, p in zip(self._specs.parameters, found, strict=True):
@@ -432,7 +335,7 @@ class Storage:
                 )
         self._on_meta = False
         if self._options.broadcast_parameters:
-            rest = [p for i, p in enumerate(found) if i not in self.dedicated]
+            rest = [p for i, p in enumerate(found) if i not in self.group_of]
             self._start_from_first([t for t in [*rest, *model.buffers()] if not is_distributed(t)])
         self._take_over()
         for group in self.groups:
@@ -537,7 +440,7 @@ class Storage:
 
     def _below(self, module: nn.Module) -> list[int]:
         """The dedicated parameters of a module."""
-        index = {id(self.parameters[p]): p for p in self.dedicated}
+        index = {id(self.parameters[p]): p for p in self.group_of}
         return [index[id(p)] for p in module.parameters() if id(p) in index]
 
     @contextmanager
