@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -189,11 +190,17 @@ def test_the_house_is_small():
     assert not exceeded, (exceeded, chain, found)
 
 
-def test_the_map_of_the_house_names_files_that_exist():
-    text = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
-    named = re.findall(r"`((?:[a-z_]+/)*[a-z_*]+\.py)`", text)
-    assert len(named) > 10
-    assert not [n for n in named if not any(PACKAGE.glob(n)) and not (REPOSITORY / n).is_file()]
+PAGES = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
+
+
+def test_pages_name_files_and_commands_that_exist():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    files = re.findall(r"`((?:[a-z_]+/)*[a-z_*]+\.py)`", text)
+    roots = REPOSITORY, PACKAGE, REPOSITORY / "benchmarks"
+    assert not [name for name in files if not any(any(root.glob(name)) for root in roots)]
+    commands = re.findall(r"python -m ([a-z_.]*[a-z_])", text)
+    assert not [name for name in commands if find_spec(name) is None]
+    assert len(files) > 20 and len(commands) > 20
 
 
 def test_no_short_file_has_one_importer():
