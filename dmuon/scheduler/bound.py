@@ -51,7 +51,7 @@ _MOST_SIMPLE = 8  # duals of one kind, or of one set of owners
 
 COVER_WORK = 40_000_000  # numbers formed in one search
 COVER_STATES = 20_000  # kept after an owner
-_MOST_PATTERNS = 60_000  # of one class, and ten times as many on the way
+_MOST_PATTERNS = 60_000  # of one class; to list them, 40 times as many are looked at in one go
 _AT_ONCE = 1_000_000  # pairs
 _MOST_OWNERS = 2_000
 
@@ -391,13 +391,13 @@ def _patterns(problem: Problem, c: int, limit: int, worth: _Worth, monotone: boo
     for s, kind in enumerate(kinds):
         k = np.arange(kind.count + 1 if owner.allowed[s] else 1)
         k = k[kind.ticks[k] <= free]
+        if len(rows) * len(k) > 40 * _MOST_PATTERNS:
+            raise _TooMany
         total = ticks[:, None] + kind.ticks[k][None, :]
         value = got[:, None] + worth.most[s][k][None, :]
         later = max(dense[s + 1 :], default=0.0)
         more = np.zeros(1) if later == 0 else np.minimum(later * (free - total), float(1 << 62))
         at, which = np.nonzero((total <= free) & (value + more * (1 + 1e-9) + 1 >= least))
-        if len(at) > 10 * _MOST_PATTERNS:
-            raise _TooMany
         rows = np.column_stack((rows[at], k[which]))
         ticks, got = total[at, which], value[at, which]
     stored = rows @ problem.nbytes
