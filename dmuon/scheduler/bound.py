@@ -51,7 +51,8 @@ _MOST_SIMPLE = 8  # duals of one kind, or of one set of owners
 
 COVER_WORK = 40_000_000  # numbers formed in one search
 COVER_STATES = 20_000  # kept after an owner
-_MOST_PATTERNS = 60_000  # of one class; to list them, 40 times as many are looked at in one go
+_MOST_PATTERNS = 60_000  # of one class, and ten times as many on the way
+_PAIRS = 1_000  # formed by listing the patterns of a class, for each state that is kept
 _AT_ONCE = 1_000_000  # pairs
 _MOST_OWNERS = 2_000
 
@@ -367,14 +368,17 @@ def cover(
     monotone = all((np.diff(kind.ticks) >= 0).all() for kind in problem.kinds)
     try:
         patterns = [
-            _patterns(problem, c, limit, worths[0], monotone) for c in range(len(problem.classes))
+            _patterns(problem, c, limit, worths[0], monotone, _PAIRS * most_states)
+            for c in range(len(problem.classes))
         ]
     except _TooMany:
         return Cover(None, False)
     return _Search(problem, limit, worths, patterns, monotone, most_work, most_states).run()
 
 
-def _patterns(problem: Problem, c: int, limit: int, worth: _Worth, monotone: bool) -> Ints:
+def _patterns(
+    problem: Problem, c: int, limit: int, worth: _Worth, monotone: bool, most_pairs: int
+) -> Ints:
     """What an owner of a class may take [patterns, kinds], the worthiest first: patterns that are
     maximal, and worth what it must hold if all others hold the most they can.
 
@@ -391,13 +395,16 @@ def _patterns(problem: Problem, c: int, limit: int, worth: _Worth, monotone: boo
     for s, kind in enumerate(kinds):
         k = np.arange(kind.count + 1 if owner.allowed[s] else 1)
         k = k[kind.ticks[k] <= free]
-        if len(rows) * len(k) > 40 * _MOST_PATTERNS:
+        most_pairs -= len(ticks) * len(k)
+        if most_pairs < 0:
             raise _TooMany
         total = ticks[:, None] + kind.ticks[k][None, :]
         value = got[:, None] + worth.most[s][k][None, :]
         later = max(dense[s + 1 :], default=0.0)
         more = np.zeros(1) if later == 0 else np.minimum(later * (free - total), float(1 << 62))
         at, which = np.nonzero((total <= free) & (value + more * (1 + 1e-9) + 1 >= least))
+        if len(at) > 10 * _MOST_PATTERNS:
+            raise _TooMany
         rows = np.column_stack((rows[at], k[which]))
         ticks, got = total[at, which], value[at, which]
     stored = rows @ problem.nbytes

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from dmuon.scheduler.bound import proven
-from dmuon.scheduler.costs import ORIGINS
+from dmuon.scheduler.costs import ANALYTIC_DEVICES, ORIGINS, CostTable
 from dmuon.scheduler.greedy import baselines
 from dmuon.scheduler.placement import launch_order
 from dmuon.scheduler.plan import OwnershipPlan
@@ -77,7 +77,7 @@ def certify(plan: OwnershipPlan) -> Certificate:
         wrong_batches,
         _wrong_owners(plan),
         _wrong_matrices(plan),
-        _wrong_origins(plan),
+        _wrong_prices(plan),
         _wrong_alternatives(plan, problem),
         _wrong_claims(plan, problem, makespan, bound),
     )
@@ -132,6 +132,12 @@ def _wrong_claims(plan: OwnershipPlan, problem: Problem, makespan: int, bound: i
         )
     if plan.proof is not None and plan.status == "optimal" and bound < makespan:
         found.append("the plan claims to be optimal, which its proof does not show")
+    if (plan.status == "time_limit") != (plan.hit_time_limit and plan.status != "optimal"):
+        found.append(
+            f"the plan claims the status {plan.status!r} and that it was "
+            + ("" if plan.hit_time_limit else "not ")
+            + "stopped by the clock"
+        )
     claim = plan.claim
     if claim is None:
         return found
@@ -165,26 +171,43 @@ def _wrong_matrices(plan: OwnershipPlan) -> Iterator[str]:
             )
 
 
-def _wrong_origins(plan: OwnershipPlan) -> Iterator[str]:
-    """Prices that say they come from where they cannot."""
-    known = ["analytic"] if plan.cost_source.startswith("analytic") else ORIGINS
+def _wrong_prices(plan: OwnershipPlan) -> Iterator[str]:
+    """Prices that do not come from where the plan says."""
+    source = plan.cost_source
+    is_analytic = source.startswith("analytic")
+    known = ["analytic"] if is_analytic else ORIGINS
+    device = source.removeprefix("analytic:")
+    models = [
+        CostTable.analytic(device, momentum=momentum)
+        for momentum in (True, False)
+        if is_analytic and device in ANALYTIC_DEVICES
+    ]
+    right = [_modelled(plan, model) for model in models]
     for row in plan.prices:
+        shape = f"{row.key[0]} x {row.key[1]}"
         for origin in dict.fromkeys(row.origin):
             if origin not in known:
-                yield (
-                    f"the prices of {row.key[0]} x {row.key[1]} say {origin!r}; the costs are "
-                    f"{plan.cost_source!r}"
-                )
+                yield f"the prices of {shape} say {origin!r}; the costs are {source!r}"
+    if right and not any(right):
+        yield f"the prices are not those of {source!r}"
+
+
+def _modelled(plan: OwnershipPlan, model: CostTable) -> bool:
+    """Whether all prices are those of a model of a device."""
+    return all(
+        math.isclose(ms, model.batch_ms(row.key, batch), rel_tol=1e-9)
+        for row in plan.prices
+        for batch, ms in enumerate(row.ms, 1)
+    )
 
 
 def _wrong_alternatives(plan: OwnershipPlan, problem: Problem) -> Iterator[str]:
-    """Makespans of simpler solvers that these do not have. A clock may have cut them short, and in
-    a plan by hand they are anyone's.
-    """
-    if plan.claim is None or plan.hit_time_limit or not plan.alternatives:
+    """Makespans of simpler solvers that these do not have. In a plan by hand they are anyone's."""
+    if plan.claim is None or not plan.alternatives:
         return
     order = launch_order([matrix.name for matrix in plan.specs.matrices])
-    known = {n: problem.makespan(counts) for n, counts in baselines(problem, order).items()}
+    found = baselines(problem, order, [name for name, _ in plan.alternatives])
+    known = {name: problem.makespan(counts) for name, counts in found.items()}
     for name, ms in plan.alternatives:
         if name not in known or abs(problem.ticks(ms) - known[name]) > 1:
             takes = f"{problem.ms(known[name]):.6g} ms" if name in known else "nothing: none exists"

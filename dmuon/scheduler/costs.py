@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -28,7 +27,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from dmuon.scheduler.json_files import cut, decode_fields, different, parse, read_text
+from dmuon.scheduler.json_files import cut, decode_fields, different, parse, read_text, sha256
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.types import KernelChoice, PlanError
 
@@ -225,7 +224,8 @@ class CostTable:
                 + ", ".join(sorted(ANALYTIC_DEVICES))
             )
         row = ANALYTIC_DEVICES[device]
-        return cls(f"analytic:{device}", device=row, ns_steps=ns_steps, momentum=momentum)
+        source = f"analytic:{device}" + (f", {ns_steps} steps" if ns_steps != 5 else "")
+        return cls(source, device=row, ns_steps=ns_steps, momentum=momentum)
 
     # ---- prices --------------------------------------------------------------------------
 
@@ -518,17 +518,13 @@ class CacheKey:
         'H200-torch2.13.0-float16-0a38fb6d95.json'
         """
         readable = f"{self.device[:60]}-torch{self.torch}-{self.ns_dtype}"
-        digest = _sha256(asdict(self))[:10]
+        digest = sha256(asdict(self))[:10]
         return f"{re.sub(r'[^A-Za-z0-9.]+', '-', readable).strip('-')}-{digest}.json"
-
-
-def _sha256(data: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(data: dict[str, Any]) -> str:
     """Of everything else in a file: a changed digit in a time looks like a time."""
-    return _sha256({**data, "digest": None})
+    return sha256(data | {"digest": None})
 
 
 def cache_directory() -> Path | None:

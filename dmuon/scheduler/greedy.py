@@ -110,7 +110,7 @@ def round_robin(problem: Problem, order: Sequence[int]) -> Counts | None:
         counts[rank, s] += 1
         room[rank] -= nbytes
         turn = (rank + 1) % problem.world
-    return counts
+    return counts if problem.is_feasible(counts) else None  # a rank without any may be over the cap
 
 
 def greedy(
@@ -129,18 +129,23 @@ def greedy(
     return min(improved, key=problem.makespan, default=None)
 
 
+BASELINES = ("greedy", "round_robin")
+
+
 def baselines(
-    problem: Problem, order: Sequence[int], spent: Callable[[], bool] = lambda: False
+    problem: Problem,
+    order: Sequence[int],
+    names: Sequence[str] = BASELINES,
+    spent: Callable[[], bool] = lambda: False,
 ) -> dict[str, Counts]:
-    """The counts of "greedy" and of "round_robin", as far as they find any.
+    """The counts of "greedy" and of "round_robin", those asked for, as far as they find any.
 
     ``order`` lists the matrices, as in `round_robin`.
     """
     turns = round_robin(problem, order)
-    if turns is not None and not problem.is_feasible(turns):
-        turns = None  # a rank that owns nothing may be over the cap
-    starts = [] if turns is None else [turns]
-    found = {"greedy": greedy(problem, starts, spent), "round_robin": turns}
+    found = {"round_robin": turns}
+    if "greedy" in names:
+        found = {"greedy": greedy(problem, [] if turns is None else [turns], spent)} | found
     return {name: counts for name, counts in found.items() if counts is not None}
 
 

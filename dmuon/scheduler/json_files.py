@@ -9,12 +9,13 @@ found and what was expected::
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import re
 import reprlib
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import fields
 from enum import Enum
 from functools import lru_cache
@@ -118,6 +119,12 @@ def _finite(digits: str) -> float:
         shown = digits[:_MOST_DIGITS]
         raise PlanError(f"found a number that is infinite or NaN ({shown}), expected a finite one")
     return value
+
+
+def sha256(data: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> str:
+    """Of data as JSON, in any order of its keys; ``default`` is that of `json.dumps`."""
+    text = json.dumps(data, sort_keys=True, default=default)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # ---- values ------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ A batch is one shape, one owner, one kernel.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from functools import cached_property, lru_cache
 from typing import Annotated, Any
 
 from dmuon.scheduler.costs import ShapeKey
-from dmuon.scheduler.json_files import MOST_WHOLE, cut, decode, different, parse
+from dmuon.scheduler.json_files import MOST_WHOLE, cut, decode, different, parse, sha256
 from dmuon.scheduler.shards import OwnerLimits, state_bytes
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs
 from dmuon.scheduler.topology import Topology
@@ -38,6 +37,8 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 7
+SOLVERS = ("round_robin", "greedy", "search", "milp")  # what a plan says that it was found by
+STATUSES = ("optimal", "feasible", "time_limit")
 _MOST_BATCH_MS = 1e12  # 30 years
 Signed = Annotated[int, (-MOST_WHOLE, MOST_WHOLE)]  # in files
 
@@ -154,6 +155,12 @@ class OwnershipPlan:
         self.limits.check(len(self.specs.matrices), self.topology.world)
         _check_batches(self.batches, self.specs.matrices, self.topology.world)
         different((price.key for price in self.prices), "the shapes in prices")
+        for name, value, known in (
+            ("solver", self.solver, SOLVERS),
+            ("status", self.status, STATUSES),
+        ):
+            if value not in known:
+                raise PlanError(f"{name}: expected one of {', '.join(known)}, found {value!r}")
         missing = {m.key for m in self.specs.matrices} - {p.key for p in self.prices}
         if missing and self.prices:
             raise PlanError("there is no price for matrices of {} x {} {}".format(*min(missing)))
@@ -219,24 +226,25 @@ class OwnershipPlan:
             ],
             "layout": self.layout,
         }
-        text = json.dumps(data, sort_keys=True, default=_plain)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return sha256(data, _plain)[:16]
 
     def fingerprint(self) -> str:
         """A hash of everything that decides what runs where; equal on ranks that agree."""
         return self._fingerprint
 
     def to_json(self) -> str:
-        """One JSON object; `from_json` gives an equal plan."""
-        return json.dumps({"format": FORMAT_VERSION} | _plain(self), default=_plain)
+        """One JSON object, with a digest of it; `from_json` gives an equal plan."""
+        data = {"format": FORMAT_VERSION} | _plain(self)
+        return json.dumps({"digest": digest(data)} | data, default=_plain)
 
     @classmethod
     def from_json(cls, text: str) -> OwnershipPlan:
         """The plan that `to_json` wrote.
 
         Raises:
-            PlanError: not a plan, one of another format version, or larger than any plan is
-                (64 million characters, 100,000 ranks); says which field, and what was found there.
+            PlanError: not a plan, one of another format version, one that was changed since it was
+                written, or larger than any plan is (64 million characters, 100,000 ranks); says
+                which field, and what was found there.
         """
         try:
             data = parse(text)
@@ -244,9 +252,20 @@ class OwnershipPlan:
             if version != FORMAT_VERSION:
                 raise PlanError(f"found format {version!r}, this version reads {FORMAT_VERSION}")
             plan: OwnershipPlan = decode(cls, data)
+            if data.get("digest") != digest(data):
+                raise PlanError(
+                    "its digest is not that of its content, so it was changed or damaged after it "
+                    "was written: plan again, or change the plan in code (dataclasses.replace) "
+                    "and write its to_json()"
+                )
             return plan
         except ValueError as error:
             raise PlanError(f"not an ownership plan: {cut(str(error))}") from error
+
+
+def digest(data: dict[str, Any]) -> str:
+    """Of everything else in a saved plan, but for the time that planning took."""
+    return sha256(data | {"digest": None, "seconds": None}, _plain)
 
 
 _ROWS = (Batch, Dual, MatrixSpec, PriceRow, Proof)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dmuon.scheduler.costs import CostTable
-from dmuon.scheduler.plan import Batch, OwnershipPlan
+from dmuon.scheduler.plan import Batch, OwnershipPlan, digest
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec
@@ -148,6 +149,11 @@ def plan_of(specs: ModelSpecs, owners: Sequence[int], world: int, ms: float = 1.
         cost_source="made up",
         lower_bound_ms=ms,
     )
+
+
+def sealed(data: dict[str, object]) -> str:
+    """A saved plan with this content, as someone writes it who knows how to make a digest."""
+    return json.dumps(data | {"digest": digest(data)})
 
 
 def plan_of_mixed(world: int = 3) -> OwnershipPlan:

@@ -100,6 +100,13 @@ LIES = {
     "greedy": (lambda p: other_solver(p, "greedy"), "greedy takes 0.01 ms"),
     "round robin": (lambda p: other_solver(p, "round_robin"), "round_robin takes 0.01 ms"),
     "another solver": (lambda p: other_solver(p, "oracle"), "oracle takes 0.01 ms"),
+    "greedy, and the clock": (
+        lambda p: replace(other_solver(p, "greedy"), hit_time_limit=True), "greedy takes 0.01 ms",
+    ),
+    "the clock": (lambda p: replace(p, status="time_limit"), "was not stopped by the clock"),
+    "a device": (
+        lambda p: replace(p, cost_source="analytic:a100"), "not those of 'analytic:a100'",
+    ),
     "a source": (lambda p: origin(p, "measured"), "say 'measured'"),
     "an unknown source": (lambda p: origin(p, "heaven"), "say 'heaven'"),
     "dims": (wrong_dims, "is no matrix of a parameter"),

@@ -23,6 +23,7 @@ from dmuon.scheduler.topology import MAX_RANKS, Topology
 from dmuon.tools import plan as command
 from dmuon.tools.plan import COMPARED, memory_bytes, mesh_shape
 from dmuon.types import PlanError
+from tests.unit.models import sealed
 
 REPOSITORY = Path(__file__).parents[2]
 SMALL = ["plan", "--model", "gpt2", "--mesh", "2x2", "--solver", "greedy"]
@@ -252,6 +253,9 @@ def test_a_saved_plan_is_the_reported_one_and_is_verified_or_refuted(capsys, tmp
     data = json.loads(path.read_text())
     data["lower_bound_ms"] *= 1.01
     path.write_text(json.dumps(data))
+    status, out, err = run(capsys, "plan", "--verify", str(path))
+    assert (status, out) == (2, "") and "its digest is not that of its content" in err
+    path.write_text(sealed(data))
     status, out, err = run(capsys, "plan", "--verify", str(path))
     assert (status, err) == (1, "")
     assert "bound" in out

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dmuon.scheduler import costs
 from dmuon.scheduler.costs import (
     ANALYTIC_DEVICES,
     ORIGINS,
@@ -28,6 +27,7 @@ from dmuon.scheduler.costs import (
     read_cache,
     resolve_costs,
 )
+from dmuon.scheduler.json_files import sha256
 from dmuon.types import PlanError
 
 CPU = ANALYTIC_DEVICES["cpu"]
@@ -296,7 +296,7 @@ def test_file_names_are_plain(key):
 
 def of_another_torch(good: dict) -> dict:
     data = good | {"key": asdict(replace(KEY, torch="1.0"))}
-    return data | {"digest": costs._digest(data)}
+    return data | {"digest": sha256(data | {"digest": None})}
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.scheduler.topology import MAX_RANKS, Topology
 from dmuon.types import Layout, PlanError, SizeError
-from tests.unit.models import plan_of, specs_of
+from tests.unit.models import plan_of, sealed, specs_of
 
 A, B, C = (64, 64, "float32"), (64, 256, "float32"), (128, 128, "bfloat16")
 MOST_PAIRS = 20_000_000  # of knapsacks, in one verdict
@@ -221,7 +221,8 @@ def damaged(draw: st.DrawFn, files: Callable[[], tuple[str, ...]]) -> tuple[int,
     for _ in range(draw(st.integers(1, 3))):
         if places(data):
             damage_tree(draw, data)
-    text = json.dumps(data)
+    is_plan = isinstance(data, dict) and "digest" in data and "key" not in data
+    text = sealed(data) if is_plan and draw(st.integers(0, 3)) else json.dumps(data)
     return number, damage_text(draw, text) if draw(st.integers(0, 3)) == 0 else text
 
 
@@ -232,7 +233,7 @@ def lying(draw: st.DrawFn) -> tuple[int, str]:
     data = json.loads(plan_texts()[number])
     for _ in range(draw(st.integers(1, 3))):
         lie(draw, data)
-    return number, json.dumps(data)
+    return number, sealed(data)
 
 
 def plan_texts() -> tuple[str, ...]:
@@ -382,6 +383,39 @@ def test_a_damaged_plan_is_refused_or_judged_rightly(case):
         assert str(build_report(plan))  # `dedicate_params` would use it
 
 
+def edited(data: Any) -> Iterator[None]:
+    """Changes every value of a tree in turn, and changes it back."""
+    for of, key in places(data):
+        value = of[key]
+        yield from edited(value)
+        if isinstance(value, str):
+            of[key] = f"{value}."
+        elif isinstance(value, list | dict):
+            of[key] = type(value)() if value else [1]
+        else:
+            of[key] = not value if isinstance(value, bool) or value is None else value + 1
+        yield
+        of[key] = value
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_every_edit_of_a_saved_plan_is_found(number):
+    """Of what no price or proof shows, too: sources, notes, engines, alternatives, bytes."""
+    data = json.loads(plan_texts()[number])
+    edits = 0
+    data["seconds"] += 1.0
+    OwnershipPlan.from_json(json.dumps(data))
+    del data["seconds"]
+    for _ in edited(data):
+        edits += 1
+        with pytest.raises(PlanError):
+            OwnershipPlan.from_json(json.dumps(data | {"seconds": 0.25}))
+    assert edits > 200
+    data["note"] = "better than it looks"
+    with pytest.raises(PlanError, match=r"its digest is not that.*plan again, or change"):
+        OwnershipPlan.from_json(json.dumps(data | {"seconds": 0.25}))
+
+
 @given(st.sampled_from(range(7)), st.data())
 @settings(max_examples=40)
 def test_whatever_bytes_are_verified_the_status_is_a_verdict_or_a_mistake(number, data):
@@ -525,7 +559,7 @@ def test_many_unlike_pools_are_verified_with_bounded_work():
         price[2] *= count
     values = [10**9 + s * 7_919_000 % 10**7 for s in range(kinds)]
     data["proof"] = [[values, [0] * kinds], -1]
-    plan = OwnershipPlan.from_json(json.dumps(data))
+    plan = OwnershipPlan.from_json(sealed(data))
     prices = {row.key: row.ms for row in plan.prices}
     problem = build_problem(plan.specs.matrices, plan.topology.world, plan.limits, prices)
     assert len(problem.kinds) == kinds and len({c.allowed for c in problem.classes}) > 50
@@ -549,7 +583,7 @@ def test_a_problem_beyond_all_bounds_is_too_large_to_verify(tmp_path, capsys):
         pool_of=[i % 2 for i in range(kinds)],
     )
     path = tmp_path / "plan.json"
-    path.write_text(json.dumps(data))
+    path.write_text(sealed(data))
     with pytest.raises(SizeError, match=r"too large to plan or to verify: 105,000,000 kinds"):
         certify(OwnershipPlan.from_json(path.read_text()))
     assert main(["plan", "--verify", str(path)]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from dmuon.catalogue.presets import model_specs
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.bound import (
     Cover,
@@ -30,7 +32,7 @@ from dmuon.scheduler.knapsack import Option, frontier
 from dmuon.scheduler.plan import Dual
 from dmuon.scheduler.problem import Problem, build_problem
 from dmuon.scheduler.shards import OwnerLimits
-from dmuon.scheduler.solve import SOLVERS, solve
+from dmuon.scheduler.solve import SOLVERS, price_rows, solve
 from dmuon.scheduler.topology import Topology
 from dmuon.types import PlanError
 from tests.unit.models import partitions, specs_of
@@ -313,6 +315,21 @@ def test_a_search_that_dropped_states_is_not_called_complete():
     assert few.counts is None and not few.complete
     little = cover(problem, 10 * 10**9, None, 1, 20_000)
     assert little.counts is not None or not little.complete
+
+
+def test_listing_patterns_counts_as_work():
+    """A vision-language model on 8 owners has too many: what no search uses is not listed."""
+    specs = model_specs("vla")
+    rows = price_rows(specs, CostTable.analytic("h200"), 16)
+    prices = {row.key: row.ms for row in rows}
+    problem = build_problem(specs.matrices, 8, OwnerLimits(), prices)
+    makespan = problem.makespan(greedy(problem, []))
+    _, dual = simple_bound(problem, makespan)
+    tracemalloc.start()
+    found = cover(problem, makespan - 1, dual, most_states=1_000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found == Cover(None, False) and peak < 60e6
 
 
 # A price that falls with the batch: every pattern known at first is above the bound.
