@@ -103,8 +103,8 @@ def planned(specs: ModelSpecs, owners: int, costs: CostTable, solver: str) -> Ro
 def longest_first(specs: ModelSpecs, owners: int, costs: CostTable) -> list[Row]:
     prices = {row.key: row.ms for row in price_rows(specs, costs, PlannerOptions().max_batch)}
     problem = build_problem(specs.matrices, owners, OwnerLimits(), prices)
-    elements = [kind.key[0] * kind.key[1] for kind in problem.kinds]
-    single = [int(kind.ticks[1]) for kind in problem.kinds]
+    elements = [shape.key[0] * shape.key[1] for shape in problem.shapes]
+    single = [int(shape.ticks[1]) for shape in problem.shapes]
     rows = []
     for name, weights in (("lpt_elements", elements), ("lpt_cost", single)):
         begin = time.process_time()

@@ -188,7 +188,7 @@ def assemble(
             limits = shards.limits(request.planner.owner_memory_bytes)
         if request.plan is not None:
             check_plan_fits(request.plan, specs, found.topology)
-            _check_pools(request.plan, limits)
+            _check_domains(request.plan, limits)
         # Sharded owners run Newton-Schulz alone; momentum is their shards' work.
         momentum = found.layout is not Layout.SHARDED
         costs = request.costs
@@ -443,16 +443,16 @@ def _check_saved(plan: OwnershipPlan, planner: PlannerOptions, layout: Layout) -
         )
 
 
-def _check_pools(plan: OwnershipPlan, limits: OwnerLimits | None) -> None:
+def _check_domains(plan: OwnershipPlan, limits: OwnerLimits | None) -> None:
     """A saved plan must let the same ranks own each matrix as the model's shards do."""
     allowed = limits or OwnerLimits()
     everyone = tuple(range(plan.topology.world))
     for i, matrix in enumerate(plan.specs.matrices):
-        pool = allowed.pools[allowed.pool_of[i]] if allowed.pool_of else everyone
-        if plan.owners[i] not in pool:
+        domain = allowed.domains[allowed.domain_of[i]] if allowed.domain_of else everyone
+        if plan.owners[i] not in domain:
             raise PlanError(
                 f"in the saved plan rank {plan.owners[i]} owns {matrix.name!r}, which only ranks "
-                f"{list(pool)[:8]} hold in this model: plan anew"
+                f"{list(domain)[:8]} hold in this model: plan anew"
             )
 
 

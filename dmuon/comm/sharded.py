@@ -94,7 +94,7 @@ class ShardedRuntime(LayoutRuntime):
 
     def is_local(self, unit: Unit) -> bool:
         """Whether a unit's matrices lie whole on their owner and nowhere else."""
-        # Matrices of different pools are never batched together, so one speaks for all.
+        # Matrices of different domains are never batched together, so one speaks for all.
         return self.shards.is_local(unit.matrices[0])
 
     def _buckets_of(self, parameters: frozenset[int]) -> list[int]:

@@ -371,10 +371,10 @@ def _bottleneck(plan: OwnershipPlan) -> Bottleneck | None:
     batch = max(batches, key=lambda b: b.ms)
     rows, cols, _ = _key_of(plan, batch)
     least = _least_ms(plan)
-    # One matrix is the floor if its owner has no other, or if ranks are idle. With pools, ranks
-    # may be idle while those of one pool have much to do.
+    # One matrix is the floor if its owner has no other, or if ranks are idle. Where not every rank
+    # may own everything, some may be idle while others have much to do.
     alone = max(least.values()) + min(plan.limits.fixed_ms, default=0.0)
-    scarce = plan.topology.world > len(plan.specs.matrices) and not plan.limits.pool_of
+    scarce = plan.topology.world > len(plan.specs.matrices) and not plan.limits.domain_of
     floor = scarce or plan.makespan_ms <= alone * (1 + 1e-9)
     splits = [_split(plan, least, key, floor) for key in least]
     return Bottleneck(
@@ -521,7 +521,7 @@ def _facts(report: LoadBalanceReport) -> list[Fact]:
         "bottleneck": _bottleneck_text(report),
         "split": _split_text(report),
         "fused": "; ".join(_fused(plan)),
-        "owners": "; ".join(_pools(plan)),
+        "owners": "; ".join(_domains(plan)),
         "idle": f"{len(idle)} of {len(report.ranks)} ranks own no matrix{named}" if idle else "",
         "contention": _contention_text(report),
         "memory": _memory_text(plan),
@@ -619,13 +619,13 @@ def _folded(names: Iterable[str]) -> str:
     return ", ".join(pattern for pattern, _ in fold_names(names))
 
 
-def _pools(plan: OwnershipPlan) -> Iterator[str]:
+def _domains(plan: OwnershipPlan) -> Iterator[str]:
     """Which ranks may own how many matrices, where not every rank may own all."""
-    by_size: dict[int, list[int]] = defaultdict(list)  # matrices of each pool of so many ranks
-    for pool, count in Counter(plan.limits.pool_of).items():
-        by_size[len(plan.limits.pools[pool])].append(count)
+    by_size: dict[int, list[int]] = defaultdict(list)  # matrices of each domain of so many ranks
+    for domain, count in Counter(plan.limits.domain_of).items():
+        by_size[len(plan.limits.domains[domain])].append(count)
     for size, counts in sorted(by_size.items(), reverse=True):
-        where = f"{size} ranks a pool, {count_text(len(counts), 'pool')}"
+        where = f"one of {size} ranks ({count_text(len(counts), 'such set')})"
         if size in (1, plan.topology.world):
             where = "any rank" if size > 1 else "a single rank, which has it whole"
         yield f"{count_text(sum(counts), 'matrix', 'matrices')}: {where}"

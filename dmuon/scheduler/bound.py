@@ -1,11 +1,11 @@
 """Why no plan is faster: values of matrices that show it, and a search that tries everything.
 
-Give k matrices of kind s on one owner the worth ``w_s(k) = v_s * k + u_s * C_s(k)`` with any values
-``v_s`` and any ``u_s >= 0``. However the ``d_s`` matrices are shared out, their worth adds up to at
-least ``w_s(d_s)``: the first term is linear, and C is subadditive, because putting two owners'
-batches on one owner never costs more than both. An owner of class c that is busy for at most T
-holds at most some worth ``sigma_c(T)``: a knapsack, solved exactly or rounded in favour of the
-owner. If all owners together hold less than that,
+Give k matrices of shape s on one owner the worth ``w_s(k) = v_s * k + u_s * C_s(k)`` with any
+values ``v_s`` and any ``u_s >= 0``. However the ``d_s`` matrices are shared out, their worth adds
+up to at least ``w_s(d_s)``: the first term is linear, and C is subadditive, because putting two
+owners' batches on one owner never costs more than both. An owner of class c that is busy for at
+most T holds at most some worth ``sigma_c(T)``: a knapsack, solved exactly or rounded in favour of
+the owner. If all owners together hold less than that,
 
     sum_c n_c * sigma_c(T)  <  sum_s w_s(d_s),
 
@@ -17,7 +17,7 @@ What duals leave open, `cover` settles where it can, without a solver::
     demand  (12, 12, 24)  ─owner 1─▶  what is left  ─owner 2─▶  ...  ─owner n─▶  nothing left?
                                       of each of its maximal patterns
 
-It is a search in breadth: the state is how many matrices of each kind are left, and one whose
+It is a search in breadth: the state is how many matrices of each shape are left, and one whose
 matrices are worth more than the owners left can hold is dropped. Only patterns matter that nothing
 can be added to; surplus is taken away afterwards. Where C falls somewhere, patterns are exact
 instead. All limits are numbers of states and pairs, so equal input gives equal answers.
@@ -26,28 +26,42 @@ instead. All limits are numbers of states and pairs, so equal input gives equal 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from dmuon.scheduler.knapsack import MAX_POINTS, Frontier, Option, density, frontier
 from dmuon.scheduler.plan import Dual, Proof
-from dmuon.scheduler.problem import Counts, Problem
+from dmuon.scheduler.problem import Counts, Problem, relaxed
 
-__all__ = ["Cover", "Holdings", "bound_of", "cover", "proven", "relaxed", "simple_bound", "spread"]
+__all__ = [
+    "MAX_POINTS",
+    "Cover",
+    "Frontier",
+    "Holdings",
+    "Option",
+    "bound_of",
+    "cover",
+    "frontier",
+    "proven",
+    "simple_bound",
+    "spread",
+    "work_tables",
+]
 
 Ints = npt.NDArray[np.int64]
 
+MAX_POINTS = 8_000  # of a knapsack, kept after each shape
+_MOST_WORK = 16_000_000  # pairs formed in one knapsack: about a second
 _MOST_WORTH = 1 << 61
 _WORK = 10**11  # units of all work, about
 _KNAPSACKS = 16_000_000  # pairs formed by the knapsacks behind one bound: some seconds at most
 _QUICK = 500_000  # the same, where density alone says about as much
 _LEAST_WORK = 2_000  # for each option of a knapsack; fewer are of no use
-_MOST_SIMPLE = 8  # duals of one kind, or of one set of owners
+_MOST_SIMPLE = 8  # duals of one shape, or of one set of owners
 
 COVER_WORK = 40_000_000  # numbers formed in one search
 COVER_STATES = 20_000  # kept after an owner
@@ -57,71 +71,159 @@ _AT_ONCE = 1_000_000  # pairs
 _MOST_OWNERS = 2_000
 
 
-# ---- alike pools as one ----------------------------------------------------------------------
+# ---- a knapsack over batched costs -----------------------------------------------------------
+# For each shape an owner takes k matrices, k = 0, 1, ..., at cost C(k) and value v(k): a
+# multiple-choice knapsack. A frontier is the whole trade-off: the pairs (cost, value) that no other
+# choice beats in both. Nothing is assumed of C or v.
 
 
-def relaxed(problem: Problem) -> Problem:
-    """The problem with alike kinds and alike classes as one: what is out of its reach is out of
-    the problem's. The problem itself where none are, as where any rank may own anything.
+@dataclass(frozen=True, slots=True)
+class Option:
+    """The choices of one shape: ``cost[k]``, ``value[k]`` for taking k; k = 0 costs nothing."""
 
-    Under expert parallelism each expert belongs to a few ranks, and all such pools look the same:
-    equal matrices, and owners with equal loads.
+    cost: Ints
+    value: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class _Points:
+    """Pairs, both ascending; where each comes from: a point of the stage before, and a choice."""
+
+    cost: Ints
+    value: Ints
+    parent: Ints
+    taken: Ints
+
+    def __len__(self) -> int:
+        return len(self.cost)
+
+    def at(self, index: Ints) -> _Points:
+        return _Points(self.cost[index], self.value[index], self.parent[index], self.taken[index])
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """Pareto-optimal pairs, both ascending, of a value of ``least`` or more.
+
+    ``exact`` is False where points were merged. ``work``: pairs that were formed on the way.
     """
-    kinds, classes = _alike(problem)
-    takes = [[kinds[s] for s, yes in enumerate(c.allowed) if yes] for c in problem.classes]
-    if len(set(kinds)) == len(kinds) or any(len(set(mine)) < len(mine) for mine in takes):
-        return problem  # none are alike, or alike pools overlap: as one they would say too little
-    first = [kinds.index(number) for number in range(len(set(kinds)))]
-    count = Counter[int]()
-    for s, number in enumerate(kinds):
-        count[number] += problem.kinds[s].count
-    merged = []
-    for number in range(len(set(classes))):
-        alike = [c for c, other in zip(problem.classes, classes, strict=True) if other == number]
-        mine = takes[classes.index(number)]
-        merged.append(
-            replace(
-                alike[0],
-                ranks=tuple(sorted(rank for c in alike for rank in c.ranks)),
-                allowed=tuple(number in mine for number in range(len(first))),
-            )
-        )
-    return replace(
-        problem,
-        kinds=tuple(replace(problem.kinds[s], count=count[n]) for n, s in enumerate(first)),
-        classes=tuple(merged),
-        members=((),) * len(first),
-        forced=(),
-    )
+
+    cost: Ints
+    value: Ints
+    exact: bool
+    least: int
+    stages: tuple[_Points, ...] = ()
+    work: int = 0
+
+    def best_values(self, limits: Ints) -> Ints:
+        """At least the largest value within each limit; below ``least`` that less one."""
+        at = np.searchsorted(self.cost, limits, side="right")
+        best: Ints = np.concatenate(([self.least - 1], self.value))[at]
+        return best
+
+    def choice(self, limit: int) -> Ints | None:
+        """How many of each shape are worth most within the limit; None if all are worth too little.
+
+        Of a frontier that is not bounding.
+        """
+        at = int(np.searchsorted(self.cost, limit, side="right")) - 1
+        if at < 0:
+            return None
+        taken = []
+        for stage in reversed(self.stages):
+            taken.append(int(stage.taken[at]))
+            at = int(stage.parent[at])
+        return np.array(taken[::-1], np.int64)
 
 
-def _alike(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A number for each kind and each class, equal for those that are alike: colour refinement."""
-    takes = [[s for s, yes in enumerate(c.allowed) if yes] for c in problem.classes]
-    taken: list[list[int]] = [[] for _ in problem.kinds]
-    for c, some in enumerate(takes):
-        for s in some:
-            taken[s].append(c)
-    kinds = _numbered([(k.key, k.batch_ticks, k.count, k.nbytes) for k in problem.kinds])
-    classes = _numbered([(c.room, c.fixed, c.size) for c in problem.classes])
-    while True:
-        before = kinds, classes
-        classes = _refined(classes, takes, kinds)
-        kinds = _refined(kinds, taken, classes)
-        if (kinds, classes) == before:
-            return before
+def density(option: Option) -> float:
+    """The most value that a unit of cost brings, rounded up."""
+    cost, value = option.cost[1:], option.value[1:]
+    if (value[cost == 0] > 0).any():
+        return math.inf
+    some = cost > 0
+    return float((value[some] / cost[some]).max(initial=0.0)) * (1 + 1e-12)
 
 
-def _refined(
-    own: Sequence[int], neighbours: Sequence[Sequence[int]], colours: Sequence[int]
-) -> tuple[int, ...]:
-    around = [tuple(sorted(Counter(colours[n] for n in near).items())) for near in neighbours]
-    return _numbered(list(zip(own, around, strict=True)))
+def frontier(
+    options: Sequence[Option],
+    limit: int,
+    *,
+    bounding: bool,
+    least: int = 0,
+    max_points: int = MAX_POINTS,
+    max_work: int = _MOST_WORK,
+) -> Frontier:
+    """All trade-offs at a cost of at most ``limit`` >= 0 that are worth at least ``least``.
+
+    Where there are too many, neighbouring ones are merged: with ``bounding`` into a point as cheap
+    as the cheapest and as valuable as the best of them, so that `Frontier.best_values` are never
+    too small; otherwise into the most valuable real one, so that `Frontier.choice` exists.
+    ``max_work`` bounds the pairs formed: what an option leaves of its share is for those after it.
+    """
+    zero = np.zeros(1, np.int64)
+    points, exact, work = _Points(zero, zero, zero, zero), True, 0
+    each = [density(option) for option in options]
+    later = np.maximum.accumulate([0.0, *each[:0:-1]])[::-1].tolist()
+    densest = max(each, default=0.0)
+    stages: list[_Points] = []
+    for i, (option, dense) in enumerate(zip(options, later, strict=False)):
+        pairs = max(1, (max_work - work) // (len(options) - i))
+        choices = _useful(option.cost, option.value, limit, least, densest)
+        taken = _Points(option.cost[choices], option.value[choices], choices, choices)
+        if len(points) * len(taken) > pairs:
+            exact = False
+            few = math.isqrt(pairs)
+            points = _thin(points, bounding, max(few, pairs // len(taken)))
+            taken = _thin(taken, bounding, max(few, pairs // len(points)))
+            points = _thin(points, bounding, max(1, pairs // len(taken)))
+            if stages:
+                stages[-1] = points
+        work += len(points) * len(taken)
+        points = _products(points, taken, limit, least, dense)
+        if len(points) > max_points:
+            points, exact = _thin(points, bounding, max_points), False
+        stages.append(points)
+    points = points.at(np.flatnonzero(points.value >= least))
+    kept = () if bounding else (*stages[:-1], points)
+    return Frontier(points.cost, points.value, exact, least, kept, work)
 
 
-def _numbered(colours: Sequence[Hashable]) -> tuple[int, ...]:
-    number: dict[Hashable, int] = {}
-    return tuple(number.setdefault(colour, len(number)) for colour in colours)
+def _products(points: _Points, taken: _Points, limit: int, least: int, dense: float) -> _Points:
+    """All pairs of a point and a choice, without those that another one beats, and those that
+    cannot be worth ``least`` with what comes later, of this density."""
+    cost = (points.cost[None, :] + taken.cost[:, None]).ravel()
+    value = (points.value[None, :] + taken.value[:, None]).ravel()
+    keep = _useful(cost, value, limit, least, dense)
+    return _Points(cost[keep], value[keep], keep % len(points), taken.taken[keep // len(points)])
+
+
+def _useful(cost: Ints, value: Ints, limit: int, least: int, dense: float) -> Ints:
+    """Indices, by ascending cost, of pairs within the limit that beat every cheaper one and are
+    worth ``least`` if the rest of the limit brings this density."""
+    kept: Ints = np.flatnonzero(cost <= limit)
+    if not math.isinf(dense):
+        reach = value[kept] + dense * (limit - cost[kept]) * (1 + 1e-9) + 1.0
+        kept = kept[reach >= least]
+    kept = kept[np.argsort(cost[kept], kind="stable")]  # quick, because it is made of sorted runs
+    best = np.maximum.accumulate(value[kept])
+    kept = kept[np.concatenate((np.ones(min(len(kept), 1), np.bool_), best[1:] > best[:-1]))]
+    kept = kept[np.append(np.diff(cost[kept]) > 0, np.ones(min(len(kept), 1), np.bool_))]
+    return kept
+
+
+def _thin(points: _Points, bounding: bool, most: int) -> _Points:
+    """At most one point in each of ``most`` equal intervals of cost, and one more."""
+    if len(points) <= most:
+        return points
+    edges = np.linspace(int(points.cost[0]), int(points.cost[-1]) + 1, most + 1)[:-1]
+    first = np.unique(np.searchsorted(points.cost, edges.astype(np.int64), side="left"))
+    last = np.append(first[1:], len(points)) - 1
+    if not bounding:
+        last = np.unique(np.append(0, last))  # the cheapest stays: nothing taken, at first
+        first = last
+    thin = points.at(last)
+    return replace(thin, cost=points.cost[first])
 
 
 # ---- what duals show -------------------------------------------------------------------------
@@ -129,9 +231,9 @@ def _numbered(colours: Sequence[Hashable]) -> tuple[int, ...]:
 
 def work_tables(problem: Problem) -> list[Ints]:
     """``C_s(k)`` for k = 0 .. d_s, in units rounded up: still subadditive."""
-    total = sum(int(kind.ticks[-1]) for kind in problem.kinds)
+    total = sum(int(shape.ticks[-1]) for shape in problem.shapes)
     unit = max(1, total // _WORK)
-    return [-(-kind.ticks // unit) for kind in problem.kinds]
+    return [-(-shape.ticks // unit) for shape in problem.shapes]
 
 
 class Holdings:
@@ -156,7 +258,7 @@ class Holdings:
         self.problem, self.limit = problem, limit
         self.tables = _worth_tables(problem, dual)
         self.total = sum(int(table[-1]) for table in self.tables)
-        options = [Option(k.ticks, w) for k, w in zip(problem.kinds, self.tables, strict=True)]
+        options = [Option(k.ticks, w) for k, w in zip(problem.shapes, self.tables, strict=True)]
         dense = [density(option) for option in options]
         self._dense = {
             c.allowed: max((d for d, yes in zip(dense, c.allowed, strict=True) if yes), default=0.0)
@@ -232,20 +334,20 @@ class Holdings:
 
 
 def _worth_tables(problem: Problem, dual: Dual) -> list[Ints]:
-    if not len(dual.values) == len(dual.works) == len(problem.kinds):
-        raise ValueError(f"{len(dual.values)} values for {len(problem.kinds)} kinds of matrices")
+    if not len(dual.values) == len(dual.works) == len(problem.shapes):
+        raise ValueError(f"{len(dual.values)} values for {len(problem.shapes)} shapes")
     if min(dual.works, default=0) < 0:
         raise ValueError("the value of work must be >= 0")
     works = work_tables(problem)
     most = sum(
-        abs(v) * kind.count + u * int(work[-1])
-        for v, u, kind, work in zip(dual.values, dual.works, problem.kinds, works, strict=True)
+        abs(v) * shape.count + u * int(work[-1])
+        for v, u, shape, work in zip(dual.values, dual.works, problem.shapes, works, strict=True)
     )
     if most >= _MOST_WORTH:
         raise ValueError(f"duals are too large to be checked: {most} of at most {_MOST_WORTH}")
     return [
-        v * np.arange(kind.count + 1) + u * work
-        for v, u, kind, work in zip(dual.values, dual.works, problem.kinds, works, strict=True)
+        v * np.arange(shape.count + 1) + u * work
+        for v, u, shape, work in zip(dual.values, dual.works, problem.shapes, works, strict=True)
     ]
 
 
@@ -271,20 +373,20 @@ def proven(problem: Problem, proof: Proof, limit: int) -> int:
 
 
 def simple_bound(problem: Problem, limit: int) -> tuple[int, Dual]:
-    """The best bound that needs no solver, at most ``limit``: work shared out evenly, or one kind.
+    """The best bound that needs no solver, at most ``limit``: work shared out evenly, or one shape.
 
-    All work is shared by all owners, and the work that only some owners may do by those. One kind
+    All work is shared by all owners, and the work that only some owners may do by those. One shape
     alone counts matrices (the pigeonhole principle; for more owners than matrices, the costliest
-    single matrix); only the few most promising kinds are looked at.
+    single matrix); only the few most promising shapes are looked at.
     """
-    kinds = range(len(problem.kinds))
-    owners = [frozenset(c for c, o in enumerate(problem.classes) if o.allowed[s]) for s in kinds]
+    shapes = range(len(problem.shapes))
+    owners = [frozenset(c for c, o in enumerate(problem.classes) if o.allowed[s]) for s in shapes]
     ranks = {mine: sum(problem.classes[c].size for c in mine) for mine in owners}
     work = dict.fromkeys(ranks, 0)
-    for mine, kind in zip(owners, problem.kinds, strict=True):
-        work[mine] += int(kind.ticks[-1])
-    none = (0,) * len(kinds)
-    duals = [Dual(none, (1,) * len(kinds))]
+    for mine, shape in zip(owners, problem.shapes, strict=True):
+        work[mine] += int(shape.ticks[-1])
+    none = (0,) * len(shapes)
+    duals = [Dual(none, (1,) * len(shapes))]
     busiest = sorted(work, key=lambda mine: -work[mine] / ranks[mine])
     duals += [
         Dual(none, tuple(int(mine <= those) for mine in owners))
@@ -293,11 +395,11 @@ def simple_bound(problem: Problem, limit: int) -> tuple[int, Dual]:
     ]
 
     def pigeonhole(s: int) -> int:
-        kind, mine = problem.kinds[s], owners[s]
+        shape, mine = problem.shapes[s], owners[s]
         least = min(problem.classes[c].fixed for c in mine)
-        return least + int(kind.ticks[-(-kind.count // ranks[mine]) :].min())
+        return least + int(shape.ticks[-(-shape.count // ranks[mine]) :].min())
 
-    ranked = sorted(kinds, key=lambda s: -pigeonhole(s))
+    ranked = sorted(shapes, key=lambda s: -pigeonhole(s))
     duals += [Dual((*none[:s], 1, *none[s + 1 :]), none) for s in ranked[:_MOST_SIMPLE]]
     found = [(Holdings(problem, dual, limit, work=_QUICK).bound(), dual) for dual in duals]
     return max(found, key=lambda f: f[0])
@@ -320,7 +422,7 @@ class _TooMany(Exception):
 
 class _Worth:
     """Tables of worth, and what owners hold of it, by class. ``left``: the least worth of k
-    matrices of a kind or more; ``most``: the largest of at most k."""
+    matrices of a shape or more; ``most``: the largest of at most k."""
 
     def __init__(self, problem: Problem, tables: Sequence[Ints], holds: Sequence[int]) -> None:
         self.left = [np.minimum.accumulate(table[::-1])[::-1] for table in tables]
@@ -357,7 +459,7 @@ def cover(
         return Cover(np.zeros((problem.world, 0), np.int64), True)
     if problem.world > _MOST_OWNERS or float(np.log2(demand + 1.0).sum()) > 61.0:
         return Cover(None, False)
-    ticks = [kind.ticks for kind in problem.kinds]
+    ticks = [shape.ticks for shape in problem.shapes]
     worths = [_Worth(problem, ticks, [limit - c.fixed for c in problem.classes])]
     if dual is not None:
         with suppress(ValueError):  # values of another problem
@@ -365,7 +467,7 @@ def cover(
             worths.insert(0, _Worth(problem, held.tables, held.most(limit)))
     if any(worth.needed > worth.held for worth in worths):
         return Cover(None, True)
-    monotone = all((np.diff(kind.ticks) >= 0).all() for kind in problem.kinds)
+    monotone = all((np.diff(shape.ticks) >= 0).all() for shape in problem.shapes)
     try:
         patterns = [
             _patterns(problem, c, limit, worths[0], monotone, _PAIRS * most_states)
@@ -379,26 +481,26 @@ def cover(
 def _patterns(
     problem: Problem, c: int, limit: int, worth: _Worth, monotone: bool, most_pairs: int
 ) -> Ints:
-    """What an owner of a class may take [patterns, kinds], the worthiest first: patterns that are
+    """What an owner of a class may take [patterns, shapes], the worthiest first: patterns that are
     maximal, and worth what it must hold if all others hold the most they can.
 
     Raises:
         _TooMany: more than are worth listing.
     """
-    owner, kinds, free = problem.classes[c], problem.kinds, limit - problem.classes[c].fixed
+    owner, shapes, free = problem.classes[c], problem.shapes, limit - problem.classes[c].fixed
     rows, ticks, got = np.zeros((1, 0), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
     least = worth.needed - worth.held + worth.holds[c]
     dense = [
-        density(Option(kind.ticks, most - most[0])) if yes else 0.0
-        for kind, most, yes in zip(kinds, worth.most, owner.allowed, strict=True)
+        density(Option(shape.ticks, most - most[0])) if yes else 0.0
+        for shape, most, yes in zip(shapes, worth.most, owner.allowed, strict=True)
     ]
-    for s, kind in enumerate(kinds):
-        k = np.arange(kind.count + 1 if owner.allowed[s] else 1)
-        k = k[kind.ticks[k] <= free]
+    for s, shape in enumerate(shapes):
+        k = np.arange(shape.count + 1 if owner.allowed[s] else 1)
+        k = k[shape.ticks[k] <= free]
         most_pairs -= len(ticks) * len(k)
         if most_pairs < 0:
             raise _TooMany
-        total = ticks[:, None] + kind.ticks[k][None, :]
+        total = ticks[:, None] + shape.ticks[k][None, :]
         value = got[:, None] + worth.most[s][k][None, :]
         later = max(dense[s + 1 :], default=0.0)
         more = np.zeros(1) if later == 0 else np.minimum(later * (free - total), float(1 << 62))
@@ -410,9 +512,9 @@ def _patterns(
     stored = rows @ problem.nbytes
     keep = stored <= owner.room
     for s in np.flatnonzero(owner.allowed).tolist() if monotone else ():
-        kind, has = kinds[s], rows[:, s]
-        longer = ticks - kind.ticks[has] + kind.ticks.take(has + 1, mode="clip") <= free
-        keep &= (has == kind.count) | ~longer | (stored + kind.nbytes > owner.room)
+        shape, has = shapes[s], rows[:, s]
+        longer = ticks - shape.ticks[has] + shape.ticks.take(has + 1, mode="clip") <= free
+        keep &= (has == shape.count) | ~longer | (stored + shape.nbytes > owner.room)
     rows = rows[keep]
     if len(rows) > _MOST_PATTERNS:
         raise _TooMany
@@ -421,7 +523,7 @@ def _patterns(
 
 
 class _Search:
-    """States [states, kinds] after each owner; parents tell how they came about."""
+    """States [states, shapes] after each owner; parents tell how they came about."""
 
     def __init__(
         self,
@@ -498,7 +600,7 @@ class _Search:
         return left, index
 
     def _found(self, steps: Sequence[tuple[int, int, Ints, Ints]]) -> Cover:
-        counts = np.zeros((self.problem.world, len(self.problem.kinds)), np.int64)
+        counts = np.zeros((self.problem.world, len(self.problem.shapes)), np.int64)
         at = 0
         for c, rank, parent, pattern in reversed(steps):
             counts[rank] = self.patterns[c][pattern[at]]
@@ -512,11 +614,11 @@ class _Search:
 def spread(problem: Problem, counts: Counts) -> None:
     """Take surplus matrices away, each from the rank that gains most by it."""
     loads = problem.loads(np.minimum(counts, problem.demand))
-    for s, kind in enumerate(problem.kinds):
-        for _ in range(int(counts[:, s].sum()) - kind.count):
+    for s, shape in enumerate(problem.shapes):
+        for _ in range(int(counts[:, s].sum()) - shape.count):
             has = np.flatnonzero(counts[:, s])
-            k = np.minimum(counts[has, s], kind.count)
-            change = kind.ticks[k - 1] - kind.ticks[k]
+            k = np.minimum(counts[has, s], shape.count)
+            change = shape.ticks[k - 1] - shape.ticks[k]
             # Prefer what shortens the longest; a removal may also lengthen (costs need not grow).
             best = np.lexsort((has, -loads[has], change))[0]
             loads[has[best]] += change[best]

@@ -59,7 +59,7 @@ def certify(plan: OwnershipPlan) -> Certificate:
     solved coarsely, as they are in planning, and prove less.
 
     Raises:
-        SizeError: so many matrices, prices and pools that this would take too long.
+        SizeError: so many matrices, prices and domains that this would take too long.
     """
     if not plan.prices and plan.specs.matrices:  # a plan by hand
         wrong = _short(_wrong_owners(plan))
@@ -100,12 +100,12 @@ def _executed(plan: OwnershipPlan, problem: Problem) -> tuple[int, list[str]]:
     """Ticks of the busiest owner, batch by batch, and batches that cannot be as they are."""
     found = []
     loads = [problem.ticks(plan.limits.fixed_ms_of(r)) for r in range(plan.topology.world)]
-    rows, pool_of = {row.key: row for row in plan.prices}, plan.limits.pool_of
+    rows, domain_of = {row.key: row for row in plan.prices}, plan.limits.domain_of
     for batch in plan.batches:
         key, size = plan.specs.matrices[batch.matrices[0]].key, len(batch.matrices)
         name, row = f"a batch of {size} matrices {key[0]} x {key[1]}", rows[key]
-        if pool_of and len({pool_of[i] for i in batch.matrices}) > 1:
-            found.append(f"a batch on rank {batch.owner} mixes matrices of different pools")
+        if domain_of and len({domain_of[i] for i in batch.matrices}) > 1:
+            found.append(f"a batch on rank {batch.owner} mixes matrices of different domains")
         if size > len(row.ms):
             found.append(f"{name} has no price")
             continue
@@ -215,9 +215,9 @@ def _wrong_alternatives(plan: OwnershipPlan, problem: Problem) -> Iterator[str]:
 
 
 def _wrong_owners(plan: OwnershipPlan) -> Iterator[str]:
-    pools, cap = [frozenset(pool) for pool in plan.limits.pools], plan.limits.memory_bytes
+    domains, cap = [frozenset(domain) for domain in plan.limits.domains], plan.limits.memory_bytes
     for i, rank in enumerate(plan.owners):
-        if pools and rank not in pools[plan.limits.pool_of[i]]:
+        if domains and rank not in domains[plan.limits.domain_of[i]]:
             yield f"rank {rank} may not own {plan.specs.matrices[i].name}"
     for rank, stored in enumerate(plan.state_bytes):
         if cap is not None and stored > cap:

@@ -1,12 +1,12 @@
 """Column generation: how owners can be filled, instead of who owns what.
 
-A *pattern* is how many matrices of each kind one owner of a class takes. For a makespan T the
+A *pattern* is how many matrices of each shape one owner of a class takes. For a makespan T the
 master program shares the matrices out over patterns that take at most T, each class with its own
-number of owners, and its owners work on a kind at least as long as one owner would on all of it::
+number of owners, and its owners work on a shape at least as long as one owner would on all of it::
 
-    minimize  theta    such that   sum_p x[p, s] * y[p]        = d_s          for every kind s
+    minimize  theta    such that   sum_p x[p, s] * y[p]        = d_s          for every shape s
                                    sum_(p of class c) y[p]    <= n_c * theta  for every class c
-                                   sum_p C_s(x[p, s]) * y[p]  >= C_s(d_s)     for every kind s
+                                   sum_p C_s(x[p, s]) * y[p]  >= C_s(d_s)     for every shape s
 
 T is out of reach if theta > 1 at the optimum. Its duals are values of matrices, from which `bound`
 computes the least T that they do not rule out; that is the next T to try. So T climbs from below,
@@ -29,16 +29,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dmuon.scheduler.bound import Holdings, cover, spread, work_tables
+from dmuon.scheduler.bound import MAX_POINTS, Holdings, cover, spread, work_tables
 from dmuon.scheduler.greedy import improve
-from dmuon.scheduler.knapsack import MAX_POINTS
 from dmuon.scheduler.plan import Dual
 from dmuon.scheduler.problem import Counts, Problem
 
 __all__ = ["Budget", "Columns", "EngineError", "available_engines"]
 
 Floats = npt.NDArray[np.float64]
-Pattern = tuple[int, tuple[int, ...]]  # class, count of each kind
+Pattern = tuple[int, tuple[int, ...]]  # class, count of each shape
 
 PREFERRED = ("HiGHS", "PULP_CBC_CMD")  # in PuLP's names
 _WORTH = 1e17  # of everything, about: exact in 64 bits, and fine enough
@@ -50,7 +49,7 @@ _RELAXED = (0.0, 0.0005, 0.002, 0.004, 0.008, 0.02, 0.05)  # how far above the b
 _GIVEN_BACK = (0, 1, 2)  # uses of each pattern that are decided anew
 _STATES = 1_000  # of the search for what is left
 _WORK = 4_000_000
-_MOST_KINDS = 200  # more make the master program too slow for what it gains
+_MOST_SHAPES = 200  # more make the master program too slow for what it gains
 _MOST_CLASSES = 100
 _WHOLE = 1e-6  # a fraction closer to a whole number than this is one
 
@@ -153,12 +152,12 @@ class Columns:
                 self._add(c, tuple(row.tolist()))
             for s, allowed in enumerate(owner.allowed):
                 if allowed:
-                    self._add(c, tuple(int(t == s) for t in range(len(problem.kinds))))
+                    self._add(c, tuple(int(t == s) for t in range(len(problem.shapes))))
 
     @staticmethod
     def fits(problem: Problem) -> bool:
         """Whether the master program is small enough to be worth its time."""
-        return len(problem.kinds) <= _MOST_KINDS and len(problem.classes) <= _MOST_CLASSES
+        return len(problem.shapes) <= _MOST_SHAPES and len(problem.classes) <= _MOST_CLASSES
 
     def climb(self) -> None:
         """Raise the bound until the master program shares everything out."""
@@ -218,10 +217,10 @@ class Columns:
     def _add(self, c: int, counts: tuple[int, ...]) -> bool:
         """Remember a pattern; whether it is new."""
         problem = self.problem
-        stored = sum(k * kind.nbytes for k, kind in zip(counts, problem.kinds, strict=True))
+        stored = sum(k * shape.nbytes for k, shape in zip(counts, problem.shapes, strict=True))
         if not any(counts) or (c, counts) in self._patterns or stored > problem.classes[c].room:
             return False
-        ticks = sum(int(kind.ticks[k]) for kind, k in zip(problem.kinds, counts, strict=True))
+        ticks = sum(int(shape.ticks[k]) for shape, k in zip(problem.shapes, counts, strict=True))
         self._patterns[c, counts] = ticks + problem.classes[c].fixed
         return True
 
@@ -232,7 +231,7 @@ class Columns:
             for c, owner in enumerate(self.problem.classes):
                 taken = real.frontiers[owner.allowed].choice(limit - owner.fixed)
                 if taken is not None:
-                    counts = np.zeros(len(self.problem.kinds), np.int64)
+                    counts = np.zeros(len(self.problem.shapes), np.int64)
                     counts[list(owner.allowed)] = taken
                     new |= self._add(c, tuple(counts.tolist()))
         return new
@@ -249,24 +248,24 @@ class Columns:
             return self._solved([p for p, ticks in self._patterns.items() if ticks <= most])
 
     def _solved(self, patterns: Sequence[Pattern]) -> tuple[float, Dual, list[Any]]:
-        problem, kinds = self.problem, len(self.problem.kinds)
-        taken = np.array([counts for _, counts in patterns], np.int64).reshape(-1, kinds).T
+        problem, shapes = self.problem, len(self.problem.shapes)
+        taken = np.array([counts for _, counts in patterns], np.int64).reshape(-1, shapes).T
         sizes = np.array([[c.size] for c in problem.classes], float)
         mine = np.zeros((len(sizes), len(patterns)))
         mine[[c for c, _ in patterns], range(len(patterns))] = 1.0
         works = zip(self._works, taken, self._scale, strict=True)
-        each = np.array([work[k] / scale for work, k, scale in works]).reshape(kinds, -1)
+        each = np.array([work[k] / scale for work, k, scale in works]).reshape(shapes, -1)
         least = [float(work[-1]) for work in self._works] / self._scale
         rows = np.vstack((taken, mine, each))
-        theta = np.vstack((np.zeros((kinds, 1)), -sizes, np.zeros((kinds, 1))))
+        theta = np.vstack((np.zeros((shapes, 1)), -sizes, np.zeros((shapes, 1))))
         values, duals = minimize_last(
             np.hstack((rows, theta)),
-            ["=="] * kinds + ["<="] * len(sizes) + [">="] * kinds,
+            ["=="] * shapes + ["<="] * len(sizes) + [">="] * shapes,
             np.concatenate((problem.demand.astype(float), np.zeros(len(sizes)), least)),
             self.engine,
             self.budget.left_s() + 1.0,
         )
-        dual = self._integers(duals[:kinds], np.maximum(duals[-kinds:] / self._scale, 0.0))
+        dual = self._integers(duals[:shapes], np.maximum(duals[-shapes:] / self._scale, 0.0))
         used = [(p, float(y)) for p, y in zip(patterns, values, strict=False) if y > 1e-9]
         return float(values[-1]), dual, used
 
@@ -285,19 +284,19 @@ def _completed(
     problem: Problem, fixed: Sequence[tuple[Pattern, int]], limit: int, dual: Dual
 ) -> Counts | None:
     """Counts with these patterns, and with what is left of matrices and owners."""
-    counts = np.zeros((problem.world, len(problem.kinds)), np.int64)
+    counts = np.zeros((problem.world, len(problem.shapes)), np.int64)
     free = [list(owner.ranks) for owner in problem.classes]
     for (c, pattern), times in fixed:
         for _ in range(min(times, len(free[c]))):
             counts[free[c].pop(0)] = pattern
     spread(problem, counts)
-    rest, ranks, kinds = problem.part(free, problem.demand - counts.sum(0))
-    if not kinds:
+    rest, ranks, shapes = problem.part(free, problem.demand - counts.sum(0))
+    if not shapes:
         return counts
     if not ranks:
         return None
-    some_dual = Dual(tuple(dual.values[s] for s in kinds), tuple(dual.works[s] for s in kinds))
+    some_dual = Dual(tuple(dual.values[s] for s in shapes), tuple(dual.works[s] for s in shapes))
     found = cover(rest, limit, some_dual, _WORK, _STATES).counts
     if found is not None:
-        counts[np.ix_(ranks, kinds)] += found
+        counts[np.ix_(ranks, shapes)] += found
     return None if found is None else counts

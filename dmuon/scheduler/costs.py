@@ -475,13 +475,13 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _by_shape(name: str, entries: Sequence[Any], value: str, kind: type) -> dict[ShapeKey, Any]:
+def _by_shape(name: str, entries: Sequence[Any], value: str, of: type) -> dict[ShapeKey, Any]:
     """What JSON has as a list of records, each with something by batch size."""
     found = []
-    kinds = {"rows": int, "cols": int, "dtype": str, value: dict[str, kind]}  # type: ignore[valid-type]
+    hints = {"rows": int, "cols": int, "dtype": str, value: dict[str, of]}  # type: ignore[valid-type]
     for i, entry in enumerate(entries):
         at = f"{name}[{i}]"
-        *shape, by_text = decode_fields(kinds, entry, at).values()
+        *shape, by_text = decode_fields(hints, entry, at).values()
         for size in by_text:
             if not _BATCH_SIZE.fullmatch(size):
                 expected = f"{at}.{value}: expected batch sizes such as '16'"

@@ -1,6 +1,6 @@
 """Owner assignment without a solver: longest processing time, local search, round robin.
 
-All of them decide counts (see `problem`): how many matrices of each kind a rank takes.
+All of them decide counts (see `problem`): how many matrices of each shape a rank takes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from dmuon.scheduler.knapsack import Option, frontier
+from dmuon.scheduler.bound import Option, frontier
 from dmuon.scheduler.problem import Counts, Problem
 
 __all__ = [
@@ -33,58 +33,58 @@ _MOST_SPLITS = 48  # pairs of ranks whose matrices are shared out anew
 _SPLIT_WITH = 64  # ranks tried at a time
 _SPLIT_POINTS = 500
 _LOOK_INTO = 64  # ranks whose matrices are considered for a swap
-_STRIDES = (1, 2, 3, 4, 8, 16)  # how many matrices of a kind one move takes along
-_AMOUNTS = 300  # of kinds that are tried in one exchange, the costliest kinds first
+_STRIDES = (1, 2, 3, 4, 8, 16)  # how many matrices of a shape one move takes along
+_AMOUNTS = 300  # of shapes that are tried in one exchange, the costliest shapes first
 _REPRESENTATIVES = 256
 _CHUNKS = (1, 2, 4, 8, 16)
 _NEVER = np.iinfo(np.int64).max // 64
 
 
 def longest_first(problem: Problem, chunk: int = 1) -> Counts | None:
-    """The costliest kind first, each matrix to the owner whose load stays lowest with it.
+    """The costliest shape first, each matrix to the owner whose load stays lowest with it.
 
     The load counts the marginal batched cost. With ``chunk`` > 1 that many matrices go together,
     so that they are batched. Ties go to the lower rank. None if the memory cap leaves no owner.
     """
-    return _one_by_one(problem, problem.fixed, [kind.ticks for kind in problem.kinds], chunk)
+    return _one_by_one(problem, problem.fixed, [shape.ticks for shape in problem.shapes], chunk)
 
 
 def longest_first_by_weight(
     problem: Problem, weights: Iterable[int], start: Ints | None = None
 ) -> Counts | None:
-    """Longest first on a fixed weight a matrix, by kind; batching is not seen.
+    """Longest first on a fixed weight a matrix, by shape; batching is not seen.
 
     With the number of elements or the cost of a single matrix as the weight these are the usual
     baselines. ``start``: what ranks have already.
     """
     nothing = np.zeros(problem.world, np.int64)
-    tables = [np.arange(k.count + 1) * w for k, w in zip(problem.kinds, weights, strict=True)]
+    tables = [np.arange(k.count + 1) * w for k, w in zip(problem.shapes, weights, strict=True)]
     return _one_by_one(problem, nothing if start is None else start, tables, 1)
 
 
 def _one_by_one(problem: Problem, start: Ints, tables: Sequence[Ints], chunk: int) -> Counts | None:
-    """``tables[s][k]`` is the load of k matrices of kind s; ``start`` what ranks have already."""
-    counts = np.zeros((problem.world, len(problem.kinds)), np.int64)
+    """``tables[s][k]`` is the load of k matrices of shape s; ``start`` what ranks have already."""
+    counts = np.zeros((problem.world, len(problem.shapes)), np.int64)
     loads, room = start.tolist(), problem.room.tolist()
     for s in sorted(range(len(tables)), key=lambda s: (-int(tables[s][1]), s)):
-        kind, table = problem.kinds[s], tables[s].tolist()
+        shape, table = problem.shapes[s], tables[s].tolist()
         taken = [0] * problem.world
         ranks = np.flatnonzero(problem.allowed[:, s])
-        heap = [(loads[r] + table[min(chunk, kind.count)], r) for r in ranks.tolist()]
+        heap = [(loads[r] + table[min(chunk, shape.count)], r) for r in ranks.tolist()]
         heapq.heapify(heap)
-        left = kind.count
+        left = shape.count
         while left:
             if not heap:
                 return None
             _, r = heapq.heappop(heap)
-            size = min(chunk, left, room[r] // kind.nbytes if kind.nbytes else left)
+            size = min(chunk, left, room[r] // shape.nbytes if shape.nbytes else left)
             if size <= 0:
-                continue  # full: this rank takes no more of this kind
+                continue  # full: this rank takes no more of this shape
             loads[r] += table[taken[r] + size] - table[taken[r]]
-            room[r] -= size * kind.nbytes
+            room[r] -= size * shape.nbytes
             taken[r] += size
             left -= size
-            after = table[min(taken[r] + min(chunk, max(left, 1)), kind.count)]
+            after = table[min(taken[r] + min(chunk, max(left, 1)), shape.count)]
             heapq.heappush(heap, (loads[r] + after - table[taken[r]], r))
         counts[:, s] = taken
     return counts
@@ -97,12 +97,12 @@ def round_robin(problem: Problem, order: Sequence[int]) -> Counts | None:
     own a matrix is passed over; None if the memory cap is in the way.
     """
     kind_of = {i: s for s, members in enumerate(problem.members) for i in members}
-    may_own = [np.flatnonzero(problem.allowed[:, s]).tolist() for s in range(len(problem.kinds))]
-    counts = np.zeros((problem.world, len(problem.kinds)), np.int64)
+    may_own = [np.flatnonzero(problem.allowed[:, s]).tolist() for s in range(len(problem.shapes))]
+    counts = np.zeros((problem.world, len(problem.shapes)), np.int64)
     room = problem.room.tolist()
     turn = 0
     for s in (kind_of[i] for i in order if i in kind_of):
-        nbytes, at = problem.kinds[s].nbytes, bisect_left(may_own[s], turn)
+        nbytes, at = problem.shapes[s].nbytes, bisect_left(may_own[s], turn)
         in_turn = chain(may_own[s][at:], may_own[s][:at])
         rank = next((r for r in in_turn if room[r] >= nbytes), None)
         if rank is None:
@@ -117,7 +117,7 @@ def greedy(
     problem: Problem, starts: Sequence[Counts], spent: Callable[[], bool] = lambda: False
 ) -> Counts | None:
     """The best of several longest-first runs and of ``starts``, improved; None if none fits."""
-    largest = max((len(kind.batch_ticks) for kind in problem.kinds), default=1)
+    largest = max((len(shape.batch_ticks) for shape in problem.shapes), default=1)
     found = [*starts, *(longest_first(problem, b) for b in _CHUNKS if b <= largest)]
     if problem.memory_cap is not None:
         # Where the cap is tight: balance what owners store.
@@ -174,11 +174,11 @@ class _State:
         self.counts: Counts = counts.copy()
         self.loads = problem.loads(counts)
         self.free = problem.room - counts @ problem.nbytes
-        self._weights = np.random.default_rng(0).integers(1, 1 << 40, len(problem.kinds) + 1)
+        self._weights = np.random.default_rng(0).integers(1, 1 << 40, len(problem.shapes) + 1)
 
     def exchange(self, b: int) -> bool:
         """Do what lowers the larger of two loads most, below the load of rank ``b``: give some of
-        one kind to another rank, and maybe take some of another kind."""
+        one shape to another rank, and maybe take some of another shape."""
         others = self._representatives(b)
         gives = [(s, -j) for s, j in self._amounts([b])]
         if not len(others) or not gives:
@@ -217,13 +217,13 @@ class _State:
     def _changes(
         self, changes: Sequence[tuple[int, int]], ranks: Ints
     ) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """[changes, ranks]: ticks that so many more (or fewer) of a kind cost, and whether they
+        """[changes, ranks]: ticks that so many more (or fewer) of a shape cost, and whether they
         are possible."""
         ticks = np.zeros((len(changes), len(ranks)), np.int64)
         possible = np.ones(ticks.shape, np.bool_)
         counts, allowed = self.counts[ranks].T.copy(), self.problem.allowed[ranks].T
         for i, (s, j) in enumerate(changes):
-            table, has = self.problem.kinds[s].ticks, counts[s]
+            table, has = self.problem.shapes[s].ticks, counts[s]
             ticks[i] = table.take(has + j, mode="clip") - table[has]
             possible[i] = has + j >= 0 if j <= 0 else allowed[s]
         return ticks, possible
@@ -238,7 +238,7 @@ class _State:
         return chosen
 
     def _amounts(self, ranks: Sequence[int]) -> list[tuple[int, int]]:
-        """(kind, how many) that some of ``ranks`` could part with."""
+        """(shape, how many) that some of ``ranks`` could part with."""
         most = self.counts[list(ranks)].max(0)
         there = ((s, int(most[s])) for s in np.flatnonzero(most).tolist())
         return [(s, j) for s, k in there for j in sorted({*_STRIDES, k}) if j <= k][:_AMOUNTS]
@@ -266,14 +266,14 @@ class _State:
         most = int(self.loads[a]) - 1
         there = np.flatnonzero(both).tolist()
         for s in there:
-            kind, k = problem.kinds[s], np.arange(both[s] + 1)
-            cost, saved = kind.ticks[k].copy(), kind.ticks[both[s]] - kind.ticks[both[s] - k]
+            shape, k = problem.shapes[s], np.arange(both[s] + 1)
+            cost, saved = shape.ticks[k].copy(), shape.ticks[both[s]] - shape.ticks[both[s] - k]
             if not problem.allowed[a, s]:
                 cost[1:] = _NEVER
             if not problem.allowed[b, s]:
                 saved[:-1] = -_NEVER  # ``b`` may keep none of it
             options.append(Option(cost, saved))
-        everything = sum(int(problem.kinds[s].ticks[both[s]]) for s in there)
+        everything = sum(int(problem.shapes[s].ticks[both[s]]) for s in there)
         least = fixed_b + everything - most
         found = frontier(
             options, most - fixed_a, bounding=False, least=least, max_points=_SPLIT_POINTS
@@ -295,7 +295,7 @@ class _State:
 
     def _set(self, rank: int, row: Ints) -> None:
         problem = self.problem
-        taken = zip(problem.kinds, row.tolist(), strict=True)
+        taken = zip(problem.shapes, row.tolist(), strict=True)
         self.counts[rank] = row
-        self.loads[rank] = problem.fixed[rank] + sum(int(kind.ticks[k]) for kind, k in taken if k)
+        self.loads[rank] = problem.fixed[rank] + sum(int(shape.ticks[k]) for shape, k in taken if k)
         self.free[rank] = problem.room[rank] - row @ problem.nbytes

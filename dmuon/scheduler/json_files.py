@@ -130,7 +130,7 @@ def sha256(data: Mapping[str, Any], default: Callable[[Any], Any] | None = None)
 # ---- values ------------------------------------------------------------------------------
 
 
-def decode(kind: Any, data: Any, at: str = "") -> Any:
+def decode(hint: Any, data: Any, at: str = "") -> Any:
     """What a type hint says, of parsed JSON; ``at`` is its path.
 
     A dataclass is an object with all of its fields, or a list of them in order. Whole numbers go
@@ -140,18 +140,18 @@ def decode(kind: Any, data: Any, at: str = "") -> Any:
     Raises:
         PlanError: begins with the path of what is wrong.
     """
-    origin, parts = get_origin(kind), get_args(kind)
-    if kind is Any:
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint is Any:
         return data
     if origin in (UnionType, Union):  # ... | None
         return None if data is None else decode(parts[0], data, at)
     if origin is Annotated:
         return _number(parts[0], data, at, *parts[1])
-    if kind in (int, float):
-        return _number(kind, data, at, 0, MOST_WHOLE if kind is int else MOST_MS)
-    if kind is str:
+    if hint in (int, float):
+        return _number(hint, data, at, 0, MOST_WHOLE if hint is int else MOST_MS)
+    if hint is str:
         return _text(data, at)
-    if kind is bool:
+    if hint is bool:
         if not isinstance(data, bool):
             _refuse(at, data, "true or false")
         return data
@@ -159,41 +159,41 @@ def decode(kind: Any, data: Any, at: str = "") -> Any:
         return _tuple(parts, data, at)
     if origin is dict:
         return {key: decode(parts[1], value, _path(at, key)) for key, value in _record(data, at)}
-    if issubclass(kind, Enum):
-        members = {member.value: member for member in kind}
+    if issubclass(hint, Enum):
+        members = {member.value: member for member in hint}
         if not isinstance(data, str) or data not in members:
             _refuse(at, data, f"one of {', '.join(map(repr, members))}")
         return members[data]
-    return _dataclass(kind, data, at)
+    return _dataclass(hint, data, at)
 
 
-def decode_fields(kinds: Mapping[str, Any], data: Any, at: str = "") -> dict[str, Any]:
+def decode_fields(hints: Mapping[str, Any], data: Any, at: str = "") -> dict[str, Any]:
     """The values of an object by the type hint of each; other keys are left out."""
     found = dict(_record(data, at))
-    for name in kinds:
+    for name in hints:
         if name not in found:
             raise PlanError(f"{_path(at, name)} is missing")
-    return {name: decode(kind, found[name], _path(at, name)) for name, kind in kinds.items()}
+    return {name: decode(hint, found[name], _path(at, name)) for name, hint in hints.items()}
 
 
-def _dataclass(kind: Any, data: Any, at: str) -> Any:
-    kinds = _hints(kind)
+def _dataclass(hint: Any, data: Any, at: str) -> Any:
+    hints = _hints(hint)
     if isinstance(data, list):
-        if len(data) != len(kinds):
-            _refuse(at, data, f"a list of {len(kinds)} entries")
-        values = [decode(k, v, f"{at}[{i}]") for i, (k, v) in enumerate(zip(kinds.values(), data))]
+        if len(data) != len(hints):
+            _refuse(at, data, f"a list of {len(hints)} entries")
+        values = [decode(k, v, f"{at}[{i}]") for i, (k, v) in enumerate(zip(hints.values(), data))]
     else:
-        values = list(decode_fields(kinds, data, at).values())
+        values = list(decode_fields(hints, data, at).values())
     try:
-        return kind(*values)
+        return hint(*values)
     except ValueError as error:
         raise PlanError(f"{at}: {error}" if at else str(error)) from error
 
 
 @lru_cache
-def _hints(kind: Any) -> dict[str, Any]:
-    hints = get_type_hints(kind, include_extras=True)
-    return {one.name: hints[one.name] for one in fields(kind)}
+def _hints(of: Any) -> dict[str, Any]:
+    hints = get_type_hints(of, include_extras=True)
+    return {one.name: hints[one.name] for one in fields(of)}
 
 
 def _record(data: Any, at: str) -> Iterable[tuple[str, Any]]:
@@ -215,11 +215,11 @@ def _tuple(parts: tuple[Any, ...], data: Any, at: str) -> tuple[Any, ...]:
     return tuple(decode(parts[i], value, f"{at}[{i}]") for i, value in enumerate(data))
 
 
-def _number(kind: type, data: Any, at: str, low: float, high: float) -> Any:
-    kinds = (int,) if kind is int else (int, float)
-    if type(data) not in kinds or not low <= data <= high:
-        expected = f"a whole number from {low:,}" if kind is int else f"a number from {low:g}"
-        _refuse(at, data, f"{expected} to {high:,}" if kind is int else f"{expected} to {high:g}")
+def _number(hint: type, data: Any, at: str, low: float, high: float) -> Any:
+    hints = (int,) if hint is int else (int, float)
+    if type(data) not in hints or not low <= data <= high:
+        expected = f"a whole number from {low:,}" if hint is int else f"a number from {low:g}"
+        _refuse(at, data, f"{expected} to {high:,}" if hint is int else f"{expected} to {high:g}")
     return data
 
 

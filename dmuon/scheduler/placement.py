@@ -1,20 +1,20 @@
-"""Which matrix of a kind goes to which owner, once it is decided how many each owner takes.
+"""Which matrix of a shape goes to which owner, once it is decided how many each owner takes.
 
-The counts leave freedom: matrices of one kind are alike, and so are many owners. It is used to
+The counts leave freedom: matrices of one shape are alike, and so are many owners. It is used to
 keep apart what travels at the same time::
 
-    counts       how many of each kind every owner takes          (from the solver)
+    counts       how many of each shape every owner takes          (from the solver)
     share out    alike owners exchange their counts: equal ones lie together in the owner order
     hand out     matrices in launch order: in the owner order, or each to an owner whose turn it is
-    separate     two matrices of a kind change places where a layer meets an owner twice
+    separate     two matrices of a shape change places where a layer meets an owner twice
     choice       the better of the two, by repeated owners in layers, then by `contention`
 
 A stretch of the owner order touches all nodes and columns evenly (see `diagonal_slots`). So owners
 that take the same fill one stretch, the busy ones and the idle ones alike. Handing out, an owner is
-its position in the owner order, a kind's owners take turns, and among the next few turns the owner
+its position in the owner order, a shape's owners take turns, and among the next few turns the owner
 that meets the fewest matrices in flight takes the matrix::
 
-    kind k     owners 0 1 2 3 take 2 each, owner 4 takes 4         n = 12 matrices
+    shape k     owners 0 1 2 3 take 2 each, owner 4 takes 4         n = 12 matrices
     turns      0 4 1 2 4 3 0 4 1 2 4 3
 """
 
@@ -31,7 +31,7 @@ from dmuon.types import PlanError
 
 __all__ = ["Contention", "contention", "launch_order", "layer_of", "natural_key", "place"]
 
-_Pattern = tuple[tuple[int, int], ...]  # (kind, how many), ascending: what one owner takes
+_Pattern = tuple[tuple[int, int], ...]  # (shape, how many), ascending: what one owner takes
 
 _SEEN = 24  # turns that one matrix chooses from
 _PARTNERS_SEEN = 512  # matrices that one exchange chooses from
@@ -39,24 +39,24 @@ _COPY = re.compile(r" \(copy [0-9]+ of [0-9]+\)$")
 
 
 def place(
-    kinds: Sequence[int],
+    shapes: Sequence[int],
     layers: Sequence[str],
     counts: Sequence[Mapping[int, int]],
     interchangeable: Sequence[Sequence[int]],
     order: Sequence[int],
     topology: Topology | None = None,
 ) -> list[int]:
-    """The owner of each matrix, given how many of each kind every owner takes.
+    """The owner of each matrix, given how many of each shape every owner takes.
 
     Depends on nothing but its input, and not on how ``counts`` are arranged inside a group of
     ``interchangeable`` ranks.
 
     Args:
-        kinds: the kind of each matrix, matrices in the order in which they are launched.
+        shapes: the shape of each matrix, matrices in the order in which they are launched.
         layers: the layer of each matrix, "" for none. That a layer's matrices have different
             owners is a goal, not a promise; it is met best where a layer's matrices follow each
             other.
-        counts: for each rank, kind -> how many of that kind it takes.
+        counts: for each rank, shape -> how many of that shape it takes.
         interchangeable: groups of ranks that may exchange their counts.
         order: all ranks, see `Topology.owner_order`.
         topology: where the ranks are, so that owners evade nodes and columns of the matrices just
@@ -65,18 +65,18 @@ def place(
     Raises:
         PlanError: the counts do not add up to the matrices.
     """
-    _check(kinds, layers, counts, order)
+    _check(shapes, layers, counts, order)
     shared = _share_out(counts, interchangeable, order)
     patterns = [shared[rank] for rank in order]
     topology = topology or Topology.flat(len(order))
     # Where owners take alike, nothing is better than the owner order; where not, to evade.
     placed = []
     for positions in (
-        _in_order(kinds, layers, patterns),
-        _hand_out(kinds, layers, patterns, order, topology),
+        _in_order(shapes, layers, patterns),
+        _hand_out(shapes, layers, patterns, order, topology),
     ):
         if positions is not None:
-            _separate(kinds, layers, positions)
+            _separate(shapes, layers, positions)
             placed.append([order[position] for position in positions])
 
     def judged(owners: Sequence[int]) -> tuple[int, float]:
@@ -88,22 +88,22 @@ def place(
 
 
 def _check(
-    kinds: Sequence[int],
+    shapes: Sequence[int],
     layers: Sequence[str],
     counts: Sequence[Mapping[int, int]],
     order: Sequence[int],
 ) -> None:
-    if len(layers) != len(kinds):
-        raise PlanError(f"{len(kinds)} matrices have {len(layers)} layers")
+    if len(layers) != len(shapes):
+        raise PlanError(f"{len(shapes)} matrices have {len(layers)} layers")
     if sorted(order) != list(range(len(counts))):
         raise PlanError(f"the owner order must name each of the {len(counts)} ranks once")
-    needed, given = Counter(kinds), Counter[int]()
+    needed, given = Counter(shapes), Counter[int]()
     for taken in counts:
         given.update(taken)
     wrong = sorted(k for k in needed.keys() | given.keys() if needed[k] != given[k])
     if wrong or any(count < 0 for taken in counts for count in taken.values()):
-        found = {kind: (given[kind], needed[kind]) for kind in wrong[:5]}
-        raise PlanError(f"the counts of a kind must be >= 0 and add up; (taken, there): {found}")
+        found = {shape: (given[shape], needed[shape]) for shape in wrong[:5]}
+        raise PlanError(f"the counts of a shape must be >= 0 and add up; (taken, there): {found}")
 
 
 def _share_out(
@@ -116,7 +116,7 @@ def _share_out(
     Like patterns then fill one stretch of the order. Dealing them out in turn instead would put
     every second owner, for example, in half of the columns.
     """
-    shared = [tuple(sorted((kind, n) for kind, n in taken.items() if n)) for taken in counts]
+    shared = [tuple(sorted((shape, n) for shape, n in taken.items() if n)) for taken in counts]
     position = {rank: i for i, rank in enumerate(order)}
     for group in interchangeable:
         patterns = sorted((shared[r] for r in group), key=lambda p: (-sum(n for _, n in p), p))
@@ -129,7 +129,7 @@ def _share_out(
 
 
 def _hand_out(
-    kinds: Sequence[int],
+    shapes: Sequence[int],
     layers: Sequence[str],
     patterns: Sequence[_Pattern],
     order: Sequence[int],
@@ -152,9 +152,9 @@ def _hand_out(
         crowd = on_node[node] + 2 * min(on_column[column], 2)
         return position in used, crowd, last_use[position]
 
-    for now, (kind, layer) in enumerate(zip(kinds, layers, strict=True)):
+    for now, (shape, layer) in enumerate(zip(shapes, layers, strict=True)):
         used = in_layer[layer] if layer else set()
-        waiting = turns[kind]
+        waiting = turns[shape]
         at = min(range(min(len(waiting), _SEEN)), key=partial(cost, waiting))
         position = waiting.pop(-1 - at)
         handed.append(position)
@@ -169,20 +169,20 @@ def _hand_out(
 
 
 def _in_order(
-    kinds: Sequence[int], layers: Sequence[str], patterns: Sequence[_Pattern]
+    shapes: Sequence[int], layers: Sequence[str], patterns: Sequence[_Pattern]
 ) -> list[int] | None:
     """The positions in turn; None where owners do not take alike."""
     left = [dict(pattern) for pattern in patterns]
     in_layer: defaultdict[str, set[int]] = defaultdict(set)
     handed: list[int] = []
     at = 0
-    for kind, layer in zip(kinds, layers, strict=True):
+    for shape, layer in zip(shapes, layers, strict=True):
         used = in_layer[layer] if layer else set()
         near = ((at + step) % len(left) for step in range(min(_SEEN, len(left))))
-        found = next((p for p in near if left[p].get(kind) and p not in used), None)
+        found = next((p for p in near if left[p].get(shape) and p not in used), None)
         if found is None:
             return None
-        left[found][kind] -= 1
+        left[found][shape] -= 1
         used.add(found)
         handed.append(found)
         at = found + 1
@@ -190,29 +190,29 @@ def _in_order(
 
 
 def _turns(patterns: Sequence[_Pattern]) -> dict[int, list[int]]:
-    """The positions that take a kind's matrices, the first one last.
+    """The positions that take a shape's matrices, the first one last.
 
     Owners that take equally many go one after the other, in as many rounds, and rounds of all are
-    spread over the kind's matrices.
+    spread over the shape's matrices.
     """
     takers: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for position, pattern in enumerate(patterns):
         for entry in pattern:
             takers[entry].append(position)
     turns: defaultdict[int, list[tuple[float, int]]] = defaultdict(list)
-    for (kind, rounds), alike in takers.items():
+    for (shape, rounds), alike in takers.items():
         total = rounds * len(alike)
-        turns[kind] += [((i + 0.5) / total, alike[i % len(alike)]) for i in range(total)]
-    return {kind: [p for _, p in sorted(found, reverse=True)] for kind, found in turns.items()}
+        turns[shape] += [((i + 0.5) / total, alike[i % len(alike)]) for i in range(total)]
+    return {shape: [p for _, p in sorted(found, reverse=True)] for shape, found in turns.items()}
 
 
 # ---- the repair --------------------------------------------------------------------------
 
 
-def _separate(kinds: Sequence[int], layers: Sequence[str], positions: list[int]) -> None:
-    """Exchange two matrices of a kind where a layer has an owner twice and then has not.
+def _separate(shapes: Sequence[int], layers: Sequence[str], positions: list[int]) -> None:
+    """Exchange two matrices of a shape where a layer has an owner twice and then has not.
 
-    ``positions`` is changed in place; how many of each kind an owner takes stays.
+    ``positions`` is changed in place; how many of each shape an owner takes stays.
     """
     held = Counter(zip(layers, positions, strict=True))
     owners = Counter(layer for layer, _ in held)  # how many each layer has
@@ -227,8 +227,8 @@ def _separate(kinds: Sequence[int], layers: Sequence[str], positions: list[int])
         positions[i] = position
 
     members: defaultdict[int, list[int]] = defaultdict(list)
-    for i, kind in enumerate(kinds):
-        members[kind].append(i)
+    for i, shape in enumerate(shapes):
+        members[shape].append(i)
     for same in members.values():
         for at, i in enumerate(same):
             layer, mine = layers[i], positions[i]

@@ -94,7 +94,7 @@ class PriceRow:
 
 @dataclass(frozen=True, slots=True)
 class Dual:
-    """The value of a matrix and of a unit of work of each kind; see `bound.work_tables`."""
+    """The value of a matrix and of a unit of work of each shape; see `bound.work_tables`."""
 
     values: tuple[Signed, ...]
     works: tuple[int, ...]

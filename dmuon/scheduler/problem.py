@@ -1,22 +1,22 @@
-"""The assignment problem behind a plan, in integers: kinds of matrices, classes of owners.
+"""The assignment problem behind a plan, in integers: shapes, and classes of owners.
 
 Costs are whole ticks (picoseconds, or coarser where a model takes hours), so that sums are exact,
 equal plans have equal makespans to the last digit, and a proof needs no tolerance.
 
 ::
 
-    kinds      s = 0 .. S-1    d_s equal matrices, C_s(k) ticks for k of them on one owner
-    classes    c = 0 .. I-1    n_c interchangeable owners: fixed ticks, free bytes, allowed kinds
+    shapes     s = 0 .. S-1    d_s equal matrices, C_s(k) ticks for k of them on one owner
+    classes    c = 0 .. I-1    n_c interchangeable owners: fixed ticks, free bytes, allowed shapes
     forced                     matrices that a single rank may own: part of its fixed ticks
-    counts     x[rank, s]      how many of each kind a rank takes: what a solver decides
+    counts     x[rank, s]      how many of each shape a rank takes: what a solver decides
     load       fixed_c + sum_s C_s(x[rank, s])          makespan = the largest load
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -29,10 +29,10 @@ from dmuon.scheduler.shards import OwnerLimits, state_bytes
 from dmuon.scheduler.specs import MatrixSpec
 from dmuon.types import Layout, SizeError
 
-__all__ = ["Counts", "Forced", "Kind", "OwnerClass", "Problem", "build_problem"]
+__all__ = ["Counts", "Forced", "OwnerClass", "Problem", "Shape", "build_problem", "relaxed"]
 
 Ints = npt.NDArray[np.int64]
-Counts = Ints  # [ranks, kinds]
+Counts = Ints  # [ranks, shapes]
 
 _FINEST = 10**9  # ticks a millisecond
 _LARGEST_TOTAL = 10**15  # ticks of all matrices one by one; leaves room for products in 64 bits
@@ -59,7 +59,7 @@ def _cheapest(price: tuple[int, ...], count: int) -> tuple[Ints, Ints]:
 
     ``price[b - 1]`` is the cost of one batch of b: neither concave nor monotone in general, so
     every size is tried for the first batch. Ties go to the larger batch: fewer launches. Kept,
-    because under expert parallelism hundreds of kinds have equal prices and counts.
+    because under expert parallelism hundreds of shapes have equal prices and counts.
     """
     largest_first = np.array(price[::-1], np.int64)
     best, first = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
@@ -73,18 +73,17 @@ def _cheapest(price: tuple[int, ...], count: int) -> tuple[Ints, Ints]:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """``count`` interchangeable matrices: equal shape, dtype and set of possible owners.
+class Shape:
+    """``count`` interchangeable matrices: of one shape, dtype and domain.
 
-    Only they are batched with each other: other pools travel in other collectives.
-
-    ``batch_ticks[b - 1]`` is the cost of one batch of b. ``pool`` is an index into
-    `OwnerLimits.pools`, or -1 for every rank. ``nbytes`` is the optimizer state of one matrix
+    Only they are batched with each other: other domains travel in other collectives.
+    ``batch_ticks[b - 1]`` is the cost of one batch of b. ``domain`` is an index into
+    `OwnerLimits.domains`, or -1 for every rank. ``nbytes`` is the optimizer state of one matrix
     that lies with its owner.
     """
 
     key: ShapeKey
-    pool: int
+    domain: int
     count: int
     nbytes: int
     batch_ticks: tuple[int, ...]
@@ -106,13 +105,13 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Forced:
-    """All matrices of a kind whose pool is one rank: nothing to decide, only to be counted.
+    """All matrices of a shape whose domain is one rank: nothing to decide, only to be counted.
 
     They run in the cheapest batches. ``members`` are the matrices, as given.
     """
 
     rank: int
-    kind: Kind
+    shape: Shape
     members: tuple[int, ...]
 
 
@@ -127,7 +126,7 @@ class OwnerClass:
     ranks: tuple[int, ...]
     fixed: int  # ticks
     room: int
-    allowed: tuple[bool, ...]  # by kind
+    allowed: tuple[bool, ...]  # by shape
 
     @property
     def size(self) -> int:
@@ -136,9 +135,9 @@ class OwnerClass:
 
 @dataclass(frozen=True)
 class Problem:
-    """See the module's docstring. ``members`` are the matrices of each kind, as given."""
+    """See the module's docstring. ``members`` are the matrices of each shape, as given."""
 
-    kinds: tuple[Kind, ...]
+    shapes: tuple[Shape, ...]
     classes: tuple[OwnerClass, ...]
     members: tuple[tuple[int, ...], ...]
     ticks_per_ms: int = _FINEST
@@ -159,11 +158,11 @@ class Problem:
 
     @cached_property
     def demand(self) -> Ints:
-        return np.array([kind.count for kind in self.kinds], np.int64)
+        return np.array([shape.count for shape in self.shapes], np.int64)
 
     @cached_property
     def nbytes(self) -> Ints:
-        return np.array([kind.nbytes for kind in self.kinds], np.int64)
+        return np.array([shape.nbytes for shape in self.shapes], np.int64)
 
     @cached_property
     def class_of(self) -> Ints:
@@ -184,13 +183,13 @@ class Problem:
 
     @cached_property
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """[ranks, kinds]"""
+        """[ranks, shapes]"""
         return np.array([c.allowed for c in self.classes], np.bool_)[self.class_of]
 
     def loads(self, counts: Counts) -> Ints:
         """Ticks of every rank."""
         return self.fixed + sum(
-            (kind.ticks[counts[:, s]] for s, kind in enumerate(self.kinds)),
+            (shape.ticks[counts[:, s]] for s, shape in enumerate(self.shapes)),
             np.zeros(self.world, np.int64),
         )
 
@@ -209,29 +208,29 @@ class Problem:
     def part(
         self, ranks: Sequence[Sequence[int]], demand: Ints
     ) -> tuple[Problem, list[int], list[int]]:
-        """The problem of some ranks of each class and so many matrices of each kind.
+        """The problem of some ranks of each class and so many matrices of each shape.
 
-        Beside it the ranks and the kinds that it is made of: it numbers them from 0 on.
+        Beside it the ranks and the shapes that it is made of: it numbers them from 0 on.
         """
-        kinds = np.flatnonzero(demand).tolist()
+        shapes = np.flatnonzero(demand).tolist()
         numbers = [rank for some in ranks for rank in some]
         place = {rank: i for i, rank in enumerate(numbers)}
         part = replace(
             self,
-            kinds=tuple(replace(self.kinds[s], pool=-1, count=int(demand[s])) for s in kinds),
+            shapes=tuple(replace(self.shapes[s], domain=-1, count=int(demand[s])) for s in shapes),
             classes=tuple(
                 replace(
                     c,
                     ranks=tuple(place[rank] for rank in some),
-                    allowed=tuple(c.allowed[s] for s in kinds),
+                    allowed=tuple(c.allowed[s] for s in shapes),
                 )
                 for c, some in zip(self.classes, ranks, strict=True)
                 if some
             ),
-            members=((),) * len(kinds),
+            members=((),) * len(shapes),
             forced=(),
         )
-        return part, numbers, kinds
+        return part, numbers, shapes
 
 
 def build_problem(
@@ -241,10 +240,10 @@ def build_problem(
     prices: Mapping[ShapeKey, Sequence[float]],
     layout: Layout = Layout.REPLICATED,
 ) -> Problem:
-    """Kinds and classes of a model on ``world`` ranks; permuted matrices change only ``members``.
+    """Shapes and classes of a model on ``world`` ranks; permuted matrices change only ``members``.
 
     ``prices`` are the milliseconds of batches of 1, 2, ... matrices of each shape. Matrices that
-    a single rank may own are no kinds: as such they would make each rank a class of its own.
+    a single rank may own are no shapes: as such they would make each rank a class of its own.
 
     Raises:
         PlanError: ``limits`` do not fit.
@@ -257,28 +256,30 @@ def build_problem(
     batch_ticks = {key: tuple(round(ms * scale) for ms in row) for key, row in prices.items()}
     groups = _groups(matrices, limits, batch_ticks)
     splits = sum(len(mine) * min(len(batch_ticks[key]), len(mine)) for key, _, mine in groups)
-    pools = [pool for _, pool, _ in groups if pool < 0 or len(limits.pools[pool]) > 1]
+    domains = [domain for _, domain, _ in groups if domain < 0 or len(limits.domains[domain]) > 1]
     for what, found, at_most in (
         ("milliseconds of all matrices", most, MOST_MS),
         ("matrices x batch sizes", splits, _MOST_SPLITS),
-        ("kinds of matrices in pools x ranks",
-         len(pools) * (world if len(set(pools)) > 1 else 1), _MOST_TABLE),
+        ("shapes in domains x ranks",
+         len(domains) * (world if len(set(domains)) > 1 else 1), _MOST_TABLE),
     ):  # fmt: skip
         if found > at_most:
             raise SizeError(
                 f"too large to plan or to verify: {found:,} {what}, expected at most {at_most:,}"
             )
-    kinds, members, forced = [], [], []
-    for key, pool, mine in groups:
+    shapes, members, forced = [], [], []
+    for key, domain, mine in groups:
         nbytes = state_bytes(matrices[mine[0]], layout)
-        kind = Kind(key, pool, len(mine), nbytes, batch_ticks[key])
-        if pool >= 0 and len(limits.pools[pool]) == 1:
-            forced.append(Forced(limits.pools[pool][0], kind, mine))
+        shape = Shape(key, domain, len(mine), nbytes, batch_ticks[key])
+        if domain >= 0 and len(limits.domains[domain]) == 1:
+            forced.append(Forced(limits.domains[domain][0], shape, mine))
         else:
-            kinds.append(kind)
+            shapes.append(shape)
             members.append(mine)
-    classes = _classes(kinds, forced, world, limits, scale)
-    return Problem(tuple(kinds), classes, tuple(members), scale, limits.memory_bytes, tuple(forced))
+    classes = _classes(shapes, forced, world, limits, scale)
+    return Problem(
+        tuple(shapes), classes, tuple(members), scale, limits.memory_bytes, tuple(forced)
+    )
 
 
 def _groups(
@@ -286,38 +287,38 @@ def _groups(
     limits: OwnerLimits,
     batch_ticks: Mapping[ShapeKey, tuple[int, ...]],
 ) -> list[tuple[ShapeKey, int, tuple[int, ...]]]:
-    """(shape, pool, matrices), the costliest first: solvers decide on them first.
+    """(shape, domain, matrices), the costliest first: solvers decide on them first.
 
-    Of equal shapes the pools' ranks decide, because the numbers of pools depend on the order in
-    which they were found; and of equal pools a matrix's name.
+    Of equal shapes the domains' ranks decide, because the numbers of domains depend on the order
+    in which they were found; and of equal domains a matrix's name.
     """
     members: dict[tuple[ShapeKey, int], list[int]] = defaultdict(list)
     for i, matrix in enumerate(matrices):
-        members[matrix.key, limits.pool_of[i] if limits.pool_of else -1].append(i)
-    ranks = {-1: ()} | {i: tuple(sorted(pool)) for i, pool in enumerate(limits.pools)}
+        members[matrix.key, limits.domain_of[i] if limits.domain_of else -1].append(i)
+    ranks = {-1: ()} | {i: tuple(sorted(domain)) for i, domain in enumerate(limits.domains)}
     name = {group: min(matrices[i].name for i in mine) for group, mine in members.items()}
     order = sorted(members, key=lambda kp: (-batch_ticks[kp[0]][0], kp[0], ranks[kp[1]], name[kp]))
-    return [(key, pool, tuple(members[key, pool])) for key, pool in order]
+    return [(key, domain, tuple(members[key, domain])) for key, domain in order]
 
 
 def _classes(
-    kinds: Sequence[Kind],
+    shapes: Sequence[Shape],
     forced: Sequence[Forced],
     world: int,
     limits: OwnerLimits,
     scale: int,
 ) -> tuple[OwnerClass, ...]:
-    """Ranks with equal fixed load, room and pools together, in order of their first rank."""
+    """Ranks with equal fixed load, room and domains together, in order of their first rank."""
     fixed = [round(limits.fixed_ms_of(rank) * scale) for rank in range(world)]
     stored = [limits.fixed_bytes_of(rank) for rank in range(world)]
     for group in forced:
-        fixed[group.rank] += int(group.kind.ticks[-1])
-        stored[group.rank] += group.kind.nbytes * group.kind.count
+        fixed[group.rank] += int(group.shape.ticks[-1])
+        stored[group.rank] += group.shape.nbytes * group.shape.count
     inside: list[list[int]] = [[-1] for _ in range(world)]
-    for pool in sorted({kind.pool for kind in kinds} - {-1}):
-        for rank in limits.pools[pool]:
-            inside[rank].append(pool)
-    weightless = not any(kind.nbytes for kind in kinds)
+    for domain in sorted({shape.domain for shape in shapes} - {-1}):
+        for rank in limits.domains[domain]:
+            inside[rank].append(domain)
+    weightless = not any(shape.nbytes for shape in shapes)
     ranks: dict[tuple[int, int, tuple[int, ...]], list[int]] = defaultdict(list)
     for rank in range(world):
         room = UNLIMITED
@@ -326,9 +327,76 @@ def _classes(
             if weightless and room >= 0:
                 room = UNLIMITED  # whatever it takes, it fits: no reason to tell ranks apart
         ranks[fixed[rank], room, tuple(inside[rank])].append(rank)
-    # Sets of pools are few, ranks are many.
-    allowed = {mine: tuple(kind.pool in mine for kind in kinds) for _, _, mine in ranks}
+    # Sets of domains are few, ranks are many.
+    allowed = {mine: tuple(shape.domain in mine for shape in shapes) for _, _, mine in ranks}
     return tuple(
         OwnerClass(tuple(members), fixed, room, allowed[mine])
         for (fixed, room, mine), members in ranks.items()
     )
+
+
+# ---- alike domains as one ------------------------------------------------------------------
+
+
+def relaxed(problem: Problem) -> Problem:
+    """The problem with alike shapes and alike classes as one: what is out of its reach is out of
+    the problem's. The problem itself where none are, as where any rank may own anything.
+
+    Under expert parallelism each expert belongs to a few ranks, and all such domains look the same:
+    equal matrices, and owners with equal loads.
+    """
+    shapes, classes = _alike(problem)
+    takes = [[shapes[s] for s, yes in enumerate(c.allowed) if yes] for c in problem.classes]
+    if len(set(shapes)) == len(shapes) or any(len(set(mine)) < len(mine) for mine in takes):
+        return problem  # none are alike, or alike domains overlap: as one they would say too little
+    first = [shapes.index(number) for number in range(len(set(shapes)))]
+    count = Counter[int]()
+    for s, number in enumerate(shapes):
+        count[number] += problem.shapes[s].count
+    merged = []
+    for number in range(len(set(classes))):
+        alike = [c for c, other in zip(problem.classes, classes, strict=True) if other == number]
+        mine = takes[classes.index(number)]
+        merged.append(
+            replace(
+                alike[0],
+                ranks=tuple(sorted(rank for c in alike for rank in c.ranks)),
+                allowed=tuple(number in mine for number in range(len(first))),
+            )
+        )
+    return replace(
+        problem,
+        shapes=tuple(replace(problem.shapes[s], count=count[n]) for n, s in enumerate(first)),
+        classes=tuple(merged),
+        members=((),) * len(first),
+        forced=(),
+    )
+
+
+def _alike(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A number for each shape and each class, equal for those that are alike: colour refinement."""
+    takes = [[s for s, yes in enumerate(c.allowed) if yes] for c in problem.classes]
+    taken: list[list[int]] = [[] for _ in problem.shapes]
+    for c, some in enumerate(takes):
+        for s in some:
+            taken[s].append(c)
+    shapes = _numbered([(k.key, k.batch_ticks, k.count, k.nbytes) for k in problem.shapes])
+    classes = _numbered([(c.room, c.fixed, c.size) for c in problem.classes])
+    while True:
+        before = shapes, classes
+        classes = _refined(classes, takes, shapes)
+        shapes = _refined(shapes, taken, classes)
+        if (shapes, classes) == before:
+            return before
+
+
+def _refined(
+    own: Sequence[int], neighbours: Sequence[Sequence[int]], colours: Sequence[int]
+) -> tuple[int, ...]:
+    around = [tuple(sorted(Counter(colours[n] for n in near).items())) for near in neighbours]
+    return _numbered(list(zip(own, around, strict=True)))
+
+
+def _numbered(colours: Sequence[Hashable]) -> tuple[int, ...]:
+    number: dict[Hashable, int] = {}
+    return tuple(number.setdefault(colour, len(number)) for colour in colours)

@@ -55,18 +55,19 @@ class OwnerLimits:
     anyway; empty means none. `dedicate_params` counts AdamW's state, and in the sharded layout the
     momentum of the rank's shards. It leaves AdamW's time out: in every layout that is the same on
     all ranks, so no plan depends on it, and loads stay what telemetry measures.
-    ``memory_bytes`` caps the optimizer state of a rank, fixed bytes included. ``pools`` are sets of
-    ranks (dense matrices on ``dp``, the experts of one ``ep`` coordinate on that coordinate's
-    ranks, a matrix that is whole on its rank on that rank alone), and ``pool_of`` is the pool of
-    each matrix; empty means that every rank may own every matrix. Matrices of different pools are
-    never batched together, so equal sets of ranks should be one pool.
+    ``memory_bytes`` caps the optimizer state of a rank, fixed bytes included.
+
+    A *domain* is a set of ranks that may own a matrix: those of ``dp`` for dense matrices, those of
+    one ``ep`` coordinate for its experts, a single rank for what is whole there. ``domain_of`` is
+    the domain of each matrix; empty means that every rank may own every matrix. Matrices of
+    different domains are never batched together, so equal sets of ranks should be one domain.
     """
 
     fixed_ms: tuple[float, ...] = ()
     fixed_bytes: tuple[int, ...] = ()
     memory_bytes: Annotated[int, (1, 10**39)] | None = None
-    pools: tuple[tuple[int, ...], ...] = ()
-    pool_of: tuple[int, ...] = ()
+    domains: tuple[tuple[int, ...], ...] = ()
+    domain_of: tuple[int, ...] = ()
 
     def check(self, matrices: int, world: int) -> None:
         """Raise PlanError unless everything has the right length and range."""
@@ -82,20 +83,22 @@ class OwnerLimits:
         if self.memory_bytes is not None and self.memory_bytes < 1:
             raise PlanError(f"owner_memory_bytes must be at least 1, found {self.memory_bytes}")
         ranks = frozenset(range(world))
-        for pool in self.pools:
-            if not pool or len(set(pool)) != len(pool) or not ranks.issuperset(pool):
+        for domain in self.domains:
+            if not domain or len(set(domain)) != len(domain) or not ranks.issuperset(domain):
                 raise PlanError(
-                    f"a pool of OwnerLimits must name ranks of 0..{world - 1}, each once, "
-                    f"found {pool[:8]}"
+                    f"a domain of OwnerLimits must name ranks of 0..{world - 1}, each once, "
+                    f"found {domain[:8]}"
                 )
-        if bool(self.pools) != bool(self.pool_of):
-            raise PlanError("OwnerLimits.pools and pool_of belong together: give both or none")
-        if self.pool_of and len(self.pool_of) != matrices:
+        if bool(self.domains) != bool(self.domain_of):
+            raise PlanError("OwnerLimits.domains and domain_of belong together: give both or none")
+        if self.domain_of and len(self.domain_of) != matrices:
             raise PlanError(
-                f"OwnerLimits.pool_of has {len(self.pool_of)} entries for {matrices} matrices"
+                f"OwnerLimits.domain_of has {len(self.domain_of)} entries for {matrices} matrices"
             )
-        if any(not 0 <= pool < len(self.pools) for pool in self.pool_of):
-            raise PlanError("OwnerLimits.pool_of names a pool that is not in OwnerLimits.pools")
+        if any(not 0 <= domain < len(self.domains) for domain in self.domain_of):
+            raise PlanError(
+                "OwnerLimits.domain_of names a domain that is not in OwnerLimits.domains"
+            )
 
     def fixed_ms_of(self, rank: int) -> float:
         return self.fixed_ms[rank] if self.fixed_ms else 0.0
@@ -104,11 +107,11 @@ class OwnerLimits:
         return self.fixed_bytes[rank] if self.fixed_bytes else 0
 
     def may_own(self, rank: int, matrix: int) -> bool:
-        return not self.pool_of or rank in self.pools[self.pool_of[matrix]]
+        return not self.domain_of or rank in self.domains[self.domain_of[matrix]]
 
     def is_forced(self, matrix: int) -> bool:
         """Whether a single rank may own it."""
-        return bool(self.pool_of) and len(self.pools[self.pool_of[matrix]]) == 1
+        return bool(self.domain_of) and len(self.domains[self.domain_of[matrix]]) == 1
 
 
 def state_bytes(matrix: MatrixSpec, layout: Layout) -> int:
@@ -329,10 +332,10 @@ class ShardMap:
 
     def is_local(self, matrix: int) -> bool:
         """Whether one rank alone holds the matrix, so that nothing has to travel."""
-        return len(self.pools[matrix]) == 1
+        return len(self.domains[matrix]) == 1
 
     @cached_property
-    def pools(self) -> tuple[tuple[int, ...], ...]:
+    def domains(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that may own each matrix.
 
         All that hold the parameter together; of a stack of matrices, those that hold this one.
@@ -360,13 +363,13 @@ class ShardMap:
             sum(shard.box.numel * size for shard, size in zip(report.shards, sizes, strict=True))
             for report in self.reports
         )
-        pools = sorted(set(self.pools), key=lambda pool: (len(pool), pool))
+        domains = sorted(set(self.domains), key=lambda domain: (len(domain), domain))
         limits = OwnerLimits(fixed_bytes=fixed, memory_bytes=memory_bytes)
-        if pools == [tuple(range(self.world))]:
+        if domains == [tuple(range(self.world))]:
             return limits
-        number = {pool: i for i, pool in enumerate(pools)}
-        pool_of = tuple(number[pool] for pool in self.pools)
-        return replace(limits, pools=tuple(pools), pool_of=pool_of)
+        number = {domain: i for i, domain in enumerate(domains)}
+        domain_of = tuple(number[domain] for domain in self.domains)
+        return replace(limits, domains=tuple(domains), domain_of=domain_of)
 
 
 # ---- from reports ------------------------------------------------------------------------

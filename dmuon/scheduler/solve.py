@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dmuon.config import PlannerOptions
-from dmuon.scheduler.bound import bound_of, cover, relaxed, simple_bound
+from dmuon.scheduler.bound import bound_of, cover, simple_bound
 from dmuon.scheduler.columns import Budget, Columns, EngineError, available_engines
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.greedy import baselines, greedy, improve
 from dmuon.scheduler.placement import launch_order, layer_of, place
 from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof
-from dmuon.scheduler.problem import UNLIMITED, Counts, OwnerClass, Problem, build_problem
+from dmuon.scheduler.problem import UNLIMITED, Counts, OwnerClass, Problem, build_problem, relaxed
 from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
@@ -39,7 +39,7 @@ __all__ = ["SOLVERS", "price_rows", "solve"]
 
 SOLVERS = ("auto", "milp", "greedy", "round_robin")
 
-_MOST_POOLS = 8  # filled by themselves, after which the others are no longer the busiest
+_MOST_DOMAINS = 8  # filled by themselves, after which the others are no longer the busiest
 _FIRST_WORK = 1_500_000
 _LAST_WORK = 20_000_000
 
@@ -163,9 +163,9 @@ def _plain(problem: Problem, counts: Counts, name: str = "greedy") -> Found:
 
 
 def _improved(problem: Problem, plain: Found, budget: Budget) -> Found:
-    """The best that is found, and the bound; alike pools are looked at as one first."""
+    """The best that is found, and the bound; alike domains are looked at as one first."""
     if len({c.allowed for c in problem.classes}) > 1:
-        plain = replace(plain, counts=_pool_by_pool(problem, plain.counts, budget))
+        plain = replace(plain, counts=_by_domain(problem, plain.counts, budget))
     simpler = relaxed(problem)
     if simpler is problem:
         return _solved(problem, plain, budget)
@@ -228,42 +228,45 @@ def _settled(problem: Problem, found: Found, work: int, budget: Budget) -> Found
     return replace(found, counts=counts)
 
 
-def _shares(problem: Problem, pools: Sequence[Sequence[OwnerClass]]) -> Counts:
-    """[pools, kinds]: how many of each kind a pool takes, so that all owners work alike.
+def _shares(problem: Problem, domains: Sequence[Sequence[OwnerClass]]) -> Counts:
+    """[domains, shapes]: how many of each shape a domain takes, so that all owners work alike.
 
-    What only one pool may take comes first, then the costliest, each to the pool whose owners are
-    least busy with it.
+    What only one domain may take comes first, then the costliest, each to the domain whose owners
+    are least busy with it.
     """
-    shares = np.zeros((len(pools), len(problem.kinds)), np.int64)
-    sizes = [sum(c.size for c in pool) for pool in pools]
-    loads = [sum(c.fixed * c.size for c in pool) / n for pool, n in zip(pools, sizes, strict=True)]
+    shares = np.zeros((len(domains), len(problem.shapes)), np.int64)
+    sizes = [sum(c.size for c in domain) for domain in domains]
+    loads = [
+        sum(c.fixed * c.size for c in domain) / n for domain, n in zip(domains, sizes, strict=True)
+    ]
     may = [
-        [p for p, pool in enumerate(pools) if pool[0].allowed[s]] for s in range(shares.shape[1])
+        [p for p, domain in enumerate(domains) if domain[0].allowed[s]]
+        for s in range(shares.shape[1])
     ]
     for s in sorted(range(len(may)), key=lambda s: (len(may[s]) > 1, s)):
-        kind = problem.kinds[s]
-        usual = -(-kind.count // sum(sizes[p] for p in may[s]))  # of an owner, about
-        each = int(kind.ticks[usual]) / usual
+        shape = problem.shapes[s]
+        usual = -(-shape.count // sum(sizes[p] for p in may[s]))  # of an owner, about
+        each = int(shape.ticks[usual]) / usual
         heap = [(loads[p] + each / sizes[p], p) for p in may[s]]
         heapq.heapify(heap)
-        for _ in range(kind.count):
+        for _ in range(shape.count):
             loads[heap[0][1]], p = heap[0]
             shares[p, s] += 1
             heapq.heapreplace(heap, (loads[p] + each / sizes[p], p))
     return shares
 
 
-def _pool_by_pool(problem: Problem, counts: Counts, budget: Budget) -> Counts:
-    """The owners of each pool filled by themselves with a share of the matrices, the busiest pool
+def _by_domain(problem: Problem, counts: Counts, budget: Budget) -> Counts:
+    """The owners of each domain filled by themselves with a share of the matrices, the busiest
     first; the ``counts`` known where that is no better."""
     by_allowed: dict[tuple[bool, ...], list[OwnerClass]] = defaultdict(list)
     for owner in problem.classes:
         by_allowed[owner.allowed].append(owner)
-    pools = list(by_allowed.values())
+    domains = list(by_allowed.values())
     found: dict[Problem, Counts] = {}
     parts = []
-    for pool, share in zip(pools, _shares(problem, pools), strict=True):
-        mine = [owner.ranks if owner in pool else () for owner in problem.classes]
+    for domain, share in zip(domains, _shares(problem, domains), strict=True):
+        mine = [owner.ranks if owner in domain else () for owner in problem.classes]
         parts.append(problem.part(mine, share))
         part = parts[-1][0]
         if part not in found:
@@ -271,15 +274,15 @@ def _pool_by_pool(problem: Problem, counts: Counts, budget: Budget) -> Counts:
             if start is None:
                 return counts  # shares do not look at memory
             found[part] = start
-    for _ in range(_MOST_POOLS):
+    for _ in range(_MOST_DOMAINS):
         worst = max(found, key=lambda part: part.makespan(found[part]))
         before = worst.makespan(found[worst])
         found[worst] = _settled(worst, _plain(worst, found[worst]), _FIRST_WORK, budget).counts
         if worst.makespan(found[worst]) == before or budget.spent():
             break
     filled = np.zeros_like(counts)
-    for part, ranks, kinds in parts:
-        filled[np.ix_(ranks, kinds)] = found[part]
+    for part, ranks, shapes in parts:
+        filled[np.ix_(ranks, shapes)] = found[part]
     filled = improve(problem, filled, budget.spent)
     is_better = problem.is_feasible(filled) and problem.makespan(filled) < problem.makespan(counts)
     return filled if is_better else counts
@@ -301,7 +304,7 @@ def _tight(problem: Problem, budget: Budget) -> Counts:
     assert cap is not None
     in_bytes = replace(
         problem,
-        kinds=tuple(replace(k, batch_ticks=(max(k.nbytes, 1),)) for k in problem.kinds),
+        shapes=tuple(replace(k, batch_ticks=(max(k.nbytes, 1),)) for k in problem.shapes),
         classes=tuple(replace(c, fixed=cap - c.room, room=UNLIMITED) for c in problem.classes),
         memory_cap=None,
     )
@@ -320,7 +323,7 @@ def _tight(problem: Problem, budget: Budget) -> Counts:
         if found.bound >= nbytes
         else f"a cap of {nbytes} bytes is feasible, and none below {found.bound} is"
     )
-    matrices = int(problem.demand.sum()) + sum(group.kind.count for group in problem.forced)
+    matrices = int(problem.demand.sum()) + sum(group.shape.count for group in problem.forced)
     raise PlanError(
         f"owner_memory_bytes={cap} is too small for the optimizer state of {matrices} matrices on "
         f"{problem.world} ranks: {known}. Raise PlannerOptions(owner_memory_bytes=...), or use "
@@ -382,18 +385,18 @@ def _batches(
     """Every owner's matrices cut into the cheapest batches, earliest layers first."""
     position = {i: at for at, i in enumerate(order)}
     rows = {row.key: row for row in prices}
-    groups = [*zip(problem.kinds, problem.members, strict=True)]
-    groups += [(group.kind, group.members) for group in problem.forced]
+    groups = [*zip(problem.shapes, problem.members, strict=True)]
+    groups += [(group.shape, group.members) for group in problem.forced]
     made: list[Batch] = []
-    for kind, members in groups:
+    for shape, members in groups:
         held: dict[int, list[int]] = defaultdict(list)
         for i in sorted(members, key=position.__getitem__):
             held[owners[i]].append(i)
         for owner, mine in held.items():
             start = 0
-            for size in kind.batches(len(mine)):
-                ms = problem.ms(kind.batch_ticks[size - 1])
-                kernel = rows[kind.key].kernel(size)
+            for size in shape.batches(len(mine)):
+                ms = problem.ms(shape.batch_ticks[size - 1])
+                kernel = rows[shape.key].kernel(size)
                 made.append(Batch(owner, tuple(mine[start : start + size]), ms, kernel))
                 start += size
     return tuple(sorted(made, key=lambda b: (position[b.matrices[0]], b.owner)))

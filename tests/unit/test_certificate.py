@@ -163,20 +163,23 @@ def test_a_plan_by_hand_and_one_of_nothing():
     assert nothing.status == "optimal" and certify(nothing).ok and certify(nothing).proven
 
 
-def test_owners_outside_the_pool_and_batches_over_two_are_found():
-    pools = {"pools": ((0, 1, 2, 3), (2, 3)), "pool_of": tuple(i % 2 for i in range(len(KEYS)))}
-    plan = planned(**pools)
+def test_owners_outside_the_domain_and_batches_over_two_are_found():
+    domains = {
+        "domains": ((0, 1, 2, 3), (2, 3)),
+        "domain_of": tuple(i % 2 for i in range(len(KEYS))),
+    }
+    plan = planned(**domains)
     assert certify(plan).ok
-    outside = next(b for b in plan.batches if plan.limits.pool_of[b.matrices[0]] == 1)
+    outside = next(b for b in plan.batches if plan.limits.domain_of[b.matrices[0]] == 1)
     others = [b for b in plan.batches if b is not outside]
     certificate = certify(replace(plan, batches=(*others, replace(outside, owner=0))))
     assert not certificate.ok and "rank 0 may not own" in str(certificate)
     two = solve(
         specs_of([KEYS[0]] * 2), Topology.flat(2), H100,
-        limits=OwnerLimits(pools=((0,), (0, 1)), pool_of=(0, 1)),
+        limits=OwnerLimits(domains=((0,), (0, 1)), domain_of=(0, 1)),
     )  # fmt: skip
     mixed = certify(replace(two, batches=(Batch(0, (0, 1), H100.batch_ms(KEYS[0], 2)),)))
-    assert not mixed.ok and "different pools" in str(mixed)
+    assert not mixed.ok and "different domains" in str(mixed)
 
 
 def test_exhaustion_proves_what_duals_cannot():

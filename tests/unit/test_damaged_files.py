@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 from dmuon.__main__ import CRASHED, main
 from dmuon.config import PlannerOptions
 from dmuon.report.data import build_report
-from dmuon.scheduler import bound, knapsack
+from dmuon.scheduler import bound
 from dmuon.scheduler.certificate import Certificate, certify
 from dmuon.scheduler.costs import (
     ANALYTIC_DEVICES,
@@ -75,7 +75,7 @@ BOUNDLESS = PlannerOptions(owner_memory_bytes=10**30, max_batch=40)
 def plans() -> tuple[OwnershipPlan, ...]:
     h100 = CostTable.analytic("h100")
     loads = {"fixed_ms": (0.1, 0.0, 0.2, 0.0), "fixed_bytes": (5, 0, 0, 9)}
-    pools = {"pools": ((0, 1, 2, 3), (2, 3), (1,)), "pool_of": tuple(i % 3 for i in range(9))}
+    domains = {"domains": ((0, 1, 2, 3), (2, 3), (1,)), "domain_of": tuple(i % 3 for i in range(9))}
     return (
         solve(specs_of([A] * 4 + [B] * 2), Topology.flat(3), TINY),
         solve(specs_of([A, A, B, B, A]), Topology.flat(2), TINY, solver="round_robin"),
@@ -91,7 +91,7 @@ def plans() -> tuple[OwnershipPlan, ...]:
             Topology((2, 2), ("node", "gpu"), 2),
             h100,
             solver="greedy",
-            limits=OwnerLimits(**pools),
+            limits=OwnerLimits(**domains),
             layout=Layout.SHARDED,
         ),
         solve(specs_of([A, B] * 4 + [C]), Topology.on_nodes((3,), ("dp",), [0, 1, 0]), GROUPED),
@@ -190,8 +190,8 @@ def lie(draw: st.DrawFn, data: dict[str, Any]) -> None:
                     {"fixed_ms": [0.5 * (r % 2) for r in range(world)]},
                     {"memory_bytes": 10_000},
                     {"memory_bytes": 60_000},
-                    {"pools": limits["pools"] and [[0], [world - 1], *limits["pools"][2:]]},
-                    {"pool_of": limits["pool_of"][::-1]},
+                    {"domains": limits["domains"] and [[0], [world - 1], *limits["domains"][2:]]},
+                    {"domain_of": limits["domain_of"][::-1]},
                 ]
             )
         )
@@ -274,8 +274,8 @@ def check_owners(data: dict[str, Any]) -> None:
     stored = list(limits["fixed_bytes"]) or [0] * world
     for owner, members, *_ in data["batches"]:
         for i in members:
-            if limits["pools"]:
-                assert owner in limits["pools"][limits["pool_of"][i]]
+            if limits["domains"]:
+                assert owner in limits["domains"][limits["domain_of"][i]]
             _, _, rows, cols, dtype, *_ = matrices[i]
             stored[owner] += (data["layout"] != "sharded") * rows * cols * ITEM_SIZE[dtype]
     assert limits["memory_bytes"] is None or max(stored) <= limits["memory_bytes"]
@@ -288,8 +288,8 @@ def optimum_of(data: dict[str, Any]) -> float | None:
     if world ** len(matrices) > 1_000 or limits["memory_bytes"] is not None:
         return None
     price = {tuple(key): ms for key, ms, *_ in data["prices"]}
-    pools = limits["pools"] or [list(range(world))]
-    pool_of = limits["pool_of"] or [0] * len(matrices)
+    domains = limits["domains"] or [list(range(world))]
+    domain_of = limits["domain_of"] or [0] * len(matrices)
 
     @cache
     def split(key: tuple[Any, ...], count: int) -> float:
@@ -298,9 +298,9 @@ def optimum_of(data: dict[str, Any]) -> float | None:
         return min((split(key, count - b) + row[b - 1] for b in sizes), default=0.0)
 
     best = math.inf
-    for owners in itertools.product(*(pools[pool] for pool in pool_of)):
+    for owners in itertools.product(*(domains[domain] for domain in domain_of)):
         loads = list(limits["fixed_ms"]) or [0.0] * world
-        held = Counter((o, pool_of[i], *key_of(matrices[i])) for i, o in enumerate(owners))
+        held = Counter((o, domain_of[i], *key_of(matrices[i])) for i, o in enumerate(owners))
         for (owner, _, *key), count in held.items():
             loads[owner] += split(tuple(key), count)
         best = min(best, max(loads))
@@ -335,7 +335,7 @@ def check_verdict(text: str, certificate: Certificate) -> None:
 @contextlib.contextmanager
 def bounded_work(most: int = MOST_PAIRS) -> Iterator[None]:
     """At most so many pairs are formed by knapsacks inside."""
-    formed, products = 0, knapsack._products
+    formed, products = 0, bound._products
 
     def counted(points: Any, taken: Any, *args: Any) -> Any:
         nonlocal formed
@@ -343,7 +343,7 @@ def bounded_work(most: int = MOST_PAIRS) -> Iterator[None]:
         assert formed <= most
         return products(points, taken, *args)
 
-    with mock.patch.object(knapsack, "_products", counted):
+    with mock.patch.object(bound, "_products", counted):
         yield
 
 
@@ -544,25 +544,25 @@ def by_hand(keys: list[tuple[int, int, str]], world: int, **limits: Any) -> dict
     return data
 
 
-def test_many_unlike_pools_are_verified_with_bounded_work():
-    """60 kinds of matrices in 40 pools, prices and duals that leave every knapsack crowded."""
-    kinds, count = 60, 20
-    keys = [(64 + 8 * s, 300 + 7 * s, "float32") for s in range(kinds) for _ in range(count)]
+def test_many_unlike_domains_are_verified_with_bounded_work():
+    """60 shapes in 40 domains, prices and duals that leave every knapsack crowded."""
+    shapes, count = 60, 20
+    keys = [(64 + 8 * s, 300 + 7 * s, "float32") for s in range(shapes) for _ in range(count)]
     data = by_hand(
         keys,
         80,
-        pools=[[r for r in range(80) if (r * 7 + p * 11) % 83 % 2] for p in range(40)],
-        pool_of=[i // count % 40 for i in range(len(keys))],
+        domains=[[r for r in range(80) if (r * 7 + p * 11) % 83 % 2] for p in range(40)],
+        domain_of=[i // count % 40 for i in range(len(keys))],
     )
     for s, price in enumerate(data["prices"]):
         price[1] = [(k + 1) * (1 + (s * 37 + k * 61) % 97 / 3_000) for k in range(count)]
         price[2] *= count
-    values = [10**9 + s * 7_919_000 % 10**7 for s in range(kinds)]
-    data["proof"] = [[values, [0] * kinds], -1]
+    values = [10**9 + s * 7_919_000 % 10**7 for s in range(shapes)]
+    data["proof"] = [[values, [0] * shapes], -1]
     plan = OwnershipPlan.from_json(sealed(data))
     prices = {row.key: row.ms for row in plan.prices}
     problem = build_problem(plan.specs.matrices, plan.topology.world, plan.limits, prices)
-    assert len(problem.kinds) == kinds and len({c.allowed for c in problem.classes}) > 50
+    assert len(problem.shapes) == shapes and len({c.allowed for c in problem.classes}) > 50
     bounds = []
     for most in (0, 500_000, 2_000_000):
         with mock.patch.object(bound, "_KNAPSACKS", most), bounded_work(most * 11 // 10):
@@ -575,16 +575,16 @@ def test_many_unlike_pools_are_verified_with_bounded_work():
 
 
 def test_a_problem_beyond_all_bounds_is_too_large_to_verify(tmp_path, capsys):
-    ranks, kinds = 50_000, 2_100
+    ranks, shapes = 50_000, 2_100
     data = by_hand(
-        [(1 + i, 2_101, "float32") for i in range(kinds)],
+        [(1 + i, 2_101, "float32") for i in range(shapes)],
         ranks,
-        pools=[list(range(ranks)), [0, 1]],
-        pool_of=[i % 2 for i in range(kinds)],
+        domains=[list(range(ranks)), [0, 1]],
+        domain_of=[i % 2 for i in range(shapes)],
     )
     path = tmp_path / "plan.json"
     path.write_text(sealed(data))
-    with pytest.raises(SizeError, match=r"too large to plan or to verify: 105,000,000 kinds"):
+    with pytest.raises(SizeError, match=r"too large to plan or to verify: 105,000,000 shapes"):
         certify(OwnershipPlan.from_json(path.read_text()))
     assert main(["plan", "--verify", str(path)]) == 2
     assert "too large" in capsys.readouterr().err

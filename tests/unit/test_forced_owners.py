@@ -1,4 +1,4 @@
-"""Matrices whose owners are given or few: pools of one rank, alike pools, the sharded layout."""
+"""Matrices whose owners are given or few: domains of one rank, alike ones, the sharded layout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from tests.unit.test_solvers import TICKS
 KEYS = [(64, 64, "float32"), (64, 256, "float32"), (128, 128, "float32")] * 4
 
 
-def planned(pool_of, pools, world=4, keys=KEYS, solver="auto", layout=Layout.REPLICATED, **limits):
+def planned(
+    domain_of, domains, world=4, keys=KEYS, solver="auto", layout=Layout.REPLICATED, **limits
+):
     return solve(
         specs_of(keys),
         Topology.flat(world),
@@ -32,7 +34,7 @@ def planned(pool_of, pools, world=4, keys=KEYS, solver="auto", layout=Layout.REP
         solver=solver,
         layout=layout,
         options=PlannerOptions(time_limit_s=300),  # work limits end it first, on any machine
-        limits=OwnerLimits(pools=tuple(pools), pool_of=tuple(pool_of), **limits),
+        limits=OwnerLimits(domains=tuple(domains), domain_of=tuple(domain_of), **limits),
     )
 
 
@@ -48,8 +50,8 @@ def each_rank_alone(**options) -> OwnershipPlan:
 
 def half_forced(**options) -> OwnershipPlan:
     """Every second matrix is forced, mostly on rank 0."""
-    pool_of = [4 if i % 2 else (0 if i < 6 else i % 4) for i in range(len(KEYS))]
-    return planned(pool_of, [*((r,) for r in range(4)), (0, 1, 2, 3)], **options)
+    domain_of = [4 if i % 2 else (0 if i < 6 else i % 4) for i in range(len(KEYS))]
+    return planned(domain_of, [*((r,) for r in range(4)), (0, 1, 2, 3)], **options)
 
 
 # ---- forced matrices ---------------------------------------------------------------------
@@ -67,10 +69,10 @@ def test_with_nothing_to_decide_every_plan_is_optimal(solver, layout):
 
 
 def test_ranks_with_equal_forced_matrices_stay_interchangeable():
-    pools = [*((r,) for r in range(16)), tuple(range(16))]
-    plan = planned([*range(16), 16, 16], pools, world=16, keys=[KEYS[0]] * 18)
+    domains = [*((r,) for r in range(16)), tuple(range(16))]
+    plan = planned([*range(16), 16, 16], domains, world=16, keys=[KEYS[0]] * 18)
     problem = problem_of(plan)
-    assert len(problem.classes) == len(problem.kinds) == 1
+    assert len(problem.classes) == len(problem.shapes) == 1
     assert len(problem.forced) == 16
     assert problem.demand.tolist() == [2]
 
@@ -78,7 +80,7 @@ def test_ranks_with_equal_forced_matrices_stay_interchangeable():
 def test_free_matrices_evade_the_ranks_with_forced_ones():
     plan = half_forced()
     forced = {i for i in range(len(KEYS)) if plan.limits.is_forced(i)}
-    assert all(plan.owners[i] == plan.limits.pools[plan.limits.pool_of[i]][0] for i in forced)
+    assert all(plan.owners[i] == plan.limits.domains[plan.limits.domain_of[i]][0] for i in forced)
     assert not any(owner == 0 for i, owner in enumerate(plan.owners) if i not in forced)
 
 
@@ -89,7 +91,7 @@ def test_forced_state_counts_under_a_memory_cap():
         stored[owner] += 4 * matrix.numel
     assert plan.state_bytes == tuple(stored)
     forced = sum(
-        4 * m.numel for i, m in enumerate(plan.specs.matrices) if plan.limits.pool_of[i] == 0
+        4 * m.numel for i, m in enumerate(plan.specs.matrices) if plan.limits.domain_of[i] == 0
     )
     with pytest.raises(PlanError, match=rf"for the optimizer state of {len(KEYS)} matrices"):
         half_forced(memory_bytes=forced - 1)
@@ -132,7 +134,7 @@ def test_a_cap_below_the_shards_state_names_the_rank_and_what_helps():
     assert "rank 2 stores 50 bytes" in str(certify(tight))
 
 
-# ---- alike pools -------------------------------------------------------------------------
+# ---- alike domains -------------------------------------------------------------------------
 
 EXPERTS = ((1408, 2048, "float32"), (2048, 1536, "float32"))
 DENSE = ((1024, 1024, "float32"), (1024, 2560, "float32"))
@@ -141,20 +143,20 @@ DENSE = ((1024, 1024, "float32"), (1024, 2560, "float32"))
 def experts(coordinates: int, ranks: int, layers: int, each: int, extra: int = 0, **options):
     """``each`` experts a coordinate, ``extra`` more on the first; dense matrices anywhere."""
     world = coordinates * ranks
-    keys, pool_of = [], []
+    keys, domain_of = [], []
     for _ in range(layers):
         for c in range(coordinates):
             count = each + (extra if c == 0 else 0)
             keys += EXPERTS * count
-            pool_of += [c] * (len(EXPERTS) * count)
+            domain_of += [c] * (len(EXPERTS) * count)
         keys += DENSE
-        pool_of += [coordinates] * len(DENSE)
-    pools = [tuple(range(c * ranks, (c + 1) * ranks)) for c in range(coordinates)]
-    return planned(pool_of, [*pools, tuple(range(world))], world, keys, **options)
+        domain_of += [coordinates] * len(DENSE)
+    domains = [tuple(range(c * ranks, (c + 1) * ranks)) for c in range(coordinates)]
+    return planned(domain_of, [*domains, tuple(range(world))], world, keys, **options)
 
 
 @pytest.mark.parametrize("extra", [0, 2])
-def test_many_alike_pools_are_planned_near_the_bound(extra):
+def test_many_alike_domains_are_planned_near_the_bound(extra):
     plan = experts(16, 4, layers=24, each=2, extra=extra, layout=Layout.SHARDED)
     assert not plan.hit_time_limit
     assert plan.makespan_ms <= plan.lower_bound_ms * 1.012
@@ -163,12 +165,12 @@ def test_many_alike_pools_are_planned_near_the_bound(extra):
     assert dict(plan.alternatives)["greedy"] > plan.makespan_ms
 
 
-def test_alike_pools_are_one_and_others_are_not():
+def test_alike_domains_are_one_and_others_are_not():
     small = {"coordinates": 4, "ranks": 2, "layers": 2, "each": 2, "solver": "greedy"}
 
     def sizes(**more):
         problem = relaxed(problem_of(experts(**small, **more)))
-        return [c.size for c in problem.classes], len(problem.kinds)
+        return [c.size for c in problem.classes], len(problem.shapes)
 
     assert sizes() == ([8], len(EXPERTS) + len(DENSE))
     assert sizes(extra=1) == ([2, 6], 2 * len(EXPERTS) + len(DENSE))
@@ -196,26 +198,29 @@ def test_copies_of_a_matrix_belong_to_its_layer_and_follow_it():
     assert sorted([*names[3:], *names[:3]], key=natural_key) == names
 
 
-def test_the_report_tells_pools_copies_and_where_state_lies(tmp_path):
+def test_the_report_tells_domains_copies_and_where_state_lies(tmp_path):
     specs = specs_of(KEYS)
     names = [f"layers.{i // 2}.w (copy {i % 2 + 1} of 2)" for i in range(len(KEYS))]
     specs = replace(
         specs, matrices=tuple(replace(m, name=n) for m, n in zip(specs.matrices, names))
     )
-    pools = ((0,), (2, 3), (0, 1, 2, 3))
+    domains = ((0,), (2, 3), (0, 1, 2, 3))
     plan = solve(
         specs,
         Topology.flat(4, ranks_per_node=2),
         CostTable.analytic("h100"),
         layout=Layout.SHARDED,
         limits=OwnerLimits(
-            fixed_bytes=(1 << 20,) * 4, pools=pools, pool_of=(0, *(1 + i % 2 for i in range(11)))
+            fixed_bytes=(1 << 20,) * 4,
+            domains=domains,
+            domain_of=(0, *(1 + i % 2 for i in range(11))),
         ),
     )
     report = build_report(plan)
     text = " ".join(str(report).split())
     assert (
-        "5 matrices: any rank; 6 matrices: 2 ranks a pool, 1 pool; 1 matrix: a single rank" in text
+        "5 matrices: any rank; 6 matrices: one of 2 ranks (1 such set); 1 matrix: a single rank"
+        in text
     )
     assert "state a rank: min 1.0 MiB, mean 1.0 MiB, max 1.0 MiB. It lies with the" in text
     assert "(copy " in text

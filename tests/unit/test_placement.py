@@ -17,14 +17,14 @@ from dmuon.scheduler.placement import Contention, contention, layer_of, natural_
 from dmuon.scheduler.topology import Topology
 from dmuon.types import PlanError
 
-TRANSFORMER = (0, 1, 1, 0, 2, 2, 3)  # the kinds of a layer's matrices
+TRANSFORMER = (0, 1, 1, 0, 2, 2, 3)  # the shapes of a layer's matrices
 
 
 @dataclass
 class Case:
     """What `place` is asked for."""
 
-    kinds: list[int]
+    shapes: list[int]
     layers: list[str]
     counts: Sequence[Mapping[int, int]]
     groups: list[list[int]]
@@ -32,7 +32,7 @@ class Case:
 
     def place(self, *, with_topology: bool = True) -> list[int]:
         order, topology = self.topology.owner_order(), self.topology if with_topology else None
-        return place(self.kinds, self.layers, self.counts, self.groups, order, topology)
+        return place(self.shapes, self.layers, self.counts, self.groups, order, topology)
 
     def repeats(self, owners: Sequence[int]) -> int:
         """How many matrices have an owner that has one of their layer already."""
@@ -40,28 +40,28 @@ class Case:
         return len(pairs) - len(set(pairs))
 
 
-def model(layers: int, kinds: Sequence[int]) -> tuple[list[int], list[str]]:
-    """Kinds and layers of a model whose layers hold these kinds."""
-    return list(kinds) * layers, [f"layers.{i}" for i in range(layers) for _ in kinds]
+def model(layers: int, shapes: Sequence[int]) -> tuple[list[int], list[str]]:
+    """Shapes and layers of a model whose layers hold these shapes."""
+    return list(shapes) * layers, [f"layers.{i}" for i in range(layers) for _ in shapes]
 
 
-def dealt(kinds: Sequence[int], owners: Sequence[int], world: int) -> list[Counter[int]]:
-    """Counts of ``world`` ranks when the matrices, kind by kind, go to these owners in turn."""
+def dealt(shapes: Sequence[int], owners: Sequence[int], world: int) -> list[Counter[int]]:
+    """Counts of ``world`` ranks when the matrices, shape by shape, go to these owners in turn."""
     counts: list[Counter[int]] = [Counter() for _ in range(world)]
-    for i, kind in enumerate(sorted(kinds)):
-        counts[owners[i % len(owners)]][kind] += 1
+    for i, shape in enumerate(sorted(shapes)):
+        counts[owners[i % len(owners)]][shape] += 1
     return counts
 
 
 @st.composite
-def cases(draw, kinds: int = 4, matrices: int = 40, ranks: int = 12) -> Case:
+def cases(draw, shapes: int = 4, matrices: int = 40, ranks: int = 12) -> Case:
     nodes = draw(st.lists(st.integers(0, 3), min_size=1, max_size=ranks))
     world = len(nodes)
-    found = draw(st.lists(st.integers(0, kinds - 1), max_size=matrices))
+    found = draw(st.lists(st.integers(0, shapes - 1), max_size=matrices))
     layers = [draw(st.sampled_from(["", "a", "b", "c.1"])) for _ in found]
     counts: list[Counter[int]] = [Counter() for _ in range(world)]
-    for kind in found:
-        counts[draw(st.integers(0, world - 1))][kind] += 1
+    for shape in found:
+        counts[draw(st.integers(0, world - 1))][shape] += 1
     group_of = [draw(st.integers(0, 2)) for _ in range(world)]  # 0: not interchangeable
     groups = [[r for r in range(world) if group_of[r] == g] for g in (1, 2)]
     return Case(found, layers, counts, groups, Topology.on_nodes((world,), ("dp",), nodes))
@@ -75,7 +75,7 @@ def test_every_owner_takes_what_was_decided(case, with_topology):
     """Exactly, for ranks that are like no other; in some arrangement inside a group."""
     owners = case.place(with_topology=with_topology)
     taken = [
-        Counter(k for k, o in zip(case.kinds, owners) if o == r) for r in range(len(case.counts))
+        Counter(k for k, o in zip(case.shapes, owners) if o == r) for r in range(len(case.counts))
     ]
     groups = [
         *case.groups,
@@ -100,7 +100,7 @@ def test_the_arrangement_inside_a_group_does_not_matter(case, shuffled):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "layers", "counts", "order", "message"),
+    ("shapes", "layers", "counts", "order", "message"),
     [
         ([0, 0], ["", ""], [{0: 1}, {}], (0, 1), "0: \\(1, 2\\)"),
         ([0], [""], [{0: 1, 7: 1}, {}], (0, 1), "7: \\(1, 0\\)"),
@@ -109,9 +109,9 @@ def test_the_arrangement_inside_a_group_does_not_matter(case, shuffled):
         ([0], [""], [{0: 1}, {}], (0, 0), "each of the 2 ranks once"),
     ],
 )
-def test_counts_that_do_not_add_up_are_refused(kinds, layers, counts, order, message):
+def test_counts_that_do_not_add_up_are_refused(shapes, layers, counts, order, message):
     with pytest.raises(PlanError, match=message):
-        place(kinds, layers, counts, [], order)
+        place(shapes, layers, counts, [], order)
 
 
 # ---- layers ------------------------------------------------------------------------------
@@ -119,19 +119,19 @@ def test_counts_that_do_not_add_up_are_refused(kinds, layers, counts, order, mes
 
 def fewest_repeats(case: Case) -> int:
     """By trying everything, layer after layer."""
-    order = sorted(range(len(case.kinds)), key=case.layers.__getitem__)
+    order = sorted(range(len(case.shapes)), key=case.layers.__getitem__)
 
     @cache
     def least(at: int, left: tuple[tuple[int, ...], ...], used: frozenset[int]) -> int:
         if at == len(order):
             return 0
-        kind, layer = case.kinds[order[at]], case.layers[order[at]]
+        shape, layer = case.shapes[order[at]], case.layers[order[at]]
         if at and layer != case.layers[order[at - 1]]:
             used = frozenset()
         found = len(order)
         for rank, room in enumerate(left):
-            if room[kind]:
-                less = tuple(n - (k == kind) for k, n in enumerate(room))
+            if room[shape]:
+                less = tuple(n - (k == shape) for k, n in enumerate(room))
                 repeats = bool(layer) and rank in used
                 others = (*left[:rank], less, *left[rank + 1 :])
                 found = min(found, repeats + least(at + 1, others, used | {rank}))
@@ -140,11 +140,11 @@ def fewest_repeats(case: Case) -> int:
     return least(0, tuple(tuple(c.get(k, 0) for k in range(3)) for c in case.counts), frozenset())
 
 
-@pytest.mark.parametrize(("kinds", "allowed"), [(1, 0), (3, 1)])
-def test_layers_repeat_an_owner_as_seldom_as_possible(kinds, allowed):
-    """Never more often with one kind; within one of the least with several."""
+@pytest.mark.parametrize(("shapes", "allowed"), [(1, 0), (3, 1)])
+def test_layers_repeat_an_owner_as_seldom_as_possible(shapes, allowed):
+    """Never more often with one shape; within one of the least with several."""
 
-    @given(cases(kinds, matrices=8, ranks=4), st.booleans())
+    @given(cases(shapes, matrices=8, ranks=4), st.booleans())
     def check(case, with_topology):
         case.groups = []
         owners = case.place(with_topology=with_topology)
@@ -157,14 +157,14 @@ def hidden_solution(seed: int) -> Case:
     """Random counts for which every layer can have owners of its own."""
     draw = random.Random(seed)
     world = draw.choice((4, 6, 8, 16))
-    kinds, layers = [], []
+    shapes, layers = [], []
     counts: list[Counter[int]] = [Counter() for _ in range(world)]
     for layer in range(draw.randint(2, 12)):
         for rank in draw.sample(range(world), draw.randint(1, world)):
-            kinds.append(draw.randrange(4))
+            shapes.append(draw.randrange(4))
             layers.append(f"layers.{layer}")
-            counts[rank][kinds[-1]] += 1
-    return Case(kinds, layers, counts, [], Topology.flat(world, ranks_per_node=4))
+            counts[rank][shapes[-1]] += 1
+    return Case(shapes, layers, counts, [], Topology.flat(world, ranks_per_node=4))
 
 
 def test_hidden_solutions_are_found():
@@ -179,15 +179,15 @@ def test_hidden_solutions_are_found():
 def test_layers_of_a_transformer_have_an_owner_for_each_matrix(nodes, dealing):
     topology = Topology.flat(nodes * 8, ranks_per_node=8)
     world = topology.world
-    kinds, layers = model(80, TRANSFORMER)
-    room = -(-len(kinds) // world)
-    counts = dealt(kinds, range(0, world, 1 if dealing == "evenly" or nodes == 1 else 2), world)
+    shapes, layers = model(80, TRANSFORMER)
+    room = -(-len(shapes) // world)
+    counts = dealt(shapes, range(0, world, 1 if dealing == "evenly" or nodes == 1 else 2), world)
     if dealing == "specialists":
-        counts = [Counter(sorted(kinds)[r * room : (r + 1) * room]) for r in range(world)]
-    case = Case(kinds, layers, counts, [list(range(world))], topology)
+        counts = [Counter(sorted(shapes)[r * room : (r + 1) * room]) for r in range(world)]
+    case = Case(shapes, layers, counts, [list(range(world))], topology)
     owners = case.place()
     assert case.repeats(owners) == 0
-    in_turn = contention([i % world for i in range(len(kinds))], topology)
+    in_turn = contention([i % world for i in range(len(shapes))], topology)
     found = contention(owners, topology)
     assert nodes == 1 or found.node_mean < in_turn.node_mean * 0.6
     assert found.column_mean < 2.0
@@ -195,8 +195,8 @@ def test_layers_of_a_transformer_have_an_owner_for_each_matrix(nodes, dealing):
 
 def test_more_matrices_in_a_layer_than_owners():
     """Each owner gets its share of a layer: with 4 owners, 3 or 2 of 11."""
-    kinds, layers = model(4, (0,) * 11)
-    owners = Case(kinds, layers, [{0: 11}] * 4, [], Topology.flat(4)).place()
+    shapes, layers = model(4, (0,) * 11)
+    owners = Case(shapes, layers, [{0: 11}] * 4, [], Topology.flat(4)).place()
     assert set(Counter(zip(layers, owners)).values()) == {2, 3}
 
 
@@ -206,8 +206,8 @@ def test_more_matrices_in_a_layer_than_owners():
 @pytest.mark.parametrize("nodes", [1, 3, 4, 8, 32])
 def test_where_all_take_alike_nothing_is_worse_than_the_owner_order(nodes):
     topology = Topology.flat(nodes * 8, ranks_per_node=8)
-    kinds, layers = model(topology.world, TRANSFORMER)
-    case = Case(kinds, layers, dealt(kinds, range(topology.world), topology.world), [], topology)
+    shapes, layers = model(topology.world, TRANSFORMER)
+    case = Case(shapes, layers, dealt(shapes, range(topology.world), topology.world), [], topology)
     order = list(topology.owner_order()) * 7
     assert case.place(with_topology=False) == order
     found, ideal = contention(case.place(), topology), contention(order, topology)
@@ -252,12 +252,12 @@ def calls_of(action: Callable[[], object]) -> int:
     return count
 
 
-@pytest.mark.parametrize("kinds", [(0, 1, 1, 0) + (2,) * 256 + (3,) * 128, TRANSFORMER])
-def test_the_work_for_a_matrix_does_not_grow_with_owners(kinds):
+@pytest.mark.parametrize("shapes", [(0, 1, 1, 0) + (2,) * 256 + (3,) * 128, TRANSFORMER])
+def test_the_work_for_a_matrix_does_not_grow_with_owners(shapes):
     """A pass over all owners for each matrix would: by as many calls as there are owners."""
     for world in (64, 1024):
         topology = Topology.flat(world, ranks_per_node=8)
-        matrices, names = model(2400 // len(kinds), kinds)
+        matrices, names = model(2400 // len(shapes), shapes)
         counts = dealt(matrices, range(world), world)
         case = Case(matrices, names, counts, [list(range(world))], topology)
         owners: list[int] = []

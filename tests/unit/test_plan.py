@@ -24,7 +24,7 @@ from dmuon.scheduler.costs import (
 )
 from dmuon.scheduler.greedy import longest_first, longest_first_by_weight, round_robin
 from dmuon.scheduler.plan import Batch, OwnershipPlan, check_plan_fits
-from dmuon.scheduler.problem import Kind, Problem, build_problem
+from dmuon.scheduler.problem import Problem, Shape, build_problem
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.solve import solve
@@ -80,13 +80,13 @@ def test_the_costs_argument_names_a_model_or_is_one():
 @settings(max_examples=100)
 @given(st.lists(st.integers(1, 99), min_size=8, max_size=8), st.integers(0, 8), st.integers(1, 8))
 def test_cheapest_batches_are_the_cheapest_of_all_partitions(prices, count, max_batch):
-    kind = Kind(A, -1, count, 4, tuple(prices[:max_batch]))
-    sizes = kind.batches(count)
+    shape = Shape(A, -1, count, 4, tuple(prices[:max_batch]))
+    sizes = shape.batches(count)
     assert sum(sizes) == count and list(sizes) == sorted(sizes, reverse=True)
     ways = [sum(prices[b - 1] for b in parts) for parts in partitions(count, max_batch)]
-    assert kind.ticks[count] == min(ways) == sum(prices[size - 1] for size in sizes)
+    assert shape.ticks[count] == min(ways) == sum(prices[size - 1] for size in sizes)
     # What proofs rest on: one owner's batches cost no more than those of several.
-    assert all(kind.ticks[a] + kind.ticks[count - a] >= kind.ticks[count] for a in range(count))
+    assert all(shape.ticks[a] + shape.ticks[count - a] >= shape.ticks[count] for a in range(count))
 
 
 # ---- assignment --------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_round_robin_takes_turns_and_longest_first_evens_out():
 
 def test_longest_first_by_weight_balances_say_elements_whatever_they_cost():
     problem = problem_of([A] * 2 + [B] * 4, 2, {A: (1.0,) * 4, B: (9.0,) * 4})
-    elements = [kind.key[0] * kind.key[1] for kind in problem.kinds]
+    elements = [shape.key[0] * shape.key[1] for shape in problem.shapes]
     assert (longest_first_by_weight(problem, elements) @ elements).tolist() == [112, 112]
 
 

@@ -235,7 +235,7 @@ def test_where_no_matrix_is_the_floor_splitting_several_may_help():
 
 
 def test_matrices_of_one_rank_alone_are_no_matter_of_planning():
-    limits = OwnerLimits(pools=((0,),), pool_of=(0, 0))
+    limits = OwnerLimits(domains=((0,),), domain_of=(0, 0))
     report = bottleneck([TALL] * 2, {TALL: [6.0, 12.0]}, [0, 0], 2, limits=limits)
     assert not report.bottleneck.movable
     text = " ".join(str(report).split())
@@ -359,7 +359,7 @@ def test_matrices_travel_in_the_order_of_their_layers():
     shuffled = plan_of(replace(plan.specs, matrices=matrices), order, 12)
     assert launch_owners(shuffled) == list(range(12))
     # What a single rank may own does not travel: here the fifth matrix.
-    limits = OwnerLimits(pools=(tuple(range(12)), (2,)), pool_of=(0, 0, 0, 0, 1, *[0] * 7))
+    limits = OwnerLimits(domains=(tuple(range(12)), (2,)), domain_of=(0, 0, 0, 0, 1, *[0] * 7))
     assert launch_owners(replace(shuffled, limits=limits)) == [0, 1, *range(3, 12)]
 
 

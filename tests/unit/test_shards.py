@@ -1,4 +1,4 @@
-"""Boxes, copies, pools and routes: pure data, checked for every rank at once."""
+"""Boxes, copies, domains and routes: pure data, checked for every rank at once."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_send_and_receive_plans_agree_pairwise(shards, least, size):
     sent = travelling(shards, units)
     buckets = cut_buckets(units, sent, size, least, 2)
     assert sorted(u for bucket in buckets for u in bucket) == sent
-    assert all(owner in pool for pool, owner in zip(shards.pools, plan.owners, strict=True))
+    assert all(owner in domain for domain, owner in zip(shards.domains, plan.owners, strict=True))
     for bucket in buckets:
         routes = [bucket_route(shards, units, bucket, rank) for rank in range(shards.world)]
         assert len({route.replicates for route in routes}) == 1
@@ -166,9 +166,9 @@ def test_traffic_is_what_the_design_says(replicas, count):
 def test_experts_belong_to_the_ranks_that_hold_them():
     matrices = [MatrixSpec(f"e{e}", 0, 6, 6, "float32", 36 * e) for e in range(4)]
     made = shard_everywhere(specs_of([(4, 6, 6)], matrices), (2, 2), [(1, 0)], [[1, 0]])
-    assert made.pools == ((0, 2), (0, 2), (1, 3), (1, 3))
+    assert made.domains == ((0, 2), (0, 2), (1, 3), (1, 3))
     limits = made.limits(None)
-    assert limits.pools == ((0, 2), (1, 3))
+    assert limits.domains == ((0, 2), (1, 3))
     assert limits.fixed_bytes == (4 * 36,) * 4
 
 
@@ -181,7 +181,7 @@ def test_copies_are_matrices_of_their_own():
     ]
     made = assemble(spec, reports)
     assert [m.name for m in made.specs.matrices] == ["gate (copy 1 of 2)", "gate (copy 2 of 2)"]
-    assert made.pools == ((0, 2), (1, 3))
+    assert made.domains == ((0, 2), (1, 3))
     assert [made.counts(0, r) for r in range(4)] == [True, False, True, False]
     owners = planned(made).owners
     assert owners[0] in (0, 2) and owners[1] in (1, 3)

@@ -18,9 +18,10 @@ from dmuon.config import PlannerOptions
 from dmuon.scheduler.bound import (
     Cover,
     Holdings,
+    Option,
     bound_of,
     cover,
-    relaxed,
+    frontier,
     simple_bound,
     work_tables,
 )
@@ -28,9 +29,8 @@ from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.columns import Budget, Columns, available_engines, minimize_last
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.greedy import greedy, improve, longest_first, round_robin
-from dmuon.scheduler.knapsack import Option, frontier
 from dmuon.scheduler.plan import Dual
-from dmuon.scheduler.problem import Problem, build_problem
+from dmuon.scheduler.problem import Problem, build_problem, relaxed
 from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.solve import SOLVERS, price_rows, solve
 from dmuon.scheduler.topology import Topology
@@ -77,11 +77,11 @@ class Instance:
                 yield owners
 
     def makespan(self, owners: tuple[int, ...]) -> float:
-        """A batch holds matrices of one shape, dtype and pool."""
+        """A batch holds matrices of one shape, dtype and domain."""
         loads = [self.limits.fixed_ms_of(r) for r in range(self.world)]
-        kinds = list(zip(self.keys, self.limits.pool_of or [0] * len(self.keys)))
+        shapes = list(zip(self.keys, self.limits.domain_of or [0] * len(self.keys)))
         for r in range(self.world):
-            mine = [k for k, o in zip(kinds, owners) if o == r]
+            mine = [k for k, o in zip(shapes, owners) if o == r]
             loads[r] += sum(cheapest(self.prices[k[0]], mine.count(k)) for k in set(mine))
         return max(loads)
 
@@ -100,7 +100,7 @@ class Instance:
 
 
 def counts_of(problem: Problem, owners: tuple[int, ...]):
-    counts = np.zeros((problem.world, len(problem.kinds)), np.int64)
+    counts = np.zeros((problem.world, len(problem.shapes)), np.int64)
     for s, members in enumerate(problem.members):
         for i in members:
             counts[owners[i], s] += 1
@@ -116,7 +116,7 @@ costs = st.floats(0.125, 8.0, width=16)
 
 @st.composite
 def instances(draw) -> Instance:
-    """Non-monotone prices, fixed loads, memory caps; pools, of which some may be single ranks."""
+    """Non-monotone prices, fixed loads, memory caps; domains, of which some may be single ranks."""
     table = {key: tuple(draw(costs) for _ in range(MAX_BATCH)) for key in SHAPES}
     world = draw(st.integers(1, 3))
     keys = draw(st.lists(st.sampled_from(SHAPES), min_size=1, max_size=6))
@@ -126,9 +126,9 @@ def instances(draw) -> Instance:
     memory = draw(st.sampled_from([None, None, 300, 500, 800, 1500]))
     everyone, some = tuple(ranks), draw(st.lists(st.sampled_from(ranks), min_size=1, unique=True))
     singles = (*((r,) for r in ranks), everyone, everyone[-2:])
-    pools = draw(st.sampled_from([(), (everyone, tuple(sorted(some))), singles]))
-    pool_of = tuple(draw(st.integers(0, len(pools) - 1)) for _ in keys if pools)
-    limits = OwnerLimits(fixed_ms, fixed_bytes, memory, pools, pool_of)
+    domains = draw(st.sampled_from([(), (everyone, tuple(sorted(some))), singles]))
+    domain_of = tuple(draw(st.integers(0, len(domains) - 1)) for _ in keys if domains)
+    limits = OwnerLimits(fixed_ms, fixed_bytes, memory, domains, domain_of)
     return Instance(tuple(keys), world, table, limits)
 
 
@@ -193,7 +193,7 @@ def test_any_dual_whatever_it_is_bounds_the_optimum_from_below(
     if best is None:
         return
     problem = instance.problem()
-    n = len(problem.kinds)
+    n = len(problem.shapes)
     dual = Dual(tuple(each[:n]), tuple(works[:n]))
     with mock.patch("dmuon.scheduler.bound._WORK", work_units):
         for limit_ms in (best, 2 * best + 1):
@@ -235,12 +235,12 @@ def test_local_search_keeps_feasibility_and_never_loses(instance):
 
 @slow
 @given(instances(), st.randoms(use_true_random=False))
-def test_neither_the_order_of_matrices_nor_the_numbers_of_pools_matter(instance, random):
+def test_neither_the_order_of_matrices_nor_the_numbers_of_domains_matter(instance, random):
     try:
         plan = instance.solve("auto")
     except PlanError:
         return
-    order, numbers = list(range(len(instance.keys))), list(range(len(instance.limits.pools)))
+    order, numbers = list(range(len(instance.keys))), list(range(len(instance.limits.domains)))
     random.shuffle(order)
     random.shuffle(numbers)
     place = {old: new for new, old in enumerate(order)}
@@ -258,8 +258,8 @@ def test_neither_the_order_of_matrices_nor_the_numbers_of_pools_matter(instance,
         options=PlannerOptions(max_batch=MAX_BATCH),
         limits=replace(
             limits,
-            pools=tuple(limits.pools[n][::-1] for n in numbers),
-            pool_of=tuple(numbers.index(limits.pool_of[i]) for i in order if limits.pool_of),
+            domains=tuple(limits.domains[n][::-1] for n in numbers),
+            domain_of=tuple(numbers.index(limits.domain_of[i]) for i in order if limits.domain_of),
         ),
     )
     assert again.fingerprint() == plan.fingerprint()
@@ -294,7 +294,7 @@ def test_the_covering_search_agrees_with_brute_force(instance, states, work):
     for some in (
         None,
         dual,
-        Dual((3, 1, 2, 5, 1, 1)[: len(problem.kinds)], (0,) * len(problem.kinds)),
+        Dual((3, 1, 2, 5, 1, 1)[: len(problem.shapes)], (0,) * len(problem.shapes)),
     ):
         found = cover(problem, ticks, some, work, states)
         assert found.counts is not None or not found.complete
@@ -509,10 +509,10 @@ def test_a_fixed_load_is_a_bound_by_itself():
     ),
     st.integers(0, 90),
 )
-def test_a_frontier_has_the_best_choice_within_a_limit(kinds, limit):
+def test_a_frontier_has_the_best_choice_within_a_limit(shapes, limit):
     options = [
-        Option(np.array([0, *(c for c, _ in kind)]), np.array([0, *(v for _, v in kind)]))
-        for kind in kinds
+        Option(np.array([0, *(c for c, _ in shape)]), np.array([0, *(v for _, v in shape)]))
+        for shape in shapes
     ]
     plain = frontier(options, limit, bounding=False)
     taken = plain.choice(limit)
