@@ -601,14 +601,19 @@ def _fused(plan: OwnershipPlan) -> Iterator[str]:
             # Projections lie below each other, so a fused weight has more rows than columns
             # unless it is stored (in, out).
             (tall if matrix.rows >= matrix.cols else wide).append(parameter.name)
-    hold = "hold several projections each, by name, but are taken whole"
+
+    def hold(names: Sequence[str]) -> str:
+        if len(names) > 1:
+            return f"{_folded(names)} hold several projections each, by name, but are taken whole"
+        return f"{names[0]} holds several projections, by name, but is taken whole"
+
     if tall:
         end = _ending(tall[0])
         pattern = "*." + (end if end.endswith(".weight") else end.rpartition(".")[2])
         how = f"splits={{{pattern!r}: [rows of each]}} would orthogonalize them one by one"
-        yield f"{_folded(tall)} {hold}: {how}"
+        yield f"{hold(tall)}: {how}"
     if wide:
-        yield f"{_folded(wide)} {hold}: side by side as columns, which splits= does not cut"
+        yield f"{hold(wide)}: side by side as columns, which splits= does not cut"
 
 
 def _ending(name: str) -> str:
@@ -766,7 +771,7 @@ def _parameter_table(plan: OwnershipPlan) -> Table:
         more = f"{len(rows) - _MOST_NAMES} more patterns: see to_dict()"
         rows = [*rows[:_MOST_NAMES], [more, "", "", "", ""]]
     headings = ("parameter", "number", "shape", "by", "why")
-    return Table("Parameters", headings, rows, ("parameter", "shape", "by", "why"))
+    return Table("Parameters", headings, rows, ("parameter", "shape", "by", "why"), reasons=2)
 
 
 # ---- the page ----------------------------------------------------------------------------

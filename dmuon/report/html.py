@@ -20,7 +20,7 @@ __all__ = ["MOST_SHOWN", "Bar", "loads_picture", "mesh_picture", "page", "write_
 MOST_SHOWN = 64  # ranks that are drawn one by one; of more, several together
 _LINE = 16  # slots side by side
 _ROW = 18  # pixels from bar to bar
-_CELL = 30  # pixels from slot to slot, downwards
+_SQUARE = 30  # pixels from slot to slot, downwards
 _LEFT, _RIGHT = 20.0, 82.0  # percent of the width: bars lie between, names and numbers beside
 _NODE = 19.0  # percent of the width that the names of nodes take
 
@@ -51,7 +51,7 @@ svg .measured { fill: var(--fg); }
 th { text-align: left; color: var(--dim); font-weight: 500; vertical-align: bottom; }
 th, td { padding: .2rem .8rem .2rem 0; border-bottom: 1px solid var(--line); }
 td { vertical-align: top; } th.n, td.n { text-align: right; white-space: nowrap; }
-td.name { min-width: 9rem; }
+td.name { min-width: 9rem; overflow-wrap: normal; }
 """
 
 
@@ -100,44 +100,44 @@ def mesh_picture(slots: Sequence[Sequence[int]], loads_ms: Sequence[float]) -> t
     """The mesh as a grid of slots, coloured from the least load to the largest, and its caption.
 
     ``slots`` holds the ranks of each node. A mesh of more than `MOST_SHOWN` slots is folded: a
-    cell is the busiest of several ranks.
+    square is the busiest of several ranks.
     """
     world, columns = len(loads_ms), max(map(len, slots))
-    wide = max(1, -(-columns // 8)) if world > MOST_SHOWN else 1  # columns in a cell
-    cells_in_row = -(-columns // wide)
-    most_rows = max(1, MOST_SHOWN // cells_in_row)
-    tall = -(-len(slots) // most_rows) if world > MOST_SHOWN else 1  # nodes in a cell
+    wide = max(1, -(-columns // 8)) if world > MOST_SHOWN else 1  # columns in a square
+    squares_in_row = -(-columns // wide)
+    most_rows = max(1, MOST_SHOWN // squares_in_row)
+    tall = -(-len(slots) // most_rows) if world > MOST_SHOWN else 1  # nodes in a square
     low, high = min(loads_ms), max(loads_ms)
-    lines = -(-cells_in_row // _LINE)
-    pitch = (100 - _NODE) / min(cells_in_row, _LINE)
+    lines = -(-squares_in_row // _LINE)
+    pitch = (100 - _NODE) / min(squares_in_row, _LINE)
     parts = []
     for row, first in enumerate(range(0, len(slots), tall)):
         nodes = slots[first : first + tall]
         last = first + len(nodes) - 1
-        top = row * lines * _CELL
+        top = row * lines * _SQUARE
         parts.append(_text(0, top + 19, f"node {first}" + f"-{last}" * (last > first), "dim"))
-        for cell in range(cells_in_row):
-            ranks = [r for node in nodes for r in node[cell * wide : (cell + 1) * wide]]
+        for square in range(squares_in_row):
+            ranks = [r for node in nodes for r in node[square * wide : (square + 1) * wide]]
             if not ranks:
                 continue
             load = max(loads_ms[r] for r in ranks)
             share = (load - low) / (high - low) if high > low else 0.0
-            x, y = _NODE + cell % _LINE * pitch, top + cell // _LINE * _CELL
+            x, y = _NODE + square % _LINE * pitch, top + square // _LINE * _SQUARE
             name = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks from {ranks[0]}"
             parts.append(f"<g><title>{name}: {load:.6g} ms</title>")
-            parts.append(_rect(x, y, pitch * 0.94, _CELL - 2, f'fill="{_colour(share)}"'))
+            parts.append(_rect(x, y, pitch * 0.94, _SQUARE - 2, f'fill="{_colour(share)}"'))
             if len(ranks) == 1:
                 ink = "white" if share > 0.5 else "black"
                 parts.append(_text(x + pitch * 0.47, y + 19, str(ranks[0]), ink, "middle"))
             parts.append("</g>")
     rows = -(-len(slots) // tall)
-    y = rows * lines * _CELL + 6
+    y = rows * lines * _SQUARE + 6
     for step in range(11):  # the legend
         at = _NODE + step * (100 - _NODE) / 11
         parts.append(_rect(at, y, (100 - _NODE) / 11 + 0.2, 8, f'fill="{_colour(step / 10)}"'))
     parts.append(_text(_NODE, y + 22, f"least {low:.4g} ms", "dim"))
     parts.append(_text(100, y + 22, f"largest {high:.4g} ms", "dim", "end"))
-    folded = f" A cell is the busiest of up to {tall * wide} ranks." if tall * wide > 1 else ""
+    folded = f" A square is the busiest of up to {tall * wide} ranks." if tall * wide > 1 else ""
     caption = f"Predicted load by place; a row is {'some nodes' if tall > 1 else 'a node'}.{folded}"
     return _picture(y + 28, "load of each slot of the mesh", parts), caption
 
@@ -206,7 +206,12 @@ def _table(table: Table) -> str:
     css = [' class="name"' if h in table.left else ' class="n"' for h in table.headings]
 
     def line(tag: str, cells: Sequence[str]) -> str:
-        made = (f"<{tag}{c}>{escape(cell)}</{tag}>" for c, cell in zip(css, cells, strict=True))
+        # A long name is broken behind a dot.
+        texts = (
+            escape(cell).replace(".", ".<wbr/>") if "name" in c else escape(cell)
+            for c, cell in zip(css, cells, strict=True)
+        )
+        made = (f"<{tag}{c}>{cell}</{tag}>" for c, cell in zip(css, texts, strict=True))
         return f"<tr>{''.join(made)}</tr>"
 
     body = "".join(line("td", row) for row in table.rows)

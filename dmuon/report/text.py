@@ -26,12 +26,17 @@ Fact = tuple[str, str]  # a label and a sentence
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A heading and rows of text; ``left`` are the headings of columns that are no numbers."""
+    """A heading and rows of text; ``left`` are the headings of columns that are no numbers.
+
+    ``reasons``: so many of the last cells are alike in many rows. In a terminal rows are listed
+    below them, each with its first cell, a name, last, so that it stays in one piece.
+    """
 
     title: str
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     left: tuple[str, ...] = ()
+    reasons: int = 0
 
 
 # ---- numbers -----------------------------------------------------------------------------
@@ -130,8 +135,25 @@ def render(title: str, facts: Iterable[Fact], tables: Iterable[Table]) -> Render
         listed.add_row(label, Text(sentence))  # brackets in names are no markup
     parts: list[RenderableType] = [title, "", listed]
     for table in tables:
-        parts += ["", _rich_table(table)]
+        parts += ["", _rich_list(table) if table.reasons else _rich_table(table)]
     return Group(*parts)
+
+
+def _rich_list(table: Table) -> Text:
+    """Rows by their last cells."""
+    below: defaultdict[str, list[Sequence[str]]] = defaultdict(list)
+    for row in table.rows:
+        below[": ".join(filter(None, row[-table.reasons :]))].append(row[: -table.reasons])
+    columns = list(zip(*(row[1:] for rows in below.values() for row in rows), strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    found = Text(no_wrap=True, overflow="ignore")
+    found.append(table.title, "bold")
+    for reason, rows in below.items():
+        found.append(f"\n{reason}", "dim")
+        for name, *cells in rows:
+            first, *others = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+            found.append("  ".join(["\n ", first.strip().rjust(widths[0]), *others, name]))
+    return found
 
 
 def _rich_table(table: Table) -> RichTable:
@@ -149,9 +171,6 @@ def _rich_table(table: Table) -> RichTable:
         made.add_column(
             heading, justify="left" if heading in table.left else "right", overflow="fold"
         )
-    # Names stay in one piece, as far as there is room: they are what one looks for.
-    made.columns[0].min_width = min(44, max((len(row[0]) for row in table.rows), default=0))
-    made.columns[-1].max_width = 18
     for row in table.rows:
         made.add_row(*map(Text, row))
     return made
@@ -161,5 +180,5 @@ def plain(shown: RenderableType) -> str:
     """Text of `WIDTH` columns without colour codes."""
     out = io.StringIO()
     console = Console(file=out, width=WIDTH, color_system=None, highlight=False, markup=False)
-    console.print(shown)
+    console.print(shown, crop=False)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip()

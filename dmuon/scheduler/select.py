@@ -104,8 +104,11 @@ def _default_route(use: _Use) -> tuple[Algorithm, str]:
         return Algorithm.ADAMW, "empty"
     for module, name in use.places:
         if isinstance(module, _EMBEDDINGS):
-            tied = f"tied to embedding {name!r}" if name != use.name or len(use.places) > 1 else ""
-            return Algorithm.ADAMW, tied or f"embedding ({type(module).__name__})"
+            if name != use.name:
+                return Algorithm.ADAMW, f"tied to embedding {name!r}"
+            tied = [other for _, other in use.places if other != name]
+            also = f", tied to {tied[0]!r}" if tied else ""
+            return Algorithm.ADAMW, f"embedding ({type(module).__name__}){also}"
         if isinstance(module, _NORMS):
             return Algorithm.ADAMW, f"gain of a normalization ({type(module).__name__})"
         if isinstance(module, _TRANSPOSED) and module.groups > 1:

@@ -108,7 +108,8 @@ class _Experts(nn.Module):
             gates = gates.tensor_split(mesh.size(), dim=1)[mesh.get_local_rank()]
         hidden = F.gelu(torch.einsum("ti,ehi->teh", x, w1))
         y = torch.einsum("teh,eih,te->ti", hidden, w2, gates)
-        return y if mesh is None else _moved(y, mesh, Partial(), Shard(0), Shard(0))
+        # FSDP2 warns of a module that returns a view.
+        return y if mesh is None else _moved(y, mesh, Partial(), Shard(0), Shard(0)).clone()
 
 
 class _Moe(nn.Module):

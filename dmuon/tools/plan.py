@@ -387,7 +387,7 @@ def _rendered(table: Any) -> str:
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False)
     with console.capture() as capture:
-        console.print(table)
+        console.print(table, crop=False)
     return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
 

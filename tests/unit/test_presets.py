@@ -113,7 +113,7 @@ def test_embeddings_and_heads_are_routed_by_the_rules_of_any_model():
     tied = routes(model_specs("qwen2.5-3b"))
     assert tied["model.embed_tokens.weight"] == (
         ADAMW,
-        "tied to embedding 'model.embed_tokens.weight'",
+        "embedding (Embedding), tied to 'lm_head.weight'",
     )
     assert "lm_head.weight" not in tied
     vla = routes(model_specs("vla"))

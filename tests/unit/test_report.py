@@ -484,16 +484,28 @@ def test_every_parameter_is_named_with_its_route_and_reason():
     model = TinyGPT(blocks=12)
     model.blocks[0].requires_grad_(False)
     report = build_report(taking_turns(model, 2))
-    rows = re.findall(r"^(\S+) +(\d+) +([\d x]+?) +(muon|adamw|frozen) +(.+)$", str(report), re.M)
-    assert sum(int(row[1]) for row in rows) == len(list(model.parameters()))
-    by = [row[3] for row in rows]
-    assert by == sorted(by, key=["muon", "adamw", "frozen"].index)
-    table = {row[0]: row[1:] for row in rows}
-    assert table["blocks.{1..11}.up.weight"] == ("11", "16 x 8", "muon", "weight")
-    assert table["blocks.0.up.weight"][2] == "frozen"
-    assert table["blocks.{1..11}.norm.bias"] == ("11", "8", "adamw", "1-D")
+    table, by = {}, []
+    for line in str(report).partition("\nParameters\n")[2].splitlines():
+        if found := re.fullmatch(r" +(\d+)  ([\d x]+?) +(\S+)", line):
+            table[found[3]] = (int(found[1]), found[2], by[-1])
+        else:
+            by.append(line)
+    assert sum(count for count, *_ in table.values()) == len(list(model.parameters()))
+    routes = [why.split(":")[0] for why in by]
+    assert routes == sorted(routes, key=["muon", "adamw", "frozen"].index)
+    assert table["blocks.{1..11}.up.weight"] == (11, "16 x 8", "muon: weight")
+    assert table["blocks.0.up.weight"][2].startswith("frozen: ")
+    assert table["blocks.{1..11}.norm.bias"] == (11, "8", "adamw: 1-D")
     elements = [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) elements", str(report))]
     assert sum(elements) == sum(p.numel() for p in model.parameters())
+
+
+def test_a_name_stays_in_one_piece_however_long(tmp_path):
+    name = "model.language_model." + "a_long_part_of_a_name." * 6 + "gate_up_proj.weight"
+    specs = ModelSpecs((ParameterSpec(name, (8,), "float32", Algorithm.ADAMW, "1-D"),), ())
+    report = build_report(solve(specs, Topology.flat(2), CostTable.analytic()))
+    assert f"  8  {name}\n" in f"{report}\n"
+    assert name.replace(".", ".<wbr/>") in page(report, tmp_path)
 
 
 def test_names_that_are_alike_are_folded():
