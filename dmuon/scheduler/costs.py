@@ -314,61 +314,19 @@ class CostTable:
 
     # ---- files ---------------------------------------------------------------------------
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; `from_dict` gives an equal table."""
-
-        def rows(of: Mapping[ShapeKey, Mapping[int, Any]], name: str) -> list[dict[str, Any]]:
-            return [
-                {"rows": m, "cols": n, "dtype": dtype}
-                | {name: {str(batch): value for batch, value in by_batch.items()}}
-                for (m, n, dtype), by_batch in sorted(of.items())
-            ]
-
-        return {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "source": self.source,
-            "origin": self.entry_origin,
-            "ns_steps": self.ns_steps,
-            "momentum": self.momentum,
-            "device": None if self.device is None else asdict(self.device),
-            "entries": rows(self.entries, "ms"),
-            "kernels": rows(self.kernels, "kernel"),
-        }
+    def to_json(self) -> str:
+        """One JSON object; `from_json` gives an equal table."""
+        return json.dumps(_data_of(self), indent=1)
 
     @classmethod
-    def from_dict(cls, data: Any, where: str = "the cost table") -> CostTable:
-        """The table that `to_dict` wrote; keys that it does not know are ignored.
+    def from_json(cls, text: str, where: str = "the cost table") -> CostTable:
+        """The table that `to_json` wrote; fields that it does not know are ignored.
 
         Raises:
             PlanError: not a cost table, one of another version, or a wrong entry; the message
                 begins with ``where``.
         """
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        if found != _FORMAT:
-            raise PlanError(
-                f"{where} is no cost table: found format {cut(repr(found))}, expected "
-                f"{_FORMAT!r}; {_HOW} writes one"
-            )
-        if data.get("version") != _VERSION:
-            raise PlanError(
-                f"{where} is a cost table of version {cut(repr(data.get('version')))}, this dmuon "
-                f"reads version {_VERSION}: write it again with {_HOW}"
-            )
-        try:
-            return cls(**_fields(data))
-        except ValueError as error:
-            message = f"{where} is damaged ({cut(str(error))}): write it again with {_HOW}"
-            raise PlanError(message) from error
-
-    def to_json(self) -> str:
-        """One JSON object; `from_json` gives an equal table."""
-        return json.dumps(self.to_dict(), indent=1)
-
-    @classmethod
-    def from_json(cls, text: str, where: str = "the cost table") -> CostTable:
-        """The table that `to_json` wrote; PlanError that begins with ``where`` otherwise."""
-        return cls.from_dict(_parsed(text, where), where)
+        return _table_of(text, where)[0]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table to a file that `load` and ``costs=path`` read."""
@@ -438,23 +396,6 @@ _MOST_CHARACTERS = 16 << 20  # some 10,000 shapes
 _BATCH_SIZE = re.compile("[1-9][0-9]{0,6}")
 
 
-def _read(path: str | os.PathLike[str], where: str) -> tuple[CostTable, dict[str, Any]]:
-    """The table in a file and all its data; PlanError that begins with ``where``."""
-    try:
-        content = read_text(path, _MOST_CHARACTERS)
-    except (OSError, ValueError) as error:
-        raise PlanError(f"{where} cannot be read ({error}); {_HOW} writes one") from error
-    data = _parsed(content, where)
-    return CostTable.from_dict(data, where), data
-
-
-def _parsed(content: str, where: str) -> Any:
-    try:
-        return parse(content, _MOST_CHARACTERS)
-    except PlanError as error:
-        raise PlanError(f"{where} is no cost table: {error}; {_HOW} writes one") from error
-
-
 _FIELDS = {
     "source": str,
     "origin": str,
@@ -466,13 +407,61 @@ _FIELDS = {
 }
 
 
-def _fields(data: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `CostTable`; PlanError that names a field of a wrong type or range."""
-    found = decode_fields(_FIELDS, {"kernels": [], "momentum": True} | data)
-    found["entry_origin"] = found.pop("origin")
-    found["entries"] = _by_shape("entries", found["entries"], "ms", float)
-    found["kernels"] = _by_shape("kernels", found["kernels"], "kernel", str)
-    return found
+def _data_of(table: CostTable) -> dict[str, Any]:
+    def rows(of: Mapping[ShapeKey, Mapping[int, Any]], name: str) -> list[dict[str, Any]]:
+        return [
+            {"rows": m, "cols": n, "dtype": dtype}
+            | {name: {str(batch): value for batch, value in by_batch.items()}}
+            for (m, n, dtype), by_batch in sorted(of.items())
+        ]
+
+    return {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "source": table.source,
+        "origin": table.entry_origin,
+        "ns_steps": table.ns_steps,
+        "momentum": table.momentum,
+        "device": None if table.device is None else asdict(table.device),
+        "entries": rows(table.entries, "ms"),
+        "kernels": rows(table.kernels, "kernel"),
+    }
+
+
+def _read(path: str | os.PathLike[str], where: str) -> tuple[CostTable, dict[str, Any]]:
+    try:
+        content = read_text(path, _MOST_CHARACTERS)
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{where} cannot be read ({error}); {_HOW} writes one") from error
+    return _table_of(content, where)
+
+
+def _table_of(content: str, where: str) -> tuple[CostTable, dict[str, Any]]:
+    """The table in a text and all its data; PlanError that begins with ``where``."""
+    try:
+        data = parse(content, _MOST_CHARACTERS)
+    except PlanError as error:
+        raise PlanError(f"{where} is no cost table: {error}; {_HOW} writes one") from error
+    form = data.get("format") if isinstance(data, dict) else type(data).__name__
+    if form != _FORMAT:
+        raise PlanError(
+            f"{where} is no cost table: found format {cut(repr(form))}, expected {_FORMAT!r}; "
+            f"{_HOW} writes one"
+        )
+    if data.get("version") != _VERSION:
+        raise PlanError(
+            f"{where} is a cost table of version {cut(repr(data.get('version')))}, this dmuon "
+            f"reads version {_VERSION}: write it again with {_HOW}"
+        )
+    try:
+        found = decode_fields(_FIELDS, data)
+        found["entry_origin"] = found.pop("origin")
+        found["entries"] = _by_shape("entries", found["entries"], "ms", float)
+        found["kernels"] = _by_shape("kernels", found["kernels"], "kernel", str)
+        return CostTable(**found), data
+    except ValueError as error:
+        message = f"{where} is damaged ({cut(str(error))}): write it again with {_HOW}"
+        raise PlanError(message) from error
 
 
 def _by_shape(name: str, entries: Sequence[Any], value: str, of: type) -> dict[ShapeKey, Any]:
@@ -577,7 +566,7 @@ def add_to_cache(directory: str | os.PathLike[str], key: CacheKey, table: CostTa
         path.parent.mkdir(parents=True, exist_ok=True)
         old, _ = read_cache(directory, key)
         merged = table if old is None else old.updated(table)
-        data = merged.to_dict() | {"key": asdict(key)}
+        data = _data_of(merged) | {"key": asdict(key)}
         content = json.dumps(data | {"digest": _digest(data)}, indent=1)
         try:
             temporary.write_text(content + "\n", encoding="utf-8")

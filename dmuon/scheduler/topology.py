@@ -154,27 +154,17 @@ class Topology:
 def diagonal_slots(nodes: int, columns: int) -> list[tuple[int, int]]:
     """Every ``(node, column)`` of a grid once, in owner order.
 
-    With N nodes and G columns, both powers of two and ``G >= N``, position w is in XOR order::
-
-        column = w mod G        node = (w mod N) xor (floor(w/G) mod N)
-
-    For a fixed column, ``w mod N`` is fixed too (N divides G), and xor with the row number
-    ``floor(w/G)`` in 0 .. N-1 runs over all nodes: a bijection. All other grids use a rotation,
-    a Latin square cut into diagonals::
+    With N nodes and G columns, both powers of two and ``G >= N``, position w is in XOR order, for
+    which see above; all other grids use a rotation::
 
         column = w mod G        node = (w + floor(w/L)) mod N        L = lcm(N, G)
 
-    Within L positions the pairs ``(w mod N, w mod G)`` are different (Chinese remainders), and
-    ``node - column`` is ``floor(w/L)`` modulo ``gcd(N, G) = N*G/L``: again a bijection.
-
-    In both orders N positions that begin at a multiple of N hit every node once. So of any m
-    consecutive positions, also across the end (from the last position on to the first),
+    Of any m consecutive positions, also across the end (from the last position on to the first),
 
     - at most ``ceil(m/G)`` share a column: G consecutive ones are in G different columns;
     - at most ``ceil(m/N) + 1`` share a node (row by row: ``min(m, G)``).
 
-    In the rotation, m = G positions that do not cross the end put at most ``ceil((G+1)/N)`` on a
-    node: one where N > G, which is why the XOR order (two) is not used there.
+    `docs/placement.md` says why, and why the XOR order is not used where N > G.
 
     >>> diagonal_slots(2, 3)
     [(0, 0), (1, 1), (0, 2), (1, 0), (0, 1), (1, 2)]

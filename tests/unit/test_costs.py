@@ -210,8 +210,6 @@ def test_costs_may_be_a_table_or_a_path_in_any_form(tmp_path):
         table.save(tmp_path / name)
         assert resolve_costs(tmp_path / name, "cpu") == table
         assert resolve_costs(str(tmp_path / name), "cpu") == table
-    # One written before tables named kernels.
-    assert CostTable.from_dict(without(GOOD, "kernels", "momentum")) == measured({A: {1: 1.0}})
 
 
 @pytest.mark.parametrize(

@@ -176,32 +176,6 @@ def damage_tree(draw: st.DrawFn, data: Any) -> None:
         of[name] = copy.deepcopy(of[key])
 
 
-def lie(draw: st.DrawFn, data: dict[str, Any]) -> None:
-    """A change that keeps every type: only a verdict can find it."""
-    names = ["batches", "prices", "proof", "limits", "limits", "lower_bound_ms", "status", "owner"]
-    name, limits, batches = draw(st.sampled_from(names)), data["limits"], data["batches"]
-    world = math.prod(data["topology"]["shape"])
-    if name == "owner" and batches:
-        draw(st.sampled_from(batches))[0] = draw(st.integers(0, world - 1))
-    elif name == "limits":
-        limits |= draw(
-            st.sampled_from(
-                [
-                    {"fixed_ms": [0.5 * (r % 2) for r in range(world)]},
-                    {"memory_bytes": 10_000},
-                    {"memory_bytes": 60_000},
-                    {"domains": limits["domains"] and [[0], [world - 1], *limits["domains"][2:]]},
-                    {"domain_of": limits["domain_of"][::-1]},
-                ]
-            )
-        )
-    elif name in ("batches", "prices", "proof") and data[name]:
-        of, key = pick(draw, data[name])
-        of[key] = alike(draw, of[key])
-    elif name in ("status", "lower_bound_ms"):
-        data[name] = "optimal" if name == "status" else alike(draw, data[name])
-
-
 def damage_text(draw: st.DrawFn, text: str) -> str:
     at = draw(st.integers(0, len(text) - 1))
     here = draw(
@@ -226,16 +200,6 @@ def damaged(draw: st.DrawFn, files: Callable[[], tuple[str, ...]]) -> tuple[int,
     return number, damage_text(draw, text) if draw(st.integers(0, 3)) == 0 else text
 
 
-@st.composite
-def lying(draw: st.DrawFn) -> tuple[int, str]:
-    """Which plan, and its text with one to three lies."""
-    number = draw(st.integers(0, len(plans()) - 1))
-    data = json.loads(plan_texts()[number])
-    for _ in range(draw(st.integers(1, 3))):
-        lie(draw, data)
-    return number, sealed(data)
-
-
 def plan_texts() -> tuple[str, ...]:
     return tuple(replace(plan, seconds=0.25).to_json() for plan in plans())
 
@@ -244,7 +208,7 @@ def cost_texts() -> tuple[str, ...]:
     return GROUPED.to_json(), TINY.to_json(), cache_file()
 
 
-many = settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow])
+many = settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 
 
 # ---- what a plan says, from its JSON alone -------------------------------------------------
@@ -356,7 +320,7 @@ def test_undamaged_plans_hold():
 
 
 @many
-@given(st.one_of(damaged(plan_texts), lying(), lying()))
+@given(damaged(plan_texts))
 def test_a_damaged_plan_is_refused_or_judged_rightly(case):
     number, text = case
     try:

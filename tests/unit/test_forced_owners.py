@@ -11,7 +11,6 @@ from dmuon.report.data import build_report
 from dmuon.scheduler.bound import relaxed
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable
-from dmuon.scheduler.placement import layer_of, natural_key
 from dmuon.scheduler.plan import Batch, OwnershipPlan
 from dmuon.scheduler.problem import Problem, build_problem
 from dmuon.scheduler.shards import OwnerLimits
@@ -187,15 +186,6 @@ def test_ranks_that_all_differ_are_still_planned_near_the_bound():
 
 
 # ---- names and reports -------------------------------------------------------------------
-
-
-def test_copies_of_a_matrix_belong_to_its_layer_and_follow_it():
-    assert layer_of("model.layers.12.up (copy 2 of 4)") == "model.layers.12"
-    assert layer_of("scales.3 (copy 2 of 4)") == "scales.3"
-    assert layer_of("layers.1.experts.w1#5 (copy 10 of 16)") == "layers.1"
-    assert layer_of("head (copy 1 of 2)") == ""
-    names = [f"layers.{i}.up (copy {k} of 16)" for i in (2, 10) for k in (1, 2, 10)]
-    assert sorted([*names[3:], *names[:3]], key=natural_key) == names
 
 
 def test_the_report_tells_domains_copies_and_where_state_lies(tmp_path):

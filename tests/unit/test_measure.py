@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import io
-import json
 import math
 import random
 import warnings
@@ -580,7 +579,7 @@ def test_it_writes_a_table_that_costs_can_be(tmp_path, capsys):
         assert profile(tmp_path, *options, *more) == 0
         out, err = capsys.readouterr()
         assert err == ""
-        return CostTable.from_dict(json.loads(out))
+        return CostTable.from_json(out)
 
     first = table()
     assert set(first.entries) == {(8, 24, "bfloat16")} and first.momentum

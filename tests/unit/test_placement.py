@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 
 from dmuon.scheduler.placement import Contention, contention, layer_of, natural_key, place
 from dmuon.scheduler.topology import Topology
-from dmuon.types import PlanError
 
 TRANSFORMER = (0, 1, 1, 0, 2, 2, 3)  # the shapes of a layer's matrices
 
@@ -99,21 +97,6 @@ def test_the_arrangement_inside_a_group_does_not_matter(case, shuffled):
     assert case.place() == expected
 
 
-@pytest.mark.parametrize(
-    ("shapes", "layers", "counts", "order", "message"),
-    [
-        ([0, 0], ["", ""], [{0: 1}, {}], (0, 1), "0: \\(1, 2\\)"),
-        ([0], [""], [{0: 1, 7: 1}, {}], (0, 1), "7: \\(1, 0\\)"),
-        ([0], [""], [{0: 2}, {0: -1}], (0, 1), ">= 0"),
-        ([0], [], [{0: 1}, {}], (0, 1), "1 matrices have 0 layers"),
-        ([0], [""], [{0: 1}, {}], (0, 0), "each of the 2 ranks once"),
-    ],
-)
-def test_counts_that_do_not_add_up_are_refused(shapes, layers, counts, order, message):
-    with pytest.raises(PlanError, match=message):
-        place(shapes, layers, counts, [], order)
-
-
 # ---- layers ------------------------------------------------------------------------------
 
 
@@ -151,27 +134,6 @@ def test_layers_repeat_an_owner_as_seldom_as_possible(shapes, allowed):
         assert case.repeats(owners) <= fewest_repeats(case) + allowed
 
     check()
-
-
-def hidden_solution(seed: int) -> Case:
-    """Random counts for which every layer can have owners of its own."""
-    draw = random.Random(seed)
-    world = draw.choice((4, 6, 8, 16))
-    shapes, layers = [], []
-    counts: list[Counter[int]] = [Counter() for _ in range(world)]
-    for layer in range(draw.randint(2, 12)):
-        for rank in draw.sample(range(world), draw.randint(1, world)):
-            shapes.append(draw.randrange(4))
-            layers.append(f"layers.{layer}")
-            counts[rank][shapes[-1]] += 1
-    return Case(shapes, layers, counts, [], Topology.flat(world, ranks_per_node=4))
-
-
-def test_hidden_solutions_are_found():
-    """A goal and no promise: the problem holds Latin squares, which are hard to complete."""
-    missed = [case.repeats(case.place()) for case in map(hidden_solution, range(100))]
-    assert missed.count(0) >= 60
-    assert sum(missed) <= 50
 
 
 @pytest.mark.parametrize("nodes", [1, 3, 4, 32])
@@ -281,6 +243,10 @@ def test_the_work_for_a_matrix_does_not_grow_with_owners(shapes):
         ("a.1.b.2.weight", "a.1"),
         ("a.².weight", ""),
         ("", ""),
+        ("model.layers.12.up (copy 2 of 4)", "model.layers.12"),
+        ("scales.3 (copy 2 of 4)", "scales.3"),
+        ("layers.1.experts.w1#5 (copy 10 of 16)", "layers.1"),
+        ("head (copy 1 of 2)", ""),
     ],
 )
 def test_layer_of(name, layer):
@@ -288,6 +254,8 @@ def test_layer_of(name, layer):
 
 
 def test_numbers_count_in_the_natural_order():
+    copies = [f"layers.{i}.up (copy {k} of 16)" for i in (2, 10) for k in (1, 2, 10)]
+    assert sorted([*copies[3:], *copies[:3]], key=natural_key) == copies
     names = ["l.10.q", "l.2.q", "l.2.k#10", "l.2.k#9", "l.2", "l", "10.a", "9.a", "l.02.q", "m"]
     assert sorted(names, key=natural_key) == [
         "9.a", "10.a", "l", "l.2", "l.2.k#9", "l.2.k#10", "l.02.q", "l.2.q", "l.10.q", "m",

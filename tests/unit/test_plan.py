@@ -20,7 +20,6 @@ from dmuon.config import PlannerOptions
 from dmuon.scheduler.costs import (
     ANALYTIC_DEVICES,
     CostTable,
-    resolve_costs,
 )
 from dmuon.scheduler.greedy import longest_first, longest_first_by_weight, round_robin
 from dmuon.scheduler.plan import Batch, OwnershipPlan, check_plan_fits
@@ -57,24 +56,6 @@ def test_analytic_costs_are_positive_monotone_and_symmetric(device, rows, cols, 
     assert CostTable.analytic(device, ns_steps=6).batch_ms((rows, cols, dtype), batch) > ms
     one_by_one = batch * table.batch_ms((rows, cols, dtype), 1)
     assert ms <= one_by_one * (1 + 1e-12)
-
-
-def test_a_shape_without_a_price_is_an_error_that_names_it():
-    with pytest.raises(PlanError, match=r"mine has no cost for \(4, 6, 'float32'\)"):
-        CostTable("mine").batch_ms((4, 6, "float32"), 1)
-    with pytest.raises(ValueError, match=r"batch must be at least 1"):
-        CostTable.analytic().batch_ms((4, 6, "float32"), 0)
-
-
-def test_the_costs_argument_names_a_model_or_is_one():
-    assert resolve_costs("analytic", "cpu").source == "analytic:cpu"
-    assert resolve_costs("analytic", "some-accelerator").source == "analytic:cuda"
-    assert resolve_costs("analytic:h100", "cpu").source == "analytic:h100"
-    own = CostTable("mine")
-    assert resolve_costs(own, "cpu") is own
-    for wrong in ("analytic:abacus", "guessed", 3, None):
-        with pytest.raises(PlanError):
-            resolve_costs(wrong, "cpu")
 
 
 @settings(max_examples=100)
@@ -131,16 +112,6 @@ def test_every_process_makes_the_same_plan_whatever_its_hash_seed():
         timeout=120,
     )
     assert found.stdout.strip() == plan_of_mixed().fingerprint()
-
-
-def test_more_owners_than_matrices_leave_the_largest_as_bound():
-    keys = [A, B]
-    costs = CostTable.analytic()
-    plan = solve(specs_of(keys), Topology.flat(8), costs)
-    assert plan.lower_bound_ms == plan.makespan_ms
-    assert plan.makespan_ms == pytest.approx(costs.batch_ms(A, 1))
-    assert plan.status == "optimal"
-    assert len(set(plan.owners)) == 2
 
 
 @pytest.mark.timeout(60)

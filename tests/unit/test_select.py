@@ -128,35 +128,36 @@ def test_a_convolution_is_flattened_to_out_by_the_others(module, cols):
     assert torch.equal(matrix.view(weight).reshape(8, cols), out_first.reshape(8, -1))
 
 
-def test_a_3d_parameter_is_a_stack_of_matrices():
-    stack = tree({"experts.w1": (3, 4, 6)})
-    assert matrices(stack) == [(f"experts.w1[{i}]", (4, 6), 24 * i) for i in range(3)]
-    assert collect(stack).parameters[0].reason == "weight, 3 matrices"
-    (matrix,) = collect(tree({"experts.w1": (1, 4, 6)})).matrices
-    assert (matrix.name, matrix.shape) == ("experts.w1", (4, 6))
-    assert matrix.view(torch.zeros(1, 4, 6)).shape == (4, 6)
-
-
 # ---- splits and heads --------------------------------------------------------------------
 
 
-def test_splits_make_one_matrix_of_each_row_range():
-    model = tree({"blocks.0.qkv_proj.weight": (12, 5)})
-    assert matrices(model, splits={"*.qkv_proj.weight": [6, 4, 2]}) == [
-        ("blocks.0.qkv_proj.weight[0:6]", (6, 5), 0),
-        ("blocks.0.qkv_proj.weight[6:10]", (4, 5), 30),
-        ("blocks.0.qkv_proj.weight[10:12]", (2, 5), 50),
-    ]
-
-
-def test_splits_of_a_stack_cut_every_item():
-    model = tree({"experts.gate_up_proj": (2, 6, 3)})
-    assert matrices(model, splits={"experts.*": [4, 2]}) == [
-        ("experts.gate_up_proj[0][0:4]", (4, 3), 0),
-        ("experts.gate_up_proj[0][4:6]", (2, 3), 12),
-        ("experts.gate_up_proj[1][0:4]", (4, 3), 18),
-        ("experts.gate_up_proj[1][4:6]", (2, 3), 30),
-    ]
+@pytest.mark.parametrize(
+    ("name", "shape", "options", "expected"),
+    [
+        (
+            "blocks.0.qkv_proj.weight", (12, 5), {"splits": {"*.qkv_proj.weight": [6, 4, 2]}},
+            [("[0:6]", (6, 5), 0), ("[6:10]", (4, 5), 30), ("[10:12]", (2, 5), 50)],
+        ),
+        (  # of a stack, every item is cut
+            "experts.gate_up_proj", (2, 6, 3), {"splits": {"experts.*": [4, 2]}},
+            [
+                ("[0][0:4]", (4, 3), 0), ("[0][4:6]", (2, 3), 12),
+                ("[1][0:4]", (4, 3), 18), ("[1][4:6]", (2, 3), 30),
+            ],
+        ),
+        (  # patterns that agree
+            "a.weight", (12, 5), {"splits": {"a.*": [6, 6]}, "heads": {"*.weight": 2}},
+            [("[0:6]", (6, 5), 0), ("[6:12]", (6, 5), 30)],
+        ),
+        ("experts.w1", (3, 4, 6), {}, [(f"[{i}]", (4, 6), 24 * i) for i in range(3)]),
+        ("experts.w1", (1, 4, 6), {}, [("", (4, 6), 0)]),
+    ],
+)  # fmt: skip
+def test_splits_heads_and_stacks_make_several_matrices(name, shape, options, expected):
+    model = tree({name: shape})
+    assert matrices(model, **options) == [(name + piece, *found) for piece, *found in expected]
+    several = f", {len(expected)} matrices" if len(expected) > 1 else ""
+    assert collect(model, **options).parameters[0].reason == f"weight{several}"
 
 
 def test_splits_of_a_convolution_cut_its_output_channels():
@@ -201,12 +202,6 @@ def test_a_pattern_is_matched_against_the_stripped_name():
 def test_settings_that_do_not_fit_are_named(options, told):
     with pytest.raises(SelectionError, match=told):
         collect(tree({"a.weight": (12, 5), "pos_embed": (12, 5)}), **options)
-
-
-def test_patterns_that_agree_are_taken():
-    model = tree({"a.weight": (12, 5)})
-    expected = [("a.weight[0:6]", (6, 5), 0), ("a.weight[6:12]", (6, 5), 30)]
-    assert matrices(model, splits={"a.*": [6, 6]}, heads={"*.weight": 2}) == expected
 
 
 def test_a_fused_weight_must_be_contiguous_and_a_single_matrix_need_not():
