@@ -177,11 +177,15 @@ class Muon(Optimizer):
         self._sealed = True
         # What each group must still be at every step: engines are bound to it.
         self._members = [(g["algorithm"], list(g["params"])) for g in self.param_groups]
+        # Hyperparameters of each group that are known to be right.
+        self._accepted: list[Group] = [{} for _ in self._members]
         self._publish = publish
         self._note_progress()
         dtype = _agreed_dtype(self._ownerships, ns_dtype)
         _warn_of_dtype(self._ownerships, dtype)
-        self._settings = Settings(dtype, master_weights, self._schedule, block_lr_ratio)
+        self._settings = Settings(
+            dtype, master_weights, self._schedule, block_lr_ratio, self._check_groups
+        )
         self._bytes: dict[str, int] = {}
         self._engines = [_engine(o, self, self._settings) for o in self._ownerships]
         if not master_weights:
@@ -207,20 +211,25 @@ class Muon(Optimizer):
         Raises:
             TypeError, ValueError: a hyperparameter in ``param_groups`` is not what it should be by
                 now, groups or parameters are not those that were planned; nothing has changed.
+                Where that is so on some ranks alone, the others raise ConsensusError, which names
+                them, if a collective that exists anyway can tell: in a full step of the `sharded`
+                layout; in the other layouts if it was so at the end of backward already. Otherwise
+                (in a block step, or changed between backward and `step`) they wait for that rank
+                in the next collective until it times out. On an accelerator, whose host does not
+                wait, the others raise at the next `step`.
+            ConsensusError: a ``period`` that is a function has ranks take full steps at different
+                step counts; found when they meet in a full step.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Before anything travels, for a scheduler or a user may have set something else.
-        self._check_structure()
-        kept = [_check_group(group, number) for number, group in enumerate(self.param_groups)]
-        for group, numbers in zip(self.param_groups, kept, strict=True):
-            group.update(numbers)
+        # A scheduler or a user may have set something else.
+        refusal = self._check_groups()
         # Set by `torch.amp.GradScaler` around the call.
         amp = Amp(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         for engine in self._engines:
-            engine.begin(amp)
+            engine.begin(amp, refusal)
         for engine in self._engines:
             engine.launch()
         for engine in self._engines:
@@ -233,6 +242,24 @@ class Muon(Optimizer):
             self.synchronize()
         self._bytes = self._read_meters()
         return loss
+
+    def _check_groups(self) -> Exception | None:
+        """What is wrong with ``param_groups``; None if nothing is, and then they hold numbers as
+        Python's own."""
+        try:
+            self._check_structure()
+            for number, group in enumerate(self.param_groups):
+                accepted = self._accepted[number]
+                if accepted and all(group[name] is value for name, value in accepted.items()):
+                    continue
+                kept = _check_group(group, number)
+                group.update(kept)
+                lasting = (float, int, str, tuple, type(None))  # what nobody can change in place
+                is_lasting = all(isinstance(value, lasting) for value in kept.values())
+                self._accepted[number] = kept if is_lasting else {}
+        except (TypeError, ValueError) as error:
+            return error
+        return None
 
     def _check_structure(self) -> None:
         """Raise OwnershipError unless ``param_groups`` are those that were made, in their order."""
@@ -366,9 +393,10 @@ class Muon(Optimizer):
         """Restore what `state_dict` gave, bit for bit.
 
         Raises:
-            OwnershipError: it is another model's state or, except in the `sharded` layout, another
-                rank's or another plan's; nothing is changed.
+            OwnershipError: it is no optimizer's state, or another model's or, except in the
+                `sharded` layout, another rank's or another plan's; nothing is changed.
         """
+        _check_state_dict(state_dict)
         expected = self._owners()
         info = state_dict.get("dmuon")
         found = None if info is None else [tuple(pair) for pair in info["owners"]]
@@ -409,6 +437,41 @@ class Muon(Optimizer):
         if progress["step"] is not None:
             self._schedule.load(progress)
         self._note_progress()
+
+
+def _check_state_dict(given: Any) -> None:
+    """Raise OwnershipError unless this looks like what `Muon.state_dict` gives."""
+
+    def expect(fits: bool, what: str, found: object) -> None:
+        if not fits:
+            raise OwnershipError(
+                f"the optimizer state must have {what}, found {found}: pass what opt.state_dict() "
+                "of a dmuon.Muon gave"
+            )
+
+    def kind(value: object) -> str:
+        return type(value).__name__
+
+    is_dict = isinstance(given, dict)
+    keys = sorted(map(str, given)) if is_dict else kind(given)
+    expect(
+        is_dict and {"state", "param_groups"} <= given.keys(), "'state' and 'param_groups'", keys
+    )
+    state, groups, info = given["state"], given["param_groups"], given.get("dmuon")
+    expect(isinstance(state, Mapping), "a dict of entries by parameter as 'state'", kind(state))
+    for key, entry in state.items():
+        expect(isinstance(entry, Mapping), f"a dict as the entry of parameter {key!r}", kind(entry))
+    expect(isinstance(groups, (list, tuple)), "a list of dicts as 'param_groups'", kind(groups))
+    for number, group in enumerate(groups):
+        has_params = isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple))
+        what = f"a dict with a list as 'params' in param_groups[{number}]"
+        expect(has_params, what, sorted(group) if isinstance(group, Mapping) else kind(group))
+    if info is not None:
+        pairs = info.get("owners") if isinstance(info, Mapping) else None
+        fits = isinstance(pairs, (list, tuple)) and all(
+            isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
+        )
+        expect(fits, "pairs of a plan and a rank as 'owners' in 'dmuon'", info)
 
 
 def _engine(ownership: Ownership, optimizer: Optimizer, settings: Settings) -> Engine:

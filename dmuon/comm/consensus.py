@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import TypeVar
 
 from dmuon.comm.transport import Transport
 from dmuon.types import ConsensusError
 
-__all__ = ["attempt", "solve_on_first"]
+__all__ = ["attempt", "refused", "solve_on_first"]
 
 T = TypeVar("T")
 
@@ -66,6 +66,15 @@ def _raise_difference(transport: Transport, what: str, text: str) -> None:
     raise ConsensusError(
         f"{what}: ranks disagree: {differences[0]}. Build the same model with the same arguments "
         "on every rank"
+    )
+
+
+def refused(ranks: Sequence[int] | int) -> ConsensusError:
+    """What the other ranks raise in a step that these, or so many of them, refuse to take."""
+    who = f"{ranks} ranks refuse" if isinstance(ranks, int) else f"rank {ranks[0]} refuses"
+    return ConsensusError(
+        f"{who} to take this step, because something in opt.param_groups is wrong there: the error "
+        "raised there says what. Nothing was changed on any rank"
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dmuon.comm.buckets import Slices
+from dmuon.comm.consensus import refused
 from dmuon.comm.reducer import GradientReducer, OwnedGradients
 from dmuon.comm.transport import Meter, Transport
 from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
@@ -194,6 +195,15 @@ class OwnerRuntime(LayoutRuntime):
     def zero_grad(self) -> None:
         if self.reducer is not None:
             self.reducer.clear()
+
+    def raise_refusal(self, own: Exception | None) -> None:
+        """Raise this rank's error or, where others told of theirs at the end of backward,
+        ConsensusError."""
+        ranks, self._bound.refusing = self._bound.refusing, []
+        if own is not None:
+            raise own
+        if ranks:
+            raise refused(ranks)
 
     @abstractmethod
     def step(self, compute: Compute, apply: Apply) -> None:

@@ -32,6 +32,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm.buckets import EVERYONE, Buffer, GradientBucket, Segment, Slices
+from dmuon.comm.consensus import refused
 from dmuon.comm.pipeline import places
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.routes import Part
@@ -255,9 +256,16 @@ class GradientReducer:
         self._groups = process_groups
         self._meter = meter
         self._device = parameters[0].device
-        # Of each parameter whether it has a gradient here, then of each whether it is of no use.
+        # Whether this rank's optimizer cannot take a step, as known at the end of a round; and the
+        # ranks that said so at the end of the last one.
+        self.refuses: Callable[[], bool] = lambda: False
+        self.refusing: list[int] = []
+        # Of each parameter whether it has a gradient here, then of each whether it is of no use,
+        # then of each rank whether it refuses the step.
         # Ranks combine them by their maximum: a sum would overflow with enough of them.
-        self._flags = torch.zeros(2 * number, dtype=torch.uint8, device=self._device)
+        self._flags = torch.zeros(
+            2 * number + process_groups.world.world, dtype=torch.uint8, device=self._device
+        )
         # Flags on their way to a host that does not wait: of rounds since `clear`, and before.
         self._recent_flags: list[HostCopy] = []
         self._earlier_flags: list[HostCopy] = []
@@ -420,11 +428,14 @@ class GradientReducer:
         """Which parameters have a gradient on any rank."""
         number = len(self.parameters)
         complete = all(self._local[p] for p in self._bucket_of) and not any(self._unusable)
+        self._flags.zero_()
         if complete:
             self._flags[:number].fill_(1)
-            self._flags[number:].zero_()
         else:
-            self._flags.copy_(torch.tensor(self._local + self._unusable, dtype=torch.uint8))
+            local = torch.tensor(self._local + self._unusable, dtype=torch.uint8)
+            self._flags[: 2 * number].copy_(local)
+        if self.refuses():
+            self._flags[2 * number + self._groups.world.rank].fill_(1)
         self._meter.add("flags", self._flags)
         self._groups.world.all_reduce(self._flags, tag="flags", maximum=True).wait()
         if not host_can_read(self._device):
@@ -435,17 +446,22 @@ class GradientReducer:
             return [bool(flag) for flag in self._flags[:number].tolist()]
         flags = self._flags.tolist()
         self._check_usable(flags)
+        self.refusing = self._refusing(flags)
         return [bool(flag) for flag in flags[:number]]
 
     def _check_usable(self, flags: Sequence[int], when: str = "") -> None:
         """Raise DmuonError, the same on every rank, if any rank had a gradient of no use."""
-        unusable = flags[len(self.parameters) :]
+        number = len(self.parameters)
+        unusable = flags[number : 2 * number]
         if any(unusable):
             name = self.specs.parameters[list(map(bool, unusable)).index(True)].name
             raise DmuonError(
                 f"parameter {name!r} got a gradient that is not dense (a sparse layout) on some "
                 f"rank{when}; dmuon needs dense gradients (for an embedding: sparse=False)"
             )
+
+    def _refusing(self, flags: Sequence[int]) -> list[int]:
+        return [rank for rank, flag in enumerate(flags[2 * len(self.parameters) :]) if flag]
 
     def _write_rest(self, anywhere: list[bool]) -> None:
         """Wait for the averaged gradients of the rest and put them in ``p.grad``."""
@@ -481,7 +497,8 @@ class GradientReducer:
 
         Raises:
             OwnershipError: a gradient was set after the round, and would be lost.
-            DmuonError: a rank found a gradient that cannot be reduced; see `finish`.
+            DmuonError: a rank found a gradient that cannot be reduced (see `finish`), or, where the
+                host cannot read, refused the last step.
         """
         if not self.open and self.rounds and not self.owed:
             matrices = (p for p in self._bucket_of if self.is_matrix[p])
@@ -498,10 +515,14 @@ class GradientReducer:
         self.finish()
         self.collect()
         earlier, self._earlier_flags = self._earlier_flags, []
-        for flags in earlier:
+        for copy in earlier:
+            flags = copy.read()
             self._check_usable(
-                flags.read(), " in the backward before the last step, which counted it as missing"
+                flags, " in the backward before the last step, which counted it as missing"
             )
+            refusing = self._refusing(flags)
+            if 0 < len(refusing) < self._groups.world.world:  # else each has raised its own error
+                raise refused(refusing)
 
     def collect(self, arrived: Sequence[_Flight] | None = None) -> None:
         """Wait for what goes to owners (all of it, or these), and add up what is owned here."""

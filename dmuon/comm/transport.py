@@ -93,6 +93,29 @@ class _Done:
 _DONE = _Done()
 
 
+class _Issued:
+    """A collective under way, whose failure says where to look."""
+
+    __slots__ = ("_tag", "_work")
+
+    def __init__(self, work: Work, tag: str) -> None:
+        self._work = work
+        self._tag = tag
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"a collective of dmuon ({self._tag!r}) failed or timed out. Most likely another "
+                "rank did not come to it: it raised an error before (look at the output of all "
+                "ranks), or its hyperparameters or its period's function differ from this rank's"
+            ) from error
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
 class LocalTransport:
     """One rank, no process group: every collective is the identity."""
 
@@ -187,20 +210,22 @@ class C10dTransport:
             )
         return group
 
-    def _issue(self, collective: Callable[..., Work | None], *args: Any, **kwargs: Any) -> Work:
+    def _issue(
+        self, tag: str, collective: Callable[..., Work | None], *args: Any, **kwargs: Any
+    ) -> Work:
         work = collective(*args, **kwargs, group=self.group, async_op=True)
         assert work is not None, "a collective on a group that this rank is no member of"
-        return work
+        return _Issued(work, tag)
 
     def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
-        return self._issue(dist.reduce, tensor, group_dst=dst)
+        return self._issue(tag, dist.reduce, tensor, group_dst=dst)
 
     def all_reduce(self, tensor: Tensor, *, tag: str, maximum: bool = False) -> Work:
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        return self._issue(dist.all_reduce, tensor, op=op)
+        return self._issue(tag, dist.all_reduce, tensor, op=op)
 
     def broadcast(self, tensor: Tensor, src: int, *, tag: str) -> Work:
-        return self._issue(dist.broadcast, tensor, group_src=src)
+        return self._issue(tag, dist.broadcast, tensor, group_src=src)
 
     def all_to_all(
         self,
@@ -212,7 +237,7 @@ class C10dTransport:
         tag: str,
     ) -> Work:
         splits = list(output_splits), list(source_splits)
-        return self._issue(dist.all_to_all_single, output, source, *splits)
+        return self._issue(tag, dist.all_to_all_single, output, source, *splits)
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world
@@ -274,6 +299,10 @@ class HostCopy:
         self._values.copy_(tensor, non_blocking=True)
         self._event = torch.Event(tensor.device)
         self._event.record()
+
+    def ready(self) -> bool:
+        """Whether `read` would wait for nothing."""
+        return self._event is None or self._event.query()
 
     def read(self) -> list[Any]:
         """The values; waits for what the device did up to the copy, and for nothing behind it."""

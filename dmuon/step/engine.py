@@ -7,7 +7,7 @@ import statistics
 import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +37,13 @@ _FLOOR_MS = 5.0  # below, the call's own overhead and the machine's noise decide
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds for all groups of an optimizer."""
+    """What holds for all groups of an optimizer; ``check``: what is wrong with them now."""
 
     ns_dtype: torch.dtype
     master_weights: bool
     schedule: Schedule
     block_lr_ratio: float | None
+    check: Callable[[], Exception | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +121,12 @@ class Engine(ABC):
         return True
 
     @abstractmethod
-    def begin(self, amp: Amp) -> None:
-        """Have gradients where they belong, and weights as they were published."""
+    def begin(self, amp: Amp, refusal: Exception | None) -> None:
+        """Have gradients where they belong, and weights as they were published.
+
+        ``refusal``: why this rank cannot take the step. It raises that, here or in `launch`, once
+        the other ranks can know; they raise ConsensusError.
+        """
 
     @abstractmethod
     def launch(self) -> None:

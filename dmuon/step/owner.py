@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -94,9 +95,11 @@ class _OwnerState:
 
     def check(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         """Raise OwnershipError if an owned matrix has no momentum among the saved entries."""
-        for p, name, _ in self.views(_MOMENTUM):
+        for p, name, view in self.views(_MOMENTUM):
             source = saved.get(p, {}).get(_MOMENTUM)
-            if source is None or (name is not None and name not in source):
+            if name is not None:
+                source = source.get(name) if isinstance(source, Mapping) else None
+            if not isinstance(source, Tensor) or source.shape != view.shape:
                 raise OwnershipError(
                     "the optimizer state has no momentum for an owned parameter of shape "
                     f"{tuple(p.shape)}: it was saved by another rank or another plan"
@@ -152,6 +155,15 @@ class OwnerEngine(Engine):
         mine = [u for u in runtime.units if u.owner == runtime.transport.rank]
         self._kernels.reserve(map(self._call, mine))
         self._show(_MOMENTUM)
+        # Weakly, because the runtime outlives the optimizer.
+        weak = weakref.WeakMethod(self._refuses)
+
+        def refuses() -> bool:
+            check = weak()
+            return check is not None and check()
+
+        assert runtime.reducer is not None
+        runtime.reducer.refuses = refuses
 
     def _payload_dtype(self, parameter_dtype: str) -> torch.dtype:
         if self._settings.master_weights:
@@ -170,13 +182,22 @@ class OwnerEngine(Engine):
 
     # ---- a step ------------------------------------------------------------------------------
 
-    def begin(self, amp: Amp) -> None:
+    def _refuses(self) -> bool:
+        """Whether param groups are wrong, at the end of a backward: what stands there then is told
+        to the other ranks, what is changed before `step` is known here alone."""
+        rates = [group.get("lr") for group in self._groups]
+        if any(isinstance(lr, Tensor) and not host_can_read(lr.device) for lr in rates):
+            return False  # reading it would wait for the device
+        return self._settings.check() is not None
+
+    def begin(self, amp: Amp, refusal: Exception | None) -> None:
         if amp.found_inf is not None:
             raise OwnershipError(
                 f"GradScaler does not work in the {self._name!r} layout: it cannot see the "
                 "gradients that owners hold. Train in bfloat16, or call opt.step() without a scaler"
             )
         self._runtime.reduce_gradients()
+        self._runtime.raise_refusal(refusal)
         if self._take_over_loaded():
             self._state.refresh_masters()
 

@@ -145,6 +145,7 @@ class ShardedEngine(Engine):
         self._outcome = _Outcome()
         self._grads: list[Tensor | None] = []
         self._amp = Amp()
+        self._refusal: Exception | None = None
         self._skipped: int | Tensor = 0
         runtime.bind(self._group_of, self._settings.ns_dtype)
         self._state = ShardState(runtime, self._optimizer, self._group_of, masters)
@@ -176,6 +177,7 @@ class ShardedEngine(Engine):
         self._message = VerdictMessage(
             runtime.shards,
             self._rank,
+            runtime.transport.world,
             runtime.device,
             [b.matrix for b in blocks],
             [b.counts for b in blocks],
@@ -245,23 +247,29 @@ class ShardedEngine(Engine):
 
     # ---- a step --------------------------------------------------------------------------
 
-    def begin(self, amp: Amp) -> None:
+    def begin(self, amp: Amp, refusal: Exception | None) -> None:
+        self._message.raise_arrived()
         self._runtime.reduce_gradients()
         self._outcome.wait()
+        self._refusal = refusal
         self._state.begin_step()
         if self._take_over_loaded():
             self._state.refresh_masters()
         self._grads = self._runtime.local_gradients()
         self._amp = amp
         present = [g for g in self._grads if g is not None]
-        if amp.scale is not None and present:
+        if amp.scale is not None and present and refusal is None:
             # A tensor, because reading it would wait for the device.
             scale_all(present, amp.scale.reciprocal().to(present[0].device))
 
     def launch(self) -> None:
-        self._begin_update()
         grads, self._grads = self._grads, []
         is_full = self._settings.schedule.is_full(self._settings.schedule.t)
+        if self._refusal is not None:
+            if is_full:
+                self._refuse()
+            raise self._refusal
+        self._begin_update()
         step = self._full_step if is_full else self._block_step
         outcome = step(grads, [grad is not None for grad in grads])
         if outcome is None or not is_full:
@@ -278,6 +286,24 @@ class ShardedEngine(Engine):
         if self._outcome.full:  # a block step issues no collective, and this may
             super().finish()
 
+    def _refuse(self) -> None:
+        """Take part in a full step in which nothing changes, and which the other ranks know by."""
+        runtime = self._runtime
+        vector = self._message.refuse(self._settings.schedule.t)
+        runtime.all_reduce(vector, "norms").wait()
+        if host_can_read(runtime.device):
+            return
+        self._message.note(vector)
+        # They cannot know yet: their blocks travel as zeros.
+        buckets = runtime.bound().buckets
+
+        def fill(b: int) -> None:
+            buckets[b].send.zero_()
+
+        runtime.run(fill, lambda u, operand: operand.zero_(), lambda b: None, lambda: None)
+        rms = torch.zeros(len(runtime.plan.specs.matrices), device=runtime.device)
+        runtime.all_reduce(rms, "rms").wait()
+
     def _full_step(self, grads: Gradients, here: Sequence[bool]) -> _Outcome | None:
         """Take the step; the updates of the last buckets are applied later. None: nothing was done,
         because a gradient is not finite."""
@@ -285,7 +311,8 @@ class ShardedEngine(Engine):
         of_blocks = self._state.gradients_of_blocks(grads)
         norms = operands.fill(of_blocks, groups)
         checked = [peaks for _, peaks in self._peaks(grads)]
-        vector, sent = self._message.fill(norms, checked, here, self._amp.found_inf)
+        step = self._settings.schedule.t
+        vector, sent = self._message.fill(norms, checked, here, self._amp.found_inf, step)
         runtime.all_reduce(sent, "norms").wait()
         verdict = self._message.read(vector, norms, here)
         if verdict is None:

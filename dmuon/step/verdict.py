@@ -4,23 +4,31 @@
 
     message   | squared norm of each matrix that travels | who has a gradient | non-finite found |
                 sum over the ranks that hold it            > 0: somebody          > 0: skip
+              | ranks that refuse | sum of their numbers | step | its square |
+                > 0: nothing may change                    not equal: ranks disagree about steps
 
-Where the host cannot read from the device without waiting, every answer is a mask there.
+Where the host cannot read from the device without waiting, every answer is a mask there. What is an
+error on all ranks is then read at a later step, when it has arrived at the host.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from dmuon.comm.transport import host_can_read
+from dmuon.comm.consensus import refused
+from dmuon.comm.transport import HostCopy, host_can_read
 from dmuon.scheduler.shards import ShardMap
+from dmuon.types import ConsensusError
 
 __all__ = ["Verdict", "VerdictMessage", "own_verdict"]
+
+_STEPS = 1024  # step numbers are compared modulo this, so that sums of their squares are exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +62,21 @@ class VerdictMessage:
         self,
         shards: ShardMap,
         rank: int,
+        world: int,
         device: torch.device,
         matrices: Sequence[int],
         counts: Sequence[bool],
     ) -> None:
+        self._rank, self._world = rank, world
         self._on_host = host_can_read(device)
+        self._arriving: deque[HostCopy] = deque()  # of what is an error on all ranks
         travelling = [i for i in range(len(shards.specs.matrices)) if not shards.is_local(i)]
         norm_of = {i: n for n, i in enumerate(travelling)}
         copies = [(p, ranks) for p, copies in enumerate(shards.copies) for ranks in copies]
         shared = [copy for copy in copies if len(copy[1]) > 1]
         alone = [copy for copy in copies if copy[1] == (rank,)]
-        self._norms, self._sent = len(travelling), len(travelling) + len(shared) + 1
+        self._norms, self._bad = len(travelling), len(travelling) + len(shared)
+        self._sent = self._bad + 5
         flag_of = {p: self._norms + n for n, (p, ranks) in enumerate(shared) if rank in ranks}
         flag_of |= {p: self._sent + n for n, (p, _) in enumerate(alone)}
         self._flags = [flag_of[p] for p in range(len(shards.copies))]
@@ -88,31 +100,71 @@ class VerdictMessage:
         checked: Sequence[Tensor],
         here: Sequence[bool],
         found_inf: Tensor | None,
+        step: int,
     ) -> tuple[Tensor, Tensor]:
         """(this rank's vector, float64; the part of it that is summed over the ranks).
 
         ``norms`` by position, ``checked``: vectors of what else must be finite, ``here``: which
         parameters have a gradient on this rank.
         """
-        vector = self._empty.clone()
+        vector = self._blank(step)
         for flag, is_here in zip(self._flags, here, strict=True):
             if not is_here:
                 vector[flag].zero_()
         positions, numbers = self._counted
         norms = norms.to(vector.device)
         vector.index_copy_(0, numbers, norms.index_select(0, positions).square())
-        bad = vector[self._sent - 1]
+        bad = vector[self._bad]
         for values in (norms, *checked):
             bad.add_(values.isfinite().logical_not_().sum().to(vector.device))
         if found_inf is not None:
             bad.add_(found_inf.to(vector.device))
         return vector, vector.narrow(0, 0, self._sent)
 
+    def refuse(self, step: int) -> Tensor:
+        """What a rank sends that cannot take this step, so that nothing changes on any rank."""
+        vector = self._blank(step)
+        vector[: self._bad].zero_()
+        for at, value in ((0, 1.0), (1, 1.0), (2, float(self._rank))):
+            vector[self._bad + at].fill_(value)
+        return vector.narrow(0, 0, self._sent)
+
+    def _blank(self, step: int) -> Tensor:
+        vector = self._empty.clone()
+        number = step % _STEPS
+        vector[self._bad + 3].fill_(number)
+        vector[self._bad + 4].fill_(number * number)
+        return vector
+
+    def note(self, vector: Tensor) -> None:
+        """Have `raise_arrived` look at a summed vector, where the host cannot read it."""
+        self._arriving.append(HostCopy(vector[self._bad + 1 : self._sent]))
+
+    def raise_arrived(self) -> None:
+        """Raise what `read` could not, as far as it has arrived; the host waits for nothing."""
+        while self._arriving and self._arriving[0].ready():
+            self._raise(self._arriving.popleft().read())
+
+    def _raise(self, values: Sequence[float]) -> None:
+        """Raise ConsensusError if a rank refuses, or if ranks are at different steps."""
+        count, ranks, step, square = values
+        if 0 < count < self._world:  # else each has raised its own error
+            raise refused([int(ranks)] if count == 1 else int(count))
+        if self._world * square != step * step:
+            raise ConsensusError(
+                "ranks take full steps at different step counts: a period that is a function must "
+                "depend on the step count alone, and all ranks must load the same state and call "
+                "opt.step() equally often"
+            )
+
     def read(self, vector: Tensor, norms: Tensor, here: Sequence[bool]) -> Verdict | None:
         """The verdict of a summed vector; None if nothing may change.
 
         ``norms``, by position, become those of whole matrices. Nothing is read where the host would
         wait for it.
+
+        Raises:
+            ConsensusError: see `_raise`; where the host cannot read, `raise_arrived` raises it.
         """
         shared = vector.narrow(0, 0, self._norms).sqrt()
         positions, numbers = self._travels
@@ -120,15 +172,17 @@ class VerdictMessage:
         norms.index_copy_(0, positions.to(norms.device), of_blocks)
         if self._on_host:
             values = vector.tolist()
+            self._raise(values[self._bad + 1 : self._sent])
             # A norm beyond float64 leaves no way to normalize.
-            if values[self._sent - 1] or not all(map(math.isfinite, values[: self._norms])):
+            if values[self._bad] or not all(map(math.isfinite, values[: self._norms])):
                 return None
             bad = None
             if not all(values[flag] for flag in self._of_blocks):
                 bad = vector.index_select(0, self._flag_index) == 0
             skipped = (p for p, flag in enumerate(self._flags) if not values[flag])
             return Verdict(True, bad, frozenset(skipped))
-        ok = (vector[self._sent - 1] == 0) & shared.isfinite().all()
+        self.note(vector)
+        ok = (vector[self._bad] == 0) & shared.isfinite().all()
         bad = ok.logical_not()
         if all(here):
             return Verdict(ok, bad.to(norms.device), skip=bad.float())

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
+from dmuon.dtensors import local_tensor
+from dmuon.types import ConsensusError
+from tests.accelerator import host_cannot_read
 from tests.distributed.harness import distributed
 from tests.distributed.models import Net, batch, dedicate, loss_of, seeded, wrap
 from tests.transports import RecordingTransport
@@ -373,3 +377,100 @@ def test_a_malformed_group_on_one_rank_is_an_error_on_both(rank, world):
 def test_no_model_on_one_rank_is_an_error_on_both(rank, world):
     with pytest.raises((TypeError, ValueError), match="nn.Module"):
         dmuon.dedicate_params(None if rank == 1 else seeded(Net))
+
+
+WRONG = {"lr": float("nan"), "momentum": 2.0, "ns_steps": "5"}
+
+
+def refusing_step(kind: str, on: str, key: str, rank: int, when: str) -> tuple:
+    """(what a step raised, whether weights changed), where rank 1 sets a wrong value."""
+    model = seeded(Net)
+    if kind == "sharded":
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    with host_cannot_read() if on == "accelerator" else nullcontext():
+        own = dmuon.dedicate_params(model, layout=kind)
+        opt = dmuon.Muon(model, publish="sync")
+        one_step(model, opt, rank)
+        before = {name: local_tensor(p).clone() for name, p in model.named_parameters()}
+        right = opt.param_groups[0][key]
+        if when == "before backward" and rank == 1:
+            opt.param_groups[0][key] = WRONG[key]
+        opt.zero_grad()
+        loss_of(model, batch(1, rank)).backward()
+        if rank == 1:
+            opt.param_groups[0][key] = WRONG[key]
+        raised = None
+        try:
+            opt.step()
+        except (TypeError, ValueError) as error:
+            raised = error
+        changed = any(
+            not torch.equal(local_tensor(p), before[name]) for name, p in model.named_parameters()
+        )
+        opt.param_groups[0][key] = right
+    return model, opt, own, raised, changed
+
+
+@pytest.mark.parametrize("key", WRONG)
+@pytest.mark.parametrize(
+    ("kind", "when"),
+    [
+        ("replicated", "before backward"),
+        ("dedicated", "before backward"),
+        ("sharded", "before step"),
+    ],
+)
+@distributed(2)
+def test_a_setting_that_turns_wrong_on_one_rank(rank, world, kind, when, key):
+    """Every rank raises, nothing has changed, and the next step can be taken."""
+    model, opt, own, raised, changed = refusing_step(kind, "host", key, rank, when)
+    assert not changed
+    if rank == 1:
+        assert f"{key} must be" in str(raised)
+    else:
+        assert isinstance(raised, ConsensusError)
+        assert "rank 1 refuses" in str(raised)
+    one_step(model, opt, rank, 2)
+    own.close()
+
+
+@distributed(3)
+def test_a_setting_that_turns_wrong_where_the_host_cannot_read(rank, world):
+    """The others learn it on the way: the step changes nothing, and the next one raises."""
+    model, opt, own, raised, changed = refusing_step(
+        "sharded", "accelerator", "lr", rank, "before step"
+    )
+    assert not changed
+    assert (raised is not None) == (rank == 1)
+    with host_cannot_read(), pytest.raises(ConsensusError, match="rank 1 refuses"):
+        one_step(model, opt, rank, 2)
+    own.close()
+
+
+@distributed(2)
+def test_a_period_that_differs_between_ranks(rank, world):
+    """Full steps of different numbers meet: an error on every rank."""
+    model = seeded(Net)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    own = dmuon.dedicate_params(model)
+    opt = dmuon.Muon(model, period=period_of_rank)
+    one_step(model, opt, rank)
+    with pytest.raises(ConsensusError, match="different step counts"):
+        for _ in range(3):
+            # No forward in between: FSDP's own collectives would wait for the other rank.
+            opt.step()
+    own.close()
+
+
+def period_of_rank(t: int) -> int:
+    return 2 + dist.get_rank()
+
+
+@distributed(2)
+def test_a_rank_that_does_not_come_to_a_collective(rank, world):
+    with planned(options=dmuon.ReplicatedOptions(timeout_s=0.5)) as (_, own):
+        if rank == 0:
+            work = own.runtime.transport.all_reduce(torch.ones(1), tag="norms")
+            with pytest.raises(RuntimeError, match=r"'norms'.*another rank did not come to it"):
+                work.wait()
+        dist.barrier()

@@ -773,6 +773,46 @@ def test_loading_a_state_replaces_one_that_has_moved_on_and_shares_nothing_with_
             torch.testing.assert_close(value, before["state"][key][name], rtol=0, atol=0)
 
 
+NO_STATES = {
+    "no dict": (lambda state: [1], "found list"),
+    "another dict": (
+        lambda state: {"a": 1},
+        r"must have 'state' and 'param_groups', found \['a'\]",
+    ),
+    "no groups": (lambda state: {"state": state["state"]}, r"found \['state'\]"),
+    "a state that is no dict": (lambda state: state | {"state": [1]}, "as 'state', found list"),
+    "an entry that is no dict": (lambda state: state | {"state": {0: 1}}, "parameter 0, found int"),
+    "groups that are no list": (lambda state: state | {"param_groups": 3}, "found int"),
+    "a group without params": (
+        lambda state: state | {"param_groups": [{"lr": 1.0}]},
+        r"'params' in param_groups\[0\], found \['lr'\]",
+    ),
+    "fewer groups": (
+        lambda state: state | {"param_groups": state["param_groups"][:1]},
+        r"in 1 groups; this optimizer has \d+ in 2",
+    ),
+    "no owners": (lambda state: state | {"dmuon": 1}, "'owners' in 'dmuon'"),
+    "momentum that is no tensor": (
+        lambda state: state | {"state": {k: {"momentum_buffer": 1} for k in state["state"]}},
+        "no momentum for an owned parameter",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", NO_STATES)
+def test_what_is_no_state_of_an_optimizer_is_refused_and_nothing_changes(wrong):
+    make, message = NO_STATES[wrong]
+    model = TinyGPT()
+    _, opt = dedicated(model)
+    train(model, opt, tokens(), range(1))
+    before = copy.deepcopy(opt.state_dict())
+    with pytest.raises(OwnershipError, match=message):
+        opt.load_state_dict(make(copy.deepcopy(before)))
+    after = opt.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     "change",
     [
