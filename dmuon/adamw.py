@@ -15,8 +15,6 @@ from torch.optim.adamw import adamw
 from dmuon.dtensors import local_tensor, stored_tensor
 from dmuon.update import merged_master
 
-__all__ = ["adamw_step", "make_adamw_state", "refresh_masters"]
-
 
 @torch.no_grad()
 def adamw_step(

@@ -58,14 +58,6 @@ from dmuon.scheduler.specs import ModelSpecs, canonical_name
 from dmuon.scheduler.topology import Topology, local_world_size
 from dmuon.types import DmuonError, KernelChoice, Layout, OwnershipError, PlanError, Select
 
-__all__ = [
-    "Request",
-    "assemble",
-    "dedicate_params",
-    "group_maker",
-    "mesh_topology",
-]
-
 Options = DedicatedOptions | ReplicatedOptions | ShardedOptions
 
 _OPTIONS: dict[Layout, type[Options]] = {

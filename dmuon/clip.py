@@ -11,8 +11,6 @@ from dmuon.comm.layout import Gradients
 from dmuon.ownership import Ownership, required_ownerships
 from dmuon.update import scale_all
 
-__all__ = ["clip_grad_norm_"]
-
 
 @torch.no_grad()
 def clip_grad_norm_(

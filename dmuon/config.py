@@ -80,6 +80,10 @@ def _function(value: Any) -> Any:
     return value
 
 
+def _period(value: Any) -> Any:
+    return value if callable(value) else _number(value)
+
+
 def _one_of(values: tuple[str | None, ...]) -> Rule:
     names = ", ".join(map(repr, values))
     return Rule(f"one of {names}", _of_type(str, type(values[0])), lambda value: value in values)
@@ -113,6 +117,13 @@ FLOAT_DTYPE = Rule(
     lambda dtype: dtype.is_floating_point,
 )
 SECONDS = FINITE_POSITIVE.or_none()
+FINITE_PERIOD = Rule("a finite number >= 1", _number, lambda value: 1 <= value < math.inf)
+PERIOD_OF_STEP = Rule("a number >= 1 (math.inf: no full step)", _number, lambda value: value >= 1)
+PERIOD = Rule(
+    "a whole number of steps >= 1 (1: plain Muon), math.inf, or a function of the step",
+    _period,
+    lambda value: callable(value) or (value >= 1 and value in (math.inf, value // 1)),
+)
 
 
 def checked(
@@ -238,9 +249,7 @@ class ShardedOptions(_Checked):
     ``bucket_bytes``: matrices of about this many bytes a rank, in the Newton-Schulz dtype, travel
     in one collective. ``min_buckets``: a smaller model is cut into this many buckets nevertheless,
     so that traffic hides behind computing. ``buffers``: buckets that may be under way to their
-    owners, and as many on their way back. ``timeout_s``: after how many seconds a collective of
-    dmuon's own process group gives up (None: torch's default for new groups, whatever
-    `init_process_group` was given).
+    owners, and as many on their way back. ``timeout_s``: see `ReplicatedOptions`.
     """
 
     bucket_bytes: int = _default(32 * MiB, COUNT)
@@ -260,8 +269,7 @@ class DedicatedOptions(_Checked):
     `ModuleDict` and `Sequential`). ``param_dtype``: the dtype in which weights travel and are used
     (None: their own). ``reduce_dtype``: the dtype in which gradients travel and are averaged (None:
     the parameter's own). ``broadcast_parameters``: start from the weights and buffers of the mesh's
-    first rank. ``timeout_s``: after how many seconds a collective of dmuon's own process groups
-    gives up (None: torch's default for new groups, whatever `init_process_group` was given).
+    first rank. ``timeout_s``: see `ReplicatedOptions`.
     """
 
     prefetch: int = _default(1, Rule("an integer >= 0", _integer, lambda value: value >= 0))

@@ -16,20 +16,6 @@ from dmuon.scheduler.shards import Box, LocalShard
 from dmuon.scheduler.specs import dtype_name
 from dmuon.types import OwnershipError
 
-__all__ = [
-    "LayoutStamp",
-    "LocalParameters",
-    "compute_device",
-    "covering_mesh",
-    "gradient_like",
-    "is_distributed",
-    "local_shard",
-    "local_tensor",
-    "mesh_axes",
-    "stored_tensor",
-    "whole_tensor",
-]
-
 
 def is_distributed(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a `DTensor`."""

@@ -41,21 +41,6 @@ from dmuon.scheduler.specs import dtype_name
 from dmuon.types import KernelChoice
 from dmuon.update import normalized_momentum
 
-__all__ = [
-    "ERROR_LIMITS",
-    "PASSES",
-    "Case",
-    "OwnerTimer",
-    "Pace",
-    "cases_of",
-    "choose_kernels",
-    "device_name",
-    "gate_errors",
-    "measured_costs",
-    "median_times",
-    "progress_bar",
-]
-
 T = TypeVar("T")
 
 PASSES = 10  # over everything, the first of which warms up

@@ -44,8 +44,6 @@ from dmuon.step.sharded import ShardedEngine
 from dmuon.types import Algorithm, Coefficients, KernelChoice, Layout, OwnershipError
 from dmuon.update import Rates
 
-__all__ = ["Muon"]
-
 Group = dict[str, Any]
 
 _STATE_FORMAT = 1
@@ -396,10 +394,12 @@ class Muon(Optimizer):
             OwnershipError: it is no optimizer's state, or another model's or, except in the
                 `sharded` layout, another rank's or another plan's; nothing is changed.
         """
-        _check_state_dict(state_dict)
+        flaw = _flaw(state_dict)
+        if flaw is not None:
+            raise OwnershipError(f"this is not what opt.state_dict() of a dmuon.Muon gave: {flaw}")
         expected = self._owners()
-        info = state_dict.get("dmuon")
-        found = None if info is None else [tuple(pair) for pair in info["owners"]]
+        info = state_dict.get("dmuon") or {}
+        found = [tuple(pair) for pair in info.get("owners", ())] or None
         if expected and found != expected:
             raise OwnershipError(
                 "this optimizer state does not belong here: it has (plan, rank) "
@@ -439,39 +439,26 @@ class Muon(Optimizer):
         self._note_progress()
 
 
-def _check_state_dict(given: Any) -> None:
-    """Raise OwnershipError unless this looks like what `Muon.state_dict` gives."""
+def _flaw(given: Any) -> str | None:
+    """Why this cannot be what `Muon.state_dict` gave, if so."""
 
-    def expect(fits: bool, what: str, found: object) -> None:
-        if not fits:
-            raise OwnershipError(
-                f"the optimizer state must have {what}, found {found}: pass what opt.state_dict() "
-                "of a dmuon.Muon gave"
-            )
+    def are(kind: Any, values: Any, container: Any) -> bool:
+        return isinstance(values, container) and all(isinstance(value, kind) for value in values)
 
-    def kind(value: object) -> str:
-        return type(value).__name__
-
-    is_dict = isinstance(given, dict)
-    keys = sorted(map(str, given)) if is_dict else kind(given)
-    expect(
-        is_dict and {"state", "param_groups"} <= given.keys(), "'state' and 'param_groups'", keys
-    )
-    state, groups, info = given["state"], given["param_groups"], given.get("dmuon")
-    expect(isinstance(state, Mapping), "a dict of entries by parameter as 'state'", kind(state))
-    for key, entry in state.items():
-        expect(isinstance(entry, Mapping), f"a dict as the entry of parameter {key!r}", kind(entry))
-    expect(isinstance(groups, (list, tuple)), "a list of dicts as 'param_groups'", kind(groups))
-    for number, group in enumerate(groups):
-        has_params = isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple))
-        what = f"a dict with a list as 'params' in param_groups[{number}]"
-        expect(has_params, what, sorted(group) if isinstance(group, Mapping) else kind(group))
-    if info is not None:
-        pairs = info.get("owners") if isinstance(info, Mapping) else None
-        fits = isinstance(pairs, (list, tuple)) and all(
-            isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
-        )
-        expect(fits, "pairs of a plan and a rank as 'owners' in 'dmuon'", info)
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
+        found = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+        return f"it must be a dict with 'state' and 'param_groups', found {found}"
+    entries, groups, info = given["state"], given["param_groups"], given.get("dmuon")
+    if not isinstance(entries, Mapping) or not are(Mapping, list(entries.values()), list):
+        return "'state' must be a dict with a dict for each parameter"
+    if not are(Mapping, groups, (list, tuple)) or not all(
+        isinstance(group.get("params"), (list, tuple)) for group in groups
+    ):
+        return "'param_groups' must be a list of dicts, each with a list as 'params'"
+    owners = info.get("owners") if isinstance(info, Mapping) else info
+    if owners is not None and not are((list, tuple), owners, (list, tuple)):
+        return f"'dmuon' must tell its 'owners' as pairs of a plan and a rank, found {info!r}"
+    return None
 
 
 def _engine(ownership: Ownership, optimizer: Optimizer, settings: Settings) -> Engine:

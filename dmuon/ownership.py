@@ -18,8 +18,6 @@ from dmuon.scheduler.specs import canonical_name
 from dmuon.step.engine import StepTelemetry
 from dmuon.types import Layout, OwnershipError
 
-__all__ = ["Ownership", "no_sync", "ownership_of", "ownerships_of", "required_ownerships"]
-
 # By the id of a parameter: an ownership keeps its parameters, so ids are theirs while it lives. No
 # weak references to parameters, for torch refuses to convert a DTensor that has one (`model.to`).
 _owner_by_parameter: dict[int, weakref.ref[Ownership]] = {}

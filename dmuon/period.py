@@ -11,20 +11,14 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
-__all__ = ["LinearPeriod", "Period", "Schedule"]
+from dmuon.config import COUNT, FINITE_PERIOD, PERIOD, PERIOD_OF_STEP, checked
 
 Period = float | Callable[[int], float]
 """A whole number of steps >= 1, `math.inf` (never a full step), or a function of the step."""
 
 _NEVER = -1
-
-
-def _check_number(what: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{what} must be a number, found {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +39,9 @@ class LinearPeriod:
     steps: int
 
     def __post_init__(self) -> None:
-        for name, value in (("start", self.start), ("end", self.end)):
-            _check_number(f"LinearPeriod.{name}", value)
-            if not 1 <= value < math.inf:
-                raise ValueError(
-                    f"LinearPeriod.{name} must be finite and at least 1, found {value}"
-                )
-        if isinstance(self.steps, bool) or not hasattr(self.steps, "__index__"):
-            raise TypeError(f"LinearPeriod.steps must be a whole number, found {self.steps!r}")
-        if self.steps < 1:
-            raise ValueError(f"LinearPeriod.steps must be at least 1, found {self.steps}")
+        rules = {"start": FINITE_PERIOD, "end": FINITE_PERIOD, "steps": COUNT}
+        values = {name: getattr(self, name) for name in rules}
+        checked(rules, values, owner="LinearPeriod.")
 
     def __call__(self, t: int) -> float:
         """The period at step ``t``."""
@@ -89,23 +76,8 @@ class Schedule:
     def __init__(self, period: Period) -> None:
         self.t = 0
         self.last_full = _NEVER
-        self._period = period
-        if callable(period):
-            return
-        if isinstance(period, bool) or not isinstance(period, Real):
-            raise TypeError(
-                "period must be a whole number of steps >= 1, math.inf, or a function of the step "
-                f"such as dmuon.LinearPeriod, found {period!r}"
-            )
-        if not period >= 1:
-            raise ValueError(f"period must be at least 1 (1 is plain Muon), found {period}")
-        if period != math.inf:
-            if period != math.floor(period):
-                raise ValueError(
-                    "period must be a whole number of steps, math.inf or a function, found "
-                    f"{period}"
-                )
-            self._period = int(period)
+        kept = checked({"period": PERIOD}, {"period": period})["period"]
+        self._period: Period = kept if callable(kept) or kept == math.inf else int(kept)
 
     @property
     def always_full(self) -> bool:
@@ -121,13 +93,8 @@ class Schedule:
         if not callable(self._period):
             return self._period != math.inf and t % self._period == 0
         # Asked for even where the answer is known, so that a bad function fails at once.
-        period = self._period(t)
-        _check_number(f"the period at step t={t}, from {self.describe()},", period)
-        if not period >= 1:
-            raise ValueError(
-                f"the period at step t={t} must be at least 1, found {period} from "
-                f"{self.describe()}; return math.inf where no step should be full"
-            )
+        name = f"the period at step t={t}, from {self.describe()},"
+        period = checked({name: PERIOD_OF_STEP}, {name: self._period(t)})[name]
         whole = period if period == math.inf else math.floor(period)
         return self.last_full == _NEVER or t - self.last_full >= whole
 

@@ -15,8 +15,6 @@ from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.types import Coefficients, Select
 from dmuon.update import adjusted_lr
 
-__all__ = ["ReferenceMuon"]
-
 
 class ReferenceMuon(Optimizer):
     """Plain Muon, one matrix after the other; AdamW for everything else.

@@ -9,21 +9,6 @@ from enum import Enum
 
 from torch import Tensor
 
-__all__ = [
-    "Algorithm",
-    "Coefficients",
-    "ConsensusError",
-    "DmuonError",
-    "KernelChoice",
-    "Layout",
-    "OwnershipError",
-    "PlanError",
-    "Select",
-    "SelectionError",
-    "SizeError",
-    "Triple",
-]
-
 Triple = tuple[float, float, float]
 Coefficients = str | Triple | Sequence[Triple]
 Select = Callable[[str, Tensor], bool]

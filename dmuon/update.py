@@ -16,21 +16,6 @@ from torch import Tensor
 
 from dmuon.kernels.newton_schulz import normalize
 
-__all__ = [
-    "Rates",
-    "adjusted_lr",
-    "advance_momentum",
-    "apply_updates",
-    "is_fused",
-    "merged_master",
-    "momentum_update",
-    "normalized_momentum",
-    "operands_of_newton_schulz",
-    "scale_all",
-    "scale_into",
-    "update_rms",
-]
-
 # Below this one launch a tensor costs more than two passes over a list of tensors.
 _FUSED_NUMEL = 1 << 20
 

@@ -19,27 +19,6 @@ from dmuon.kernels import ops
 from dmuon.kernels.ops import MatmulOps, cpu_has_bf16
 from dmuon.types import KernelChoice
 
-__all__ = [
-    "BACKENDS",
-    "METHODS",
-    "Segments",
-    "backend_version",
-    "candidates",
-    "choose_method",
-    "default_backend",
-    "default_restarts",
-    "fixed_choice",
-    "is_safe",
-    "launch_errors",
-    "multiplications",
-    "offered_backends",
-    "offered_tiles",
-    "ops_of",
-    "restarts_of",
-    "segments_of",
-    "why_not",
-]
-
 BACKENDS = ("torch", "torch_strips", "torch_rounded", "triton", "triton_small")
 METHODS = ("auto", "standard", "gram")
 _METHOD = re.compile(r"gram\[([0-9]+(?:,[0-9]+)*)\]")

@@ -24,18 +24,6 @@ from dmuon.kernels.choice import Segments, fixed_choice, ops_of, segments_of
 from dmuon.kernels.ops import MatmulOps, native_ns_dtype
 from dmuon.types import Triple
 
-__all__ = [
-    "COEFFICIENT_SETS",
-    "KERNEL_VERSION",
-    "iterate",
-    "newton_schulz",
-    "no_autocast",
-    "normalize",
-    "prepared",
-    "resolve_coefficients",
-    "resolve_ns_dtype",
-]
-
 KERNEL_VERSION = 6
 """To be raised whenever Newton-Schulz becomes faster or slower: measured costs are kept by it."""
 _SAFE_NORMS = 1e-10, 1e15  # of float32 matrices whose entries can be squared as they are

@@ -21,17 +21,6 @@ from torch import Tensor
 
 from dmuon.types import Triple
 
-__all__ = [
-    "STRIPS_FROM_ROWS",
-    "MatmulOps",
-    "RoundedOps",
-    "StripsOps",
-    "TritonOps",
-    "TritonSmallOps",
-    "cpu_has_bf16",
-    "native_ns_dtype",
-]
-
 # Row strips pay from 512 rows up (one thread: 5% of Newton-Schulz at 512, 20% at 1024 and above).
 _STRIP_ROWS = 256
 STRIPS_FROM_ROWS = 2 * _STRIP_ROWS

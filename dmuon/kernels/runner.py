@@ -21,8 +21,6 @@ from dmuon.kernels.choice import fixed_choice, is_safe, ops_of, restarts_of, seg
 from dmuon.kernels.newton_schulz import Take, no_autocast, prepared
 from dmuon.types import KernelChoice, Triple
 
-__all__ = ["Call", "Orthogonalizer"]
-
 Shape = tuple[int, int, int]  # matrices, rows, cols
 Capture = Callable[[Callable[[], object]], Callable[[], None]]
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from dmuon.kernels.triton_host import check, on_device_of
 
-__all__ = ["apply_update", "momentum_norm_cast"]
-
 _TILE = 4096  # elements that a program takes at a time
 _WARPS = 4
 # Every program of the second launch reads all partial sums of its matrix.

@@ -11,8 +11,6 @@ import torch
 import triton
 from torch import Tensor
 
-__all__ = ["as_batch", "check", "on_device_of", "source_hash", "strides", "why_unavailable"]
-
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

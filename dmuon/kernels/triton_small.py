@@ -18,8 +18,6 @@ from torch import Tensor
 from dmuon.kernels.triton_host import check, on_device_of, strides
 from dmuon.types import Triple
 
-__all__ = ["launch_options", "max_rows", "small_iteration", "tables"]
-
 _MAX_ROWS = 128
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 

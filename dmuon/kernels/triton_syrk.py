@@ -16,8 +16,6 @@ from torch import Tensor
 
 from dmuon.kernels.triton_host import as_batch, check, on_device_of, strides
 
-__all__ = ["TILES", "TILES_FLOAT32", "Tile", "default_tile", "parse_tile", "symm_mm", "tiles_for"]
-
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 GROUP = tl.constexpr(8)
 """Tile rows that are walked together, so that programs in flight share their operands in L2."""

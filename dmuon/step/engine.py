@@ -26,8 +26,6 @@ from dmuon.scheduler.plan import Unit
 from dmuon.types import Algorithm
 from dmuon.update import Rates
 
-__all__ = ["Amp", "Engine", "Settings", "StepTelemetry", "is_exchange_step"]
-
 WARM_UP = 2  # steps that allocate, compile and fill caches
 WINDOW = 8  # steps whose median counts
 _EVERY = 256

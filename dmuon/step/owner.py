@@ -27,8 +27,6 @@ from dmuon.update import (
     update_rms,
 )
 
-__all__ = ["OwnerEngine"]
-
 _MOMENTUM, _MASTER = "momentum_buffer", "master_weight"
 
 

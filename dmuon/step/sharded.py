@@ -53,8 +53,6 @@ from dmuon.update import (
     update_rms,
 )
 
-__all__ = ["ShardedEngine"]
-
 _BLOCK_BATCH = 16  # blocks of one shape that are orthogonalized together
 
 # What is worked on together: on a CPU a few passes over so much stay in its caches, elsewhere it

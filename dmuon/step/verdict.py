@@ -26,8 +26,6 @@ from dmuon.comm.transport import HostCopy, host_can_read
 from dmuon.scheduler.shards import ShardMap
 from dmuon.types import ConsensusError
 
-__all__ = ["Verdict", "VerdictMessage", "own_verdict"]
-
 _STEPS = 1024  # step numbers are compared modulo this, so that sums of their squares are exact
 
 
@@ -125,8 +123,8 @@ class VerdictMessage:
         """What a rank sends that cannot take this step, so that nothing changes on any rank."""
         vector = self._blank(step)
         vector[: self._bad].zero_()
-        for at, value in ((0, 1.0), (1, 1.0), (2, float(self._rank))):
-            vector[self._bad + at].fill_(value)
+        vector[self._bad : self._bad + 2].fill_(1.0)
+        vector[self._bad + 2].fill_(self._rank)
         return vector.narrow(0, 0, self._sent)
 
     def _blank(self, step: int) -> Tensor:

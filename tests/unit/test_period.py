@@ -118,14 +118,14 @@ def test_a_linear_period_is_whole_where_it_should_be(start, steps):
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ((0.5, 20, 90), ValueError, r"start must be finite and at least 1.* 0\.5"),
-        ((2, math.inf, 90), ValueError, r"end must be finite.* inf"),
-        ((math.nan, 2, 90), ValueError, r"start must be finite.* nan"),
-        ((2, 20, 0), ValueError, r"steps must be at least 1, found 0"),
-        ((2, 20, 9.0), TypeError, r"steps must be a whole number, found 9\.0"),
-        ((2, 20, True), TypeError, r"steps must be a whole number, found True"),
-        (("2", 20, 90), TypeError, r"start must be a number, found '2'"),
-        ((2, True, 90), TypeError, r"end must be a number, found True"),
+        ((0.5, 20, 90), ValueError, r"start must be a finite number >= 1, found 0\.5"),
+        ((2, math.inf, 90), ValueError, r"end must be .*, found inf"),
+        ((math.nan, 2, 90), ValueError, r"start must be .*, found nan"),
+        ((2, 20, 0), ValueError, r"steps must be an integer >= 1, found 0"),
+        ((2, 20, 9.0), TypeError, r"steps must be .*, found 9\.0: write 9"),
+        ((2, 20, True), TypeError, r"steps must be .*, found True"),
+        (("2", 20, 90), TypeError, r"start must be .*, found '2'"),
+        ((2, True, 90), TypeError, r"end must be .*, found True"),
     ],
 )
 def test_linear_periods_that_make_no_sense(arguments, error, words):
@@ -137,15 +137,14 @@ def test_linear_periods_that_make_no_sense(arguments, error, words):
 
 
 @pytest.mark.parametrize(
-    ("period", "error", "words"),
+    ("period", "error"),
     [
-        *((value, TypeError, "a whole number of steps") for value in (True, "5", None)),
-        *((value, ValueError, "at least 1") for value in (0, -math.inf, math.nan, 0.5)),
-        (2.5, ValueError, "a whole number of steps"),
+        *((value, TypeError) for value in (True, "5", None)),
+        *((value, ValueError) for value in (0, -math.inf, math.nan, 0.5, 2.5)),
     ],
 )
-def test_periods_that_make_no_sense(period, error, words):
-    with pytest.raises(error, match=f"period must be {words}.*found {period!r}"):
+def test_periods_that_make_no_sense(period, error):
+    with pytest.raises(error, match=f"period must be a whole number of.*found {period!r}"):
         Schedule(period)
 
 
@@ -153,7 +152,7 @@ def test_periods_that_make_no_sense(period, error, words):
 def test_a_function_that_goes_wrong_names_the_step_and_the_value(value):
     schedule = Schedule(lambda t: 2 if t < 3 else value)
     full_steps(schedule, 3)
-    with pytest.raises(ValueError, match=f"t=3 must be at least 1, found {value}"):
+    with pytest.raises(ValueError, match=f"t=3, from .* must be a number >= 1 .*found {value}"):
         schedule.is_full(schedule.t)
     with pytest.raises(ValueError, match="t=3"):
         schedule.advance()
@@ -162,7 +161,7 @@ def test_a_function_that_goes_wrong_names_the_step_and_the_value(value):
 
 @pytest.mark.parametrize("value", [None, "2", True])
 def test_a_function_that_gives_no_number_fails_at_the_first_step(value):
-    with pytest.raises(TypeError, match=f"t=0, .* must be a number, found {value!r}"):
+    with pytest.raises(TypeError, match=f"t=0, .* must be a number >= 1 .*found {value!r}"):
         Schedule(lambda t: value).is_full(0)
 
 

@@ -41,8 +41,9 @@ def interpreted(name: str) -> ModuleType:
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
         spec.loader.exec_module(module)
-    for public in module.__all__:
-        if isinstance(function := getattr(module, public), FunctionType):
+    for public, function in list(vars(module).items()):
+        is_own = getattr(function, "__module__", "") == module.__name__
+        if is_own and isinstance(function, FunctionType) and not public.startswith("_"):
             setattr(module, public, with_library(function))
     return module
 
