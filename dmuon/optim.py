@@ -252,9 +252,11 @@ class Muon(Optimizer):
                     continue
                 kept = _check_group(group, number)
                 group.update(kept)
-                lasting = (float, int, str, tuple, type(None))  # what nobody can change in place
-                is_lasting = all(isinstance(value, lasting) for value in kept.values())
-                self._accepted[number] = kept if is_lasting else {}
+                # Tensors and lists can change in place.
+                lasting = all(
+                    isinstance(v, float | int | str | tuple | None) for v in kept.values()
+                )
+                self._accepted[number] = kept if lasting else {}
         except (TypeError, ValueError) as error:
             return error
         return None
@@ -326,10 +328,9 @@ class Muon(Optimizer):
         (`dedicated`: on its owner); after a block step, of this rank's blocks. ``ns_ms``:
         milliseconds of Newton-Schulz on this rank (`replicated` and `dedicated`: and momentum).
         ``bytes``: what this rank handed to collectives since the step before, by purpose.
-        ``kernels``: which kernels
-        Newton-Schulz ran on this rank, by the shapes that ran together (``ran``, such as
-        ``gram[2]/torch_strips/float32``), the ``workspace_bytes`` they keep, and the state of
-        ``cuda_graphs``. In the `sharded` layout also ``full_step`` (or a block step),
+        ``kernels``: what Newton-Schulz ran on this rank, by the shapes that ran together (``ran``,
+        such as ``gram[2]/torch_strips/float32``), the ``workspace_bytes`` that are kept, and the
+        state of ``cuda_graphs``. In the `sharded` layout also ``full_step`` (or a block step),
         ``finite`` (no rank found a non-finite gradient; after a block step: this rank did not),
         ``skipped``, the number of steps that were not, and ``step_bytes``, the memory that a full
         step takes on this rank, by purpose.

@@ -100,8 +100,7 @@ class Engine(ABC):
         """Newton-Schulz on a unit, or on ``count`` of its matrices."""
         group = self._groups[unit.group]
         triples = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
-        size = len(unit.matrices) if count is None else count
-        return Call((size, unit.rows, unit.cols), triples, unit.kernel)
+        return Call((count or len(unit.matrices), unit.rows, unit.cols), triples, unit.kernel)
 
     def _begin_update(self) -> None:
         # Rates as they are now: a scheduler may change the groups before an update is applied.
