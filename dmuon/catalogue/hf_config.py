@@ -26,8 +26,6 @@ from dmuon.catalogue.modules import (
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.types import PlanError
 
-__all__ = ["MODEL_TYPES", "architecture_of", "dtype_of", "read_config"]
-
 MAX_SIZE = 10_000_000  # of any number in a configuration; beyond it something is wrong
 
 

@@ -14,18 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = [
-    "GPT2",
-    "Architecture",
-    "Decoder",
-    "Experts",
-    "LatentAttention",
-    "Mamba",
-    "StateSpace",
-    "VisionLanguageAction",
-    "build",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:

@@ -33,8 +33,6 @@ from dmuon.scheduler.select import collect
 from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs
 from dmuon.types import PlanError
 
-__all__ = ["PRESETS", "Preset", "model_specs"]
-
 
 @dataclass(frozen=True, slots=True)
 class Preset:

@@ -28,25 +28,6 @@ from dmuon.scheduler.shards import Box, RankShards, matrix_box
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import OwnershipError
 
-__all__ = [
-    "EVERYONE",
-    "Buffer",
-    "GradientBucket",
-    "Part",
-    "Range",
-    "Segment",
-    "Slices",
-    "Span",
-    "WeightBucket",
-    "cut_buckets",
-    "cut_by_bytes",
-    "gradient_bucket",
-    "packed",
-    "publish_buckets",
-    "slice_boxes",
-    "weight_buckets",
-]
-
 EVERYONE = -1  # the "owner" of parameters that all ranks update
 
 

@@ -10,8 +10,6 @@ from typing import TypeVar
 from dmuon.comm.transport import Transport
 from dmuon.types import ConsensusError
 
-__all__ = ["attempt", "refused", "solve_on_first"]
-
 T = TypeVar("T")
 
 

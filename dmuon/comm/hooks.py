@@ -27,24 +27,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = [
-    "Coverage",
-    "Gathers",
-    "Hook",
-    "Remove",
-    "WaitPoint",
-    "area",
-    "attach",
-    "drain_before_unshard",
-    "fsdp_roots",
-    "fsdp_wait_points",
-    "hidden_parameters",
-    "outermost_members",
-    "parameter_ids",
-    "reshard",
-    "wait_points",
-]
-
 Remove = Callable[[], None]
 
 # These are never called themselves; a Sequential is, and calls its members.

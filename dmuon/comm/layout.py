@@ -21,16 +21,6 @@ from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
 from dmuon.scheduler.specs import canonical_name
 from dmuon.types import OwnershipError
 
-__all__ = [
-    "Apply",
-    "Compute",
-    "Gradients",
-    "LayoutRuntime",
-    "OwnerRuntime",
-    "ParameterWatch",
-    "check_replaced",
-]
-
 # (unit, gradients [b, rows, cols] of the matrices at these positions of it, the positions) to
 # (what is published [b, rows, cols], RMS of the updates [b]), both valid until the next call.
 Compute = Callable[[Unit, Tensor, list[int]], tuple[Tensor, Tensor]]

@@ -23,8 +23,6 @@ from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import Form
 
-__all__ = ["Bucket", "Pipeline", "places"]
-
 
 def places(stack: Tensor, part: Part) -> Tensor:
     """Where a part lies in its unit's stack ``[b, rows, cols]``: a view of ``part.shape``."""

@@ -26,16 +26,6 @@ from dmuon.dtensors import local_tensor
 from dmuon.scheduler.topology import Topology
 from dmuon.types import OwnershipError
 
-__all__ = [
-    "Grid",
-    "NewGroup",
-    "ProcessGroups",
-    "check_launched",
-    "check_planned_together",
-    "is_initialized",
-    "start_from_first",
-]
-
 # Makes a transport over the one part, of a partition of the mesh's ranks, with this rank in it.
 NewGroup = Callable[[Sequence[tuple[int, ...]]], Transport]
 

@@ -43,19 +43,6 @@ from dmuon.scheduler.shards import Form, matrix_box
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm, DmuonError, OwnershipError
 
-__all__ = [
-    "GradientReducer",
-    "OwnedGradients",
-    "at_end_of_backward",
-    "hook_ddp",
-    "hook_gradients",
-    "oriented",
-    "rows_of",
-    "set_rows",
-    "unstacker",
-]
-
-
 # ---- stacks of a unit ------------------------------------------------------------------------
 
 

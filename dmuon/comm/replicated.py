@@ -52,8 +52,6 @@ from dmuon.scheduler.shards import matrix_box
 from dmuon.scheduler.specs import ITEM_SIZE, dtype_name
 from dmuon.types import DmuonError, OwnershipError
 
-__all__ = ["ReplicatedRuntime"]
-
 
 @dataclass(slots=True)
 class _Published:

@@ -22,14 +22,6 @@ from torch import Tensor
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import Box, Form, ShardMap
 
-__all__ = [
-    "BucketRoute",
-    "Message",
-    "Part",
-    "bucket_route",
-    "parts_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:

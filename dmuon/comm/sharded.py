@@ -36,8 +36,6 @@ from dmuon.dtensors import LocalParameters
 from dmuon.scheduler.plan import OwnershipPlan, Unit
 from dmuon.scheduler.shards import ShardMap
 
-__all__ = ["ShardedRuntime"]
-
 
 class ShardedRuntime(LayoutRuntime):
     """See the module's docstring. ``device`` is where Newton-Schulz runs; with CPU offload the

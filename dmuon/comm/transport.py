@@ -15,17 +15,6 @@ from torch import Tensor
 
 from dmuon.types import OwnershipError
 
-__all__ = [
-    "C10dTransport",
-    "HostCopy",
-    "LocalTransport",
-    "Meter",
-    "Stopwatch",
-    "Transport",
-    "Work",
-    "host_can_read",
-]
-
 # Types of devices whose tensors the host reads at once. Tests take the CPU out, so that the
 # branches of an accelerator run there.
 READ_AT_ONCE = frozenset({"cpu"})

@@ -37,8 +37,6 @@ from dmuon.types import Algorithm, Layout
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["LoadBalanceReport", "RankLoad", "build_report", "launch_owners"]
-
 # Below these a new plan is not worth a restart: measured times vary by as much.
 REPLAN_FRACTION, REPLAN_MS = 0.05, 0.05
 _REPLAN_HOW = (

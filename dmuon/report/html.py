@@ -15,8 +15,6 @@ from pathlib import Path
 
 from dmuon.report.text import Fact, Table
 
-__all__ = ["MOST_SHOWN", "Bar", "loads_picture", "mesh_picture", "page", "write_whole"]
-
 MOST_SHOWN = 64  # ranks that are drawn one by one; of more, several together
 _LINE = 16  # slots side by side
 _ROW = 18  # pixels from bar to bar

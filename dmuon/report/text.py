@@ -16,8 +16,6 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-__all__ = ["Fact", "Table", "bytes_text", "count_text", "fold_names", "ms_text", "plain", "render"]
-
 WIDTH = 100  # columns
 _MOST_RUNS = 8  # of numbers inside one pair of braces
 

@@ -37,21 +37,6 @@ import numpy.typing as npt
 from dmuon.scheduler.plan import Dual, Proof
 from dmuon.scheduler.problem import Counts, Problem, relaxed
 
-__all__ = [
-    "MAX_POINTS",
-    "Cover",
-    "Frontier",
-    "Holdings",
-    "Option",
-    "bound_of",
-    "cover",
-    "frontier",
-    "proven",
-    "simple_bound",
-    "spread",
-    "work_tables",
-]
-
 Ints = npt.NDArray[np.int64]
 
 MAX_POINTS = 8_000  # of a knapsack, kept after each shape

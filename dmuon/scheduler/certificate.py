@@ -20,8 +20,6 @@ from dmuon.scheduler.placement import launch_order
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.problem import Problem, build_problem
 
-__all__ = ["Certificate", "certify"]
-
 
 @dataclass(frozen=True, slots=True)
 class Certificate:

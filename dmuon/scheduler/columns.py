@@ -34,8 +34,6 @@ from dmuon.scheduler.greedy import improve
 from dmuon.scheduler.plan import Dual
 from dmuon.scheduler.problem import Counts, Problem
 
-__all__ = ["Budget", "Columns", "EngineError", "available_engines"]
-
 Floats = npt.NDArray[np.float64]
 Pattern = tuple[int, tuple[int, ...]]  # class, count of each shape
 

@@ -31,24 +31,6 @@ from dmuon.scheduler.json_files import cut, decode_fields, different, parse, rea
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.types import KernelChoice, PlanError
 
-__all__ = [
-    "ANALYTIC_DEVICES",
-    "ORIGINS",
-    "AnalyticDevice",
-    "CacheKey",
-    "CostTable",
-    "ShapeKey",
-    "add_to_cache",
-    "analytic_class",
-    "analytic_ms",
-    "cache_directory",
-    "cache_path",
-    "canonical_key",
-    "newton_schulz_flops",
-    "read_cache",
-    "resolve_costs",
-]
-
 ShapeKey = tuple[int, int, str]  # rows, cols, dtype of the parameter
 
 ORIGINS = ("measured", "interpolated", "estimated", "analytic", "given")

@@ -16,15 +16,6 @@ import numpy.typing as npt
 from dmuon.scheduler.bound import Option, frontier
 from dmuon.scheduler.problem import Counts, Problem
 
-__all__ = [
-    "baselines",
-    "greedy",
-    "improve",
-    "longest_first",
-    "longest_first_by_weight",
-    "round_robin",
-]
-
 Ints = npt.NDArray[np.int64]
 
 _MOST_MOVES = 4000  # of one local search: a work limit, so that equal input gives equal plans

@@ -28,8 +28,6 @@ from functools import partial
 
 from dmuon.scheduler.topology import Topology
 
-__all__ = ["Contention", "contention", "launch_order", "layer_of", "natural_key", "place"]
-
 _Pattern = tuple[tuple[int, int], ...]  # (shape, how many), ascending: what one owner takes
 
 _SEEN = 24  # turns that one matrix chooses from

@@ -25,17 +25,6 @@ from dmuon.scheduler.specs import MatrixSpec, ModelSpecs
 from dmuon.scheduler.topology import Topology
 from dmuon.types import KernelChoice, Layout, PlanError
 
-__all__ = [
-    "Batch",
-    "Dual",
-    "OwnershipPlan",
-    "PriceRow",
-    "Proof",
-    "Unit",
-    "check_plan_fits",
-    "units_of",
-]
-
 FORMAT_VERSION = 7
 SOLVERS = ("round_robin", "greedy", "search", "milp")  # what a plan says that it was found by
 STATUSES = ("optimal", "feasible", "time_limit")

@@ -29,8 +29,6 @@ from dmuon.scheduler.shards import OwnerLimits, state_bytes
 from dmuon.scheduler.specs import MatrixSpec
 from dmuon.types import Layout, SizeError
 
-__all__ = ["Counts", "Forced", "OwnerClass", "Problem", "Shape", "build_problem", "relaxed"]
-
 Ints = npt.NDArray[np.int64]
 Counts = Ints  # [ranks, shapes]
 

@@ -20,8 +20,6 @@ from dmuon.scheduler.specs import (
 )
 from dmuon.types import Algorithm, DmuonError, Select, SelectionError
 
-__all__ = ["collect", "trainable_parameters"]
-
 HEAD_NAMES = frozenset({"lm_head", "head", "output", "embed_out", "score", "classifier"})
 # Inside a repeated block these name a projection as often as a head; a head is not repeated.
 _AMBIGUOUS_IN_BLOCK = frozenset({"head", "output", "score"})

@@ -27,20 +27,6 @@ from typing import Annotated
 from dmuon.scheduler.specs import ITEM_SIZE, MatrixSpec, ModelSpecs
 from dmuon.types import Layout, OwnershipError, PlanError
 
-__all__ = [
-    "Box",
-    "Form",
-    "LocalShard",
-    "MatrixBox",
-    "OwnerLimits",
-    "Piece",
-    "RankShards",
-    "ShardMap",
-    "assemble",
-    "matrix_box",
-    "state_bytes",
-]
-
 _MOST_FIXED = 1 << 60  # milliseconds or bytes
 
 

@@ -35,8 +35,6 @@ from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Layout, PlanError
 
-__all__ = ["SOLVERS", "price_rows", "solve"]
-
 SOLVERS = ("auto", "milp", "greedy", "round_robin")
 
 _MOST_DOMAINS = 8  # filled by themselves, after which the others are no longer the busiest

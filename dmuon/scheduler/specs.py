@@ -11,8 +11,6 @@ from torch import Tensor
 
 from dmuon.types import Algorithm, PlanError
 
-__all__ = ["MatrixSpec", "ModelSpecs", "ParameterSpec", "canonical_name", "dtype_name"]
-
 # What wrappers put between the names that the user wrote: DDP, torch.compile, checkpointing.
 _WRAPPER_COMPONENTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 _MOST_ELEMENTS = 1 << 40  # of a parameter

@@ -24,8 +24,6 @@ from dataclasses import dataclass
 
 from dmuon.types import DmuonError
 
-__all__ = ["MAX_RANKS", "Topology", "diagonal_slots", "local_world_size"]
-
 MAX_RANKS = 100_000
 _MOST_AXES = 64
 

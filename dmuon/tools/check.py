@@ -35,8 +35,6 @@ from dmuon.tools.plan import positive
 if TYPE_CHECKING:
     from dmuon.tools.parallel_models import ParallelCase
 
-__all__ = ["add_check_arguments", "run"]
-
 _NPROC = 4  # processes of the replicated layout
 _TIMEOUT_S = 300  # of a collective; a check that hangs has failed
 _DATA_OF_A_SEED = 10_000  # steps until the data are those of the next seed

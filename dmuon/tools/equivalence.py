@@ -36,8 +36,6 @@ from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, DmuonError, Layout
 from dmuon.update import merged_master
 
-__all__ = ["EquivalenceReport", "EquivalenceRow", "check_step_equivalence"]
-
 ABSOLUTE = 1e-5  # weights and losses, where nothing is rounded to half precision
 # What an update may differ by, in yardsticks. Sums in another order carry up to 1 yardstick far,
 # kernels that round twice as often as the reference's up to 2.5 (measured): twice that must pass.

@@ -32,16 +32,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-__all__ = [
-    "CASES",
-    "DEDICATED_CASES",
-    "ParallelCase",
-    "ParallelModel",
-    "batch",
-    "loss_of",
-    "replicated_case",
-]
-
 VOCAB = 61
 
 

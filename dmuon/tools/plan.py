@@ -24,8 +24,6 @@ from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs
 from dmuon.scheduler.topology import MAX_RANKS, Topology
 from dmuon.types import DmuonError, PlanError
 
-__all__ = ["add_plan_arguments", "positive", "run"]
-
 WIDTH = 100  # columns of what is printed to anything but a terminal
 COMPARED = ("round_robin", "greedy", "milp")
 _AXES = {1: ("dp",), 2: ("node", "gpu"), 3: ("group", "node", "gpu")}

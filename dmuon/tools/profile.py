@@ -18,8 +18,6 @@ from dmuon.scheduler.costs import CostTable, ShapeKey, newton_schulz_flops
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.types import DmuonError, PlanError
 
-__all__ = ["add_profile_arguments", "run"]
-
 _BUDGET_S = 60.0
 _WIDTH = 110  # columns of what is printed to anything but a terminal
 

@@ -296,11 +296,9 @@ def test_the_contract_of_this_version_is_public():
 
 
 @pytest.mark.parametrize("module", SUBMODULES)
-def test_modules_are_documented_and_their_all_exists(module):
+def test_modules_are_documented(module):
     loaded = importlib.import_module(module)
     assert loaded.__doc__ or Path(loaded.__file__).stat().st_size == 0
-    for name in getattr(loaded, "__all__", []):
-        assert hasattr(loaded, name)
 
 
 def test_muon_begins_as_torch_muon_does():

@@ -54,9 +54,6 @@ from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import Box, LocalShard, RankShards, ShardMap
 from dmuon.types import OwnershipError
 
-__all__ = ["DedicatedRuntime"]
-
-
 _Parts = list[tuple[int, int, Tensor]]  # position in a unit, matrix, its part
 
 

@@ -36,12 +36,6 @@ from dmuon.comm.reducer import GradientReducer, at_end_of_backward
 from dmuon.config import DedicatedOptions
 from dmuon.types import DmuonError
 
-__all__ = [
-    "Prefetcher",
-    "check_first_forward",
-    "hook_module",
-]
-
 _ANNOUNCED = "_dmuon_announced"  # set on what a module keeps from one pass to the next
 
 

@@ -37,13 +37,6 @@ from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.specs import canonical_name
 from dmuon.types import OwnershipError
 
-__all__ = [
-    "Group",
-    "Storage",
-    "module_groups",
-]
-
-
 # ---- one group -------------------------------------------------------------------------------
 
 
