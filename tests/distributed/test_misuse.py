@@ -46,12 +46,10 @@ class Mixed(nn.Module):
 
 
 MISTAKES = {
-    "empty selection": (lambda m: dmuon.dedicate_params(m, select=lambda n, p: False), "selected"),
     "one-dimensional": (
         lambda m: dmuon.dedicate_params(m, select=lambda n, p: True),
         "tok|bias|norm",
     ),
-    "unknown layout": (lambda m: dmuon.dedicate_params(m, layout="magic"), "layout"),
     "later layout": (lambda m: dmuon.dedicate_params(m, layout="sharded"), "sharded"),
     "unknown solver": (lambda m: dmuon.dedicate_params(m, solver="magic"), "solver"),
     "unknown costs": (lambda m: dmuon.dedicate_params(m, costs="magic"), "costs"),
@@ -59,11 +57,8 @@ MISTAKES = {
         lambda m: dmuon.dedicate_params(m, splits={"*.up.weight": [1, 2]}),
         r"splits.*56 rows",
     ),
-    "pattern without match": (
-        lambda m: dmuon.dedicate_params(m, heads={"*.qkv.weight": 2}),
-        "matches no matrix",
-    ),
     "select that raises": (lambda m: dmuon.dedicate_params(m, select=lambda n, p: 1 / 0), "zero"),
+    "no module": (lambda m: dmuon.dedicate_params(None), "nn.Module"),
     "Muon first": (lambda m: dmuon.Muon(m), "dedicate_params"),
     "clip first": (lambda m: dmuon.clip_grad_norm_(m, 1.0), "dedicate_params"),
 }
@@ -80,7 +75,7 @@ def test_planning_mistakes(rank, world, mistake, only_one):
         only_one = False
     model = seeded(Net)
     guilty = not only_one or rank == 1
-    with pytest.raises((ValueError, ZeroDivisionError), match=message):
+    with pytest.raises((TypeError, ValueError, ZeroDivisionError), match=message):
         if guilty:
             make(model)
         else:
@@ -118,34 +113,16 @@ def test_mesh_of_the_wrong_device(rank, world):
 
 OPTIMIZER_MISTAKES = {
     "duplicate": (lambda m: dmuon.Muon([*m.parameters(), m.mid.weight]), "mid.weight.*twice"),
-    "duplicate over groups": (
-        lambda m: dmuon.Muon([{"params": m.parameters()}, {"params": [m.mid.weight]}]),
-        "twice",
-    ),
     "missing": (lambda m: dmuon.Muon(list(m.parameters())[1:]), r"not passed.*tok\.weight"),
-    "stranger": (
-        lambda m: dmuon.Muon([*m.parameters(), nn.Parameter(torch.ones(3))]),
-        "not part of",
-    ),
+    "malformed": (lambda m: dmuon.Muon([{"params": m.parameters()}, {"lr": 1.0}]), "params"),
     "lr": (lambda m: dmuon.Muon(m, lr=-1.0), "lr"),
-    "adjust": (lambda m: dmuon.Muon(m, adjust_lr_fn="magic"), "adjust_lr_fn"),
     "coefficients": (lambda m: dmuon.Muon(m, ns_coefficients="magic"), "magic"),
-    "steps": (lambda m: dmuon.Muon(m, ns_steps=-1), "steps"),
     "period": (lambda m: dmuon.Muon(m, period=5), "period"),
-    "publish": (lambda m: dmuon.Muon(m, publish="magic"), "publish"),
-    "mode": (lambda m: dmuon.Muon(m, momentum_mode="magic"), "momentum_mode"),
-    "dampening": (lambda m: dmuon.Muon(m, dampening=0.1), "dampening"),
     "dtype": (lambda m: dmuon.Muon(m, ns_dtype="float8"), "float8"),
-    "eps": (lambda m: dmuon.Muon(m, eps=0.0), "eps"),
-    "betas": (lambda m: dmuon.Muon(m, adamw_betas=(0.9, 1.5)), "betas"),
-    "lr of a config": (lambda m: dmuon.Muon(m, lr="1e-3"), "lr must be .*'1e-3'"),
     "lr of a group": (
         lambda m: dmuon.Muon([{"params": m.parameters(), "lr": "1e-3"}]),
         r"lr must be .*'1e-3' in opt\.param_groups\[0\]",
     ),
-    "no steps": (lambda m: dmuon.Muon(m, ns_steps=0), "ns_steps must be an integer >= 1"),
-    "one beta": (lambda m: dmuon.Muon(m, adamw_betas=0.9), "adamw_betas must be two numbers"),
-    "masters": (lambda m: dmuon.Muon(m, master_weights="yes"), "master_weights must be True"),
 }
 
 
@@ -310,23 +287,6 @@ def test_one_rank_tells_of_updates_that_are_rounded_away(rank, world, layout):
 
 
 @distributed(2)
-def test_a_setting_that_turns_wrong_later(rank, world):
-    model = seeded(Net)
-    own, transport = dedicate(model, RecordingTransport)
-    opt = dmuon.Muon(model)
-    loss_of(model, batch(0, rank)).backward()
-    opt.param_groups[0]["lr"] = "1e-4"
-    sent = len(transport.events)
-    with pytest.raises(TypeError, match=r"lr must be .*'1e-4' in opt\.param_groups\[0\]"):
-        opt.step()
-    assert len(transport.events) == sent
-    opt.param_groups[0]["lr"] = 1e-4
-    opt.step()  # nothing was lost
-    assert len(transport.events) > sent
-    own.close()
-
-
-@distributed(2)
 def test_grad_scaler_is_refused(rank, world):
     with planned() as (model, _):
         opt, scaler = dmuon.Muon(model), torch.amp.GradScaler("cpu")
@@ -362,21 +322,6 @@ def test_gradients_set_by_hand_without_a_backward_are_averaged(rank, world):
         buffers = [s["momentum_buffer"] for s in opt.state.values() if "momentum_buffer" in s]
         assert buffers
         assert all(torch.allclose(b, torch.full_like(b, 0.05 * 2.0)) for b in buffers)
-
-
-@distributed(2)
-def test_a_malformed_group_on_one_rank_is_an_error_on_both(rank, world):
-    with planned() as (model, _):
-        malformed = [{"params": model.parameters()}, {"lr": 1.0}]
-        with pytest.raises((TypeError, ValueError), match="params"):
-            dmuon.Muon(malformed if rank == 1 else model)
-        dmuon.Muon(model)
-
-
-@distributed(2)
-def test_no_model_on_one_rank_is_an_error_on_both(rank, world):
-    with pytest.raises((TypeError, ValueError), match="nn.Module"):
-        dmuon.dedicate_params(None if rank == 1 else seeded(Net))
 
 
 WRONG = {"lr": float("nan"), "momentum": 2.0, "ns_steps": "5"}
