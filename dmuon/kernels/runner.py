@@ -228,7 +228,8 @@ class Orthogonalizer:
 
     def is_fused(self, call: Call) -> bool:
         """Whether the elementwise work around a call runs in Triton kernels too."""
-        return self.choice(call).backend.startswith("triton")
+        found = self._prepared.get((call, None))
+        return "/triton" in (str(self.choice(call)) if found is None else found.kernel)
 
     def report(self) -> dict[str, Any]:
         """What ran so far: the kernels by shape; the workspace; the state of CUDA graphs."""
