@@ -485,15 +485,19 @@ def _patterns(
         most_pairs -= len(ticks) * len(k)
         if most_pairs < 0:
             raise _TooMany
-        total = ticks[:, None] + shape.ticks[k][None, :]
-        value = got[:, None] + worth.most[s][k][None, :]
-        later = max(dense[s + 1 :], default=0.0)
-        more = np.zeros(1) if later == 0 else np.minimum(later * (free - total), float(1 << 62))
-        at, which = np.nonzero((total <= free) & (value + more * (1 + 1e-9) + 1 >= least))
-        if len(at) > 10 * _MOST_PATTERNS:
+        later, found = max(dense[s + 1 :], default=0.0), []
+        size = max(_AT_ONCE // len(k), 1)
+        for start in range(0, max(len(rows), 1), size):
+            some = slice(start, start + size)
+            total = ticks[some, None] + shape.ticks[k]
+            value = got[some, None] + worth.most[s][k]
+            more = np.minimum(later * (free - total), float(1 << 62)) if later else np.zeros(1)
+            at, which = np.nonzero((total <= free) & (value + more * (1 + 1e-9) + 1 >= least))
+            grown = np.column_stack((rows[some][at], k[which]))
+            found.append((grown, total[at, which], value[at, which]))
+        rows, ticks, got = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        if len(rows) > 10 * _MOST_PATTERNS:
             raise _TooMany
-        rows = np.column_stack((rows[at], k[which]))
-        ticks, got = total[at, which], value[at, which]
     stored = rows @ problem.nbytes
     keep = stored <= owner.room
     for s in np.flatnonzero(owner.allowed).tolist() if monotone else ():
