@@ -172,28 +172,24 @@ def _wrong_matrices(plan: OwnershipPlan) -> Iterator[str]:
 def _wrong_prices(plan: OwnershipPlan) -> Iterator[str]:
     """Prices that do not come from where the plan says."""
     source = plan.cost_source
-    is_analytic = source.startswith("analytic")
-    known = ["analytic"] if is_analytic else ORIGINS
-    device = source.removeprefix("analytic:")
-    models = [
-        CostTable.analytic(device, momentum=momentum)
-        for momentum in (True, False)
-        if is_analytic and device in ANALYTIC_DEVICES
-    ]
-    right = [_modelled(plan, model) for model in models]
+    known = ["analytic"] if source.startswith("analytic") else ORIGINS
     for row in plan.prices:
-        shape = f"{row.key[0]} x {row.key[1]}"
         for origin in dict.fromkeys(row.origin):
             if origin not in known:
-                yield f"the prices of {shape} say {origin!r}; the costs are {source!r}"
-    if right and not any(right):
-        yield f"the prices are not those of {source!r}"
+                yield (
+                    f"the prices of {row.key[0]} x {row.key[1]} say {origin!r}; the costs are "
+                    f"{source!r}"
+                )
+    name, _, device = source.partition(":")
+    if name == "analytic" and device in ANALYTIC_DEVICES:
+        right = (_are_prices(plan, CostTable.analytic(device, momentum=m)) for m in (True, False))
+        if not any(right):
+            yield f"the prices are not those of {source!r}"
 
 
-def _modelled(plan: OwnershipPlan, model: CostTable) -> bool:
-    """Whether all prices are those of a model of a device."""
+def _are_prices(plan: OwnershipPlan, costs: CostTable) -> bool:
     return all(
-        math.isclose(ms, model.batch_ms(row.key, batch), rel_tol=1e-9)
+        math.isclose(ms, costs.batch_ms(row.key, batch), rel_tol=1e-9)
         for row in plan.prices
         for batch, ms in enumerate(row.ms, 1)
     )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import itertools
 import json
 import math
@@ -380,30 +379,14 @@ def test_every_edit_of_a_saved_plan_is_found(number):
         OwnershipPlan.from_json(json.dumps(data | {"seconds": 0.25}))
 
 
-@given(st.sampled_from(range(7)), st.data())
-@settings(max_examples=40)
-def test_whatever_bytes_are_verified_the_status_is_a_verdict_or_a_mistake(number, data):
-    content = bytearray(plan_texts()[number].encode())
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(content) - 1))
-        what = data.draw(st.sampled_from(["flip", "cut", "double"]))
-        if what == "flip":
-            content[at] = data.draw(st.integers(0, 255))
-        elif what == "cut":
-            del content[at : at + data.draw(st.integers(1, 40))]
-        else:
-            content[at:at] = content[at : at + data.draw(st.integers(1, 40))]
-        content = content or bytearray(b" ")
-    out, err = io.StringIO(), io.StringIO()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "plan.json")
+@pytest.mark.parametrize("damage", [b"\xff\xfe", b" ", b"{", b'{"format": 7}'])
+def test_what_is_no_plan_is_a_mistake_in_one_line(damage, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    for content in (damage, damage + plan_texts()[0].encode()):
         path.write_bytes(content)
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = main(["plan", "--verify", str(path)])
-    assert status in (0, 1, 2), err.getvalue()
-    assert len(err.getvalue().splitlines()) == (status == 2)
-    if status != 2:
-        check_verdict(content.decode(), certify(OwnershipPlan.from_json(content.decode())))
+        right = content.strip() == plan_texts()[0].encode()
+        assert main(["plan", "--verify", str(path)]) == (0 if right else 2)
+        assert len(capsys.readouterr().err.splitlines()) == (not right)
 
 
 # ---- cost tables and the cache -----------------------------------------------------------

@@ -30,7 +30,16 @@ from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, Layout, PlanError
-from tests.unit.models import Mixed, TinyGPT, partitions, plan_of, plan_of_mixed, specs_of, tree
+from tests.unit.models import (
+    Mixed,
+    TinyGPT,
+    partitions,
+    plan_of,
+    plan_of_mixed,
+    sealed,
+    specs_of,
+    tree,
+)
 
 A, B = (8, 8, "float32"), (4, 6, "float32")
 
@@ -221,10 +230,9 @@ def test_the_fingerprint_ignores_how_the_plan_was_found():
 
 
 def broken(**changes: object) -> str:
+    """A saved plan with other fields, or without those that are None; its digest is right."""
     data = json.loads(plan_of(specs_of([B] * 2), [0, 1], 2).to_json())
-    return json.dumps(
-        {k: v for k, v in (data | changes).items() if v is not None or k not in changes}
-    )
+    return sealed({k: v for k, v in (data | changes).items() if v is not None or k not in changes})
 
 
 def test_what_is_no_plan_is_refused_as_one():
@@ -233,7 +241,7 @@ def test_what_is_no_plan_is_refused_as_one():
     for text in (
         *("", "plan", "null", "[]", "{}", "3", '"text"', broken()[:-20]),
         *(broken(specs=None), broken(batches=None), broken(seconds=None), broken(batches=7)),
-        *(broken(status="perfect"), broken(solver="oracle"), broken(digest=None)),
+        *(broken(status="perfect"), broken(solver="oracle")),
         *(broken(layout="scattered"), broken(topology={}), broken(topology=topology)),
         *(broken(batches=[[0, [0]]]), broken(alternatives=[1])),
         broken(batches=[[0, [0, 1], 1.0, "fast"]]),
