@@ -16,6 +16,7 @@ from dmuon.types import DmuonError, OwnershipError
 from tests.distributed.harness import distributed
 from tests.distributed.models import Net, batch, largest_difference, seeded, weights
 from tests.distributed.owners import (
+    DDP,
     FSDP,
     MUON,
     PLAIN,
@@ -95,18 +96,6 @@ def test_what_the_layout_cannot_be_laid_over(rank, world):
     own.close()
 
 
-@distributed(2)
-def test_period_and_a_second_optimizer_are_refused(rank, world):
-    model = seeded()
-    own = dedicated(model, world)
-    with pytest.raises(OwnershipError, match="there is no block step"):
-        dmuon.Muon(model, **MUON, period=2)
-    dmuon.Muon(model, **MUON)
-    with pytest.raises(OwnershipError, match="already have a dmuon.Muon"):
-        dmuon.Muon(model, **MUON)
-    own.close()
-
-
 # ---- placeholders ------------------------------------------------------------------------
 
 
@@ -156,6 +145,8 @@ def test_a_parameter_that_was_replaced(rank, world):
     for layout, names in {
         PLAIN: ("mid.weight", "blocks.1.up.weight", "blocks.0.norm.weight"),
         FSDP: ("mid.weight", "blocks.1.up.weight"),
+        REPLICATED: ("mid.weight", "blocks.0.norm.weight"),
+        DDP: ("mid.weight", "blocks.0.norm.weight"),
     }.items():
         for name in names:
             with both(Net, layout, transport=RecordingTransport) as pair:
@@ -163,7 +154,7 @@ def test_a_parameter_that_was_replaced(rank, world):
                 path, _, local = name.rpartition(".")
                 torch.manual_seed(1)
                 other = nn.Parameter(torch.randn(pair.own.shape_of(name)) / 10)
-                setattr(pair.model.get_submodule(path), local, other)
+                setattr(pair.bare.get_submodule(path), local, other)
                 pair.backward(1)
                 sent = len(pair.events)
                 with pytest.raises(OwnershipError, match=rf"'{name}' is another parameter object"):

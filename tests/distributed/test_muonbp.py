@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
@@ -216,12 +216,3 @@ def test_blocks_without_a_gradient_or_with_a_bad_one_are_left_alone(rank, world)
             opt.zero_grad()
         assert opt.stats()["finite"] is (rank == 1)
         assert opt.stats()["skipped"] == int(rank == 0)
-
-
-@distributed(2)
-def test_other_layouts_refuse_a_period(rank, world):
-    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
-    own = dmuon.dedicate_params(model)
-    with pytest.raises(ValueError, match="whole at its owner"):
-        dmuon.Muon(model, period=2)
-    own.close()

@@ -367,15 +367,15 @@ GROUPS = {
 }
 
 for name in ORDERS:
-    program(name, PLAIN, KEPT, **ordered(name), steps=4)
+    program(name, PLAIN, KEPT, REPLICATED, **ordered(name), steps=4)
 for name in ("backwards", "in turn", "twice with others between"):
     for n in (0, 3):
         options = {"prefetch": n}
         program(f"{name}, FSDP2, prefetch={n}", FSDP, **ordered(name), steps=4, options=options)
 for f in WAYS:
-    program(f.__name__, PLAIN, KEPT, loss_of=f)
-program("ways alternate", PLAIN, KEPT, round=ways_alternate)
-program("a part later", PLAIN, KEPT, build=PartLater)
+    program(f.__name__, PLAIN, KEPT, REPLICATED, loss_of=f)
+program("ways alternate", PLAIN, KEPT, REPLICATED, round=ways_alternate)
+program("a part later", PLAIN, KEPT, REPLICATED, build=PartLater)
 program("losses kept as attributes", PLAIN, change=keep_losses, loss_of=loss_with_kept)
 for name, f in GROUPS.items():
     program(f"groups: {name}", PLAIN, FSDP, options={"groups": f})

@@ -80,12 +80,6 @@ def test_layouts_that_do_not_fit_the_model(rank, world):
         dmuon.dedicate_params(DistributedDataParallel(seeded(Net)), layout="sharded")
     with pytest.raises(ValueError, match=r"sharded.*(plain|DTensor)"):
         dmuon.dedicate_params(seeded(Net), layout="sharded")
-    plain = seeded(Net)
-    own = dmuon.dedicate_params(plain)
-    for wrong in ({"period": 2}, {"block_lr_ratio": 0.5}):
-        with pytest.raises(ValueError, match="no block step"):
-            dmuon.Muon(plain, **wrong)
-    own.close()
 
 
 @distributed(2)

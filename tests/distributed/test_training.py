@@ -104,20 +104,6 @@ def test_meshes_of_other_shapes(rank, world):
 
 # ---- settings --------------------------------------------------------------------------------
 
-SETTINGS = [
-    {"weight_decay": 0.7, "adamw_weight_decay": 0.3, "adamw_betas": (0.8, 0.9)},
-    {"momentum_mode": "sgd", "dampening": 0.1, "nesterov": False, "weight_decay": 0.0},
-    {"adjust_lr_fn": "original", "ns_coefficients": "quintic", "ns_steps": 4},
-    {"adjust_lr_fn": None, "ns_steps": 3},
-]
-
-
-@layouts(PLAIN, REPLICATED)
-@distributed(2)
-def test_hyperparameters_mean_the_same(rank, world, layout):
-    for muon in SETTINGS:
-        follow(Net, layout, muon=muon)
-
 
 def two_groups(model):
     """The parameters of the embedding and the first block by name, and all the others."""

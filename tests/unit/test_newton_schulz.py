@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import itertools
 import math
 from functools import cache
@@ -361,12 +359,6 @@ def test_bad_inputs_and_options(x, options, message):
     is_type = not options and "found shape" not in message
     with pytest.raises(TypeError if is_type else ValueError, match=message):
         newton_schulz(x, **options)
-
-
-@pytest.mark.parametrize("name", ["newton_schulz", "choice", "ops"])
-def test_doctests(name):
-    result = doctest.testmod(importlib.import_module(f"dmuon.kernels.{name}"))
-    assert result.attempted and not result.failed
 
 
 @pytest.mark.parametrize("dtype", [F32, "auto"])
