@@ -92,9 +92,6 @@ class OwnerLimits:
     def fixed_bytes_of(self, rank: int) -> int:
         return self.fixed_bytes[rank] if self.fixed_bytes else 0
 
-    def may_own(self, rank: int, matrix: int) -> bool:
-        return not self.domain_of or rank in self.domains[self.domain_of[matrix]]
-
     def is_forced(self, matrix: int) -> bool:
         """Whether a single rank may own it."""
         return bool(self.domain_of) and len(self.domains[self.domain_of[matrix]]) == 1

@@ -67,7 +67,8 @@ class Instance:
         """Every allowed assignment that fits the memory cap."""
         sizes = [r * c * (4 if d == "float32" else 2) for r, c, d in self.keys]
         for owners in product(range(self.world), repeat=len(self.keys)):
-            if not all(self.limits.may_own(r, i) for i, r in enumerate(owners)):
+            domains = (self.limits.domains[d] for d in self.limits.domain_of)
+            if not all(r in domain for r, domain in zip(owners, domains)):
                 continue
             stored = [self.limits.fixed_bytes_of(r) for r in range(self.world)]
             for r, size in zip(owners, sizes):

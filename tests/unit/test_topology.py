@@ -33,19 +33,6 @@ def most_in_a_stretch(places: list[int], cyclic: bool = True) -> list[int]:
 # ---- the owner order ---------------------------------------------------------------------
 
 
-def test_xor_order_of_four_nodes_with_eight_ranks():
-    """The picture in the module's docstring."""
-    grid = [[0] * 8 for _ in range(4)]
-    for position, (node, column) in enumerate(diagonal_slots(4, 8)):
-        grid[node][column] = position
-    assert grid == [
-        [0, 9, 18, 27, 4, 13, 22, 31],
-        [8, 1, 26, 19, 12, 5, 30, 23],
-        [16, 25, 2, 11, 20, 29, 6, 15],
-        [24, 17, 10, 3, 28, 21, 14, 7],
-    ]
-
-
 @pytest.mark.parametrize("nodes", range(1, 17))
 def test_a_stretch_of_the_order_is_spread_over_nodes_and_columns(nodes):
     """All lengths, all beginnings, also across the end."""
@@ -121,10 +108,14 @@ def test_runs_of_equal_length_need_no_list_of_nodes(nodes, per_node, node_of):
         lambda: Topology((3,), ("dp",), 2, "cpu", (1, 1, 2)),
         lambda: Topology((3,), ("dp",), 3, "cpu", (0, 1, 1)),
         lambda: Topology.on_nodes((3,), ("dp",), [0, 0]),
+        lambda: Topology((), (), 1),
+        lambda: Topology((2, 0), ("a", "b"), 1),
+        lambda: Topology((2, 2), ("a",), 1),
+        lambda: Topology((2,), ("a",), 0),
         lambda: Topology.on_nodes((2, 2), ("a", "b"), [0, 0, 0, 0, 0]),
     ],
 )
-def test_nodes_that_do_not_fit_are_refused(make):
+def test_impossible_meshes_and_nodes_that_do_not_fit_are_refused(make):
     with pytest.raises(ValueError):
         make()
 
