@@ -87,12 +87,12 @@ def round_robin(problem: Problem, order: Sequence[int]) -> Counts | None:
     ``order`` lists the matrices; one that a single rank may own takes no turn. A rank that may not
     own a matrix is passed over; None if the memory cap is in the way.
     """
-    kind_of = {i: s for s, members in enumerate(problem.members) for i in members}
+    shape_of = {i: s for s, shape in enumerate(problem.shapes) for i in shape.members}
     may_own = [np.flatnonzero(problem.allowed[:, s]).tolist() for s in range(len(problem.shapes))]
     counts = np.zeros((problem.world, len(problem.shapes)), np.int64)
     room = problem.room.tolist()
     turn = 0
-    for s in (kind_of[i] for i in order if i in kind_of):
+    for s in (shape_of[i] for i in order if i in shape_of):
         nbytes, at = problem.shapes[s].nbytes, bisect_left(may_own[s], turn)
         in_turn = chain(may_own[s][at:], may_own[s][:at])
         rank = next((r for r in in_turn if room[r] >= nbytes), None)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -77,7 +77,7 @@ class Shape:
     Only they are batched with each other: other domains travel in other collectives.
     ``batch_ticks[b - 1]`` is the cost of one batch of b. ``domain`` is an index into
     `OwnerLimits.domains`, or -1 for every rank. ``nbytes`` is the optimizer state of one matrix
-    that lies with its owner.
+    that lies with its owner. ``members`` are the matrices, as given.
     """
 
     key: ShapeKey
@@ -85,6 +85,7 @@ class Shape:
     count: int
     nbytes: int
     batch_ticks: tuple[int, ...]
+    members: tuple[int, ...] = field(default=(), compare=False)
 
     @cached_property
     def ticks(self) -> Ints:
@@ -99,18 +100,6 @@ class Shape:
             sizes.append(int(first[k]))
             k -= sizes[-1]
         return tuple(sorted(sizes, reverse=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Forced:
-    """All matrices of a shape whose domain is one rank: nothing to decide, only to be counted.
-
-    They run in the cheapest batches. ``members`` are the matrices, as given.
-    """
-
-    rank: int
-    shape: Shape
-    members: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +122,13 @@ class OwnerClass:
 
 @dataclass(frozen=True)
 class Problem:
-    """See the module's docstring. ``members`` are the matrices of each shape, as given."""
+    """See the module's docstring. ``forced``: the ranks and shapes of domains of one rank."""
 
     shapes: tuple[Shape, ...]
     classes: tuple[OwnerClass, ...]
-    members: tuple[tuple[int, ...], ...]
     ticks_per_ms: int = _FINEST
     memory_cap: int | None = None  # bytes; the room of every class follows from it
-    forced: tuple[Forced, ...] = ()
+    forced: tuple[tuple[int, Shape], ...] = ()
 
     def ms(self, ticks: int) -> float:
         """Milliseconds of a number of ticks."""
@@ -215,7 +203,9 @@ class Problem:
         place = {rank: i for i, rank in enumerate(numbers)}
         part = replace(
             self,
-            shapes=tuple(replace(self.shapes[s], domain=-1, count=int(demand[s])) for s in shapes),
+            shapes=tuple(
+                replace(self.shapes[s], domain=-1, count=int(demand[s]), members=()) for s in shapes
+            ),
             classes=tuple(
                 replace(
                     c,
@@ -225,7 +215,6 @@ class Problem:
                 for c, some in zip(self.classes, ranks, strict=True)
                 if some
             ),
-            members=((),) * len(shapes),
             forced=(),
         )
         return part, numbers, shapes
@@ -265,19 +254,16 @@ def build_problem(
             raise SizeError(
                 f"too large to plan or to verify: {found:,} {what}, expected at most {at_most:,}"
             )
-    shapes, members, forced = [], [], []
+    shapes, forced = [], []
     for key, domain, mine in groups:
         nbytes = state_bytes(matrices[mine[0]], layout)
-        shape = Shape(key, domain, len(mine), nbytes, batch_ticks[key])
+        shape = Shape(key, domain, len(mine), nbytes, batch_ticks[key], mine)
         if domain >= 0 and len(limits.domains[domain]) == 1:
-            forced.append(Forced(limits.domains[domain][0], shape, mine))
+            forced.append((limits.domains[domain][0], shape))
         else:
             shapes.append(shape)
-            members.append(mine)
     classes = _classes(shapes, forced, world, limits, scale)
-    return Problem(
-        tuple(shapes), classes, tuple(members), scale, limits.memory_bytes, tuple(forced)
-    )
+    return Problem(tuple(shapes), classes, scale, limits.memory_bytes, tuple(forced))
 
 
 def _groups(
@@ -301,7 +287,7 @@ def _groups(
 
 def _classes(
     shapes: Sequence[Shape],
-    forced: Sequence[Forced],
+    forced: Sequence[tuple[int, Shape]],
     world: int,
     limits: OwnerLimits,
     scale: int,
@@ -309,9 +295,9 @@ def _classes(
     """Ranks with equal fixed load, room and domains together, in order of their first rank."""
     fixed = [round(limits.fixed_ms_of(rank) * scale) for rank in range(world)]
     stored = [limits.fixed_bytes_of(rank) for rank in range(world)]
-    for group in forced:
-        fixed[group.rank] += int(group.shape.ticks[-1])
-        stored[group.rank] += group.shape.nbytes * group.shape.count
+    for rank, shape in forced:
+        fixed[rank] += int(shape.ticks[-1])
+        stored[rank] += shape.nbytes * shape.count
     inside: list[list[int]] = [[-1] for _ in range(world)]
     for domain in sorted({shape.domain for shape in shapes} - {-1}):
         for rank in limits.domains[domain]:
@@ -364,9 +350,10 @@ def relaxed(problem: Problem) -> Problem:
         )
     return replace(
         problem,
-        shapes=tuple(replace(problem.shapes[s], count=count[n]) for n, s in enumerate(first)),
+        shapes=tuple(
+            replace(problem.shapes[s], count=count[n], members=()) for n, s in enumerate(first)
+        ),
         classes=tuple(merged),
-        members=((),) * len(first),
         forced=(),
     )
 

@@ -321,7 +321,7 @@ def _tight(problem: Problem, budget: Budget) -> Counts:
         if found.bound >= nbytes
         else f"a cap of {nbytes} bytes is feasible, and none below {found.bound} is"
     )
-    matrices = int(problem.demand.sum()) + sum(group.shape.count for group in problem.forced)
+    matrices = int(problem.demand.sum()) + sum(shape.count for _, shape in problem.forced)
     raise PlanError(
         f"owner_memory_bytes={cap} is too small for the optimizer state of {matrices} matrices on "
         f"{problem.world} ranks: {known}. Raise PlannerOptions(owner_memory_bytes=...), or use "
@@ -359,13 +359,13 @@ def _placed(
 ) -> list[int]:
     """The owner of each matrix: counts made concrete, with consecutive matrices apart."""
     owners = [0] * len(order)
-    for group in problem.forced:
-        for i in group.members:
-            owners[i] = group.rank
-    kind_of = {i: s for s, members in enumerate(problem.members) for i in members}
-    free = [i for i in order if i in kind_of]
+    for rank, shape in problem.forced:
+        for i in shape.members:
+            owners[i] = rank
+    shape_of = {i: s for s, shape in enumerate(problem.shapes) for i in shape.members}
+    free = [i for i in order if i in shape_of]
     placed = place(
-        [kind_of[i] for i in free],
+        [shape_of[i] for i in free],
         [layer_of(specs.matrices[i].name) for i in free],
         [{s: int(k) for s, k in enumerate(row) if k} for row in counts],
         [c.ranks for c in problem.classes],
@@ -383,12 +383,10 @@ def _batches(
     """Every owner's matrices cut into the cheapest batches, earliest layers first."""
     position = {i: at for at, i in enumerate(order)}
     rows = {row.key: row for row in prices}
-    groups = [*zip(problem.shapes, problem.members, strict=True)]
-    groups += [(group.shape, group.members) for group in problem.forced]
     made: list[Batch] = []
-    for shape, members in groups:
+    for shape in (*problem.shapes, *(shape for _, shape in problem.forced)):
         held: dict[int, list[int]] = defaultdict(list)
-        for i in sorted(members, key=position.__getitem__):
+        for i in sorted(shape.members, key=position.__getitem__):
             held[owners[i]].append(i)
         for owner, mine in held.items():
             start = 0

@@ -379,16 +379,6 @@ def test_every_edit_of_a_saved_plan_is_found(number):
         OwnershipPlan.from_json(json.dumps(data | {"seconds": 0.25}))
 
 
-@pytest.mark.parametrize("damage", [b"\xff\xfe", b" ", b"{", b'{"format": 7}'])
-def test_what_is_no_plan_is_a_mistake_in_one_line(damage, tmp_path, capsys):
-    path = tmp_path / "plan.json"
-    for content in (damage, damage + plan_texts()[0].encode()):
-        path.write_bytes(content)
-        right = content.strip() == plan_texts()[0].encode()
-        assert main(["plan", "--verify", str(path)]) == (0 if right else 2)
-        assert len(capsys.readouterr().err.splitlines()) == (not right)
-
-
 # ---- cost tables and the cache -----------------------------------------------------------
 
 

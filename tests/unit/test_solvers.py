@@ -102,8 +102,8 @@ class Instance:
 
 def counts_of(problem: Problem, owners: tuple[int, ...]):
     counts = np.zeros((problem.world, len(problem.shapes)), np.int64)
-    for s, members in enumerate(problem.members):
-        for i in members:
+    for s, shape in enumerate(problem.shapes):
+        for i in shape.members:
             counts[owners[i], s] += 1
     return counts
 
