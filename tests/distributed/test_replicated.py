@@ -123,6 +123,7 @@ READ = [
     lambda pair: forward(pair, True) or weights(pair.model),
     lambda pair: forward(pair, False) or weights(pair.model),
     lambda pair: pair.whole(),
+    lambda pair: pair.own.close() or weights(pair.model),
 ]
 
 

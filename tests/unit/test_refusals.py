@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LinearLR
 
 import dmuon
@@ -24,7 +24,6 @@ from tests.unit.models import (
     clone,
     tokens,
     train,
-    tree,
     weights,
 )
 from tests.unit.test_single_process import SETTINGS, backward, dedicated, tied
@@ -515,29 +514,3 @@ def test_wrong_arguments_are_refused_and_the_model_stays_usable(arguments, error
     with pytest.raises(error, match=message):
         dmuon.dedicate_params(model, **arguments)
     dedicated(model)
-
-
-class SparseLookup(nn.Module):
-    """Makes sparse gradients without an Embedding module that would tell."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(11, WIDTH))
-        self.body = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(nn.functional.embedding(x, self.table, sparse=True))
-
-
-def test_a_sparse_gradient_is_refused_by_name():
-    model = SparseLookup()
-    dedicated(model)
-    with pytest.raises(ValueError, match=r"'table'.*sparse"):
-        backward(model, 0)
-
-
-def test_a_sparse_gradient_of_a_matrix_is_refused_by_name():
-    model = tree({"a.weight": (11, 4)})
-    dedicated(model)
-    with pytest.raises(ValueError, match=r"'a\.weight'.*sparse"):
-        nn.functional.embedding(tokens()(0), model.a.weight, sparse=True).sum().backward()

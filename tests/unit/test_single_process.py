@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -461,15 +459,6 @@ def test_a_backward_that_raises_leaves_the_next_one_intact():
     pair.assert_same()
 
 
-def test_clipping_reports_what_is_not_finite_and_scales_nothing():
-    model = TinyGPT()
-    dedicated(model)
-    (mean_square(model, tokens()(0)) * float("nan")).backward()
-    with pytest.raises(RuntimeError, match="cannot be clipped"):
-        dmuon.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
-    assert torch.isnan(dmuon.clip_grad_norm_(model, 1.0))
-
-
 @pytest.mark.parametrize("wrong", [{"max_norm": -1.0}, {"max_norm": 1.0, "norm_type": 0.0}])
 def test_clipping_checks_its_arguments(wrong):
     model = TinyGPT()
@@ -486,29 +475,6 @@ def after_one_step(publish: str = "async") -> Pair:
     pair = Pair(publish=publish)
     pair.train([0])
     return pair
-
-
-def held(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def read_materialized(pair: Pair) -> dict[str, Tensor]:
-    with pair.own.materialized(pair.model):
-        return held(pair.model)
-
-
-READS = {
-    "state_dict": lambda pair: dict(pair.model.state_dict()),
-    "synchronize": lambda pair: pair.opt.synchronize() or held(pair.model),
-    "materialized": read_materialized,
-    "close": lambda pair: pair.own.close() or held(pair.model),
-}
-
-
-@pytest.mark.parametrize("read", READS)
-def test_reading_shows_published_values(read):
-    pair = after_one_step()
-    assert_within(READS[read](pair), weights(pair.twin), 1e-6)
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
@@ -735,29 +701,6 @@ def test_weights_loaded_into_the_model_replace_the_masters():
 
 
 # ---- lifetime ----------------------------------------------------------------------------
-
-
-def test_the_handle_may_be_dropped_between_the_two_calls():
-    model = TinyGPT()
-    dmuon.dedicate_params(model)
-    gc.collect()
-    twin = clone(model)
-    opt = dmuon.Muon(model, **SETTINGS)
-    gc.collect()
-    train(model, opt, tokens(), range(2))
-    train(twin, reference(twin), tokens(), range(2))
-    assert_within(weights(model), weights(twin), 1e-5)
-    dmuon.clip_grad_norm_(model, 1.0)
-
-
-def test_everything_goes_when_the_model_and_the_optimizer_go():
-    model = TinyGPT()
-    own, opt = dedicated(model)
-    train(model, opt, tokens(), range(2))
-    left = [weakref.ref(thing) for thing in (model, own, opt, model.embed.weight)]
-    del model, own, opt
-    gc.collect()
-    assert [reference() for reference in left] == [None] * 4
 
 
 def test_a_deep_copy_is_an_ordinary_model_that_can_follow_as_an_ema():
