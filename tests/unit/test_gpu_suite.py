@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_parts, kernels, results
+from benchmarks import gpu, gpu_parts, results
 from benchmarks.results import LOST, Rows
 
 CPU = torch.device("cpu")
@@ -214,22 +214,13 @@ def test_parts_fit_a_call_and_those_that_do_not_are_named():
     assert [name for name, _ in ran] == [one.name for one in gpu.parts()] and calls <= 4
 
 
-def test_the_order_of_the_parts(monkeypatch, capsys):
-    """What fills the caches comes first, and what is judged before the rest."""
-    args = {one.name: " ".join(one.command) for one in gpu.parts()}
-    assert list(args) == [one.name for one in gpu.parts(dry=True)] == [
-        "smoke", "tests", "accuracy", "step", "kernels_float16", "kernels_bfloat16", "profile",
-        "sanitizer", "rest_float16",
-    ]  # fmt: skip
-    assert "--sets llama-8b experts" in args["kernels_float16"]
-    assert "--tune-s 150" in args["kernels_float16"] and "llama-8b" not in args["rest_float16"]
-    assert kernels.RATE_PRODUCTS["cuda"][1] == 10, "the floor is a sustained rate"
+def test_without_a_gpu_the_plan_is_printed(monkeypatch, capsys):
     text = (ROOT / "tests/triton_contract.py").read_text()
     assert all(f"def {name}(" in text for name in gpu_parts.SANITIZED)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main([]) == 2, "without a GPU the plan is printed"
+    assert gpu.main([]) == 2
     printed = capsys.readouterr().out
-    assert all(f"python {command}" in printed for command in args.values())
+    assert all(f"python {' '.join(one.command)}" in printed for one in gpu.parts())
 
 
 @pytest.mark.parametrize(
@@ -395,8 +386,3 @@ def test_a_wrong_update_is_seen(monkeypatch, travels):
     with gpu_parts.one_process(CPU):
         row = gpu_parts.step_row(setting, CPU, 2, toy=True)
     assert not row["passed"] and row["update_difference"] > row["limit"]
-
-
-def test_gaps():
-    assert gpu_parts.gaps([]) == []
-    assert gpu_parts.gaps([(0, 10), (2, 3), (4, 5), (12, 13)]) == [2]

@@ -269,18 +269,14 @@ def test_a_failed_capture_is_loud_and_training_goes_on():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "message"),
     [
-        ({"method": 3}, TypeError, "KernelOptions.method must be a string, found 3"),
-        ({"backend": None}, TypeError, "KernelOptions.backend must be a string"),
-        ({"tune_budget_s": -1.0}, ValueError, "tune_budget_s must be a number >= 0, found -1.0"),
-        ({"cuda_graphs": 1}, TypeError, "cuda_graphs must be True or False or None, found 1"),
-        ({"method": "fast"}, ValueError, "method must be one of auto, standard, gram"),
-        ({"backend": "cutlass"}, ValueError, "must be 'auto' or one of torch, .*'cutlass'"),
+        ({"method": "fast"}, "method must be one of auto, standard, gram"),
+        ({"backend": "cutlass"}, "must be 'auto' or one of torch, .*'cutlass'"),
     ],
 )
-def test_wrong_options_are_refused_when_they_are_made_or_planned_with(options, error, message):
-    with pytest.raises(error, match=message):
+def test_wrong_options_are_refused_when_planned_with(options, message):
+    with pytest.raises(ValueError, match=message):
         dmuon.dedicate_params(torch.nn.Linear(4, 6), kernels=KernelOptions(**options))
     with pytest.raises(TypeError, match="kernels must be KernelOptions, found str"):
         dmuon.dedicate_params(torch.nn.Linear(4, 6), kernels="fast")

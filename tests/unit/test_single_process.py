@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -42,7 +41,7 @@ ROWS = inputs((4, WIDTH))
 
 def dedicated(model: nn.Module, **settings: Any) -> tuple[dmuon.Ownership, dmuon.Muon]:
     planning = {
-        k: settings.pop(k) for k in ("splits", "heads", "options", "solver") & settings.keys()
+        k: settings.pop(k) for k in ("splits", "heads", "options", "layout") & settings.keys()
     }
     own = dmuon.dedicate_params(model, **planning)
     return own, dmuon.Muon(model, **(SETTINGS | settings))
@@ -69,7 +68,7 @@ class Pair:
         self.twin = clone(self.model)
         self.batches = tokens() if hasattr(self.model, "embed") else ROWS
         self.wrapped = wrap(self.model)
-        planning = {k: settings.pop(k) for k in ("options", "publish", "solver") & settings.keys()}
+        planning = {k: settings.pop(k) for k in ("options", "publish", "layout") & settings.keys()}
         self.own, self.opt = dedicated(
             self.wrapped, **selection(self.model), **planning, **settings
         )
@@ -101,13 +100,25 @@ def backward(model: nn.Module, *steps: int, batches: Callable[[int], Tensor] | N
         mean_square(model, (batches or tokens())(step)).backward()
 
 
-def test_no_process_group_is_made():
-    dedicated(TinyGPT())
+def test_no_process_group_is_made_and_one_rank_drops_nothing():
+    """Of the `dedicated` layout too: weights are there at any time, and saved as they are."""
+    pair = Pair(layout="dedicated")
     assert not dist.is_initialized()
+    pair.train(range(2))
+    assert {p.shape for p in pair.model.parameters()} == {p.shape for p in pair.twin.parameters()}
+    with pair.own.materialized(pair.model):
+        saved = {n: v.clone() for n, v in pair.model.state_dict().items()}
+    pair.own.close()
+    assert_bitwise(weights(pair.model), saved)
+    pair.assert_same()
 
 
 # ---- equal to the reference --------------------------------------------------------------
 
+KEPT = dmuon.DedicatedOptions(free_after_forward=False)
+LAYOUTS = pytest.mark.parametrize(
+    "layout", [{}, {"layout": "dedicated"}, {"layout": "dedicated", "options": KEPT}], ids=str
+)
 HYPERPARAMETERS = [
     {},
     {"nesterov": False, "adjust_lr_fn": "original"},
@@ -118,21 +129,23 @@ HYPERPARAMETERS = [
 ]
 
 
+@LAYOUTS
 @pytest.mark.parametrize(
     ("dtype", "settings"),
     [*((torch.float32, settings) for settings in HYPERPARAMETERS), (torch.bfloat16, {})],
 )
-def test_without_batching_ten_steps_are_those_of_the_reference_bitwise(dtype, settings):
-    pair = Pair(AllDifferent().to(dtype), **settings)
+def test_without_batching_ten_steps_are_those_of_the_reference_bitwise(dtype, settings, layout):
+    pair = Pair(AllDifferent().to(dtype), **settings, **layout)
     pair.batches = inputs((4, 2, 6), dtype)
     assert all(len(batch.matrices) == 1 for batch in pair.own.plan.batches)
     assert len(set(pair.train(range(10)))) == 10
     assert_bitwise(weights(pair.model), weights(pair.twin))
 
 
+@LAYOUTS
 @pytest.mark.parametrize("settings", HYPERPARAMETERS[:3])
-def test_experts_splits_heads_and_convolutions_follow_the_reference(settings):
-    pair = Pair(Mixed(), **settings)
+def test_experts_splits_heads_and_convolutions_follow_the_reference(settings, layout):
+    pair = Pair(Mixed(), **settings, **layout)
     assert max(len(batch.matrices) for batch in pair.own.plan.batches) > 1
     pair.train(range(10))
     pair.assert_same()
@@ -723,16 +736,6 @@ def test_a_deep_copy_is_an_ordinary_model_that_can_follow_as_an_ema():
     train(ema, second, tokens(), range(2))
     pair.assert_same()
     own.close()
-
-
-def test_a_pickled_model_is_an_ordinary_model():
-    pair = Pair()
-    pair.train([0])
-    pair.opt.synchronize()
-    copied = pickle.loads(pickle.dumps(pair.model))
-    assert_bitwise(weights(copied), weights(pair.model))
-    backward(copied, 0)
-    assert all(p.grad is not None for p in copied.parameters())
 
 
 def test_close_leaves_an_ordinary_module_and_an_optimizer_that_says_so():

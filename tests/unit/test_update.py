@@ -34,23 +34,6 @@ def gradients(steps: int, *shape: int) -> list[torch.Tensor]:
 
 @EVERY
 @NESTEROV
-def test_two_steps_by_hand(settings, nesterov):
-    g1, g2 = gradients(2, 4, 3)
-    buffer, before = torch.zeros(4, 3), g2.clone()
-    momentum_update(buffer, g1, nesterov=nesterov, **settings)
-    operand = momentum_update(buffer, g2, nesterov=nesterov, **settings)
-    assert torch.equal(g2, before), "the gradient is left alone"
-    gain = 0.1 if settings is EMA else 0.75
-    by_hand = 0.9 * (gain * g1.double()) + gain * g2.double()
-    expected = by_hand
-    if nesterov:
-        expected = (0.1 if settings is EMA else 1.0) * g2.double() + 0.9 * by_hand
-    torch.testing.assert_close(buffer.double(), by_hand, rtol=0, atol=1e-6)
-    torch.testing.assert_close(operand.double(), expected, rtol=0, atol=1e-6)
-
-
-@EVERY
-@NESTEROV
 def test_momentum_in_two_halves_is_the_same(settings, nesterov):
     """The operand first, the buffer later: as a step does that may still be called off."""
     group = {**settings, "momentum_mode": settings["mode"], "nesterov": nesterov}
