@@ -73,8 +73,7 @@ def follow(
     with dedicated(both.model, transport, **planning) as (own, opt):
         ref = reference(both.twin)
         for step in range(steps):
-            both.backward(step)
-            both.joint_backward(step)
+            both.both_backward(step)
             advance(opt, ref)
             assert own.runtime.pipeline.pending, "nothing to wait for"
 

@@ -56,19 +56,18 @@ class Pair:
             found.append(number)
         return found
 
-    def backward(self, step: int) -> Tensor:
+    def backward(self, step: int) -> None:
         """One backward pass of the parallelized model on this rank's data."""
-        loss = loss_of(self.model, batch(step, self.data_rank))
-        loss.backward()
-        return loss
+        loss_of(self.model, batch(step, self.data_rank)).backward()
 
-    def joint_backward(self, step: int) -> Tensor:
+    def joint_backward(self, step: int) -> None:
         """One backward pass of the twin on everybody's data."""
         ranks = sorted(set(self.data_ranks()))
-        loss = sum(loss_of(self.twin, batch(step, r)) for r in ranks) / len(ranks)
-        assert isinstance(loss, Tensor)
-        loss.backward()
-        return loss
+        torch.stack([loss_of(self.twin, batch(step, r)) for r in ranks]).mean().backward()
+
+    def both_backward(self, step: int) -> None:
+        self.backward(step)
+        self.joint_backward(step)
 
     def whole(self) -> dict[str, Tensor]:
         """The full weights; a collective call."""

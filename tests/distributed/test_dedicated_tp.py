@@ -53,8 +53,7 @@ def test_tp_with_data_parallelism_equals_the_reference(rank, world, layout):
         mesh = mesh_of((world // degree, degree), ("dp", "tp"))
         with both(layout=layout, **with_tp(mesh, hidden)) as pair:
             for step in range(3):
-                pair.backward(step)
-                pair.joint_backward(step)
+                pair.both_backward(step)
                 found = float(dmuon.clip_grad_norm_(pair.model, 0.5))
                 expected = float(nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.5))
                 assert found == pytest.approx(expected, rel=1e-5)

@@ -26,8 +26,7 @@ def test_clip_grad_norm_counts_every_element_once(rank, world, case):
     both = pair(case)
     twins = dict(both.twin.named_parameters())
     with dedicated(both.model) as (own, _):
-        both.backward(0)
-        both.joint_backward(0)
+        both.both_backward(0)
         limit = 1e9  # changes nothing
         for order in (math.inf, 2.0):
             found = dmuon.clip_grad_norm_(both.model, limit, order)
@@ -46,8 +45,7 @@ def test_the_clip_grad_norm_of_torch(rank, world):
     with dedicated(both.model) as (_, opt):
         ref = reference(both.twin)
         for step in range(2):
-            both.backward(step)
-            both.joint_backward(step)
+            both.both_backward(step)
             found = nn.utils.clip_grad_norm_(both.model.parameters(), 0.1)
             expected = nn.utils.clip_grad_norm_(both.twin.parameters(), 0.1)
             assert abs(float(whole_tensor(found)) / float(expected) - 1) <= TOLERANCE
@@ -78,8 +76,7 @@ def test_a_schedule_changes_rates_before_updates_are_applied(rank, world):
         ref = reference(both.twin)
         schedules = [LambdaLR(o, lambda t: 1 / (1 + t)) for o in (opt, ref, ref.adamw)]
         for step in range(3):
-            both.backward(step)
-            both.joint_backward(step)
+            both.both_backward(step)
             advance(opt, ref)
             assert own.runtime.pipeline.pending
             for schedule in schedules:
@@ -123,8 +120,7 @@ def test_param_groups(rank, world):
         others = [p for p in members if twins[p] not in matrices]
         references.append(torch.optim.AdamW(others, rate, betas=(0.9, 0.95), weight_decay=decay))
     for step in range(3):
-        both.backward(step)
-        both.joint_backward(step)
+        both.both_backward(step)
         advance(opt, *references)
     own.close()
     assert_close(both)
@@ -165,8 +161,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(rank, world):
                 stats = opt.stats()
                 assert stats["finite"] is False and stats["skipped"] == skipped, name
                 assert unchanged(before, both.model, opt), name
-            both.backward(step)
-            both.joint_backward(step)
+            both.both_backward(step)
             advance(opt, ref)
             assert opt.stats()["finite"] is True and opt.stats()["skipped"] == skipped
     assert_close(both)

@@ -75,8 +75,7 @@ def test_no_sync_puts_back_what_was_set(rank, world):
     with dedicated(both.model):
         with dmuon.no_sync(both.model), dmuon.no_sync(both.model):
             both.backward(0)
-        both.backward(0)
-        both.joint_backward(0)
+        both.both_backward(0)
         for p, twin in zip(both.model.parameters(), both.twin.parameters(), strict=True):
             assert torch.allclose(whole_tensor(p.grad), 2 * twin.grad, atol=1e-6)
 
@@ -190,8 +189,7 @@ def test_frozen_parameters(rank, world):
     with dedicated(both.model) as (_, opt):
         ref = reference(both.twin)
         for step in range(3):
-            both.backward(step)
-            both.joint_backward(step)
+            both.both_backward(step)
             advance(opt, ref)
         opt.synchronize()
         assert torch.equal(whole_tensor(both.model.blocks[0].mlp.up.weight), before)
@@ -211,8 +209,7 @@ def test_explicit_prefetch_sees_published_values(rank, world):
     with dedicated(both.model, transport=SLOW) as (_, opt):
         ref = reference(both.twin)
         for step in range(3):
-            both.backward(step)
-            both.joint_backward(step)
+            both.both_backward(step)
             advance(opt, ref)
             if step == 0:  # in the middle of training
                 both.model.set_modules_to_forward_prefetch(list(both.model.blocks))
@@ -226,8 +223,7 @@ def test_evaluation_and_state_dict_right_after_step(rank, world):
         ref = reference(both.twin)
         for step in range(3):
             both.model.train()
-            both.backward(step)
-            both.joint_backward(step)
+            both.both_backward(step)
             advance(opt, ref)
             assert own.runtime.pipeline.pending, "nothing to wait for"
             if step == 1:
@@ -264,8 +260,7 @@ def test_what_gathers_without_a_hook_sees_published_values(rank, world, how):
         register_fsdp_forward_method(both.model, "score")
     with dedicated(both.model, transport=SLOW) as (_, opt):
         ref = reference(both.twin)
-        both.backward(0)
-        both.joint_backward(0)
+        both.both_backward(0)
         advance(opt, ref)
         with torch.no_grad():
             found = GATHERED[how](both)(batch(9, rank)[0])
@@ -346,8 +341,7 @@ def test_a_parameter_that_nobody_uses_stays_as_it_is(rank, world):
         ref = reference(both.twin)
         for step in range(4):
             both.model.use_extra = both.twin.use_extra = step > 1
-            both.backward(step)
-            both.joint_backward(step)
+            both.both_backward(step)
             advance(opt, ref)
             opt.synchronize()
             now = whole_tensor(both.model.extra.weight)
@@ -375,8 +369,7 @@ def test_a_gradient_missing_on_one_rank_counts_as_zero(rank, world):
     with dedicated(both.model) as (_, opt):
         ref = reference(both.twin)
         for step in range(4):
-            both.backward(step)
-            both.joint_backward(step)
+            both.both_backward(step)
             if step:
                 drop(both, names, victim=step % 2)
             norm = dmuon.clip_grad_norm_(both.model, 0.1)
@@ -395,8 +388,7 @@ def test_missing_gradients_of_empty_shards(rank, world):
     with dedicated(both.model) as (_, opt):
         ref = reference(both.twin)
         for step in range(3):
-            both.backward(step)
-            both.joint_backward(step)
+            both.both_backward(step)
             drop(both, ["blocks.0.narrow.up.weight"], victim=3)  # changes nothing
             drop(both, ["blocks.1.narrow.up.weight"], victim=0)
             advance(opt, ref)

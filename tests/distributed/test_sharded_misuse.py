@@ -181,8 +181,7 @@ def test_moving_a_model_to_where_it_is_changes_nothing(rank, world):
     with dedicated(both.model) as (_, opt):
         ref = reference(both.twin)
         for step in range(3):
-            both.backward(step)
-            both.joint_backward(step)
+            both.both_backward(step)
             advance(opt, ref)
             both.model.to("cpu").float()
     assert_close(both)

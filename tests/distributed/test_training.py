@@ -314,8 +314,7 @@ def clip_and_compare(layout, **kwargs):
     # Clipped gradients come near AdamW's usual eps.
     with both(Net, layout, muon={"adamw_eps": 1e-3}, **kwargs) as pair:
         for step, norm_type in enumerate([1.0, 2.0, float("inf")]):
-            pair.backward(step)
-            pair.joint_backward(step)
+            pair.both_backward(step)
             found = dmuon.clip_grad_norm_(pair.model, 0.3, norm_type)
             expected = nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.3, norm_type)
             assert abs(float(found) / float(expected) - 1) <= 1e-5
