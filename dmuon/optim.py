@@ -452,6 +452,9 @@ def _flaw(given: Any) -> str | None:
     entries, groups, info = given["state"], given["param_groups"], given.get("dmuon")
     if not isinstance(entries, Mapping) or not are(Mapping, list(entries.values()), list):
         return "'state' must be a dict with a dict for each parameter"
+    adamw = {"step", "exp_avg", "exp_avg_sq"}
+    if any(adamw & entry.keys() and not adamw <= entry.keys() for entry in entries.values()):
+        return f"what AdamW keeps of a parameter must have {sorted(adamw)}"
     if not are(Mapping, groups, (list, tuple)) or not all(
         isinstance(group.get("params"), (list, tuple)) for group in groups
     ):
