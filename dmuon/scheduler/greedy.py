@@ -23,6 +23,7 @@ _MOST_WORK = 150_000_000  # exchanges looked at
 _MOST_SPLITS = 48  # pairs of ranks whose matrices are shared out anew
 _SPLIT_WITH = 64  # ranks tried at a time
 _SPLIT_POINTS = 500
+_SPLIT_WORK = 2_000_000  # pairs formed by the knapsack of one split
 _LOOK_INTO = 64  # ranks whose matrices are considered for a swap
 _STRIDES = (1, 2, 3, 4, 8, 16)  # how many matrices of a shape one move takes along
 _AMOUNTS = 300  # of shapes that are tried in one exchange, the costliest shapes first
@@ -267,7 +268,12 @@ class _State:
         everything = sum(int(problem.shapes[s].ticks[both[s]]) for s in there)
         least = fixed_b + everything - most
         found = frontier(
-            options, most - fixed_a, bounding=False, least=least, max_points=_SPLIT_POINTS
+            options,
+            most - fixed_a,
+            bounding=False,
+            least=least,
+            max_points=_SPLIT_POINTS,
+            max_work=_SPLIT_WORK,
         )
         self.work -= found.work
         after = np.maximum(fixed_a + found.cost, fixed_b + everything - found.value)
