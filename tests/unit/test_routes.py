@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -64,11 +65,8 @@ def plans(draw) -> OwnershipPlan:
             size = draw(st.integers(1, len(members)))
             batches.append(Batch(owner, tuple(members[:size]), draw(st.floats(0, 5, width=16))))
             members = members[size:]
-    base = plan_of(specs, [0] * len(specs.matrices), world)
-    return OwnershipPlan(
-        specs, base.topology, tuple(draw(st.permutations(batches))), base.layout,
-        "made up", "feasible", "made up", 1.0,
-    )  # fmt: skip
+    plan = plan_of(specs, [0] * len(specs.matrices), world)
+    return replace(plan, batches=tuple(draw(st.permutations(batches))))
 
 
 # ---- buckets -----------------------------------------------------------------------------
@@ -216,7 +214,7 @@ def test_one_group_leaves_the_batches_whole():
     specs = specs_of([(2, 3, "float32")] * 4)
     plan = plan_of(specs, [0] * 4, 1)
     batches = (Batch(0, (0, 2), 3.0), Batch(0, (1, 3), 5.0))
-    plan = OwnershipPlan(specs, plan.topology, batches, plan.layout, "", "", "", 1.0)
+    plan = replace(plan, batches=batches)
     whole = [(u.matrices, u.ms) for u in units_of(plan, [0] * 4)]
     assert whole == [((0, 2), 3.0), ((1, 3), 5.0)]
     cut = [(u.matrices, u.group, u.ms) for u in units_of(plan, [0, 0, 1, 0])]
