@@ -525,7 +525,14 @@ class GradientReducer:
             (torch._foreach_copy_ if first else torch._foreach_add_)(into, parts)
         for flight in flights:
             flight.buffer.release()
-        self._flights = [flight for flight in self._flights if flight not in flights]
+        if arrived is not None:
+            self._flights = [flight for flight in self._flights if flight not in arrived]
+            return
+        self._flights = []
+        for flight in self._rest:  # of a round that ended with an error
+            flight.wait()
+            flight.buffer.release()
+        self._rest = []
 
     def clear(self) -> None:
         """Forget the gradients reduced so far, as `zero_grad` does."""
