@@ -289,10 +289,6 @@ class HostCopy:
         self._event = torch.Event(tensor.device)
         self._event.record()
 
-    def ready(self) -> bool:
-        """Whether `read` would wait for nothing."""
-        return self._event is None or self._event.query()
-
     def read(self) -> list[Any]:
         """The values; waits for what the device did up to the copy, and for nothing behind it."""
         if self._event is not None:

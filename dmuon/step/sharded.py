@@ -246,7 +246,7 @@ class ShardedEngine(Engine):
     # ---- a step --------------------------------------------------------------------------
 
     def begin(self, amp: Amp, refusal: Exception | None) -> None:
-        self._message.raise_arrived()
+        self._message.raise_noted()
         self._runtime.reduce_gradients()
         self._outcome.wait()
         self._refusal = refusal

@@ -8,13 +8,12 @@
                 > 0: nothing may change                    not equal: ranks disagree about steps
 
 Where the host cannot read from the device without waiting, every answer is a mask there. What is an
-error on all ranks is then read at a later step, when it has arrived at the host.
+error on all ranks is then read at the beginning of the next step.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -67,7 +66,7 @@ class VerdictMessage:
     ) -> None:
         self._rank, self._world = rank, world
         self._on_host = host_can_read(device)
-        self._arriving: deque[HostCopy] = deque()  # of what is an error on all ranks
+        self._noted: HostCopy | None = None  # of what is an error on all ranks
         travelling = [i for i in range(len(shards.specs.matrices)) if not shards.is_local(i)]
         norm_of = {i: n for n, i in enumerate(travelling)}
         copies = [(p, ranks) for p, copies in enumerate(shards.copies) for ranks in copies]
@@ -135,13 +134,19 @@ class VerdictMessage:
         return vector
 
     def note(self, vector: Tensor) -> None:
-        """Have `raise_arrived` look at a summed vector, where the host cannot read it."""
-        self._arriving.append(HostCopy(vector[self._bad + 1 : self._sent]))
+        """Have `raise_noted` look at a summed vector, where the host cannot read it."""
+        self._noted = HostCopy(vector[self._bad + 1 : self._sent])
 
-    def raise_arrived(self) -> None:
-        """Raise what `read` could not, as far as it has arrived; the host waits for nothing."""
-        while self._arriving and self._arriving[0].ready():
-            self._raise(self._arriving.popleft().read())
+    def raise_noted(self) -> None:
+        """Raise what the last full step's `read` could not.
+
+        On every rank in the same step, however far its device is: a rank that raised earlier than
+        the others would leave them alone in a collective. The device has had a forward and a
+        backward pass since, so it does not run dry while the host waits.
+        """
+        noted, self._noted = self._noted, None
+        if noted is not None:
+            self._raise(noted.read())
 
     def _raise(self, values: Sequence[float]) -> None:
         """Raise ConsensusError if a rank refuses, or if ranks are at different steps."""
@@ -162,7 +167,7 @@ class VerdictMessage:
         wait for it.
 
         Raises:
-            ConsensusError: see `_raise`; where the host cannot read, `raise_arrived` raises it.
+            ConsensusError: see `_raise`; where the host cannot read, `raise_noted` raises it.
         """
         shared = vector.narrow(0, 0, self._norms).sqrt()
         positions, numbers = self._travels
