@@ -121,9 +121,10 @@ class Frontier:
         return np.array(taken[::-1], np.int64)
 
 
-def density(option: Option) -> float:
-    """The most value that a unit of cost brings, rounded up."""
-    cost, value = option.cost[1:], option.value[1:]
+def density(option: Option, limit: int) -> float:
+    """The most value that a unit of cost brings, of choices within the limit, rounded up."""
+    within = np.flatnonzero(option.cost[1:] <= limit) + 1
+    cost, value = option.cost[within], option.value[within]
     if (value[cost == 0] > 0).any():
         return math.inf
     some = cost > 0
@@ -141,37 +142,70 @@ def frontier(
 ) -> Frontier:
     """All trade-offs at a cost of at most ``limit`` >= 0 that are worth at least ``least``.
 
-    Where there are too many, neighbouring ones are merged: with ``bounding`` into a point as cheap
-    as the cheapest and as valuable as the best of them, so that `Frontier.best_values` are never
-    too small; otherwise into the most valuable real one, so that `Frontier.choice` exists.
+    Where there are too many, those go that cannot be worth so much with what later options bring
+    at most. If that is not enough, neighbouring ones are merged: with ``bounding`` into a point as
+    cheap as the cheapest and as valuable as the best of them, so that `Frontier.best_values` are
+    never too small; otherwise into the most valuable real one, so that `Frontier.choice` exists.
     ``max_work`` bounds the pairs formed: what an option leaves of its share is for those after it.
     """
-    zero = np.zeros(1, np.int64)
-    points, exact, work = _Points(zero, zero, zero, zero), True, 0
-    each = [density(option) for option in options]
+    points, exact, work = _nothing(), True, 0
+    each = [density(option, limit) for option in options]
     later = np.maximum.accumulate([0.0, *each[:0:-1]])[::-1].tolist()
     densest = max(each, default=0.0)
+    ahead: list[_Points] = []  # what the options from each on bring, made when it is needed
     stages: list[_Points] = []
+
+    def promising(points: _Points, i: int, most: int) -> _Points:
+        nonlocal ahead, work
+        if len(points) <= most or least <= 0:
+            return points
+        if not ahead:
+            ahead, formed = _ahead(options, limit, max_points, max_work // 4)
+            work += formed
+        at = np.searchsorted(ahead[i].cost, limit - points.cost, side="right") - 1
+        return points.at(np.flatnonzero(points.value + ahead[i].value[at] >= least))
+
     for i, (option, dense) in enumerate(zip(options, later, strict=False)):
-        pairs = max(1, (max_work - work) // (len(options) - i))
         choices = _useful(option.cost, option.value, limit, least, densest)
         taken = _Points(option.cost[choices], option.value[choices], choices, choices)
+        pairs = max(1, (max_work - work) // (len(options) - i))
+        points = promising(points, i, pairs // max(len(taken), 1))
         if len(points) * len(taken) > pairs:
             exact = False
             few = math.isqrt(pairs)
             points = _thin(points, bounding, max(few, pairs // len(taken)))
             taken = _thin(taken, bounding, max(few, pairs // len(points)))
             points = _thin(points, bounding, max(1, pairs // len(taken)))
-            if stages:
-                stages[-1] = points
+        if stages:
+            stages[-1] = points
         work += len(points) * len(taken)
-        points = _products(points, taken, limit, least, dense)
+        points = promising(_products(points, taken, limit, least, dense), i + 1, max_points)
         if len(points) > max_points:
             points, exact = _thin(points, bounding, max_points), False
         stages.append(points)
     points = points.at(np.flatnonzero(points.value >= least))
     kept = () if bounding else (*stages[:-1], points)
     return Frontier(points.cost, points.value, exact, least, kept, work)
+
+
+def _nothing() -> _Points:
+    zero = np.zeros(1, np.int64)
+    return _Points(zero, zero, zero, zero)
+
+
+def _ahead(
+    options: Sequence[Option], limit: int, most: int, max_work: int
+) -> tuple[list[_Points], int]:
+    """(at least what the options from each on are worth within a cost, and of none, in at most
+    ``most`` points each; pairs that were formed)."""
+    found, work = [_nothing()], 0
+    for option in reversed(options):
+        choices = _useful(option.cost, option.value, limit, 0, math.inf)
+        taken = _Points(option.cost[choices], option.value[choices], choices, choices)
+        taken = _thin(taken, True, max(1, max_work // (len(options) * len(found[0]))))
+        work += len(found[0]) * len(taken)
+        found.insert(0, _thin(_products(found[0], taken, limit, 0, math.inf), True, most))
+    return found, work
 
 
 def _products(points: _Points, taken: _Points, limit: int, least: int, dense: float) -> _Points:
@@ -244,7 +278,7 @@ class Holdings:
         self.tables = _worth_tables(problem, dual)
         self.total = sum(int(table[-1]) for table in self.tables)
         options = [Option(k.ticks, w) for k, w in zip(problem.shapes, self.tables, strict=True)]
-        dense = [density(option) for option in options]
+        dense = [density(option, limit) for option in options]
         self._dense = {
             c.allowed: max((d for d, yes in zip(dense, c.allowed, strict=True) if yes), default=0.0)
             for c in problem.classes
@@ -339,6 +373,13 @@ def _worth_tables(problem: Problem, dual: Dual) -> list[Ints]:
 def bound_of(problem: Problem, dual: Dual, limit: int) -> int:
     """The makespan in ticks that ``dual`` proves, at most ``limit``; ValueError as `Holdings`."""
     return Holdings(problem, dual, limit).bound()
+
+
+def certified(problem: Problem, proof: Proof, bound: int) -> int:
+    """What a certificate will find of a bound: merged points depend on how far knapsacks reach."""
+    while proof.impossible < 0 and (found := bound_of(problem, proof.dual, bound)) < bound:
+        bound = found
+    return bound
 
 
 def proven(problem: Problem, proof: Proof, limit: int) -> int:
@@ -476,7 +517,7 @@ def _patterns(
     rows, ticks, got = np.zeros((1, 0), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
     least = worth.needed - worth.held + worth.holds[c]
     dense = [
-        density(Option(shape.ticks, most - most[0])) if yes else 0.0
+        density(Option(shape.ticks, most - most[0]), free) if yes else 0.0
         for shape, most, yes in zip(shapes, worth.most, owner.allowed, strict=True)
     ]
     for s, shape in enumerate(shapes):

@@ -70,7 +70,7 @@ def certify(plan: OwnershipPlan) -> Certificate:
     bound = 0
     if plan.proof is not None:
         with suppress(ValueError):  # duals of another problem prove nothing
-            bound = proven(problem, plan.proof, makespan)
+            bound = proven(problem, plan.proof, min(makespan, problem.ticks(plan.lower_bound_ms)))
     checks = (
         wrong_batches,
         _wrong_owners(plan),

@@ -24,29 +24,33 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dmuon.scheduler.bound import MAX_POINTS, Holdings, cover, spread, work_tables
-from dmuon.scheduler.greedy import improve
+from dmuon.scheduler.greedy import improve, longest_first
 from dmuon.scheduler.plan import Dual
 from dmuon.scheduler.problem import Counts, Problem
 
 Floats = npt.NDArray[np.float64]
 Pattern = tuple[int, tuple[int, ...]]  # class, count of each shape
+_Used = tuple[Pattern, float]  # how often
 
 PREFERRED = ("HiGHS", "PULP_CBC_CMD")  # in PuLP's names
 _WORTH = 1e17  # of everything, about: exact in 64 bits, and fine enough
-_MOST_ROUNDS = 200  # master programs while climbing
-_MOST_WORK = 20_000_000  # pairs formed by knapsacks in one climb
+_CLIMB_WORK = 30_000_000  # pairs formed by knapsacks while climbing
+_ROUND_WORK = 35_000_000
+_CLIMB = 1_000  # the bound is raised by one part in so many at a time, or an eighth of the gap
 _POINTS = 2_000  # of a frontier, until they are too few
-_MOST_PRICINGS = 6  # at one limit
-_RELAXED = (0.0, 0.0005, 0.002, 0.004, 0.008, 0.02, 0.05)  # how far above the bound
-_GIVEN_BACK = (0, 1, 2)  # uses of each pattern that are decided anew
-_STATES = 1_000  # of the search for what is left
+_NEAR = (0, 2, 5, 10, 20, 50, 100)  # patterns are added so far below a limit, in 1/10,000
+_MOST_PRICINGS = 12  # at one limit
+_LIMITS = (0, 3, 6, 10, 20, 30, 50, 80, 160, 400)  # above the bound, in 1/10,000
+_LEVELS = 64  # one owner in so many at least is filled at a time
+_LAST = 3  # owners that a covering search fills
+_STATES = 1_000  # of this search
 _WORK = 4_000_000
+_MASTER = 20  # the work that a number in a master program counts as
 _MOST_SHAPES = 200  # more make the master program too slow for what it gains
 _MOST_CLASSES = 100
 _WHOLE = 1e-6  # a fraction closer to a whole number than this is one
@@ -142,6 +146,7 @@ class Columns:
         self.problem, self.engine, self.budget = problem, engine, budget
         self.counts, self.makespan = counts, problem.makespan(counts)
         self.bound, self.dual = bound, dual
+        self.left = 0  # of the work
         self._patterns: dict[Pattern, int] = {}  # -> ticks
         self._works = work_tables(problem)
         self._scale = np.array([max(1, int(table[1])) for table in self._works], float)
@@ -159,22 +164,23 @@ class Columns:
 
     def climb(self) -> None:
         """Raise the bound until the master program shares everything out."""
-        points, work = _POINTS, 0
-        for _ in range(_MOST_ROUNDS):
-            if self.bound >= self.makespan or work > _MOST_WORK or self.budget.spent():
-                return
+        points, self.left = _POINTS, _CLIMB_WORK
+        while self.bound < self.makespan and self.left > 0 and not self.budget.spent():
             theta, dual, _ = self._master(self.bound)
-            real = Holdings(self.problem, dual, self.makespan, real=True, points=points)
-            work += real.work
+            # Close to the bound few points can be worth enough.
+            limit = self.bound + max(self.bound // _CLIMB, (self.makespan - self.bound) // 8) + 1
+            limit = min(limit, self.makespan)
+            real = Holdings(self.problem, dual, limit, real=True, points=points)
+            self.left -= real.work
             proving = real
             if not real.are_exact:
-                proving = Holdings(self.problem, dual, self.makespan, points=points)
-                work += proving.work
+                proving = Holdings(self.problem, dual, limit, points=points)
+                self.left -= proving.work
             proven = proving.bound()
             climbed = proven > self.bound
             if climbed:
                 self.bound, self.dual = proven, dual
-            new = self._price(real, (self.bound, self.bound - self.bound // 200))
+            new = self._price(real, self.bound)
             if not climbed and (theta <= 1 + 1e-9 or not new):
                 if real.are_exact or points == MAX_POINTS:
                     return  # everything is shared out, or converged up to rounding
@@ -183,34 +189,74 @@ class Columns:
     def round(self) -> None:
         """Look for counts as close to the bound as possible; keeps the best in ``counts``.
 
-        The closer, the fewer patterns fit: of a few limits above the bound the first that works.
+        The closer, the fewer patterns fit: limits rise until they are no better than what is known.
         """
-        for relaxation in _RELAXED:
-            limit = self.bound + int(self.bound * relaxation)
-            if limit >= self.makespan or self.budget.spent():
-                break
+        self.left = _ROUND_WORK
+        for far in _LIMITS:
+            limit = self.bound + self.bound * far // 10_000
+            if limit >= self.makespan or self.left <= 0 or self.budget.spent():
+                return
             counts = self._whole(limit)
-            if counts is not None:
+            if counts is not None and self.problem.is_feasible(counts):
                 counts = improve(self.problem, counts, self.budget.spent)
                 if self.problem.makespan(counts) < self.makespan:
                     self.counts, self.makespan = counts, self.problem.makespan(counts)
 
     def _whole(self, limit: int) -> Counts | None:
-        """Whole uses of patterns, rounded down, and what is then left by a covering search."""
+        """Counts within a limit or, if none are found, above it; None if none exist for what
+        is left.
+
+        Patterns that the master program uses whole times are kept, else those that it uses most;
+        then the same again with what is left of matrices and owners. The last few owners are filled
+        by a covering search.
+        """
+        problem = self.problem
+        theta, dual, used = self._priced(limit)
+        if not used or theta > 1 + _WHOLE or self.left <= 0 or self.budget.spent():
+            return self.counts
+        if problem.world <= _LAST:
+            found = cover(problem, limit, dual, _WORK, _STATES).counts
+            self.left -= _WORK
+            return self.counts if found is None else found
+        counts = np.zeros_like(self.counts)
+        free = [list(owner.ranks) for owner in problem.classes]
+        kept = [(p, int(times + _WHOLE)) for p, times in used if times > 1 - _WHOLE]
+        some = 1 + problem.world // _LEVELS
+        if sum(times for _, times in kept) < some:
+            kept = [(p, 1) for p, _ in sorted(used, key=lambda u: -u[1])[:some]]
+        for (c, pattern), times in kept:
+            for _ in range(min(times, len(free[c]))):
+                counts[free[c].pop(0)] = pattern
+        spread(problem, counts)
+        rest, ranks, shapes = problem.part(free, problem.demand - counts.sum(0))
+        if not shapes:
+            return counts
+        start = longest_first(rest) if ranks else None
+        if start is None:
+            return None
+        columns = Columns(rest, self.engine, self.budget, start, 0, dual)
+        number = {c: n for n, c in enumerate(c for c, some in enumerate(free) if some)}
+        for c, pattern in self._patterns:
+            if c in number:
+                most = np.minimum(np.array(pattern)[shapes], rest.demand)
+                columns._add(number[c], tuple(most.tolist()))
+        columns.left = self.left
+        inner = columns._whole(limit)
+        self.left = columns.left
+        if inner is None:
+            return None
+        counts[np.ix_(ranks, shapes)] += inner
+        return counts
+
+    def _priced(self, limit: int) -> tuple[float, Dual, list[_Used]]:
+        """`_master` with the patterns that it lacks."""
         for _ in range(_MOST_PRICINGS):
-            _, dual, used = self._master(limit)
+            theta, dual, used = self._master(limit)
             real = Holdings(self.problem, dual, limit, real=True, points=_POINTS)
-            near = (limit, limit - limit // 1000, limit - limit // 200)
-            if not self._price(real, near) or self.budget.spent():
+            self.left -= real.work
+            if not self._price(real, limit) or self.left <= 0:
                 break
-        for back in _GIVEN_BACK:
-            if self.budget.spent():
-                break
-            fixed = [(p, max(int(times + _WHOLE) - back, 0)) for p, times in used]
-            counts = _completed(self.problem, fixed, limit, dual)
-            if counts is not None and self.problem.is_feasible(counts):
-                return counts
-        return None
+        return theta, dual, used
 
     def _add(self, c: int, counts: tuple[int, ...]) -> bool:
         """Remember a pattern; whether it is new."""
@@ -222,19 +268,19 @@ class Columns:
         self._patterns[c, counts] = ticks + problem.classes[c].fixed
         return True
 
-    def _price(self, real: Holdings, limits: Sequence[int]) -> bool:
-        """Add the most valuable patterns within each limit; whether any is new."""
+    def _price(self, real: Holdings, limit: int) -> bool:
+        """Add the most valuable patterns close to a limit; whether any is new."""
         new = False
-        for limit in limits:
+        for near in (limit - limit * far // 10_000 for far in _NEAR):
             for c, owner in enumerate(self.problem.classes):
-                taken = real.frontiers[owner.allowed].choice(limit - owner.fixed)
+                taken = real.frontiers[owner.allowed].choice(near - owner.fixed)
                 if taken is not None:
                     counts = np.zeros(len(self.problem.shapes), np.int64)
                     counts[list(owner.allowed)] = taken
                     new |= self._add(c, tuple(counts.tolist()))
         return new
 
-    def _master(self, limit: int) -> tuple[float, Dual, list[tuple[Pattern, float]]]:
+    def _master(self, limit: int) -> tuple[float, Dual, list[_Used]]:
         """(theta, dual, how often each pattern is used) over the patterns known."""
         try:
             return self._solved([p for p, ticks in self._patterns.items() if ticks <= limit])
@@ -245,7 +291,7 @@ class Columns:
             most = max(limit, self.makespan)
             return self._solved([p for p, ticks in self._patterns.items() if ticks <= most])
 
-    def _solved(self, patterns: Sequence[Pattern]) -> tuple[float, Dual, list[Any]]:
+    def _solved(self, patterns: Sequence[Pattern]) -> tuple[float, Dual, list[_Used]]:
         problem, shapes = self.problem, len(self.problem.shapes)
         taken = np.array([counts for _, counts in patterns], np.int64).reshape(-1, shapes).T
         sizes = np.array([[c.size] for c in problem.classes], float)
@@ -256,6 +302,7 @@ class Columns:
         least = [float(work[-1]) for work in self._works] / self._scale
         rows = np.vstack((taken, mine, each))
         theta = np.vstack((np.zeros((shapes, 1)), -sizes, np.zeros((shapes, 1))))
+        self.left -= _MASTER * rows.size
         values, duals = minimize_last(
             np.hstack((rows, theta)),
             ["=="] * shapes + ["<="] * len(sizes) + [">="] * shapes,
@@ -276,25 +323,3 @@ class Columns:
             tuple(round(v * scale) for v in values.tolist()),
             tuple(round(u * scale) for u in works.tolist()),
         )
-
-
-def _completed(
-    problem: Problem, fixed: Sequence[tuple[Pattern, int]], limit: int, dual: Dual
-) -> Counts | None:
-    """Counts with these patterns, and with what is left of matrices and owners."""
-    counts = np.zeros((problem.world, len(problem.shapes)), np.int64)
-    free = [list(owner.ranks) for owner in problem.classes]
-    for (c, pattern), times in fixed:
-        for _ in range(min(times, len(free[c]))):
-            counts[free[c].pop(0)] = pattern
-    spread(problem, counts)
-    rest, ranks, shapes = problem.part(free, problem.demand - counts.sum(0))
-    if not shapes:
-        return counts
-    if not ranks:
-        return None
-    some_dual = Dual(tuple(dual.values[s] for s in shapes), tuple(dual.works[s] for s in shapes))
-    found = cover(rest, limit, some_dual, _WORK, _STATES).counts
-    if found is not None:
-        counts[np.ix_(ranks, shapes)] += found
-    return None if found is None else counts

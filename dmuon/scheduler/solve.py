@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dmuon.config import PlannerOptions
-from dmuon.scheduler.bound import bound_of, cover, simple_bound
+from dmuon.scheduler.bound import certified, cover, simple_bound
 from dmuon.scheduler.columns import Budget, Columns, EngineError, available_engines
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.greedy import baselines, greedy, improve
@@ -199,9 +199,7 @@ def _solved(problem: Problem, plain: Found, budget: Budget) -> Found:
         if best.bound < problem.makespan(best.counts):
             best = _settled(problem, best, _LAST_WORK, budget)
     makespan = problem.makespan(best.counts)
-    if best.proof.impossible < 0:
-        # What a certificate will find: merged points depend on how far the knapsacks reach.
-        best = replace(best, bound=bound_of(problem, best.proof.dual, makespan))
+    best = replace(best, bound=certified(problem, best.proof, best.bound))
     better = makespan < problem.makespan(plain.counts) or best.bound > plain.bound
     if not better:
         notes.append("this is the greedy plan")

@@ -295,13 +295,19 @@ def test_a_search_that_dropped_states_is_not_called_complete():
     assert little.counts is not None or not little.complete
 
 
-def test_listing_patterns_counts_as_work():
-    """A vision-language model on 8 owners has too many: what no search uses is not listed."""
+def vla_on(owners):
+    """A vision-language-action mix: 12 shapes, which no search settles. And greedy counts."""
     specs = model_specs("vla")
     rows = price_rows(specs, CostTable.analytic("h200"), 16)
     prices = {row.key: row.ms for row in rows}
-    problem = build_problem(specs.matrices, 8, OwnerLimits(), prices)
-    makespan = problem.makespan(greedy(problem, []))
+    problem = build_problem(specs.matrices, owners, OwnerLimits(), prices)
+    return problem, greedy(problem, [])
+
+
+def test_listing_patterns_counts_as_work():
+    """On 8 owners there are too many: what no search uses is not listed."""
+    problem, counts = vla_on(8)
+    makespan = problem.makespan(counts)
     _, dual = simple_bound(problem, makespan)
     for states, most_bytes in ((1_000, 60e6), (20_000, 150e6)):
         tracemalloc.start()
@@ -343,6 +349,20 @@ def test_column_generation_alone_never_proves_too_much(instance):
     assert bound <= columns.bound
     assert problem.ms(columns.bound) <= best + TICKS
     assert columns.bound == bound_of(problem, columns.dual, columns.makespan)
+
+
+def test_bound_and_counts_come_close_where_no_search_settles_them():
+    problem, counts = vla_on(24)
+    makespan = problem.makespan(counts)
+    bound, dual = simple_bound(problem, makespan)
+    assert makespan > 1.04 * bound
+    columns = Columns(problem, "HiGHS", Budget(60.0), counts, bound, dual)
+    columns.climb()
+    assert bound_of(problem, columns.dual, columns.bound) == columns.bound
+    assert makespan > 1.01 * columns.bound
+    columns.round()
+    assert problem.is_feasible(columns.counts)
+    assert problem.makespan(columns.counts) == columns.makespan < 1.001 * columns.bound
 
 
 # ---- solvers that fail -------------------------------------------------------------------
@@ -507,3 +527,10 @@ def test_a_frontier_has_the_best_choice_within_a_limit(shapes, limit):
         for bounding in (False, True):
             kept = frontier(options, limit, bounding=bounding, least=least)
             assert kept.best_values(np.array([limit])).tolist() == [max(best, least - 1)]
+            for points in (1, 3, 6):  # and where points are few, what is merged says too much
+                few = frontier(options, limit, bounding=bounding, least=least, max_points=points)
+                (found,) = few.best_values(np.array([limit])).tolist()
+                if few.exact:
+                    assert found == max(best, least - 1)
+                else:
+                    assert found >= best if bounding else found <= max(best, least - 1)
