@@ -26,7 +26,8 @@ class Certificate:
     """The verdict on a plan. ``str()`` reads as a sentence or two.
 
     ``ok``: nothing that the plan claims is wrong. ``proven``: the lower bound was computed anew
-    from the stored proof. ``findings`` are what is wrong or missing.
+    from the stored proof, up to the bound that the plan claims. ``findings`` are what is wrong or
+    missing.
     """
 
     ok: bool
@@ -51,7 +52,7 @@ class Certificate:
 
 
 def certify(plan: OwnershipPlan) -> Certificate:
-    """Check a plan and its lower bound. Takes about as long as one step of planning.
+    """Check a plan and the lower bound that it claims. Takes about as long as one step of planning.
 
     However the numbers in it are chosen, that is seconds: knapsacks that would take longer are
     solved coarsely, as they are in planning, and prove less.

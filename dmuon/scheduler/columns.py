@@ -39,17 +39,18 @@ _Used = tuple[Pattern, float]  # how often
 
 PREFERRED = ("HiGHS", "PULP_CBC_CMD")  # in PuLP's names
 _WORTH = 1e17  # of everything, about: exact in 64 bits, and fine enough
-_CLIMB_WORK = 30_000_000  # pairs formed by knapsacks while climbing
-_ROUND_WORK = 35_000_000
+_CLIMB_WORK = 25_000_000  # pairs formed by knapsacks while climbing
+_ROUND_WORK = 28_000_000
 _CLIMB = 1_000  # the bound is raised by one part in so many at a time, or an eighth of the gap
 _POINTS = 2_000  # of a frontier, until they are too few
 _NEAR = (0, 2, 5, 10, 20, 50, 100)  # patterns are added so far below a limit, in 1/10,000
 _MOST_PRICINGS = 12  # at one limit
 _LIMITS = (0, 3, 6, 10, 20, 30, 50, 80, 160, 400)  # above the bound, in 1/10,000
 _LEVELS = 64  # one owner in so many at least is filled at a time
-_LAST = 3  # owners that a covering search fills
+_FEW = 8  # owners that a covering search is tried for
+_LAST = 3  # and that it alone fills
 _STATES = 1_000  # of this search
-_WORK = 4_000_000
+_WORK = 1_500_000
 _MASTER = 20  # the work that a number in a master program counts as
 _MOST_SHAPES = 200  # more make the master program too slow for what it gains
 _MOST_CLASSES = 100
@@ -207,17 +208,20 @@ class Columns:
         is left.
 
         Patterns that the master program uses whole times are kept, else those that it uses most;
-        then the same again with what is left of matrices and owners. The last few owners are filled
-        by a covering search.
+        then the same again with what is left of matrices and owners. A covering search is tried for
+        the last few owners.
         """
         problem = self.problem
         theta, dual, used = self._priced(limit)
         if not used or theta > 1 + _WHOLE or self.left <= 0 or self.budget.spent():
             return self.counts
-        if problem.world <= _LAST:
-            found = cover(problem, limit, dual, _WORK, _STATES).counts
+        if problem.world <= _FEW:
+            tried = cover(problem, limit, dual, _WORK, _STATES)
             self.left -= _WORK
-            return self.counts if found is None else found
+            if tried.counts is not None:
+                return tried.counts
+            if tried.complete or problem.world <= _LAST:
+                return self.counts
         counts = np.zeros_like(self.counts)
         free = [list(owner.ranks) for owner in problem.classes]
         kept = [(p, int(times + _WHOLE)) for p, times in used if times > 1 - _WHOLE]

@@ -496,6 +496,7 @@ def test_many_unlike_domains_are_verified_with_bounded_work():
         price[2] *= count
     values = [10**9 + s * 7_919_000 % 10**7 for s in range(shapes)]
     data["proof"] = [[values, [0] * shapes], -1]
+    data["lower_bound_ms"] = 1_000.0
     plan = OwnershipPlan.from_json(sealed(data))
     prices = {row.key: row.ms for row in plan.prices}
     problem = build_problem(plan.specs.matrices, plan.topology.world, plan.limits, prices)
