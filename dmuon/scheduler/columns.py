@@ -39,7 +39,7 @@ _Used = tuple[Pattern, float]  # how often
 
 PREFERRED = ("HiGHS", "PULP_CBC_CMD")  # in PuLP's names
 _WORTH = 1e17  # of everything, about: exact in 64 bits, and fine enough
-_CLIMB_WORK = 25_000_000  # pairs formed by knapsacks while climbing
+_CLIMB_WORK = 30_000_000  # pairs formed by knapsacks while climbing
 _ROUND_WORK = 28_000_000
 _CLIMB = 1_000  # the bound is raised by one part in so many at a time, or an eighth of the gap
 _POINTS = 2_000  # of a frontier, until they are too few
