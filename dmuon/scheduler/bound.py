@@ -52,6 +52,7 @@ COVER_WORK = 40_000_000  # numbers formed in one search
 COVER_STATES = 20_000  # kept after an owner
 _MOST_PATTERNS = 60_000  # of one class, and ten times as many on the way
 _PAIRS = 1_000  # formed by listing the patterns of a class, for each state that is kept
+_LISTED = 4  # and at most so many for each number that the search may form
 _AT_ONCE = 1_000_000  # pairs
 _MOST_OWNERS = 2_000
 
@@ -494,9 +495,10 @@ def cover(
     if any(worth.needed > worth.held for worth in worths):
         return Cover(None, True)
     monotone = all((np.diff(shape.ticks) >= 0).all() for shape in problem.shapes)
+    most_pairs = min(_PAIRS * most_states, _LISTED * most_work)
     try:
         patterns = [
-            _patterns(problem, c, limit, worths[0], monotone, _PAIRS * most_states)
+            _patterns(problem, c, limit, worths[0], monotone, most_pairs)
             for c in range(len(problem.classes))
         ]
     except _TooMany:
