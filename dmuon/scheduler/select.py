@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import product
 
-from torch import nn
+from torch import Tensor, nn
 
 from dmuon.scheduler.specs import (
     MatrixSpec,
@@ -24,6 +24,8 @@ HEAD_NAMES = frozenset({"lm_head", "head", "output", "embed_out", "score", "clas
 # Inside a repeated block these name a projection as often as a head; a head is not repeated.
 _AMBIGUOUS_IN_BLOCK = frozenset({"head", "output", "score"})
 _WEIGHT_NAME = re.compile(r"weight|kernel|w\d+|.*_weight|.*_proj")
+# The module of a weight, where names are all that is known: embed_tokens, wte, word_embeddings, ...
+_EMBEDDING_NAME = re.compile(r"(.*\.)?(w[tp]e|[a-z_]*embed(ding|der)?s?(_[a-z]+)?)(\.weight)?")
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -32,11 +34,15 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 @dataclass(slots=True)
 class _Use:
-    """One parameter with every (module, name) under which the model uses it."""
+    """One parameter with every (module, name) under which the model uses it.
+
+    The module is None where only names are known. ``algorithm`` is what the user said.
+    """
 
     name: str
-    parameter: nn.Parameter
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    parameter: Tensor
+    places: list[tuple[nn.Module | None, str]] = field(default_factory=list)
+    algorithm: Algorithm | None = None
 
     @property
     def transposed(self) -> bool:
@@ -59,18 +65,22 @@ class _Use:
         )
 
 
-def _uses(model: nn.Module) -> list[_Use]:
+def _uses(places: Iterable[tuple[str, Tensor, nn.Module | None]]) -> list[_Use]:
     by_id: dict[int, _Use] = {}
     taken: dict[str, int] = {}
+    for full, p, module in places:
+        name = canonical_name(full)
+        # A user's own module may be called "module": then stripping could merge two names.
+        name = name if taken.setdefault(name, id(p)) == id(p) else full
+        use = by_id.setdefault(id(p), _Use(name, p))
+        use.places.append((module, name))
+    return list(by_id.values())
+
+
+def _places(model: nn.Module) -> Iterable[tuple[str, Tensor, nn.Module]]:
     for module_name, module in model.named_modules(remove_duplicate=False):
         for local, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            full = f"{module_name}.{local}" if module_name else local
-            name = canonical_name(full)
-            # A user's own module may be called "module": then stripping could merge two names.
-            name = name if taken.setdefault(name, id(p)) == id(p) else full
-            use = by_id.setdefault(id(p), _Use(name, p))
-            use.places.append((module, name))
-    return list(by_id.values())
+            yield f"{module_name}.{local}" if module_name else local, p, module
 
 
 def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -78,7 +88,8 @@ def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
     This is the order of `ModelSpecs.parameters` as `collect` gives them.
     """
-    return [(use.name, use.parameter) for use in _uses(model) if use.parameter.requires_grad]
+    uses = _uses(_places(model))
+    return [(use.name, use.parameter) for use in uses if use.parameter.requires_grad]  # type: ignore[misc]
 
 
 def _is_head(name: str) -> str | None:
@@ -101,12 +112,13 @@ def _default_route(use: _Use) -> tuple[Algorithm, str]:
     if p.numel() == 0:
         return Algorithm.ADAMW, "empty"
     for module, name in use.places:
-        if isinstance(module, _EMBEDDINGS):
+        if isinstance(module, _EMBEDDINGS) or (module is None and _EMBEDDING_NAME.match(name)):
             if name != use.name:
                 return Algorithm.ADAMW, f"tied to embedding {name!r}"
             tied = [other for _, other in use.places if other != name]
             also = f", tied to {tied[0]!r}" if tied else ""
-            return Algorithm.ADAMW, f"embedding ({type(module).__name__}){also}"
+            how = "by its name" if module is None else type(module).__name__
+            return Algorithm.ADAMW, f"embedding ({how}){also}"
         if isinstance(module, _NORMS):
             return Algorithm.ADAMW, f"gain of a normalization ({type(module).__name__})"
         if isinstance(module, _TRANSPOSED) and module.groups > 1:
@@ -124,21 +136,27 @@ def _default_route(use: _Use) -> tuple[Algorithm, str]:
 
 
 def _route(use: _Use, select: Select | None) -> tuple[Algorithm, str]:
-    if select is None:
+    if use.algorithm is not None:
+        chosen, who = use.algorithm is Algorithm.MUON, "the param group says"
+        remedy = 'put it into a param group with algorithm="adamw"'
+    elif select is None:
         return _default_route(use)
-    chosen = select(use.name, use.parameter)
-    if not isinstance(chosen, bool):
+    else:
+        chosen, who = select(use.name, use.parameter), "select chose"
+        remedy = "return False for it, so that AdamW updates it"
+        if not isinstance(chosen, bool):
+            raise SelectionError(
+                f"select({use.name!r}, parameter) must return True or False, found {chosen!r}"
+            )
+    if chosen and (use.parameter.ndim < 2 or use.parameter.numel() == 0):
         raise SelectionError(
-            f"select({use.name!r}, parameter) must return True or False, found {chosen!r}"
+            f"{who} Muon for {use.name!r} of shape {tuple(use.parameter.shape)}, but Muon takes "
+            f"non-empty matrices (2 or more dims): {remedy}"
         )
-    if not chosen:
-        return Algorithm.ADAMW, "not selected"
-    if use.parameter.ndim < 2 or use.parameter.numel() == 0:
-        raise SelectionError(
-            f"select chose {use.name!r} of shape {tuple(use.parameter.shape)}, but Muon takes "
-            "non-empty matrices (2 or more dims): return False for it, so that AdamW updates it"
-        )
-    return Algorithm.MUON, "selected"
+    said = use.algorithm is not None
+    if chosen:
+        return Algorithm.MUON, "its param group says muon" if said else "selected"
+    return Algorithm.ADAMW, "its param group says adamw" if said else "not selected"
 
 
 def _row_sizes(
@@ -267,7 +285,40 @@ def collect(
         DmuonError: a parameter cannot be handled at all (meta device, uninitialized, complex,
             on another device than the others, sparse gradients), or none is trainable.
     """
-    everything = _uses(model)
+    return _collect(_uses(_places(model)), select, splits, heads, allow_meta)
+
+
+def collect_named(
+    named: Iterable[tuple[str, Tensor]],
+    *,
+    algorithms: Sequence[Algorithm | None] | None = None,
+    select: Select | None = None,
+    splits: Mapping[str, Sequence[int]] | None = None,
+    heads: Mapping[str, int] | None = None,
+    allow_meta: bool = False,
+) -> ModelSpecs:
+    """`collect` for parameters of which only names and shapes are known.
+
+    ``algorithms`` holds for each of ``named`` what its user said, MUON or ADAMW, which wins over
+    ``select`` and all rules, or None. A parameter that comes twice counts once.
+
+    Raises: as `collect`.
+    """
+    pairs = list(named)
+    uses = _uses((name, p, None) for name, p in pairs)
+    said = {id(p): a for (_, p), a in zip(pairs, algorithms or (), strict=bool(algorithms)) if a}
+    for use in uses:
+        use.algorithm = said.get(id(use.parameter))
+    return _collect(uses, select, splits, heads, allow_meta)
+
+
+def _collect(
+    everything: list[_Use],
+    select: Select | None,
+    splits: Mapping[str, Sequence[int]] | None,
+    heads: Mapping[str, int] | None,
+    allow_meta: bool,
+) -> ModelSpecs:
     uses = [use for use in everything if use.parameter.requires_grad]
     _check(uses, allow_meta)
     if select is not None and not callable(select):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from dmuon.scheduler.select import collect, trainable_parameters
+from dmuon.scheduler.select import collect, collect_named, trainable_parameters
 from dmuon.types import Algorithm, DmuonError, SelectionError
 from tests.unit.models import Block, numbered, routes, tree
 
@@ -431,3 +431,44 @@ def test_the_view_of_a_channels_last_convolution_writes_to_it(convolution):
     (matrix,) = collect(nn.ModuleDict({"c": module})).matrices
     matrix.view(module.weight.detach()).fill_(7.0)
     assert bool((module.weight == 7.0).all())
+
+
+# ---- parameters without a module ---------------------------------------------------------
+
+
+NAMED = {
+    "model.embed_tokens.weight": ADAMW, "transformer.wte.weight": ADAMW, "wpe.weight": ADAMW,
+    "tok_embeddings.weight": ADAMW, "lm_head.weight": ADAMW, "pos_embed": ADAMW,
+    "embeddings.word_embeddings.weight": ADAMW, "layers.0.o_proj.weight": MUON, "w1": MUON,
+    "multi_modal_projector.linear_1.weight": MUON,
+}  # fmt: skip
+
+
+def test_names_alone_route_embeddings_heads_and_weights():
+    shapes = {name: torch.zeros(4, 6, requires_grad=True) for name in NAMED}
+    shapes["norm.weight"] = torch.zeros(4, requires_grad=True)
+    shapes["frozen.weight"] = torch.zeros(4, 6)
+    specs = collect_named((f"module.{name}", p) for name, p in shapes.items())
+    found = {p.name: p.algorithm for p in specs.parameters}
+    assert found == NAMED | {"norm.weight": ADAMW}
+    assert [p.name for p in specs.frozen] == ["frozen.weight"]
+
+
+def test_a_group_that_names_its_algorithm_wins_over_rules_and_select():
+    named = [(f"p{i}", torch.zeros(4, 6, requires_grad=True)) for i in range(3)]
+    specs = collect_named(
+        [*named, named[0]], algorithms=[MUON, ADAMW, None, None], select=lambda name, p: True
+    )
+    assert [(p.name, p.algorithm) for p in specs.parameters] == [
+        ("p0", MUON), ("p1", ADAMW), ("p2", MUON)
+    ]  # fmt: skip
+    with pytest.raises(SelectionError, match=r"'bias'.*algorithm=\"adamw\""):
+        collect_named([("bias", torch.zeros(4, requires_grad=True))], algorithms=[MUON])
+
+
+@settings(max_examples=20)
+@given(models())
+def test_names_keep_the_order_of_the_modules_parameters(model):
+    specs = collect_named(model.named_parameters(remove_duplicate=False))
+    expected = [(name, tuple(p.shape)) for name, p in trainable_parameters(model)]
+    assert [(p.name, p.shape) for p in specs.parameters] == expected
