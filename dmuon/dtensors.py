@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmuon.scheduler.shards import Box, LocalShard
-from dmuon.scheduler.specs import dtype_name
+from dmuon.scheduler.shards import LocalShard
+from dmuon.scheduler.specs import Box, dtype_name
 from dmuon.types import OwnershipError
 
 

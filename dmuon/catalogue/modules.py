@@ -340,7 +340,9 @@ def _mamba(a: Mamba) -> nn.Module:
 
 def _gpt2(a: GPT2) -> nn.Module:
     def conv1d(inputs: int, outputs: int) -> nn.Module:
-        return _join(weight=_parameter(inputs, outputs), bias=_parameter(outputs))
+        module = _join(weight=_parameter(inputs, outputs), bias=_parameter(outputs))
+        module.nf = outputs  # type: ignore[assignment]
+        return module
 
     def block(_: int) -> nn.Module:
         h, width = a.hidden, a.intermediate

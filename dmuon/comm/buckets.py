@@ -24,8 +24,8 @@ from torch import Tensor
 
 from dmuon.comm.process_groups import Grid
 from dmuon.scheduler.plan import OwnershipPlan, Unit
-from dmuon.scheduler.shards import Box, RankShards, matrix_box
-from dmuon.scheduler.specs import ModelSpecs
+from dmuon.scheduler.shards import RankShards
+from dmuon.scheduler.specs import Box, ModelSpecs
 from dmuon.types import OwnershipError
 
 EVERYONE = -1  # the "owner" of parameters that all ranks update
@@ -72,6 +72,13 @@ class Slices:
         self.boxes = boxes
         self.matrices_of: dict[int, list[int]] = defaultdict(list)  # in element order
         for i, matrix in enumerate(plan.specs.matrices):
+            spec = plan.specs.parameters[matrix.parameter]
+            if not matrix.box(spec.shape).is_range_of(spec.shape):
+                raise OwnershipError(
+                    f"{matrix.name!r} is no contiguous range of {spec.name!r} {list(spec.shape)}, "
+                    "and layout='dedicated' and reduce_to_owner=True send such ranges only: leave "
+                    "this parameter out of splits/heads, or use layout='sharded' or 'replicated'"
+                )
             self.matrices_of[matrix.parameter].append(i)
         self._place = [grid.place(owner) for owner in plan.owners]
 
@@ -99,13 +106,13 @@ class Slices:
         """What the ranks with this tensor coordinate hold of a matrix."""
         spec = self.plan.specs.matrices[matrix]
         shape = self.plan.specs.parameters[spec.parameter].shape
-        outer = matrix_box(spec, shape).box
+        outer = spec.box(shape)
         boxes = self.boxes[spec.parameter]
         local = Box((0,) * len(shape), shape) if boxes is None else boxes[tensor]
         common = outer.intersection(local)
         if not common.numel:
             return Part(matrix, 0, 0, Box((0,) * len(shape), (0,) * len(shape)))
-        # Row-major in the slice: matrices divide leading dims only, so their parts have no gaps.
+        # Row-major in the slice; a range of the whole has no gaps in a slice either.
         start = 0
         for corner, size in zip(common.within(local).offset, local.shape, strict=True):
             start = start * size + corner

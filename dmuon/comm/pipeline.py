@@ -21,7 +21,7 @@ from torch import Tensor
 from dmuon.comm.routes import BucketRoute, Message, Part
 from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.scheduler.plan import Unit
-from dmuon.scheduler.shards import Form
+from dmuon.scheduler.specs import Form
 
 
 def places(stack: Tensor, part: Part) -> Tensor:
@@ -30,9 +30,10 @@ def places(stack: Tensor, part: Part) -> Tensor:
     if part.transposed:
         slots = slots.mT
     whole = part.whole
-    if part.form is Form.STACK:
+    if part.form.is_stack:
+        slots = slots.mT if part.form.is_in_out else slots
         slots = slots[(slice(None),) + (None,) * (len(whole) - 2)]
-    elif part.form is Form.TRANSPOSED:
+    elif part.form is Form.FLAT_IN_OUT:
         slots = slots.unflatten(2, (whole[0], *whole[2:])).transpose(1, 2)
     elif len(whole) > 2:
         slots = slots.unflatten(2, whole[1:])

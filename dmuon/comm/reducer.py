@@ -39,8 +39,7 @@ from dmuon.comm.routes import Part
 from dmuon.comm.transport import HostCopy, Meter, Work, host_can_read
 from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.scheduler.plan import Unit
-from dmuon.scheduler.shards import Form, matrix_box
-from dmuon.scheduler.specs import ModelSpecs
+from dmuon.scheduler.specs import Form, ModelSpecs
 from dmuon.types import Algorithm, DmuonError, OwnershipError
 
 # ---- stacks of a unit ------------------------------------------------------------------------
@@ -76,9 +75,8 @@ def unstacker(specs: ModelSpecs, unit: Unit) -> Callable[[Tensor], list[Tensor]]
     parts = []
     for k, i in enumerate(unit.matrices):
         spec = specs.matrices[i]
-        whole = matrix_box(spec, specs.parameters[spec.parameter].shape)
-        shape, turned = whole.box.shape, unit.holds_transpose(k)
-        parts.append(Part(-1, k, (i,), whole.box, shape, whole.form, turned))
+        box = spec.box(specs.parameters[spec.parameter].shape)
+        parts.append(Part(-1, k, (i,), box, box.shape, spec.form, unit.holds_transpose(k)))
     if all(part.form is Form.FLAT and len(part.whole) == 2 for part in parts):
         return lambda stack: oriented(unit, stack)
     return lambda stack: [places(stack, part)[0] for part in parts]

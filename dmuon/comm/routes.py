@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from dmuon.scheduler.plan import Unit
-from dmuon.scheduler.shards import Box, Form, ShardMap
+from dmuon.scheduler.shards import ShardMap
+from dmuon.scheduler.specs import Box, Form
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,13 +157,7 @@ def _wrong_matrices(plan: OwnershipPlan) -> Iterator[str]:
     """Matrices whose rows and columns cannot be those of their parameter."""
     for matrix in plan.specs.matrices:
         shape = plan.specs.parameters[matrix.parameter].shape
-        if matrix.transposed and len(shape) > 1:
-            whole = (shape[1], shape[0] * math.prod(shape[2:]))
-            fits = matrix.shape == whole and matrix.start == 0
-        else:
-            ends = {math.prod(shape[dim:]) for dim in range(1, len(shape))}
-            fits = matrix.cols in ends and matrix.start % matrix.cols == 0
-        if not fits:
+        if not matrix.fits(shape):
             yield (
                 f"{matrix.name} of {matrix.rows} x {matrix.cols} is no matrix of a parameter "
                 f"{list(shape)}"

@@ -25,7 +25,7 @@ from dmuon.scheduler.specs import MatrixSpec, ModelSpecs
 from dmuon.scheduler.topology import Topology
 from dmuon.types import KernelChoice, Layout, PlanError
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 SOLVERS = ("round_robin", "greedy", "search", "milp")  # what a plan says that it was found by
 STATUSES = ("optimal", "feasible", "time_limit")
 _MOST_BATCH_MS = 1e12  # 30 years
@@ -199,7 +199,7 @@ class OwnershipPlan:
     def _fingerprint(self) -> str:
         specs = self.specs
         matrices = [
-            (m.name, specs.parameters[m.parameter].name, *m.shape, m.dtype, m.start, m.transposed)
+            (m.name, specs.parameters[m.parameter].name, *m.shape, m.dtype, m.start, m.form)
             for m in specs.matrices
         ]
         # In terms of names: independent of the order of the parameters.

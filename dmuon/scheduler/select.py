@@ -1,17 +1,22 @@
-"""Which parameters are matrices, which go to AdamW, and why."""
+"""Which parameters are matrices, which go to AdamW, and why.
+
+`RULES` is the one list of reasons; docs/routing.md shows it, and what it does to known models.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from itertools import product
+from typing import Any
 
 from torch import Tensor, nn
 
 from dmuon.scheduler.specs import (
+    Form,
     MatrixSpec,
     ModelSpecs,
     ParameterSpec,
@@ -20,16 +25,28 @@ from dmuon.scheduler.specs import (
 )
 from dmuon.types import Algorithm, DmuonError, Select, SelectionError
 
-HEAD_NAMES = frozenset({"lm_head", "head", "output", "embed_out", "score", "classifier"})
+Splits = Mapping[str, Sequence[int] | Mapping[str, Any]]
+Heads = Mapping[str, int | Mapping[str, Any]]
+
+_HEAD = re.compile(
+    "classifier|classification_head|embed_out|lm_heads?|logits|prediction_head|qa_outputs|"
+    "seq_relationship|to_logits|unembed(ding)?"
+)
 # Inside a repeated block these name a projection as often as a head; a head is not repeated.
-_AMBIGUOUS_IN_BLOCK = frozenset({"head", "output", "score"})
+_HEAD_AT_THE_TOP = re.compile("head|output|output_layer|output_projection|score")
+_ROUTERS = frozenset({"router", "gate", "gating"})
 _WEIGHT_NAME = re.compile(r"weight|kernel|w\d+|.*_weight|.*_proj")
-# The module of a weight, where names are all that is known: embed_tokens, wte, word_embeddings, ...
-_EMBEDDING_NAME = re.compile(r"(.*\.)?(w[tp]e|[a-z_]*embed(ding|der)?s?(_[a-z]+)?)(\.weight)?")
+# The module of a weight: embed_tokens, wte, tok_embeddings, word_embeddings, pos_emb, ...
+_EMBEDDING_NAME = re.compile(r"w[tp]e|(.*_)?emb(ed|edding|eddings)?(_(tokens|positions|in|table))?")
+_PATCHES_NAME = re.compile(r"patch_?embed(s|ding|dings|der)?")
+_CONVOLUTION_NAME = re.compile(r".*conv.*|" + _PATCHES_NAME.pattern)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_LINEARS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase)
+# Modules whose type says what their weights are; of others the names decide.
+_KNOWN = (*_EMBEDDINGS, *_NORMS, *_CONVOLUTIONS, *_TRANSPOSED, *_LINEARS)
 
 
 @dataclass(slots=True)
@@ -45,24 +62,89 @@ class _Use:
     algorithm: Algorithm | None = None
 
     @property
-    def transposed(self) -> bool:
-        return isinstance(self.places[0][0], _TRANSPOSED) and self.parameter.ndim >= 3
+    def module(self) -> nn.Module | None:
+        return self.places[0][0]
 
     @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """Rows and columns of its matrices, before they are split."""
-        shape = self.parameter.shape
-        if self.transposed:
-            return shape[1], shape[0] * math.prod(shape[2:])
-        if isinstance(self.places[0][0], _CONVOLUTIONS) and len(shape) >= 3:
-            return shape[0], math.prod(shape[1:])
-        return shape[-2], shape[-1]
+    def local(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def path(self) -> list[str]:
+        """The names of the modules around it, numbers at the end aside (of an `nn.Sequential`)."""
+        path = self.name.split(".")[:-1]
+        while path and path[-1].isdigit():
+            path.pop()
+        return path
+
+    @property
+    def blocks(self) -> list[int]:
+        """The numbers of the repeated blocks around it."""
+        return [int(part) for part in self.path if part.isdigit()]
+
+    @property
+    def is_convolution(self) -> bool:
+        if self.parameter.ndim < 3 or isinstance(self.module, _KNOWN):
+            return isinstance(self.module, _CONVOLUTIONS + _TRANSPOSED) and self.parameter.ndim > 2
+        named = any(_CONVOLUTION_NAME.fullmatch(part.lower()) for part in self.path[-2:])
+        return self.module is None and (named or self.parameter.ndim > 3)
 
     def spec(self, algorithm: Algorithm, reason: str) -> ParameterSpec:
-        p, flipped = self.parameter, self.transposed and algorithm is not Algorithm.FROZEN
-        return ParameterSpec(
-            self.name, tuple(p.shape), dtype_name(p.dtype), algorithm, reason, flipped
-        )
+        p = self.parameter
+        return ParameterSpec(self.name, tuple(p.shape), dtype_name(p.dtype), algorithm, reason)
+
+
+class _Model:
+    """What rules and forms need to know of the other parameters."""
+
+    def __init__(self, uses: Sequence[_Use], modules: Iterable[nn.Module] = ()) -> None:
+        self.beside: dict[str, dict[str, Tensor]] = defaultdict(dict)  # by module
+        for use in uses:
+            for _, name in use.places:
+                path, _, local = name.rpartition(".")
+                self.beside[path][local] = use.parameter
+        self.paths = {
+            p[:i] for p in self.beside for i in range(len(p) + 1) if p[i : i + 1] in (".", "")
+        }
+        self.vocabularies = {
+            tuple(use.parameter.shape): use.name
+            for use in uses
+            if use.parameter.ndim == 2 and _is_embedding(use) and "pos" not in use.name.lower()
+        }
+        heads = (getattr(module, "get_output_embeddings", None) for module in modules)
+        found = (head() for head in heads if callable(head))
+        self.outputs = {
+            id(p) for head in found if isinstance(head, nn.Module) for p in head.parameters()
+        }
+
+    def form(self, use: _Use) -> Form:
+        """How a parameter reads as matrices."""
+        if use.is_convolution:
+            return Form.FLAT_IN_OUT if isinstance(use.module, _TRANSPOSED) else Form.FLAT
+        is_in_out = not isinstance(use.module, _KNOWN) and self._is_in_out(use)
+        if use.parameter.ndim == 2:
+            return Form.FLAT_IN_OUT if is_in_out else Form.FLAT
+        return Form.STACK_IN_OUT if is_in_out else Form.STACK
+
+    def _is_in_out(self, use: _Use) -> bool:
+        """Whether the module stores its weights ``(in, out)``, as the shapes in it show.
+
+        Transformers' `Conv1D` says its outputs in ``nf``. A bias has the length of the outputs. A
+        fused ``gate_up_proj`` has twice as many as ``down_proj`` has inputs. What one weight shows
+        holds for all of its module, so that a square one is read as the others.
+        """
+        if getattr(use.module, "nf", None) == use.parameter.shape[-1]:
+            return True
+        beside, found = self.beside[use.name.rpartition(".")[0]], set()
+        for local, p in beside.items():
+            biases = (local.removesuffix("weight") + "bias", f"{local}_bias")
+            bias = next((beside[name] for name in biases if name in beside), None)
+            down = beside.get(local.replace("gate_up", "down"), p)
+            if p.ndim > 1 and bias is not None and bias is not p and p.shape[-1] != p.shape[-2]:
+                found.add(bias.shape[-1] == p.shape[-1])
+            elif p.ndim > 1 and down is not p:
+                found.add(p.shape[-1] == 2 * down.shape[-2])
+        return found == {True}
 
 
 def _uses(places: Iterable[tuple[str, Tensor, nn.Module | None]]) -> list[_Use]:
@@ -92,55 +174,180 @@ def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(use.name, use.parameter) for use in uses if use.parameter.requires_grad]  # type: ignore[misc]
 
 
-def _is_head(name: str) -> str | None:
-    modules = name.split(".")[:-1]
-    if not modules:
-        return None
-    if modules[0] in HEAD_NAMES:
-        return modules[0]
-    last = modules[-1]
-    if last not in HEAD_NAMES:
-        return None
-    repeated = any(part.isdigit() for part in modules[:-1])
-    return None if repeated and last in _AMBIGUOUS_IN_BLOCK else last
+# ---- rules -------------------------------------------------------------------------------
 
 
-def _default_route(use: _Use) -> tuple[Algorithm, str]:
-    p, local = use.parameter, use.name.rsplit(".", 1)[-1]
-    if p.ndim < 2:
-        return Algorithm.ADAMW, f"{p.ndim}-D"
-    if p.numel() == 0:
-        return Algorithm.ADAMW, "empty"
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """``reason`` says why a parameter is ``what``, None if it is not. ``source``: who does so."""
+
+    what: str
+    algorithm: Algorithm
+    source: str
+    reason: Callable[[_Use, _Model], str | None]
+
+
+def _is_embedding(use: _Use) -> bool:
+    return _embedding(use) is not None
+
+
+def _embedding(use: _Use) -> str | None:
     for module, name in use.places:
-        if isinstance(module, _EMBEDDINGS) or (module is None and _EMBEDDING_NAME.match(name)):
+        path = name.removesuffix(".weight").rpartition(".")[2]
+        named = not isinstance(module, _KNOWN) and name.endswith(".weight")
+        if isinstance(module, _EMBEDDINGS) or (named and _EMBEDDING_NAME.fullmatch(path)):
             if name != use.name:
-                return Algorithm.ADAMW, f"tied to embedding {name!r}"
+                return f"tied to embedding {name!r}"
             tied = [other for _, other in use.places if other != name]
             also = f", tied to {tied[0]!r}" if tied else ""
-            how = "by its name" if module is None else type(module).__name__
-            return Algorithm.ADAMW, f"embedding ({how}){also}"
-        if isinstance(module, _NORMS):
-            return Algorithm.ADAMW, f"gain of a normalization ({type(module).__name__})"
-        if isinstance(module, _TRANSPOSED) and module.groups > 1:
-            return Algorithm.ADAMW, "grouped transposed convolution"
-    for _, name in use.places:
-        head = _is_head(name)
-        if head is not None:
-            return Algorithm.ADAMW, f"output head ({head!r})"
-    if not any(_WEIGHT_NAME.fullmatch(name.rsplit(".", 1)[-1]) for _, name in use.places):
-        return Algorithm.ADAMW, f"bare parameter {local!r} is not named as a weight"
-    rows, cols = use.matrix_shape
-    if rows == 1 or cols == 1:
-        return Algorithm.ADAMW, f"{rows} x {cols} is a vector"
+            how = type(module).__name__ if isinstance(module, _EMBEDDINGS) else "by its name"
+            return f"embedding ({how}){also}"
+    return None
+
+
+def _gain(use: _Use) -> str | None:
+    if isinstance(use.module, _NORMS):
+        return f"gain of a normalization ({type(use.module).__name__})"
+    return None
+
+
+def _depthwise(use: _Use) -> str | None:
+    module, p = use.module, use.parameter
+    if isinstance(module, _TRANSPOSED):
+        return "grouped transposed convolution" if module.groups > 1 else None
+    groups = module.groups if isinstance(module, _CONVOLUTIONS) else p.shape[0]
+    if use.is_convolution and p.shape[1] == 1 < groups:
+        return "depthwise convolution: a vector a channel"
+    return None
+
+
+def _bare(use: _Use) -> str | None:
+    if any(_WEIGHT_NAME.fullmatch(name.rpartition(".")[2]) for _, name in use.places):
+        return None
+    return f"bare parameter {use.local!r} is not named as a weight"
+
+
+def _vector(use: _Use, model: _Model) -> str | None:
+    rows, cols = model.form(use).matrix_shape(use.parameter.shape)
+    return f"{rows} x {cols} is a vector" if rows == 1 or cols == 1 else None
+
+
+def _first(use: _Use) -> str | None:
+    if any(use.blocks) or isinstance(use.module, _TRANSPOSED):
+        return None
+    if any(_PATCHES_NAME.fullmatch(part) for part in use.path):
+        return "first layer (patch embedding)"
+    if use.is_convolution and use.parameter.shape[1] in (1, 3):
+        return f"first layer (convolution of {use.parameter.shape[1]} channels)"
+    return None
+
+
+def _router(use: _Use, model: _Model) -> str | None:
+    path = use.path
+    beside = ".".join([*path[:-1], "experts"])
+    if "router" in path[-2:] or (path and path[-1] in _ROUTERS and beside in model.paths):
+        return "router of a mixture of experts"
+    return None
+
+
+def _head(use: _Use, model: _Model) -> str | None:
+    if id(use.parameter) in model.outputs:
+        return "output head (get_output_embeddings)"
+    for place in (_Use(name, use.parameter, [(module, name)]) for module, name in use.places):
+        for name in {*place.path[:1], *place.path[-1:]}:
+            at_the_top = not place.blocks or name == place.path[0]
+            if _HEAD.fullmatch(name) or (at_the_top and _HEAD_AT_THE_TOP.fullmatch(name)):
+                return f"output head ({name!r})"
+        if place.path == ["fc"]:
+            return "output head ('fc')"
+    vocabulary = model.vocabularies.get(tuple(use.parameter.shape))
+    if vocabulary is not None and not use.blocks:
+        return f"output head (as large as embedding {vocabulary!r})"
+    return None
+
+
+_JORDAN = "[Jordan](https://kellerjordan.github.io/posts/muon/)"
+# The first that gives a reason decides; what is left is a matrix.
+RULES = (
+    Rule(
+        "bias, gain, anything else with fewer than 2 dims",
+        Algorithm.ADAMW,
+        f"{_JORDAN}; `torch.optim.Muon` takes nothing else than 2-D",
+        lambda use, _: f"{use.parameter.ndim}-D" if use.parameter.ndim < 2 else None,
+    ),
+    Rule(
+        "parameter without elements",
+        Algorithm.ADAMW,
+        "nothing to orthogonalize",
+        lambda use, _: None if use.parameter.numel() else "empty",
+    ),
+    Rule(
+        "embedding, and what is tied to it; by its name where the module's type says nothing",
+        Algorithm.ADAMW,
+        f"{_JORDAN}; Moonlight, Megatron, DeepSpeed",
+        lambda use, _: _embedding(use),
+    ),
+    Rule(
+        "gain of a normalization with several dims",
+        Algorithm.ADAMW,
+        "scales elements, maps nothing",
+        lambda use, _: _gain(use),
+    ),
+    Rule(
+        "depthwise convolution (Mamba's `conv1d`), grouped transposed convolution",
+        Algorithm.ADAMW,
+        "a vector a channel, no matrix; `torch.optim.Muon` refuses it (3-D)",
+        lambda use, _: _depthwise(use),
+    ),
+    Rule(
+        "bare parameter that is not named `weight`, `kernel`, `w1`, `..._weight` or `..._proj`: "
+        "`A_log`, `cls_token`, `pos_embed`, attention sinks",
+        Algorithm.ADAMW,
+        "Mamba's code keeps `A_log` and `D` out of weight decay too",
+        lambda use, _: _bare(use),
+    ),
+    Rule(
+        "one row or one column (a gate of a shared expert)",
+        Algorithm.ADAMW,
+        "the orthogonalized update of a vector is only its direction",
+        _vector,
+    ),
+    Rule(
+        "first layer: patch embedding, convolution of 1 or 3 channels that is not repeated",
+        Algorithm.ADAMW,
+        f"{_JORDAN}: the input layer as the embedding",
+        lambda use, _: _first(use),
+    ),
+    Rule(
+        "router of a mixture of experts",
+        Algorithm.MUON,
+        "[Moonlight](https://arxiv.org/abs/2502.16982), figure 4: routers gain most",
+        _router,
+    ),
+    Rule(
+        "output head: `get_output_embeddings()`; named `lm_head`, `qa_outputs`, `classifier`, ...; "
+        "`head`, `output`, `score`, `fc` at the top; as large as an embedding and not repeated",
+        Algorithm.ADAMW,
+        f"{_JORDAN}; Moonlight, Megatron, DeepSpeed",
+        _head,
+    ),
+)
+
+
+def _default_route(use: _Use, model: _Model) -> tuple[Algorithm, str]:
+    for rule in RULES:
+        reason = rule.reason(use, model)
+        if reason is not None:
+            return rule.algorithm, reason
     return Algorithm.MUON, "weight"
 
 
-def _route(use: _Use, select: Select | None) -> tuple[Algorithm, str]:
+def _route(use: _Use, model: _Model, select: Select | None) -> tuple[Algorithm, str]:
     if use.algorithm is not None:
         chosen, who = use.algorithm is Algorithm.MUON, "the param group says"
         remedy = 'put it into a param group with algorithm="adamw"'
     elif select is None:
-        return _default_route(use)
+        return _default_route(use, model)
     else:
         chosen, who = select(use.name, use.parameter), "select chose"
         remedy = "return False for it, so that AdamW updates it"
@@ -159,64 +366,94 @@ def _route(use: _Use, select: Select | None) -> tuple[Algorithm, str]:
     return Algorithm.ADAMW, "its param group says adamw" if said else "not selected"
 
 
-def _row_sizes(
-    use: _Use,
-    splits: Mapping[str, Sequence[int]],
-    heads: Mapping[str, int],
-    used: set[str],
-) -> tuple[int, ...]:
-    """How many rows each piece of the parameter's matrices has; fitting patterns go to ``used``."""
-    rows, found = use.matrix_shape[0], []
-    for pattern, given in splits.items():
-        if fnmatchcase(use.name, pattern):
-            if isinstance(given, str) or not isinstance(given, Sequence):
-                raise SelectionError(
-                    f"splits[{pattern!r}] must be a list of row counts that add up to the {rows} "
-                    f"rows of {use.name!r}, found {given!r}"
-                )
-            found.append((pattern, tuple(given)))
-    for pattern, count in heads.items():
-        if fnmatchcase(use.name, pattern):
-            if not isinstance(count, int) or count < 1 or rows % count:
-                raise SelectionError(
-                    f"heads[{pattern!r}] = {count!r} does not divide the {rows} rows of "
-                    f"{use.name!r}"
-                )
-            found.append((pattern, (rows // count,) * count))
+# ---- pieces of a parameter ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How the matrices of a parameter are cut along one of its dims, and how they are read."""
+
+    form: Form
+    dim: int
+    sizes: tuple[int, ...]
+
+
+def _cuts(
+    use: _Use, form: Form, setting: str, patterns: Splits | Heads
+) -> Iterator[tuple[str, _Cut]]:
+    """What the fitting patterns of ``splits`` or ``heads`` say: (pattern, cut)."""
+    shape = use.parameter.shape
+    key, example = ("sizes", "[512, 128, 128]") if setting == "splits" else ("heads", "8")
+    for pattern, given in patterns.items():
+        if not fnmatchcase(use.name, pattern):
+            continue
+        said = given if isinstance(given, Mapping) else {key: given}
+        where = f"{setting}[{pattern!r}]"
+        if key not in said or not said.keys() <= {key, "dim", "transposed"}:
+            raise SelectionError(
+                f"{where} must be {example} or a dict of {key!r} and, if needed, 'dim' and "
+                f"'transposed', found {given!r}"
+            )
+        turned = said.get("transposed", form.is_in_out)
+        form = Form(f"{form.value.removesuffix('_in_out')}{'_in_out' if turned else ''}")
+        dims = form.dims(len(shape))
+        dim = said.get("dim", dims[0])
+        if dim not in (*dims, *(d - len(shape) for d in dims)):
+            raise SelectionError(
+                f"{where}: dim must be one of {sorted(dims)}, the dims of the matrices in "
+                f"{use.name!r} {list(shape)}, found {dim!r}"
+            )
+        dim, value = dim % len(shape), said[key]
+        total, what = shape[dim], "row" if dim == dims[0] else "column"
+        of = f"{total} {what}s of {use.name!r}"
+        if setting == "heads":
+            if not isinstance(value, int) or value < 1 or total % value:
+                raise SelectionError(f"{where} = {value!r} does not divide the {of}")
+            value = (total // value,) * value
+        elif isinstance(value, str) or not isinstance(value, Sequence):
+            raise SelectionError(
+                f"{where} must be a list of {what} counts that add up to the {of}, found {value!r}"
+            )
+        are_counts = all(isinstance(size, int) and size > 0 for size in value)
+        if not are_counts or sum(value) != total:
+            added = f"; they add up to {sum(value)}" if are_counts else ""
+            raise SelectionError(
+                f"{where} = {list(value)} must be positive {what} counts that add up to the "
+                f"{of}{added}"
+            )
+        yield pattern, _Cut(form, dim, tuple(value))
+
+
+def _cut(use: _Use, form: Form, splits: Splits, heads: Heads, used: set[str]) -> _Cut:
+    """How the parameter's matrices are cut; fitting patterns go to ``used``."""
+    found = [*_cuts(use, form, "splits", splits), *_cuts(use, form, "heads", heads)]
     used.update(pattern for pattern, _ in found)
-    if not found:
-        return (rows,)
-    if len({sizes for _, sizes in found}) > 1:
+    if len({cut for _, cut in found}) > 1:
         raise SelectionError(
             f"{use.name!r} matches several patterns of splits/heads that disagree: "
             + ", ".join(repr(pattern) for pattern, _ in found)
         )
-    pattern, sizes = found[0]
-    are_counts = all(isinstance(size, int) and size > 0 for size in sizes)
-    if not are_counts or sum(sizes) != rows:
-        total = f"; they add up to {sum(sizes)}" if are_counts else ""
-        raise SelectionError(
-            f"splits[{pattern!r}] = {list(sizes)} must be positive row counts that add up to the "
-            f"{rows} rows of {use.name!r}{total}"
-        )
-    if len(sizes) > 1 and use.transposed:
-        raise SelectionError(
-            f"{use.name!r} is the weight of a transposed convolution, which cannot be split: "
-            f"remove it from the pattern {pattern!r}"
-        )
-    return sizes
+    dim = form.dims(use.parameter.ndim)[0]
+    return found[0][1] if found else _Cut(form, dim, (use.parameter.shape[dim],))
 
 
-def _matrices(use: _Use, index: int, sizes: tuple[int, ...]) -> list[MatrixSpec]:
-    p, (rows, cols) = use.parameter, use.matrix_shape
-    stack, dtype = p.numel() // (rows * cols), dtype_name(p.dtype)
-    made, start = [], 0
-    for item, size in product(range(stack), sizes):
-        row = start // cols - item * rows
-        name = use.name + (f"[{item}]" if stack > 1 else "")
-        name += f"[{row}:{row + size}]" if len(sizes) > 1 else ""
-        made.append(MatrixSpec(name, index, size, cols, dtype, start, use.transposed))
-        start += size * cols
+def _matrices(use: _Use, index: int, cut: _Cut) -> list[MatrixSpec]:
+    p, form = use.parameter, cut.form
+    shape, dtype = list(p.shape), dtype_name(p.dtype)
+    lead = len(shape) - 2 if form.is_stack else 0
+    inner, stride = math.prod(shape[lead:]), math.prod(shape[cut.dim + 1 :])
+    made = []
+    for item in range(math.prod(shape[:lead])):
+        first = 0
+        for size in cut.sizes:
+            shape[cut.dim] = size
+            rows, cols = form.matrix_shape(shape)
+            name = use.name + (f"[{item}]" if inner < p.numel() else "")
+            if len(cut.sizes) > 1:
+                name += f"[{':, ' if cut.dim > lead else ''}{first}:{first + size}]"
+            start = item * inner + first * stride
+            made.append(MatrixSpec(name, index, rows, cols, dtype, start, form))
+            first += size
     # A piece is written through a flat view of its parameter, which only contiguous storage has.
     if len(made) > 1 and not p.is_contiguous():
         raise SelectionError(
@@ -224,6 +461,9 @@ def _matrices(use: _Use, index: int, sizes: tuple[int, ...]) -> list[MatrixSpec]
             f"{p.stride()}): make it contiguous before dmuon.dedicate_params(model)"
         )
     return made
+
+
+# ---- everything --------------------------------------------------------------------------
 
 
 def _check(uses: list[_Use], allow_meta: bool) -> None:
@@ -268,16 +508,18 @@ def collect(
     model: nn.Module,
     *,
     select: Select | None = None,
-    splits: Mapping[str, Sequence[int]] | None = None,
-    heads: Mapping[str, int] | None = None,
+    splits: Splits | None = None,
+    heads: Heads | None = None,
     allow_meta: bool = False,
 ) -> ModelSpecs:
     """Route every trainable parameter of ``model`` to Muon or AdamW, with the reason.
 
-    ``splits`` and ``heads`` map patterns of canonical names to row sizes, or to a number of equal
-    pieces. A convolution is flattened to ``(out, rest)``; any other parameter with more than two
-    dims is a stack of matrices. ``allow_meta`` takes parameters on the meta device, for planning
-    without the model.
+    ``splits`` and ``heads`` map patterns of canonical names to the sizes of pieces along the
+    output dim, or to the number of equal pieces. A dict cuts another dim (``{"sizes": [4, 2],
+    "dim": 1}``, ``{"heads": 2, "dim": -1}``) or says that a weight is stored (in, out)
+    (``"transposed": True``), where the shapes in its module do not show it. A convolution is
+    flattened to ``(out, rest)``; any other parameter with more than two dims is a stack of
+    matrices. ``allow_meta`` takes parameters on the meta device, for planning without the model.
 
     Raises:
         SelectionError: nothing is selected, a chosen parameter is no matrix, or a pattern does
@@ -285,7 +527,8 @@ def collect(
         DmuonError: a parameter cannot be handled at all (meta device, uninitialized, complex,
             on another device than the others, sparse gradients), or none is trainable.
     """
-    return _collect(_uses(_places(model)), select, splits, heads, allow_meta)
+    uses = _uses(_places(model))
+    return _collect(uses, _Model(uses, model.modules()), select, splits, heads, allow_meta)
 
 
 def collect_named(
@@ -293,8 +536,8 @@ def collect_named(
     *,
     algorithms: Sequence[Algorithm | None] | None = None,
     select: Select | None = None,
-    splits: Mapping[str, Sequence[int]] | None = None,
-    heads: Mapping[str, int] | None = None,
+    splits: Splits | None = None,
+    heads: Heads | None = None,
     allow_meta: bool = False,
 ) -> ModelSpecs:
     """`collect` for parameters of which only names and shapes are known.
@@ -309,14 +552,15 @@ def collect_named(
     said = {id(p): a for (_, p), a in zip(pairs, algorithms or (), strict=bool(algorithms)) if a}
     for use in uses:
         use.algorithm = said.get(id(use.parameter))
-    return _collect(uses, select, splits, heads, allow_meta)
+    return _collect(uses, _Model(uses), select, splits, heads, allow_meta)
 
 
 def _collect(
     everything: list[_Use],
+    model: _Model,
     select: Select | None,
-    splits: Mapping[str, Sequence[int]] | None,
-    heads: Mapping[str, int] | None,
+    splits: Splits | None,
+    heads: Heads | None,
     allow_meta: bool,
 ) -> ModelSpecs:
     uses = [use for use in everything if use.parameter.requires_grad]
@@ -336,9 +580,9 @@ def _collect(
     parameters: list[ParameterSpec] = []
     matrices: list[MatrixSpec] = []
     for index, use in enumerate(uses):
-        algorithm, reason = _route(use, select)
+        algorithm, reason = _route(use, model, select)
         if algorithm is Algorithm.MUON:
-            made = _matrices(use, index, _row_sizes(use, splits, heads, used))
+            made = _matrices(use, index, _cut(use, model.form(use), splits, heads, used))
             matrices += made
             reason += "" if len(made) == 1 else f", {len(made)} matrices"
         parameters.append(use.spec(algorithm, reason))

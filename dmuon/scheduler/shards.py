@@ -15,16 +15,13 @@ matrices of their own, each with an owner among the ranks that hold it.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property
-from operator import add, sub
 from typing import Annotated
 
-from dmuon.scheduler.specs import ITEM_SIZE, MatrixSpec, ModelSpecs
+from dmuon.scheduler.specs import ITEM_SIZE, Box, Form, MatrixSpec, ModelSpecs
 from dmuon.types import Layout, OwnershipError, PlanError
 
 _MOST_FIXED = 1 << 60  # milliseconds or bytes
@@ -109,52 +106,6 @@ def state_bytes(matrix: MatrixSpec, layout: Layout) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
-    """Elements ``offset .. offset + shape`` of a tensor.
-
-    >>> Box((2, 0), (4, 3)).intersection(Box((0, 1), (3, 9)))
-    Box(offset=(2, 1), shape=(1, 2))
-    """
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @classmethod
-    def at_origin(cls, shape: tuple[int, ...]) -> Box:
-        return cls((0,) * len(shape), shape)
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        return tuple(map(add, self.offset, self.shape))
-
-    def intersection(self, other: Box) -> Box:
-        """What both contain; its numel is 0 if that is nothing."""
-        low = tuple(map(max, self.offset, other.offset))
-        high = map(min, self.ends, other.ends)
-        return Box(low, tuple(max(0, end - start) for start, end in zip(low, high, strict=True)))
-
-    def within(self, outer: Box) -> Box:
-        """The same elements, counted from the corner of ``outer``."""
-        return Box(tuple(map(sub, self.offset, outer.offset)), self.shape)
-
-    def slices(self) -> tuple[slice, ...]:
-        """The index that takes these elements out of a tensor."""
-        return tuple(map(slice, self.offset, self.ends))
-
-
-class Form(Enum):
-    """How a box of a parameter reads as a matrix."""
-
-    FLAT = "flat"  # dim 0 is the rows, all other dims together the columns
-    STACK = "stack"  # the last two dims; the ones before them have size 1
-    TRANSPOSED = "transposed"  # FLAT after dims 0 and 1 swap
-
-
-@dataclass(frozen=True, slots=True)
 class MatrixBox:
     """A matrix as a box of its parameter."""
 
@@ -163,30 +114,12 @@ class MatrixBox:
 
     def matrix_shape(self, shape: Sequence[int]) -> tuple[int, int]:
         """Rows and columns of a part of the matrix that has ``shape`` in the parameter's dims."""
-        if self.form is Form.STACK:
-            return shape[-2], shape[-1]
-        if self.form is Form.TRANSPOSED:
-            return shape[1], shape[0] * math.prod(shape[2:])
-        return shape[0], math.prod(shape[1:])
+        return self.form.matrix_shape(shape)
 
 
 def matrix_box(matrix: MatrixSpec, shape: tuple[int, ...]) -> MatrixBox:
-    """The box of ``matrix`` in a parameter of this shape.
-
-    >>> spec = MatrixSpec("w[1]", 0, 3, 5, "float32", start=15)
-    >>> matrix_box(spec, (4, 3, 5)).box
-    Box(offset=(1, 0, 0), shape=(1, 3, 5))
-    """
-    if matrix.transposed:
-        return MatrixBox(Box.at_origin(shape), Form.TRANSPOSED)
-    offset, left = [], matrix.start
-    for dim in range(len(shape)):
-        start, left = divmod(left, math.prod(shape[dim + 1 :]))
-        offset.append(start)
-    if matrix.cols == math.prod(shape[1:]):
-        return MatrixBox(Box(tuple(offset), (matrix.rows, *shape[1:])), Form.FLAT)
-    ones = (1,) * (len(shape) - 2)
-    return MatrixBox(Box(tuple(offset), (*ones, matrix.rows, matrix.cols)), Form.STACK)
+    """The box of ``matrix`` in a parameter of this shape."""
+    return MatrixBox(matrix.box(shape), matrix.form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +261,7 @@ class ShardMap:
         for matrix, holders, outer in zip(
             self.specs.matrices, self.holders, self.boxes, strict=True
         ):
-            lead = outer.box.offset[:-2] if outer.form is Form.STACK else ()
+            lead = outer.box.offset[:-2] if outer.form.is_stack else ()
             key = (matrix.parameter, holders, lead)
             if key not in known:
                 shared = (

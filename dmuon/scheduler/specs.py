@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
+from operator import add, sub
 
 import torch
 from torch import Tensor
@@ -37,18 +40,92 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterSpec:
-    """How one parameter is routed, and why.
+class Box:
+    """Elements ``offset .. offset + shape`` of a tensor.
 
-    ``transposed``: dims 0 and 1 swap to bring the output dim first (transposed convolutions).
+    >>> Box((2, 0), (4, 3)).intersection(Box((0, 1), (3, 9)))
+    Box(offset=(2, 1), shape=(1, 2))
     """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def at_origin(cls, shape: tuple[int, ...]) -> Box:
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(map(add, self.offset, self.shape))
+
+    def intersection(self, other: Box) -> Box:
+        """What both contain; its numel is 0 if that is nothing."""
+        low = tuple(map(max, self.offset, other.offset))
+        high = map(min, self.ends, other.ends)
+        return Box(low, tuple(max(0, end - start) for start, end in zip(low, high, strict=True)))
+
+    def is_range_of(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of ``shape`` holds these elements one after the other."""
+        cut = [dim for dim, size in enumerate(shape) if size != self.shape[dim]]
+        return all(size == 1 for size in self.shape[: cut[-1]]) if cut else True
+
+    def within(self, outer: Box) -> Box:
+        """The same elements, counted from the corner of ``outer``."""
+        return Box(tuple(map(sub, self.offset, outer.offset)), self.shape)
+
+    def slices(self) -> tuple[slice, ...]:
+        """The index that takes these elements out of a tensor."""
+        return tuple(map(slice, self.offset, self.ends))
+
+
+class Form(str, Enum):
+    """How a box of a parameter reads as a matrix of (outputs, inputs).
+
+    ``..._in_out`` are stored the other way round, inputs first: as `x @ W` needs it.
+    """
+
+    FLAT = "flat"  # dim 0 is the rows, all other dims together the columns
+    FLAT_IN_OUT = "flat_in_out"  # FLAT after dims 0 and 1 swap, as in transposed convolutions
+    STACK = "stack"  # the last two dims; the ones before them have size 1
+    STACK_IN_OUT = "stack_in_out"  # the last two dims, swapped
+
+    @property
+    def is_stack(self) -> bool:
+        return self in (Form.STACK, Form.STACK_IN_OUT)
+
+    @property
+    def is_in_out(self) -> bool:
+        return self in (Form.FLAT_IN_OUT, Form.STACK_IN_OUT)
+
+    def dims(self, ndim: int) -> tuple[int, int]:
+        """Where the rows lie in a parameter of ``ndim`` dims, and (the first of) the columns."""
+        first = ndim - 2 if self.is_stack else 0
+        return (first + 1, first) if self.is_in_out else (first, first + 1)
+
+    def matrix_shape(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Rows and columns of a box of ``shape``."""
+        rows, cols = self.dims(len(shape))
+        return shape[rows], shape[cols] * (1 if self.is_stack else math.prod(shape[2:]))
+
+    def rows_first(self, box: Tensor) -> Tensor:
+        """A view ``(rows, ...)`` of a box; a convolution has several trailing dims."""
+        box = box[(0,) * (box.ndim - 2)] if self.is_stack else box
+        return box.transpose(0, 1) if self.is_in_out else box
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """How one parameter is routed, and why."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     algorithm: Algorithm
     reason: str
-    transposed: bool = False
 
     def __post_init__(self) -> None:
         if len(self.shape) > _MOST_DIMS or self.numel > _MOST_ELEMENTS:
@@ -71,9 +148,8 @@ class ParameterSpec:
 class MatrixSpec:
     """One operand of Newton-Schulz: ``rows x cols`` elements of one parameter.
 
-    Every matrix is one contiguous range of its parameter in row-major order, beginning at element
-    ``start`` (a transposed convolution is always one matrix, so this holds for it too).
-    ``parameter`` is an index into `ModelSpecs.parameters`.
+    It is a box of its parameter, read by ``form``; the box begins at element ``start`` of the
+    parameter in row-major order. ``parameter`` is an index into `ModelSpecs.parameters`.
     """
 
     name: str
@@ -82,7 +158,7 @@ class MatrixSpec:
     cols: int
     dtype: str
     start: int = 0
-    transposed: bool = False
+    form: Form = Form.FLAT
 
     @property
     def numel(self) -> int:
@@ -100,17 +176,32 @@ class MatrixSpec:
         """
         return (min(self.shape), max(self.shape), self.dtype)
 
-    def view(self, parameter: Tensor) -> Tensor:
-        """This matrix inside a tensor of its parameter's shape, as a view of ``(rows, ...)``.
+    def box(self, shape: Sequence[int]) -> Box:
+        """What it takes of a parameter of this shape.
 
-        The trailing dims may be several (convolutions); they multiply to ``cols``.
+        >>> MatrixSpec("w[1][:, 2:5]", 0, 3, 4, "float32", 22, Form.STACK_IN_OUT).box((6, 4, 5))
+        Box(offset=(1, 0, 2), shape=(1, 4, 3))
         """
-        if self.transposed:
-            return parameter.transpose(0, 1)
-        if self.numel == parameter.numel():
-            whole = parameter.shape[0] == self.rows
-            return parameter if whole else parameter[(0,) * (parameter.ndim - 2)]
-        return parameter.view(-1).narrow(0, self.start, self.numel).view(self.rows, self.cols)
+        offset, left = [], self.start
+        for dim in range(len(shape)):
+            start, left = divmod(left, math.prod(shape[dim + 1 :]))
+            offset.append(start)
+        rest = [1] * (len(shape) - 2) if self.form.is_stack else list(shape[2:])
+        pair = [self.rows, self.cols // (1 if self.form.is_stack else math.prod(rest))]
+        pair = pair[::-1] if self.form.is_in_out else pair
+        return Box(tuple(offset), tuple(rest + pair if self.form.is_stack else pair + rest))
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether a parameter of this shape can contain it."""
+        if len(shape) < 2:
+            return False
+        box = self.box(shape)
+        inside = box.intersection(Box.at_origin(tuple(shape))) == box
+        return inside and self.form.matrix_shape(box.shape) == self.shape
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """This matrix inside a tensor of its parameter's shape, as a view of ``(rows, ...)``."""
+        return self.form.rows_first(parameter[self.box(parameter.shape).slices()])
 
 
 @dataclass(frozen=True, slots=True)

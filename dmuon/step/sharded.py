@@ -40,7 +40,7 @@ from dmuon.comm.transport import Work, host_can_read
 from dmuon.dtensors import LayoutStamp, local_tensor, stored_tensor
 from dmuon.kernels.runner import Call
 from dmuon.scheduler.plan import Unit
-from dmuon.scheduler.shards import Box, Form
+from dmuon.scheduler.specs import Box, Form
 from dmuon.step.engine import Amp, Engine
 from dmuon.step.verdict import Verdict, VerdictMessage, own_verdict
 from dmuon.types import OwnershipError

@@ -18,7 +18,7 @@ import dmuon
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.period import Schedule
 from dmuon.scheduler.select import trainable_parameters
-from dmuon.scheduler.shards import Form
+from dmuon.scheduler.specs import Form
 from dmuon.update import adjusted_lr
 from tests.distributed.fsdp import snapshot
 from tests.distributed.harness import distributed

@@ -214,11 +214,11 @@ class SparseAtWill(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.randn(20, 6))
-        self.fc = nn.Linear(6, 5)
+        self.out = nn.Linear(6, 5)
         self.sparse = False
 
     def forward(self, tokens):
-        return self.fc(F.embedding(tokens, self.table, sparse=self.sparse))
+        return self.out(F.embedding(tokens, self.table, sparse=self.sparse))
 
 
 @distributed(2)

@@ -7,6 +7,7 @@ import gc
 import math
 import tempfile
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,10 +30,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dmuon
 from dmuon.dtensors import local_tensor, whole_tensor
+from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.costs import CostTable
-from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
+from dmuon.tools.parallel_models import VOCAB, ParallelModel, batch, loss_of
 from tests.distributed.harness import distributed
-from tests.distributed.sharded import MUON, dedicated, pair, reference, train
+from tests.distributed.sharded import BY_NAME, MUON, dedicated, pair, reference, train
 
 
 def steps_of(model: nn.Module, opt: dmuon.Muon, first: int, last: int) -> None:
@@ -104,23 +106,107 @@ class Shapes(nn.Module):
 
 
 ANY = {"rows": (7, 5), "cols": (5, 7), "few": (1, 6), "kernel": (6, 4, 3), "stack": (3, 4, 5),
-       "fused_weight": (9, 4), "whole": (4, 4)}  # fmt: skip
+       "fused_weight": (9, 4), "whole": (4, 4), "beside": (4, 9), "inputs": (6, 7),
+       "experts": (2, 5, 6)}  # fmt: skip
+CUTS = {
+    "fused_weight_weight": [4, 2, 3],
+    "beside_weight": {"sizes": [4, 2, 3], "dim": 1},
+    "inputs_weight": {"sizes": [5, 2], "transposed": True},
+    "experts_weight": {"sizes": [2, 4], "transposed": True},
+}
 
 
 @distributed(2, 4)
 def test_any_placement_on_any_dim(rank, world):
     twin = Shapes(ANY)
     on = [Shard(0), Shard(1), Shard(0), Shard(1), Shard(1), Shard(0), Replicate()]
-    model = twin.shard(on)
-    select = {"splits": {"fused_weight_weight": [4, 2, 3]}, "select": everything}
+    model = twin.shard([*on, Shard(0), Shard(1), Shard(2)])
+    select = {"splits": CUTS, "select": everything}
     own = dmuon.dedicate_params(model, **select)
-    opt, ref = dmuon.Muon(model, **MUON), reference(twin, **select)
+    settings = {"adjust_lr_fn": "original"}  # sees which side the outputs are on
+    opt, ref = dmuon.Muon(model, **MUON, **settings), reference(twin, **select, **settings)
     for step in range(3):
         set_gradients(model, twin, 100 * step)
         opt.step()
         ref.step()
     opt.synchronize()
     assert_close(model, twin)
+    own.close()
+
+
+class Conv1D(nn.Module):
+    """As transformers has it: the weight is stored (in, out)."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.nf = outputs
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+class Fused(nn.Module):
+    """GPT-2's fused attention weight, and experts as gpt-oss stores them."""
+
+    def __init__(self, width: int = 10) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = Conv1D(3 * width, width), Conv1D(width, width)
+        self.experts = nn.Module()
+        self.experts.gate_up_proj = nn.Parameter(torch.randn(2, width, 12) / width**0.5)
+        self.experts.gate_up_proj_bias = nn.Parameter(torch.zeros(2, 12))
+        self.experts.down_proj = nn.Parameter(torch.randn(2, 6, width) / 6**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.c_attn(x).chunk(3, -1)
+        x = x + self.c_proj(torch.tanh(q) * k + v)
+        e = self.experts
+        for up, bias, down in zip(e.gate_up_proj, e.gate_up_proj_bias, e.down_proj):
+            gate, value = (x @ up + bias).chunk(2, -1)
+            x = x + (torch.sigmoid(gate) * value) @ down
+        return x
+
+
+class FusedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 10)
+        self.blocks = nn.ModuleList(Fused() for _ in range(2))
+        self.lm_head = nn.Linear(10, VOCAB, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+@distributed(4)
+def test_fused_weights_stored_in_out_are_cut_along_their_outputs(rank, world, adjust):
+    case = replace(BY_NAME["fsdp4"], build=FusedModel)
+    both = pair(case)
+    cut = {
+        "splits": {"*.c_attn.weight": [10, 10, 10], "*.gate_up_proj": [6, 6]},
+        "heads": {"*.c_proj.weight": {"heads": 2, "dim": 0}},
+    }
+    own = dmuon.dedicate_params(both.model, costs="analytic", **cut)
+    shapes = {m.name: m.shape for m in own.plan.specs.matrices}
+    assert shapes["blocks.1.c_attn.weight[:, 10:20]"] == (10, 10)
+    assert shapes["blocks.0.experts.gate_up_proj[1][:, 0:6]"] == (6, 10)
+    assert shapes["blocks.0.c_proj.weight[5:10]"] == (10, 5)
+    settings = {"adjust_lr_fn": adjust, "ns_dtype": torch.float32, "lr": 0.02, "adamw_lr": 1e-3}
+    opt = dmuon.Muon(both.model, **settings)
+    ref = ReferenceMuon(both.twin, **cut, **settings)
+    for step in range(6):
+        both.both_backward(step)
+        opt.step()
+        ref.step()
+        opt.zero_grad()
+        ref.zero_grad()
+    opt.synchronize()
+    assert both.difference()[0] <= 1e-5, both.difference()
     own.close()
 
 

@@ -86,7 +86,7 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(1, 4, (1, 3), padding=(0, 1))
+        self.conv = nn.Conv2d(2, 4, (1, 3), padding=(0, 1))
         self.deconv = nn.ConvTranspose2d(4, 2, (1, 3), padding=(0, 1))
         self.qkv = nn.Linear(2 * WIDTH, 16)
         self.o_proj = nn.Linear(16, WIDTH, bias=False)
@@ -96,7 +96,7 @@ class Mixed(nn.Module):
         self.scale = nn.Parameter(torch.ones(3, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        image = torch.tanh(self.conv(x[:, None, None, :]))
+        image = torch.tanh(self.conv(torch.stack((x, -x), 1)[:, :, None, :]))
         x = self.o_proj(torch.tanh(self.qkv(self.deconv(image).flatten(1))))
         for weight, scale in zip(self.experts.w1, self.scale):
             x = x + torch.tanh(x @ weight) * scale

@@ -132,7 +132,7 @@ def test_the_mesh_becomes_the_topology(capsys, tmp_path, options, topology):
 def test_options_reach_the_plan(capsys, tmp_path):
     plan = saved(
         capsys, tmp_path / "p.json", *SMALL, "--costs", "analytic:a100", "--dtype", "float32",
-        "--max-batch", "3", "--heads", "*.c_attn.weight=3", "--splits", "*.c_fc.weight=700,68",
+        "--max-batch", "3", "--heads", "*.c_attn.weight=3", "--splits", "*.c_fc.weight=3000,72",
     )  # fmt: skip
     assert plan.cost_source == "analytic:a100"
     assert {m.dtype for m in plan.specs.matrices} == {"float32"}
@@ -292,7 +292,7 @@ GPT2 = ["--model", "gpt2", "--mesh", "4", "--time-limit", "0.5"]
         ([*GPT2, "--time-limit", "-1"], "--time-limit"),
         ([*GPT2, "--time-limit", "nan"], "--time-limit"),
         ([*GPT2, "--splits", "c_attn"], "PATTERN=NUMBER"),
-        ([*GPT2, "--splits", "*.c_attn.weight=1,2"], "768 rows"),
+        ([*GPT2, "--splits", "*.c_attn.weight=1,2"], "2304 rows"),
         ([*GPT2, "--heads", "*.c_attn.weight=1,2"], "takes one number"),
         ([*GPT2, "--heads", "gone=2"], "matches no matrix"),
         (

@@ -27,7 +27,7 @@ from dmuon.scheduler.problem import Problem, Shape, build_problem
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.solve import solve
-from dmuon.scheduler.specs import ModelSpecs
+from dmuon.scheduler.specs import Form, ModelSpecs
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, Layout, PlanError
 from tests.unit.models import (
@@ -163,7 +163,7 @@ def test_json_keeps_stacks_splits_transposed_and_frozen_parameters():
     topology = Topology((2, 2), ("replicate", "shard"), 2, "cuda")
     plan = solve(specs, topology, CostTable.analytic())
     assert specs.frozen
-    assert any(m.transposed for m in specs.matrices)
+    assert any(m.form.is_in_out for m in specs.matrices)
     assert OwnershipPlan.from_json(plan.to_json()) == plan
 
 
@@ -201,7 +201,7 @@ def with_batches(plan: OwnershipPlan, *batches: Batch) -> OwnershipPlan:
         lambda p: changed_specs(p, shape=(6, 4)),
         lambda p: changed_matrix(p, name="other"),
         lambda p: changed_matrix(p, rows=2, cols=12),
-        lambda p: changed_matrix(p, transposed=True),
+        lambda p: changed_matrix(p, form=Form.FLAT_IN_OUT),
         lambda p: replace(p, specs=ModelSpecs(p.specs.parameters[::-1], p.specs.matrices)),
     ],
 )
@@ -270,8 +270,8 @@ def test_a_matrix_is_a_part_of_its_parameter(changes, message):
 
 
 def test_a_plan_of_another_format_says_which():
-    for version in (99, 1, 6):
-        with pytest.raises(PlanError, match=rf"format {version}, this version reads 7"):
+    for version in (99, 1, 7):
+        with pytest.raises(PlanError, match=rf"format {version}, this version reads 8"):
             OwnershipPlan.from_json(broken(format=version))
 
 

@@ -118,7 +118,7 @@ def test_embeddings_and_heads_are_routed_by_the_rules_of_any_model():
     assert "lm_head.weight" not in tied
     vla = routes(model_specs("vla"))
     assert vla["vision_tower.embeddings.position_embedding.weight"][0] is ADAMW
-    assert vla["vision_tower.embeddings.patch_embedding.weight"][0] is MUON
+    assert vla["vision_tower.embeddings.patch_embedding.weight"][0] is ADAMW
 
 
 # ---- Hugging Face configurations ---------------------------------------------------------

@@ -30,7 +30,7 @@ from dmuon.scheduler.plan import Batch, OwnershipPlan, PriceRow
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.solve import solve
-from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec
+from dmuon.scheduler.specs import Form, MatrixSpec, ModelSpecs, ParameterSpec
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, Layout
 from tests.unit.models import Mixed, TinyGPT, plan_of, specs_of, tree
@@ -762,7 +762,8 @@ def golden_specs() -> ModelSpecs:
         )
         for k, piece in enumerate(pieces):
             place = (len(parameters) - 1, rows, cols, "bfloat16", k * rows * cols)
-            matrices.append(MatrixSpec(name + piece, *place))
+            form = Form.STACK if len(shape) == 3 else Form.FLAT
+            matrices.append(MatrixSpec(name + piece, *place, form))
 
     for layer in ("layers.0", "layers.1"):
         add(f"{layer}.qkv.weight", (192, 64), "weight, 3 matrices", ("#q", "#k", "#v"))

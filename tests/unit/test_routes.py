@@ -21,6 +21,7 @@ from dmuon.comm.buckets import (
 from dmuon.scheduler.plan import Batch, OwnershipPlan, Unit, units_of
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.specs import ModelSpecs
+from dmuon.types import OwnershipError
 from tests.unit.models import Mixed, plan_of, specs_of, tree
 
 ITEM_SIZE = {"float32": 4, "bfloat16": 2}
@@ -164,7 +165,7 @@ def test_a_transposed_convolution_is_one_span():
     model = Mixed()
     specs = collect(model, splits=Mixed.splits, heads=Mixed.heads)
     plan = plan_of(specs, [i % 3 for i in range(len(specs.matrices))], 3)
-    index = next(i for i, p in enumerate(specs.parameters) if p.transposed)
+    index = next(m.parameter for m in specs.matrices if m.form.is_in_out)
     spans = [
         span
         for bucket in gradient_buckets(plan, 1)
@@ -173,6 +174,16 @@ def test_a_transposed_convolution_is_one_span():
         if span.parameter == index
     ]
     assert [(s.start, s.numel) for s in spans] == [(0, model.deconv.weight.numel())]
+
+
+@pytest.mark.parametrize("cut", [{"dim": 1}, {"transposed": True}])
+def test_pieces_beside_each_other_are_refused_where_flat_ranges_travel(cut):
+    model = tree({"qkv.weight": (4, 9)})
+    specs = collect(model, splits={"qkv.weight": {"sizes": [4, 5], **cut}})
+    with pytest.raises(OwnershipError, match=r"'qkv.weight\[:, 0:4\]'.*layout='sharded'"):
+        Slices.flat(plan_of(specs, [0, 1], 2))
+    whole = collect(model, splits={"qkv.weight": {"sizes": [9], "transposed": True}})
+    assert [s.numel for s in Slices.flat(plan_of(whole, [1], 2)).spans(0, 0)] == [36]
 
 
 # ---- units -------------------------------------------------------------------------------

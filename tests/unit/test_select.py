@@ -38,6 +38,10 @@ def matrices(model: nn.Module, **options: object) -> list[tuple[str, tuple[int, 
         (nn.LayerNorm((4, 6)), "LayerNorm"),
         (nn.Conv2d(3, 1, 3), "1 x 27 is a vector"),
         (nn.ConvTranspose1d(4, 4, 3, groups=2), "grouped transposed"),
+        (nn.Conv1d(8, 8, 4, groups=8), "depthwise"),
+        (nn.Conv2d(4, 8, 3, groups=4), "depthwise"),
+        (nn.Conv2d(3, 8, 3), "first layer (convolution of 3 channels)"),
+        (nn.Conv1d(1, 8, 3), "first layer (convolution of 1 channels)"),
     ],
 )
 def test_modules_whose_weights_go_to_adamw_whatever_their_name(module, reason):
@@ -62,7 +66,7 @@ def test_a_weight_tied_to_an_embedding_goes_to_adamw(embedding_first):
 @pytest.mark.parametrize(
     "name",
     [
-        "embedding.weight",
+        "embedding.proj.weight",
         "attention.output.dense.weight",
         "overhead.weight",
         "multihead.weight",
@@ -105,16 +109,68 @@ def test_heads_bare_parameters_and_vectors_go_to_adamw(name, shape, reason):
     assert reason in spec.reason
 
 
+@pytest.mark.parametrize(
+    ("build", "name", "expected"),
+    [
+        (lambda: {"moe": nn.ModuleDict({"gate": nn.Linear(6, 4), "experts": nn.Linear(6, 6)})},
+         "moe.gate.weight", (MUON, "router")),
+        (lambda: {"gate": nn.Linear(6, 4)}, "gate.weight", (MUON, "weight")),
+        (lambda: {"mlp": nn.ModuleDict({"router": nn.ModuleDict({"classifier": nn.Linear(6, 4)})})},
+         "mlp.router.classifier.weight", (MUON, "router")),
+        (lambda: {"embed": nn.Embedding(9, 6), "decoder": nn.Linear(6, 9)},
+         "decoder.weight", (ADAMW, "as large as embedding 'embed.weight'")),
+        (lambda: {"embed": nn.Embedding(9, 6), "h": nn.ModuleList([nn.Linear(6, 9)])},
+         "h.0.weight", (ADAMW, "as large as embedding")),
+        (lambda: {"embed": nn.Embedding(9, 6),
+                  "h": nn.ModuleList([nn.ModuleDict({"up": nn.Linear(6, 9)})])},
+         "h.0.up.weight", (MUON, "weight")),
+        (lambda: {"pos_embed": nn.Embedding(9, 6), "up": nn.Linear(6, 9)},
+         "up.weight", (MUON, "weight")),
+        (lambda: {"fc": nn.Linear(6, 9)}, "fc.weight", (ADAMW, "'fc'")),
+        (lambda: {"mlp": nn.ModuleDict({"fc": nn.Linear(6, 9)})},
+         "mlp.fc.weight", (MUON, "weight")),
+        (lambda: {"patch_embed": nn.ModuleDict({"proj": nn.Conv2d(4, 8, 2)})},
+         "patch_embed.proj.weight", (ADAMW, "patch embedding")),
+        (lambda: {"patch_embeds": nn.ModuleList([nn.ModuleDict({"proj": nn.Conv2d(4, 8, 2)})] * 2)},
+         "patch_embeds.0.proj.weight", (ADAMW, "patch embedding")),
+    ],
+)  # fmt: skip
+def test_rules_that_look_at_the_rest_of_the_model(build, name, expected):
+    spec = routes(with_matrix(**build()))[name]
+    assert spec.algorithm is expected[0] and expected[1] in spec.reason
+
+
+def test_only_the_first_of_several_patch_embeddings_is_an_input():
+    stages = nn.ModuleList(nn.ModuleDict({"patch_embed": nn.Linear(6, 8)}) for _ in range(2))
+    found = routes(with_matrix(stages=stages))
+    assert found["stages.0.patch_embed.weight"].algorithm is ADAMW
+    assert found["stages.1.patch_embed.weight"].algorithm is MUON
+
+
+def test_what_a_model_calls_its_output_is_a_head():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.readout = nn.Linear(4, 4), nn.Linear(4, 9)
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.readout
+
+    found = routes(torch.compile(Model()))
+    assert found["readout.weight"].reason == "output head (get_output_embeddings)"
+    assert found["body.weight"].algorithm is MUON
+
+
 # ---- shapes of matrices ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("module", "cols"),
     [
-        (nn.Conv1d(3, 8, 5), 15),
-        (nn.Conv2d(3, 8, (2, 5)), 30),
-        (nn.Conv3d(3, 8, (2, 5, 1)), 30),
-        (nn.Conv2d(8, 8, 3, groups=8), 9),
+        (nn.Conv1d(4, 8, 5), 20),
+        (nn.Conv2d(2, 8, (2, 5)), 20),
+        (nn.Conv3d(4, 8, (2, 5, 1)), 40),
+        (nn.Conv2d(8, 8, 3, groups=4), 18),
         (nn.ConvTranspose1d(3, 8, 5), 15),
         (nn.ConvTranspose2d(3, 8, (2, 5)), 30),
         (nn.ConvTranspose3d(3, 8, (2, 5, 1)), 30),
@@ -161,10 +217,84 @@ def test_splits_heads_and_stacks_make_several_matrices(name, shape, options, exp
 
 
 def test_splits_of_a_convolution_cut_its_output_channels():
-    model = nn.ModuleDict({"c": nn.Conv1d(3, 8, 5, bias=False)})
-    assert [shape for _, shape, _ in matrices(model, heads={"c.weight": 2})] == [(4, 15)] * 2
-    with pytest.raises(SelectionError, match=r"'c.weight'.*transposed"):
-        collect(nn.ModuleDict({"c": nn.ConvTranspose1d(3, 8, 5)}), heads={"c.weight": 2})
+    model = nn.ModuleDict({"c": nn.Conv1d(2, 8, 5, bias=False)})
+    assert [shape for _, shape, _ in matrices(model, heads={"c.weight": 2})] == [(4, 10)] * 2
+    model = nn.ModuleDict({"c": nn.ConvTranspose1d(2, 8, 5, bias=False)})
+    assert matrices(model, heads={"c.weight": 2}) == [
+        ("c.weight[:, 0:4]", (4, 10), 0), ("c.weight[:, 4:8]", (4, 10), 20)
+    ]  # fmt: skip
+
+
+def test_a_form_is_what_its_sizes_say():
+    """Every way to read and cut a parameter, against slicing by hand."""
+    w = numbered(6, 8)
+    for said, pieces in (
+        ({"sizes": [2, 4]}, [w[:2], w[2:]]),
+        ({"sizes": [3, 5], "dim": 1}, [w[:, :3], w[:, 3:]]),
+        ({"sizes": [3, 5], "dim": -1}, [w[:, :3], w[:, 3:]]),
+        ({"sizes": [3, 5], "transposed": True}, [w[:, :3].t(), w[:, 3:].t()]),
+        ({"sizes": [2, 4], "transposed": True, "dim": 0}, [w[:2].t(), w[2:].t()]),
+    ):
+        found = collect(tree({"a.weight": (6, 8)}), splits={"a.weight": said}).matrices
+        assert [m.shape for m in found] == [tuple(p.shape) for p in pieces]
+        assert all(torch.equal(m.view(w), p) for m, p in zip(found, pieces, strict=True))
+    stack = numbered(2, 4, 6)
+    found = collect(
+        tree({"w1": (2, 4, 6)}), heads={"w1": {"heads": 3, "transposed": True}}
+    ).matrices
+    assert [m.name for m in found][2:4] == ["w1[0][:, 4:6]", "w1[1][:, 0:2]"]
+    assert torch.equal(found[3].view(stack), stack[1, :, 0:2].t())
+    conv = numbered(4, 6, 3)
+    found = collect(
+        nn.ModuleDict({"c": nn.Conv1d(6, 4, 3)}), splits={"c.weight": {"sizes": [1, 5], "dim": 1}}
+    ).matrices
+    assert [m.shape for m in found] == [(4, 3), (4, 15)]
+    assert torch.equal(found[1].view(conv), conv[:, 1:])
+
+
+class Conv1D(nn.Module):
+    """As in transformers."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.zeros(nx, nf))
+        self.bias = nn.Parameter(torch.zeros(nf))
+
+
+@pytest.mark.parametrize(
+    ("module", "shapes"),
+    [
+        (Conv1D(12, 4), {"weight": (12, 4)}),
+        (Conv1D(4, 4), {"weight": (4, 4)}),
+        (tree({"weight": (4, 12), "bias": (12,)}), {"weight": (12, 4)}),
+        (tree({"weight": (4, 12), "bias": (4,)}), {"weight": (4, 12)}),
+        (nn.Linear(12, 4), {"weight": (4, 12)}),
+        (  # gpt-oss; down_proj is square, and follows the other
+            tree({"gate_up_proj": (2, 4, 8), "gate_up_proj_bias": (2, 8), "down_proj": (2, 4, 4)}),
+            {"gate_up_proj[0]": (8, 4), "down_proj[0]": (4, 4)},
+        ),
+        (  # Llama 4: without biases
+            tree({"gate_up_proj": (2, 4, 12), "down_proj": (2, 6, 4)}),
+            {"gate_up_proj[0]": (12, 4), "down_proj[0]": (4, 6)},
+        ),
+        (  # Mixtral in transformers 5
+            tree({"gate_up_proj": (2, 12, 4), "down_proj": (2, 4, 6)}),
+            {"gate_up_proj[0]": (12, 4), "down_proj[0]": (4, 6)},
+        ),
+    ],
+)
+def test_weights_stored_in_out_are_recognised_by_their_module(module, shapes):
+    specs = collect(nn.ModuleDict({"m": module}))
+    found = {m.name.removeprefix("m."): m for m in specs.matrices}
+    assert {name: found[name].shape for name in shapes} == shapes
+    turned = isinstance(module, Conv1D) or any(
+        m.shape != specs.parameters[m.parameter].shape[-2:] for m in found.values()
+    )
+    assert {m.form.is_in_out for m in found.values()} == {turned}
+    named = collect_named(nn.ModuleDict({"m": module}).named_parameters())
+    if not isinstance(module, Conv1D):
+        assert named.matrices == specs.matrices
 
 
 def test_a_pattern_is_matched_against_the_stripped_name():
@@ -188,6 +318,11 @@ def test_a_pattern_is_matched_against_the_stripped_name():
         ({"splits": {"*": "35"}}, r"splits\['\*'\] must be a list of row counts"),
         ({"splits": {"*": ["3", 9]}}, r"\['3', 9\] must be positive row counts"),
         ({"splits": {"*": [3, 4]}}, r"12 rows of 'a.weight'; they add up to 7"),
+        ({"splits": {"*": {"dim": 1}}}, r"splits\['\*'\] must be \[512"),
+        ({"splits": {"*": {"sizes": [6, 6], "axis": 1}}}, r"must be \[512.*'axis'"),
+        ({"splits": {"*": {"sizes": [6, 6], "dim": 2}}}, r"dim must be one of \[0, 1\].*found 2"),
+        ({"splits": {"*": {"sizes": [6, 6], "dim": 1}}}, r"5 columns of 'a.weight'; they add up"),
+        ({"heads": {"*": {"heads": 2, "dim": 1}}}, r"does not divide the 5 columns of 'a.weight'"),
         ({"splits": {"b.weight": [6, 6]}}, r"splits\['b.weight'\].*a.weight"),
         ({"heads": {"pos_embed": 2}}, r"heads\['pos_embed'\].*a.weight"),
         ({"splits": {"a.*": [6, 6]}, "heads": {"*.weight": 3}}, r"disagree"),
@@ -401,7 +536,7 @@ def assert_matrices_tile(model: nn.Module, **options: object) -> None:
             view = matrix.view(p)
             assert view.untyped_storage().data_ptr() == p.untyped_storage().data_ptr()
             assert (view.shape[0], view.numel()) == (matrix.rows, matrix.numel)
-            assert matrix.transposed or view.flatten()[0] == matrix.start
+            assert view.flatten()[0] == matrix.start
             seen.append(view.flatten())
         assert torch.equal(torch.cat(seen).sort().values, torch.arange(float(p.numel())))
 
@@ -427,7 +562,7 @@ def test_views_of_split_matrices_tile_their_parameter(sizes, cols, stack):
 
 @pytest.mark.parametrize("convolution", [nn.Conv2d, nn.ConvTranspose2d])
 def test_the_view_of_a_channels_last_convolution_writes_to_it(convolution):
-    module = convolution(3, 4, 2).to(memory_format=torch.channels_last)
+    module = convolution(2, 4, 2).to(memory_format=torch.channels_last)
     (matrix,) = collect(nn.ModuleDict({"c": module})).matrices
     matrix.view(module.weight.detach()).fill_(7.0)
     assert bool((module.weight == 7.0).all())
@@ -445,7 +580,8 @@ NAMED = {
 
 
 def test_names_alone_route_embeddings_heads_and_weights():
-    shapes = {name: torch.zeros(4, 6, requires_grad=True) for name in NAMED}
+    size = {name: 4 if algorithm is MUON else 9 for name, algorithm in NAMED.items()}
+    shapes = {name: torch.zeros(size[name], 6, requires_grad=True) for name in NAMED}
     shapes["norm.weight"] = torch.zeros(4, requires_grad=True)
     shapes["frozen.weight"] = torch.zeros(4, 6)
     specs = collect_named((f"module.{name}", p) for name, p in shapes.items())

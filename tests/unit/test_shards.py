@@ -15,9 +15,9 @@ from dmuon.comm.buckets import cut_buckets
 from dmuon.comm.routes import BucketRoute, bucket_route
 from dmuon.scheduler.costs import resolve_costs
 from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
-from dmuon.scheduler.shards import Box, LocalShard, RankShards, ShardMap, assemble, matrix_box
+from dmuon.scheduler.shards import LocalShard, RankShards, ShardMap, assemble, matrix_box
 from dmuon.scheduler.solve import solve
-from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec
+from dmuon.scheduler.specs import Box, Form, MatrixSpec, ModelSpecs, ParameterSpec
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, Layout, OwnershipError
 
@@ -81,10 +81,13 @@ def shard_maps(draw: st.DrawFn) -> ShardMap:
         count = draw(st.sampled_from([1, 2, 4]))
         # A stack, or a fused parameter: pieces of rows.
         split = count == 1 and rows > 1 and draw(st.booleans())
-        start = 0
-        for size in [1, rows - 1] if split else [rows] * count:
-            matrices.append(MatrixSpec(f"p{i}@{start}", i, size, cols, "float32", start))
-            start += size * cols
+        by_columns = split and cols > 1 and draw(st.booleans())
+        start, form = 0, Form.FLAT if count == 1 else Form.STACK
+        for size in [1, (cols if by_columns else rows) - 1] if split else [rows] * count:
+            shape = (size, rows) if by_columns else (size, cols)
+            of = Form.FLAT_IN_OUT if by_columns else form
+            matrices.append(MatrixSpec(f"p{i}@{start}", i, *shape, "float32", start, of))
+            start += size if by_columns else size * cols
         shapes.append((rows, cols) if count == 1 else (count, rows, cols))
         choices = [REPLICATE, *range(len(shapes[-1]))]
         dims.append(tuple(draw(st.sampled_from(choices)) for _ in mesh))
@@ -164,7 +167,7 @@ def test_traffic_is_what_the_design_says(replicas, count):
 
 
 def test_experts_belong_to_the_ranks_that_hold_them():
-    matrices = [MatrixSpec(f"e{e}", 0, 6, 6, "float32", 36 * e) for e in range(4)]
+    matrices = [MatrixSpec(f"e{e}", 0, 6, 6, "float32", 36 * e, Form.STACK) for e in range(4)]
     made = shard_everywhere(specs_of([(4, 6, 6)], matrices), (2, 2), [(1, 0)], [[1, 0]])
     assert made.domains == ((0, 2), (0, 2), (1, 3), (1, 3))
     limits = made.limits(None)
@@ -224,9 +227,10 @@ def test_a_matrix_box_follows_its_form():
     conv = matrix_box(MatrixSpec("c[2:5]", 0, 3, 12, "float32", 24), (8, 4, 3))
     assert conv.box == Box((2, 0, 0), (3, 4, 3))
     assert conv.matrix_shape((3, 2, 3)) == (3, 6)
-    flipped = matrix_box(MatrixSpec("t", 0, 4, 24, "float32", 0, True), (8, 4, 3))
+    flipped = matrix_box(MatrixSpec("t", 0, 4, 24, "float32", 0, Form.FLAT_IN_OUT), (8, 4, 3))
     assert flipped.matrix_shape((4, 4, 3)) == (4, 12)
-    expert = matrix_box(MatrixSpec("e", 0, 2, 5, "float32", 2 * 3 * 15 + 15 + 5), (4, 3, 3, 5))
+    some = MatrixSpec("e", 0, 2, 5, "float32", 2 * 3 * 15 + 15 + 5, Form.STACK)
+    expert = matrix_box(some, (4, 3, 3, 5))
     assert expert.box == Box((2, 1, 1, 0), (1, 1, 2, 5))
     assert expert.matrix_shape((1, 1, 2, 3)) == (2, 3)
 

@@ -51,7 +51,8 @@ from dmuon.comm.transport import Meter
 from dmuon.config import DedicatedOptions, ShardedOptions
 from dmuon.dtensors import is_distributed, local_shard, local_tensor, mesh_axes
 from dmuon.scheduler.plan import Unit
-from dmuon.scheduler.shards import Box, LocalShard, RankShards, ShardMap
+from dmuon.scheduler.shards import LocalShard, RankShards, ShardMap
+from dmuon.scheduler.specs import Box
 from dmuon.types import OwnershipError
 
 _Parts = list[tuple[int, int, Tensor]]  # position in a unit, matrix, its part
@@ -226,8 +227,7 @@ class DedicatedRuntime(OwnerRuntime):
 
     def weights(self, unit: Unit) -> list[Tensor]:
         matrices, storage = self.plan.specs.matrices, self.storage
-        found = [(matrices[i].transposed, storage.weight_of(i)) for i in unit.matrices]
-        return [weight.transpose(0, 1) if turned else weight for turned, weight in found]
+        return [matrices[i].form.rows_first(storage.weight_of(i)) for i in unit.matrices]
 
     def synchronize(self) -> None:
         """Wait for what is being published to the holders."""
