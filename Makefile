@@ -25,7 +25,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing into .venv; the first time this takes a few minutes."
 	@$(PYTHON) -m venv .venv
 	@$(PIP) setuptools
-	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@$(PIP) --no-build-isolation --editable '.[dev,frameworks]'
 	@touch $@
 
 # One thread a process: the processes share the cores.
