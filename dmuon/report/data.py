@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -47,7 +47,22 @@ FOLD_ABOVE, SHOWN = 16, 5  # of more ranks than this, so many busiest and idlest
 _MOST_SHAPES, _MOST_NAMES = 16, 100  # rows of tables
 _WORDS = {"milp": "MILP", "round_robin": "round robin", "time_limit": "stopped by the time limit"}
 # How implementations name a weight that holds several projections.
-_FUSED = re.compile(r"qkv|c_attn|query_key_value|gate_?up|up_?gate|(^|[._])(in_proj|kv_proj|w13)")
+_FUSED = re.compile(
+    r"qkv|c_attn|query_key_value|w_pack|gate_?up|up_?gate|(^|[._])(in_proj|kv_proj|w13)"
+)
+_HALVES = re.compile(r"gate_?up|up_?gate|(^|[._])(kv_proj|w13)")
+_INTERLEAVED = re.compile(r"query_key_value|linear_qkv|qkvz|in_proj_ba")
+_AFTER_ATTENTION = (
+    "o_proj",
+    "out_proj",
+    "c_proj",
+    "dense",
+    "proj",
+    "Wo",
+    "wo",
+    "to_out",
+    "to_out.0",
+)
 
 
 # ---- what a report holds -----------------------------------------------------------------
@@ -590,32 +605,66 @@ def _split_text(report: LoadBalanceReport) -> str:
 
 def _fused(plan: OwnershipPlan) -> Iterator[str]:
     """Weights that hold several projections, by their names, but are orthogonalized as one."""
-    tall: list[str] = []
-    wide: list[str] = []
-    for matrix in plan.specs.matrices:
-        parameter = plan.specs.parameters[matrix.parameter]
-        whole = matrix.start == 0 and matrix.shape == parameter.shape[-2:]
-        if whole and _FUSED.search(_ending(parameter.name).lower()):
-            # Projections lie below each other, so a fused weight has more rows than columns
-            # unless it is stored (in, out).
-            (tall if matrix.rows >= matrix.cols else wide).append(parameter.name)
+    specs = plan.specs
+    shapes = {p.name: p.shape for p in specs.parameters}
+    inputs = {specs.parameters[m.parameter].name: m.cols for m in specs.matrices}
+    alike: dict[str, dict[tuple[int, ...], list[str]]] = defaultdict(lambda: defaultdict(list))
+    for matrix in specs.matrices:
+        name, shape = (p := specs.parameters[matrix.parameter]).name, p.shape
+        module, _, local = name.rpartition(".")
+        parent, _, last = module.rpartition(".")
+        called = f"{last}.weight" if local == "weight" else local
+        is_whole = matrix.start == 0 and matrix.numel == math.prod(shape[-2:])
+        if is_whole and _FUSED.search(called.lower()):
+            near = f"{parent if local == 'weight' else module}."
+            pieces = _pieces(called.lower(), near, matrix.shape, shapes, inputs)
+            alike[called][pieces].append(name)
+    for called, found in alike.items():
+        for pieces, names in found.items():
+            names = list(dict.fromkeys(names))
+            many = len(names) > 1
+            hold = "hold several projections each" if many else "holds several projections"
+            whole = f"{_folded(names)} {hold}, by name, but {'are' if many else 'is'} taken whole"
+            pattern = f"*.{called}" if len(found) == 1 and "." in names[0] else names[0]
+            if pieces:
+                how = f"splits={{{pattern!r}: {list(pieces)}}} would orthogonalize them one by one"
+            else:
+                how = "interleaved or of unknown sizes, so that no splits= is proposed"
+            yield f"{whole}: {how}"
 
-    def hold(names: Sequence[str]) -> str:
-        if len(names) > 1:
-            return f"{_folded(names)} hold several projections each, by name, but are taken whole"
-        return f"{names[0]} holds several projections, by name, but is taken whole"
 
-    if tall:
-        end = _ending(tall[0])
-        pattern = "*." + (end if end.endswith(".weight") else end.rpartition(".")[2])
-        how = f"splits={{{pattern!r}: [rows of each]}} would orthogonalize them one by one"
-        yield f"{hold(tall)}: {how}"
-    if wide:
-        yield f"{hold(wide)}: side by side as columns, which splits= does not cut"
+def _pieces(
+    called: str,
+    near: str,
+    matrix: tuple[int, int],
+    shapes: Mapping[str, tuple[int, ...]],
+    inputs: Mapping[str, int],
+) -> tuple[int, ...]:
+    """The outputs of each projection in a fused weight, as the weights ``near`` it show.
 
-
-def _ending(name: str) -> str:
-    return ".".join(name.split(".")[-2:])
+    Empty where they are unknown, or no ranges: gpt-oss alternates gate and up, GPT-NeoX the heads.
+    """
+    rows, cols = matrix
+    if _INTERLEAVED.search(called) or f"{near}gate_up_proj_bias" in shapes:
+        return ()
+    halves = (rows // 2,) * 2 if rows % 2 == 0 else ()
+    if _HALVES.search(called):
+        return halves
+    if called == "in_proj.weight":  # Mamba: x, z; Mamba-2: z, x, B, C, step sizes
+        decay, channels = (
+            shapes.get(f"{near}A_log", ()),
+            shapes.get(f"{near}conv1d.weight", (0,))[0],
+        )
+        if len(decay) != 1:
+            return halves if decay else ()
+        inner = rows - channels - decay[0]
+        sizes = (inner, inner, *((channels - inner) // 2,) * 2, decay[0])
+        return sizes if min(sizes) > 0 and sum(sizes) == rows else ()
+    # The output projection takes as many inputs as there are queries.
+    names = (f"{near}{name}.weight" for name in _AFTER_ATTENTION)
+    queries = next((inputs[name] for name in names if name in inputs), cols)
+    keys = (rows - queries) // 2
+    return (queries, keys, keys) if keys > 0 and queries + 2 * keys == rows else ()
 
 
 def _folded(names: Iterable[str]) -> str:

@@ -37,7 +37,9 @@ _HEAD_AT_THE_TOP = re.compile("head|output|output_layer|output_projection|score"
 _ROUTERS = frozenset({"router", "gate", "gating"})
 _WEIGHT_NAME = re.compile(r"weight|kernel|w\d+|.*_weight|.*_proj")
 # The module of a weight: embed_tokens, wte, tok_embeddings, word_embeddings, pos_emb, ...
-_EMBEDDING_NAME = re.compile(r"w[tp]e|(.*_)?emb(ed|edding|eddings)?(_(tokens|positions|in|table))?")
+_EMBEDDING_NAME = re.compile(
+    r"w[tp]e|relative_attention_bias|(.*_)?emb(ed|edding|eddings)?(_(tokens|positions|in|table))?"
+)
 _PATCHES_NAME = re.compile(r"patch_?embed(s|ding|dings|der)?")
 _CONVOLUTION_NAME = re.compile(r".*conv.*|" + _PATCHES_NAME.pattern)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -140,9 +142,11 @@ class _Model:
             biases = (local.removesuffix("weight") + "bias", f"{local}_bias")
             bias = next((beside[name] for name in biases if name in beside), None)
             down = beside.get(local.replace("gate_up", "down"), p)
-            if p.ndim > 1 and bias is not None and bias is not p and p.shape[-1] != p.shape[-2]:
+            if p.ndim < 2 or not _WEIGHT_NAME.fullmatch(local):
+                continue
+            if bias is not None and p.shape[-1] != p.shape[-2]:
                 found.add(bias.shape[-1] == p.shape[-1])
-            elif p.ndim > 1 and down is not p:
+            elif down is not p:
                 found.add(p.shape[-1] == 2 * down.shape[-2])
         return found == {True}
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections import defaultdict
@@ -523,11 +524,54 @@ def test_a_fused_weight_that_is_taken_whole_is_named():
                   "h.0.c_attn.weight": (4, 12), "h.0.o_proj.weight": (4, 4)})  # fmt: skip
     text = " ".join(str(build_report(taking_turns(model, 2))).split())
     assert "fused h.{0,1}.qkv_proj.weight hold several projections each" in text
-    assert "splits={'*.qkv_proj.weight': [rows of each]}" in text
-    assert "h.0.c_attn.weight hold" in text and "as columns, which splits= does not cut" in text
+    assert "splits={'*.qkv_proj.weight': [4, 4, 4]}" in text
     cut = {"*.qkv_proj.weight": [4, 4, 4]}
     text = str(build_report(taking_turns(model, 2, splits=cut)))
     assert "qkv_proj.weight hold" not in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("shapes", "proposed"),
+    [
+        (  # grouped queries: o_proj says how many queries there are
+            {"attn.qkv_proj.weight": (16, 4), "attn.o_proj.weight": (4, 8)},
+            "{'*.qkv_proj.weight': [8, 4, 4]}",
+        ),
+        (  # GPT-2's Conv1D
+            {"a.c_attn.weight": (4, 12), "a.c_attn.bias": (12,)}, "{'*.c_attn.weight': [4, 4, 4]}",
+        ),
+        ({"a.in_proj_weight": (12, 4)}, "{'*.in_proj_weight': [4, 4, 4]}"),
+        ({"in_proj_weight": (12, 4)}, "{'in_proj_weight': [4, 4, 4]}"),
+        ({"mlp.gate_up_proj.weight": (10, 4)}, "{'*.gate_up_proj.weight': [5, 5]}"),
+        (  # experts of Mixtral and of Llama 4
+            {"e.gate_up_proj": (2, 12, 4), "e.down_proj": (2, 4, 6)}, "{'*.gate_up_proj': [6, 6]}",
+        ),
+        (
+            {"e.gate_up_proj": (2, 4, 12), "e.down_proj": (2, 6, 4)}, "{'*.gate_up_proj': [6, 6]}",
+        ),
+        ({"m.in_proj.weight": (16, 4), "m.A_log": (8, 2)}, "{'*.in_proj.weight': [8, 8]}"),
+        (  # Mamba-2: z, x, B, C, step sizes
+            {"m.in_proj.weight": (22, 4), "m.A_log": (2,), "m.conv1d.weight": (12, 1, 4)},
+            "{'*.in_proj.weight': [8, 8, 2, 2, 2]}",
+        ),
+        (
+            {"a.0.qkv.weight": (9, 3), "a.1.qkv.weight": (9, 4)}, "{'a.0.qkv.weight': [3, 3, 3]}",
+        ),
+        ({"a.query_key_value.weight": (12, 4)}, None),
+        ({"a.qkv.weight": (13, 4)}, None),
+        ({"e.gate_up_proj": (2, 4, 12), "e.gate_up_proj_bias": (2, 12)}, None),
+    ],
+)  # fmt: skip
+def test_the_report_proposes_splits_that_fit(shapes, proposed):
+    model = tree(shapes | {"last.weight": (4, 4)})
+    text = " ".join(str(build_report(taking_turns(model, 2))).split())
+    if proposed is None:
+        assert "no splits= is proposed" in text and "splits={" not in text
+        return
+    assert f"splits={proposed} would" in text
+    given = ast.literal_eval(proposed)
+    cut = str(build_report(taking_turns(model, 2, splits=given)))
+    assert f"splits={proposed}" not in cut
 
 
 def test_a_console_may_show_it_in_colour_and_brackets_are_no_markup():

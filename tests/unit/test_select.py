@@ -271,7 +271,14 @@ class Conv1D(nn.Module):
         (tree({"weight": (4, 12), "bias": (4,)}), {"weight": (4, 12)}),
         (nn.Linear(12, 4), {"weight": (4, 12)}),
         (  # gpt-oss; down_proj is square, and follows the other
-            tree({"gate_up_proj": (2, 4, 8), "gate_up_proj_bias": (2, 8), "down_proj": (2, 4, 4)}),
+            tree(
+                {
+                    "gate_up_proj": (2, 4, 8),
+                    "gate_up_proj_bias": (2, 8),
+                    "down_proj": (2, 4, 4),
+                    "down_proj_bias": (2, 4),
+                }
+            ),
             {"gate_up_proj[0]": (8, 4), "down_proj[0]": (4, 4)},
         ),
         (  # Llama 4: without biases
