@@ -1,0 +1,228 @@
+"""What goes where in known models; `python -m tests.unit.test_routing` writes docs/routing.md anew.
+
+The first table is made from the catalogue, with small sizes, the second from the real modules where
+transformers is installed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dmuon.catalogue.hf_config import architecture_of
+from dmuon.catalogue.modules import build
+from dmuon.catalogue.presets import PRESETS
+from dmuon.scheduler.select import RULES, collect, collect_named
+from dmuon.scheduler.specs import ModelSpecs
+from dmuon.types import Algorithm
+
+DOCS = Path(__file__).parents[2] / "docs" / "routing.md"
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 99, "head_dim": 16, "num_local_experts": 4,
+    "num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 80,
+    "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32,
+    "kv_lora_rank": 24, "q_lora_rank": 40, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 16, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "state_size": 8, "num_heads": 8, "n_groups": 2, "mamba_n_heads": 8, "mamba_d_state": 8,
+    "attn_layer_period": 2, "attn_layer_offset": 1, "attn_layer_indices": [1],
+    "cross_attention_layers": [1],
+}  # fmt: skip
+FAMILIES = (
+    "gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "mllama",
+    "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "mamba", "mamba2",
+    "jamba", "bamba",
+)  # fmt: skip
+
+
+def skeleton(family: str) -> nn.Module:
+    return build(architecture_of(_SIZES | {"model_type": family}))
+
+
+# ---- transformers' own modules -----------------------------------------------------------
+
+_SMALL = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+_TEXT = _SMALL | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 99, "pad_token_id": 0}
+_MOE = _TEXT | {"num_local_experts": 4, "num_experts_per_tok": 2}
+_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "vocab_size": 99}
+_IMAGE = _SMALL | {"image_size": 32, "patch_size": 8}
+# Of transformers: the model, its configuration and its sizes.
+REAL: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4}),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _TEXT),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", _MOE),
+    "gpt_oss": ("GptOssForCausalLM", "GptOssConfig", _MOE),
+    "llama4": ("Llama4ForCausalLM", "Llama4TextConfig", _MOE | {"intermediate_size_mlp": 96}),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _SMALL | {"vocab_size": 99}),
+    "bert": ("BertForQuestionAnswering", "BertConfig", _SMALL | {"vocab_size": 99}),
+    "roberta": ("RobertaForSequenceClassification", "RobertaConfig", _SMALL | {"vocab_size": 99}),
+    "t5": ("T5ForConditionalGeneration", "T5Config", _T5),
+    "vit": ("ViTForImageClassification", "ViTConfig", _IMAGE),
+    "clip": ("CLIPVisionModelWithProjection", "CLIPVisionConfig", _IMAGE),
+    "whisper": (
+        "WhisperForConditionalGeneration", "WhisperConfig",
+        {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+         "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96},
+    ),
+    "wav2vec2": ("Wav2Vec2ForCTC", "Wav2Vec2Config", _SMALL | {"conv_dim": (32,) * 7}),
+    "mamba": (
+        "MambaForCausalLM", "MambaConfig",
+        {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 99, "state_size": 8},
+    ),
+}  # fmt: skip
+
+
+def real(family: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    model, config, sizes = REAL[family]
+    with torch.device("meta"):
+        made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**sizes))
+    return made
+
+
+def label(name: str) -> str:
+    """The end of a name: of its module, with what is around that if it says little by itself."""
+    parts = [part for part in name.removesuffix(".weight").split(".") if not part.isdigit()]
+    vague = parts[-1] in ("dense", "projection", "proj", "conv", "linear", "out_proj")
+    return ".".join(parts[-2:] if vague else parts[-1:])
+
+
+def rows_of(specs: ModelSpecs) -> tuple[str, str]:
+    """The matrices and the larger parameters of AdamW, by the ends of their names."""
+    muon, adamw = dict[str, None](), dict[str, dict[str, None]]()
+    of = {specs.parameters[m.parameter].name: m for m in specs.matrices}
+    for p in specs.parameters:
+        if p.algorithm is Algorithm.MUON:
+            form = of[p.name].form
+            marks = ("ᵀ" if form.is_in_out else "") + (" [E]" if "matrices" in p.reason else "")
+            muon[f"`{label(p.name)}`{marks}"] = None
+        elif len(p.shape) > 1:
+            why = re.split(r" \(|[,:]| parameter '", p.reason)[0]
+            why = "one row" if why.endswith("vector") else why
+            adamw.setdefault(why, {})[f"`{label(p.name)}`"] = None
+    return ", ".join(muon), "; ".join(f"{why}: {', '.join(names)}" for why, names in adamw.items())
+
+
+def table(families: Iterable[str], make: Callable[[str], nn.Module]) -> list[str]:
+    """A row for each family; those that read the same share one."""
+    alike = defaultdict[tuple[str, str], list[str]](list)
+    for family in families:
+        alike[rows_of(collect(make(family), allow_meta=True))].append(family)
+    return [
+        "| family | Muon | AdamW, beside biases and gains |",
+        "|---|---|---|",
+        *(f"| {', '.join(names)} | {muon} | {adamw} |" for (muon, adamw), names in alike.items()),
+    ]
+
+
+def rules() -> list[str]:
+    lines = ["| what | by | who does so, or why |", "|---|---|---|"]
+    for rule in RULES:
+        name = {Algorithm.MUON: "Muon", Algorithm.ADAMW: "AdamW"}[rule.algorithm]
+        lines.append(f"| {rule.what} | {name} | {rule.source} |")
+    return lines
+
+
+def catalogue() -> list[str]:
+    vla = {"vla (pi0)": build(PRESETS["vla"].architecture)}
+    return table((*FAMILIES, *vla), lambda family: vla.get(family) or skeleton(family))
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "rules": rules,
+    "catalogue": catalogue,
+    "transformers": lambda: table(REAL, real),
+}
+
+
+def between(text: str, name: str) -> tuple[int, int]:
+    begin = text.index(f"<!-- {name} -->\n") + len(f"<!-- {name} -->\n")
+    return begin, text.index("\n<!-- end -->", begin)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_page_shows_what_the_code_does(name):
+    text, made = DOCS.read_text(encoding="utf-8"), "\n".join(TABLES[name]())
+    begin, end = between(text, name)
+    assert text[begin:end] == made, "python -m tests.unit.test_routing writes the page anew"
+
+
+# ---- routes of real models ---------------------------------------------------------------
+
+# A matrix of each, with its rows and columns, and what else is no matrix: name -> reason.
+EXPECTED: dict[str, tuple[dict[str, tuple[int, int]], dict[str, str]]] = {
+    "gpt2": (
+        {"transformer.h.1.attn.c_attn.weight": (192, 64),
+         "transformer.h.1.mlp.c_proj.weight": (64, 256)},
+        {"transformer.wte.weight": "tied to 'lm_head.weight'",
+         "transformer.wpe.weight": "embedding"},
+    ),
+    "llama": (
+        {"model.layers.0.self_attn.k_proj.weight": (32, 64)}, {"lm_head.weight": "output head"}
+    ),
+    "mixtral": (
+        {"model.layers.1.mlp.experts.gate_up_proj[3]": (192, 64),
+         "model.layers.0.mlp.gate.weight": (4, 64)},
+        {"lm_head.weight": "output head"},
+    ),
+    "gpt_oss": (
+        {"model.layers.1.mlp.experts.gate_up_proj[3]": (192, 64),
+         "model.layers.1.mlp.experts.down_proj[0]": (64, 96),
+         "model.layers.0.mlp.router.weight": (4, 64)},
+        {"model.layers.0.mlp.experts.gate_up_proj_bias": "bare parameter"},
+    ),
+    "bert": (
+        {"bert.encoder.layer.1.output.dense.weight": (64, 96)},
+        {"qa_outputs.weight": "output head",
+         "bert.embeddings.token_type_embeddings.weight": "embedding"},
+    ),
+    "t5": (
+        {"decoder.block.1.layer.1.EncDecAttention.q.weight": (64, 64)},
+        {"encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": "embedding",
+         "shared.weight": "embedding"},
+    ),
+    "vit": (
+        {},
+        {"vit.embeddings.patch_embeddings.projection.weight": "patch embedding",
+         "vit.embeddings.cls_token": "bare parameter", "classifier.weight": "output head"},
+    ),
+    "mamba": (
+        {"backbone.layers.1.mixer.in_proj.weight": (256, 64)},
+        {"backbone.layers.0.mixer.conv1d.weight": "depthwise",
+         "backbone.layers.0.mixer.A_log": "bare parameter"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_real_models_are_routed(family):
+    matrices, others = EXPECTED[family]
+    model = real(family)
+    specs = collect(model, allow_meta=True)
+    found = {m.name: m.shape for m in specs.matrices}
+    assert {name: found.get(name) for name in matrices} == matrices
+    reasons = {p.name: p.reason for p in specs.parameters if p.algorithm is Algorithm.ADAMW}
+    assert all(text in reasons[name] for name, text in others.items())
+    # Names alone tell the same, but for which side of a square weight the outputs are on.
+    named = collect_named(model.named_parameters(remove_duplicate=False), allow_meta=True)
+    assert [(p.name, p.algorithm) for p in named.parameters] == [
+        (p.name, p.algorithm) for p in specs.parameters
+    ]
+    assert [(m.name, m.shape) for m in named.matrices] == [*found.items()]
+
+
+if __name__ == "__main__":
+    page = DOCS.read_text(encoding="utf-8")
+    for name, make in TABLES.items():
+        begin, end = between(page, name)
+        page = page[:begin] + "\n".join(make()) + page[end:]
+    DOCS.write_text(page, encoding="utf-8")
