@@ -105,7 +105,7 @@ def pair(
 MUON = {"lr": 0.02, "adamw_lr": 1e-3, "ns_dtype": torch.float32}
 
 
-_PLANNING = ("options", "costs", "plan", "mesh", "planner", "solver")
+_PLANNING = ("options", "costs", "plan", "mesh", "planner", "solver", "splits", "heads")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ from dmuon.scheduler.specs import Form
 from dmuon.update import adjusted_lr
 from tests.distributed.fsdp import snapshot
 from tests.distributed.harness import distributed
-from tests.distributed.sharded import MUON, Pair, dedicated, pair, recorded
+from tests.distributed.sharded import BY_NAME, MUON, Pair, dedicated, pair, recorded
+from tests.fused import FusedModel
 from tests.transports import RecordingTransport
 
 
@@ -31,6 +33,8 @@ class Oracle:
 
     A full step sees each matrix as one block.
     """
+
+    adjust = "match_rms_adamw"
 
     def __init__(self, both: Pair, own: dmuon.Ownership, period: Any, ratio: float = 1.0) -> None:
         self.schedule = Schedule(period)
@@ -78,9 +82,10 @@ class Oracle:
             p.grad = None
 
     def _update(self, weight: Tensor, operand: Tensor, form: Form, ratio: float) -> None:
-        flat = operand.reshape(operand.shape[-2:] if form is Form.STACK else (len(operand), -1))
+        operand, weight = form.rows_first(operand), form.rows_first(weight)
+        flat = operand.reshape(len(operand), -1)
         update = newton_schulz(flat, dtype=torch.float32).reshape(weight.shape)
-        lr = adjusted_lr(MUON["lr"], "match_rms_adamw", *flat.shape) * ratio
+        lr = adjusted_lr(MUON["lr"], self.adjust, *flat.shape) * ratio
         weight.mul_(1 - MUON["lr"] * 0.1).sub_(update, alpha=lr)
 
 
@@ -116,6 +121,21 @@ def check_against_oracle(case: str, period: Any, ratio: float | None, steps: int
 @distributed()
 def test_blocks_are_orthogonalized_alone(rank, world, case, period, ratio, steps):
     check_against_oracle(case, period, ratio, steps)
+
+
+@distributed(4)
+def test_blocks_of_weights_stored_in_out_and_cut_side_by_side(rank, world):
+    both = pair(replace(BY_NAME["fsdp4"], build=FusedModel))
+    cut = {"splits": FusedModel.splits, "heads": FusedModel.heads, "costs": "analytic"}
+    with dedicated(both.model, period=2, adjust_lr_fn="original", **cut) as (own, opt):
+        oracle = Oracle(both, own, 2)
+        oracle.adjust = "original"
+        for step in range(4):
+            both.both_backward(step)
+            opt.step()
+            opt.zero_grad()
+            oracle.step()
+        assert both.difference()[0] <= 1e-5, both.difference()
 
 
 def weights_after(case: str, steps: int, **kwargs: Any) -> list[Tensor]:

@@ -32,9 +32,10 @@ import dmuon
 from dmuon.dtensors import local_tensor, whole_tensor
 from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.costs import CostTable
-from dmuon.tools.parallel_models import VOCAB, ParallelModel, batch, loss_of
+from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
 from tests.distributed.harness import distributed
 from tests.distributed.sharded import BY_NAME, MUON, dedicated, pair, reference, train
+from tests.fused import FusedModel
 
 
 def steps_of(model: nn.Module, opt: dmuon.Muon, first: int, last: int) -> None:
@@ -134,63 +135,12 @@ def test_any_placement_on_any_dim(rank, world):
     own.close()
 
 
-class Conv1D(nn.Module):
-    """As transformers has it: the weight is stored (in, out)."""
-
-    def __init__(self, outputs: int, inputs: int) -> None:
-        super().__init__()
-        self.nf = outputs
-        self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
-        self.bias = nn.Parameter(torch.zeros(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
-
-
-class Fused(nn.Module):
-    """GPT-2's fused attention weight, and experts as gpt-oss stores them."""
-
-    def __init__(self, width: int = 10) -> None:
-        super().__init__()
-        self.c_attn, self.c_proj = Conv1D(3 * width, width), Conv1D(width, width)
-        self.experts = nn.Module()
-        self.experts.gate_up_proj = nn.Parameter(torch.randn(2, width, 12) / width**0.5)
-        self.experts.gate_up_proj_bias = nn.Parameter(torch.zeros(2, 12))
-        self.experts.down_proj = nn.Parameter(torch.randn(2, 6, width) / 6**0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.c_attn(x).chunk(3, -1)
-        x = x + self.c_proj(torch.tanh(q) * k + v)
-        e = self.experts
-        for up, bias, down in zip(e.gate_up_proj, e.gate_up_proj_bias, e.down_proj):
-            gate, value = (x @ up + bias).chunk(2, -1)
-            x = x + (torch.sigmoid(gate) * value) @ down
-        return x
-
-
-class FusedModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, 10)
-        self.blocks = nn.ModuleList(Fused() for _ in range(2))
-        self.lm_head = nn.Linear(10, VOCAB, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.lm_head(x)
-
-
 @pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
 @distributed(4)
 def test_fused_weights_stored_in_out_are_cut_along_their_outputs(rank, world, adjust):
     case = replace(BY_NAME["fsdp4"], build=FusedModel)
     both = pair(case)
-    cut = {
-        "splits": {"*.c_attn.weight": [10, 10, 10], "*.gate_up_proj": [6, 6]},
-        "heads": {"*.c_proj.weight": {"heads": 2, "dim": 0}},
-    }
+    cut = {"splits": FusedModel.splits, "heads": FusedModel.heads}
     own = dmuon.dedicate_params(both.model, costs="analytic", **cut)
     shapes = {m.name: m.shape for m in own.plan.specs.matrices}
     assert shapes["blocks.1.c_attn.weight[:, 10:20]"] == (10, 10)

@@ -18,6 +18,7 @@ import dmuon
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.reference import ReferenceMuon
 from dmuon.types import OwnershipError, PlanError
+from tests.fused import Fused
 from tests.unit.models import (
     WIDTH,
     AllDifferent,
@@ -156,6 +157,14 @@ def test_float64_training_follows_the_reference_in_float64():
     pair.batches = inputs((4, WIDTH), torch.float64)
     pair.train(range(5), lambda m, x: m(x).square().mean())
     pair.assert_same(1e-12)
+
+
+@pytest.mark.parametrize("layout", ["replicated", "dedicated"])
+def test_weights_stored_in_out_follow_the_reference(layout):
+    pair = Pair(Fused(WIDTH), layout=layout, adjust_lr_fn="original")
+    pair.train(range(10))
+    with pair.own.materialized(pair.model):
+        pair.assert_same(1e-6)
 
 
 def test_channels_last_convolutions_follow_the_reference():
