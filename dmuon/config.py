@@ -84,6 +84,10 @@ def _period(value: Any) -> Any:
     return value if callable(value) else _number(value)
 
 
+def _adjustment(value: Any) -> Any:
+    return value if value is None or isinstance(value, str) else _number(value)
+
+
 def _one_of(values: tuple[str | None, ...]) -> Rule:
     names = ", ".join(map(repr, values))
     return Rule(f"one of {names}", _of_type(str, type(values[0])), lambda value: value in values)
@@ -106,6 +110,12 @@ BETAS = Rule(
     lambda betas: len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas),
 )
 COEFFICIENTS = Rule("a name, one triple (a, b, c) or one triple a step", _of_type(str, Iterable))
+ADJUSTMENTS = "original", "match_rms_adamw", "spectral_unclamped"
+ADJUSTMENT = Rule(
+    f"None, one of {', '.join(map(repr, ADJUSTMENTS))}, or the RMS of an update, such as 0.2",
+    _adjustment,
+    lambda v: v is None or (v in ADJUSTMENTS if isinstance(v, str) else 0 < v < math.inf),
+)
 FLAG = Rule("True or False", _of_type(bool))
 TEXT = Rule("a string", _of_type(str))
 AT_LEAST_ZERO = Rule("a number >= 0", _number, lambda value: value >= 0)
@@ -292,9 +302,7 @@ class MuonDefaults:
     ns_coefficients: Coefficients = _default("polar_express", COEFFICIENTS)
     eps: float = _default(1e-7, FINITE_POSITIVE)  # it keeps a zero matrix zero
     ns_steps: int = _default(5, COUNT)
-    adjust_lr_fn: str | None = _default(
-        "match_rms_adamw", _one_of((None, "original", "match_rms_adamw"))
-    )
+    adjust_lr_fn: str | float | None = _default("match_rms_adamw", ADJUSTMENT)
     momentum_mode: str = _default("ema", _one_of(("ema", "sgd")))
     dampening: float = _default(0.0, FINITE)
 

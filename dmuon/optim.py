@@ -56,7 +56,8 @@ class Muon(Optimizer):
     """Muon on the matrices of a dedicated model, AdamW on everything else.
 
     ``lr`` to ``adjust_lr_fn`` mean what they mean in `torch.optim.Muon`; two defaults differ:
-    Polar Express coefficients, and "match_rms_adamw", so that an AdamW learning rate carries over.
+    Polar Express coefficients, and "match_rms_adamw", with which an AdamW learning rate is a safe
+    start (the best one is often 2 to 5 times higher).
 
     One `step`, on every rank::
 
@@ -77,6 +78,10 @@ class Muon(Optimizer):
         model_or_params: a dedicated module, or its parameters as frameworks pass them: tensors,
             (name, tensor) pairs, or group dicts with hyperparameters of their own.
         lr: a number, or a tensor of one element, which `step` reads.
+        adjust_lr_fn: what multiplies ``lr`` for an ``m x n`` matrix. None or "original":
+            ``sqrt(max(1, m / n))``; "spectral_unclamped": ``sqrt(m / n)``; a number: the root mean
+            square that an update shall have over ``lr``, ``number * sqrt(max(m, n))``;
+            "match_rms_adamw": 0.2, about that of AdamW's updates. Weight decay is never adjusted.
         momentum_mode: "ema" (as `torch.optim.Muon`) or "sgd" (with ``dampening``).
         period: MuonBP (`sharded` layout only). An integer P takes a full step where the step
             count, from 0, is a multiple of P, and block steps between: each rank orthogonalizes
@@ -113,7 +118,7 @@ class Muon(Optimizer):
         ns_coefficients: Coefficients = "polar_express",
         eps: float = 1e-7,
         ns_steps: int = 5,
-        adjust_lr_fn: str | None = "match_rms_adamw",
+        adjust_lr_fn: str | float | None = "match_rms_adamw",
         *,
         momentum_mode: str = "ema",
         dampening: float = 0.0,

@@ -34,7 +34,7 @@ class ReferenceMuon(Optimizer):
         ns_coefficients: Coefficients = "polar_express",
         eps: float = 1e-7,
         ns_steps: int = 5,
-        adjust_lr_fn: str | None = "match_rms_adamw",
+        adjust_lr_fn: str | float | None = "match_rms_adamw",
         *,
         momentum_mode: str = "ema",
         dampening: float = 0.0,

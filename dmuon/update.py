@@ -89,20 +89,28 @@ def operands_of_newton_schulz(
 # ---- step sizes --------------------------------------------------------------------------
 
 
-def adjusted_lr(lr: float, adjust_lr_fn: str | None, rows: int, cols: int) -> float:
+def adjusted_lr(lr: float, adjust_lr_fn: str | float | None, rows: int, cols: int) -> float:
     """The learning rate of a ``rows x cols`` matrix, as `torch.optim.Muon` adjusts it.
 
     None and "original": ``lr * sqrt(max(1, rows / cols))``
-    (https://kellerjordan.github.io/posts/muon/). "match_rms_adamw":
-    ``lr * 0.2 * sqrt(max(rows, cols))`` (arXiv 2502.16982).
+    (https://kellerjordan.github.io/posts/muon/). "spectral_unclamped": ``lr * sqrt(rows / cols)``
+    (https://jeremybernste.in/writing/deriving-muon). A number: ``lr * number * sqrt(max(rows,
+    cols))``, with which the entries of an update have the root mean square ``lr * number``, for
+    those of an orthogonal matrix have ``1 / sqrt(max(rows, cols))``. "match_rms_adamw": the number
+    0.2, as of AdamW's updates (arXiv 2502.16982).
 
     >>> adjusted_lr(1.0, "original", 8, 2), adjusted_lr(1.0, "match_rms_adamw", 25, 100)
     (2.0, 2.0)
+    >>> adjusted_lr(1.0, "spectral_unclamped", 2, 8), adjusted_lr(1.0, 0.4, 25, 100)
+    (0.5, 4.0)
     """
     if adjust_lr_fn is None or adjust_lr_fn == "original":
         return lr * math.sqrt(max(1, rows / cols))
-    assert adjust_lr_fn == "match_rms_adamw", adjust_lr_fn
-    return lr * (0.2 * math.sqrt(max(rows, cols)))
+    if adjust_lr_fn == "spectral_unclamped":
+        return lr * math.sqrt(rows / cols)
+    rms = 0.2 if adjust_lr_fn == "match_rms_adamw" else adjust_lr_fn
+    assert not isinstance(rms, str), rms
+    return lr * (rms * math.sqrt(max(rows, cols)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +120,7 @@ class Rates:
 
     lr: float
     decay: float
-    adjust_lr_fn: str | None
+    adjust_lr_fn: str | float | None
 
     @classmethod
     def of(cls, group: dict[str, Any]) -> Rates:

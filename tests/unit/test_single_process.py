@@ -123,10 +123,15 @@ LAYOUTS = pytest.mark.parametrize(
 HYPERPARAMETERS = [
     {},
     {"nesterov": False, "adjust_lr_fn": "original"},
-    {"momentum_mode": "sgd", "dampening": 0.1, "momentum": 0.8},
+    {"momentum_mode": "sgd", "dampening": 0.1, "momentum": 0.8, "adjust_lr_fn": 0.35},
     {"adjust_lr_fn": None, "weight_decay": 0.5, "adamw_weight_decay": 0.0, "adamw_lr": 0.003},
     {"ns_coefficients": "quintic", "ns_steps": 3, "eps": 1e-3, "adamw_betas": (0.8, 0.99)},
-    {"ns_coefficients": (2.0, -1.5, 0.5), "momentum": 0.0, "adamw_eps": 1e-3},
+    {
+        "ns_coefficients": (2.0, -1.5, 0.5),
+        "momentum": 0.0,
+        "adamw_eps": 1e-3,
+        "adjust_lr_fn": "spectral_unclamped",
+    },
 ]
 
 
@@ -589,6 +594,21 @@ def test_resuming_restores_hyperparameters_schedules_and_the_step_count():
         assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in opt.param_groups]
         schedule.step()
         other_schedule.step()
+
+
+@pytest.mark.parametrize("adjust", [0.35, "spectral_unclamped", None])
+def test_a_state_keeps_how_the_rate_is_adjusted(adjust):
+    model = TinyGPT()
+    _, opt = dedicated(model, adjust_lr_fn=adjust)
+    train(model, opt, tokens(), range(2))
+    saved = through_a_file((model.state_dict(), opt.state_dict()))
+    other = TinyGPT()
+    _, resumed = dedicated(other)
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    train(other, resumed, tokens(), range(2, 4))
+    train(model, opt, tokens(), range(2, 4))
+    assert_bitwise(weights(other), weights(model))
 
 
 def test_loading_a_state_replaces_one_that_has_moved_on_and_shares_nothing_with_it():

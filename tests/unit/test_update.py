@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -89,6 +87,17 @@ def test_a_stack_is_updated_as_each_of_its_matrices(settings, nesterov, dtype):
 @pytest.mark.parametrize("shape", [(8, 2), (2, 8), (5, 5), (25, 100), (1, 7)])
 def test_the_rate_is_adjusted_as_torch_adjusts_it(adjust, shape):
     assert adjusted_lr(0.02, adjust, *shape) == torch_adjust_lr(0.02, adjust, torch.Size(shape))
+    if adjust == "match_rms_adamw":
+        assert adjusted_lr(0.02, 0.2, *shape) == adjusted_lr(0.02, adjust, *shape)
+
+
+def test_the_unclamped_rate_is_what_torch_and_torchtitan_have():
+    """pytorch/pytorch#187402; torch 2.13 does not have it yet."""
+    shapes = {(8, 2): 2.0, (2, 8): 0.5, (5, 5): 1.0}
+    assert {s: adjusted_lr(1.0, "spectral_unclamped", *s) for s in shapes} == shapes
+    for tall in [(8, 2), (5, 5), (7, 3)]:
+        original = adjusted_lr(0.02, "original", *tall)
+        assert adjusted_lr(0.02, "spectral_unclamped", *tall) == original
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -127,5 +136,6 @@ def test_rms_is_per_matrix_and_scaled(dtype):
 def test_an_orthogonal_update_has_the_rms_of_adamw():
     rows, cols = 16, 40
     orthogonal = torch.linalg.qr(gradients(1, cols, rows)[0]).Q.t()[None]
-    rms = update_rms(orthogonal, adjusted_lr(1.0, "match_rms_adamw", rows, cols))
-    assert rms.item() == pytest.approx(0.2 * math.sqrt(max(rows, cols)) / math.sqrt(cols))
+    for adjust, expected in {"match_rms_adamw": 0.2, 0.35: 0.35}.items():
+        rms = update_rms(orthogonal, adjusted_lr(1.0, adjust, rows, cols))
+        assert rms.item() == pytest.approx(expected)
