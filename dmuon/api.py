@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,7 +56,16 @@ from dmuon.scheduler.shards import assemble as assemble_shards
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import ModelSpecs, canonical_name
 from dmuon.scheduler.topology import Topology, local_world_size
-from dmuon.types import DmuonError, KernelChoice, Layout, OwnershipError, PlanError, Select
+from dmuon.types import (
+    DmuonError,
+    Heads,
+    KernelChoice,
+    Layout,
+    OwnershipError,
+    PlanError,
+    Select,
+    Splits,
+)
 
 Options = DedicatedOptions | ReplicatedOptions | ShardedOptions
 
@@ -73,8 +82,8 @@ class Request:
 
     layout: str = "auto"
     select: Select | None = None
-    splits: Mapping[str, Sequence[int]] | None = None
-    heads: Mapping[str, int] | None = None
+    splits: Splits | None = None
+    heads: Heads | None = None
     costs: Any = "measured"
     solver: str = "auto"
     planner: PlannerOptions = PlannerOptions()  # noqa: RUF009  frozen
@@ -89,8 +98,8 @@ def dedicate_params(
     *,
     layout: str = "auto",
     select: Select | None = None,
-    splits: Mapping[str, Sequence[int]] | None = None,
-    heads: Mapping[str, int] | None = None,
+    splits: Splits | None = None,
+    heads: Heads | None = None,
     costs: Any = "measured",
     solver: str = "auto",
     planner: PlannerOptions = PlannerOptions(),  # noqa: B008  frozen
@@ -115,8 +124,9 @@ def dedicate_params(
             two axes is then (replicate, shard), besides axes of tensor parallelism.
         options: `ShardedOptions`, `ReplicatedOptions` or `DedicatedOptions`, as the layout is.
         select: ``(name, parameter) -> bool`` picks the matrices instead of the default rules.
-        splits: name pattern -> row sizes; makes several matrices of a fused parameter.
-        heads: name pattern -> number of equal row blocks, each a matrix.
+        splits: name pattern -> sizes along the outputs, or ``{"sizes": ..., "dim": ...}``; makes
+            several matrices of a fused parameter (docs/routing.md).
+        heads: name pattern -> number of equal pieces, each a matrix.
         costs: "measured" chooses kernels on the first rank and times each shape with them on all
             ranks (at most ``kernels.tune_budget_s`` and ``planner.profile_budget_s`` seconds; kept
             in a cache), "analytic" or "analytic:<device>" estimates it; or the path of a cost

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import AdamW, Optimizer
 from dmuon.config import MuonDefaults, check_muon_group
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.scheduler.select import collect, trainable_parameters
-from dmuon.types import Coefficients, Select
+from dmuon.types import Coefficients, Heads, Select, Splits
 from dmuon.update import adjusted_lr
 
 
@@ -44,8 +44,8 @@ class ReferenceMuon(Optimizer):
         adamw_eps: float = 1e-8,
         adamw_weight_decay: float | None = None,
         select: Select | None = None,
-        splits: Mapping[str, Sequence[int]] | None = None,
-        heads: Mapping[str, int] | None = None,
+        splits: Splits | None = None,
+        heads: Heads | None = None,
         orthogonalize: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         defaults = MuonDefaults(

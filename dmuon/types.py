@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from torch import Tensor
 
 Triple = tuple[float, float, float]
 Coefficients = str | Triple | Sequence[Triple]
 Select = Callable[[str, Tensor], bool]
+# By name pattern: what docs/routing.md says of splits and heads.
+Splits = Mapping[str, Sequence[int] | Mapping[str, Any]]
+Heads = Mapping[str, int | Mapping[str, Any]]
 
 
 class Layout(str, Enum):

@@ -11,7 +11,7 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -31,7 +31,7 @@ from dmuon.catalogue.modules import (
 )
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs
-from dmuon.types import PlanError
+from dmuon.types import Heads, PlanError, Splits
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +243,8 @@ def model_specs(
     text: str,
     dtype: str | None = None,
     *,
-    splits: Mapping[str, Sequence[int]] | None = None,
-    heads: Mapping[str, int] | None = None,
+    splits: Splits | None = None,
+    heads: Heads | None = None,
 ) -> ModelSpecs:
     """The parameters and matrices of the model that ``text`` names.
 

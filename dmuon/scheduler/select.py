@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,10 +22,7 @@ from dmuon.scheduler.specs import (
     canonical_name,
     dtype_name,
 )
-from dmuon.types import Algorithm, DmuonError, Select, SelectionError
-
-Splits = Mapping[str, Sequence[int] | Mapping[str, Any]]
-Heads = Mapping[str, int | Mapping[str, Any]]
+from dmuon.types import Algorithm, DmuonError, Heads, Select, SelectionError, Splits
 
 _HEAD = re.compile(
     "classifier|classification_head|embed_out|lm_heads?|logits|prediction_head|qa_outputs|"
