@@ -9,6 +9,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -36,6 +37,7 @@ _WEIGHT_NAME = re.compile(r"weight|kernel|w\d+|.*_weight|.*_proj")
 _EMBEDDING_NAME = re.compile(
     r"w[tp]e|relative_attention_bias|(.*_)?emb(ed|edding|eddings)?(_(tokens|positions|in|table))?"
 )
+_POSITIONS_NAME = re.compile(r"pos|wpe")
 _PATCHES_NAME = re.compile(r"patch_?embed(s|ding|dings|der)?")
 _CONVOLUTION_NAME = re.compile(r".*conv.*|" + _PATCHES_NAME.pattern)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -84,8 +86,9 @@ class _Use:
     def is_convolution(self) -> bool:
         if self.parameter.ndim < 3 or isinstance(self.module, _KNOWN):
             return isinstance(self.module, _CONVOLUTIONS + _TRANSPOSED) and self.parameter.ndim > 2
-        named = any(_CONVOLUTION_NAME.fullmatch(part.lower()) for part in self.path[-2:])
-        return self.module is None and (named or self.parameter.ndim > 3)
+        if any(_CONVOLUTION_NAME.fullmatch(part.lower()) for part in self.path[-2:]):
+            return True
+        return self.parameter.ndim > 3 and "expert" not in self.name
 
     def spec(self, algorithm: Algorithm, reason: str) -> ParameterSpec:
         p = self.parameter
@@ -107,13 +110,17 @@ class _Model:
         self.vocabularies = {
             tuple(use.parameter.shape): use.name
             for use in uses
-            if use.parameter.ndim == 2 and _is_embedding(use) and "pos" not in use.name.lower()
+            if use.parameter.ndim == 2
+            and _is_embedding(use)
+            and not _POSITIONS_NAME.search(use.name)
         }
-        heads = (getattr(module, "get_output_embeddings", None) for module in modules)
-        found = (head() for head in heads if callable(head))
-        self.outputs = {
-            id(p) for head in found if isinstance(head, nn.Module) for p in head.parameters()
-        }
+        self.outputs: set[int] = set()
+        for module in modules:
+            head = getattr(module, "get_output_embeddings", None)
+            with suppress(NotImplementedError):  # as good as None
+                head = head() if callable(head) else None
+            if isinstance(head, nn.Module):
+                self.outputs |= {id(p) for p in head.parameters()}
 
     def form(self, use: _Use) -> Form:
         """How a parameter reads as matrices."""
@@ -131,7 +138,7 @@ class _Model:
         fused ``gate_up_proj`` has twice as many as ``down_proj`` has inputs. What one weight shows
         holds for all of its module, so that a square one is read as the others.
         """
-        if getattr(use.module, "nf", None) == use.parameter.shape[-1]:
+        if use.local == "weight" and getattr(use.module, "nf", None) == use.parameter.shape[-1]:
             return True
         beside, found = self.beside[use.name.rpartition(".")[0]], set()
         for local, p in beside.items():

@@ -126,6 +126,12 @@ def test_heads_bare_parameters_and_vectors_go_to_adamw(name, shape, reason):
          "h.0.up.weight", (MUON, "weight")),
         (lambda: {"pos_embed": nn.Embedding(9, 6), "up": nn.Linear(6, 9)},
          "up.weight", (MUON, "weight")),
+        (lambda: {"wpe": nn.Embedding(9, 6), "up": nn.Linear(6, 9)},
+         "up.weight", (MUON, "weight")),
+        (lambda: {"conv": tree({"weight": (8, 4, 3)})}, "conv.weight", (MUON, "weight")),
+        (lambda: {"mix": tree({"weight": (8, 4, 3, 3)})}, "mix.weight", (MUON, "weight")),
+        (lambda: {"experts": tree({"weight": (2, 4, 4, 3)})},
+         "experts.weight", (MUON, "weight, 8 matrices")),
         (lambda: {"fc": nn.Linear(6, 9)}, "fc.weight", (ADAMW, "'fc'")),
         (lambda: {"mlp": nn.ModuleDict({"fc": nn.Linear(6, 9)})},
          "mlp.fc.weight", (MUON, "weight")),
@@ -138,6 +144,7 @@ def test_heads_bare_parameters_and_vectors_go_to_adamw(name, shape, reason):
 def test_rules_that_look_at_the_rest_of_the_model(build, name, expected):
     spec = routes(with_matrix(**build()))[name]
     assert spec.algorithm is expected[0] and expected[1] in spec.reason
+    assert "matrices" in expected[1] or "matrices" not in spec.reason
 
 
 def test_only_the_first_of_several_patch_embeddings_is_an_input():
@@ -156,6 +163,11 @@ def test_what_a_model_calls_its_output_is_a_head():
         def get_output_embeddings(self) -> nn.Module:
             return self.readout
 
+    class Without(nn.Linear):
+        def get_output_embeddings(self) -> nn.Module:
+            raise NotImplementedError
+
+    assert routes(with_matrix(up=Without(4, 8)))["up.weight"].algorithm is MUON
     found = routes(torch.compile(Model()))
     assert found["readout.weight"].reason == "output head (get_output_embeddings)"
     assert found["body.weight"].algorithm is MUON
