@@ -6,10 +6,11 @@ ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/installed.stamp
+DOCS_INSTALLED := .venv/docs.stamp
 # Quiet enough to hide harmless warnings of pip about its sources; errors are still shown.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 
-.PHONY: help demo test lint bench
+.PHONY: help demo test lint bench docs
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +18,7 @@ help:
 	@echo "make test    run the test suite"
 	@echo "make lint    check style, format and types"
 	@echo "make bench   measure; results in out/"
+	@echo "make docs    build the documentation site; out/site/index.html"
 	@echo ""
 	@echo "PYTHON=... picks the interpreter for .venv; NPROC=... and ARGS='--steps 100' reach the demo."
 
@@ -45,3 +47,12 @@ bench: $(INSTALLED)
 	@mkdir -p out
 	$(BIN)/python -m benchmarks.steps --ask replicated --json out/bench_steps.json
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scheduler --json out/bench_scheduler.json
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	@$(PIP) --no-build-isolation --editable '.[docs]'
+	@touch $@
+
+# Links, anchors, the navigation and docstrings are checked: every warning is an error.
+docs: $(DOCS_INSTALLED)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "out/site/index.html"

@@ -96,7 +96,8 @@ class Muon(Optimizer):
         publish: "async" returns from `step` while updates travel; "sync" waits.
         master_weights: keep float32 weights behind lower-precision parameters. Without them one
             rank warns where a typical update is lost in the rounding of such parameters.
-        adamw_lr, adamw_weight_decay: None means the same as Muon's.
+        adamw_lr: of what goes to AdamW; None means ``lr``.
+        adamw_weight_decay: of what goes to AdamW; None means ``weight_decay``.
 
     Raises:
         TypeError: a hyperparameter is of a wrong type, such as a string for a number.

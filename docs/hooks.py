@@ -1,0 +1,110 @@
+"""Hooks of the documentation site (mkdocs.yml): the README as its home, files of the repository as
+pages, lists of pages in the navigation, and docstrings as Markdown.
+
+Pages are written to be read in the repository, with links to its files. In the site a link to a
+file outside of docs/ leads to a page that shows it; one to a file that does not exist is an error.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from griffe import Extension
+from mkdocs.structure.files import File
+
+REPOSITORY = Path(__file__).parents[1]
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)\s#]+)(#[^)\s]*)?(?=\))")
+SHOWN = "files"  # the folder of the pages that show files
+
+
+def on_config(config: Any) -> Any:
+    """Replace ``folder/*.md`` in the navigation by the folder's pages that it does not name."""
+    named = set(_pages(config.nav))
+    for section in (s for entry in config.nav for s in entry.values() if isinstance(s, list)):
+        for pattern in [s for s in section if isinstance(s, str) and "*" in s]:
+            found = sorted(
+                p.relative_to(config.docs_dir) for p in Path(config.docs_dir).glob(pattern)
+            )
+            place = section.index(pattern)
+            section[place : place + 1] = [p.as_posix() for p in found if p.as_posix() not in named]
+    return config
+
+
+def _pages(entry: Any) -> list[str]:
+    if isinstance(entry, str):
+        return [entry]
+    entries = entry.values() if isinstance(entry, dict) else entry
+    return [page for e in entries for page in _pages(e)]
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the README as index.md, and a page for each file of the repository that a page links."""
+    files.append(File.generated(config, "index.md", abs_src_path=str(REPOSITORY / "README.md")))
+    for page in files.documentation_pages():
+        for target, _ in LINK.findall(page.content_string):
+            path = _in_repository(page.src_uri, target)
+            shown = _shown(path)
+            if shown is None or files.get_file_from_path(shown):
+                continue
+            if (REPOSITORY / path).is_file():
+                files.append(File.generated(config, shown, content=_listing(path)))
+            elif (REPOSITORY / path).is_dir():
+                files.append(File.generated(config, shown, content=_folder(path)))
+    for file in files:
+        if file.src_uri.startswith(SHOWN + "/"):
+            file.inclusion = file.inclusion.NOT_IN_NAV
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Point links to files of the repository at their pages."""
+
+    def moved(match: re.Match[str]) -> str:
+        path = _in_repository(page.file.src_uri, match[1])
+        target = _shown(path)
+        if target is None:
+            target = "index.md" if path == "README.md" else path.removeprefix("docs/")
+            if (REPOSITORY / path).is_dir():
+                target += "/README.md"
+        here = posixpath.dirname(page.file.src_uri)
+        return posixpath.relpath(target, here or ".") + (match[2] or "")
+
+    return markdown if page.file.src_uri.startswith(SHOWN + "/") else LINK.sub(moved, markdown)
+
+
+def _in_repository(page: str, target: str) -> str:
+    """The path in the repository of what a page of the site links."""
+    folder = "" if page == "index.md" else posixpath.join("docs", posixpath.dirname(page))
+    return posixpath.normpath(posixpath.join(folder, target))
+
+
+def _shown(path: str) -> str | None:
+    """The page that shows a path of the repository; None for what is a page anyway."""
+    return None if path.startswith("docs/") or path == "README.md" else f"{SHOWN}/{path}.md"
+
+
+def _listing(path: str) -> str:
+    text = (REPOSITORY / path).read_text(encoding="utf-8")
+    lines = text.splitlines()
+    if len(lines) > 2000:
+        text = "\n".join([*lines[:2000], f"... ({len(lines) - 2000} more lines)"])
+    language = {".py": "python", ".json": "json"}.get(Path(path).suffix, "text")
+    return f"# {path}\n\n`````{language}\n{text}\n`````\n"
+
+
+def _folder(path: str) -> str:
+    names = sorted(
+        p.name for p in (REPOSITORY / path).iterdir() if not p.name.startswith(("_", "."))
+    )
+    return f"# {path}\n\n" + "\n".join(f"- `{name}`" for name in names) + "\n"
+
+
+class LiteralBlocks(Extension):
+    """Docstrings mark an indented block by ``::``, as in reStructuredText; Markdown does not."""
+
+    def on_object(self, *, obj: Any, **_: Any) -> None:
+        if obj.docstring:
+            obj.docstring.value = re.sub(r"::(?=\n\n? {4})", ":\n", obj.docstring.value)

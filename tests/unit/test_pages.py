@@ -1,0 +1,137 @@
+"""The Python of README.md and docs/ runs, page by page, as a reader would run it.
+
+Each page has one namespace: its blocks follow each other, after a model and data that pages may
+take for granted (`prelude`), on a gloo group of one process where a page makes one. A block that
+cannot run has a comment right above it that says why: ``<!-- not run: needs two GPUs -->``.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import socket
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dmuon
+from tests.unit.models import TinyGPT
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+BLOCK = re.compile(
+    r"^(?:<!-- not run: (?P<why>[^>]*?) -->\n\n?)?(?P<indent> *)```python\n(?P<code>.*?)^ *```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+class Block(NamedTuple):
+    line: int  # of its first statement
+    code: str
+    why_not: str | None
+
+
+def blocks(text: str) -> list[Block]:
+    return [
+        Block(text.count("\n", 0, m.start("code")) + 1, textwrap.dedent(m["code"]), m["why"])
+        for m in BLOCK.finditer(text)
+    ]
+
+
+def prelude() -> dict[str, Any]:
+    """What pages may take for granted."""
+    tokens = [torch.randint(11, (4, 6)) for _ in range(2)]
+    return {
+        "torch": torch,
+        "nn": nn,
+        "dist": dist,
+        "dmuon": dmuon,
+        "build_model": TinyGPT,
+        "model": TinyGPT(),
+        "data": [(t, t.roll(-1, 1)) for t in tokens],
+        "loss_fn": lambda logits, targets: nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten()
+        ),
+        "steps": 10,
+    }
+
+
+# What single pages take for granted beside that.
+SHARDING = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group()
+mesh = init_device_mesh("cpu", (1,))
+"""
+SHARDED = """
+for block in model.blocks:
+    fully_shard(block, mesh=mesh)
+fully_shard(model, mesh=mesh)
+"""
+GIVEN = {
+    "docs/costs.md": "model = nn.Linear(4096, 1024, dtype=torch.bfloat16)",
+    "docs/dedicated.md": SHARDING + "shard_my_model, path = nn.Module.train, 'model.pt'",
+    "docs/muonbp.md": SHARDING + SHARDED,
+    "docs/plan-command.md": "MyModel = nn.Linear",
+    "docs/sharded.md": SHARDING,
+}
+
+
+def run(page: str, text: str) -> int:
+    """Run a page's blocks, and give their number; what they raise names the page and the line."""
+    namespace, count = prelude(), 0
+    exec(GIVEN.get(page, ""), namespace)
+    for block in blocks(text):
+        if block.why_not is None:
+            code = "\n" * (block.line - 1) + block.code
+            exec(compile(code, page, "exec"), namespace)
+            count += 1
+    return count
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """As torchrun starts one process; a page may leave a group, and files, behind."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**variables, "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.chdir(tmp_path)
+    # The code is the reader's; to compile it into kernels would take most of this suite's time.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+WITH_CODE = [page for page in PAGES if blocks(page.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda p: p.relative_to(REPOSITORY).as_posix())
+def test_the_code_of_a_page_runs(page, alone):
+    run(page.relative_to(REPOSITORY).as_posix(), page.read_text(encoding="utf-8"))
+
+
+def test_blocks_are_found_and_a_wrong_one_is_seen():
+    text = (
+        "# A\n\n```python\nx = 1\n```\n\n- b\n\n  ```python\n  y = x + 1\n  ```\n\n"
+        "<!-- not run: reason -->\n```python\nz = y / 0\n```\n"
+    )
+    assert [(b.line, b.why_not) for b in blocks(text)] == [(4, None), (10, None), (15, "reason")]
+    assert run("page.md", text) == 2
+    with pytest.raises(ZeroDivisionError) as error:
+        run("page.md", text.replace("not run: reason", ""))
+    assert error.traceback[-1].lineno == 14 and str(error.traceback[-1].path).endswith("page.md")
+
+
+def test_every_python_block_of_a_page_is_found():
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert len(blocks(text)) == len(re.findall(r"```python", text)), page
