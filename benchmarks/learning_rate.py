@@ -1,0 +1,101 @@
+"""Which learning rate: the demo's training over five rates, with AdamW and with dmuon.
+
+``python -m benchmarks.learning_rate --json out.json``: in one process, every training of a seed
+starts from the same weights and sees the same batches; warm-up, decay to a tenth, weight decay and
+clipping are the demo's. ``--picture PATH out.json`` draws a finished file instead.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from benchmarks.ranks import Rows, on_ranks
+from benchmarks.results import command, write
+
+# The examples are scripts: their folder is on the path when they run, and so it must be here.
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import train_gpt as demo
+from _results import COLORS, Run
+
+LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+
+
+def work(rank: int, args: Namespace) -> Rows:
+    """Each rate with each optimizer, seed after seed."""
+    ranks = demo.Ranks(rank, dist.get_world_size(), torch.device("cpu"))
+    text, console = demo.load_standard_library(), Console(quiet=True)
+    rows: Rows = []
+    for seed in range(args.seeds):
+        for lr in LRS:
+            given = Namespace(steps=args.steps, seed=seed, dtype="float32", layout="replicated")
+            given.lr = given.adamw_lr = lr
+            given.period, given.block_lr_ratio = 1, None
+            job = demo.Job(given, ranks, console, text, demo.GPTConfig())
+            for run in (demo.train_with_dmuon(job)[0], demo.train_with_adamw(job)):
+                rows.append(row_of(run, seed))
+                print("{optimizer:6} {lr:g} seed {seed}: {validation_loss:.4f}, {seconds:.0f} s"
+                      .format(**rows[-1]), flush=True)  # fmt: skip
+    return rows
+
+
+def row_of(run: Run, seed: int) -> dict[str, object]:
+    return {
+        "set": "demo loss",
+        "optimizer": run.name,
+        "lr": run.lr,
+        "seed": seed,
+        "steps": len(run.losses),
+        "tokens": run.tokens,
+        "validation_loss": run.validation_loss,
+        "train_loss": run.train_loss,
+        "seconds": run.seconds,
+    }
+
+
+def draw(rows: Rows, path: str) -> None:
+    """Mean validation loss over the seeds against the rate, each seed a dot."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    for name, color in COLORS.items():
+        mine = [row for row in rows if row["optimizer"] == name]
+        means = [
+            statistics.fmean(r["validation_loss"] for r in mine if r["lr"] == lr) for lr in LRS
+        ]
+        axes.plot(LRS, means, color=color, label=name)
+        axes.scatter([r["lr"] for r in mine], [r["validation_loss"] for r in mine], 16, color=color)
+    axes.set(xscale="log", xlabel="lr", ylabel="validation loss (nats a byte)")
+    axes.set_xticks(LRS, [f"{lr:g}" for lr in LRS])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = command(__doc__)
+    parser.add_argument("--steps", type=int, default=200, help="of each training")
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each kind")
+    parser.add_argument("--picture", nargs=2, metavar=("PATH", "JSON"), help="draw JSON into PATH")
+    args = parser.parse_args()
+    if args.picture:
+        path, source = args.picture
+        draw(json.loads(Path(source).read_text(encoding="utf-8"))["rows"], path)
+        return
+    write(args.json, on_ranks(1, work, args))
+
+
+if __name__ == "__main__":
+    main()
