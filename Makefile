@@ -55,4 +55,4 @@ $(DOCS_INSTALLED): $(INSTALLED)
 # Links, anchors, the navigation and docstrings are checked: every warning is an error.
 docs: $(DOCS_INSTALLED)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
-	@echo "out/site/index.html"
+	@echo "out/site/index.html (the search needs a server: python3 -m http.server -d out/site)"
