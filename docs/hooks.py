@@ -25,11 +25,11 @@ def on_config(config: Any) -> Any:
     named = set(_pages(config.nav))
     for section in (s for entry in config.nav for s in entry.values() if isinstance(s, list)):
         for pattern in [s for s in section if isinstance(s, str) and "*" in s]:
-            found = sorted(
-                p.relative_to(config.docs_dir) for p in Path(config.docs_dir).glob(pattern)
-            )
+            folder = Path(config.docs_dir)
+            found = sorted(p.relative_to(folder).as_posix() for p in folder.glob(pattern))
             place = section.index(pattern)
-            section[place : place + 1] = [p.as_posix() for p in found if p.as_posix() not in named]
+            section[place : place + 1] = [page for page in found if page not in named]
+            named.update(found)
     return config
 
 
