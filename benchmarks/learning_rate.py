@@ -1,4 +1,5 @@
-"""Which learning rate: the demo's training over five rates, with AdamW and with dmuon.
+"""Which learning rate: the demo's training over five rates, with AdamW and with dmuon; and with the
+best rate for the matrices alone.
 
 ``python -m benchmarks.learning_rate --json out.json``: in one process, every training of a seed
 starts from the same weights and sees the same batches; warm-up, decay to a tenth, weight decay and
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+import dmuon
 from benchmarks.ranks import Rows, on_ranks
 from benchmarks.results import command, write
 
@@ -27,23 +29,38 @@ import train_gpt as demo
 from _results import COLORS, Run
 
 LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+APART = (1e-2, 1e-3)  # of the matrices, and of what goes to AdamW
+
+
+def trained(job: demo.Job, adamw_lr: float | None) -> Run:
+    """As the demo trains; ``adamw_lr`` is of what goes to AdamW, None for as much as the rest."""
+    model = job.build_model()
+    own = dmuon.dedicate_params(model, layout="replicated")
+    lr = job.arguments.lr
+    opt = dmuon.Muon(model, lr=lr, weight_decay=demo.WEIGHT_DECAY, adamw_lr=adamw_lr)
+    run = Run("dmuon", lr)
+    demo.train(job, run, model, opt, lambda: dmuon.clip_grad_norm_(model, demo.CLIP_NORM))
+    own.close()
+    return run
 
 
 def work(rank: int, args: Namespace) -> Rows:
-    """Each rate with each optimizer, seed after seed."""
+    """Each rate with each optimizer, and `APART`, seed after seed."""
     ranks = demo.Ranks(rank, dist.get_world_size(), torch.device("cpu"))
     text, console = demo.load_standard_library(), Console(quiet=True)
     rows: Rows = []
     for seed in range(args.seeds):
-        for lr in LRS:
+        for lr, adamw_lr in [*((lr, None) for lr in LRS), APART]:
             given = Namespace(steps=args.steps, seed=seed, dtype="float32", layout="replicated")
             given.lr = given.adamw_lr = lr
-            given.period, given.block_lr_ratio = 1, None
             job = demo.Job(given, ranks, console, text, demo.GPTConfig())
-            for run in (demo.train_with_dmuon(job)[0], demo.train_with_adamw(job)):
-                rows.append(row_of(run, seed))
-                print("{optimizer:6} {lr:g} seed {seed}: {validation_loss:.4f}, {seconds:.0f} s"
-                      .format(**rows[-1]), flush=True)  # fmt: skip
+            runs = [trained(job, adamw_lr)]
+            if adamw_lr is None:
+                runs.append(demo.train_with_adamw(job))
+            for run in runs:
+                rows.append(row_of(run, seed) | ({"adamw_lr": adamw_lr} if adamw_lr else {}))
+                about = "{optimizer:6} {lr:g} seed {seed}: {validation_loss:.4f}, {seconds:.0f} s"
+                print(about.format(**rows[-1]), flush=True)
     return rows
 
 
@@ -70,7 +87,7 @@ def draw(rows: Rows, path: str) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for name, color in COLORS.items():
-        mine = [row for row in rows if row["optimizer"] == name]
+        mine = [row for row in rows if row["optimizer"] == name and "adamw_lr" not in row]
         means = [
             statistics.fmean(r["validation_loss"] for r in mine if r["lr"] == lr) for lr in LRS
         ]
