@@ -52,7 +52,8 @@ $(DOCS_INSTALLED): $(INSTALLED)
 	@$(PIP) --no-build-isolation --editable '.[docs]'
 	@touch $@
 
-# Links, anchors, the navigation and docstrings are checked: every warning is an error.
+# Links, anchors, the navigation and docstrings are checked: every warning is an error. Not with
+# --quiet, which does not count warnings.
 docs: $(DOCS_INSTALLED)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "out/site/index.html (the search needs a server: python3 -m http.server -d out/site)"
