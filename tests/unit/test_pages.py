@@ -74,9 +74,18 @@ for block in model.blocks:
     fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)
 """
+TWO_OPTIMIZERS = """
+matrices = {p: n for n, p in model.named_parameters() if n.endswith(("up.weight", "down.weight"))}
+muon = torch.optim.Muon(list(matrices))
+adamw = torch.optim.AdamW([p for p in model.parameters() if p not in matrices])
+for inputs, targets in data:
+    loss_fn(model(inputs), targets).backward()
+    muon.step(), adamw.step(), model.zero_grad()
+"""
 GIVEN = {
     "docs/costs.md": "model = nn.Linear(4096, 1024, dtype=torch.bfloat16)",
     "docs/dedicated.md": SHARDING + "shard_my_model, path = nn.Module.train, 'model.pt'",
+    "docs/migration.md": TWO_OPTIMIZERS,
     "docs/muonbp.md": SHARDING + SHARDED,
     "docs/plan-command.md": "MyModel = nn.Linear",
     "docs/sharded.md": SHARDING,
