@@ -10,7 +10,7 @@ from dmuon.config import (
     ShardedOptions,
 )
 from dmuon.kernels.newton_schulz import newton_schulz
-from dmuon.optim import Muon
+from dmuon.optim import Muon, hf_factory
 from dmuon.ownership import Ownership, no_sync
 from dmuon.period import LinearPeriod
 from dmuon.report.data import LoadBalanceReport
@@ -34,6 +34,7 @@ __all__ = [
     "check_step_equivalence",
     "clip_grad_norm_",
     "dedicate_params",
+    "hf_factory",
     "newton_schulz",
     "no_sync",
 ]

@@ -795,3 +795,13 @@ def _warn_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> None:
         RuntimeWarning,
         stacklevel=3,
     )
+
+
+def hf_factory() -> type[Muon]:
+    """The factory for the `Trainer` of Hugging Face's transformers (5.2 and newer).
+
+    ``Trainer(model, args, optimizer_cls_and_kwargs=(dmuon.hf_factory, {"lr": 1e-3}))``: it calls
+    this without arguments, and what comes with the model and the dict, which so holds keyword
+    arguments of `Muon`. Given the class itself, it would pass parameters without names.
+    """
+    return Muon

@@ -74,18 +74,21 @@ for block in model.blocks:
     fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)
 """
-TWO_OPTIMIZERS = """
-matrices = {p: n for n, p in model.named_parameters() if n.endswith(("up.weight", "down.weight"))}
-muon = torch.optim.Muon(list(matrices))
-adamw = torch.optim.AdamW([p for p in model.parameters() if p not in matrices])
-for inputs, targets in data:
-    loss_fn(model(inputs), targets).backward()
-    muon.step(), adamw.step(), model.zero_grad()
+LLAMA = """
+import pytest
+pytest.importorskip("transformers")
+from tests.frameworks.common import Examples, llama
+model, dataset = llama(), Examples()
+loader = torch.utils.data.DataLoader(dataset, 4)
 """
 GIVEN = {
+    "docs/frameworks/accelerate.md": LLAMA + "pytest.importorskip('accelerate')",
+    "docs/frameworks/lightning.md": "import pytest; pytest.importorskip('lightning'); "
+    "loader = torch.utils.data.DataLoader(data, batch_size=None)",
+    "docs/frameworks/peft.md": LLAMA + "pytest.importorskip('peft')",
+    "docs/frameworks/trainer.md": LLAMA + "pytest.importorskip('accelerate')",
     "docs/costs.md": "model = nn.Linear(4096, 1024, dtype=torch.bfloat16)",
     "docs/dedicated.md": SHARDING + "shard_my_model, path = nn.Module.train, 'model.pt'",
-    "docs/migration.md": TWO_OPTIMIZERS,
     "docs/muonbp.md": SHARDING + SHARDED,
     "docs/plan-command.md": "MyModel = nn.Linear",
     "docs/sharded.md": SHARDING,

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import dmuon
+from tests.distributed.harness import Pools
+from tests.fixed_costs import analytic_costs
+
+HERE = Path(__file__).parent
+ONE_LINE = "dedicate" in inspect.signature(dmuon.Muon).parameters
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker of pytest-xdist runs all of them: they share the processes of `pools`."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("frameworks"))
+            if not ONE_LINE:
+                item.add_marker(pytest.mark.skip("until the one-line form lands"))
+
+
+@pytest.fixture(scope="package")
+def pools() -> Iterator[Pools]:
+    """Processes apart from those of other tests: frameworks leave much behind in a process."""
+    made = Pools()
+    yield made
+    made.close()
+
+
+def pytest_runtest_setup() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def costs_without_a_clock() -> Iterator[None]:
+    with mock.patch("dmuon.api.measured_costs", analytic_costs):
+        yield

@@ -1,0 +1,121 @@
+"""accelerate: `prepare(model, optimizer, scheduler)` in one process, under DDP, and with FSDP2."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.harness import distributed
+from tests.frameworks import common
+
+accelerate = pytest.importorskip("accelerate")
+
+
+def fsdp2(**changes: Any) -> Any:
+    plugin = accelerate.FullyShardedDataParallelPlugin
+    settings = {
+        "auto_wrap_policy": "transformer_based_wrap",
+        "state_dict_type": "SHARDED_STATE_DICT",
+    }
+    settings |= {"transformer_cls_names_to_wrap": ["Block"], "cpu_ram_efficient_loading": False}
+    return plugin(fsdp_version=2, **(settings | changes))
+
+
+def train(
+    folder: str,
+    *,
+    resume: bool,
+    plugin: Any = None,
+    micro_batches: int = 1,
+    order: str = "model first",
+    given: str = "module",
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of the steps taken and the last weights; saves half-way, or begins there."""
+    accelerator = accelerate.Accelerator(
+        cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=micro_batches,
+        step_scheduler_with_optimizer=False,
+    )  # fmt: skip
+    assert accelerator.is_fsdp2 == (plugin is not None)
+    model: nn.Module = common.net()
+    optimizer: Any = common.muon(model if given == "module" else model.named_parameters())
+    whole = [weakref.ref(p) for p in model.parameters()]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, common.factor)
+    if order == "model first":
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    else:
+        optimizer, model, schedule = accelerator.prepare(optimizer, model, schedule)
+    if plugin is not None:
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        gc.collect()
+        assert not any(ref() is not None for ref in whole), "the optimizer keeps unsharded weights"
+    if resume:
+        accelerator.load_state(folder)
+    losses = []
+    for step in range(common.SAVED if resume else 0, common.STEPS):
+        tokens = common.batch(step, accelerator.process_index, accelerator.num_processes)
+        total = torch.zeros(())
+        for part in tokens.chunk(micro_batches):
+            with accelerator.accumulate(model):
+                loss = common.loss_of(model, part)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), common.CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+            total += loss.detach() / micro_batches
+        schedule.step()
+        losses.append(common.mean_over_ranks(total))
+        if step + 1 == common.SAVED and not resume:
+            accelerator.save_state(folder)
+    return losses, common.weights(model)
+
+
+@pytest.mark.parametrize("given", ["module", "named parameters"])
+def test_one_process(tmp_path, given):
+    expected = common.by_hand(common.net)
+    with common.accelerate_on_cpu():
+        common.assert_same(train(str(tmp_path), resume=False, given=given), expected)
+        common.assert_same(train(str(tmp_path), resume=True, given=given), expected)
+
+
+@distributed()
+def runs(rank, world, folder, resume, plugin=None, **arguments):
+    expected = common.by_hand(common.net)
+    with common.launched(rank, world), common.accelerate_on_cpu(fsdp=plugin is not None):
+        made = None if plugin is None else fsdp2(**plugin)
+        common.assert_same(train(folder, resume=resume, plugin=made, **arguments), expected)
+
+
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+def test_ddp(pools, tmp_path, order):
+    for world, resume in ((2, False), (2, True), (1, True)):
+        arguments = {"folder": str(tmp_path), "resume": resume, "order": order}
+        pools(world).run(__name__, "runs", arguments)
+
+
+def test_accumulation_without_sync(pools, tmp_path):
+    arguments = {"folder": str(tmp_path), "resume": False, "micro_batches": 2}
+    pools(2).run(__name__, "runs", arguments)
+
+
+@pytest.mark.parametrize(
+    "given, plugin",
+    [
+        ("module", {}),
+        ("named parameters", {}),
+        ("module", {"state_dict_type": "FULL_STATE_DICT"}),
+        ("named parameters", {"activation_checkpointing": True}),
+        ("module", {"cpu_ram_efficient_loading": True}),
+    ],
+    ids=["module", "named", "whole checkpoint", "activation checkpointing", "loaded on rank 0"],
+)
+def test_fsdp2(pools, tmp_path, plugin, given):
+    for world, resume in ((2, False), (2, True), (1, True)):
+        arguments = {"folder": str(tmp_path), "resume": resume, "plugin": plugin, "given": given}
+        pools(world).run(__name__, "runs", arguments)

@@ -1,0 +1,184 @@
+"""Lightning: `configure_optimizers` in one process, under DDP, and with FSDP2; Fabric under DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.harness import distributed
+from tests.frameworks import common
+
+lightning = pytest.importorskip("lightning")
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy  # noqa: E402
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, given: str = "module", sharded: bool = False) -> None:
+        super().__init__()
+        self.net = common.net()
+        self.given, self.sharded = given, sharded
+        self.losses: list[float] = []
+        self.found: dict[str, Tensor] = {}
+
+    def configure_model(self) -> None:
+        if self.sharded and not isinstance(next(self.parameters()), DTensor):
+            mesh = self.device_mesh["data_parallel"]
+            for block in self.net.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = common.muon(
+            self.named_parameters() if self.given == "named parameters" else self
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, common.factor)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+    def training_step(self, tokens: Tensor, number: int) -> Tensor:
+        if self.given == "report first":
+            # Lightning's wrapper imitates the class of what it wraps.
+            wrapper, inner = self.optimizers(), self.trainer.optimizers[0]
+            assert str(wrapper.report()) == str(inner.report())
+            assert wrapper.ownership is inner.ownership
+        loss = common.loss_of(self.net, tokens)
+        self.losses.append(common.mean_over_ranks(loss))
+        return loss
+
+    def on_train_end(self) -> None:
+        self.found = common.weights(self.net)
+
+
+def train(
+    folder: str,
+    *,
+    resume: bool,
+    strategy: Any = "auto",
+    rank: int = 0,
+    world: int = 1,
+    **given: Any,
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of the steps taken and the last weights; saves half-way, or begins there."""
+    module = Module(**given)
+    saver = ModelCheckpoint(folder, "at-{step}", every_n_train_steps=common.SAVED, save_top_k=-1)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        devices=world,
+        max_steps=common.STEPS,
+        gradient_clip_val=common.CLIP,
+        callbacks=[] if resume else [saver],
+        enable_checkpointing=not resume,
+        use_distributed_sampler=False,
+        **QUIET,
+    )
+    # Lightning's own sampler shuffles. It begins an epoch anew when it resumes (unless the loader
+    # is stateful), so what was used goes to the end.
+    examples = common.examples().roll(-common.SAVED * common.JOINT if resume else 0, 0)
+    sampler = torch.utils.data.DistributedSampler(examples, world, rank, shuffle=False)
+    data = torch.utils.data.DataLoader(examples, common.JOINT // world, sampler=sampler)
+    at = f"{folder}/at-step={common.SAVED}.ckpt" if resume else None
+    trainer.fit(module, data, ckpt_path=at)
+    assert trainer.global_step == common.STEPS
+    return module.losses, module.found
+
+
+@pytest.mark.parametrize("given", ["module", "named parameters", "report first"])
+def test_one_process(tmp_path, given):
+    expected = common.by_hand(common.net)
+    common.assert_same(train(str(tmp_path), resume=False, given=given), expected)
+    common.assert_same(train(str(tmp_path), resume=True, given=given), expected)
+
+
+@distributed()
+def runs(rank, world, folder, resume, sharded=False, **arguments):
+    expected = common.by_hand(common.net)
+    with common.launched(rank, world):
+        strategy = DDPStrategy(process_group_backend="gloo")
+        if sharded:
+            strategy = ModelParallelStrategy(
+                data_parallel_size=world, tensor_parallel_size=1, process_group_backend="gloo",
+                **arguments,
+            )  # fmt: skip
+        place = {"strategy": strategy, "rank": rank, "world": world}
+        found = train(folder, resume=resume, sharded=sharded, **place)
+        common.assert_same(found, expected)
+
+
+def test_ddp(pools, tmp_path):
+    for world, resume in ((2, False), (2, True), (1, True)):
+        pools(world).run(__name__, "runs", {"folder": str(tmp_path), "resume": resume})
+
+
+@pytest.mark.parametrize("save_distributed_checkpoint", [True, False])
+def test_fsdp2(pools, tmp_path, save_distributed_checkpoint):
+    arguments = {"sharded": True, "save_distributed_checkpoint": save_distributed_checkpoint}
+    for world, resume in ((2, False), (2, True), (1, True)):
+        pools(world).run(__name__, "runs", {"folder": str(tmp_path), "resume": resume, **arguments})
+
+
+@distributed()
+def fabric_runs(rank, world, folder, resume):
+    expected = common.by_hand(common.net)
+    with common.launched(rank, world):
+        strategy = lightning.fabric.strategies.DDPStrategy(process_group_backend="gloo")
+        fabric = lightning.Fabric(accelerator="cpu", devices=world, strategy=strategy)
+        fabric.launch()
+        model: nn.Module = common.net()
+        inner = common.muon(model)
+        schedule = torch.optim.lr_scheduler.LambdaLR(inner, common.factor)
+        model, optimizer = fabric.setup(model, inner)
+        state = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        if resume:
+            fabric.load(f"{folder}/state.ckpt", state)
+        losses = []
+        for step in range(common.SAVED if resume else 0, common.STEPS):
+            loss = common.loss_of(model, common.batch(step, rank, world))
+            fabric.backward(loss)
+            fabric.clip_gradients(model, optimizer, max_norm=common.CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            losses.append(common.mean_over_ranks(loss))
+            if step + 1 == common.SAVED and not resume:
+                fabric.save(f"{folder}/state.ckpt", state)
+        common.assert_same((losses, common.weights(model.module)), expected)
+
+
+def test_fabric(pools, tmp_path):
+    for world, resume in ((2, False), (2, True), (1, True)):
+        pools(world).run(__name__, "fabric_runs", {"folder": str(tmp_path), "resume": resume})
+
+
+def test_scaled_gradients_are_clipped():
+    """Lightning refuses to clip for an optimizer that unscales gradients by itself."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    module = Module()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_steps=common.STEPS,
+        gradient_clip_val=common.CLIP,
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)],
+        enable_checkpointing=False,
+        **QUIET,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(common.examples(), batch_size=common.JOINT))
+    losses, _ = common.by_hand(common.net)
+    torch.testing.assert_close(module.losses, losses, rtol=0.01, atol=0.0)
+
+
+def test_parameters_without_names_are_refused():
+    module = Module()
+    with pytest.raises(ValueError, match=r"named_parameters\(\)"):
+        common.muon(module.parameters())

@@ -1,0 +1,124 @@
+"""torchtitan's optimizer container: groups of tensors with ``param_names``, on FSDP2.
+
+The convention is tried without torchtitan too, which needs more packages than all else here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import dmuon
+from tests.distributed.harness import distributed
+from tests.frameworks import common
+
+VECTORS = r"norm|bias"
+
+
+def sharded(world: int) -> nn.Module:
+    model = common.net()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+class Flat:
+    """State of an optimizer as torchtitan keeps it: flat, by the names of parameters."""
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(self.model, self.optimizer, options=self.options)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_optimizer_state_dict(self.model, self.optimizer, state, options=self.options)
+
+
+def by_convention(model: nn.Module) -> tuple[Any, Any]:
+    """The optimizer, and what saves it."""
+    decayed = {n: p for n, p in model.named_parameters() if p.ndim >= 2}
+    others = {n: p for n, p in model.named_parameters() if p.ndim < 2}
+    flags = {"fused": False, "foreach": False}  # which the container adds for all optimizers
+    groups = [
+        {"params": [*part.values()], "param_names": [*part], **flags, **common.SETTINGS, **own}
+        for part, own in ((decayed, {}), (others, {"weight_decay": 0.0}))
+    ]
+    dtype = common.SETTINGS["ns_dtype"]
+    groups = [{k: v for k, v in group.items() if k != "ns_dtype"} for group in groups]
+    optimizer = dmuon.Muon(groups, ns_dtype=dtype)
+    return optimizer, Flat(model, optimizer)
+
+
+def by_torchtitan(model: nn.Module) -> tuple[Any, Any]:
+    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+
+    class Container(OptimizersContainer):  # type: ignore[misc]
+        @staticmethod
+        def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
+            return {"Muon": dmuon.Muon}[name]
+
+    kwargs = {k: v for k, v in common.SETTINGS.items() if k != "ns_dtype"}
+    vectors = ParamGroupConfig(
+        pattern=VECTORS, optimizer_name="Muon", optimizer_kwargs=kwargs | {"weight_decay": 0.0}
+    )
+    rest = ParamGroupConfig(pattern=".*", optimizer_name="Muon", optimizer_kwargs=kwargs)
+    config = OptimizersContainer.Config(
+        param_groups=[vectors, rest],
+        implementation="for-loop",
+        optimizer_factory_kwargs_by_name={"Muon": {"ns_dtype": common.SETTINGS["ns_dtype"]}},
+    )
+    container = Container(config, model_parts=[model])
+    return container, container
+
+
+@distributed()
+def runs(rank, world, folder, resume, build):
+    expected = common.by_hand(common.net, decay_vectors=False)
+    model = sharded(world)
+    optimizer, saved = {"convention": by_convention, "torchtitan": by_torchtitan}[build](model)
+    inner = optimizer if build == "convention" else next(iter(optimizer))
+    schedule = torch.optim.lr_scheduler.LambdaLR(inner, common.factor)
+    state = {"model": model.state_dict(), "optimizer": saved, "schedule": schedule}
+    if resume:
+        dcp.load(state, checkpoint_id=folder)
+    losses = []
+    for step in range(common.SAVED if resume else 0, common.STEPS):
+        loss = common.loss_of(model, common.batch(step, rank, world))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), common.CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(common.mean_over_ranks(loss))
+        if step + 1 == common.SAVED and not resume:
+            dcp.save(state, checkpoint_id=folder)
+    common.assert_same((losses, common.weights(model)), expected)
+
+
+def test_the_convention(pools, tmp_path):
+    for world, resume in ((2, False), (2, True), (1, True)):
+        arguments = {"folder": str(tmp_path), "resume": resume, "build": "convention"}
+        pools(world).run(__name__, "runs", arguments)
+
+
+def test_the_container(pools, tmp_path):
+    pytest.importorskip("torchtitan.components.optimizer", exc_type=ImportError)
+    for world, resume in ((2, False), (2, True), (1, True)):
+        arguments = {"folder": str(tmp_path), "resume": resume, "build": "torchtitan"}
+        pools(world).run(__name__, "runs", arguments)
