@@ -81,6 +81,14 @@ from tests.frameworks.common import Examples, llama
 model, dataset = llama(), Examples()
 loader = torch.utils.data.DataLoader(dataset, 4)
 """
+TWO_OPTIMIZERS = """
+matrices = {p: n for n, p in model.named_parameters() if n.endswith(("up.weight", "down.weight"))}
+muon = torch.optim.Muon(list(matrices))
+adamw = torch.optim.AdamW([p for p in model.parameters() if p not in matrices])
+for inputs, targets in data:
+    loss_fn(model(inputs), targets).backward()
+    muon.step(), adamw.step(), model.zero_grad()
+"""
 GIVEN = {
     "docs/frameworks/accelerate.md": LLAMA + "pytest.importorskip('accelerate')",
     "docs/frameworks/lightning.md": "import pytest; pytest.importorskip('lightning'); "
@@ -89,6 +97,7 @@ GIVEN = {
     "docs/frameworks/trainer.md": LLAMA + "pytest.importorskip('accelerate')",
     "docs/costs.md": "model = nn.Linear(4096, 1024, dtype=torch.bfloat16)",
     "docs/dedicated.md": SHARDING + "shard_my_model, path = nn.Module.train, 'model.pt'",
+    "docs/migration.md": TWO_OPTIMIZERS,
     "docs/muonbp.md": SHARDING + SHARDED,
     "docs/plan-command.md": "MyModel = nn.Linear",
     "docs/sharded.md": SHARDING,
