@@ -46,7 +46,7 @@ from benchmarks.models import Stack, Training, shard
 from benchmarks.ranks import Row, Rows, on_ranks
 from benchmarks.results import command, table, write
 from benchmarks.timing import ratio, spread, take_turns
-from dmuon.api import Request, assemble, group_maker, mesh_topology
+from dmuon.api import Given, Request, assemble, group_maker, mesh_topology
 from dmuon.comm.transport import C10dTransport, Transport
 
 WARM_UP = 2
@@ -185,10 +185,12 @@ class Contender:
         make = group_maker(mesh, world, TIMEOUT_S)
         options = None if freed is None else dmuon.DedicatedOptions(free_after_forward=freed)
         return assemble(
-            model,
+            Given(model),
             Request(self.kind.layout, options=options),
             counted(C10dTransport(range(world), TIMEOUT_S)),
-            lambda: mesh_topology(mesh, world, model, dmuon.PlannerOptions()),
+            lambda: mesh_topology(
+                mesh, world, list(model.parameters()), None, dmuon.PlannerOptions()
+            ),
             lambda partition: counted(make(partition)),
         )
 

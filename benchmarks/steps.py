@@ -108,7 +108,9 @@ def on_replicas(name: str, layers: int, width: int, dtype: torch.dtype) -> Train
     if name.endswith("DDP"):
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if name.startswith("dmuon"):
-        return Training.of_muon(model, shape, {}, ns_dtype=dtype)
+        frugal = not name.endswith("DDP") or "reduced" in name
+        plan = {"options": dmuon.ReplicatedOptions(reduce_to_owner=frugal)}
+        return Training.of_muon(model, shape, plan, ns_dtype=dtype)
     if name == "local":
         return Training(model, shape, [])
     if name == "AdamW, DDP":
@@ -151,7 +153,8 @@ def ask_sharded(args: argparse.Namespace, dtype: torch.dtype) -> Rows:
 def ask_replicated(args: argparse.Namespace, dtype: torch.dtype) -> Rows:
     rows = []
     for name, size in SETS.items():
-        kinds = ("local", "AdamW, DDP", "dmuon", "dmuon, DDP", *ON_REPLICAS)
+        ours = ("dmuon, DDP", "dmuon, reduced to owner", "dmuon, reduced to owner, DDP")
+        kinds = ("local", "AdamW, DDP", *ours, *ON_REPLICAS)
         field = {kind: on_replicas(kind, *size, dtype) for kind in kinds}
         turns = {kind: training.turn for kind, training in field.items()}
         times = take_turns(turns, args.rounds or 15, warm_up=WARM_UP)

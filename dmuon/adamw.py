@@ -5,7 +5,7 @@ AdamW works element by element, so a distributed parameter is updated where its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,22 @@ from dmuon.dtensors import local_tensor, stored_tensor
 from dmuon.update import merged_master
 
 
+def adamw_settings(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """AdamW's hyperparameters in a param group, which may have matrices too."""
+    if "betas" in group:
+        return group
+    decay = group["adamw_weight_decay"]
+    return {
+        "lr": float(group["lr"]) * group["adamw_lr_ratio"],
+        "betas": group["adamw_betas"],
+        "eps": group["adamw_eps"],
+        "weight_decay": group["weight_decay"] if decay is None else decay,
+    }
+
+
 @torch.no_grad()
 def adamw_step(
-    group: dict[str, Any],
+    group: Mapping[str, Any],
     state: MutableMapping[Any, Any],
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -27,7 +40,7 @@ def adamw_step(
     fused: bool,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One AdamW step with the hyperparameters of ``group``.
+    """One AdamW step with the hyperparameters of the param group ``group``.
 
     ``grads`` are the local parts of the gradients of ``params``. ``state`` is the optimizer's; an
     entry is made at a parameter's first gradient. ``fused``: in torch's fused form, one call that
@@ -36,6 +49,7 @@ def adamw_step(
     """
     if not params:
         return
+    group = adamw_settings(group)
     for p in params:
         make_adamw_state(p, state, master_weights)
     states = [state[p] for p in params]

@@ -27,7 +27,14 @@ from dmuon.comm.consensus import attempt, solve_on_first
 from dmuon.comm.dedicated.layout import DedicatedRuntime
 from dmuon.comm.hooks import fsdp_roots, reshard
 from dmuon.comm.layout import LayoutRuntime
-from dmuon.comm.process_groups import Grid, NewGroup, ProcessGroups, check_launched, is_initialized
+from dmuon.comm.process_groups import (
+    Grid,
+    NewGroup,
+    ProcessGroups,
+    check_launched,
+    is_initialized,
+    start_from_first,
+)
 from dmuon.comm.replicated import ReplicatedRuntime
 from dmuon.comm.sharded import ShardedRuntime
 from dmuon.comm.transport import C10dTransport, LocalTransport, Transport
@@ -44,6 +51,8 @@ from dmuon.dtensors import (
     is_distributed,
     local_shard,
     mesh_axes,
+    replica,
+    sample,
 )
 from dmuon.kernels.choice import BACKENDS, restarts_of
 from dmuon.measure import measured_costs
@@ -54,7 +63,7 @@ from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.scheduler.shards import OwnerLimits, RankShards, ShardMap
 from dmuon.scheduler.shards import assemble as assemble_shards
 from dmuon.scheduler.solve import solve
-from dmuon.scheduler.specs import ModelSpecs, canonical_name
+from dmuon.scheduler.specs import ModelSpecs, ParameterSpec, canonical_name
 from dmuon.scheduler.topology import Topology, local_world_size
 from dmuon.types import (
     DmuonError,
@@ -71,9 +80,49 @@ Options = DedicatedOptions | ReplicatedOptions | ShardedOptions
 
 _OPTIONS: dict[Layout, type[Options]] = {
     Layout.DEDICATED: DedicatedOptions,
+    Layout.REDUCED: ReplicatedOptions,
     Layout.REPLICATED: ReplicatedOptions,
     Layout.SHARDED: ShardedOptions,
 }
+
+
+@dataclass(frozen=True)
+class Given:
+    """What is to be planned: a module, or parameters by name as an optimizer has them.
+
+    ``route`` gives the specs of those. Their module may be known too.
+    """
+
+    model: nn.Module | None
+    named: Sequence[tuple[str, nn.Parameter]] | None = None
+    route: Callable[[], ModelSpecs] | None = None
+
+    @property
+    def ddp(self) -> DistributedDataParallel | None:
+        return self.model if isinstance(self.model, DistributedDataParallel) else None
+
+    @property
+    def inner(self) -> nn.Module | None:
+        """The module without `DistributedDataParallel` around it."""
+        return self.model if self.ddp is None else self.ddp.module
+
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+        """In the order of the specs."""
+        if self.named is not None:
+            return [(name, p) for name, p in self.named if p.requires_grad]
+        return trainable_parameters(self.inner) if isinstance(self.inner, nn.Module) else []
+
+    def specs(self, request: Request, layout: Layout) -> ModelSpecs:
+        if self.route is not None:
+            return self.route()
+        assert self.inner is not None
+        return collect(
+            self.inner,
+            select=request.select,
+            splits=request.splits,
+            heads=request.heads,
+            allow_meta=layout is Layout.DEDICATED,
+        )
 
 
 @dataclass(frozen=True)
@@ -146,23 +195,30 @@ def dedicate_params(
     request = Request(
         layout, select, splits, heads, costs, solver, planner, options, plan, kernels
     )  # fmt: skip
-    ddp = model if isinstance(model, DistributedDataParallel) else None
-    if isinstance(model, nn.Module) and ddp is None:
-        reshard(model)
-        mesh = covering_mesh(trainable_parameters(model)) if mesh is None else mesh
-    timeout_s = getattr(options, "timeout_s", None)
-    transport = _transport(mesh, ddp, timeout_s)
+    return plan_given(Given(model), request, mesh)
+
+
+def plan_given(given: Given, request: Request, mesh: DeviceMesh | None = None) -> Ownership:
+    """`dedicate_params` for whatever is given."""
+    if isinstance(given.model, nn.Module):
+        reshard(given.model)
+    named = given.trainable()
+    if given.ddp is None and mesh is None:
+        mesh = covering_mesh(named)
+    timeout_s = getattr(request.options, "timeout_s", None)
+    transport = _transport(mesh, given.ddp, timeout_s)
+    parameters = [p for _, p in named]
     return assemble(
-        model,
+        given,
         request,
         transport,
-        lambda: mesh_topology(mesh, transport.world, model, planner),
+        lambda: mesh_topology(mesh, transport.world, parameters, given.ddp, request.planner),
         group_maker(mesh, transport.world, timeout_s),
     )
 
 
 def assemble(
-    model: nn.Module,
+    given: Given,
     request: Request,
     transport: Transport,
     topology: Callable[[], Topology],
@@ -177,13 +233,13 @@ def assemble(
         # Everything that can be wrong on one rank is found here.
         found = attempt(
             transport,
-            lambda: _inspect(model, request, transport, topology),
+            lambda: _inspect(given, request, transport, topology),
             what="dmuon.dedicate_params",
             digest=lambda found: found.text(request),
         )
         specs, shards, limits = found.specs, None, None
         reports = [] if found.held is None else transport.gather_objects(found.held)
-        if found.layout is Layout.SHARDED:
+        if not found.layout.keeps_state_at_owners:
             # Pure: every rank comes to the same result, or to the same error.
             shards = assemble_shards(specs, reports)
             specs = shards.specs
@@ -191,8 +247,8 @@ def assemble(
         if request.plan is not None:
             check_plan_fits(request.plan, specs, found.topology)
             _check_domains(request.plan, limits)
-        # Sharded owners run Newton-Schulz alone; momentum is their shards' work.
-        momentum = found.layout is not Layout.SHARDED
+        # Elsewhere owners run Newton-Schulz alone.
+        momentum = found.layout.keeps_state_at_owners
         costs = request.costs
         if request.plan is None and costs == "measured":
             costs = measured_costs(
@@ -225,7 +281,7 @@ def assemble(
         )
         runtime = _runtime(request, found, plan, shards, reports, transport, new_group)
         undo.pop_all()
-    return Ownership(plan, runtime, found.inner, request.kernels)
+    return Ownership(plan, runtime, given.inner, request.kernels)
 
 
 # ---- what this rank finds in the model ---------------------------------------------------
@@ -235,16 +291,12 @@ def assemble(
 class _Found:
     """``held``: what this rank holds of each parameter, in the layouts that look at it."""
 
-    inner: nn.Module
-    ddp: DistributedDataParallel | None
+    given: Given
+    parameters: list[nn.Parameter]
     layout: Layout
     specs: ModelSpecs
     topology: Topology
     held: RankShards | None
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [p for _, p in trainable_parameters(self.inner)]
 
     @property
     def device(self) -> torch.device:
@@ -261,8 +313,9 @@ class _Found:
         options = request.options or _OPTIONS[self.layout]()
         arguments: dict[str, Any] = {"layout": self.layout.value, "options": options}
         if isinstance(options, DedicatedOptions) and options.groups is not None:
+            assert self.given.inner is not None
             # Of a function what it chooses, because its own text differs between ranks.
-            modules = [(canonical_name(n), m) for n, m in self.inner.named_modules() if n]
+            modules = [(canonical_name(n), m) for n, m in self.given.inner.named_modules() if n]
             arguments["options"] = replace(options, groups=None)
             arguments["groups"] = [n for n, m in modules if options.groups(n, m)]
         arguments |= {
@@ -274,6 +327,8 @@ class _Found:
             "plan": None if request.plan is None else request.plan.fingerprint(),
         }
         lines = [self.topology, *self.specs.parameters, *self.specs.matrices]
+        if self.layout is Layout.REPLICATED and not _starts_from_first(self.given, options):
+            lines += map(_weights_text, self.specs.parameters, self.parameters)
         return "\n".join([*map(str, lines), *(f"{k}={v}" for k, v in arguments.items())])
 
 
@@ -287,51 +342,69 @@ def _costs_text(costs: Any) -> str:
     return str(type(costs))
 
 
+def _starts_from_first(given: Given, options: object) -> bool:
+    """Whether all ranks get the weights of the first, so that they need not have them."""
+    asked = isinstance(options, ReplicatedOptions) and options.broadcast_parameters
+    return given.ddp is None and given.named is None and asked
+
+
+def _weights_text(spec: ParameterSpec, parameter: nn.Parameter) -> str:
+    """Some of its weights: replicas that start from different ones never meet."""
+    values = sample(parameter.detach(), 8).tolist()
+    return f"some weights of parameter {spec.name!r}: {values}"
+
+
 def _inspect(
-    model: nn.Module, request: Request, transport: Transport, topology: Callable[[], Topology]
+    given: Given, request: Request, transport: Transport, topology: Callable[[], Topology]
 ) -> _Found:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"dedicate_params takes an nn.Module, found {type(model).__name__}")
-    ddp = model if isinstance(model, DistributedDataParallel) else None
-    inner: nn.Module = model if ddp is None else ddp.module
-    layout = _layout(request, inner, ddp)
-    _check_wrapping(inner, ddp, layout)
-    if ownerships_of(model):
+    inner, ddp = given.inner, given.ddp
+    if given.named is None and not isinstance(inner, nn.Module):
+        raise TypeError(f"dedicate_params takes an nn.Module, found {type(inner).__name__}")
+    named = given.trainable()
+    layout = _layout(request, named, ddp)
+    if given.named is not None and layout.keeps_state_at_owners:
         raise OwnershipError(
-            "this model is dedicated already: call close() on its Ownership before "
-            "dedicate_params is called again"
+            f"{layout.value!r} takes gradients in backward, so it has to be asked for before "
+            "the first one: call dmuon.dedicate_params(model, ...) before dmuon.Muon"
         )
-    specs = collect(
-        inner,
-        select=request.select,
-        splits=request.splits,
-        heads=request.heads,
-        allow_meta=layout is Layout.DEDICATED,
-    )
+    if inner is not None:
+        _check_wrapping(inner, ddp, layout)
+        if ownerships_of(inner):
+            raise OwnershipError(
+                "this model is dedicated already: call close() on its Ownership before "
+                "dedicate_params is called again"
+            )
+    specs = given.specs(request, layout)
     if not isinstance(request.planner, PlannerOptions):
         raise TypeError(f"planner must be PlannerOptions, found {type(request.planner).__name__}")
     if ddp is not None:
-        _check_ddp(ddp, inner, transport)
+        _check_ddp(ddp, ddp.module, transport)
     mesh = topology()
     if request.plan is not None:
         _check_saved(request.plan, request.planner, layout)
     _check_kernels(request.kernels, request.plan)
-    named = trainable_parameters(inner)
     if layout is Layout.DEDICATED:
         _check_axes(named, mesh, request.options)
     held = None
-    if layout is not Layout.REPLICATED:
+    if layout is Layout.REPLICATED:
+        rank, world = transport.rank, transport.world
+        held = RankShards.of(rank, [replica(p, rank, world) for _, p in named])
+    elif layout is not Layout.REDUCED:
         rank = dist.get_rank() if is_initialized() else 0
         held = RankShards.of(rank, [local_shard(n, p, rank) for n, p in named])
-    return _Found(inner, ddp, layout, specs, mesh, held)
+    return _Found(given, [p for _, p in named], layout, specs, mesh, held)
 
 
-def _layout(request: Request, inner: nn.Module, ddp: DistributedDataParallel | None) -> Layout:
+def _layout(
+    request: Request,
+    named: Sequence[tuple[str, nn.Parameter]],
+    ddp: DistributedDataParallel | None,
+) -> Layout:
     """The layout, "auto" resolved, when the model and the options are of it."""
-    known = [member.value for member in Layout]
+    known = [member.value for member in Layout if member is not Layout.REDUCED]
     if request.layout not in known:
         raise DmuonError(f"layout must be one of {known}, found {request.layout!r}")
-    distributed = next((n for n, p in inner.named_parameters() if is_distributed(p)), None)
+    distributed = next((n for n, p in named if is_distributed(p)), None)
     layout = Layout(request.layout)
     if layout is Layout.AUTO:
         layout = Layout.REPLICATED if distributed is None else Layout.SHARDED
@@ -359,12 +432,13 @@ def _layout(request: Request, inner: nn.Module, ddp: DistributedDataParallel | N
             f"options for layout {layout.value!r} must be {expected.__name__}, found "
             f"{type(request.options).__name__}"
         )
-    return layout
+    reduces = isinstance(request.options, ReplicatedOptions) and request.options.reduce_to_owner
+    return Layout.REDUCED if reduces else layout
 
 
 def _check_wrapping(inner: nn.Module, ddp: DistributedDataParallel | None, layout: Layout) -> None:
     for name, module in inner.named_modules():
-        if isinstance(module, DistributedDataParallel):
+        if isinstance(module, DistributedDataParallel) and layout.keeps_state_at_owners:
             raise OwnershipError(
                 f"the model holds a DistributedDataParallel at {name!r}, which would average "
                 "gradients a second time: pass the DistributedDataParallel itself to "
@@ -495,21 +569,29 @@ def _runtime(
 ) -> LayoutRuntime:
     """The machinery of the layout; hooks are installed when an optimizer binds to it."""
     options = request.options or _OPTIONS[found.layout]()
-    named = found.parameters
+    model, named = found.given.inner, found.parameters
     if isinstance(options, ReplicatedOptions):
-        return ReplicatedRuntime(plan, found.inner, named, transport, options, found.ddp)
+        if model is not None and _starts_from_first(found.given, options):
+            start_from_first([(t, transport) for t in [*model.parameters(), *model.buffers()]])
+        if options.reduce_to_owner:
+            assert model is not None
+            return ReplicatedRuntime(plan, model, named, transport, options, found.given.ddp)
+        options = ShardedOptions(
+            bucket_bytes=options.publish_bucket_bytes, timeout_s=options.timeout_s
+        )
     if isinstance(options, ShardedOptions):
         assert shards is not None
         return ShardedRuntime(
-            plan, shards, found.inner, named, transport, options, compute_device(named)
-        )
+            plan, shards, model, named, transport, options, compute_device(named)
+        )  # fmt: skip
     # Places the weights: a collective call.
     axes = frozenset(axis for p in named for axis in mesh_axes(p))
     grid = Grid.of(plan.topology, axes)
     slices = Slices(plan, grid, slice_boxes(plan.specs, grid, reports))
     new_group = new_group or group_maker(None, transport.world, None)
     process_groups = ProcessGroups.open(grid, transport, new_group)
-    return DedicatedRuntime(slices, found.inner, named, process_groups, options, axes, found.device)
+    assert model is not None
+    return DedicatedRuntime(slices, model, named, process_groups, options, axes, found.device)
 
 
 # ---- the ranks that plan and train together ----------------------------------------------
@@ -555,9 +637,13 @@ def _ranks(mesh: DeviceMesh | None, ddp: DistributedDataParallel | None) -> list
 
 
 def mesh_topology(
-    mesh: DeviceMesh | None, world: int, model: nn.Module, planner: PlannerOptions
+    mesh: DeviceMesh | None,
+    world: int,
+    parameters: Sequence[nn.Parameter],
+    ddp: DistributedDataParallel | None,
+    planner: PlannerOptions,
 ) -> Topology:
-    device = compute_device([p for p in model.parameters() if p.requires_grad])
+    device = compute_device(parameters)
     if mesh is not None and device.type == "meta":
         device = torch.device(mesh.device_type)
     elif mesh is None and device.type == "meta":
@@ -569,7 +655,6 @@ def mesh_topology(
             f"model to {mesh.device_type!r}, or make the mesh with "
             f"init_device_mesh({device.type!r}, ...)"
         )
-    ddp = model if isinstance(model, DistributedDataParallel) else None
     ranks = list(range(world)) if mesh is None and ddp is None else _ranks(mesh, ddp)
     shape: tuple[int, ...] = (world,)
     axes: tuple[str, ...] = ("dp",)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from dmuon.comm.layout import Gradients
-from dmuon.ownership import Ownership, required_ownerships
+from dmuon.dtensors import local_tensor, whole_tensor
+from dmuon.ownership import Ownership, ownerships_of
 from dmuon.update import scale_all
 
 
@@ -23,7 +24,8 @@ def clip_grad_norm_(
 
     As `torch.nn.utils.clip_grad_norm_` in one process on the whole batch: the norm counts every
     gradient once, matrices at their owners included, and is the same number on every rank. A
-    collective call, after backward and before `step`.
+    collective call, after backward and before `step`. Where no gradient lies with an owner, torch's
+    own function does the same.
 
     Returns:
         The norm before clipping, a 0-d tensor.
@@ -32,7 +34,6 @@ def clip_grad_norm_(
         ValueError: ``max_norm`` or ``norm_type`` is out of range, or a parameter is not what was
             planned.
         RuntimeError: the norm is not finite and ``error_if_nonfinite``; nothing is scaled.
-        OwnershipError: the model is not dedicated.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
     if math.isnan(max_norm) or max_norm < 0 or math.isnan(norm_type) or norm_type <= 0:
@@ -40,15 +41,18 @@ def clip_grad_norm_(
             f"max_norm must be >= 0 and norm_type > 0, found max_norm={max_norm}, "
             f"norm_type={norm_type}"
         )
-    ownerships = required_ownerships(model, "dmuon.clip_grad_norm_")
+    ownerships = ownerships_of(model)
     for ownership in ownerships:
         ownership.runtime.reduce_gradients()
     planned = {id(p) for o in ownerships for p in o.parameters}
-    extra = [p.grad for p in model.parameters() if id(p) not in planned and p.grad is not None]
+    others = (p.grad for p in model.parameters() if id(p) not in planned)
+    extra = [grad for grad in others if grad is not None]
     parts = [o.runtime.gradients() for o in ownerships]
     powers = [_power(o, g, norm_type) for o, g in zip(ownerships, parts, strict=True)]
     if extra:
         powers.append(_local_power(extra, norm_type))
+    if not powers:
+        return torch.zeros(())
     joint = torch.stack(powers)
     total = joint.amax() if math.isinf(norm_type) else joint.sum().pow(1.0 / norm_type)
     total = total.to(torch.float32)
@@ -58,7 +62,7 @@ def clip_grad_norm_(
             "cannot be clipped; pass error_if_nonfinite=False to scale them regardless"
         )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for stored in [g.stored for g in parts] + [extra]:
+    for stored in [*(g.stored for g in parts), [local_tensor(grad) for grad in extra]]:
         # With CPU offload the gradients lie elsewhere than the norm.
         scale_all(stored, factor.to(stored[0].device) if stored else factor)
     return total
@@ -67,7 +71,7 @@ def clip_grad_norm_(
 def _local_power(grads: list[Tensor], norm_type: float) -> Tensor:
     """``sum |g|^p``, or ``max |g|`` for the infinity norm; in float64, so no square overflows."""
     norms = [
-        torch.linalg.vector_norm(g, norm_type, dtype=torch.float64)
+        whole_tensor(torch.linalg.vector_norm(g, norm_type, dtype=torch.float64))
         for g in grads
         if g.numel()  # a rank may hold nothing of a matrix, and nothing has no largest element
     ]

@@ -234,17 +234,22 @@ class KernelOptions(_Checked):
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedOptions(_Checked):
-    """How the `replicated` layout moves bytes.
+    """How the `replicated` layout works.
 
-    ``bucket_bytes``: gradients of about this many bytes are reduced together in backward (with
-    `DistributedDataParallel` as it hands over its own buckets). ``publish_bucket_bytes``: updates
-    of one owner up to this size leave in one broadcast. ``reduce_dtype`` is the dtype in which
-    gradients travel and are averaged (None: the gradient's own). ``broadcast_parameters``: start
-    a plain module from the weights and buffers of the mesh's first rank. ``timeout_s``: after how
-    many seconds a collective of dmuon's own process group gives up (None: torch's default for
-    new groups, whatever `init_process_group` was given).
+    ``publish_bucket_bytes``: updates of one owner up to this size leave in one broadcast.
+    ``broadcast_parameters``: `dedicate_params` starts a plain module from the weights and buffers
+    of the mesh's first rank. ``timeout_s``: after how many seconds a collective of dmuon's own
+    process group gives up (None: torch's default for new groups, whatever `init_process_group` was
+    given).
+
+    ``reduce_to_owner``: dmuon averages the gradients in backward, each matrix's at its owner alone,
+    which alone has the momentum. It takes less traffic and memory, and more care
+    (docs/replicated.md). Then ``bucket_bytes``: gradients of about this many bytes are reduced
+    together (with `DistributedDataParallel` as it hands over its own buckets); ``reduce_dtype``:
+    the dtype in which gradients travel and are averaged (None: the gradient's own).
     """
 
+    reduce_to_owner: bool = _default(False, FLAG)
     bucket_bytes: int = _default(25 * MiB, COUNT)
     publish_bucket_bytes: int = _default(25 * MiB, COUNT)
     reduce_dtype: torch.dtype | None = _default(None, FLOAT_DTYPE.or_none())
@@ -329,6 +334,12 @@ class AdamWDefaults:
 
 MUON_RULES = _rules(MuonDefaults)
 ADAMW_RULES = _rules(AdamWDefaults) | {"lr": RATE, "weight_decay": FINITE}
+MIXED_RULES = {
+    "adamw_lr_ratio": FINITE,  # AdamW's learning rate over the group's
+    "adamw_betas": BETAS,
+    "adamw_eps": FINITE,
+    "adamw_weight_decay": FINITE.or_none(),
+}
 SWITCH_RULES = {
     "publish": _one_of(("async", "sync")),
     "master_weights": FLAG,
@@ -359,3 +370,8 @@ def check_muon_group(group: Mapping[str, Any], place: str = "") -> dict[str, Any
 def check_adamw_group(group: Mapping[str, Any], place: str = "") -> dict[str, Any]:
     """The same of an AdamW group."""
     return checked(ADAMW_RULES, group, owner="AdamW ", place=place)
+
+
+def check_mixed_group(group: Mapping[str, Any], place: str = "") -> dict[str, Any]:
+    """The same of AdamW's side of a group with both."""
+    return checked(MIXED_RULES, group, place=place)

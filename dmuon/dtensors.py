@@ -183,6 +183,17 @@ def local_shard(name: str, parameter: Tensor, rank: int) -> LocalShard:
     return LocalShard(tuple(sorted(_ranks(mesh))), replica, Box(offset, found))
 
 
+def sample(tensor: Tensor, count: int) -> Tensor:
+    """Up to ``count`` elements of a plain tensor, evenly spread, as float64."""
+    step = max(1, tensor.numel() // count)
+    return tensor.reshape(-1)[::step][:count].double()
+
+
+def replica(parameter: Tensor, rank: int, world: int) -> LocalShard:
+    """What rank ``rank`` of ``world`` holds of a plain parameter that each of them has."""
+    return LocalShard(tuple(range(world)), (rank,), Box.at_origin(tuple(parameter.shape)))
+
+
 def _ranks(mesh: DeviceMesh) -> list[int]:
     ranks: list[int] = mesh.mesh.flatten().tolist()
     return ranks

@@ -9,47 +9,59 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dmuon.api import Given, Request, plan_given
 from dmuon.comm.consensus import attempt
 from dmuon.comm.hooks import reshard
 from dmuon.comm.layout import OwnerRuntime
 from dmuon.comm.process_groups import check_launched, check_planned_together
 from dmuon.comm.sharded import ShardedRuntime
-from dmuon.config import (
-    ADAMW_RULES,
-    MUON_RULES,
-    SWITCH_RULES,
-    AdamWDefaults,
-    MuonDefaults,
-    check_adamw_group,
-    check_muon_group,
-    checked,
-)
+from dmuon.config import SWITCH_RULES, AdamWDefaults, MuonDefaults, check_muon_group, checked
 from dmuon.dtensors import local_tensor
+from dmuon.groups import (
+    PROGRESS,
+    Group,
+    algorithm_of,
+    check_group,
+    completed,
+    describe,
+    is_pair,
+    joined_states,
+    members,
+    read_groups,
+    unwrapped,
+)
 from dmuon.kernels.choice import fixed_choice, is_safe, why_not
-from dmuon.kernels.newton_schulz import resolve_coefficients, resolve_ns_dtype
+from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.ownership import Ownership, ownership_of, ownerships_of
 from dmuon.period import Period, Schedule
 from dmuon.report.data import LoadBalanceReport
-from dmuon.scheduler.specs import ParameterSpec, canonical_name
+from dmuon.scheduler.select import collect, collect_named, collect_routed, routes_of
+from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec, canonical_name
 from dmuon.step.engine import Amp, Engine, Settings
 from dmuon.step.owner import OwnerEngine
 from dmuon.step.sharded import ShardedEngine
-from dmuon.types import Algorithm, Coefficients, KernelChoice, Layout, OwnershipError
+from dmuon.types import (
+    Algorithm,
+    Coefficients,
+    KernelChoice,
+    Layout,
+    OwnershipError,
+    SelectionError,
+)
 from dmuon.update import Rates
 
-Group = dict[str, Any]
+Route = tuple[ParameterSpec, tuple[MatrixSpec, ...]]
 
 _STATE_FORMAT = 1
-# Kept in every param group, so that tools which save groups alone (torch's distributed checkpoint)
-# save where the optimizer is in its schedule.
-_PROGRESS = {"step": "muon_step", "last_full": "muon_last_full", "period": "muon_period"}
 
 
 class Muon(Optimizer):
@@ -105,8 +117,8 @@ class Muon(Optimizer):
             several processes were launched and no process group was made. Raised on every rank.
     """
 
-    # Makes `torch.amp.GradScaler` leave its scale and its verdict to `step`: the `sharded` layout
-    # shares them with all ranks, the others can refuse.
+    # Makes `torch.amp.GradScaler` leave its scale and its verdict to `step`, which shares them with
+    # all ranks or refuses them.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -126,12 +138,13 @@ class Muon(Optimizer):
         period: Period = 1,
         block_lr_ratio: float | None = None,
         ns_dtype: str | torch.dtype = "auto",
-        publish: str = "async",
+        publish: str = "sync",
         master_weights: bool = False,
         adamw_lr: float | None = None,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
         adamw_weight_decay: float | None = None,
+        dedicate: Mapping[str, Any] | None = None,
     ) -> None:
         muon = MuonDefaults(
             lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn,
@@ -139,72 +152,225 @@ class Muon(Optimizer):
         )  # fmt: skip
         adamw = AdamWDefaults(adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
         check_launched("dmuon.Muon")
-        given = _groups_of(model_or_params)
-        self._ownerships = _ownerships_in(model_or_params, given)
-        check_planned_together([o.runtime.transport for o in self._ownerships])
-        self._sealed = False
-        switches = {
-            "publish": publish,
-            "master_weights": master_weights,
-            "block_lr_ratio": block_lr_ratio,
-        }
-
-        def prepare() -> tuple[list[Group], Schedule]:
-            groups = [{**group, "params": _tensors_of(group)} for group in given]
-            adamw_side = adamw.group()
-            check_muon_group(muon.group())
-            checked(SWITCH_RULES, switches)
-            schedule = _schedule(period, block_lr_ratio, self._ownerships)
-            mine = resolve_ns_dtype(ns_dtype, self._ownerships[0].runtime.device)
-            _check_members(groups, self._ownerships)
-            made = _split(groups, self._ownerships, muon.group(), adamw_side)
-            for number, group in enumerate(made):
-                group.update(_check_group(group, number))
-            for ownership in self._ownerships:
-                _check_kernels(ownership, mine, made)
-            return made, schedule
-
-        # A rank may have a placeholder where another has the weight.
-        shapes = {p: spec.shape for p, spec in _planned(self._ownerships)}
-
-        def text(result: tuple[list[Group], Schedule]) -> str:
-            made, schedule = result
-            period = schedule.describe()
-            settings = f"{master_weights=}, {period=!s}, {block_lr_ratio=}"
-            return "\n".join([settings, *(_describe(group, shapes) for group in made)])
-
-        # What fails or differs on any rank of any mesh is an error on all of them.
-        for ownership in self._ownerships:
-            transport = ownership.runtime.transport
-            made, self._schedule = attempt(transport, prepare, what="dmuon.Muon", digest=text)
-        super().__init__(made, muon.group())
-        self._sealed = True
-        # What each group must still be at every step: engines are bound to it.
-        self._members = [(g["algorithm"], list(g["params"])) for g in self.param_groups]
-        # Hyperparameters of each group that are known to be right.
-        self._accepted: list[Group] = [{} for _ in self._members]
-        self._publish = publish
-        self._note_progress()
-        dtype = _agreed_dtype(self._ownerships, ns_dtype)
-        _warn_of_dtype(self._ownerships, dtype)
-        self._settings = Settings(
-            dtype, master_weights, self._schedule, block_lr_ratio, self._check_groups
+        given = read_groups(model_or_params)
+        ownerships = _ownerships_in(model_or_params, given)
+        check_planned_together([o.runtime.transport for o in ownerships])
+        run = _Run(
+            {
+                "publish": publish,
+                "master_weights": master_weights,
+                "block_lr_ratio": block_lr_ratio,
+                "ns_dtype": ns_dtype,
+            }
         )
-        self._bytes: dict[str, int] = {}
-        self._engines = [_engine(o, self, self._settings) for o in self._ownerships]
-        if not master_weights:
-            _warn_of_rounding(self._ownerships, self.param_groups)
+        self._run = run
+        if isinstance(model_or_params, nn.Module):
+            run.model = weakref.ref(model_or_params)
 
-    # ---- construction --------------------------------------------------------------------
+        def prepare() -> list[Group]:
+            run.muon, run.adamw = muon.group(), adamw.group()
+            check_muon_group(run.muon)
+            checked(SWITCH_RULES, run.switches)
+            resolve_ns_dtype(ns_dtype, torch.device("cpu"))
+            run.schedule = Schedule(period)
+            run.request, run.mesh = _request(dedicate, ownerships)
+            run.names, run.routes = [], {}
+            made = self._read(given, ownerships)
+            if ownerships:
+                _check_members(made, ownerships)
+            return made
+
+        groups: list[Group] = []
+        # With a plan already, what fails on any rank of any mesh is an error on all of them.
+        for ownership in ownerships:
+            transport = ownership.runtime.transport
+            # What must be alike is compared when engines are made.
+            groups = attempt(transport, prepare, what="dmuon.Muon", digest=lambda made: "")
+        if not ownerships:
+            groups = prepare()
+        super().__init__(groups, {})
+        self.defaults = dict(run.muon)
+        run.ready = True
+        if ownerships:
+            self._bind(ownerships)
+
+    # ---- param groups --------------------------------------------------------------------
+
+    def _read(self, given: list[Group], ownerships: Sequence[Ownership] = ()) -> list[Group]:
+        """Users' groups with the hyperparameters that their parameters need; how these are to be
+        updated is decided now and noted in ``routes``."""
+        run, first = self._run, len(self._run.names)
+        found = [members(group) for group in given]
+        said = [algorithm_of(group) for group in given]
+        planned = {p: spec.name for p, spec in _planned(ownerships)}
+        for number, ((names, tensors), algorithm) in enumerate(zip(found, said), first):
+            if names is None and algorithm is None and tensors and not ownerships:
+                raise OwnershipError(
+                    f"param group {number} has parameters without names, and their shapes do not "
+                    "tell an embedding from a projection: pass the model, or "
+                    'model.named_parameters(), or say algorithm="muon" or "adamw" in each group '
+                    "(Trainer: optimizer_cls_and_kwargs=(dmuon.hf_factory, {...}))"
+                )
+            own = [f"param_groups.{number}.{i}" for i in range(len(tensors))]
+            canonical = own if names is None else [canonical_name(name) for name in names]
+            run.names.append([planned.get(p, n) for p, n in zip(tensors, canonical)])
+        named = [
+            (name, p, algorithm)
+            for names, (_, tensors), algorithm in zip(run.names[first:], found, said)
+            for name, p in zip(names, tensors)
+        ]
+        if ownerships:
+            run.routes.update(r for o in ownerships for r in routes_of(o.plan.specs).items())
+        else:
+            run.routes |= self._routed(named)
+        made = []
+        for number, (group, (names, tensors)) in enumerate(zip(given, found), first):
+            routes = [run.routes[name][0] for name in run.names[number] if name in run.routes]
+            algorithms = {route.algorithm for route in routes} or {Algorithm.ADAMW}
+            full = completed(group, algorithms, run.muon, run.adamw)
+            full.update(check_group(full, number))
+            kept = {} if names is None else {"param_names": names}
+            made.append({"params": tensors, **kept, **full, **_progress(run, full)})
+        return made
+
+    def _routed(self, named: Sequence[tuple[str, Tensor, Algorithm | None]]) -> dict[str, Route]:
+        """How trainable parameters are to be updated: by their model's modules, or by name."""
+        run = self._run
+        pairs = [(name, p) for name, p, _ in named if p.requires_grad]
+        algorithms = [algorithm for _, p, algorithm in named if p.requires_grad]
+        how: dict[str, Any] = {n: getattr(run.request, n) for n in ("select", "splits", "heads")}
+        model = None if run.model is None else run.model()
+        if model is not None and not any(algorithms):
+            routes = dict(routes_of(collect(unwrapped(model), allow_meta=True, **how)))
+            if routes.keys() >= {name for name, _ in pairs}:
+                return routes
+        if not pairs:
+            return {}
+        specs = collect_named(pairs, algorithms=algorithms, allow_meta=True, partial=True, **how)
+        return dict(routes_of(specs))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once planned: a new parameter would have no owner."""
-        if self._sealed:
+        """As with any optimizer before it is planned; refused later, because a new parameter would
+        have no owner."""
+        run = self._run
+        if run.engines:
             raise OwnershipError(
-                "add_param_group is not possible after planning: call own.close(), "
-                "dmuon.dedicate_params(model) and dmuon.Muon(...) again with all parameters"
+                "add_param_group is not possible after planning: add groups before the first "
+                "step, or call own.close(), dmuon.dedicate_params(model) and dmuon.Muon(...) again "
+                "with all parameters"
             )
+        if run.ready:
+            (param_group,) = self._read(read_groups([param_group]))
         super().add_param_group(param_group)
+
+    # ---- planning ------------------------------------------------------------------------
+
+    def _plan(self) -> _Run:
+        """Plan where that has not been done: a collective call."""
+        run = self._run
+        if run.engines:
+            return run
+        # dedicate_params may have been called since.
+        model = None if run.model is None else run.model()
+        ownerships = _ownerships_in(model, self.param_groups)
+        if not ownerships:
+            ownerships = [self._new_ownership(model)]
+        self._bind(ownerships)
+        return run
+
+    def _new_ownership(self, model: nn.Module | None) -> Ownership:
+        """An ownership of the parameters that are in the groups now."""
+        run = self._run
+        if model is not None:
+            reshard(model)
+            self._take_over(unwrapped(model))
+        entries = [p for group in self.param_groups for p in group["params"]]
+        names = [name for names in run.names for name in names]
+        named: list[tuple[str, Any]] = list(zip(names, entries, strict=True))
+
+        def route() -> ModelSpecs:
+            _check_once(named)
+            if any(p.requires_grad and name not in run.routes for name, p in named):
+                # Frozen when the optimizer was made.
+                routes = self._routed([(name, p, None) for name, p in named])
+                run.routes.update((n, r) for n, r in routes.items() if n not in run.routes)
+            specs = collect_routed(named, run.routes)
+            if not specs.matrices:
+                raise SelectionError(
+                    "no parameter was selected as a matrix, so there is nothing for Muon to do: "
+                    + "; ".join(f"{p.name}: {p.reason}" for p in specs.parameters[:20])
+                    + ". Say what is one (dedicate={'select': ...}), or use torch.optim.AdamW"
+                )
+            return specs
+
+        return plan_given(Given(model, named, route), run.request, run.mesh)
+
+    def _take_over(self, model: nn.Module) -> None:
+        """Put the model's parameters of now into the groups, where `fully_shard` has replaced those
+        that it had when the optimizer was made."""
+        now = {canonical_name(name): p for name, p in model.named_parameters()}
+        for names, group in zip(self._run.names, self.param_groups, strict=True):
+            group["params"] = [now.get(n, p) for n, p in zip(names, group["params"], strict=True)]
+
+    def _bind(self, ownerships: list[Ownership]) -> None:
+        """Make the engines: a collective call."""
+        run = self._run
+        check_planned_together([o.runtime.transport for o in ownerships])
+        dtype = run.switches["ns_dtype"]
+        algorithms = {p: spec.algorithm for p, spec in _planned(ownerships)}
+
+        def prepare() -> list[Group]:
+            _check_members(self.param_groups, ownerships)
+            _check_period(run, ownerships)
+            mine = resolve_ns_dtype(dtype, ownerships[0].runtime.device)
+            made = []
+            for number, group in enumerate(self.param_groups):
+                kinds = {algorithms[p] for p in group["params"] if p in algorithms}
+                made.append(completed(group, kinds or {Algorithm.ADAMW}, run.muon, run.adamw))
+                made[-1].update(check_group(made[-1], number))
+            for ownership in ownerships:
+                _check_kernels(ownership, mine, made)
+            return made
+
+        # A rank may have a placeholder where another has the weight.
+        shapes = {p: spec.shape for p, spec in _planned(ownerships)}
+
+        def text(made: list[Group]) -> str:
+            pairs = zip(self.param_groups, made, strict=True)
+            lines = [describe({"params": old["params"], **new}, shapes) for old, new in pairs]
+            return "\n".join([f"{run.switches}, period={run.schedule.describe()}", *lines])
+
+        made: list[Group] = []
+        for ownership in ownerships:
+            made = attempt(ownership.runtime.transport, prepare, what="dmuon.Muon", digest=text)
+        for group, known in zip(self.param_groups, made, strict=True):
+            group.update(known)
+        # Hyperparameters of each group that are known to be right.
+        run.accepted = [{} for _ in made]
+        # What each group must still be at every step: engines are bound to it.
+        run.members = [list(group["params"]) for group in self.param_groups]
+        agreed = _agreed_dtype(ownerships, dtype)
+        _warn_of_dtype(ownerships, agreed)
+        masters = run.switches["master_weights"]
+        ratio, publish = run.switches["block_lr_ratio"], run.switches["publish"]
+        run.settings = Settings(agreed, masters, run.schedule, ratio, self._check_groups, publish)
+        loaded = {p: self.state.pop(p) for p in list(self.state)}
+        run.engines = [_engine(o, self, run.settings) for o in ownerships]
+        run.ownerships = ownerships
+        self._note_progress()
+        if loaded:
+            self._load(loaded)
+        if not masters:
+            _warn_of_rounding(ownerships, self.param_groups)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._run.engines:
+            raise OwnershipError(
+                "a dmuon.Muon that has planned cannot be copied or pickled, because it has process "
+                "groups and buffers: save opt.state_dict() and load it into another optimizer, or "
+                "copy it before its first step"
+            )
+        return {**super().__getstate__(), "_run": self._run}
 
     # ---- step ----------------------------------------------------------------------------
 
@@ -224,6 +390,7 @@ class Muon(Optimizer):
             ConsensusError: a ``period`` that is a function has ranks take full steps at different
                 step counts; found when they meet in a full step.
         """
+        run = self._plan()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -232,54 +399,52 @@ class Muon(Optimizer):
         refusal = self._check_groups()
         # Set by `torch.amp.GradScaler` around the call.
         amp = Amp(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        for engine in self._engines:
+        for engine in run.engines:
             engine.begin(amp, refusal)
-        for engine in self._engines:
+        for engine in run.engines:
             engine.launch()
-        for engine in self._engines:
+        for engine in run.engines:
             engine.update_others()
-        for engine in self._engines:
+        for engine in run.engines:
             engine.finish()
-        self._schedule.advance()
+        run.schedule.advance()
         self._note_progress()
-        if self._publish == "sync":
+        if run.switches["publish"] == "sync":
             self.synchronize()
-        self._bytes = self._read_meters()
+        run.bytes = self._read_meters()
         return loss
 
     def _check_groups(self) -> Exception | None:
         """What is wrong with ``param_groups``; None if nothing is, and then they hold numbers as
         Python's own."""
+        accepted = self._run.accepted
         try:
             self._check_structure()
             for number, group in enumerate(self.param_groups):
-                accepted = self._accepted[number]
-                if accepted and all(group[name] is value for name, value in accepted.items()):
+                known = accepted[number]
+                if known and all(group.get(name) is value for name, value in known.items()):
                     continue
-                kept = _check_group(group, number)
+                kept = check_group(group, number)
                 group.update(kept)
                 # Tensors and lists can change in place.
                 lasting = all(
                     isinstance(v, float | int | str | tuple | None) for v in kept.values()
                 )
-                self._accepted[number] = kept if lasting else {}
+                accepted[number] = kept if lasting else {}
         except (TypeError, ValueError) as error:
             return error
         return None
 
     def _check_structure(self) -> None:
         """Raise OwnershipError unless ``param_groups`` are those that were made, in their order."""
-        found = [group.get("algorithm") for group in self.param_groups]
-        expected = [algorithm for algorithm, _ in self._members]
-        if found != expected:
+        planned = self._run.members
+        if len(self.param_groups) != len(planned):
             raise OwnershipError(
-                f"opt.param_groups have the algorithms {found}, but were made with {expected}: "
-                "change hyperparameters, never groups or their order. To plan other groups call "
-                "own.close(), dmuon.dedicate_params(model) and dmuon.Muon(...) again"
+                f"opt.param_groups has {len(self.param_groups)} groups, but {len(planned)} were "
+                "planned: change hyperparameters, never groups or their order. To plan other "
+                "groups call own.close(), dmuon.dedicate_params(model) and dmuon.Muon(...) again"
             )
-        for number, (group, (algorithm, params)) in enumerate(
-            zip(self.param_groups, self._members)
-        ):
+        for number, (group, params) in enumerate(zip(self.param_groups, planned)):
             now = group.get("params", ())
             if len(now) != len(params) or not all(map(operator.is_, now, params)):
                 raise OwnershipError(
@@ -287,45 +452,46 @@ class Muon(Optimizer):
                     f"({len(now)}, then {len(params)}), or in another order: leave "
                     "group['params'] as it is, and freeze a parameter by giving it no gradient"
                 )
-            rules = MUON_RULES if algorithm == Algorithm.MUON.value else ADAMW_RULES
-            missing = [name for name in rules if name not in group]
-            if missing:
-                raise OwnershipError(
-                    f"opt.param_groups[{number}] has lost {missing}: set "
-                    f"opt.param_groups[{number}][{missing[0]!r}] again"
-                )
 
     def _note_progress(self) -> None:
-        progress = self._schedule.state()
         for group in self.param_groups:
-            for key, name in _PROGRESS.items():
-                group[name] = progress[key]
+            group.update(_progress(self._run, group))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, those that owners hold beside ``p.grad`` included."""
         # First, for a round that a failed backward left open still writes to p.grad.
-        for ownership in self._ownerships:
+        for ownership in self._run.ownerships:
             ownership.runtime.zero_grad()
         super().zero_grad(set_to_none)
 
     # ---- reading -------------------------------------------------------------------------
 
+    @property
+    def ownership(self) -> Ownership:
+        """Who owns which matrix. Plans where that has not been done, which is a collective call.
+
+        Raises:
+            OwnershipError: the parameters have several ownerships.
+        """
+        found = self._plan().ownerships
+        if len(found) > 1:
+            raise OwnershipError(
+                f"this optimizer spans {len(found)} ownerships: ask each of the models for its own"
+            )
+        return found[0]
+
+    def report(self) -> LoadBalanceReport:
+        """The load-balance report of the ownership; a collective call where nothing is planned yet.
+
+        After a few steps with measured times beside the predicted ones.
+        """
+        return self.ownership.report()
+
     def synchronize(self) -> None:
         """Wait until every parameter holds its published value. No collective is issued."""
         with torch.no_grad():
-            for ownership in self._ownerships:
+            for ownership in self._run.ownerships:
                 ownership.runtime.synchronize()
-
-    def report(self) -> LoadBalanceReport:
-        """The load-balance report of the ownership (of one: several have one each).
-
-        After a few steps with measured times beside the predicted ones. No collective call.
-        """
-        if len(self._ownerships) > 1:
-            raise OwnershipError(
-                f"this optimizer spans {len(self._ownerships)} ownerships: call report() on each"
-            )
-        return self._ownerships[0].report()
 
     def stats(self) -> dict[str, Any]:
         """What the last step did, without any collective. Waits for pending updates.
@@ -341,7 +507,10 @@ class Muon(Optimizer):
         ``skipped``, the number of steps that were not, and ``step_bytes``, the memory that a full
         step takes on this rank, by purpose.
         """
-        found = [engine.stats() for engine in self._engines]
+        run = self._run
+        if run.settings is None:
+            return {"steps": run.schedule.t, "update_rms": {}}
+        found = [engine.stats() for engine in run.engines]
         joint: dict[str, Any] = {"update_rms": {}}
         for number, stats in enumerate(found):
             rms = stats.pop("update_rms")
@@ -353,59 +522,83 @@ class Muon(Optimizer):
             for key, value in stats.items():
                 joint[key] = _combined(key, joint[key], value) if key in joint else value
         return {
-            "steps": self._schedule.t,
-            "ns_dtype": str(self._settings.ns_dtype).removeprefix("torch."),
-            "ns_ms": sum(o.telemetry.watch.milliseconds() for o in self._ownerships),
-            "bytes": dict(self._bytes),
+            "steps": run.schedule.t,
+            "ns_dtype": str(run.settings.ns_dtype).removeprefix("torch."),
+            "ns_ms": sum(o.telemetry.watch.milliseconds() for o in run.ownerships),
+            "bytes": dict(run.bytes),
             **joint,
         }
 
     def _read_meters(self) -> dict[str, int]:
         total: dict[str, int] = {}
-        for ownership in self._ownerships:
+        for ownership in self._run.ownerships:
             for tag, count in ownership.runtime.meter.reset().items():
                 total[tag] = total.get(tag, 0) + count
         return total
 
     # ---- state ---------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state that this rank stores.
+    def state_dict(self, *, this_rank_only: bool = False) -> dict[str, Any]:
+        """The state as `torch.optim.Muon` and `torch.optim.AdamW` have it; no collective call.
 
-        In the `sharded` layout momentum and AdamW's state are distributed like their parameters,
-        and `torch.distributed.checkpoint` saves and reshards them. In the other layouts it is
-        what this rank owns: each rank must save its own, bound to the plan and to the rank, and
-        `load_state_dict` refuses any other.
+        In the `replicated` layout the whole state, on any rank; in the `sharded` one distributed
+        like the parameters, for `torch.distributed.checkpoint`. Where momentum lies with owners
+        (``reduce_to_owner``, `dedicated`) no rank has the whole: ``this_rank_only=True`` gives what
+        this rank owns, which every rank must save, and which `load_state_dict` takes back on the
+        same rank with the same plan.
+
+        Raises:
+            OwnershipError: momentum lies with owners on several ranks, and this rank's alone was
+                not asked for.
         """
         self.synchronize()
-        for engine in self._engines:
+        owners = self._owners()
+        several = any(o.runtime.transport.world > 1 for o in self._run.ownerships)
+        if owners and several and not this_rank_only:
+            raise OwnershipError(
+                "opt.state_dict() would give this rank's part only, because momentum lies with the "
+                "owners: save torch.save(opt.state_dict(this_rank_only=True), f'optimizer-{rank}"
+                ".pt') on every rank, and opt.ownership.plan.to_json() once"
+            )
+        for engine in self._run.engines:
             engine.before_state_dict()
         data = super().state_dict()
-        owners = self._owners()
         if owners:
-            data["dmuon"] = {"format": _STATE_FORMAT, "steps": self._schedule.t, "owners": owners}
+            steps = self._run.schedule.t
+            data["dmuon"] = {"format": _STATE_FORMAT, "steps": steps, "owners": owners}
         return data
 
     def _owners(self) -> list[tuple[str, int]]:
         """What state that lies with owners is bound to."""
         return [
             (o.plan.fingerprint(), o.rank)
-            for o in self._ownerships
-            if o.plan.layout is not Layout.SHARDED
+            for o in self._run.ownerships
+            if o.plan.layout.keeps_state_at_owners
         ]
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` gave, bit for bit.
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Restore what `state_dict` gave, bit for bit; no collective call.
+
+        Before anything is planned the state is kept, and taken over by the plan. It may also be a
+        list of the states of several optimizers that had these parameters between them, such as
+        ``[muon.state_dict(), adamw.state_dict()]`` of `torch.optim`: momentum and moments are taken
+        over, by the names of the parameters or (without names) in their order; hyperparameters stay
+        as they are here.
 
         Raises:
-            OwnershipError: it is no optimizer's state, or another model's or, except in the
-                `sharded` layout, another rank's or another plan's; nothing is changed.
+            OwnershipError: it is no optimizer's state, or another model's or, where momentum lies
+                with owners, another rank's or another plan's; nothing is changed.
         """
-        flaw = _flaw(state_dict)
-        if flaw is not None:
-            raise OwnershipError(f"this is not what opt.state_dict() of a dmuon.Muon gave: {flaw}")
+        run = self._run
+        is_list = isinstance(state_dict, list | tuple)
+        for state in state_dict if is_list else [state_dict]:
+            flaw = _flaw(state)
+            if flaw is not None:
+                raise OwnershipError(
+                    f"this is not what opt.state_dict() of a dmuon.Muon gave: {flaw}"
+                )
         expected = self._owners()
-        info = state_dict.get("dmuon") or {}
+        info = {} if is_list else state_dict.get("dmuon") or {}
         found = [tuple(pair) for pair in info.get("owners", ())] or None
         if expected and found != expected:
             raise OwnershipError(
@@ -414,36 +607,74 @@ class Muon(Optimizer):
                 "with dedicate_params(model, plan=saved_plan)"
             )
         self.synchronize()
-        groups = state_dict["param_groups"]
-        # Keys are numbers, or names where torch's distributed checkpoint made them.
-        keys = [key for group in groups for key in group["params"]]
         order = [p for group in self.param_groups for p in group["params"]]
-        if len(keys) != len(order) or len(groups) != len(self.param_groups):
-            raise OwnershipError(
-                f"the optimizer state has {len(keys)} parameters in {len(groups)} groups; this "
-                f"optimizer has {len(order)} in {len(self.param_groups)}"
-            )
-        for number, (group, (algorithm, _)) in enumerate(zip(groups, self._members)):
-            if group.get("algorithm", algorithm) != algorithm:
+        if is_list:
+            names = [name for names in run.names for name in names]
+            matrices = [name for name in names if name in run.routes and run.routes[name][1]]
+            saved = dict(zip(order, joined_states(state_dict, names, matrices)))
+            groups = super().state_dict()["param_groups"]
+        else:
+            groups = [dict(group) for group in state_dict["param_groups"]]
+            # Keys are numbers, or names where torch's distributed checkpoint made them.
+            keys = [key for group in groups for key in group["params"]]
+            if len(keys) != len(order) or len(groups) != len(self.param_groups):
                 raise OwnershipError(
-                    f"param group {number} of the optimizer state is of {group['algorithm']!r}, "
-                    f"here it is of {algorithm!r}: list the groups in the order of that time"
+                    f"the optimizer state has {len(keys)} parameters in {len(groups)} groups; this "
+                    f"optimizer has {len(order)} in {len(self.param_groups)}"
                 )
-        saved = {p: state_dict["state"][k] for k, p in zip(keys, order) if k in state_dict["state"]}
-        for engine in self._engines:
+            entries = state_dict["state"]
+            saved = {p: entries[key] for key, p in zip(keys, order) if key in entries}
+        saved = {p: entry for p, entry in saved.items() if entry}
+        if run.engines or saved:
+            self._check_saved(saved, order)
+        for engine in run.engines:
             engine.check_state(saved)
+        # Hyperparameters that the saved groups do not have, as those of torch's optimizers, stay.
+        for group, now in zip(groups, self.param_groups):
+            group.update((k, v) for k, v in now.items() if k not in group and k != "params")
         # The base class casts state to the parameter's dtype; ours must come back exactly, and
         # stays where it is.
         kept = dict(self.state)
         super().load_state_dict({"state": {}, "param_groups": groups})
-        self.state.update(kept)
-        with torch.no_grad():
-            for engine in self._engines:
-                engine.load_state(saved)
-        progress = {key: groups[0].get(name) for key, name in _PROGRESS.items()}
-        if progress["step"] is not None:
-            self._schedule.load(progress)
+        if run.engines:
+            self.state.update(kept)
+            self._load(saved)
+        else:
+            self.state.update((p, dict(entry)) for p, entry in saved.items())
+        of_muon = next((group for group in groups if PROGRESS["step"] in group), None)
+        if of_muon is not None:
+            run.schedule.load({key: of_muon[name] for key, name in PROGRESS.items()})
         self._note_progress()
+
+    def _check_saved(self, saved: Mapping[Tensor, Any], order: Sequence[Tensor]) -> None:
+        """Raise OwnershipError for momentum of another shape than its parameter's."""
+        names = [name for names in self._run.names for name in names]
+        for name, p in zip(names, order, strict=True):
+            for key in ("momentum_buffer", "exp_avg"):
+                value = saved.get(p, {}).get(key)
+                # A rank may have a placeholder for what others store.
+                if isinstance(value, Tensor) and p.numel() and value.shape != p.shape:
+                    raise OwnershipError(
+                        f"the optimizer state has {key} of shape {list(value.shape)} for parameter "
+                        f"{name!r} of shape {list(p.shape)}: it was saved by another model, or the "
+                        "parameters were listed in another order"
+                    )
+
+    def _load(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
+        run = self._run
+        for engine in run.engines:
+            engine.check_state(saved)
+        with torch.no_grad():
+            for engine in run.engines:
+                engine.load_state(saved)
+
+
+def _progress(run: _Run, group: Group) -> Group:
+    """Where the schedule is, as it is kept in a group with matrices."""
+    if "ns_steps" not in group:
+        return {}
+    progress = run.schedule.state()
+    return {name: progress[key] for key, name in PROGRESS.items()}
 
 
 def _flaw(given: Any) -> str | None:
@@ -501,85 +732,73 @@ def _both(one: str, other: str) -> str:
     return one if one == other else f"{one} and {other}"
 
 
-# ---- what users pass ---------------------------------------------------------------------
-
-# Keys of a user's group that set AdamW's side of it, by the name they have there.
-_ADAMW_KEYS = {
-    "adamw_lr": "lr",
-    "adamw_betas": "betas",
-    "adamw_eps": "eps",
-    "adamw_weight_decay": "weight_decay",
-}
+# ---- what is given -----------------------------------------------------------------------
 
 
-def _groups_of(given: Any) -> list[Group]:
-    """Group dicts with lists as "params", from any of the accepted forms; a copy.
+class _Run:
+    """All that changes about an optimizer, in one object: a framework may put another in front of
+    it, whose reads reach this one and whose writes do not (Lightning).
 
-    What is in the lists is for `_tensors_of`, on all ranks alike.
-
-    Raises:
-        TypeError: ``given`` is not what an optimizer takes.
+    ``names`` of all parameters by group, canonical or made up; ``routes`` as decided at
+    construction. What begins with ``members`` is there once it is planned.
     """
-    if isinstance(given, nn.Module):
-        reshard(given)
-        return [{"params": list(given.parameters())}]
-    if isinstance(given, Tensor) or not isinstance(given, Iterable):
-        raise TypeError(
-            f"Muon takes a module or an iterable of parameters, found {type(given).__name__}"
-        )
-    members = list(given)
-    if not members or not isinstance(members[0], dict):
-        return [{"params": members}]
-    groups = [dict(group) for group in members]
-    for group in groups:
-        params: Any = group.get("params")
-        single = isinstance(params, Tensor) or not isinstance(params, Iterable)
-        group["params"] = [params] if single else list(params)
-    return groups
+
+    def __init__(self, switches: dict[str, Any]) -> None:
+        self.switches = switches
+        self.ready = False
+        self.model: weakref.ref[nn.Module] | None = None
+        self.muon: Group = {}
+        self.adamw: Group = {}
+        self.names: list[list[str]] = []
+        self.routes: dict[str, Route] = {}
+        self.schedule = Schedule(1)
+        self.request = Request()
+        self.mesh: Any = None
+        self.members: list[list[Tensor]] = []
+        self.accepted: list[Group] = []
+        self.engines: list[Engine] = []
+        self.ownerships: list[Ownership] = []
+        self.settings: Settings | None = None
+        self.bytes: dict[str, int] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "model": None}  # a copied optimizer is not of that model
 
 
-def _tensors_of(group: Group) -> list[Tensor]:
-    """The parameters of a group; TypeError for what is none."""
-    found = [e[1] if _is_pair(e) else e for e in group["params"]]
-    for entry in found:
-        if not isinstance(entry, Tensor):
-            raise TypeError(
-                "the 'params' of a param group are parameters or (name, parameter) pairs, found "
-                f"{type(entry).__name__}"
-            )
-    return found
-
-
-def _is_pair(entry: object) -> bool:
-    return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
-
-
-def _ownerships_in(given: Any, groups: list[Group]) -> list[Ownership]:
-    """The ownerships of all parameters in ``given``, each once.
-
-    Raises:
-        TypeError: there is none, and ``given`` is not what an optimizer takes.
-        OwnershipError: there is none: `dedicate_params` was not called.
-    """
-    if isinstance(given, nn.Module):
-        ownerships = ownerships_of(given)
-    else:
-        entries = [e[1] if _is_pair(e) else e for group in groups for e in group["params"]]
-        found = [ownership_of(e) for e in entries if isinstance(e, Tensor)]
-        ownerships = list(dict.fromkeys(o for o in found if o is not None))
+def _ownerships_in(model: object, groups: Sequence[Group]) -> list[Ownership]:
+    """The ownerships of what was given, each once; none where nothing of it is planned."""
+    entries = [e[1] if is_pair(e) else e for group in groups for e in group["params"]]
+    found = [ownership_of(e) for e in entries if isinstance(e, Tensor)]
+    ownerships = list(dict.fromkeys(o for o in found if o is not None))
+    if isinstance(model, nn.Module):
+        ownerships = ownerships_of(model)
     for ownership in ownerships:
         ownership.find_parameters()
-    if not ownerships:
-        for group in groups:
-            _tensors_of(group)  # if it is malformed, that is the better error
-        raise OwnershipError(
-            "dmuon.Muon got no dedicated parameter: call own = dmuon.dedicate_params(model) "
-            "before opt = dmuon.Muon(model)"
-        )
     return ownerships
 
 
-def _check_members(groups: list[Group], ownerships: list[Ownership]) -> None:
+def _request(
+    dedicate: Mapping[str, Any] | None, ownerships: Sequence[Ownership]
+) -> tuple[Request, Any]:
+    """What ``dedicate`` asks for, and its mesh; TypeError for what `dedicate_params` does not
+    know."""
+    asked = dict(dedicate or {})
+    known = ["mesh", *(f.name for f in fields(Request))]
+    unknown = sorted(asked.keys() - {*known})
+    if unknown:
+        raise TypeError(
+            f"dedicate= takes keyword arguments of dmuon.dedicate_params ({', '.join(known)}), "
+            f"found {unknown}"
+        )
+    if asked and ownerships:
+        raise OwnershipError(
+            "dedicate= says how to plan, but dmuon.dedicate_params has planned: say it there"
+        )
+    mesh = asked.pop("mesh", None)
+    return Request(**asked), mesh
+
+
+def _check_members(groups: Sequence[Group], ownerships: Sequence[Ownership]) -> None:
     """Each planned parameter must be in exactly one group, and each trainable one planned."""
     names = {p: canonical_name(spec.name) for p, spec in _planned(ownerships)}
     seen: dict[Tensor, int] = {}
@@ -607,70 +826,38 @@ def _check_members(groups: list[Group], ownerships: list[Ownership]) -> None:
         )
 
 
-def _planned(ownerships: list[Ownership]) -> Iterator[tuple[Tensor, ParameterSpec]]:
+def _check_once(named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise OwnershipError for a parameter or a name that comes twice."""
+    for what in ({id(p) for _, p in named}, {name for name, _ in named}):
+        if len(what) < len(named):
+            seen: set[Any] = set()
+            for name, p in named:
+                if id(p) in seen or name in seen:
+                    raise OwnershipError(
+                        f"parameter {name!r} appears twice in the param groups: list each once"
+                    )
+                seen |= {id(p), name}
+
+
+def _planned(ownerships: Sequence[Ownership]) -> Iterator[tuple[Tensor, ParameterSpec]]:
     """Every planned parameter of these ownerships, with what is known of it."""
     for ownership in ownerships:
         yield from zip(ownership.parameters, ownership.plan.specs.parameters, strict=True)
 
 
-def _split(
-    groups: list[Group], ownerships: list[Ownership], muon: Group, adamw: Group
-) -> list[Group]:
-    """One Muon and one AdamW group for each given group that has such parameters.
-
-    ``muon`` and ``adamw`` are the defaults. A group's own ``lr`` and ``weight_decay`` count for
-    both sides, unless ``adamw_lr``/``adamw_weight_decay`` say otherwise; None in ``adamw`` means
-    the same as Muon's.
-    """
-    algorithms = {p: spec.algorithm for p, spec in _planned(ownerships)}
-    made = []
-    for group in groups:
-        own = {k: v for k, v in group.items() if k != "params" and k not in _ADAMW_KEYS}
-        # Such as "initial_lr" or "name": kept on both sides, as torch keeps them.
-        foreign = {k: v for k, v in own.items() if k not in muon and k not in adamw}
-        muon_side = muon | {k: v for k, v in own.items() if k in muon}
-        inherited = {k: own[k] for k in ("lr", "weight_decay") if k in own and adamw[k] is None}
-        adamw_side = adamw | inherited | ({"betas": own["betas"]} if "betas" in own else {})
-        adamw_side |= {_ADAMW_KEYS[k]: v for k, v in group.items() if k in _ADAMW_KEYS}
-        for name in ("lr", "weight_decay"):
-            if adamw_side[name] is None:
-                adamw_side[name] = muon_side[name]
-        for algorithm, side in ((Algorithm.MUON, muon_side), (Algorithm.ADAMW, adamw_side)):
-            params = [p for p in group["params"] if algorithms.get(p) is algorithm]
-            if params:
-                made.append({"params": params, "algorithm": algorithm.value, **foreign, **side})
-    return made
-
-
 # ---- settings, checked and agreed on -----------------------------------------------------
 
 
-def _schedule(
-    period: Period, block_lr_ratio: float | None, ownerships: list[Ownership]
-) -> Schedule:
-    """The schedule of ``period``; TypeError, ValueError or OwnershipError where it cannot be."""
-    schedule = Schedule(period)
+def _check_period(run: _Run, ownerships: Sequence[Ownership]) -> None:
+    """Raise OwnershipError where there can be no block steps and some are asked for."""
+    ratio = run.switches["block_lr_ratio"]
     for layout in {o.plan.layout for o in ownerships} - {Layout.SHARDED}:
-        if period != 1 or block_lr_ratio is not None:
+        if not run.schedule.always_full or ratio is not None:
             raise OwnershipError(
-                f"period={period!r}, block_lr_ratio={block_lr_ratio!r}: in the {layout.value!r} "
-                "layout each matrix is whole at its owner, so there is no block step; leave them "
-                "at 1 and None"
+                f"period={run.schedule.describe()}, block_lr_ratio={ratio!r}: in the "
+                f"{layout.value!r} layout each matrix is whole at its owner, so there is no block "
+                "step; leave them at 1 and None"
             )
-    return schedule
-
-
-def _check_group(group: Group, number: int) -> Group:
-    """The hyperparameters of param group ``number``, numbers as Python's own.
-
-    Raises TypeError or ValueError for one of a wrong type or out of range.
-    """
-    place = f" in opt.param_groups[{number}]"
-    if group["algorithm"] == Algorithm.ADAMW.value:
-        return check_adamw_group(group, place)
-    kept = check_muon_group(group, place)
-    resolve_coefficients(kept["ns_coefficients"], kept["ns_steps"])
-    return kept
 
 
 def _check_kernels(ownership: Ownership, dtype: torch.dtype, groups: list[Group]) -> None:
@@ -680,7 +867,7 @@ def _check_kernels(ownership: Ownership, dtype: torch.dtype, groups: list[Group]
         raise ValueError(
             f"KernelOptions.cuda_graphs=True needs a CUDA device, found {device}: leave it None"
         )
-    steps = {g["ns_steps"] for g in groups if g["algorithm"] == Algorithm.MUON.value}
+    steps = {group["ns_steps"] for group in groups if "ns_steps" in group}
     shapes = {m.shape for m in plan.specs.matrices}
     for rows, cols in shapes:
         for count in steps:
@@ -699,14 +886,6 @@ def _check_kernels(ownership: Ownership, dtype: torch.dtype, groups: list[Group]
                 f"the plan runs {kernel} on {device}, which is not possible: {reason}. Plan again "
                 "on this hardware (without plan=)"
             )
-
-
-def _describe(group: Group, planned: Mapping[Tensor, tuple[int, ...]]) -> str:
-    shapes = [planned.get(p, tuple(p.shape)) for p in group["params"]]
-    values = {k: v for k, v in group.items() if k != "params"}
-    # Not as text: that of a tensor names its device, another one on each rank.
-    values |= {k: v.tolist() for k, v in values.items() if isinstance(v, Tensor)}
-    return ", ".join([f"{k}={v}" for k, v in values.items()] + [str(shapes)])
 
 
 def _agreed_dtype(ownerships: list[Ownership], ns_dtype: str | torch.dtype) -> torch.dtype:
@@ -731,7 +910,7 @@ def _warn_of_dtype(ownerships: list[Ownership], dtype: torch.dtype) -> None:
                 f"Newton-Schulz runs in {name}: the fixed rule chooses instead. Leave ns_dtype out "
                 "to use them",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
 
@@ -793,7 +972,7 @@ def _warn_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> None:
         "master_weights=True, which keeps float32 weights behind the parameters, or keep the "
         "parameters in float32 and compute under torch.autocast",
         RuntimeWarning,
-        stacklevel=3,
+        stacklevel=4,
     )
 
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dmuon.comm.hooks import hidden_parameters
+from dmuon.comm.hooks import fsdp_roots, hidden_parameters
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.config import KernelOptions
 from dmuon.report.data import LoadBalanceReport, build_report
@@ -36,7 +36,7 @@ class Ownership:
         self,
         plan: OwnershipPlan,
         runtime: LayoutRuntime,
-        model: nn.Module,
+        model: nn.Module | None,
         kernels: KernelOptions = KernelOptions(),  # noqa: B008  frozen
     ) -> None:
         self.plan = plan
@@ -46,10 +46,11 @@ class Ownership:
             runtime.transport, runtime.meter, runtime.device, _comparable_ms(plan, self.rank)
         )
         self.closed = False
-        self._model = weakref.ref(model)
+        self._model = (lambda: None) if model is None else weakref.ref(model)
         self._index = {p.name: i for i, p in enumerate(plan.specs.parameters)}
         self._matrix_index = {m.name: i for i, m in enumerate(plan.specs.matrices)}
-        _owner_by_model[model] = self
+        if model is not None:
+            _owner_by_model[model] = self
         self._ids: list[int] = []
         self._register()
         weakref.finalize(self, _forget, self._ids, weakref.ref(self)).atexit = False
@@ -206,17 +207,6 @@ def ownerships_of(model: nn.Module) -> list[Ownership]:
     return list(dict.fromkeys(o for o in found if o is not None and not o.closed))
 
 
-def required_ownerships(model: nn.Module, caller: str) -> list[Ownership]:
-    """`ownerships_of`, or an error that tells what is missing."""
-    found = ownerships_of(model)
-    if not found:
-        raise OwnershipError(
-            f"{caller}: no parameter of this model is dedicated: call "
-            "own = dmuon.dedicate_params(model) first"
-        )
-    return found
-
-
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
     """Inside, backward only accumulates gradients locally.
@@ -227,13 +217,18 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     run outside.
 
     Raises:
-        OwnershipError: the model is not dedicated, or has no `dmuon.Muon` yet.
+        OwnershipError: the model is dedicated and has no `dmuon.Muon` yet.
     """
-    runtimes = [o.runtime for o in required_ownerships(model, "dmuon.no_sync")]
+    runtimes = [o.runtime for o in ownerships_of(model)]
+    roots = [] if runtimes else fsdp_roots(model)
     previous = [runtime.set_sync(False) for runtime in runtimes]
+    for root in roots:
+        root.set_requires_gradient_sync(False)
     try:
         with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
             yield
     finally:
         for runtime, sync in zip(runtimes, previous, strict=True):
             runtime.set_sync(sync)
+        for root in roots:
+            root.set_requires_gradient_sync(True)

@@ -19,12 +19,21 @@ Heads = Mapping[str, int | Mapping[str, Any]]
 
 
 class Layout(str, Enum):
-    """Where parameters and momentum live between steps."""
+    """Where parameters and momentum live between steps.
+
+    REDUCED is what plans call the `replicated` layout with ``reduce_to_owner=True``: there, as in
+    `dedicated`, momentum lies with the owners.
+    """
 
     AUTO = "auto"
     SHARDED = "sharded"
     REPLICATED = "replicated"
+    REDUCED = "reduce_to_owner"
     DEDICATED = "dedicated"
+
+    @property
+    def keeps_state_at_owners(self) -> bool:
+        return self in (Layout.REDUCED, Layout.DEDICATED)
 
 
 class Algorithm(str, Enum):

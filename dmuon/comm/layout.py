@@ -54,15 +54,20 @@ class LayoutRuntime(ABC):
     loads: int
 
     def __init__(
-        self, plan: OwnershipPlan, model: nn.Module, transport: Transport, device: torch.device
+        self,
+        plan: OwnershipPlan,
+        model: nn.Module | None,
+        transport: Transport,
+        device: torch.device,
     ) -> None:
         self.plan = plan
         self.transport = transport
         self.device = device
         self.units: tuple[Unit, ...] = ()
         self.meter = Meter()
-        self._model = weakref.ref(model)
-        self._frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
+        self._model = (lambda: None) if model is None else weakref.ref(model)
+        named = () if model is None else model.named_parameters()
+        self._frozen = [(n, p) for n, p in named if not p.requires_grad]
         self._removers: list[Callable[[], None]] = []
         self._closed = False
 

@@ -9,6 +9,8 @@ Timeline of a step with two slots each (G gather, S scatter, NS the owner's work
                                     the last ones land later, before the next forward needs them
 
 An inbound slot is free again when its matrices are assembled, before their Newton-Schulz begins.
+
+A bucket that every rank holds whole has no G; its S are broadcasts from its owners.
 """
 
 from __future__ import annotations
@@ -18,48 +20,51 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dmuon.comm.routes import BucketRoute, Message, Part
+from dmuon.comm.routes import BucketRoute, Message, places
 from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.scheduler.plan import Unit
-from dmuon.scheduler.specs import Form
+
+# What each buffer of a bucket has room for: two inbound ones, then the outbound ones.
+_KINDS = ("held", "owned", "owned", "held", "copies_out", "copies_in", "published")
 
 
-def places(stack: Tensor, part: Part) -> Tensor:
-    """Where a part lies in its unit's stack ``[b, rows, cols]``: a view of ``part.shape``."""
-    slots = stack[part.position : part.position + len(part.matrices)]
-    if part.transposed:
-        slots = slots.mT
-    whole = part.whole
-    if part.form.is_stack:
-        slots = slots.mT if part.form.is_in_out else slots
-        slots = slots[(slice(None),) + (None,) * (len(whole) - 2)]
-    elif part.form is Form.FLAT_IN_OUT:
-        slots = slots.unflatten(2, (whole[0], *whole[2:])).transpose(1, 2)
-    elif len(whole) > 2:
-        slots = slots.unflatten(2, whole[1:])
-    index = (slice(None), *part.box.slices())
-    return slots if part.box.shape == whole else slots[index]
+def _room(route: BucketRoute, kind: str, number: int) -> int:
+    """Elements of a bucket's buffer; of what every rank holds whole two are needed, which are the
+    first and the last."""
+    is_needed = route.published is None or number in (0, len(_KINDS) - 1)
+    message: Message | None = getattr(route, kind) if is_needed else None
+    return 0 if message is None else message.numel
 
 
 class Bucket:
     """A bucket's buffers, and views of them made once.
 
-    ``send``, ``landed`` and ``copies_in`` are flat: operands and updates of what this rank holds,
-    in the order of ``route.held`` and ``route.copies_in``. ``stacks`` are the units that it owns,
-    (unit, ``[b, rows, cols]``), where their matrices are assembled at every step.
+    ``send`` is flat: the operands of what this rank holds, in the order of ``route.held``.
+    ``landings`` are where updates come in, (flat buffer, its layout). ``stacks`` are the units that
+    it owns, (unit, ``[b, rows, cols]``), where their matrices are assembled at every step.
     """
 
     def __init__(
-        self, route: BucketRoute, units: Sequence[Unit], buffers: list[Tensor], assembly: Tensor
+        self,
+        route: BucketRoute,
+        units: Sequence[Unit],
+        buffers: list[Tensor],
+        assembly: Tensor,
+        rank: int,
     ) -> None:
         self.route = route
-        self.work: Work | None = None
-        self.copying: Work | None = None
+        self.works: list[Work] = []
         # Inbound: what is held here, to the owners; what is owned here. Outbound: updates of what
-        # is owned here; of what is held here; then those that replicas copy.
-        self.send, self.arrived, self.leaving, self.landed, self.copies_out, self.copies_in = (
-            buffers
-        )
+        # is owned here; of what is held here; then those that replicas copy; then all updates.
+        self.send, self.arrived, self.leaving, self.landed, *others = buffers
+        self.copies_out, self.copies_in, every = others
+        self.landings = [(self.landed, route.held), (self.copies_in, route.copies_in)]
+        # What each owner broadcasts.
+        self.shares: list[Tensor] = []
+        if route.published is not None:
+            self.shares = list(every.split(route.published.splits))
+            self.leaving, self.arrived = self.shares[rank], self.send
+            self.landings = [(every, route.published)]
         numels = [units[u].numel for u in route.units]
         flats = assembly.narrow(0, 0, sum(numels)).split(numels)
         self.stacks = [(u, flat.view(units[u].shape)) for u, flat in zip(route.units, flats)]
@@ -114,9 +119,8 @@ class Pipeline:
         assembly = like.new_empty(largest, dtype=inbound)
         self.nbytes = {"inbound": 0, "outbound": 0, "assembly": assembly.nbytes}
         rings = []  # of each kind of buffer: its part of a slot, bucket by bucket
-        kinds = ("held", "owned", "owned", "held", "copies_out", "copies_in")
-        for number, kind in enumerate(kinds):
-            sizes = [getattr(route, kind).numel for route in routes]
+        for number, kind in enumerate(_KINDS):
+            sizes = [_room(route, kind, number) for route in routes]
             # A slot holds the largest of its buckets.
             slot_sizes = [max(sizes[slot::slots], default=0) for slot in range(slots)]
             dtype = inbound if number < 2 else like.dtype
@@ -125,7 +129,7 @@ class Pipeline:
             purpose = "inbound" if number < 2 else "outbound"
             self.nbytes[purpose] += sum(buffer.nbytes for buffer in ring)
         self.buckets = [
-            Bucket(route, units, [ring[b] for ring in rings], assembly)
+            Bucket(route, units, [ring[b] for ring in rings], assembly, transport.rank)
             for b, route in enumerate(routes)
         ]
 
@@ -144,19 +148,21 @@ class Pipeline:
             fill: write the operands of Newton-Schulz that this rank holds to a bucket's ``send``.
             compute: the owner's update of a unit from its stack, which may be overwritten; valid
                 until the next call. None: of zeros, or whatever nobody applies.
-            apply: update the parameters by a bucket's ``landed`` and ``copies_in``. Of the last
+            apply: update the parameters by what came to a bucket's ``landings``. Of the last
                 buckets it is called by `land`, later.
-            meanwhile: what to do while the first buckets travel.
+            meanwhile: what to do while the first buckets travel; the last ones, where only updates
+                do.
         """
         assert not self._pending, "the updates of the last step were not applied"
         count = len(self.buckets)
         for b in range(min(self._slots, count)):
             self._gather(b, fill)
-        meanwhile()
+        # Where nothing is gathered the updates are what there is to wait for.
+        gathers = not all(bucket.shares for bucket in self.buckets)
+        if gathers:
+            meanwhile()
         for b, bucket in enumerate(self.buckets):
-            assert bucket.work is not None
-            bucket.work.wait()
-            bucket.work = None
+            self._wait(bucket)
             if bucket.assembly[0]:
                 torch._foreach_copy_(*bucket.assembly)
             if b + self._slots < count:
@@ -169,41 +175,61 @@ class Pipeline:
                 update = compute(u, stack)
                 if update is not None:
                     torch._foreach_copy_(leaving, [places(update, part) for part in parts])
-            bucket.work = self._all_to_all(
-                bucket.landed, bucket.leaving, bucket.route.owned, bucket.route.held, "scatter"
-            )
+            if bucket.shares:
+                self._publish(bucket)
+            else:
+                route = bucket.route
+                self._all_to_all(
+                    bucket, bucket.landed, bucket.leaving, route.owned, route.held, "scatter"
+                )
             self._pending[b] = apply
             if b and self._slots > 1:
                 self._replicate(b - 1)
         if count:
             self._replicate(count - 1)
+        if not gathers:
+            meanwhile()
+
+    def _wait(self, bucket: Bucket) -> None:
+        for work in bucket.works:
+            work.wait()
+        bucket.works = []
 
     def _all_to_all(
-        self, output: Tensor, source: Tensor, to: Message, came: Message, tag: str
-    ) -> Work:
+        self, bucket: Bucket, output: Tensor, source: Tensor, to: Message, came: Message, tag: str
+    ) -> None:
         """Send ``source``, laid out as ``to``; what comes is laid out as ``came``."""
         sent = to.numel - to.splits[self._transport.rank]
         self._meter.add_bytes(tag, sent * source.element_size())
-        return self._transport.all_to_all(output, source, came.splits, to.splits, tag=tag)
+        work = self._transport.all_to_all(output, source, came.splits, to.splits, tag=tag)
+        bucket.works.append(work)
 
     def _gather(self, b: int, fill: Callable[[int], None]) -> None:
         bucket, route = self.buckets[b], self.buckets[b].route
         fill(b)
-        bucket.work = self._all_to_all(
-            bucket.arrived, bucket.send, route.held, route.owned, "gather"
-        )
+        if not bucket.shares:
+            self._all_to_all(bucket, bucket.arrived, bucket.send, route.held, route.owned, "gather")
+
+    def _publish(self, bucket: Bucket) -> None:
+        for owner, share in enumerate(bucket.shares):
+            if share.numel():
+                self._meter.add("updates", share)
+                bucket.works.append(self._transport.broadcast(share, owner, tag="updates"))
 
     def _replicate(self, b: int) -> None:
         bucket, route = self.buckets[b], self.buckets[b].route
         if not route.replicates:
             return
-        assert bucket.work is not None
-        bucket.work.wait()
-        bucket.work = None
+        self._wait(bucket)
         if bucket.copies[0]:
             torch._foreach_copy_(*bucket.copies)
-        bucket.copying = self._all_to_all(
-            bucket.copies_in, bucket.copies_out, route.copies_out, route.copies_in, "replicate"
+        self._all_to_all(
+            bucket,
+            bucket.copies_in,
+            bucket.copies_out,
+            route.copies_out,
+            route.copies_in,
+            "replicate",
         )
 
     def land(self, buckets: Sequence[int]) -> None:
@@ -212,11 +238,7 @@ class Pipeline:
             apply = self._pending.pop(b, None)
             if apply is None:
                 continue
-            bucket = self.buckets[b]
-            for work in (bucket.work, bucket.copying):
-                if work is not None:
-                    work.wait()
-            bucket.work = bucket.copying = None
+            self._wait(self.buckets[b])
             apply(b)
 
     @property

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmuon.comm.transport import LocalTransport, Transport
-from dmuon.dtensors import local_tensor
 from dmuon.scheduler.topology import Topology
 from dmuon.types import OwnershipError
 
@@ -131,11 +130,11 @@ class ProcessGroups:
 
 @torch.no_grad()
 def start_from_first(tensors: Iterable[tuple[Tensor, Transport]]) -> None:
-    """Give every rank the first one's values, as DDP does: (tensor, the ranks to share it); of a
-    `DTensor` the part that is stored here."""
+    """Give every rank the first one's values, as DDP does: (what is stored here, the ranks to
+    share it)."""
     works = []
     for tensor, transport in tensors:
-        data = local_tensor(tensor)
+        data = tensor.detach()
         whole = data.contiguous()
         works.append((transport.broadcast(whole, 0, tag="initial weights"), data, whole))
     for work, data, whole in works:

@@ -33,9 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm.buckets import EVERYONE, Buffer, GradientBucket, Segment, Slices
 from dmuon.comm.consensus import refused
-from dmuon.comm.pipeline import places
 from dmuon.comm.process_groups import ProcessGroups
-from dmuon.comm.routes import Part
+from dmuon.comm.routes import Part, places
 from dmuon.comm.transport import HostCopy, Meter, Work, host_can_read
 from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.scheduler.plan import Unit

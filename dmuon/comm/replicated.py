@@ -1,4 +1,4 @@
-"""The `replicated` layout: every rank has every weight, the owner alone has the momentum (ZeRO-1).
+"""`replicated` with ``reduce_to_owner``: whole weights everywhere, momentum at owners (ZeRO-1).
 
 ::
 
@@ -34,7 +34,7 @@ from dmuon.comm.buckets import (
 )
 from dmuon.comm.hooks import Coverage, attach, wait_points
 from dmuon.comm.layout import Apply, Compute, Gradients, OwnerRuntime, ParameterWatch
-from dmuon.comm.process_groups import ProcessGroups, start_from_first
+from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.reducer import (
     GradientReducer,
     at_end_of_backward,
@@ -103,8 +103,6 @@ class ReplicatedRuntime(OwnerRuntime):
         self._broadcasts: list[_Broadcast] = []
         self._pending: set[int] = set()
         self._needs: dict[int, set[int]] = defaultdict(set)  # id(parameter) -> its broadcasts
-        if ddp is None and options.broadcast_parameters:
-            start_from_first([(t, transport) for t in [*model.parameters(), *model.buffers()]])
 
     # ---- binding and closing -----------------------------------------------------------------
 

@@ -6,6 +6,10 @@ Routes say what every rank sends and receives of a bucket of units (`dmuon.sched
     scatter    owner ---pieces of the update---> the same holders          (all-to-all, mirrored)
     replicate  each of these ---its piece---> the ranks with equal shards  (all-to-all, HSDP only)
 
+What every rank holds whole (the `replicated` layout) needs one phase alone::
+
+    publish    owner ---its updates---> everyone                           (a broadcast an owner)
+
 Pieces follow each other in the order of the bucket's units and of the matrices in a unit, so sender
 and receiver need no header.
 """
@@ -57,6 +61,23 @@ class Part:
         return buffer.narrow(0, self.start, self.numel).view(self.shape)
 
 
+def places(stack: Tensor, part: Part) -> Tensor:
+    """Where a part lies in its unit's stack ``[b, rows, cols]``: a view of ``part.shape``."""
+    slots = stack[part.position : part.position + len(part.matrices)]
+    if part.transposed:
+        slots = slots.mT
+    whole = part.whole
+    if part.form.is_stack:
+        slots = slots.mT if part.form.is_in_out else slots
+        slots = slots[(slice(None),) + (None,) * (len(whole) - 2)]
+    elif part.form is Form.FLAT_IN_OUT:
+        slots = slots.unflatten(2, (whole[0], *whole[2:])).transpose(1, 2)
+    elif len(whole) > 2:
+        slots = slots.unflatten(2, whole[1:])
+    index = (slice(None), *part.box.slices())
+    return slots if part.box.shape == whole else slots[index]
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """Parts in the order of the buffer, and how many elements each rank sends or receives."""
@@ -77,6 +98,9 @@ class BucketRoute:
     scatter. ``owned``: all pieces of the matrices that it owns, by holder. ``copies_out`` and
     ``copies_in``: its pieces of updates, by the rank that they go to or come from, along the axes
     that replicate. ``replicates`` is the same on every rank: whether anyone copies.
+
+    ``published``: of a bucket that every rank holds whole, the updates by owner; None for others.
+    ``held`` and ``owned`` are then what is owned here, and nothing is copied.
     """
 
     units: tuple[int, ...]  # owned here
@@ -85,6 +109,7 @@ class BucketRoute:
     copies_out: Message
     copies_in: Message
     replicates: bool
+    published: Message | None = None
 
 
 def parts_of(
@@ -136,7 +161,18 @@ def bucket_route(
     shards: ShardMap, units: Sequence[Unit], bucket: Sequence[int], rank: int
 ) -> BucketRoute:
     """What ``rank`` sends and receives for a bucket."""
-    held, owned, out, into = (_Pieces(shards) for _ in range(4))
+    own = tuple(u for u in bucket if units[u].owner == rank)
+    if all(shards.is_everywhere(i) for u in bucket for i in units[u].matrices):
+        published, own_part = _Pieces(shards), _Pieces(shards)
+        for u in bucket:
+            for k, i in enumerate(units[u].matrices):
+                whole = u, k, i, units[u].holds_transpose(k), shards.piece(i, rank).box
+                published.add(units[u].owner, *whole)
+                if units[u].owner == rank:
+                    own_part.add(rank, *whole)
+        held, nothing = own_part.message(), _Pieces(shards).message()
+        return BucketRoute(own, held, held, nothing, nothing, False, published.message())
+    sent, owned, out, into = (_Pieces(shards) for _ in range(4))
     replicates = False
     for u in bucket:
         owner = units[u].owner
@@ -150,7 +186,7 @@ def bucket_route(
             mine = shards.piece(i, rank)
             is_sender = mine.replica == of_owner
             if mine.numel and is_sender:
-                held.add(owner, u, k, i, turned, mine.box)
+                sent.add(owner, u, k, i, turned, mine.box)
             if not shards.is_replicated(i):
                 continue
             replicates = True
@@ -159,7 +195,6 @@ def bucket_route(
                     out.add(peer, u, k, i, turned, mine.box)
                 elif replica == of_owner:
                     into.add(peer, u, k, i, turned, mine.box)
-    own = tuple(u for u in bucket if units[u].owner == rank)
     return BucketRoute(
-        own, held.message(), owned.message(), out.message(), into.message(), replicates
+        own, sent.message(), owned.message(), out.message(), into.message(), replicates
     )

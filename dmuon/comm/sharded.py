@@ -27,7 +27,7 @@ from dmuon.comm.hooks import (
     fsdp_wait_points,
     wait_points,
 )
-from dmuon.comm.layout import Gradients, LayoutRuntime, check_replaced
+from dmuon.comm.layout import Gradients, LayoutRuntime, ParameterWatch, check_replaced
 from dmuon.comm.pipeline import Pipeline
 from dmuon.comm.routes import bucket_route
 from dmuon.comm.transport import Transport, Work
@@ -35,6 +35,7 @@ from dmuon.config import ShardedOptions
 from dmuon.dtensors import LocalParameters
 from dmuon.scheduler.plan import OwnershipPlan, Unit
 from dmuon.scheduler.shards import ShardMap
+from dmuon.types import Layout
 
 
 class ShardedRuntime(LayoutRuntime):
@@ -45,7 +46,7 @@ class ShardedRuntime(LayoutRuntime):
         self,
         plan: OwnershipPlan,
         shards: ShardMap,
-        model: nn.Module,
+        model: nn.Module | None,
         parameters: Sequence[nn.Parameter],
         transport: Transport,
         options: ShardedOptions,
@@ -63,32 +64,39 @@ class ShardedRuntime(LayoutRuntime):
         self._coverage: Coverage | None = None
         self._gathers: Gathers | None = None
         self._sync = True
+        # Where parameters are plain tensors nothing else notices.
+        self._watch: ParameterWatch | None = None
+        if model is not None and plan.layout is Layout.REPLICATED:
+            self._watch = ParameterWatch(model, parameters)
         self._missing: list[bool] = []  # which parameters had no gradient, when last looked at
 
     # ---- binding and closing -------------------------------------------------------------
 
-    def bind(self, groups: Sequence[int], ns_dtype: torch.dtype) -> None:
-        """Prepare for an optimizer: the param group of each matrix, and the dtype that travels."""
+    def bind(self, groups: Sequence[int], ns_dtype: torch.dtype, hooks: bool) -> None:
+        """Prepare for an optimizer: the param group of each matrix, the dtype that travels, and
+        whether updates may be awaited by the next forward (else by `synchronize` alone)."""
         self._bind_units(groups, self.pipeline)
         options = self._options
         travelling = [u for u, unit in enumerate(self.units) if not self.is_local(unit)]
-        buckets = cut_buckets(
+        cuts = cut_buckets(
             self.units, travelling, options.bucket_bytes, options.min_buckets,
             ns_dtype.itemsize,
         )  # fmt: skip
         routes = [
-            bucket_route(self.shards, self.units, bucket, self.transport.rank) for bucket in buckets
+            bucket_route(self.shards, self.units, members, self.transport.rank) for members in cuts
         ]
         like = torch.empty(0, dtype=ns_dtype, device=self.device)
         self.pipeline = Pipeline(
             routes, self.units, self.transport, self.meter, options.buffers, like
         )
-        for b, route in enumerate(routes):
-            for part in (*route.held.parts, *route.copies_in.parts):
+        for b, bucket in enumerate(self.pipeline.buckets):
+            for part in (part for _, message in bucket.landings for part in message.parts):
                 for i in part.matrices:
                     p = self.parameters[self.plan.specs.matrices[i].parameter]
                     self._needs.setdefault(id(p), set()).add(b)
-        self._install_hooks(self.pipeline)
+        model = self._model()
+        if hooks and model is not None:
+            self._install_hooks(model, self.pipeline)
 
     def is_local(self, unit: Unit) -> bool:
         """Whether a unit's matrices lie whole on their owner and nowhere else."""
@@ -99,9 +107,7 @@ class ShardedRuntime(LayoutRuntime):
         """The buckets with a part of these parameters, by id."""
         return sorted(set().union(*(self._needs.get(i, ()) for i in parameters)))
 
-    def _install_hooks(self, pipeline: Pipeline) -> None:
-        model = self._model()
-        assert model is not None
+    def _install_hooks(self, model: nn.Module, pipeline: Pipeline) -> None:
         self._gathers = gathers = Gathers(model, self.device)
         points = [*wait_points(model), *fsdp_wait_points(model)]
         self._coverage = coverage = Coverage(points)
@@ -131,6 +137,8 @@ class ShardedRuntime(LayoutRuntime):
         """The framework has reduced them; check that parameters are what was planned."""
         self.bound()
         self.locals.check()
+        if self._watch is not None:
+            self._watch.check()
         self._check_frozen()
         self.synchronize()
 
@@ -176,7 +184,8 @@ class ShardedRuntime(LayoutRuntime):
         """Send every bucket to its owners and back; see `Pipeline.run`."""
         pipeline = self.bound()
         pipeline.run(fill, compute, apply, meanwhile)
-        assert self._coverage is not None and self._gathers is not None
+        if self._coverage is None or self._gathers is None:
+            return
         if self._gathers.by_other_methods():
             pipeline.land(pipeline.pending)
         # The forward that led here read these without passing their wait point.

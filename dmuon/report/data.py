@@ -32,7 +32,7 @@ from dmuon.scheduler.certificate import Certificate, certify
 from dmuon.scheduler.costs import ShapeKey, newton_schulz_flops
 from dmuon.scheduler.placement import Contention, contention, natural_key
 from dmuon.scheduler.plan import Batch, OwnershipPlan
-from dmuon.types import Algorithm, Layout
+from dmuon.types import Algorithm
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -699,12 +699,12 @@ def _contention_text(report: LoadBalanceReport) -> str:
 def _memory_text(plan: OwnershipPlan) -> str:
     """Optimizer state of a rank, and its cap."""
     state, cap = plan.state_bytes, plan.limits.memory_bytes
-    sharded = plan.layout is Layout.SHARDED
+    held = not plan.layout.keeps_state_at_owners
     return (
         f"state a rank: min {bytes_text(min(state))}, mean {bytes_text(sum(state) / len(state))}, "
         f"max {bytes_text(max(state))}"
         + ("" if cap is None else f", cap {bytes_text(cap)}")
-        + (". It lies with the parameters' shards, whoever owns a matrix" if sharded else "")
+        + (". It lies with the parameters, whoever owns a matrix" if held else "")
     )
 
 

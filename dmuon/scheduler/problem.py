@@ -225,7 +225,7 @@ def build_problem(
     world: int,
     limits: OwnerLimits,
     prices: Mapping[ShapeKey, Sequence[float]],
-    layout: Layout = Layout.REPLICATED,
+    layout: Layout = Layout.REDUCED,
 ) -> Problem:
     """Shapes and classes of a model on ``world`` ranks; permuted matrices change only ``members``.
 

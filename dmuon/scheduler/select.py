@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
@@ -546,11 +546,13 @@ def collect_named(
     splits: Splits | None = None,
     heads: Heads | None = None,
     allow_meta: bool = False,
+    partial: bool = False,
 ) -> ModelSpecs:
     """`collect` for parameters of which only names and shapes are known.
 
     ``algorithms`` holds for each of ``named`` what its user said, MUON or ADAMW, which wins over
-    ``select`` and all rules, or None. A parameter that comes twice counts once.
+    ``select`` and all rules, or None. A parameter that comes twice counts once. ``partial``: these
+    are not all, so there may be no matrix, and nothing that ``splits`` or ``heads`` name.
 
     Raises: as `collect`.
     """
@@ -559,7 +561,42 @@ def collect_named(
     said = {id(p): a for (_, p), a in zip(pairs, algorithms or (), strict=bool(algorithms)) if a}
     for use in uses:
         use.algorithm = said.get(id(use.parameter))
-    return _collect(uses, _Model(uses), select, splits, heads, allow_meta)
+    return _collect(uses, _Model(uses), select, splits, heads, allow_meta, partial)
+
+
+Routes = Mapping[str, tuple[ParameterSpec, tuple[MatrixSpec, ...]]]
+
+
+def routes_of(specs: ModelSpecs) -> Routes:
+    """By the name of each trainable parameter: itself, and its matrices."""
+    matrices: dict[int, list[MatrixSpec]] = defaultdict(list)
+    for matrix in specs.matrices:
+        matrices[matrix.parameter].append(matrix)
+    return {p.name: (p, tuple(matrices[i])) for i, p in enumerate(specs.parameters)}
+
+
+def collect_routed(named: Iterable[tuple[str, Tensor]], routes: Routes) -> ModelSpecs:
+    """`collect` for parameters that were routed before; they may have another dtype by now.
+
+    Raises:
+        SelectionError: one has another shape than then.
+        DmuonError: as `collect`.
+    """
+    uses = [_Use(name, p, [(None, name)]) for name, p in named if p.requires_grad]
+    _check(uses, allow_meta=False)
+    parameters: list[ParameterSpec] = []
+    matrices: list[MatrixSpec] = []
+    for index, use in enumerate(uses):
+        spec, made = routes[use.name]
+        if spec.shape != tuple(use.parameter.shape):
+            raise SelectionError(
+                f"parameter {use.name!r} has shape {list(use.parameter.shape)} now and had "
+                f"{list(spec.shape)} when dmuon.Muon was made: make the optimizer anew"
+            )
+        parameters.append(use.spec(spec.algorithm, spec.reason))
+        dtype = parameters[-1].dtype
+        matrices += [replace(matrix, parameter=index, dtype=dtype) for matrix in made]
+    return ModelSpecs(tuple(parameters), tuple(matrices))
 
 
 def _collect(
@@ -569,6 +606,7 @@ def _collect(
     splits: Splits | None,
     heads: Heads | None,
     allow_meta: bool,
+    partial: bool = False,
 ) -> ModelSpecs:
     uses = [use for use in everything if use.parameter.requires_grad]
     _check(uses, allow_meta)
@@ -593,7 +631,7 @@ def _collect(
             matrices += made
             reason += "" if len(made) == 1 else f", {len(made)} matrices"
         parameters.append(use.spec(algorithm, reason))
-    if not matrices:
+    if not matrices and not partial:
         raise SelectionError(
             "no parameter was selected as a matrix, so there is nothing for Muon to do. Routing: "
             + "; ".join(f"{p.name} {list(p.shape)}: {p.reason}" for p in parameters[:20])
@@ -601,7 +639,7 @@ def _collect(
         )
     for setting, patterns in (("splits", splits), ("heads", heads)):
         for pattern in patterns:
-            if pattern not in used:
+            if pattern not in used and not partial:
                 raise SelectionError(
                     f"{setting}[{pattern!r}] matches no matrix parameter. Matrix parameters: "
                     + ", ".join(p.name for p in parameters if p.algorithm is Algorithm.MUON)

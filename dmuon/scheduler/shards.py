@@ -35,9 +35,10 @@ class OwnerLimits:
     """Fixed loads, the memory cap, and which ranks may own which matrix.
 
     ``fixed_ms`` and ``fixed_bytes`` hold, for each rank, work and optimizer state that it has
-    anyway; empty means none. `dedicate_params` counts AdamW's state, and in the sharded layout the
-    momentum of the rank's shards. It leaves AdamW's time out: in every layout that is the same on
-    all ranks, so no plan depends on it, and loads stay what telemetry measures.
+    anyway; empty means none. `dedicate_params` counts AdamW's state and, where momentum lies with
+    the parameters, that of what the rank holds. It leaves AdamW's time out: in every layout
+    that is the same on all ranks, so no plan depends on it, and loads stay what telemetry
+    measures.
     ``memory_bytes`` caps the optimizer state of a rank, fixed bytes included.
 
     A *domain* is a set of ranks that may own a matrix: those of ``dp`` for dense matrices, those of
@@ -97,9 +98,9 @@ class OwnerLimits:
 def state_bytes(matrix: MatrixSpec, layout: Layout) -> int:
     """Optimizer state that the owner of a matrix keeps: one momentum, in the parameter's dtype.
 
-    None in the sharded layout: there the momentum lies with the shards, whoever owns the matrix.
+    None where momentum lies with the parameters, whoever owns the matrix.
     """
-    return 0 if layout is Layout.SHARDED else matrix.numel * ITEM_SIZE[matrix.dtype]
+    return matrix.numel * ITEM_SIZE[matrix.dtype] if layout.keeps_state_at_owners else 0
 
 
 # ---- boxes -------------------------------------------------------------------------------
@@ -218,12 +219,17 @@ class ShardMap:
 
     def is_replicated(self, matrix: int) -> bool:
         """Whether several ranks hold the same part of a matrix."""
-        return self._replicated[self.specs.matrices[matrix].parameter, self.holders[matrix]]
+        return self._replicas[self.specs.matrices[matrix].parameter, self.holders[matrix]] > 1
+
+    def is_everywhere(self, matrix: int) -> bool:
+        """Whether each of several ranks, all that there are, holds the whole matrix."""
+        replicas = self._replicas[self.specs.matrices[matrix].parameter, self.holders[matrix]]
+        return replicas == self.world > 1
 
     @cached_property
-    def _replicated(self) -> dict[tuple[int, tuple[int, ...]], bool]:
+    def _replicas(self) -> dict[tuple[int, tuple[int, ...]], int]:
         keys = {(m.parameter, h) for m, h in zip(self.specs.matrices, self.holders, strict=True)}
-        return {(p, h): len({self.shard(r, p).replica for r in h}) > 1 for p, h in keys}
+        return {(p, h): len({self.shard(r, p).replica for r in h}) for p, h in keys}
 
     def partners(self, matrix: int, rank: int) -> list[tuple[int, tuple[int, ...]]]:
         """The other ranks that hold the same part of a matrix as ``rank``: (rank, replica)."""

@@ -59,7 +59,7 @@ def solve(
     topology: Topology,
     costs: CostTable,
     *,
-    layout: Layout = Layout.REPLICATED,
+    layout: Layout = Layout.REDUCED,
     solver: str = "auto",
     options: PlannerOptions | None = None,
     limits: OwnerLimits | None = None,
@@ -68,8 +68,8 @@ def solve(
 
     Pure; equal input gives an equal plan, in whatever order the matrices come. A matrix that one
     rank alone may own goes there, whatever the solver; it counts in that rank's load and bytes.
-    Without ``limits`` any rank may own anything; in the replicated layout each has AdamW's state of
-    the whole model. (In the dedicated one it is not known yet who will shard the rest.)
+    Without ``limits`` any rank may own anything; with ``reduce_to_owner`` each has AdamW's state of
+    the whole model. (In the dedicated layout it is not known yet who will shard the rest.)
 
     Raises:
         PlanError: unknown solver, a shape without a cost, or a memory cap that no plan fits.
@@ -80,7 +80,7 @@ def solve(
     begin = time.perf_counter()
     budget = Budget(options.time_limit_s)
     if limits is None:
-        whole = specs.adamw_state_bytes() if layout is Layout.REPLICATED else 0
+        whole = specs.adamw_state_bytes() if layout is Layout.REDUCED else 0
         fixed = (whole,) * topology.world if whole else ()
         limits = OwnerLimits(fixed_bytes=fixed, memory_bytes=options.owner_memory_bytes)
     rows = price_rows(specs, costs, options.max_batch)
@@ -328,19 +328,16 @@ def _tight(problem: Problem, budget: Budget) -> Counts:
 
 
 def _check_fixed_bytes(limits: OwnerLimits, world: int, layout: Layout) -> None:
-    """Raise PlanError if, in the sharded layout, a rank stores more than the cap.
-
-    There the momentum lies with the shards, so that no ownership changes what a rank stores.
-    """
+    """Raise PlanError if a rank stores more than the cap, whatever it owns."""
     cap = limits.memory_bytes
-    if layout is not Layout.SHARDED or cap is None:
+    if layout.keeps_state_at_owners or cap is None:
         return
     nbytes, rank = max((limits.fixed_bytes_of(r), -r) for r in range(world))
     if nbytes > cap:
         raise PlanError(
             f"owner_memory_bytes={cap} is too small: rank {-rank} stores {nbytes} bytes"
-            f"{_mebibytes(nbytes)} of optimizer state. In the sharded layout that state lies with "
-            "the parameters' shards, so no other ownership meets the cap: use more ranks or a "
+            f"{_mebibytes(nbytes)} of optimizer state. In the {layout.value} layout that state "
+            "lies with the parameters, so no other ownership meets the cap: use more ranks or a "
             "lower-precision state, or raise PlannerOptions(owner_memory_bytes=...)"
         )
 

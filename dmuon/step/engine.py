@@ -23,7 +23,6 @@ from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.period import Schedule
 from dmuon.scheduler.plan import Unit
-from dmuon.types import Algorithm
 from dmuon.update import Rates
 
 WARM_UP = 2  # steps that allocate, compile and fill caches
@@ -42,6 +41,12 @@ class Settings:
     schedule: Schedule
     block_lr_ratio: float | None
     check: Callable[[], Exception | None]
+    publish: str
+
+    @property
+    def hooks(self) -> bool:
+        """Whether anything is to be done when the model runs, or weights are loaded into it."""
+        return self.publish == "async" or self.master_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +88,9 @@ class Engine(ABC):
         self._group_of = [group_of[runtime.parameters[m.parameter]] for m in specs.matrices]
         # By the number of their param group: AdamW's parameters, (index, parameter).
         self._adamw: dict[int, list[tuple[int, nn.Parameter]]] = defaultdict(list)
-        for i, p in enumerate(runtime.parameters):
-            if p in group_of and groups[group_of[p]]["algorithm"] == Algorithm.ADAMW.value:
+        for i in specs.adamw_parameters():
+            p = runtime.parameters[i]
+            if p in group_of:
                 self._adamw[group_of[p]].append((i, p))
         self._bind()
 

@@ -20,7 +20,6 @@ for many blocks in one call: norms, scaling, casts, masks.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,23 +32,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dmuon.adamw import adamw_step, make_adamw_state, refresh_masters
-from dmuon.comm.pipeline import places
-from dmuon.comm.routes import Message, Part, parts_of
+from dmuon.comm.routes import Message, Part, parts_of, places
 from dmuon.comm.sharded import ShardedRuntime
 from dmuon.comm.transport import Work, host_can_read
 from dmuon.dtensors import LayoutStamp, local_tensor, stored_tensor
 from dmuon.kernels.runner import Call
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box, Form
-from dmuon.step.engine import Amp, Engine
-from dmuon.step.verdict import Verdict, VerdictMessage, own_verdict
-from dmuon.types import OwnershipError
+from dmuon.step.engine import Amp, Engine, is_exchange_step
+from dmuon.step.verdict import Verdict, VerdictMessage, check_alike, own_verdict
+from dmuon.types import Layout, OwnershipError
 from dmuon.update import (
     advance_momentum,
     apply_updates,
+    finite_marks,
+    norms_into,
     operands_of_newton_schulz,
     scale_all,
     scale_into,
+    squares_fit,
     update_rms,
 )
 
@@ -145,7 +146,8 @@ class ShardedEngine(Engine):
         self._amp = Amp()
         self._refusal: Exception | None = None
         self._skipped: int | Tensor = 0
-        runtime.bind(self._group_of, self._settings.ns_dtype)
+        self._compared = 0  # steps whose gradients could be compared with other ranks'
+        runtime.bind(self._group_of, self._settings.ns_dtype, self._settings.hooks)
         self._state = ShardState(runtime, self._optimizer, self._group_of, masters)
         for _, p in chain.from_iterable(self._adamw.values()):
             # Made now, so that every rank saves the same keys.
@@ -169,9 +171,10 @@ class ShardedEngine(Engine):
         sent = [[i for part in b.route.held.parts for i in part.matrices] for b in buckets]
         local = [u for u in runtime.units if runtime.is_local(u) and u.owner == self._rank]
         order = [state.block_of[i] for i in chain(*sent, *(unit.matrices for unit in local))]
-        order += sorted(set(range(len(state.blocks))) - set(order))
-        self._operands = operands = Operands(state, order)
-        blocks = [state.blocks[k] for k in order]
+        others = sorted(set(range(len(state.blocks))) - set(order))
+        state.reserve(order if self._settings.schedule.always_full else order + others)
+        self._operands = operands = Operands(state, order, others)
+        blocks = [state.blocks[k] for k in operands.order]
         self._message = VerdictMessage(
             runtime.shards,
             self._rank,
@@ -188,9 +191,8 @@ class ShardedEngine(Engine):
             views = bucket.send.split([flat.numel() for _, flat in runs])
             self._fills.append([(n, x, v.view(x.shape)) for (n, x), v in zip(runs, views)])
             first += len(matrices)
-            landing = _pieces(bucket.landed, bucket.route.held)
-            copies = _pieces(bucket.copies_in, bucket.route.copies_in)
-            self._landings.append(self._landings_of(chain(landing, copies)))
+            landing = chain.from_iterable(_pieces(*each) for each in bucket.landings)
+            self._landings.append(self._landings_of(landing))
         self._local = []
         for unit in local:
             boxes = [runtime.shards.piece(i, self._rank).box for i in unit.matrices]
@@ -315,6 +317,7 @@ class ShardedEngine(Engine):
         verdict = self._message.read(vector, norms, here)
         if verdict is None:
             return None
+        self._check_alike(grads)
         bad = verdict.bad
         scales = operands.scales(norms, groups)
         matrices = range(len(runtime.plan.specs.matrices))
@@ -347,6 +350,17 @@ class ShardedEngine(Engine):
 
         runtime.run(fill, compute, apply, meanwhile)
         return _Outcome(True, verdict.finite, matrices, rms, runtime.all_reduce(rms, "rms"))
+
+    def _check_alike(self, grads: Gradients) -> None:
+        """In the first steps and then rarely: have all ranks the same gradients, where each has all
+        of them?"""
+        runtime = self._runtime
+        if runtime.plan.layout is not Layout.REPLICATED or runtime.transport.world == 1:
+            return
+        self._compared += 1
+        if self._compared <= 3 or is_exchange_step(self._compared):
+            names = [p.name for p in runtime.plan.specs.parameters]
+            check_alike(grads, names, runtime.transport, runtime.device)
 
     def _block_step(self, grads: Gradients, here: Sequence[bool]) -> _Outcome | None:
         state, operands, groups = self._state, self._block_operands, self._groups
@@ -429,17 +443,16 @@ class ShardedEngine(Engine):
             torch._foreach_copy_([state.weights[k] for k in blocks], targets)
 
     def _peaks(self, grads: Gradients) -> list[tuple[list[int], Tensor]]:
-        """The largest absolute values of AdamW's gradients, not finite where one of the elements is
-        not: for each dtype the parameters and a vector."""
-        alike: dict[torch.dtype, dict[int, Tensor]] = defaultdict(dict)
+        """Numbers that are finite where AdamW's gradients are: the parameters and a vector."""
+        found: dict[int, Tensor] = {}
         for i, _ in chain.from_iterable(self._adamw.values()):
             grad = grads[i]
             if grad is not None and grad.numel():
-                alike[grad.dtype][i] = grad
-        return [
-            (list(found), torch.stack(torch._foreach_norm([*found.values()], math.inf)))
-            for found in alike.values()
-        ]
+                found[i] = grad
+        if not found:
+            return []
+        on_host = host_can_read(self._runtime.device)
+        return [(list(found), finite_marks([*found.values()], on_host))]
 
     def _update_adamw(self, grads: Gradients, verdict: Verdict) -> None:
         """A gradient that is missing here, and not everywhere, counts as zero."""
@@ -490,9 +503,10 @@ class ShardedEngine(Engine):
 
         "operands" to "assembly" are allocated once and kept (see `Pipeline.nbytes`), and so are
         "newton_schulz", the workspace of `Orthogonalizer`, and "commit", the copy of a chunk of
-        momentum that masks take. Of the others one is alive at a time: "norms" for float64 copies
-        of blocks whose norms are taken (on a CPU), "updates" while an owner computes, a float32
-        copy of half-precision updates for their RMS; "block_step" for what "updates" is there.
+        momentum that masks take. Of the others one is alive at a time: "norms" for wider copies of
+        half-precision blocks whose norms are taken (on a CPU), "updates" while an owner computes, a
+        float32 copy of half-precision updates for their RMS; "block_step" for what "updates" is
+        there.
         """
         state, itemsize = self._state, self._settings.ns_dtype.itemsize
         found = {"operands": sum(memory.nbytes for memory in state.workspace.values())}
@@ -500,7 +514,8 @@ class ShardedEngine(Engine):
             found["commit"] = sum(memory.nbytes for memory in state.copies.values())
         found |= self._runtime.bound().nbytes
         found["newton_schulz"] = self._kernels.nbytes
-        found["norms"] = 8 * self._operands.largest_run if state.device.type == "cpu" else 0
+        wide = 8 if not host_can_read(state.device) else 4 * (self._operands.narrowest < 4)
+        found["norms"] = wide * self._operands.largest_run if state.device.type == "cpu" else 0
 
         def wide_bytes(units: Iterator[Unit]) -> int:
             return 0 if itemsize >= 4 else 4 * max((unit.numel for unit in units), default=0)
@@ -590,22 +605,26 @@ class ShardState:
         self._look_up()
         self.device = self.momentum[0].device if self.momentum else runtime.parameters[0].device
         self.chunk_bytes = CHUNK_BYTES.get(self.device.type, _DEVICE_CHUNK_BYTES)
-        # Of one size with the momentum; each kind of step lays out its operands in it anew.
-        sizes: Counter[torch.dtype] = Counter()
-        for view in self.momentum:
-            sizes[view.dtype] += view.numel()
-        self.workspace = {dtype: self._empty(size, dtype) for dtype, size in sizes.items()}
+        # Each kind of step lays out its operands in it anew.
+        self.workspace: dict[torch.dtype, Tensor] = {}
         self.copies: dict[torch.dtype, Tensor] = {}
 
     def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
+    def reserve(self, blocks: Sequence[int]) -> None:
+        """Make a workspace for the operands of these blocks."""
+        sizes: Counter[torch.dtype] = Counter({view.dtype: 0 for view in self.momentum})
+        for k in blocks:
+            sizes[self.momentum[k].dtype] += self.momentum[k].numel()
+        self.workspace = {dtype: self._empty(size, dtype) for dtype, size in sizes.items()}
+
     def copy_of_chunk(self, dtype: torch.dtype, numel: int) -> Tensor:
         """Memory for the momentum of a chunk; the same at every call."""
         if dtype not in self.copies:
-            largest = max(m.numel() for m in self.momentum if m.dtype is dtype)
-            most = self.chunk_bytes // dtype.itemsize + largest
-            self.copies[dtype] = self._empty(min(self.workspace[dtype].numel(), most), dtype)
+            sizes = [m.numel() for m in self.momentum if m.dtype is dtype]
+            most = self.chunk_bytes // dtype.itemsize + max(sizes)
+            self.copies[dtype] = self._empty(min(sum(sizes), most), dtype)
         return self.copies[dtype].narrow(0, 0, numel)
 
     # ---- views ---------------------------------------------------------------------------
@@ -709,7 +728,7 @@ class _Chunk:
     """Blocks ``blocks`` of one param group and dtype, which are worked on together.
 
     ``operands`` are their views of the workspace. ``runs`` are equal blocks that follow each other:
-    (first position, all their operands ``[count, numel]``).
+    (first position, all their operands ``[count, numel]``). None of both for blocks without one.
     """
 
     group: int
@@ -737,34 +756,39 @@ def _cuts(kinds: Sequence[Hashable], sizes: Sequence[int], limit: int) -> Iterat
 
 
 class Operands:
-    """The operands of Newton-Schulz in the order of a step: position n is block ``order[n]``."""
+    """The operands of Newton-Schulz in the order of a step: position n is block ``order[n]``.
 
-    def __init__(self, state: ShardState, order: Sequence[int]) -> None:
+    ``others`` come last. They have no operand: another replica has it, and their momentum follows.
+    """
+
+    def __init__(self, state: ShardState, order: Sequence[int], others: Sequence[int] = ()) -> None:
         self._state = state
-        self.order = list(order)
+        self.order = [*order, *others]
+        self._count = len(order)
         self.position_of = {k: n for n, k in enumerate(self.order)}
         views = [state.momentum[k] for k in self.order]
         self._shapes = [(view.dtype, view.shape) for view in views]
         self._sizes = [view.nbytes for view in views]
         self._starts = []
         ends = dict.fromkeys(state.workspace, 0)
-        for view in views:
+        for view in views[: len(order)]:
             self._starts.append(ends[view.dtype])
             ends[view.dtype] += view.numel()
-        groups = [state.blocks[k].group for k in self.order]
-        kinds = [(group, view.dtype) for group, view in zip(groups, views, strict=True)]
-        self._chunks = [
-            _Chunk(
-                *kinds[first],
-                first,
-                self.order[first:last],
-                [self.stack(n, n + 1)[0] for n in range(first, last)],
-                self.runs(first, last),
-            )
-            for first, last in _cuts(kinds, self._sizes, state.chunk_bytes)
+        kinds = [
+            (state.blocks[k].group, view.dtype, n < len(order))
+            for n, (k, view) in enumerate(zip(self.order, views, strict=True))
         ]
+        self._chunks = []
+        for first, last in _cuts(kinds, self._sizes, state.chunk_bytes):
+            group, dtype, has_operand = kinds[first]
+            here = range(first, last) if has_operand else ()
+            stacks = [self.stack(n, n + 1)[0] for n in here]
+            runs = self.runs(first, last) if has_operand else []
+            blocks = self.order[first:last]
+            self._chunks.append(_Chunk(group, dtype, first, blocks, stacks, runs))
         # Elements of the most blocks whose norms are taken together.
         self.largest_run = max((x.numel() for c in self._chunks for _, x in c.runs), default=0)
+        self.narrowest = min((dtype.itemsize for dtype, _ in self._shapes), default=4)
         self._norms = torch.zeros(len(self.order), dtype=torch.float64, device=state.device)
 
     def stack(self, first: int, last: int) -> Tensor:
@@ -776,9 +800,12 @@ class Operands:
 
     def runs(self, first: int, last: int) -> list[tuple[int, Tensor]]:
         """Equal blocks that follow each other there: (first position, ``[count, numel]``)."""
+        return [(a, self.stack(a, b).flatten(1)) for a, b in self._equal(first, last)]
+
+    def _equal(self, first: int, last: int) -> list[tuple[int, int]]:
         kinds = [(dtype, shape.numel()) for dtype, shape in self._shapes[first:last]]
         cuts = _cuts(kinds, self._sizes[first:last], self._state.chunk_bytes)
-        return [(first + a, self.stack(first + a, first + b).flatten(1)) for a, b in cuts]
+        return [(first + a, first + b) for a, b in cuts]
 
     # ---- a step --------------------------------------------------------------------------
 
@@ -786,10 +813,16 @@ class Operands:
         """Momentum and Nesterov into the workspace; the momentum itself stays as it is.
 
         Returns the norm of every operand, by position, in float64: the square of 1e30 overflows in
-        float32, and long sums in float32 are off. Valid until the next call.
+        float32, and long sums in float32 are off. Valid until the next call. Of blocks without an
+        operand it is a number that is finite where the gradient is.
         """
         momentum, norms = self._state.momentum, self._norms
+        on_host = host_can_read(norms.device)
         for chunk in self._chunks:
+            if not chunk.operands:
+                marks = finite_marks([grads[k] for k in chunk.blocks], on_host)
+                norms.narrow(0, chunk.first, len(marks)).copy_(marks)
+                continue
             operands_of_newton_schulz(
                 chunk.operands,
                 [momentum[k] for k in chunk.blocks],
@@ -797,8 +830,15 @@ class Operands:
                 groups[chunk.group],
             )
             for first, flat in chunk.runs:
-                out = norms.narrow(0, first, len(flat))
-                torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64, out=out)
+                norms_into(norms.narrow(0, first, len(flat)), flat)
+        if norms.device.type == "cpu":
+            fits = squares_fit(norms[: self._count])
+            if not on_host or not bool(fits.all()):
+                quick = norms.clone()
+                for first, flat in chain.from_iterable(chunk.runs for chunk in self._chunks):
+                    norms_into(norms.narrow(0, first, len(flat)), flat, exact=True)
+                own = norms[: self._count]
+                own.copy_(torch.where(fits, quick[: self._count], own))
         return norms
 
     def scales(self, norms: Tensor, groups: Sequence[Mapping[str, Any]]) -> Tensor:
@@ -840,11 +880,13 @@ class Operands:
         """Memory for the momentum of each chunk, one at a time: as runs, and block by block."""
         found = []
         for chunk in self._chunks:
-            sizes = [flat.numel() for _, flat in chunk.runs]
+            shapes = [shape for _, shape in self._shapes[chunk.first :][: len(chunk.blocks)]]
+            equal = self._equal(chunk.first, chunk.first + len(shapes))
+            sizes = [(b - a) * self._shapes[a][1].numel() for a, b in equal]
             memory = self._state.copy_of_chunk(chunk.dtype, sum(sizes)).split(sizes)
-            runs = [(n, m.view_as(x)) for (n, x), m in zip(chunk.runs, memory, strict=True)]
+            runs = [(a, m.view(b - a, -1)) for (a, b), m in zip(equal, memory, strict=True)]
             views = chain.from_iterable(stack.unbind() for _, stack in runs)
-            found.append((runs, [v.view_as(o) for v, o in zip(views, chunk.operands, strict=True)]))
+            found.append((runs, [v.view(s) for v, s in zip(views, shapes, strict=True)]))
         return found
 
 

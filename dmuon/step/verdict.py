@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.consensus import refused
-from dmuon.comm.transport import HostCopy, host_can_read
+from dmuon.comm.transport import HostCopy, Transport, host_can_read
+from dmuon.dtensors import sample
 from dmuon.scheduler.shards import ShardMap
-from dmuon.types import ConsensusError
+from dmuon.types import ConsensusError, OwnershipError
 
 _STEPS = 1024  # step numbers are compared modulo this, so that sums of their squares are exact
 
@@ -194,6 +195,43 @@ class VerdictMessage:
         flags = {p: stays[self._flags[p]].float() for p in missing}
         of_blocks = stays.index_select(0, self._flag_index).to(norms.device)
         return Verdict(ok, of_blocks, flags=flags, skip=bad.float())
+
+
+_SAMPLED = 16  # elements of a gradient that are compared
+_MOST_SPREAD = 1e-4  # of their mean square, over ranks: one percent, which no rounding makes
+
+
+def check_alike(
+    grads: Sequence[Tensor | None], names: Sequence[str], transport: Transport, device: torch.device
+) -> None:
+    """Raise OwnershipError, on every rank, if ranks have different gradients; a collective call.
+
+    A few elements of each are compared. Not by norms: those of large gradients hardly differ, even
+    between independent ones.
+    """
+    found = torch.zeros(len(grads), _SAMPLED, dtype=torch.float64, device=device)
+    for own, grad in zip(found, grads, strict=True):
+        if grad is not None and grad.numel():
+            values = sample(grad, _SAMPLED)
+            own[: len(values)].copy_(values)
+    sums = torch.stack([found, found.square()])
+    transport.all_reduce(sums, tag="gradients alike").wait()
+    mean, square = sums.div_(transport.world)
+    size = square.sum(1)
+    # What is nothing but rounding beside the others may differ in all of it.
+    counts = (size > 1e-12 * size.max()) & sums.isfinite().all(2).all(0)
+    spread = torch.where(counts, (square - mean.square()).sum(1) / size, 0.0)
+    worst = int(spread.argmax())
+    if spread[worst] > _MOST_SPREAD:
+        raise OwnershipError(
+            f"gradients differ between ranks: that of parameter {names[worst]!r} by "
+            f"{100 * math.sqrt(spread[worst]):.0f}%. In the 'replicated' layout p.grad must be "
+            "the average over all ranks, and here nobody averages it. Wrap the model: "
+            "torch.nn.parallel.DistributedDataParallel(model) (the last backward before a step "
+            "outside of no_sync); or let dmuon average: dmuon.dedicate_params(model, "
+            "options=dmuon.ReplicatedOptions(reduce_to_owner=True)) before dmuon.Muon(model). "
+            "Nothing was changed"
+        )
 
 
 def own_verdict(

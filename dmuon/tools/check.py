@@ -79,11 +79,15 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _Job(NamedTuple):
-    """Rows of one model on one mesh: (dtype of the parameters, dtype of Newton-Schulz) each."""
+    """Rows of one model on one mesh: (dtype of the parameters, dtype of Newton-Schulz) each.
+
+    ``reduces``: the `replicated` layout with ``reduce_to_owner``.
+    """
 
     layout: str
     case: ParallelCase
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]]
+    reduces: bool = False
 
 
 def _jobs(args: argparse.Namespace) -> list[_Job]:
@@ -93,10 +97,11 @@ def _jobs(args: argparse.Namespace) -> list[_Job]:
 
     full, half = (_FULL, _FULL), (_FULL, _HALF)
     nproc = args.nproc or _NPROC
+    ddp = replicated_case(nproc, DistributedDataParallel)
     jobs = [
-        _Job("replicated", replicated_case(nproc), [full]),
-        _Job("replicated", replicated_case(nproc, DistributedDataParallel), [full]),
-        _Job("replicated", replicated_case(nproc), [half, (_HALF, _HALF)]),
+        _Job("replicated", ddp, [full, half]),
+        _Job("replicated", ddp, [full], reduces=True),
+        _Job("replicated", replicated_case(nproc), [full, half, (_HALF, _HALF)], reduces=True),
     ]
     for layout, cases in (("sharded", CASES), ("dedicated", DEDICATED_CASES)):
         for case in cases:
@@ -123,7 +128,7 @@ def _plant_fault() -> None:
 def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
     from dmuon.tools.parallel_models import batch, loss_of
 
-    layout, case, _ = job
+    layout, case, _, reduces = job
     mesh = case.make_mesh()
     for (dtype, ns_dtype), seed in product(job.dtypes, range(args.seeds)):
 
@@ -144,7 +149,7 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
             tensor_parallel=lambda model: case.tensor_parallel(model, mesh),
             layout=layout,
             steps=args.steps,
-            options=_options(layout, dtype),
+            options=_options(layout, dtype, reduces),
             data_axes=case.data_axes,
             lr=args.lr,
             ns_dtype=ns_dtype,
@@ -154,11 +159,13 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
         yield from (replace(row, case=case.name, seed=seed) for row in report.rows)
 
 
-def _options(layout: str, dtype: torch.dtype) -> Any:
+def _options(layout: str, dtype: torch.dtype, reduces: bool) -> Any:
     if layout == "replicated":
         # In half precision the rounding of what travels would hide what is to be checked.
         wide = torch.float32 if dtype.itemsize < 4 else None
-        return ReplicatedOptions(reduce_dtype=wide, timeout_s=_TIMEOUT_S)
+        return ReplicatedOptions(
+            reduce_to_owner=reduces, reduce_dtype=wide, timeout_s=_TIMEOUT_S
+        )  # fmt: skip
     return (ShardedOptions if layout == "sharded" else DedicatedOptions)(timeout_s=_TIMEOUT_S)
 
 

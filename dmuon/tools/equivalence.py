@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, cast
@@ -25,11 +25,12 @@ from dmuon.comm.consensus import attempt
 from dmuon.comm.process_groups import check_launched
 from dmuon.comm.replicated import ReplicatedRuntime
 from dmuon.config import DedicatedOptions, ReplicatedOptions
-from dmuon.dtensors import whole_tensor
+from dmuon.dtensors import is_distributed, whole_tensor
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.optim import Muon
 from dmuon.ownership import Ownership
 from dmuon.reference import ReferenceMuon
+from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.scheduler.specs import canonical_name, dtype_name
 from dmuon.scheduler.topology import Topology
@@ -184,7 +185,7 @@ def check_step_equivalence(
     Where NS runs in the weights' own precision (or better) the weights and losses must agree to
     1e-5. In half precision a difference of 1e-7 in a gradient can flip roundings worth percents of
     an update, so there each step starts from the same weights, and each matrix's change beyond what
-    rounding to its dtype explains (in the `replicated` layout also each published update) is
+    rounding to its dtype explains (with ``reduce_to_owner`` also each published update) is
     judged: its direction, by the Frobenius norm of the difference, and its norm. A second reference
     gets the same gradients, summed in the dtype in which dmuon sums them and each entry moved by
     one rounding; the most that this changes the matrix's update in any step is its yardstick, at
@@ -220,6 +221,9 @@ def _distribute(
     """The model as it is trained, and its ownership, made in the order that the layout needs."""
     if layout != Layout.DEDICATED:
         wrapped = model if parallelize is None else parallelize(model)
+        is_plain = not any(map(is_distributed, wrapped.parameters()))
+        if options is None and is_plain and not isinstance(wrapped, DistributedDataParallel):
+            options = ReplicatedOptions(reduce_to_owner=True)  # nobody else averages
         return wrapped, dedicate_params(wrapped, mesh, layout=layout, options=options)
     own = dedicate_params(model, mesh, layout=layout, options=options)
     if parallelize is None:
@@ -330,8 +334,9 @@ class _Trial:
         shared = {k: v for k, v in muon_kwargs.items() if k not in distributed}
         names = [spec.name for spec in own.plan.specs.parameters]
         masters = bool(muon_kwargs.get("master_weights"))
-        self.reference = _Reference(twin, names, self.ns_dtype, masters, shared)
-        self.moved = _Reference(copy.deepcopy(twin), names, self.ns_dtype, masters, shared)
+        forms = _forms(own.plan, dtype_name(self.ns_dtype))
+        self.reference = _Reference(twin, names, self.ns_dtype, masters, shared, forms)
+        self.moved = _Reference(copy.deepcopy(twin), names, self.ns_dtype, masters, shared, forms)
         # Uses weights as dmuon does where it casts them for that.
         self.cast: nn.Module | None = None
         self.cast_weights: list[nn.Parameter] = []
@@ -347,7 +352,7 @@ class _Trial:
         ]
         others = [p.name for p in specs.parameters if p.algorithm is Algorithm.ADAMW]
         self.pieces += [(name, index[name], lambda t: t) for name in others]
-        self.publishes_updates = own.plan.layout is Layout.REPLICATED and not muon_kwargs.get(
+        self.publishes_updates = own.plan.layout is Layout.REDUCED and not muon_kwargs.get(
             "master_weights"
         )
         self._updated: list[bool] = []  # which parameters the last step changed
@@ -489,10 +494,13 @@ class _Trial:
         deciding = max(limits, key=lambda measured: measured.exhausted)
         plan = self.own.plan
         sizes, axes = "x".join(map(str, plan.topology.shape)), " x ".join(plan.topology.axes)
-        ddp = isinstance(self.model, DistributedDataParallel)
+        replicated = plan.layout in (Layout.REPLICATED, Layout.REDUCED)
+        layout = Layout.REPLICATED.value if replicated else plan.layout.value
+        forms = ["DDP"] * isinstance(self.model, DistributedDataParallel)
+        forms += [Layout.REDUCED.value] * (plan.layout is Layout.REDUCED)
         return EquivalenceRow(
-            layout=plan.layout.value + " (DDP)" * ddp,
-            mesh=sizes if plan.layout is Layout.REPLICATED else f"{sizes} {axes}",
+            layout=layout + (f" ({', '.join(forms)})" if forms else ""),
+            mesh=sizes if replicated else f"{sizes} {axes}",
             dtype=", ".join(sorted({dtype_name(p.dtype) for p in self.parameters})),
             ns_dtype=dtype_name(self.ns_dtype),
             steps=steps,
@@ -508,6 +516,17 @@ class _Trial:
         )
 
 
+def _forms(plan: OwnershipPlan, ns_dtype: str) -> dict[tuple[int, int], str]:
+    """The form of Newton-Schulz that owners run, by (short side, long side), where the plan says.
+
+    In half precision two forms differ by more than rounding explains: they are compared elsewhere.
+    """
+    matrices = plan.specs.matrices
+    kernels = {matrices[b.matrices[0]].key[:2]: b.kernel for b in plan.batches}
+    chosen = {shape: k for shape, k in kernels.items() if k.endswith(f"/{ns_dtype}")}
+    return {shape: kernel.partition("/")[0] for shape, kernel in chosen.items()}
+
+
 class _Reference:
     """`ReferenceMuon` on a model, with what it orthogonalized and started from in the last step.
 
@@ -521,6 +540,7 @@ class _Reference:
         ns_dtype: torch.dtype,
         masters: bool,
         settings: dict[str, Any],
+        forms: Mapping[tuple[int, int], str],
     ) -> None:
         held = copy.deepcopy(model) if masters else model
         if masters:
@@ -538,6 +558,7 @@ class _Reference:
                 x,
                 steps=settings.get("ns_steps", 5),
                 coefficients=settings.get("ns_coefficients", "polar_express"),
+                method=forms.get((min(x.shape), max(x.shape)), "auto"),
                 dtype=ns_dtype,
                 eps=settings.get("eps", 1e-7),
             )

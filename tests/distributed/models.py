@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.api import Request, assemble, group_maker, mesh_topology
+from dmuon.api import Given, Request, assemble, group_maker, mesh_topology
 from dmuon.comm.transport import C10dTransport, Transport
 from dmuon.config import PlannerOptions
 from dmuon.reference import ReferenceMuon
@@ -141,13 +141,16 @@ def dedicate(
     def topology() -> Topology:
         if mesh is None:
             return Topology.flat(inner.world)
-        return mesh_topology(mesh, inner.world, model, PlannerOptions())
+        return mesh_topology(mesh, inner.world, list(model.parameters()), None, PlannerOptions())
 
     def new_group(partition: Sequence[tuple[int, ...]]) -> Transport:
         group = make(partition)
         return group if wrapper is None else wrapper(group, events=transport.events)
 
-    return assemble(model, Request(**kwargs), transport, topology, new_group), transport
+    if kwargs.get("layout", "replicated") == "replicated":
+        # A plain model, whose gradients dmuon averages.
+        kwargs = {"options": dmuon.ReplicatedOptions(reduce_to_owner=True)} | kwargs
+    return assemble(Given(model), Request(**kwargs), transport, topology, new_group), transport
 
 
 def reference_for(model: nn.Module, **kwargs: Any) -> ReferenceMuon:

@@ -36,9 +36,11 @@ MUON = {"lr": 0.02, "adamw_lr": 1e-3, "ns_dtype": torch.float32}
 
 # The `dedicated` layout beside plain parameters, with weights kept between forward and backward,
 # and beside FSDP2's; the `replicated` layout on a plain module and under DistributedDataParallel.
-PLAIN, KEPT, FSDP, REPLICATED, DDP = "plain", "kept", "fsdp", "replicated", "ddp"
+# The last three are forms of `replicated`; REPLICATED and DDP with reduce_to_owner.
+PLAIN, KEPT, FSDP = "plain", "kept", "fsdp"
+REPLICATED, DDP, WHOLE = "replicated", "ddp", "whole"
 DEDICATED = (PLAIN, KEPT, FSDP)
-LAYOUTS = (*DEDICATED, REPLICATED, DDP)
+LAYOUTS = (*DEDICATED, REPLICATED, DDP, WHOLE)
 
 
 def layouts(*names: str) -> pytest.MarkDecorator:
@@ -209,25 +211,28 @@ def both(
     torch.manual_seed(100 + extra["data_rank"])
     model = build()
     change(twin), change(model)
-    if wrap is None and layout == DDP:
+    if wrap is None and layout in (DDP, WHOLE):
         wrap = partial(DistributedDataParallel, find_unused_parameters=True)  # Net.spare
     model = model if wrap is None else wrap(model)
     grid = mesh if isinstance(mesh, DeviceMesh) else mesh_of(mesh or (dist.get_world_size(),))
-    kind = "replicated" if layout in (REPLICATED, DDP) else "dedicated"
+    kind = "replicated" if layout in (REPLICATED, DDP, WHOLE) else "dedicated"
     made = dmuon.ReplicatedOptions if kind == "replicated" else dmuon.DedicatedOptions
     options = {"free_after_forward": False} | options if layout == KEPT else options
+    if layout in (REPLICATED, DDP):
+        options = {"reduce_to_owner": True} | options
     asked = {"layout": kind, "options": made(**options), "solver": "greedy"}
     asked |= select | (request or {})
     wrapped = None
     if transport is None:
         own = dmuon.dedicate_params(
-            model, None if mesh is None and layout == DDP else grid, **asked
+            model, None if mesh is None and layout in (DDP, WHOLE) else grid, **asked
         )
     else:
         own, wrapped = dedicate(model, transport, grid, **asked)
     if layout == FSDP:
         shard_rest(model, own, **({"mesh": grid} | (fsdp or {})))
-    opt = dmuon.Muon(model, **settings, **only or {})
+    # What can go wrong with "sync" can with "async" too.
+    opt = dmuon.Muon(model, **settings, **({"publish": "async"} | (only or {})))
     ref = ReferenceMuon(twin, **settings, **select)
     yield Both(model, twin, own, opt, ref, wrapped, **extra)
     own.close()

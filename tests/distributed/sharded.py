@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dmuon
-from dmuon.api import Request, assemble
+from dmuon.api import Given, Request, assemble
 from dmuon.comm.transport import C10dTransport, Transport
 from dmuon.dtensors import whole_tensor
 from dmuon.reference import ReferenceMuon
@@ -118,9 +118,11 @@ def dedicated(
         own = dmuon.dedicate_params(model, **planning)
     else:
         wrapped = transport(C10dTransport(list(range(dist.get_world_size()))))
-        own = assemble(model, Request(**planning), wrapped, lambda: Topology.flat(wrapped.world))
+        topology = Topology.flat(wrapped.world)
+        own = assemble(Given(model), Request(**planning), wrapped, lambda: topology)
     try:
-        yield own, dmuon.Muon(model, **(MUON | kwargs))
+        # What can go wrong with "sync" can with "async" too.
+        yield own, dmuon.Muon(model, **(MUON | {"publish": "async"} | kwargs))
     finally:
         own.close()
 

@@ -179,7 +179,7 @@ def test_planted_faults_are_caught(rank, world, fault, weights, ns):
             steps=2,
             lr=lr,
             ns_dtype=ns,
-            options=dmuon.ReplicatedOptions(reduce_dtype=FP32),
+            options=dmuon.ReplicatedOptions(reduce_to_owner=True, reduce_dtype=FP32),
         )
 
     # A small rate makes small differences; with a large one bfloat16 weights hide none of them.
@@ -463,10 +463,9 @@ COMMAND = ["check", "--nproc", "2", "--steps", "2"]
 
 # (layout, case, mesh) of what fits on two processes.
 ON_TWO = [
-    ("replicated", "", "2"),
-    ("replicated (DDP)", "", "2"),
-    ("replicated", "", "2"),
-    ("replicated", "", "2"),
+    *[("replicated (DDP)", "", "2")] * 2,
+    ("replicated (DDP, reduce_to_owner)", "", "2"),
+    *[("replicated (reduce_to_owner)", "", "2")] * 3,
     ("sharded", "fsdp2", "2 dp"),
     ("sharded", "tp", "2 tp"),
     ("dedicated", "plain", "2 dp"),
@@ -496,9 +495,9 @@ def test_rows_of_several_seeds_have_a_factor_of_two_of_air(capsys):
     """`python -m dmuon check --seeds 20` is the long form."""
     assert main([*COMMAND, "--seeds", "3", "--json", "-"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["seed"] for row in rows] == [0, 1, 2] * 4
+    assert [row["seed"] for row in rows] == [0, 1, 2] * 6
     # Other weights, other data; those of Newton-Schulz in half precision are no small multiples.
-    assert len({row["yardstick"] for row in rows[6:9]}) == 3
+    assert len({row["yardstick"] for row in rows[12:15]}) == 3
     for row in rows:
         assert row["difference"] <= row["tolerance"] / 2, row
 

@@ -98,7 +98,7 @@ def saved(pair):
     """Copies of both state dicts, as they would be read back from files."""
     with pair.own.materialized(pair.model):
         state = copy.deepcopy(pair.model.state_dict())
-    return state, copy.deepcopy(pair.opt.state_dict())
+    return state, copy.deepcopy(pair.opt.state_dict(this_rank_only=True))
 
 
 def load(pair, state, opt_state):

@@ -100,7 +100,7 @@ def owners(kind: str, rank: int, world: int, **muon: Any) -> Iterator[Any]:
     bare = seeded(of_owners.Ordered, layers=4)
     model = wrap(bare, kind == "ddp")
     if kind in ("plain", "ddp"):
-        own = dmuon.dedicate_params(model)
+        own = dmuon.dedicate_params(model, options=dmuon.ReplicatedOptions(reduce_to_owner=True))
     else:
         mesh = of_owners.mesh_of((2, 2) if kind == "dedicated hsdp" else (world,))
         own = dmuon.dedicate_params(bare, mesh, layout="dedicated")

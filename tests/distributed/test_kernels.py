@@ -66,6 +66,8 @@ def made(layout: str, **planning):
     twin = copy.deepcopy(model)
     if layout == "sharded":
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    if layout == "replicated":
+        planning["options"] = dmuon.ReplicatedOptions(reduce_to_owner=True)
     return model, twin, dmuon.dedicate_params(model, layout=layout, **planning)
 
 
@@ -187,6 +189,7 @@ def test_products_get_memory_that_they_are_fast_on(rank, world, layout, dtype):
     own = dmuon.dedicate_params(
         model,
         layout="sharded" if sharded else layout,
+        options=dmuon.ReplicatedOptions(reduce_to_owner=True) if layout == "replicated" else None,
         costs=CostTable("by hand", entries),
         kernels=dmuon.KernelOptions(backend="torch"),  # real products in this dtype
     )

@@ -219,7 +219,10 @@ def test_plans_from_measured_costs_are_equal_and_train(rank, world):
     def fingerprint(folder: Path) -> str:
         """Of the plan, equal on all ranks; one step has been made under it."""
         model = seeded(Net)
-        own = dmuon.dedicate_params(model, planner=PlannerOptions(cache_dir=str(folder)))
+        options = dmuon.ReplicatedOptions(reduce_to_owner=True)
+        own = dmuon.dedicate_params(
+            model, options=options, planner=PlannerOptions(cache_dir=str(folder))
+        )
         assert own.plan.cost_source.startswith("measured on ")
         (found,) = set(own.runtime.transport.gather_objects(own.plan.fingerprint()))
         opt = dmuon.Muon(model)
@@ -238,7 +241,11 @@ def test_plans_from_measured_costs_are_equal_and_train(rank, world):
             prices = mock.Mock(side_effect=analytic_costs)
             models = [seeded(Net), fully_shard(seeded(Net))]
             with mock.patch("dmuon.api.measured_costs", prices):
-                plans = [dmuon.dedicate_params(model).plan for model in models]
+                reducing = dmuon.ReplicatedOptions(reduce_to_owner=True)
+                plans = [
+                    dmuon.dedicate_params(model, options=options).plan
+                    for model, options in zip(models, (reducing, None))
+                ]
             assert [call.kwargs["momentum"] for call in prices.call_args_list] == [True, False]
             assert plans[0].prices[0].ms > plans[1].prices[0].ms
             # A rank may keep its cache where it likes.

@@ -19,12 +19,19 @@ from tests.accelerator import host_cannot_read
 from tests.distributed.harness import distributed
 from tests.distributed.models import Net, batch, loss_of, seeded, wrap
 
+# Plain models whose gradients dmuon averages.
+REDUCING = {"options": dmuon.ReplicatedOptions(reduce_to_owner=True)}
+
+
+def _asked(layout: str) -> dict:
+    return REDUCING if layout == "replicated" else {"layout": layout}
+
 
 @contextmanager
 def planned(model: nn.Module | None = None, **planning):
     """A dedicated model and its ownership, closed at the end."""
     model = seeded(Net) if model is None else model
-    own = dmuon.dedicate_params(model, **planning)
+    own = dmuon.dedicate_params(model, **(REDUCING | planning))
     yield model, own
     own.close()
 
@@ -51,10 +58,7 @@ MISTAKES = {
     ),
     "select that raises": (lambda m: dmuon.dedicate_params(m, select=lambda n, p: 1 / 0), "zero"),
     "no module": (lambda m: dmuon.dedicate_params(None), "nn.Module"),
-    "Muon first": (lambda m: dmuon.Muon(m), "dedicate_params"),
-    "clip first": (lambda m: dmuon.clip_grad_norm_(m, 1.0), "dedicate_params"),
 }
-SYMMETRIC = ("Muon first", "clip first")  # nothing to agree over yet: each rank raises by itself
 
 
 @ONLY
@@ -62,7 +66,7 @@ SYMMETRIC = ("Muon first", "clip first")  # nothing to agree over yet: each rank
 @distributed(2)
 def test_planning_mistakes(rank, world, mistake, only_one):
     make, message = MISTAKES[mistake]
-    if only_one and mistake in SYMMETRIC + ("unknown solver", "unknown costs"):
+    if only_one and mistake in ("unknown solver", "unknown costs"):
         # Solver and costs are used on the first rank, and compared.
         only_one = False
     model = seeded(Net)
@@ -129,7 +133,7 @@ def test_optimizer_mistakes(rank, world, mistake, only_one):
 def test_ddp_without_find_unused_parameters_says_so(rank, world):
     model = seeded(Net)
     wrapped = wrap(model, True, find_unused_parameters=False, bucket_cap_mb=0.001)
-    own = dmuon.dedicate_params(wrapped)
+    own = dmuon.dedicate_params(wrapped, **REDUCING)
     opt = dmuon.Muon(wrapped)
     model.use_spare = True
     loss_of(wrapped, batch(0, rank)).backward()
@@ -147,7 +151,7 @@ def test_state_of_another_rank_is_refused(rank, world):
     with planned() as (model, own):
         opt = dmuon.Muon(model)
         one_step(model, opt, rank)
-        states = own.runtime.transport.gather_objects(opt.state_dict())
+        states = own.runtime.transport.gather_objects(opt.state_dict(this_rank_only=True))
         with pytest.raises(ValueError, match="does not belong here"):
             opt.load_state_dict(states[1 - rank])
         opt.load_state_dict(states[rank])
@@ -198,7 +202,7 @@ def test_one_rank_tells_of_updates_that_are_rounded_away(rank, world, layout):
     model = seeded(Net).bfloat16()
     if layout == "sharded":
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    own = dmuon.dedicate_params(model, layout=layout)
+    own = dmuon.dedicate_params(model, **_asked(layout))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         opt = dmuon.Muon(model, lr=1e-5, ns_dtype=torch.float32)
@@ -233,7 +237,7 @@ def test_a_gradient_set_by_hand_after_backward_is_refused(rank, world):
 def test_a_wrapped_ddp_is_refused(rank, world):
     model = nn.Sequential(wrap(seeded(Net), True))
     with pytest.raises(ValueError, match="DistributedDataParallel itself"):
-        dmuon.dedicate_params(model)
+        dmuon.dedicate_params(model, **REDUCING)
 
 
 @distributed(2)
@@ -257,7 +261,7 @@ def refusing_step(kind: str, on: str, key: str, rank: int, when: str) -> tuple:
     if kind == "sharded":
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     with host_cannot_read() if on == "accelerator" else nullcontext():
-        own = dmuon.dedicate_params(model, layout=kind)
+        own = dmuon.dedicate_params(model, **_asked(kind))
         opt = dmuon.Muon(model, publish="sync")
         one_step(model, opt, rank)
         before = {name: local_tensor(p).clone() for name, p in model.named_parameters()}

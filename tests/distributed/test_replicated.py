@@ -42,6 +42,7 @@ from tests.distributed.owners import (
 )
 from tests.transports import Clock, ClockTransport, RecordingTransport
 
+REDUCING = dmuon.ReplicatedOptions(reduce_to_owner=True)
 # One matrix a batch and a batch a bucket, so that there is something to overlap.
 SINGLY = {
     "options": {"bucket_bytes": 2048, "publish_bucket_bytes": 2048},
@@ -141,7 +142,7 @@ def test_closing_gives_ddp_back(rank, world):
     model = seeded(Net)
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     for _ in range(2):
-        own = dmuon.dedicate_params(wrapped)
+        own = dmuon.dedicate_params(wrapped, options=REDUCING)
         opt = dmuon.Muon(wrapped, lr=0.02)
         loss_of(wrapped, batch(0, rank)).backward()
         opt.step()
@@ -325,8 +326,8 @@ def test_models_of_unusual_make_up(rank, world):
 @distributed(2)
 def test_the_handle_may_be_dropped_and_the_model_still_dies(rank, world, layout):
     model = seeded(Net)
-    kind = "dedicated" if layout == PLAIN else layout
-    seen = [weakref.ref(model), weakref.ref(dmuon.dedicate_params(model, layout=kind))]
+    asked = {"layout": "dedicated"} if layout == PLAIN else {"options": REDUCING}
+    seen = [weakref.ref(model), weakref.ref(dmuon.dedicate_params(model, **asked))]
     gc.collect()
     assert seen[1]() is not None, "the model keeps it"
     opt = dmuon.Muon(model, **MUON)

@@ -139,7 +139,7 @@ def test_memory_of_a_step_follows_the_published_formula(rank, world, dtype):
     full = max(formula[t] for t in TEMPORARIES)
     for expected in (full, max(block, formula["norms"])):  # of a full and of a block step
         most, left = peak_bytes(lambda: (opt.step(), opt.synchronize()))
-        assert abs(most / expected - 1) <= 0.1, (most, expected, formula)
+        assert abs(most - expected) <= 0.1 * expected + 4096, (most, expected, formula)
         assert abs(left) <= 0.01 * formula["newton_schulz"]
     own.close()
 
@@ -152,7 +152,7 @@ def test_a_step_allocates_nothing_that_grows_with_the_model(rank, world):
         with dedicated(model, options=dmuon.ShardedOptions(min_buckets=layers)) as (_, opt):
             step_of(model, opt, rank)
             most, _ = peak_bytes(lambda: (opt.step(), opt.synchronize()))
-            assert most <= 1.1 * opt.stats()["step_bytes"]["norms"] <= 1 << 20
+            assert opt.stats()["step_bytes"]["norms"] == 0 and most <= 16384, most
     model = nn.Sequential(nn.Embedding(4000, 64), nn.Linear(64, 32, bias=False))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     with dedicated(model, period=2) as (_, opt):
@@ -224,7 +224,8 @@ def test_a_step_takes_few_operations_however_many_matrices(rank, world, on_host)
 @pytest.mark.parametrize("mesh", [(2,), (2, 1)])
 @distributed(2)
 def test_a_slow_network_costs_the_critical_path_not_the_sum(rank, world, mesh):
-    """A step has 2 + 2n collectives, 2 + 3n with replicas, of which each takes a second."""
+    """A step has 2 + 2n collectives, of which each takes a second. Where every rank has the whole,
+    the n gathers are left out, and two owners broadcast."""
     buckets = 6
     model = sharded_wide(mesh, width=32, layers=buckets)
     with dedicated(
@@ -239,11 +240,10 @@ def test_a_slow_network_costs_the_critical_path_not_the_sum(rank, world, mesh):
         begin = transport.clock.now
         step_of(model, opt, rank)
         seconds, collectives = transport.clock.now - begin, len(transport.events)
-    trips = 3 if len(mesh) == 2 else 2
-    assert collectives >= trips * buckets + 2
-    # What is left are dependencies: the norms, the first gather, and a scatter (and a copy) for
-    # every two buckets, which wait for their slots.
-    assert 3 <= seconds <= 2 + trips * buckets // 2, (seconds, collectives)
+    assert collectives >= 2 * buckets + 2
+    # What is left are dependencies: the norms, the first gather, and a scatter for every two
+    # buckets, which wait for their slots.
+    assert 3 <= seconds <= 2 + buckets, (seconds, collectives)
 
 
 @distributed(4)

@@ -127,8 +127,10 @@ def an_optimizer_each(model, rates, matrices):
 @distributed(2)
 def test_param_groups_and_schedules(rank, world, layout):
     model, twin, mesh = seeded(), seeded(), mesh_of((world,))
-    kind = "replicated" if layout == REPLICATED else "dedicated"
-    own = dmuon.dedicate_params(model, mesh, layout=kind, solver="greedy")
+    asked = {"layout": "dedicated"}
+    if layout == REPLICATED:
+        asked = {"options": dmuon.ReplicatedOptions(reduce_to_owner=True)}
+    own = dmuon.dedicate_params(model, mesh, solver="greedy", **asked)
     if layout == FSDP:
         shard_rest(model, own, mesh)
     first, second = two_groups(model)
@@ -369,7 +371,7 @@ def test_bfloat16_parameters_with_master_weights(rank, world, layout, reduce):
                         twin.grad += p.grad.float() / world
             pair.advance()
         tolerance = 1e-5 if reduce is torch.float32 else 5e-3
-        state = pair.opt.state_dict()  # makes the masters visible
+        state = pair.opt.state_dict(this_rank_only=True)  # makes the masters visible
         assert state["state"]
         found, expected = pair.whole(), weights(pair.twin)
         seen = 0

@@ -23,9 +23,7 @@ from tests.unit.test_solvers import TICKS
 KEYS = [(64, 64, "float32"), (64, 256, "float32"), (128, 128, "float32")] * 4
 
 
-def planned(
-    domain_of, domains, world=4, keys=KEYS, solver="auto", layout=Layout.REPLICATED, **limits
-):
+def planned(domain_of, domains, world=4, keys=KEYS, solver="auto", layout=Layout.REDUCED, **limits):
     return solve(
         specs_of(keys),
         Topology.flat(world),
@@ -57,7 +55,7 @@ def half_forced(**options) -> OwnershipPlan:
 
 
 @pytest.mark.parametrize(
-    ("solver", "layout"), [("milp", Layout.REPLICATED), ("round_robin", Layout.SHARDED)]
+    ("solver", "layout"), [("milp", Layout.REDUCED), ("round_robin", Layout.SHARDED)]
 )
 def test_with_nothing_to_decide_every_plan_is_optimal(solver, layout):
     plan = each_rank_alone(solver=solver, layout=layout, fixed_ms=(0.0, 0.7, 0.0, 0.1))
@@ -119,7 +117,7 @@ def test_in_the_sharded_layout_owners_store_nothing_for_their_matrices():
     assert plan.state_bytes == fixed
     assert certify(plan).ok and certify(plan).proven
     assert plan.owners == half_forced(layout=Layout.SHARDED).owners
-    elsewhere = certify(replace(plan, layout=Layout.REPLICATED))
+    elsewhere = certify(replace(plan, layout=Layout.REDUCED))
     assert "owner_memory_bytes=40" in str(elsewhere) and not elsewhere.ok
     assert OwnershipPlan.from_json(plan.to_json()) == plan
 
@@ -217,7 +215,7 @@ def test_the_report_tells_domains_copies_and_where_state_lies(tmp_path):
     report.to_html(tmp_path / "report.html")
     assert "any rank; 6 matrices" in (tmp_path / "report.html").read_text()
     assert report.to_dict()["certificate"]["proven"]
-    without = str(build_report(replace(plan, layout=Layout.REPLICATED)))
+    without = str(build_report(replace(plan, layout=Layout.REDUCED)))
     assert "It lies with" not in without
 
 

@@ -445,7 +445,8 @@ def test_what_is_timed_is_what_the_optimizer_runs(momentum):
         return real(runner, call, x)
 
     model = AllDifferent()
-    dmuon.dedicate_params(model, splits=model.splits)
+    options = dmuon.ReplicatedOptions(reduce_to_owner=momentum)
+    dmuon.dedicate_params(model, splits=model.splits, options=options)
     opt = dmuon.Muon(model)
     model(torch.randn(3, 2, 6)).sum().backward()
     timer = OwnerTimer(CPU, getattr(torch, opt.stats()["ns_dtype"]), momentum=momentum)

@@ -336,7 +336,13 @@ def test_a_saved_plan_that_does_not_fit_says_where(parameters, options, message)
 def test_algorithms_and_layouts_have_stable_names():
     # They are written into saved plans.
     assert [a.value for a in Algorithm] == ["muon", "adamw", "frozen"]
-    assert [m.value for m in Layout] == ["auto", "sharded", "replicated", "dedicated"]
+    assert [m.value for m in Layout] == [
+        "auto",
+        "sharded",
+        "replicated",
+        "reduce_to_owner",
+        "dedicated",
+    ]
 
 
 # ---- a saved plan, used again ------------------------------------------------------------

@@ -834,7 +834,7 @@ def golden_plan(topology: Topology, owners: list[int], bound: float) -> Ownershi
         alternatives=(("greedy", 8.5), ("round_robin", 12.0)),
         limits=OwnerLimits(memory_bytes=1 << 20),
     )  # fmt: skip
-    return replace(plan, topology=topology, layout=Layout.REPLICATED)
+    return replace(plan, topology=topology, layout=Layout.REDUCED)
 
 
 def golden_report() -> str:

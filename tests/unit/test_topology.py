@@ -150,7 +150,9 @@ def sixteen_ranks(monkeypatch) -> Iterator[None]:
 
 
 def topology_of(mesh=None, model=None, world=16, **options) -> Topology:
-    return mesh_topology(mesh, world, model or nn.Linear(2, 2), PlannerOptions(**options))
+    parameters = list((model or nn.Linear(2, 2)).parameters())
+    ddp = model if isinstance(model, DistributedDataParallel) else None
+    return mesh_topology(mesh, world, parameters, ddp, PlannerOptions(**options))
 
 
 def test_all_ranks_without_a_mesh(sixteen_ranks, monkeypatch):

@@ -108,9 +108,8 @@ class _Assembly:
                 for _, i, view in parts
             ]
             self._sources.append(([view for view, _ in sent], [grad for _, grad in sent]))
-            landed = _views(bucket.landed, bucket.route.held.parts)
-            copied = _views(bucket.copies_in, bucket.route.copies_in.parts)
-            self._landed.append([*landed, *copied])
+            views = [_views(flat, message.parts) for flat, message in bucket.landings]
+            self._landed.append([view for found in views for view in found])
 
     def run(
         self,

@@ -32,7 +32,7 @@ from dmuon.comm.hooks import outermost_members, parameter_ids
 from dmuon.comm.process_groups import ProcessGroups, start_from_first
 from dmuon.comm.transport import Meter, Work
 from dmuon.config import DedicatedOptions
-from dmuon.dtensors import is_distributed, stored_tensor
+from dmuon.dtensors import is_distributed, local_tensor, stored_tensor
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.specs import canonical_name
 from dmuon.types import OwnershipError
@@ -265,7 +265,9 @@ class Storage:
     def _start_from_first(self, tensors: Sequence[Tensor]) -> None:
         """Equal values everywhere; of a `DTensor` wherever the same slice of it lies."""
         world, data = self._process_groups.world, self._process_groups.data
-        start_from_first([(t, data if is_distributed(t) else world) for t in tensors])
+        start_from_first(
+            [(local_tensor(t), data if is_distributed(t) else world) for t in tensors]
+        )  # fmt: skip
 
     @torch.no_grad()
     def _take_over(self) -> None:

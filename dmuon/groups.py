@@ -1,0 +1,230 @@
+"""Param groups: what users pass to `dmuon.Muon`, and what stands in ``opt.param_groups``.
+
+A group stays the user's, whatever is in it. It has the hyperparameters that its parameters need::
+
+    matrices alone   lr weight_decay momentum nesterov ns_coefficients eps ...  as torch.optim.Muon
+    others alone     lr weight_decay betas eps                                  as torch.optim.AdamW
+    both             Muon's, and adamw_betas adamw_eps adamw_weight_decay adamw_lr_ratio
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dmuon.config import (
+    ADAMW_RULES,
+    MUON_RULES,
+    check_adamw_group,
+    check_mixed_group,
+    check_muon_group,
+)
+from dmuon.kernels.newton_schulz import resolve_coefficients
+from dmuon.scheduler.specs import canonical_name
+from dmuon.types import Algorithm, OwnershipError
+
+Group = dict[str, Any]
+
+# Kept in every param group with matrices, so that tools which save groups alone (torch's
+# distributed checkpoint) save where the optimizer is in its schedule.
+PROGRESS = {"step": "muon_step", "last_full": "muon_last_full", "period": "muon_period"}
+# What says who is in a group, and no hyperparameter of it.
+_MEMBERS = ("params", "param_names", "algorithm", "use_muon")
+
+
+# ---- what users pass ---------------------------------------------------------------------
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module without `DistributedDataParallel` around it."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def read_groups(given: Any) -> list[Group]:
+    """Group dicts with lists as "params", from any of the accepted forms; a copy.
+
+    What is in the lists is for `members`, on all ranks alike.
+
+    Raises:
+        TypeError: ``given`` is not what an optimizer takes.
+    """
+    if isinstance(given, nn.Module):
+        named = unwrapped(given).named_parameters()
+        return [{"params": [(canonical_name(name), p) for name, p in named]}]
+    if isinstance(given, Tensor) or not isinstance(given, Iterable):
+        raise TypeError(
+            f"Muon takes a module or an iterable of parameters, found {type(given).__name__}"
+        )
+    entries = list(given)
+    if not entries or not isinstance(entries[0], dict):
+        return [{"params": entries}]
+    groups = [dict(group) for group in entries]
+    for group in groups:
+        params: Any = group.get("params")
+        single = isinstance(params, Tensor) or not isinstance(params, Iterable)
+        group["params"] = [params] if single else list(params)
+    return groups
+
+
+def is_pair(entry: object) -> bool:
+    return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
+
+
+def members(group: Group) -> tuple[list[str] | None, list[Tensor]]:
+    """The names of a group's parameters, None where they have none, and the parameters.
+
+    Raises:
+        TypeError: an entry is no parameter.
+        ValueError: only some have names.
+    """
+    found = [e[1] if is_pair(e) else e for e in group["params"]]
+    for entry in found:
+        if not isinstance(entry, Tensor):
+            raise TypeError(
+                "the 'params' of a param group are parameters or (name, parameter) pairs, found "
+                f"{type(entry).__name__}"
+            )
+    names = [e[0] for e in group["params"] if is_pair(e)] or group.get("param_names")
+    if names is None:
+        return None, found
+    if len(names) != len(found):
+        raise ValueError(
+            f"a param group has {len(found)} parameters and {len(names)} names: name all of them"
+        )
+    return list(names), found
+
+
+def algorithm_of(group: Group) -> Algorithm | None:
+    """What the user says of a group: ``algorithm``, or ``use_muon`` as Keller Jordan's Muon.
+
+    Raises:
+        ValueError: it is neither "muon" nor "adamw".
+    """
+    if "use_muon" in group:
+        return Algorithm.MUON if group["use_muon"] else Algorithm.ADAMW
+    said = group.get("algorithm")
+    if said not in (None, "muon", "adamw"):
+        raise ValueError(
+            f'a param group has algorithm={said!r}: say "muon" or "adamw", or leave it out where '
+            "parameters have names"
+        )
+    return None if said is None else Algorithm(said)
+
+
+# ---- hyperparameters ---------------------------------------------------------------------
+
+
+def completed(
+    group: Group, algorithms: Collection[Algorithm], muon: Group, adamw: Mapping[str, Any]
+) -> Group:
+    """The hyperparameters of a group with such parameters, and whatever else the user put there.
+
+    ``muon`` and ``adamw`` are the defaults. A group's own value wins; ``lr`` and ``weight_decay``
+    count for both sides, unless ``adamw_lr`` or ``adamw_weight_decay`` (None: the same) say
+    otherwise.
+    """
+    own = {k: v for k, v in group.items() if k not in _MEMBERS}
+    theirs = {k: own[f"adamw_{k}"] for k in adamw if own.get(f"adamw_{k}") is not None}
+    ours = {*muon, *adamw, *(f"adamw_{k}" for k in adamw), "adamw_lr_ratio"}
+    # Such as "initial_lr" or "name".
+    made = {k: v for k, v in own.items() if k not in ours}
+    if algorithms == {Algorithm.ADAMW}:
+        inherited = {k: adamw[k] if adamw[k] is not None else muon[k] for k in adamw if k in muon}
+        plain = {k: own[k] for k in adamw if k in own}
+        return made | {**adamw, **inherited} | plain | theirs
+    made |= {k: own.get(k, v) for k, v in muon.items()}
+    if Algorithm.ADAMW not in algorithms:
+        return made
+    sides = {**adamw, **({"betas": own["betas"]} if "betas" in own else {}), **theirs}
+    ratio = own.get("adamw_lr_ratio", 1.0)
+    if sides["lr"] is not None and "adamw_lr_ratio" not in own:
+        if not float(made["lr"]):
+            raise ValueError(
+                f"lr=0 and adamw_lr={sides['lr']}: AdamW's rate is kept in proportion to lr, so "
+                "that a scheduler of lr scales both; begin with the lr of full steps, or put the "
+                "matrices and the others into groups of their own"
+            )
+        ratio = float(sides["lr"]) / float(made["lr"])
+    return made | {
+        "adamw_lr_ratio": ratio,
+        "adamw_betas": sides["betas"],
+        "adamw_eps": sides["eps"],
+        "adamw_weight_decay": sides["weight_decay"],
+    }
+
+
+def check_group(group: Group, number: int) -> Group:
+    """The hyperparameters of param group ``number``, numbers as Python's own.
+
+    Raises:
+        TypeError, ValueError: one is of a wrong type or out of range.
+        OwnershipError: one is missing.
+    """
+    place = f" in opt.param_groups[{number}]"
+    missing = [n for n in (ADAMW_RULES if "betas" in group else MUON_RULES) if n not in group]
+    if missing:
+        raise OwnershipError(
+            f"opt.param_groups[{number}] has lost {missing}: set "
+            f"opt.param_groups[{number}][{missing[0]!r}] again"
+        )
+    if "betas" in group:
+        return check_adamw_group(group, place)
+    kept = check_muon_group(group, place)
+    resolve_coefficients(kept["ns_coefficients"], kept["ns_steps"])
+    return kept | (check_mixed_group(group, place) if "adamw_betas" in group else {})
+
+
+def describe(group: Group, planned: Mapping[Tensor, tuple[int, ...]]) -> str:
+    """A group as text, alike on all ranks that have the same."""
+    shapes = [planned.get(p, tuple(p.shape)) for p in group["params"]]
+    values = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    # Not as text: that of a tensor names its device, another one on each rank.
+    values |= {k: v.tolist() for k, v in values.items() if isinstance(v, Tensor)}
+    return ", ".join([f"{k}={v}" for k, v in values.items()] + [str(shapes)])
+
+
+# ---- states of torch's optimizers ----------------------------------------------------------
+
+
+def joined_states(
+    states: Sequence[Mapping[str, Any]], names: Sequence[str], matrices: Collection[str]
+) -> list[Any]:
+    """The entries of parameters ``names`` in the states of several optimizers, such as
+    `torch.optim.Muon` and `torch.optim.AdamW`, that have these parameters between them.
+
+    By name where the states have names; else each optimizer's parameters are taken in their order,
+    those with momentum for ``matrices`` and the others for the rest, both in the order of
+    ``names``.
+
+    Raises:
+        OwnershipError: a parameter is missing, or there are others.
+    """
+    groups = [(state, group) for state in states for group in state["param_groups"]]
+    found: dict[str, Any] = {}
+    if all("param_names" in group for _, group in groups):
+        for state, group in groups:
+            for name, key in zip(group["param_names"], group["params"], strict=True):
+                found[canonical_name(name)] = state["state"].get(key, {})
+    else:
+        for state in states:
+            keys = [key for group in state["param_groups"] for key in group["params"]]
+            entries = [state["state"].get(key, {}) for key in keys]
+            is_muon = any("momentum_buffer" in entry for entry in entries)
+            left = [n for n in names if (n in matrices) == is_muon and n not in found]
+            if len(entries) > len(left):
+                raise OwnershipError(
+                    f"one of the optimizer states has {len(entries)} parameters; "
+                    f"{len(left)} {'matrices' if is_muon else 'others'} are left for them. Give "
+                    "both optimizers model.named_parameters(), then names decide"
+                )
+            found |= zip(left, entries)
+    if found.keys() != set(names):
+        differing = sorted(found.keys() ^ set(names))
+        raise OwnershipError(
+            "the optimizer states together must be of the parameters of this optimizer; these are "
+            f"on one side only: {differing[:5]}"
+        )
+    return [found[name] for name in names]
