@@ -161,10 +161,18 @@ def test_fabric(pools, tmp_path):
         pools(world).run(__name__, "fabric_runs", {"folder": str(tmp_path), "resume": resume})
 
 
-def test_scaled_gradients_are_clipped():
-    """Lightning refuses to clip for an optimizer that unscales gradients by itself."""
+class ClippedInHalf(Module):
+    """Lightning leaves unscaling to an optimizer that takes the scale, and then does not clip."""
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        self.trainer.precision_plugin.scaler.unscale_(getattr(optimizer, "optimizer", optimizer))
+        torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+
+
+@pytest.mark.parametrize("kind", [ClippedInHalf, Module])
+def test_scaled_gradients_are_clipped_as_the_page_says(kind):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    module = Module()
+    module = kind()
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_steps=common.STEPS,
@@ -173,7 +181,12 @@ def test_scaled_gradients_are_clipped():
         enable_checkpointing=False,
         **QUIET,
     )
-    trainer.fit(module, torch.utils.data.DataLoader(common.examples(), batch_size=common.JOINT))
+    data = torch.utils.data.DataLoader(common.examples(), batch_size=common.JOINT)
+    if kind is Module:
+        with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+            trainer.fit(module, data)
+        return
+    trainer.fit(module, data)
     losses, _ = common.by_hand(common.net)
     torch.testing.assert_close(module.losses, losses, rtol=0.01, atol=0.0)
 

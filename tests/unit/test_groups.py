@@ -39,6 +39,13 @@ MUON_FIELDS = {
     "dampening",
 }  # fmt: skip
 ADAMW_SIDE = {"adamw_lr_ratio", "adamw_betas", "adamw_eps", "adamw_weight_decay"}
+
+
+def DEFECT(reason: str) -> pytest.MarkDecorator:
+    """Fails until `dmuon` is mended, and fails then too: take the mark away."""
+    return pytest.mark.xfail(strict=True, reason=reason)
+
+
 PLANNED = pytest.mark.parametrize("planned", [False, True], ids=["before planning", "after"])
 
 Named = list[tuple[str, nn.Parameter]]
@@ -137,9 +144,7 @@ def test_each_group_is_trained_with_its_own_settings():
     )
     for p in plain(plain_others):
         p.requires_grad_(False)  # so that the reference leaves them to AdamW
-    reference = ReferenceMuon(
-        twin, lr=0.05, weight_decay=0.0, momentum=0.5, ns_dtype=torch.float32
-    )
+    reference = ReferenceMuon(twin, lr=0.05, weight_decay=0.0, momentum=0.5, ns_dtype=torch.float32)
     for p in plain(plain_others):
         p.requires_grad_(True)
     train(model, opt, tokens(), range(5))
@@ -248,14 +253,23 @@ def test_a_role_that_is_none_is_refused():
         muon([{"params": TinyGPT().parameters(), "algorithm": "sgd"}])
 
 
-def test_names_lose_the_prefixes_of_wrappers():
+def test_names_stay_as_they_were_given_and_plans_do_not_have_wrappers_in_them():
     model = TinyGPT()
-    opt = muon([(f"module._orig_mod.{name}", p) for name, p in model.named_parameters()])
-    assert opt.param_groups[0]["param_names"] == [name for name, _ in model.named_parameters()]
+    named = [(f"module._orig_mod.{name}", p) for name, p in model.named_parameters()]
+    opt = muon(named)
+    assert opt.param_groups[0]["param_names"] == [name for name, _ in named]
+    assert opt.ownership.owner_of("blocks.1.up.weight") == 0
+    assert [p.name for p in opt.ownership.plan.specs.parameters] == [
+        name for name, _ in model.named_parameters()
+    ]
+    assert opt.param_groups[0]["param_names"] == [name for name, _ in named]
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-@pytest.mark.parametrize("bare", [False, True], ids=["named", "bare"])
+@pytest.mark.parametrize("bare", [
+    pytest.param(False, id="named", marks=DEFECT("torch takes no group without names among them")),
+    pytest.param(True, id="bare"),
+])  # fmt: skip
 def test_empty_groups_are_groups_like_any_other(place, bare):
     """transformers' Trainer has one for what is not decayed, which may be nothing."""
     model = TinyGPT()
@@ -282,53 +296,89 @@ def test_empty_groups_are_groups_like_any_other(place, bare):
     train(model, opt, tokens(), range(2, 3))
 
 
-@pytest.mark.parametrize("planned", [False, True])
-@pytest.mark.parametrize("side", ["adamw_betas", "adamw_eps", "adamw_lr_ratio"])
-def test_a_mixed_group_that_lost_adamws_side_changes_nothing(planned, side):
+SIDES = pytest.mark.parametrize("side", ["adamw_betas", "adamw_eps", "adamw_lr_ratio"])
+
+
+@SIDES
+@DEFECT("KeyError; without adamw_betas after the first matrices have been sent")
+def test_a_mixed_group_that_lost_a_setting_of_adamw_changes_nothing(side):
     model = TinyGPT()
     opt = muon(model)
-    if planned:
-        train(model, opt, tokens(), range(1))
+    train(model, opt, tokens(), range(1))
     kept = opt.param_groups[0].pop(side)
     mean_square(model, tokens()(1)).backward()
     before = weights(model)
-    if planned:
-        with pytest.raises(OwnershipError, match=f"has lost .*'{side}'"):
-            opt.step()
-        assert_bitwise(weights(model), before)
-        opt.param_groups[0][side] = kept
-    opt.step()  # planning gives it what is missing
-    assert opt.param_groups[0][side] == kept
+    with pytest.raises(OwnershipError, match=f"has lost .*'{side}'"):
+        opt.step()
+    assert_bitwise(weights(model), before)
+    opt.param_groups[0][side] = kept
+    opt.step()
     assert not torch.equal(weights(model)["embed.weight"], before["embed.weight"])
+
+
+@DEFECT("it is said to have lost Muon's")
+def test_a_group_of_adamw_that_lost_a_setting_is_told_which():
+    model = TinyGPT()
+    opt = muon([{"params": named} for named in by_role(model)])
+    train(model, opt, tokens(), range(1))
+    opt.param_groups[1].pop("betas")
+    with pytest.raises(OwnershipError, match=r"param_groups\[1\] has lost \['betas'\]"):
+        opt.step()
+
+
+@SIDES
+def test_planning_gives_a_group_what_it_lost(side):
+    model = TinyGPT()
+    opt = muon(model, adamw_betas=(0.5, 0.6))
+    kept = opt.param_groups[0].pop(side)
+    train(model, opt, tokens(), range(1))
+    assert opt.param_groups[0][side] == kept
 
 
 # ---- groups that are added ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bare", [False, True], ids=["named", "bare"])
-def test_a_group_may_be_added_before_planning(bare):
+def hyperparameters(opt: dmuon.Muon) -> list[dict[str, Any]]:
+    return [{k: v for k, v in group.items() if k != "params"} for group in opt.param_groups]
+
+
+def matrices_and_others(model: nn.Module, bare: bool) -> list[dict[str, Any]]:
+    matrices, others = by_role(model)
+    first, second = {"params": matrices, "momentum": 0.5}, {"params": others, "lr": 3e-4}
+    if bare:
+        first |= {"params": plain(matrices), "algorithm": "muon"}
+        second |= {"params": plain(others), "algorithm": "adamw"}
+    return [first, second]
+
+
+BARE = pytest.mark.parametrize("bare", [False, True], ids=["named", "bare"])
+
+
+@BARE
+@pytest.mark.parametrize("order", [1, -1], ids=["others added", "matrices added"])
+def test_a_group_may_be_added_before_planning(bare, order):
     model = TinyGPT()
     twin = clone(model)
-
-    def groups(model: nn.Module) -> list[dict[str, Any]]:
-        matrices, others = by_role(model)
-        first, second = {"params": matrices, "momentum": 0.5}, {"params": others, "lr": 3e-4}
-        if bare:
-            first |= {"params": plain(matrices), "algorithm": "muon"}
-            second |= {"params": plain(others), "algorithm": "adamw"}
-        return [first, second]
-
-    together = muon(groups(twin))
-    first, second = groups(model)
+    together = muon(matrices_and_others(twin, bare)[::order])
+    first, second = matrices_and_others(model, bare)[::order]
     opt = muon([first])
     opt.add_param_group(second)
-    for ours, theirs in zip(opt.param_groups, together.param_groups, strict=True):
-        assert {k: v for k, v in ours.items() if k != "params"} == {
-            k: v for k, v in theirs.items() if k != "params"
-        }
     train(model, opt, tokens(), range(3))
     train(twin, together, tokens(), range(3))
     assert_bitwise(weights(model), weights(twin))
+
+
+@BARE
+@pytest.mark.parametrize("order", [
+    pytest.param(1, id="others", marks=DEFECT("a group of AdamW gets all defaults of Muon")),
+    pytest.param(-1, id="matrices"),
+])  # fmt: skip
+def test_a_group_that_is_added_is_as_one_that_was_given(bare, order):
+    together = muon(matrices_and_others(TinyGPT(), bare)[::order])
+    first, second = matrices_and_others(TinyGPT(), bare)[::order]
+    opt = muon([first])
+    opt.add_param_group(second)
+    assert hyperparameters(opt) == hyperparameters(together)
 
 
 def test_a_group_added_after_planning_is_refused_with_the_fix():
@@ -342,14 +392,17 @@ def test_a_group_added_after_planning_is_refused_with_the_fix():
     train(model, opt, tokens(), range(1, 2))
 
 
-def test_a_group_that_was_refused_leaves_nothing_behind():
+@DEFECT("its names stay, and the first step fails with zip() ... is shorter")
+@pytest.mark.parametrize("wrong", [
+    lambda m: {"params": [("again", m.embed.weight)]},
+    lambda m: {"params": [("a.weight", nn.Parameter(torch.ones(3, 4)))], "lr": -1.0},
+], ids=["twice", "setting"])  # fmt: skip
+def test_a_group_that_was_refused_leaves_nothing_behind(wrong):
     model = TinyGPT()
     twin = clone(model)
     opt = muon(model)
-    with pytest.raises(ValueError, match="more than one"):
-        opt.add_param_group({"params": [("again", model.embed.weight)]})
-    with pytest.raises(ValueError, match="lr"):
-        opt.add_param_group({"params": [("a.weight", nn.Parameter(torch.ones(3, 4)))], "lr": -1.0})
+    with pytest.raises(ValueError, match="more than one|lr must be"):
+        opt.add_param_group(wrong(model))
     assert len(opt.param_groups) == 1
     train(model, opt, tokens(), range(2))
     train(twin, muon(twin), tokens(), range(2))
@@ -386,7 +439,7 @@ def test_a_copy_keeps_a_state_that_was_loaded(copied):
     train(first, donor, tokens(), range(2))
     model = clone(first)
     opt = muon(model)
-    opt.load_state_dict(donor.state_dict())
+    opt.load_state_dict(through_a_file(donor.state_dict()))
     twin, other = copied((model, opt))
     expected = train(first, donor, tokens(), range(2, 4))
     assert train(twin, other, tokens(), range(2, 4)) == expected
@@ -442,6 +495,31 @@ def test_a_state_loaded_before_the_first_step_is_one_loaded_after_it(groups, dty
         same_state(state, opt.state_dict()["state"])
 
 
+@DEFECT("until it is planned its tensors are those of the given state")
+def test_a_state_loaded_before_the_first_step_shares_nothing_with_it():
+    model = TinyGPT()
+    donor = muon(model)
+    train(model, donor, tokens(), range(2))
+    twin = clone(model)
+    opt = muon(twin)
+    opt.load_state_dict(donor.state_dict())
+    kept = copy.deepcopy(donor.state_dict())
+    train(model, donor, tokens(), range(2, 4))
+    same_state(opt.state_dict()["state"], kept["state"])
+
+
+def test_a_state_that_was_loaded_is_saved_again_before_the_first_step():
+    model = TinyGPT()
+    donor = muon(model)
+    train(model, donor, tokens(), range(2))
+    saved = through_a_file(donor.state_dict())
+    opt = muon(TinyGPT(), lr=1.0)
+    opt.load_state_dict(saved)
+    again = through_a_file(opt.state_dict())
+    same_state(again["state"], saved["state"])
+    assert again["param_groups"] == saved["param_groups"]
+
+
 def test_a_state_is_torchs_own_and_can_be_loaded_without_trust():
     """One momentum for a matrix and torch.optim.AdamW's entry for all else; no other types."""
     model = TinyGPT()
@@ -487,7 +565,8 @@ def torchs_own(model: nn.Module, names: bool) -> list[torch.optim.Optimizer]:
     matrices, others = (n if names else plain(n) for n in by_role(model))
     return [
         torch.optim.Muon(matrices, lr=LR, weight_decay=DECAY, momentum=0.9, **TORCHS),
-        torch.optim.AdamW(others, lr=LR, weight_decay=DECAY, betas=BETAS, eps=1e-8),
+        # In the fused form, as `dmuon.Muon` calls it.
+        torch.optim.AdamW(others, lr=LR, weight_decay=DECAY, betas=BETAS, eps=1e-8, fused=True),
     ]
 
 
@@ -543,11 +622,9 @@ def test_settings_stay_where_states_of_torchs_optimizers_are_loaded():
     for optimizer in theirs:
         optimizer.step()
     opt = muon(model, lr=0.5, momentum=0.7)
-    before = [dict(group) for group in opt.param_groups]
+    before = hyperparameters(opt)
     opt.load_state_dict([o.state_dict() for o in theirs])
-    assert [
-        {k: v for k, v in group.items() if k != "params"} for group in opt.param_groups
-    ] == [{k: v for k, v in group.items() if k != "params"} for group in before]
+    assert hyperparameters(opt) == before
 
 
 def test_states_of_torchs_optimizers_that_lack_a_parameter_are_refused():
@@ -626,9 +703,10 @@ def test_parameters_of_the_module_replaced_before_the_first_step_are_followed(re
     train(model, opt, tokens(), range(3))
     train(twin, ReferenceMuon(twin, **SETTINGS), tokens(), range(3))
     assert_within(weights(model), weights(twin), 1e-5)
-    assert opt.state.keys() == set(model.parameters())
+    assert opt.state.keys() >= set(model.parameters())
 
 
+@DEFECT("refused at the first step, as a state without momentum")
 @pytest.mark.parametrize("form", [
     lambda m: list(m.named_parameters()), lambda m: m
 ], ids=["named", "module"])  # fmt: skip
