@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -8,12 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
-import dmuon
 from tests.distributed.harness import Pools
 from tests.fixed_costs import analytic_costs
 
 HERE = Path(__file__).parent
-ONE_LINE = "dedicate" in inspect.signature(dmuon.Muon).parameters
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,8 +18,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.xdist_group("frameworks"))
-            if not ONE_LINE:
-                item.add_marker(pytest.mark.skip("until the one-line form lands"))
 
 
 @pytest.fixture(scope="package")
