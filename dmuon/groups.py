@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.config import (
     ADAMW_RULES,
+    MIXED_RULES,
     MUON_RULES,
     check_adamw_group,
     check_mixed_group,
@@ -156,25 +157,28 @@ def completed(
     }
 
 
-def check_group(group: Group, number: int) -> Group:
-    """The hyperparameters of param group ``number``, numbers as Python's own.
+def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) -> Group:
+    """The hyperparameters of param group ``number`` with such parameters, numbers as Python's own.
 
     Raises:
         TypeError, ValueError: one is of a wrong type or out of range.
         OwnershipError: one is missing.
     """
     place = f" in opt.param_groups[{number}]"
-    missing = [n for n in (ADAMW_RULES if "betas" in group else MUON_RULES) if n not in group]
+    is_muon, is_adamw = Algorithm.MUON in algorithms, Algorithm.ADAMW in algorithms
+    needed = {**(MUON_RULES if is_muon else ADAMW_RULES)}
+    needed |= MIXED_RULES if is_muon and is_adamw else {}
+    missing = [name for name in needed if name not in group]
     if missing:
         raise OwnershipError(
             f"opt.param_groups[{number}] has lost {missing}: set "
             f"opt.param_groups[{number}][{missing[0]!r}] again"
         )
-    if "betas" in group:
+    if not is_muon:
         return check_adamw_group(group, place)
     kept = check_muon_group(group, place)
     resolve_coefficients(kept["ns_coefficients"], kept["ns_steps"])
-    return kept | (check_mixed_group(group, place) if "adamw_betas" in group else {})
+    return kept | (check_mixed_group(group, place) if is_adamw else {})
 
 
 def describe(group: Group, planned: Mapping[Tensor, tuple[int, ...]]) -> str:

@@ -224,11 +224,17 @@ class Muon(Optimizer):
         else:
             run.routes |= self._routed(named)
         made = []
+        # torch takes names of all groups or of none.
+        are_named = any(names for names, _ in found) or any(
+            "param_names" in group for group in (self.param_groups if run.ready else ())
+        )
         for number, (group, (names, tensors)) in enumerate(zip(given, found), first):
             routes = [run.routes[name][0] for name in run.names[number] if name in run.routes]
             algorithms = {route.algorithm for route in routes} or {Algorithm.ADAMW}
             full = completed(group, algorithms, run.muon, run.adamw)
-            full.update(check_group(full, number))
+            full.update(check_group(full, number, algorithms))
+            if names is None and not tensors and are_named:
+                names = []
             kept = {} if names is None else {"param_names": names}
             made.append({"params": tensors, **kept, **full, **_progress(run, full)})
         return made
@@ -259,9 +265,19 @@ class Muon(Optimizer):
                 "step, or call own.close(), dmuon.dedicate_params(model) and dmuon.Muon(...) again "
                 "with all parameters"
             )
-        if run.ready:
-            (param_group,) = self._read(read_groups([param_group]))
-        super().add_param_group(param_group)
+        if not run.ready:
+            super().add_param_group(param_group)
+            return
+        count = len(run.names)
+        try:
+            (group,) = self._read(read_groups([param_group]))
+            own = {*group}
+            super().add_param_group(group)
+        except Exception:
+            del run.names[count:]
+            raise
+        for name in self.defaults.keys() - own:  # which torch adds to every group
+            self.param_groups[-1].pop(name)
 
     # ---- planning ------------------------------------------------------------------------
 
@@ -284,9 +300,7 @@ class Muon(Optimizer):
         if model is not None:
             reshard(model)
             self._take_over(unwrapped(model))
-        entries = [p for group in self.param_groups for p in group["params"]]
-        names = [name for names in run.names for name in names]
-        named: list[tuple[str, Any]] = list(zip(names, entries, strict=True))
+        named = self._named()
 
         def route() -> ModelSpecs:
             _check_once(named)
@@ -324,10 +338,12 @@ class Muon(Optimizer):
             _check_period(run, ownerships)
             mine = resolve_ns_dtype(dtype, ownerships[0].runtime.device)
             made = []
+            run.algorithms = []
             for number, group in enumerate(self.param_groups):
                 kinds = {algorithms[p] for p in group["params"] if p in algorithms}
-                made.append(completed(group, kinds or {Algorithm.ADAMW}, run.muon, run.adamw))
-                made[-1].update(check_group(made[-1], number))
+                run.algorithms.append(kinds or {Algorithm.ADAMW})
+                made.append(completed(group, run.algorithms[-1], run.muon, run.adamw))
+                made[-1].update(check_group(made[-1], number, run.algorithms[-1]))
             for ownership in ownerships:
                 _check_kernels(ownership, mine, made)
             return made
@@ -354,12 +370,13 @@ class Muon(Optimizer):
         masters = run.switches["master_weights"]
         ratio, publish = run.switches["block_lr_ratio"], run.switches["publish"]
         run.settings = Settings(agreed, masters, run.schedule, ratio, self._check_groups, publish)
-        loaded = {p: self.state.pop(p) for p in list(self.state)}
+        self.state.clear()
         run.engines = [_engine(o, self, run.settings) for o in ownerships]
         run.ownerships = ownerships
         self._note_progress()
-        if loaded:
-            self._load(loaded)
+        if run.loaded:
+            self._load({p: run.loaded[n] for n, p in self._named() if n in run.loaded})
+            run.loaded = {}
         if not masters:
             _warn_of_rounding(ownerships, self.param_groups)
 
@@ -424,7 +441,7 @@ class Muon(Optimizer):
                 known = accepted[number]
                 if known and all(group.get(name) is value for name, value in known.items()):
                     continue
-                kept = check_group(group, number)
+                kept = check_group(group, number, self._run.algorithms[number])
                 group.update(kept)
                 # Tensors and lists can change in place.
                 lasting = all(
@@ -560,6 +577,7 @@ class Muon(Optimizer):
                 "owners: save torch.save(opt.state_dict(this_rank_only=True), f'optimizer-{rank}"
                 ".pt') on every rank, and opt.ownership.plan.to_json() once"
             )
+        self._show_loaded()
         for engine in self._run.engines:
             engine.before_state_dict()
         data = super().state_dict()
@@ -626,7 +644,7 @@ class Muon(Optimizer):
             saved = {p: entries[key] for key, p in zip(keys, order) if key in entries}
         saved = {p: entry for p, entry in saved.items() if entry}
         if run.engines or saved:
-            self._check_saved(saved, order)
+            self._check_saved(saved)
         for engine in run.engines:
             engine.check_state(saved)
         # Hyperparameters that the saved groups do not have, as those of torch's optimizers, stay.
@@ -640,16 +658,28 @@ class Muon(Optimizer):
             self.state.update(kept)
             self._load(saved)
         else:
-            self.state.update((p, dict(entry)) for p, entry in saved.items())
+            run.loaded = {n: _copied(saved[p]) for n, p in self._named() if p in saved}
+            self._show_loaded()
         of_muon = next((group for group in groups if PROGRESS["step"] in group), None)
         if of_muon is not None:
             run.schedule.load({key: of_muon[name] for key, name in PROGRESS.items()})
         self._note_progress()
 
-    def _check_saved(self, saved: Mapping[Tensor, Any], order: Sequence[Tensor]) -> None:
-        """Raise OwnershipError for momentum of another shape than its parameter's."""
+    def _named(self) -> list[tuple[str, Any]]:
+        """The parameters in the groups, with the names that they have here."""
         names = [name for names in self._run.names for name in names]
-        for name, p in zip(names, order, strict=True):
+        return list(zip(names, (p for g in self.param_groups for p in g["params"]), strict=True))
+
+    def _show_loaded(self) -> None:
+        """Have what was loaded before planning in ``state``, by the parameters as they are now."""
+        if self._run.loaded and not self._run.engines:
+            loaded = self._run.loaded
+            self.state.clear()
+            self.state.update((p, loaded[n]) for n, p in self._named() if n in loaded)
+
+    def _check_saved(self, saved: Mapping[Tensor, Any]) -> None:
+        """Raise OwnershipError for momentum of another shape than its parameter's."""
+        for name, p in self._named():
             for key in ("momentum_buffer", "exp_avg"):
                 value = saved.get(p, {}).get(key)
                 # A rank may have a placeholder for what others store.
@@ -667,6 +697,11 @@ class Muon(Optimizer):
         with torch.no_grad():
             for engine in run.engines:
                 engine.load_state(saved)
+
+
+def _copied(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """State of its own: the given one may go on changing."""
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in entry.items()}
 
 
 def _progress(run: _Run, group: Group) -> Group:
@@ -740,7 +775,8 @@ class _Run:
     it, whose reads reach this one and whose writes do not (Lightning).
 
     ``names`` of all parameters by group, canonical or made up; ``routes`` as decided at
-    construction. What begins with ``members`` is there once it is planned.
+    construction; ``loaded``: state that waits for the plan, by name. What begins with ``members``
+    is there once it is planned.
     """
 
     def __init__(self, switches: dict[str, Any]) -> None:
@@ -754,7 +790,9 @@ class _Run:
         self.schedule = Schedule(1)
         self.request = Request()
         self.mesh: Any = None
+        self.loaded: dict[str, dict[str, Any]] = {}
         self.members: list[list[Tensor]] = []
+        self.algorithms: list[set[Algorithm]] = []
         self.accepted: list[Group] = []
         self.engines: list[Engine] = []
         self.ownerships: list[Ownership] = []

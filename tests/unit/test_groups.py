@@ -41,11 +41,6 @@ MUON_FIELDS = {
 ADAMW_SIDE = {"adamw_lr_ratio", "adamw_betas", "adamw_eps", "adamw_weight_decay"}
 
 
-def DEFECT(reason: str) -> pytest.MarkDecorator:
-    """Fails until `dmuon` is mended, and fails then too: take the mark away."""
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
 PLANNED = pytest.mark.parametrize("planned", [False, True], ids=["before planning", "after"])
 
 Named = list[tuple[str, nn.Parameter]]
@@ -267,7 +262,7 @@ def test_names_stay_as_they_were_given_and_plans_do_not_have_wrappers_in_them():
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("bare", [
-    pytest.param(False, id="named", marks=DEFECT("torch takes no group without names among them")),
+    pytest.param(False, id="named"),
     pytest.param(True, id="bare"),
 ])  # fmt: skip
 def test_empty_groups_are_groups_like_any_other(place, bare):
@@ -300,7 +295,6 @@ SIDES = pytest.mark.parametrize("side", ["adamw_betas", "adamw_eps", "adamw_lr_r
 
 
 @SIDES
-@DEFECT("KeyError; without adamw_betas after the first matrices have been sent")
 def test_a_mixed_group_that_lost_a_setting_of_adamw_changes_nothing(side):
     model = TinyGPT()
     opt = muon(model)
@@ -316,7 +310,6 @@ def test_a_mixed_group_that_lost_a_setting_of_adamw_changes_nothing(side):
     assert not torch.equal(weights(model)["embed.weight"], before["embed.weight"])
 
 
-@DEFECT("it is said to have lost Muon's")
 def test_a_group_of_adamw_that_lost_a_setting_is_told_which():
     model = TinyGPT()
     opt = muon([{"params": named} for named in by_role(model)])
@@ -370,7 +363,7 @@ def test_a_group_may_be_added_before_planning(bare, order):
 
 @BARE
 @pytest.mark.parametrize("order", [
-    pytest.param(1, id="others", marks=DEFECT("a group of AdamW gets all defaults of Muon")),
+    pytest.param(1, id="others"),
     pytest.param(-1, id="matrices"),
 ])  # fmt: skip
 def test_a_group_that_is_added_is_as_one_that_was_given(bare, order):
@@ -392,7 +385,6 @@ def test_a_group_added_after_planning_is_refused_with_the_fix():
     train(model, opt, tokens(), range(1, 2))
 
 
-@DEFECT("its names stay, and the first step fails with zip() ... is shorter")
 @pytest.mark.parametrize("wrong", [
     lambda m: {"params": [("again", m.embed.weight)]},
     lambda m: {"params": [("a.weight", nn.Parameter(torch.ones(3, 4)))], "lr": -1.0},
@@ -495,7 +487,6 @@ def test_a_state_loaded_before_the_first_step_is_one_loaded_after_it(groups, dty
         same_state(state, opt.state_dict()["state"])
 
 
-@DEFECT("until it is planned its tensors are those of the given state")
 def test_a_state_loaded_before_the_first_step_shares_nothing_with_it():
     model = TinyGPT()
     donor = muon(model)
@@ -706,7 +697,6 @@ def test_parameters_of_the_module_replaced_before_the_first_step_are_followed(re
     assert opt.state.keys() >= set(model.parameters())
 
 
-@DEFECT("refused at the first step, as a state without momentum")
 @pytest.mark.parametrize("form", [
     lambda m: list(m.named_parameters()), lambda m: m
 ], ids=["named", "module"])  # fmt: skip

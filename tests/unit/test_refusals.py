@@ -178,7 +178,7 @@ def in_two_groups(model: nn.Module) -> dmuon.Muon:
 
 CHANGES = {
     "key deleted": (lambda groups: groups[0].pop("momentum"), "has lost .*'momentum'"),
-    "key of AdamW deleted": (lambda groups: groups[1].pop("betas"), "has lost .*'momentum'"),
+    "key of AdamW deleted": (lambda groups: groups[1].pop("betas"), r"groups\[1\] has lost"),
     "group appended": (lambda groups: groups.append(dict(groups[0])), "has 3 groups, but 2"),
     "groups reversed": (lambda groups: groups.reverse(), r"groups\[0\] holds other"),
     "parameter removed": (lambda groups: groups[0]["params"].pop(), r"groups\[0\] holds other"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -121,6 +122,8 @@ REDUCING = dmuon.ReplicatedOptions(reduce_to_owner=True)
 AT_OWNERS = [
     {"options": REDUCING}, {"layout": "dedicated"}, {"layout": "dedicated", "options": KEPT},
 ]  # fmt: skip
+# Of the `replicated` layout: whole gradients and momentum, or those of owners alone.
+FORMS = pytest.mark.parametrize("form", [{}, {"options": REDUCING}], ids=["whole", "reduced"])
 HYPERPARAMETERS = [
     {},
     {"nesterov": False, "adjust_lr_fn": "original"},
@@ -149,6 +152,30 @@ def test_without_batching_ten_steps_are_those_of_the_reference_bitwise(dtype, se
     assert_bitwise(weights(pair.model), weights(pair.twin))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", HYPERPARAMETERS)
+def test_with_its_gradients_whole_momentum_is_that_of_the_reference_bitwise(dtype, settings):
+    """AdamW in torch's fused form rounds once where the reference rounds at each operation."""
+    pair = Pair(AllDifferent().to(dtype), **settings)
+    matrices = {
+        pair.own.plan.specs.parameters[m.parameter].name for m in pair.own.plan.specs.matrices
+    }
+    named, theirs = (dict(m.named_parameters()) for m in (pair.model, pair.twin))
+    for step in range(10):
+        generator = torch.Generator().manual_seed(step)
+        for name, p in named.items():
+            p.grad = torch.randn(p.shape, generator=generator).to(dtype)
+            theirs[name].grad = p.grad.clone()
+        pair.step()
+    for name in matrices:
+        ours, reference = pair.opt.state[named[name]], pair.ref.state[theirs[name]]
+        assert_bitwise(dict(ours), {"momentum_buffer": reference["momentum_buffer"]})
+        difference = (named[name] - theirs[name]).abs().max().item()
+        largest = theirs[name].abs().max().item()
+        # A rounding a step.
+        assert difference <= 10 * torch.finfo(dtype).eps * largest, name
+
+
 @pytest.mark.parametrize("layout", [{}, *AT_OWNERS], ids=str)
 @pytest.mark.parametrize("settings", HYPERPARAMETERS)
 def test_experts_splits_heads_and_convolutions_follow_the_reference(settings, layout):
@@ -158,8 +185,9 @@ def test_experts_splits_heads_and_convolutions_follow_the_reference(settings, la
     pair.assert_same()
 
 
-def test_float64_training_follows_the_reference_in_float64():
-    pair = Pair(Mixed().double(), ns_dtype=torch.float64)
+@FORMS
+def test_float64_training_follows_the_reference_in_float64(form):
+    pair = Pair(Mixed().double(), ns_dtype=torch.float64, **form)
     pair.batches = inputs((4, WIDTH), torch.float64)
     pair.train(range(5), lambda m, x: m(x).square().mean())
     pair.assert_same(1e-12)
@@ -173,25 +201,32 @@ def test_weights_stored_in_out_follow_the_reference(layout):
         pair.assert_same(1e-6)
 
 
-def test_channels_last_convolutions_follow_the_reference():
+@FORMS
+def test_channels_last_convolutions_follow_the_reference(form):
     model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Tanh(), nn.ConvTranspose2d(6, 4, 3))
-    pair = Pair(model.to(memory_format=torch.channels_last))
+    pair = Pair(model.to(memory_format=torch.channels_last), **form)
     pair.batches = inputs((2, 4, 5, 5))
     pair.train(range(5))
     pair.assert_same(1e-6)
 
 
+@pytest.mark.parametrize("reduced", [False, True], ids=["whole", "reduced"])
 @pytest.mark.parametrize("changed", [
-    {"options": dmuon.ReplicatedOptions(bucket_bytes=1, publish_bucket_bytes=1)},
-    {"options": dmuon.ReplicatedOptions(bucket_bytes=700, publish_bucket_bytes=700)},
-    {"publish": "sync"},
+    {"bucket_bytes": 1, "publish_bucket_bytes": 1},
+    {"bucket_bytes": 700, "publish_bucket_bytes": 700},
+    None,
 ])  # fmt: skip
-def test_neither_bucket_sizes_nor_publishing_at_once_change_a_bit(changed):
+def test_neither_bucket_sizes_nor_publishing_at_once_change_a_bit(changed, reduced):
     model = Mixed()
     twin = clone(model)
-    settings = selection(model) | {"publish": "async"}
-    train(model, dedicated(model, **settings)[1], ROWS, range(5))
-    train(twin, dedicated(twin, **(settings | changed))[1], ROWS, range(5))
+    first = dmuon.ReplicatedOptions(reduce_to_owner=reduced)
+    second = dataclasses.replace(first, **(changed or {}))
+    publish = "sync" if changed is None else "async"
+    settings = selection(model)
+    opt = dedicated(model, **settings, options=first, publish="async")[1]
+    other = dedicated(twin, **settings, options=second, publish=publish)[1]
+    train(model, opt, ROWS, range(5))
+    train(twin, other, ROWS, range(5))
     assert_bitwise(weights(model), weights(twin))
 
 
@@ -204,17 +239,19 @@ def tied() -> TinyGPT:
     return model
 
 
-def test_a_model_used_through_a_method_is_trained_right():
+@FORMS
+def test_a_model_used_through_a_method_is_trained_right(form):
     model = nn.Module()
     model.encoder, model.decoder = nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)
-    pair = Pair(model)
+    pair = Pair(model, **form)
     pair.train(range(4), lambda m, x: (m.decoder(torch.tanh(m.encoder(x))) - x).square().mean())
     pair.assert_same()
 
 
-def test_a_compiled_model_is_trained_right():
+@FORMS
+def test_a_compiled_model_is_trained_right(form):
     torch.compiler.reset()
-    pair = Pair(wrap=lambda m: torch.compile(m, backend="eager"))
+    pair = Pair(wrap=lambda m: torch.compile(m, backend="eager"), **form)
     pair.train(range(4))
     pair.assert_same()
 
@@ -309,12 +346,13 @@ def test_the_newton_schulz_dtype_may_be_text(dtype):
     assert opt.stats()["ns_dtype"] == "bfloat16"
 
 
-def test_newton_schulz_is_given_the_groups_settings():
+@FORMS
+def test_newton_schulz_is_given_the_groups_settings(form):
     model = tree({"a.weight": (6, 10)})
     iteration = {"eps": 1e-2}
     _, opt = dedicated(
         model, lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="original",
-        ns_coefficients=(2.0, -1.5, 0.5), ns_steps=3, **iteration,
+        ns_coefficients=(2.0, -1.5, 0.5), ns_steps=3, **iteration, **form,
     )  # fmt: skip
     before = weights(model)["a.weight"]
     grad = 1e-3 * torch.randn(6, 10)
@@ -344,11 +382,11 @@ class Optional(nn.Module):
         return x * self.gain
 
 
-@pytest.mark.parametrize("publish_bucket_bytes", [1, 1 << 20])
-def test_matrices_without_gradient_are_skipped_as_the_reference_skips_them(publish_bucket_bytes):
-    pair = Pair(
-        Optional(), options=dmuon.ReplicatedOptions(publish_bucket_bytes=publish_bucket_bytes)
-    )
+@pytest.mark.parametrize("reduced", [False, True], ids=["whole", "reduced"])
+@pytest.mark.parametrize("bucket", [1, 1 << 20])
+def test_matrices_without_gradient_are_skipped_as_the_reference_skips_them(bucket, reduced):
+    options = dmuon.ReplicatedOptions(publish_bucket_bytes=bucket, reduce_to_owner=reduced)
+    pair = Pair(Optional(), options=options)
     assert max(len(batch.matrices) for batch in pair.own.plan.batches) > 1
     for step, used in enumerate([(0, 1, 2), (0,), (2, 1), (), (1,), (0, 1, 2), (2,)]):
         pair.model.used = pair.twin.used = used
@@ -362,20 +400,22 @@ def test_matrices_without_gradient_are_skipped_as_the_reference_skips_them(publi
     torch.testing.assert_close(ours["momentum_buffer"], theirs["momentum_buffer"])
 
 
-def test_a_parameter_with_zero_gradient_is_not_a_missing_one():
-    pair = Pair(Optional())
+@FORMS
+def test_a_parameter_with_zero_gradient_is_not_a_missing_one(form):
+    pair = Pair(Optional(), **form)
     pair.train([0])
     pair.train([1], lambda m, x: 0.0 * m(x).sum())
     pair.assert_same(1e-6)
 
 
+@FORMS
 @pytest.mark.parametrize(
     "synced",
     [(1, 1, 1), (0, 0, 1), (1, 0, 0), (0, 0, 0), (0, 1, 0)],
     ids=lambda synced: "".join("s" if each else "-" for each in synced),
 )
-def test_gradients_accumulate_however_backward_is_called(synced):
-    pair = Pair()
+def test_gradients_accumulate_however_backward_is_called(synced, form):
+    pair = Pair(**form)
     for step, sync in enumerate(synced):
         if sync:
             backward(pair.model, step)
@@ -402,17 +442,19 @@ def test_gradients_of_no_sync_count_once_where_the_next_backward_does_not_reach(
         pair.assert_same()
 
 
-def test_a_gradient_set_by_hand_counts():
-    pair = Pair(tree({"a.weight": (4, 6)}))
+@FORMS
+def test_a_gradient_set_by_hand_counts(form):
+    pair = Pair(tree({"a.weight": (4, 6)}), **form)
     for model in (pair.model, pair.twin):
         model.a.weight.grad = torch.arange(24.0).view(4, 6)
     pair.step()
     pair.assert_same(1e-6)
 
 
+@FORMS
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_drops_what_the_owner_has_accumulated(set_to_none):
-    pair = Pair()
+def test_zero_grad_drops_what_the_owner_has_accumulated(set_to_none, form):
+    pair = Pair(**form)
     backward(pair.model, 5, 6)
     pair.opt.zero_grad(set_to_none)
     pair.backward(0)
@@ -420,10 +462,11 @@ def test_zero_grad_drops_what_the_owner_has_accumulated(set_to_none):
     pair.assert_same(1e-6)
 
 
-def test_a_step_without_a_backward_before_it_changes_nothing():
+@FORMS
+def test_a_step_without_a_backward_before_it_changes_nothing(form):
     model = TinyGPT()
     before = weights(model)
-    _, opt = dedicated(model)
+    _, opt = dedicated(model, **form)
     opt.step()
     assert_bitwise(weights(model), before)
     backward(model, 0)
@@ -450,8 +493,9 @@ def test_matrix_gradients_leave_p_grad_after_backward_and_count_once():
     assert_bitwise(matrices, {n: weights(model)[n] for n in matrices})
 
 
-def test_a_closure_is_run_with_gradients_and_its_loss_returned():
-    pair = Pair()
+@FORMS
+def test_a_closure_is_run_with_gradients_and_its_loss_returned(form):
+    pair = Pair(**form)
 
     def closure() -> Tensor:
         loss = mean_square(pair.model, tokens()(0))
@@ -473,8 +517,9 @@ class Fails(torch.autograd.Function):
         raise RuntimeError("broken on purpose")
 
 
-def test_a_backward_that_raises_leaves_the_next_one_intact():
-    pair = Pair()
+@FORMS
+def test_a_backward_that_raises_leaves_the_next_one_intact(form):
+    pair = Pair(**form)
     model = pair.model
     x = model.blocks[1](model.blocks[0](Fails.apply(model.embed(tokens()(0)))))
     with pytest.raises(RuntimeError, match="broken on purpose"):
@@ -495,46 +540,51 @@ def test_clipping_checks_its_arguments(wrong):
 # ---- reading weights ---------------------------------------------------------------------
 
 
-def after_one_step(publish: str = "async") -> Pair:
+def after_one_step(publish: str = "async", **settings: Any) -> Pair:
     """Right after a step, with what the model must show in the twin."""
-    pair = Pair(publish=publish)
+    pair = Pair(publish=publish, **settings)
     pair.train([0])
     return pair
 
 
+@FORMS
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_an_eval_forward_uses_published_values_and_training_goes_on(context):
-    pair = after_one_step()
+def test_an_eval_forward_uses_published_values_and_training_goes_on(context, form):
+    pair = after_one_step(**form)
     with context():
         torch.testing.assert_close(pair.model.eval()(tokens()(1)), pair.twin.eval()(tokens()(1)))
     pair.model.train()
     pair.train(range(1, 3))
 
 
-def test_a_part_of_a_block_called_by_itself_uses_published_values():
-    pair = after_one_step()
+@FORMS
+def test_a_part_of_a_block_called_by_itself_uses_published_values(form):
+    pair = after_one_step(**form)
     x = torch.randn(3, WIDTH)
     with torch.no_grad():
         torch.testing.assert_close(pair.model.blocks[1].up(x), pair.twin.blocks[1].up(x))
 
 
-def test_sync_publish_shows_published_values_to_whoever_holds_the_tensors():
+@FORMS
+def test_sync_publish_shows_published_values_to_whoever_holds_the_tensors(form):
     model = TinyGPT()
     views = {name: p.detach() for name, p in model.named_parameters()}
-    pair = Pair(model, publish="sync")
+    pair = Pair(model, publish="sync", **form)
     pair.train([0])
     assert_within(views, weights(pair.twin), 1e-6)
 
 
-def test_weights_loaded_after_a_step_are_not_updated_by_it():
-    pair, other = after_one_step(), TinyGPT()
+@FORMS
+def test_weights_loaded_after_a_step_are_not_updated_by_it(form):
+    pair, other = after_one_step(**form), TinyGPT()
     pair.model.load_state_dict(other.state_dict())
     pair.opt.synchronize()
     assert_bitwise(weights(pair.model), weights(other))
 
 
-def test_data_assigned_between_steps_is_followed_and_gets_what_is_on_its_way():
-    pair = Pair(publish="async")
+@FORMS
+def test_data_assigned_between_steps_is_followed_and_gets_what_is_on_its_way(form):
+    pair = Pair(publish="async", **form)
     for step in range(4):
         pair.train([step])
         if step % 2:
@@ -555,12 +605,13 @@ def through_a_file(state: object) -> Any:
     return torch.load(buffer, weights_only=True)
 
 
+@FORMS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("master_weights", [False, True])
-def test_resuming_from_a_checkpoint_is_bitwise(dtype, master_weights):
+def test_resuming_from_a_checkpoint_is_bitwise(dtype, master_weights, form):
     def build() -> tuple[nn.Module, dmuon.Muon]:
         model = Mixed().to(dtype)
-        _, opt = dedicated(model, **selection(model), master_weights=master_weights)
+        _, opt = dedicated(model, **selection(model), master_weights=master_weights, **form)
         return model, opt
 
     batches = inputs((4, WIDTH), dtype)
@@ -609,9 +660,10 @@ def test_a_state_keeps_how_the_rate_is_adjusted(adjust):
     assert_bitwise(weights(other), weights(model))
 
 
-def test_loading_a_state_replaces_one_that_has_moved_on_and_shares_nothing_with_it():
+@FORMS
+def test_loading_a_state_replaces_one_that_has_moved_on_and_shares_nothing_with_it(form):
     model = TinyGPT()
-    _, opt = dedicated(model)
+    _, opt = dedicated(model, **form)
     train(model, opt, tokens(), range(2))
     saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
     before = copy.deepcopy(saved[1])
@@ -696,11 +748,12 @@ def test_a_saved_plan_is_used_again():
 # ---- master weights ----------------------------------------------------------------------
 
 
-def test_master_weights_are_float32_training_rounded_for_display():
+@FORMS
+def test_master_weights_are_float32_training_rounded_for_display(form):
     model = AllDifferent().bfloat16()
     twin = clone(model)
     masters = {n: p.detach().float() for n, p in twin.named_parameters()}
-    _, opt = dedicated(model, **selection(model), master_weights=True)
+    _, opt = dedicated(model, **selection(model), master_weights=True, **form)
     shadow = AllDifferent()
     shadow.load_state_dict(masters)
     other = reference(shadow)
@@ -716,11 +769,12 @@ def test_master_weights_are_float32_training_rounded_for_display():
     assert any(not torch.equal(v, weights(model)[n].float()) for n, v in weights(shadow).items())
 
 
-def test_master_weights_keep_updates_that_bf16_would_lose():
+@FORMS
+def test_master_weights_keep_updates_that_bf16_would_lose(form):
     def moved(master_weights: bool) -> float:
         model = tree({"a.weight": (8, 8)}).bfloat16()
         model.a.weight.data.fill_(1.0)
-        _, opt = dedicated(model, lr=1e-4, weight_decay=0.0, master_weights=master_weights)
+        _, opt = dedicated(model, lr=1e-4, weight_decay=0.0, master_weights=master_weights, **form)
         for _ in range(100):
             model.a.weight.grad = torch.eye(8, dtype=torch.bfloat16)
             opt.step()
@@ -732,9 +786,10 @@ def test_master_weights_keep_updates_that_bf16_would_lose():
     assert moved(master_weights=True) > 0.0
 
 
-def test_weights_loaded_into_the_model_replace_the_masters():
+@FORMS
+def test_weights_loaded_into_the_model_replace_the_masters(form):
     model = AllDifferent().bfloat16()
-    _, opt = dedicated(model, lr=1e-3, master_weights=True)
+    _, opt = dedicated(model, lr=1e-3, master_weights=True, **form)
     batches = inputs((4, 2, 6), torch.bfloat16)
     train(model, opt, batches, [0])
     fresh = AllDifferent().bfloat16()
@@ -770,9 +825,10 @@ def test_a_deep_copy_is_an_ordinary_model_that_can_follow_as_an_ema():
     own.close()
 
 
-def test_close_leaves_an_ordinary_module_and_an_optimizer_that_says_so():
+@FORMS
+def test_close_leaves_an_ordinary_module_and_an_optimizer_that_says_so(form):
     plain = TinyGPT()
-    pair = after_one_step()
+    pair = after_one_step(**form)
     pair.own.close()
     pair.own.close()
     tables = [name for name in vars(plain) if name.endswith("hooks")]
@@ -780,6 +836,13 @@ def test_close_leaves_an_ordinary_module_and_an_optimizer_that_says_so():
     assert all(not p._post_accumulate_grad_hooks for p in pair.model.parameters())
     backward(pair.model, 1)
     assert all(p.grad is not None for p in pair.model.parameters())
+    twin = clone(pair.model)
+    for p, q in zip(pair.model.parameters(), twin.parameters()):
+        q.grad = p.grad.clone()
+    norm = dmuon.clip_grad_norm_(pair.model, 0.1)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(twin.parameters(), 0.1))
+    for p, q in zip(pair.model.parameters(), twin.parameters()):
+        torch.testing.assert_close(p.grad, q.grad)
     with pytest.raises(OwnershipError, match=r"close"):
         pair.opt.step()
     pair.model.zero_grad()
@@ -820,9 +883,10 @@ def test_statistics_of_a_step():
     assert all(count > 0 for count in stats["bytes"].values())
 
 
-def test_update_rms_is_that_of_the_update():
+@FORMS
+def test_update_rms_is_that_of_the_update(form):
     model = tree({"a.weight": (6, 10)})
-    _, opt = dedicated(model, lr=0.5, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    _, opt = dedicated(model, lr=0.5, weight_decay=0.0, adjust_lr_fn="match_rms_adamw", **form)
     before = weights(model)["a.weight"]
     model.a.weight.grad = torch.randn(6, 10)
     opt.step()
@@ -831,11 +895,12 @@ def test_update_rms_is_that_of_the_update():
     assert opt.stats()["update_rms"]["a.weight"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_frozen_parameters_may_be_passed_along():
+@FORMS
+def test_frozen_parameters_may_be_passed_along(form):
     model = TinyGPT()
     model.blocks[0].requires_grad_(False)
     before = weights(model)
-    _, opt = dedicated(model)
+    _, opt = dedicated(model, **form)
     train(model, opt, tokens(), range(2))
     after = weights(model)
     frozen = {n: v for n, v in after.items() if n.startswith("blocks.0")}
