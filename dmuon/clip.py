@@ -65,6 +65,8 @@ def clip_grad_norm_(
     for stored in [*(g.stored for g in parts), [local_tensor(grad) for grad in extra]]:
         # With CPU offload the gradients lie elsewhere than the norm.
         scale_all(stored, factor.to(stored[0].device) if stored else factor)
+    for ownership in ownerships:
+        ownership.runtime.gradients_changed()
     return total
 
 

@@ -94,6 +94,9 @@ class LayoutRuntime(ABC):
     def zero_grad(self) -> None:  # noqa: B027
         """Forget gradients kept apart from ``p.grad``."""
 
+    def gradients_changed(self) -> None:  # noqa: B027
+        """What `gradients` gave has been changed in place, all of it."""
+
     @abstractmethod
     def set_sync(self, sync: bool) -> bool:
         """Whether backward reduces gradients; returns the previous setting."""
@@ -190,6 +193,9 @@ class OwnerRuntime(LayoutRuntime):
     def zero_grad(self) -> None:
         if self.reducer is not None:
             self.reducer.clear()
+
+    def gradients_changed(self) -> None:
+        self._bound.note_rest()
 
     def raise_refusal(self, own: Exception | None) -> None:
         """Raise this rank's error or, where others told of theirs at the end of backward,

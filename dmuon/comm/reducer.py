@@ -230,6 +230,8 @@ class GradientReducer:
         self.owed = False  # whether gradients may lie in p.grad that no round has seen
         self.open = False  # a round has begun and not ended: its backward runs, or has raised
         self.present = [False] * number  # on any rank, since `clear`
+        # The averaged gradients of the rest: by parameter, where and how often written.
+        self._noted: dict[int, tuple[int, int]] = {}
         self.is_matrix = [p.algorithm is Algorithm.MUON for p in self.specs.parameters]
         # How many gradients one backward accumulates into each parameter: more than one where its
         # storage changed its dtype between two uses.
@@ -284,6 +286,8 @@ class GradientReducer:
 
     def begin(self) -> None:
         """Start a round. What a failed backward left open was finished; DDP refuses to go on."""
+        if self._noted and not any(map(self._is_as_noted, self._noted)):
+            self.clear()  # model.zero_grad() emptied the others, and these belong to them
         self.collect()
         self.owed = False
         self.open = True
@@ -465,6 +469,44 @@ class GradientReducer:
             torch._foreach_copy_(grads, means)
         for flight in rest:
             flight.buffer.release()
+        self.note_rest()
+
+    # ---- who else changes gradients ----------------------------------------------------------
+
+    def note_rest(self) -> None:
+        """Note the gradients in ``p.grad`` as they are: whoever changes them from now on forgets
+        those that owners have."""
+        self._noted = {
+            p: (grad.data_ptr(), grad._version)
+            for p in self._bucket_of
+            if not self.is_matrix[p] and (grad := self.parameters[p].grad) is not None
+        }
+
+    def _is_as_noted(self, parameter: int, *, exactly: bool = False) -> bool:
+        """Whether it is the same gradient; a backward may have added to it, unless ``exactly``."""
+        grad, (pointer, version) = self.parameters[parameter].grad, self._noted[parameter]
+        if grad is None or grad.data_ptr() != pointer:
+            return False
+        return grad._version == version if exactly else grad._version >= version
+
+    def check_rest(self) -> None:
+        """Follow ``model.zero_grad()``; raise OwnershipError if the gradients of the rest alone were
+        changed."""
+        if self.open or self.owed or not self._noted:
+            return
+        if all(self.parameters[p].grad is None for p in self._noted):
+            self.clear()
+            return
+        for p in self._noted:
+            grad = self.parameters[p].grad
+            if grad is not None and not self._is_as_noted(p, exactly=True):
+                raise OwnershipError(
+                    f"the gradient of {self.specs.parameters[p].name!r} was changed after "
+                    "backward, while those of matrices lie with their owners, where nobody else "
+                    "can change them: clip with dmuon.clip_grad_norm_(model, ...) instead of "
+                    "torch.nn.utils.clip_grad_norm_, clear with opt.zero_grad(), or leave "
+                    "reduce_to_owner out, with which every rank has whole gradients"
+                )
 
     # ---- between rounds ----------------------------------------------------------------------
 
@@ -484,6 +526,7 @@ class GradientReducer:
             DmuonError: a rank found a gradient that cannot be reduced (see `finish`), or, where the
                 host cannot read, refused the last step.
         """
+        self.check_rest()
         if not self.open and self.rounds and not self.owed:
             matrices = (p for p in self._bucket_of if self.is_matrix[p])
             left = next((p for p in matrices if self.parameters[p].grad is not None), None)
@@ -539,6 +582,7 @@ class GradientReducer:
         self._recent_flags = []
         self.owed = False
         self.rounds = 0
+        self._noted = {}
         self.present = [False] * len(self.parameters)
 
 
