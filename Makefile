@@ -6,7 +6,6 @@ ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/installed.stamp
-DOCS_INSTALLED := .venv/docs.stamp
 # Quiet enough to hide harmless warnings of pip about its sources; errors are still shown.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 
@@ -27,7 +26,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing into .venv; the first time this takes a few minutes."
 	@$(PYTHON) -m venv .venv
 	@$(PIP) setuptools
-	@$(PIP) --no-build-isolation --editable '.[dev,frameworks]'
+	@$(PIP) --no-build-isolation --editable '.[dev,docs,frameworks]'
 	@touch $@
 
 # One thread a process: the processes share the cores.
@@ -48,12 +47,8 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks.steps --ask replicated --json out/bench_steps.json
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scheduler --json out/bench_scheduler.json
 
-$(DOCS_INSTALLED): $(INSTALLED)
-	@$(PIP) --no-build-isolation --editable '.[docs]'
-	@touch $@
-
 # Links, anchors, the navigation and docstrings are checked: every warning is an error. Not with
 # --quiet, which does not count warnings.
-docs: $(DOCS_INSTALLED)
+docs: $(INSTALLED)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "out/site/index.html (the search needs a server: python3 -m http.server -d out/site)"

@@ -490,7 +490,7 @@ class GradientReducer:
         return grad._version == version if exactly else grad._version >= version
 
     def check_rest(self) -> None:
-        """Follow ``model.zero_grad()``; raise OwnershipError if the gradients of the rest alone were
+        """Follow ``model.zero_grad()``; raise OwnershipError if the rest's gradients alone were
         changed."""
         if self.open or self.owed or not self._noted:
             return
