@@ -362,11 +362,6 @@ def _inspect(
         raise TypeError(f"dedicate_params takes an nn.Module, found {type(inner).__name__}")
     named = given.trainable()
     layout = _layout(request, named, ddp)
-    if given.named is not None and layout.keeps_state_at_owners:
-        raise OwnershipError(
-            f"{layout.value!r} takes gradients in backward, so it has to be asked for before "
-            "the first one: call dmuon.dedicate_params(model, ...) before dmuon.Muon"
-        )
     if inner is not None:
         _check_wrapping(inner, ddp, layout)
         if ownerships_of(inner):

@@ -244,7 +244,7 @@ class ReplicatedOptions(_Checked):
 
     ``reduce_to_owner``: dmuon averages the gradients in backward, each matrix's at its owner alone,
     which alone has the momentum. It takes less traffic and memory, and more care
-    (docs/replicated.md). Then ``bucket_bytes``: gradients of about this many bytes are reduced
+    (docs/frameworks/ddp.md). Then ``bucket_bytes``: gradients of about this many bytes are reduced
     together (with `DistributedDataParallel` as it hands over its own buckets); ``reduce_dtype``:
     the dtype in which gradients travel and are averaged (None: the gradient's own).
     """

@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import islice
 from typing import Any
 
 import torch
@@ -65,30 +66,36 @@ _STATE_FORMAT = 1
 
 
 class Muon(Optimizer):
-    """Muon on the matrices of a dedicated model, AdamW on everything else.
+    """Muon on the matrices of a model, AdamW on everything else.
 
     ``lr`` to ``adjust_lr_fn`` mean what they mean in `torch.optim.Muon`; two defaults differ:
-    Polar Express coefficients, and "match_rms_adamw", with which an AdamW learning rate is a safe
-    start (the best one is often 2 to 5 times higher).
+    Polar Express coefficients, and "match_rms_adamw". With these an AdamW learning rate carries
+    over as a safe start; the best one is often 2 to 5 times higher (docs/learning-rate.md).
 
-    One `step`, on every rank::
+    It plans who owns which matrix at its first `step` (or `report`, or ``ownership``), from the
+    parameters that are then in ``param_groups``: `DTensor` parameters in the `sharded` layout,
+    others in the `replicated` one, where ``p.grad`` must be the average over all ranks (DDP).
+    `dmuon.dedicate_params(model)` plans before, for those who want to look first, or another
+    layout. One `step`, on every rank::
 
-        gradients   are where they belong: with their shards, or (replicated, dedicated) with owners
+        verdict     one all-reduce: whether all gradients are finite, who has some
         owners      Newton-Schulz, batch by batch; each result leaves at once
-        everyone    AdamW on its parameters, while matrices travel
-        later       before a block's next forward its matrices' updates are applied
-                    (publish="sync": before `step` returns); dedicated: its matrices are broadcast
+        everyone    momentum, AdamW on its parameters, while matrices travel; then the updates
 
-    Reading weights through `state_dict`, a forward pass or after `synchronize` sees published
-    values; in the `dedicated` layout inside ``own.materialized``. In the `replicated` and
-    `dedicated` layouts `step` consumes the matrices' gradients; use ``opt.zero_grad()`` (not
-    ``model.zero_grad()``) to drop gradients without a step. In the
-    `sharded` layout a full step that finds a non-finite gradient on any rank changes nothing on
-    any rank; of several models in one optimizer, each has a verdict of its own.
+    A full step that finds a non-finite gradient on any rank changes nothing on any rank; of several
+    models in one optimizer, each has a verdict of its own. (Not where owners have the gradients:
+    with ``reduce_to_owner``, and in the `dedicated` layout.)
+
+    ``param_groups`` are the groups that were given, with the hyperparameters that their parameters
+    need: those of `torch.optim.Muon` for matrices, of `torch.optim.AdamW` for others, and where a
+    group has both, Muon's and ``adamw_betas``, ``adamw_eps``, ``adamw_weight_decay`` and
+    ``adamw_lr_ratio``, AdamW's learning rate over ``lr``.
 
     Args:
-        model_or_params: a dedicated module, or its parameters as frameworks pass them: tensors,
-            (name, tensor) pairs, or group dicts with hyperparameters of their own.
+        model_or_params: a module (with `DistributedDataParallel` around it or not), or what
+            frameworks pass: (name, parameter) pairs, or group dicts of them; or groups of bare
+            parameters that say ``algorithm="muon"`` or ``"adamw"`` (or ``use_muon=``). Names alone
+            tell less than modules: an embedding is known by a name such as "embed_tokens".
         lr: a number, or a tensor of one element, which `step` reads.
         adjust_lr_fn: what multiplies ``lr`` for an ``m x n`` matrix. None or "original":
             ``sqrt(max(1, m / n))``; "spectral_unclamped": ``sqrt(m / n)``; a number: the root mean
@@ -105,16 +112,21 @@ class Muon(Optimizer):
         ns_dtype: dtype of the Newton-Schulz iteration and of published updates, as a torch dtype or
             its name; "auto" is float16 on CUDA, bfloat16 on a CPU that has it, float32 otherwise or
             where ranks differ.
-        publish: "async" returns from `step` while updates travel; "sync" waits.
+        publish: "sync": after `step` weights are current (on CUDA the current stream waits).
+            "async" returns while updates travel; then weights are current in a forward pass, in
+            `state_dict` and after `synchronize`.
         master_weights: keep float32 weights behind lower-precision parameters. Without them one
             rank warns where a typical update is lost in the rounding of such parameters.
         adamw_lr: of what goes to AdamW; None means ``lr``.
         adamw_weight_decay: of what goes to AdamW; None means ``weight_decay``.
+        dedicate: keyword arguments of `dmuon.dedicate_params` for when it plans itself, such as
+            ``{"splits": {"*.qkv.weight": [512, 128, 128]}}``.
 
     Raises:
         TypeError: a hyperparameter is of a wrong type, such as a string for a number.
-        ValueError: a hyperparameter is out of range, the parameters do not fit the ownership, or
-            several processes were launched and no process group was made. Raised on every rank.
+        ValueError: a hyperparameter is out of range, parameters have neither names nor roles, they
+            do not fit the ownership, or several processes were launched and no process group was
+            made. What is wrong with the plan is raised at the first step, on every rank.
     """
 
     # Makes `torch.amp.GradScaler` leave its scale and its verdict to `step`, which shares them with
@@ -323,8 +335,9 @@ class Muon(Optimizer):
         """Put the model's parameters of now into the groups, where `fully_shard` has replaced those
         that it had when the optimizer was made."""
         now = {canonical_name(name): p for name, p in model.named_parameters()}
-        for names, group in zip(self._run.names, self.param_groups, strict=True):
-            group["params"] = [now.get(n, p) for n, p in zip(names, group["params"], strict=True)]
+        found = iter(self._named())
+        for group in self.param_groups:
+            group["params"] = [now.get(n, p) for n, p in islice(found, len(group["params"]))]
 
     def _bind(self, ownerships: list[Ownership]) -> None:
         """Make the engines: a collective call."""
@@ -399,8 +412,8 @@ class Muon(Optimizer):
             TypeError, ValueError: a hyperparameter in ``param_groups`` is not what it should be by
                 now, groups or parameters are not those that were planned; nothing has changed.
                 Where that is so on some ranks alone, the others raise ConsensusError, which names
-                them, if a collective that exists anyway can tell: in a full step of the `sharded`
-                layout; in the other layouts if it was so at the end of backward already. Otherwise
+                them, if a collective that exists anyway can tell: in a full step; where owners have
+                the gradients, if it was so at the end of backward already. Otherwise
                 (in a block step, or changed between backward and `step`) they wait for that rank
                 in the next collective until it times out. On an accelerator, whose host does not
                 wait, the others raise at the next `step`.
@@ -627,9 +640,10 @@ class Muon(Optimizer):
         self.synchronize()
         order = [p for group in self.param_groups for p in group["params"]]
         if is_list:
-            names = [name for names in run.names for name in names]
-            matrices = [name for name in names if name in run.routes and run.routes[name][1]]
-            saved = dict(zip(order, joined_states(state_dict, names, matrices)))
+            named = [(n, p) for n, p in self._named() if n in run.routes]  # others were frozen
+            matrices = [name for name, _ in named if run.routes[name][1]]
+            states = joined_states(state_dict, [name for name, _ in named], matrices)
+            saved = dict(zip((p for _, p in named), states))
             groups = super().state_dict()["param_groups"]
         else:
             groups = [dict(group) for group in state_dict["param_groups"]]
@@ -666,9 +680,26 @@ class Muon(Optimizer):
         self._note_progress()
 
     def _named(self) -> list[tuple[str, Any]]:
-        """The parameters in the groups, with the names that they have here."""
-        names = [name for names in self._run.names for name in names]
-        return list(zip(names, (p for g in self.param_groups for p in g["params"]), strict=True))
+        """The parameters in the groups, with the names that they have here.
+
+        Raises:
+            OwnershipError: a group has come or gone, or its parameters have, otherwise than by
+                `add_param_group`.
+        """
+        known: list[list[str]] = self._run.names
+        found: list[tuple[str, Any]] = []
+        for number, group in enumerate(self.param_groups):
+            own = [canonical_name(name) for name in group.get("param_names", ())]
+            names = own or (known[number] if number < len(known) else [])
+            if len(names) != len(group["params"]) or len(known) != len(self.param_groups):
+                raise OwnershipError(
+                    f"opt.param_groups has {len(self.param_groups)} groups, {len(known)} were "
+                    f"given; group {number} has {len(group['params'])} parameters and "
+                    f"{len(names)} names: add groups with opt.add_param_group, and freeze what is "
+                    "not to be trained"
+                )
+            found += zip(names, group["params"])
+        return found
 
     def _show_loaded(self) -> None:
         """Have what was loaded before planning in ``state``, by the parameters as they are now."""
@@ -833,7 +864,14 @@ def _request(
             "dedicate= says how to plan, but dmuon.dedicate_params has planned: say it there"
         )
     mesh = asked.pop("mesh", None)
-    return Request(**asked), mesh
+    request = Request(**asked)
+    if request.layout == Layout.DEDICATED or getattr(request.options, "reduce_to_owner", False):
+        raise OwnershipError(
+            "dedicate= says how to plan at the first step, and layout='dedicated' and "
+            "reduce_to_owner=True take gradients in the backward before it: call "
+            "dmuon.dedicate_params(model, ...) with these arguments before dmuon.Muon(model)"
+        )
+    return request, mesh
 
 
 def _check_members(groups: Sequence[Group], ownerships: Sequence[Ownership]) -> None:

@@ -28,6 +28,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -35,7 +36,7 @@ from dmuon.adamw import adamw_step, make_adamw_state, refresh_masters
 from dmuon.comm.routes import Message, Part, parts_of, places
 from dmuon.comm.sharded import ShardedRuntime
 from dmuon.comm.transport import Work, host_can_read
-from dmuon.dtensors import LayoutStamp, local_tensor, stored_tensor
+from dmuon.dtensors import LayoutStamp, local_shard, local_tensor, stored_tensor
 from dmuon.kernels.runner import Call
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box, Form
@@ -716,9 +717,14 @@ class ShardState:
 
 
 def _copy_state(target: Tensor, source: Tensor) -> None:
-    """Copy a saved tensor, whether it was saved with the shards of ``target`` or otherwise."""
+    """Copy a saved tensor, whether it was saved with the shards of ``target``, whole, or
+    otherwise."""
     mine, saved = LayoutStamp.of(target), LayoutStamp.of(source)
-    if (mine.placements, mine.mesh) == (saved.placements, saved.mesh):
+    if mine.placements is not None and saved.placements is None and source.shape == target.shape:
+        rank = dist.get_rank()
+        source = source[local_shard("state", target, rank).box.slices()]
+        target = local_tensor(target)
+    elif (mine.placements, mine.mesh) == (saved.placements, saved.mesh):
         target, source = local_tensor(target), local_tensor(source)
     target.copy_(source)
 

@@ -334,7 +334,6 @@ def test_planning_gives_a_group_what_it_lost(side):
     assert opt.param_groups[0][side] == kept
 
 
-@pytest.mark.xfail(strict=True, reason="ValueError of zip(), without a word on what to do")
 @pytest.mark.parametrize("change", [
     lambda groups: groups.append({"params": []}),
     lambda groups: groups[0]["params"].pop(),
@@ -685,7 +684,6 @@ def test_names_tell_whose_states_of_torchs_optimizers_are():
     )
 
 
-@pytest.mark.xfail(strict=True, reason="a frozen parameter is looked for in the states")
 @pytest.mark.parametrize("names", [True, False], ids=["named", "bare"])
 def test_states_of_torchs_optimizers_may_lack_what_is_frozen(names):
     model = TinyGPT()
@@ -882,13 +880,9 @@ def test_what_is_asked_of_planning_is_checked_and_used():
     {"layout": "dedicated"}, {"options": dmuon.ReplicatedOptions(reduce_to_owner=True)},
 ], ids=["dedicated", "reduce_to_owner"])  # fmt: skip
 def test_what_takes_gradients_in_backward_is_to_be_asked_for_before(dedicate):
-    model = TinyGPT()
-    opt = muon(model, dedicate=dedicate)
-    mean_square(model, tokens()(0)).backward()
-    before = weights(model)
-    with pytest.raises(OwnershipError, match=r"dmuon\.dedicate_params\(model, \.\.\.\) before"):
-        opt.step()
-    assert_bitwise(weights(model), before)
+    message = r"dmuon\.dedicate_params\(model, \.\.\.\) with these arguments before"
+    with pytest.raises(OwnershipError, match=message):
+        muon(TinyGPT(), dedicate=dedicate)
 
 
 def test_dedicate_params_may_come_after_the_optimizer():
