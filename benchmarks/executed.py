@@ -86,7 +86,8 @@ def compare(solver: str, folder: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Uneven()
     planner = dmuon.PlannerOptions(cache_dir=folder)
-    own = dmuon.dedicate_params(model, solver=solver, planner=planner)
+    options = dmuon.ReplicatedOptions(reduce_to_owner=True)
+    own = dmuon.dedicate_params(model, solver=solver, planner=planner, options=options)
     pairs: list[Any] = [None] * WORLD
     dist.all_gather_object(pairs, train(own, model))
     times, alone = zip(*pairs, strict=True)

@@ -183,7 +183,9 @@ class Contender:
 
         world, freed = dist.get_world_size(), self.kind.freed
         make = group_maker(mesh, world, TIMEOUT_S)
-        options = None if freed is None else dmuon.DedicatedOptions(free_after_forward=freed)
+        options: Any = dmuon.ReplicatedOptions(reduce_to_owner=True)
+        if self.kind.layout != "replicated":
+            options = None if freed is None else dmuon.DedicatedOptions(free_after_forward=freed)
         return assemble(
             Given(model),
             Request(self.kind.layout, options=options),

@@ -130,7 +130,10 @@ def train_with_dmuon(job: Job) -> tuple[Run, dmuon.LoadBalanceReport]:
     model = job.build_model()
     if job.arguments.layout == "sharded":
         job.shard(model)
-    own = dmuon.dedicate_params(model, layout=job.arguments.layout)
+    # A plain model, whose gradients nobody else averages.
+    averages = job.arguments.layout == "replicated"
+    options = dmuon.ReplicatedOptions(reduce_to_owner=True) if averages else None
+    own = dmuon.dedicate_params(model, layout=job.arguments.layout, options=options)
     opt = dmuon.Muon(
         model,
         lr=job.arguments.lr,
