@@ -861,7 +861,8 @@ def _request(
         )
     if asked and ownerships:
         raise OwnershipError(
-            "dedicate= says how to plan, but dmuon.dedicate_params has planned: say it there"
+            "dedicate= says how to plan, but these parameters are planned: say it there (in "
+            "dmuon.dedicate_params), or call own.close() if they had another dmuon.Muon"
         )
     mesh = asked.pop("mesh", None)
     request = Request(**asked)

@@ -35,7 +35,7 @@ _ROUTERS = frozenset({"router", "gate", "gating"})
 _WEIGHT_NAME = re.compile(r"weight|kernel|w\d+|.*_weight|.*_proj")
 # The module of a weight: embed_tokens, wte, tok_embeddings, word_embeddings, pos_emb, ...
 _EMBEDDING_NAME = re.compile(
-    r"w[tp]e|relative_attention_bias|(.*_)?emb(ed|edding|eddings)?(_(tokens|positions|in|table))?"
+    r"tok|w[tp]e|relative_attention_bias|(.*_)?emb(ed|edding|eddings)?(_(tokens|positions|in|table))?"
 )
 _POSITIONS_NAME = re.compile(r"pos|wpe")
 _PATCHES_NAME = re.compile(r"patch_?embed(s|ding|dings|der)?")

@@ -20,6 +20,7 @@ for many blocks in one call: norms, scaling, casts, masks.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -270,6 +271,13 @@ class ShardedEngine(Engine):
             if is_full:
                 self._refuse()
             raise self._refusal
+        if not any(grad is not None for grad in grads) and not self._settings.schedule.t:
+            warnings.warn(
+                "dmuon: no parameter has a gradient at the first step. If the model was sharded or "
+                "wrapped since dmuon.Muon got its parameters, they are no longer the model's: pass "
+                "the module itself, dmuon.Muon(model), or make the optimizer afterwards",
+                stacklevel=5,
+            )
         self._begin_update()
         step = self._full_step if is_full else self._block_step
         outcome = step(grads, [grad is not None for grad in grads])

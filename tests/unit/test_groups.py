@@ -872,7 +872,7 @@ def test_what_is_asked_of_planning_is_checked_and_used():
     opt = muon(model, dedicate={"splits": Mixed.splits, "heads": Mixed.heads, "solver": "greedy"})
     assert opt.ownership.plan.solver == "greedy"
     assert len(opt.ownership.owner_of("qkv.weight")) == 3
-    with pytest.raises(OwnershipError, match="planned: say it there"):
+    with pytest.raises(OwnershipError, match="are planned: say it there"):
         muon(model, dedicate={"solver": "greedy"})
 
 
