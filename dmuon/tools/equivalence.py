@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, cast
@@ -38,9 +38,9 @@ from dmuon.types import Algorithm, DmuonError, Layout
 from dmuon.update import merged_master
 
 ABSOLUTE = 1e-5  # weights and losses, where nothing is rounded to half precision
-# What an update may differ by, in yardsticks. Sums in another order carry up to 1 yardstick far,
-# kernels that round twice as often as the reference's up to 2.5 (measured): twice that must pass.
-YARDSTICKS = 5.0
+# What an update may differ by, in yardsticks. Sums in another order and kernels that round
+# elsewhere carry up to 1.2 yardsticks far (measured, with the kernels of five kinds of CPU).
+YARDSTICKS = 4.0
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Batches = Callable[[int, int], Any]
@@ -188,8 +188,9 @@ def check_step_equivalence(
     rounding to its dtype explains (with ``reduce_to_owner`` also each published update) is
     judged: its direction, by the Frobenius norm of the difference, and its norm. A second reference
     gets the same gradients, summed in the dtype in which dmuon sums them and each entry moved by
-    one rounding; the most that this changes the matrix's update in any step is its yardstick, at
-    least one unit in the last place of the coarsest dtype, and 5 yardsticks are allowed. A smaller
+    one rounding; the most that this changes an update of the matrix's shape in any step is its
+    yardstick, at least one unit in the last place of the coarsest dtype, and 4 yardsticks are
+    allowed. A smaller
     error in an update's direction passes there: compare with ``ns_dtype=torch.float32``, too, where
     it does not. Losses must agree to 1e-5, if forward runs in float32. Weights are read after the
     forward and backward pass that follows a step: reading waits for what was published, which the
@@ -281,6 +282,7 @@ class Measured:
     yardstick: float = 0.0
     value: float = 0.0
     where: str = "-"
+    kind: str = ""  # what has one yardstick
 
     def see(self, difference: float, moved: float, where: str) -> None:
         """Note a difference, and what moved gradients changed, where both were."""
@@ -374,7 +376,8 @@ class _Trial:
 
     def run(self, steps: int, loss_fn: Loss, batches: Batches) -> EquivalenceRow:
         """Train, compare, and judge the worst findings of all ranks; a collective call."""
-        generator = torch.Generator().manual_seed(0)
+        # Each rank moves gradients by itself, for a yardstick of one sample can be short by chance.
+        generator = torch.Generator().manual_seed(self.own.rank)
         for step in range(steps):
             loss = loss_fn(self.model, batches(step, self.data_rank))
             # Only now, for reading waits for everything that was published, and a forward pass that
@@ -427,11 +430,16 @@ class _Trial:
         return losses
 
     def _see(
-        self, name: str, ours: tuple[float, float], moved: tuple[float, float], where: str
+        self,
+        name: str,
+        kind: str,
+        ours: tuple[float, float],
+        moved: tuple[float, float],
+        where: str,
     ) -> None:
         """Note `_difference` of ours, and of the moved reference, from the reference."""
         for criterion, found, by_moving in zip((_UPDATE, _NORM), ours, moved, strict=True):
-            new = Measured(criterion, self.least)
+            new = Measured(criterion, self.least, kind=f"{kind}, {criterion}")
             self.findings.setdefault(f"{name}, {criterion}", new).see(found, by_moving, where)
 
     def _compare_published(self, step: int) -> None:
@@ -444,7 +452,8 @@ class _Trial:
         for matrix, (theirs, moved) in zip(matrices, results, strict=True):
             where = f"update of {matrix.name} at step {step}"
             ours = _difference(published[matrix.name], theirs)
-            self._see(f"published {matrix.name}", ours, _difference(moved, theirs), where)
+            kind = f"published {[*theirs.shape]}"
+            self._see(f"published {matrix.name}", kind, ours, _difference(moved, theirs), where)
 
     @torch.no_grad()
     def _compare_weights(self, step: int) -> None:
@@ -468,6 +477,7 @@ class _Trial:
                 moved_change = moved.double() - view(self.moved.before[i]).double()
                 self._see(
                     name,
+                    str([*theirs.shape]),
                     _difference(change, expected, free),
                     _difference(moved_change, expected, free),
                     where,
@@ -483,6 +493,11 @@ class _Trial:
     def _row(self, findings: list[Findings], steps: int) -> EquivalenceRow:
         everything = [measured for found in findings for measured in found.values()]
         updates = [measured for measured in everything if measured.criterion != _ABSOLUTE]
+        longest: dict[str, float] = {}
+        for measured in updates:
+            longest[measured.kind] = max(longest.get(measured.kind, 0.0), measured.yardstick)
+        for measured in updates:
+            measured.yardstick = longest[measured.kind]
         weights = max((f["weights"] for f in findings), key=lambda m: m.value)
         losses = max((f["losses"] for f in findings), key=lambda m: m.value)
         moved = max(f["weights"].yardstick for f in findings)
@@ -516,15 +531,14 @@ class _Trial:
         )
 
 
-def _forms(plan: OwnershipPlan, ns_dtype: str) -> dict[tuple[int, int], str]:
-    """The form of Newton-Schulz that owners run, by (short side, long side), where the plan says.
+def _forms(plan: OwnershipPlan, ns_dtype: str) -> list[tuple[int, str]]:
+    """For each matrix its parameter and the form of Newton-Schulz that its owner runs.
 
     In half precision two forms differ by more than rounding explains: they are compared elsewhere.
     """
-    matrices = plan.specs.matrices
-    kernels = {matrices[b.matrices[0]].key[:2]: b.kernel for b in plan.batches}
-    chosen = {shape: k for shape, k in kernels.items() if k.endswith(f"/{ns_dtype}")}
-    return {shape: kernel.partition("/")[0] for shape, kernel in chosen.items()}
+    kernels = {i: batch.kernel for batch in plan.batches for i in batch.matrices}
+    chosen = {i: k.partition("/")[0] for i, k in kernels.items() if k.endswith(f"/{ns_dtype}")}
+    return [(m.parameter, chosen.get(i, "auto")) for i, m in enumerate(plan.specs.matrices)]
 
 
 class _Reference:
@@ -540,7 +554,7 @@ class _Reference:
         ns_dtype: torch.dtype,
         masters: bool,
         settings: dict[str, Any],
-        forms: Mapping[tuple[int, int], str],
+        forms: Sequence[tuple[int, str]],
     ) -> None:
         held = copy.deepcopy(model) if masters else model
         if masters:
@@ -552,13 +566,15 @@ class _Reference:
         self._held = _in_order(held, names)
         self.before: list[Tensor] = []  # the weights before the step
         self.updates: list[Tensor] = []  # in the order of its matrices
+        self._forms = forms
+        self._due: Iterator[str] = iter(())  # the forms of this step's matrices
 
         def orthogonalize(x: Tensor) -> Tensor:
             update = newton_schulz(
                 x,
                 steps=settings.get("ns_steps", 5),
                 coefficients=settings.get("ns_coefficients", "polar_express"),
-                method=forms.get((min(x.shape), max(x.shape)), "auto"),
+                method=next(self._due),
                 dtype=ns_dtype,
                 eps=settings.get("eps", 1e-7),
             )
@@ -584,6 +600,7 @@ class _Reference:
             if held is not p:
                 held.grad, p.grad = None if p.grad is None else p.grad.to(held.dtype), None
         self.updates.clear()
+        self._due = iter([form for i, form in self._forms if self._held[i].grad is not None])
         self._optimizer.step()
         self._optimizer.zero_grad()
         for p, held in pairs:
