@@ -41,7 +41,15 @@ from torch.utils._pytree import tree_leaves
 
 import dmuon
 from benchmarks.baselines import local
-from benchmarks.layout_theory import Matrices, dedicated, fsdp, received, replicated, sharded
+from benchmarks.layout_theory import (
+    Matrices,
+    all_reduce,
+    dedicated,
+    fsdp,
+    received,
+    replicated,
+    sharded,
+)
 from benchmarks.models import Stack, Training, shard
 from benchmarks.ranks import Row, Rows, on_ranks
 from benchmarks.results import command, table, write
@@ -64,7 +72,8 @@ class Kind:
     """One way to train: who keeps the matrices, who the rest, on how many replicas.
 
     ``around``: "FSDP2" or "DDP", what distributes the rest and all of the AdamW model; dmuon itself
-    takes DDP's part in plain models. ``freed``: `DedicatedOptions.free_after_forward`.
+    takes DDP's part in plain models, which "dedicated" and "reduce_to_owner" have there. ``freed``:
+    `DedicatedOptions.free_after_forward`.
     """
 
     optimizer: str
@@ -76,8 +85,13 @@ class Kind:
     @property
     def baseline(self) -> Kind:
         """AdamW on the same model."""
-        layout = "sharded" if self.around == "FSDP2" else "replicated"
+        layout = "replicated" if self.around == "DDP" else "sharded"
         return Kind("AdamW", layout, self.around, self.replicas)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether every rank has all gradients, which `DistributedDataParallel` averages."""
+        return self.layout == "replicated"
 
     def mesh_shape(self, world: int) -> tuple[int, ...]:
         return (world,) if self.replicas == 1 else (self.replicas, world // self.replicas)
@@ -88,7 +102,7 @@ class Kind:
             words.append("freed" if self.freed else "kept")
         if self.replicas > 1:
             words.append("HSDP " + "x".join(map(str, self.mesh_shape(world))))
-        elif self.around == "FSDP2" or self.optimizer == "AdamW":
+        elif self.around == "FSDP2" or self.keeps_gradients:
             words.append(self.around)
         else:
             words.append("plain")
@@ -101,7 +115,8 @@ class Kind:
             return dedicated(matrices, shards, self.replicas, freed=bool(self.freed))
         if self.layout == "sharded":
             return sharded(matrices, shards, self.replicas)
-        return replicated(matrices, world)
+        found = replicated(matrices, world)
+        return {"updates": found["updates"]} if self.keeps_gradients else found
 
 
 def kinds(world: int) -> list[Kind]:
@@ -110,6 +125,7 @@ def kinds(world: int) -> list[Kind]:
         Kind("AdamW", "replicated", "DDP"),
         Kind("AdamW", "sharded", "FSDP2"),
         Kind("dmuon", "replicated", "DDP"),
+        Kind("dmuon", "reduce_to_owner", "DDP"),
         Kind("dmuon", "sharded", "FSDP2"),
         *(Kind("dmuon", "dedicated", around, freed=freed)
           for around in ("FSDP2", "DDP") for freed in (True, False)),
@@ -165,7 +181,7 @@ class Contender:
         if kind.around == "FSDP2":
             ignored = set() if self.own is None else self.own.dedicated_params
             shard(model, stack.layers, mesh=mesh, ignored_params=ignored)
-        elif kind.optimizer == "AdamW":
+        elif kind.keeps_gradients:
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         if kind.optimizer == "AdamW":
             opt: Any = torch.optim.AdamW(model.parameters(), fused=True)
@@ -183,12 +199,15 @@ class Contender:
 
         world, freed = dist.get_world_size(), self.kind.freed
         make = group_maker(mesh, world, TIMEOUT_S)
-        options: Any = dmuon.ReplicatedOptions(reduce_to_owner=True)
-        if self.kind.layout != "replicated":
-            options = None if freed is None else dmuon.DedicatedOptions(free_after_forward=freed)
+        layout: str = self.kind.layout
+        options: Any = None
+        if layout == "reduce_to_owner":
+            layout, options = "replicated", dmuon.ReplicatedOptions(reduce_to_owner=True)
+        elif freed is not None:
+            options = dmuon.DedicatedOptions(free_after_forward=freed)
         return assemble(
             Given(model),
-            Request(self.kind.layout, options=options),
+            Request(layout, options=options),
             counted(C10dTransport(range(world), TIMEOUT_S)),
             lambda: mesh_topology(
                 mesh, world, list(model.parameters()), None, dmuon.PlannerOptions()
@@ -310,6 +329,8 @@ def traffic(contender: Contender) -> Row:
     by_framework = 0.0
     if kind.layout == "sharded":
         by_framework = sum(fsdp(matrices, world // kind.replicas, kind.replicas).values())
+    elif kind.keeps_gradients:
+        by_framework = all_reduce(matrices.gradients, world)
     return {
         "matrix_bytes": round(matrices.kept),
         "bytes": round(sum(found.values())),
@@ -356,7 +377,7 @@ def work(rank: int, rounds: int) -> Rows:
 # ---- the command ---------------------------------------------------------------------------
 
 HEADINGS = ("layout", "ms (p10-p90)", "x AdamW", "bwd, step, fwd ms", "MB received", "theory",
-            "FSDP2's", "MB state", "kept", "peak")  # fmt: skip
+            "framework's", "MB state", "kept", "peak")  # fmt: skip
 BYTES = ("bytes", "theory_bytes", "framework_bytes", "state_bytes", "kept_bytes", "peak_bytes")
 
 

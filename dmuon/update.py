@@ -18,6 +18,7 @@ from dmuon.kernels.newton_schulz import normalize
 
 # Below this one launch a tensor costs more than two passes over a list of tensors.
 _FUSED_NUMEL = 1 << 20
+_CACHED = 1 << 17  # elements that a few passes over stay in the caches of a CPU
 
 # ---- momentum ----------------------------------------------------------------------------
 
@@ -242,8 +243,12 @@ def apply_updates(
         for target, update in zip(targets, updates, strict=True):
             apply_update(target, update, decay=decay, lr=lr)
         return
-    scale_all(targets, decay)
-    torch._foreach_add_(targets, updates, alpha=-lr)
+    # On a CPU both passes over so much while it lies in its caches.
+    some = max(1, _CACHED // max(1, targets[0].numel())) if targets[0].is_cpu else len(targets)
+    for first in range(0, len(targets), some):
+        now = slice(first, first + some)
+        scale_all(targets[now], decay[now] if isinstance(decay, Tensor) and decay.ndim else decay)
+        torch._foreach_add_(targets[now], updates[now], alpha=-lr)
 
 
 def _suits(target: Tensor, update: Tensor) -> bool:

@@ -132,6 +132,7 @@ class Pipeline:
             Bucket(route, units, [ring[b] for ring in rings], assembly, transport.rank)
             for b, route in enumerate(routes)
         ]
+        self.only_publishes = bool(routes) and all(bucket.shares for bucket in self.buckets)
 
     # ---- a step --------------------------------------------------------------------------
 
@@ -141,7 +142,8 @@ class Pipeline:
         compute: Callable[[int, Tensor], Tensor | None],
         apply: Callable[[int], None],
         meanwhile: Callable[[], None],
-    ) -> None:
+        may_send: Callable[[], bool] | None = None,
+    ) -> bool:
         """Send every bucket to its owners and the updates back; called alike on every rank.
 
         Args:
@@ -152,14 +154,16 @@ class Pipeline:
                 buckets it is called by `land`, later.
             meanwhile: what to do while the first buckets travel; the last ones, where only updates
                 do.
+            may_send: asked once, where only updates travel, before the first of them does.
+
+        Returns whether it went through: not, where ``may_send`` was false.
         """
         assert not self._pending, "the updates of the last step were not applied"
         count = len(self.buckets)
         for b in range(min(self._slots, count)):
             self._gather(b, fill)
         # Where nothing is gathered the updates are what there is to wait for.
-        gathers = not all(bucket.shares for bucket in self.buckets)
-        if gathers:
+        if not self.only_publishes:
             meanwhile()
         for b, bucket in enumerate(self.buckets):
             self._wait(bucket)
@@ -175,6 +179,8 @@ class Pipeline:
                 update = compute(u, stack)
                 if update is not None:
                     torch._foreach_copy_(leaving, [places(update, part) for part in parts])
+            if not b and may_send is not None and not may_send():
+                return False
             if bucket.shares:
                 self._publish(bucket)
             else:
@@ -187,8 +193,9 @@ class Pipeline:
                 self._replicate(b - 1)
         if count:
             self._replicate(count - 1)
-        if not gathers:
+        if self.only_publishes:
             meanwhile()
+        return True
 
     def _wait(self, bucket: Bucket) -> None:
         for work in bucket.works:

@@ -180,12 +180,14 @@ class ShardedRuntime(LayoutRuntime):
         compute: Callable[[int, Tensor], Tensor | None],
         apply: Callable[[int], None],
         meanwhile: Callable[[], None],
-    ) -> None:
+        may_send: Callable[[], bool] | None = None,
+    ) -> bool:
         """Send every bucket to its owners and back; see `Pipeline.run`."""
         pipeline = self.bound()
-        pipeline.run(fill, compute, apply, meanwhile)
+        if not pipeline.run(fill, compute, apply, meanwhile, may_send):
+            return False
         if self._coverage is None or self._gathers is None:
-            return
+            return True
         if self._gathers.by_other_methods():
             pipeline.land(pipeline.pending)
         # The forward that led here read these without passing their wait point.
@@ -193,6 +195,7 @@ class ShardedRuntime(LayoutRuntime):
         if missed is not self._missed[0]:  # the same forward, step after step
             self._missed = missed, self._buckets_of(missed)
         pipeline.land(self._missed[1])
+        return True
 
     def pass_by(self) -> None:
         """A step in which nothing travels: forget which hooks the forward before it passed."""

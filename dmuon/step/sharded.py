@@ -7,6 +7,8 @@ A full step, on every rank::
     pipeline    normalized blocks to the owners, Newton-Schulz there, updates back to the blocks;
                 while the first buckets travel: the momentum, what lies here alone, AdamW
 
+Where every rank holds all matrices whole, the first Newton-Schulz runs while the verdict travels.
+
 A block step (MuonBP, arXiv 2510.16981, Algorithm 1) orthogonalizes blocks by themselves, without
 any collective.
 
@@ -322,11 +324,21 @@ class ShardedEngine(Engine):
         checked = [peaks for _, peaks in self._peaks(grads)]
         step = self._settings.schedule.t
         vector, sent = self._message.fill(norms, checked, here, self._amp.found_inf, step)
-        runtime.all_reduce(sent, "norms").wait()
-        verdict = self._message.read(vector, norms, here)
+        work = runtime.all_reduce(sent, "norms")
+
+        def agreed() -> Verdict | None:
+            work.wait()
+            found = self._message.read(vector, norms, here)
+            if found is not None:
+                self._check_alike(grads)
+            return found
+
+        # With every gradient, and whole matrices, the first Newton-Schulz need not wait for it.
+        on_host = host_can_read(runtime.device)
+        is_ahead = runtime.bound().only_publishes and on_host and all(here)
+        verdict = Verdict(True) if is_ahead else agreed()
         if verdict is None:
             return None
-        self._check_alike(grads)
         bad = verdict.bad
         scales = operands.scales(norms, groups)
         matrices = range(len(runtime.plan.specs.matrices))
@@ -357,7 +369,11 @@ class ShardedEngine(Engine):
                 rms.index_copy_(0, stack.index, self._step_alone(stack, operands, scales, bad))
             self._update_adamw(grads, verdict)
 
-        runtime.run(fill, compute, apply, meanwhile)
+        def may_send() -> bool:
+            return agreed() is not None
+
+        if not runtime.run(fill, compute, apply, meanwhile, may_send if is_ahead else None):
+            return None
         return _Outcome(True, verdict.finite, matrices, rms, runtime.all_reduce(rms, "rms"))
 
     def _check_alike(self, grads: Gradients) -> None:
