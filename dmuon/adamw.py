@@ -18,7 +18,7 @@ from dmuon.update import merged_master
 
 def adamw_settings(group: Mapping[str, Any]) -> Mapping[str, Any]:
     """AdamW's hyperparameters in a param group, which may have matrices too."""
-    if "betas" in group:
+    if "adamw_betas" not in group:
         return group
     decay = group["adamw_weight_decay"]
     return {

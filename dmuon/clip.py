@@ -25,16 +25,23 @@ def clip_grad_norm_(
     As `torch.nn.utils.clip_grad_norm_` in one process on the whole batch: the norm counts every
     gradient once, matrices at their owners included, and is the same number on every rank. A
     collective call, after backward and before `step`. Where no gradient lies with an owner, torch's
-    own function does the same.
+    own function does the same, but for gradients of several meshes (tensor parallelism of a part of
+    the model), which torch's refuses.
 
     Returns:
         The norm before clipping, a 0-d tensor.
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: ``max_norm`` or ``norm_type`` is out of range, or a parameter is not what was
             planned.
         RuntimeError: the norm is not finite and ``error_if_nonfinite``; nothing is scaled.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"dmuon.clip_grad_norm_ takes the model itself, found {type(model).__name__}: "
+            "dmuon.clip_grad_norm_(model, max_norm)"
+        )
     max_norm, norm_type = float(max_norm), float(norm_type)
     if math.isnan(max_norm) or max_norm < 0 or math.isnan(norm_type) or norm_type <= 0:
         raise ValueError(

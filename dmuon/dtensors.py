@@ -121,6 +121,11 @@ class LocalParameters:
         """
         grads = [p.grad for p in self.parameters]
         for n, (grad, stamp) in enumerate(zip(grads, self._stamps, strict=True)):
+            if grad is not None and grad.layout is not torch.strided:
+                raise OwnershipError(
+                    f"parameter {self._names[n]!r} got a gradient that is not dense (a sparse "
+                    "layout); dmuon needs dense gradients (for an embedding: sparse=False)"
+                )
             placements = getattr(grad, "placements", None)
             if placements is None or placements is stamp.placements:
                 continue

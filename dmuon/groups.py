@@ -55,9 +55,10 @@ def read_groups(given: Any) -> list[Group]:
     if isinstance(given, nn.Module):
         named = unwrapped(given).named_parameters()
         return [{"params": [(canonical_name(name), p) for name, p in named]}]
-    if isinstance(given, Tensor) or not isinstance(given, Iterable):
+    if isinstance(given, Tensor | Mapping) or not isinstance(given, Iterable):
         raise TypeError(
-            f"Muon takes a module or an iterable of parameters, found {type(given).__name__}"
+            "Muon takes a module or an iterable of parameters (model.named_parameters()), found "
+            f"{type(given).__name__}"
         )
     entries = list(given)
     if not entries or not isinstance(entries[0], dict):

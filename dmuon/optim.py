@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -53,6 +54,7 @@ from dmuon.step.sharded import ShardedEngine
 from dmuon.types import (
     Algorithm,
     Coefficients,
+    DmuonError,
     KernelChoice,
     Layout,
     OwnershipError,
@@ -186,7 +188,7 @@ class Muon(Optimizer):
             resolve_ns_dtype(ns_dtype, torch.device("cpu"))
             run.schedule = Schedule(period)
             run.request, run.mesh = _request(dedicate, ownerships)
-            run.names, run.routes = [], {}
+            run.names, run.kinds, run.routes, run.if_trained = [], [], {}, {}
             made = self._read(given, ownerships)
             if ownerships:
                 _check_members(made, ownerships)
@@ -235,14 +237,18 @@ class Muon(Optimizer):
             run.routes.update(r for o in ownerships for r in routes_of(o.plan.specs).items())
         else:
             run.routes |= self._routed(named)
+        run.if_trained |= self._routes_of_frozen(named)
+        every = {**run.if_trained, **run.routes}
         made = []
         # torch takes names of all groups or of none.
         are_named = any(names for names, _ in found) or any(
             "param_names" in group for group in (self.param_groups if run.ready else ())
         )
         for number, (group, (names, tensors)) in enumerate(zip(given, found), first):
-            routes = [run.routes[name][0] for name in run.names[number] if name in run.routes]
+            # Of frozen ones too, which a schedule of the group's lr may reach later.
+            routes = [every[name][0] for name in run.names[number] if name in every]
             algorithms = {route.algorithm for route in routes} or {Algorithm.ADAMW}
+            run.kinds.append(algorithms)
             full = completed(group, algorithms, run.muon, run.adamw)
             full.update(check_group(full, number, algorithms))
             if names is None and not tensors and are_named:
@@ -267,6 +273,23 @@ class Muon(Optimizer):
         specs = collect_named(pairs, algorithms=algorithms, allow_meta=True, partial=True, **how)
         return dict(routes_of(specs))
 
+    def _routes_of_frozen(
+        self, named: Sequence[tuple[str, Tensor, Algorithm | None]]
+    ) -> dict[str, Route]:
+        """How frozen parameters would be updated if they were trained, by their names."""
+        how: dict[str, Any] = {n: getattr(self._run.request, n) for n in ("splits", "heads")}
+        frozen = [(n, p, a) for n, p, a in named if not p.requires_grad and p.is_floating_point()]
+        like = [
+            (n, torch.empty(p.shape, dtype=p.dtype, device="meta", requires_grad=True))
+            for n, p, _ in frozen
+        ]
+        said = [a for _, _, a in frozen]
+        try:
+            specs = collect_named(like, algorithms=said, allow_meta=True, partial=True, **how)
+        except DmuonError:  # of what may never be trained
+            return {}
+        return dict(routes_of(specs))
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As with any optimizer before it is planned; refused later, because a new parameter would
         have no owner."""
@@ -286,7 +309,7 @@ class Muon(Optimizer):
             own = {*group}
             super().add_param_group(group)
         except Exception:
-            del run.names[count:]
+            del run.names[count:], run.kinds[count:]
             raise
         for name in self.defaults.keys() - own:  # which torch adds to every group
             self.param_groups[-1].pop(name)
@@ -301,24 +324,38 @@ class Muon(Optimizer):
         # dedicate_params may have been called since.
         model = None if run.model is None else run.model()
         ownerships = _ownerships_in(model, self.param_groups)
-        if not ownerships:
-            ownerships = [self._new_ownership(model)]
-        self._bind(ownerships)
+        # Whatever mode a report is asked for in, training goes on with what is made here.
+        with torch.inference_mode(False), torch.no_grad():
+            if not ownerships:
+                ownerships = [self._new_ownership(model)]
+            self._bind(ownerships)
         return run
 
     def _new_ownership(self, model: nn.Module | None) -> Ownership:
         """An ownership of the parameters that are in the groups now."""
         run = self._run
-        if model is not None:
-            reshard(model)
-            self._take_over(unwrapped(model))
-        named = self._named()
+        flaw: Exception | None = None
+        try:
+            if model is not None:
+                reshard(model)
+                self._take_over(unwrapped(model))
+            named = self._named()
+        except OwnershipError as error:  # perhaps on this rank alone
+            named = [("", p) for group in self.param_groups for p in group["params"]]
+            flaw = error
+        # Another optimizer of these parameters ends here, as where one is trained after another.
+        for before in _ownerships_in(model, self.param_groups, by_optimizers=True):
+            before.close()
 
         def route() -> ModelSpecs:
+            if flaw is not None:
+                raise flaw
             _check_once(named)
             if any(p.requires_grad and name not in run.routes for name, p in named):
                 # Frozen when the optimizer was made.
-                routes = self._routed([(name, p, None) for name, p in named])
+                routes = dict(run.if_trained)
+                if model is not None:
+                    routes |= self._routed([(name, p, None) for name, p in named])
                 run.routes.update((n, r) for n, r in routes.items() if n not in run.routes)
             specs = collect_routed(named, run.routes)
             if not specs.matrices:
@@ -329,7 +366,17 @@ class Muon(Optimizer):
                 )
             return specs
 
-        return plan_given(Given(model, named, route), run.request, run.mesh)
+        try:
+            ownership = plan_given(Given(model, named, route), run.request, run.mesh)
+        except dist.DistStoreError as error:
+            raise OwnershipError(
+                "planning timed out, because another rank did not come to it: the first "
+                "opt.step(), opt.report() or opt.ownership is a collective call, so every rank "
+                "makes it, not one behind `if rank == 0`"
+            ) from error
+        ownership.by_optimizer = True
+        ownership.runtime.note_frozen(named)
+        return ownership
 
     def _take_over(self, model: nn.Module) -> None:
         """Put the model's parameters of now into the groups, where `fully_shard` has replaced those
@@ -354,7 +401,7 @@ class Muon(Optimizer):
             run.algorithms = []
             for number, group in enumerate(self.param_groups):
                 kinds = {algorithms[p] for p in group["params"] if p in algorithms}
-                run.algorithms.append(kinds or {Algorithm.ADAMW})
+                run.algorithms.append(kinds | run.kinds[number])
                 made.append(completed(group, run.algorithms[-1], run.muon, run.adamw))
                 made[-1].update(check_group(made[-1], number, run.algorithms[-1]))
             for ownership in ownerships:
@@ -387,9 +434,20 @@ class Muon(Optimizer):
         run.engines = [_engine(o, self, run.settings) for o in ownerships]
         run.ownerships = ownerships
         self._note_progress()
-        if run.loaded:
-            self._load({p: run.loaded[n] for n, p in self._named() if n in run.loaded})
-            run.loaded = {}
+
+        def load() -> None:
+            if run.loaded:
+                self._load({p: run.loaded[n] for n, p in self._named() if n in run.loaded})
+
+        try:
+            # Alone on some ranks, perhaps.
+            attempt(ownerships[0].runtime.transport, load, what="loading", digest=lambda _: "")
+        except Exception:
+            run.engines, run.ownerships = [], []
+            for ownership in ownerships:
+                ownership.close()
+            raise
+        run.loaded = {}
         if not masters:
             _warn_of_rounding(ownerships, self.param_groups)
 
@@ -652,17 +710,25 @@ class Muon(Optimizer):
             if len(keys) != len(order) or len(groups) != len(self.param_groups):
                 raise OwnershipError(
                     f"the optimizer state has {len(keys)} parameters in {len(groups)} groups; this "
-                    f"optimizer has {len(order)} in {len(self.param_groups)}"
+                    f"optimizer has {len(order)} in {len(self.param_groups)}: make it with the "
+                    "groups of then; the states of several optimizers (torch.optim.Muon, AdamW) "
+                    "are loaded together, as a list"
                 )
+            labels = [canonical_name(n) for group in groups for n in group.get("param_names", ())]
+            here = dict(self._named())
+            if len(labels) == len(keys) and set(labels) == here.keys():
+                order = [here[name] for name in labels]  # elsewhere listed in another order
             entries = state_dict["state"]
             saved = {p: entries[key] for key, p in zip(keys, order) if key in entries}
         saved = {p: entry for p, entry in saved.items() if entry}
-        if run.engines or saved:
-            self._check_saved(saved)
+        self._check_saved(saved, found is not None and not expected)
         for engine in run.engines:
             engine.check_state(saved)
         # Hyperparameters that the saved groups do not have, as those of torch's optimizers, stay.
+        # Names are those of here: they say how parameters are routed.
         for group, now in zip(groups, self.param_groups):
+            if group.get("param_names") != now.get("param_names"):
+                group.pop("param_names", None)
             group.update((k, v) for k, v in now.items() if k not in group and k != "params")
         # The base class casts state to the parameter's dtype; ours must come back exactly, and
         # stays where it is.
@@ -708,9 +774,25 @@ class Muon(Optimizer):
             self.state.clear()
             self.state.update((p, loaded[n]) for n, p in self._named() if n in loaded)
 
-    def _check_saved(self, saved: Mapping[Tensor, Any]) -> None:
-        """Raise OwnershipError for momentum of another shape than its parameter's."""
-        for name, p in self._named():
+    def _check_saved(self, saved: Mapping[Tensor, Any], is_owners: bool) -> None:
+        """Raise OwnershipError for momentum of another shape than its parameter's, for that of
+        another algorithm, and where what ``is_owners``' is not all.
+
+        A parameter without any had no gradient so far.
+        """
+        routes = self._run.if_trained | self._run.routes
+        for name, p in self._named() if saved else ():
+            entry = saved.get(p, {})
+            if p.requires_grad and name in routes and (entry or is_owners):
+                algorithm = routes[name][0].algorithm
+                key = "momentum_buffer" if algorithm is Algorithm.MUON else "exp_avg"
+                if key not in entry:
+                    raise OwnershipError(
+                        f"the optimizer state has {sorted(entry) or 'nothing'} for parameter "
+                        f"{name!r}, which is updated by {algorithm.value} here and needs {key!r}: "
+                        "it was saved by another optimizer, with other routes, or with "
+                        "reduce_to_owner or layout='dedicated', where each rank has a part"
+                    )
             for key in ("momentum_buffer", "exp_avg"):
                 value = saved.get(p, {}).get(key)
                 # A rank may have a placeholder for what others store.
@@ -805,9 +887,10 @@ class _Run:
     """All that changes about an optimizer, in one object: a framework may put another in front of
     it, whose reads reach this one and whose writes do not (Lightning).
 
-    ``names`` of all parameters by group, canonical or made up; ``routes`` as decided at
-    construction; ``loaded``: state that waits for the plan, by name. What begins with ``members``
-    is there once it is planned.
+    ``names`` of all parameters by group, canonical or made up, and ``kinds``, the algorithms that
+    they need; ``routes`` as decided at construction, and of frozen ones ``if_trained``;
+    ``loaded``: state that waits for the plan, by name. What begins with ``members`` is there once
+    it is planned.
     """
 
     def __init__(self, switches: dict[str, Any]) -> None:
@@ -817,7 +900,9 @@ class _Run:
         self.muon: Group = {}
         self.adamw: Group = {}
         self.names: list[list[str]] = []
+        self.kinds: list[set[Algorithm]] = []
         self.routes: dict[str, Route] = {}
+        self.if_trained: dict[str, Route] = {}
         self.schedule = Schedule(1)
         self.request = Request()
         self.mesh: Any = None
@@ -834,14 +919,21 @@ class _Run:
         return {**vars(self), "model": None}  # a copied optimizer is not of that model
 
 
-def _ownerships_in(model: object, groups: Sequence[Group]) -> list[Ownership]:
-    """The ownerships of what was given, each once; none where nothing of it is planned."""
+def _ownerships_in(
+    model: object, groups: Sequence[Group], *, by_optimizers: bool = False
+) -> list[Ownership]:
+    """The ownerships of what was given, each once; none where nothing of it is planned.
+
+    Those that `dedicate_params` made, or those that optimizers made for themselves.
+    """
     entries = [e[1] if is_pair(e) else e for group in groups for e in group["params"]]
     found = [ownership_of(e) for e in entries if isinstance(e, Tensor)]
     ownerships = list(dict.fromkeys(o for o in found if o is not None))
     if isinstance(model, nn.Module):
-        ownerships = ownerships_of(model)
-    for ownership in ownerships:
+        ownerships = ownerships_of(unwrapped(model)) if by_optimizers else ownerships_of(model)
+        ownerships += [o for o in dict.fromkeys(found) if o is not None and o not in ownerships]
+    ownerships = [o for o in ownerships if o.by_optimizer is by_optimizers]
+    for ownership in ownerships if not by_optimizers else ():
         ownership.find_parameters()
     return ownerships
 

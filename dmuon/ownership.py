@@ -46,6 +46,7 @@ class Ownership:
             runtime.transport, runtime.meter, runtime.device, _comparable_ms(plan, self.rank)
         )
         self.closed = False
+        self.by_optimizer = False  # a `dmuon.Muon` made it, and nobody else has it
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self._index = {p.name: i for i, p in enumerate(plan.specs.parameters)}
         self._matrix_index = {m.name: i for i, m in enumerate(plan.specs.matrices)}

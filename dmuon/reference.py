@@ -22,6 +22,9 @@ class ReferenceMuon(Optimizer):
     Given a module, it takes the same matrices as `dmuon.dedicate_params` (``select``, ``splits``
     and ``heads`` mean the same). Given 2-D parameters, each is a matrix, as in `torch.optim.Muon`.
     ``orthogonalize`` replaces Newton-Schulz: ``[m, n] -> [m, n]``.
+
+    ``adamw`` is an optimizer beside this one, None where there is nothing for it. Its groups are
+    not in ``param_groups``: a schedule needs a scheduler for each of the two.
     """
 
     def __init__(

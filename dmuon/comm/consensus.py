@@ -71,8 +71,8 @@ def refused(ranks: Sequence[int] | int) -> ConsensusError:
     """What the other ranks raise in a step that these, or so many of them, refuse to take."""
     who = f"{ranks} ranks refuse" if isinstance(ranks, int) else f"rank {ranks[0]} refuses"
     return ConsensusError(
-        f"{who} to take this step, because something in opt.param_groups is wrong there: the error "
-        "raised there says what. Nothing was changed on any rank"
+        f"{who} to take this step, because parameters, gradients or opt.param_groups are wrong "
+        "there: the error raised there says what. Nothing was changed on any rank"
     )
 
 

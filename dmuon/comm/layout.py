@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import is_
@@ -66,8 +66,7 @@ class LayoutRuntime(ABC):
         self.units: tuple[Unit, ...] = ()
         self.meter = Meter()
         self._model = (lambda: None) if model is None else weakref.ref(model)
-        named = () if model is None else model.named_parameters()
-        self._frozen = [(n, p) for n, p in named if not p.requires_grad]
+        self.note_frozen(() if model is None else model.named_parameters())
         self._removers: list[Callable[[], None]] = []
         self._closed = False
 
@@ -122,14 +121,19 @@ class LayoutRuntime(ABC):
             else "no optimizer yet: make opt = dmuon.Muon(model, ...) first"
         )
 
+    def note_frozen(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Parameters that nobody owns, as long as they are frozen."""
+        self._frozen = [(n, p) for n, p in named if not p.requires_grad]
+
     def _check_frozen(self) -> None:
         """Raise OwnershipError if a parameter that was frozen at planning is trainable now."""
         for name, p in self._frozen:
             if p.requires_grad:
                 raise OwnershipError(
-                    f"parameter {name!r} was frozen at dedicate_params and is trainable now, but "
-                    "has no owner: call own.close(), dmuon.dedicate_params(model) and dmuon.Muon "
-                    "again after unfreezing"
+                    f"parameter {name!r} was frozen when owners were planned (at dedicate_params, "
+                    "or at the first step) and is trainable now, but has no owner: make dmuon.Muon "
+                    "anew after unfreezing (after own.close() and dmuon.dedicate_params(model) "
+                    "where you called that), and load the old state_dict into it"
                 )
 
     def _remove_hooks(self) -> None:

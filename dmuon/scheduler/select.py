@@ -508,7 +508,10 @@ def _check(uses: list[_Use], allow_meta: bool) -> None:
                 "dmuon.dedicate_params(model)"
             )
     if not uses:
-        raise DmuonError("the model has no trainable parameter: nothing to optimize")
+        raise DmuonError(
+            "the model has no trainable parameter: nothing to optimize (peft: "
+            "PeftModel.from_pretrained(..., is_trainable=True))"
+        )
 
 
 def collect(

@@ -23,6 +23,7 @@ for many blocks in one call: norms, scaling, casts, masks.
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box, Form
 from dmuon.step.engine import Amp, Engine, is_exchange_step
 from dmuon.step.verdict import Verdict, VerdictMessage, check_alike, own_verdict
-from dmuon.types import Layout, OwnershipError
+from dmuon.types import DmuonError, Layout, OwnershipError
 from dmuon.update import (
     advance_momentum,
     apply_updates,
@@ -186,6 +187,7 @@ class ShardedEngine(Engine):
             runtime.device,
             [b.matrix for b in blocks],
             [b.counts for b in blocks],
+            alike=runtime.plan.layout is Layout.REPLICATED,
         )
         self._fills: list[list[tuple[int, Tensor, Tensor]]] = []  # (first, operands, places)
         self._landings: list[list[_Landing]] = []
@@ -253,16 +255,21 @@ class ShardedEngine(Engine):
 
     def begin(self, amp: Amp, refusal: Exception | None) -> None:
         self._message.raise_noted()
-        self._runtime.reduce_gradients()
         self._outcome.wait()
+        self._amp = amp
+        try:
+            self._runtime.reduce_gradients()
+            self._grads = self._runtime.local_gradients()
+        except DmuonError as error:
+            refusal = refusal or error  # perhaps on this rank alone
         self._refusal = refusal
+        if refusal is not None:
+            return
         self._state.begin_step()
         if self._take_over_loaded():
             self._state.refresh_masters()
-        self._grads = self._runtime.local_gradients()
-        self._amp = amp
         present = [g for g in self._grads if g is not None]
-        if amp.scale is not None and present and refusal is None:
+        if amp.scale is not None and present:
             # A tensor, because reading it would wait for the device.
             scale_all(present, amp.scale.reciprocal().to(present[0].device))
 
@@ -322,8 +329,9 @@ class ShardedEngine(Engine):
         of_blocks = self._state.gradients_of_blocks(grads)
         norms = operands.fill(of_blocks, groups)
         checked = [peaks for _, peaks in self._peaks(grads)]
-        step = self._settings.schedule.t
-        vector, sent = self._message.fill(norms, checked, here, self._amp.found_inf, step)
+        # Alike on all ranks, with the rates that a scheduler gave each.
+        number = self._settings.schedule.t + zlib.crc32(repr(self._rates).encode())
+        vector, sent = self._message.fill(norms, checked, here, self._amp.found_inf, number)
         work = runtime.all_reduce(sent, "norms")
 
         def agreed() -> Verdict | None:
@@ -711,10 +719,12 @@ class ShardState:
     # ---- saved state ---------------------------------------------------------------------
 
     def check(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Raise OwnershipError if a matrix parameter has no momentum of its shape."""
+        """Raise OwnershipError if a matrix parameter has momentum of another shape."""
         for i in self._muon:
             p, spec = self._runtime.parameters[i], self._runtime.plan.specs.parameters[i]
             source = saved.get(p, {}).get("momentum_buffer")
+            if source is None and not saved.get(p):
+                continue  # it had no gradient before the state was saved
             if not isinstance(source, Tensor) or source.shape != p.shape:
                 found = "none" if source is None else getattr(source, "shape", type(source))
                 raise OwnershipError(
@@ -726,9 +736,12 @@ class ShardState:
         """Copy saved entries (see `check`), those of AdamW's parameters too."""
         for p in self._runtime.parameters:
             state, entry = self._optimizer.state[p], saved.get(p, {})
-            if "exp_avg" in state and "exp_avg" not in entry:
-                for value in state.values():  # it had no gradient before the state was saved
-                    local_tensor(value).zero_()
+            if not entry:  # it had no gradient before the state was saved
+                for key, value in state.items():
+                    if key == "master_weight":
+                        local_tensor(value).copy_(local_tensor(p.detach()))
+                    else:
+                        local_tensor(value).zero_()
                 continue
             if self._masters and "master_weight" in entry and "master_weight" not in state:
                 state["master_weight"] = torch.empty_like(p.detach(), dtype=torch.float32)

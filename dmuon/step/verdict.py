@@ -4,8 +4,8 @@
 
     message   | squared norm of each matrix that travels | who has a gradient | non-finite found |
                 sum over the ranks that hold it            > 0: somebody          > 0: skip
-              | ranks that refuse | sum of their numbers | step | its square |
-                > 0: nothing may change                    not equal: ranks disagree about steps
+              | ranks that refuse | sum of their numbers | number of the step | its square |
+                > 0: nothing may change                    not equal: ranks take different steps
 
 Where the host cannot read from the device without waiting, every answer is a mask there. What is an
 error on all ranks is then read at the beginning of the next step.
@@ -26,7 +26,7 @@ from dmuon.dtensors import sample
 from dmuon.scheduler.shards import ShardMap
 from dmuon.types import ConsensusError, OwnershipError
 
-_STEPS = 1024  # step numbers are compared modulo this, so that sums of their squares are exact
+_STEPS = 1024  # numbers of steps are compared modulo this, so that sums of their squares are exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,8 @@ class VerdictMessage:
     """Fills and reads the message of one rank, whose blocks are of ``matrices``, by position.
 
     Only matrices that several ranks hold need a shared norm, and only what several ranks hold a
-    shared flag. ``counts``: which blocks are those of the replica that counts.
+    shared flag. ``counts``: which blocks are those of the replica that counts. ``alike``: a
+    gradient that some ranks have is an error.
 
     The vector of a rank ends in the flags of what it holds alone, which are not sent.
     """
@@ -64,6 +65,8 @@ class VerdictMessage:
         device: torch.device,
         matrices: Sequence[int],
         counts: Sequence[bool],
+        *,
+        alike: bool = False,
     ) -> None:
         self._rank, self._world = rank, world
         self._on_host = host_can_read(device)
@@ -78,6 +81,7 @@ class VerdictMessage:
         flag_of = {p: self._norms + n for n, (p, ranks) in enumerate(shared) if rank in ranks}
         flag_of |= {p: self._sent + n for n, (p, _) in enumerate(alone)}
         self._flags = [flag_of[p] for p in range(len(shards.copies))]
+        self._alike = [p.name for p in shards.specs.parameters] if alike and world > 1 else []
         self._of_blocks = [self._flags[shards.specs.matrices[i].parameter] for i in matrices]
         empty = torch.zeros(self._sent + len(alone), dtype=torch.float64)
         empty[self._flags] = 1.0
@@ -150,15 +154,17 @@ class VerdictMessage:
             self._raise(noted.read())
 
     def _raise(self, values: Sequence[float]) -> None:
-        """Raise ConsensusError if a rank refuses, or if ranks are at different steps."""
+        """Raise ConsensusError if a rank refuses, or if ranks take different steps."""
         count, ranks, step, square = values
         if 0 < count < self._world:  # else each has raised its own error
             raise refused([int(ranks)] if count == 1 else int(count))
         if self._world * square != step * step:
             raise ConsensusError(
-                "ranks take full steps at different step counts: a period that is a function must "
-                "depend on the step count alone, and all ranks must load the same state and call "
-                "opt.step() equally often"
+                "ranks take full steps at different step counts, or with another lr or "
+                "weight_decay: a period that is a function must depend on the step count alone, "
+                "all ranks must load the same state and call opt.step() equally often, and "
+                "schedulers must see the same on all (ReduceLROnPlateau: the mean loss of all "
+                "ranks, not each its own)"
             )
 
     def read(self, vector: Tensor, norms: Tensor, here: Sequence[bool]) -> Verdict | None:
@@ -180,6 +186,15 @@ class VerdictMessage:
             # A norm beyond float64 leaves no way to normalize.
             if values[self._bad] or not all(map(math.isfinite, values[: self._norms])):
                 return None
+            for name, flag in zip(self._alike, self._flags):
+                if 0 < values[flag] < self._world:
+                    raise OwnershipError(
+                        f"parameter {name!r} has a gradient on {values[flag]:.0f} of {self._world} "
+                        "ranks. In the 'replicated' layout p.grad must be the average over all "
+                        "ranks, on all of them, zeros where a rank has none: average with "
+                        "DistributedDataParallel, and clear gradients on all ranks alike. Nothing "
+                        "was changed"
+                    )
             bad = None
             if not all(values[flag] for flag in self._of_blocks):
                 bad = vector.index_select(0, self._flag_index) == 0

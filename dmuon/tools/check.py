@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from itertools import product
@@ -22,15 +22,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from dmuon.config import DedicatedOptions, ReplicatedOptions, ShardedOptions
-from dmuon.optim import Muon
 from dmuon.tools.equivalence import EquivalenceReport, EquivalenceRow, check_step_equivalence
 from dmuon.tools.plan import positive
+from dmuon.update import Rates
 
 if TYPE_CHECKING:
     from dmuon.tools.parallel_models import ParallelCase
@@ -111,18 +107,10 @@ def _jobs(args: argparse.Namespace) -> list[_Job]:
 
 
 def _plant_fault() -> None:
-    """Have the last rank change dmuon's weights by a fifth too much."""
-
-    def scaled(factor: float) -> Callable[..., None]:
-        def hook(opt: torch.optim.Optimizer, *_: Any) -> None:
-            for group in opt.param_groups if isinstance(opt, Muon) else ():
-                group["lr"] *= factor
-
-        return hook
-
+    """Have the last rank change matrices by a fifth too much."""
+    adjusted = Rates.adjusted
     if dist.get_rank() == dist.get_world_size() - 1:
-        register_optimizer_step_pre_hook(scaled(1.2))
-        register_optimizer_step_post_hook(scaled(1 / 1.2))
+        Rates.adjusted = lambda *of: 1.2 * adjusted(*of)  # type: ignore[method-assign]
 
 
 def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:

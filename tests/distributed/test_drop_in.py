@@ -626,6 +626,65 @@ def test_what_ranks_plan_differently_is_an_error_on_all(rank, world):
     train_again(t)
 
 
+@distributed(2, 4)
+def test_what_one_rank_finds_in_a_step_is_an_error_on_all(rank, world):
+    """And training goes on where that was mended."""
+
+    def sparse(t: Trial) -> None:
+        grad = t.bare.tok.weight.grad
+        assert grad is not None
+        t.bare.tok.weight.grad = grad.to_sparse()
+
+    def missing(t: Trial) -> None:
+        t.bare.mid.weight.grad = None
+
+    def rate(t: Trial) -> None:
+        t.opt.param_groups[0]["lr"] *= 0.5
+
+    for fault, text in (
+        (sparse, "not dense"),
+        (missing, f"'mid.weight' has a gradient on {world - 1} of {world} ranks"),
+        (rate, "another lr"),
+    ):
+        t = trial(rank, world)
+        t.train(range(4))  # by now gradients are compared rarely
+        t.both_backward(4)
+        before = weights(t.bare)
+        if rank == world - 1:
+            fault(t)
+        with pytest.raises(DmuonError, match=text if rank == world - 1 else f"{text}|refuses"):
+            t.opt.step()
+        assert_bitwise(weights(t.bare), before)
+        t.opt.zero_grad()
+        t.opt.param_groups[0]["lr"] = MUON["lr"]
+        t.twin.zero_grad()
+        t.train(range(4, 6))
+        t.check()
+
+
+@distributed(2)
+def test_a_parameter_replaced_on_one_rank_is_an_error_on_all(rank, world):
+    t = trial(rank, world, wrap=None)
+    for step in range(2):
+        t.loss(step).backward()
+        average(*t.model.parameters())
+        if step and rank == 1:
+            t.bare.mid.weight.data = t.bare.mid.weight.data.double()
+        with pytest.raises(DmuonError, match="mid.weight|refuses") if step else nullcontext():
+            t.opt.step()
+        t.opt.zero_grad()
+
+
+@distributed(2)
+def test_groups_that_one_rank_broke_before_planning_are_an_error_on_all(rank, world):
+    t = trial(rank, world)
+    if rank == 1:
+        t.opt.param_groups[0]["params"].pop()
+    t.loss(0).backward()
+    with pytest.raises(DmuonError, match="add groups with opt.add_param_group"):
+        t.opt.step()
+
+
 def refuses(name: str, p: Tensor) -> bool:
     raise RuntimeError("this rank cannot select")
 

@@ -165,19 +165,22 @@ class ClippedInHalf(Module):
     """Lightning leaves unscaling to an optimizer that takes the scale, and then does not clip."""
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
-        self.trainer.precision_plugin.scaler.unscale_(getattr(optimizer, "optimizer", optimizer))
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            scaler.unscale_(getattr(optimizer, "optimizer", optimizer))
         torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
 
 
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 @pytest.mark.parametrize("kind", [ClippedInHalf, Module])
-def test_scaled_gradients_are_clipped_as_the_page_says(kind):
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+def test_gradients_in_half_precision_are_clipped_as_the_page_says(kind, precision):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12) if precision == "16-mixed" else None
     module = kind()
     trainer = lightning.Trainer(
         accelerator="cpu",
         max_steps=common.STEPS,
         gradient_clip_val=common.CLIP,
-        plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)],
+        plugins=[MixedPrecision(precision, "cpu", scaler=scaler)],
         enable_checkpointing=False,
         **QUIET,
     )
@@ -188,7 +191,7 @@ def test_scaled_gradients_are_clipped_as_the_page_says(kind):
         return
     trainer.fit(module, data)
     losses, _ = common.by_hand(common.net)
-    torch.testing.assert_close(module.losses, losses, rtol=0.01, atol=0.0)
+    torch.testing.assert_close(module.losses, losses, rtol=0.02, atol=0.0)
 
 
 def test_parameters_without_names_are_refused():

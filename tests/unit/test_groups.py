@@ -602,6 +602,89 @@ def test_a_state_of_another_model_is_refused_before_planning_too():
     train(wide, opt, tokens(), range(1))
 
 
+def test_names_in_a_state_do_not_say_how_parameters_are_updated():
+    """Saved under one prefix, loaded under another, and roles said by the user."""
+    model, other = TinyGPT(), TinyGPT()
+    found = []
+    for made, prefix in ((model, "a."), (other, "b.")):
+        named = [(prefix + name, p) for name, p in made.named_parameters()]
+        embed = [e for e in named if "embed" in e[0]]
+        rest = [e for e in named if "embed" not in e[0]]
+        found.append(muon([{"params": embed, "algorithm": "muon"}, {"params": rest}]))
+    train(model, found[0], tokens(), range(2))
+    found[1].load_state_dict(through_a_file(found[0].state_dict()))
+    other.load_state_dict(model.state_dict())
+    for made, opt in ((model, found[0]), (other, found[1])):
+        train(made, opt, tokens(), range(2, 4))
+    assert_bitwise(weights(other), weights(model))
+    assert found[1].param_groups[0]["param_names"][0].startswith("b.")
+
+
+@PLANNED
+def test_a_state_with_the_same_names_in_another_order_is_taken_by_name(planned):
+    model, other = TinyGPT(), TinyGPT()
+    saved = muon(model.named_parameters())
+    train(model, saved, tokens(), range(2))
+    other.load_state_dict(model.state_dict())
+    opt = muon(reversed(list(other.named_parameters())))
+    if planned:
+        opt.report()
+    opt.load_state_dict(saved.state_dict())
+    for made, each in ((model, saved), (other, opt)):
+        train(made, each, tokens(), range(2, 4))
+    assert_bitwise(weights(other), weights(model))
+
+
+@PLANNED
+def test_a_state_of_another_algorithm_is_refused_and_changes_nothing(planned):
+    model = TinyGPT()
+    adamw = torch.optim.AdamW(model.named_parameters(), lr=1e-4)
+    train(model, adamw, tokens(), range(1))
+    for select in (None, lambda name, p: "blocks.1" in name and p.ndim == 2):
+        donor = TinyGPT()
+        saved: Any = adamw
+        if select is not None:
+            saved = muon(donor, dedicate={"select": select})
+            train(donor, saved, tokens(), range(1))
+        made = TinyGPT()
+        opt = muon(made)
+        if planned:
+            train(made, opt, tokens(), range(1))
+        before = copy.deepcopy(opt.state_dict())
+        with pytest.raises(OwnershipError, match="updated by muon here and needs 'momentum_buffer"):
+            opt.load_state_dict(saved.state_dict())
+        assert opt.state_dict()["param_groups"] == before["param_groups"]
+        same_state(opt.state_dict()["state"], before["state"])
+        train(made, opt, tokens(), range(1))
+
+
+@PLANNED
+@pytest.mark.parametrize("masters", [False, True])
+def test_what_a_state_lacks_begins_anew(planned, masters):
+    """A framework's round trip of a state before the first step; a stage with a frozen part."""
+    model = TinyGPT().bfloat16() if masters else TinyGPT()
+    settings: dict[str, Any] = {"master_weights": masters}
+    staged = muon(model, **settings)
+    train(model, staged, tokens(), range(2))
+    for lacking in ("all", "some"):
+        state = copy.deepcopy(staged.state_dict())
+        if lacking == "all":
+            state["state"] = {}
+        else:
+            state["state"] = {k: v for k, v in state["state"].items() if k % 3}
+        made = [clone(model), clone(model)]
+        opts = [muon(each, **settings) for each in made]
+        if planned:
+            opts[0].report()
+        for opt in opts:
+            opt.load_state_dict(copy.deepcopy(state))
+        if lacking == "all":  # as if it had never been loaded
+            opts[1] = muon(made[1], **settings)
+        for each, opt in zip(made, opts, strict=True):
+            train(each, opt, tokens(), range(2, 4))
+        assert_bitwise(weights(made[0]), weights(made[1]))
+
+
 # ---- states of torch's optimizers --------------------------------------------------------
 
 # torch.optim.Muon's iteration.
@@ -828,6 +911,72 @@ def test_a_parameter_unfrozen_before_the_first_step_is_trained():
     assert_within(weights(model), weights(twin), 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("form", "frozen"),
+    [("module", "others"), ("groups", "others"), ("groups", "matrices"), ("groups", "all")],
+)
+def test_what_was_frozen_has_its_own_rates_under_a_schedule(form, frozen):
+    """A group's fields are those that its frozen parameters need too: a scheduler that begins with
+    the optimizer scales what they will be trained by."""
+    model, twin = TinyGPT(), TinyGPT()
+    twin.load_state_dict(model.state_dict())
+    found = []
+    for made, some in ((model, frozen), (twin, None)):
+        matrices, others = by_role(made)
+        for name, p in made.named_parameters():
+            p.requires_grad_(some not in ("all", "matrices" if is_matrix(name) else "others"))
+        groups = [{"params": matrices + others[:1]}, {"params": others[1:]}]
+        opt = muon(made if form == "module" else groups, adamw_lr=1e-3)
+        schedule = LambdaLR(opt, lambda step: (step + 1) / 3)
+        made.requires_grad_(True)
+        for step in range(3):
+            train(made, opt, tokens(), range(step, step + 1))
+            schedule.step()
+        found.append([{k: v for k, v in g.items() if k != "params"} for g in opt.param_groups])
+    assert found[0] == found[1]
+    assert_bitwise(weights(model), weights(twin))
+
+
+def test_a_parameter_unfrozen_later_is_an_error():
+    for whole in (True, False):
+        model = TinyGPT()
+        model.blocks[0].requires_grad_(False)
+        opt = muon(model if whole else model.named_parameters())
+        train(model, opt, tokens(), range(1))
+        before = weights(model)
+        model.blocks[0].requires_grad_(True)
+        with pytest.raises(OwnershipError, match=r"blocks\.0\..*make dmuon.Muon anew"):
+            train(model, opt, tokens(), range(1))
+        assert_bitwise(weights(model), before)
+        again = muon(model if whole else model.named_parameters())
+        again.load_state_dict(opt.state_dict())
+        train(model, again, tokens(), range(2))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_new_optimizer_of_the_same_parameters_takes_over(whole):
+    model, twin = TinyGPT(), TinyGPT()
+    twin.load_state_dict(model.state_dict())
+    first = muon(model if whole else model.named_parameters())
+    train(model, first, tokens(), range(2))
+    second = muon(model if whole else model.named_parameters())
+    second.load_state_dict(first.state_dict())
+    train(model, second, tokens(), range(2, 4))
+    one = muon(twin)
+    train(twin, one, tokens(), range(4))
+    assert_bitwise(weights(model), weights(twin))
+    with pytest.raises(OwnershipError, match="closed"):
+        first.step()
+
+
+def test_a_report_may_be_asked_for_in_inference_mode():
+    model = TinyGPT()
+    opt = muon(model)
+    with torch.inference_mode():
+        assert opt.report()
+    train(model, opt, tokens(), range(2))
+
+
 # ---- what users do around an optimizer ----------------------------------------------------
 
 
@@ -872,6 +1021,8 @@ def test_what_is_asked_of_planning_is_checked_and_used():
     opt = muon(model, dedicate={"splits": Mixed.splits, "heads": Mixed.heads, "solver": "greedy"})
     assert opt.ownership.plan.solver == "greedy"
     assert len(opt.ownership.owner_of("qkv.weight")) == 3
+    opt.ownership.close()
+    dmuon.dedicate_params(model)
     with pytest.raises(OwnershipError, match="are planned: say it there"):
         muon(model, dedicate={"solver": "greedy"})
 

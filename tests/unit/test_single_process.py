@@ -696,7 +696,7 @@ NO_STATES = {
     "no owners": (lambda state: state | {"dmuon": 1}, "'dmuon' must tell its 'owners'"),
     "momentum that is no tensor": (
         lambda state: state | {"state": {k: {"momentum_buffer": 1} for k in state["state"]}},
-        "no momentum for an owned parameter",
+        "needs 'exp_avg'",
     ),
 }
 
