@@ -488,9 +488,9 @@ class Muon(Optimizer):
         # Set by `torch.amp.GradScaler` around the call.
         amp = Amp(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         for engine in run.engines:
-            engine.begin(amp, refusal)
+            refusal = engine.begin(amp, refusal) or refusal
         for engine in run.engines:
-            engine.launch()
+            engine.launch(refusal)
         for engine in run.engines:
             engine.update_others()
         for engine in run.engines:

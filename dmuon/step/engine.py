@@ -124,16 +124,19 @@ class Engine(ABC):
         return True
 
     @abstractmethod
-    def begin(self, amp: Amp, refusal: Exception | None) -> None:
+    def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:
         """Have gradients where they belong, and weights as they were published.
 
         ``refusal``: why this rank cannot take the step. It raises that, here or in `launch`, once
-        the other ranks can know; they raise ConsensusError.
+        the other ranks can know; they raise ConsensusError. Returns it, or what it found itself.
         """
 
     @abstractmethod
-    def launch(self) -> None:
-        """Update the matrices, as far as that needs no waiting at the end."""
+    def launch(self, refusal: Exception | None) -> None:
+        """Update the matrices, as far as that needs no waiting at the end.
+
+        ``refusal``: that of any engine, so that no other has stepped when one refuses.
+        """
 
     @abstractmethod
     def update_others(self) -> None:

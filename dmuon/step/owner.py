@@ -188,7 +188,7 @@ class OwnerEngine(Engine):
             return False  # reading it would wait for the device
         return self._settings.check() is not None
 
-    def begin(self, amp: Amp, refusal: Exception | None) -> None:
+    def begin(self, amp: Amp, refusal: Exception | None) -> None:  # raises what it finds
         if amp.found_inf is not None:
             raise OwnershipError(
                 f"GradScaler does not work in the {self._name!r} layout: it cannot see the "
@@ -199,7 +199,9 @@ class OwnerEngine(Engine):
         if self._take_over_loaded():
             self._state.refresh_masters()
 
-    def launch(self) -> None:
+    def launch(self, refusal: Exception | None) -> None:
+        if refusal is not None:
+            raise refusal
         self._begin_update()
         self._runtime.step(self._compute, self._apply)
 

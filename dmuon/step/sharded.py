@@ -149,7 +149,6 @@ class ShardedEngine(Engine):
         self._outcome = _Outcome()
         self._grads: list[Tensor | None] = []
         self._amp = Amp()
-        self._refusal: Exception | None = None
         self._skipped: int | Tensor = 0
         self._compared = 0  # steps whose gradients could be compared with other ranks'
         runtime.bind(self._group_of, self._settings.ns_dtype, self._settings.hooks)
@@ -253,7 +252,7 @@ class ShardedEngine(Engine):
 
     # ---- a step --------------------------------------------------------------------------
 
-    def begin(self, amp: Amp, refusal: Exception | None) -> None:
+    def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:
         self._message.raise_noted()
         self._outcome.wait()
         self._amp = amp
@@ -262,9 +261,8 @@ class ShardedEngine(Engine):
             self._grads = self._runtime.local_gradients()
         except DmuonError as error:
             refusal = refusal or error  # perhaps on this rank alone
-        self._refusal = refusal
         if refusal is not None:
-            return
+            return refusal
         self._state.begin_step()
         if self._take_over_loaded():
             self._state.refresh_masters()
@@ -272,14 +270,15 @@ class ShardedEngine(Engine):
         if amp.scale is not None and present:
             # A tensor, because reading it would wait for the device.
             scale_all(present, amp.scale.reciprocal().to(present[0].device))
+        return None
 
-    def launch(self) -> None:
+    def launch(self, refusal: Exception | None) -> None:
         grads, self._grads = self._grads, []
         is_full = self._settings.schedule.is_full(self._settings.schedule.t)
-        if self._refusal is not None:
+        if refusal is not None:
             if is_full:
                 self._refuse()
-            raise self._refusal
+            raise refusal
         if not any(grad is not None for grad in grads) and not self._settings.schedule.t:
             warnings.warn(
                 "dmuon: no parameter has a gradient at the first step. If the model was sharded or "

@@ -676,6 +676,27 @@ def test_a_parameter_replaced_on_one_rank_is_an_error_on_all(rank, world):
 
 
 @distributed(2)
+def test_of_two_models_none_steps_where_the_second_cannot(rank, world):
+    models = [seeded(Used), seeded(Used)]
+    owns = [dmuon.dedicate_params(model) for model in models]
+    opt = dmuon.Muon([p for model in models for p in model.parameters()], **MUON)
+    for step in range(2):
+        for model in models:
+            loss_of(model, batch(step, rank)).backward()
+            average(*model.parameters())
+        if step and rank == 1:
+            models[1].mid.weight.grad = models[1].mid.weight.grad.to_sparse()
+        before = [weights(model) for model in models]
+        with pytest.raises(DmuonError, match="not dense|refuses") if step else nullcontext():
+            opt.step()
+        for model, old in zip(models, before, strict=True) if step else ():
+            assert_bitwise(weights(model), old)
+        opt.zero_grad()
+    for own in owns:
+        own.close()
+
+
+@distributed(2)
 def test_groups_that_one_rank_broke_before_planning_are_an_error_on_all(rank, world):
     t = trial(rank, world)
     if rank == 1:
