@@ -9,6 +9,7 @@ from operator import is_
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -46,6 +47,40 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     """The full tensor on every rank, detached; a collective call for a `DTensor`."""
     tensor = tensor.detach()
     return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def sharded_rows(local: Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> Tensor:
+    """The `DTensor` of this shape whose rows lie on the ranks of a mesh of one axis one after the
+    other, ``local`` here."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    size = torch.Size(shape)
+    stride = torch.empty(size, device="meta").stride()
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=size, stride=stride)
+
+
+def local_rows(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor | None:
+    """What this rank has of a tensor that lies as `sharded_rows` makes it; None for another."""
+    stamp = LayoutStamp.of(tensor)
+    if mesh is None or stamp.mesh != mesh or not stamp.placements[0].is_shard(0):
+        return None
+    return local_tensor(tensor)
+
+
+def copy_state(target: Tensor, source: Tensor) -> None:
+    """Copy a saved tensor, whether it lies as ``target`` does, whole, or otherwise.
+
+    A collective call where it is distributed otherwise.
+    """
+    mine, saved = LayoutStamp.of(target), LayoutStamp.of(source)
+    if (mine.placements, mine.mesh) == (saved.placements, saved.mesh):
+        target, source = local_tensor(target), local_tensor(source)
+    else:
+        source = whole_tensor(source)
+        if mine.placements is not None and target.ndim:
+            source = source[local_shard("state", target, dist.get_rank()).box.slices()]
+        target = local_tensor(target)
+    target.copy_(source)
 
 
 def mesh_axes(tensor: Tensor) -> tuple[str, ...]:

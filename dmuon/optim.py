@@ -64,8 +64,6 @@ from dmuon.update import Rates
 
 Route = tuple[ParameterSpec, tuple[MatrixSpec, ...]]
 
-_STATE_FORMAT = 1
-
 
 class Muon(Optimizer):
     """Muon on the matrices of a model, AdamW on everything else.
@@ -626,47 +624,35 @@ class Muon(Optimizer):
 
     # ---- state ---------------------------------------------------------------------------
 
-    def state_dict(self, *, this_rank_only: bool = False) -> dict[str, Any]:
-        """The state as `torch.optim.Muon` and `torch.optim.AdamW` have it; no collective call.
+    def state_dict(self) -> dict[str, Any]:
+        """The state as `torch.optim.Muon` and `torch.optim.AdamW` have it, of whole parameters.
 
         In the `replicated` layout the whole state, on any rank; in the `sharded` one distributed
-        like the parameters, for `torch.distributed.checkpoint`. Where momentum lies with owners
-        (``reduce_to_owner``, `dedicated`) no rank has the whole: ``this_rank_only=True`` gives what
-        this rank owns, which every rank must save, and which `load_state_dict` takes back on the
-        same rank with the same plan.
+        like the parameters; no collective call. Where momentum lies with owners
+        (``reduce_to_owner``, `dedicated`) a collective call, which every rank makes: it is then
+        distributed by rows. Whatever is distributed is saved by
+        `torch.distributed.checkpoint.save`, or made whole by `get_optimizer_state_dict` with
+        ``full_state_dict=True``, and loads into any layout (docs/checkpoints.md).
 
         Raises:
-            OwnershipError: momentum lies with owners on several ranks, and this rank's alone was
-                not asked for.
+            OwnershipError: momentum lies with owners, and another rank does not make this call.
         """
         self.synchronize()
-        owners = self._owners()
-        several = any(o.runtime.transport.world > 1 for o in self._run.ownerships)
-        if owners and several and not this_rank_only:
-            raise OwnershipError(
-                "opt.state_dict() would give this rank's part only, because momentum lies with the "
-                "owners: save torch.save(opt.state_dict(this_rank_only=True), f'optimizer-{rank}"
-                ".pt') on every rank, and opt.ownership.plan.to_json() once"
-            )
         self._show_loaded()
-        for engine in self._run.engines:
-            engine.before_state_dict()
-        data = super().state_dict()
-        if owners:
-            steps = self._run.schedule.t
-            data["dmuon"] = {"format": _STATE_FORMAT, "steps": steps, "owners": owners}
-        return data
-
-    def _owners(self) -> list[tuple[str, int]]:
-        """What state that lies with owners is bound to."""
-        return [
-            (o.plan.fingerprint(), o.rank)
-            for o in self._run.ownerships
-            if o.plan.layout.keeps_state_at_owners
-        ]
+        shown: dict[Any, Any] = {}
+        with torch.no_grad():
+            for engine in self._run.engines:
+                shown |= engine.saved_state()
+        kept = dict(self.state)
+        try:
+            self.state.update(shown)
+            return super().state_dict()
+        finally:
+            self.state.update(kept)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Restore what `state_dict` gave, bit for bit; no collective call.
+        """Restore what `state_dict` gave, in this layout or another, bit for bit where the
+        precision is the same. No collective call but where momentum lies with owners.
 
         Before anything is planned the state is kept, and taken over by the plan. It may also be a
         list of the states of several optimizers that had these parameters between them, such as
@@ -675,9 +661,48 @@ class Muon(Optimizer):
         as they are here.
 
         Raises:
-            OwnershipError: it is no optimizer's state, or another model's or, where momentum lies
-                with owners, another rank's or another plan's; nothing is changed.
+            OwnershipError: it is no optimizer's state or another model's; nothing is changed.
+            ConsensusError: that is so on another rank, where momentum lies with owners.
         """
+        run = self._run
+        self.synchronize()
+
+        def read() -> tuple[list[Group], dict[Any, Any]]:
+            return self._read_state(state_dict)
+
+        groups: list[Group] = []
+        saved: dict[Any, Any] = {}
+        owners = [o for o in run.ownerships if o.plan.layout.keeps_state_at_owners]
+        for ownership in owners:
+            transport = ownership.runtime.transport
+            transport.meet("opt.load_state_dict()")
+            groups, saved = attempt(transport, read, what="opt.load_state_dict()", digest=_forms)
+        if not owners:
+            groups, saved = read()
+        # Hyperparameters that the saved groups do not have, as those of torch's optimizers, stay.
+        # Names are those of here: they say how parameters are routed.
+        for group, now in zip(groups, self.param_groups):
+            if group.get("param_names") != now.get("param_names"):
+                group.pop("param_names", None)
+            group.update((k, v) for k, v in now.items() if k not in group and k != "params")
+        # The base class casts state to the parameter's dtype; ours must come back exactly, and
+        # stays where it is.
+        kept = dict(self.state)
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        if run.engines:
+            self.state.update(kept)
+            self._load(saved)
+        else:
+            run.loaded = {n: _copied(saved[p]) for n, p in self._named() if p in saved}
+            self._show_loaded()
+        of_muon = next((group for group in groups if PROGRESS["step"] in group), None)
+        if of_muon is not None:
+            run.schedule.load({key: of_muon[name] for key, name in PROGRESS.items()})
+        self._note_progress()
+
+    def _read_state(self, state_dict: Any) -> tuple[list[Group], dict[Any, Any]]:
+        """(param groups, entries by parameter) of what was given; OwnershipError if it does not
+        fit."""
         run = self._run
         is_list = isinstance(state_dict, list | tuple)
         for state in state_dict if is_list else [state_dict]:
@@ -686,16 +711,6 @@ class Muon(Optimizer):
                 raise OwnershipError(
                     f"this is not what opt.state_dict() of a dmuon.Muon gave: {flaw}"
                 )
-        expected = self._owners()
-        info = {} if is_list else state_dict.get("dmuon") or {}
-        found = [tuple(pair) for pair in info.get("owners", ())] or None
-        if expected and found != expected:
-            raise OwnershipError(
-                "this optimizer state does not belong here: it has (plan, rank) "
-                f"{found}, this process is {expected}. Each rank loads the state that it saved, "
-                "with dedicate_params(model, plan=saved_plan)"
-            )
-        self.synchronize()
         order = [p for group in self.param_groups for p in group["params"]]
         if is_list:
             named = [(n, p) for n, p in self._named() if n in run.routes]  # others were frozen
@@ -721,29 +736,8 @@ class Muon(Optimizer):
             entries = state_dict["state"]
             saved = {p: entries[key] for key, p in zip(keys, order) if key in entries}
         saved = {p: entry for p, entry in saved.items() if entry}
-        self._check_saved(saved, found is not None and not expected)
-        for engine in run.engines:
-            engine.check_state(saved)
-        # Hyperparameters that the saved groups do not have, as those of torch's optimizers, stay.
-        # Names are those of here: they say how parameters are routed.
-        for group, now in zip(groups, self.param_groups):
-            if group.get("param_names") != now.get("param_names"):
-                group.pop("param_names", None)
-            group.update((k, v) for k, v in now.items() if k not in group and k != "params")
-        # The base class casts state to the parameter's dtype; ours must come back exactly, and
-        # stays where it is.
-        kept = dict(self.state)
-        super().load_state_dict({"state": {}, "param_groups": groups})
-        if run.engines:
-            self.state.update(kept)
-            self._load(saved)
-        else:
-            run.loaded = {n: _copied(saved[p]) for n, p in self._named() if p in saved}
-            self._show_loaded()
-        of_muon = next((group for group in groups if PROGRESS["step"] in group), None)
-        if of_muon is not None:
-            run.schedule.load({key: of_muon[name] for key, name in PROGRESS.items()})
-        self._note_progress()
+        self._check_saved(saved)
+        return groups, saved
 
     def _named(self) -> list[tuple[str, Any]]:
         """The parameters in the groups, with the names that they have here.
@@ -774,42 +768,45 @@ class Muon(Optimizer):
             self.state.clear()
             self.state.update((p, loaded[n]) for n, p in self._named() if n in loaded)
 
-    def _check_saved(self, saved: Mapping[Tensor, Any], is_owners: bool) -> None:
-        """Raise OwnershipError for momentum of another shape than its parameter's, for that of
-        another algorithm, and where what ``is_owners``' is not all.
-
-        A parameter without any had no gradient so far.
-        """
+    def _check_saved(self, saved: Mapping[Tensor, Any]) -> None:
+        """Raise OwnershipError for state of another shape than its parameter's, and for that of
+        another algorithm. A parameter without any had no gradient so far."""
         routes = self._run.if_trained | self._run.routes
         for name, p in self._named() if saved else ():
             entry = saved.get(p, {})
-            if p.requires_grad and name in routes and (entry or is_owners):
-                algorithm = routes[name][0].algorithm
-                key = "momentum_buffer" if algorithm is Algorithm.MUON else "exp_avg"
-                if key not in entry:
+            if not entry or not p.requires_grad or name not in routes:
+                continue
+            spec = routes[name][0]
+            is_muon = spec.algorithm is Algorithm.MUON
+            if ("momentum_buffer" if is_muon else "exp_avg") not in entry:
+                raise OwnershipError(
+                    f"the optimizer state has {sorted(entry)} for parameter {name!r}, which is "
+                    f"updated by {spec.algorithm.value} here and needs "
+                    f"{'momentum_buffer' if is_muon else 'exp_avg'!r}: it was saved by another "
+                    "optimizer, or with other routes"
+                )
+            for key in ("momentum_buffer", "exp_avg", "exp_avg_sq", "master_weight"):
+                value = entry.get(key)
+                if key in entry and getattr(value, "shape", None) != spec.shape:
+                    shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                     raise OwnershipError(
-                        f"the optimizer state has {sorted(entry) or 'nothing'} for parameter "
-                        f"{name!r}, which is updated by {algorithm.value} here and needs {key!r}: "
-                        "it was saved by another optimizer, with other routes, or with "
-                        "reduce_to_owner or layout='dedicated', where each rank has a part"
-                    )
-            for key in ("momentum_buffer", "exp_avg"):
-                value = saved.get(p, {}).get(key)
-                # A rank may have a placeholder for what others store.
-                if isinstance(value, Tensor) and p.numel() and value.shape != p.shape:
-                    raise OwnershipError(
-                        f"the optimizer state has {key} of shape {list(value.shape)} for parameter "
-                        f"{name!r} of shape {list(p.shape)}: it was saved by another model, or the "
+                        f"the optimizer state has {key} of shape {shape} for parameter {name!r} of "
+                        f"shape {list(spec.shape)}: it was saved by another model, or the "
                         "parameters were listed in another order"
                     )
 
     def _load(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
-        run = self._run
-        for engine in run.engines:
-            engine.check_state(saved)
         with torch.no_grad():
-            for engine in run.engines:
+            for engine in self._run.engines:
                 engine.load_state(saved)
+
+
+def _forms(read: tuple[list[Group], dict[Any, Any]]) -> str:
+    """What ranks must have in common of a state that they load together."""
+    groups, saved = read
+    return f"{[{**g, 'params': len(g['params'])} for g in groups]}" + "".join(
+        f"\n{sorted((k, type(v).__name__) for k, v in entry.items())}" for entry in saved.values()
+    )
 
 
 def _copied(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -834,7 +831,7 @@ def _flaw(given: Any) -> str | None:
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
         found = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
         return f"it must be a dict with 'state' and 'param_groups', found {found}"
-    entries, groups, info = given["state"], given["param_groups"], given.get("dmuon")
+    entries, groups = given["state"], given["param_groups"]
     if not isinstance(entries, Mapping) or not are(Mapping, list(entries.values()), list):
         return "'state' must be a dict with a dict for each parameter"
     adamw = {"step", "exp_avg", "exp_avg_sq"}
@@ -844,9 +841,6 @@ def _flaw(given: Any) -> str | None:
         isinstance(group.get("params"), (list, tuple)) for group in groups
     ):
         return "'param_groups' must be a list of dicts, each with a list as 'params'"
-    owners = info.get("owners") if isinstance(info, Mapping) else info
-    if owners is not None and not are((list, tuple), owners, (list, tuple)):
-        return f"'dmuon' must tell its 'owners' as pairs of a plan and a rank, found {info!r}"
     return None
 
 

@@ -102,13 +102,36 @@ class Slices:
         boxes = self.boxes[parameter]
         return self.plan.specs.parameters[parameter].shape if boxes is None else boxes[tensor].shape
 
-    def part(self, matrix: int, tensor: int) -> Part:
-        """What the ranks with this tensor coordinate hold of a matrix."""
+    def _boxes(self, matrix: int, tensor: int) -> tuple[Box, Box]:
+        """The box of a matrix in its parameter, and that of the parameter's slice."""
         spec = self.plan.specs.matrices[matrix]
         shape = self.plan.specs.parameters[spec.parameter].shape
-        outer = spec.box(shape)
         boxes = self.boxes[spec.parameter]
-        local = Box((0,) * len(shape), shape) if boxes is None else boxes[tensor]
+        return spec.box(shape), Box.at_origin(shape) if boxes is None else boxes[tensor]
+
+    def places(
+        self, parameter: int, *, in_slices: bool, replicas: bool
+    ) -> list[tuple[int, int, Box]]:
+        """Who keeps a parameter: (matrix, mesh rank, box in the parameter).
+
+        These are the owners, or (``in_slices``) the ranks with their data coordinates, each its
+        slice. With ``replicas`` all that keep it, else each element once.
+        """
+        found = []
+        for i in self.matrices_of[parameter]:
+            replica, shard, tensor = self._place[i]
+            every = in_slices and (replicas or self.is_cut(i))
+            for r in range(self.grid.shape[0]) if replicas else [replica]:
+                for t in range(self.grid.shape[2]) if every else [tensor]:
+                    outer, local = self._boxes(i, t)
+                    box = outer.intersection(local) if in_slices else outer
+                    found.append((i, self.grid.rank_at(r, shard, t), box))
+        return found
+
+    def part(self, matrix: int, tensor: int) -> Part:
+        """What the ranks with this tensor coordinate hold of a matrix."""
+        shape = self.plan.specs.parameters[self.plan.specs.matrices[matrix].parameter].shape
+        outer, local = self._boxes(matrix, tensor)
         common = outer.intersection(local)
         if not common.numel:
             return Part(matrix, 0, 0, Box((0,) * len(shape), (0,) * len(shape)))

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from operator import is_
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from dmuon.comm.buckets import Slices
 from dmuon.comm.consensus import refused
 from dmuon.comm.reducer import GradientReducer, OwnedGradients
+from dmuon.comm.rows import Places, RowShards
 from dmuon.comm.transport import Meter, Transport
 from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
 from dmuon.scheduler.specs import canonical_name
@@ -174,6 +176,18 @@ class OwnerRuntime(LayoutRuntime):
         return OwnedGradients(
             self._slices, self.units, self.transport.rank, reduce_dtype, self.device
         )
+
+    @cached_property
+    def rows(self) -> RowShards:
+        """The form in which what lies with owners is saved."""
+        return RowShards(self.transport, self.device)
+
+    def matrices_of(self, parameter: int) -> list[int]:
+        return self._slices.matrices_of[parameter]
+
+    def owned_places(self, parameter: int) -> Places:
+        """The owners of a parameter's matrices, each with its box."""
+        return self._slices.places(parameter, in_slices=False, replicas=False)
 
     @property
     def _bound(self) -> GradientReducer:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from dmuon.types import OwnershipError
 
@@ -66,6 +67,13 @@ class Transport(Protocol):
 
     def broadcast_object(self, value: Any, src: int) -> Any:
         """``value`` of rank ``src``, on every rank."""
+
+    def meet(self, call: str) -> None:
+        """Wait until every rank has come to ``call``, which takes collectives; OwnershipError if
+        one does not, before any of them is issued."""
+
+    def mesh(self, device: torch.device) -> DeviceMesh | None:
+        """All ranks as a mesh of one axis; None where there is no other rank."""
 
     def close(self) -> None:
         """Release what the transport made for itself."""
@@ -138,6 +146,12 @@ class LocalTransport:
     def broadcast_object(self, value: Any, src: int) -> Any:
         return value
 
+    def meet(self, call: str) -> None:
+        return None
+
+    def mesh(self, device: torch.device) -> DeviceMesh | None:
+        return None
+
     def close(self) -> None:
         return None
 
@@ -187,6 +201,7 @@ class C10dTransport:
         self._group = weakref.ref(group)
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
+        self._meetings = 0
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -237,6 +252,25 @@ class C10dTransport:
         values = [value]
         dist.broadcast_object_list(values, group_src=src, group=self.group)
         return values[0]
+
+    def meet(self, call: str) -> None:
+        # Through the store: a collective that only some ranks issue would meet another one of the
+        # others, and be no error but wrong data.
+        store, self._meetings = self.group.get_group_store(), self._meetings + 1
+        key = f"dmuon meeting {self._meetings}"
+        try:
+            if store.add(key, 1) == self.world:
+                store.set(f"{key} is complete", "")
+            store.wait([f"{key} is complete"])
+        except dist.DistStoreError as error:
+            raise OwnershipError(
+                f"{call} is a collective call where momentum or weights lie with their owners, and "
+                "another rank did not come to it: call it on every rank, not behind `if rank == "
+                "0`, and write the file on one"
+            ) from error
+
+    def mesh(self, device: torch.device) -> DeviceMesh | None:
+        return None if self.world == 1 else DeviceMesh.from_group(self.group, device.type)
 
     def close(self) -> None:
         # The user may have torn down torch.distributed first, which destroys every group.

@@ -19,6 +19,7 @@ from dmuon.adamw import refresh_masters
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.comm.transport import Meter, Stopwatch, Transport, Work
 from dmuon.config import KernelOptions
+from dmuon.dtensors import copy_state, local_tensor
 from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.period import Schedule
@@ -151,16 +152,25 @@ class Engine(ABC):
         """Numbers of the last step, without a collective; see `Muon.stats`."""
 
     @abstractmethod
-    def before_state_dict(self) -> None:
-        """Have everything to be saved in the optimizer's state."""
-
-    @abstractmethod
-    def check_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Raise OwnershipError if the saved entries do not fit; nothing is changed."""
+    def saved_state(self) -> Mapping[Tensor, dict[str, Any]]:
+        """Entries that are saved in the place of those in the optimizer's state; may be a
+        collective call."""
 
     @abstractmethod
     def load_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         """Take over saved entries, bit for bit where they have the same precision."""
+
+
+def load_entry(p: Tensor, state: dict[str, Tensor], saved: Mapping[str, Any]) -> None:
+    """Copy what was saved of a parameter into its state; zeros where it had no gradient before, and
+    a master that was not saved takes the weight."""
+    for key, value in state.items():
+        if key in saved:
+            copy_state(value, torch.as_tensor(saved[key]))
+        elif key == "master_weight":
+            local_tensor(value).copy_(local_tensor(p))
+        else:
+            local_tensor(value).zero_()
 
 
 # ---- times -------------------------------------------------------------------------------

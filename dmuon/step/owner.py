@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dmuon.adamw import adamw_step
+from dmuon.adamw import adamw_step, make_adamw_state
 from dmuon.comm.layout import OwnerRuntime
 from dmuon.comm.reducer import oriented, rows_of, set_rows, unstacker
 from dmuon.comm.transport import host_can_read
 from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.scheduler.plan import Unit
-from dmuon.step.engine import Amp, Engine
+from dmuon.scheduler.specs import ITEM_SIZE
+from dmuon.step.engine import Amp, Engine, load_entry
 from dmuon.types import OwnershipError
 from dmuon.update import (
     Rates,
@@ -75,45 +77,27 @@ class _OwnerState:
         for slot, weight in zip(masters, self._runtime.weights(unit), strict=True):
             yield slot, weight.reshape(slot.shape)
 
-    def views(self, key: str) -> Iterator[tuple[Tensor, str | None, Tensor]]:
-        """Of "momentum_buffer" or "master_weight", for ``optimizer.state``: (parameter, the name of
-        its matrix, or None where that is all of it, a view)."""
+    def matrices(self, key: str) -> dict[int, Tensor]:
+        """Of "momentum_buffer" or "master_weight": a view of each owned matrix, by its number, in
+        the dims that it has in its parameter."""
+        found: dict[int, Tensor] = {}
         for unit in self._units:
             stack = self._stacks[key].get(unit.matrices[0])
-            if stack is None:
-                continue
-            whole = unstacker(self._specs, unit)(stack)
-            for i, matrix, view in zip(unit.matrices, oriented(unit, stack), whole, strict=True):
-                spec = self._specs.matrices[i]
-                p = self._runtime.parameters[spec.parameter]
-                if spec.numel == self._specs.parameters[spec.parameter].numel:
-                    yield p, None, view
-                else:
-                    yield p, spec.name, matrix
+            if stack is not None:
+                found |= zip(unit.matrices, unstacker(self._specs, unit)(stack), strict=True)
+        return found
 
-    def check(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Raise OwnershipError if an owned matrix has no momentum among the saved entries."""
-        for p, name, view in self.views(_MOMENTUM):
-            source = saved.get(p, {}).get(_MOMENTUM)
-            if name is not None:
-                source = source.get(name) if isinstance(source, Mapping) else None
-            if not isinstance(source, Tensor) or source.shape != view.shape:
-                raise OwnershipError(
-                    "the optimizer state has no momentum for an owned parameter of shape "
-                    f"{tuple(p.shape)}: it was saved by another rank or another plan"
-                )
+    @property
+    def kept(self) -> list[str]:
+        """What is kept of every matrix, the same on every rank."""
+        return [_MOMENTUM, _MASTER] if self._with_masters else [_MOMENTUM]
 
-    def load(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Copy momentum and masters from saved entries of the same form (see `check`)."""
+    def drop_masters(self) -> None:
         self._stacks[_MASTER].clear()
-        if any(_MASTER in entry for entry in saved.values() if _MOMENTUM in entry):
-            for unit in self._units:
-                self.of(unit)
-        for key in self._stacks:
-            for p, name, view in self.views(key):
-                source = saved[p].get(key)
-                if source is not None:  # else a master that its weight had not needed yet
-                    view.copy_(source if name is None else source[name])
+
+    def make_masters(self) -> None:
+        for unit in self._units:
+            self.of(unit)
 
 
 def _by_rate(rate: Rates, unit: Unit, where: list[int]) -> list[tuple[float, Sequence[int]]]:
@@ -150,6 +134,10 @@ class OwnerEngine(Engine):
             )
         runtime.bind(self._group_of, self._payload_dtype)
         self._state = _OwnerState(runtime, masters)
+        self._members = {i: runtime.matrices_of(i) for i in runtime.plan.specs.muon_parameters()}
+        for _, p in chain.from_iterable(self._adamw.values()):
+            # Made now, so that every rank saves the same keys.
+            make_adamw_state(p, self._optimizer.state, masters)
         mine = [u for u in runtime.units if u.owner == runtime.transport.rank]
         self._kernels.reserve(map(self._call, mine))
         self._show(_MOMENTUM)
@@ -170,13 +158,15 @@ class OwnerEngine(Engine):
         return self._settings.ns_dtype
 
     def _show(self, key: str) -> None:
-        """Have the optimizer's state refer to what is kept: a tensor, or one a matrix by name."""
-        for p, name, view in self._state.views(key):
-            state = self._optimizer.state[p]
-            if name is None:
-                state[key] = view
-            else:
-                state.setdefault(key, {})[name] = view
+        """Have the optimizer's state refer to what is kept: a tensor, or one a matrix by name; of
+        what others keep an empty one, so that every rank has the same keys."""
+        here, specs = self._state.matrices(key), self._runtime.plan.specs
+        for i, members in self._members.items():
+            p = self._runtime.parameters[i]
+            mine: Any = here.get(members[0], torch.empty(0, *p.shape[1:], device=p.device))
+            if len(members) > 1:
+                mine = {specs.matrices[m].name: here[m] for m in members if m in here}
+            self._optimizer.state[p][key] = mine
 
     # ---- a step ------------------------------------------------------------------------------
 
@@ -256,18 +246,42 @@ class OwnerEngine(Engine):
         rms = {name: float(value) for name, value in self._runtime.update_rms().items()}
         return {"update_rms": rms, "kernels": self._kernels.report()}
 
-    def before_state_dict(self) -> None:
-        self._show(_MASTER)
-
-    def check_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
-        self._state.check(saved)
+    def saved_state(self) -> dict[Tensor, dict[str, Any]]:
+        """Momentum and masters whole, as rows on all ranks; a collective call."""
+        runtime, specs = self._runtime, self._runtime.plan.specs
+        runtime.transport.meet("opt.state_dict()")
+        if self._settings.master_weights:
+            self._state.make_masters()
+            self._show(_MASTER)
+        found: dict[Tensor, dict[str, Any]] = {}
+        for key in self._state.kept:
+            here = self._state.matrices(key)
+            for i in self._members:
+                spec = specs.parameters[i]
+                if key == _MASTER and ITEM_SIZE[spec.dtype] >= 4:
+                    continue  # the weight itself
+                masters = self._settings.master_weights
+                dtype = torch.float32 if masters else getattr(torch, spec.dtype)
+                entry = found.setdefault(runtime.parameters[i], {})
+                places = runtime.owned_places(i)
+                entry[key] = runtime.rows.spread(spec.shape, dtype, places, here)
+        return found
 
     def load_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
-        self._state.load(saved)
+        runtime, state = self._runtime, self._state
+        # Masters that were not saved are made anew, from the weights of then.
+        state.drop_masters()
+        if self._settings.master_weights and any(_MASTER in e for e in saved.values()):
+            state.make_masters()
+        for key in state.kept:
+            here = state.matrices(key)
+            for i, members in self._members.items():
+                value = saved.get(runtime.parameters[i], {}).get(key)
+                if value is not None:
+                    runtime.rows.collect(value, runtime.owned_places(i), here)
+                elif key == _MOMENTUM:  # it had no gradient before the state was saved
+                    for view in (here[m] for m in members if m in here):
+                        view.zero_()
         self._show(_MOMENTUM)
-        for _, p in (pair for params in self._adamw.values() for pair in params):
-            self._optimizer.state.pop(p, None)
-            if "exp_avg" in saved.get(p, {}):
-                self._optimizer.state[p] = {
-                    k: v.detach().clone().to(p.device) for k, v in saved[p].items()
-                }
+        for _, p in chain.from_iterable(self._adamw.values()):
+            load_entry(p, self._optimizer.state[p], saved.get(p, {}))

@@ -32,7 +32,6 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -40,13 +39,13 @@ from dmuon.adamw import adamw_step, make_adamw_state, refresh_masters
 from dmuon.comm.routes import Message, Part, parts_of, places
 from dmuon.comm.sharded import ShardedRuntime
 from dmuon.comm.transport import Work, host_can_read
-from dmuon.dtensors import LayoutStamp, local_shard, local_tensor, stored_tensor
+from dmuon.dtensors import local_tensor, stored_tensor
 from dmuon.kernels.runner import Call
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box, Form
-from dmuon.step.engine import Amp, Engine, is_exchange_step
+from dmuon.step.engine import Amp, Engine, is_exchange_step, load_entry
 from dmuon.step.verdict import Verdict, VerdictMessage, check_alike, own_verdict
-from dmuon.types import DmuonError, Layout, OwnershipError
+from dmuon.types import DmuonError, Layout
 from dmuon.update import (
     advance_momentum,
     apply_updates,
@@ -557,11 +556,10 @@ class ShardedEngine(Engine):
             found["block_step"] = wide_bytes(stack.unit for stack in self._block_stacks)
         return found
 
-    def before_state_dict(self) -> None:
-        """Everything is in the optimizer's state already."""
-
-    def check_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
-        self._state.check(saved)
+    def saved_state(self) -> dict[Tensor, dict[str, Any]]:
+        """Everything is in the optimizer's state, once masters are."""
+        self._state.make_masters()
+        return {}
 
     def load_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         self._state.load(saved)
@@ -688,14 +686,17 @@ class ShardState:
 
     def begin_step(self) -> None:
         """Someone may have moved a parameter's storage, or loaded a state without masters."""
+        self.make_masters()
+        if self._version != self._runtime.locals.version:
+            self._look_up()
+
+    def make_masters(self) -> None:
         if self._masters and not self._has_masters:
             for i in self._muon:
                 p = self._runtime.parameters[i]
                 if p.dtype.itemsize < 4 and "master_weight" not in self._entry(i):
                     self._entry(i)["master_weight"] = p.detach().float()
             self._has_masters = True
-            self._look_up()
-        elif self._version != self._runtime.locals.version:
             self._look_up()
 
     def refresh_masters(self) -> None:
@@ -717,52 +718,17 @@ class ShardState:
 
     # ---- saved state ---------------------------------------------------------------------
 
-    def check(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Raise OwnershipError if a matrix parameter has momentum of another shape."""
-        for i in self._muon:
-            p, spec = self._runtime.parameters[i], self._runtime.plan.specs.parameters[i]
-            source = saved.get(p, {}).get("momentum_buffer")
-            if source is None and not saved.get(p):
-                continue  # it had no gradient before the state was saved
-            if not isinstance(source, Tensor) or source.shape != p.shape:
-                found = "none" if source is None else getattr(source, "shape", type(source))
-                raise OwnershipError(
-                    f"the optimizer state has no momentum for parameter {spec.name!r} of shape "
-                    f"{list(p.shape)} (found: {found}); it was saved by another model or layout"
-                )
-
     def load(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Copy saved entries (see `check`), those of AdamW's parameters too."""
-        for p in self._runtime.parameters:
+        """Copy saved entries, those of AdamW's parameters too."""
+        for i, p in enumerate(self._runtime.parameters):
             state, entry = self._optimizer.state[p], saved.get(p, {})
-            if not entry:  # it had no gradient before the state was saved
-                for key, value in state.items():
-                    if key == "master_weight":
-                        local_tensor(value).copy_(local_tensor(p.detach()))
-                    else:
-                        local_tensor(value).zero_()
-                continue
-            if self._masters and "master_weight" in entry and "master_weight" not in state:
-                state["master_weight"] = torch.empty_like(p.detach(), dtype=torch.float32)
-            if "momentum_buffer" in state and "master_weight" not in entry:
+            if i in self._muon and "master_weight" not in entry:
                 state.pop("master_weight", None)  # made anew at the next step
-            for key in state:
-                _copy_state(state[key], torch.as_tensor(entry[key]))
+            elif self._masters and "master_weight" not in state and "master_weight" in entry:
+                state["master_weight"] = torch.empty_like(p.detach(), dtype=torch.float32)
+            load_entry(p, state, entry)
         self._has_masters = False
         self._look_up()
-
-
-def _copy_state(target: Tensor, source: Tensor) -> None:
-    """Copy a saved tensor, whether it was saved with the shards of ``target``, whole, or
-    otherwise."""
-    mine, saved = LayoutStamp.of(target), LayoutStamp.of(source)
-    if mine.placements is not None and saved.placements is None and source.shape == target.shape:
-        rank = dist.get_rank()
-        source = source[local_shard("state", target, rank).box.slices()]
-        target = local_tensor(target)
-    elif (mine.placements, mine.mesh) == (saved.placements, saved.mesh):
-        target, source = local_tensor(target), local_tensor(source)
-    target.copy_(source)
 
 
 @dataclass(frozen=True, slots=True)

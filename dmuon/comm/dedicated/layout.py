@@ -32,6 +32,7 @@ from dmuon.comm.dedicated.prefetch import (
     Prefetcher,
     check_first_forward,
     hook_module,
+    hook_state,
 )
 from dmuon.comm.dedicated.storage import Storage, module_groups
 from dmuon.comm.hooks import area, fsdp_roots, wait_points
@@ -188,6 +189,10 @@ class DedicatedRuntime(OwnerRuntime):
         for point, needs in points:
             inside = () if point.in_block else tuple(area(point.module, blocks))
             self._removers += hook_module(self.prefetcher, point, needs, inside)
+        for module in model.modules():
+            names = {n: index[id(p)] for n, p in module._parameters.items() if id(p) in index}
+            if names:
+                self._removers += hook_state(self.prefetcher, module, names)
         self._end_watch = check_first_forward(self.storage, model)
         self._removers.append(self._end_watch)
 
@@ -213,10 +218,7 @@ class DedicatedRuntime(OwnerRuntime):
         storage, prefetcher = self.storage, self.prefetcher
         storage.ready()
         inside = prefetcher.forward.open  # of a forward pass: it goes on afterwards
-        if not inside:
-            prefetcher.recover()
-            storage.check()
-        storage.wait_published()
+        prefetcher.begin_access()
         try:
             with storage.whole(module):
                 yield

@@ -282,6 +282,13 @@ class Prefetcher:
         self.forward.open = self.backward.open = False
         self._ahead = 0
 
+    def begin_access(self) -> None:
+        """Someone is about to read or write the weights directly."""
+        if not self.forward.open:
+            self.recover()
+            self.storage.check()
+        self.storage.wait_published()
+
     def begin_step(self) -> None:
         """The weights are about to change."""
         self.drop()
@@ -420,14 +427,62 @@ def hook_module(
         if point.is_root:
             prefetcher.end_forward()
 
-    check = Hook(torch.compiler.disable(check_whole), check_whole)
-    handles = [
-        module.register_forward_pre_hook(hook(before), prepend=not point.in_block),
-        module.register_state_dict_pre_hook(check),
-        module.register_load_state_dict_pre_hook(check),
-    ]
+    handles = [module.register_forward_pre_hook(hook(before), prepend=not point.in_block)]
     if not point.in_block:
         handles.append(module.register_forward_hook(hook(after)))
+    return [handle.remove for handle in handles]
+
+
+def hook_state(prefetcher: Prefetcher, module: nn.Module, names: Mapping[str, int]) -> list[Remove]:
+    """Have state dicts of ``module`` hold its dedicated parameters, by ``names`` their numbers, as
+    rows on all ranks, and load them from any form; collective calls. Inside ``materialized`` they
+    are whole, as in any module."""
+    weak = weakref.ref(prefetcher)
+
+    def save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        prefetcher = weak()
+        if prefetcher is None:
+            return
+        found = prefetcher.storage.apart(names)
+        if found:
+            prefetcher.storage.meet("model.state_dict()")
+            prefetcher.begin_access()
+        for name, p in found.items():
+            state_dict[prefix + name] = prefetcher.storage.saved(p)
+
+    def load(
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: Mapping[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        prefetcher = weak()
+        if prefetcher is None:
+            return
+        storage = prefetcher.storage
+        storage.loads += 1
+        found = {n: p for n, p in storage.apart(names).items() if prefix + n in state_dict}
+        if not found:
+            return
+        if metadata.get("assign_to_params_buffers"):
+            errors.append("assign=True would replace parameters that owners store: leave it out")
+        storage.meet("model.load_state_dict()")
+        prefetcher.begin_access()
+        for name, p in found.items():
+            flaw = storage.load(p, state_dict[prefix + name])
+            errors += [flaw] if flaw else []
+            # What torch copies then is what is there.
+            state_dict[prefix + name] = module.get_parameter(name).detach()
+        prefetcher.drop()  # what was launched ahead is old
+
+    handles = [
+        module.register_state_dict_post_hook(Hook(save)),
+        module.register_load_state_dict_pre_hook(Hook(load)),
+    ]
     return [handle.remove for handle in handles]
 
 

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from dmuon.comm.buckets import Buffer, Slices, WeightBucket, weight_buckets
 from dmuon.comm.hooks import outermost_members, parameter_ids
 from dmuon.comm.process_groups import ProcessGroups, start_from_first
+from dmuon.comm.rows import Places, RowShards
 from dmuon.comm.transport import Meter, Work
 from dmuon.config import DedicatedOptions
 from dmuon.dtensors import is_distributed, local_tensor, stored_tensor
@@ -469,22 +471,56 @@ class Storage:
         if not self.group_of[parameter].in_use:
             slot.show_kept()
 
+    # ---- state dicts -------------------------------------------------------------------------
+
     def is_pinned(self, parameter: int) -> bool:
         return self._slots[parameter].pins > 0
 
-    def check_whole(self, module: nn.Module) -> None:
-        """Raise OwnershipError if placeholders would be saved, copied or loaded into."""
+    def apart(self, names: Mapping[str, int]) -> dict[str, int]:
+        """Those of the parameters that are not whole on this rank now; all ranks come alike."""
         self.ready()
         if self._process_groups.weights.world == 1:
-            self.loads += 1  # nothing is a placeholder, and this may load weights
-            return
-        for p in self._below(module):
-            if not self.is_pinned(p):
-                raise OwnershipError(
-                    f"{self._specs.parameters[p].name!r} is stored by its owner only; the other "
-                    "ranks have a placeholder. Call state_dict, load_state_dict, copy.deepcopy or "
-                    "pickle on every rank, inside `with own.materialized(model):`"
-                )
+            return {}
+        return {name: p for name, p in names.items() if not self.is_pinned(p)}
+
+    def check_whole(self, module: nn.Module) -> None:
+        """Raise OwnershipError if placeholders would be copied."""
+        below = self._below(module)
+        for p in self.apart({self._specs.parameters[p].name: p for p in below}):
+            raise OwnershipError(
+                f"{p!r} is stored by its owner only; the other ranks have a placeholder. Call "
+                "copy.deepcopy or pickle on every rank, inside `with own.materialized(model):`"
+            )
+
+    def saved(self, parameter: int) -> Tensor:
+        """A weight as rows on all ranks; a collective call."""
+        spec = self._specs.parameters[parameter]
+        places = self._slices.places(parameter, in_slices=True, replicas=False)
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        return self._rows.spread(spec.shape, dtype, places, self._pieces(places))
+
+    def load(self, parameter: int, value: Tensor) -> str | None:
+        """Keep a whole weight, in whatever form all ranks have it; or say why not. A collective
+        call."""
+        spec = self._specs.parameters[parameter]
+        if not isinstance(value, Tensor) or value.shape != spec.shape:
+            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            return f"size mismatch for {spec.name}: {found} was saved, {list(spec.shape)} is here"
+        places = self._slices.places(parameter, in_slices=True, replicas=True)
+        self._rows.collect(value, places, self._pieces(places))
+        return None
+
+    def _pieces(self, places: Places) -> dict[int, Tensor]:
+        """What this rank keeps of them, by matrix."""
+        rank = self._process_groups.world.rank
+        return {i: self.weight_of(i) for i, r, box in places if r == rank and box.numel}
+
+    def meet(self, call: str) -> None:
+        self._process_groups.world.meet(call)
+
+    @cached_property
+    def _rows(self) -> RowShards:
+        return RowShards(self._process_groups.world, self._device)
 
     def restore(self) -> None:
         """Give every rank the whole weights for good, group by group; a collective call."""

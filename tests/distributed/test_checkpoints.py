@@ -1,0 +1,202 @@
+"""Checkpoints of every layout in every layout: what is saved in one trains on in any other."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import dmuon
+from dmuon.dtensors import whole_tensor
+from dmuon.tools.parallel_models import ParallelModel, _expert_parallel, _shard, batch, loss_of
+from tests.distributed.harness import Pools
+
+MUON = {"lr": 0.02, "adamw_lr": 1e-3, "ns_dtype": torch.float32}
+SAVED_AT, STEPS = 3, 5  # steps before and after
+BATCHES = 12  # sequences of all ranks in a step: the same gradient on 1, 2, 3 and 4 data ranks
+
+
+# ---- layouts ---------------------------------------------------------------------------------
+
+
+def _ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    plan = {
+        "attention.q_proj": ColwiseParallel(),
+        "attention.k_proj": ColwiseParallel(),
+        "attention.v_proj": ColwiseParallel(),
+        "attention.o_proj": RowwiseParallel(),
+    }
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], plan)
+    return _shard(model, mesh) if "dp" in mesh.mesh_dim_names else model
+
+
+REDUCED = {"options": dmuon.ReplicatedOptions(reduce_to_owner=True)}
+DEDICATED = {"layout": "dedicated"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is laid out over ``mesh``, with ``axes``; ``own``: arguments of
+    dedicate_params, and ``rest``: what then shards what dmuon leaves."""
+
+    mesh: tuple[int, ...]
+    axes: tuple[str, ...] = ("dp",)
+    wrap: Callable[[nn.Module, DeviceMesh], nn.Module] = lambda model, mesh: model
+    own: dict[str, Any] | None = None
+    shard_rest: bool = False
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.mesh)
+
+
+HSDP = {"mesh": (2, 2), "axes": ("replicate", "shard")}
+CASES = {
+    "single": Case((1,)),
+    "ddp": Case((2,), wrap=_ddp),
+    "reduce_to_owner": Case((2,), own=REDUCED),
+    "reduce_to_owner ddp": Case((3,), wrap=_ddp, own=REDUCED),
+    "dedicated": Case((2,), own=DEDICATED),
+    "dedicated fsdp": Case((3,), own=DEDICATED, shard_rest=True),
+    "dedicated hsdp": Case(**HSDP, own=DEDICATED),
+    "fsdp2": Case((2,), wrap=_shard),
+    "fsdp3": Case((3,), wrap=_shard),
+    "fsdp4": Case((4,), wrap=_shard),
+    "hsdp": Case(**HSDP, wrap=_shard),
+    "tp": Case((2,), ("tp",), wrap=_tensor_parallel),
+    "tp+fsdp": Case((2, 2), ("dp", "tp"), wrap=_tensor_parallel),
+    "ep": Case((2, 2), ("fsdp", "ep"), wrap=partial(_expert_parallel, dim=0)),
+}
+WORLDS = sorted({case.world for case in CASES.values()})
+
+
+class Training:
+    """A model with its optimizer in one of the layouts, beside a scheduler."""
+
+    def __init__(self, case: Case, seed: int = 0, **changes: Any) -> None:
+        torch.manual_seed(seed)
+        model = ParallelModel(width=14, hidden=6, layers=1, experts=4)
+        mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=case.axes)
+        self.model = case.wrap(model, mesh)
+        if case.own is not None:
+            own = dmuon.dedicate_params(self.model, mesh, **case.own)
+            if case.shard_rest:
+                fully_shard(self.model, mesh=mesh, ignored_params=own.dedicated_params)
+        self.opt = dmuon.Muon(self.model, **MUON | changes)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.opt, lambda t: 1 / (1 + t))
+        at = mesh.get_coordinate()
+        assert at is not None
+        data = [d for d, axis in enumerate(case.axes) if axis != "tp"]
+        self._rank, self._ranks = 0, 1
+        for d in data:
+            self._rank = self._rank * case.mesh[d] + at[d]
+            self._ranks *= case.mesh[d]
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            self.opt.zero_grad()
+            all_of_it = [batch(100 * step + n, 0) for n in range(BATCHES)]
+            mine = all_of_it[self._rank :: self._ranks]
+            tokens, targets = (torch.cat([pair[i][:1] for pair in mine]) for i in (0, 1))
+            loss_of(self.model, (tokens, targets)).backward()
+            self.opt.step()
+            self.schedule.step()
+
+    def state(self) -> dict[str, Any]:
+        model, optim = get_state_dict(self.model, self.opt)
+        return {"model": model, "optim": optim}
+
+    def save(self, folder: str) -> None:
+        dcp.save(self.state(), checkpoint_id=folder)
+
+    def load(self, folder: str) -> None:
+        state = self.state()
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(
+            self.model, self.opt, model_state_dict=state["model"], optim_state_dict=state["optim"]
+        )
+        self.schedule.last_epoch = SAVED_AT
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole, by name."""
+        model = getattr(self.model, "module", self.model)
+        return {n: whole_tensor(w).clone() for n, w in model.state_dict().items()}
+
+    def close(self) -> None:
+        self.opt.ownership.close()
+
+
+# ---- every layout's in every layout ----------------------------------------------------------
+
+
+def save(rank: int, world: int, name: str, folder: str) -> None:
+    """A checkpoint, and the weights of a run that goes on without it."""
+    training = Training(CASES[name])
+    training.train(range(SAVED_AT))
+    training.save(f"{folder}/{name}")
+    training.train(range(SAVED_AT, SAVED_AT + STEPS))
+    found = training.weights()
+    if rank == 0:
+        torch.save(found, f"{folder}/{name}.pt")
+    training.close()
+
+
+def load(rank: int, world: int, name: str, folder: str) -> dict[str, float]:
+    """The largest difference after going on from each checkpoint; of its own bitwise."""
+    training = Training(CASES[name], seed=1)
+    training.train(range(1))  # it has learnt something else
+    found = {}
+    for other in CASES:
+        training.load(f"{folder}/{other}")
+        training.train(range(SAVED_AT, SAVED_AT + STEPS))
+        expected, weights = torch.load(f"{folder}/{other}.pt"), training.weights()
+        assert weights.keys() == expected.keys()
+        found[other] = max(float((weights[n] - w).abs().max()) for n, w in expected.items())
+    training.close()
+    return found
+
+
+save.body = save
+load.body = load
+
+
+@pytest.fixture(scope="module")
+def checkpoints(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    for name, case in CASES.items():
+        pools(case.world).run(__name__, "save", {"name": name, "folder": folder})
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_layout_goes_on_from_the_checkpoints_of_all(
+    pools: Pools, checkpoints: str, name: str
+) -> None:
+    world = CASES[name].world
+    for found in pools(world).run(__name__, "load", {"name": name, "folder": checkpoints}):
+        assert found.keys() == CASES.keys()
+        assert max(found.values()) <= 1e-6, found
+        assert found[name] == 0.0, f"bitwise where the layout is the same, found {found[name]}"
