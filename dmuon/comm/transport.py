@@ -202,6 +202,7 @@ class C10dTransport:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self._meetings = 0
+        self._timeout = () if timeout is None else (timeout,)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -256,13 +257,14 @@ class C10dTransport:
     def meet(self, call: str) -> None:
         # Through the store: a collective that only some ranks issue would meet another one of the
         # others, and be no error but wrong data.
-        store, self._meetings = self.group.get_group_store(), self._meetings + 1
-        key = f"dmuon meeting {self._meetings}"
+        store, key = self.group.get_group_store(), f"dmuon meeting {self._meetings}"
         try:
             if store.add(key, 1) == self.world:
                 store.set(f"{key} is complete", "")
-            store.wait([f"{key} is complete"])
-        except dist.DistStoreError as error:
+            store.wait([f"{key} is complete"], *self._timeout)
+            self._meetings += 1
+        except RuntimeError as error:
+            store.add(key, -1)
             raise OwnershipError(
                 f"{call} is a collective call where momentum or weights lie with their owners, and "
                 "another rank did not come to it: call it on every rank, not behind `if rank == "
@@ -270,7 +272,11 @@ class C10dTransport:
             ) from error
 
     def mesh(self, device: torch.device) -> DeviceMesh | None:
-        return None if self.world == 1 else DeviceMesh.from_group(self.group, device.type)
+        if self.world == 1:
+            return None
+        # Tensors outlive this transport, and torch remembers meshes: so on groups that stay.
+        every = dist.group.WORLD if self.world == dist.get_world_size() else None
+        return DeviceMesh.from_group(every or self.group, device.type)
 
     def close(self) -> None:
         # The user may have torn down torch.distributed first, which destroys every group.

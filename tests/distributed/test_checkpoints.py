@@ -11,10 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -25,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.dtensors import whole_tensor
+from dmuon.dtensors import is_distributed, whole_tensor
 from dmuon.tools.parallel_models import ParallelModel, _expert_parallel, _shard, batch, loss_of
 from tests.distributed.harness import Pools
 
@@ -200,3 +205,64 @@ def test_every_layout_goes_on_from_the_checkpoints_of_all(
         assert found.keys() == CASES.keys()
         assert max(found.values()) <= 1e-6, found
         assert found[name] == 0.0, f"bitwise where the layout is the same, found {found[name]}"
+
+
+# ---- torch's options -------------------------------------------------------------------------
+
+FULL = {"full_state_dict": True}
+# Full and flattened together fail in torch 2.13 for any optimizer, AdamW too.
+OPTIONS = {
+    "sharded": ({}, {}),
+    "flattened": ({"flatten_optimizer_state_dict": True},) * 2,
+    "full": (FULL, FULL),
+    "from rank 0": (
+        {**FULL, "cpu_offload": True},
+        {**FULL, "broadcast_from_rank0": True},
+    ),
+}
+
+
+def through_options(rank: int, world: int, name: str) -> None:
+    """Every form that `get_state_dict` gives is taken back by `set_state_dict`, bit for bit."""
+    first = Training(CASES[name])
+    first.train(range(SAVED_AT))
+    saved = {}
+    for form, (saving, _) in OPTIONS.items():
+        found = get_state_dict(first.model, first.opt, options=StateDictOptions(**saving))
+        saved[form] = copy.deepcopy(found)
+        if form == "from rank 0":
+            assert bool(found[0]) == bool(found[1]) == (rank == 0)
+        if form == "full":
+            model, optim = found
+            assert not any(is_distributed(w) for w in model.values())
+            assert model["blocks.0.mix.weight"].shape == (14, 14)
+            entry = optim["state"]["blocks.0.mlp.experts.w1"]
+            assert entry["momentum_buffer"].shape == (4, 6, 14)
+    first.train(range(SAVED_AT, SAVED_AT + 2))
+    expected = first.weights()
+    first.close()
+    again = Training(CASES[name], seed=1)
+    again.train(range(1))
+    for form, loading in [*((f, options[1]) for f, options in OPTIONS.items()), ("plain", FULL)]:
+        model, optim = saved["full" if form == "plain" else form]
+        options = StateDictOptions(**loading)
+        set_model_state_dict(again.model, model, options=options)
+        if form == "plain":  # as from `torch.load`
+            again.opt.load_state_dict(optim)
+        else:
+            set_optimizer_state_dict(again.model, again.opt, optim, options=options)
+        again.schedule.last_epoch = SAVED_AT
+        again.train(range(SAVED_AT, SAVED_AT + 2))
+        weights = again.weights()
+        for n, w in expected.items():
+            assert torch.equal(weights[n], w), (form, n)
+    again.close()
+
+
+through_options.body = through_options
+OWNERS = [name for name, case in CASES.items() if case.own is not None]
+
+
+@pytest.mark.parametrize("name", ["ddp", *OWNERS, "hsdp", "tp+fsdp"])
+def test_torchs_options_give_and_take_the_state(pools: Pools, name: str) -> None:
+    pools(CASES[name].world).run(__name__, "through_options", {"name": name})

@@ -100,13 +100,9 @@ def test_what_the_layout_cannot_be_laid_over(rank, world):
 
 
 @distributed(2)
-def test_state_dicts_of_placeholders_are_refused_and_whole_ones_work(rank, world):
+def test_state_dicts_are_whole_or_by_rows_and_copies_of_placeholders_are_refused(rank, world):
     model, other = seeded(), seeded(seed=1)
     own = dedicated(model, world)
-    with pytest.raises(OwnershipError, match=r"inside `with own\.materialized\(model\):`"):
-        model.state_dict()
-    with pytest.raises(OwnershipError, match="materialized"):
-        model.load_state_dict(other.state_dict())
     with pytest.raises(OwnershipError, match=r"copy\.deepcopy"):
         copy.deepcopy(model)
     with own.materialized(model):
@@ -114,7 +110,23 @@ def test_state_dicts_of_placeholders_are_refused_and_whole_ones_work(rank, world
         model.load_state_dict(other.state_dict())
         saved = copy.deepcopy(model.state_dict())
     assert largest_difference(saved, other.state_dict()) == 0
-    assert largest_difference(whole(model, own), weights(other)) == 0
+    by_rows = model.state_dict()["mid.weight"]
+    assert by_rows.to_local().shape == (9, 24)
+    assert torch.equal(by_rows.full_tensor(), other.mid.weight)
+    model.load_state_dict(seeded(seed=2).state_dict())  # whole, on every rank
+    assert largest_difference(whole(model, own), weights(seeded(seed=2))) == 0
+    model.blocks[0].load_state_dict(other.blocks[0].state_dict())
+    model.load_state_dict({"mid.weight": by_rows}, strict=False)
+    found = whole(model, own)
+    assert torch.equal(found["mid.weight"], other.mid.weight)
+    assert torch.equal(found["blocks.0.up.weight"], other.blocks[0].up.weight)
+    with pytest.raises(RuntimeError, match=r"size mismatch for mid\.weight: \[3, 3\] was saved"):
+        model.load_state_dict({"mid.weight": torch.zeros(3, 3)}, strict=False)
+    assert largest_difference(whole(model, own), found) == 0
+    with pytest.raises(OwnershipError, match="assign=True"):
+        model.blocks[0].load_state_dict(other.blocks[0].state_dict(), assign=True)
+    assert torch.equal(whole(model, own)["blocks.0.up.weight"], found["blocks.0.up.weight"])
+    model.load_state_dict(other.state_dict())
     own.close()
     assert largest_difference(weights(model), weights(other)) == 0
 

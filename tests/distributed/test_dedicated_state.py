@@ -96,14 +96,11 @@ def test_what_is_written_reaches_every_replica(rank, world):
 
 def saved(pair):
     """Copies of both state dicts, as they would be read back from files."""
-    with pair.own.materialized(pair.model):
-        state = copy.deepcopy(pair.model.state_dict())
-    return state, copy.deepcopy(pair.opt.state_dict(this_rank_only=True))
+    return copy.deepcopy(pair.model.state_dict()), copy.deepcopy(pair.opt.state_dict())
 
 
 def load(pair, state, opt_state):
-    with pair.own.materialized(pair.model):
-        pair.model.load_state_dict(state)
+    pair.model.load_state_dict(state)
     pair.opt.load_state_dict(opt_state)
 
 

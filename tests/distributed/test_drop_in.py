@@ -851,39 +851,6 @@ def test_a_state_goes_on_under_fsdp2_through_torchs_checkpoint(pools: Pools, tmp
     pools(2).run(__name__, "resume_by_name", {"folder": tmp_path})
 
 
-@pytest.mark.parametrize("layout", ["reduce_to_owner", "dedicated"])
-@distributed(2)
-def test_state_that_lies_with_owners_is_refused_when_saved(rank, world, layout):
-    asked: dict[str, Any] = {"layout": "dedicated"}
-    if layout == "reduce_to_owner":
-        asked = {"options": dmuon.ReplicatedOptions(reduce_to_owner=True)}
-    model = seeded(Used)
-    own = dmuon.dedicate_params(model, **asked)
-    opt = dmuon.Muon(model, **MUON)
-    go_on(model, opt, rank, world, BEFORE)
-    with pytest.raises(OwnershipError, match="this_rank_only=True"):
-        opt.state_dict()
-    saved, plan = opt.state_dict(this_rank_only=True), own.plan.to_json()
-    saved = {**saved, "state": {k: dict(v) for k, v in saved["state"].items()}}
-    saved = torch.utils._pytree.tree_map_only(Tensor, torch.clone, saved)
-    with own.materialized(model):
-        start = weights(model)
-    go_on(model, opt, rank, world, ALL[3:])
-    with own.materialized(model):
-        end = weights(model)
-    own.close()
-
-    model = seeded(Used, seed=5)
-    model.load_state_dict(start, strict=False)
-    own = dmuon.dedicate_params(model, plan=dmuon.OwnershipPlan.from_json(plan), **asked)
-    opt = dmuon.Muon(model, **MUON)
-    opt.load_state_dict(saved)
-    go_on(model, opt, rank, world, ALL[3:])
-    with own.materialized(model):
-        assert_bitwise(weights(model), end)
-    own.close()
-
-
 # ---- what it leaves alone, and what it says -----------------------------------------------------
 
 

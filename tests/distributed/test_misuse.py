@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from contextlib import contextmanager, nullcontext
 
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from dmuon.dtensors import local_tensor
-from dmuon.types import ConsensusError
+from dmuon.types import ConsensusError, OwnershipError
 from tests.accelerator import host_cannot_read
 from tests.distributed.harness import distributed
 from tests.distributed.models import Net, batch, loss_of, seeded, wrap
@@ -146,15 +147,53 @@ def test_ddp_without_find_unused_parameters_says_so(rank, world):
     own.close()
 
 
+@pytest.mark.parametrize("layout", ["reduced", "dedicated"])
 @distributed(2)
-def test_state_of_another_rank_is_refused(rank, world):
-    with planned() as (model, own):
+def test_a_state_that_one_rank_alone_asks_for_is_an_error_there(rank, world, layout):
+    """And no collective of it has met one of the others'."""
+    options = dmuon.ReplicatedOptions(reduce_to_owner=True, timeout_s=1.0)
+    asked: dict = {"options": options}
+    if layout == "dedicated":
+        asked = {"layout": layout, "options": dmuon.DedicatedOptions(timeout_s=1.0)}
+    with planned(**asked) as (model, _):
         opt = dmuon.Muon(model)
         one_step(model, opt, rank)
-        states = own.runtime.transport.gather_objects(opt.state_dict(this_rank_only=True))
-        with pytest.raises(ValueError, match="does not belong here"):
-            opt.load_state_dict(states[1 - rank])
-        opt.load_state_dict(states[rank])
+        if rank == 0:
+            with pytest.raises(OwnershipError, match=r"opt\.state_dict\(\) is a collective call"):
+                opt.state_dict()
+        if layout == "dedicated" and rank == 0:
+            with pytest.raises(OwnershipError, match=r"model\.state_dict\(\) is a collective"):
+                model.state_dict()
+        dist.barrier()
+
+
+@distributed(2)
+def test_states_that_differ_between_ranks_are_an_error_on_all_and_change_nothing(rank, world):
+    with planned() as (model, _):
+        opt = dmuon.Muon(model)
+        one_step(model, opt, rank)
+        before = copy.deepcopy(opt.state_dict())
+        wrong = copy.deepcopy(before)
+        if rank == 1:
+            number = next(k for k, e in wrong["state"].items() if "momentum_buffer" in e)
+            wrong["state"][number]["momentum_buffer"] = torch.zeros(3, 3)
+        with pytest.raises((OwnershipError, ConsensusError), match=r"shape \[3, 3\]"):
+            opt.load_state_dict(wrong)
+        assert_same_state(opt.state_dict(), before)
+        wrong = copy.deepcopy(before)
+        wrong["param_groups"][0]["lr"] = 0.5 + rank
+        with pytest.raises(ConsensusError, match="ranks disagree"):
+            opt.load_state_dict(wrong)
+        assert_same_state(opt.state_dict(), before)
+        one_step(model, opt, rank, 1)
+
+
+def assert_same_state(found: dict, expected: dict) -> None:
+    assert found["param_groups"] == expected["param_groups"]
+    for key, entry in expected["state"].items():
+        for name, value in entry.items():
+            now = local_tensor(found["state"][key][name])
+            assert torch.equal(now, local_tensor(value)), (key, name)
 
 
 DIFFERENT = {

@@ -88,6 +88,12 @@ adamw = torch.optim.AdamW([p for p in model.parameters() if p not in matrices])
 for inputs, targets in data:
     loss_fn(model(inputs), targets).backward()
     muon.step(), adamw.step(), model.zero_grad()
+theirs = {"state": {}, "param_groups": [{"params": [], "step": 2, "mu": 0.95}]}
+for i, p in enumerate(model.parameters()):
+    theirs["param_groups"][0]["params"].append(i)
+    theirs["state"][i] = {"momentum": p.detach() * 0.1}
+    if p not in matrices:
+        theirs["state"][i]["variance"] = p.detach() ** 2
 """
 GIVEN = {
     "docs/frameworks/accelerate.md": LLAMA + "pytest.importorskip('accelerate')",
@@ -95,6 +101,7 @@ GIVEN = {
     "loader = torch.utils.data.DataLoader(data, batch_size=None)",
     "docs/frameworks/peft.md": LLAMA + "pytest.importorskip('peft')",
     "docs/frameworks/trainer.md": LLAMA + "pytest.importorskip('accelerate')",
+    "docs/checkpoints.md": SHARDING + "rank, opt = 0, dmuon.Muon(model)",
     "docs/costs.md": "model = nn.Linear(4096, 1024, dtype=torch.bfloat16)",
     "docs/dedicated.md": SHARDING + "shard_my_model, path = nn.Module.train, 'model.pt'",
     "docs/migration.md": TWO_OPTIMIZERS,

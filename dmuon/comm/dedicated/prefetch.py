@@ -34,7 +34,7 @@ from dmuon.comm.dedicated.storage import Group, Storage
 from dmuon.comm.hooks import Hook, Remove, WaitPoint
 from dmuon.comm.reducer import GradientReducer, at_end_of_backward
 from dmuon.config import DedicatedOptions
-from dmuon.types import DmuonError
+from dmuon.types import DmuonError, OwnershipError
 
 _ANNOUNCED = "_dmuon_announced"  # set on what a module keeps from one pass to the next
 
@@ -469,14 +469,17 @@ def hook_state(prefetcher: Prefetcher, module: nn.Module, names: Mapping[str, in
         if not found:
             return
         if metadata.get("assign_to_params_buffers"):
-            errors.append("assign=True would replace parameters that owners store: leave it out")
+            raise OwnershipError(
+                f"load_state_dict(assign=True) would put other parameters into the place of "
+                f"{prefix + next(iter(found))!r} and others, which owners store: leave it out"
+            )
         storage.meet("model.load_state_dict()")
         prefetcher.begin_access()
         for name, p in found.items():
             flaw = storage.load(p, state_dict[prefix + name])
             errors += [flaw] if flaw else []
             # What torch copies then is what is there.
-            state_dict[prefix + name] = module.get_parameter(name).detach()
+            state_dict[prefix + name] = module.get_parameter(name)
         prefetcher.drop()  # what was launched ahead is old
 
     handles = [
