@@ -246,7 +246,7 @@ def through_options(rank: int, world: int, name: str) -> None:
     for form, loading in [*((f, options[1]) for f, options in OPTIONS.items()), ("plain", FULL)]:
         model, optim = saved["full" if form == "plain" else form]
         options = StateDictOptions(**loading)
-        set_model_state_dict(again.model, model, options=options)
+        set_model_state_dict(again.model, dict(model), options=options)
         if form == "plain":  # as from `torch.load`
             again.opt.load_state_dict(optim)
         else:
