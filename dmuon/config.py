@@ -344,6 +344,7 @@ SWITCH_RULES = {
     "publish": _one_of(("async", "sync")),
     "master_weights": FLAG,
     "block_lr_ratio": FINITE_POSITIVE.or_none(),
+    "nonfinite": _one_of(("skip", "raise")),
 }
 
 

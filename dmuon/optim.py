@@ -83,8 +83,7 @@ class Muon(Optimizer):
         everyone    momentum, AdamW on its parameters, while matrices travel; then the updates
 
     A full step that finds a non-finite gradient on any rank changes nothing on any rank; of several
-    models in one optimizer, each has a verdict of its own. (Not where owners have the gradients:
-    with ``reduce_to_owner``, and in the `dedicated` layout.)
+    models in one optimizer, each has a verdict of its own.
 
     ``param_groups`` are the groups that were given, with the hyperparameters that their parameters
     need: those of `torch.optim.Muon` for matrices, of `torch.optim.AdamW` for others, and where a
@@ -117,6 +116,10 @@ class Muon(Optimizer):
             `state_dict` and after `synchronize`.
         master_weights: keep float32 weights behind lower-precision parameters. Without them one
             rank warns where a typical update is lost in the rounding of such parameters.
+        nonfinite: what a gradient that is not finite does on all ranks: "skip" the step, with a
+            warning that names the first matrices (on an accelerator at the next step), and count
+            it in `stats`; or "raise". Block steps skip the blocks that are concerned, and "raise"
+            waits for the next full step. `torch.amp.GradScaler` counts on skipped steps.
         adamw_lr: of what goes to AdamW; None means ``lr``.
         adamw_weight_decay: of what goes to AdamW; None means ``weight_decay``.
         dedicate: keyword arguments of `dmuon.dedicate_params` for when it plans itself, such as
@@ -152,6 +155,7 @@ class Muon(Optimizer):
         ns_dtype: str | torch.dtype = "auto",
         publish: str = "sync",
         master_weights: bool = False,
+        nonfinite: str = "skip",
         adamw_lr: float | None = None,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
@@ -173,6 +177,7 @@ class Muon(Optimizer):
                 "master_weights": master_weights,
                 "block_lr_ratio": block_lr_ratio,
                 "ns_dtype": ns_dtype,
+                "nonfinite": nonfinite,
             }
         )
         self._run = run
@@ -427,7 +432,8 @@ class Muon(Optimizer):
         _warn_of_dtype(ownerships, agreed)
         masters = run.switches["master_weights"]
         ratio, publish = run.switches["block_lr_ratio"], run.switches["publish"]
-        run.settings = Settings(agreed, masters, run.schedule, ratio, self._check_groups, publish)
+        nonfinite = run.switches["nonfinite"]
+        run.settings = Settings(agreed, masters, run.schedule, ratio, publish, nonfinite)
         self.state.clear()
         run.engines = [_engine(o, self, run.settings) for o in ownerships]
         run.ownerships = ownerships

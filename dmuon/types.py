@@ -64,6 +64,10 @@ class OwnershipError(DmuonError):
     """An optimizer or a call does not fit the ownership of its parameters."""
 
 
+class NonFiniteError(DmuonError, ArithmeticError):
+    """A gradient is not finite, and ``nonfinite="raise"`` was asked for; raised on every rank."""
+
+
 class ConsensusError(DmuonError):
     """Ranks disagree, or another rank failed; raised on every rank."""
 

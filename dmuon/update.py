@@ -237,11 +237,15 @@ def apply_updates(
     ``fused``: in one Triton kernel a target where all of them are large and contiguous, which reads
     and writes weights once instead of twice.
     """
-    if fused and not isinstance(decay, Tensor) and all(map(_suits, targets, updates)):
+    if fused and all(map(_suits, targets, updates)):
         from dmuon.kernels.triton_elementwise import apply_update
 
-        for target, update in zip(targets, updates, strict=True):
-            apply_update(target, update, decay=decay, lr=lr)
+        # A fill, which does not wait for the device.
+        if not isinstance(decay, Tensor):
+            decay = torch.full((), decay, dtype=torch.float32, device=targets[0].device)
+        each = decay.unbind() if decay.ndim else [decay] * len(targets)
+        for target, update, kept in zip(targets, updates, each, strict=True):
+            apply_update(target, update, decay=kept, lr=lr)
         return
     # On a CPU both passes over so much while it lies in its caches.
     some = max(1, _CACHED // max(1, targets[0].numel())) if targets[0].is_cpu else len(targets)

@@ -35,6 +35,9 @@ class Kernels:
     elementwise: ModuleType
     small: ModuleType
 
+    def scalar(self, value: float) -> Tensor:
+        return torch.tensor(value, device=self.device)
+
     def random(self, *shape: int, dtype: torch.dtype = F32) -> Tensor:
         """The same numbers on every device."""
         return torch.randn(shape).to(dtype).to(self.device)
@@ -245,7 +248,7 @@ def test_update(kernels, dtypes):
     for shape in ((), (7,), (70, 90), (2, 3, 4, 5)):
         weight, update = (kernels.random(*shape, dtype=dtype) for dtype in dtypes)
         kept, wanted = update.clone(), weight.double() * 0.875 - 0.25 * update.double()
-        kernels.elementwise.apply_update(weight, update, decay=0.875, lr=0.25)
+        kernels.elementwise.apply_update(weight, update, decay=kernels.scalar(0.875), lr=0.25)
         assert torch.equal(update, kept)
         bound = torch.finfo(dtypes[0]).eps * wanted.abs() + 4 * FLOAT32_EPS
         assert_within(weight, wanted, bound)
@@ -311,12 +314,12 @@ def test_nothing_to_do_and_other_tensors(kernels):
     kernels.small.small_iteration(x, kernels.small.tables(x, (), ()))
     kernels.small.small_iteration(none, kernels.small.tables(none, POLAR, (2,)))
     kernels.elementwise.momentum_norm_cast(none, none.clone(), **EMA, eps=1e-7, out=none.clone())
-    kernels.elementwise.apply_update(none, none.clone(), decay=1.0, lr=1.0)
+    kernels.elementwise.apply_update(none, none.clone(), decay=kernels.scalar(1.0), lr=1.0)
     assert torch.equal(x, before)
     wide, other = x.double(), kernels.random(1, 5, 4)
     for call in (
         lambda: kernels.small.tables(wide, POLAR, (2,)),
-        lambda: kernels.elementwise.apply_update(x, other, decay=1.0, lr=1.0),
+        lambda: kernels.elementwise.apply_update(x, other, decay=kernels.scalar(1.0), lr=1.0),
         lambda: kernels.elementwise.momentum_norm_cast(x, wide, **EMA, eps=1e-7, out=before),
         lambda: kernels.syrk.symm_mm(x, x, out=other),
     ):

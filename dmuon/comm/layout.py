@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from dmuon.comm.buckets import Slices
-from dmuon.comm.consensus import refused
 from dmuon.comm.reducer import GradientReducer, OwnedGradients
 from dmuon.comm.rows import Places, RowShards
 from dmuon.comm.transport import Meter, Transport
@@ -215,14 +214,10 @@ class OwnerRuntime(LayoutRuntime):
     def gradients_changed(self) -> None:
         self._bound.note_rest()
 
-    def raise_refusal(self, own: Exception | None) -> None:
-        """Raise this rank's error or, where others told of theirs at the end of backward,
-        ConsensusError."""
-        ranks, self._bound.refusing = self._bound.refusing, []
-        if own is not None:
-            raise own
-        if ranks:
-            raise refused(ranks)
+    def skip(self) -> None:
+        """Have `step` change nothing, on all ranks alike."""
+        present = self._bound.present
+        present[:] = [False] * len(present)
 
     @abstractmethod
     def step(self, compute: Compute, apply: Apply) -> None:

@@ -32,7 +32,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.comm.buckets import EVERYONE, Buffer, GradientBucket, Segment, Slices
-from dmuon.comm.consensus import refused
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.routes import Part, places
 from dmuon.comm.transport import HostCopy, Meter, Work, host_can_read
@@ -242,16 +241,9 @@ class GradientReducer:
         self._groups = process_groups
         self._meter = meter
         self._device = parameters[0].device
-        # Whether this rank's optimizer cannot take a step, as known at the end of a round; and the
-        # ranks that said so at the end of the last one.
-        self.refuses: Callable[[], bool] = lambda: False
-        self.refusing: list[int] = []
-        # Of each parameter whether it has a gradient here, then of each whether it is of no use,
-        # then of each rank whether it refuses the step.
+        # Of each parameter whether it has a gradient here, then of each whether it is of no use.
         # Ranks combine them by their maximum: a sum would overflow with enough of them.
-        self._flags = torch.zeros(
-            2 * number + process_groups.world.world, dtype=torch.uint8, device=self._device
-        )
+        self._flags = torch.zeros(2 * number, dtype=torch.uint8, device=self._device)
         # Flags on their way to a host that does not wait: of rounds since `clear`, and before.
         self._recent_flags: list[HostCopy] = []
         self._earlier_flags: list[HostCopy] = []
@@ -421,9 +413,7 @@ class GradientReducer:
             self._flags[:number].fill_(1)
         else:
             local = torch.tensor(self._local + self._unusable, dtype=torch.uint8)
-            self._flags[: 2 * number].copy_(local)
-        if self.refuses():
-            self._flags[2 * number + self._groups.world.rank].fill_(1)
+            self._flags.copy_(local)
         self._meter.add("flags", self._flags)
         self._groups.world.all_reduce(self._flags, tag="flags", maximum=True).wait()
         if not host_can_read(self._device):
@@ -434,7 +424,6 @@ class GradientReducer:
             return [bool(flag) for flag in self._flags[:number].tolist()]
         flags = self._flags.tolist()
         self._check_usable(flags)
-        self.refusing = self._refusing(flags)
         return [bool(flag) for flag in flags[:number]]
 
     def _check_usable(self, flags: Sequence[int], when: str = "") -> None:
@@ -447,9 +436,6 @@ class GradientReducer:
                 f"parameter {name!r} got a gradient that is not dense (a sparse layout) on some "
                 f"rank{when}; dmuon needs dense gradients (for an embedding: sparse=False)"
             )
-
-    def _refusing(self, flags: Sequence[int]) -> list[int]:
-        return [rank for rank, flag in enumerate(flags[2 * len(self.parameters) :]) if flag]
 
     def _write_rest(self, anywhere: list[bool]) -> None:
         """Wait for the averaged gradients of the rest and put them in ``p.grad``."""
@@ -515,41 +501,49 @@ class GradientReducer:
         if not self.open and (self.rounds == 0 or self.owed):
             self.begin()
 
-    def ensure(self, *, accumulated: bool = False) -> None:
+    def ensure(self, check: Callable[[], None], *, accumulated: bool = False) -> None:
         """Have at least one round since `clear`, and none open: what `step` and clipping need.
 
-        A rank whose backward reached no parameter still joins the others' round here.
-        ``accumulated``: a wrapper may have left gradients in ``p.grad`` for the next round.
+        A rank whose backward reached no parameter still joins the others' round here; so does one
+        where ``check`` raises a DmuonError, afterwards. ``accumulated``: a wrapper may have left
+        gradients in ``p.grad`` for the next round.
 
         Raises:
             OwnershipError: a gradient was set after the round, and would be lost.
-            DmuonError: a rank found a gradient that cannot be reduced (see `finish`), or, where the
-                host cannot read, refused the last step.
+            DmuonError: a rank found a gradient that cannot be reduced (see `finish`).
         """
-        self.check_rest()
-        if not self.open and self.rounds and not self.owed:
-            matrices = (p for p in self._bucket_of if self.is_matrix[p])
-            left = next((p for p in matrices if self.parameters[p].grad is not None), None)
-            if left is not None and not accumulated:
-                raise OwnershipError(
-                    f"{self.specs.parameters[left].name!r} has a p.grad that was set after "
-                    "backward. Its owner has the reduced gradient already, so this one would be "
-                    "lost: change gradients in a hook (p.register_hook), or (layout='replicated') "
-                    "set all of them and run no backward"
-                )
-            self.owed = left is not None
+        flaw: DmuonError | None = None
+        try:
+            check()
+            self.check_rest()
+            self._check_left(accumulated)
+        except DmuonError as error:  # perhaps on this rank alone
+            flaw = error
         self.begin_owed()
         self.finish()
         self.collect()
+        if flaw is not None:
+            raise flaw
         earlier, self._earlier_flags = self._earlier_flags, []
         for copy in earlier:
-            flags = copy.read()
             self._check_usable(
-                flags, " in the backward before the last step, which counted it as missing"
+                copy.read(), " in the backward before the last step, which counted it as missing"
             )
-            refusing = self._refusing(flags)
-            if 0 < len(refusing) < self._groups.world.world:  # else each has raised its own error
-                raise refused(refusing)
+
+    def _check_left(self, accumulated: bool) -> None:
+        """See `ensure`."""
+        if self.open or not self.rounds or self.owed:
+            return
+        matrices = (p for p in self._bucket_of if self.is_matrix[p])
+        left = next((p for p in matrices if self.parameters[p].grad is not None), None)
+        if left is not None and not accumulated:
+            raise OwnershipError(
+                f"{self.specs.parameters[left].name!r} has a p.grad that was set after "
+                "backward. Its owner has the reduced gradient already, so this one would be "
+                "lost: change gradients in a hook (p.register_hook), or (layout='replicated') "
+                "set all of them and run no backward"
+            )
+        self.owed = left is not None
 
     def collect(self, arrived: Sequence[_Flight] | None = None) -> None:
         """Wait for what goes to owners (all of it, or these), and add up what is owned here."""
@@ -583,7 +577,7 @@ class GradientReducer:
         self.owed = False
         self.rounds = 0
         self._noted = {}
-        self.present = [False] * len(self.parameters)
+        self.present[:] = [False] * len(self.parameters)
 
 
 # ---- what starts and ends a round ------------------------------------------------------------

@@ -227,18 +227,19 @@ class ReplicatedRuntime(OwnerRuntime):
     # ---- gradients ---------------------------------------------------------------------------
 
     def reduce_gradients(self) -> None:
-        reducer = self._bound
+        # Inside DistributedDataParallel.no_sync gradients stay in p.grad.
+        self.synchronize()
+        self._bound.ensure(self._check, accumulated=self._ddp is not None)
+
+    def _check(self) -> None:
         self._check_model()
         self._check_storage()
-        self.synchronize()
-        if self._ddp is not None and reducer.open:
+        if self._ddp is not None and self._bound.open:
             raise DmuonError(
                 "DistributedDataParallel did not hand over the gradients of "
-                f"{', '.join(reducer.missing()[:5])}: their part of the model was not used in "
+                f"{', '.join(self._bound.missing()[:5])}: their part of the model was not used in "
                 "this backward. Build it with find_unused_parameters=True"
             )
-        # Inside DistributedDataParallel.no_sync gradients stay in p.grad.
-        reducer.ensure(accumulated=self._ddp is not None)
 
     def _check_storage(self) -> None:
         """Raise OwnershipError if a parameter has another shape, dtype or device than planned."""

@@ -134,13 +134,13 @@ def scale_kernel(
 
 
 @triton.jit
-def update_kernel(weight_ptr, update_ptr, numel, decay, lr, TILE: tl.constexpr):
+def update_kernel(weight_ptr, update_ptr, decay_ptr, numel, lr, TILE: tl.constexpr):
     """``weight = weight * decay - lr * update``, one tile."""
     program = tl.program_id(0)
     at, fits = _place(program, program * 0, numel, TILE)
     weight = tl.load(weight_ptr + at, mask=fits, other=0.0).to(tl.float32)
     update = tl.load(update_ptr + at, mask=fits, other=0.0).to(tl.float32)
-    weight = weight * decay - lr * update
+    weight = weight * tl.load(decay_ptr) - lr * update
     tl.store(weight_ptr + at, weight.to(weight_ptr.dtype.element_ty), mask=fits)
 
 
@@ -183,9 +183,10 @@ def momentum_norm_cast(
         )
 
 
-def apply_update(weight: Tensor, update: Tensor, *, decay: float, lr: float) -> None:
+def apply_update(weight: Tensor, update: Tensor, *, decay: Tensor, lr: float) -> None:
     """``weight = weight * decay - lr * update`` in place, in float32, rounded once; contiguous
-    tensors of one shape and any dtypes of float16, bfloat16 and float32, which share no memory."""
+    tensors of one shape and any dtypes of float16, bfloat16 and float32, which share no memory.
+    ``decay``: 0-d, float32."""
     check(weight.shape, weight, update)
     assert weight.is_contiguous() and update.is_contiguous()
     if weight.numel() == 0:
@@ -193,5 +194,5 @@ def apply_update(weight: Tensor, update: Tensor, *, decay: float, lr: float) -> 
     grid = (triton.cdiv(weight.numel(), _TILE),)
     with on_device_of(weight):
         update_kernel[grid](
-            *(weight, update, weight.numel(), float(decay), float(lr)), TILE=_TILE, num_warps=_WARPS
+            *(weight, update, decay, weight.numel(), float(lr)), TILE=_TILE, num_warps=_WARPS
         )

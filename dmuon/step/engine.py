@@ -7,7 +7,7 @@ import statistics
 import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.period import Schedule
 from dmuon.scheduler.plan import Unit
+from dmuon.types import NonFiniteError
 from dmuon.update import Rates
 
 WARM_UP = 2  # steps that allocate, compile and fill caches
@@ -35,14 +36,14 @@ _FLOOR_MS = 5.0  # below, the call's own overhead and the machine's noise decide
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds for all groups of an optimizer; ``check``: what is wrong with them now."""
+    """What holds for all groups of an optimizer."""
 
     ns_dtype: torch.dtype
     master_weights: bool
     schedule: Schedule
     block_lr_ratio: float | None
-    check: Callable[[], Exception | None]
     publish: str
+    nonfinite: str
 
     @property
     def hooks(self) -> bool:
@@ -83,6 +84,8 @@ class Engine(ABC):
         self._kernels = Orthogonalizer(runtime.device, settings.ns_dtype, options)
         self._rates: list[Rates] = []
         self._seen_loads = 0
+        self._skipped: int | Tensor = 0
+        self._told = 0  # steps that were skipped and told of
         groups, specs = optimizer.param_groups, runtime.plan.specs
         group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
         # The number of the param group of each matrix.
@@ -123,6 +126,22 @@ class Engine(ABC):
         others = (p for params in self._adamw.values() for _, p in params)
         refresh_masters(self._optimizer.state, others)
         return True
+
+    def _tell_of(self, names: Sequence[str], amp: Amp) -> None:
+        """Say that a step was skipped, on every rank alike, whose non-finite gradients are those of
+        ``names``; where a scaler looks for them they are no news."""
+        if not names or amp.found_inf is not None:
+            return
+        self._told += 1
+        some = ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
+        text = (
+            f"dmuon: a step was skipped on all ranks, because gradients are not finite: {some}. "
+            f"Weights and optimizer state are as before it (skipped so far: {self._told})"
+        )
+        if self._settings.nonfinite == "raise":
+            raise NonFiniteError(f"{text}. This is an error because of nonfinite='raise'")
+        if self._runtime.transport.rank == 0 and self._told & (self._told - 1) == 0:
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
 
     @abstractmethod
     def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:

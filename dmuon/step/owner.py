@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -18,10 +18,12 @@ from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.step.engine import Amp, Engine, load_entry
-from dmuon.types import OwnershipError
+from dmuon.step.verdict import VerdictMessage
+from dmuon.types import DmuonError, OwnershipError
 from dmuon.update import (
     Rates,
     apply_updates,
+    finite_marks,
     is_fused,
     merged_master,
     normalized_momentum,
@@ -141,15 +143,17 @@ class OwnerEngine(Engine):
         mine = [u for u in runtime.units if u.owner == runtime.transport.rank]
         self._kernels.reserve(map(self._call, mine))
         self._show(_MOMENTUM)
-        # Weakly, because the runtime outlives the optimizer.
-        weak = weakref.WeakMethod(self._refuses)
-
-        def refuses() -> bool:
-            check = weak()
-            return check is not None and check()
-
         assert runtime.reducer is not None
-        runtime.reducer.refuses = refuses
+        self._owned = runtime.reducer.owned
+        self._present = runtime.reducer.present
+        transport, matrices = runtime.transport, list(self._owned.here)
+        self._message = VerdictMessage(
+            *(runtime.plan.specs, None, transport.rank, transport.world, runtime.device),
+            *(matrices, [True] * len(matrices)),
+        )
+        self._finite: bool | Tensor = True
+        self._bad: Tensor | None = None
+        self._rest: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def _payload_dtype(self, parameter_dtype: str) -> torch.dtype:
         if self._settings.master_weights:
@@ -170,30 +174,83 @@ class OwnerEngine(Engine):
 
     # ---- a step ------------------------------------------------------------------------------
 
-    def _refuses(self) -> bool:
-        """Whether param groups are wrong, at the end of a backward: what stands there then is told
-        to the other ranks, what is changed before `step` is known here alone."""
-        rates = [group.get("lr") for group in self._groups]
-        if any(isinstance(lr, Tensor) and not host_can_read(lr.device) for lr in rates):
-            return False  # reading it would wait for the device
-        return self._settings.check() is not None
-
-    def begin(self, amp: Amp, refusal: Exception | None) -> None:  # raises what it finds
+    def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:
         if amp.found_inf is not None:
-            raise OwnershipError(
+            return OwnershipError(
                 f"GradScaler does not work in the {self._name!r} layout: it cannot see the "
                 "gradients that owners hold. Train in bfloat16, or call opt.step() without a scaler"
             )
-        self._runtime.reduce_gradients()
-        self._runtime.raise_refusal(refusal)
-        if self._take_over_loaded():
+        self._message.raise_noted()
+        self._tell_of(self._message.nonfinite, amp)
+        try:
+            self._runtime.reduce_gradients()
+        except DmuonError as error:
+            refusal = refusal or error  # perhaps on this rank alone
+        self._rest = {
+            g: [
+                (p, local_tensor(gradient_like(p.grad, p))) for _, p in params if p.grad is not None
+            ]
+            for g, params in self._adamw.items()
+        }
+        if refusal is None and self._take_over_loaded():
             self._state.refresh_masters()
+        return refusal
 
     def launch(self, refusal: Exception | None) -> None:
-        if refusal is not None:
+        runtime, on_host = self._runtime, host_can_read(self._runtime.device)
+        if refusal is None:
+            self._begin_update()
+        norms, vector = self._message_of_step(refusal)
+        runtime.meter.add("verdict", vector)
+        runtime.transport.all_reduce(vector, tag="verdict").wait()
+        if refusal is not None and on_host:
             raise refusal
-        self._begin_update()
-        self._runtime.step(self._compute, self._apply)
+        verdict = self._message.read(vector, norms, ())
+        finite = False if verdict is None else verdict.finite
+        self._finite = finite
+        self._bad = None if verdict is None else verdict.bad
+        self._skipped = self._skipped + (
+            finite.logical_not() if isinstance(finite, Tensor) else not finite
+        )
+        if verdict is None:
+            runtime.skip()
+            self._rest = {}
+        runtime.step(self._compute if refusal is None else self._keep, self._apply)
+        if refusal is not None:
+            self._rest = {}
+            raise refusal
+        if on_host:
+            self._tell_of(self._message.nonfinite, Amp())
+
+    def _message_of_step(self, refusal: Exception | None) -> tuple[Tensor, Tensor]:
+        """(norms of what is owned here, what the ranks sum up)."""
+        t, here, on_host = (
+            self._settings.schedule.t,
+            self._owned.here,
+            host_can_read(self._runtime.device),
+        )
+        norms = torch.zeros(len(here), dtype=torch.float64, device=self._runtime.device)
+        if refusal is not None:
+            return norms, self._message.refuse(t)
+        matrices = self._runtime.plan.specs.matrices
+        found = {i: g for i, g in here.items() if self._present[matrices[i].parameter]}
+        if found:
+            marks = finite_marks(list(found.values()), on_host).double().unbind()
+            by_matrix = dict(zip(found, marks, strict=True))
+            nothing = norms.new_zeros(())
+            norms = torch.stack([by_matrix.get(i, nothing) for i in here])
+        grads = [grad for pairs in self._rest.values() for _, grad in pairs if grad.numel()]
+        checked = [finite_marks(grads, on_host)] if grads else []
+        # Alike on all ranks, with the rates that a scheduler gave each.
+        number = t + zlib.crc32(repr(self._rates).encode())
+        return norms, self._message.fill(norms, checked, (), None, number)[1]
+
+    def _keep(self, unit: Unit, gradients: Tensor, where: list[int]) -> tuple[Tensor, Tensor]:
+        """What this rank publishes where it refuses, and the others cannot know yet."""
+        masters = self._state.of(unit)[1:]
+        shape = (len(where), unit.rows, unit.cols)
+        payload = rows_of(masters[0], where) if masters else gradients.new_zeros(shape)
+        return payload, torch.zeros(len(where), device=self._runtime.device)
 
     def _compute(self, unit: Unit, gradients: Tensor, where: list[int]) -> tuple[Tensor, Tensor]:
         """Momentum, Newton-Schulz, and the new masters where there are some."""
@@ -201,17 +258,23 @@ class OwnerEngine(Engine):
         rate, kept = self._rates[unit.group], self._state.of(unit)
         watch = self._telemetry.watch
         watch.start()
-        rows = [rows_of(stack, where) for stack in kept]
+        rows, bad = [rows_of(stack, where) for stack in kept], self._bad
         operand = self._kernels.operand(call)
         fused = self._kernels.is_fused(call)
+        before = None if bad is None else rows[0].clone()
         normalized_momentum(rows[0], gradients, group, out=operand, fused=fused)
+        if bad is not None and before is not None:
+            torch.where(bad, before, rows[0], out=rows[0])
+            operand.masked_fill_(bad, 0.0)
         payload = self._kernels.run(call, operand)
         watch.stop()
         rms = update_rms(payload, 1.0)
         for lr, at in _by_rate(rate, unit, where):
             scale_all(_some(rms, at), lr / rate.lr if rate.lr else 0.0)
             if len(rows) > 1:
-                apply_updates(_some(rows[1], at), _some(payload, at), decay=rate.decay, lr=lr)
+                apply_updates(
+                    _some(rows[1], at), _some(payload, at), decay=self._decay(rate), lr=lr
+                )
         for whole, part in zip(kept, rows, strict=True):
             if part is not whole:
                 set_rows(whole, where, part)
@@ -226,25 +289,35 @@ class OwnerEngine(Engine):
         rate, fused = self._rates[unit.group], is_fused(unit.kernel, targets[0])
         for lr, at in _by_rate(rate, unit, where):
             updates = [payload[n] for n in at]
-            apply_updates([targets[n] for n in at], updates, decay=rate.decay, lr=lr, fused=fused)
+            decay = self._decay(rate)
+            apply_updates([targets[n] for n in at], updates, decay=decay, lr=lr, fused=fused)
+
+    def _decay(self, rate: Rates) -> float | Tensor:
+        return rate.decay if self._bad is None else torch.where(self._bad, 1.0, rate.decay)
 
     def update_others(self) -> None:
-        for g, params in self._adamw.items():
-            found = [(p, gradient_like(p.grad, p)) for _, p in params if p.grad is not None]
+        for g, pairs in self._rest.items():
             adamw_step(
                 self._groups[g],
                 self._optimizer.state,
-                [p for p, _ in found],
-                [local_tensor(grad) for _, grad in found],
+                [p for p, _ in pairs],
+                [grad for _, grad in pairs],
                 master_weights=self._settings.master_weights,
                 fused=not host_can_read(self._runtime.device),
+                found_inf=None if self._bad is None else self._bad.float(),
             )
+        self._rest = {}
 
     # ---- reading and state -------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         rms = {name: float(value) for name, value in self._runtime.update_rms().items()}
-        return {"update_rms": rms, "kernels": self._kernels.report()}
+        return {
+            "update_rms": rms,
+            "finite": bool(self._finite),
+            "skipped": int(self._skipped),
+            "kernels": self._kernels.report(),
+        }
 
     def saved_state(self) -> dict[Tensor, dict[str, Any]]:
         """Momentum and masters whole, as rows on all ranks; a collective call."""

@@ -148,7 +148,7 @@ class ShardedEngine(Engine):
         self._outcome = _Outcome()
         self._grads: list[Tensor | None] = []
         self._amp = Amp()
-        self._skipped: int | Tensor = 0
+        self._late: int | Tensor = 0  # skipped in block steps, which the other ranks do not know
         self._compared = 0  # steps whose gradients could be compared with other ranks'
         runtime.bind(self._group_of, self._settings.ns_dtype, self._settings.hooks)
         self._state = ShardState(runtime, self._optimizer, self._group_of, masters)
@@ -179,6 +179,7 @@ class ShardedEngine(Engine):
         self._operands = operands = Operands(state, order, others)
         blocks = [state.blocks[k] for k in operands.order]
         self._message = VerdictMessage(
+            runtime.plan.specs,
             runtime.shards,
             self._rank,
             runtime.transport.world,
@@ -253,6 +254,7 @@ class ShardedEngine(Engine):
 
     def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:
         self._message.raise_noted()
+        self._tell_of(self._message.nonfinite, self._amp)
         self._outcome.wait()
         self._amp = amp
         try:
@@ -294,6 +296,12 @@ class ShardedEngine(Engine):
         finite = self._outcome.finite
         skipped = finite.logical_not() if isinstance(finite, Tensor) else not finite
         self._skipped = self._skipped + skipped
+        if is_full:
+            self._late = 0
+            if host_can_read(self._runtime.device):
+                self._tell_of(self._message.nonfinite, self._amp)
+        elif self._settings.nonfinite == "raise":
+            self._late = self._late + skipped
 
     def update_others(self) -> None:
         """AdamW ran while the first buckets travelled."""
@@ -329,7 +337,10 @@ class ShardedEngine(Engine):
         checked = [peaks for _, peaks in self._peaks(grads)]
         # Alike on all ranks, with the rates that a scheduler gave each.
         number = self._settings.schedule.t + zlib.crc32(repr(self._rates).encode())
-        vector, sent = self._message.fill(norms, checked, here, self._amp.found_inf, number)
+        inf = self._amp.found_inf
+        if isinstance(self._late, Tensor) or self._late:
+            inf = torch.as_tensor(self._late, dtype=torch.float64, device=runtime.device)
+        vector, sent = self._message.fill(norms, checked, here, inf, number)
         work = runtime.all_reduce(sent, "norms")
 
         def agreed() -> Verdict | None:

@@ -24,6 +24,7 @@ from dmuon.comm.consensus import refused
 from dmuon.comm.transport import HostCopy, Transport, host_can_read
 from dmuon.dtensors import sample
 from dmuon.scheduler.shards import ShardMap
+from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import ConsensusError, OwnershipError
 
 _STEPS = 1024  # numbers of steps are compared modulo this, so that sums of their squares are exact
@@ -52,14 +53,17 @@ class VerdictMessage:
 
     Only matrices that several ranks hold need a shared norm, and only what several ranks hold a
     shared flag. ``counts``: which blocks are those of the replica that counts. ``alike``: a
-    gradient that some ranks have is an error.
+    gradient that some ranks have is an error. Without ``shards``, where owners have the gradients,
+    every matrix has a norm, only to say which are not finite; who has a gradient is known.
+    ``nonfinite`` names what the last verdict found.
 
     The vector of a rank ends in the flags of what it holds alone, which are not sent.
     """
 
     def __init__(
         self,
-        shards: ShardMap,
+        specs: ModelSpecs,
+        shards: ShardMap | None,
         rank: int,
         world: int,
         device: torch.device,
@@ -71,18 +75,23 @@ class VerdictMessage:
         self._rank, self._world = rank, world
         self._on_host = host_can_read(device)
         self._noted: HostCopy | None = None  # of what is an error on all ranks
-        travelling = [i for i in range(len(shards.specs.matrices)) if not shards.is_local(i)]
+        self.nonfinite: list[str] = []
+        every = range(len(specs.matrices))
+        travelling = [i for i in every if shards is None or not shards.is_local(i)]
         norm_of = {i: n for n, i in enumerate(travelling)}
-        copies = [(p, ranks) for p, copies in enumerate(shards.copies) for ranks in copies]
+        self._names = [specs.matrices[i].name for i in travelling]
+        copies_of = [] if shards is None else shards.copies
+        copies = [(p, ranks) for p, copies in enumerate(copies_of) for ranks in copies]
         shared = [copy for copy in copies if len(copy[1]) > 1]
         alone = [copy for copy in copies if copy[1] == (rank,)]
         self._norms, self._bad = len(travelling), len(travelling) + len(shared)
         self._sent = self._bad + 5
         flag_of = {p: self._norms + n for n, (p, ranks) in enumerate(shared) if rank in ranks}
         flag_of |= {p: self._sent + n for n, (p, _) in enumerate(alone)}
-        self._flags = [flag_of[p] for p in range(len(shards.copies))]
-        self._alike = [p.name for p in shards.specs.parameters] if alike and world > 1 else []
-        self._of_blocks = [self._flags[shards.specs.matrices[i].parameter] for i in matrices]
+        self._flags = [flag_of[p] for p in range(len(copies_of))]
+        self._alike = [p.name for p in specs.parameters] if alike and world > 1 else []
+        of_blocks = () if shards is None else matrices
+        self._of_blocks = [self._flags[specs.matrices[i].parameter] for i in of_blocks]
         empty = torch.zeros(self._sent + len(alone), dtype=torch.float64)
         empty[self._flags] = 1.0
         self._empty = empty.to(device)
@@ -140,22 +149,23 @@ class VerdictMessage:
 
     def note(self, vector: Tensor) -> None:
         """Have `raise_noted` look at a summed vector, where the host cannot read it."""
-        self._noted = HostCopy(vector[self._bad + 1 : self._sent])
+        self._noted = HostCopy(vector[: self._sent])
 
     def raise_noted(self) -> None:
-        """Raise what the last full step's `read` could not.
+        """Raise what the last full step's `read` could not, and note what was not finite.
 
         On every rank in the same step, however far its device is: a rank that raised earlier than
         the others would leave them alone in a collective. The device has had a forward and a
         backward pass since, so it does not run dry while the host waits.
         """
-        noted, self._noted = self._noted, None
+        noted, self._noted, self.nonfinite = self._noted, None, []
         if noted is not None:
             self._raise(noted.read())
 
     def _raise(self, values: Sequence[float]) -> None:
-        """Raise ConsensusError if a rank refuses, or if ranks take different steps."""
-        count, ranks, step, square = values
+        """Raise ConsensusError if a rank refuses, or if ranks take different steps; else note what
+        is not finite."""
+        count, ranks, step, square = values[self._bad + 1 : self._sent]
         if 0 < count < self._world:  # else each has raised its own error
             raise refused([int(ranks)] if count == 1 else int(count))
         if self._world * square != step * step:
@@ -166,6 +176,10 @@ class VerdictMessage:
                 "schedulers must see the same on all (ReduceLROnPlateau: the mean loss of all "
                 "ranks, not each its own)"
             )
+        norms = values[: self._norms]
+        self.nonfinite = [name for name, v in zip(self._names, norms) if not math.isfinite(v)]
+        if values[self._bad] and not self.nonfinite:
+            self.nonfinite = ["(of AdamW's parameters, or of matrices that one rank holds alone)"]
 
     def read(self, vector: Tensor, norms: Tensor, here: Sequence[bool]) -> Verdict | None:
         """The verdict of a summed vector; None if nothing may change.
@@ -182,9 +196,9 @@ class VerdictMessage:
         norms.index_copy_(0, positions.to(norms.device), of_blocks)
         if self._on_host:
             values = vector.tolist()
-            self._raise(values[self._bad + 1 : self._sent])
+            self._raise(values)
             # A norm beyond float64 leaves no way to normalize.
-            if values[self._bad] or not all(map(math.isfinite, values[: self._norms])):
+            if self.nonfinite:
                 return None
             for name, flag in zip(self._alike, self._flags):
                 if 0 < values[flag] < self._world:

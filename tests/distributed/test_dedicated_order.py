@@ -104,7 +104,8 @@ backward of 1
 reduce 1: gradients, 960 bytes
 backward of 0
 reduce 0: gradients, 384 bytes
-all_reduce: flags, 8 bytes
+all_reduce: flags, 6 bytes
+all_reduce: verdict, 64 bytes
 broadcast 0: forward layers.0, 384 bytes
 broadcast 1: forward layers.1, 960 bytes
 """.strip().splitlines()
@@ -138,10 +139,11 @@ def test_the_events_of_one_step_with_replicas(rank, world):
 
 @distributed(2)
 def test_broadcasts_and_reductions_hide_behind_computing(rank, world):
-    """Of ten delayed collectives a step, two are on the critical path.
+    """Of eleven delayed collectives a step, three are on the critical path.
 
-    These are the last broadcast of forward sent again for backward, and the reduction of layer 0
-    with the flags beside it. What the next forward pass needs first left with the step before.
+    These are the last broadcast of forward sent again for backward, the reduction of layer 0
+    with the flags beside it, and the verdict. What the next forward pass needs first left with the
+    step before.
     Without prefetching four more are waited for, two in each pass.
     """
 
@@ -163,8 +165,8 @@ def test_broadcasts_and_reductions_hide_behind_computing(rank, world):
                 a_step(pair)
             return clock.now - begin - 6 * 1.25
 
-    assert waited() == 2
-    assert waited(prefetch=0) == 6
+    assert waited() == 3
+    assert waited(prefetch=0) == 7
 
 
 # ---- memory ------------------------------------------------------------------------------

@@ -191,5 +191,6 @@ def test_many_small_iterations(b, m, n, dtype, restarts):
 def test_update_of_large_matrices():
     weight, update = gpu(2, 1024, 4096, dtype=F32), gpu(2, 1024, 4096, dtype=F16)
     wanted = weight.double() * 0.875 - 0.25 * update.double()
-    triton_elementwise.apply_update(weight, update, decay=0.875, lr=0.25)
+    decay = torch.tensor(0.875, device=weight.device)
+    triton_elementwise.apply_update(weight, update, decay=decay, lr=0.25)
     torch.testing.assert_close(weight.double(), wanted, rtol=1e-6, atol=1e-6)

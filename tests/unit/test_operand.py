@@ -68,10 +68,11 @@ def test_large_weights_are_updated_in_one_pass(monkeypatch):
     assert updated((4, 6)) == 1  # small ones go by lists
     assert updated(LARGE, fused=False) == 1
     assert updated(LARGE, dtype=torch.float64) == 1
-    assert updated(LARGE, decay=torch.tensor(0.5)) == 1
+    assert updated(LARGE, decay=torch.tensor(0.5)) == 2
+    assert updated(LARGE, decay=torch.tensor([0.5])) == 3
     weight = torch.ones(LARGE)  # nor what is stored otherwise
     apply_updates([weight.mT], [torch.ones(LARGE)], decay=0.5, lr=0.25, fused=True)
-    assert len(seen) == 1 and torch.equal(weight, torch.full(LARGE, 0.25))
+    assert len(seen) == 3 and torch.equal(weight, torch.full(LARGE, 0.25))
 
 
 def test_only_a_planned_triton_kernel_on_cuda_is_fused():

@@ -67,24 +67,24 @@ def backward(reducer: GradientReducer, *, sparse: bool = False) -> None:
 
 def test_every_rank_has_a_gradient_or_none_has(reducer):
     backward(reducer)
-    reducer.ensure()
+    reducer.ensure(lambda: None)
     assert reducer.present == [True, True, True, False]
 
 
 def test_a_sparse_gradient_on_every_rank_is_never_taken_for_none(reducer):
     backward(reducer, sparse=True)
     with pytest.raises(DmuonError, match=r"'table'.*dense.*sparse=False"):
-        reducer.ensure()
+        reducer.ensure(lambda: None)
 
 
 def test_where_no_host_can_read_it_is_raised_at_the_next_step(reducer, monkeypatch):
     monkeypatch.setattr(dmuon.comm.transport, "READ_AT_ONCE", frozenset())
     backward(reducer, sparse=True)
-    reducer.ensure()
+    reducer.ensure(lambda: None)
     assert reducer.parameters[0].grad is None  # counts as missing
     reducer.clear()
     backward(reducer)
     with pytest.raises(DmuonError, match=r"'table'.*not dense.*before the last step"):
-        reducer.ensure()
+        reducer.ensure(lambda: None)
     reducer.clear()
-    reducer.ensure()  # told once
+    reducer.ensure(lambda: None)  # told once

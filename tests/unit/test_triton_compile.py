@@ -151,7 +151,8 @@ def test_elementwise_kernels_move_whole_vectors():
     types = {
         **{"buffer_ptr": "*fp32", "grad_ptr": "*bf16", "out_ptr": "*fp16", "update_ptr": "*fp16"},
         **{"weight_ptr": "*fp32", "peaks_ptr": "*fp32", "sums_ptr": "*fp32"},
-        **dict.fromkeys(("momentum", "weight", "eps", "decay", "lr"), "fp32"),
+        "decay_ptr": "*fp32",
+        **dict.fromkeys(("momentum", "weight", "eps", "lr"), "fp32"),
     }
     for kernel, options, arch in (
         (triton_elementwise.momentum_kernel, momentum, 80),

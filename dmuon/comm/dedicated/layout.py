@@ -321,11 +321,14 @@ class DedicatedRuntime(OwnerRuntime):
 
     def reduce_gradients(self) -> None:
         reducer = self._bound
-        self._check_model()
-        self.storage.check()
+
+        def check() -> None:
+            self._check_model()
+            self.storage.check()
+
         self.prefetcher.recover()
         self.prefetcher.pass_by()
-        reducer.ensure()
+        reducer.ensure(check)
 
     def gradients(self) -> Gradients:
         """Matrices' gradients lie with their owners, FSDP2's in shards, the others everywhere."""
