@@ -14,6 +14,8 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -326,10 +328,18 @@ class _Found:
             "kernels": request.kernels,
             "plan": None if request.plan is None else request.plan.fingerprint(),
         }
-        lines = [self.topology, *self.specs.parameters, *self.specs.matrices]
+        code = f"code=dmuon {code_hash()}, torch {torch.__version__}"
+        lines = [code, self.topology, *self.specs.parameters, *self.specs.matrices]
         if self.layout is Layout.REPLICATED and not _starts_from_first(self.given, options):
             lines += map(_weights_text, self.specs.parameters, self.parameters)
         return "\n".join([*map(str, lines), *(f"{k}={v}" for k, v in arguments.items())])
+
+
+@cache
+def code_hash() -> str:
+    """Twelve hexadecimal digits that change with any source file of this package."""
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
 
 
 def _costs_text(costs: Any) -> str:

@@ -345,6 +345,7 @@ SWITCH_RULES = {
     "master_weights": FLAG,
     "block_lr_ratio": FINITE_POSITIVE.or_none(),
     "nonfinite": _one_of(("skip", "raise")),
+    "verify_every": COUNT.or_none(),
 }
 
 

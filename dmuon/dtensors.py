@@ -49,6 +49,18 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def distributed_as(parameter: Tensor, local: Tensor) -> Tensor:
+    """The `DTensor` that lies as ``parameter`` does, ``local`` here; ``local`` for a plain one."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
 def sharded_rows(local: Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> Tensor:
     """The `DTensor` of this shape whose rows lie on the ranks of a mesh of one axis one after the
     other, ``local`` here."""

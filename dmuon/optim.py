@@ -120,6 +120,9 @@ class Muon(Optimizer):
             warning that names the first matrices (on an accelerator at the next step), and count
             it in `stats`; or "raise". Block steps skip the blocks that are concerned, and "raise"
             waits for the next full step. `torch.amp.GradScaler` counts on skipped steps.
+        verify_every: check some matrices after every so many steps: each rank makes their updates
+            itself and compares what it stores; corruption that nobody noticed raises on every rank
+            (docs/reliability.md).
         adamw_lr: of what goes to AdamW; None means ``lr``.
         adamw_weight_decay: of what goes to AdamW; None means ``weight_decay``.
         dedicate: keyword arguments of `dmuon.dedicate_params` for when it plans itself, such as
@@ -156,6 +159,7 @@ class Muon(Optimizer):
         publish: str = "sync",
         master_weights: bool = False,
         nonfinite: str = "skip",
+        verify_every: int | None = None,
         adamw_lr: float | None = None,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
@@ -178,6 +182,7 @@ class Muon(Optimizer):
                 "block_lr_ratio": block_lr_ratio,
                 "ns_dtype": ns_dtype,
                 "nonfinite": nonfinite,
+                "verify_every": verify_every,
             }
         )
         self._run = run
@@ -493,6 +498,9 @@ class Muon(Optimizer):
         amp = Amp(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         for engine in run.engines:
             refusal = engine.begin(amp, refusal) or refusal
+        verifies = self._verifies()
+        for engine in run.engines if verifies else ():
+            engine.take_sample(run.verified)
         for engine in run.engines:
             engine.launch(refusal)
         for engine in run.engines:
@@ -501,10 +509,23 @@ class Muon(Optimizer):
             engine.finish()
         run.schedule.advance()
         self._note_progress()
-        if run.switches["publish"] == "sync":
+        if run.switches["publish"] == "sync" or verifies:
             self.synchronize()
+        for engine in run.engines if verifies else ():
+            engine.check_sample()
         run.bytes = self._read_meters()
         return loss
+
+    def _verifies(self) -> bool:
+        """Whether this step is checked: every so many, or the first full one after them."""
+        run, every = self._run, self._run.switches["verify_every"]
+        t = run.schedule.t
+        run.verify_due = run.verify_due or (bool(every) and t % every == every - 1)
+        if not run.verify_due or not run.schedule.is_full(t):
+            return False
+        run.verify_due = False
+        run.verified += 1
+        return True
 
     def _check_groups(self) -> Exception | None:
         """What is wrong with ``param_groups``; None if nothing is, and then they hold numbers as
@@ -914,6 +935,8 @@ class _Run:
         self.ownerships: list[Ownership] = []
         self.settings: Settings | None = None
         self.bytes: dict[str, int] = {}
+        self.verified = 0
+        self.verify_due = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "model": None}  # a copied optimizer is not of that model

@@ -68,6 +68,10 @@ class NonFiniteError(DmuonError, ArithmeticError):
     """A gradient is not finite, and ``nonfinite="raise"`` was asked for; raised on every rank."""
 
 
+class CorruptionError(DmuonError):
+    """``verify_every`` found a weight that is not what the step should have made of it."""
+
+
 class ConsensusError(DmuonError):
     """Ranks disagree, or another rank failed; raised on every rank."""
 

@@ -19,7 +19,7 @@ from dmuon.comm.reducer import GradientReducer, OwnedGradients
 from dmuon.comm.rows import Places, RowShards
 from dmuon.comm.transport import Meter, Transport
 from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
-from dmuon.scheduler.specs import canonical_name
+from dmuon.scheduler.specs import Box, canonical_name
 from dmuon.types import OwnershipError
 
 # (unit, gradients [b, rows, cols] of the matrices at these positions of it, the positions) to
@@ -184,9 +184,14 @@ class OwnerRuntime(LayoutRuntime):
     def matrices_of(self, parameter: int) -> list[int]:
         return self._slices.matrices_of[parameter]
 
-    def owned_places(self, parameter: int) -> Places:
-        """The owners of a parameter's matrices, each with its box."""
-        return self._slices.places(parameter, in_slices=False, replicas=False)
+    def owned_places(self, parameter: int, *, in_slices: bool = False) -> Places:
+        """The owners of a parameter's matrices, each with its box (see `Slices.places`)."""
+        return self._slices.places(parameter, in_slices=in_slices, replicas=False)
+
+    @abstractmethod
+    def stored(self, box: Box, parameter: int) -> list[tuple[int, Box, Tensor]]:
+        """What this rank stores of the weights of the matrix that is this box of a parameter:
+        (matrix, box in the parameter, a view)."""
 
     @property
     def _bound(self) -> GradientReducer:

@@ -49,7 +49,7 @@ from dmuon.comm.transport import Transport, Work
 from dmuon.config import ReplicatedOptions
 from dmuon.scheduler.plan import OwnershipPlan, Unit
 from dmuon.scheduler.shards import matrix_box
-from dmuon.scheduler.specs import ITEM_SIZE, dtype_name
+from dmuon.scheduler.specs import ITEM_SIZE, Box, dtype_name
 from dmuon.types import DmuonError, OwnershipError
 
 
@@ -335,6 +335,13 @@ class ReplicatedRuntime(OwnerRuntime):
     def weights(self, unit: Unit) -> list[Tensor]:
         specs = self.plan.specs.matrices
         return [specs[i].view(self.parameters[specs[i].parameter].detach()) for i in unit.matrices]
+
+    def stored(self, box: Box, parameter: int) -> list[tuple[int, Box, Tensor]]:
+        whole = self.parameters[parameter].detach()
+        shape = tuple(whole.shape)
+        mine = self.matrices_of(parameter)
+        i = next(i for i in mine if self.plan.specs.matrices[i].box(shape) == box)
+        return [(i, box, whole[box.slices()])]
 
     def published(self) -> dict[str, Tensor]:
         """The updates of the last step, ``[m, n]``, of each matrix that had a gradient; valid until

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.period import Schedule
 from dmuon.scheduler.plan import Unit
+from dmuon.scheduler.specs import Box
+from dmuon.step.verify import Sample, Stored, compare, sample
 from dmuon.types import NonFiniteError
 from dmuon.update import Rates
 
@@ -84,7 +87,9 @@ class Engine(ABC):
         self._kernels = Orthogonalizer(runtime.device, settings.ns_dtype, options)
         self._rates: list[Rates] = []
         self._seen_loads = 0
+        self._finite: bool | Tensor = True  # no gradient of the last step was otherwise
         self._skipped: int | Tensor = 0
+        self._samples: list[Sample] = []
         self._told = 0  # steps that were skipped and told of
         groups, specs = optimizer.param_groups, runtime.plan.specs
         group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
@@ -165,6 +170,37 @@ class Engine(ABC):
     def finish(self) -> None:
         """What every rank does last in a step."""
         self._telemetry.finish_step()
+
+    @abstractmethod
+    def whole(self, parameter: int) -> tuple[Tensor, Tensor]:
+        """Momentum and gradient of a matrix parameter, whole, after `begin`; a collective call."""
+
+    @abstractmethod
+    def stored(self, box: Box, parameter: int) -> Stored:
+        """What this rank stores of the weights of the matrix that is this box of a parameter."""
+
+    def take_sample(self, count: int) -> None:
+        """Note some matrices before a step, for `check_sample`; a collective call."""
+        runtime = self._runtime
+        self._samples = []
+        for parameter, box in sample(runtime.plan, count):
+            shape = runtime.plan.specs.parameters[parameter].shape
+            mine = [m for m in runtime.plan.specs.matrices if m.parameter == parameter]
+            matrix = next(m for m in mine if m.box(shape) == box)
+            stored = partial(self.stored, box, parameter)
+            before = [part.clone() for _, _, part in stored()]
+            self._samples.append(Sample(matrix, box, *self.whole(parameter), before, stored))
+
+    def check_sample(self) -> None:
+        """Raise CorruptionError, on every rank, if a step did something else to what was noted."""
+        samples, self._samples = self._samples, []
+        found = []
+        for s in samples if self._finite else ():
+            group = self._group_of[self._runtime.plan.specs.matrices.index(s.matrix)]
+            dtype = self._settings.ns_dtype
+            found += s.deviations(self._groups[group], self._rates[group], dtype)
+        if samples:
+            compare(found, self._runtime.plan, self._runtime.transport)
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:

@@ -14,11 +14,12 @@ from dmuon.adamw import adamw_step, make_adamw_state
 from dmuon.comm.layout import OwnerRuntime
 from dmuon.comm.reducer import oriented, rows_of, set_rows, unstacker
 from dmuon.comm.transport import host_can_read
-from dmuon.dtensors import gradient_like, local_tensor
+from dmuon.dtensors import gradient_like, local_tensor, whole_tensor
 from dmuon.scheduler.plan import Unit
-from dmuon.scheduler.specs import ITEM_SIZE
+from dmuon.scheduler.specs import ITEM_SIZE, Box
 from dmuon.step.engine import Amp, Engine, load_entry
 from dmuon.step.verdict import VerdictMessage
+from dmuon.step.verify import Stored
 from dmuon.types import DmuonError, OwnershipError
 from dmuon.update import (
     Rates,
@@ -151,7 +152,6 @@ class OwnerEngine(Engine):
             *(runtime.plan.specs, None, transport.rank, transport.world, runtime.device),
             *(matrices, [True] * len(matrices)),
         )
-        self._finite: bool | Tensor = True
         self._bad: Tensor | None = None
         self._rest: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
@@ -307,6 +307,21 @@ class OwnerEngine(Engine):
                 found_inf=None if self._bad is None else self._bad.float(),
             )
         self._rest = {}
+
+    def whole(self, parameter: int) -> tuple[Tensor, Tensor]:
+        runtime, spec = self._runtime, self._runtime.plan.specs.parameters[parameter]
+        rows, dtype = runtime.rows, torch.float32
+        momentum = rows.spread(
+            *(spec.shape, dtype, runtime.owned_places(parameter), self._state.matrices(_MOMENTUM))
+        )
+        places = runtime.owned_places(parameter, in_slices=True)
+        gradient = rows.spread(spec.shape, dtype, places, self._owned.here)
+        if not self._present[parameter]:
+            gradient.zero_()
+        return whole_tensor(momentum), whole_tensor(gradient)
+
+    def stored(self, box: Box, parameter: int) -> Stored:
+        return self._runtime.stored(box, parameter)
 
     # ---- reading and state -------------------------------------------------------------------
 

@@ -39,12 +39,13 @@ from dmuon.adamw import adamw_step, make_adamw_state, refresh_masters
 from dmuon.comm.routes import Message, Part, parts_of, places
 from dmuon.comm.sharded import ShardedRuntime
 from dmuon.comm.transport import Work, host_can_read
-from dmuon.dtensors import local_tensor, stored_tensor
+from dmuon.dtensors import distributed_as, local_tensor, stored_tensor, whole_tensor
 from dmuon.kernels.runner import Call
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box, Form
 from dmuon.step.engine import Amp, Engine, is_exchange_step, load_entry
 from dmuon.step.verdict import Verdict, VerdictMessage, check_alike, own_verdict
+from dmuon.step.verify import Stored
 from dmuon.types import DmuonError, Layout
 from dmuon.update import (
     advance_momentum,
@@ -293,7 +294,7 @@ class ShardedEngine(Engine):
         if outcome is None or not is_full:
             self._runtime.pass_by()
         self._outcome = outcome or _Outcome(is_full, finite=False)
-        finite = self._outcome.finite
+        self._finite = finite = self._outcome.finite
         skipped = finite.logical_not() if isinstance(finite, Tensor) else not finite
         self._skipped = self._skipped + skipped
         if is_full:
@@ -521,6 +522,21 @@ class ShardedEngine(Engine):
                     fused=True,
                     found_inf=flag if flag is None or not pairs else flag.to(pairs[0][0].device),
                 )
+
+    def whole(self, parameter: int) -> tuple[Tensor, Tensor]:
+        p = self._runtime.parameters[parameter]
+        grad = self._grads[parameter] if self._grads else None
+        local = torch.zeros_like(local_tensor(p)) if grad is None else grad
+        momentum = self._optimizer.state[p]["momentum_buffer"]
+        return whole_tensor(momentum).clone(), whole_tensor(distributed_as(p, local))
+
+    def stored(self, box: Box, parameter: int) -> Stored:
+        found, shards = [], self._runtime.shards
+        for b, target in zip(self._state.blocks, self._state.targets, strict=True):
+            if b.parameter == parameter and shards.boxes[b.matrix].box == box:
+                local = shards.shard(self._rank, parameter).box
+                found.append((b.matrix, box.intersection(local), target))
+        return found
 
     # ---- reading and state ---------------------------------------------------------------
 

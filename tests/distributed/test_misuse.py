@@ -386,3 +386,18 @@ def test_a_rank_that_does_not_come_to_a_collective(rank, world):
             with pytest.raises(RuntimeError, match=r"'norms'.*another rank did not come to it"):
                 work.wait()
         dist.barrier()
+
+
+@pytest.mark.parametrize("what", ["code", "torch"])
+@distributed(2)
+def test_another_version_on_one_rank_is_named(rank, world, what):
+    model, patch = seeded(), pytest.MonkeyPatch()
+    with patch.context() as changed:
+        if rank and what == "code":
+            changed.setattr("dmuon.api.code_hash", lambda: "another")
+        elif rank:
+            changed.setattr("torch.__version__", "another")
+        with pytest.raises(
+            ConsensusError, match=r"rank 1 has 'code=dmuon .*another.*' where rank 0"
+        ):
+            dmuon.dedicate_params(model)

@@ -4,7 +4,7 @@
 
     forward    before a group of modules runs: its weights <---broadcast--- owners; then dropped
     backward   weights again; gradients ---reduce---> owners as soon as a group has all of its own
-    step       owner: momentum, Newton-Schulz, its own weights. Nothing travels
+    step       owner: momentum, Newton-Schulz, its own weights. One small all-reduce
     next       the first groups' broadcasts leave as soon as their owners are done
 
 With replicas (HSDP) weights travel inside a replica, from the owner or, elsewhere, from its
@@ -229,6 +229,15 @@ class DedicatedRuntime(OwnerRuntime):
     def weights(self, unit: Unit) -> list[Tensor]:
         matrices, storage = self.plan.specs.matrices, self.storage
         return [matrices[i].form.rows_first(storage.weight_of(i)) for i in unit.matrices]
+
+    def stored(self, box: Box, parameter: int) -> list[tuple[int, Box, Tensor]]:
+        rank, shape = self.transport.rank, self.plan.specs.parameters[parameter].shape
+        places = self._slices.places(parameter, in_slices=True, replicas=True)
+        return [
+            (i, part, self.storage.weight_of(i))
+            for i, r, part in places
+            if r == rank and part.numel and self.plan.specs.matrices[i].box(shape) == box
+        ]
 
     def synchronize(self) -> None:
         """Wait for what is being published to the holders."""

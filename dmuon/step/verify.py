@@ -1,0 +1,142 @@
+"""Silent corruption: now and then a few matrices are updated a second time, by every rank.
+
+::
+
+    before a full step   momentum and gradient of a matrix, whole, on every rank; its weights here
+    after it             each rank makes the update itself and looks at the weights that it stores;
+                         equal parts of several ranks must be equal to the bit
+    then                 ranks exchange what they found, so that all of them raise
+
+Memory or a core that is broken shows on the ranks that store what it computed: on one of them if it
+is that rank's, on all of them if it is the owner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmuon.comm.transport import Transport
+from dmuon.kernels.newton_schulz import newton_schulz
+from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.scheduler.specs import Box, MatrixSpec
+from dmuon.types import CorruptionError
+from dmuon.update import Rates, momentum_update
+
+# Of the largest change of a weight: what rounding of Newton-Schulz may make, and a little more.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
+_COARSE = 0.5  # in half precision, where two batches of one matrix differ by percents
+
+# (matrix of the plan, its part that this rank stores as a box of the parameter, that part)
+Stored = list[tuple[int, Box, Tensor]]
+
+
+def sample(plan: OwnershipPlan, count: int) -> list[tuple[int, Box]]:
+    """The ``count``-th sample: (parameter, box of a matrix in it), the same on all ranks; about an
+    eighth of what an owner has."""
+    shapes = [p.shape for p in plan.specs.parameters]
+    every = list(
+        dict.fromkeys((m.parameter, m.box(shapes[m.parameter])) for m in plan.specs.matrices)
+    )
+    size = max(1, len(every) // (8 * plan.topology.world))
+    return [every[(count * size + n) % len(every)] for n in range(min(size, len(every)))]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A matrix before a step: ``momentum`` and ``gradient`` of its whole parameter, its weights
+    here by position in ``stored``, which gives them as they are now."""
+
+    matrix: MatrixSpec
+    box: Box
+    momentum: Tensor
+    gradient: Tensor
+    before: list[Tensor]
+    stored: Callable[[], Stored]
+
+    def deviations(
+        self, group: Mapping[str, Any], rates: Rates, ns_dtype: torch.dtype
+    ) -> list[tuple[int, Box, float, int]]:
+        """Of each part that is stored here: (matrix, box, how far it is from where it should be
+        over what is allowed, checksum)."""
+        matrix, shape = self.matrix, self.momentum.shape
+        grad = matrix.view(self.gradient).to(self.momentum.dtype)
+        names = ("momentum", "nesterov", "dampening")
+        operand = momentum_update(
+            matrix.view(self.momentum).clone(),
+            grad,
+            mode=group["momentum_mode"],
+            **{name: group[name] for name in names},
+        )
+        update = newton_schulz(
+            operand.reshape(matrix.rows, matrix.cols),
+            steps=group["ns_steps"],
+            coefficients=group["ns_coefficients"],
+            dtype=ns_dtype,
+            eps=group["eps"],
+        )
+        whole = self.momentum.new_zeros(shape)
+        target = matrix.view(whole)
+        target.copy_(update.reshape(target.shape))
+        whole.mul_(rates.adjusted(matrix.rows, matrix.cols))
+        has_gradient = bool(self.gradient.count_nonzero())
+        tolerance = _TOLERANCE.get(ns_dtype, _COARSE)
+        found = []
+        for (i, box, now), before in zip(self.stored(), self.before, strict=True):
+            if has_gradient or not torch.equal(now, before):
+                change = whole[box.slices()].to(now.device)
+                off = (before.float() * rates.decay - change - now.float()).abs().max()
+                allowed = tolerance * float(change.abs().max())
+                allowed += 2 * torch.finfo(now.dtype).eps * float(before.abs().max())
+                far = float(off) / allowed if allowed else float(off > 0)
+            else:
+                far = 0.0  # nobody had a gradient
+            found.append((i, box, far, _checksum(now)))
+        return found
+
+
+def _checksum(values: Tensor) -> int:
+    """A number that changes with any bit, whatever the device."""
+    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    bits = values.contiguous().view(kind).flatten().long()
+    places = torch.arange(1, len(bits) + 1, device=bits.device)
+    return int((bits * places).sum())
+
+
+def compare(
+    found: Sequence[tuple[int, Box, float, int]], plan: OwnershipPlan, transport: Transport
+) -> None:
+    """Exchange `Sample.deviations`; a collective call.
+
+    Raises:
+        CorruptionError: on every rank, if any stores a wrong weight.
+    """
+    reports = transport.gather_objects(list(found))
+    stored: dict[tuple[int, Box], dict[int, tuple[float, int]]] = {}
+    for rank, report in enumerate(reports):
+        for i, box, far, checksum in report:
+            stored.setdefault((i, box), {})[rank] = far, checksum
+    for (i, _), by_rank in stored.items():
+        sums = [checksum for _, checksum in by_rank.values()]
+        common = max(sums, key=sums.count)
+        wrong = [r for r, (far, s) in by_rank.items() if not far <= 1 or s != common]
+        if not wrong:
+            continue
+        of_matrix = {r for (j, _), ranks in stored.items() if j == i for r in ranks}
+        bad = [
+            r for (j, _), ranks in stored.items() if j == i for r in ranks if not ranks[r][0] <= 1
+        ]
+        name, owner = plan.specs.matrices[i].name, plan.owners[i]
+        where = f"on rank {', '.join(map(str, wrong))} (rank {owner} owns it and made the update)"
+        if set(bad) == of_matrix:
+            where = f"on all ranks that store it, so most likely by its owner, rank {owner}"
+        raise CorruptionError(
+            f"verify_every: the weights of matrix {name!r} are not what its gradient, momentum and "
+            f"weights of before give, {where}. Something there corrupts data silently (memory, a "
+            "core, a link), or weights were written to during the step. Go on from the last "
+            "checkpoint, without that machine"
+        )
