@@ -9,7 +9,7 @@ INSTALLED := .venv/installed.stamp
 # Quiet enough to hide harmless warnings of pip about its sources; errors are still shown.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 
-.PHONY: help demo test lint bench docs
+.PHONY: help demo test lint bench docs soak
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make test    run the test suite"
 	@echo "make lint    check style, format and types"
 	@echo "make bench   measure; results in out/"
+	@echo "make soak    train for ten minutes in all layouts in turn, beside a twin in one process"
 	@echo "make docs    build the documentation site; out/site/index.html"
 	@echo ""
 	@echo "PYTHON=... picks the interpreter for .venv; NPROC=... and ARGS='--steps 100' reach the demo."
@@ -46,6 +47,9 @@ bench: $(INSTALLED)
 	@mkdir -p out
 	$(BIN)/python -m benchmarks.steps --ask replicated --json out/bench_steps.json
 	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.scheduler --json out/bench_scheduler.json
+
+soak: $(INSTALLED)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --world $(NPROC) $(ARGS)
 
 # Links, anchors, the navigation and docstrings are checked: every warning is an error. Not with
 # --quiet, which does not count warnings.

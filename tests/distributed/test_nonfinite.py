@@ -30,19 +30,7 @@ from tests.distributed.owners import (
     layouts,
     mesh_of,
 )
-
-
-class Poison(torch.autograd.Function):
-    """Adds nothing, and has a gradient that is not finite."""
-
-    @staticmethod
-    def forward(ctx, weight, value):
-        ctx.shape, ctx.value = weight.shape, value
-        return weight.new_zeros(())
-
-    @staticmethod
-    def backward(ctx, _):
-        return torch.full(ctx.shape, ctx.value), None
+from tests.poison import Poison
 
 
 def poisoned(pair, step, name, value):
