@@ -27,6 +27,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from itertools import cycle
 from typing import Any
 
@@ -80,10 +81,14 @@ class Layout:
     shards: bool = False  # so that there are block steps
 
     def mesh(self, world: int) -> DeviceMesh:
-        shape, names = (
-            ((2, world // 2), ("replicate", "shard")) if self.replicas else ((world,), ("dp",))
-        )
-        return init_device_mesh("cpu", shape, mesh_dim_names=names)
+        return _mesh(world, self.replicas)
+
+
+@cache
+def _mesh(world: int, replicas: bool) -> DeviceMesh:
+    """One of a kind: a mesh has process groups that nobody gives back."""
+    shape, names = ((2, world // 2), ("replicate", "shard")) if replicas else ((world,), ("dp",))
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 REDUCED = {"options": dmuon.ReplicatedOptions(reduce_to_owner=True)}
@@ -299,6 +304,7 @@ ALLOWED = {"threads": 2, "files": 4, "megabytes": 20}  # beyond the first round
 def soak(rank: int, world: int, *, seed: int, steps: int, seconds: float, say: bool) -> None:
     """Phases until there were so many steps, or seconds."""
     warnings.simplefilter("ignore")
+    _mesh.cache_clear()
     dice, begin, t = random.Random(seed), time.monotonic(), 0
     names = [*LAYOUTS, *(OF_FOUR if world == 4 else ())]
     saved: Any = None

@@ -79,6 +79,10 @@ class LayoutRuntime(ABC):
     def find_parameters(self) -> None:  # noqa: B027
         """Find the parameters as they are now, where the layout lets a framework replace them."""
 
+    def raise_noted(self) -> None:  # noqa: B027
+        """Raise what earlier rounds found that no host could read then: on every rank alike, before
+        anything is sent."""
+
     @abstractmethod
     def reduce_gradients(self) -> None:
         """Have all gradients where they belong; a collective call."""

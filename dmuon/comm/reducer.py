@@ -512,6 +512,7 @@ class GradientReducer:
             OwnershipError: a gradient was set after the round, and would be lost.
             DmuonError: a rank found a gradient that cannot be reduced (see `finish`).
         """
+        self.raise_noted()
         flaw: DmuonError | None = None
         try:
             check()
@@ -524,6 +525,9 @@ class GradientReducer:
         self.collect()
         if flaw is not None:
             raise flaw
+
+    def raise_noted(self) -> None:
+        """Raise DmuonError if a round before the last `clear` found what cannot be reduced."""
         earlier, self._earlier_flags = self._earlier_flags, []
         for copy in earlier:
             self._check_usable(

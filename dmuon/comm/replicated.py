@@ -226,6 +226,9 @@ class ReplicatedRuntime(OwnerRuntime):
 
     # ---- gradients ---------------------------------------------------------------------------
 
+    def raise_noted(self) -> None:
+        self._bound.raise_noted()
+
     def reduce_gradients(self) -> None:
         # Inside DistributedDataParallel.no_sync gradients stay in p.grad.
         self.synchronize()

@@ -181,6 +181,7 @@ class OwnerEngine(Engine):
                 "gradients that owners hold. Train in bfloat16, or call opt.step() without a scaler"
             )
         self._message.raise_noted()
+        self._runtime.raise_noted()
         self._tell_of(self._message.nonfinite, amp)
         try:
             self._runtime.reduce_gradients()

@@ -451,7 +451,10 @@ class _Trial:
         results = zip(self.reference.updates, self.moved.updates, strict=True)
         for matrix, (theirs, moved) in zip(matrices, results, strict=True):
             where = f"update of {matrix.name} at step {step}"
-            ours = _difference(published[matrix.name], theirs)
+            # A step that was skipped, because something in it was not finite, published nothing.
+            ours = _difference(
+                published.get(matrix.name, torch.full_like(theirs, math.nan)), theirs
+            )
             kind = f"published {[*theirs.shape]}"
             self._see(f"published {matrix.name}", kind, ours, _difference(moved, theirs), where)
 

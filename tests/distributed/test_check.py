@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import doctest
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -158,6 +159,8 @@ FAULTS = {
     "sign": scaled(-1.0),
     "lost gradient": lost_gradient("gradients"),
     "lost publication": lost_broadcast("updates"),
+    # After which nothing more is applied, and so nothing more is published.
+    "nan published": wrong_broadcast("updates", lambda arrived, _: arrived * math.nan),
 }
 
 

@@ -101,9 +101,11 @@ WORLDS = sorted({case.world for case in CASES.values()})
 class Training:
     """A model with its optimizer in one of the layouts, beside a scheduler."""
 
-    def __init__(self, case: Case, seed: int = 0, **changes: Any) -> None:
+    def __init__(
+        self, case: Case, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+    ) -> None:
         torch.manual_seed(seed)
-        model = ParallelModel(width=14, hidden=6, layers=1, experts=4)
+        model = ParallelModel(width=14, hidden=6, layers=1, experts=4).to(dtype)
         mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=case.axes)
         self.model = case.wrap(model, mesh)
         if case.own is not None:
@@ -205,6 +207,52 @@ def test_every_layout_goes_on_from_the_checkpoints_of_all(
         assert found.keys() == CASES.keys()
         assert max(found.values()) <= 1e-6, found
         assert found[name] == 0.0, f"bitwise where the layout is the same, found {found[name]}"
+
+
+# ---- what is saved is what is there afterwards -----------------------------------------------
+
+MASTERS = ["ddp", "reduce_to_owner", "dedicated", "fsdp2"]
+
+
+def whole_state(training: Training) -> tuple[dict[str, Any], dict[str, Any]]:
+    options = StateDictOptions(full_state_dict=True)
+    return copy.deepcopy(get_state_dict(training.model, training.opt, options=options))
+
+
+def masters_travel(rank: int, world: int, folder: str) -> None:
+    """Half-precision weights and what is kept behind them, from every layout to every other."""
+    settings: dict[str, Any] = {"dtype": torch.bfloat16, "master_weights": True}
+    expected = {}
+    for name in MASTERS:
+        training = Training(CASES[name], **settings)
+        training.train(range(2))
+        training.save(f"{folder}/{name}")
+        expected[name] = whole_state(training)
+        entry = expected[name][1]["state"]["blocks.0.mix.weight"]
+        assert entry["master_weight"].dtype == entry["momentum_buffer"].dtype == torch.float32
+        training.close()
+    for name in MASTERS:
+        training = Training(CASES[name], seed=1, **settings)
+        for other in MASTERS:
+            training.load(f"{folder}/{other}")
+            weights, optim = whole_state(training)
+            for n, weight in expected[other][0].items():
+                assert torch.equal(weights[n], weight), (name, other, n)
+            for n, entry in expected[other][1]["state"].items():
+                assert optim["state"][n].keys() == entry.keys(), (name, other, n)
+                for key, value in entry.items():
+                    assert torch.equal(optim["state"][n][key], value), (name, other, n, key)
+            assert optim["param_groups"] == expected[other][1]["param_groups"]
+            training.train(range(1))
+        training.close()
+
+
+masters_travel.body = masters_travel
+
+
+def test_masters_travel_between_layouts(pools: Pools, tmp_path_factory: Any) -> None:
+    folder = str(tmp_path_factory.mktemp("masters"))
+    pools(2).run(__name__, "masters_travel", {"folder": folder})
 
 
 # ---- torch's options -------------------------------------------------------------------------

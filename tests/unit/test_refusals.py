@@ -142,7 +142,7 @@ def test_every_setting_of_a_wrong_type_is_refused_by_name():
     model = TinyGPT()
     dmuon.dedicate_params(model)
     names = list(inspect.signature(dmuon.Muon).parameters)[1:]
-    assert len(names) == 20
+    assert len(names) == 22
     for name in set(names) - {"dedicate"}:
         message = "ns_dtype" if name == "ns_dtype" else rf"^{name} must be .*found <object"
         with pytest.raises((TypeError, ValueError), match=message):

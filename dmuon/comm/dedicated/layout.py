@@ -328,6 +328,9 @@ class DedicatedRuntime(OwnerRuntime):
             root.set_requires_gradient_sync(sync)
         return previous
 
+    def raise_noted(self) -> None:
+        self._bound.raise_noted()
+
     def reduce_gradients(self) -> None:
         reducer = self._bound
 

@@ -1,0 +1,163 @@
+"""Checkpoints that are damaged or of another model: an error on every rank, and nothing changes."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_state_dict,
+)
+
+from dmuon.dtensors import local_tensor
+from tests.distributed.harness import Pools
+from tests.distributed.test_checkpoints import CASES, Training
+
+NAMES = ["ddp", "reduce_to_owner", "dedicated", "fsdp2"]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.distcp"))
+
+
+def _truncated(folder: Path) -> None:
+    for file in _files(folder):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def _scrambled(folder: Path) -> None:
+    for file in _files(folder):
+        data = bytearray(file.read_bytes())
+        for at in range(200, len(data), 97):
+            data[at] ^= 0x5A
+        file.write_bytes(data)
+
+
+def _without(pattern: str) -> Callable[[Path], None]:
+    def remove(folder: Path) -> None:
+        for file in folder.glob(pattern):
+            file.unlink()
+
+    return remove
+
+
+def _short_metadata(folder: Path) -> None:
+    file = folder / ".metadata"
+    file.write_bytes(file.read_bytes()[:100])
+
+
+DAMAGES = {
+    "truncated": _truncated,
+    "scrambled": _scrambled,
+    "no data": _without("*.distcp"),
+    "no metadata": _without(".metadata"),
+    "truncated metadata": _short_metadata,
+}
+
+
+def values(training: Training) -> dict[str, Tensor]:
+    """Copies of all weights and of the optimizer's state, as this rank has them."""
+    state, found = training.state(), {}
+    for name, weight in state["model"].items():
+        found[name] = local_tensor(weight).clone()
+    for name, entry in state["optim"]["state"].items():
+        found |= {
+            f"{name}: {k}": local_tensor(torch.as_tensor(v)).clone() for k, v in entry.items()
+        }
+    return found
+
+
+def refuses(rank: int, world: int, name: str, folder: str) -> None:
+    path = Path(folder)
+    training = Training(CASES[name])
+    training.train(range(2))
+    training.save(f"{folder}/whole")
+    training.train(range(2, 3))
+    before = values(training)
+
+    def unchanged(what: str) -> None:
+        after = values(training)
+        for key, value in before.items():
+            assert torch.equal(after[key], value), (what, key)
+
+    for damage, change in DAMAGES.items():
+        place = path / f"{name} {damage}"
+        if rank == 0:
+            shutil.copytree(path / "whole", place)
+            change(place)
+        dist.barrier()
+        state = copy.deepcopy(training.state())  # a read that breaks off has written to it
+        with pytest.raises(BaseException) as caught:  # CheckpointException is one
+            dcp.load(state, checkpoint_id=place)
+        assert str(caught.value), damage
+        unchanged(damage)
+    options = StateDictOptions(full_state_dict=True)
+    whole = get_optimizer_state_dict(training.model, training.opt, options=options)
+    for what, change in WRONG.items():
+        wrong = copy.deepcopy(whole)
+        told = change(wrong)
+        with pytest.raises((ValueError, RuntimeError), match=told):
+            training.opt.load_state_dict(wrong)
+        unchanged(what)
+    dcp.load(state := training.state(), checkpoint_id=f"{folder}/whole")
+    set_state_dict(
+        training.model,
+        training.opt,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optim"],
+    )
+    training.train(range(2, 4))
+    training.close()
+
+
+def _another_shape(state: dict[str, Any]) -> str:
+    state["state"]["blocks.0.mix.weight"]["momentum_buffer"] = torch.zeros(15, 14)
+    return r"blocks\.0\.mix\.weight"
+
+
+def _another_algorithm(state: dict[str, Any]) -> str:
+    state["state"]["blocks.0.mix.weight"] = state["state"]["blocks.0.norm.weight"]
+    return r"blocks\.0\.mix\.weight"
+
+
+def _fewer(state: dict[str, Any]) -> str:
+    state["param_groups"][0]["params"].pop()
+    return "parameters in 1 groups"
+
+
+def _more(state: dict[str, Any]) -> str:
+    state["param_groups"][0]["params"].append("another.weight")
+    return "parameters in 1 groups"
+
+
+def _no_tensor(state: dict[str, Any]) -> str:
+    state["state"]["blocks.0.mix.weight"]["momentum_buffer"] = "momentum"
+    return r"blocks\.0\.mix\.weight"
+
+
+WRONG = {
+    "another shape": _another_shape,
+    "another algorithm": _another_algorithm,
+    "fewer parameters": _fewer,
+    "more parameters": _more,
+    "no tensor": _no_tensor,
+}
+
+refuses.body = refuses
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_damaged_or_does_not_fit_changes_nothing(
+    pools: Pools, tmp_path: Path, name: str
+) -> None:
+    pools(CASES[name].world).run(__name__, "refuses", {"name": name, "folder": str(tmp_path)})
