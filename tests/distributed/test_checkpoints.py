@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -314,3 +315,25 @@ OWNERS = [name for name, case in CASES.items() if case.own is not None]
 @pytest.mark.parametrize("name", ["ddp", *OWNERS, "hsdp", "tp+fsdp"])
 def test_torchs_options_give_and_take_the_state(pools: Pools, name: str) -> None:
     pools(CASES[name].world).run(__name__, "through_options", {"name": name})
+
+
+def _table() -> None:
+    """The largest differences, as Markdown; `python -m tests.distributed.test_checkpoints`."""
+    module, pools = "tests.distributed.test_checkpoints", Pools()
+    print("| saved by ↓, loaded by → |", *(f"{name} |" for name in CASES))
+    print("|---|" + "---|" * len(CASES))
+    with tempfile.TemporaryDirectory() as folder:
+        for name, case in CASES.items():
+            pools(case.world).run(module, "save", {"name": name, "folder": folder})
+        found = {}
+        for name, case in CASES.items():
+            ranks = pools(case.world).run(module, "load", {"name": name, "folder": folder})
+            found[name] = {other: max(r[other] for r in ranks) for other in CASES}
+    pools.close()
+    for saved in CASES:
+        cells = (f"{found[loaded][saved]:.0e}".replace("0e+00", "0") for loaded in CASES)
+        print(f"| {saved} |", *(f"{cell} |" for cell in cells))
+
+
+if __name__ == "__main__":
+    _table()
