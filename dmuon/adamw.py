@@ -5,7 +5,7 @@ AdamW works element by element, so a distributed parameter is updated where its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch.optim.adamw import adamw
 
 from dmuon.dtensors import local_tensor, stored_tensor
 from dmuon.update import merged_master
+
+_CACHED = 1 << 15  # elements that a dozen passes over stay in the caches of a CPU
 
 
 def adamw_settings(group: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -45,7 +47,8 @@ def adamw_step(
     ``grads`` are the local parts of the gradients of ``params``. ``state`` is the optimizer's; an
     entry is made at a parameter's first gradient. ``fused``: in torch's fused form, one call that
     reads nothing back, and leaves all as it is where ``found_inf`` (0-d, float32) is not zero.
-    Otherwise as torch does it on a CPU, bit for bit.
+    Otherwise as torch does it on a CPU, bit for bit, in pieces that stay in its caches: its fused
+    form rounds an element as the element's place in a vector is.
     """
     if not params:
         return
@@ -56,28 +59,60 @@ def adamw_step(
     targets = [
         stored_tensor(s.get("master_weight", p)) for s, p in zip(states, params, strict=True)
     ]
-    adamw(
-        targets,
-        [g if g.dtype is t.dtype else g.to(t.dtype) for g, t in zip(grads, targets, strict=True)],
-        [stored_tensor(s["exp_avg"]) for s in states],
-        [stored_tensor(s["exp_avg_sq"]) for s in states],
-        [],
-        [s["step"] for s in states],
-        amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=float(group["lr"]),
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-        fused=fused or None,
-        found_inf=found_inf,
-    )
+    rows = [
+        (t, g.to(t.dtype), stored_tensor(s["exp_avg"]), stored_tensor(s["exp_avg_sq"]), s["step"])
+        for t, g, s in zip(targets, grads, states, strict=True)
+    ]
+    for some in [rows] if fused else _pieces(rows):
+        weights, gradients, averages, squares, steps = map(list, zip(*some, strict=True))
+        adamw(
+            weights,
+            gradients,
+            averages,
+            squares,
+            [],
+            steps,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+            # In half precision that form rounds the decay first.
+            foreach=not fused and all(w.dtype.itemsize >= 4 for w in weights),
+            fused=fused,
+            found_inf=found_inf,
+        )
     if master_weights:
         pairs = [(stored_tensor(p), t) for p, t in zip(params, targets, strict=True)]
         pairs = [(p, t) for p, t in pairs if p is not t]
         if pairs:
             torch._foreach_copy_([p for p, _ in pairs], [t for _, t in pairs])
+
+
+def _pieces(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
+    """(tensors of one shape, step number), in lists of about `_CACHED` elements: larger tensors are
+    cut along their first dim."""
+    found: list[tuple[Tensor, ...]] = []
+    size = 0
+    for *tensors, step in rows:
+        first = tensors[0]
+        if first.numel() <= _CACHED or not first.ndim:
+            pieces = [tuple(tensors)]
+        else:
+            count = max(1, _CACHED * len(first) // first.numel())
+            pieces = list(zip(*(t.split(count) for t in tensors), strict=True))
+        # Each piece is a step further; the number itself advances with the last one.
+        steps = [*(step.clone() for _ in pieces[1:]), step]
+        for piece, number in zip(pieces, steps, strict=True):
+            found.append((*piece, number))
+            size += piece[0].numel()
+            if size >= _CACHED:
+                yield found
+                found, size = [], 0
+    if found:
+        yield found
 
 
 @torch.no_grad()

@@ -231,6 +231,11 @@ class KernelOptions(_Checked):
     tune_budget_s: float = _default(30.0, AT_LEAST_ZERO)
     cuda_graphs: bool | None = _default(None, FLAG.or_none())
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the bits of an update may depend on nothing but the matrix and its gradients."""
+        return "auto" not in (self.method, self.backend)
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedOptions(_Checked):

@@ -39,7 +39,7 @@ from dmuon.scheduler import costs
 from dmuon.scheduler.costs import CostTable, ShapeKey, canonical_key
 from dmuon.scheduler.specs import dtype_name
 from dmuon.types import KernelChoice
-from dmuon.update import normalized_momentum
+from dmuon.update import scaled_momentum
 
 T = TypeVar("T")
 
@@ -261,7 +261,7 @@ class OwnerTimer:
         watch.start()
         if self._momentum:
             fused = self._runner.is_fused(call)
-            normalized_momentum(buffer, grads, self._group, out=operand, fused=fused)
+            scaled_momentum(buffer, grads, self._group, out=operand, fused=fused)
         self._runner.run(call, operand)
         watch.stop()
         return watch

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from ctypes import c_float
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dmuon.kernels.newton_schulz import normalize
+from dmuon.kernels.newton_schulz import scaled
 
 # Below this one launch a tensor costs more than two passes over a list of tensors.
 _FUSED_NUMEL = 1 << 20
@@ -34,16 +35,22 @@ def momentum_update(
     """
     if mode == "ema":
         buffer.lerp_(grad, 1 - momentum)
-        return grad.lerp(buffer, momentum) if nesterov else buffer
+        return buffer.lerp(grad, _rest(momentum, buffer)) if nesterov else buffer
     assert mode == "sgd", mode
     buffer.mul_(momentum).add_(grad, alpha=1 - dampening)
     return grad.add(buffer, alpha=momentum) if nesterov else buffer
 
 
-def normalized_momentum(
+def _rest(momentum: float, buffer: Tensor) -> float:
+    """1 - momentum as `lerp` has it: with it ``buffer.lerp(grad, ...)``, which can be in place, has
+    the bits of ``grad.lerp(buffer, momentum)``, the form of `torch.optim.Muon` (above 0.5)."""
+    return 1 - (momentum if buffer.dtype is torch.float64 else c_float(momentum).value)
+
+
+def scaled_momentum(
     buffer: Tensor, grad: Tensor, group: Mapping[str, Any], *, out: Tensor, fused: bool = False
 ) -> None:
-    """`momentum_update`, divided by each matrix's norm, into ``out`` in its dtype.
+    """`momentum_update`, `scaled` for Newton-Schulz, into ``out`` in its dtype.
 
     ``fused``: in two Triton kernels instead of a pass an operation, which compute in float32 (so
     not where momentum is kept in float64), where all are contiguous.
@@ -56,7 +63,7 @@ def normalized_momentum(
         momentum_norm_cast(buffer, grad, mode=mode, eps=eps, out=out, **settings)
         return
     operand = momentum_update(buffer, grad.to(buffer.dtype), mode=mode, **settings)
-    normalize(operand, out.dtype, eps, out=out)
+    scaled(operand, out.dtype, eps, out=out)
 
 
 def advance_momentum(buffers: list[Tensor], grads: list[Tensor], group: Mapping[str, Any]) -> None:
@@ -71,20 +78,16 @@ def advance_momentum(buffers: list[Tensor], grads: list[Tensor], group: Mapping[
 def operands_of_newton_schulz(
     out: list[Tensor], buffers: list[Tensor], grads: list[Tensor], group: Mapping[str, Any]
 ) -> None:
-    """What `momentum_update` returns, up to rounding, into ``out``; buffers stay as they are.
-
-    With the new buffer put into the formula of Nesterov, this is one sum of gradient and buffer:
-    ``(1 - mu²) * grad + mu² * buffer`` for ``ema``.
-    """
-    mu, nesterov = group["momentum"], group["nesterov"]
-    torch._foreach_copy_(out, grads)
-    share = mu * mu if nesterov else mu
-    if group["momentum_mode"] == "ema":
-        torch._foreach_lerp_(out, buffers, share)
+    """What `momentum_update` returns, bit for bit, into ``out``; buffers stay as they are."""
+    grads = [grad.to(to.dtype) for to, grad in zip(out, grads, strict=True)]
+    torch._foreach_copy_(out, buffers)
+    advance_momentum(out, grads, group)
+    if not group["nesterov"]:
         return
-    gain = 1 - group["dampening"]
-    scale_all(out, 1 + mu * gain if nesterov else gain)
-    torch._foreach_add_(out, buffers, alpha=share)
+    if group["momentum_mode"] == "ema":
+        torch._foreach_lerp_(out, grads, _rest(group["momentum"], out[0]))
+        return
+    torch._foreach_copy_(out, torch._foreach_add(grads, out, alpha=group["momentum"]))
 
 
 # ---- step sizes --------------------------------------------------------------------------

@@ -47,7 +47,8 @@ class LayoutRuntime(ABC):
     ``units`` are what is computed at once, in the order of execution; none before the optimizer has
     bound itself. ``parameters`` are the planned ones, in the order of the plan, ``dedicated`` those
     that only their owners store. ``loads`` counts how often weights have been loaded into the model
-    from a state dict. ``device``: where Newton-Schulz and the collectives run.
+    from a state dict. ``device``: where Newton-Schulz and the collectives run. ``apart``: see
+    `units_of`.
     """
 
     parameters: Sequence[nn.Parameter]
@@ -65,6 +66,7 @@ class LayoutRuntime(ABC):
         self.transport = transport
         self.device = device
         self.units: tuple[Unit, ...] = ()
+        self.apart = False
         self.meter = Meter()
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self.note_frozen(() if model is None else model.named_parameters())
@@ -116,7 +118,7 @@ class LayoutRuntime(ABC):
                 "these parameters already have a dmuon.Muon; to make another one, call "
                 "own.close() and dmuon.dedicate_params(model) again"
             )
-        self.units = units_of(self.plan, groups)
+        self.units = units_of(self.plan, groups, apart=self.apart)
 
     def _not_bound(self) -> OwnershipError:
         """The error of a call that needs an optimizer when there is none."""

@@ -5,6 +5,10 @@ One step applies an odd quintic to every singular value: `X <- aX + (bA + cA^2)X
 space (https://github.com/Dao-AILab/gram-newton-schulz). Everything here is local to one device.
 
     newton_schulz = normalize -> prepared (memory) -> iterate (mathematics) over MatmulOps
+
+Normalizing is in two halves, for shards of a matrix travel in the dtype of the iteration: those who
+hold them multiply by a power of two (`into_range`) and cast, who has the whole divides by its norm
+(`normalize_`). So the result depends neither on how a matrix was cut nor on how norms were summed.
 """
 
 from __future__ import annotations
@@ -183,14 +187,22 @@ def _polynomial(squares: Sequence[Tensor], segment: Sequence[Triple], ops: Matmu
 
 
 def prepared(
-    x: Tensor, coefficients: Sequence[Triple], segments: Segments, ops: MatmulOps, take: Take
+    x: Tensor,
+    coefficients: Sequence[Triple],
+    segments: Segments,
+    ops: MatmulOps,
+    take: Take,
+    *,
+    apart: bool = False,
 ) -> Callable[[], Tensor]:
     """Newton-Schulz on a batch, in memory that ``take(shape, dtype)`` gives once; to be run
     whenever the batch is new, where gradients are not recorded and outside of autocast.
 
     `x` is ``[b, rows, cols]``, contiguous, normalized when it runs, and overwritten; the result
     lies in it or beside it, at the same place in every run. Nothing is decided by values, so a run
-    can be captured in a CUDA graph. Raises ValueError unless `x` is contiguous.
+    can be captured in a CUDA graph. ``apart``: one matrix after the other, each in
+    the same aligned memory, because products of some libraries round as the batch and the address
+    are. Raises ValueError unless `x` is contiguous.
     """
     if not x.is_contiguous():
         raise ValueError(
@@ -203,11 +215,11 @@ def prepared(
     if whole is not None:
         return partial(_in_place, x, whole)
     # A batch of one costs up to twice as much as a matrix on a CPU.
-    is_split = len(x) == 1 or (ops.batch_rows is not None and m > ops.batch_rows)
+    is_split = apart or len(x) == 1 or (ops.batch_rows is not None and m > ops.batch_rows)
     members = x.unbind() if is_split else (x,)
     shape, square = ((rows, cols), (m, m)) if is_split else (tuple(x.shape), (len(x), m, m))
     dtype = ops.held or x.dtype
-    held = take(shape, dtype) if dtype is not x.dtype else None
+    held = take(shape, dtype) if apart or dtype is not x.dtype else None
     spare = take(shape, dtype)
     count = 4 if any(high - low > 1 for low, high in segments) else 2
     squares = [take(square, dtype) for _ in range(count)]
@@ -251,13 +263,18 @@ def resolve_ns_dtype(dtype: str | torch.dtype, device: torch.device | str) -> to
 def normalize(
     x: Tensor, dtype: torch.dtype, eps: float = 1e-7, *, out: Tensor | None = None
 ) -> Tensor:
-    """`x / max(||x||_F, eps)` for every matrix of `[..., m, n]`, cast to `dtype` at the very end.
+    """`x / max(||x||_F, eps)` for every matrix of `[..., m, n]`, as torch.optim.Muon computes it:
+    `x` is rounded to `dtype`, and that is divided by its norm.
 
-    Computed in float32 or wider, on entries scaled by a power of two, so that squares neither
-    overflow nor vanish, and row by row: one float32 sum over a large matrix is off by 0.5%.
-    A matrix with an inf or a nan becomes nan throughout, a zero matrix stays zero. The result is
-    written to ``out`` if there is one, of x's shape and of `dtype`.
+    It is scaled by a power of two before, so that nothing overflows or vanishes. A matrix with an
+    inf or a nan becomes nan throughout, a zero matrix stays zero. The result is written to ``out``
+    if there is one, of x's shape and of `dtype`.
     """
+    return normalize_(scaled(x, dtype, eps, out=out))
+
+
+def scaled(x: Tensor, dtype: torch.dtype, eps: float, *, out: Tensor | None = None) -> Tensor:
+    """The first half of `normalize`."""
     if x.numel() == 0:
         return x.to(dtype) if out is None else out
     wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
@@ -267,12 +284,28 @@ def normalize(
     tiny = torch.finfo(wide).tiny  # like its reciprocal, a power of two and a normal number
     scale = (torch.frexp(peak).mantissa / peak).clamp_(tiny, 1 / tiny)  # nan where peak is inf
     y = y * scale
-    y.div_(torch.maximum(_norms(y), scale.mul_(eps)))
+    y.mul_(into_range(_norms(y), scale.mul_(eps)))
     return y.to(dtype) if out is None else out.copy_(y)
 
 
+def into_range(norms: Tensor, eps: float | Tensor) -> Tensor:
+    """What matrices of these norms are multiplied by for `normalize_`: the power of two that brings
+    the norm into [2, 4), or 1 / eps where the norm is less than eps; nan where it is not finite."""
+    return torch.where(norms < eps, 1 / eps, torch.frexp(norms).mantissa.mul_(4).div_(norms))
+
+
+def normalize_(x: Tensor) -> Tensor:
+    """Divide every matrix of `[..., m, n]` by its norm where that is above 1, in place."""
+    norms = _norms(x).clamp_(min=1)
+    if x.is_cpu and x.dtype.itemsize < 4:  # in place it would take two copies in float32
+        return x.copy_(x.float().div_(norms))
+    return torch.div(x, norms, out=x)
+
+
 def _norms(y: Tensor) -> Tensor:
-    rows = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+    """Row by row: one float32 sum over a large matrix is off by 0.5%."""
+    wide = torch.promote_types(y.dtype, torch.float32)
+    rows = torch.linalg.vector_norm(y, dim=-1, keepdim=True, dtype=wide)
     return torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
 
 
@@ -282,13 +315,16 @@ def _normalized(x: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
     The same numbers, bit for bit: scaling by a power of two changes no mantissa.
     """
     may_look = x.is_cpu and not torch.compiler.is_compiling()  # a graph cannot look at values
-    if not may_look or x.dtype is not torch.float32 or dtype.itemsize > 4 or not x.numel():
+    alike = dtype in (torch.float32, torch.bfloat16)  # of one range
+    if not may_look or x.dtype is not torch.float32 or not alike or not x.numel():
         return normalize(x, dtype, eps)
-    norm = _norms(x)
+    y = x.to(dtype)
+    norm = _norms(y)
     # Here no square overflows, and what vanishes is too small to matter; a nan is in no range.
-    if not all(_SAFE_NORMS[0] <= value <= _SAFE_NORMS[1] for value in norm.view(-1).tolist()):
+    least, most = max(eps, _SAFE_NORMS[0]), _SAFE_NORMS[1]
+    if not all(least <= value <= most for value in norm.view(-1).tolist()):
         return normalize(x, dtype, eps)
-    return x.div(norm.clamp_(min=eps)).to(dtype)
+    return y.div(norm).to(dtype)
 
 
 # ---- the function ----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dmuon.config import KernelOptions
 from dmuon.kernels.choice import fixed_choice, is_safe, ops_of, restarts_of, segments_of
-from dmuon.kernels.newton_schulz import Take, no_autocast, prepared
+from dmuon.kernels.newton_schulz import Take, no_autocast, normalize_, prepared
 from dmuon.types import KernelChoice, Triple
 
 Shape = tuple[int, int, int]  # matrices, rows, cols
@@ -126,8 +126,8 @@ class Orthogonalizer:
             self._prepare(call, x)
 
     def operand(self, call: Call) -> Tensor:
-        """Where to write the normalized matrices of a call, ``[b, rows, cols]``; valid until the
-        next call is run or asked for."""
+        """Where to write the matrices of a call, ``[b, rows, cols]``, scaled for `normalize_`;
+        valid until the next call is run or asked for."""
         return (self._prepared.get((call, None)) or self._prepare(call, None)).x
 
     def run(self, call: Call, x: Tensor) -> Tensor:
@@ -189,10 +189,17 @@ class Orthogonalizer:
         self, call: Call, choice: KernelChoice, x: Tensor, take: Take
     ) -> Callable[[], Tensor]:
         if not call.coefficients or not prod(call.shape):
-            return lambda: x
+            return partial(normalize_, x)
         ops = ops_of(choice, self.device, min(call.shape[1:]))
         segments = segments_of(choice, len(call.coefficients))
-        return prepared(x, call.coefficients, segments, ops, take)
+        apart = self._options.is_fixed
+        run = prepared(x, call.coefficients, segments, ops, take, apart=apart)
+
+        def normalize_and_run() -> Tensor:
+            normalize_(x)
+            return run()
+
+        return normalize_and_run
 
     def choice(self, call: Call) -> KernelChoice:
         """What runs a call.

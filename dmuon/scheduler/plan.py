@@ -327,24 +327,28 @@ class Unit:
         return len(self.matrices) * self.rows * self.cols
 
 
-def units_of(plan: OwnershipPlan, groups: Sequence[int]) -> tuple[Unit, ...]:
+def units_of(
+    plan: OwnershipPlan, groups: Sequence[int], *, apart: bool = False
+) -> tuple[Unit, ...]:
     """The planned batches as executed: cut where their matrices are in different param groups.
 
     ``groups`` gives the param group of each matrix. A cut batch shares its predicted time out by
     the number of matrices. Owners execute them in order of registration, for that is the order in
-    which the next forward pass needs the results.
+    which the next forward pass needs the results. ``apart``: a matrix and a transposed one are cut,
+    too, so that each is computed as it is, whatever its batch.
     """
     batches = sorted(plan.batches, key=lambda batch: (min(batch.matrices), batch.owner))
-    return tuple(unit for batch in batches for unit in _cut(plan, batch, groups))
+    return tuple(unit for batch in batches for unit in _cut(plan, batch, groups, apart))
 
 
-def _cut(plan: OwnershipPlan, batch: Batch, groups: Sequence[int]) -> list[Unit]:
+def _cut(plan: OwnershipPlan, batch: Batch, groups: Sequence[int], apart: bool) -> list[Unit]:
     """A unit for each param group in a batch, in order of their first matrix."""
-    by_group: dict[int, list[int]] = defaultdict(list)
+    alike: dict[tuple[int, bool], list[int]] = defaultdict(list)
     for i in batch.matrices:
-        by_group[groups[i]].append(i)
+        rows, cols = plan.specs.matrices[i].shape
+        alike[groups[i], apart and rows > cols].append(i)
     units = []
-    for group, members in by_group.items():
+    for (group, _), members in alike.items():
         shapes = [plan.specs.matrices[i].shape for i in members]
         rows, cols = shapes[0]
         transposed: tuple[bool, ...] = ()

@@ -85,6 +85,7 @@ class Engine(ABC):
         self._optimizer = optimizer
         self._settings = settings
         self._kernels = Orthogonalizer(runtime.device, settings.ns_dtype, options)
+        runtime.apart = options.is_fixed
         self._rates: list[Rates] = []
         self._seen_loads = 0
         self._finite: bool | Tensor = True  # no gradient of the last step was otherwise

@@ -27,8 +27,8 @@ from dmuon.update import (
     finite_marks,
     is_fused,
     merged_master,
-    normalized_momentum,
     scale_all,
+    scaled_momentum,
     update_rms,
 )
 
@@ -263,7 +263,7 @@ class OwnerEngine(Engine):
         operand = self._kernels.operand(call)
         fused = self._kernels.is_fused(call)
         before = None if bad is None else rows[0].clone()
-        normalized_momentum(rows[0], gradients, group, out=operand, fused=fused)
+        scaled_momentum(rows[0], gradients, group, out=operand, fused=fused)
         if bad is not None and before is not None:
             torch.where(bad, before, rows[0], out=rows[0])
             operand.masked_fill_(bad, 0.0)

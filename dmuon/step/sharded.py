@@ -40,6 +40,7 @@ from dmuon.comm.routes import Message, Part, parts_of, places
 from dmuon.comm.sharded import ShardedRuntime
 from dmuon.comm.transport import Work, host_can_read
 from dmuon.dtensors import distributed_as, local_tensor, stored_tensor, whole_tensor
+from dmuon.kernels.newton_schulz import into_range
 from dmuon.kernels.runner import Call
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box, Form
@@ -519,7 +520,8 @@ class ShardedEngine(Engine):
                     [p for p, _ in pairs],
                     [grad for _, grad in pairs],
                     master_weights=self._settings.master_weights,
-                    fused=True,
+                    # On a CPU that form rounds an element as its place in a vector is.
+                    fused=not host_can_read(self._runtime.device),
                     found_inf=flag if flag is None or not pairs else flag.to(pairs[0][0].device),
                 )
 
@@ -869,19 +871,18 @@ class Operands:
         if norms.device.type == "cpu":
             fits = squares_fit(norms[: self._count])
             if not on_host or not bool(fits.all()):
-                quick = norms.clone()
                 for first, flat in chain.from_iterable(chunk.runs for chunk in self._chunks):
                     norms_into(norms.narrow(0, first, len(flat)), flat, exact=True)
-                own = norms[: self._count]
-                own.copy_(torch.where(fits, quick[: self._count], own))
         return norms
 
     def scales(self, norms: Tensor, groups: Sequence[Mapping[str, Any]]) -> Tensor:
-        """One over each norm, or over its group's eps where that is larger."""
-        scales = norms.clone()
-        for chunk in self._chunks:
-            own = scales.narrow(0, chunk.first, len(chunk.blocks))
-            own.clamp_(min=float(groups[chunk.group]["eps"])).reciprocal_()
+        """`into_range` of each."""
+        each = {chunk.first: float(groups[chunk.group]["eps"]) for chunk in self._chunks}
+        if len(set(each.values())) <= 1:
+            scales = into_range(norms, next(iter(each.values()), 1.0))
+        else:
+            own = norms.split([len(chunk.blocks) for chunk in self._chunks])
+            scales = torch.cat([into_range(*pair) for pair in zip(own, each.values(), strict=True)])
         return scales if torch.float64 in self._state.workspace else scales.float()
 
     def commit(
@@ -926,7 +927,7 @@ class Operands:
 
 
 def _fill(to: Tensor, stack: Tensor, scales: Tensor, bad: Tensor | None, first: int) -> None:
-    """Normalize the operands ``stack`` from position ``first`` on; zeros where they are bad."""
+    """Scale the operands ``stack`` from position ``first`` on; zeros where they are bad."""
     scale_into(to, stack, scales.narrow(0, first, len(stack)))
     if bad is not None:
         _mask(to, bad.to(to.device), first)

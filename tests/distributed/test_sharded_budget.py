@@ -139,7 +139,7 @@ def test_memory_of_a_step_follows_the_published_formula(rank, world, dtype):
     full = max(formula[t] for t in TEMPORARIES)
     for expected in (full, max(block, formula["norms"])):  # of a full and of a block step
         most, left = peak_bytes(lambda: (opt.step(), opt.synchronize()))
-        assert abs(most - expected) <= 0.1 * expected + 4096, (most, expected, formula)
+        assert abs(most - expected) <= 0.1 * expected + 8192, (most, expected, formula)
         assert abs(left) <= 0.01 * formula["newton_schulz"]
     own.close()
 
@@ -153,14 +153,14 @@ def test_a_step_allocates_nothing_that_grows_with_the_model(rank, world):
             step_of(model, opt, rank)
             most, _ = peak_bytes(lambda: (opt.step(), opt.synchronize()))
             assert opt.stats()["step_bytes"]["norms"] == 0 and most <= 16384, most
-    model = nn.Sequential(nn.Embedding(4000, 64), nn.Linear(64, 32, bias=False))
+    model = nn.Sequential(nn.Embedding(16000, 64), nn.Linear(64, 32, bias=False))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     with dedicated(model, period=2) as (_, opt):
         for _ in range(2):  # a full step and a block step
             step_of(model, opt, rank)
         for _ in range(2):
             most, _ = peak_bytes(lambda: (opt.step(), opt.synchronize()))
-            assert most <= 0.1 * 4 * 2000 * 64, most
+            assert most <= 0.1 * 4 * 8000 * 64, most
 
 
 # ---- operations --------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_a_step_takes_few_operations_however_many_matrices(rank, world, on_host)
         assert len(own.plan.specs.matrices) == len(SHAPES) * LAYERS
         for _ in range(2):
             step_of(model, opt, rank)
-        for most in (500, 600):  # of a full and of a block step
+        for most in (700, 800):  # of a full and of a block step
             with Counter() as counter:
                 opt.step()
                 opt.synchronize()

@@ -41,7 +41,7 @@ from dmuon.measure import (
 from dmuon.scheduler.costs import CostTable, ShapeKey
 from dmuon.tools.profile import add_profile_arguments, parse_shapes, run
 from dmuon.types import KernelChoice
-from dmuon.update import normalized_momentum
+from dmuon.update import scaled_momentum
 from tests.unit.models import AllDifferent, TinyGPT
 
 MODEL = CostTable.analytic("cpu")
@@ -438,7 +438,7 @@ def test_what_is_timed_is_what_the_optimizer_runs(momentum):
     def work(buffer, grad, group, *, out, fused=False):
         settings = {name: group[name] for name in MuonDefaults.__slots__ if "lr" not in name}
         calls.append((*((t.shape, t.dtype) for t in (buffer, grad, out)), settings, fused))
-        normalized_momentum(buffer, grad, group, out=out, fused=fused)
+        scaled_momentum(buffer, grad, group, out=out, fused=fused)
 
     def iterate(runner, call, x):
         calls.append((call, x.shape, x.dtype))
@@ -453,8 +453,8 @@ def test_what_is_timed_is_what_the_optimizer_runs(momentum):
     runs = [(Case((10, 13, "float32"), 1), "")]
     assert timer.reserve(runs) == runs
     with (
-        mock.patch("dmuon.measure.normalized_momentum", work),
-        mock.patch("dmuon.step.owner.normalized_momentum", work),
+        mock.patch("dmuon.measure.scaled_momentum", work),
+        mock.patch("dmuon.step.owner.scaled_momentum", work),
         mock.patch.object(Orthogonalizer, "run", iterate),
     ):
         timer.run(*runs[0])

@@ -68,7 +68,7 @@ def built(monkeypatch) -> list[list[Tensor]]:
     """The memory of each call that is prepared from now on: its operand, and what it takes."""
     found = []
 
-    def noted(x, coefficients, segments, ops, take):
+    def noted(x, coefficients, segments, ops, take, **how):
         memory = [x]
 
         def seen(shape, dtype):
@@ -77,7 +77,7 @@ def built(monkeypatch) -> list[list[Tensor]]:
 
         if x.device.type != "meta":  # asked for its size
             found.append(memory)
-        return prepared(x, coefficients, segments, ops, seen)
+        return prepared(x, coefficients, segments, ops, seen, **how)
 
     monkeypatch.setattr(runner_module, "prepared", noted)
     return found
