@@ -88,7 +88,7 @@ class Orthogonalizer:
     ) -> None:
         self.device = device
         self.dtype = dtype
-        self._options = options
+        self.options = options
         on_cuda = options.cuda_graphs is not False and device.type == "cuda"
         self._capture = capture or (partial(_captured, device) if on_cuda else None)
         self._failure = ""
@@ -192,7 +192,7 @@ class Orthogonalizer:
             return partial(normalize_, x)
         ops = ops_of(choice, self.device, min(call.shape[1:]))
         segments = segments_of(choice, len(call.coefficients))
-        apart = self._options.is_fixed
+        apart = self.options.is_fixed
         run = prepared(x, call.coefficients, segments, ops, take, apart=apart)
 
         def normalize_and_run() -> Tensor:
@@ -213,7 +213,7 @@ class Orthogonalizer:
             is_standard = planned.method == "standard"
             if same and (is_standard or is_safe(planned.restarts, self.dtype, steps)):
                 return planned
-        method, backend = self._options.method, self._options.backend
+        method, backend = self.options.method, self.options.backend
         restarts = restarts_of(method)
         if restarts is not None and not is_safe(restarts, self.dtype, steps):
             method = "gram"  # ns_steps has changed since the optimizer was made

@@ -1,6 +1,6 @@
 """What comes before and after Newton-Schulz, in one pass over memory each.
 
-    momentum_norm_cast: momentum_kernel (momentum, sums of squares) -> scale_kernel (divide, cast)
+    momentum_norm_cast: momentum_kernel (momentum, sums of squares) -> scale_kernel (scale, cast)
     apply_update:       update_kernel
 
 Matrices are contiguous, so each is as good as a vector. Only imported where Triton is installed;
@@ -94,6 +94,13 @@ def momentum_kernel(
 
 
 @triton.jit
+def _power(x):
+    """The largest power of two not above `x`; a subnormal `x` itself, and inf for inf or nan."""
+    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(power > 0.0, power, x)
+
+
+@triton.jit
 def scale_kernel(
     buffer_ptr,
     grad_ptr,
@@ -110,7 +117,8 @@ def scale_kernel(
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """``out = operand / max(||operand||, eps)`` of the tiles that `momentum_kernel` numbered."""
+    """``out``: the operand over a power of two that leaves its norm in [2, 8), or over eps where
+    the norm is less; of the tiles that `momentum_kernel` numbered."""
     program = tl.program_id(0)
     lane = tl.arange(0, PARTS)
     here = (program // parts).to(tl.int64) * parts + lane
@@ -119,9 +127,10 @@ def scale_kernel(
     peak = tl.max(peaks, axis=0)
     peak = tl.where(peak > 0.0, peak, 1.0)
     shares = peaks / peak
-    norm = tl.sqrt(tl.sum(sums * shares * shares, axis=0))
-    # Not tl.maximum: it drops a nan.
-    norm = tl.where(norm < eps / peak, eps / peak, norm)
+    first = _power(peak)
+    norm = tl.sqrt(tl.sum(sums * shares * shares, axis=0)) * (peak / first)
+    # A nan is not less, and stays nan: so does inf.
+    second = tl.where(norm < eps / first, eps / first, 0.5 * _power(norm) + (norm - norm))
 
     for turn in range(rounds):
         at, fits = _place(program % parts + turn * parts, program // parts, numel, TILE)
@@ -129,7 +138,7 @@ def scale_kernel(
         if NESTEROV:
             grad = tl.load(grad_ptr + at, mask=fits, other=0.0).to(tl.float32)
             operand = _operand(operand, grad, momentum, EMA, NESTEROV)
-        result = operand / peak / norm
+        result = operand / first / second
         tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=fits)
 
 
@@ -155,12 +164,12 @@ def momentum_norm_cast(
     eps: float,
     out: Tensor,
 ) -> None:
-    """Momentum, normalization and cast of contiguous ``[b, m, n]``, in two launches.
+    """Momentum, scaling and cast of contiguous ``[b, m, n]``, in two launches.
 
-    ``buffer`` is advanced in place and keeps its dtype; ``out`` gets ``x / max(||x||_F, eps)`` of
-    every matrix, where x is what Newton-Schulz is to get: `dmuon.update.momentum_update` (``mode``
-    "ema" or "sgd") and `dmuon.kernels.newton_schulz.normalize` in float32. The same input gives the
-    same bits. Tensors may have different dtypes (float16, bfloat16, float32) and share no memory.
+    ``buffer`` is advanced in place and keeps its dtype; ``out`` gets every matrix of what
+    Newton-Schulz is to get (`dmuon.update.momentum_update` in float32, ``mode`` "ema" or "sgd"),
+    over a power of two, for `dmuon.kernels.newton_schulz.normalize_`. The same input gives the same
+    bits. Tensors may have different dtypes (float16, bfloat16, float32) and share no memory.
     """
     check(buffer.shape, buffer, grad, out)
     assert all(x.ndim == 3 and x.is_contiguous() for x in (buffer, grad, out))

@@ -26,7 +26,7 @@ from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.period import Schedule
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box
-from dmuon.step.verify import Sample, Stored, compare, sample
+from dmuon.step.verify import Sample, Stored, Verifier
 from dmuon.types import NonFiniteError
 from dmuon.update import Rates
 
@@ -90,6 +90,7 @@ class Engine(ABC):
         self._seen_loads = 0
         self._finite: bool | Tensor = True  # no gradient of the last step was otherwise
         self._skipped: int | Tensor = 0
+        self.verifier = Verifier()
         self._samples: list[Sample] = []
         self._told = 0  # steps that were skipped and told of
         groups, specs = optimizer.param_groups, runtime.plan.specs
@@ -184,7 +185,7 @@ class Engine(ABC):
         """Note some matrices before a step, for `check_sample`; a collective call."""
         runtime = self._runtime
         self._samples = []
-        for parameter, box in sample(runtime.plan, count):
+        for parameter, box in self.verifier.sample(runtime.plan, count):
             shape = runtime.plan.specs.parameters[parameter].shape
             mine = [m for m in runtime.plan.specs.matrices if m.parameter == parameter]
             matrix = next(m for m in mine if m.box(shape) == box)
@@ -193,15 +194,16 @@ class Engine(ABC):
             self._samples.append(Sample(matrix, box, *self.whole(parameter), before, stored))
 
     def check_sample(self) -> None:
-        """Raise CorruptionError, on every rank, if a step did something else to what was noted."""
+        """Raise CorruptionError, on every rank, if a step did something else to what was noted (or
+        what else the verifier does then)."""
         samples, self._samples = self._samples, []
         found = []
         for s in samples if self._finite else ():
             group = self._group_of[self._runtime.plan.specs.matrices.index(s.matrix)]
-            dtype = self._settings.ns_dtype
-            found += s.deviations(self._groups[group], self._rates[group], dtype)
+            how = self._settings.ns_dtype, self._kernels.options
+            found += s.deviations(self._groups[group], self._rates[group], *how)
         if samples:
-            compare(found, self._runtime.plan, self._runtime.transport)
+            self.verifier.judge(found, self._runtime.plan, self._runtime.transport)
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dmuon.comm.reducer import oriented, rows_of, set_rows, unstacker
 from dmuon.comm.transport import host_can_read
 from dmuon.dtensors import gradient_like, local_tensor, whole_tensor
 from dmuon.scheduler.plan import Unit
-from dmuon.scheduler.specs import ITEM_SIZE, Box
+from dmuon.scheduler.specs import ITEM_SIZE, Box, ParameterSpec
 from dmuon.step.engine import Amp, Engine, load_entry
 from dmuon.step.verdict import VerdictMessage
 from dmuon.step.verify import Stored
@@ -160,6 +160,11 @@ class OwnerEngine(Engine):
             dtype: torch.dtype = getattr(torch, parameter_dtype)
             return dtype
         return self._settings.ns_dtype
+
+    def _kept_dtype(self, spec: ParameterSpec) -> torch.dtype:
+        """Of momentum and masters of a parameter."""
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        return torch.float32 if self._settings.master_weights else dtype
 
     def _show(self, key: str) -> None:
         """Have the optimizer's state refer to what is kept: a tensor, or one a matrix by name; of
@@ -311,12 +316,13 @@ class OwnerEngine(Engine):
 
     def whole(self, parameter: int) -> tuple[Tensor, Tensor]:
         runtime, spec = self._runtime, self._runtime.plan.specs.parameters[parameter]
-        rows, dtype = runtime.rows, torch.float32
+        rows, kept = runtime.rows, self._kept_dtype(spec)
         momentum = rows.spread(
-            *(spec.shape, dtype, runtime.owned_places(parameter), self._state.matrices(_MOMENTUM))
+            *(spec.shape, kept, runtime.owned_places(parameter), self._state.matrices(_MOMENTUM))
         )
         places = runtime.owned_places(parameter, in_slices=True)
-        gradient = rows.spread(spec.shape, dtype, places, self._owned.here)
+        wide = torch.promote_types(kept, torch.float32)
+        gradient = rows.spread(spec.shape, wide, places, self._owned.here)
         if not self._present[parameter]:
             gradient.zero_()
         return whole_tensor(momentum), whole_tensor(gradient)
@@ -349,11 +355,9 @@ class OwnerEngine(Engine):
                 spec = specs.parameters[i]
                 if key == _MASTER and ITEM_SIZE[spec.dtype] >= 4:
                     continue  # the weight itself
-                masters = self._settings.master_weights
-                dtype = torch.float32 if masters else getattr(torch, spec.dtype)
                 entry = found.setdefault(runtime.parameters[i], {})
                 places = runtime.owned_places(i)
-                entry[key] = runtime.rows.spread(spec.shape, dtype, places, here)
+                entry[key] = runtime.rows.spread(spec.shape, self._kept_dtype(spec), places, here)
         return found
 
     def load_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:

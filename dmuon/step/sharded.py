@@ -521,7 +521,7 @@ class ShardedEngine(Engine):
                     [grad for _, grad in pairs],
                     master_weights=self._settings.master_weights,
                     # On a CPU that form rounds an element as its place in a vector is.
-                    fused=not host_can_read(self._runtime.device),
+                    fused=not (self._runtime.apart and host_can_read(self._runtime.device)),
                     found_inf=flag if flag is None or not pairs else flag.to(pairs[0][0].device),
                 )
 

@@ -13,7 +13,8 @@ is that rank's, on all of them if it is the owner's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +22,12 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.transport import Transport
+from dmuon.config import KernelOptions
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.specs import Box, MatrixSpec
 from dmuon.types import CorruptionError
-from dmuon.update import Rates, momentum_update
+from dmuon.update import Rates, apply_updates, momentum_update
 
 # Of the largest change of a weight: what rounding of Newton-Schulz may make, and a little more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
@@ -35,15 +37,38 @@ _COARSE = 0.5  # in half precision, where two batches of one matrix differ by pe
 Stored = list[tuple[int, Box, Tensor]]
 
 
-def sample(plan: OwnershipPlan, count: int) -> list[tuple[int, Box]]:
-    """The ``count``-th sample: (parameter, box of a matrix in it), the same on all ranks; about an
-    eighth of what an owner has."""
+@dataclass(frozen=True)
+class Finding:
+    """Of a part of a matrix that a rank stores: ``far``, how far it is from where it should be over
+    what is allowed; whether it is there to the bit; a checksum."""
+
+    matrix: int
+    box: Box
+    far: float
+    exact: bool
+    checksum: int
+
+
+def matrices_of(plan: OwnershipPlan) -> list[tuple[int, Box]]:
+    """All of them, as (parameter, box of the matrix in it)."""
     shapes = [p.shape for p in plan.specs.parameters]
-    every = list(
-        dict.fromkeys((m.parameter, m.box(shapes[m.parameter])) for m in plan.specs.matrices)
-    )
-    size = max(1, len(every) // (8 * plan.topology.world))
-    return [every[(count * size + n) % len(every)] for n in range(min(size, len(every)))]
+    found = ((m.parameter, m.box(shapes[m.parameter])) for m in plan.specs.matrices)
+    return list(dict.fromkeys(found))
+
+
+class Verifier:
+    """What is looked at after a step, and what comes of it."""
+
+    def sample(self, plan: OwnershipPlan, count: int) -> list[tuple[int, Box]]:
+        """The ``count``-th sample of `matrices_of`, the same on all ranks; about an eighth of what
+        an owner has."""
+        every = matrices_of(plan)
+        size = max(1, len(every) // (8 * plan.topology.world))
+        return [every[(count * size + n) % len(every)] for n in range(min(size, len(every)))]
+
+    def judge(self, found: list[Finding], plan: OwnershipPlan, transport: Transport) -> None:
+        """See `compare`."""
+        compare(found, plan, transport)
 
 
 @dataclass(frozen=True)
@@ -59,11 +84,14 @@ class Sample:
     stored: Callable[[], Stored]
 
     def deviations(
-        self, group: Mapping[str, Any], rates: Rates, ns_dtype: torch.dtype
-    ) -> list[tuple[int, Box, float, int]]:
-        """Of each part that is stored here: (matrix, box, how far it is from where it should be
-        over what is allowed, checksum)."""
-        matrix, shape = self.matrix, self.momentum.shape
+        self,
+        group: Mapping[str, Any],
+        rates: Rates,
+        ns_dtype: torch.dtype,
+        kernels: KernelOptions,
+    ) -> list[Finding]:
+        """Of each part that is stored here."""
+        matrix = self.matrix
         grad = matrix.view(self.gradient).to(self.momentum.dtype)
         names = ("momentum", "nesterov", "dampening")
         operand = momentum_update(
@@ -78,24 +106,29 @@ class Sample:
             coefficients=group["ns_coefficients"],
             dtype=ns_dtype,
             eps=group["eps"],
+            method=kernels.method,
+            backend=kernels.backend,
         )
-        whole = self.momentum.new_zeros(shape)
+        whole = update.new_zeros(self.momentum.shape)
         target = matrix.view(whole)
         target.copy_(update.reshape(target.shape))
-        whole.mul_(rates.adjusted(matrix.rows, matrix.cols))
+        lr = rates.adjusted(matrix.rows, matrix.cols)
         has_gradient = bool(self.gradient.count_nonzero())
         tolerance = _TOLERANCE.get(ns_dtype, _COARSE)
         found = []
         for (i, box, now), before in zip(self.stored(), self.before, strict=True):
-            if has_gradient or not torch.equal(now, before):
+            expected = before
+            if has_gradient or not torch.equal(now, before):  # else nobody had one
+                expected = before.clone()
                 change = whole[box.slices()].to(now.device)
-                off = (before.float() * rates.decay - change - now.float()).abs().max()
-                allowed = tolerance * float(change.abs().max())
+                apply_updates([expected], [change], decay=rates.decay, lr=lr)
+            off = (expected.float() - now.float()).abs().max()
+            far = 0.0
+            if not bool(off == 0):
+                allowed = tolerance * lr * float(change.abs().max())
                 allowed += 2 * torch.finfo(now.dtype).eps * float(before.abs().max())
-                far = float(off) / allowed if allowed else float(off > 0)
-            else:
-                far = 0.0  # nobody had a gradient
-            found.append((i, box, far, _checksum(now)))
+                far = float(off) / allowed if allowed else math.inf
+            found.append(Finding(i, box, far, torch.equal(expected, now), _checksum(now)))
         return found
 
 
@@ -107,19 +140,16 @@ def _checksum(values: Tensor) -> int:
     return int((bits * places).sum())
 
 
-def compare(
-    found: Sequence[tuple[int, Box, float, int]], plan: OwnershipPlan, transport: Transport
-) -> None:
-    """Exchange `Sample.deviations`; a collective call.
+def compare(found: list[Finding], plan: OwnershipPlan, transport: Transport) -> None:
+    """Exchange what was found; a collective call.
 
     Raises:
         CorruptionError: on every rank, if any stores a wrong weight.
     """
-    reports = transport.gather_objects(list(found))
     stored: dict[tuple[int, Box], dict[int, tuple[float, int]]] = {}
-    for rank, report in enumerate(reports):
-        for i, box, far, checksum in report:
-            stored.setdefault((i, box), {})[rank] = far, checksum
+    for rank, report in enumerate(transport.gather_objects(found)):
+        for part in report:
+            stored.setdefault((part.matrix, part.box), {})[rank] = part.far, part.checksum
     for (i, _), by_rank in stored.items():
         sums = [checksum for _, checksum in by_rank.values()]
         common = max(sums, key=sums.count)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
-from dmuon.config import DedicatedOptions, ReplicatedOptions, ShardedOptions
+from dmuon.config import DedicatedOptions, KernelOptions, ReplicatedOptions, ShardedOptions
 from dmuon.tools.equivalence import EquivalenceReport, EquivalenceRow, check_step_equivalence
 from dmuon.tools.plan import positive
 from dmuon.update import Rates
@@ -38,6 +38,7 @@ _DATA_OF_A_SEED = 10_000  # steps until the data are those of the next seed
 _FULL, _HALF = torch.float32, torch.bfloat16
 # Cases of the other layouts that are also compared with Newton-Schulz in half precision.
 _HALF_PRECISION = ("fsdp4", "tp+fsdp")
+_FIXED = KernelOptions(method="gram", backend="torch")
 _LAYOUTS = ("replicated", "sharded", "dedicated")
 
 
@@ -65,6 +66,12 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive(int),
         default=1,
         help="make each comparison with that many weights and data; a row each (default 1)",
+    )
+    add(
+        "--bitwise",
+        action="store_true",
+        help="fix the kernels, with which a step gives the bits of a single process, and compare "
+        "them, too",
     )
     add("--json", metavar="PATH", help="write the rows there; - for standard output")
     add(
@@ -138,6 +145,7 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
             layout=layout,
             steps=args.steps,
             options=_options(layout, dtype, reduces),
+            kernels=_FIXED if args.bitwise else KernelOptions(),
             data_axes=case.data_axes,
             lr=args.lr,
             ns_dtype=ns_dtype,

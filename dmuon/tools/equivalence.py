@@ -24,7 +24,8 @@ from dmuon.api import dedicate_params
 from dmuon.comm.consensus import attempt
 from dmuon.comm.process_groups import check_launched
 from dmuon.comm.replicated import ReplicatedRuntime
-from dmuon.config import DedicatedOptions, ReplicatedOptions
+from dmuon.comm.transport import Transport
+from dmuon.config import DedicatedOptions, KernelOptions, ReplicatedOptions
 from dmuon.dtensors import is_distributed, whole_tensor
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.optim import Muon
@@ -32,8 +33,9 @@ from dmuon.ownership import Ownership
 from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.select import collect, trainable_parameters
-from dmuon.scheduler.specs import canonical_name, dtype_name
+from dmuon.scheduler.specs import Box, canonical_name, dtype_name
 from dmuon.scheduler.topology import Topology
+from dmuon.step.verify import Finding, Verifier, matrices_of
 from dmuon.types import Algorithm, DmuonError, Layout
 from dmuon.update import merged_master
 
@@ -59,6 +61,8 @@ class EquivalenceRow:
     ``yardstick`` how far moving gradients by a rounding carries the same quantity (of a loss: the
     weights), and ``tolerance`` what is allowed. ``worst`` says which parameter at which step on
     which rank. ``case`` names the model and ``seed`` its data where a report has several.
+    ``bitwise``: whether every matrix was, after every step, what a single process makes of it, to
+    the bit; None where kernels are "auto" and nobody promises that.
     """
 
     layout: str
@@ -77,6 +81,7 @@ class EquivalenceRow:
     passed: bool
     case: str = ""
     seed: int = 0
+    bitwise: bool | None = None
 
     def _cells(self) -> dict[str, str]:
         """What a table shows, by heading."""
@@ -91,6 +96,7 @@ class EquivalenceRow:
         words |= {"NS": self.ns_dtype, "steps": str(self.steps), "seed": str(self.seed)}
         words |= {heading: f"{number:.1e}" for heading, number in numbers.items()}
         words["tolerance"] = f"{self.tolerance:.1e} {self.criterion}"
+        words["bitwise"] = "" if self.bitwise is None else "yes" if self.bitwise else "NO"
         return words | {"verdict": "equal" if self.passed else "DIFFERS"}
 
 
@@ -131,7 +137,8 @@ class EquivalenceReport:
         for row in self.rows:
             if not row.passed:
                 what = ", ".join(filter(None, (row.layout, row.case, row.mesh)))
-                console.print(f"{what}, NS {row.ns_dtype}: worst at {row.worst}")
+                bits = ", other bits than of one process" if row.bitwise is False else ""
+                console.print(f"{what}, NS {row.ns_dtype}: worst at {row.worst}{bits}")
         return out.getvalue().rstrip()
 
 
@@ -149,6 +156,7 @@ def check_step_equivalence(
     layout: str = "auto",
     steps: int = 10,
     options: Any = None,
+    kernels: KernelOptions = KernelOptions(),  # noqa: B008  frozen
     data_axes: Sequence[str] | None = None,
     **muon_kwargs: Any,
 ) -> EquivalenceReport:
@@ -174,6 +182,9 @@ def check_step_equivalence(
         layout: for `dedicate_params`.
         steps: how many steps to compare.
         options: for `dedicate_params`.
+        kernels: for `dedicate_params`. With a fixed choice (neither ``method`` nor ``backend`` is
+            "auto") every rank also makes each update by itself, from whole gradient and momentum,
+            and what it stores must be equal to the bit.
         data_axes: the mesh axes along which data differ; all but "tp" by default. Data ranks are
             numbered along them in mesh order; ranks that differ in other axes only are one.
         muon_kwargs: for `dmuon.Muon` and, except what concerns distribution, `ReferenceMuon`.
@@ -204,9 +215,11 @@ def check_step_equivalence(
     twin = copy.deepcopy(model)  # now: a parallelized model cannot be copied
     if tensor_parallel is not None:
         model = tensor_parallel(model)
-    wrapped, own = _distribute(model, mesh, parallelize, layout, options)
+    request = {"layout": layout, "options": options, "kernels": kernels}
+    wrapped, own = _distribute(model, mesh, parallelize, request)
     try:
-        trial = _Trial(own, twin, wrapped, data_axes, options, muon_kwargs)
+        bitwise = kernels.is_fixed
+        trial = _Trial(own, twin, wrapped, data_axes, options, muon_kwargs, bitwise=bitwise)
         return EquivalenceReport((trial.run(steps, loss_fn, batches),))
     finally:
         own.close()
@@ -216,17 +229,17 @@ def _distribute(
     model: nn.Module,
     mesh: DeviceMesh | None,
     parallelize: Callable[[nn.Module], nn.Module] | None,
-    layout: str,
-    options: Any,
+    request: dict[str, Any],
 ) -> tuple[nn.Module, Ownership]:
     """The model as it is trained, and its ownership, made in the order that the layout needs."""
-    if layout != Layout.DEDICATED:
+    if request["layout"] != Layout.DEDICATED:
         wrapped = model if parallelize is None else parallelize(model)
         is_plain = not any(map(is_distributed, wrapped.parameters()))
-        if options is None and is_plain and not isinstance(wrapped, DistributedDataParallel):
-            options = ReplicatedOptions(reduce_to_owner=True)  # nobody else averages
-        return wrapped, dedicate_params(wrapped, mesh, layout=layout, options=options)
-    own = dedicate_params(model, mesh, layout=layout, options=options)
+        is_alone = is_plain and not isinstance(wrapped, DistributedDataParallel)
+        if request["options"] is None and is_alone:  # nobody else averages
+            request = request | {"options": ReplicatedOptions(reduce_to_owner=True)}
+        return wrapped, dedicate_params(wrapped, mesh, **request)
+    own = dedicate_params(model, mesh, **request)
     if parallelize is None:
         return model, own
 
@@ -303,6 +316,25 @@ class Measured:
         return self.value / self.tolerance
 
 
+class _Bits(Verifier):
+    """Notes which matrices are not, after a step, to the bit what every rank makes of them itself.
+
+    ``different``: their names, the same on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.different: set[str] = set()
+
+    def sample(self, plan: OwnershipPlan, count: int) -> list[tuple[int, Box]]:
+        return matrices_of(plan)
+
+    def judge(self, found: list[Finding], plan: OwnershipPlan, transport: Transport) -> None:
+        known: dict[tuple[int, Box], int] = {}
+        for f in chain.from_iterable(transport.gather_objects(found)):
+            if not f.exact or known.setdefault((f.matrix, f.box), f.checksum) != f.checksum:
+                self.different.add(plan.specs.matrices[f.matrix].name)
+
+
 _ABSOLUTE, _UPDATE, _NORM = "absolute", "of an update", "of an update's norm"
 Findings = dict[str, Measured]  # by what was compared: "weights", "losses", names of matrices
 
@@ -321,6 +353,8 @@ class _Trial:
         data_axes: Sequence[str] | None,
         options: object,
         muon_kwargs: dict[str, Any],
+        *,
+        bitwise: bool,
     ) -> None:
         self.own = own
         self.model = wrapped
@@ -330,7 +364,11 @@ class _Trial:
         self.parameters = list(own.parameters)
         with own.materialized(wrapped):
             _copy_weights(wrapped, twin)
-        self.opt = Muon(wrapped, **muon_kwargs)
+        self.opt = Muon(wrapped, **muon_kwargs, verify_every=1 if bitwise else None)
+        self.bits = _Bits() if bitwise else None
+        if self.bits is not None:
+            for engine in self.opt._run.engines:
+                engine.verifier = self.bits
         self.ns_dtype: torch.dtype = getattr(torch, self.opt.stats()["ns_dtype"])
         distributed = ("publish", "master_weights", "period", "block_lr_ratio", "ns_dtype")
         shared = {k: v for k, v in muon_kwargs.items() if k not in distributed}
@@ -516,6 +554,7 @@ class _Trial:
         layout = Layout.REPLICATED.value if replicated else plan.layout.value
         forms = ["DDP"] * isinstance(self.model, DistributedDataParallel)
         forms += [Layout.REDUCED.value] * (plan.layout is Layout.REDUCED)
+        bitwise = None if self.bits is None else not self.bits.different
         return EquivalenceRow(
             layout=layout + (f" ({', '.join(forms)})" if forms else ""),
             mesh=sizes if replicated else f"{sizes} {axes}",
@@ -530,7 +569,8 @@ class _Trial:
             yardstick=deciding.yardstick,
             tolerance=deciding.tolerance,
             worst=deciding.where,
-            passed=deciding.value <= deciding.tolerance,
+            passed=deciding.value <= deciding.tolerance and bitwise is not False,
+            bitwise=bitwise,
         )
 
 
