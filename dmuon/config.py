@@ -224,6 +224,9 @@ class KernelOptions(_Checked):
     same after every restart. ``tune_budget_s``: seconds for measuring what was not measured before
     (kept in the cache of the costs). ``cuda_graphs``: replay an owner's Newton-Schulz as CUDA
     graphs (None: on CUDA, for the shapes of the plan).
+
+    With neither ``method`` nor ``backend`` "auto", an update has the same bits on every mesh, in
+    every layout and plan: each matrix is computed by itself (docs/same-bits.md).
     """
 
     method: str = _default("auto", TEXT)
