@@ -277,6 +277,14 @@ def scaled(x: Tensor, dtype: torch.dtype, eps: float, *, out: Tensor | None = No
     """The first half of `normalize`."""
     if x.numel() == 0:
         return x.to(dtype) if out is None else out
+    if _may_look(x, dtype):
+        norms = _norms(x)
+        if _are_safe(norms, eps):
+            scales = into_range(norms, eps)
+            if out is not None and out.dtype is x.dtype:
+                return torch.mul(x, scales, out=out)
+            y = x * scales
+            return y.to(dtype) if out is None else out.copy_(y)
     wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
     y = x.to(wide)
     peak = torch.maximum(y.amax((-2, -1), keepdim=True), -y.amin((-2, -1), keepdim=True))
@@ -302,6 +310,20 @@ def normalize_(x: Tensor) -> Tensor:
     return torch.div(x, norms, out=x)
 
 
+def _may_look(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether norms may be looked at, to see if scaling for them is needed: not where the host
+    would wait, nor in a graph; and `x` and `dtype` are of one range."""
+    if not x.is_cpu or torch.compiler.is_compiling():
+        return False
+    return x.dtype is torch.float32 and dtype in (torch.float32, torch.bfloat16)
+
+
+def _are_safe(norms: Tensor, eps: float) -> bool:
+    """Here no square overflows, and what vanishes is too small to matter; a nan is in no range."""
+    least, most = max(eps, _SAFE_NORMS[0]), _SAFE_NORMS[1]
+    return all(least <= value <= most for value in norms.view(-1).tolist())
+
+
 def _norms(y: Tensor) -> Tensor:
     """Row by row: one float32 sum over a large matrix is off by 0.5%."""
     wide = torch.promote_types(y.dtype, torch.float32)
@@ -314,15 +336,11 @@ def _normalized(x: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
 
     The same numbers, bit for bit: scaling by a power of two changes no mantissa.
     """
-    may_look = x.is_cpu and not torch.compiler.is_compiling()  # a graph cannot look at values
-    alike = dtype in (torch.float32, torch.bfloat16)  # of one range
-    if not may_look or x.dtype is not torch.float32 or not alike or not x.numel():
+    if not _may_look(x, dtype) or not x.numel():
         return normalize(x, dtype, eps)
     y = x.to(dtype)
     norm = _norms(y)
-    # Here no square overflows, and what vanishes is too small to matter; a nan is in no range.
-    least, most = max(eps, _SAFE_NORMS[0]), _SAFE_NORMS[1]
-    if not all(least <= value <= most for value in norm.view(-1).tolist()):
+    if not _are_safe(norm, eps):
         return normalize(x, dtype, eps)
     return y.div(norm).to(dtype)
 
