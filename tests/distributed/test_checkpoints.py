@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -31,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.dtensors import is_distributed, whole_tensor
+from dmuon.dtensors import is_distributed, local_tensor, whole_tensor
 from dmuon.tools.parallel_models import ParallelModel, _expert_parallel, _shard, batch, loss_of
 from tests.distributed.harness import Pools
 
@@ -315,6 +318,130 @@ OWNERS = [name for name, case in CASES.items() if case.own is not None]
 @pytest.mark.parametrize("name", ["ddp", *OWNERS, "hsdp", "tp+fsdp"])
 def test_torchs_options_give_and_take_the_state(pools: Pools, name: str) -> None:
     pools(CASES[name].world).run(__name__, "through_options", {"name": name})
+
+
+# ---- files, and saves beside training ----------------------------------------------------
+
+
+def assert_same(found: Any, expected: Any, what: str) -> None:
+    """Bitwise, wherever the tensors lie."""
+    assert type(found) is type(expected), what
+    if isinstance(expected, Tensor):
+        assert torch.equal(local_tensor(found), local_tensor(expected)), what
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), what
+        for key, value in expected.items():
+            assert_same(found[key], value, f"{what}, {key}")
+    elif isinstance(expected, tuple | list):
+        assert len(found) == len(expected), what
+        for one, other in zip(found, expected):
+            assert_same(one, other, what)
+    else:
+        assert found == expected, what
+
+
+def through_a_file(value: Any) -> Any:
+    """As a rank's own file gives it back to those who run no code from files."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def beside_training(rank: int, world: int, name: str, folder: str) -> None:
+    """A save that begins while updates travel and ends when training has gone on."""
+    first = Training(CASES[name], publish="async")
+    first.train(range(SAVED_AT))
+    group = dist.new_group()  # what the save exchanges must not cross with what training does
+    future = dcp.async_save(first.state(), checkpoint_id=folder, process_group=group)
+    first.opt.synchronize()
+    expected = whole_state(first)
+    first.train(range(SAVED_AT, STEPS))
+    straight = first.weights()
+    future.result()
+    dist.destroy_process_group(group)
+
+    again = Training(CASES[name], seed=1, publish="async")
+    again.load(folder)
+    assert_same(whole_state(again), expected, name)
+    again.train(range(SAVED_AT, STEPS))
+    assert_same(again.weights(), straight, name)
+
+    for what, value in {
+        "whole": expected,
+        "as it lies": first.state(),
+        "of the optimizer": first.opt.state_dict(),
+        "of the model": first.model.state_dict(),
+    }.items():
+        assert_same(through_a_file(value), value, f"{name}, {what}")
+    again.opt.load_state_dict(through_a_file(first.opt.state_dict()))
+    assert_same(whole_state(again)[1], whole_state(first)[1], name)
+    first.close()
+    again.close()
+
+
+beside_training.body = beside_training
+# One of each kind.
+OTHERS = ["dedicated", "reduce_to_owner ddp", "fsdp3", "fsdp4", "tp"]
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in OTHERS])
+def test_what_is_saved_beside_training_and_loaded_without_code(
+    pools: Pools, tmp_path: Path, name: str
+) -> None:
+    arguments = {"name": name, "folder": str(tmp_path)}
+    pools(CASES[name].world).run(__name__, "beside_training", arguments)
+
+
+# ---- MuonBP ------------------------------------------------------------------------------
+
+IN_BLOCKS = {"fsdp2": "tp", "tp": "hsdp", "hsdp": "tp+fsdp", "tp+fsdp": "fsdp2"}
+PERIODS = {"3": 3, "linear": dmuon.LinearPeriod(1, 4, 6)}
+FULL_STEPS = {"3": [0, 3, 6, 9], "linear": [0, 1, 3, 7]}
+
+
+def in_mid_period(
+    rank: int, world: int, name: str, period: str, folder: str, first: int, last: int
+) -> None:
+    """Steps ``first`` to ``last``, from the checkpoint of another mesh where there is one."""
+    training = Training(CASES[name], period=PERIODS[period])
+    training.schedule = torch.optim.lr_scheduler.StepLR(training.opt, 3, gamma=0.5)
+    if first:
+        state = {**training.state(), "schedule": training.schedule.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(
+            training.model,
+            training.opt,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+        )
+        training.schedule.load_state_dict(state["schedule"])
+        saved = torch.load(f"{folder}/whole.pt", weights_only=True)
+        assert_same(whole_state(training), saved, name)
+    for step in range(first, last):
+        assert training.opt.param_groups[0]["lr"] == MUON["lr"] * 0.5 ** (step // 3)
+        training.train(range(step, step + 1))
+        assert training.opt.stats()["full_step"] is (step in FULL_STEPS[period]), step
+    dcp.save({**training.state(), "schedule": training.schedule.state_dict()}, checkpoint_id=folder)
+    whole = whole_state(training)
+    if rank == 0:
+        torch.save(whole, f"{folder}/whole.pt")
+    training.close()
+
+
+in_mid_period.body = in_mid_period
+
+
+@pytest.mark.parametrize("period", PERIODS)
+def test_a_period_goes_on_on_another_mesh(pools: Pools, tmp_path: Path, period: str) -> None:
+    """Through four meshes, each of which saves in the middle of a period."""
+    name, first = "fsdp2", 0
+    for last in (2, 5, 8, 11):
+        arguments = {"name": name, "period": period, "folder": str(tmp_path)}
+        arguments |= {"first": first, "last": last}
+        pools(CASES[name].world).run(__name__, "in_mid_period", arguments)
+        name, first = IN_BLOCKS[name], last
+
 
 
 def _table() -> None:
