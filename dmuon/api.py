@@ -629,7 +629,9 @@ def _transport(
         return LocalTransport()
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh or None, found {type(mesh).__name__}")
-    return C10dTransport(_ranks(mesh, ddp), timeout_s)
+    transport = C10dTransport(_ranks(mesh, ddp), timeout_s)
+    transport.release_dropped()
+    return transport
 
 
 def _ranks(mesh: DeviceMesh | None, ddp: DistributedDataParallel | None) -> list[int]:

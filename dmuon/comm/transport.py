@@ -156,10 +156,15 @@ class LocalTransport:
         return None
 
 
+_Key = tuple[tuple[int, ...], float | None]
+_Kept = tuple["weakref.ref[dist.ProcessGroup]", _Key | None]
 # Groups over some of the ranks that are in use no more, by (ranks, timeout). torch names such a
 # group after its ranks and the number of groups alive, and the store never forgets a name: one that
 # is made anew under an old name finds old addresses. So they are kept and used again.
-_idle: dict[tuple[tuple[int, ...], float | None], list[weakref.ref[dist.ProcessGroup]]] = {}
+_idle: dict[_Key, list[weakref.ref[dist.ProcessGroup]]] = {}
+# Groups by name whose transports are gone and were never closed, as their models are, each with
+# what `_idle` keeps it under (None: nothing).
+_dropped: dict[str, _Kept] = {}
 
 
 class C10dTransport:
@@ -180,9 +185,9 @@ class C10dTransport:
         """A collective call of ``ranks``; with ``partition``, of all ranks of `torch.distributed`
         into sets of which ``ranks`` is one, of everyone."""
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-        self._key = (tuple(sorted(ranks)), timeout_s)
+        key = (tuple(sorted(ranks)), timeout_s)
         everyone = len(ranks) == dist.get_world_size()
-        self._reused = not everyone and partition is None
+        reused = not everyone and partition is None
         group: dist.ProcessGroup | None = None
         if everyone:
             group = dist.new_group(list(ranks), timeout=timeout)
@@ -190,7 +195,7 @@ class C10dTransport:
             parts = [list(part) for part in partition]
             group, _ = dist.new_subgroups_by_enumeration(parts, timeout=timeout)
         else:
-            known = _idle.get(self._key, [])
+            known = _idle.get(key, [])
             while known and group is None:
                 group = known.pop()()
             if group is None:
@@ -199,6 +204,10 @@ class C10dTransport:
         # torch.distributed keeps the group. A reference here would keep its threads running after
         # destroy_process_group(), until the interpreter's exit aborts them.
         self._group = weakref.ref(group)
+        self._kept: _Kept = (self._group, key if reused else None)
+        # Only noted: ranks come to it at different times, perhaps amid other collectives.
+        self._drop = weakref.finalize(self, _dropped.__setitem__, group.group_name, self._kept)
+        self._drop.atexit = False
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self._meetings = 0
@@ -278,15 +287,31 @@ class C10dTransport:
         every = dist.group.WORLD if self.world == dist.get_world_size() else None
         return DeviceMesh.from_group(every or self.group, device.type)
 
+    def release_dropped(self) -> None:
+        """Release the groups of models that are gone on all ranks of theirs; a collective call."""
+        mine = {n: kept for n, kept in _dropped.copy().items() if kept[0]() is not None}
+        ranks = dist.get_process_group_ranks(self.group)
+        names = dict(zip(ranks, self.gather_objects(sorted(mine)), strict=True))
+        for name, kept in sorted(mine.items()):
+            members = dist.get_process_group_ranks(kept[0]())
+            if all(name in names.get(rank, ()) for rank in members):
+                del _dropped[name]
+                _release(*kept)
+
     def close(self) -> None:
-        # The user may have torn down torch.distributed first, which destroys every group.
-        group = self._group()
-        if group is None or not dist.is_initialized():
-            return
-        if self._reused:
-            _idle.setdefault(self._key, []).append(self._group)
-        else:
-            dist.destroy_process_group(group)
+        if self._drop.detach() is not None:
+            _release(*self._kept)
+
+
+def _release(reference: weakref.ref[dist.ProcessGroup], key: _Key | None) -> None:
+    # The user may have torn down torch.distributed first, which destroys every group.
+    group = reference()
+    if group is None or not dist.is_initialized():
+        return
+    if key is not None:
+        _idle.setdefault(key, []).append(reference)
+    else:
+        dist.destroy_process_group(group)
 
 
 class Meter:
