@@ -1,6 +1,7 @@
 """Tests keep measured costs to themselves: their cache is a folder that goes when they are done.
 
-Processes that tests start inherit it.
+Processes that tests start inherit it. Hypothesis draws the same examples every time, and with
+``--hypothesis-profile=long`` thousands of others where a test has no number of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,11 @@ import os
 import tempfile
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("dmuon", derandomize=True, deadline=None)
+settings.register_profile("long", deadline=None, max_examples=3000, print_blob=True)
+settings.load_profile("dmuon")
 
 _folder = pytest.StashKey[tempfile.TemporaryDirectory]()
 

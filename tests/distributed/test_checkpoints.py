@@ -106,11 +106,16 @@ class Training:
     """A model with its optimizer in one of the layouts, beside a scheduler."""
 
     def __init__(
-        self, case: Case, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+        self,
+        case: Case,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        mesh: DeviceMesh | None = None,
+        **changes: Any,
     ) -> None:
         torch.manual_seed(seed)
         model = ParallelModel(width=14, hidden=6, layers=1, experts=4).to(dtype)
-        mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=case.axes)
+        mesh = mesh or init_device_mesh("cpu", case.mesh, mesh_dim_names=case.axes)
         self.model = case.wrap(model, mesh)
         if case.own is not None:
             own = dmuon.dedicate_params(self.model, mesh, **case.own)

@@ -1,4 +1,4 @@
-"""Every test starts from the same seed, draws the same examples, and runs on one thread.
+"""Every test starts from the same seed and runs on one thread.
 
 The matrices are too small to gain from more threads, and lose much on a busy machine. Nothing is
 measured but by tests of measuring.
@@ -11,12 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import settings
 
 from tests.fixed_costs import analytic_costs
-
-settings.register_profile("dmuon", derandomize=True, deadline=None)
-settings.load_profile("dmuon")
 
 
 def pytest_runtest_setup() -> None:

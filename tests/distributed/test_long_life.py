@@ -1,0 +1,266 @@
+"""A process that lives long: models come and go, in notebooks without `close`; nothing stays."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import dmuon
+from dmuon.types import OwnershipError
+from tests.distributed.harness import Pools
+from tests.distributed.test_checkpoints import CASES, MUON, Training, assert_same
+
+KINDS = [
+    "ddp", "reduce_to_owner", "reduce_to_owner ddp", "dedicated fsdp", "dedicated hsdp", "fsdp2",
+    "hsdp", "tp",
+]  # fmt: skip
+
+
+def mesh_of(name: str) -> DeviceMesh:
+    """Made once a test: torch keeps the process groups of a mesh."""
+    case = CASES[name]
+    return init_device_mesh("cpu", case.mesh, mesh_dim_names=case.axes)
+
+
+def resources() -> dict[str, Any]:
+    """Of this process, once all ranks have come here."""
+    dist.barrier()
+    found: dict[str, Any] = {
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "threads of Python": [thread.name for thread in threading.enumerate()],
+    }
+    if os.path.isdir("/proc/self/task"):
+        found |= {what: len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")}
+    return found
+
+
+def our_hooks(training: Training) -> list[str]:
+    """Where dmuon has put something of its own."""
+    model: nn.Module = getattr(training.model, "module", training.model)
+    holders = [*model.named_modules(), *model.named_parameters(), ("optimizer", training.opt)]
+    found = []
+    for name, holder in holders:
+        attributes = vars(holder) if hasattr(holder, "__dict__") else {}
+        found += [f"{name}.unshard" for _ in range("unshard" in attributes)]
+        for attribute in {*attributes, "_backward_hooks", "_post_accumulate_grad_hooks"}:
+            hooks = getattr(holder, attribute, None) if "hooks" in attribute else None
+            for hook in dict(hooks or {}).values():
+                origin = getattr(hook, "__module__", "") or ""
+                if origin.startswith("dmuon") or type(hook).__module__.startswith("dmuon"):
+                    found.append(f"{name}.{attribute}")
+    return found
+
+
+# ---- nothing is left -------------------------------------------------------------------------
+
+
+def come_and_go(rank: int, world: int, name: str) -> None:
+    mesh, hooks, seen = mesh_of(name), [], []
+    groups = resources()["groups"]
+    for round in range(6):
+        closed = round in (0, 1, 5)  # the first one also sets up what torch keeps
+        training = Training(CASES[name], mesh=mesh, publish="async")
+        training.train(range(2))
+        opt = training.opt
+        own = opt.ownership
+        hooks += our_hooks(training)
+        if closed:
+            training.close()
+            assert our_hooks(training) == []
+            assert resources()["groups"] == groups
+        tensors = [t for s in opt.state.values() for t in s.values() if isinstance(t, Tensor)]
+        weak = [weakref.ref(x) for x in (training.model, opt, own, own.runtime, *tensors)]
+        del training, opt, own, tensors
+        gc.collect()  # the model, which keeps its ownership
+        gc.collect()
+        assert [reference() for reference in weak] == [None] * len(weak)
+        seen.append(resources())
+    closed, dropped = seen[0], seen[2]
+    assert seen[1] == seen[5] == closed, f"closed: {seen}"
+    assert seen[3:5] == [dropped] * 2, f"dropped: {seen}"
+    assert hooks, "those of a running optimizer are seen"
+
+
+come_and_go.body = come_and_go
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_nothing_is_left_of_models_that_are_closed_or_dropped(pools: Pools, name: str) -> None:
+    pools(CASES[name].world).run(__name__, "come_and_go", {"name": name})
+
+
+# ---- a notebook ------------------------------------------------------------------------------
+
+
+def rerun(rank: int, world: int, name: str, fails: bool) -> None:
+    """The cell that makes a model runs twenty times, or as often with an error of the user's."""
+    mesh, seen, error = mesh_of(name), [], None
+
+    def oops(*_: Any) -> None:
+        raise ZeroDivisionError("of the user's")
+
+    for round in range(20):
+        torch.manual_seed(0)
+        training = Training(CASES[name], mesh=mesh, publish="async")
+        training.train(range(1))
+        if fails:
+            block = getattr(training.model, "module", training.model).blocks[0]
+            handle = block.mix.register_forward_pre_hook(oops)
+            with pytest.raises(ZeroDivisionError) as caught:
+                training.train(range(1, 2))
+            error = caught.value  # as a notebook keeps the last one, and its frames the model
+            handle.remove()
+            del handle, block, caught
+        if round % 4 == 3:
+            gc.collect()
+            gc.collect()
+            seen.append(resources())
+    assert seen[1:] == seen[1:2] * 4, seen
+    del training, error
+    gc.collect()
+    gc.collect()
+    again = Training(CASES[name], mesh=mesh)
+    straight = Training(CASES[name], mesh=mesh)
+    for training in (again, straight):
+        training.train(range(2))
+    assert_same(again.weights(), straight.weights(), name)
+    again.close()
+    straight.close()
+
+
+rerun.body = rerun
+
+
+@pytest.mark.parametrize(
+    ("name", "fails"),
+    [("fsdp2", False), ("dedicated", True), ("reduce_to_owner ddp", True)],
+)
+def test_a_cell_that_runs_again_and_again(pools: Pools, name: str, fails: bool) -> None:
+    pools(CASES[name].world).run(__name__, "rerun", {"name": name, "fails": fails})
+
+
+def second_cell(rank: int, world: int, name: str) -> None:
+    """The cell that makes the optimizer runs again over the same model."""
+    case, mesh = CASES[name], mesh_of(name)
+    expected = Training(case, mesh=mesh)
+    expected.train(range(4))
+    training = Training(case, mesh=mesh)
+    training.train(range(2))
+    if case.own is None:  # the optimizer planned by itself, and ends the one before
+        state = copy.deepcopy(training.opt.state_dict())
+        training.opt = dmuon.Muon(training.model, **MUON)
+        training.opt.load_state_dict(state)
+        training.schedule = torch.optim.lr_scheduler.LambdaLR(
+            training.opt, lambda t: 1 / (1 + t), last_epoch=1
+        )
+        training.schedule.last_epoch = 2
+        for group in training.opt.param_groups:
+            group["lr"] = group["initial_lr"] / 3
+    else:
+        with pytest.raises(OwnershipError, match=r"close\(\)"):
+            dmuon.dedicate_params(training.model, mesh, **case.own)
+        with pytest.raises(OwnershipError, match=r"own\.close\(\) and dmuon\.dedicate_params"):
+            dmuon.Muon(training.model, **MUON)
+    training.train(range(2, 4))
+    assert_same(training.weights(), expected.weights(), name)
+    training.close()
+    expected.close()
+
+
+second_cell.body = second_cell
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "ddp", "reduce_to_owner", "dedicated"])
+def test_a_second_optimizer_for_the_same_model(pools: Pools, name: str) -> None:
+    pools(2).run(__name__, "second_cell", {"name": name})
+
+
+# ---- side by side, and in turn -----------------------------------------------------------------
+
+
+def side_by_side(rank: int, world: int) -> None:
+    """Models in four layouts, their steps in turn: each as if it were alone."""
+    names = ["fsdp2", "ddp", "reduce_to_owner", "dedicated"]
+    made: dict[str, Callable[[], Training]] = {
+        name: lambda name=name, seed=seed: Training(  # type: ignore[misc]
+            CASES[name], seed=seed, publish="async"
+        )
+        for seed, name in enumerate(names)
+    }
+    alone = {}
+    for name, make in made.items():
+        training = make()
+        training.train(range(3))
+        alone[name] = training.weights()
+        training.close()
+    together = {name: make() for name, make in made.items()}
+    for step in range(3):
+        for training in together.values():
+            training.train(range(step, step + 1))
+    for name, training in together.items():
+        assert_same(training.weights(), alone[name], name)
+        training.close()
+
+
+side_by_side.body = side_by_side
+
+
+def test_optimizers_side_by_side(pools: Pools) -> None:
+    pools(2).run(__name__, "side_by_side", {})
+
+
+def in_turn(rank: int, world: int, name: str, others: list[str]) -> None:
+    """Dedicated, closed and dedicated again, in one layout and then in others."""
+    case, mesh = CASES[name], mesh_of(name)
+    straight, training = Training(case, mesh=mesh), Training(case, mesh=mesh)
+    for number, other in enumerate([name, name, *others]):
+        straight.train(range(number, number + 1))
+        training.train(range(number, number + 1))
+        found, expected = training.weights(), straight.weights()
+        if number < 3:
+            assert_same(found, expected, name)
+        for n, weight in expected.items():
+            assert float((found[n] - weight).abs().max()) <= 1e-6, (other, n)
+        state = copy.deepcopy(training.opt.state_dict())
+        groups = [dict(group) for group in training.opt.param_groups]
+        training.close()
+        own = CASES[other].own
+        if own is not None:
+            dmuon.dedicate_params(training.model, mesh, **own)
+        training.opt = dmuon.Muon(training.model, **MUON)
+        training.opt.load_state_dict(state)
+        training.schedule = torch.optim.lr_scheduler.LambdaLR(
+            training.opt, lambda t: 1 / (1 + t), last_epoch=number
+        )
+        for group, before in zip(training.opt.param_groups, groups):
+            group["lr"] = before["lr"]
+    straight.close()
+    training.close()
+
+
+in_turn.body = in_turn
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("fsdp2", ["fsdp2"]),
+        ("reduce_to_owner ddp", ["reduce_to_owner ddp"]),
+        ("reduce_to_owner", ["dedicated", "reduce_to_owner", "dedicated"]),
+        ("dedicated hsdp", ["dedicated hsdp"]),
+    ],
+)
+def test_the_same_model_dedicated_twice_in_turn(pools: Pools, name: str, others: list[str]) -> None:
+    arguments = {"name": name, "others": others}
+    pools(CASES[name].world).run(__name__, "in_turn", arguments)
