@@ -448,7 +448,6 @@ def test_a_period_goes_on_on_another_mesh(pools: Pools, tmp_path: Path, period: 
         name, first = IN_BLOCKS[name], last
 
 
-
 def _table() -> None:
     """The largest differences, as Markdown; `python -m tests.distributed.test_checkpoints`."""
     module, pools = "tests.distributed.test_checkpoints", Pools()
