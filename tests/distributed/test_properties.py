@@ -267,6 +267,13 @@ class Example:
         return found
 
 
+# Fewer of those that cost most: 0.1 s on two ranks, 0.3 s on four.
+_OF = {n: [name for name, case in LAYOUTS.items() if case.world == n] for n in (1, 2, 3, 4)}
+layouts = st.sampled_from([1, 1, 2, 2, 2, 2, 2, 2, 2, 4, 3]).flatmap(
+    lambda world: st.sampled_from(_OF[world])
+)
+
+
 @st.composite
 def examples(draw: st.DrawFn) -> Example:
     size = st.integers(1, 12) | st.sampled_from([1, 2, 3, 16, 21])
@@ -277,7 +284,7 @@ def examples(draw: st.DrawFn) -> Example:
         )
     )
     pieces.insert(0, Piece("linear", draw(size) + 1, draw(size) + 1))  # something for Muon to do
-    first, then = draw(st.sampled_from([*LAYOUTS])), draw(st.sampled_from([*LAYOUTS]))
+    first, then = draw(layouts), draw(layouts)
     save = draw(st.integers(1, 2))
     steps = save + draw(st.integers(1, 2))
     use = st.sampled_from([SAMPLES, SAMPLES, SAMPLES, 1, 0])
