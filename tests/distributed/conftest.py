@@ -11,6 +11,7 @@ from tests.distributed.harness import Pools
 HERE = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One worker of pytest-xdist runs all of them: they share the processes of `pools`."""
     for item in items:

@@ -13,6 +13,7 @@ from tests.fixed_costs import analytic_costs
 HERE = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """One worker of pytest-xdist runs all of them: they share the processes of `pools`."""
     for item in items:
