@@ -26,6 +26,7 @@ from dmuon.comm.hooks import reshard
 from dmuon.comm.layout import OwnerRuntime
 from dmuon.comm.process_groups import check_launched, check_planned_together
 from dmuon.comm.sharded import ShardedRuntime
+from dmuon.comm.transport import C10dTransport
 from dmuon.config import SWITCH_RULES, AdamWDefaults, MuonDefaults, check_muon_group, checked
 from dmuon.dtensors import local_tensor
 from dmuon.groups import (
@@ -380,7 +381,7 @@ class Muon(Optimizer):
             raise OwnershipError(
                 "planning timed out, because another rank did not come to it: the first "
                 "opt.step(), opt.report() or opt.ownership is a collective call, so every rank "
-                "makes it, not one behind `if rank == 0`"
+                "makes it, not one behind `if rank == 0`; or that rank has died"
             ) from error
         ownership.by_optimizer = True
         ownership.runtime.note_frozen(named)
@@ -507,10 +508,10 @@ class Muon(Optimizer):
             engine.update_others()
         for engine in run.engines:
             engine.finish()
-        run.schedule.advance()
-        self._note_progress()
         if run.switches["publish"] == "sync" or verifies:
             self.synchronize()
+        run.schedule.advance()
+        self._note_progress()
         for engine in run.engines if verifies else ():
             engine.check_sample()
         run.bytes = self._read_meters()
@@ -567,6 +568,7 @@ class Muon(Optimizer):
                 )
 
     def _note_progress(self) -> None:
+        C10dTransport.steps = self._run.schedule.t
         for group in self.param_groups:
             group.update(_progress(self._run, group))
 

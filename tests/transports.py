@@ -39,6 +39,10 @@ class RecordingTransport:
     def world(self) -> int:
         return self.inner.world
 
+    @property
+    def failed(self) -> bool:
+        return self.inner.failed
+
     def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
         self.events.append(Event("reduce", tag, tensor.nbytes, dst))
         return self.inner.reduce(tensor, dst, tag=tag)

@@ -121,10 +121,19 @@ class ProcessGroups:
         data = gradients if replicas == 1 else along(0, 1)
         return cls(world, weights, gradients, across, within, data)
 
+    @property
+    def failed(self) -> bool:
+        """Whether a collective has failed in any of them."""
+        return any(transport.failed for transport in self._all)
+
+    @property
+    def _all(self) -> list[Transport]:
+        used = (self.weights, self.gradients, self.replicas, self.tensors, self.data, self.world)
+        return list({id(t): t for t in used}.values())
+
     def close(self) -> None:
         """Release each transport, every one once."""
-        used = (self.weights, self.gradients, self.replicas, self.tensors, self.data, self.world)
-        for transport in {id(t): t for t in used}.values():
+        for transport in self._all:
             transport.close()
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ class Transport(Protocol):
 
     rank: int
     world: int
+    failed: bool  # a collective; ranks may no longer be at the same one
 
     def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
         """Sum ``tensor`` over the ranks into ``dst``; elsewhere its content becomes undefined."""
@@ -93,21 +95,16 @@ _DONE = _Done()
 class _Issued:
     """A collective under way, whose failure says where to look."""
 
-    __slots__ = ("_tag", "_work")
+    __slots__ = ("_tag", "_transport", "_work")
 
-    def __init__(self, work: Work, tag: str) -> None:
+    def __init__(self, work: Work, tag: str, transport: C10dTransport) -> None:
         self._work = work
         self._tag = tag
+        self._transport = transport
 
     def wait(self) -> None:
-        try:
+        with self._transport.located(self._tag):
             self._work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"a collective of dmuon ({self._tag!r}) failed or timed out. Most likely another "
-                "rank did not come to it: it raised an error before (look at the output of all "
-                "ranks), or its hyperparameters or its period's function differ from this rank's"
-            ) from error
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -118,6 +115,7 @@ class LocalTransport:
 
     rank = 0
     world = 1
+    failed = False
 
     def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
         return _DONE
@@ -175,6 +173,8 @@ class C10dTransport:
     all-reduce of a synchronized batch norm.
     """
 
+    steps: ClassVar[int] = 0  # of the optimizer that stepped last; only errors name them
+
     def __init__(
         self,
         ranks: Sequence[int],
@@ -210,6 +210,7 @@ class C10dTransport:
         self._drop.atexit = False
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
+        self.failed = False
         self._meetings = 0
         self._timeout = () if timeout is None else (timeout,)
 
@@ -227,9 +228,27 @@ class C10dTransport:
     def _issue(
         self, tag: str, collective: Callable[..., Work | None], *args: Any, **kwargs: Any
     ) -> Work:
-        work = collective(*args, **kwargs, group=self.group, async_op=True)
+        with self.located(tag):
+            work = collective(*args, **kwargs, group=self.group, async_op=True)
         assert work is not None, "a collective on a group that this rank is no member of"
-        return _Issued(work, tag)
+        return _Issued(work, tag, self)
+
+    @contextmanager
+    def located(self, tag: str) -> Iterator[None]:
+        """Have what fails inside say where this rank was, and what to do."""
+        try:
+            if self.failed:
+                raise RuntimeError("one of its process group has failed before")
+            yield
+        except RuntimeError as error:
+            self.failed = True
+            raise RuntimeError(
+                f"a collective of dmuon ({tag!r}) failed or timed out after {self.steps} steps: "
+                f"{error}. Most likely another rank did not come to it: it died, or raised an "
+                "error before (look at the output of all ranks), or its hyperparameters or its "
+                "period's function differ from this rank's. Ranks may be in different steps now: "
+                "end them all and go on from the last checkpoint, as torchrun --max-restarts=N does"
+            ) from error
 
     def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
         return self._issue(tag, dist.reduce, tensor, group_dst=dst)
@@ -255,12 +274,14 @@ class C10dTransport:
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.world
-        dist.all_gather_object(values, value, group=self.group)
+        with self.located("agreement of all ranks"):
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def broadcast_object(self, value: Any, src: int) -> Any:
         values = [value]
-        dist.broadcast_object_list(values, group_src=src, group=self.group)
+        with self.located("plan"):
+            dist.broadcast_object_list(values, group_src=src, group=self.group)
         return values[0]
 
     def meet(self, call: str) -> None:
@@ -277,7 +298,7 @@ class C10dTransport:
             raise OwnershipError(
                 f"{call} is a collective call where momentum or weights lie with their owners, and "
                 "another rank did not come to it: call it on every rank, not behind `if rank == "
-                "0`, and write the file on one"
+                f"0`, and write the file on one; or that rank has died (after {self.steps} steps)"
             ) from error
 
     def mesh(self, device: torch.device) -> DeviceMesh | None:

@@ -101,7 +101,7 @@ GIVEN = {
     "loader = torch.utils.data.DataLoader(data, batch_size=None)",
     "docs/frameworks/peft.md": LLAMA + "pytest.importorskip('peft')",
     "docs/frameworks/trainer.md": LLAMA + "pytest.importorskip('accelerate')",
-    "docs/checkpoints.md": SHARDING + "rank, opt = 0, dmuon.Muon(model)",
+    "docs/checkpoints.md": SHARDING + "rank, step, opt = 0, 1, dmuon.Muon(model)",
     "docs/costs.md": "model = nn.Linear(4096, 1024, dtype=torch.bfloat16)",
     "docs/dedicated.md": SHARDING + "shard_my_model, path = nn.Module.train, 'model.pt'",
     "docs/migration.md": TWO_OPTIMIZERS,

@@ -246,8 +246,9 @@ class DedicatedRuntime(OwnerRuntime):
     def close(self) -> None:
         """Give every rank the whole weights again and remove every hook; a collective call."""
         try:
-            self.prefetcher.drop()
-            self.storage.restore()
+            if not self.process_groups.failed:  # else the others may never come
+                self.prefetcher.drop()
+                self.storage.restore()
         except OwnershipError:
             pass  # torch.distributed was shut down first: nothing can travel any more
         self._unbind()
