@@ -16,7 +16,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -375,14 +374,7 @@ class Muon(Optimizer):
                 )
             return specs
 
-        try:
-            ownership = plan_given(Given(model, named, route), run.request, run.mesh)
-        except dist.DistStoreError as error:
-            raise OwnershipError(
-                "planning timed out, because another rank did not come to it: the first "
-                "opt.step(), opt.report() or opt.ownership is a collective call, so every rank "
-                "makes it, not one behind `if rank == 0`; or that rank has died"
-            ) from error
+        ownership = plan_given(Given(model, named, route), run.request, run.mesh)
         ownership.by_optimizer = True
         ownership.runtime.note_frozen(named)
         return ownership

@@ -210,7 +210,6 @@ class C10dTransport:
         self._drop.atexit = False
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
-        self.failed = False
         self._meetings = 0
         self._timeout = () if timeout is None else (timeout,)
 
