@@ -408,6 +408,8 @@ def seen_by(rank: int, folder: Path) -> tuple[str, float]:
         found = re.search(r"OwnershipError: (\S+).* did not come to it", text)
         if found:
             return f"`{found[1]}` timed out", told["at"]
+    in_dmuon = [frame for frame in told["frames"] if "dmuon/comm/transport.py" in frame]
+    assert not in_dmuon, f"rank {rank} failed in a collective of dmuon and does not say so: {told}"
     for part, name in _OTHERS.items():
         if any(part in frame for frame in told["frames"]):
             return name, told["at"]
@@ -430,7 +432,8 @@ def inject(fault: Fault, folder: Path, undisturbed: Path) -> list[str]:
     seen = [seen_by(rank, folder) for rank in others]
     last, end = (max(times) - died for times in ([at for _, at in seen], ended.times.values()))
     assert last <= 2 * TIMEOUT_S, f"the last error came after {last} s"
-    assert (folder / "latest").read_text() == f"step-{EVERY}"
+    marked = (folder / "latest").read_text()
+    assert marked == f"step-{EVERY}", f"{marked} is no whole checkpoint"
     again = launch(folder, replace(fault, layout=fault.then or fault.layout))
     assert set(again.codes.values()) == {0}, f"started again: {again}"
     resumed = compared(folder, undisturbed, 1e-6 if fault.then else 0.0)
