@@ -22,6 +22,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -336,7 +337,7 @@ def _fork(rank: int, folder: Path, fault: Fault, store: str, dies: bool) -> int:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     world = CASES[fault.layout].world
-    train(folder, fault, dies=dies, rank=rank, world_size=world, init_method=f"file://{store}")
+    train(folder, fault, dies=dies, rank=rank, world_size=world, init_method=store)
     if not dies:
         os._exit(0)  # its end is not what is tried, and takes as long as the rest
     sys.exit(0)
@@ -345,7 +346,9 @@ def _fork(rank: int, folder: Path, fault: Fault, store: str, dies: bool) -> int:
 def launch(folder: Path, fault: Fault, *, dies: bool = False) -> Ended:
     """Run a job to its end, on all ranks."""
     sys.stdout.flush()
-    store = str(folder / f"store-{time.monotonic()}")
+    # As in most jobs: the store dies with rank 0.
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        store = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     world = CASES[fault.layout].world
     ranks = {_fork(rank, folder, fault, store, dies): rank for rank in range(world)}
     codes: dict[int, int] = {}

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
 
@@ -293,7 +293,8 @@ class C10dTransport:
             store.wait([f"{key} is complete"], *self._timeout)
             self._meetings += 1
         except RuntimeError as error:
-            store.add(key, -1)
+            with suppress(RuntimeError):  # the store may have died with the rank that kept it
+                store.add(key, -1)
             raise OwnershipError(
                 f"{call} is a collective call where momentum or weights lie with their owners, and "
                 "another rank did not come to it: call it on every rank, not behind `if rank == "
