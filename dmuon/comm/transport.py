@@ -189,18 +189,22 @@ class C10dTransport:
         everyone = len(ranks) == dist.get_world_size()
         reused = not everyone and partition is None
         group: dist.ProcessGroup | None = None
-        if everyone:
-            group = dist.new_group(list(ranks), timeout=timeout)
-        elif partition is not None:
-            parts = [list(part) for part in partition]
-            group, _ = dist.new_subgroups_by_enumeration(parts, timeout=timeout)
-        else:
-            known = _idle.get(key, [])
-            while known and group is None:
-                group = known.pop()()
-            if group is None:
-                # A mesh over some of the ranks cannot ask the others to join in making its group.
-                group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        self.failed = False
+        with self.located("planning, at dedicate_params or the first step, on all ranks"):
+            if everyone:
+                group = dist.new_group(list(ranks), timeout=timeout)
+            elif partition is not None:
+                parts = [list(part) for part in partition]
+                group, _ = dist.new_subgroups_by_enumeration(parts, timeout=timeout)
+            else:
+                known = _idle.get(key, [])
+                while known and group is None:
+                    group = known.pop()()
+                if group is None:
+                    # A mesh over some of the ranks cannot ask the others to join in making it.
+                    group = dist.new_group(
+                        list(ranks), timeout=timeout, use_local_synchronization=True
+                    )
         # torch.distributed keeps the group. A reference here would keep its threads running after
         # destroy_process_group(), until the interpreter's exit aborts them.
         self._group = weakref.ref(group)
