@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmuon.comm import transport
+from dmuon.kernels import newton_schulz
 from dmuon.step import sharded
 
 __all__ = ["host_cannot_read", "nothing_read"]
@@ -27,6 +28,7 @@ def host_cannot_read() -> Iterator[None]:
     with (
         patch.object(transport, "READ_AT_ONCE", frozenset()),
         patch.dict(sharded.CHUNK_BYTES, clear=True),  # no caches to fit into
+        patch.object(newton_schulz, "may_look", lambda x, dtype: False),
     ):
         yield
 

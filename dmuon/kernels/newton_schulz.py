@@ -277,7 +277,7 @@ def scaled(x: Tensor, dtype: torch.dtype, eps: float, *, out: Tensor | None = No
     """The first half of `normalize`."""
     if x.numel() == 0:
         return x.to(dtype) if out is None else out
-    if _may_look(x, dtype):
+    if may_look(x, dtype):
         norms = _norms(x)
         if _are_safe(norms, eps):
             scales = into_range(norms, eps)
@@ -310,7 +310,7 @@ def normalize_(x: Tensor) -> Tensor:
     return torch.div(x, norms, out=x)
 
 
-def _may_look(x: Tensor, dtype: torch.dtype) -> bool:
+def may_look(x: Tensor, dtype: torch.dtype) -> bool:
     """Whether norms may be looked at, to see if scaling for them is needed: not where the host
     would wait, nor in a graph; and `x` and `dtype` are of one range."""
     if not x.is_cpu or torch.compiler.is_compiling():
@@ -336,7 +336,7 @@ def _normalized(x: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
 
     The same numbers, bit for bit: scaling by a power of two changes no mantissa.
     """
-    if not _may_look(x, dtype) or not x.numel():
+    if not may_look(x, dtype) or not x.numel():
         return normalize(x, dtype, eps)
     y = x.to(dtype)
     norm = _norms(y)

@@ -20,7 +20,6 @@ import importlib
 import inspect
 import multiprocessing
 import os
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.fixed_costs import analytic_costs
 
@@ -37,11 +37,11 @@ GRACE_S = 5.0  # for the other ranks once one has failed
 
 
 def _serve(rank: int, world: int, pipe: Connection) -> None:
-    """Run what comes: the file of a store to meet in, or a test's (module, name, arguments)."""
+    """Run what comes: a port and a prefix of a store to meet in, or a test's (module, name,
+    arguments)."""
     # What was imported before the fork is neither looked at again nor, so, copied.
     gc.freeze()
     import torch
-    import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     import dmuon.api
@@ -49,17 +49,21 @@ def _serve(rank: int, world: int, pipe: Connection) -> None:
     dmuon.api.measured_costs = analytic_costs  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     while (message := pipe.recv()) is not None:
-        if isinstance(message, str):
+        if len(message) == 2:
             if dist.is_initialized():
                 _clear_sharding_prop_cache()  # holds meshes, which name groups that are gone
                 gc.collect()  # what still holds a group would keep its threads running
                 dist.destroy_process_group()
+            port, prefix = message
+            timeout = timedelta(seconds=TIMEOUT_S)
+            # Answers in 0.1 ms, where a store in a file takes several.
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
             dist.init_process_group(
                 "gloo",
-                init_method=f"file://{message}",
+                store=dist.PrefixStore(prefix, store),
                 rank=rank,
                 world_size=world,
-                timeout=timedelta(seconds=TIMEOUT_S),
+                timeout=timeout,
             )
             pipe.send(("ok", None, _threads()))
             continue
@@ -106,8 +110,8 @@ class Pool:
     def __init__(self, world: int) -> None:
         self.world = world
         self.usable = True
-        self._folder = tempfile.TemporaryDirectory()
-        self._stores = 0
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._meetings = 0
         context = multiprocessing.get_context(_start_method())
         self._pipes: list[Connection] = []
         self._processes = []
@@ -122,8 +126,8 @@ class Pool:
 
     def _meet(self) -> None:
         """Have all processes leave every group and meet in a new one."""
-        self._stores += 1
-        self._ask(os.path.join(self._folder.name, f"store{self._stores}"))
+        self._meetings += 1
+        self._ask((self._store.port, str(self._meetings)))
         self._fresh = self._busiest
 
     def run(self, module: str, name: str, kwargs: dict[str, Any]) -> list[Any]:
@@ -177,7 +181,7 @@ class Pool:
                 process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._folder.cleanup()
+        del self._store
 
 
 class Pools:
