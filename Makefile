@@ -34,9 +34,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC) examples/train_gpt.py $(ARGS)
 
-# One worker runs the distributed tests, which share their processes, the other one the rest.
+# A file's tests run in one worker, in their order: they share processes and what fixtures made.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -9,16 +8,6 @@ import torch
 
 from tests.distributed.harness import Pools
 from tests.fixed_costs import analytic_costs
-
-HERE = Path(__file__).parent
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for the mark
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker of pytest-xdist runs all of them: they share the processes of `pools`."""
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("frameworks"))
 
 
 @pytest.fixture(scope="package")
