@@ -182,13 +182,12 @@ def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) ->
     return kept | (check_mixed_group(group, place) if is_adamw else {})
 
 
-def describe(group: Group, planned: Mapping[Tensor, tuple[int, ...]]) -> str:
-    """A group as text, alike on all ranks that have the same."""
-    shapes = [planned.get(p, tuple(p.shape)) for p in group["params"]]
+def describe(group: Group, members: object) -> str:
+    """A group as text, alike on all ranks that have the same; ``members``: its parameters."""
     values = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     # Not as text: that of a tensor names its device, another one on each rank.
     values |= {k: v.tolist() for k, v in values.items() if isinstance(v, Tensor)}
-    return ", ".join([f"{k}={v}" for k, v in values.items()] + [str(shapes)])
+    return ", ".join([f"{k}={v}" for k, v in values.items()] + [str(members)])
 
 
 # ---- states of torch's optimizers ----------------------------------------------------------

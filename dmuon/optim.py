@@ -12,10 +12,11 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from itertools import islice
-from typing import Any
+from itertools import islice, takewhile
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,7 +27,14 @@ from dmuon.comm.layout import OwnerRuntime
 from dmuon.comm.process_groups import check_launched, check_planned_together
 from dmuon.comm.sharded import ShardedRuntime
 from dmuon.comm.transport import C10dTransport
-from dmuon.config import SWITCH_RULES, AdamWDefaults, MuonDefaults, check_muon_group, checked
+from dmuon.config import (
+    FINITE,
+    SWITCH_RULES,
+    AdamWDefaults,
+    MuonDefaults,
+    check_muon_group,
+    checked,
+)
 from dmuon.dtensors import local_tensor
 from dmuon.groups import (
     PROGRESS,
@@ -414,7 +422,10 @@ class Muon(Optimizer):
 
         def text(made: list[Group]) -> str:
             pairs = zip(self.param_groups, made, strict=True)
-            lines = [describe({"params": old["params"], **new}, shapes) for old, new in pairs]
+            lines = [
+                describe(new, [shapes.get(p, tuple(p.shape)) for p in old["params"]])
+                for old, new in pairs
+            ]
             return "\n".join([f"{run.switches}, period={run.schedule.describe()}", *lines])
 
         made: list[Group] = []
@@ -481,6 +492,8 @@ class Muon(Optimizer):
                 step counts; found when they meet in a full step.
         """
         run = self._plan()
+        if closure is None and self._makes_state_only():
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -508,6 +521,17 @@ class Muon(Optimizer):
             engine.check_sample()
         run.bytes = self._read_meters()
         return loss
+
+    def _makes_state_only(self) -> bool:
+        """Whether this is no step: where an optimizer has no state yet, torch's `get_state_dict`
+        has it made by a first one, with an lr of 0 and gradients of 0. A collective call at such a
+        first one."""
+        run, groups = self._run, self.param_groups
+        if run.schedule.t or any(float(group.get("lr", 1.0)) for group in groups):
+            return False
+        params = [p for group in groups for p in group["params"] if p.requires_grad]
+        mine = all(p.grad is not None and not local_tensor(p.grad).any() for p in params)
+        return all(a for o in run.ownerships for a in o.runtime.transport.gather_objects(mine))
 
     def _verifies(self) -> bool:
         """Whether this step is checked: every so many, or the first full one after them."""
@@ -673,57 +697,51 @@ class Muon(Optimizer):
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Restore what `state_dict` gave, in this layout or another, bit for bit where the
-        precision is the same. No collective call but where momentum lies with owners.
+        precision is the same. A collective call.
 
-        Before anything is planned the state is kept, and taken over by the plan. It may also be a
+        Before anything is planned it is none: the state is kept, and taken over by the plan. It may
+        also be a
         list of the states of several optimizers that had these parameters between them, such as
         ``[muon.state_dict(), adamw.state_dict()]`` of `torch.optim`: momentum and moments are taken
         over, by the names of the parameters or (without names) in their order; hyperparameters stay
         as they are here.
 
         Raises:
-            OwnershipError: it is no optimizer's state or another model's; nothing is changed.
-            ConsensusError: that is so on another rank, where momentum lies with owners.
+            OwnershipError: it is no optimizer's state or another model's, or one of its numbers is
+                not what it should be; nothing is changed.
+            ConsensusError: that is so on another rank, or ranks load different states; nothing is
+                changed.
         """
         run = self._run
         self.synchronize()
 
-        def read() -> tuple[list[Group], dict[Any, Any]]:
+        def read() -> _Saved:
             return self._read_state(state_dict)
 
-        groups: list[Group] = []
-        saved: dict[Any, Any] = {}
-        owners = [o for o in run.ownerships if o.plan.layout.keeps_state_at_owners]
-        for ownership in owners:
+        for ownership in run.ownerships:
             transport = ownership.runtime.transport
             transport.meet("opt.load_state_dict()")
-            groups, saved = attempt(transport, read, what="opt.load_state_dict()", digest=_forms)
-        if not owners:
-            groups, saved = read()
-        # Hyperparameters that the saved groups do not have, as those of torch's optimizers, stay.
-        # Names are those of here: they say how parameters are routed.
-        for group, now in zip(groups, self.param_groups):
-            if group.get("param_names") != now.get("param_names"):
-                group.pop("param_names", None)
-            group.update((k, v) for k, v in now.items() if k not in group and k != "params")
+            saved = attempt(transport, read, what="opt.load_state_dict()", digest=_Saved.forms)
+        if not run.ownerships:
+            saved = read()
         # The base class casts state to the parameter's dtype; ours must come back exactly, and
         # stays where it is.
         kept = dict(self.state)
-        super().load_state_dict({"state": {}, "param_groups": groups})
+        super().load_state_dict({"state": {}, "param_groups": saved.groups})
         if run.engines:
             self.state.update(kept)
-            self._load(saved)
+            self._load(saved.entries)
         else:
-            run.loaded = {n: _copied(saved[p]) for n, p in self._named() if p in saved}
+            entries = saved.entries
+            run.loaded = {n: _copied(entries[p]) for n, p in self._named() if p in entries}
             self._show_loaded()
-        of_muon = next((group for group in groups if PROGRESS["step"] in group), None)
-        if of_muon is not None:
-            run.schedule.load({key: of_muon[name] for key, name in PROGRESS.items()})
+        if saved.progress is not None:
+            run.schedule.load(saved.progress)
         self._note_progress()
+        self._warn_of_lost(saved.entries)
 
-    def _read_state(self, state_dict: Any) -> tuple[list[Group], dict[Any, Any]]:
-        """(param groups, entries by parameter) of what was given; OwnershipError if it does not
-        fit."""
+    def _read_state(self, state_dict: Any) -> _Saved:
+        """What was given; OwnershipError if it does not fit. Changes nothing."""
         run = self._run
         is_list = isinstance(state_dict, list | tuple)
         for state in state_dict if is_list else [state_dict]:
@@ -750,15 +768,67 @@ class Muon(Optimizer):
                     "groups of then; the states of several optimizers (torch.optim.Muon, AdamW) "
                     "are loaded together, as a list"
                 )
-            labels = [canonical_name(n) for group in groups for n in group.get("param_names", ())]
-            here = dict(self._named())
-            if len(labels) == len(keys) and set(labels) == here.keys():
-                order = [here[name] for name in labels]  # elsewhere listed in another order
+            labels = [n for group in groups for n in group.get("param_names", ())]
+            here = self._named()
+            are_named = all(group.get("param_names") for group in self.param_groups)
+            if len(labels) == len(keys) and are_named:
+                theirs, ours = _unprefixed(labels), _unprefixed([name for name, _ in here])
+                if {*theirs} != {*ours}:
+                    raise OwnershipError(
+                        "the optimizer state is of other parameters: it has, for instance, "
+                        f"{sorted({*theirs} - {*ours})[:3]} and not "
+                        f"{sorted({*ours} - {*theirs})[:3]}. It was saved by another model; "
+                        "if only names have changed, remove 'param_names' from its param_groups, "
+                        "and the order of the parameters counts"
+                    )
+                known = {name: p for name, (_, p) in zip(ours, here)}
+                order = [known[name] for name in theirs]  # elsewhere listed in another order
             entries = state_dict["state"]
+            foreign = sorted(map(str, entries.keys() - {*keys}))
+            if foreign:
+                raise OwnershipError(
+                    f"the optimizer state has entries of {foreign[:3]}, which none of its "
+                    "param_groups lists: it was put together from several, or changed since"
+                )
             saved = {p: entries[key] for key, p in zip(keys, order) if key in entries}
         saved = {p: entry for p, entry in saved.items() if entry}
         self._check_saved(saved)
-        return groups, saved
+        return _Saved(groups, saved, self._check_saved_groups(groups))
+
+    def _check_saved_groups(self, groups: list[Group]) -> dict[str, Any] | None:
+        """Where the schedule was. Gives ``groups`` the hyperparameters that they lack, as those of
+        torch's optimizers do."""
+        run, progress = self._run, None
+        for number, (group, now) in enumerate(zip(groups, self.param_groups, strict=True)):
+            # Names are those of here: they say how parameters are routed.
+            if group.get("param_names") != now.get("param_names"):
+                group.pop("param_names", None)
+            kinds = (run.algorithms if run.engines else run.kinds)[number]
+            try:
+                if progress is None and PROGRESS["step"] in group:
+                    found = {k: group[name] for k, name in PROGRESS.items() if name in group}
+                    run.schedule.read(found)
+                    progress = found
+                group.update((k, v) for k, v in now.items() if k not in group and k != "params")
+                check_group(group, number, kinds)
+            except (TypeError, ValueError) as error:
+                raise OwnershipError(
+                    f"the optimizer state does not fit: in its param_groups[{number}] {error}"
+                ) from error
+        return progress
+
+    def _warn_of_lost(self, saved: Mapping[Tensor, Any]) -> None:
+        """Say on one rank whose state begins anew, beside that of others."""
+        routes = self._run.routes
+        lost = [n for n, p in self._named() if p.requires_grad and n in routes and p not in saved]
+        if saved and lost and not (dist.is_initialized() and dist.get_rank()):
+            warnings.warn(
+                f"dmuon: the optimizer state has nothing of {len(lost)} trainable parameters, such "
+                f"as {', '.join(lost[:3])}: their momentum begins at zero. That is right for those "
+                "that had no gradient before it was saved, or were frozen",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _named(self) -> list[tuple[str, Any]]:
         """The parameters in the groups, with the names that they have here.
@@ -815,6 +885,21 @@ class Muon(Optimizer):
                         f"shape {list(spec.shape)}: it was saved by another model, or the "
                         "parameters were listed in another order"
                     )
+                if key in entry and not value.is_floating_point():
+                    raise OwnershipError(
+                        f"the optimizer state has {key} of {value.dtype} for parameter {name!r}: "
+                        "it must be of a floating dtype"
+                    )
+            step = entry.get("step", 0)
+            try:
+                checked(
+                    {"step": FINITE}, {"step": step.item() if isinstance(step, Tensor) else step}
+                )
+            except (TypeError, ValueError, RuntimeError):
+                raise OwnershipError(
+                    f"the optimizer state has step={step!r} for parameter {name!r}: it must be a "
+                    "number >= 0"
+                ) from None
 
     def _load(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         with torch.no_grad():
@@ -822,12 +907,32 @@ class Muon(Optimizer):
                 engine.load_state(saved)
 
 
-def _forms(read: tuple[list[Group], dict[Any, Any]]) -> str:
-    """What ranks must have in common of a state that they load together."""
-    groups, saved = read
-    return f"{[{**g, 'params': len(g['params'])} for g in groups]}" + "".join(
-        f"\n{sorted((k, type(v).__name__) for k, v in entry.items())}" for entry in saved.values()
-    )
+def _unprefixed(names: Sequence[str]) -> list[str]:
+    """Names of parameters without what all of them begin with.
+
+    >>> _unprefixed(["model.a.weight", "model.b.weight"]), _unprefixed(["a.weight", "b.weight"])
+    (['a.weight', 'b.weight'], ['a.weight', 'b.weight'])
+    """
+    parts = [canonical_name(name).split(".") for name in names]
+    levels = zip(*(path[:-1] for path in parts))
+    common = len([*takewhile(lambda level: len({*level}) == 1, levels)])
+    return [".".join(path[common:]) for path in parts]
+
+
+class _Saved(NamedTuple):
+    """A state that was read and fits: param groups, entries by parameter, and where the schedule
+    was (None: it does not say)."""
+
+    groups: list[Group]
+    entries: dict[Any, Any]
+    progress: dict[str, Any] | None
+
+    def forms(self) -> str:
+        """What ranks must have in common of it."""
+        lines = [describe(group, len(group["params"])) for group in self.groups]
+        for entry in self.entries.values():
+            lines.append(f"{sorted((k, type(v).__name__) for k, v in entry.items())}")
+        return "\n".join(lines)
 
 
 def _copied(entry: Mapping[str, Any]) -> dict[str, Any]:

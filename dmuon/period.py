@@ -120,6 +120,28 @@ class Schedule:
         """Counter, last full step and period as plain numbers and text, for a checkpoint."""
         return {"step": self.t, "last_full": self.last_full, "period": self.describe()}
 
+    def read(self, state: Mapping[str, Any]) -> tuple[int, int]:
+        """(step, last full step) of what `state` gave. Changes nothing.
+
+        Raises:
+            ValueError: ``state`` is not what `state` gives.
+        """
+        missing = self.state().keys() - state.keys()
+        if missing:
+            raise ValueError(
+                f"the state of a period schedule lacks {sorted(missing)}; it has {sorted(state)}"
+            )
+        try:
+            step, last_full = int(state["step"]), int(state["last_full"])
+        except (TypeError, ValueError):
+            step, last_full = -1, _NEVER
+        if not _NEVER <= last_full < step:
+            raise ValueError(
+                "the state of a period schedule must have step >= 0 and -1 <= last_full < step, "
+                f"found step={state['step']}, last_full={state['last_full']}"
+            )
+        return step, last_full
+
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken, in the middle of a period too.
 
@@ -128,17 +150,7 @@ class Schedule:
         Raises:
             ValueError: ``state`` is not what `state` gives; nothing is changed.
         """
-        missing = self.state().keys() - state.keys()
-        if missing:
-            raise ValueError(
-                f"the state of a period schedule lacks {sorted(missing)}; it has {sorted(state)}"
-            )
-        step, last_full = int(state["step"]), int(state["last_full"])
-        if not _NEVER <= last_full < step:
-            raise ValueError(
-                "the state of a period schedule must have step >= 0 and -1 <= last_full < step, "
-                f"found step={step}, last_full={last_full}"
-            )
+        step, last_full = self.read(state)
         if state["period"] != self.describe():
             warnings.warn(
                 f"the saved state has period {state['period']}, this optimizer has "

@@ -14,6 +14,7 @@ is that rank's, on all of them if it is the owner's.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,13 +41,16 @@ Stored = list[tuple[int, Box, Tensor]]
 @dataclass(frozen=True)
 class Finding:
     """Of a part of a matrix that a rank stores: ``far``, how far it is from where it should be over
-    what is allowed; whether it is there to the bit; a checksum."""
+    what is allowed; whether it is there to the bit; a checksum. ``momentum`` and ``gradient`` are
+    checksums of those of before the step, from which this rank knows where it should be."""
 
     matrix: int
     box: Box
     far: float
     exact: bool
     checksum: int
+    momentum: int
+    gradient: int
 
 
 def matrices_of(plan: OwnershipPlan) -> list[tuple[int, Box]]:
@@ -115,6 +119,7 @@ class Sample:
         lr = rates.adjusted(matrix.rows, matrix.cols)
         has_gradient = bool(self.gradient.count_nonzero())
         tolerance = _TOLERANCE.get(ns_dtype, _COARSE)
+        sums = _checksum(matrix.view(self.momentum)), _checksum(matrix.view(self.gradient))
         found = []
         for (i, box, now), before in zip(self.stored(), self.before, strict=True):
             expected = before
@@ -128,7 +133,7 @@ class Sample:
                 allowed = tolerance * lr * float(change.abs().max())
                 allowed += 2 * torch.finfo(now.dtype).eps * float(before.abs().max())
                 far = float(off) / allowed if allowed else math.inf
-            found.append(Finding(i, box, far, torch.equal(expected, now), _checksum(now)))
+            found.append(Finding(i, box, far, torch.equal(expected, now), _checksum(now), *sums))
         return found
 
 
@@ -146,27 +151,46 @@ def compare(found: list[Finding], plan: OwnershipPlan, transport: Transport) -> 
     Raises:
         CorruptionError: on every rank, if any stores a wrong weight.
     """
-    stored: dict[tuple[int, Box], dict[int, tuple[float, int]]] = {}
+    parts: dict[int, dict[Box, dict[int, Finding]]] = {}
     for rank, report in enumerate(transport.gather_objects(found)):
         for part in report:
-            stored.setdefault((part.matrix, part.box), {})[rank] = part.far, part.checksum
-    for (i, _), by_rank in stored.items():
-        sums = [checksum for _, checksum in by_rank.values()]
-        common = max(sums, key=sums.count)
-        wrong = [r for r, (far, s) in by_rank.items() if not far <= 1 or s != common]
-        if not wrong:
+            parts.setdefault(part.matrix, {}).setdefault(part.box, {})[rank] = part
+    for i, boxes in parts.items():
+        far = {r for ranks in boxes.values() for r, part in ranks.items() if not part.far <= 1}
+        unequal = _odd_ranks(boxes, "checksum")
+        if not far and not unequal:
             continue
-        of_matrix = {r for (j, _), ranks in stored.items() if j == i for r in ranks}
-        bad = [
-            r for (j, _), ranks in stored.items() if j == i for r in ranks if not ranks[r][0] <= 1
-        ]
-        name, owner = plan.specs.matrices[i].name, plan.owners[i]
-        where = f"on rank {', '.join(map(str, wrong))} (rank {owner} owns it and made the update)"
-        if set(bad) == of_matrix:
+        # A rank that began with something else finds that the others are wrong.
+        for what in "momentum", "gradient":
+            suspects = _odd_ranks(boxes, what)
+            if suspects:
+                found_there = f"its {what} of before the step was another one there already"
+                break
+        else:
+            suspects, found_there = far or unequal, "they are other ones there"
+        owner = plan.owners[i]
+        where = f"on rank {', '.join(map(str, sorted(suspects)))}: {found_there}"
+        everyone = {r for ranks in boxes.values() for r in ranks}
+        if suspects == far == everyone:
             where = f"on all ranks that store it, so most likely by its owner, rank {owner}"
+        elif suspects == everyone:
+            where += ", and which of these ranks is right cannot be told"
+        name = plan.specs.matrices[i].name
         raise CorruptionError(
-            f"verify_every: the weights of matrix {name!r} are not what its gradient, momentum and "
-            f"weights of before give, {where}. Something there corrupts data silently (memory, a "
-            "core, a link), or weights were written to during the step. Go on from the last "
-            "checkpoint, without that machine"
+            f"verify_every: the weights of matrix {name!r}, which rank {owner} updates, are not "
+            f"what gradient, momentum and weights of before give, {where}. Something "
+            "there corrupts data silently (memory, a core, a link), or it was written to. Go "
+            "on from the last checkpoint, without that machine"
         )
+
+
+def _odd_ranks(boxes: Mapping[Box, Mapping[int, Finding]], what: str) -> set[int]:
+    """Of ranks that store the same, those where something is not what it is on most of them; all of
+    these where no value is that of most."""
+    odd: set[int] = set()
+    for ranks in boxes.values():
+        values = {r: getattr(part, what) for r, part in ranks.items()}
+        (common, most), *others = Counter(values.values()).most_common()
+        is_tie = bool(others) and others[0][1] == most
+        odd |= {r for r, value in values.items() if is_tie or value != common}
+    return odd

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from dmuon.dtensors import local_tensor
+from dmuon.types import ConsensusError, OwnershipError
 from tests.distributed.harness import Pools
 from tests.distributed.test_checkpoints import CASES, Training
 
@@ -109,6 +110,19 @@ def refuses(rank: int, world: int, name: str, folder: str) -> None:
         with pytest.raises((ValueError, RuntimeError), match=told):
             training.opt.load_state_dict(wrong)
         unchanged(what)
+    alone = copy.deepcopy(whole)
+    if rank == world - 1:
+        alone["state"]["blocks.0.norm.weight"]["step"] = "three"
+    with pytest.raises(
+        OwnershipError if rank == world - 1 else ConsensusError, match="step='three'"
+    ):
+        training.opt.load_state_dict(alone)
+    unchanged("wrong on the last rank alone")
+    alone["state"]["blocks.0.norm.weight"]["step"] = torch.tensor(3.0)
+    alone["param_groups"][0]["muon_step"] = 3 + rank
+    with pytest.raises(ConsensusError, match="muon_step="):
+        training.opt.load_state_dict(alone)
+    unchanged("another state on each rank")
     dcp.load(state := training.state(), checkpoint_id=f"{folder}/whole")
     set_state_dict(
         training.model,

@@ -98,6 +98,40 @@ def test_a_replica_that_changed_is_named(rank, world, layout):
         del engine.launch
 
 
+@pytest.mark.parametrize("what", ["weights", "momentum"])
+@distributed(2, 3)
+def test_a_healthy_rank_is_never_named_alone(rank, world, what):
+    """An owner whose momentum has changed is right in its own eyes, and the others are wrong. Of
+    two ranks that differ either may be the one."""
+    for culprit in range(world):
+        model = seeded(Net)
+        opt = dmuon.Muon(model, lr=0.02, verify_every=1, ns_dtype=torch.float32)
+        told, name = "", ""
+        for step in range(40):
+            opt.zero_grad()
+            loss_of(model, batch(step, 0)).backward()  # as if it had been averaged
+            if step == 3:
+                plan, (engine,) = opt.ownership.plan, opt._run.engines
+                ((sampled, _),) = engine.verifier.sample(plan, opt._run.verified + 1)
+                name = plan.specs.parameters[sampled].name
+                weight = model.get_parameter(name)
+                changed = weight if what == "weights" else opt.state[weight]["momentum_buffer"]
+                if rank == culprit:
+                    changed.detach().view(-1)[5].add_(10.0)
+            try:
+                opt.step()
+            except CorruptionError as error:
+                told = str(error)
+                break
+        opt.ownership.close()
+        owner = opt.ownership.owner_of(name)
+        # Another's momentum is of no use, and nobody looks at it.
+        if what == "weights" or culprit == owner or told:
+            assert name in told
+            either = "on rank 0, 1: " if world == 2 else f"on rank {culprit}: "
+            assert f"on rank {culprit}: " in told or either in told, (told, culprit, owner)
+
+
 def wrong_results(run):
     def broken(call, operand):
         update = run(call, operand)

@@ -658,6 +658,113 @@ def test_a_state_of_another_algorithm_is_refused_and_changes_nothing(planned):
         train(made, opt, tokens(), range(1))
 
 
+def _with(path: tuple[Any, ...], value: Any) -> Any:
+    """A change of a state; ``path`` leads to what becomes ``value``."""
+
+    def change(state: dict[str, Any]) -> None:
+        *way, last = path
+        for key in way:
+            state = state[key]
+        state[last] = value
+
+    return change
+
+
+def _without_last_full(state: dict[str, Any]) -> None:
+    del state["param_groups"][0]["muon_last_full"]
+
+
+def _of_others(state: dict[str, Any]) -> None:
+    group = state["param_groups"][0]
+    group["param_names"] = [f"other{n}.weight" for n in range(len(group["param_names"]))]
+
+
+def _an_extra_entry(state: dict[str, Any]) -> None:
+    state["state"][99] = state["state"][0]
+
+
+_MOMENTUM = torch.zeros(2 * WIDTH, WIDTH)
+# By their places in TinyGPT: 0 is its embedding, 1 and 2 are a norm's, 3 is a matrix.
+_BAD = {
+    "a step that is text": (_with(("state", 0, "step"), "three"), "step='three'"),
+    "a step for each row": (_with(("state", 0, "step"), torch.zeros(3)), "must be a number >= 0"),
+    "a negative step": (_with(("state", 0, "step"), torch.tensor(-1.0)), "must be a number >= 0"),
+    "integers": (_with(("state", 3, "momentum_buffer"), _MOMENTUM.int()), "torch.int32"),
+    "complex numbers": (
+        _with(("state", 3, "momentum_buffer"), _MOMENTUM.to(torch.complex64)),
+        "torch.complex64",
+    ),
+    "an lr that is text": (
+        _with(("param_groups", 0, "lr"), "abc"),
+        r"param_groups\[0\] lr must be",
+    ),
+    "a negative lr": (_with(("param_groups", 0, "lr"), -1.0), r"param_groups\[0\] lr must be"),
+    "one beta": (_with(("param_groups", 0, "adamw_betas"), (0.9,)), "adamw_betas must be"),
+    "no coefficients": (_with(("param_groups", 0, "ns_coefficients"), "nonsense"), "nonsense"),
+    "a count that is text": (_with(("param_groups", 0, "muon_step"), "x"), "found step=x"),
+    "a full step to come": (
+        _with(("param_groups", 0, "muon_last_full"), 10**6),
+        "last_full=1000000",
+    ),
+    "no last full step": (_without_last_full, "lacks \\['last_full"),
+    "other parameters": (_of_others, "is of other parameters"),
+    "an extra entry": (_an_extra_entry, r"has entries of \['99'\]"),
+}
+
+
+@PLANNED
+@pytest.mark.parametrize("bad", _BAD)
+def test_a_state_with_one_bad_value_is_refused_and_changes_nothing(planned, bad):
+    change, told = _BAD[bad]
+    donor = TinyGPT()
+    saved = muon(donor)
+    train(donor, saved, tokens(), range(2))
+    state = copy.deepcopy(saved.state_dict())
+    assert state["state"][3]["momentum_buffer"].shape == _MOMENTUM.shape
+    # Every other value differs from what the optimizer has.
+    for entry in state["state"].values():
+        for value in entry.values():
+            value.add_(1.0)
+    change(state)
+    made = TinyGPT()
+    opt = muon(made)
+    if planned:
+        train(made, opt, tokens(), range(1))
+    before = copy.deepcopy(opt.state_dict())
+    with pytest.raises(OwnershipError, match=told):
+        opt.load_state_dict(state)
+    assert opt.state_dict()["param_groups"] == before["param_groups"]
+    same_state(opt.state_dict()["state"], before["state"])
+    train(made, opt, tokens(), range(1))
+
+
+def test_entries_that_a_state_has_lost_are_told():
+    """They may be of parameters without a gradient so far, so this is no error."""
+    model = TinyGPT()
+    opt = muon(model)
+    train(model, opt, tokens(), range(1))
+    state = copy.deepcopy(opt.state_dict())
+    state["state"][3] = {}
+    with pytest.warns(RuntimeWarning, match=r"nothing of 1 trainable .*their momentum begins at z"):
+        opt.load_state_dict(state)
+
+
+@PLANNED
+def test_get_state_dict_before_the_first_step_is_no_step(planned):
+    model = TinyGPT()
+    models = [model, clone(model)]
+    opts = [muon(each) for each in models]
+    if planned:
+        opts[0].report()
+    get_state_dict(models[0], opts[0])
+    assert opts[0].param_groups[0]["muon_step"] == opts[0].stats()["steps"] == 0
+    for model, opt in zip(models, opts, strict=True):
+        train(model, opt, tokens(), range(3))
+    assert_bitwise(weights(models[0]), weights(models[1]))
+    same_state(opts[0].state_dict()["state"], opts[1].state_dict()["state"])
+
+
+@pytest.mark.filterwarnings("ignore:dmuon. the optimizer state has nothing of")
 @PLANNED
 @pytest.mark.parametrize("masters", [False, True])
 def test_what_a_state_lacks_begins_anew(planned, masters):
