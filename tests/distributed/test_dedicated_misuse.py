@@ -7,12 +7,13 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
 from dmuon.reference import ReferenceMuon
-from dmuon.types import DmuonError, OwnershipError
+from dmuon.types import ConsensusError, DmuonError, OwnershipError
 from tests.distributed.harness import distributed
 from tests.distributed.models import Net, batch, largest_difference, seeded, weights
 from tests.distributed.owners import (
@@ -129,6 +130,58 @@ def test_state_dicts_are_whole_or_by_rows_and_copies_of_placeholders_are_refused
     model.load_state_dict(other.state_dict())
     own.close()
     assert largest_difference(weights(model), weights(other)) == 0
+
+
+@distributed(3)
+def test_weights_that_do_not_fit_on_one_rank_alone_change_none_on_any(rank, world):
+    """As a whole dict on every rank, under a module around it, and by torch's set_model_state_dict
+    from the first rank."""
+    model, other = nn.ModuleDict({"net": seeded()}), nn.ModuleDict({"net": seeded(seed=1)})
+    net = model["net"]
+    own = dmuon.dedicate_params(net, mesh_of((world,)), layout="dedicated")
+    specs = own.plan.specs
+    names = {specs.parameters[i].name for i in specs.muon_parameters()}
+
+    def matrices():  # the others torch loads by itself, one after the other
+        return {name: value for name, value in whole(net, own).items() if name in names}
+
+    before = matrices()
+
+    def another_shape(state):
+        state["net.mid.weight"] = torch.zeros(3, 3)
+
+    def missing(state):
+        del state["net.mid.weight"]
+
+    for change, told in ((another_shape, "size mismatch for mid"), (missing, "rank . has '")):
+        for culprit in range(world):
+            state = other.state_dict()
+            if rank == culprit:
+                change(state)
+            alone = RuntimeError if change is another_shape else ConsensusError
+            with pytest.raises(alone if rank == culprit else ConsensusError, match=told):
+                model.load_state_dict(state)
+            assert largest_difference(matrices(), before) == 0
+    state = other.state_dict()
+    another_shape(state)
+    with pytest.raises(RuntimeError, match="size mismatch for mid"):
+        model.load_state_dict(state)
+    state = other.state_dict()
+    state["net.blocks.0.norm.weight"] = torch.zeros(3)  # which torch finds
+    with pytest.raises(RuntimeError, match=r"net\.blocks\.0\.norm"):
+        model.load_state_dict(state)
+    assert largest_difference(matrices(), before) == 0
+    state = other["net"].state_dict()
+    del state["mid.weight"]
+    options = StateDictOptions(full_state_dict=True)
+    with pytest.raises((RuntimeError, ConsensusError), match=r"Missing key 'mid\.weight'"):
+        set_model_state_dict(net, state, options=options)
+    # What cut a call off does not stay.
+    model.load_state_dict(other.state_dict())
+    assert largest_difference(whole(net, own), weights(other["net"])) == 0
+    net.mid.load_state_dict(seeded(seed=2).mid.state_dict())
+    own.close()
+    assert torch.equal(net.mid.weight, seeded(seed=2).mid.weight)
 
 
 def assigned(model):

@@ -191,7 +191,7 @@ class DedicatedRuntime(OwnerRuntime):
             self._removers += hook_module(self.prefetcher, point, needs, inside)
         for module in model.modules():
             names = {n: index[id(p)] for n, p in module._parameters.items() if id(p) in index}
-            if names:
+            if any(id(p) in index for p in module.parameters()):
                 self._removers += hook_state(self.prefetcher, module, names)
         self._end_watch = check_first_forward(self.storage, model)
         self._removers.append(self._end_watch)

@@ -68,6 +68,7 @@ class Prefetcher:
         self.steps = 0
         self.backwards = 0
         self.reducer: GradientReducer | None = None
+        self.load: _Load | None = None  # the call that is open, or was cut off
         self._prefetch = options.prefetch
         self._free = options.free_after_forward
         first = [g for g, group in enumerate(self.groups) if group.is_root]
@@ -433,10 +434,28 @@ def hook_module(
     return [handle.remove for handle in handles]
 
 
+@dataclasses.dataclass
+class _Load:
+    """A call of ``load_state_dict`` of ``module``, while torch goes through what lies below it.
+
+    ``errors`` is the call's own list of what does not fit. ``any_apart`` says whether there are
+    dedicated parameters below that are not whole, ``found`` which of them the state dict has.
+    """
+
+    module: weakref.ref[nn.Module]
+    errors: list[str]
+    any_apart: bool = False
+    found: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+
 def hook_state(prefetcher: Prefetcher, module: nn.Module, names: Mapping[str, int]) -> list[Remove]:
-    """Have state dicts of ``module`` hold its dedicated parameters, by ``names`` their numbers, as
-    rows on all ranks, and load them from any form; collective calls. Inside ``materialized`` they
-    are whole, as in any module."""
+    """Have state dicts of ``module`` hold its own dedicated parameters, by ``names`` their numbers,
+    as rows on all ranks, and load them from any form; collective calls. Inside ``materialized``
+    they are whole, as in any module.
+
+    What is loaded is kept when all of it has been looked at, on all ranks: at the end of the
+    outermost call. So every module that has dedicated parameters below it has these hooks.
+    """
     weak = weakref.ref(prefetcher)
 
     def save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -463,29 +482,44 @@ def hook_state(prefetcher: Prefetcher, module: nn.Module, names: Mapping[str, in
         prefetcher = weak()
         if prefetcher is None:
             return
-        storage = prefetcher.storage
-        storage.loads += 1
-        found = {n: p for n, p in storage.apart(names).items() if prefix + n in state_dict}
-        if not found:
-            return
-        if metadata.get("assign_to_params_buffers"):
-            raise OwnershipError(
-                f"load_state_dict(assign=True) would put other parameters into the place of "
-                f"{prefix + next(iter(found))!r} and others, which owners store: leave it out"
-            )
-        storage.meet("model.load_state_dict()")
-        prefetcher.begin_access()
-        for name, p in found.items():
-            flaw = storage.load(p, state_dict[prefix + name])
+        call, storage = prefetcher.load, prefetcher.storage
+        if call is None or call.errors is not errors:  # torch has one list for a call
+            call = prefetcher.load = _Load(weakref.ref(module), errors)
+        apart = storage.apart(names)
+        call.any_apart = call.any_apart or bool(apart)
+        storage.loads += bool(names)
+        for name, p in apart.items():
+            key = prefix + name
+            if key not in state_dict:
+                continue
+            if metadata.get("assign_to_params_buffers"):
+                raise OwnershipError(
+                    f"load_state_dict(assign=True) would put other parameters into the place of "
+                    f"{key!r} and others, which owners store: leave it out"
+                )
+            flaw = storage.flaw(p, state_dict[key])
             errors += [flaw] if flaw else []
+            call.found[p] = state_dict[key]
             # What torch copies then is what is there.
-            state_dict[prefix + name] = module.get_parameter(name)
-        prefetcher.drop()  # what was launched ahead is old
+            state_dict[key] = module.get_parameter(name)
+
+    def loaded(module: nn.Module, keys: Any) -> None:
+        prefetcher = weak()
+        call = prefetcher.load if prefetcher is not None else None
+        if prefetcher is None or call is None or call.module() is not module:
+            return
+        prefetcher.load = None
+        if call.any_apart:
+            prefetcher.begin_access()
+            prefetcher.storage.load(call.found, call.errors)
+            prefetcher.drop()  # what was launched ahead is old
 
     handles = [
-        module.register_state_dict_post_hook(Hook(save)),
         module.register_load_state_dict_pre_hook(Hook(load)),
+        module.register_load_state_dict_post_hook(Hook(loaded)),
     ]
+    if names:
+        handles.append(module.register_state_dict_post_hook(Hook(save)))
     return [handle.remove for handle in handles]
 
 

@@ -24,11 +24,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dmuon.comm.buckets import Buffer, Slices, WeightBucket, weight_buckets
+from dmuon.comm.consensus import attempt
 from dmuon.comm.hooks import outermost_members, parameter_ids
 from dmuon.comm.process_groups import ProcessGroups, start_from_first
 from dmuon.comm.rows import Places, RowShards
@@ -499,16 +501,37 @@ class Storage:
         dtype: torch.dtype = getattr(torch, spec.dtype)
         return self._rows.spread(spec.shape, dtype, places, self._pieces(places))
 
-    def load(self, parameter: int, value: Tensor) -> str | None:
-        """Keep a whole weight, in whatever form all ranks have it; or say why not. A collective
-        call."""
+    def flaw(self, parameter: int, value: Any) -> str | None:
+        """Why this cannot be a whole weight, if so."""
         spec = self._specs.parameters[parameter]
-        if not isinstance(value, Tensor) or value.shape != spec.shape:
-            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            return f"size mismatch for {spec.name}: {found} was saved, {list(spec.shape)} is here"
-        places = self._slices.places(parameter, in_slices=True, replicas=True)
-        self._rows.collect(value, places, self._pieces(places))
-        return None
+        if isinstance(value, Tensor) and value.shape == spec.shape:
+            return None
+        if isinstance(value, Tensor) and not value.numel():
+            # What torch's set_model_state_dict gives for a key that is not in a full state.
+            return f"Missing key {spec.name!r}: a placeholder was given in its place"
+        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        return f"size mismatch for {spec.name}: {found} was saved, {list(spec.shape)} is here"
+
+    def load(self, found: Mapping[int, Tensor], flaws: Sequence[str]) -> None:
+        """Keep whole weights, by parameter, in whatever form all ranks have them. A collective
+        call.
+
+        Raises:
+            RuntimeError: this rank has ``flaws``; nothing is changed.
+            ConsensusError: another one has, or other parameters.
+        """
+
+        def check() -> list[str]:
+            if flaws:
+                raise RuntimeError("model.load_state_dict(): " + "; ".join(flaws))
+            return [f"{self._specs.parameters[p].name}: {type(v)}" for p, v in found.items()]
+
+        world = self._process_groups.world
+        world.meet("model.load_state_dict()")
+        attempt(world, check, what="model.load_state_dict()", digest="\n".join)
+        for p, value in found.items():
+            places = self._slices.places(p, in_slices=True, replicas=True)
+            self._rows.collect(value, places, self._pieces(places))
 
     def _pieces(self, places: Places) -> dict[int, Tensor]:
         """What this rank keeps of them, by matrix."""
