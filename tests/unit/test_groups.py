@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -762,6 +763,32 @@ def test_get_state_dict_before_the_first_step_is_no_step(planned):
         train(model, opt, tokens(), range(3))
     assert_bitwise(weights(models[0]), weights(models[1]))
     same_state(opts[0].state_dict()["state"], opts[1].state_dict()["state"])
+
+
+def test_masters_begin_as_loaded_weights_where_a_checkpoint_has_none(tmp_path):
+    """docs/checkpoints.md"""
+    donor = TinyGPT()
+    saved = muon(donor)
+    train(donor, saved, tokens(), range(2))
+    whole, state = get_state_dict(donor, saved)
+    dcp.save({"model": whole, "optimizer": state}, checkpoint_id=tmp_path)
+    model = TinyGPT().bfloat16()
+    opt = muon(model, master_weights=True)
+    found, state = get_state_dict(model, opt)
+    state["state"] = {
+        name: {key: value for key, value in entry.items() if key != "master_weight"}
+        for name, entry in state["state"].items()
+    }
+    dcp.load({"model": found, "optimizer": state}, checkpoint_id=tmp_path)
+    set_state_dict(model, opt, model_state_dict=found, optim_state_dict=state)
+    twin = clone(model)
+    for name, p in twin.named_parameters():
+        assert torch.equal(p, dict(donor.named_parameters())[name].bfloat16())
+    entries = opt.state_dict()["state"]
+    for i, (name, p) in enumerate(twin.named_parameters()):
+        assert "master_weight" in entries[i], (name, entries[i].keys())
+        assert torch.equal(entries[i]["master_weight"], p.float()), name
+    train(model, opt, tokens(), range(2, 4))
 
 
 @pytest.mark.filterwarnings("ignore:dmuon. the optimizer state has nothing of")
