@@ -771,8 +771,11 @@ class Muon(Optimizer):
             labels = [n for group in groups for n in group.get("param_names", ())]
             here = self._named()
             are_named = all(group.get("param_names") for group in self.param_groups)
+            ours = _unprefixed([name for name, _ in here])
+            if all(isinstance(key, str) for key in keys) and {*_unprefixed(keys)} == {*ours}:
+                labels = keys
             if len(labels) == len(keys) and are_named:
-                theirs, ours = _unprefixed(labels), _unprefixed([name for name, _ in here])
+                theirs = _unprefixed(labels)
                 if {*theirs} != {*ours}:
                     raise OwnershipError(
                         "the optimizer state is of other parameters: it has, for instance, "

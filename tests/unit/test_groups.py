@@ -636,6 +636,19 @@ def test_a_state_with_the_same_names_in_another_order_is_taken_by_name(planned):
     assert_bitwise(weights(other), weights(model))
 
 
+def test_keys_that_are_names_say_whose_an_entry_is():
+    """As torch's get_optimizer_state_dict has them, in whatever order they are listed."""
+    model = TinyGPT()
+    opt = muon(model)
+    train(model, opt, tokens(), range(2))
+    state = copy.deepcopy(get_state_dict(model, opt)[1])
+    state["param_groups"][0]["params"].reverse()
+    other = clone(model)
+    again = muon(other)
+    again.load_state_dict(state)
+    same_state(again.state_dict()["state"], opt.state_dict()["state"])
+
+
 @PLANNED
 def test_a_state_of_another_algorithm_is_refused_and_changes_nothing(planned):
     model = TinyGPT()
