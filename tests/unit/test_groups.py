@@ -778,6 +778,14 @@ def test_get_state_dict_before_the_first_step_is_no_step(planned):
     same_state(opts[0].state_dict()["state"], opts[1].state_dict()["state"])
 
 
+@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
+def test_a_first_step_of_a_warm_up_from_zero_is_one(lr):
+    model = TinyGPT()
+    opt = muon(model, lr=lr)
+    train(model, opt, tokens(), range(1))
+    assert opt.stats()["steps"] == opt.param_groups[0]["muon_step"] == 1
+
+
 def test_masters_begin_as_loaded_weights_where_a_checkpoint_has_none(tmp_path):
     """docs/checkpoints.md"""
     donor = TinyGPT()
