@@ -59,6 +59,7 @@ from dmuon.dtensors import (
 from dmuon.kernels.choice import BACKENDS, restarts_of
 from dmuon.measure import measured_costs
 from dmuon.ownership import Ownership, ownerships_of
+from dmuon.scheduler.co_owners import can_be_shared
 from dmuon.scheduler.costs import CostTable, resolve_costs
 from dmuon.scheduler.plan import OwnershipPlan, check_plan_fits
 from dmuon.scheduler.select import collect, trainable_parameters
@@ -228,7 +229,7 @@ def assemble(
 ) -> Ownership:
     """`dedicate_params` over a given transport; on failure the transport is closed.
 
-    ``new_group`` makes the transports of the `dedicated` layout's process groups.
+    ``new_group`` makes the transports of the `dedicated` layout's and of co-owners' process groups.
     """
     with ExitStack() as undo:
         undo.callback(transport.close)
@@ -251,6 +252,7 @@ def assemble(
             _check_domains(request.plan, limits)
         # Elsewhere owners run Newton-Schulz alone.
         momentum = found.layout.keeps_state_at_owners
+        planner = _planner(request)
         costs = request.costs
         if request.plan is None and costs == "measured":
             costs = measured_costs(
@@ -269,7 +271,7 @@ def assemble(
                 resolve_costs(costs, found.topology.device_type, momentum=momentum),
                 layout=found.layout,
                 solver=request.solver,
-                options=request.planner,
+                options=planner,
                 limits=limits,
             )
             return plan.to_json()
@@ -528,13 +530,40 @@ def _check_domains(plan: OwnershipPlan, limits: OwnerLimits | None) -> None:
     """A saved plan must let the same ranks own each matrix as the model's shards do."""
     allowed = limits or OwnerLimits()
     everyone = tuple(range(plan.topology.world))
-    for i, matrix in enumerate(plan.specs.matrices):
-        domain = allowed.domains[allowed.domain_of[i]] if allowed.domain_of else everyone
-        if plan.owners[i] not in domain:
-            raise PlanError(
-                f"in the saved plan rank {plan.owners[i]} owns {matrix.name!r}, which only ranks "
-                f"{list(domain)[:8]} hold in this model: plan anew"
-            )
+    for batch in plan.batches:
+        for i in batch.matrices:
+            name = plan.specs.matrices[i].name
+            domain = allowed.domains[allowed.domain_of[i]] if allowed.domain_of else everyone
+            for rank in set(batch.ranks).difference(domain):
+                raise PlanError(
+                    f"in the saved plan rank {rank} owns {name!r}, which only ranks "
+                    f"{list(domain)[:8]} hold in this model: plan anew"
+                )
+            is_cut = can_be_shared(plan.specs, plan.specs.matrices[i])
+            if batch.co_owners and (plan.layout.keeps_state_at_owners or not is_cut):
+                why = "has columns of several dims" if not is_cut else "lies with one owner"
+                raise PlanError(
+                    f"in the saved plan {name!r} has co-owners, but it {why}: plan anew"
+                )
+
+
+def _planner(request: Request) -> PlannerOptions:
+    """With kernels that co-owners do not run, or whose bits they would change, nothing is shared.
+
+    Raises:
+        PlanError: a number of co-owners was asked for.
+    """
+    planner, kernels = request.planner, request.kernels
+    if not kernels.is_fixed and kernels.method != "standard":
+        return planner
+    if isinstance(planner.co_owners, int) and request.plan is None:
+        raise PlanError(
+            f"co_owners={planner.co_owners} and kernels=KernelOptions(method={kernels.method!r}, "
+            f"backend={kernels.backend!r}): co-owners run the Gram form, in an order of sums that "
+            "depends on their number, so an update would not have the same bits on every mesh. "
+            "Leave one of the two out"
+        )
+    return replace(planner, co_owners="off")
 
 
 def _check_kernels(options: object, plan: OwnershipPlan | None) -> None:
@@ -586,9 +615,9 @@ def _runtime(
         )
     if isinstance(options, ShardedOptions):
         assert shards is not None
-        return ShardedRuntime(
-            plan, shards, model, named, transport, options, compute_device(named)
-        )  # fmt: skip
+        new_group = new_group or group_maker(None, transport.world, options.timeout_s)
+        device = compute_device(named)
+        return ShardedRuntime(plan, shards, model, named, transport, options, device, new_group)
     # Places the weights: a collective call.
     axes = frozenset(axis for p in named for axis in mesh_axes(p))
     grid = Grid.of(plan.topology, axes)

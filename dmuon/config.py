@@ -99,6 +99,7 @@ def _is_rate(value: Any) -> bool:
     return 0.0 <= float(value) < math.inf
 
 
+_CO_OWNERS = "auto", "off", 2, 4, 8
 FINITE = Rule("a finite number >= 0", _number, _is_rate)
 RATE = Rule("a finite number >= 0", _rate, _is_rate)
 POSITIVE = Rule("a number > 0", _number, lambda value: value > 0)
@@ -127,6 +128,7 @@ FLOAT_DTYPE = Rule(
     lambda dtype: dtype.is_floating_point,
 )
 SECONDS = FINITE_POSITIVE.or_none()
+CO_OWNERS = Rule("'auto', 'off', 2, 4 or 8", _of_type(str, int), lambda v: v in _CO_OWNERS)
 FINITE_PERIOD = Rule("a finite number >= 1", _number, lambda value: 1 <= value < math.inf)
 PERIOD_OF_STEP = Rule("a number >= 1 (math.inf: no full step)", _number, lambda value: value >= 1)
 PERIOD = Rule(
@@ -203,6 +205,10 @@ class PlannerOptions(_Checked):
     global ranks; None takes torchrun's ``LOCAL_WORLD_SIZE``, or one node where that is not set.
     ``cache_dir`` is where measured costs are kept (None: ``$XDG_CACHE_HOME/dmuon``, else
     ``~/.cache/dmuon``).
+
+    ``co_owners``: how many neighbouring ranks share a matrix, a slice of its longer dim each
+    (docs/co-owners.md). "auto" shares matrices by 2, 4 or 8 where the predicted step becomes more
+    than 5% faster; a number shares all that can be shared by so many, and "off" none.
     """
 
     time_limit_s: float = _default(10.0, POSITIVE)
@@ -211,6 +217,7 @@ class PlannerOptions(_Checked):
     profile_budget_s: float = _default(10.0, POSITIVE)
     ranks_per_node: int | None = _default(None, COUNT.or_none())
     cache_dir: str | os.PathLike[str] | None = _default(None, PATH.or_none())
+    co_owners: str | int = _default("auto", CO_OWNERS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,8 @@ class Ownership:
         return build_report(self.plan, self.telemetry.measured_ms())
 
     def owner_of(self, fqn: str) -> int | tuple[int, ...]:
-        """The mesh rank that owns a matrix, by its name or by its parameter's.
+        """The mesh rank that owns a matrix, by its name or by its parameter's; the first of its
+        co-owners, all of whom ``plan.batches`` lists.
 
         A parameter of several matrices gives one rank a matrix, in order. KeyError for a name
         that is no matrix.
@@ -184,7 +185,7 @@ def _comparable_ms(plan: OwnershipPlan, rank: int) -> float | None:
     """The planned milliseconds of a rank's batches; None where prices are no times of a machine."""
     if plan.cost_source.startswith("analytic"):
         return None
-    return sum(batch.ms for batch in plan.batches if batch.owner == rank)
+    return sum(batch.ms for batch in plan.batches if rank in batch.ranks)
 
 
 def _forget(ids: Sequence[int], reference: weakref.ref[Ownership]) -> None:

@@ -346,7 +346,8 @@ def cut_buckets(
 
     ``wire`` are the indices of the units that travel at all. Every owner has about the same share
     of its time in each bucket, so that none waits for another; the first and the last bucket are
-    half as large, for nothing hides the gather of the first and the scatter of the last.
+    half as large, for nothing hides the gather of the first and the scatter of the last. What has
+    co-owners is in one bucket on all of them.
     """
     by_owner: dict[int, list[int]] = defaultdict(list)
     for u in wire:
@@ -357,7 +358,8 @@ def cut_buckets(
     most = max(len(mine) for mine in by_owner.values())
     count = min(max(min_buckets, math.ceil(fullest / bucket_bytes)), most)
     edges = _edges(count)
-    buckets: list[list[int]] = [[] for _ in range(count)]
+    bucket_of: dict[int, int] = {}
+    together: dict[tuple[int, ...], int] = {}  # of units with co-owners, by their matrices
     for mine in by_owner.values():
         weights = [units[u].ms for u in mine]
         if not sum(weights) > 0:
@@ -366,8 +368,14 @@ def cut_buckets(
         for u, weight in zip(mine, weights, strict=True):
             middle = (done + weight / 2) / total
             done += weight
-            buckets[min(sum(edge <= middle for edge in edges), count - 1)].append(u)
-    return tuple(tuple(sorted(bucket)) for bucket in buckets if bucket)
+            bucket_of[u] = min(sum(edge <= middle for edge in edges), count - 1)
+            if units[u].co_owners:
+                key = units[u].matrices
+                together[key] = max(bucket_of[u], together.get(key, 0))
+    buckets: list[list[int]] = [[] for _ in range(count)]
+    for u, b in sorted(bucket_of.items()):
+        buckets[together.get(units[u].matrices, b)].append(u)
+    return tuple(tuple(bucket) for bucket in buckets if bucket)
 
 
 def _edges(count: int) -> list[float]:

@@ -11,11 +11,14 @@ Timeline of a step with two slots each (G gather, S scatter, NS the owner's work
 An inbound slot is free again when its matrices are assembled, before their Newton-Schulz begins.
 
 A bucket that every rank holds whole has no G; its S are broadcasts from its owners.
+
+What has co-owners comes first in a bucket's NS, in one order on all of them, whatever else a rank
+owns: they exchange sums on the way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,16 +27,23 @@ from dmuon.comm.routes import BucketRoute, Message, places
 from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.scheduler.plan import Unit
 
-# What each buffer of a bucket has room for: two inbound ones, then the outbound ones.
-_KINDS = ("held", "owned", "owned", "held", "copies_out", "copies_in", "published")
+_INBOUND = 3  # of the buffers of a bucket
 
 
-def _room(route: BucketRoute, kind: str, number: int) -> int:
-    """Elements of a bucket's buffer; of what every rank holds whole two are needed, which are the
-    first and the last."""
-    is_needed = route.published is None or number in (0, len(_KINDS) - 1)
-    message: Message | None = getattr(route, kind) if is_needed else None
-    return 0 if message is None else message.numel
+def _room(route: BucketRoute) -> tuple[int, ...]:
+    """Elements of each buffer of a bucket: what is held here as blocks, and as the pieces that go
+    to the owners; what comes to this owner, and its updates; updates of what is held here as pieces
+    and as blocks; what replicas copy.
+
+    Where pieces are blocks there is one buffer of both. Nobody sends what all hold whole.
+    """
+    owned = 0 if route.published is not None else route.owned.numel
+    pieces, came = route.held.numel, route.came.numel
+    return (
+        route.blocks.numel, pieces if route.cuts else 0, owned,
+        owned, came if route.joins else 0, route.landing.numel,
+        route.copies_out.numel, route.copies_in.numel,
+    )  # fmt: skip
 
 
 class Bucket:
@@ -54,20 +64,24 @@ class Bucket:
     ) -> None:
         self.route = route
         self.works: list[Work] = []
-        # Inbound: what is held here, to the owners; what is owned here. Outbound: updates of what
-        # is owned here; of what is held here; then those that replicas copy; then all updates.
-        self.send, self.arrived, self.leaving, self.landed, *others = buffers
-        self.copies_out, self.copies_in, every = others
-        self.landings = [(self.landed, route.held), (self.copies_in, route.copies_in)]
+        self.send, pieces, self.arrived, self.leaving, came, self.landed, *copies = buffers
+        self.copies_out, self.copies_in = copies
+        self.sent, self.came = pieces if route.cuts else self.send, came
+        if not route.joins:
+            self.came = self.landed
+        self.landings = [(self.landed, route.landing), (self.copies_in, route.copies_in)]
         # What each owner broadcasts.
         self.shares: list[Tensor] = []
         if route.published is not None:
-            self.shares = list(every.split(route.published.splits))
-            self.leaving, self.arrived = self.shares[rank], self.send
-            self.landings = [(every, route.published)]
+            self.shares = list(self.came.split(route.published.splits))
+            self.leaving, self.arrived = self.shares[rank], self.sent
+        # Pieces and blocks, what is copied into what is first.
+        self.cuts = _views(cut.within(self.sent, self.send) for cut in route.cuts)
+        self.joins = _views(cut.within(self.came, self.landed)[::-1] for cut in route.joins)
         numels = [units[u].numel for u in route.units]
         flats = assembly.narrow(0, 0, sum(numels)).split(numels)
         self.stacks = [(u, flat.view(units[u].shape)) for u, flat in zip(route.units, flats)]
+        self.shared = sum(bool(units[u].co_owners) for u in route.units)  # they come first
         owned, copied, stack_of = route.owned.parts, route.copies_out.parts, dict(self.stacks)
         # Places in the stacks, and the parts that arrive for them.
         self.assembly = (
@@ -81,7 +95,7 @@ class Bucket:
         # `landed`, where no fewer are joined.
         lands_at = {
             (part.unit, part.position + j): part.start + j * part.box.numel
-            for part in route.held.parts
+            for part in route.landing.parts
             for j in range(len(part.matrices))
         }
         starts = [lands_at[part.unit, part.position] for part in copied]
@@ -89,6 +103,12 @@ class Bucket:
             [self.copies_out.narrow(0, part.start, part.numel) for part in copied],
             [self.landed.narrow(0, start, p.numel) for start, p in zip(starts, copied)],
         )
+
+
+def _views(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    """To copy into, and from."""
+    found = list(pairs)
+    return [to for to, _ in found], [source for _, source in found]
 
 
 class Pipeline:
@@ -119,14 +139,13 @@ class Pipeline:
         assembly = like.new_empty(largest, dtype=inbound)
         self.nbytes = {"inbound": 0, "outbound": 0, "assembly": assembly.nbytes}
         rings = []  # of each kind of buffer: its part of a slot, bucket by bucket
-        for number, kind in enumerate(_KINDS):
-            sizes = [_room(route, kind, number) for route in routes]
+        for number, sizes in enumerate(zip(*map(_room, routes), strict=True)):
             # A slot holds the largest of its buckets.
             slot_sizes = [max(sizes[slot::slots], default=0) for slot in range(slots)]
-            dtype = inbound if number < 2 else like.dtype
+            dtype = inbound if number < _INBOUND else like.dtype
             ring = [like.new_empty(size, dtype=dtype) for size in slot_sizes]
             rings.append([ring[b % slots].narrow(0, 0, size) for b, size in enumerate(sizes)])
-            purpose = "inbound" if number < 2 else "outbound"
+            purpose = "inbound" if number < _INBOUND else "outbound"
             self.nbytes[purpose] += sum(buffer.nbytes for buffer in ring)
         self.buckets = [
             Bucket(route, units, [ring[b] for ring in rings], assembly, transport.rank)
@@ -143,6 +162,7 @@ class Pipeline:
         apply: Callable[[int], None],
         meanwhile: Callable[[], None],
         may_send: Callable[[], bool] | None = None,
+        share: Callable[[list[tuple[int, Tensor]]], list[Tensor]] | None = None,
     ) -> bool:
         """Send every bucket to its owners and the updates back; called alike on every rank.
 
@@ -155,6 +175,8 @@ class Pipeline:
             meanwhile: what to do while the first buckets travel; the last ones, where only updates
                 do.
             may_send: asked once, where only updates travel, before the first of them does.
+            share: `compute` of units with co-owners, of all in a bucket together; its results are
+                valid until the next call of either.
 
         Returns whether it went through: not, where ``may_send`` was false.
         """
@@ -175,9 +197,12 @@ class Pipeline:
                 self._replicate(b - 1)
             if b >= self._slots:
                 self.land([b - self._slots])
-            for (u, stack), (parts, leaving) in zip(bucket.stacks, bucket.results, strict=True):
-                update = compute(u, stack)
+            shared = bucket.stacks[: bucket.shared]
+            updates = share(shared) if share is not None and shared else []
+            for n, (u, stack) in enumerate(bucket.stacks):
+                update = updates[n] if n < len(updates) else compute(u, stack)
                 if update is not None:
+                    parts, leaving = bucket.results[n]
                     torch._foreach_copy_(leaving, [places(update, part) for part in parts])
             if not b and may_send is not None and not may_send():
                 return False
@@ -186,7 +211,7 @@ class Pipeline:
             else:
                 route = bucket.route
                 self._all_to_all(
-                    bucket, bucket.landed, bucket.leaving, route.owned, route.held, "scatter"
+                    bucket, bucket.came, bucket.leaving, route.owned, route.held, "scatter"
                 )
             self._pending[b] = apply
             if b and self._slots > 1:
@@ -202,6 +227,12 @@ class Pipeline:
             work.wait()
         bucket.works = []
 
+    def _arrive(self, bucket: Bucket) -> None:
+        """Have the updates of what is held here, as blocks."""
+        self._wait(bucket)
+        if bucket.joins[0]:
+            torch._foreach_copy_(*bucket.joins)
+
     def _all_to_all(
         self, bucket: Bucket, output: Tensor, source: Tensor, to: Message, came: Message, tag: str
     ) -> None:
@@ -214,8 +245,10 @@ class Pipeline:
     def _gather(self, b: int, fill: Callable[[int], None]) -> None:
         bucket, route = self.buckets[b], self.buckets[b].route
         fill(b)
+        if bucket.cuts[0]:
+            torch._foreach_copy_(*bucket.cuts)
         if not bucket.shares:
-            self._all_to_all(bucket, bucket.arrived, bucket.send, route.held, route.owned, "gather")
+            self._all_to_all(bucket, bucket.arrived, bucket.sent, route.held, route.owned, "gather")
 
     def _publish(self, bucket: Bucket) -> None:
         for owner, share in enumerate(bucket.shares):
@@ -227,7 +260,7 @@ class Pipeline:
         bucket, route = self.buckets[b], self.buckets[b].route
         if not route.replicates:
             return
-        self._wait(bucket)
+        self._arrive(bucket)
         if bucket.copies[0]:
             torch._foreach_copy_(*bucket.copies)
         self._all_to_all(
@@ -245,7 +278,11 @@ class Pipeline:
             apply = self._pending.pop(b, None)
             if apply is None:
                 continue
-            self._wait(self.buckets[b])
+            bucket = self.buckets[b]
+            if bucket.route.replicates:
+                self._wait(bucket)
+            else:
+                self._arrive(bucket)
             apply(b)
 
     @property

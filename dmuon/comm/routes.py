@@ -12,6 +12,9 @@ What every rank holds whole (the `replicated` layout) needs one phase alone::
 
 Pieces follow each other in the order of the bucket's units and of the matrices in a unit, so sender
 and receiver need no header.
+
+A rank works on *blocks*: what it holds of a matrix. Where matrices have co-owners a block travels
+in pieces, one to and from each co-owner whose slice it meets; `Cut` says where they lie in it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 
 from torch import Tensor
 
@@ -80,7 +84,8 @@ def places(stack: Tensor, part: Part) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Parts in the order of the buffer, and how many elements each rank sends or receives."""
+    """Parts in the order of the buffer, and how many elements each rank sends or receives (of
+    blocks: as if all went to the first)."""
 
     parts: tuple[Part, ...]
     splits: tuple[int, ...]
@@ -91,16 +96,41 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """Where equal pieces lie in equal blocks that follow each other.
+
+    The pieces ``shape`` begin at ``piece`` in their flat buffer, the blocks ``block_shape`` at
+    ``block`` in theirs; in each block its piece is ``box``.
+    """
+
+    piece: int
+    shape: tuple[int, ...]
+    block: int
+    block_shape: tuple[int, ...]
+    box: Box
+
+    def within(self, pieces: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of the pieces and of their places in the blocks."""
+        mine = pieces.narrow(0, self.piece, math.prod(self.shape)).view(self.shape)
+        whole = blocks.narrow(0, self.block, math.prod(self.block_shape)).view(self.block_shape)
+        index = (slice(None), *self.box.slices())
+        return mine, whole[index]
+
+
+@dataclass(frozen=True, slots=True)
 class BucketRoute:
     """One rank's view of a bucket.
 
     ``held``: this rank's pieces, by owner; what it sends in the gather and receives in the
     scatter. ``owned``: all pieces of the matrices that it owns, by holder. ``copies_out`` and
-    ``copies_in``: its pieces of updates, by the rank that they go to or come from, along the axes
+    ``copies_in``: its blocks of updates, by the rank that they go to or come from, along the axes
     that replicate. ``replicates`` is the same on every rank: whether anyone copies.
 
     ``published``: of a bucket that every rank holds whole, the updates by owner; None for others.
     ``held`` and ``owned`` are then what is owned here, and nothing is copied.
+
+    ``blocks`` are those that are sent, ``landing`` those whose updates come. Where pieces are not
+    blocks, because there are co-owners, ``cuts`` and ``joins`` say where they lie in them.
     """
 
     units: tuple[int, ...]  # owned here
@@ -109,18 +139,42 @@ class BucketRoute:
     copies_out: Message
     copies_in: Message
     replicates: bool
+    blocks: Message
+    landing: Message
+    cuts: tuple[Cut, ...] = ()
+    joins: tuple[Cut, ...] = ()
     published: Message | None = None
 
+    @property
+    def came(self) -> Message:
+        """What updates come in."""
+        return self.held if self.published is None else self.published
 
-def parts_of(
-    shards: ShardMap, unit: int, pieces: Iterable[tuple[int, int, bool, Box]], start: int = 0
-) -> list[Part]:
-    """Pieces (position, matrix, whether its slot holds the transpose, box), equal ones joined, in a
-    buffer from element ``start`` on."""
+
+# A piece of a matrix: (position in its unit, matrix, its shape there, whether its slot holds the
+# transpose, box in it).
+Piece = tuple[int, int, tuple[int, ...], bool, Box]
+
+
+def slice_of(shards: ShardMap, unit: Unit, position: int) -> Box:
+    """What a unit has of a matrix, counted from the matrix's corner in its parameter's dims: all of
+    it, or a co-owner's slice of the longer dim."""
+    whole = shards.boxes[unit.matrices[position]]
+    box = Box.at_origin(whole.box.shape)
+    if not unit.co_owners:
+        return box
+    long = whole.form.dims(len(box.shape))[0 if unit.holds_transpose(position) else 1]
+    return Box(
+        tuple(unit.start if dim == long else 0 for dim in range(len(box.shape))),
+        tuple(unit.cols if dim == long else size for dim, size in enumerate(box.shape)),
+    )
+
+
+def parts_of(shards: ShardMap, unit: int, pieces: Iterable[Piece], start: int = 0) -> list[Part]:
+    """Pieces, equal ones joined, in a buffer from element ``start`` on."""
     parts: list[Part] = []
-    for position, i, transposed, box in pieces:
-        whole = shards.boxes[i]
-        kind = (box, whole.box.shape, whole.form, transposed)
+    for position, i, shape, transposed, box in pieces:
+        kind = (box, shape, shards.boxes[i].form, transposed)
         last = parts[-1] if parts else None
         if (
             last is not None
@@ -140,12 +194,10 @@ class _Pieces:
     def __init__(self, shards: ShardMap) -> None:
         self._shards = shards
         # By peer and unit.
-        self._pieces: dict[int, dict[int, list[tuple[int, int, bool, Box]]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
+        self._pieces: dict[int, dict[int, list[Piece]]] = defaultdict(lambda: defaultdict(list))
 
-    def add(self, peer: int, unit: int, position: int, matrix: int, turned: bool, box: Box) -> None:
-        self._pieces[peer][unit].append((position, matrix, turned, box))
+    def add(self, peer: int, unit: int, piece: Piece) -> None:
+        self._pieces[peer][unit].append(piece)
 
     def message(self) -> Message:
         parts: list[Part] = []
@@ -161,40 +213,103 @@ def bucket_route(
     shards: ShardMap, units: Sequence[Unit], bucket: Sequence[int], rank: int
 ) -> BucketRoute:
     """What ``rank`` sends and receives for a bucket."""
-    own = tuple(u for u in bucket if units[u].owner == rank)
-    if all(shards.is_everywhere(i) for u in bucket for i in units[u].matrices):
-        published, own_part = _Pieces(shards), _Pieces(shards)
-        for u in bucket:
-            for k, i in enumerate(units[u].matrices):
-                whole = u, k, i, units[u].holds_transpose(k), shards.piece(i, rank).box
-                published.add(units[u].owner, *whole)
-                if units[u].owner == rank:
-                    own_part.add(rank, *whole)
-        held, nothing = own_part.message(), _Pieces(shards).message()
-        return BucketRoute(own, held, held, nothing, nothing, False, published.message())
-    sent, owned, out, into = (_Pieces(shards) for _ in range(4))
+    everywhere = all(shards.is_everywhere(i) for u in bucket for i in units[u].matrices)
+    sent, owned, published, out, into, blocks, landing = (_Pieces(shards) for _ in range(7))
     replicates = False
     for u in bucket:
-        owner = units[u].owner
-        for k, i in enumerate(units[u].matrices):
-            turned = units[u].holds_transpose(k)
-            of_owner = shards.replica_of(i, owner)
-            if owner == rank:
-                for piece in shards.pieces(i):
-                    if piece.replica == of_owner:
-                        owned.add(piece.rank, u, k, i, turned, piece.box)
+        unit = units[u]
+        is_first = unit.owner == unit.first_owner
+        for k, i in enumerate(unit.matrices):
+            turned, cut = unit.holds_transpose(k), slice_of(shards, unit, k)
+
+            def of(box: Box, k: int = k, i: int = i, t: bool = turned, cut: Box = cut) -> Piece:
+                """What the unit has of a box of the matrix."""
+                return k, i, cut.shape, t, box.intersection(cut).within(cut)
+
             mine = shards.piece(i, rank)
+            block = k, i, shards.boxes[i].box.shape, turned, mine.box
+            if everywhere:
+                published.add(unit.owner, u, of(mine.box))
+                if is_first:
+                    landing.add(0, u, block)
+                if unit.owner == rank:
+                    sent.add(rank, u, of(mine.box))
+                    blocks.add(0, u, block)
+                continue
+            # Co-owners work on what the replica of the first one holds.
+            of_owner = shards.replica_of(i, unit.first_owner)
+            if unit.owner == rank:
+                for piece in shards.pieces(i):
+                    found = of(piece.box)
+                    if piece.replica == of_owner and found[-1].numel:
+                        owned.add(piece.rank, u, found)
             is_sender = mine.replica == of_owner
-            if mine.numel and is_sender:
-                sent.add(owner, u, k, i, turned, mine.box)
+            found = of(mine.box)
+            if found[-1].numel and is_sender:
+                sent.add(unit.owner, u, found)
+            if mine.numel and is_sender and is_first:
+                blocks.add(0, u, block)
             if not shards.is_replicated(i):
                 continue
             replicates = True
-            for peer, replica in shards.partners(i, rank) if mine.numel else ():
+            for peer, replica in shards.partners(i, rank) if mine.numel and is_first else ():
                 if is_sender:
-                    out.add(peer, u, k, i, turned, mine.box)
+                    out.add(peer, u, block)
                 elif replica == of_owner:
-                    into.add(peer, u, k, i, turned, mine.box)
-    return BucketRoute(
-        own, sent.message(), owned.message(), out.message(), into.message(), replicates
+                    into.add(peer, u, block)
+    held, of_all = sent.message(), published.message() if everywhere else None
+    came = of_all or held
+    route = BucketRoute(
+        units=tuple(u for u in bucket if units[u].owner == rank),
+        held=held,
+        owned=held if everywhere else owned.message(),
+        copies_out=out.message(),
+        copies_in=into.message(),
+        replicates=replicates,
+        blocks=held,
+        landing=came,
+        published=of_all,
     )
+    if not any(units[u].co_owners for u in bucket):
+        return route
+    sending = blocks.message()
+    lands = landing.message() if everywhere else sending
+    return replace(
+        route,
+        blocks=sending,
+        landing=lands,
+        cuts=_cuts(shards, units, held, sending),
+        joins=_cuts(shards, units, came, lands),
+    )
+
+
+def _cuts(
+    shards: ShardMap, units: Sequence[Unit], pieces: Message, blocks: Message
+) -> tuple[Cut, ...]:
+    """Where the pieces of a rank lie in its blocks."""
+    at: dict[int, tuple[int, Part]] = {
+        i: (part.start + j * part.box.numel, part)
+        for part in blocks.parts
+        for j, i in enumerate(part.matrices)
+    }
+    found: list[Cut] = []
+    for part in pieces.parts:
+        for j, i in enumerate(part.matrices):
+            start, block = at[i]
+            offset = slice_of(shards, units[part.unit], part.position + j).offset
+            in_matrix = Box(tuple(map(add, part.box.offset, offset)), part.box.shape)
+            box, size = in_matrix.within(block.box), block.box.numel
+            last = found[-1] if j else None
+            if (
+                last is not None
+                and (last.block_shape[1:], last.box) == (block.box.shape, box)
+                and start == last.block + last.shape[0] * size
+            ):
+                count = last.shape[0] + 1
+                found[-1] = replace(
+                    last, shape=(count, *box.shape), block_shape=(count, *block.box.shape)
+                )
+            else:
+                piece = part.start + j * part.box.numel
+                found.append(Cut(piece, (1, *box.shape), start, (1, *block.box.shape), box))
+    return tuple(found)

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from dmuon.comm.hooks import (
 )
 from dmuon.comm.layout import Gradients, LayoutRuntime, ParameterWatch, check_replaced
 from dmuon.comm.pipeline import Pipeline
+from dmuon.comm.process_groups import NewGroup
 from dmuon.comm.routes import bucket_route
 from dmuon.comm.transport import Transport, Work
 from dmuon.config import ShardedOptions
@@ -51,8 +53,11 @@ class ShardedRuntime(LayoutRuntime):
         transport: Transport,
         options: ShardedOptions,
         device: torch.device,
+        new_group: NewGroup,
     ) -> None:
         super().__init__(plan, model, transport, device)
+        self._new_group = new_group
+        self._peers: dict[tuple[int, ...], Transport] = {}
         self.shards = shards
         self.parameters = list(parameters)
         self.loads = 0
@@ -76,6 +81,9 @@ class ShardedRuntime(LayoutRuntime):
         """Prepare for an optimizer: the param group of each matrix, the dtype that travels, and
         whether updates may be awaited by the next forward (else by `synchronize` alone)."""
         self._bind_units(groups, self.pipeline)
+        for partition in self._partitions():
+            mine = next(part for part in partition if self.transport.rank in part)
+            self._peers[mine] = self._new_group(partition)
         options = self._options
         travelling = [u for u, unit in enumerate(self.units) if not self.is_local(unit)]
         cuts = cut_buckets(
@@ -97,6 +105,33 @@ class ShardedRuntime(LayoutRuntime):
         model = self._model()
         if hooks and model is not None:
             self._install_hooks(model, self.pipeline)
+
+    def _partitions(self) -> list[list[tuple[int, ...]]]:
+        """All sets of co-owners, in partitions of the mesh: every rank joins in making each."""
+        found: list[list[tuple[int, ...]]] = []
+        sets = {batch.co_owners for batch in self.plan.batches if batch.co_owners}
+        for ranks in sorted(sets, key=lambda ranks: (len(ranks), ranks)):
+            free = (parts for parts in found if not set(ranks) & set(chain.from_iterable(parts)))
+            parts = next(free, None)
+            if parts is None:
+                found.append(parts := [])
+            parts.append(ranks)
+        every = set(range(self.transport.world))
+        others = [tuple(sorted(every.difference(*parts))) for parts in found]
+        return [[*parts, left] if left else parts for parts, left in zip(found, others)]
+
+    def index_among(self, ranks: tuple[int, ...]) -> int:
+        """The number of this rank among co-owners."""
+        return self._peers[ranks].rank
+
+    def exchange(self, ranks: tuple[int, ...], to: Tensor, source: Tensor, tag: str) -> Work:
+        """Row j of ``source`` to number j (`index_among`) of the co-owners ``ranks``, of which this
+        is one, and theirs to the rows of ``to``."""
+        size = source[0].numel()
+        self.meter.add_bytes(tag, (len(ranks) - 1) * size * source.element_size())
+        splits = [size] * len(ranks)
+        peers = self._peers[ranks]
+        return peers.all_to_all(to.view(-1), source.view(-1), splits, splits, tag=tag)
 
     def is_local(self, unit: Unit) -> bool:
         """Whether a unit's matrices lie whole on their owner and nowhere else."""
@@ -123,6 +158,9 @@ class ShardedRuntime(LayoutRuntime):
         self.synchronize()
         self._remove_hooks()
         self.pipeline = None
+        for peers in self._peers.values():
+            peers.close()
+        self._peers = {}
         self.transport.close()
 
     def bound(self) -> Pipeline:
@@ -181,10 +219,11 @@ class ShardedRuntime(LayoutRuntime):
         apply: Callable[[int], None],
         meanwhile: Callable[[], None],
         may_send: Callable[[], bool] | None = None,
+        share: Callable[[list[tuple[int, Tensor]]], list[Tensor]] | None = None,
     ) -> bool:
         """Send every bucket to its owners and back; see `Pipeline.run`."""
         pipeline = self.bound()
-        if not pipeline.run(fill, compute, apply, meanwhile, may_send):
+        if not pipeline.run(fill, compute, apply, meanwhile, may_send, share):
             return False
         if self._coverage is None or self._gathers is None:
             return True

@@ -14,7 +14,7 @@ hold them multiply by a power of two (`into_range`) and cast, who has the whole 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
 from numbers import Real
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from dmuon.kernels.choice import Segments, fixed_choice, ops_of, segments_of
-from dmuon.kernels.ops import MatmulOps, native_ns_dtype
+from dmuon.kernels.ops import MatmulOps, SliceOps, native_ns_dtype
 from dmuon.types import Triple
 
 KERNEL_VERSION = 6
@@ -127,6 +127,8 @@ def _triple(values: object) -> Triple:
 # ---- the iteration ---------------------------------------------------------------------------
 
 Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
+Steps = Iterator[Tensor | None]
+"""An iteration: pauses, then its result; see `iterate`."""
 
 
 def iterate(
@@ -136,7 +138,7 @@ def iterate(
     coefficients: Sequence[Triple],
     segments: Segments,
     ops: MatmulOps,
-) -> Tensor:
+) -> Steps:
     """`aX + (bA + cA^2)X`, `A = X X^T`, once for each triple; the result lies in `x` or `spare`.
 
     It goes through *segments*, the steps between two restarts. A segment of one step is a standard
@@ -148,25 +150,33 @@ def iterate(
 
     `x` and `spare` are ``[m, n]`` or ``[b, m, n]``; ``squares``, m x m for the short side m, are
     two, or four where a segment has several steps. All are overwritten.
+
+    It yields None whenever it waits for other ranks, as products of slices of a matrix do
+    (`ops.SliceOps`), and the result at last. It is the same iteration, as `X X^T` is the sum over
+    slices of columns and Q multiplies each of them; m is then the short side of the whole.
     """
-    is_tall = x.shape[-2] > x.shape[-1]
+    is_tall = x.shape[-2] != squares[0].shape[-1]
     xt, spare_t = x.mT, spare.mT
     for low, high in segments:
         r, p = squares[:2]
         left, right = (xt, x) if is_tall else (x, xt)
-        ops.symmetric(left, right, out=r)  # R = X X^T
+        ops.gram(left, right, out=r)  # R = X X^T
+        yield from ops.pending
         if high - low == 1:
             own, b, c = coefficients[low]
             ops.symmetric(r, r, r, out=p, alpha=c, beta=b)  # P = bR + cR^2
+            yield from ops.pending
         else:
-            own, p = 0.0, _polynomial(squares, coefficients[low:high], ops)
+            own, p = 0.0, (yield from _polynomial(squares, coefficients[low:high], ops))
         left, right = (x, p) if is_tall else (p, x)
         ops.general(left, right, x if own else None, out=spare, beta=own)  # X <- P X + aX, or Q X
         x, xt, spare, spare_t = spare, spare_t, x, xt
-    return x
+    yield x
 
 
-def _polynomial(squares: Sequence[Tensor], segment: Sequence[Triple], ops: MatmulOps) -> Tensor:
+def _polynomial(
+    squares: Sequence[Tensor], segment: Sequence[Triple], ops: MatmulOps
+) -> Generator[None, None, Tensor]:
     """Q = P_s ... P_1 of R_1 = X X^T, which the first square holds.
 
     P = aI + Z, Z = bR + cR^2, R_(i+1) = P_i R_i P_i: all of them are polynomials in X X^T, so they
@@ -176,12 +186,15 @@ def _polynomial(squares: Sequence[Tensor], segment: Sequence[Triple], ops: Matmu
     r, z, q, t = squares
     a, b, c = segment[0]
     ops.shifted(r, r, r, out=q, plain=z, alpha=c, beta=b, diag=a)  # Z, and Q = P = Z + aI
+    yield from ops.pending
     for next_a, b, c in segment[1:]:
-        ops.symmetric(r, z, r, out=t, beta=a)  # R P
-        ops.symmetric(t, z, t, out=r, beta=a)  # R <- (R P) P
+        ops.twice(r, z, spare=t, beta=a)  # R <- (R P) P
+        yield from ops.pending
         ops.symmetric(r, r, r, out=z, alpha=c, beta=b)  # Z = bR + cR^2
+        yield from ops.pending
         a = next_a
         ops.symmetric(q, z, q, out=t, beta=a)  # Q <- Q P
+        yield from ops.pending
         q, t = t, q
     return q
 
@@ -228,10 +241,37 @@ def prepared(
     def run() -> Tensor:
         for member in members:
             start = member if held is None else held.copy_(member)
-            found = iterate(start, spare, squares, coefficients, segments, ops)
+            found = finished(iterate(start, spare, squares, coefficients, segments, ops))
             if in_place and found is not member:
                 member.copy_(found)
         return x if in_place else found.view(x.shape)
+
+    return run
+
+
+def finished(steps: Steps) -> Tensor:
+    """The result of an iteration that is run to its end at once."""
+    *_, result = steps
+    assert result is not None
+    return result
+
+
+def prepared_slice(
+    x: Tensor, coefficients: Sequence[Triple], segments: Segments, ops: SliceOps, take: Take
+) -> Callable[[Tensor], Steps]:
+    """`prepared` for slices ``[b, m, w]`` of m x n matrices, m <= n, of which other ranks hold the
+    rest. Each run takes the norms ``[b]`` of whole matrices, and gives the steps of an iteration.
+    """
+    b, m, _ = x.shape
+    held = x if ops.held is None else take(tuple(x.shape), ops.held)
+    spare = take(tuple(x.shape), held.dtype)
+    count = 4 if any(high - low > 1 for low, high in segments) else 2
+    squares = [take((b, m, m), held.dtype) for _ in range(count)]
+
+    def run(norms: Tensor) -> Steps:
+        held.copy_(normalize_(x, norms.view(-1, 1, 1)))
+        for found in iterate(held, spare, squares, coefficients, segments, ops):
+            yield found if found is None or found.dtype is x.dtype else x.copy_(found)
 
     return run
 
@@ -302,9 +342,10 @@ def into_range(norms: Tensor, eps: float | Tensor) -> Tensor:
     return torch.where(norms < eps, 1 / eps, torch.frexp(norms).mantissa.mul_(4).div_(norms))
 
 
-def normalize_(x: Tensor) -> Tensor:
-    """Divide every matrix of `[..., m, n]` by its norm where that is above 1, in place."""
-    norms = _norms(x).clamp_(min=1)
+def normalize_(x: Tensor, norms: Tensor | None = None) -> Tensor:
+    """Divide every matrix of `[..., m, n]` by its norm where that is above 1, in place; or by these
+    ``norms`` of matrices of which `x` is a part."""
+    norms = (_norms(x) if norms is None else norms).clamp(min=1)
     if x.is_cpu and x.dtype.itemsize < 4:  # in place it would take two copies in float32
         return x.copy_(x.float().div_(norms))
     return torch.div(x, norms, out=x)

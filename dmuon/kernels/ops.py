@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from dmuon.types import Triple
 _STRIP_ROWS = 256
 STRIPS_FROM_ROWS = 2 * _STRIP_ROWS
 _MAX_STRIPS = 4
+_LEAST_STRIP = 128  # rows, where co-owners have several each
 _TIMED_ROWS = 128
 _AS_FAST = 1.5  # so small a product pays for its call, too; a large one in bfloat16 gains more
 
@@ -60,6 +62,18 @@ class MatmulOps:
 
     symmetric = general
     """The same of a product that is known to be symmetric: a triangle of it says all."""
+
+    pending: Iterable[None] = ()
+    """To be gone through before the last result is used."""
+
+    def gram(self, x: Tensor, xt: Tensor, *, out: Tensor) -> None:
+        """``out = x @ x^T``."""
+        self.symmetric(x, xt, out=out)
+
+    def twice(self, r: Tensor, z: Tensor, *, spare: Tensor, beta: float) -> None:
+        """``r = (r @ p) @ p`` with ``p = z + beta I``, all symmetric and commuting."""
+        self.symmetric(r, z, r, out=spare, beta=beta)
+        self.symmetric(spare, z, spare, out=r, beta=beta)
 
     def shifted(
         self,
@@ -163,6 +177,195 @@ class TritonSmallOps(MatmulOps):
         from dmuon.kernels.triton_small import small_iteration, tables
 
         return partial(small_iteration, x, tables(x, coefficients, restarts))
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The ``count`` ranks that hold slices of the same matrices; this one is number ``index``.
+
+    ``exchange(to, source, tag)``, two tensors ``[count, n]``: row j of ``source`` goes to rank j,
+    and what that one sends comes to row j of ``to`` when the result's ``wait`` returns.
+    """
+
+    index: int
+    count: int
+    exchange: Callable[[Tensor, Tensor, str], Any]
+
+
+class SliceOps(MatmulOps):
+    """Products of slices ``[b, m, w]`` of matrices, where co-owners hold the other columns.
+
+    The lower block triangle of an m x m matrix is dealt out in strips of rows, so that all k
+    co-owners have about as much of it (k = 2; above the diagonal is what below is)::
+
+        0 . . .      `gram`: each sends every other one its part of their strips; the sums of its
+        1 1 . .      own, in float32, it sends to all. So every bit of R comes from one rank, and R
+        1 1 1 .      and all that follows from it are the same everywhere, in half the bytes. (Two
+        0 0 0 0      send each other everything, which takes one message, and add in one order.)
+
+    With ``split``, `symmetric` computes its own strips and sends them to all. What travels is of
+    ``dtype``, in which the iteration runs. ``inner`` multiplies.
+    """
+
+    def __init__(
+        self,
+        inner: MatmulOps,
+        peers: Peers,
+        split: bool,
+        batch: int,
+        rows: int,
+        dtype: torch.dtype,
+        take: Callable[[tuple[int, ...], torch.dtype], Tensor],
+    ) -> None:
+        self.held, self._inner, self._peers, self._split = inner.held, inner, peers, split
+        self._dtype, self._one_by_one = dtype, batch == 1 or inner.batch_rows is not None
+        k, me = peers.count, peers.index
+        count = 2 * k * max(1, min(_MAX_STRIPS, rows // (2 * k * _LEAST_STRIP)))
+        strips = list(pairwise(rows * i // count for i in range(count + 1)))
+        # From both ends, in turn.
+        self._strips = [
+            [strips[i] for i in range(count) if min(i, count - 1 - i) % k == j] for j in range(k)
+        ]
+        self._batch, wide = batch, torch.promote_types(dtype, torch.float32)
+        most = max(self._numel(mine) for mine in self._strips)
+        self._out, self._in = take((k, most), dtype), take((k, most), dtype)
+        # [co-owner]: tiles of its strips in what is sent, and in what comes.
+        self._sent = [self._tiles(self._out[j], s) for j, s in enumerate(self._strips)]
+        self._came = [self._tiles(self._in[j], s) for j, s in enumerate(self._strips)]
+        self._mine = self._tiles(self._out[0], self._strips[me])
+        self._made = self._tiles(take((most,), self.held or dtype), self._strips[me])
+        self._every = sorted(chain.from_iterable(self._strips))
+        whole = (2, self._numel(self._every))
+        self._both = (take(whole, dtype), take(whole, dtype)) if k == 2 else None
+        self._sum = take((self._numel(self._every) if k == 2 else most,), wide)
+        self._steps: Iterator[None] | None = None
+
+    def _numel(self, strips: Sequence[tuple[int, int]]) -> int:
+        return self._batch * sum((high - low) * high for low, high in strips)
+
+    def _tiles(self, flat: Tensor, strips: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """``[b, high - low, high]`` of each strip, one behind the other."""
+        shapes = [(self._batch, high - low, high) for low, high in strips]
+        parts = flat[: self._numel(strips)].split([math.prod(shape) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    @property
+    def pending(self) -> Iterable[None]:  # type: ignore[override]
+        """The exchange that the last product began; nothing where it was a product of this rank."""
+        steps, self._steps = self._steps, None
+        return steps or ()
+
+    # ---- products ----------------------------------------------------------------------------
+
+    def _each(self, product: Callable[..., None], *operands: Tensor | None, **how: Any) -> None:
+        """A product of batches; on a CPU matrix by matrix."""
+        if not self._one_by_one:
+            product(*operands, **how)
+            return
+        tensors = {name: value for name, value in how.items() if isinstance(value, Tensor)}
+        for i in range(len(how["out"])):
+            mine = {name: value[i] for name, value in tensors.items()}
+            product(*(None if a is None else a[i] for a in operands), **(how | mine))
+
+    def general(self, *operands: Tensor | None, **how: Any) -> None:  # type: ignore[override]
+        self._each(self._inner.general, *operands, **how)
+
+    def gram(self, x: Tensor, xt: Tensor, *, out: Tensor) -> None:
+        self._each(self._inner.symmetric, x, xt, out=out)
+        self._steps = self._summed(out)
+
+    def symmetric(self, *operands: Tensor | None, **how: Any) -> None:  # type: ignore[override]
+        if self._split:
+            self._steps = self._shared(operands, how.pop("out"), how)
+        else:
+            self._each(self._inner.symmetric, *operands, **how)
+
+    def twice(self, r: Tensor, z: Tensor, *, spare: Tensor, beta: float) -> None:
+        if not self._split:
+            super().twice(r, z, spare=spare, beta=beta)
+            return
+        for low, high in self._strips[self._peers.index]:  # what (R P) P needs of R P
+            own = r[:, low:high]
+            self.general(own, z, own, out=spare[:, low:high], beta=beta)
+        self._steps = self._shared((spare, z, spare), r, {"beta": beta})
+
+    def shifted(
+        self, *operands: Tensor, diag: float, out: Tensor, plain: Tensor, **how: Any
+    ) -> None:
+        if not self._split:
+            self._each(self._inner.shifted, *operands, diag=diag, out=out, plain=plain, **how)
+            return
+        self._steps = self._shared(operands, plain, how, lambda: self._shift(plain, diag, out))
+
+    def _shift(self, plain: Tensor, diag: float, out: Tensor) -> None:
+        out.copy_(plain).diagonal(dim1=-2, dim2=-1).add_(diag)
+        self._round(out)
+
+    def _round(self, values: Tensor) -> None:
+        if self.held is not None:
+            values.copy_(values.to(self._dtype))
+
+    # ---- exchanges ---------------------------------------------------------------------------
+
+    def _summed(self, out: Tensor) -> Iterator[None]:
+        if self._both:
+            sent, came = self._both
+            torch._foreach_copy_(self._tiles(sent[0], self._every), _lower(out, self._every))
+            sent[1].copy_(sent[0])
+        else:
+            sent, came = self._out, self._in
+            for to, strips in zip(self._sent, self._strips, strict=True):
+                torch._foreach_copy_(to, _lower(out, strips))
+        work = self._peers.exchange(came, sent, "gram")
+        yield
+        work.wait()
+        torch.sum(came, 0, dtype=self._sum.dtype, out=self._sum)
+        strips = self._every if self._both else self._strips[self._peers.index]
+        tiles = self._tiles(self._sum, strips)
+        if self._both:
+            self._unpack(out, strips, tiles)
+            return
+        torch._foreach_copy_(self._mine, tiles)
+        self._out[1:].copy_(self._out[:1].expand_as(self._out[1:]))
+        yield from self._gathered(out)
+
+    def _shared(
+        self,
+        operands: Sequence[Tensor | None],
+        out: Tensor,
+        how: dict[str, Any],
+        after: Callable[[], None] = lambda: None,
+    ) -> Iterator[None]:
+        a, b, c = (*operands, None)[:3]
+        assert a is not None and b is not None
+        for (low, high), tile in zip(self._strips[self._peers.index], self._made, strict=True):
+            add = None if c is None else c[:, low:high, :high]
+            self.general(a[:, low:high], b[:, :, :high], add, out=tile, **how)
+        torch._foreach_copy_(self._mine, self._made)
+        self._out[1:].copy_(self._out[:1].expand_as(self._out[1:]))
+        yield from self._gathered(out)
+        after()
+
+    def _gathered(self, out: Tensor) -> Iterator[None]:
+        """Send this rank's strips, which all of ``_out`` holds, and have all of them in ``out``."""
+        work = self._peers.exchange(self._in, self._out, "rows")
+        yield
+        work.wait()
+        for strips, tiles in zip(self._strips, self._came, strict=True):
+            self._unpack(out, strips, tiles)
+
+    def _unpack(self, out: Tensor, strips: Sequence[tuple[int, int]], tiles: list[Tensor]) -> None:
+        """Write strips of the lower triangle, and what mirrors them."""
+        torch._foreach_copy_(_lower(out, strips), tiles)
+        for (low, high), tile in zip(strips, tiles, strict=True):
+            if low:
+                # On a CPU transposing is fast from and to what is contiguous.
+                turned = torch.stack([t.mT.contiguous() for t in tile]) if out.is_cpu else tile.mT
+                out[:, :low, low:high].copy_(turned[:, :low])
+
+
+def _lower(square: Tensor, strips: Sequence[tuple[int, int]]) -> list[Tensor]:
+    return [square[:, low:high, :high] for low, high in strips]
 
 
 # ---- which dtype is fast ---------------------------------------------------------------------

@@ -7,7 +7,7 @@ step      operand -> (the caller writes it) -> run -> result, valid until the ne
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
@@ -18,7 +18,15 @@ from torch import Tensor
 
 from dmuon.config import KernelOptions
 from dmuon.kernels.choice import fixed_choice, is_safe, ops_of, restarts_of, segments_of
-from dmuon.kernels.newton_schulz import Take, no_autocast, normalize_, prepared
+from dmuon.kernels.newton_schulz import (
+    Steps,
+    Take,
+    no_autocast,
+    normalize_,
+    prepared,
+    prepared_slice,
+)
+from dmuon.kernels.ops import Peers, SliceOps
 from dmuon.types import KernelChoice, Triple
 
 Shape = tuple[int, int, int]  # matrices, rows, cols
@@ -36,6 +44,16 @@ class Call:
     shape: Shape
     coefficients: tuple[Triple, ...]
     kernel: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SliceCall:
+    """A slice ``[b, m, w]`` of m x n matrices, m <= n, that ``peers`` share; ``split``: see
+    `SliceOps`."""
+
+    call: Call
+    peers: Peers
+    split: bool = False
 
 
 class _Memory:
@@ -95,6 +113,7 @@ class Orthogonalizer:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         # By call and the id of its operand, which is kept with it; under None the call's own one.
         self._prepared: dict[tuple[Call, int | None], _Prepared] = {}
+        self._slices: dict[tuple[Call, int], Callable[[Tensor], Steps]] = {}
         self._lasting: dict[int, Tensor] = {}  # held, so that no other tensor gets the id
         self._planned: set[Shape] = set()
         self._most = _OTHERS
@@ -102,19 +121,28 @@ class Orthogonalizer:
 
     def __getstate__(self) -> dict[str, Any]:
         # What is prepared is about this object's memory, and a copy has its own.
-        return vars(self) | {"_prepared": {}, "_lasting": {}}
+        return vars(self) | {"_prepared": {}, "_lasting": {}, "_slices": {}}
 
-    def reserve(self, calls: Iterable[Call], lasting: Iterable[tuple[Call, Tensor]] = ()) -> None:
+    def reserve(
+        self,
+        calls: Iterable[Call],
+        lasting: Iterable[tuple[Call, Tensor]] = (),
+        slices: Iterable[Sequence[tuple[SliceCall, Tensor]]] = (),
+    ) -> None:
         """Allocate the workspace for these calls, one at a time, and prepare them.
 
         ``calls`` run on their `operand`, ``lasting`` on a tensor of the caller's ``[b, rows,
-        cols]``, the same at each step. Nothing that was prepared before is valid afterwards.
+        cols]``, the same at each step, and each group of ``slices`` together, on tensors like that.
+        Nothing that was prepared before is valid afterwards.
 
         Raises ValueError where a choice cannot run on this device.
         """
         planned = [*((call, None) for call in calls), *lasting]
         self._prepared.clear()
-        needed = max((self.call_bytes(call, x is None) for call, x in planned), default=0)
+        groups = [list(group) for group in slices]
+        sizes = [self.call_bytes(call, x is None) for call, x in planned]
+        nothing = _Memory(torch.empty(0, dtype=torch.uint8, device="meta"))
+        needed = max([*sizes, *(self._prepare_slices(g, nothing) for g in groups)], default=0)
         if needed > self.nbytes:
             self._memory = self._memory[:0].clone()  # free it first
             self._memory = torch.empty(needed, dtype=torch.uint8, device=self.device)
@@ -124,6 +152,55 @@ class Orthogonalizer:
         self._ran = {}
         for call, x in planned:
             self._prepare(call, x)
+        for group in groups:
+            self._prepare_slices(group, _Memory(self._memory))
+
+    def _prepare_slices(self, group: Sequence[tuple[SliceCall, Tensor]], memory: _Memory) -> int:
+        """Prepare slices that run together, in this memory; the bytes that they take."""
+        memory.taken = 0
+        if len(self._slices) > self._most:
+            self._slices.clear()
+        for call, x in group:
+            b, m, _ = x.shape
+            choice = self.choice(call.call, is_slice=True)
+            inner = ops_of(choice, self.device, m)
+            ops = SliceOps(inner, call.peers, call.split, b, m, self.dtype, memory.take)
+            segments = segments_of(choice, len(call.call.coefficients))
+            run = prepared_slice(x, call.call.coefficients, segments, ops, memory.take)
+            self._slices[call.call, id(x)] = run
+        return memory.taken
+
+    def run_together(
+        self, calls: Sequence[tuple[SliceCall, Tensor]], norms: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The results of `reserve`'s slices of one group, valid until the next run, from the norms
+        ``[b]`` of the whole matrices.
+
+        While one waits for its co-owners the others go on, in rounds: in round r each takes its
+        r-th exchange, in the order of ``calls``. So all ranks take the exchanges of any two of
+        them in one order, whatever else they compute.
+        """
+        if any((call.call, id(x)) not in self._slices for call, x in calls):
+            self._prepare_slices(calls, _Memory(self._memory))  # other coefficients, or a copy
+        running = {
+            n: self._slices[call.call, id(x)](
+                norms[n].to(torch.promote_types(x.dtype, torch.float32))
+            )
+            for n, (call, x) in enumerate(calls)
+        }
+        found: dict[int, Tensor] = {}
+        with no_autocast(self.device):
+            while running:
+                for n in list(running):
+                    result = next(running[n])
+                    if result is not None:
+                        found[n] = result
+                        del running[n]
+        for call, _ in calls:
+            if call.call.shape not in self._ran:
+                name = f"{self.choice(call.call, is_slice=True)} by {call.peers.count} co-owners"
+                self._ran[call.call.shape] = {name: None}
+        return [found[n] for n in range(len(calls))]
 
     def operand(self, call: Call) -> Tensor:
         """Where to write the matrices of a call, ``[b, rows, cols]``, scaled for `normalize_`;
@@ -201,8 +278,8 @@ class Orthogonalizer:
 
         return normalize_and_run
 
-    def choice(self, call: Call) -> KernelChoice:
-        """What runs a call.
+    def choice(self, call: Call, is_slice: bool = False) -> KernelChoice:
+        """What runs a call; of a slice, in the Gram form.
 
         Raises ValueError where the options ask for what cannot run here.
         """
@@ -210,13 +287,16 @@ class Orthogonalizer:
         if call.kernel:
             planned = KernelChoice.parse(call.kernel)
             same = planned.dtype == str(self.dtype).removeprefix("torch.")
-            is_standard = planned.method == "standard"
-            if same and (is_standard or is_safe(planned.restarts, self.dtype, steps)):
+            is_standard = planned.method == "standard" and not is_slice
+            is_gram = planned.method == "gram" and is_safe(planned.restarts, self.dtype, steps)
+            if same and (is_standard or is_gram):
                 return planned
         method, backend = self.options.method, self.options.backend
         restarts = restarts_of(method)
         if restarts is not None and not is_safe(restarts, self.dtype, steps):
             method = "gram"  # ns_steps has changed since the optimizer was made
+        if is_slice and restarts is None:
+            method = "gram"
         return fixed_choice(*call.shape[1:], self.dtype, self.device, steps, method, backend)
 
     def call_bytes(self, call: Call, with_operand: bool = True) -> int:

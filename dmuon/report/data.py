@@ -98,6 +98,23 @@ class ShapeUse:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedShape:
+    """``count`` matrices of one shape that ``co_owners`` ranks share each; ``blocks`` are these
+    ranks. ``ms`` is what a batch takes of each of them, ``alone_ms`` what one matrix takes one
+    owner; ``split``: of how many they also share the products of short side x short side."""
+
+    rows: int
+    cols: int
+    dtype: str
+    co_owners: int
+    count: int
+    split: int
+    ms: float
+    alone_ms: float | None
+    blocks: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Split:
     """An estimate of cutting matrices in two by rows, as `heads` or `splits` would.
 
@@ -174,7 +191,7 @@ class LoadBalanceReport:
     @cached_property
     def ranks(self) -> tuple[RankLoad, ...]:
         """Every rank in order."""
-        counts = Counter(self.plan.owners)
+        counts = Counter(r for b in self.plan.batches for r in b.ranks for _ in b.matrices)
         loads = zip(self.plan.loads_ms, self.plan.state_bytes, strict=True)
         return tuple(RankLoad(r, counts[r], ms, state) for r, (ms, state) in enumerate(loads))
 
@@ -212,6 +229,11 @@ class LoadBalanceReport:
     def shapes(self) -> tuple[ShapeUse, ...]:
         """Every shape with its batches, the costliest first."""
         return _shapes(self.plan)
+
+    @cached_property
+    def shared(self) -> tuple[SharedShape, ...]:
+        """What has co-owners, the costliest first."""
+        return _shared(self.plan)
 
     @cached_property
     def bottleneck(self) -> Bottleneck | None:
@@ -265,6 +287,8 @@ class LoadBalanceReport:
             **{name: getattr(plan, name) for name in of_plan},
             "costs": plan.cost_source,
             "fingerprint": plan.fingerprint(),
+            "alone_ms": plan.alone_ms,
+            "co_owners": [asdict(shared) for shared in self.shared],
             **{name: getattr(self, name) for name in of_report},
             "certificate": asdict(self.certificate) | {"verdict": str(self.certificate)},
             "alternatives_ms": dict(plan.alternatives),
@@ -347,7 +371,8 @@ def _shapes(plan: OwnershipPlan) -> tuple[ShapeUse, ...]:
     found = []
     for key, batches in by_key.items():
         sizes = Counter(len(b.matrices) for b in batches)
-        count, total = sum(len(b.matrices) for b in batches), sum(b.ms for b in batches)
+        count = sum(len(b.matrices) for b in batches)
+        total = sum(b.ms * len(b.ranks) for b in batches)
         price = prices.get(key)
         origins = {o for size in sizes if price for o in price.origin[size - 1 : size]}
         found.append(
@@ -362,6 +387,58 @@ def _shapes(plan: OwnershipPlan) -> tuple[ShapeUse, ...]:
             )
         )
     return tuple(sorted(found, key=lambda s: (-s.total_ms, s.rows, s.cols, s.dtype)))
+
+
+def _shared(plan: OwnershipPlan) -> tuple[SharedShape, ...]:
+    groups: dict[tuple[ShapeKey, int], list[Batch]] = defaultdict(list)
+    for batch in plan.batches:
+        if batch.co_owners:
+            groups[_key_of(plan, batch), len(batch.co_owners)].append(batch)
+    alone = {row.key: row.ms[0] for row in plan.prices}
+    found = [
+        SharedShape(
+            *key,
+            co_owners=k,
+            count=sum(len(b.matrices) for b in batches),
+            split=sum(len(b.matrices) for b in batches if b.split),
+            ms=max(b.ms for b in batches),
+            alone_ms=alone.get(key),
+            blocks=tuple(sorted({b.co_owners for b in batches})),
+        )
+        for (key, k), batches in groups.items()
+    ]
+    return tuple(sorted(found, key=lambda s: (-s.ms, s.rows, s.cols)))
+
+
+def _co_owners_text(report: LoadBalanceReport) -> str:
+    """Who shares what, and what that brings."""
+    text, plan = report.ms_text, report.plan
+    parts = []
+    for s in report.shared:
+        some = ", ".join(_ranks_text(block) for block in s.blocks[:3])
+        more = f" and {len(s.blocks) - 3} more blocks" if len(s.blocks) > 3 else ""
+        rows = ", products of the short side split by rows" if s.split else ""
+        parts.append(
+            f"{count_text(s.count, 'matrix', 'matrices')} {s.rows} x {s.cols} by {s.co_owners} "
+            f"ranks each ({text(s.ms)} ms{rows}): {some}{more}"
+        )
+    if parts and plan.alone_ms is not None:
+        saved = 1 - plan.makespan_ms / plan.alone_ms if plan.alone_ms else 0.0
+        parts.append(
+            f"with one owner a matrix the makespan is {text(plan.alone_ms)} ms; sharing saves "
+            f"{saved:.0%}"
+        )
+    return "; ".join(parts)
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    """
+    >>> _ranks_text((4, 5, 6, 7)), _ranks_text((0, 2))
+    ('ranks 4-7', 'ranks 0, 2')
+    """
+    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def _least_ms(plan: OwnershipPlan) -> dict[ShapeKey, float]:
@@ -379,8 +456,9 @@ def _bottleneck(plan: OwnershipPlan) -> Bottleneck | None:
     if not plan.batches:
         return None
     # A rank with fixed load alone has nothing that a plan could move.
-    rank = max({b.owner for b in plan.batches}, key=lambda r: (plan.loads_ms[r], -r))
-    batches = [b for b in plan.batches if b.owner == rank]
+    working = {rank for b in plan.batches for rank in b.ranks}
+    rank = max(working, key=lambda r: (plan.loads_ms[r], -r))
+    batches = [b for b in plan.batches if rank in b.ranks]
     batch = max(batches, key=lambda b: b.ms)
     rows, cols, _ = _key_of(plan, batch)
     least = _least_ms(plan)
@@ -443,8 +521,10 @@ def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBal
     predicted = [0.0] * world
     runs: list[Counter[tuple[ShapeKey, int, str]]] = [Counter() for _ in range(world)]
     for batch in plan.batches:
-        predicted[batch.owner] += batch.ms
-        runs[batch.owner][_key_of(plan, batch), len(batch.matrices), batch.kernel] += 1
+        for rank in batch.ranks:
+            predicted[rank] += batch.ms
+            what = _key_of(plan, batch), len(batch.matrices), f"{batch.kernel} {len(batch.ranks)}"
+            runs[rank][what] += 1
     same: dict[frozenset[Any], list[float]] = defaultdict(list)
     for run, ms in zip(runs, measured_ms, strict=True):
         same[frozenset(run.items())].append(ms)
@@ -510,6 +590,8 @@ def _facts(report: LoadBalanceReport) -> list[Fact]:
     """(label, sentence) about the plan, most important first; empty ones are left out."""
     plan, certificate, idle, text = report.plan, report.certificate, report.idle, report.ms_text
     verdict = "valid: makespan and lower bound computed anew from the stored prices and duals"
+    if plan.has_co_owners:
+        verdict = "valid: makespan, and a bound of all ways to share, computed anew from the prices"
     if not (certificate.ok and certificate.proven):
         what = "plan valid, bound not proven" if certificate.ok else "INVALID"
         verdict = f"{what}: {'; '.join(certificate.findings)}"
@@ -529,10 +611,11 @@ def _facts(report: LoadBalanceReport) -> list[Fact]:
             f"{_WORDS.get(name, name)} {text(ms)} ms ({_excess(ms, report.makespan_ms):+.1%})"
             for name, ms in plan.alternatives
         ),
+        "co-owners": _co_owners_text(report),
         "kernels": _kernels_text(plan),
         "note": plan.note,
         "bottleneck": _bottleneck_text(report),
-        "split": _split_text(report),
+        "split": "" if plan.has_co_owners else _split_text(report),
         "fused": "; ".join(_fused(plan)),
         "owners": "; ".join(_domains(plan)),
         "idle": f"{len(idle)} of {len(report.ranks)} ranks own no matrix{named}" if idle else "",

@@ -11,13 +11,14 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dmuon.scheduler.bound import proven
-from dmuon.scheduler.costs import ANALYTIC_DEVICES, ORIGINS, CostTable
+from dmuon.scheduler.co_owners import CoOwners, can_be_shared, shared_prices
+from dmuon.scheduler.costs import ANALYTIC_DEVICES, ORIGINS, CostTable, ShapeKey
 from dmuon.scheduler.greedy import baselines
 from dmuon.scheduler.placement import launch_order
-from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.scheduler.plan import OwnershipPlan, SharedPrice
 from dmuon.scheduler.problem import Problem, build_problem
 
 
@@ -69,7 +70,11 @@ def certify(plan: OwnershipPlan) -> Certificate:
     problem = build_problem(plan.specs.matrices, world, plan.limits, prices, plan.layout)
     makespan, wrong_batches = _executed(plan, problem)
     bound = 0
-    if plan.proof is not None:
+    if plan.has_co_owners:
+        # What all choices of co-owners have in common needs no stored proof.
+        args = plan.specs, plan.topology, plan.limits, plan.shared_prices
+        bound = min(makespan, CoOwners(problem, *args).bound())
+    elif plan.proof is not None:
         with suppress(ValueError):  # duals of another problem prove nothing
             bound = proven(problem, plan.proof, min(makespan, problem.ticks(plan.lower_bound_ms)))
     checks = (
@@ -82,7 +87,7 @@ def certify(plan: OwnershipPlan) -> Certificate:
     )
     wrong = [finding for check in checks for finding in _short(check)]
     missing = []
-    if plan.proof is None:
+    if plan.proof is None and not plan.has_co_owners:
         missing.append("the plan stores no proof of its lower bound")
     if plan.claim is None:
         missing.append("the plan does not say which makespan and fingerprint it was made with")
@@ -100,23 +105,33 @@ def _executed(plan: OwnershipPlan, problem: Problem) -> tuple[int, list[str]]:
     found = []
     loads = [problem.ticks(plan.limits.fixed_ms_of(r)) for r in range(plan.topology.world)]
     rows, domain_of = {row.key: row for row in plan.prices}, plan.limits.domain_of
+    shared = {(row.key, row.co_owners): row for row in plan.shared_prices}
     for batch in plan.batches:
         key, size = plan.specs.matrices[batch.matrices[0]].key, len(batch.matrices)
-        name, row = f"a batch of {size} matrices {key[0]} x {key[1]}", rows[key]
+        name, price = f"a batch of {size} matrices {key[0]} x {key[1]}", rows[key].ms
+        kernel = rows[key].kernel(size)
+        if batch.co_owners:
+            name += f" with {len(batch.co_owners)} co-owners"
+            row = shared.get((key, len(batch.co_owners)))
+            price, kernel = ((), "") if row is None else (row.ms, row.kernel)
+            if row is not None and row.split[size - 1 : size] != (batch.split,):
+                found.append(f"{name} is planned with split={batch.split}, its price is not")
+            if not all(can_be_shared(plan.specs, plan.specs.matrices[i]) for i in batch.matrices):
+                found.append(f"{name} cannot be cut into slices")
         if domain_of and len({domain_of[i] for i in batch.matrices}) > 1:
             found.append(f"a batch on rank {batch.owner} mixes matrices of different domains")
-        if size > len(row.ms):
+        if size > len(price):
             found.append(f"{name} has no price")
             continue
-        loads[batch.owner] += problem.ticks(row.ms[size - 1])
-        if abs(problem.ticks(row.ms[size - 1]) - problem.ticks(batch.ms)) > 1:
+        for rank in batch.ranks:
+            loads[rank] += problem.ticks(price[size - 1])
+        if abs(problem.ticks(price[size - 1]) - problem.ticks(batch.ms)) > 1:
             found.append(
-                f"{name} is planned with {batch.ms:.6g} ms; its price is {row.ms[size - 1]:.6g} ms"
+                f"{name} is planned with {batch.ms:.6g} ms; its price is {price[size - 1]:.6g} ms"
             )
-        if batch.kernel != row.kernel(size):
+        if batch.kernel != kernel:
             found.append(
-                f"{name} is planned with the kernel {batch.kernel!r}; its price is of "
-                f"{row.kernel(size)!r}"
+                f"{name} is planned with the kernel {batch.kernel!r}; its price is of {kernel!r}"
             )
     return max(loads), found
 
@@ -124,12 +139,14 @@ def _executed(plan: OwnershipPlan, problem: Problem) -> tuple[int, list[str]]:
 def _wrong_claims(plan: OwnershipPlan, problem: Problem, makespan: int, bound: int) -> list[str]:
     """What the plan says of its makespan, bound, status and contents, and is not so."""
     found = []
-    if plan.proof is not None and bound < problem.ticks(plan.lower_bound_ms):
+    has_proof = plan.proof is not None or plan.has_co_owners
+    if has_proof and bound < problem.ticks(plan.lower_bound_ms):
+        what = "its prices" if plan.has_co_owners else "its duals"
         found.append(
-            f"the plan claims a lower bound of {plan.lower_bound_ms:.6g} ms; its duals prove "
+            f"the plan claims a lower bound of {plan.lower_bound_ms:.6g} ms; {what} prove "
             f"{problem.ms(bound):.6g} ms"
         )
-    if plan.proof is not None and plan.status == "optimal" and bound < makespan:
+    if has_proof and plan.status == "optimal" and bound < makespan:
         found.append("the plan claims to be optimal, which its proof does not show")
     if (plan.status == "time_limit") != (plan.hit_time_limit and plan.status != "optimal"):
         found.append(
@@ -180,6 +197,8 @@ def _wrong_prices(plan: OwnershipPlan) -> Iterator[str]:
         right = (_are_prices(plan, CostTable.analytic(device, momentum=m)) for m in (True, False))
         if not any(right):
             yield f"the prices are not those of {source!r}"
+        if plan.shared_prices and not _are_shared_prices(plan, CostTable.analytic(device)):
+            yield f"the prices of co-owners are not those of {source!r}"
 
 
 def _are_prices(plan: OwnershipPlan, costs: CostTable) -> bool:
@@ -188,6 +207,23 @@ def _are_prices(plan: OwnershipPlan, costs: CostTable) -> bool:
         for row in plan.prices
         for batch, ms in enumerate(row.ms, 1)
     )
+
+
+def _are_shared_prices(plan: OwnershipPlan, costs: CostTable) -> bool:
+    most = max(len(row.ms) for row in plan.shared_prices)
+    sizes = sorted({row.co_owners for row in plan.shared_prices})
+    costs = replace(costs, momentum=False)  # as in the layouts in which matrices are shared
+    right = shared_prices(plan.specs, plan.topology, plan.limits, costs, most, sizes)
+    pairs = zip(sorted(plan.shared_prices, key=_name), sorted(right, key=_name), strict=False)
+    return len(right) == len(plan.shared_prices) and all(
+        (a.key, a.co_owners, a.split) == (b.key, b.co_owners, b.split)
+        and all(math.isclose(x, y, rel_tol=1e-9) for x, y in zip(a.ms, b.ms, strict=True))
+        for a, b in pairs
+    )
+
+
+def _name(row: SharedPrice) -> tuple[ShapeKey, int]:
+    return row.key, row.co_owners
 
 
 def _wrong_alternatives(plan: OwnershipPlan, problem: Problem) -> Iterator[str]:
@@ -205,9 +241,10 @@ def _wrong_alternatives(plan: OwnershipPlan, problem: Problem) -> Iterator[str]:
 
 def _wrong_owners(plan: OwnershipPlan) -> Iterator[str]:
     domains, cap = [frozenset(domain) for domain in plan.limits.domains], plan.limits.memory_bytes
-    for i, rank in enumerate(plan.owners):
-        if domains and rank not in domains[plan.limits.domain_of[i]]:
-            yield f"rank {rank} may not own {plan.specs.matrices[i].name}"
+    for batch in plan.batches if domains else ():
+        for i in batch.matrices:
+            for rank in set(batch.ranks) - domains[plan.limits.domain_of[i]]:
+                yield f"rank {rank} may not own {plan.specs.matrices[i].name}"
     for rank, stored in enumerate(plan.state_bytes):
         if cap is not None and stored > cap:
             yield f"rank {rank} stores {stored} bytes, more than owner_memory_bytes={cap}"

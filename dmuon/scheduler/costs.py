@@ -133,6 +133,66 @@ def analytic_ms(
     return 1e3 * (compute + moved / device.bandwidth + launches * device.launch_s)
 
 
+def gram_products(steps: int) -> tuple[int, int]:
+    """Of the Gram form with a restart before step 2 and then every 3: how often it forms `X X^T`
+    (and multiplies X), and how many products of short side x short side it takes.
+
+    >>> gram_products(5)
+    (2, 14)
+    """
+    segments = 1 + len(range(2, steps, 3))
+    return segments, 4 * steps - 3 * segments
+
+
+def slice_flops(rows: int, width: int, steps: int) -> tuple[float, float]:
+    """Floating point operations of the Gram form on a slice of ``width`` columns of a matrix with
+    ``rows`` rows: (on the slice, on rows x rows matrices)."""
+    segments, squares = gram_products(steps)
+    return 4.0 * segments * width * rows**2, 2.0 * squares * rows**3
+
+
+def slice_ms(
+    device: AnalyticDevice, rows: int, width: int, batch: int, steps: int, part: float = 1.0
+) -> float:
+    """`analytic_ms` of slices in the Gram form, with a ``part`` of the rows x rows products."""
+    work = batch * float(rows) ** 2
+    rate = device.flops * work / (work + device.half_batch_dim**2)
+    wide, square = slice_flops(rows, width, steps)
+    segments, squares = gram_products(steps)
+    moved = batch * rows * width * 2 * 4 * segments
+    launches = 2 * segments + squares
+    compute = batch * (wide + part * square) / rate
+    return 1e3 * (compute + moved / device.bandwidth + launches * device.launch_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What an exchange among co-owners takes: ``latency_s``, and the bytes that a rank sends over
+    ``bandwidth`` bytes per second."""
+
+    latency_s: Number
+    bandwidth: Number
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.latency_s <= 1e9 and 1 <= self.bandwidth <= _MOST_RATE):
+            raise PlanError(f"a link needs a latency >= 0 and a bandwidth >= 1, found {self}")
+
+    def ms(self, nbytes: float) -> float:
+        """Milliseconds until ``nbytes`` are sent and as many received."""
+        return 1e3 * (self.latency_s + nbytes / self.bandwidth)
+
+
+# Not measured: NVLink 4 at 80% of its data sheet's rate in one direction, a 400 Gbit/s network card
+# a GPU; processes on one CPU by gloo.
+LINKS: Mapping[str, Link] = MappingProxyType(
+    {
+        "nvlink": Link(1.5e-5, 3.5e11),
+        "network": Link(4e-5, 4.5e10),
+        "cpu": Link(3e-4, 1.5e9),
+    }
+)
+
+
 # ---- the table ---------------------------------------------------------------------------
 
 
@@ -152,6 +212,10 @@ class CostTable:
     does where it keeps the momentum (momentum update, normalization, Newton-Schulz), or of
     Newton-Schulz alone, as in the `sharded` layout.
 
+    For matrices with co-owners: ``slices`` maps (short side, columns of the slice, dtype) to the
+    times of the Gram form on slices, ``slice_kernels`` to its kernels; ``links`` holds what an
+    exchange takes by the number of co-owners, and ``ns_item`` the bytes of an element that travels.
+
     Raises:
         PlanError: an entry is not a shape with positive batch sizes and finite times >= 0, or a
             kernel is none.
@@ -164,6 +228,10 @@ class CostTable:
     entry_origin: str = "given"
     kernels: Mapping[ShapeKey, Mapping[int, str]] = field(default_factory=dict)
     momentum: bool = True
+    slices: Mapping[ShapeKey, Mapping[int, float]] = field(default_factory=dict)
+    slice_kernels: Mapping[ShapeKey, Mapping[int, str]] = field(default_factory=dict)
+    links: Mapping[int, Link] = field(default_factory=dict)
+    ns_item: int = 2
 
     def __post_init__(self) -> None:
         if self.entry_origin not in ORIGINS:
@@ -263,6 +331,46 @@ class CostTable:
         if self.device is None:
             return known[high], "estimated"
         return known[high] * self._modelled(key, batch) / self._modelled(key, high), "estimated"
+
+    def shared_ms(
+        self, key: ShapeKey, batch: int, co_owners: int, link: str
+    ) -> tuple[float, bool, str]:
+        """Milliseconds that so many co-owners need for a batch, whether they share the products of
+        short side x short side, too, and the origin of the price.
+
+        All exchanges are counted in full. ``link`` names one of `LINKS`, where ``links`` has none.
+        """
+        rows, cols, dtype = canonical_key(key)
+        width, k = -(-cols // co_owners), co_owners
+        alone, origin = self._price(key, batch)
+        known = self.slices.get((rows, width, dtype), {})
+        device = self.device or ANALYTIC_DEVICES["cpu"]
+        whole = slice_ms(device, rows, width, batch, self.ns_steps)
+        if batch in known:
+            ms, origin = known[batch], self.entry_origin
+        elif known:
+            most = max(known)
+            ms, origin = known[most] / most * batch, "estimated"
+        else:
+            # As much of what one owner takes as a slice has of the work, in the same form.
+            ms = alone * whole / slice_ms(device, rows, cols, batch, self.ns_steps)
+            origin = "estimated" if self.entries else origin
+        part = ms * slice_ms(device, rows, width, batch, self.ns_steps, 1 / k) / whole
+        segments, squares = gram_products(self.ns_steps)
+        path = self.links.get(co_owners) or LINKS[link]
+        # About half of a square in 2k strips, of which each keeps its own.
+        sent = batch * self.ns_item * rows**2 / 2 * (1 + 1 / (2 * k)) * (k - 1) / k
+        sums = path.ms(8.0 * batch * k) + 2 * segments * path.ms(sent)
+        # R P is not exchanged on the way to (R P) P, once for each step but the segments' first.
+        exchanges = squares - (self.ns_steps - segments)
+        apart, together = ms + sums, part + sums + exchanges * path.ms(sent)
+        return min(apart, together), together < apart, origin
+
+    def slice_kernel(self, key: ShapeKey, co_owners: int) -> str:
+        """The kernel of `shared_ms`; "" where none was named."""
+        rows, cols, dtype = canonical_key(key)
+        names = self.slice_kernels.get((rows, -(-cols // co_owners), dtype), {})
+        return names[min(names)] if names else ""
 
     def kernel(self, key: ShapeKey, batch: int) -> str:
         """The kernel of `batch_ms`; "" where none was named.

@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Annotated, Any
 
 from dmuon.scheduler.costs import ShapeKey
@@ -25,7 +26,7 @@ from dmuon.scheduler.specs import MatrixSpec, ModelSpecs
 from dmuon.scheduler.topology import Topology
 from dmuon.types import KernelChoice, Layout, PlanError
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 SOLVERS = ("round_robin", "greedy", "search", "milp")  # what a plan says that it was found by
 STATUSES = ("optimal", "feasible", "time_limit")
 _MOST_BATCH_MS = 1e12  # 30 years
@@ -38,12 +39,23 @@ class Batch:
 
     ``matrices`` are indices into `ModelSpecs.matrices`; ``ms`` is the predicted time. ``kernel`` is
     what runs it, as `KernelChoice` writes it, or "" for the fixed rule at run time.
+
+    ``co_owners`` are the ranks that share it, the owner first, a slice of the longer dim each
+    (empty: it has one owner); ``ms`` is then that of each. ``split``: they also share the products
+    of short side x short side, by rows.
     """
 
     owner: int
     matrices: tuple[int, ...]
     ms: float
     kernel: str = ""
+    co_owners: tuple[int, ...] = ()
+    split: bool = False
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All that work on it."""
+        return self.co_owners or (self.owner,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +91,31 @@ class PriceRow:
     def kernel(self, batch: int) -> str:
         """The kernel of a batch of this size, "" for none."""
         return self.kernels[batch - 1] if batch <= len(self.kernels) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrice:
+    """What planning paid for one shape with co-owners: the milliseconds of each, exchanges
+    included, of batches of 1, 2, 3, ...; ``split`` says of each whether they also share the
+    products of short side x short side. ``origin`` as in `PriceRow`; ``kernel`` runs all."""
+
+    key: ShapeKey
+    co_owners: Annotated[int, (2, 1 << 20)]
+    ms: tuple[float, ...]
+    split: tuple[bool, ...]
+    origin: tuple[str, ...]
+    kernel: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.ms or not len(self.ms) == len(self.split) == len(self.origin):
+            raise PlanError(f"each price of co-owners needs an origin and a split: {self.key}")
+        for ms in self.ms:
+            if not 0 <= ms <= _MOST_BATCH_MS:
+                raise PlanError(
+                    f"the cost of {self.key} for {self.co_owners} co-owners must be between 0 and "
+                    f"{_MOST_BATCH_MS:g} milliseconds, found {ms}"
+                )
+        _check_kernel(self.kernel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +157,10 @@ class OwnershipPlan:
     than what was asked for, and ``hit_time_limit`` marks a plan that depends on the clock.
     ``prices`` are the costs it was made with, ``limits`` what bound the owners. ``claim`` is None
     in a plan by hand.
+
+    Where matrices have co-owners, ``lower_bound_ms`` holds for every plan, however it shares them,
+    and ``alone_ms`` is the makespan of the best plan found in which each has one owner; where none
+    has, it holds for plans in which none has. ``shared_prices`` are of what could be shared.
     """
 
     specs: ModelSpecs
@@ -139,11 +180,14 @@ class OwnershipPlan:
     note: str = ""
     hit_time_limit: bool = False
     claim: Claim | None = None
+    shared_prices: tuple[SharedPrice, ...] = ()
+    alone_ms: float | None = None
 
     def __post_init__(self) -> None:
         self.limits.check(len(self.specs.matrices), self.topology.world)
         _check_batches(self.batches, self.specs.matrices, self.topology.world)
         different((price.key for price in self.prices), "the shapes in prices")
+        different(((p.key, p.co_owners) for p in self.shared_prices), "those in shared_prices")
         for name, value, known in (
             ("solver", self.solver, SOLVERS),
             ("status", self.status, STATUSES),
@@ -154,9 +198,14 @@ class OwnershipPlan:
         if missing and self.prices:
             raise PlanError("there is no price for matrices of {} x {} {}".format(*min(missing)))
 
+    @property
+    def has_co_owners(self) -> bool:
+        """Whether any matrix has several owners."""
+        return any(batch.co_owners for batch in self.batches)
+
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """Owner of each matrix."""
+        """Owner of each matrix, the first of its co-owners."""
         owners = [0] * len(self.specs.matrices)
         for batch in self.batches:
             for i in batch.matrices:
@@ -168,7 +217,8 @@ class OwnershipPlan:
         """Predicted Newton-Schulz milliseconds of each rank, and its fixed load."""
         loads = [self.limits.fixed_ms_of(rank) for rank in range(self.topology.world)]
         for batch in self.batches:
-            loads[batch.owner] += batch.ms
+            for rank in batch.ranks:
+                loads[rank] += batch.ms
         # Costs are whole ticks, at the finest picoseconds: what is beyond that is noise of adding.
         return tuple(round(load, 9) for load in loads)
 
@@ -189,9 +239,9 @@ class OwnershipPlan:
         return max(self.loads_ms)
 
     def owned_by(self, rank: int) -> tuple[str, ...]:
-        """Names of the matrices that ``rank`` owns, in registration order."""
-        pairs = zip(self.specs.matrices, self.owners, strict=True)
-        return tuple(m.name for m, owner in pairs if owner == rank)
+        """Names of the matrices that ``rank`` owns, alone or with others, in registration order."""
+        mine = sorted(i for b in self.batches if rank in b.ranks for i in b.matrices)
+        return tuple(self.specs.matrices[i].name for i in mine)
 
     # ---- identity and JSON ---------------------------------------------------------------
 
@@ -210,7 +260,7 @@ class OwnershipPlan:
             "matrices": sorted(matrices),
             "topology": self.topology,
             "batches": [
-                (b.owner, [matrices[i][0] for i in b.matrices], b.ms, b.kernel)
+                (b.ranks, [matrices[i][0] for i in b.matrices], b.ms, b.kernel, b.split)
                 for b in self.batches
             ],
             "layout": self.layout,
@@ -257,7 +307,7 @@ def digest(data: dict[str, Any]) -> str:
     return sha256(data | {"digest": None, "seconds": None}, _plain)
 
 
-_ROWS = (Batch, Dual, MatrixSpec, PriceRow, Proof)
+_ROWS = (Batch, Dual, MatrixSpec, PriceRow, Proof, SharedPrice)
 
 
 def _plain(value: Any) -> Any:
@@ -302,6 +352,9 @@ class Unit:
     has both, it is stacked short side first, and ``transposed`` says for each matrix whether its
     slot holds the transpose (empty: none does). ``kernel`` is what runs them, as `KernelChoice`
     writes it, "" for the fixed rule.
+
+    Of matrices with ``co_owners`` each of these has a unit: ``rows`` is the short side and ``cols``
+    the part of the long one that its ``owner`` has, from ``start`` on.
     """
 
     owner: int
@@ -312,6 +365,14 @@ class Unit:
     ms: float
     kernel: str = ""
     transposed: tuple[bool, ...] = ()
+    co_owners: tuple[int, ...] = ()
+    start: int = 0
+    split: bool = False
+
+    @property
+    def first_owner(self) -> int:
+        """The first of the co-owners, or the only owner."""
+        return self.co_owners[0] if self.co_owners else self.owner
 
     def holds_transpose(self, position: int) -> bool:
         """Whether the slot of the matrix at this position holds its transpose."""
@@ -334,10 +395,11 @@ def units_of(
 
     ``groups`` gives the param group of each matrix. A cut batch shares its predicted time out by
     the number of matrices. Owners execute them in order of registration, for that is the order in
-    which the next forward pass needs the results. ``apart``: a matrix and a transposed one are cut,
+    which the next forward pass needs the results; but before them what has most co-owners, so that
+    no rank waits for what others do alone. ``apart``: a matrix and a transposed one are cut,
     too, so that each is computed as it is, whatever its batch.
     """
-    batches = sorted(plan.batches, key=lambda batch: (min(batch.matrices), batch.owner))
+    batches = sorted(plan.batches, key=lambda b: (-len(b.ranks), min(b.matrices), b.owner))
     return tuple(unit for batch in batches for unit in _cut(plan, batch, groups, apart))
 
 
@@ -356,13 +418,23 @@ def _cut(plan: OwnershipPlan, batch: Batch, groups: Sequence[int], apart: bool) 
             rows, cols = sorted(shapes[0])
             transposed = tuple(shape != (rows, cols) for shape in shapes)
         share = batch.ms * len(members) / len(batch.matrices)
-        units.append(
-            Unit(
-                batch.owner, group, tuple(members), rows, cols, share, batch.kernel,
-                transposed=transposed,
-            )
-        )  # fmt: skip
+        unit = Unit(batch.owner, group, tuple(members), rows, cols, share, batch.kernel, transposed)
+        units += _slices(unit, batch) if batch.co_owners else [unit]
     return units
+
+
+def _slices(unit: Unit, batch: Batch) -> list[Unit]:
+    """The unit of each co-owner, short side first."""
+    short, long = sorted((unit.rows, unit.cols))
+    turned = unit.transposed or (unit.rows > unit.cols,) * len(unit.matrices)
+    edges = [long * j // len(batch.co_owners) for j in range(len(batch.co_owners) + 1)]
+    return [
+        replace(
+            unit, owner=rank, rows=short, cols=end - start, transposed=turned,
+            co_owners=batch.co_owners, start=start, split=batch.split,
+        )
+        for rank, (start, end) in zip(batch.co_owners, pairwise(edges), strict=True)
+    ]  # fmt: skip
 
 
 # ---- what is valid -----------------------------------------------------------------------
@@ -384,11 +456,34 @@ def _check_batches(batches: Sequence[Batch], matrices: Sequence[MatrixSpec], wor
         names = [matrices[i].name if i in known else f"#{i}" for i in wrong[:5]]
         raise PlanError(f"each matrix needs exactly one owner; this plan fails for {names}")
     for batch in batches:
-        if not 0 <= batch.owner < world:
-            raise PlanError(f"owner {batch.owner} is not a rank of a mesh of {world} ranks")
+        for rank in batch.ranks:
+            if not 0 <= rank < world:
+                raise PlanError(f"owner {rank} is not a rank of a mesh of {world} ranks")
         if not batch.matrices or len({matrices[i].key for i in batch.matrices}) != 1:
             raise PlanError(f"a batch must hold matrices of one shape and dtype, found {batch}")
+        if batch.co_owners:
+            _check_shared(batch, matrices[batch.matrices[0]])
         try:
             _check_kernel(batch.kernel)
         except ValueError as error:
             raise PlanError(f"a batch on rank {batch.owner} cannot be run: {error}") from None
+
+
+def _check_shared(batch: Batch, matrix: MatrixSpec) -> None:
+    """Raise PlanError unless co-owners can share a batch of such matrices."""
+    ranks = batch.co_owners
+    if len(ranks) < 2 or len(set(ranks)) != len(ranks) or ranks[0] != batch.owner:
+        raise PlanError(
+            f"co_owners must be two ranks or more, the owner first, found {ranks[:8]} for owner "
+            f"{batch.owner}"
+        )
+    if len(ranks) > max(matrix.shape):
+        raise PlanError(
+            f"{matrix.name!r} has {len(ranks)} co-owners, which is more than its longer side "
+            f"{max(matrix.shape)} has columns: use fewer"
+        )
+    if batch.kernel.startswith("standard"):
+        raise PlanError(
+            f"{matrix.name!r} has co-owners, who run the Gram form, but its kernel is "
+            f"{batch.kernel!r}"
+        )

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
@@ -52,7 +52,7 @@ def ticks_per_ms(total_ms: float) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _cheapest(price: tuple[int, ...], count: int) -> tuple[Ints, Ints]:
+def cheapest(price: tuple[int, ...], count: int) -> tuple[Ints, Ints]:
     """``C(k)`` for k = 0 .. count, and the first batch of a cheapest split of k.
 
     ``price[b - 1]`` is the cost of one batch of b: neither concave nor monotone in general, so
@@ -90,12 +90,12 @@ class Shape:
     @cached_property
     def ticks(self) -> Ints:
         """``C(k)``: ticks of the cheapest split of k matrices into batches, k = 0 .. count."""
-        return _cheapest(self.batch_ticks, self.count)[0]
+        return cheapest(self.batch_ticks, self.count)[0]
 
     def batches(self, k: int) -> tuple[int, ...]:
         """Sizes of a cheapest split of k matrices, largest first."""
         sizes = []
-        first = _cheapest(self.batch_ticks, self.count)[1]
+        first = cheapest(self.batch_ticks, self.count)[1]
         while k:
             sizes.append(int(first[k]))
             k -= sizes[-1]
@@ -226,8 +226,14 @@ def build_problem(
     limits: OwnerLimits,
     prices: Mapping[ShapeKey, Sequence[float]],
     layout: Layout = Layout.REDUCED,
+    *,
+    without: Collection[int] = (),
+    busy: Sequence[int] | Ints = (),
 ) -> Problem:
     """Shapes and classes of a model on ``world`` ranks; permuted matrices change only ``members``.
+
+    ``without``: matrices that are not to be dealt out, because co-owners share them; ``busy``: the
+    ticks that this takes of each rank.
 
     ``prices`` are the milliseconds of batches of 1, 2, ... matrices of each shape. Matrices that
     a single rank may own are no shapes: as such they would make each rank a class of its own.
@@ -241,7 +247,7 @@ def build_problem(
     most = max((total, *limits.fixed_ms, *(ms for row in prices.values() for ms in row)))
     scale = ticks_per_ms(most)
     batch_ticks = {key: tuple(round(ms * scale) for ms in row) for key, row in prices.items()}
-    groups = _groups(matrices, limits, batch_ticks)
+    groups = _groups(matrices, limits, batch_ticks, frozenset(without))
     splits = sum(len(mine) * min(len(batch_ticks[key]), len(mine)) for key, _, mine in groups)
     domains = [domain for _, domain, _ in groups if domain < 0 or len(limits.domains[domain]) > 1]
     for what, found, at_most in (
@@ -262,7 +268,7 @@ def build_problem(
             forced.append((limits.domains[domain][0], shape))
         else:
             shapes.append(shape)
-    classes = _classes(shapes, forced, world, limits, scale)
+    classes = _classes(shapes, forced, world, limits, scale, busy)
     return Problem(tuple(shapes), classes, scale, limits.memory_bytes, tuple(forced))
 
 
@@ -270,6 +276,7 @@ def _groups(
     matrices: Sequence[MatrixSpec],
     limits: OwnerLimits,
     batch_ticks: Mapping[ShapeKey, tuple[int, ...]],
+    without: Collection[int],
 ) -> list[tuple[ShapeKey, int, tuple[int, ...]]]:
     """(shape, domain, matrices), the costliest first: solvers decide on them first.
 
@@ -278,6 +285,8 @@ def _groups(
     """
     members: dict[tuple[ShapeKey, int], list[int]] = defaultdict(list)
     for i, matrix in enumerate(matrices):
+        if i in without:
+            continue
         members[matrix.key, limits.domain_of[i] if limits.domain_of else -1].append(i)
     ranks = {-1: ()} | {i: tuple(sorted(domain)) for i, domain in enumerate(limits.domains)}
     name = {group: min(matrices[i].name for i in mine) for group, mine in members.items()}
@@ -291,9 +300,12 @@ def _classes(
     world: int,
     limits: OwnerLimits,
     scale: int,
+    busy: Sequence[int] | Ints,
 ) -> tuple[OwnerClass, ...]:
     """Ranks with equal fixed load, room and domains together, in order of their first rank."""
     fixed = [round(limits.fixed_ms_of(rank) * scale) for rank in range(world)]
+    for rank, more in enumerate(busy):
+        fixed[rank] += int(more)
     stored = [limits.fixed_bytes_of(rank) for rank in range(world)]
     for rank, shape in forced:
         fixed[rank] += int(shape.ticks[-1])

@@ -24,12 +24,29 @@ import numpy as np
 
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.bound import certified, cover, simple_bound
+from dmuon.scheduler.co_owners import (
+    GAIN,
+    SIZES,
+    Block,
+    CoOwners,
+    Sharing,
+    check_size,
+    shared_prices,
+)
 from dmuon.scheduler.columns import Budget, Columns, EngineError, available_engines
 from dmuon.scheduler.costs import CostTable
-from dmuon.scheduler.greedy import baselines, greedy, improve
+from dmuon.scheduler.greedy import baselines, greedy, improve, longest_first
 from dmuon.scheduler.placement import launch_order, layer_of, place
-from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof
-from dmuon.scheduler.problem import UNLIMITED, Counts, OwnerClass, Problem, build_problem, relaxed
+from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof, SharedPrice
+from dmuon.scheduler.problem import (
+    UNLIMITED,
+    Counts,
+    OwnerClass,
+    Problem,
+    Shape,
+    build_problem,
+    relaxed,
+)
 from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
@@ -93,24 +110,35 @@ def solve(
     known = {name: simple[name] for name in simple if name != "greedy" or not budget.hit}
     found = _search(problem, simple, solver, budget)
     makespan = problem.makespan(found.counts)
+    alone, shared = problem, None
+    if options.co_owners != "off" and (solver != "round_robin" or options.co_owners != "auto"):
+        shared = _shared(specs, topology, limits, costs, rows, problem, makespan, layout, options)
+    alone_ms = None if shared is None else problem.ms(makespan)
+    if shared is not None:
+        problem = shared.rest
+        found = _search(problem, baselines(problem, order, spent=budget.spent), solver, budget)
+        makespan = problem.makespan(found.counts)
+        found = replace(found, bound=min(shared.bound, makespan))
     status = "optimal" if found.bound >= makespan else "feasible"
     owners = _placed(specs, topology, problem, found.counts, order)
     plan = OwnershipPlan(
         specs=specs,
         topology=topology,
-        batches=_batches(problem, rows, owners, order),
+        batches=_batches(problem, rows, owners, order, shared.batches(order) if shared else ()),
         layout=layout,
         solver=found.solver,
         status="time_limit" if status == "feasible" and budget.hit else status,
         cost_source=costs.source,
         lower_bound_ms=problem.ms(found.bound),
-        alternatives=tuple((n, problem.ms(problem.makespan(c))) for n, c in known.items()),
+        alternatives=tuple((n, alone.ms(alone.makespan(c))) for n, c in known.items()),
         limits=limits,
         prices=rows,
-        proof=found.proof,
+        proof=None if shared else found.proof,
         engine=found.engine,
         note=found.note,
         hit_time_limit=budget.hit,
+        shared_prices=shared.prices if shared else (),
+        alone_ms=alone_ms,
     )
     claim = Claim(plan.makespan_ms, plan.fingerprint())
     return replace(plan, seconds=time.perf_counter() - begin, claim=claim)
@@ -284,6 +312,100 @@ def _by_domain(problem: Problem, counts: Counts, budget: Budget) -> Counts:
     return filled if is_better else counts
 
 
+# ---- co-owners ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What is shared, the problem of the ``rest`` on top of it, and the bound of all choices."""
+
+    parts: tuple[tuple[Shape, SharedPrice, Block, int], ...]
+    prices: tuple[SharedPrice, ...]
+    rest: Problem
+    bound: int
+
+    def batches(self, order: Sequence[int]) -> list[Batch]:
+        """Each block's share of a shape's matrices, dealt out in turn, in its cheapest batches."""
+        position = {i: at for at, i in enumerate(order)}
+        of_shape: dict[Shape, list[tuple[SharedPrice, Block, int]]] = defaultdict(list)
+        for shape, row, block, count in self.parts:
+            of_shape[shape].append((row, block, count))
+        made = []
+        for shape, parts in of_shape.items():
+            free = sorted(shape.members, key=position.__getitem__)
+            taken: list[list[int]] = [[] for _ in parts]
+            while free:
+                for mine, (_, _, count) in zip(taken, parts, strict=True):
+                    if len(mine) < count:
+                        mine.append(free.pop(0))
+            for mine, (row, block, _) in zip(taken, parts, strict=True):
+                price = tuple(self.rest.ticks(ms) for ms in row.ms[: shape.count])
+                for size in replace(shape, batch_ticks=price).batches(len(mine)):
+                    some, mine = tuple(mine[:size]), mine[size:]
+                    ms = self.rest.ms(price[size - 1])
+                    split = row.split[size - 1]
+                    made.append(Batch(block[0], some, ms, row.kernel, block, split))
+        return made
+
+
+def _shared(
+    specs: ModelSpecs,
+    topology: Topology,
+    limits: OwnerLimits,
+    costs: CostTable,
+    rows: Sequence[PriceRow],
+    problem: Problem,
+    alone: int,
+    layout: Layout,
+    options: PlannerOptions,
+) -> _Shared | None:
+    """The best way to share matrices; None where "auto" gains too little over the makespan
+    ``alone``.
+
+    Raises:
+        PlanError: a number of co-owners was asked for that is not possible.
+    """
+    size = options.co_owners if isinstance(options.co_owners, int) else None
+    if layout.keeps_state_at_owners and size is not None:
+        raise PlanError(
+            f"co_owners={size} needs momentum that lies with the parameters, and in the "
+            f"{layout.value!r} layout each matrix and its momentum lie with one owner: use "
+            "layout='sharded' or 'replicated', or co_owners='auto'"
+        )
+    if size is not None:
+        check_size(specs, limits, topology.world, size)
+    if layout.keeps_state_at_owners or topology.world == 1 or not problem.shapes:
+        return None
+    sizes = SIZES if size is None else (size,)
+    prices = shared_prices(specs, topology, limits, costs, options.max_batch, sizes)
+    ways = CoOwners(problem, specs, topology, limits, prices)
+    every = {s: size for s, k in ways.blocks if k == size}
+    ms = {row.key: row.ms for row in rows}
+    best: tuple[int, Sharing, Problem] | None = None
+    for choice in ways.choices() if size is None else [every]:
+        sharing = ways.share(choice)
+        most = int((problem.fixed + sharing.busy).max())
+        if not choice or (best is not None and most >= best[0]):
+            continue
+        taken = [i for s in choice for i in problem.shapes[s].members]
+        rest = build_problem(
+            specs.matrices, topology.world, limits, ms, layout, without=taken, busy=sharing.busy
+        )
+        counts = [longest_first(rest, chunk) for chunk in (1, 4)]
+        makespan = min(rest.makespan(c) for c in counts if c is not None)
+        if best is None or makespan < best[0]:
+            best = makespan, sharing, rest
+    if best is None or (size is None and best[0] >= (1 - GAIN) * alone):
+        return None
+    _, sharing, rest = best
+    row_of = {(row.key, row.co_owners): row for row in prices}
+    parts = tuple(
+        (problem.shapes[s], row_of[problem.shapes[s].key, len(block)], block, count)
+        for s, block, count in sharing.parts
+    )
+    return _Shared(parts, prices, rest, ways.bound())
+
+
 # ---- memory ------------------------------------------------------------------------------
 
 
@@ -373,12 +495,17 @@ def _placed(
 
 
 def _batches(
-    problem: Problem, prices: Sequence[PriceRow], owners: Sequence[int], order: Sequence[int]
+    problem: Problem,
+    prices: Sequence[PriceRow],
+    owners: Sequence[int],
+    order: Sequence[int],
+    shared: Sequence[Batch] = (),
 ) -> tuple[Batch, ...]:
-    """Every owner's matrices cut into the cheapest batches, earliest layers first."""
+    """Every owner's matrices cut into the cheapest batches, and the ``shared`` ones, earliest
+    layers first."""
     position = {i: at for at, i in enumerate(order)}
     rows = {row.key: row for row in prices}
-    made: list[Batch] = []
+    made = list(shared)
     for shape in (*problem.shapes, *(shape for _, shape in problem.forced)):
         held: dict[int, list[int]] = defaultdict(list)
         for i in sorted(shape.members, key=position.__getitem__):

@@ -25,9 +25,9 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -41,7 +41,8 @@ from dmuon.comm.sharded import ShardedRuntime
 from dmuon.comm.transport import Work, host_can_read
 from dmuon.dtensors import distributed_as, local_tensor, stored_tensor, whole_tensor
 from dmuon.kernels.newton_schulz import into_range
-from dmuon.kernels.runner import Call
+from dmuon.kernels.ops import Peers
+from dmuon.kernels.runner import Call, SliceCall
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box, Form
 from dmuon.step.engine import Amp, Engine, is_exchange_step, load_entry
@@ -73,13 +74,13 @@ Bad = TypeVar("Bad", Tensor, Tensor | None)
 
 @dataclass(slots=True)
 class _Outcome:
-    """What a step did. ``rms[n]`` is the RMS of the update of matrix ``matrices[n]``, once ``work``
-    is done; ``finite`` is that of `Verdict`."""
+    """What a step did. ``squares[n]`` is the mean square of the update of matrix ``matrices[n]``,
+    once ``work`` is done; ``finite`` is that of `Verdict`."""
 
     full: bool = True
     finite: bool | Tensor = True
     matrices: Sequence[int] = ()
-    rms: Tensor | None = None
+    squares: Tensor | None = None
     work: Work | None = None
 
     def wait(self) -> None:
@@ -121,6 +122,8 @@ class _Stack:
         self.unit = unit
         self.lr_ratio = lr_ratio
         self.index = _index(unit.matrices, device)
+        self.shape = unit.rows, unit.cols  # of whole matrices
+        self.numbers = self.index  # of their norms, where there are co-owners
         self.turned = torch.tensor(unit.transposed, device=device) if unit.transposed else None
         self.parts: list[tuple[int, Part, Tensor]] = []
         for part in parts:
@@ -161,10 +164,12 @@ class ShardedEngine(Engine):
         self._bind_block_step()
         if not host_can_read(runtime.device):
             self._operands.copies  # noqa: B018  made now, because every step needs them
-        stacks = chain.from_iterable(bucket.stacks for bucket in runtime.bound().buckets)
+        buckets = runtime.bound().buckets
+        stacks = chain.from_iterable(bucket.stacks[bucket.shared :] for bucket in buckets)
         self._kernels.reserve(
             [self._call(stack.unit) for stack in (*self._local, *self._block_stacks)],
             [(self._call(runtime.units[u]), operands) for u, operands in stacks],
+            [self._slices(bucket.stacks[: bucket.shared]) for bucket in buckets],
         )
 
     # ---- once ----------------------------------------------------------------------------
@@ -173,7 +178,7 @@ class ShardedEngine(Engine):
         """Lay out the operands in the order in which they leave; then what stays; then replicas."""
         runtime, state = self._runtime, self._state
         buckets = runtime.bound().buckets
-        sent = [[i for part in b.route.held.parts for i in part.matrices] for b in buckets]
+        sent = [[i for part in b.route.blocks.parts for i in part.matrices] for b in buckets]
         local = [u for u in runtime.units if runtime.is_local(u) and u.owner == self._rank]
         order = [state.block_of[i] for i in chain(*sent, *(unit.matrices for unit in local))]
         others = sorted(set(range(len(state.blocks))) - set(order))
@@ -203,13 +208,19 @@ class ShardedEngine(Engine):
         self._local = []
         for unit in local:
             boxes = [runtime.shards.piece(i, self._rank).box for i in unit.matrices]
+            shapes = [runtime.shards.boxes[i].box.shape for i in unit.matrices]
             turned = map(unit.holds_transpose, range(len(boxes)))
-            pieces = zip(range(len(boxes)), unit.matrices, turned, boxes)
+            pieces = zip(range(len(boxes)), unit.matrices, shapes, turned, boxes)
             parts = parts_of(runtime.shards, -1, pieces)
             self._local.append(_Stack(unit, runtime.device, parts, operands, first))
             first += len(unit.matrices)
         owned = chain.from_iterable(bucket.route.units for bucket in buckets)
         self._owned = {u: _Stack(runtime.units[u], runtime.device) for u in owned}
+        for stack in self._owned.values():
+            if stack.unit.co_owners:
+                long = max(runtime.plan.specs.matrices[stack.unit.matrices[0]].shape)
+                stack.shape = stack.unit.rows, long
+                stack.numbers = self._message.numbers_of(stack.unit.matrices)
 
     def _landings_of(self, landing: Iterator[tuple[int, Tensor]]) -> list[_Landing]:
         """(matrix, its update here), by param group, shape and dtype of the matrix."""
@@ -326,9 +337,17 @@ class ShardedEngine(Engine):
         def fill(b: int) -> None:
             buckets[b].send.zero_()
 
-        runtime.run(fill, lambda u, operand: operand.zero_(), lambda b: None, lambda: None)
-        rms = torch.zeros(len(runtime.plan.specs.matrices), device=runtime.device)
-        runtime.all_reduce(rms, "rms").wait()
+        runtime.run(
+            fill,
+            lambda u, operand: operand.zero_(),
+            lambda b: None,
+            lambda: None,
+            share=lambda stacks: self._kernels.run_together(
+                self._slices(stacks), [torch.ones(len(x), device=x.device) for _, x in stacks]
+            ),
+        )
+        squares = torch.zeros(len(runtime.plan.specs.matrices), device=runtime.device)
+        runtime.all_reduce(squares, "rms").wait()
 
     def _full_step(self, grads: Gradients, here: Sequence[bool]) -> _Outcome | None:
         """Take the step; the updates of the last buckets are applied later. None: nothing was done,
@@ -355,13 +374,15 @@ class ShardedEngine(Engine):
         # With every gradient, and whole matrices, the first Newton-Schulz need not wait for it.
         on_host = host_can_read(runtime.device)
         is_ahead = runtime.bound().only_publishes and on_host and all(here)
+        # Who waits for the verdict first must not be waited for in a sum.
+        is_ahead = is_ahead and not runtime.plan.has_co_owners
         verdict = Verdict(True) if is_ahead else agreed()
         if verdict is None:
             return None
         bad = verdict.bad
         scales = operands.scales(norms, groups)
         matrices = range(len(runtime.plan.specs.matrices))
-        rms = torch.zeros(len(matrices), dtype=torch.float32, device=runtime.device)
+        squares = torch.zeros(len(matrices), dtype=torch.float32, device=runtime.device)
 
         def fill(b: int) -> None:
             for first, flat, to in self._fills[b]:
@@ -370,8 +391,21 @@ class ShardedEngine(Engine):
         def compute(u: int, operand: Tensor) -> Tensor:
             stack = self._owned[u]
             update = self._orthogonalize(self._call(stack.unit), operand)
-            rms.index_copy_(0, stack.index, self._rms(stack, update))
+            squares.index_copy_(0, stack.index, self._squares(stack, update))
             return update
+
+        def share(stacks: list[tuple[int, Tensor]]) -> list[Tensor]:
+            # As their holders have scaled them.
+            found = [self._message.norms_of(vector, self._owned[u].numbers) for u, _ in stacks]
+            eps = [float(groups[runtime.units[u].group]["eps"]) for u, _ in stacks]
+            scaled = [norms * into_range(norms, own) for norms, own in zip(found, eps, strict=True)]
+            self._telemetry.watch.start()
+            updates = self._kernels.run_together(self._slices(stacks), scaled)
+            self._telemetry.watch.stop()
+            for (u, _), update in zip(stacks, updates, strict=True):
+                stack = self._owned[u]
+                squares.index_copy_(0, stack.index, self._squares(stack, update))
+            return updates
 
         def apply(b: int) -> None:
             for landing in self._landings[b]:
@@ -385,15 +419,18 @@ class ShardedEngine(Engine):
         def meanwhile() -> None:
             operands.commit(of_blocks, groups, bad)
             for stack in self._local:
-                rms.index_copy_(0, stack.index, self._step_alone(stack, operands, scales, bad))
+                own = self._step_alone(stack, operands, scales, bad)
+                squares.index_copy_(0, stack.index, own)
             self._update_adamw(grads, verdict)
 
         def may_send() -> bool:
             return agreed() is not None
 
-        if not runtime.run(fill, compute, apply, meanwhile, may_send if is_ahead else None):
+        may = may_send if is_ahead else None
+        if not runtime.run(fill, compute, apply, meanwhile, may, share):
             return None
-        return _Outcome(True, verdict.finite, matrices, rms, runtime.all_reduce(rms, "rms"))
+        work = runtime.all_reduce(squares, "rms")
+        return _Outcome(True, verdict.finite, matrices, squares, work)
 
     def _check_alike(self, grads: Gradients) -> None:
         """In the first steps and then rarely: have all ranks the same gradients, where each has all
@@ -423,10 +460,10 @@ class ShardedEngine(Engine):
             return None
         scales = operands.scales(norms, groups)
         operands.commit(of_blocks, groups, verdict.bad)
-        rms = [self._step_alone(s, operands, scales, verdict.bad) for s in self._block_stacks]
+        own = [self._step_alone(s, operands, scales, verdict.bad) for s in self._block_stacks]
         self._update_adamw(grads, verdict)
         matrices = [b.matrix for b in blocks]
-        return _Outcome(False, verdict.finite, matrices, torch.cat(rms) if rms else None)
+        return _Outcome(False, verdict.finite, matrices, torch.cat(own) if own else None)
 
     # ---- Newton-Schulz -------------------------------------------------------------------
 
@@ -438,18 +475,31 @@ class ShardedEngine(Engine):
         self._telemetry.watch.stop()
         return update
 
-    def _rms(self, stack: _Stack, update: Tensor) -> Tensor:
-        """The RMS of the updates of a unit, ``[b]``."""
-        unit, rate = stack.unit, self._rates[stack.unit.group]
-        factor: float | Tensor = rate.ratio(unit.rows, unit.cols) * stack.lr_ratio
+    def _peers(self, ranks: tuple[int, ...]) -> Peers:
+        exchange = partial(self._runtime.exchange, ranks)
+        return Peers(self._runtime.index_among(ranks), len(ranks), exchange)
+
+    def _slices(self, stacks: Iterable[tuple[int, Tensor]]) -> list[tuple[SliceCall, Tensor]]:
+        runtime = self._runtime
+        units = [(runtime.units[u], stack) for u, stack in stacks]
+        return [
+            (SliceCall(self._call(unit), self._peers(unit.co_owners), unit.split), stack)
+            for unit, stack in units
+        ]
+
+    def _squares(self, stack: _Stack, update: Tensor) -> Tensor:
+        """The mean squares of the updates of a unit, ``[b]``; of a slice its share of them."""
+        rate = self._rates[stack.unit.group]
+        rows, cols = stack.shape
+        factor: float | Tensor = rate.ratio(rows, cols) * stack.lr_ratio
         if stack.turned is not None:
-            factor = torch.where(stack.turned, rate.ratio(unit.cols, unit.rows), factor)
-        return update_rms(update, factor)
+            factor = torch.where(stack.turned, rate.ratio(cols, rows), factor)
+        return update_rms(update, factor).square_().mul_(stack.unit.cols / cols)
 
     def _step_alone(
         self, stack: _Stack, operands: Operands, scales: Tensor, bad: Tensor | None
     ) -> Tensor:
-        """Orthogonalize and apply what needs nobody else; the RMS of the updates, ``[b]``."""
+        """Orthogonalize and apply what needs nobody else; the `_squares` of the updates."""
         unit, rate = stack.unit, self._rates[stack.unit.group]
         call = self._call(unit)
         batch = self._kernels.operand(call)
@@ -462,7 +512,7 @@ class ShardedEngine(Engine):
             lr = rate.adjusted(rows, cols) * stack.lr_ratio
             updates = [*places(update, part).unbind()]
             self._apply(blocks, updates, rate.decay, lr, _at(bad, first, len(source)))
-        return self._rms(stack, update)
+        return self._squares(stack, update)
 
     # ---- weights -------------------------------------------------------------------------
 
@@ -547,7 +597,7 @@ class ShardedEngine(Engine):
         outcome = self._outcome
         outcome.wait()
         names = [m.name for m in self._runtime.plan.specs.matrices]
-        values = [] if outcome.rms is None else outcome.rms.tolist()
+        values = [] if outcome.squares is None else outcome.squares.sqrt().tolist()
         return {
             "update_rms": {names[i]: v for i, v in zip(outcome.matrices, values)},
             "full_step": outcome.full,

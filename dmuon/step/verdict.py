@@ -78,7 +78,8 @@ class VerdictMessage:
         self.nonfinite: list[str] = []
         every = range(len(specs.matrices))
         travelling = [i for i in every if shards is None or not shards.is_local(i)]
-        norm_of = {i: n for n, i in enumerate(travelling)}
+        self._norm_of = norm_of = {i: n for n, i in enumerate(travelling)}
+        self._device = device
         self._names = [specs.matrices[i].name for i in travelling]
         copies_of = [] if shards is None else shards.copies
         copies = [(p, ranks) for p, copies in enumerate(copies_of) for ranks in copies]
@@ -131,6 +132,14 @@ class VerdictMessage:
         if found_inf is not None:
             bad.add_(found_inf.to(vector.device))
         return vector, vector.narrow(0, 0, self._sent)
+
+    def numbers_of(self, matrices: Sequence[int]) -> Tensor:
+        """For `norms_of`: where the norms of matrices that travel are."""
+        return torch.tensor([self._norm_of[i] for i in matrices], device=self._device)
+
+    def norms_of(self, vector: Tensor, numbers: Tensor) -> Tensor:
+        """Norms of whole matrices from a summed vector, wherever they lie."""
+        return vector.index_select(0, numbers).sqrt()
 
     def refuse(self, step: int) -> Tensor:
         """What a rank sends that cannot take this step, so that nothing changes on any rank."""

@@ -580,7 +580,8 @@ def _forms(plan: OwnershipPlan, ns_dtype: str) -> list[tuple[int, str]]:
     In half precision two forms differ by more than rounding explains: they are compared elsewhere.
     """
     kernels = {i: batch.kernel for batch in plan.batches for i in batch.matrices}
-    chosen = {i: k.partition("/")[0] for i, k in kernels.items() if k.endswith(f"/{ns_dtype}")}
+    chosen = {i: "gram" for batch in plan.batches if batch.co_owners for i in batch.matrices}
+    chosen |= {i: k.partition("/")[0] for i, k in kernels.items() if k.endswith(f"/{ns_dtype}")}
     return [(m.parameter, chosen.get(i, "auto")) for i, m in enumerate(plan.specs.matrices)]
 
 

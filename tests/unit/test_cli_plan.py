@@ -204,7 +204,7 @@ def test_a_comparison_is_one_table(capsys, tmp_path):
 def test_the_gap_of_a_comparison_is_to_the_best_bound(capsys, monkeypatch):
     bounds = {"round_robin": 1.0, "greedy": 4.0, "milp": 2.0}
 
-    def bounded(specs, topology, costs, *, solver, options):
+    def bounded(specs, topology, costs, *, layout, solver, options):
         plan = solve(specs, topology, costs, solver="greedy", options=options)
         return replace(plan, solver=solver, lower_bound_ms=bounds[solver])
 
@@ -214,7 +214,7 @@ def test_the_gap_of_a_comparison_is_to_the_best_bound(capsys, monkeypatch):
 
 
 def failing(*solvers: str):
-    def solve_or_fail(specs, topology, costs, *, solver, options):
+    def solve_or_fail(specs, topology, costs, *, layout, solver, options):
         if solver in solvers:
             raise PlanError(f"{solver} is at a loss")
         return solve(specs, topology, costs, solver="greedy", options=options)

@@ -1,0 +1,427 @@
+"""Matrices with co-owners: the slices that travel, the iteration on them, and planning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations_with_replacement, product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dmuon.catalogue.presets import model_specs
+from dmuon.comm.buckets import cut_buckets
+from dmuon.comm.routes import BucketRoute, Message, bucket_route, places
+from dmuon.config import PlannerOptions
+from dmuon.kernels.choice import fixed_choice, ops_of, segments_of
+from dmuon.kernels.newton_schulz import (
+    finished,
+    iterate,
+    newton_schulz,
+    normalize,
+    prepared_slice,
+    resolve_coefficients,
+)
+from dmuon.kernels.ops import Peers, RoundedOps, SliceOps
+from dmuon.scheduler.certificate import certify
+from dmuon.scheduler.co_owners import blocks_of, can_be_shared
+from dmuon.scheduler.costs import CostTable, Link
+from dmuon.scheduler.plan import Batch, OwnershipPlan, units_of
+from dmuon.scheduler.problem import build_problem
+from dmuon.scheduler.shards import ShardMap
+from dmuon.scheduler.solve import solve
+from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec
+from dmuon.scheduler.topology import Topology
+from dmuon.types import Algorithm, Layout, PlanError
+from tests.unit.models import specs_of
+from tests.unit.test_shards import planned, shard_maps, travelling
+
+# ---- what travels ------------------------------------------------------------------------
+
+
+def shared_by_all(plan: OwnershipPlan, shards: ShardMap) -> OwnershipPlan:
+    """The plan, with all ranks of its domain as co-owners of each batch that can be shared."""
+    batches = []
+    for batch in plan.batches:
+        first = plan.specs.matrices[batch.matrices[0]]
+        ranks = shards.domains[batch.matrices[0]]
+        ranks = (batch.owner, *(r for r in ranks if r != batch.owner))[: max(first.shape)]
+        fits = all(can_be_shared(plan.specs, plan.specs.matrices[i]) for i in batch.matrices)
+        is_shared = fits and len(ranks) > 1
+        batches.append(replace(batch, co_owners=ranks) if is_shared else batch)
+    return replace(plan, batches=tuple(batches))
+
+
+def flat(message: Message) -> Tensor:
+    return torch.full((message.numel,), -1.0)
+
+
+def delivered(routes: Sequence[BucketRoute], sent: Sequence[Tensor], out: str, into: str):
+    """What comes to each rank of flat buffers laid out as ``out``, laid out as ``into``."""
+    arrived = [flat(getattr(route, into)) for route in routes]
+    for a, b in product(range(len(routes)), repeat=2):
+        there, here = getattr(routes[a], out).splits, getattr(routes[b], into).splits
+        assert there[b] == here[a]
+        piece = sent[a][sum(there[:b]) :][: there[b]]
+        arrived[b][sum(here[:a]) :][: here[a]] = piece
+    return arrived
+
+
+@settings(max_examples=120, deadline=None)
+@given(shard_maps(), st.integers(1, 3))
+def test_every_co_owner_gets_its_slice_and_every_holder_its_updates(shards, least):
+    plan = shared_by_all(planned(shards, solver="greedy"), shards)
+    specs = shards.specs
+    units = units_of(plan, [0] * len(specs.matrices))
+    values = [torch.randn(box.box.shape) for box in shards.boxes]
+    for bucket in cut_buckets(units, travelling(shards, units), 1 << 20, least, 2):
+        routes = [bucket_route(shards, units, bucket, rank) for rank in range(shards.world)]
+        sent = []
+        for rank, route in enumerate(routes):
+            blocks = flat(route.blocks)
+            for part in route.blocks.parts:
+                boxes = [shards.piece(i, rank).box for i in part.matrices]
+                pairs = zip(part.matrices, boxes, strict=True)
+                part.within(blocks).copy_(torch.stack([values[i][b.slices()] for i, b in pairs]))
+            pieces = flat(route.held) if route.cuts else blocks
+            for cut in route.cuts:
+                piece, place = cut.within(pieces, blocks)
+                piece.copy_(place)
+            sent.append(pieces)
+        is_published = routes[0].published is not None
+        arrived = sent if is_published else delivered(routes, sent, "held", "owned")
+        for route, buffer in zip(routes, arrived, strict=True):
+            for u in route.units:
+                stack = torch.full(units[u].shape, -1.0)
+                for part in (p for p in route.owned.parts if p.unit == u):
+                    places(stack, part).copy_(part.within(buffer))
+                for k, i in enumerate(units[u].matrices):
+                    whole = shards.boxes[i].form.rows_first(values[i]).flatten(1)
+                    whole = whole.mT if units[u].holds_transpose(k) else whole
+                    mine = whole[:, units[u].start :][:, : units[u].cols]
+                    assert torch.equal(stack[k], mine)
+        if is_published:
+            came = [torch.cat(arrived)] * len(routes)
+        else:
+            came = delivered(routes, arrived, "owned", "held")
+        landed = []
+        for route, buffer in zip(routes, came, strict=True):
+            blocks = flat(route.landing) if route.joins else buffer
+            for cut in route.joins:
+                piece, place = cut.within(buffer, blocks)
+                place.copy_(piece)
+            landed.append(blocks)
+        for rank, route in enumerate(routes):
+            for part in route.landing.parts:
+                for i, update in zip(part.matrices, part.within(landed[rank]), strict=True):
+                    assert torch.equal(update, values[i][shards.piece(i, rank).box.slices()])
+
+
+# ---- the iteration -----------------------------------------------------------------------
+
+
+class Together:
+    """Co-owners in one process: every exchange happens when the last one has come to it."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.sent: dict[tuple[int, int], Tensor] = {}
+        self.log: list[list[str]] = [[] for _ in range(count)]
+
+    def peers(self, index: int) -> Peers:
+        def exchange(to: Tensor, source: Tensor, tag: str):
+            number = len(self.log[index])
+            self.log[index].append(tag)
+            self.sent[number, index] = source.clone()
+
+            class Work:
+                def wait(work) -> None:
+                    for j in range(self.count):
+                        to[j].copy_(self.sent[number, j][index])
+
+            return Work()
+
+        return Peers(index, self.count, exchange)
+
+
+def by_co_owners(
+    x: Tensor, count: int, dtype: torch.dtype, split: bool, backend: str = "auto"
+) -> tuple[Tensor, list[list[str]], list[SliceOps]]:
+    """Newton-Schulz on ``[b, m, n]``, the exchanges of each co-owner, and their products."""
+    b, m, n = x.shape
+    device = torch.device("cpu")
+    choice = fixed_choice(m, n, dtype, device, 5, "gram", backend)
+    triples = resolve_coefficients("polar_express", 5)
+    together, slices, ops = Together(count), [], []
+    norms = x.to(dtype).double().norm(dim=(1, 2)).to(torch.promote_types(dtype, torch.float32))
+    for j in range(count):
+        mine = x[:, :, n * j // count : n * (j + 1) // count].to(dtype).contiguous()
+
+        def take(shape, dtype):
+            return torch.empty(shape, dtype=dtype)
+
+        inner = ops_of(choice, device, m)
+        ops.append(SliceOps(inner, together.peers(j), split, b, m, dtype, take))
+        segments = segments_of(choice, 5)
+        slices.append(prepared_slice(mine, triples, segments, ops[-1], take)(norms))
+    found: list[Tensor | None] = [None] * count
+    while any(result is None for result in found):
+        found = [next(s) if r is None else r for s, r in zip(slices, found, strict=True)]
+    return torch.cat(found, 2), together.log, ops  # type: ignore[arg-type]
+
+
+SHAPES = [(1, 1, 1), (2, 3, 8), (1, 8, 13), (2, 33, 40), (1, 5, 5), (1, 530, 600)]
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["", "split"])
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_slices_are_orthogonalized_as_the_whole_is(shape, count, split):
+    if count > shape[2]:
+        pytest.skip("more co-owners than columns")
+    x = 3 * torch.nn.functional.normalize(torch.randn(shape), dim=(1, 2))
+    expected = newton_schulz(x, dtype=torch.float32, method="gram")
+    found, log, _ = by_co_owners(x, count, torch.float32, split)
+    assert (found - expected).norm() <= 5e-5 * expected.norm()
+    assert all(one == log[0] for one in log), "all take the same exchanges, in one order"
+    sums = 2 if count == 2 else 4
+    assert len(log[0]) == sums + (11 if split else 0)
+
+
+class Mirrored(RoundedOps):
+    def symmetric(self, *operands: Tensor | None, out: Tensor, **factors: float) -> None:
+        self.general(*operands, out=out, **factors)
+        out.copy_(out.tril() + out.tril(-1).mT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("split", [False, True], ids=["", "split"])
+@pytest.mark.parametrize("count", [2, 8])
+def test_in_half_precision_slices_are_as_exact_as_the_whole(dtype, split, count):
+    """On a spectrum that the Gram form finds hard, against the standard form in float64."""
+    torch.manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(n, 96, dtype=torch.float64))[0] for n in (96, 160))
+    x = (u * torch.logspace(0, -4, 96, dtype=torch.float64)) @ v.mT
+    x = 3 * (x / x.norm()).float()[None]
+    exact = newton_schulz(x, dtype=torch.float64, method="standard")
+    choice = fixed_choice(96, 160, dtype, x.device, 5, "gram", "torch_rounded")
+    squares = [torch.empty(1, 96, 96) for _ in range(4)]
+    # Of symmetric products only a triangle is split, as symmetric kernels compute it.
+    ops = Mirrored(dtype) if split else ops_of(choice, x.device, 96)
+    held = normalize(x, dtype).float()
+    triples = resolve_coefficients("polar_express", 5)
+    steps = iterate(held, held.clone(), squares, triples, segments_of(choice, 5), ops)
+    one = finished(steps).double()
+    found, _, _ = by_co_owners(x, count, dtype, split, "torch_rounded")
+    assert (found.double() - exact).norm() <= 1.5 * (one - exact).norm()
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["", "split"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_co_owners_hold_the_same_bits_of_what_they_share(monkeypatch, count, split):
+    seen: dict[int, list[Tensor]] = {}
+    honest = SliceOps._unpack
+
+    def unpack(self, out, strips, tiles):
+        honest(self, out, strips, tiles)
+        if strips not in (self._every, self._strips[-1]):
+            return  # some of it is still to come
+        seen.setdefault(self._peers.index, []).append(out.clone())
+
+    monkeypatch.setattr(SliceOps, "_unpack", unpack)
+    by_co_owners(torch.randn(2, 40, 70), count, torch.float32, split)
+    assert len(seen) == count and len(seen[0]) >= 2
+    for others in zip(*seen.values(), strict=True):
+        assert all(torch.equal(others[0], other) for other in others)
+
+
+def test_the_norm_of_the_whole_normalizes_a_slice():
+    x = torch.zeros(1, 4, 8)
+    x[0, :, 5] = 3.0  # one co-owner has all of it
+    found, _, _ = by_co_owners(x, 2, torch.float32, False)
+    torch.testing.assert_close(found, newton_schulz(x, dtype=torch.float32, method="gram"))
+
+
+# ---- planning ----------------------------------------------------------------------------
+
+H200 = CostTable.analytic("h200", momentum=False)
+
+
+def shared_plan(
+    specs: ModelSpecs,
+    world: int,
+    co_owners: str | int = "auto",
+    costs: CostTable = H200,
+    ranks_per_node: int = 8,
+    **how,
+) -> OwnershipPlan:
+    topology = Topology.flat(world, ranks_per_node=min(ranks_per_node, world))
+    options = PlannerOptions(co_owners=co_owners)
+    return solve(specs, topology, costs, layout=Layout.SHARDED, options=options, **how)
+
+
+def sizes(plan: OwnershipPlan) -> set[int]:
+    return {len(batch.ranks) for batch in plan.batches}
+
+
+def test_blocks_are_neighbours_on_one_node():
+    on_nodes = Topology.flat(12, ranks_per_node=6)
+    assert blocks_of(range(12), on_nodes, 4) == [(0, 1, 2, 3), (6, 7, 8, 9)]
+    assert blocks_of((0, 2, 4, 6, 8), on_nodes, 2) == [(0, 2), (6, 8)]
+    assert blocks_of(range(4), Topology.flat(4, ranks_per_node=1), 2) == [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize("world, most", [(256, 0.6), (1024, 0.4)])
+def test_a_large_world_gains_what_one_owner_cannot(world, most):
+    plan = shared_plan(model_specs("llama3-8b"), world)
+    assert plan.alone_ms is not None and plan.makespan_ms <= most * plan.alone_ms
+    certificate = certify(OwnershipPlan.from_json(plan.to_json()))
+    assert certificate.ok and certificate.proven, str(certificate)
+    assert plan.makespan_ms <= 1.05 * plan.lower_bound_ms
+    for batch in plan.batches:
+        nodes = {rank // 8 for rank in batch.ranks}
+        assert len(nodes) == 1 and batch.owner % len(batch.ranks) == 0
+
+
+def test_auto_shares_only_where_that_pays():
+    specs = model_specs("llama3-8b")
+    for world in (8, 64, 128):
+        plan = shared_plan(specs, world)
+        assert sizes(plan) == {1} and plan.alone_ms is None and not plan.shared_prices
+        alone = shared_plan(specs, world, "off")
+        assert plan.makespan_ms == alone.makespan_ms and plan.batches == alone.batches
+    assert sizes(shared_plan(specs, 256, "off")) == {1}
+    # Latency eats up what slices of small matrices gain.
+    assert sizes(shared_plan(model_specs("gpt2"), 256)) == {1}
+
+
+def brute_force(specs: ModelSpecs, plan: OwnershipPlan) -> float:
+    """The least makespan of all assignments of matrices to blocks of any size."""
+    problem = build_problem(
+        specs.matrices, plan.topology.world, plan.limits, {r.key: r.ms for r in plan.prices},
+        plan.layout,
+    )  # fmt: skip
+    ways = []
+    for shape in problem.shapes:
+        options = [((rank,), shape.batch_ticks) for rank in range(plan.topology.world)]
+        for row in (r for r in plan.shared_prices if r.key == shape.key):
+            blocks = blocks_of(range(plan.topology.world), plan.topology, row.co_owners)
+            options += [(block, tuple(map(problem.ticks, row.ms))) for block in blocks]
+        ways.append(list(combinations_with_replacement(options, shape.count)))
+    best = float("inf")
+    for choice in product(*ways):
+        loads = [0] * plan.topology.world
+        for shape, options in zip(problem.shapes, choice, strict=True):
+            for block, prices in set(options):
+                count = options.count((block, prices))
+                ticks = replace(shape, batch_ticks=prices[: shape.count]).ticks[count]
+                for rank in block:
+                    loads[rank] += int(ticks)
+        best = min(best, max(loads))
+    return problem.ms(best)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.sampled_from([(2048, 2048), (2048, 8192), (1024, 4096)]), min_size=1, max_size=3),
+    st.sampled_from([2, 4]),
+    st.floats(1e-6, 2e-4),
+)
+def test_no_way_to_share_beats_the_bound(shapes, world, latency):
+    links = {k: Link(latency, 3e11) for k in (2, 4, 8)}
+    costs = replace(H200, source="given", links=links)
+    keys = [(*shape, "float32") for shape in shapes]
+    for size in (2, "auto"):
+        plan = shared_plan(specs_of(keys), world, size, costs)
+        if not plan.has_co_owners:
+            continue
+        assert plan.shared_prices
+        assert plan.lower_bound_ms <= brute_force(specs_of(keys), plan) + 1e-9
+        assert certify(plan).ok
+
+
+@pytest.fixture(scope="module")
+def plan() -> OwnershipPlan:
+    return shared_plan(model_specs("llama3-8b"), 256)
+
+
+def with_batches(plan: OwnershipPlan, **changes) -> OwnershipPlan:
+    batches = [replace(b, **changes) if b.co_owners else b for b in plan.batches]
+    return replace(plan, batches=tuple(batches))
+
+
+def test_the_certificate_finds_lies_about_co_owners(plan):
+    assert certify(plan).ok
+    cheaper = [replace(r, ms=tuple(0.5 * ms for ms in r.ms)) for r in plan.shared_prices]
+    lies = {
+        "more than its prices prove": replace(plan, lower_bound_ms=1.01 * plan.lower_bound_ms),
+        "a batch that costs less": with_batches(plan, ms=1.0),
+        "unsplit at the price of split": with_batches(plan, split=False),
+        "another kernel": with_batches(plan, kernel="gram[2]/torch/float16"),
+        "cheap prices": replace(plan, shared_prices=tuple(cheaper)),
+        "no prices": replace(plan, shared_prices=()),
+        "optimal": replace(plan, status="optimal"),
+        "someone else": with_batches(plan, owner=200, co_owners=(200, 201)),
+    }
+    for lie, told in lies.items():
+        assert not certify(told).ok, lie
+
+
+@pytest.mark.parametrize(
+    "batch, message",
+    [
+        (Batch(0, (0,), 1.0, co_owners=(0,)), "two ranks or more"),
+        (Batch(0, (0,), 1.0, co_owners=(1, 0)), "the owner first"),
+        (Batch(0, (0,), 1.0, co_owners=(0, 0)), "the owner first"),
+        (Batch(0, (0,), 1.0, co_owners=(0, 9)), "owner 9 is not a rank"),
+        (Batch(0, (0,), 1.0, co_owners=(0, 1, 2, 3)), "more than its longer side 3"),
+        (Batch(0, (0,), 1.0, "standard/torch/float32", (0, 1)), "run the Gram form"),
+    ],
+)
+def test_impossible_co_owners_are_refused(batch, message):
+    whole = shared_plan(specs_of([(2, 3, "float32")]), 4, "off")
+    with pytest.raises(PlanError, match=message):
+        replace(whole, batches=(batch,))
+
+
+def test_a_number_of_co_owners_that_cannot_be_is_an_error():
+    with pytest.raises(PlanError, match="co_owners=8 is more than matrix 'm0.weight' of 2 x 3"):
+        shared_plan(specs_of([(2, 3, "float32")]), 8, 8)
+    with pytest.raises(PlanError, match="co_owners=4, but there are only 2 ranks"):
+        shared_plan(specs_of([(8, 8, "float32")]), 2, 4)
+    for layout in (Layout.REDUCED, Layout.DEDICATED):
+        options = PlannerOptions(co_owners=2)
+        with pytest.raises(PlanError, match=f"in the {layout.value!r} layout each matrix"):
+            solve(
+                specs_of([(8, 8, "float32")]), Topology.flat(2), H200, layout=layout,
+                options=options,
+            )  # fmt: skip
+    for wrong in (0, 1, 3, 16, "some"):
+        with pytest.raises(ValueError, match="'auto', 'off', 2, 4 or 8"):
+            PlannerOptions(co_owners=wrong)
+
+
+def test_columns_of_several_dims_are_left_to_one_owner():
+    shape = (8, 6, 3, 3)
+    specs = ModelSpecs(
+        (
+            ParameterSpec("conv", shape, "float32", Algorithm.MUON, ""),
+            ParameterSpec("tall", (64, 2, 3, 3), "float32", Algorithm.MUON, ""),
+        ),
+        (
+            MatrixSpec("conv", 0, 8, 54, "float32"),
+            MatrixSpec("tall", 1, 64, 18, "float32"),
+        ),
+    )
+    assert [can_be_shared(specs, m) for m in specs.matrices] == [False, True]
+    plan = shared_plan(specs, 4, 2)
+    assert {b.matrices[0]: len(b.ranks) for b in plan.batches} == {0: 1, 1: 2}
+
+
+def test_equal_input_gives_an_equal_plan_in_whatever_order_matrices_come(plan):
+    assert shared_plan(model_specs("llama3-8b"), 256).to_json() != ""
+    again = shared_plan(model_specs("llama3-8b"), 256)
+    assert replace(again, seconds=0.0) == replace(plan, seconds=0.0)
