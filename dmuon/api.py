@@ -57,10 +57,10 @@ from dmuon.dtensors import (
     sample,
 )
 from dmuon.kernels.choice import BACKENDS, restarts_of
-from dmuon.measure import measured_costs
+from dmuon.measure import measured_costs, measured_slices
 from dmuon.ownership import Ownership, ownerships_of
-from dmuon.scheduler.co_owners import can_be_shared
-from dmuon.scheduler.costs import CostTable, resolve_costs
+from dmuon.scheduler.co_owners import SIZES, blocks_of, can_be_shared
+from dmuon.scheduler.costs import CostTable, Link, resolve_costs
 from dmuon.scheduler.plan import OwnershipPlan, check_plan_fits
 from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.scheduler.shards import OwnerLimits, RankShards, ShardMap
@@ -264,28 +264,62 @@ def assemble(
                 momentum=momentum,
             )
 
-        def planned() -> str:
-            plan = request.plan or solve(
-                specs,
-                found.topology,
-                resolve_costs(costs, found.topology.device_type, momentum=momentum),
-                layout=found.layout,
-                solver=request.solver,
-                options=planner,
-                limits=limits,
-            )
-            return plan.to_json()
+        def planned(costs: Any) -> OwnershipPlan:
+            def solved() -> str:
+                plan = request.plan or solve(
+                    specs,
+                    found.topology,
+                    resolve_costs(costs, found.topology.device_type, momentum=momentum),
+                    layout=found.layout,
+                    solver=request.solver,
+                    options=planner,
+                    limits=limits,
+                )
+                return plan.to_json()
 
-        text = solve_on_first(transport, planned)
-        plan = attempt(
-            transport,
-            lambda: OwnershipPlan.from_json(text),
-            what="dmuon.dedicate_params (the plan)",
-            digest=OwnershipPlan.fingerprint,
-        )
+            text = solve_on_first(transport, solved)
+            return attempt(
+                transport,
+                lambda: OwnershipPlan.from_json(text),
+                what="dmuon.dedicate_params (the plan)",
+                digest=OwnershipPlan.fingerprint,
+            )
+
+        new_group = new_group or group_maker(None, transport.world, None)
+        if isinstance(costs, CostTable) and costs is not request.costs and costs.entries:
+            # Would it pay to share matrices if exchanges were free? Only then they are measured.
+            free = planned(replace(costs, links=dict.fromkeys(SIZES, Link(0.0, 1e30))))
+            if free.has_co_owners:
+                costs = _with_slices(costs, free, transport, new_group, found.device, request)
+        plan = planned(costs)
         runtime = _runtime(request, found, plan, shards, reports, transport, new_group)
         undo.pop_all()
     return Ownership(plan, runtime, given.inner, request.kernels)
+
+
+def _with_slices(
+    costs: CostTable,
+    free: OwnershipPlan,
+    transport: Transport,
+    new_group: NewGroup,
+    device: torch.device,
+    request: Request,
+) -> CostTable:
+    """Measured costs with those of the slices of what ``free`` shares; a collective call."""
+    shared = [batch.matrices[0] for batch in free.batches if batch.co_owners]
+    every = range(transport.world)
+    groups: dict[int, Transport | None] = {}
+    with ExitStack() as done:
+        for k in sorted({row.co_owners for row in free.shared_prices}):
+            blocks = blocks_of(every, free.topology, k)
+            left = tuple(sorted(set(every).difference(*blocks)))
+            group = new_group([*blocks, left] if left else blocks)
+            done.callback(group.close)
+            groups[k] = None if transport.rank in left else group
+        keys = {free.specs.matrices[i].key for i in shared}
+        return measured_slices(
+            transport, costs, keys, groups, device, request.planner, kernels=request.kernels
+        )
 
 
 # ---- what this rank finds in the model ---------------------------------------------------

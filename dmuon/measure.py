@@ -34,9 +34,10 @@ from dmuon.config import KernelOptions, MuonDefaults, PlannerOptions
 from dmuon.kernels import newton_schulz as ns
 from dmuon.kernels.choice import backend_version, candidates, fixed_choice, launch_errors, ops_of
 from dmuon.kernels.newton_schulz import normalize, resolve_coefficients, resolve_ns_dtype
-from dmuon.kernels.runner import Call, Orthogonalizer
+from dmuon.kernels.ops import Peers
+from dmuon.kernels.runner import Call, Orthogonalizer, SliceCall
 from dmuon.scheduler import costs
-from dmuon.scheduler.costs import CostTable, ShapeKey, canonical_key
+from dmuon.scheduler.costs import CostTable, Link, ShapeKey, SliceKey, canonical_key
 from dmuon.scheduler.specs import dtype_name
 from dmuon.types import KernelChoice
 from dmuon.update import scaled_momentum
@@ -497,6 +498,135 @@ def measured_costs(
     if leads and problem is not None:
         warnings.warn(f"dmuon: {problem}", RuntimeWarning, stacklevel=2)
     return table
+
+
+def measured_slices(
+    transport: Transport,
+    table: CostTable,
+    keys: Iterable[ShapeKey],
+    groups: Mapping[int, Transport | None],
+    device: torch.device,
+    options: PlannerOptions,
+    *,
+    kernels: KernelOptions = KernelOptions(),  # noqa: B008  frozen
+) -> CostTable:
+    """``table`` with what slices of matrices with these keys cost co-owners: their products, and
+    what an exchange takes in each of ``groups``, by the number of co-owners (None: this rank is in
+    no set of so many).
+
+    A collective call; the table is equal on all ranks, and the slowest counts.
+
+    Raises:
+        Exception: what measuring raised here; ConsensusError if that was on another rank.
+    """
+
+    def measure() -> tuple[torch.dtype, dict[SliceKey, dict[int, float]], dict[int, list[float]]]:
+        dtype = resolve_ns_dtype("auto", device)
+        deadline = time.perf_counter() + options.profile_budget_s
+        cases = [
+            (rows, cols, name, k, split)
+            for rows, cols, name in sorted({canonical_key(key) for key in keys})
+            for k in groups
+            for split in (False, True)
+            if k <= cols
+        ]
+        times: dict[SliceKey, dict[int, float]] = {}
+        with torch.no_grad():
+            for case in cases:
+                if time.perf_counter() < deadline:
+                    times[case] = {1: _slice_ms(case, device, dtype, kernels)}
+            links = {k: [] if g is None else _exchange_ms(g, device) for k, g in groups.items()}
+        return dtype, times, links
+
+    mine = attempt(transport, measure, what="dmuon: measuring slices", digest=lambda _: "")
+    everyone = transport.gather_objects(mine)
+    slices: dict[SliceKey, dict[int, float]] = {}
+    for key in mine[1]:
+        if all(key in times for _, times, _ in everyone):
+            slices[key] = {1: max(times[key][1] for _, times, _ in everyone)}
+    links = {}
+    for k in groups:
+        each = [found[k] for *_, found in everyone if found[k]]
+        if each:
+            links[k] = _fitted([max(ms) for ms in zip(*each, strict=True)], k - 1)
+    dtypes = {dtype for dtype, *_ in everyone}
+    ns_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    item = ns_dtype.itemsize
+    sum_item = 2 if ns_dtype is torch.float16 else max(4, item)  # as `SliceOps` sends them
+
+    def alone() -> float:
+        """How much longer the costliest matrix takes while all ranks work than while one does."""
+        if transport.rank != 0 or not slices:
+            return 1.0
+        key = max({key[:3] for key in slices}, key=lambda key: table.batch_ms(key, 1))
+        timer = OwnerTimer(device, mine[0], momentum=table.momentum, options=kernels)
+        runs = timer.reserve([(Case(key, 1), table.kernel(key, 1))])
+        times = [timer.run(*run) for run in runs * (_MIN_TIMES + 1)][1:]
+        return max(1.0, table.batch_ms(key, 1) / statistics.median(times)) if times else 1.0
+
+    found = attempt(transport, alone, what="dmuon: measuring one owner", digest=lambda _: "")
+    contention = transport.broadcast_object(found, 0)
+    return replace(
+        table, slices=slices, links=links, ns_item=item, sum_item=sum_item, contention=contention
+    )
+
+
+_EXCHANGED = (1 << 12, 1 << 18, 1 << 21)  # bytes to each of the others
+
+
+def _slice_ms(
+    case: SliceKey, device: torch.device, dtype: torch.dtype, kernels: KernelOptions
+) -> float:
+    """Milliseconds of a co-owner's products on one matrix, exchanges aside."""
+    rows, cols, _, k, split = case
+    runner = Orthogonalizer(device, dtype, kernels)
+    defaults = MuonDefaults()
+    triples = resolve_coefficients(defaults.ns_coefficients, defaults.ns_steps)
+    x = torch.zeros(1, rows, -(-cols // k), dtype=dtype, device=device)
+    nobody = Peers(0, k, lambda to, source, tag: _Nothing())
+    call = Call((1, rows, x.shape[2]), triples)
+    calls = [(SliceCall(call, nobody, split), x)]
+    norms = [torch.ones(1, device=device)]
+    runner.reserve([], [], [calls])
+    generator = torch.Generator(device).manual_seed(0)
+    start = torch.empty_like(x).normal_(generator=generator).div_(math.sqrt(x.numel() * k))
+    times = []
+    for _ in range(_MIN_TIMES + 1):
+        x.copy_(start)
+        watch = Stopwatch(device)
+        watch.start()
+        runner.run_together(calls, norms)
+        watch.stop()
+        times.append(watch.milliseconds())
+    return float(f"{statistics.median(times[1:]):.6g}")
+
+
+class _Nothing:
+    def wait(self) -> None:
+        return None
+
+
+def _exchange_ms(group: Transport, device: torch.device) -> list[float]:
+    """Milliseconds of an exchange of `_EXCHANGED` bytes."""
+    found = []
+    for nbytes in _EXCHANGED:
+        sent = torch.zeros(group.world * nbytes, dtype=torch.uint8, device=device)
+        came, splits, times = torch.empty_like(sent), [nbytes] * group.world, []
+        for _ in range(2 * PASSES):
+            watch = Stopwatch(device)
+            watch.start()
+            group.all_to_all(came, sent, splits, splits, tag="measuring").wait()
+            watch.stop()
+            times.append(watch.milliseconds())
+        found.append(statistics.fmean(times[1:]))  # a median would forget the tail, which counts
+    return found
+
+
+def _fitted(ms: Sequence[float], others: int) -> Link:
+    """Latency and bandwidth, from the smallest and the largest exchange with so many others."""
+    small, *_, large = _EXCHANGED
+    slope = max((ms[-1] - ms[0]) / (others * (large - small)), 1e-12)
+    return Link(max(ms[0], 1e-6) / 1e3, 1e3 / slope)
 
 
 def _by_shape(values: Mapping[Case, T]) -> dict[ShapeKey, dict[int, T]]:

@@ -203,8 +203,11 @@ class SliceOps(MatmulOps):
         1 1 1 .      and all that follows from it are the same everywhere, in half the bytes. (Two
         0 0 0 0      send each other everything, which takes one message, and add in one order.)
 
-    With ``split``, `symmetric` computes its own strips and sends them to all. What travels is of
-    ``dtype``, in which the iteration runs. ``inner`` multiplies.
+    With ``split``, `symmetric` computes its own strips and sends them to all. ``inner`` multiplies.
+
+    What travels is of ``dtype``, in which the iteration runs; but parts of a sum that is to be
+    rounded to bfloat16 are products in float32, and travel so: rounded one by one they would move
+    an update by more than rounding the whole sum does (docs/co-owners.md).
     """
 
     def __init__(
@@ -227,17 +230,22 @@ class SliceOps(MatmulOps):
             [strips[i] for i in range(count) if min(i, count - 1 - i) % k == j] for j in range(k)
         ]
         self._batch, wide = batch, torch.promote_types(dtype, torch.float32)
+        self._every = sorted(chain.from_iterable(self._strips))
         most = max(self._numel(mine) for mine in self._strips)
         self._out, self._in = take((k, most), dtype), take((k, most), dtype)
-        # [co-owner]: tiles of its strips in what is sent, and in what comes.
-        self._sent = [self._tiles(self._out[j], s) for j, s in enumerate(self._strips)]
+        is_wide = dtype is torch.bfloat16
+        kind = torch.float32 if is_wide else dtype
+        whole = (2, self._numel(self._every)) if k == 2 else (k, most)
+        # Parts of sums, to the others and from them.
+        self._parts = (self._out, self._in)
+        if is_wide or k == 2:
+            self._parts = take(whole, kind), take(whole, kind)
+        self._gram = take((batch, rows, rows), kind) if is_wide else None
+        # [co-owner]: tiles of its strips in what comes.
         self._came = [self._tiles(self._in[j], s) for j, s in enumerate(self._strips)]
         self._mine = self._tiles(self._out[0], self._strips[me])
         self._made = self._tiles(take((most,), self.held or dtype), self._strips[me])
-        self._every = sorted(chain.from_iterable(self._strips))
-        whole = (2, self._numel(self._every))
-        self._both = (take(whole, dtype), take(whole, dtype)) if k == 2 else None
-        self._sum = take((self._numel(self._every) if k == 2 else most,), wide)
+        self._sum = take(whole[1:], wide)
         self._steps: Iterator[None] | None = None
 
     def _numel(self, strips: Sequence[tuple[int, int]]) -> int:
@@ -271,8 +279,14 @@ class SliceOps(MatmulOps):
         self._each(self._inner.general, *operands, **how)
 
     def gram(self, x: Tensor, xt: Tensor, *, out: Tensor) -> None:
-        self._each(self._inner.symmetric, x, xt, out=out)
-        self._steps = self._summed(out)
+        if self._gram is None:
+            self._each(self._inner.symmetric, x, xt, out=out)
+        elif not x.is_cpu:
+            torch.bmm(x, xt, out_dtype=torch.float32, out=self._gram)
+        else:
+            wide = x.float()
+            self._each(StripsOps().symmetric, wide, wide.mT, out=self._gram)
+        self._steps = self._summed(out if self._gram is None else self._gram, out)
 
     def symmetric(self, *operands: Tensor | None, **how: Any) -> None:  # type: ignore[override]
         if self._split:
@@ -307,23 +321,19 @@ class SliceOps(MatmulOps):
 
     # ---- exchanges ---------------------------------------------------------------------------
 
-    def _summed(self, out: Tensor) -> Iterator[None]:
-        if self._both:
-            sent, came = self._both
-            torch._foreach_copy_(self._tiles(sent[0], self._every), _lower(out, self._every))
-            sent[1].copy_(sent[0])
-        else:
-            sent, came = self._out, self._in
-            for to, strips in zip(self._sent, self._strips, strict=True):
-                torch._foreach_copy_(to, _lower(out, strips))
+    def _summed(self, part: Tensor, out: Tensor) -> Iterator[None]:
+        sent, came = self._parts
+        both = self._peers.count == 2
+        for row, strips in zip(sent, [self._every] * 2 if both else self._strips, strict=True):
+            torch._foreach_copy_(self._tiles(row, strips), _lower(part, strips))
         work = self._peers.exchange(came, sent, "gram")
         yield
         work.wait()
         torch.sum(came, 0, dtype=self._sum.dtype, out=self._sum)
-        strips = self._every if self._both else self._strips[self._peers.index]
+        strips = self._every if both else self._strips[self._peers.index]
         tiles = self._tiles(self._sum, strips)
-        if self._both:
-            self._unpack(out, strips, tiles)
+        if both:
+            self._unpack(out, strips, [tile.to(self._dtype) for tile in tiles])
             return
         torch._foreach_copy_(self._mine, tiles)
         self._out[1:].copy_(self._out[:1].expand_as(self._out[1:]))

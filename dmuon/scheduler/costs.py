@@ -32,6 +32,7 @@ from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.types import KernelChoice, PlanError
 
 ShapeKey = tuple[int, int, str]  # rows, cols, dtype of the parameter
+SliceKey = tuple[int, int, str, int, bool]
 
 ORIGINS = ("measured", "interpolated", "estimated", "analytic", "given")
 """How a price came about; "estimated" is scaled from what was measured, beyond its range."""
@@ -212,9 +213,11 @@ class CostTable:
     does where it keeps the momentum (momentum update, normalization, Newton-Schulz), or of
     Newton-Schulz alone, as in the `sharded` layout.
 
-    For matrices with co-owners: ``slices`` maps (short side, columns of the slice, dtype) to the
-    times of the Gram form on slices, ``slice_kernels`` to its kernels; ``links`` holds what an
-    exchange takes by the number of co-owners, and ``ns_item`` the bytes of an element that travels.
+    For matrices with co-owners: ``slices`` maps (rows, cols, dtype, co-owners, whether these share
+    the products of short side x short side) to the time of a co-owner's products, by batch size;
+    ``links`` holds what an exchange takes by the number of co-owners, ``ns_item`` the bytes of an
+    element that travels, ``sum_item`` those of a part of a sum. Times are of a machine on which all
+    ranks work; alone, an owner would be ``contention`` times as fast (processes that share cores).
 
     Raises:
         PlanError: an entry is not a shape with positive batch sizes and finite times >= 0, or a
@@ -228,10 +231,11 @@ class CostTable:
     entry_origin: str = "given"
     kernels: Mapping[ShapeKey, Mapping[int, str]] = field(default_factory=dict)
     momentum: bool = True
-    slices: Mapping[ShapeKey, Mapping[int, float]] = field(default_factory=dict)
-    slice_kernels: Mapping[ShapeKey, Mapping[int, str]] = field(default_factory=dict)
+    slices: Mapping[SliceKey, Mapping[int, float]] = field(default_factory=dict)
     links: Mapping[int, Link] = field(default_factory=dict)
     ns_item: int = 2
+    sum_item: int = 2
+    contention: float = 1.0
 
     def __post_init__(self) -> None:
         if self.entry_origin not in ORIGINS:
@@ -343,34 +347,31 @@ class CostTable:
         rows, cols, dtype = canonical_key(key)
         width, k = -(-cols // co_owners), co_owners
         alone, origin = self._price(key, batch)
-        known = self.slices.get((rows, width, dtype), {})
         device = self.device or ANALYTIC_DEVICES["cpu"]
-        whole = slice_ms(device, rows, width, batch, self.ns_steps)
-        if batch in known:
-            ms, origin = known[batch], self.entry_origin
-        elif known:
-            most = max(known)
-            ms, origin = known[most] / most * batch, "estimated"
-        else:
-            # As much of what one owner takes as a slice has of the work, in the same form.
-            ms = alone * whole / slice_ms(device, rows, cols, batch, self.ns_steps)
-            origin = "estimated" if self.entries else origin
-        part = ms * slice_ms(device, rows, width, batch, self.ns_steps, 1 / k) / whole
+        found, steps = [], self.ns_steps
+        for split in (False, True):
+            known = self.slices.get((rows, cols, dtype, k, split), {})
+            if not known:
+                # As much of what one owner takes as a slice has of the work, in the same form.
+                ms = alone * slice_ms(device, rows, width, batch, steps, 1 / k if split else 1.0)
+                ms /= slice_ms(device, rows, cols, batch, steps)
+                origin = "estimated" if self.entries else origin
+            elif batch in known:
+                ms, origin = known[batch], self.entry_origin
+            else:
+                ms, origin = known[max(known)] / max(known) * batch, "estimated"
+            found.append(ms)
         segments, squares = gram_products(self.ns_steps)
         path = self.links.get(co_owners) or LINKS[link]
         # About half of a square in 2k strips, of which each keeps its own.
-        sent = batch * self.ns_item * rows**2 / 2 * (1 + 1 / (2 * k)) * (k - 1) / k
-        sums = path.ms(8.0 * batch * k) + 2 * segments * path.ms(sent)
+        numel = batch * rows**2 / 2 * (1 + 1 / (2 * k)) * (k - 1) / k
+        sent, parts = numel * self.ns_item, numel * self.sum_item
+        # Sums of strips, and then all strips; two co-owners send each other all at once.
+        sums = segments * (path.ms(2 * parts) if k == 2 else path.ms(parts) + path.ms(sent))
         # R P is not exchanged on the way to (R P) P, once for each step but the segments' first.
-        exchanges = squares - (self.ns_steps - segments)
-        apart, together = ms + sums, part + sums + exchanges * path.ms(sent)
+        exchanges = squares - (steps - segments)
+        apart, together = found[0] + sums, found[1] + sums + exchanges * path.ms(sent)
         return min(apart, together), together < apart, origin
-
-    def slice_kernel(self, key: ShapeKey, co_owners: int) -> str:
-        """The kernel of `shared_ms`; "" where none was named."""
-        rows, cols, dtype = canonical_key(key)
-        names = self.slice_kernels.get((rows, -(-cols // co_owners), dtype), {})
-        return names[min(names)] if names else ""
 
     def kernel(self, key: ShapeKey, batch: int) -> str:
         """The kernel of `batch_ms`; "" where none was named.
@@ -497,6 +498,15 @@ _FIELDS = {
 }
 
 
+_SHARING = {
+    "slices": tuple[tuple[int, int, str, int, bool, dict[str, Number]], ...],
+    "links": tuple[tuple[int, Number, Number], ...],
+    "ns_item": Annotated[int, (1, 8)],
+    "sum_item": Annotated[int, (1, 8)],
+    "contention": Number,
+}
+
+
 def _data_of(table: CostTable) -> dict[str, Any]:
     def rows(of: Mapping[ShapeKey, Mapping[int, Any]], name: str) -> list[dict[str, Any]]:
         return [
@@ -505,7 +515,16 @@ def _data_of(table: CostTable) -> dict[str, Any]:
             for (m, n, dtype), by_batch in sorted(of.items())
         ]
 
-    return {
+    sharing = {
+        "slices": [
+            [*key, {str(b): ms for b, ms in by.items()}] for key, by in table.slices.items()
+        ],
+        "links": [[k, link.latency_s, link.bandwidth] for k, link in table.links.items()],
+        "ns_item": table.ns_item,
+        "sum_item": table.sum_item,
+        "contention": table.contention,
+    }
+    return (sharing if table.slices or table.links else {}) | {
         "format": _FORMAT,
         "version": _VERSION,
         "source": table.source,
@@ -548,6 +567,13 @@ def _table_of(content: str, where: str) -> tuple[CostTable, dict[str, Any]]:
         found["entry_origin"] = found.pop("origin")
         found["entries"] = _by_shape("entries", found["entries"], "ms", float)
         found["kernels"] = _by_shape("kernels", found["kernels"], "kernel", str)
+        if "links" in data:
+            sharing = decode_fields(_SHARING, data)
+            found |= {name: sharing[name] for name in ("ns_item", "sum_item", "contention")}
+            found["links"] = {k: Link(*link) for k, *link in sharing["links"]}
+            found["slices"] = {
+                tuple(key): {int(b): ms for b, ms in by.items()} for *key, by in sharing["slices"]
+            }
         return CostTable(**found), data
     except ValueError as error:
         message = f"{where} is damaged ({cut(str(error))}): write it again with {_HOW}"

@@ -395,7 +395,8 @@ def _shared(
         makespan = min(rest.makespan(c) for c in counts if c is not None)
         if best is None or makespan < best[0]:
             best = makespan, sharing, rest
-    if best is None or (size is None and best[0] >= (1 - GAIN) * alone):
+    # Ranks that share matrices all work, where some might have been idle.
+    if best is None or (size is None and best[0] * costs.contention >= (1 - GAIN) * alone):
         return None
     _, sharing, rest = best
     row_of = {(row.key, row.co_owners): row for row in prices}

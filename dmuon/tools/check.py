@@ -23,7 +23,14 @@ from torch import Tensor, nn
 from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
-from dmuon.config import DedicatedOptions, KernelOptions, ReplicatedOptions, ShardedOptions
+from dmuon.config import (
+    DedicatedOptions,
+    KernelOptions,
+    PlannerOptions,
+    ReplicatedOptions,
+    ShardedOptions,
+)
+from dmuon.scheduler.co_owners import SIZES
 from dmuon.tools.equivalence import EquivalenceReport, EquivalenceRow, check_step_equivalence
 from dmuon.tools.plan import positive
 from dmuon.update import Rates
@@ -38,6 +45,7 @@ _DATA_OF_A_SEED = 10_000  # steps until the data are those of the next seed
 _FULL, _HALF = torch.float32, torch.bfloat16
 # Cases of the other layouts that are also compared with Newton-Schulz in half precision.
 _HALF_PRECISION = ("fsdp4", "tp+fsdp")
+_SHARED = ("fsdp2", "hsdp", "tp+fsdp", "hsdp+tp")  # also with co-owners
 _FIXED = KernelOptions(method="gram", backend="torch")
 _LAYOUTS = ("replicated", "sharded", "dedicated")
 
@@ -84,13 +92,15 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
 class _Job(NamedTuple):
     """Rows of one model on one mesh: (dtype of the parameters, dtype of Newton-Schulz) each.
 
-    ``reduces``: the `replicated` layout with ``reduce_to_owner``.
+    ``reduces``: the `replicated` layout with ``reduce_to_owner``. ``co_owners``: so many ranks
+    share each matrix.
     """
 
     layout: str
     case: ParallelCase
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]]
     reduces: bool = False
+    co_owners: int | None = None
 
 
 def _jobs(args: argparse.Namespace) -> list[_Job]:
@@ -110,7 +120,17 @@ def _jobs(args: argparse.Namespace) -> list[_Job]:
         for case in cases:
             if args.nproc is None or case.world <= args.nproc:
                 jobs.append(_Job(layout, case, [full] + [half] * (case.name in _HALF_PRECISION)))
+    if not args.bitwise and nproc > 1:  # co-owners add in an order of their own
+        jobs.append(_Job("replicated", ddp, [full, half], co_owners=_as_many(ddp)))
+        for case in CASES:
+            if (args.nproc is None or case.world <= args.nproc) and case.name in _SHARED:
+                jobs.append(_Job("sharded", case, [full, half], co_owners=_as_many(case)))
     return [job for job in jobs if args.layout in (job.layout, "all")]
+
+
+def _as_many(case: ParallelCase) -> int:
+    """Co-owners of a case: all ranks, as far as may share a matrix."""
+    return max((size for size in SIZES if size <= case.world), default=1)
 
 
 def _plant_fault() -> None:
@@ -123,7 +143,7 @@ def _plant_fault() -> None:
 def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
     from dmuon.tools.parallel_models import batch, loss_of
 
-    layout, case, _, reduces = job
+    layout, case, _, reduces, co_owners = job
     mesh = case.make_mesh()
     for (dtype, ns_dtype), seed in product(job.dtypes, range(args.seeds)):
 
@@ -146,6 +166,7 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
             steps=args.steps,
             options=_options(layout, dtype, reduces),
             kernels=_FIXED if args.bitwise else KernelOptions(),
+            planner=PlannerOptions(co_owners=co_owners or "off"),
             data_axes=case.data_axes,
             lr=args.lr,
             ns_dtype=ns_dtype,

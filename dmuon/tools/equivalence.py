@@ -25,7 +25,7 @@ from dmuon.comm.consensus import attempt
 from dmuon.comm.process_groups import check_launched
 from dmuon.comm.replicated import ReplicatedRuntime
 from dmuon.comm.transport import Transport
-from dmuon.config import DedicatedOptions, KernelOptions, ReplicatedOptions
+from dmuon.config import DedicatedOptions, KernelOptions, PlannerOptions, ReplicatedOptions
 from dmuon.dtensors import is_distributed, whole_tensor
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.optim import Muon
@@ -157,6 +157,7 @@ def check_step_equivalence(
     steps: int = 10,
     options: Any = None,
     kernels: KernelOptions = KernelOptions(),  # noqa: B008  frozen
+    planner: PlannerOptions = PlannerOptions(),  # noqa: B008  frozen
     data_axes: Sequence[str] | None = None,
     **muon_kwargs: Any,
 ) -> EquivalenceReport:
@@ -185,6 +186,7 @@ def check_step_equivalence(
         kernels: for `dedicate_params`. With a fixed choice (neither ``method`` nor ``backend`` is
             "auto") every rank also makes each update by itself, from whole gradient and momentum,
             and what it stores must be equal to the bit.
+        planner: for `dedicate_params`; with ``co_owners`` ranks share matrices.
         data_axes: the mesh axes along which data differ; all but "tp" by default. Data ranks are
             numbered along them in mesh order; ranks that differ in other axes only are one.
         muon_kwargs: for `dmuon.Muon` and, except what concerns distribution, `ReferenceMuon`.
@@ -215,7 +217,7 @@ def check_step_equivalence(
     twin = copy.deepcopy(model)  # now: a parallelized model cannot be copied
     if tensor_parallel is not None:
         model = tensor_parallel(model)
-    request = {"layout": layout, "options": options, "kernels": kernels}
+    request = {"layout": layout, "options": options, "kernels": kernels, "planner": planner}
     wrapped, own = _distribute(model, mesh, parallelize, request)
     try:
         bitwise = kernels.is_fixed
@@ -554,6 +556,8 @@ class _Trial:
         layout = Layout.REPLICATED.value if replicated else plan.layout.value
         forms = ["DDP"] * isinstance(self.model, DistributedDataParallel)
         forms += [Layout.REDUCED.value] * (plan.layout is Layout.REDUCED)
+        most = max((len(batch.co_owners) for batch in plan.batches), default=0)
+        forms += [f"{most} co-owners"] * bool(most)
         bitwise = None if self.bits is None else not self.bits.different
         return EquivalenceRow(
             layout=layout + (f" ({', '.join(forms)})" if forms else ""),

@@ -382,6 +382,71 @@ SHARDED_FAULTS = {
 }
 
 
+def sums_in_another_order(monkeypatch, rank):
+    """Rank 1 takes part in the sums of matrices of one shape in another order."""
+    honest = Orthogonalizer.run_together
+
+    def run_together(self, calls, norms):
+        order = sorted(range(len(calls)), key=lambda n: (tuple(calls[n][1].shape), -n))
+        assert order != sorted(order, key=lambda n: (tuple(calls[n][1].shape), n))
+        back = [calls[n] for n in order], [norms[n] for n in order]
+        found = dict(zip(order, honest(self, *back), strict=True))
+        return [found[n] for n in range(len(calls))]
+
+    def in_order_of_shapes(self, calls, norms):
+        order = sorted(range(len(calls)), key=lambda n: (tuple(calls[n][1].shape), n))
+        sorted_ = [calls[n] for n in order], [norms[n] for n in order]
+        found = dict(zip(order, honest(self, *sorted_), strict=True))
+        return [found[n] for n in range(len(calls))]
+
+    run = run_together if rank == 1 else in_order_of_shapes
+    monkeypatch.setattr(Orthogonalizer, "run_together", run)
+
+
+def stale_slice(monkeypatch, rank):
+    """Rank 1 computes on what came for its slices the time before."""
+    honest, seen = Orthogonalizer.run_together, {}
+
+    def run_together(self, calls, norms):
+        for _, x in calls:
+            now, where = x.clone(), (x.data_ptr(), x.shape)
+            if rank == 1:
+                x.copy_(seen.get(where, now))
+            seen[where] = now
+        return honest(self, calls, norms)
+
+    monkeypatch.setattr(Orthogonalizer, "run_together", run_together)
+
+
+# What of the exchange, and how many co-owners each matrix has.
+SHARED_FAULTS = {
+    "lost sum": ("fsdp2", lost_message("gram"), 2),
+    "lost sum of four": ("fsdp4", lost_message("gram"), 4),
+    "lost rows": ("fsdp4", lost_message("rows"), 4),
+    "lost slice": ("fsdp2", lost_message("gather"), 2),
+    "lost update": ("hsdp", lost_message("scatter"), 2),
+    "stale slice": ("fsdp2", stale_slice, 2),
+    "sums in another order": ("fsdp2", sums_in_another_order, 2),
+}
+
+
+def shared_fault_is_caught(rank, world, fault):
+    name, plant, k = SHARED_FAULTS[fault]
+    shared = {"layers": 2, "steps": 2, "planner": dmuon.PlannerOptions(co_owners=k, max_batch=1)}
+    assert check(name, **shared).passed
+    assert_caught(plant, rank, check, name, **shared)
+
+
+shared_fault_is_caught.body = shared_fault_is_caught
+
+
+@pytest.mark.parametrize("fault", SHARED_FAULTS)
+def test_planted_faults_of_co_owners_are_caught(pools, fault):
+    pools(BY_NAME[SHARED_FAULTS[fault][0]].world).run(
+        __name__, "shared_fault_is_caught", {"fault": fault}
+    )
+
+
 @pytest.mark.parametrize("fault", SHARDED_FAULTS)
 @distributed(4)
 def test_planted_faults_in_sharded_models_are_caught(rank, world, fault):
@@ -486,8 +551,10 @@ ON_TWO = [
     *[("replicated (DDP)", "", "2")] * 2,
     ("replicated (DDP, reduce_to_owner)", "", "2"),
     *[("replicated (reduce_to_owner)", "", "2")] * 3,
+    *[("replicated (DDP, 2 co-owners)", "", "2")] * 2,
     ("sharded", "fsdp2", "2 dp"),
     ("sharded", "tp", "2 tp"),
+    *[("sharded (2 co-owners)", "fsdp2", "2 dp")] * 2,
     ("dedicated", "plain", "2 dp"),
     ("dedicated", "fsdp2", "2 dp"),
 ]
@@ -515,7 +582,7 @@ def test_rows_of_several_seeds_have_a_factor_of_two_of_air(capsys):
     """`python -m dmuon check --seeds 20` is the long form."""
     assert main([*COMMAND, "--seeds", "3", "--json", "-"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["seed"] for row in rows] == [0, 1, 2] * 6
+    assert [row["seed"] for row in rows] == [0, 1, 2] * 8
     # Other weights, other data; those of Newton-Schulz in half precision are no small multiples.
     assert len({row["yardstick"] for row in rows[12:15]}) == 3
     for row in rows:
@@ -531,7 +598,7 @@ def test_the_command_fails_on_a_planted_fault_in_every_layout(capsys):
 @pytest.mark.parametrize("layout", ["replicated", "sharded", "dedicated", "all"])
 def test_the_command_covers_the_meshes_that_fit(layout):
     def jobs(nproc):
-        return command._jobs(argparse.Namespace(layout=layout, nproc=nproc))
+        return command._jobs(argparse.Namespace(layout=layout, nproc=nproc, bitwise=False))
 
     found = {(job.layout, job.case.name) for job in jobs(2)}
     fitting = {(row.split()[0], case) for row, case, _ in ON_TWO}

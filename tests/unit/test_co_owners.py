@@ -173,15 +173,14 @@ def by_co_owners(
     return torch.cat(found, 2), together.log, ops  # type: ignore[arg-type]
 
 
-SHAPES = [(1, 1, 1), (2, 3, 8), (1, 8, 13), (2, 33, 40), (1, 5, 5), (1, 530, 600)]
+SHAPES = [(1, 1, 2), (2, 3, 8), (1, 8, 13), (2, 33, 40), (1, 5, 5), (1, 530, 600)]
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["", "split"])
-@pytest.mark.parametrize("count", [2, 3, 4, 8])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "count"), [(s, k) for s in SHAPES for k in (2, 3, 4, 8) if k <= s[2]], ids=str
+)
 def test_slices_are_orthogonalized_as_the_whole_is(shape, count, split):
-    if count > shape[2]:
-        pytest.skip("more co-owners than columns")
     x = 3 * torch.nn.functional.normalize(torch.randn(shape), dim=(1, 2))
     expected = newton_schulz(x, dtype=torch.float32, method="gram")
     found, log, _ = by_co_owners(x, count, torch.float32, split)
