@@ -130,7 +130,8 @@ class Given:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of `dedicate_params`, except the model and its mesh."""
+    """What is asked of `dedicate_params`, except the model and its mesh; and the dtype in which
+    the optimizer that plans will run Newton-Schulz."""
 
     layout: str = "auto"
     select: Select | None = None
@@ -142,6 +143,7 @@ class Request:
     options: Options | None = None
     plan: OwnershipPlan | None = None
     kernels: KernelOptions = KernelOptions()  # noqa: RUF009  frozen
+    ns_dtype: str | torch.dtype = "auto"
 
 
 def dedicate_params(
@@ -261,6 +263,7 @@ def assemble(
                 found.device,
                 request.planner,
                 kernels=request.kernels,
+                ns_dtype=request.ns_dtype,
                 momentum=momentum,
             )
 
@@ -286,12 +289,17 @@ def assemble(
             )
 
         new_group = new_group or group_maker(None, transport.world, None)
-        if isinstance(costs, CostTable) and costs is not request.costs and costs.entries:
+        measured = isinstance(costs, CostTable) and costs is not request.costs and costs.entries
+        if not measured:
+            plan = planned(costs)
+        else:
             # Would it pay to share matrices if exchanges were free? Only then they are measured.
-            free = planned(replace(costs, links=dict.fromkeys(SIZES, Link(0.0, 1e30))))
-            if free.has_co_owners:
-                costs = _with_slices(costs, free, transport, new_group, found.device, request)
-        plan = planned(costs)
+            plan = planned(replace(costs, links=dict.fromkeys(SIZES, Link(0.0, 1e30))))
+            if plan.has_co_owners:
+                costs = _with_slices(costs, plan, transport, new_group, found.device, request)
+                plan = planned(costs)
+            else:
+                plan = replace(plan, shared_prices=(), shared_ms=None)
         runtime = _runtime(request, found, plan, shards, reports, transport, new_group)
         undo.pop_all()
     return Ownership(plan, runtime, given.inner, request.kernels)
@@ -306,7 +314,7 @@ def _with_slices(
     request: Request,
 ) -> CostTable:
     """Measured costs with those of the slices of what ``free`` shares; a collective call."""
-    shared = [batch.matrices[0] for batch in free.batches if batch.co_owners]
+    shared = [i for batch in free.batches if batch.co_owners for i in batch.matrices]
     every = range(transport.world)
     groups: dict[int, Transport | None] = {}
     with ExitStack() as done:
@@ -316,10 +324,11 @@ def _with_slices(
             group = new_group([*blocks, left] if left else blocks)
             done.callback(group.close)
             groups[k] = None if transport.rank in left else group
-        keys = {free.specs.matrices[i].key for i in shared}
+        keys = [free.specs.matrices[i].key for i in shared]
         return measured_slices(
-            transport, costs, keys, groups, device, request.planner, kernels=request.kernels
-        )
+            transport, costs, keys, groups, device, request.planner,
+            kernels=request.kernels, ns_dtype=request.ns_dtype,
+        )  # fmt: skip
 
 
 # ---- what this rank finds in the model ---------------------------------------------------

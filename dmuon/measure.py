@@ -22,6 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +35,7 @@ from dmuon.config import KernelOptions, MuonDefaults, PlannerOptions
 from dmuon.kernels import newton_schulz as ns
 from dmuon.kernels.choice import backend_version, candidates, fixed_choice, launch_errors, ops_of
 from dmuon.kernels.newton_schulz import normalize, resolve_coefficients, resolve_ns_dtype
-from dmuon.kernels.ops import Peers
+from dmuon.kernels.ops import SUM_DTYPE, Peers
 from dmuon.kernels.runner import Call, Orthogonalizer, SliceCall
 from dmuon.scheduler import costs
 from dmuon.scheduler.costs import CostTable, Link, ShapeKey, SliceKey, canonical_key
@@ -72,6 +73,19 @@ class Case:
     @property
     def shape(self) -> tuple[int, int, int]:
         return self.batch, *self.key[:2]
+
+
+@dataclass(frozen=True, slots=True)
+class SliceCase(Case):
+    """A batch of matrices of which this rank has a slice, as each of its ``co_owners`` has one;
+    ``split``: see `ops.SliceOps`."""
+
+    co_owners: int = 2
+    split: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.batch, self.key[0], -(-self.key[1] // self.co_owners)
 
 
 Run = tuple[Case, str]  # with a kernel, "" for the fixed rule's
@@ -221,6 +235,10 @@ class OwnerTimer:
         limit = _MEMORY_SHARE * _free_bytes(self.device) / self._sharing
         fitting = [run for run in runs if self._bytes(*run) <= limit]
         self._memory, self._warm = {}, set()
+        self._allocate(fitting)
+        return fitting
+
+    def _allocate(self, fitting: Sequence[Run]) -> None:
         self._runner.reserve([self._call(*run) for run in fitting])
         # A generator of our own, and every factory told its device and dtype: the user's random
         # state and defaults neither change nor matter.
@@ -230,7 +248,6 @@ class OwnerTimer:
             grads = torch.empty(most, dtype=getattr(torch, dtype), device=self.device)
             grads.uniform_(-1, 1, generator=generator)
             self._memory[dtype] = grads, torch.zeros_like(grads)
-        return fitting
 
     def _bytes(self, case: Case, kernel: str) -> int:
         item = getattr(torch, case.key[2]).itemsize
@@ -266,6 +283,52 @@ class OwnerTimer:
         self._runner.run(call, operand)
         watch.stop()
         return watch
+
+
+class SliceTimer(OwnerTimer):
+    """Runs what a co-owner computes on its slices, exchanges aside."""
+
+    def _allocate(self, fitting: Sequence[Run]) -> None:
+        cases = [case for case, _ in fitting]
+        most = max((math.prod(case.shape) for case in cases), default=0)
+        generator = torch.Generator(self.device).manual_seed(0)
+        self._values = torch.empty(most, dtype=self.ns_dtype, device=self.device)
+        self._values.normal_(generator=generator)
+        work = torch.empty_like(self._values)
+        self._slices: dict[Case, list[tuple[SliceCall, Tensor]]] = {}
+        for case in cases:
+            assert isinstance(case, SliceCase)
+            x = work[: math.prod(case.shape)].view(case.shape)
+            alone = Peers(0, case.co_owners, lambda to, source, tag: _Copied(to, source))
+            call = SliceCall(self._call(case, ""), alone, case.split)
+            self._slices[case] = [(call, x)]
+        self._runner.reserve([], [], self._slices.values())
+
+    def _bytes(self, case: Case, kernel: str) -> int:
+        b, rows, width = case.shape
+        # A slice twice over; squares, parts of sums and what travels, in float32 at most.
+        return 4 * b * (2 * rows * width + 10 * rows * rows)
+
+    def _once(self, case: Case, kernel: str) -> Stopwatch:
+        calls = self._slices[case]
+        x = calls[0][1]
+        x.copy_(self._values[: x.numel()].view(x.shape))
+        norms = torch.full(case.shape[:1], math.sqrt(math.prod(case.key[:2])), device=self.device)
+        watch = Stopwatch(self.device)
+        watch.start()
+        self._runner.run_together(calls, [norms])
+        watch.stop()
+        return watch
+
+
+class _Copied:
+    """An exchange with nobody. What comes is numbers, because time may depend on them."""
+
+    def __init__(self, to: Tensor, source: Tensor) -> None:
+        to.copy_(source)
+
+    def wait(self) -> None:
+        """It is done."""
 
 
 # ---- choosing kernels --------------------------------------------------------------------
@@ -393,6 +456,81 @@ def _arguments(
 # ---- measured costs ----------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where times are taken: in which dtype, by how many processes on this machine, what the model
+    says of it; and where they are kept, by the first rank with this cache for all that share it."""
+
+    model: CostTable
+    ns_dtype: torch.dtype
+    sharing: int
+    folder: str | None
+    key: costs.CacheKey
+    leads: bool
+
+    def read(self, fresh: bool = False) -> tuple[CostTable | None, str | None]:
+        """What is cached, and what is wrong with it."""
+        if self.folder is None:
+            return None, (
+                "costs are not cached: there is no home directory and no cache_dir was given"
+            )
+        return (None, None) if fresh else costs.read_cache(self.folder, self.key)
+
+    def write(self, old: CostTable, new: CostTable, problem: str | None = None) -> None:
+        """Keep what is new; warn of problems."""
+        if not self.leads:
+            return
+        if self.folder is not None and old.updated(new) != old:
+            lost = costs.add_to_cache(self.folder, self.key, new)
+            problem = problem or lost
+        if problem is not None:
+            warnings.warn(f"dmuon: {problem}", RuntimeWarning, stacklevel=3)
+
+
+def _exchanged(transport: Transport, work: Callable[[], T]) -> list[T]:
+    """What ``work`` gave on each rank; if it failed on one, all raise."""
+    mine = attempt(transport, work, what="dmuon: measuring costs", digest=lambda _: "")
+    return transport.gather_objects(mine)
+
+
+def _place(
+    transport: Transport,
+    device: torch.device,
+    options: PlannerOptions,
+    kernels: KernelOptions,
+    ns_dtype: str | torch.dtype,
+    momentum: bool,
+) -> _Place:
+    """A collective call."""
+    given = costs.cache_directory() if options.cache_dir is None else options.cache_dir
+    folder = None if given is None else os.fspath(given)
+
+    def here() -> tuple[str, str | None, str, torch.dtype]:
+        own = resolve_ns_dtype(ns_dtype, device)
+        return socket.gethostname(), folder, device_name(device), own
+
+    places = _exchanged(transport, here)
+    host, _, name, own = places[transport.rank]
+    # As in `optim`: updates travel in this dtype.
+    dtype = own if len({dtype for *_, dtype in places}) == 1 else torch.float32
+    row = costs.ANALYTIC_DEVICES[costs.analytic_class(device.type, name)]
+    sharing = sum(p[0] == host for p in places) if device.type == "cpu" else 1
+    if device.type == "cpu":
+        name = f"{name}, {sharing} process{'es' if sharing > 1 else ''}"
+    # What was chosen among a few kernels, or timed without graphs, says nothing of the others.
+    version = f"{backend_version(device)}-{ns.KERNEL_VERSION}-{kernels.method}-{kernels.backend}"
+    version += "-eager" if device.type == "cuda" and kernels.cuda_graphs is False else ""
+    steps = MuonDefaults().ns_steps
+    return _Place(
+        CostTable(f"measured on {name}", {}, row, steps, "measured", momentum=momentum),
+        dtype,
+        sharing,
+        folder,
+        costs.CacheKey(name, torch.__version__, version, dtype_name(dtype), steps, momentum),
+        places.index(places[transport.rank]) == transport.rank,
+    )
+
+
 def measured_costs(
     transport: Transport,
     keys: Iterable[ShapeKey],
@@ -400,6 +538,7 @@ def measured_costs(
     options: PlannerOptions,
     *,
     kernels: KernelOptions = KernelOptions(),  # noqa: B008  frozen
+    ns_dtype: str | torch.dtype = "auto",
     momentum: bool = True,
     fresh: bool = False,
     timer: Callable[..., OwnerTimer] = OwnerTimer,
@@ -416,44 +555,18 @@ def measured_costs(
         Exception: what measuring raised here; ConsensusError if that was on another rank.
     """
 
-    def exchanged(work: Callable[[], T]) -> list[T]:
-        """What ``work`` gave on each rank; if it failed on one, all raise."""
-        mine = attempt(transport, work, what="dmuon: measuring costs", digest=lambda _: "")
-        return transport.gather_objects(mine)
-
-    given = costs.cache_directory() if options.cache_dir is None else options.cache_dir
-    folder = None if given is None else os.fspath(given)
-
-    def place() -> tuple[str, str | None, str, torch.dtype]:
-        native = resolve_ns_dtype("auto", device)
-        return socket.gethostname(), folder, device_name(device), native
-
-    places = exchanged(place)
-    host, _, name, native = places[transport.rank]
-    # The first rank with this cache speaks and writes for all that share it.
-    leads = places.index(places[transport.rank]) == transport.rank
-    # As in `optim`: updates travel in this dtype.
-    ns_dtype = native if len({dtype for *_, dtype in places}) == 1 else torch.float32
-    row = costs.ANALYTIC_DEVICES[costs.analytic_class(device.type, name)]
-    sharing = sum(p[0] == host for p in places) if device.type == "cpu" else 1
-    if device.type == "cpu":
-        name = f"{name}, {sharing} process{'es' if sharing > 1 else ''}"
-    # What was chosen among a few kernels, or timed without graphs, says nothing of the others.
-    version = f"{backend_version(device)}-{ns.KERNEL_VERSION}-{kernels.method}-{kernels.backend}"
-    version += "-eager" if device.type == "cuda" and kernels.cuda_graphs is False else ""
-    steps = MuonDefaults().ns_steps
-    key = costs.CacheKey(name, torch.__version__, version, dtype_name(ns_dtype), steps, momentum)
-    model = CostTable(f"measured on {name}", {}, row, steps, "measured", momentum=momentum)
+    place = _place(transport, device, options, kernels, ns_dtype, momentum)
+    model, ns_dtype = place.model, place.ns_dtype
     cases = cases_of(keys, options.max_batch)
-    cached, problem = None, None
-    if folder is None:
-        problem = "costs are not cached: there is no home directory and no cache_dir was given"
-    elif not fresh:
-        cached, problem = costs.read_cache(folder, key)
+    cached, problem = place.read(fresh)
     old = cached or model
 
+    def exchanged(work: Callable[[], T]) -> list[T]:
+        return _exchanged(transport, work)
+
     def made() -> OwnerTimer:
-        return timer(device, ns_dtype, momentum=momentum, sharing=sharing, options=kernels)
+        how = {"momentum": momentum, "sharing": place.sharing, "options": kernels}
+        return timer(device, ns_dtype, **how)
 
     def choose() -> dict[Case, str]:
         if transport.rank != 0:
@@ -491,12 +604,7 @@ def measured_costs(
     if device.type == "cuda":
         torch.cuda.empty_cache()
     # What the rule chose for lack of time is not kept, so that it is chosen another time.
-    kept = replace(table, kernels=_by_shape(tuned))
-    if leads and folder is not None and old.updated(kept) != old:
-        lost = costs.add_to_cache(folder, key, kept)
-        problem = problem or lost
-    if leads and problem is not None:
-        warnings.warn(f"dmuon: {problem}", RuntimeWarning, stacklevel=2)
+    place.write(old, replace(table, kernels=_by_shape(tuned)), problem)
     return table
 
 
@@ -509,101 +617,94 @@ def measured_slices(
     options: PlannerOptions,
     *,
     kernels: KernelOptions = KernelOptions(),  # noqa: B008  frozen
+    ns_dtype: str | torch.dtype = "auto",
 ) -> CostTable:
     """``table`` with what slices of matrices with these keys cost co-owners: their products, and
     what an exchange takes in each of ``groups``, by the number of co-owners (None: this rank is in
     no set of so many).
 
-    A collective call; the table is equal on all ranks, and the slowest counts.
+    A collective call; the table is equal on all ranks, and the slowest counts. Products are timed,
+    for about ``options.profile_budget_s`` seconds at most, where the cache has no time; exchanges
+    always, because who exchanges differs from job to job.
 
     Raises:
         Exception: what measuring raised here; ConsensusError if that was on another rank.
     """
+    place = _place(transport, device, options, kernels, ns_dtype, table.momentum)
+    old, problem = place.read()
+    old = old or place.model
+    # On a CPU slices are multiplied matrix by matrix.
+    most = 1 if device.type == "cpu" else options.max_batch
+    cases = [
+        SliceCase(case.key, case.batch, case.count, k, split)
+        for case in cases_of(keys, most)
+        for k, split in product(groups, (False, True))
+        if k <= case.key[1]
+    ]
 
-    def measure() -> tuple[torch.dtype, dict[SliceKey, dict[int, float]], dict[int, list[float]]]:
-        dtype = resolve_ns_dtype("auto", device)
-        deadline = time.perf_counter() + options.profile_budget_s
-        cases = [
-            (rows, cols, name, k, split)
-            for rows, cols, name in sorted({canonical_key(key) for key in keys})
-            for k in groups
-            for split in (False, True)
-            if k <= cols
-        ]
-        times: dict[SliceKey, dict[int, float]] = {}
-        with torch.no_grad():
-            for case in cases:
-                if time.perf_counter() < deadline:
-                    times[case] = {1: _slice_ms(case, device, dtype, kernels)}
+    def recall() -> dict[SliceCase, float | None]:
+        return {case: old.slices.get(_slice_key(case), {}).get(case.batch) for case in cases}
+
+    cached = _exchanged(transport, recall)
+    lacking = [case for case in cases if any(times[case] is None for times in cached)]
+
+    def measure() -> tuple[dict[Case, float], dict[int, list[float]]]:
+        timer = SliceTimer(device, place.ns_dtype, sharing=place.sharing, options=kernels)
+        pace = Pace(replace(place.model, entries=table.entries))
+        deadline = pace.clock() + options.profile_budget_s
+        bar = progress_bar(
+            PASSES * len(lacking), "dmuon measures slices", shown=transport.rank == 0
+        )
+        with torch.no_grad(), bar as shown:
+            runs = timer.reserve([(case, "") for case in pace.in_order(lacking)])
+            times = median_times(runs, timer, pace, deadline=deadline, progress=shown)
             links = {k: [] if g is None else _exchange_ms(g, device) for k, g in groups.items()}
-        return dtype, times, links
+        return {case: ms for (case, _), ms in times.items()}, links
 
-    mine = attempt(transport, measure, what="dmuon: measuring slices", digest=lambda _: "")
-    everyone = transport.gather_objects(mine)
-    slices: dict[SliceKey, dict[int, float]] = {}
-    for key in mine[1]:
-        if all(key in times for _, times, _ in everyone):
-            slices[key] = {1: max(times[key][1] for _, times, _ in everyone)}
+    everyone = _exchanged(transport, measure)
+    slices: dict[SliceKey, dict[int, float]] = defaultdict(dict)
+    for case in cases:
+        known = [times[case] for times in cached]
+        if case in lacking:
+            known = [times.get(case) for times, _ in everyone]
+        times = [ms for ms in known if ms is not None]
+        if len(times) == len(known):
+            slices[_slice_key(case)][case.batch] = max(times)
     links = {}
     for k in groups:
-        each = [found[k] for *_, found in everyone if found[k]]
+        each = [found[k] for _, found in everyone if found[k]]
         if each:
             links[k] = _fitted([max(ms) for ms in zip(*each, strict=True)], k - 1)
-    dtypes = {dtype for dtype, *_ in everyone}
-    ns_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-    item = ns_dtype.itemsize
-    sum_item = 2 if ns_dtype is torch.float16 else max(4, item)  # as `SliceOps` sends them
 
-    def alone() -> float:
+    def contention() -> float:
         """How much longer the costliest matrix takes while all ranks work than while one does."""
-        if transport.rank != 0 or not slices:
+        if transport.rank != 0 or not slices or device.type != "cpu":
             return 1.0
+        if not lacking:
+            return old.contention
         key = max({key[:3] for key in slices}, key=lambda key: table.batch_ms(key, 1))
-        timer = OwnerTimer(device, mine[0], momentum=table.momentum, options=kernels)
+        timer = OwnerTimer(device, place.ns_dtype, momentum=table.momentum, options=kernels)
         runs = timer.reserve([(Case(key, 1), table.kernel(key, 1))])
         times = [timer.run(*run) for run in runs * (_MIN_TIMES + 1)][1:]
         return max(1.0, table.batch_ms(key, 1) / statistics.median(times)) if times else 1.0
 
-    found = attempt(transport, alone, what="dmuon: measuring one owner", digest=lambda _: "")
-    contention = transport.broadcast_object(found, 0)
-    return replace(
-        table, slices=slices, links=links, ns_item=item, sum_item=sum_item, contention=contention
+    shared = replace(
+        table,
+        slices=dict(slices),
+        links=links,
+        ns_item=place.ns_dtype.itemsize,
+        sum_item=SUM_DTYPE.get(place.ns_dtype, place.ns_dtype).itemsize,
+        contention=_exchanged(transport, contention)[0],
     )
+    place.write(old, replace(shared, links={}, kernels={}, entries={}), problem)
+    return shared
+
+
+def _slice_key(case: SliceCase) -> SliceKey:
+    return (*case.key, case.co_owners, case.split)
 
 
 _EXCHANGED = (1 << 12, 1 << 18, 1 << 21)  # bytes to each of the others
-
-
-def _slice_ms(
-    case: SliceKey, device: torch.device, dtype: torch.dtype, kernels: KernelOptions
-) -> float:
-    """Milliseconds of a co-owner's products on one matrix, exchanges aside."""
-    rows, cols, _, k, split = case
-    runner = Orthogonalizer(device, dtype, kernels)
-    defaults = MuonDefaults()
-    triples = resolve_coefficients(defaults.ns_coefficients, defaults.ns_steps)
-    x = torch.zeros(1, rows, -(-cols // k), dtype=dtype, device=device)
-    nobody = Peers(0, k, lambda to, source, tag: _Nothing())
-    call = Call((1, rows, x.shape[2]), triples)
-    calls = [(SliceCall(call, nobody, split), x)]
-    norms = [torch.ones(1, device=device)]
-    runner.reserve([], [], [calls])
-    generator = torch.Generator(device).manual_seed(0)
-    start = torch.empty_like(x).normal_(generator=generator).div_(math.sqrt(x.numel() * k))
-    times = []
-    for _ in range(_MIN_TIMES + 1):
-        x.copy_(start)
-        watch = Stopwatch(device)
-        watch.start()
-        runner.run_together(calls, norms)
-        watch.stop()
-        times.append(watch.milliseconds())
-    return float(f"{statistics.median(times[1:]):.6g}")
-
-
-class _Nothing:
-    def wait(self) -> None:
-        return None
 
 
 def _exchange_ms(group: Transport, device: torch.device) -> list[float]:
@@ -623,10 +724,18 @@ def _exchange_ms(group: Transport, device: torch.device) -> list[float]:
 
 
 def _fitted(ms: Sequence[float], others: int) -> Link:
-    """Latency and bandwidth, from the smallest and the largest exchange with so many others."""
-    small, *_, large = _EXCHANGED
-    slope = max((ms[-1] - ms[0]) / (others * (large - small)), 1e-12)
-    return Link(max(ms[0], 1e-6) / 1e3, 1e3 / slope)
+    """Latency and bandwidth of exchanges of `_EXCHANGED` bytes with so many others, as they fit
+    best in proportion to what each took.
+
+    >>> link = _fitted([0.5 + nbytes / 2**20 for nbytes in _EXCHANGED], 1)
+    >>> round(1e3 * link.latency_s, 6), round(link.bandwidth / 2**20, 3)
+    (0.5, 1000.0)
+    """
+    sizes = torch.tensor(_EXCHANGED, dtype=torch.float64) * others
+    times = torch.tensor(ms, dtype=torch.float64)
+    terms = torch.stack([torch.ones_like(sizes), sizes], 1) / times[:, None]
+    latency, slope = torch.linalg.lstsq(terms, torch.ones(len(ms), 1).double()).solution.flatten()
+    return Link(max(float(latency), 1e-6) / 1e3, 1e3 / max(float(slope), 1e-12))
 
 
 def _by_shape(values: Mapping[Case, T]) -> dict[ShapeKey, dict[int, T]]:

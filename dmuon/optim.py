@@ -11,7 +11,7 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
@@ -382,7 +382,8 @@ class Muon(Optimizer):
                 )
             return specs
 
-        ownership = plan_given(Given(model, named, route), run.request, run.mesh)
+        request = replace(run.request, ns_dtype=run.switches["ns_dtype"])
+        ownership = plan_given(Given(model, named, route), request, run.mesh)
         ownership.by_optimizer = True
         ownership.runtime.note_frozen(named)
         return ownership
@@ -1069,7 +1070,7 @@ def _request(
     """What ``dedicate`` asks for, and its mesh; TypeError for what `dedicate_params` does not
     know."""
     asked = dict(dedicate or {})
-    known = ["mesh", *(f.name for f in fields(Request))]
+    known = ["mesh", *(f.name for f in fields(Request) if f.name != "ns_dtype")]
     unknown = sorted(asked.keys() - {*known})
     if unknown:
         raise TypeError(

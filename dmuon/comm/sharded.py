@@ -125,12 +125,10 @@ class ShardedRuntime(LayoutRuntime):
         return self._peers[ranks].rank
 
     def exchange(self, ranks: tuple[int, ...], to: Tensor, source: Tensor, tag: str) -> Work:
-        """Row j of ``source`` to number j (`index_among`) of the co-owners ``ranks``, of which this
-        is one, and theirs to the rows of ``to``."""
-        size = source[0].numel()
-        self.meter.add_bytes(tag, (len(ranks) - 1) * size * source.element_size())
-        splits = [size] * len(ranks)
-        peers = self._peers[ranks]
+        """See `ops.Peers`; of the co-owners ``ranks``, of which this is one."""
+        peers, size = self._peers[ranks], source[0].numel()
+        self.meter.add_bytes(tag, source.nbytes)
+        splits = [size * (j != peers.rank) for j in range(peers.world)]
         return peers.all_to_all(to.view(-1), source.view(-1), splits, splits, tag=tag)
 
     def is_local(self, unit: Unit) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -183,13 +183,19 @@ class TritonSmallOps(MatmulOps):
 class Peers:
     """The ``count`` ranks that hold slices of the same matrices; this one is number ``index``.
 
-    ``exchange(to, source, tag)``, two tensors ``[count, n]``: row j of ``source`` goes to rank j,
-    and what that one sends comes to row j of ``to`` when the result's ``wait`` returns.
+    ``exchange(to, source, tag)``, two tensors ``[count - 1, n]`` with a row for each of the others,
+    in order: row j of ``source`` goes to it, and what it sends comes to row j of ``to`` when the
+    result's ``wait`` returns.
     """
 
     index: int
     count: int
     exchange: Callable[[Tensor, Tensor, str], Any]
+
+
+SUM_DTYPE = {torch.bfloat16: torch.float32}
+"""In what the parts of a sum travel, where that is not the dtype of the iteration: rounded to
+bfloat16 one by one they move an update further than rounding their sum does (docs/co-owners.md)."""
 
 
 class SliceOps(MatmulOps):
@@ -205,9 +211,7 @@ class SliceOps(MatmulOps):
 
     With ``split``, `symmetric` computes its own strips and sends them to all. ``inner`` multiplies.
 
-    What travels is of ``dtype``, in which the iteration runs; but parts of a sum that is to be
-    rounded to bfloat16 are products in float32, and travel so: rounded one by one they would move
-    an update by more than rounding the whole sum does (docs/co-owners.md).
+    What travels is of ``dtype``, in which the iteration runs; but parts of sums see `SUM_DTYPE`.
     """
 
     def __init__(
@@ -229,23 +233,25 @@ class SliceOps(MatmulOps):
         self._strips = [
             [strips[i] for i in range(count) if min(i, count - 1 - i) % k == j] for j in range(k)
         ]
-        self._batch, wide = batch, torch.promote_types(dtype, torch.float32)
-        self._every = sorted(chain.from_iterable(self._strips))
+        self._own, self._both = self._strips[me], k == 2
+        self._others = [strips for j, strips in enumerate(self._strips) if j != me]
+        self._batch, self._every = batch, strips
         most = max(self._numel(mine) for mine in self._strips)
-        self._out, self._in = take((k, most), dtype), take((k, most), dtype)
-        is_wide = dtype is torch.bfloat16
-        kind = torch.float32 if is_wide else dtype
-        whole = (2, self._numel(self._every)) if k == 2 else (k, most)
-        # Parts of sums, to the others and from them.
-        self._parts = (self._out, self._in)
-        if is_wide or k == 2:
-            self._parts = take(whole, kind), take(whole, kind)
+        # Strips of this rank, for all the others, and theirs.
+        self._out, self._in = take((k - 1, most), dtype), take((k - 1, most), dtype)
+        self._came = [self._tiles(row, s) for row, s in zip(self._in, self._others, strict=True)]
+        self._mine = self._made = self._tiles(self._out[0], self._own)
+        if self.held is not None:
+            self._made = self._tiles(take((most,), self.held), self._own)
+        # Parts of sums, for the others and from them; and sums.
+        kind = SUM_DTYPE.get(dtype, dtype)
+        is_wide = kind is not dtype
+        self._parts = self._out, self._in
+        if is_wide or self._both:
+            most = self._numel(strips) if self._both else most
+            self._parts = take((k - 1, most), kind), take((k - 1, most), kind)
         self._gram = take((batch, rows, rows), kind) if is_wide else None
-        # [co-owner]: tiles of its strips in what comes.
-        self._came = [self._tiles(self._in[j], s) for j, s in enumerate(self._strips)]
-        self._mine = self._tiles(self._out[0], self._strips[me])
-        self._made = self._tiles(take((most,), self.held or dtype), self._strips[me])
-        self._sum = take(whole[1:], wide)
+        self._sum = take((most,), torch.promote_types(dtype, torch.float32))
         self._steps: Iterator[None] | None = None
 
     def _numel(self, strips: Sequence[tuple[int, int]]) -> int:
@@ -282,7 +288,7 @@ class SliceOps(MatmulOps):
         if self._gram is None:
             self._each(self._inner.symmetric, x, xt, out=out)
         elif not x.is_cpu:
-            torch.bmm(x, xt, out_dtype=torch.float32, out=self._gram)
+            torch.bmm(x, xt, out_dtype=self._gram.dtype, out=self._gram)
         else:
             wide = x.float()
             self._each(StripsOps().symmetric, wide, wide.mT, out=self._gram)
@@ -298,7 +304,7 @@ class SliceOps(MatmulOps):
         if not self._split:
             super().twice(r, z, spare=spare, beta=beta)
             return
-        for low, high in self._strips[self._peers.index]:  # what (R P) P needs of R P
+        for low, high in self._own:  # what (R P) P needs of R P
             own = r[:, low:high]
             self.general(own, z, own, out=spare[:, low:high], beta=beta)
         self._steps = self._shared((spare, z, spare), r, {"beta": beta})
@@ -323,21 +329,21 @@ class SliceOps(MatmulOps):
 
     def _summed(self, part: Tensor, out: Tensor) -> Iterator[None]:
         sent, came = self._parts
-        both = self._peers.count == 2
-        for row, strips in zip(sent, [self._every] * 2 if both else self._strips, strict=True):
+        for row, strips in zip(sent, [self._every] if self._both else self._others, strict=True):
             torch._foreach_copy_(self._tiles(row, strips), _lower(part, strips))
         work = self._peers.exchange(came, sent, "gram")
         yield
         work.wait()
-        torch.sum(came, 0, dtype=self._sum.dtype, out=self._sum)
-        strips = self._every if both else self._strips[self._peers.index]
+        strips = self._every if self._both else self._own
         tiles = self._tiles(self._sum, strips)
-        if both:
-            self._unpack(out, strips, [tile.to(self._dtype) for tile in tiles])
+        torch.sum(came, 0, dtype=self._sum.dtype, out=self._sum)
+        torch._foreach_add_(tiles, _lower(part, strips))
+        if self._both:
+            self._unpack(out, strips, tiles)
+            self._round(out)
             return
         torch._foreach_copy_(self._mine, tiles)
-        self._out[1:].copy_(self._out[:1].expand_as(self._out[1:]))
-        yield from self._gathered(out)
+        yield from self._gathered(out, self._mine)
 
     def _shared(
         self,
@@ -348,30 +354,33 @@ class SliceOps(MatmulOps):
     ) -> Iterator[None]:
         a, b, c = (*operands, None)[:3]
         assert a is not None and b is not None
-        for (low, high), tile in zip(self._strips[self._peers.index], self._made, strict=True):
+        for (low, high), tile in zip(self._own, self._made, strict=True):
             add = None if c is None else c[:, low:high, :high]
             self.general(a[:, low:high], b[:, :, :high], add, out=tile, **how)
-        torch._foreach_copy_(self._mine, self._made)
-        self._out[1:].copy_(self._out[:1].expand_as(self._out[1:]))
-        yield from self._gathered(out)
+        if self.held is not None:
+            torch._foreach_copy_(self._mine, self._made)
+        yield from self._gathered(out, self._made)
         after()
 
-    def _gathered(self, out: Tensor) -> Iterator[None]:
-        """Send this rank's strips, which all of ``_out`` holds, and have all of them in ``out``."""
+    def _gathered(self, out: Tensor, mine: list[Tensor]) -> Iterator[None]:
+        """Have all strips in ``out``, of which the first row of ``_out`` holds this rank's."""
+        for row in self._out[1:]:
+            row.copy_(self._out[0])
         work = self._peers.exchange(self._in, self._out, "rows")
+        self._unpack(out, self._own, mine)
         yield
         work.wait()
-        for strips, tiles in zip(self._strips, self._came, strict=True):
+        for strips, tiles in zip(self._others, self._came, strict=True):
             self._unpack(out, strips, tiles)
 
     def _unpack(self, out: Tensor, strips: Sequence[tuple[int, int]], tiles: list[Tensor]) -> None:
         """Write strips of the lower triangle, and what mirrors them."""
-        torch._foreach_copy_(_lower(out, strips), tiles)
-        for (low, high), tile in zip(strips, tiles, strict=True):
-            if low:
-                # On a CPU transposing is fast from and to what is contiguous.
-                turned = torch.stack([t.mT.contiguous() for t in tile]) if out.is_cpu else tile.mT
-                out[:, :low, low:high].copy_(turned[:, :low])
+        own = _lower(out, strips)
+        torch._foreach_copy_(own, tiles)
+        above = [out[:, :low, low:high] for low, high in strips if low]
+        below = [tile.mT[:, :low] for (low, _), tile in zip(strips, own, strict=True) if low]
+        if above:
+            torch._foreach_copy_(above, below)
 
 
 def _lower(square: Tensor, strips: Sequence[tuple[int, int]]) -> list[Tensor]:

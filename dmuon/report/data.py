@@ -288,6 +288,7 @@ class LoadBalanceReport:
             "costs": plan.cost_source,
             "fingerprint": plan.fingerprint(),
             "alone_ms": plan.alone_ms,
+            "shared_ms": plan.shared_ms,
             "co_owners": [asdict(shared) for shared in self.shared],
             **{name: getattr(self, name) for name in of_report},
             "certificate": asdict(self.certificate) | {"verdict": str(self.certificate)},
@@ -411,8 +412,17 @@ def _shared(plan: OwnershipPlan) -> tuple[SharedShape, ...]:
 
 
 def _co_owners_text(report: LoadBalanceReport) -> str:
-    """Who shares what, and what that brings."""
+    """Who shares what, and what that brings or would."""
     text, plan = report.ms_text, report.plan
+    if plan.shared_ms is not None:
+        bound = report.certificate.shared_bound_ms
+        floor = (
+            "" if bound is None else f"; no plan is faster than {text(bound)} ms, sharing or not"
+        )
+        return (
+            f"none: sharing matrices would take {text(plan.shared_ms)} ms at best; 'auto' does so "
+            f"from 5% less on, and counts that ranks of one CPU slow each other down{floor}"
+        )
     parts = []
     for s in report.shared:
         some = ", ".join(_ranks_text(block) for block in s.blocks[:3])

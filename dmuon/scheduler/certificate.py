@@ -28,7 +28,8 @@ class Certificate:
 
     ``ok``: nothing that the plan claims is wrong. ``proven``: the lower bound was computed anew
     from the stored proof, up to the bound that the plan claims. ``findings`` are what is wrong or
-    missing.
+    missing. ``shared_bound_ms``: no plan is faster, however it shares matrices; None where the plan
+    has no prices of sharing them, or where the lower bound is this.
     """
 
     ok: bool
@@ -36,6 +37,7 @@ class Certificate:
     makespan_ms: float
     lower_bound_ms: float
     findings: tuple[str, ...] = ()
+    shared_bound_ms: float | None = None
 
     @property
     def gap(self) -> float:
@@ -69,11 +71,13 @@ def certify(plan: OwnershipPlan) -> Certificate:
     world = plan.topology.world
     problem = build_problem(plan.specs.matrices, world, plan.limits, prices, plan.layout)
     makespan, wrong_batches = _executed(plan, problem)
-    bound = 0
-    if plan.has_co_owners:
+    bound = shared_bound = 0
+    if plan.shared_prices:
         # What all choices of co-owners have in common needs no stored proof.
         args = plan.specs, plan.topology, plan.limits, plan.shared_prices
-        bound = min(makespan, CoOwners(problem, *args).bound())
+        shared_bound = min(makespan, CoOwners(problem, *args).bound())
+    if plan.has_co_owners:
+        bound = shared_bound
     elif plan.proof is not None:
         with suppress(ValueError):  # duals of another problem prove nothing
             bound = proven(problem, plan.proof, min(makespan, problem.ticks(plan.lower_bound_ms)))
@@ -97,6 +101,7 @@ def certify(plan: OwnershipPlan) -> Certificate:
         problem.ms(makespan),
         problem.ms(bound),
         (*wrong, *missing),
+        problem.ms(shared_bound) if plan.shared_prices and not plan.has_co_owners else None,
     )
 
 

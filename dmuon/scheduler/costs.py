@@ -246,6 +246,8 @@ class CostTable:
         kernels = self._canonical(self.kernels, "kernels such as 'standard/torch/bfloat16'", _named)
         object.__setattr__(self, "entries", entries)
         object.__setattr__(self, "kernels", kernels)
+        slices = {key: dict(sorted(by.items())) for key, by in self.slices.items()}
+        object.__setattr__(self, "slices", slices)
 
     def _canonical(
         self, given: Mapping[Any, Any], expected: str, fits: Callable[[Any], bool]
@@ -318,23 +320,28 @@ class CostTable:
                 )
             ms = self._scale * self._modelled(key, batch)
             return ms, "estimated" if self.entries else "analytic"
+        ms, origin = self._between(known, batch)
+        smallest = next(iter(known))
+        if batch < smallest and self.device is not None:
+            ms *= self._modelled(key, batch) / self._modelled(key, smallest)
+        return ms, origin
+
+    def _between(self, known: Mapping[int, float], batch: int) -> tuple[float, str]:
+        """What a batch takes, from times by ascending batch size; below all of them as if the batch
+        were filled up."""
         if batch in known:
             return known[batch], self.entry_origin
         sizes = list(known)
         at = bisect_left(sizes, batch)
-        high = sizes[min(at, len(sizes) - 1)]
         if at == len(sizes):
-            return known[high] / high * batch, "estimated"
-        if at > 0:
-            low = sizes[at - 1]
-            part = (batch - low) / (high - low)
-            ms = known[low] * (1 - part) + known[high] * part
-            ends = known[low], known[high]  # rounding may leave them
-            return min(max(ms, min(ends)), max(ends)), "interpolated"
-        # Below any entry: as the device model shrinks it, or as if the batch were filled up.
-        if self.device is None:
-            return known[high], "estimated"
-        return known[high] * self._modelled(key, batch) / self._modelled(key, high), "estimated"
+            return known[sizes[-1]] / sizes[-1] * batch, "estimated"
+        if at == 0:
+            return known[sizes[0]], "estimated"
+        low, high = sizes[at - 1 : at + 1]
+        part = (batch - low) / (high - low)
+        ms = known[low] * (1 - part) + known[high] * part
+        ends = known[low], known[high]  # rounding may leave them
+        return min(max(ms, min(ends)), max(ends)), "interpolated"
 
     def shared_ms(
         self, key: ShapeKey, batch: int, co_owners: int, link: str
@@ -356,10 +363,8 @@ class CostTable:
                 ms = alone * slice_ms(device, rows, width, batch, steps, 1 / k if split else 1.0)
                 ms /= slice_ms(device, rows, cols, batch, steps)
                 origin = "estimated" if self.entries else origin
-            elif batch in known:
-                ms, origin = known[batch], self.entry_origin
             else:
-                ms, origin = known[max(known)] / max(known) * batch, "estimated"
+                ms, origin = self._between(known, batch)
             found.append(ms)
         segments, squares = gram_products(self.ns_steps)
         path = self.links.get(co_owners) or LINKS[link]
@@ -401,7 +406,13 @@ class CostTable:
                 kernels.get(key, {}).pop(batch, None)
         for key, by_name in newer.kernels.items():
             kernels.setdefault(key, {}).update(by_name)
-        return replace(newer, entries=entries, kernels=kernels)
+        slices = {key: dict(by) for key, by in self.slices.items()}
+        for slice_key, by_batch in newer.slices.items():
+            slices.setdefault(slice_key, {}).update(by_batch)
+        contention = newer.contention if newer.slices else self.contention
+        return replace(
+            newer, entries=entries, kernels=kernels, slices=slices, contention=contention
+        )
 
     # ---- files ---------------------------------------------------------------------------
 
@@ -567,7 +578,7 @@ def _table_of(content: str, where: str) -> tuple[CostTable, dict[str, Any]]:
         found["entry_origin"] = found.pop("origin")
         found["entries"] = _by_shape("entries", found["entries"], "ms", float)
         found["kernels"] = _by_shape("kernels", found["kernels"], "kernel", str)
-        if "links" in data:
+        if "slices" in data:
             sharing = decode_fields(_SHARING, data)
             found |= {name: sharing[name] for name in ("ns_item", "sum_item", "contention")}
             found["links"] = {k: Link(*link) for k, *link in sharing["links"]}

@@ -159,8 +159,9 @@ class OwnershipPlan:
     in a plan by hand.
 
     Where matrices have co-owners, ``lower_bound_ms`` holds for every plan, however it shares them,
-    and ``alone_ms`` is the makespan of the best plan found in which each has one owner; where none
-    has, it holds for plans in which none has. ``shared_prices`` are of what could be shared.
+    and ``alone_ms`` is the makespan of the best plan found in which each has one owner. Where none
+    has, it holds for plans in which none has, and ``shared_ms`` is the makespan of a way to share
+    that saves too little. ``shared_prices`` are of what could be shared.
     """
 
     specs: ModelSpecs
@@ -182,6 +183,7 @@ class OwnershipPlan:
     claim: Claim | None = None
     shared_prices: tuple[SharedPrice, ...] = ()
     alone_ms: float | None = None
+    shared_ms: float | None = None
 
     def __post_init__(self) -> None:
         self.limits.check(len(self.specs.matrices), self.topology.world)

@@ -110,10 +110,16 @@ def solve(
     known = {name: simple[name] for name in simple if name != "greedy" or not budget.hit}
     found = _search(problem, simple, solver, budget)
     makespan = problem.makespan(found.counts)
-    alone, shared = problem, None
+    alone, alone_ticks, shared, left = problem, makespan, None, None
     if options.co_owners != "off" and (solver != "round_robin" or options.co_owners != "auto"):
-        shared = _shared(specs, topology, limits, costs, rows, problem, makespan, layout, options)
-    alone_ms = None if shared is None else problem.ms(makespan)
+        shared = _shared(specs, topology, limits, costs, rows, problem, layout, options)
+    # Ranks that share matrices all work, where some might have been idle.
+    if (
+        options.co_owners == "auto"
+        and shared is not None
+        and shared.makespan * costs.contention >= (1 - GAIN) * makespan
+    ):
+        left, shared = shared if shared.makespan < makespan else None, None
     if shared is not None:
         problem = shared.rest
         found = _search(problem, baselines(problem, order, spent=budget.spent), solver, budget)
@@ -137,8 +143,9 @@ def solve(
         engine=found.engine,
         note=found.note,
         hit_time_limit=budget.hit,
-        shared_prices=shared.prices if shared else (),
-        alone_ms=alone_ms,
+        shared_prices=some.prices if (some := shared or left) else (),
+        alone_ms=alone.ms(alone_ticks) if shared else None,
+        shared_ms=alone.ms(left.makespan) if left else None,
     )
     claim = Claim(plan.makespan_ms, plan.fingerprint())
     return replace(plan, seconds=time.perf_counter() - begin, claim=claim)
@@ -317,11 +324,13 @@ def _by_domain(problem: Problem, counts: Counts, budget: Budget) -> Counts:
 
 @dataclass(frozen=True)
 class _Shared:
-    """What is shared, the problem of the ``rest`` on top of it, and the bound of all choices."""
+    """What is shared, the problem of the ``rest`` on top of it, what both take at most, and the
+    bound of all choices."""
 
     parts: tuple[tuple[Shape, SharedPrice, Block, int], ...]
     prices: tuple[SharedPrice, ...]
     rest: Problem
+    makespan: int
     bound: int
 
     def batches(self, order: Sequence[int]) -> list[Batch]:
@@ -355,12 +364,10 @@ def _shared(
     costs: CostTable,
     rows: Sequence[PriceRow],
     problem: Problem,
-    alone: int,
     layout: Layout,
     options: PlannerOptions,
 ) -> _Shared | None:
-    """The best way to share matrices; None where "auto" gains too little over the makespan
-    ``alone``.
+    """The best way to share matrices that is found; None where there is none.
 
     Raises:
         PlanError: a number of co-owners was asked for that is not possible.
@@ -395,16 +402,15 @@ def _shared(
         makespan = min(rest.makespan(c) for c in counts if c is not None)
         if best is None or makespan < best[0]:
             best = makespan, sharing, rest
-    # Ranks that share matrices all work, where some might have been idle.
-    if best is None or (size is None and best[0] * costs.contention >= (1 - GAIN) * alone):
+    if best is None:
         return None
-    _, sharing, rest = best
+    makespan, sharing, rest = best
     row_of = {(row.key, row.co_owners): row for row in prices}
     parts = tuple(
         (problem.shapes[s], row_of[problem.shapes[s].key, len(block)], block, count)
         for s, block, count in sharing.parts
     )
-    return _Shared(parts, prices, rest, ways.bound())
+    return _Shared(parts, prices, rest, makespan, ways.bound())
 
 
 # ---- memory ------------------------------------------------------------------------------

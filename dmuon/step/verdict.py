@@ -138,8 +138,9 @@ class VerdictMessage:
         return torch.tensor([self._norm_of[i] for i in matrices], device=self._device)
 
     def norms_of(self, vector: Tensor, numbers: Tensor) -> Tensor:
-        """Norms of whole matrices from a summed vector, wherever they lie."""
-        return vector.index_select(0, numbers).sqrt()
+        """Norms of whole matrices from a summed vector, wherever they lie; 0 where they are not
+        finite, because such matrices travel as zeros."""
+        return vector.index_select(0, numbers).sqrt().nan_to_num_(0.0, 0.0)
 
     def refuse(self, step: int) -> Tensor:
         """What a rank sends that cannot take this step, so that nothing changes on any rank."""

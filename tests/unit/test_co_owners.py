@@ -26,6 +26,7 @@ from dmuon.kernels.newton_schulz import (
     resolve_coefficients,
 )
 from dmuon.kernels.ops import Peers, RoundedOps, SliceOps
+from dmuon.report.data import build_report
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.co_owners import blocks_of, can_be_shared
 from dmuon.scheduler.costs import CostTable, Link
@@ -37,6 +38,7 @@ from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, Layout, PlanError
 from tests.unit.models import specs_of
+from tests.unit.test_newton_schulz import EASY, HARD, member, relative
 from tests.unit.test_shards import planned, shard_maps, travelling
 
 # ---- what travels ------------------------------------------------------------------------
@@ -139,8 +141,9 @@ class Together:
 
             class Work:
                 def wait(work) -> None:
-                    for j in range(self.count):
-                        to[j].copy_(self.sent[number, j][index])
+                    others = [j for j in range(self.count) if j != index]
+                    for row, j in zip(to, others, strict=True):
+                        row.copy_(self.sent[number, j][index - (index > j)])
 
             return Work()
 
@@ -200,37 +203,42 @@ class Mirrored(RoundedOps):
 @pytest.mark.parametrize("split", [False, True], ids=["", "split"])
 @pytest.mark.parametrize("count", [2, 8])
 def test_in_half_precision_slices_are_as_exact_as_the_whole(dtype, split, count):
-    """On a spectrum that the Gram form finds hard, against the standard form in float64."""
-    torch.manual_seed(0)
-    u, v = (torch.linalg.qr(torch.randn(n, 96, dtype=torch.float64))[0] for n in (96, 160))
-    x = (u * torch.logspace(0, -4, 96, dtype=torch.float64)) @ v.mT
-    x = 3 * (x / x.norm()).float()[None]
-    exact = newton_schulz(x, dtype=torch.float64, method="standard")
-    choice = fixed_choice(96, 160, dtype, x.device, 5, "gram", "torch_rounded")
-    squares = [torch.empty(1, 96, 96) for _ in range(4)]
-    # Of symmetric products only a triangle is split, as symmetric kernels compute it.
-    ops = Mirrored(dtype) if split else ops_of(choice, x.device, 96)
-    held = normalize(x, dtype).float()
-    triples = resolve_coefficients("polar_express", 5)
-    steps = iterate(held, held.clone(), squares, triples, segments_of(choice, 5), ops)
-    one = finished(steps).double()
-    found, _, _ = by_co_owners(x, count, dtype, split, "torch_rounded")
-    assert (found.double() - exact).norm() <= 1.5 * (one - exact).norm()
+    """On a zoo of spectra, against the standard form in float64. What one owner has more exactly
+    than Gaussian matrices need not be so with co-owners."""
+    errors: dict[str, tuple[float, float]] = {}
+    for name in (*EASY, *HARD):
+        x = 3 * torch.nn.functional.normalize(member(name, (96, 160)), dim=(0, 1)).float()[None]
+        exact = newton_schulz(x, dtype=torch.float64, method="standard")
+        choice = fixed_choice(96, 160, dtype, x.device, 5, "gram", "torch_rounded")
+        squares = [torch.empty(1, 96, 96) for _ in range(4)]
+        # Of symmetric products only a triangle is split, as symmetric kernels compute it.
+        ops = Mirrored(dtype) if split else ops_of(choice, x.device, 96)
+        held = normalize(x, dtype).float()
+        triples = resolve_coefficients("polar_express", 5)
+        steps = iterate(held, held.clone(), squares, triples, segments_of(choice, 5), ops)
+        one = finished(steps).double()
+        shared, _, _ = by_co_owners(x, count, dtype, split, "torch_rounded")
+        errors[name] = relative(shared, exact), relative(one, exact)
+    least = errors["Gaussian"][1]
+    assert all(by_all <= 1.5 * max(by_one, least) for by_all, by_one in errors.values()), errors
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["", "split"])
 @pytest.mark.parametrize("count", [2, 4])
 def test_co_owners_hold_the_same_bits_of_what_they_share(monkeypatch, count, split):
     seen: dict[int, list[Tensor]] = {}
-    honest = SliceOps._unpack
 
-    def unpack(self, out, strips, tiles):
-        honest(self, out, strips, tiles)
-        if strips not in (self._every, self._strips[-1]):
-            return  # some of it is still to come
-        seen.setdefault(self._peers.index, []).append(out.clone())
+    def kept(honest):
+        def steps(self, *args):
+            yield from honest(self, *args)
+            out = args[1] if honest is summed else args[0]
+            seen.setdefault(self._peers.index, []).append(out.clone())
 
-    monkeypatch.setattr(SliceOps, "_unpack", unpack)
+        return steps
+
+    summed, gathered = SliceOps._summed, SliceOps._gathered
+    monkeypatch.setattr(SliceOps, "_summed", kept(summed))
+    monkeypatch.setattr(SliceOps, "_gathered", kept(gathered))
     by_co_owners(torch.randn(2, 40, 70), count, torch.float32, split)
     assert len(seen) == count and len(seen[0]) >= 2
     for others in zip(*seen.values(), strict=True):
@@ -289,12 +297,23 @@ def test_auto_shares_only_where_that_pays():
     specs = model_specs("llama3-8b")
     for world in (8, 64, 128):
         plan = shared_plan(specs, world)
-        assert sizes(plan) == {1} and plan.alone_ms is None and not plan.shared_prices
+        assert sizes(plan) == {1} and plan.alone_ms is None
+        assert plan.shared_ms is None or 0.95 * plan.makespan_ms <= plan.shared_ms
         alone = shared_plan(specs, world, "off")
         assert plan.makespan_ms == alone.makespan_ms and plan.batches == alone.batches
     assert sizes(shared_plan(specs, 256, "off")) == {1}
     # Latency eats up what slices of small matrices gain.
     assert sizes(shared_plan(model_specs("gpt2"), 256)) == {1}
+
+
+def test_what_auto_leaves_out_is_told_and_bounded():
+    plan = shared_plan(model_specs("llama3.2-1b"), 128, ranks_per_node=1)
+    found = certify(OwnershipPlan.from_json(plan.to_json()))
+    assert sizes(plan) == {1} and found.ok and found.proven
+    assert plan.shared_ms is not None and found.shared_bound_ms is not None
+    assert 0.95 * plan.makespan_ms <= plan.shared_ms < plan.makespan_ms
+    assert found.shared_bound_ms <= plan.shared_ms
+    assert "none: sharing matrices would take 1.315 ms" in " ".join(str(build_report(plan)).split())
 
 
 def brute_force(specs: ModelSpecs, plan: OwnershipPlan) -> float:
