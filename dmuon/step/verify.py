@@ -8,7 +8,7 @@
     then                 ranks exchange what they found, so that all of them raise
 
 Memory or a core that is broken shows on the ranks that store what it computed: on one of them if it
-is that rank's, on all of them if it is the owner's.
+is that rank's, on all of them if it is the owner's (or a co-owner's, whose slice they store).
 """
 
 from __future__ import annotations
@@ -168,16 +168,18 @@ def compare(found: list[Finding], plan: OwnershipPlan, transport: Transport) -> 
                 break
         else:
             suspects, found_there = far or unequal, "they are other ones there"
-        owner = plan.owners[i]
+        owners = next(batch.ranks for batch in plan.batches if i in batch.matrices)
+        by = f"rank{'s' * (len(owners) > 1)} {', '.join(map(str, owners))}"
         where = f"on rank {', '.join(map(str, sorted(suspects)))}: {found_there}"
         everyone = {r for ranks in boxes.values() for r in ranks}
         if suspects == far == everyone:
-            where = f"on all ranks that store it, so most likely by its owner, rank {owner}"
+            who = "its owner" if len(owners) == 1 else "one of its co-owners"
+            where = f"on all ranks that store it, so most likely by {who}, {by}"
         elif suspects == everyone:
             where += ", and which of these ranks is right cannot be told"
         name = plan.specs.matrices[i].name
         raise CorruptionError(
-            f"verify_every: the weights of matrix {name!r}, which rank {owner} updates, are not "
+            f"verify_every: the weights of matrix {name!r}, updated by {by}, are not "
             f"what gradient, momentum and weights of before give, {where}. Something "
             "there corrupts data silently (memory, a core, a link), or it was written to. Go "
             "on from the last checkpoint, without that machine"

@@ -35,6 +35,7 @@ STEPS = 10
 ON_EIGHT = {
     "fsdp8": replace(BY_NAME["fsdp4"], mesh_shape=(8,)),
     "hsdp 2x4": replace(BY_NAME["hsdp"], mesh_shape=(2, 4)),
+    "tp+fsdp8": replace(BY_NAME["tp+fsdp"], mesh_shape=(4, 2)),
 }
 
 
@@ -70,7 +71,12 @@ MESHES = [(name, min(8, case.world), n % 2 == 0) for n, (name, case) in enumerat
 MESHES += [(name, 2, n % 4 == 1) for n, name in enumerate(BY_NAME) if n % 2]
 
 
-MESHES += [("fsdp8", 4, False), ("hsdp 2x4", 2, True), ("hsdp 2x4", 8, False)]
+MESHES += [
+    ("fsdp8", 4, False),
+    ("hsdp 2x4", 2, True),
+    ("hsdp 2x4", 8, False),
+    ("tp+fsdp8", 4, True),
+]
 
 
 @pytest.mark.parametrize(("case", "k", "is_split"), MESHES)
@@ -81,9 +87,8 @@ def test_every_mesh_is_equal_to_the_reference(pools: Pools, case: str, k: int, i
     )
 
 
-@pytest.mark.parametrize("is_split", [False, True], ids=["", "split"])
-@pytest.mark.parametrize("k", [2, 4])
-@distributed(4)
+@pytest.mark.parametrize(("k", "is_split"), [(2, False), (2, True), (4, False), (4, True)])
+@distributed(4, 8)
 def test_distributed_data_parallel(rank, world, k, is_split):
     torch.manual_seed(0)
     model = ParallelModel()

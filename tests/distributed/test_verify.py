@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from dmuon.dtensors import local_tensor
+from dmuon.kernels.runner import Orthogonalizer
 from dmuon.tools.parallel_models import CASES as SHARDED
 from dmuon.tools.parallel_models import batch as tokens
 from dmuon.tools.parallel_models import loss_of as loss
@@ -45,13 +46,17 @@ def test_right_steps_pass(rank, world, layout):
 CASES = [case for case in SHARDED if case.name in ("hsdp", "tp+fsdp", "ep+fsdp")]
 
 
+@pytest.mark.parametrize("k", ["off", 2])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @distributed(4)
-def test_right_steps_pass_in_shards(rank, world, case):
+def test_right_steps_pass_in_shards(rank, world, case, k):
     torch.manual_seed(0)
     mesh = case.make_mesh()
     model = case.parallelize(case.build(), mesh)
-    opt = dmuon.Muon(model, lr=0.02, verify_every=3, period=2, ns_dtype=torch.bfloat16)
+    opt = dmuon.Muon(
+        model, lr=0.02, verify_every=3, period=2, ns_dtype=torch.bfloat16,
+        dedicate={"planner": dmuon.PlannerOptions(co_owners=k)},
+    )  # fmt: skip
     at = mesh.get_coordinate()
     data = [at[case.axes.index(axis)] for axis in case.data_axes]
     number = sum(c * 7**n for n, c in enumerate(data))
@@ -61,6 +66,26 @@ def test_right_steps_pass_in_shards(rank, world, case):
         opt.step()
     assert opt._run.verified == 3
     opt.ownership.close()
+
+
+@distributed(2)
+def test_co_owners_one_of_whom_computes_wrongly_are_named(rank, world):
+    case = next(case for case in SHARDED if case.name == "fsdp2")
+    torch.manual_seed(0)
+    model = case.parallelize(case.build(), case.make_mesh())
+    shared = {"planner": dmuon.PlannerOptions(co_owners=2)}
+    opt = dmuon.Muon(model, lr=0.02, verify_every=1, ns_dtype=torch.float32, dedicate=shared)
+    honest = Orthogonalizer.run_together
+
+    def broken(self, calls, norms):
+        updates = honest(self, calls, norms)
+        return [update.mul_(1.5) for update in updates] if rank == 1 else updates
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Orthogonalizer, "run_together", broken)
+        loss(model, tokens(0, rank)).backward()
+        with pytest.raises(CorruptionError, match="by one of its co-owners, ranks 0, 1"):
+            opt.step()
 
 
 def corrupted(pair, rank, launch):
