@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from dmuon.scheduler.bound import proven
-from dmuon.scheduler.co_owners import CoOwners, can_be_shared, shared_prices
+from dmuon.scheduler.co_owners import Block, CoOwners, blocks_of, can_be_shared, shared_prices
 from dmuon.scheduler.costs import ANALYTIC_DEVICES, ORIGINS, CostTable, ShapeKey
 from dmuon.scheduler.greedy import baselines
 from dmuon.scheduler.placement import launch_order
@@ -75,7 +75,7 @@ def certify(plan: OwnershipPlan) -> Certificate:
     if plan.shared_prices:
         # What all choices of co-owners have in common needs no stored proof.
         args = plan.specs, plan.topology, plan.limits, plan.shared_prices
-        shared_bound = min(makespan, CoOwners(problem, *args).bound())
+        shared_bound = CoOwners(problem, *args).bound(makespan)
     if plan.has_co_owners:
         bound = shared_bound
     elif plan.proof is not None:
@@ -246,6 +246,15 @@ def _wrong_alternatives(plan: OwnershipPlan, problem: Problem) -> Iterator[str]:
 
 def _wrong_owners(plan: OwnershipPlan) -> Iterator[str]:
     domains, cap = [frozenset(domain) for domain in plan.limits.domains], plan.limits.memory_bytes
+    blocks: dict[tuple[int, int], list[Block]] = {}
+    for batch in plan.batches:
+        domain = plan.limits.domain_of[batch.matrices[0]] if domains else -1
+        size = len(batch.co_owners)
+        if size and (domain, size) not in blocks:
+            ranks = range(plan.topology.world) if domain < 0 else plan.limits.domains[domain]
+            blocks[domain, size] = blocks_of(ranks, plan.topology, size)
+        if size and batch.co_owners not in blocks[domain, size]:
+            yield f"ranks {list(batch.co_owners)} are no block of {size} neighbours"
     for batch in plan.batches if domains else ():
         for i in batch.matrices:
             for rank in set(batch.ranks) - domains[plan.limits.domain_of[i]]:

@@ -2,28 +2,30 @@
 
 Where owners outnumber matrices the costliest matrix is the floor of every plan, unless k ranks
 share it, a slice of its longer dim each. That adds work (each runs the iteration of short side x
-short side, and sums travel), so k is as small as a makespan T allows::
+short side, and sums travel), so k is as small as a makespan T allows. For a given T, the costliest
+shape first (`CoOwners.fit`)::
 
-    T  ─▶  k of each shape: the least whose slice takes no more than T
-       ─▶  blocks: what has most co-owners first, each matrix to the block that is least busy
-       ─▶  what has one owner, on top of that: the usual problem with other fixed loads
+    k in order of work   ─▶  as many matrices on each block of k ranks as T leaves room for, the
+                             fullest blocks first; what is left is tried with the next k
 
-Every T at which a k changes is tried. The same numbers give a lower bound for all choices of k:
-within T each matrix takes the least rank time of the k that T allows, and all ranks together have
-no more than T each (`shared_bound`).
+The least T that is found counts; what has one owner is then planned anew, with the blocks' work as
+fixed loads. The same numbers give a lower bound for all ways to share (`CoOwners.bound`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
+from functools import cache
 
 import numpy as np
 
 from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable, ShapeKey
 from dmuon.scheduler.plan import SharedPrice
-from dmuon.scheduler.problem import Ints, Problem, cheapest
+from dmuon.scheduler.problem import Counts, Ints, Problem, cheapest
 from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs
 from dmuon.scheduler.topology import Topology
@@ -31,17 +33,23 @@ from dmuon.types import PlanError
 
 SIZES = (2, 4, 8)
 GAIN = 0.05  # of the makespan: what "auto" asks for
-_MOST_TRIED = 48  # makespans
+_CLOSE = 1000  # in the search, makespans that differ by less than a part of so many are one
+_EXACT = 10_000  # the same for bounds
+_MOST_PATTERNS = 20_000  # of one block, where several shapes are counted together
+_TOGETHER = 3  # shapes
 
 Block = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """What is shared: (shape, block, how many of it); the ticks that it takes of each rank."""
+    """What is shared: (shape, block, how many of it), and the ticks that it takes of each rank;
+    how many of each shape a rank has ``alone``; the makespan of all."""
 
     parts: tuple[tuple[int, Block, int], ...]
     busy: Ints
+    alone: Counts
+    makespan: int
 
 
 def can_be_shared(specs: ModelSpecs, matrix: MatrixSpec) -> bool:
@@ -73,8 +81,8 @@ def blocks_of(ranks: Sequence[int], topology: Topology, size: int) -> list[Block
 
 
 class CoOwners:
-    """The choices of sharing in a problem: ``shapes`` that can be shared, by number; their tables
-    ``ticks[shape, k]``, as `Shape.ticks`; the ``blocks[shape, k]`` that may do so."""
+    """The ways to share matrices in a problem: ``sizes`` that each shape, by number, may have, what
+    takes least work first; the price of a batch and the blocks for each shape and size."""
 
     def __init__(
         self,
@@ -86,123 +94,188 @@ class CoOwners:
     ) -> None:
         self.problem = problem
         rows = {(row.key, row.co_owners): row for row in prices}
-        self.batch_ticks: dict[tuple[int, int], tuple[int, ...]] = {}
-        self.blocks: dict[tuple[int, int], list[Block]] = {}
+        self.sizes: list[list[int]] = []
+        self._price: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._blocks: dict[tuple[int, int], list[Block]] = {}
         found: dict[tuple[int, int], list[Block]] = {}
         for s, shape in enumerate(problem.shapes):
-            if not all(can_be_shared(specs, specs.matrices[i]) for i in shape.members):
-                continue
-            ranks = range(topology.world) if shape.domain < 0 else limits.domains[shape.domain]
-            for k in SIZES:
-                row = rows.get((shape.key, k))
-                if row is None or k > len(ranks):
-                    continue
+            sizes = [1]
+            self._price[s, 1] = shape.batch_ticks
+            every = range(topology.world) if shape.domain < 0 else limits.domains[shape.domain]
+            if all(can_be_shared(specs, specs.matrices[i]) for i in shape.members):
+                sizes += [k for k in SIZES if (shape.key, k) in rows and k <= len(every)]
+            for k in sizes:
                 if (shape.domain, k) not in found:
-                    found[shape.domain, k] = blocks_of(ranks, topology, k)
-                self.blocks[s, k] = found[shape.domain, k]
-                ms = row.ms[: shape.count]
-                self.batch_ticks[s, k] = tuple(problem.ticks(value) for value in ms)
-
-    def least(self, s: int, k: int) -> int:
-        """Ticks that an owner of a matrix of this shape is busy at least."""
-        return min(self._batches(s, k))
-
-    def _batches(self, s: int, k: int) -> tuple[int, ...]:
-        return self.problem.shapes[s].batch_ticks if k == 1 else self.batch_ticks[s, k]
-
-    def sizes(self, s: int) -> list[int]:
-        return [1, *(k for k in SIZES if (s, k) in self.blocks)]
-
-    # ---- what to share -------------------------------------------------------------------
-
-    def choices(self) -> list[dict[int, int]]:
-        """The k above 1 of each shape, for makespans from which on another k is enough."""
-        shapes = range(len(self.problem.shapes))
-        limits = {self._batches(s, k)[0] for s in shapes for k in self.sizes(s)}
-        found: list[dict[int, int]] = []
-        for limit in sorted(limits, reverse=True):
-            choice: dict[int, int] = {}
-            for s in shapes:
-                sizes = self.sizes(s)
-                fitting = [k for k in sizes if self._batches(s, k)[0] <= limit]
-                fastest = min((self._batches(s, k)[0], k) for k in sizes)[1]
-                k = min(fitting, default=fastest)
+                    found[shape.domain, k] = blocks_of(every, topology, k)
+                self._blocks[s, k] = found[shape.domain, k]
                 if k > 1:
-                    choice[s] = k
-            if choice and choice not in found:
-                found.append(choice)
-        step = -(-len(found) // _MOST_TRIED)
-        return found[:: step or 1]
-
-    def share(self, choice: Mapping[int, int]) -> Sharing:
-        """All matrices of the shapes of a choice on blocks of their k, evenly."""
-        problem = self.problem
-        busy = problem.fixed.copy()
-        parts: list[tuple[int, Block, int]] = []
-        order = sorted(choice, key=lambda s: (-choice[s], -self._batches(s, choice[s])[0], s))
-        for s in order:
-            k, shape = choice[s], problem.shapes[s]
-            blocks, ticks = self.blocks[s, k], cheapest(self._batches(s, k), shape.count)[0]
-            ranks = np.array(blocks, np.int64)
-            loads = busy[ranks].max(1)
-            taken = np.zeros(len(blocks), np.int64)
-            for _ in range(shape.count):  # to the block that is least busy with it
-                after = loads + ticks[taken + 1]
-                taken[int(after.argmin())] += 1
-            for b in np.flatnonzero(taken).tolist():
-                parts.append((s, blocks[b], int(taken[b])))
-                busy[ranks[b]] += ticks[taken[b]]
-        return Sharing(tuple(parts), busy - problem.fixed)
-
-    # ---- what no choice gets below -----------------------------------------------------------
-
-    def bound(self) -> int:
-        """Ticks that every plan takes, whatever it shares."""
-        problem = self.problem
-        options = [
-            [
-                (
-                    self.least(s, k),
-                    min(Fraction(k * t, b) for b, t in enumerate(self._batches(s, k), 1)),
-                )
-                for k in self.sizes(s)
-            ]
-            for s in range(len(problem.shapes))
-        ]
-        owners = [
+                    ms = rows[shape.key, k].ms[: shape.count]
+                    self._price[s, k] = tuple(problem.ticks(value) for value in ms)
+            sizes.sort(key=lambda k: k * self._price[s, k][0])
+            self.sizes.append(sizes)
+        # For bounds: the classes that may have each shape; for each of its sizes the least ticks of
+        # an owner, and the least work of all of them together for one matrix, in parts of a tick.
+        self._owners = [
             frozenset(c for c, o in enumerate(problem.classes) if o.allowed[s])
             for s in range(len(problem.shapes))
         ]
-        sets = set(owners) | {frozenset(range(len(problem.classes)))}
+        self._unit = math.lcm(*range(1, 1 + max(map(len, self._price.values()), default=1)))
+        self._work = [
+            [
+                (min(price), min(k * t * self._unit // b for b, t in enumerate(price, 1)))
+                for k, price in ((k, self._price[s, k]) for k in sizes)
+            ]
+            for s, sizes in enumerate(self.sizes)
+        ]
+        self._is_halved = self._are_halved()
 
-        def is_possible(limit: int) -> bool:
-            work: list[Fraction] = []
-            for s, mine in enumerate(owners):
-                free = limit - min(problem.classes[c].fixed for c in mine)
-                fitting = [rank_ticks for ticks, rank_ticks in options[s] if ticks <= free]
-                if not fitting:
-                    return False
-                work.append(problem.shapes[s].count * min(fitting))
-            for some in sets:
-                total = sum((w for w, o in zip(work, owners, strict=True) if o <= some), Fraction())
-                room = sum(
-                    problem.classes[c].size * max(0, limit - problem.classes[c].fixed) for c in some
-                )
-                if total > room:
-                    return False
-            return True
+    def _ticks(self, s: int, k: int) -> Ints:
+        """`Shape.ticks` with k co-owners."""
+        return cheapest(self._price[s, k], self.problem.shapes[s].count)[0]
 
-        low = max((c.fixed for c in problem.classes), default=0)
-        high = max(low, 1)
-        while not is_possible(high):
-            high *= 2
-        while low < high:
+    # ---- what to share -------------------------------------------------------------------
+
+    def fit(self, limit: int, only: int | None = None) -> Sharing | None:
+        """A way to do everything within a makespan; None where none is found. ``only`` one number
+        of co-owners, wherever a shape may have it."""
+        problem = self.problem
+        busy, shared = problem.fixed.copy(), np.zeros_like(problem.fixed)
+        alone = np.zeros((problem.world, len(problem.shapes)), np.int64)
+        parts: list[tuple[int, Block, int]] = []
+        for s, shape in enumerate(problem.shapes):
+            left = shape.count
+            for k in [only] if only in self.sizes[s] else self.sizes[s]:
+                blocks, ticks = np.array(self._blocks[s, k], np.int64), self._ticks(s, k)
+                loads = busy[blocks].max(1)
+                room = np.searchsorted(np.maximum.accumulate(ticks), limit - loads, side="right")
+                fullest = np.argsort(-loads, kind="stable")
+                until = np.minimum(np.cumsum(np.maximum(room - 1, 0)[fullest]), left)
+                taken = np.diff(until, prepend=0)
+                for at in np.flatnonzero(taken).tolist():
+                    b, count = int(fullest[at]), int(taken[at])
+                    busy[blocks[b]] += ticks[count]
+                    if k == 1:
+                        alone[blocks[b], s] = count
+                    else:
+                        shared[blocks[b]] += ticks[count]
+                        parts.append((s, tuple(blocks[b].tolist()), count))
+                left -= int(until[-1]) if len(until) else 0
+                if not left:
+                    break
+            if left:
+                return None
+        return Sharing(tuple(parts), shared, alone, int(busy.max()))
+
+    def best(self, most: int | None = None, only: int | None = None) -> Sharing | None:
+        """The way with the least makespan that is found, of those below ``most``; see `fit`."""
+        low, high = 0, 1 if most is None else max(0, most - 1)
+        best = self.fit(high, only)
+        while best is None and most is None:
+            low, high = high, 2 * high
+            best = self.fit(high, only)
+        while best is not None and best.makespan - low > best.makespan // _CLOSE:
+            middle = (low + best.makespan) // 2
+            found = self.fit(middle, only)
+            if found is None:
+                low = middle + 1
+            else:
+                best = found
+        return best
+
+    # ---- what no way gets below ------------------------------------------------------------
+
+    def bound(self, makespan: int) -> int:
+        """Ticks that every plan takes, whatever it shares, up to those of a plan that there is, and
+        to one part in `_EXACT` less. Within a makespan
+
+        - the ranks that may have some shapes have room for their least work;
+        - as many blocks as there are have room for a few shapes of much work, one by one and
+          together, a block's own matrices and batches counted one by one.
+        """
+        low, high = max((c.fixed for c in self.problem.classes), default=0), makespan
+        if not self._is_possible(makespan - 1):
+            return makespan
+        while high - low > low // _EXACT:
             middle = (low + high) // 2
-            if is_possible(middle):
+            if self._is_possible(middle):
                 high = middle
             else:
                 low = middle + 1
-        return high
+        return low
+
+    def _is_possible(self, limit: int) -> bool:
+        problem = self.problem
+        work: list[int] = []
+        for s, mine in enumerate(self._owners):
+            free = limit - min(problem.classes[c].fixed for c in mine)
+            fitting = [w for least, w in self._work[s] if least <= free]
+            if not fitting:
+                return False
+            work.append(problem.shapes[s].count * min(fitting))
+        for some in {*self._owners, frozenset(range(len(problem.classes)))}:
+            total = sum(w for w, mine in zip(work, self._owners, strict=True) if mine <= some)
+            classes = [problem.classes[c] for c in some]
+            if total > self._unit * sum(c.size * max(0, limit - c.fixed) for c in classes):
+                return False
+        if not self._is_halved:
+            return True
+        free = limit - min(c.fixed for c in problem.classes)
+        most = sorted(range(len(work)), key=lambda s: -work[s])[:_TOGETHER]
+        together = [most[:n] for n in range(2, len(most) + 1)]
+        return all(self._have_room(shapes, work, free) for shapes in [[s] for s in most] + together)
+
+    def _are_halved(self) -> bool:
+        """Whether all shapes have the same blocks, and every rank is in one block of the largest
+        size, each half of which is a block of half the size, and so on."""
+        blocks = {k: set(found) for (_, k), found in self._blocks.items()}
+        alike = all(set(found) == blocks[k] for (_, k), found in self._blocks.items())
+        sizes = sorted(blocks)
+        return (
+            alike
+            and sizes == [2**i for i in range(len(sizes))]
+            and len(blocks[sizes[-1]]) * sizes[-1] == self.problem.world
+            and all(
+                {b[: k // 2], b[k // 2 :]} <= blocks[k // 2] for k in sizes[1:] for b in blocks[k]
+            )
+        )
+
+    def _have_room(self, shapes: Sequence[int], work: Sequence[int], limit: int) -> bool:
+        """Whether the largest blocks together have room for all matrices of some shapes. Each block
+        does as much of their ``work`` as it can within the limit."""
+        most = max(k for _, k in self._blocks)
+        tables: dict[int, list[tuple[list[int], int]]] = defaultdict(list)
+        for s in shapes:
+            for k in self.sizes[s]:
+                # Less, where more matrices take less.
+                ticks = np.minimum.accumulate(self._ticks(s, k)[::-1])[::-1]
+                table = ticks[: np.searchsorted(ticks, limit, side="right")].tolist()
+                tables[k].append((table, work[s] // self.problem.shapes[s].count))
+        patterns = 0
+
+        @cache
+        def value(k: int, free: int) -> int:
+            """The most work that a block of k ranks does in this time."""
+            nonlocal patterns
+            best, own = 0, tables[k]
+            todo = [(0, free, 0)]
+            while todo:
+                n, left, done = todo.pop()
+                patterns += 1
+                if patterns > _MOST_PATTERNS:
+                    raise OverflowError
+                if n == len(own):
+                    best = max(best, done + (2 * value(k // 2, left) if k > 1 else 0))
+                    continue
+                table, each = own[n]
+                counts = range(bisect_right(table, left))
+                todo += [(n + 1, left - table[count], done + count * each) for count in counts]
+            return best
+
+        try:
+            room = self.problem.world // most * value(most, limit)
+        except OverflowError:  # too many: say nothing
+            return True
+        return sum(work[s] for s in shapes) <= room
 
 
 def shared_prices(

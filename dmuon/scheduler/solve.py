@@ -27,15 +27,13 @@ from dmuon.scheduler.bound import certified, cover, simple_bound
 from dmuon.scheduler.co_owners import (
     GAIN,
     SIZES,
-    Block,
     CoOwners,
-    Sharing,
     check_size,
     shared_prices,
 )
 from dmuon.scheduler.columns import Budget, Columns, EngineError, available_engines
 from dmuon.scheduler.costs import CostTable
-from dmuon.scheduler.greedy import baselines, greedy, improve, longest_first
+from dmuon.scheduler.greedy import baselines, greedy, improve
 from dmuon.scheduler.placement import launch_order, layer_of, place
 from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof, SharedPrice
 from dmuon.scheduler.problem import (
@@ -43,7 +41,6 @@ from dmuon.scheduler.problem import (
     Counts,
     OwnerClass,
     Problem,
-    Shape,
     build_problem,
     relaxed,
 )
@@ -112,25 +109,31 @@ def solve(
     makespan = problem.makespan(found.counts)
     alone, alone_ticks, shared, left = problem, makespan, None, None
     if options.co_owners != "off" and (solver != "round_robin" or options.co_owners != "auto"):
-        shared = _shared(specs, topology, limits, costs, rows, problem, layout, options)
+        shared = _shared(
+            specs, topology, limits, costs, rows, problem, makespan, order, layout, options
+        )
     # Ranks that share matrices all work, where some might have been idle.
     if (
         options.co_owners == "auto"
         and shared is not None
         and shared.makespan * costs.contention >= (1 - GAIN) * makespan
     ):
-        left, shared = shared if shared.makespan < makespan else None, None
+        left, shared = shared, None
     if shared is not None:
         problem = shared.rest
-        found = _search(problem, baselines(problem, order, spent=budget.spent), solver, budget)
+        simple = baselines(problem, order, spent=budget.spent)
+        known_ms = [problem.makespan(simple[name]) for name in ("greedy",) if name in simple]
+        if min(known_ms, default=shared.makespan + 1) > shared.makespan:
+            simple["greedy"] = shared.start
+        found = _search(problem, simple, solver, budget)
         makespan = problem.makespan(found.counts)
-        found = replace(found, bound=min(shared.bound, makespan))
+        found = replace(found, bound=shared.ways.bound(makespan))
     status = "optimal" if found.bound >= makespan else "feasible"
     owners = _placed(specs, topology, problem, found.counts, order)
     plan = OwnershipPlan(
         specs=specs,
         topology=topology,
-        batches=_batches(problem, rows, owners, order, shared.batches(order) if shared else ()),
+        batches=_batches(problem, rows, owners, order, shared.batches if shared else ()),
         layout=layout,
         solver=found.solver,
         status="time_limit" if status == "feasible" and budget.hit else status,
@@ -324,37 +327,15 @@ def _by_domain(problem: Problem, counts: Counts, budget: Budget) -> Counts:
 
 @dataclass(frozen=True)
 class _Shared:
-    """What is shared, the problem of the ``rest`` on top of it, what both take at most, and the
-    bound of all choices."""
+    """``batches`` of what is shared; the problem of the ``rest`` on top of it, with a start; the
+    makespan of both; all ways to share."""
 
-    parts: tuple[tuple[Shape, SharedPrice, Block, int], ...]
+    batches: list[Batch]
     prices: tuple[SharedPrice, ...]
     rest: Problem
+    start: Counts
     makespan: int
-    bound: int
-
-    def batches(self, order: Sequence[int]) -> list[Batch]:
-        """Each block's share of a shape's matrices, dealt out in turn, in its cheapest batches."""
-        position = {i: at for at, i in enumerate(order)}
-        of_shape: dict[Shape, list[tuple[SharedPrice, Block, int]]] = defaultdict(list)
-        for shape, row, block, count in self.parts:
-            of_shape[shape].append((row, block, count))
-        made = []
-        for shape, parts in of_shape.items():
-            free = sorted(shape.members, key=position.__getitem__)
-            taken: list[list[int]] = [[] for _ in parts]
-            while free:
-                for mine, (_, _, count) in zip(taken, parts, strict=True):
-                    if len(mine) < count:
-                        mine.append(free.pop(0))
-            for mine, (row, block, _) in zip(taken, parts, strict=True):
-                price = tuple(self.rest.ticks(ms) for ms in row.ms[: shape.count])
-                for size in replace(shape, batch_ticks=price).batches(len(mine)):
-                    some, mine = tuple(mine[:size]), mine[size:]
-                    ms = self.rest.ms(price[size - 1])
-                    split = row.split[size - 1]
-                    made.append(Batch(block[0], some, ms, row.kernel, block, split))
-        return made
+    ways: CoOwners
 
 
 def _shared(
@@ -364,10 +345,12 @@ def _shared(
     costs: CostTable,
     rows: Sequence[PriceRow],
     problem: Problem,
+    makespan: int,
+    order: Sequence[int],
     layout: Layout,
     options: PlannerOptions,
 ) -> _Shared | None:
-    """The best way to share matrices that is found; None where there is none.
+    """The best way to share matrices that is found; None where none is faster than ``makespan``.
 
     Raises:
         PlanError: a number of co-owners was asked for that is not possible.
@@ -386,31 +369,35 @@ def _shared(
     sizes = SIZES if size is None else (size,)
     prices = shared_prices(specs, topology, limits, costs, options.max_batch, sizes)
     ways = CoOwners(problem, specs, topology, limits, prices)
-    every = {s: size for s, k in ways.blocks if k == size}
-    ms = {row.key: row.ms for row in rows}
-    best: tuple[int, Sharing, Problem] | None = None
-    for choice in ways.choices() if size is None else [every]:
-        sharing = ways.share(choice)
-        most = int((problem.fixed + sharing.busy).max())
-        if not choice or (best is not None and most >= best[0]):
-            continue
-        taken = [i for s in choice for i in problem.shapes[s].members]
-        rest = build_problem(
-            specs.matrices, topology.world, limits, ms, layout, without=taken, busy=sharing.busy
-        )
-        counts = [longest_first(rest, chunk) for chunk in (1, 4)]
-        makespan = min(rest.makespan(c) for c in counts if c is not None)
-        if best is None or makespan < best[0]:
-            best = makespan, sharing, rest
-    if best is None:
+    found = ways.best(None if size else makespan, size)
+    if found is None:
         return None
-    makespan, sharing, rest = best
     row_of = {(row.key, row.co_owners): row for row in prices}
-    parts = tuple(
-        (problem.shapes[s], row_of[problem.shapes[s].key, len(block)], block, count)
-        for s, block, count in sharing.parts
-    )
-    return _Shared(parts, prices, rest, makespan, ways.bound())
+    position = {i: at for at, i in enumerate(order)}
+    batches: list[Batch] = []
+    for s, shape in enumerate(problem.shapes):
+        parts = [(block, count) for of, block, count in found.parts if of == s]
+        # Dealt out in turn, so that what is computed first is spread over all blocks.
+        turns = sorted((n, at) for at, (_, count) in enumerate(parts) for n in range(count))
+        members = sorted(shape.members, key=position.__getitem__)
+        taken: list[list[int]] = [[] for _ in parts]
+        for i, (_, at) in zip(members, turns, strict=False):
+            taken[at].append(i)
+        for (block, _), mine in zip(parts, taken, strict=True):
+            row = row_of[shape.key, len(block)]
+            price = tuple(problem.ticks(ms) for ms in row.ms[: shape.count])
+            for b in replace(shape, batch_ticks=price).batches(len(mine)):
+                some, mine = tuple(mine[:b]), mine[b:]
+                ms, split = problem.ms(price[b - 1]), row.split[b - 1]
+                batches.append(Batch(block[0], some, ms, row.kernel, block, split))
+    ms_of = {row.key: row.ms for row in rows}
+    rest = build_problem(
+        specs.matrices, topology.world, limits, ms_of, layout,
+        without={i for batch in batches for i in batch.matrices}, busy=found.busy,
+    )  # fmt: skip
+    column = {(shape.key, shape.domain): s for s, shape in enumerate(problem.shapes)}
+    columns = [column[shape.key, shape.domain] for shape in rest.shapes]
+    return _Shared(batches, prices, rest, found.alone[:, columns], found.makespan, ways)
 
 
 # ---- memory ------------------------------------------------------------------------------
