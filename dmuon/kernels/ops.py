@@ -26,7 +26,7 @@ from dmuon.types import Triple
 _STRIP_ROWS = 256
 STRIPS_FROM_ROWS = 2 * _STRIP_ROWS
 _MAX_STRIPS = 4
-_LEAST_STRIP = 128  # rows, where co-owners have several each
+_LEAST_STRIP = 256  # rows, where co-owners have several each
 _TIMED_ROWS = 128
 _AS_FAST = 1.5  # so small a product pays for its call, too; a large one in bfloat16 gains more
 
