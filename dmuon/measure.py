@@ -289,18 +289,17 @@ class SliceTimer(OwnerTimer):
     """Runs what a co-owner computes on its slices, exchanges aside."""
 
     def _allocate(self, fitting: Sequence[Run]) -> None:
-        cases = [case for case, _ in fitting]
-        most = max((math.prod(case.shape) for case in cases), default=0)
+        most = max((math.prod(case.shape) for case, _ in fitting), default=0)
         generator = torch.Generator(self.device).manual_seed(0)
         self._values = torch.empty(most, dtype=self.ns_dtype, device=self.device)
         self._values.normal_(generator=generator)
         work = torch.empty_like(self._values)
         self._slices: dict[Case, list[tuple[SliceCall, Tensor]]] = {}
-        for case in cases:
+        for case, kernel in fitting:
             assert isinstance(case, SliceCase)
             x = work[: math.prod(case.shape)].view(case.shape)
             alone = Peers(0, case.co_owners, lambda to, source, tag: _Copied(to, source))
-            call = SliceCall(self._call(case, ""), alone, case.split)
+            call = SliceCall(self._call(case, kernel), alone, case.split)
             self._slices[case] = [(call, x)]
         self._runner.reserve([], [], self._slices.values())
 
@@ -656,7 +655,7 @@ def measured_slices(
             PASSES * len(lacking), "dmuon measures slices", shown=transport.rank == 0
         )
         with torch.no_grad(), bar as shown:
-            runs = timer.reserve([(case, "") for case in pace.in_order(lacking)])
+            runs = timer.reserve([(c, table.slice_kernel(c.key)) for c in pace.in_order(lacking)])
             times = median_times(runs, timer, pace, deadline=deadline, progress=shown)
             links = {k: [] if g is None else _exchange_ms(g, device) for k, g in groups.items()}
         return {case: ms for (case, _), ms in times.items()}, links

@@ -303,7 +303,7 @@ def shared_prices(
             batches = range(1, min(count, max_batch) + 1)
             prices = [costs.shared_ms(key, b, k, link) for b in batches]
             ms, split, origin = zip(*prices, strict=True)
-            found.append(SharedPrice(key, k, ms, split, origin))
+            found.append(SharedPrice(key, k, ms, split, origin, costs.slice_kernel(key)))
     return tuple(found)
 
 

@@ -378,6 +378,12 @@ class CostTable:
         apart, together = found[0] + sums, found[1] + sums + exchanges * path.ms(sent)
         return min(apart, together), together < apart, origin
 
+    def slice_kernel(self, key: ShapeKey) -> str:
+        """What runs slices: the kernel of a whole matrix, where that is of the Gram form; else "",
+        for the fixed rule."""
+        kernel = self.kernel(key, 1)
+        return kernel if kernel.startswith("gram") else ""
+
     def kernel(self, key: ShapeKey, batch: int) -> str:
         """The kernel of `batch_ms`; "" where none was named.
 

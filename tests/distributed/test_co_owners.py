@@ -87,6 +87,28 @@ def test_every_mesh_is_equal_to_the_reference(pools: Pools, case: str, k: int, i
     )
 
 
+@pytest.mark.parametrize("case", ["fsdp4", "hsdp", "tp+fsdp"])
+@distributed(4)
+def test_matrices_of_one_shape_with_different_numbers_of_co_owners(rank, world, case):
+    both = pair(case)
+    planner = PlannerOptions(co_owners=2, max_batch=1)
+    own = dmuon.dedicate_params(both.model, planner=planner)
+    limits, found = own.plan.limits, []
+    for n, batch_ in enumerate(own.plan.batches):
+        of = limits.domain_of[batch_.matrices[0]] if limits.domains else -1
+        is_everyone = of < 0 or len(limits.domains[of]) == world
+        if batch_.co_owners and n % 3 != 1 and is_everyone:
+            ranks = (0, 1, 2, 3) if n % 3 else ()
+            batch_ = replace(batch_, owner=ranks[0] if ranks else 3, co_owners=ranks)
+        found.append(batch_)
+    plan = replace(own.plan, batches=tuple(found))
+    own.close()
+    kinds = {(plan.specs.matrices[b.matrices[0]].key, len(b.ranks)) for b in plan.batches}
+    assert any({(key, 1), (key, 2), (key, 4)} <= kinds for key, _ in kinds)
+    train(both, STEPS, plan=plan)
+    assert both.difference()[0] <= 1e-5, both.difference()
+
+
 @pytest.mark.parametrize(("k", "is_split"), [(2, False), (2, True), (4, False), (4, True)])
 @distributed(4, 8)
 def test_distributed_data_parallel(rank, world, k, is_split):

@@ -8,8 +8,9 @@ import torch
 pytest.importorskip("triton", reason="Triton kernels need Triton")
 
 from dmuon.kernels import triton_elementwise, triton_small, triton_syrk
-from dmuon.kernels.newton_schulz import normalize, normalize_
+from dmuon.kernels.newton_schulz import newton_schulz, normalize, normalize_
 from dmuon.kernels.triton_syrk import TILES, Tile, tiles_for
+from tests.co_owners import by_co_owners
 from tests.triton_contract import *  # noqa: F403
 from tests.triton_contract import (
     BF16,
@@ -194,3 +195,14 @@ def test_update_of_large_matrices():
     decay = torch.tensor(0.875, device=weight.device)
     triton_elementwise.apply_update(weight, update, decay=decay, lr=0.25)
     torch.testing.assert_close(weight.double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("count", [2, 8])
+def test_slices_of_co_owners(dtype, split, count):
+    x = GPU.unit(2, 512, 1536, dtype=F32)
+    expected = newton_schulz(x, dtype=F32, method="gram")
+    found, _, _ = by_co_owners(x, count, dtype, split)
+    error = (found.float() - expected).norm() / expected.norm()
+    assert error <= {F32: 1e-4, F16: 5e-2, BF16: 2e-1}[dtype]

@@ -22,10 +22,9 @@ from dmuon.kernels.newton_schulz import (
     iterate,
     newton_schulz,
     normalize,
-    prepared_slice,
     resolve_coefficients,
 )
-from dmuon.kernels.ops import Peers, RoundedOps, SliceOps
+from dmuon.kernels.ops import RoundedOps, SliceOps
 from dmuon.report.data import build_report
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.co_owners import blocks_of, can_be_shared
@@ -37,6 +36,7 @@ from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, Layout, PlanError
+from tests.co_owners import by_co_owners
 from tests.unit.models import specs_of
 from tests.unit.test_newton_schulz import EASY, HARD, member, relative
 from tests.unit.test_shards import planned, shard_maps, travelling
@@ -123,57 +123,6 @@ def test_every_co_owner_gets_its_slice_and_every_holder_its_updates(shards, leas
 
 
 # ---- the iteration -----------------------------------------------------------------------
-
-
-class Together:
-    """Co-owners in one process: every exchange happens when the last one has come to it."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.sent: dict[tuple[int, int], Tensor] = {}
-        self.log: list[list[str]] = [[] for _ in range(count)]
-
-    def peers(self, index: int) -> Peers:
-        def exchange(to: Tensor, source: Tensor, tag: str):
-            number = len(self.log[index])
-            self.log[index].append(tag)
-            self.sent[number, index] = source.clone()
-
-            class Work:
-                def wait(work) -> None:
-                    others = [j for j in range(self.count) if j != index]
-                    for row, j in zip(to, others, strict=True):
-                        row.copy_(self.sent[number, j][index - (index > j)])
-
-            return Work()
-
-        return Peers(index, self.count, exchange)
-
-
-def by_co_owners(
-    x: Tensor, count: int, dtype: torch.dtype, split: bool, backend: str = "auto"
-) -> tuple[Tensor, list[list[str]], list[SliceOps]]:
-    """Newton-Schulz on ``[b, m, n]``, the exchanges of each co-owner, and their products."""
-    b, m, n = x.shape
-    device = torch.device("cpu")
-    choice = fixed_choice(m, n, dtype, device, 5, "gram", backend)
-    triples = resolve_coefficients("polar_express", 5)
-    together, slices, ops = Together(count), [], []
-    norms = x.to(dtype).double().norm(dim=(1, 2)).to(torch.promote_types(dtype, torch.float32))
-    for j in range(count):
-        mine = x[:, :, n * j // count : n * (j + 1) // count].to(dtype).contiguous()
-
-        def take(shape, dtype):
-            return torch.empty(shape, dtype=dtype)
-
-        inner = ops_of(choice, device, m)
-        ops.append(SliceOps(inner, together.peers(j), split, b, m, dtype, take))
-        segments = segments_of(choice, 5)
-        slices.append(prepared_slice(mine, triples, segments, ops[-1], take)(norms))
-    found: list[Tensor | None] = [None] * count
-    while any(result is None for result in found):
-        found = [next(s) if r is None else r for s, r in zip(slices, found, strict=True)]
-    return torch.cat(found, 2), together.log, ops  # type: ignore[arg-type]
 
 
 SHAPES = [(1, 1, 2), (2, 3, 8), (1, 8, 13), (2, 33, 40), (1, 5, 5), (1, 530, 600)]
@@ -359,6 +308,20 @@ def test_no_way_to_share_beats_the_bound(shapes, world, latency):
         assert plan.shared_prices
         assert plan.lower_bound_ms <= brute_force(specs_of(keys), plan) + 1e-9
         assert certify(plan).ok
+
+
+def test_slices_run_with_the_kernel_of_the_whole_where_that_is_of_the_gram_form():
+    keys = {
+        (2048, 8192, "float32"): "gram[2]/torch/float16",
+        (2048, 2048, "float32"): "standard/torch/float16",
+    }
+    entries = {key: {1: H200.batch_ms(key, 1)} for key in keys}
+    kernels = {key: {1: kernel} for key, kernel in keys.items()}
+    costs = CostTable("given", entries, H200.device, kernels=kernels, momentum=False)
+    plan = shared_plan(specs_of(list(keys)), 8, 2, costs)
+    assert plan.has_co_owners and certify(plan).ok
+    ran = {plan.specs.matrices[b.matrices[0]].key: b.kernel for b in plan.batches}
+    assert ran == {key: kernel if "gram" in kernel else "" for key, kernel in keys.items()}
 
 
 @pytest.fixture(scope="module")
