@@ -198,7 +198,7 @@ class Contender:
             return Counting(transport, self._received)
 
         world, freed = dist.get_world_size(), self.kind.freed
-        make = group_maker(mesh, world, TIMEOUT_S)
+        make = group_maker(range(world), TIMEOUT_S)
         layout: str = self.kind.layout
         options: Any = None
         if layout == "reduce_to_owner":

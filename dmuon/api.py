@@ -218,7 +218,7 @@ def plan_given(given: Given, request: Request, mesh: DeviceMesh | None = None) -
         request,
         transport,
         lambda: mesh_topology(mesh, transport.world, parameters, given.ddp, request.planner),
-        group_maker(mesh, transport.world, timeout_s),
+        group_maker(_ranks(mesh, given.ddp), timeout_s),
     )
 
 
@@ -288,7 +288,7 @@ def assemble(
                 digest=OwnershipPlan.fingerprint,
             )
 
-        new_group = new_group or group_maker(None, transport.world, None)
+        new_group = new_group or group_maker(range(transport.world), None)
         measured = isinstance(costs, CostTable) and costs is not request.costs and costs.entries
         if not measured:
             plan = planned(costs)
@@ -318,7 +318,9 @@ def _with_slices(
     every = range(transport.world)
     groups: dict[int, Transport | None] = {}
     with ExitStack() as done:
-        for k in sorted({row.co_owners for row in free.shared_prices}):
+        asked = request.planner.co_owners
+        sizes = {row.co_owners for row in free.shared_prices}
+        for k in sorted(sizes if asked == "auto" else sizes & {asked}):
             blocks = blocks_of(every, free.topology, k)
             left = tuple(sorted(set(every).difference(*blocks)))
             group = new_group([*blocks, left] if left else blocks)
@@ -599,9 +601,12 @@ def _planner(request: Request) -> PlannerOptions:
     planner, kernels = request.planner, request.kernels
     if not kernels.is_fixed and kernels.method != "standard":
         return planner
-    if isinstance(planner.co_owners, int) and request.plan is None:
+    plan, asked = request.plan, f"co_owners={planner.co_owners}"
+    if plan is not None:
+        asked = "a saved plan in which ranks share matrices"
+    if isinstance(planner.co_owners, int) if plan is None else plan.has_co_owners:
         raise PlanError(
-            f"co_owners={planner.co_owners} and kernels=KernelOptions(method={kernels.method!r}, "
+            f"{asked} and kernels=KernelOptions(method={kernels.method!r}, "
             f"backend={kernels.backend!r}): co-owners run the Gram form, in an order of sums that "
             "depends on their number, so an update would not have the same bits on every mesh. "
             "Leave one of the two out"
@@ -642,7 +647,7 @@ def _runtime(
     shards: ShardMap | None,
     reports: Sequence[RankShards],
     transport: Transport,
-    new_group: NewGroup | None,
+    new_group: NewGroup,
 ) -> LayoutRuntime:
     """The machinery of the layout; hooks are installed when an optimizer binds to it."""
     options = request.options or _OPTIONS[found.layout]()
@@ -658,14 +663,12 @@ def _runtime(
         )
     if isinstance(options, ShardedOptions):
         assert shards is not None
-        new_group = new_group or group_maker(None, transport.world, options.timeout_s)
         device = compute_device(named)
         return ShardedRuntime(plan, shards, model, named, transport, options, device, new_group)
     # Places the weights: a collective call.
     axes = frozenset(axis for p in named for axis in mesh_axes(p))
     grid = Grid.of(plan.topology, axes)
     slices = Slices(plan, grid, slice_boxes(plan.specs, grid, reports))
-    new_group = new_group or group_maker(None, transport.world, None)
     process_groups = ProcessGroups.open(grid, transport, new_group)
     assert model is not None
     return DedicatedRuntime(slices, model, named, process_groups, options, axes, found.device)
@@ -674,9 +677,10 @@ def _runtime(
 # ---- the ranks that plan and train together ----------------------------------------------
 
 
-def group_maker(mesh: DeviceMesh | None, world: int, timeout_s: float | None) -> NewGroup:
-    """Makes transports of their own over some of the mesh's ranks; collective calls of the mesh."""
-    ranks = list(range(world)) if mesh is None else mesh.mesh.flatten().tolist()
+def group_maker(ranks: Sequence[int], timeout_s: float | None) -> NewGroup:
+    """Makes transports of their own over some of the ranks that plan together; collective calls of
+    all of these. Partitions count the ranks as transports do: ascending."""
+    ranks = sorted(ranks)
 
     def new_group(partition: Sequence[tuple[int, ...]]) -> Transport:
         if not is_initialized():

@@ -139,36 +139,43 @@ class Orthogonalizer:
         """
         planned = [*((call, None) for call in calls), *lasting]
         self._prepared.clear()
+        self._slices.clear()
         groups = [list(group) for group in slices]
         sizes = [self.call_bytes(call, x is None) for call, x in planned]
-        nothing = _Memory(torch.empty(0, dtype=torch.uint8, device="meta"))
-        needed = max([*sizes, *(self._prepare_slices(g, nothing) for g in groups)], default=0)
+        for group in groups:
+            nothing = _Memory(torch.empty(0, dtype=torch.uint8, device="meta"))
+            self._prepare_slices(group, nothing)
+            sizes.append(nothing.taken)
+        needed = max(sizes, default=0)
         if needed > self.nbytes:
             self._memory = self._memory[:0].clone()  # free it first
             self._memory = torch.empty(needed, dtype=torch.uint8, device=self.device)
         self._lasting = {id(x): x for _, x in planned if x is not None}
         self._planned = {call.shape for call, _ in planned}
-        self._most = 8 * len(planned) + _OTHERS
+        self._most = 8 * (len(planned) + sum(map(len, groups))) + _OTHERS
         self._ran = {}
         for call, x in planned:
             self._prepare(call, x)
         for group in groups:
             self._prepare_slices(group, _Memory(self._memory))
 
-    def _prepare_slices(self, group: Sequence[tuple[SliceCall, Tensor]], memory: _Memory) -> int:
-        """Prepare slices that run together, in this memory; the bytes that they take."""
-        memory.taken = 0
-        if len(self._slices) > self._most:
-            self._slices.clear()
+    def _prepare_slices(
+        self, group: Sequence[tuple[SliceCall, Tensor]], memory: _Memory
+    ) -> list[Callable[[Tensor], Steps]]:
+        """Prepare slices that run together, in this memory; kept where they fit there."""
+        made = []
         for call, x in group:
             b, m, _ = x.shape
             choice = self.choice(call.call, is_slice=True)
             inner = ops_of(choice, self.device, m)
             ops = SliceOps(inner, call.peers, call.split, b, m, self.dtype, memory.take)
             segments = segments_of(choice, len(call.call.coefficients))
-            run = prepared_slice(x, call.call.coefficients, segments, ops, memory.take)
-            self._slices[call.call, id(x)] = run
-        return memory.taken
+            made.append(prepared_slice(x, call.call.coefficients, segments, ops, memory.take))
+        if memory.taken <= memory.memory.numel():
+            if len(self._slices) > self._most:
+                self._slices.clear()  # coefficients may differ in every step
+            self._slices |= {(call.call, id(x)): run for (call, x), run in zip(group, made)}
+        return made
 
     def run_together(
         self, calls: Sequence[tuple[SliceCall, Tensor]], norms: Sequence[Tensor]
@@ -180,13 +187,12 @@ class Orthogonalizer:
         r-th exchange, in the order of ``calls``. So all ranks take the exchanges of any two of
         them in one order, whatever else they compute.
         """
-        if any((call.call, id(x)) not in self._slices for call, x in calls):
-            self._prepare_slices(calls, _Memory(self._memory))  # other coefficients, or a copy
+        runs = [self._slices.get((call.call, id(x))) for call, x in calls]
+        if None in runs:  # other coefficients, or a copy
+            runs = [*self._prepare_slices(calls, _Memory(self._memory))]
+        wide = torch.promote_types(self.dtype, torch.float32)
         running = {
-            n: self._slices[call.call, id(x)](
-                norms[n].to(torch.promote_types(x.dtype, torch.float32))
-            )
-            for n, (call, x) in enumerate(calls)
+            n: run(own.to(wide)) for n, (run, own) in enumerate(zip(runs, norms)) if run is not None
         }
         found: dict[int, Tensor] = {}
         with no_autocast(self.device):

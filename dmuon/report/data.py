@@ -434,9 +434,10 @@ def _co_owners_text(report: LoadBalanceReport) -> str:
         )
     if parts and plan.alone_ms is not None:
         saved = 1 - plan.makespan_ms / plan.alone_ms if plan.alone_ms else 0.0
+        what = "saves" if saved >= 0 else "costs"
         parts.append(
-            f"with one owner a matrix the makespan is {text(plan.alone_ms)} ms; sharing saves "
-            f"{saved:.0%}"
+            f"with one owner a matrix the makespan is {text(plan.alone_ms)} ms; sharing {what} "
+            f"{abs(saved):.0%}"
         )
     return "; ".join(parts)
 

@@ -14,7 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from dmuon.scheduler.bound import proven
-from dmuon.scheduler.co_owners import Block, CoOwners, blocks_of, can_be_shared, shared_prices
+from dmuon.scheduler.co_owners import (
+    Block,
+    CoOwners,
+    blocks_of,
+    can_be_shared,
+    sharable,
+    shared_prices,
+)
 from dmuon.scheduler.costs import ANALYTIC_DEVICES, ORIGINS, CostTable, ShapeKey
 from dmuon.scheduler.greedy import baselines
 from dmuon.scheduler.placement import launch_order
@@ -87,7 +94,7 @@ def certify(plan: OwnershipPlan) -> Certificate:
         _wrong_matrices(plan),
         _wrong_prices(plan),
         _wrong_alternatives(plan, problem),
-        _wrong_claims(plan, problem, makespan, bound),
+        _wrong_claims(plan, problem, makespan, bound, shared_bound),
     )
     wrong = [finding for check in checks for finding in _short(check)]
     missing = []
@@ -141,7 +148,9 @@ def _executed(plan: OwnershipPlan, problem: Problem) -> tuple[int, list[str]]:
     return max(loads), found
 
 
-def _wrong_claims(plan: OwnershipPlan, problem: Problem, makespan: int, bound: int) -> list[str]:
+def _wrong_claims(
+    plan: OwnershipPlan, problem: Problem, makespan: int, bound: int, shared_bound: int
+) -> list[str]:
     """What the plan says of its makespan, bound, status and contents, and is not so."""
     found = []
     has_proof = plan.proof is not None or plan.has_co_owners
@@ -159,6 +168,13 @@ def _wrong_claims(plan: OwnershipPlan, problem: Problem, makespan: int, bound: i
             + ("" if plan.hit_time_limit else "not ")
             + "stopped by the clock"
         )
+    alone, shared = plan.alone_ms, plan.shared_ms
+    if plan.has_co_owners and min((ms for _, ms in plan.alternatives), default=0.0) < (alone or 0):
+        found.append(
+            f"the plan claims {alone:.6g} ms without co-owners; its alternatives take less"
+        )
+    if shared is not None and not shared_bound <= problem.ticks(shared) < makespan:
+        found.append(f"the plan claims that sharing would take {shared:.6g} ms, which cannot be")
     claim = plan.claim
     if claim is None:
         return found
@@ -204,6 +220,10 @@ def _wrong_prices(plan: OwnershipPlan) -> Iterator[str]:
             yield f"the prices are not those of {source!r}"
         if plan.shared_prices and not _are_shared_prices(plan, CostTable.analytic(device)):
             yield f"the prices of co-owners are not those of {source!r}"
+    if plan.shared_prices or plan.has_co_owners:
+        priced = {(row.key, row.co_owners) for row in plan.shared_prices}
+        for key, k in sharable(plan.specs, plan.topology, plan.limits).keys() - priced:
+            yield f"{k} co-owners of {key[0]} x {key[1]} have no price, so nothing bounds them"
 
 
 def _are_prices(plan: OwnershipPlan, costs: CostTable) -> bool:
@@ -216,9 +236,8 @@ def _are_prices(plan: OwnershipPlan, costs: CostTable) -> bool:
 
 def _are_shared_prices(plan: OwnershipPlan, costs: CostTable) -> bool:
     most = max(len(row.ms) for row in plan.shared_prices)
-    sizes = sorted({row.co_owners for row in plan.shared_prices})
     costs = replace(costs, momentum=False)  # as in the layouts in which matrices are shared
-    right = shared_prices(plan.specs, plan.topology, plan.limits, costs, most, sizes)
+    right = shared_prices(plan.specs, plan.topology, plan.limits, costs, most)
     pairs = zip(sorted(plan.shared_prices, key=_name), sorted(right, key=_name), strict=False)
     return len(right) == len(plan.shared_prices) and all(
         (a.key, a.co_owners, a.split) == (b.key, b.co_owners, b.split)

@@ -140,6 +140,8 @@ class CoOwners:
         of co-owners, wherever a shape may have it."""
         problem = self.problem
         busy, shared = problem.fixed.copy(), np.zeros_like(problem.fixed)
+        if busy.max() > limit:
+            return None
         alone = np.zeros((problem.world, len(problem.shapes)), np.int64)
         parts: list[tuple[int, Block, int]] = []
         for s, shape in enumerate(problem.shapes):
@@ -284,34 +286,39 @@ def shared_prices(
     limits: OwnerLimits,
     costs: CostTable,
     max_batch: int,
-    sizes: Sequence[int] = SIZES,
 ) -> tuple[SharedPrice, ...]:
     """What every shape costs each of 2, 4, 8 co-owners, where it has as many columns."""
+    found = []
+    for (key, k), (count, blocks) in sharable(specs, topology, limits).items():
+        link = _link(costs, topology, blocks)
+        batches = range(1, min(count, max_batch) + 1)
+        prices = [costs.shared_ms(key, b, k, link) for b in batches]
+        ms, split, origin = zip(*prices, strict=True)
+        found.append(SharedPrice(key, k, ms, split, origin, costs.slice_kernel(key)))
+    return tuple(found)
+
+
+def sharable(
+    specs: ModelSpecs, topology: Topology, limits: OwnerLimits
+) -> dict[tuple[ShapeKey, int], tuple[int, list[Block]]]:
+    """By shape and number of co-owners: how many matrices can be shared by so many, and all blocks
+    of that size."""
     counts: dict[ShapeKey, int] = {}
     for i, matrix in enumerate(specs.matrices):
         if not limits.is_forced(i) and can_be_shared(specs, matrix):
             counts[matrix.key] = counts.get(matrix.key, 0) + 1
     domains = limits.domains or (tuple(range(topology.world)),)
-    found = []
-    for k in sizes:
-        link = _link(costs, topology, [d for d in domains if len(d) >= k], k)
-        if not link:
-            continue
-        for key, count in sorted(counts.items()):
-            if key[1] < k:
-                continue
-            batches = range(1, min(count, max_batch) + 1)
-            prices = [costs.shared_ms(key, b, k, link) for b in batches]
-            ms, split, origin = zip(*prices, strict=True)
-            found.append(SharedPrice(key, k, ms, split, origin, costs.slice_kernel(key)))
-    return tuple(found)
+    found = {}
+    for k in SIZES:
+        blocks = [b for d in domains if len(d) >= k for b in blocks_of(d, topology, k)]
+        for key, count in sorted(counts.items()) if blocks else ():
+            if max(key[:2]) >= k:
+                found[key, k] = count, blocks
+    return found
 
 
-def _link(costs: CostTable, topology: Topology, domains: Sequence[Sequence[int]], size: int) -> str:
-    """The slowest link that blocks of this size go over; "" where there are none."""
-    blocks = [block for domain in domains for block in blocks_of(domain, topology, size)]
-    if not blocks:
-        return ""
+def _link(costs: CostTable, topology: Topology, blocks: Sequence[Block]) -> str:
+    """The slowest link that these blocks go over."""
     if costs.device in (None, ANALYTIC_DEVICES["cpu"]):
         return "cpu"
     inside = all(len({topology.node(rank) for rank in block}) == 1 for block in blocks)

@@ -465,6 +465,8 @@ def _check_batches(batches: Sequence[Batch], matrices: Sequence[MatrixSpec], wor
             raise PlanError(f"a batch must hold matrices of one shape and dtype, found {batch}")
         if batch.co_owners:
             _check_shared(batch, matrices[batch.matrices[0]])
+        elif batch.split:
+            raise PlanError(f"a batch on rank {batch.owner} is split, but has no co-owners")
         try:
             _check_kernel(batch.kernel)
         except ValueError as error:

@@ -26,7 +26,6 @@ from dmuon.config import PlannerOptions
 from dmuon.scheduler.bound import certified, cover, simple_bound
 from dmuon.scheduler.co_owners import (
     GAIN,
-    SIZES,
     CoOwners,
     check_size,
     shared_prices,
@@ -122,8 +121,7 @@ def solve(
     if shared is not None:
         problem = shared.rest
         simple = baselines(problem, order, spent=budget.spent)
-        known_ms = [problem.makespan(simple[name]) for name in ("greedy",) if name in simple]
-        if min(known_ms, default=shared.makespan + 1) > shared.makespan:
+        if "greedy" not in simple or problem.makespan(simple["greedy"]) > shared.makespan:
             simple["greedy"] = shared.start
         found = _search(problem, simple, solver, budget)
         makespan = problem.makespan(found.counts)
@@ -366,11 +364,10 @@ def _shared(
         check_size(specs, limits, topology.world, size)
     if layout.keeps_state_at_owners or topology.world == 1 or not problem.shapes:
         return None
-    sizes = SIZES if size is None else (size,)
-    prices = shared_prices(specs, topology, limits, costs, options.max_batch, sizes)
+    prices = shared_prices(specs, topology, limits, costs, options.max_batch)
     ways = CoOwners(problem, specs, topology, limits, prices)
     found = ways.best(None if size else makespan, size)
-    if found is None:
+    if found is None or not found.parts:
         return None
     row_of = {(row.key, row.co_owners): row for row in prices}
     position = {i: at for at, i in enumerate(order)}

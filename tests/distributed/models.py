@@ -136,7 +136,9 @@ def dedicate(
     """
     inner = C10dTransport(list(range(dist.get_world_size())))
     transport = inner if wrapper is None else wrapper(inner)
-    make = group_maker(mesh, inner.world, None)
+    make = group_maker(
+        mesh.mesh.flatten().tolist() if mesh is not None else range(inner.world), None
+    )
 
     def topology() -> Topology:
         if mesh is None:

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
@@ -217,7 +219,7 @@ def recorded(case: str, k: int, max_batch: int = 16):
     """A model whose collectives, those of co-owners too, are noted in one log."""
     both, recorders = pair(case), Recorders(0, Late)
     wrapped = recorders(C10dTransport(list(range(dist.get_world_size()))))
-    make = group_maker(None, wrapped.world, None)
+    make = group_maker(range(wrapped.world), None)
     planner = PlannerOptions(co_owners=k, max_batch=max_batch)
     own = assemble(
         Given(both.model),
@@ -343,3 +345,51 @@ def test_slices_run_in_the_gram_form_and_stats_say_so(rank, world):
         assert ran and all("gram" in kernel and "2 co-owners" in kernel for kernel in ran.values())
         assert set(own.owned_by(0)) == set(own.owned_by(1))
         assert "co-owners" in str(own.report())
+
+
+@distributed(4)
+def test_a_mesh_whose_ranks_are_in_another_order(rank, world):
+    mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = ParallelModel()
+    twin = copy.deepcopy(model)
+    fully_shard(model, mesh=mesh)
+    with dedicated(model, planner=shared(2)) as (own, opt):
+        assert own.plan.has_co_owners
+        ref = reference(twin)
+        for step in range(STEPS):
+            loss_of(model, batch(step, rank)).backward()
+            opt.step()
+            opt.zero_grad()
+            torch.stack([loss_of(twin, batch(step, r)) for r in range(world)]).mean().backward()
+            ref.step()
+            ref.zero_grad()
+        opt.synchronize()
+        for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(
+                p.full_tensor(), q, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+@distributed(4)
+def test_distributed_data_parallel_over_a_part_of_the_ranks(rank, world):
+    group, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    torch.manual_seed(rank % 2)
+    model = ParallelModel()
+    twin = copy.deepcopy(model)
+    ddp = DistributedDataParallel(model, process_group=group)
+    own = dmuon.dedicate_params(ddp, planner=shared(2))
+    opt, ref = dmuon.Muon(ddp, **MUON), reference(twin)
+    for step in range(4):
+        loss_of(ddp, batch(step, rank)).backward()
+        opt.step()
+        opt.zero_grad()
+        both = [loss_of(twin, batch(step, r)) for r in (rank % 2, rank % 2 + 2)]
+        torch.stack(both).mean().backward()
+        ref.step()
+        ref.zero_grad()
+    assert own.plan.has_co_owners
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-5)
+    own.close()
+    dist.destroy_process_group(group)
