@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.func import functional_call
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -100,6 +100,13 @@ def test_meshes_of_other_shapes(rank, world):
         assert pair.own.plan.topology.world == 2 and pair.own.rank == data_rank
         pair.train(range(2))
         pair.check()
+
+
+@layouts(PLAIN, FSDP, REPLICATED)
+@distributed(4)
+def test_a_mesh_whose_ranks_are_in_another_order(rank, world, layout):
+    names = ("replicate", "shard")
+    follow(Net, layout, mesh=DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=names))
 
 
 # ---- settings --------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from dmuon.kernels.newton_schulz import (
     normalize,
     resolve_coefficients,
 )
-from dmuon.kernels.ops import RoundedOps, SliceOps
+from dmuon.kernels.ops import Peers, RoundedOps, SliceOps
+from dmuon.kernels.runner import Call, Orthogonalizer, SliceCall
 from dmuon.report.data import build_report
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.co_owners import blocks_of, can_be_shared
@@ -36,7 +37,7 @@ from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, Layout, PlanError
-from tests.co_owners import by_co_owners
+from tests.co_owners import Work, by_co_owners
 from tests.unit.models import specs_of
 from tests.unit.test_newton_schulz import EASY, HARD, member, relative
 from tests.unit.test_shards import planned, shard_maps, travelling
@@ -199,6 +200,28 @@ def test_the_norm_of_the_whole_normalizes_a_slice():
     x[0, :, 5] = 3.0  # one co-owner has all of it
     found, _, _ = by_co_owners(x, 2, torch.float32, False)
     torch.testing.assert_close(found, newton_schulz(x, dtype=torch.float32, method="gram"))
+
+
+def test_slices_are_prepared_once_and_keep_no_more_than_the_workspace(monkeypatch):
+    runner = Orthogonalizer(torch.device("cpu"), torch.float32)
+    alone = Peers(0, 2, lambda to, source, tag: Work(lambda: to.copy_(source)))
+
+    def calls(steps: int) -> list[tuple[SliceCall, Tensor]]:
+        triples = resolve_coefficients("polar_express", steps)
+        return [(SliceCall(Call((1, 4, 6), triples), alone), x) for x in operands]
+
+    operands = [torch.randn(1, 4, 6) for _ in range(300)]
+    ones = [torch.ones(1)] * len(operands)
+    few, many = calls(1), calls(5)
+    runner.reserve([], [], [few[:150], few[150:]])
+    kept = set(runner._slices)
+    assert len(kept) == len(operands)
+    for n in range(0, 300, 150):  # five steps need more squares than one
+        runner.run_together(many[n : n + 150], ones[n : n + 150])
+    assert set(runner._slices) == kept
+    monkeypatch.setattr(runner, "_prepare_slices", None)
+    for n in range(0, 300, 150):
+        runner.run_together(few[n : n + 150], ones[n : n + 150])
 
 
 # ---- planning ----------------------------------------------------------------------------
