@@ -67,8 +67,9 @@ from dmuon.types import (
     Layout,
     OwnershipError,
     SelectionError,
+    first_of,
 )
-from dmuon.update import Rates
+from dmuon.update import Rates, not_finite
 
 Route = tuple[ParameterSpec, tuple[MatrixSpec, ...]]
 
@@ -797,7 +798,17 @@ class Muon(Optimizer):
             saved = {p: entries[key] for key, p in zip(keys, order) if key in entries}
         saved = {p: entry for p, entry in saved.items() if entry}
         self._check_saved(saved)
-        return _Saved(groups, saved, self._check_saved_groups(groups))
+        progress = self._check_saved_groups(groups)
+        taken = 0 if progress is None else int(progress["step"])
+        has_momentum = any("momentum_buffer" in entry for entry in saved.values())
+        if taken and not has_momentum and not is_list:
+            raise OwnershipError(
+                f"the optimizer state is of {taken} steps and has no momentum of any matrix. What "
+                "dcp.load is given must have the entries that it shall read, and those of an "
+                "optimizer are made by its first step, or by get_optimizer_state_dict(model, opt) "
+                "of torch.distributed.checkpoint.state_dict: load into what that gives"
+            )
+        return _Saved(groups, saved, progress)
 
     def _check_saved_groups(self, groups: list[Group]) -> dict[str, Any] | None:
         """Where the schedule was. Gives ``groups`` the hyperparameters that they lack, as those of
@@ -864,9 +875,11 @@ class Muon(Optimizer):
             self.state.update((p, loaded[n]) for n, p in self._named() if n in loaded)
 
     def _check_saved(self, saved: Mapping[Tensor, Any]) -> None:
-        """Raise OwnershipError for state of another shape than its parameter's, and for that of
-        another algorithm. A parameter without any had no gradient so far."""
+        """Raise OwnershipError for state of another shape than its parameter's, for that of another
+        algorithm, and for values that are not finite. A parameter without any had no gradient so
+        far."""
         routes = self._run.if_trained | self._run.routes
+        kept: list[tuple[str, Tensor]] = []
         for name, p in self._named() if saved else ():
             entry = saved.get(p, {})
             if not entry or not p.requires_grad or name not in routes:
@@ -894,6 +907,8 @@ class Muon(Optimizer):
                         f"the optimizer state has {key} of {value.dtype} for parameter {name!r}: "
                         "it must be of a floating dtype"
                     )
+                if key in entry and (local := local_tensor(value)).numel():
+                    kept.append((f"{key} of {name}", local))
             step = entry.get("step", 0)
             try:
                 checked(
@@ -904,6 +919,12 @@ class Muon(Optimizer):
                     f"the optimizer state has step={step!r} for parameter {name!r}: it must be a "
                     "number >= 0"
                 ) from None
+        bad = not_finite(kept)
+        if bad:
+            raise OwnershipError(
+                f"the optimizer state has values that are not finite: {first_of(bad)}. With them "
+                "no step could ever be taken again: load an older checkpoint"
+            )
 
     def _load(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         with torch.no_grad():

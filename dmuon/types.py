@@ -76,6 +76,16 @@ class ConsensusError(DmuonError):
     """Ranks disagree, or another rank failed; raised on every rank."""
 
 
+def first_of(names: Sequence[str], most: int = 3) -> str:
+    """For messages.
+
+    >>> first_of(["a", "b"]), first_of(["a", "b", "c", "d", "e"])
+    ('a, b', 'a, b, c and 2 others')
+    """
+    more = f" and {len(names) - most} others" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 _CHOICE = re.compile(
     r"(?:standard|gram\[([1-9][0-9]*(?:,[1-9][0-9]*)*)\])/([a-z_]+)(?:-([0-9a-z-]+))?/"
     r"(float16|bfloat16|float32|float64)"

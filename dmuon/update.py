@@ -219,6 +219,16 @@ def finite_marks(tensors: Sequence[Tensor], on_host: bool) -> Tensor:
     return torch.stack(torch._foreach_norm(list(tensors), math.inf))
 
 
+def not_finite(named: Sequence[tuple[str, Tensor]]) -> list[str]:
+    """The names of those tensors, none of which is empty, that have a value that is not finite."""
+    found = []
+    for device in {tensor.device for _, tensor in named}:
+        some = [(name, tensor) for name, tensor in named if tensor.device == device]
+        marks = finite_marks([tensor for _, tensor in some], device.type == "cpu").tolist()
+        found += [name for (name, _), mark in zip(some, marks) if not math.isfinite(mark)]
+    return found
+
+
 # ---- updates -------------------------------------------------------------------------------
 
 

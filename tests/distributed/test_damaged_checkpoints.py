@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +124,13 @@ def refuses(rank: int, world: int, name: str, folder: str) -> None:
     with pytest.raises(ConsensusError, match="muon_step="):
         training.opt.load_state_dict(alone)
     unchanged("another state on each rank")
+    parts = copy.deepcopy(training.opt.state_dict())
+    last = next(e for e in parts["state"].values() if "momentum_buffer" in e)["momentum_buffer"]
+    if rank == world - 1:
+        local_tensor(last)[-1, -1] = math.inf
+    with pytest.raises((OwnershipError, ConsensusError), match="not finite: momentum_buffer"):
+        training.opt.load_state_dict(parts)
+    unchanged("not finite on the last rank alone")
     dcp.load(state := training.state(), checkpoint_id=f"{folder}/whole")
     set_state_dict(
         training.model,
@@ -159,12 +167,25 @@ def _no_tensor(state: dict[str, Any]) -> str:
     return r"blocks\.0\.mix\.weight"
 
 
+def _not_finite(state: dict[str, Any]) -> str:
+    state["state"]["blocks.0.mix.weight"]["momentum_buffer"][-1, -1] = math.nan
+    return r"not finite: momentum_buffer of blocks\.0\.mix\.weight"
+
+
+def _no_momentum(state: dict[str, Any]) -> str:
+    entries = state["state"]
+    state["state"] = {n: e for n, e in entries.items() if "momentum_buffer" not in e}
+    return "of 3 steps and has no momentum of any matrix"
+
+
 WRONG = {
     "another shape": _another_shape,
     "another algorithm": _another_algorithm,
     "fewer parameters": _fewer,
     "more parameters": _more,
     "no tensor": _no_tensor,
+    "not finite": _not_finite,
+    "no momentum": _no_momentum,
 }
 
 refuses.body = refuses

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
@@ -565,6 +567,32 @@ def test_a_state_is_torchs_own_and_can_be_loaded_without_trust():
         assert all(v.shape == p.shape for k, v in entry.items() if k != "step")
 
 
+@PLANNED
+def test_a_state_that_was_read_into_nothing_is_refused_and_the_named_fix_works(planned, tmp_path):
+    model = TinyGPT()
+    opt = muon(model)
+    train(model, opt, tokens(), range(3))
+    dcp.save({"model": model.state_dict(), "opt": opt.state_dict()}, checkpoint_id=tmp_path)
+    twin = TinyGPT()
+    other = muon(twin)
+    empty = {"model": twin.state_dict(), "opt": other.state_dict()}
+    other.load_state_dict(empty["opt"])  # which is of no step
+    dcp.load(empty, checkpoint_id=tmp_path)
+    assert empty["opt"]["param_groups"][0]["muon_step"] == 3
+    if planned:
+        own = other.ownership
+        assert own.plan.specs.matrices
+    with pytest.raises(OwnershipError, match="of 3 steps and has no momentum"):
+        other.load_state_dict(empty["opt"])
+    with pytest.raises(OwnershipError, match="of 3 steps and has no momentum"):
+        set_optimizer_state_dict(twin, other, empty["opt"])
+    assert other.stats()["steps"] == 0
+    made = {"opt": other.state_dict()}  # `set_optimizer_state_dict` has made it
+    dcp.load(made, checkpoint_id=tmp_path)
+    other.load_state_dict(made["opt"])
+    assert train(twin, other, tokens(), range(3, 5)) == train(model, opt, tokens(), range(3, 5))
+
+
 @pytest.mark.parametrize("options", [{}, {"full_state_dict": True},
                                      {"flatten_optimizer_state_dict": True}], ids=str)  # fmt: skip
 @PLANNED
@@ -697,6 +725,14 @@ def _an_extra_entry(state: dict[str, Any]) -> None:
     state["state"][99] = state["state"][0]
 
 
+def _without(key: str) -> Any:
+    def remove(state: dict[str, Any]) -> None:
+        entries = state["state"]
+        state["state"] = {n: e for n, e in entries.items() if key not in e}
+
+    return remove
+
+
 _MOMENTUM = torch.zeros(2 * WIDTH, WIDTH)
 # By their places in TinyGPT: 0 is its embedding, 1 and 2 are a norm's, 3 is a matrix.
 _BAD = {
@@ -723,6 +759,16 @@ _BAD = {
     "no last full step": (_without_last_full, "lacks \\['last_full"),
     "other parameters": (_of_others, "is of other parameters"),
     "an extra entry": (_an_extra_entry, r"has entries of \['99'\]"),
+    "an infinite momentum": (
+        _with(("state", 3, "momentum_buffer"), _MOMENTUM + math.inf),
+        r"not finite: momentum_buffer of blocks\.0\.up\.weight\. With them",
+    ),
+    "a moment that is nan": (
+        _with(("state", 0, "exp_avg_sq"), torch.full((11, WIDTH), math.nan)),
+        r"not finite: exp_avg_sq of embed\.weight",
+    ),
+    "no momentum": (_without("momentum_buffer"), "of 2 steps and has no momentum of any matrix"),
+    "no entry": (lambda state: state["state"].clear(), "get_optimizer_state_dict"),
 }
 
 
@@ -824,7 +870,8 @@ def test_what_a_state_lacks_begins_anew(planned, masters):
     for lacking in ("all", "some"):
         state = copy.deepcopy(staged.state_dict())
         if lacking == "all":
-            state["state"] = {}
+            state = copy.deepcopy(muon(clone(model), **settings).state_dict())
+            assert not state["state"]
         else:
             state["state"] = {k: v for k, v in state["state"].items() if k % 3}
         made = [clone(model), clone(model)]
