@@ -3,11 +3,15 @@
 PYTHON ?= python3
 NPROC ?= 4
 ARGS ?=
+# Another torch than the pinned one, such as 2.15.0, gets an environment of its own.
+TORCH ?=
 
-BIN := .venv/bin
-INSTALLED := .venv/installed.stamp
+VENV := .venv$(addprefix -,$(TORCH))
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed.stamp
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 # Quiet enough to hide harmless warnings of pip about its sources; errors are still shown.
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c $(CONSTRAINTS)
 
 .PHONY: help demo test lint bench docs soak
 .DEFAULT_GOAL := help
@@ -21,11 +25,13 @@ help:
 	@echo "make docs    build the documentation site; out/site/index.html"
 	@echo ""
 	@echo "PYTHON=... picks the interpreter for .venv; NPROC=... and ARGS='--steps 100' reach the demo."
+	@echo "TORCH=2.15.0 runs any of them with that torch, in .venv-2.15.0."
 
 # The package is built with the pinned setuptools: build isolation would fetch another one.
 $(INSTALLED): pyproject.toml constraints.txt
-	@echo "Installing into .venv; the first time this takes a few minutes."
-	@$(PYTHON) -m venv .venv
+	@echo "Installing into $(VENV); the first time this takes a few minutes."
+	@$(PYTHON) -m venv $(VENV)
+	@$(if $(TORCH),{ grep -v -E '^(torch|triton)==' constraints.txt; echo torch==$(TORCH); } > $(CONSTRAINTS))
 	@$(PIP) setuptools
 	@$(PIP) --no-build-isolation --editable '.[dev,docs,frameworks]'
 	@touch $@

@@ -45,8 +45,8 @@ from dmuon.kernels.ops import Peers
 from dmuon.kernels.runner import Call, SliceCall
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box, Form
-from dmuon.step.engine import Amp, Engine, is_exchange_step, load_entry
-from dmuon.step.verdict import Verdict, VerdictMessage, check_alike, own_verdict
+from dmuon.step.engine import Amp, Engine, load_entry
+from dmuon.step.verdict import Verdict, VerdictMessage, own_verdict
 from dmuon.step.verify import Stored
 from dmuon.types import DmuonError, Layout
 from dmuon.update import (
@@ -154,7 +154,6 @@ class ShardedEngine(Engine):
         self._grads: list[Tensor | None] = []
         self._amp = Amp()
         self._late: int | Tensor = 0  # skipped in block steps, which the other ranks do not know
-        self._compared = 0  # steps whose gradients could be compared with other ranks'
         runtime.bind(self._group_of, self._settings.ns_dtype, self._settings.hooks)
         self._state = ShardState(runtime, self._optimizer, self._group_of, masters)
         for _, p in chain.from_iterable(self._adamw.values()):
@@ -328,9 +327,10 @@ class ShardedEngine(Engine):
         runtime = self._runtime
         vector = self._message.refuse(self._settings.schedule.t)
         runtime.all_reduce(vector, "norms").wait()
+        spread = self._message.compare((), runtime.transport)
         if host_can_read(runtime.device):
             return
-        self._message.note(vector)
+        self._message.note(vector, spread)
         # They cannot know yet: their blocks travel as zeros.
         buckets = runtime.bound().buckets
 
@@ -366,10 +366,8 @@ class ShardedEngine(Engine):
 
         def agreed() -> Verdict | None:
             work.wait()
-            found = self._message.read(vector, norms, here)
-            if found is not None:
-                self._check_alike(grads)
-            return found
+            spread = self._message.compare(grads, runtime.transport)
+            return self._message.read(vector, norms, here, spread)
 
         # With every gradient, and whole matrices, the first Newton-Schulz need not wait for it.
         on_host = host_can_read(runtime.device)
@@ -431,17 +429,6 @@ class ShardedEngine(Engine):
             return None
         work = runtime.all_reduce(squares, "rms")
         return _Outcome(True, verdict.finite, matrices, squares, work)
-
-    def _check_alike(self, grads: Gradients) -> None:
-        """In the first steps and then rarely: have all ranks the same gradients, where each has all
-        of them?"""
-        runtime = self._runtime
-        if runtime.plan.layout is not Layout.REPLICATED or runtime.transport.world == 1:
-            return
-        self._compared += 1
-        if self._compared <= 3 or is_exchange_step(self._compared):
-            names = [p.name for p in runtime.plan.specs.parameters]
-            check_alike(grads, names, runtime.transport, runtime.device)
 
     def _block_step(self, grads: Gradients, here: Sequence[bool]) -> _Outcome | None:
         state, operands, groups = self._state, self._block_operands, self._groups

@@ -25,9 +25,12 @@ from dmuon.comm.transport import HostCopy, Transport, host_can_read
 from dmuon.dtensors import sample
 from dmuon.scheduler.shards import ShardMap
 from dmuon.scheduler.specs import ModelSpecs
+from dmuon.step.engine import is_exchange_step
 from dmuon.types import ConsensusError, OwnershipError
 
 _STEPS = 1024  # numbers of steps are compared modulo this, so that sums of their squares are exact
+_SAMPLED = 16  # elements of a gradient that are compared
+_MOST_SPREAD = 1e-4  # of their mean square, over ranks: one percent, which no rounding makes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +55,10 @@ class VerdictMessage:
     """Fills and reads the message of one rank, whose blocks are of ``matrices``, by position.
 
     Only matrices that several ranks hold need a shared norm, and only what several ranks hold a
-    shared flag. ``counts``: which blocks are those of the replica that counts. ``alike``: a
-    gradient that some ranks have is an error. Without ``shards``, where owners have the gradients,
-    every matrix has a norm, only to say which are not finite; who has a gradient is known.
-    ``nonfinite`` names what the last verdict found.
+    shared flag. ``counts``: which blocks are those of the replica that counts. ``alike``: gradients
+    that only some ranks have, or that differ, are an error. Without ``shards``, where owners have
+    the gradients, every matrix has a norm, only to say which are not finite; who has a gradient is
+    known. ``nonfinite`` names what the last verdict found.
 
     The vector of a rank ends in the flags of what it holds alone, which are not sent.
     """
@@ -75,6 +78,7 @@ class VerdictMessage:
         self._rank, self._world = rank, world
         self._on_host = host_can_read(device)
         self._noted: HostCopy | None = None  # of what is an error on all ranks
+        self._compared = 0  # steps whose gradients could be compared with other ranks'
         self.nonfinite: list[str] = []
         every = range(len(specs.matrices))
         travelling = [i for i in every if shards is None or not shards.is_local(i)]
@@ -157,9 +161,37 @@ class VerdictMessage:
         vector[self._bad + 4].fill_(number * number)
         return vector
 
-    def note(self, vector: Tensor) -> None:
-        """Have `raise_noted` look at a summed vector, where the host cannot read it."""
-        self._noted = HostCopy(vector[: self._sent])
+    def compare(self, grads: Sequence[Tensor | None], transport: Transport) -> Tensor | None:
+        """How far each gradient differs between ranks, as a share of its mean square, float64, in
+        the first steps and then rarely; None else. A collective call, also of ranks that refuse.
+
+        A few elements of each are compared. Not by norms: those of large gradients hardly differ,
+        even between independent ones.
+        """
+        if not self._alike:
+            return None
+        self._compared += 1
+        if self._compared > 3 and not is_exchange_step(self._compared):
+            return None
+        shape = len(self._alike), _SAMPLED
+        found = torch.zeros(shape, dtype=torch.float64, device=self._device)
+        for own, grad in zip(found, grads):
+            if grad is not None and grad.numel():
+                values = sample(grad, _SAMPLED)
+                own[: len(values)].copy_(values)
+        sums = torch.stack([found, found.square()])
+        transport.all_reduce(sums, tag="gradients alike").wait()
+        mean, square = sums.div_(transport.world)
+        size = square.sum(1)
+        # What is nothing but rounding beside the others may differ in all of it.
+        counts = (size > 1e-12 * size.max()) & sums.isfinite().all(2).all(0)
+        return torch.where(counts, (square - mean.square()).sum(1) / size, 0.0)
+
+    def note(self, vector: Tensor, spread: Tensor | None) -> None:
+        """Have `raise_noted` look at a summed vector, where the host cannot read it, and at what
+        `compare` found."""
+        sent = vector[: self._sent]
+        self._noted = HostCopy(sent if spread is None else torch.cat([sent, spread]))
 
     def raise_noted(self) -> None:
         """Raise what the last full step's `read` could not, and note what was not finite.
@@ -173,8 +205,8 @@ class VerdictMessage:
             self._raise(noted.read())
 
     def _raise(self, values: Sequence[float]) -> None:
-        """Raise ConsensusError if a rank refuses, or if ranks take different steps; else note what
-        is not finite."""
+        """Raise ConsensusError if a rank refuses, or if ranks take different steps, OwnershipError
+        if gradients should be alike and are not; else note what is not finite."""
         count, ranks, step, square = values[self._bad + 1 : self._sent]
         if 0 < count < self._world:  # else each has raised its own error
             raise refused([int(ranks)] if count == 1 else int(count))
@@ -190,15 +222,44 @@ class VerdictMessage:
         self.nonfinite = [name for name, v in zip(self._names, norms) if not math.isfinite(v)]
         if values[self._bad] and not self.nonfinite:
             self.nonfinite = ["(of AdamW's parameters, or of matrices that one rank holds alone)"]
+        if self.nonfinite:  # the step is skipped, and such gradients differ
+            return
+        for name, flag in zip(self._alike, self._flags):
+            if 0 < values[flag] < self._world:
+                raise OwnershipError(
+                    f"parameter {name!r} has a gradient on {values[flag]:.0f} of {self._world} "
+                    "ranks. In the 'replicated' layout p.grad must be the average over all "
+                    "ranks, on all of them, zeros where a rank has none: average with "
+                    "DistributedDataParallel, and clear gradients on all ranks alike. Nothing "
+                    "was changed"
+                )
+        spread = values[self._sent :]
+        if spread and (most := max(spread)) > _MOST_SPREAD:
+            raise OwnershipError(
+                "gradients differ between ranks: that of parameter "
+                f"{self._alike[spread.index(most)]!r} by {100 * math.sqrt(most):.0f}%. In the "
+                "'replicated' layout p.grad must be the average over all ranks, and here nobody "
+                "averages it. Wrap the model: "
+                "torch.nn.parallel.DistributedDataParallel(model) (the last backward before a step "
+                "outside of no_sync); or let dmuon average: dmuon.dedicate_params(model, "
+                "options=dmuon.ReplicatedOptions(reduce_to_owner=True)) before dmuon.Muon(model). "
+                "Nothing was changed"
+            )
 
-    def read(self, vector: Tensor, norms: Tensor, here: Sequence[bool]) -> Verdict | None:
-        """The verdict of a summed vector; None if nothing may change.
+    def read(
+        self,
+        vector: Tensor,
+        norms: Tensor,
+        here: Sequence[bool],
+        spread: Tensor | None = None,
+    ) -> Verdict | None:
+        """The verdict of a summed vector and of what `compare` found; None if nothing may change.
 
         ``norms``, by position, become those of whole matrices. Nothing is read where the host would
         wait for it.
 
         Raises:
-            ConsensusError: see `_raise`; where the host cannot read, `raise_noted` raises it.
+            DmuonError: see `_raise`; where the host cannot read, `raise_noted` raises it.
         """
         shared = vector.narrow(0, 0, self._norms).sqrt()
         positions, numbers = self._travels
@@ -206,26 +267,22 @@ class VerdictMessage:
         norms.index_copy_(0, positions.to(norms.device), of_blocks)
         if self._on_host:
             values = vector.tolist()
-            self._raise(values)
+            self._raise(values[: self._sent] + ([] if spread is None else spread.tolist()))
             # A norm beyond float64 leaves no way to normalize.
             if self.nonfinite:
                 return None
-            for name, flag in zip(self._alike, self._flags):
-                if 0 < values[flag] < self._world:
-                    raise OwnershipError(
-                        f"parameter {name!r} has a gradient on {values[flag]:.0f} of {self._world} "
-                        "ranks. In the 'replicated' layout p.grad must be the average over all "
-                        "ranks, on all of them, zeros where a rank has none: average with "
-                        "DistributedDataParallel, and clear gradients on all ranks alike. Nothing "
-                        "was changed"
-                    )
             bad = None
             if not all(values[flag] for flag in self._of_blocks):
                 bad = vector.index_select(0, self._flag_index) == 0
             skipped = (p for p, flag in enumerate(self._flags) if not values[flag])
             return Verdict(True, bad, frozenset(skipped))
-        self.note(vector)
+        self.note(vector, spread)
         ok = (vector[self._bad] == 0) & shared.isfinite().all()
+        if self._alike:
+            ranks = vector[self._norms : self._bad]  # that have a gradient
+            ok &= ((ranks == 0) | (ranks == self._world)).all()
+        if spread is not None:
+            ok &= (spread <= _MOST_SPREAD).all()
         bad = ok.logical_not()
         if all(here):
             return Verdict(ok, bad.to(norms.device), skip=bad.float())
@@ -234,43 +291,6 @@ class VerdictMessage:
         flags = {p: stays[self._flags[p]].float() for p in missing}
         of_blocks = stays.index_select(0, self._flag_index).to(norms.device)
         return Verdict(ok, of_blocks, flags=flags, skip=bad.float())
-
-
-_SAMPLED = 16  # elements of a gradient that are compared
-_MOST_SPREAD = 1e-4  # of their mean square, over ranks: one percent, which no rounding makes
-
-
-def check_alike(
-    grads: Sequence[Tensor | None], names: Sequence[str], transport: Transport, device: torch.device
-) -> None:
-    """Raise OwnershipError, on every rank, if ranks have different gradients; a collective call.
-
-    A few elements of each are compared. Not by norms: those of large gradients hardly differ, even
-    between independent ones.
-    """
-    found = torch.zeros(len(grads), _SAMPLED, dtype=torch.float64, device=device)
-    for own, grad in zip(found, grads, strict=True):
-        if grad is not None and grad.numel():
-            values = sample(grad, _SAMPLED)
-            own[: len(values)].copy_(values)
-    sums = torch.stack([found, found.square()])
-    transport.all_reduce(sums, tag="gradients alike").wait()
-    mean, square = sums.div_(transport.world)
-    size = square.sum(1)
-    # What is nothing but rounding beside the others may differ in all of it.
-    counts = (size > 1e-12 * size.max()) & sums.isfinite().all(2).all(0)
-    spread = torch.where(counts, (square - mean.square()).sum(1) / size, 0.0)
-    worst = int(spread.argmax())
-    if spread[worst] > _MOST_SPREAD:
-        raise OwnershipError(
-            f"gradients differ between ranks: that of parameter {names[worst]!r} by "
-            f"{100 * math.sqrt(spread[worst]):.0f}%. In the 'replicated' layout p.grad must be "
-            "the average over all ranks, and here nobody averages it. Wrap the model: "
-            "torch.nn.parallel.DistributedDataParallel(model) (the last backward before a step "
-            "outside of no_sync); or let dmuon average: dmuon.dedicate_params(model, "
-            "options=dmuon.ReplicatedOptions(reduce_to_owner=True)) before dmuon.Muon(model). "
-            "Nothing was changed"
-        )
 
 
 def own_verdict(

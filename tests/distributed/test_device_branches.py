@@ -22,12 +22,13 @@ from torch.distributed.tensor import Shard
 import dmuon
 from dmuon.comm.transport import host_can_read
 from dmuon.dtensors import local_tensor, whole_tensor
-from dmuon.tools.parallel_models import ParallelCase
+from dmuon.tools.parallel_models import ParallelCase, replicated_case
 from tests.accelerator import host_cannot_read, nothing_read
 from tests.distributed import owners as of_owners
 from tests.distributed.harness import distributed
 from tests.distributed.models import batch, loss_of, reference_for, seeded, weights, wrap
 from tests.distributed.sharded import BY_NAME, MUON, Pair, dedicated, pair, reference
+from tests.distributed.test_drop_in import average
 from tests.distributed.test_muonbp import check_against_oracle
 
 Values = dict[Any, Tensor]
@@ -209,6 +210,7 @@ def test_owners_need_no_host(rank, world, kind, bitwise):
 # ---- sharded -------------------------------------------------------------------------------
 
 SHARED = {"planner": dmuon.PlannerOptions(co_owners=2)}
+REPLICATED = replicated_case(2)  # plain, so that the test averages
 FSDP1 = replace(BY_NAME["fsdp2"], name="fsdp1", mesh_shape=(1,))
 LOST = ("blocks.1.mlp.up.weight", "blocks.1.norm.weight")  # a matrix and one of AdamW's
 SHARDED_STEPS = [
@@ -267,6 +269,8 @@ def run_sharded(
                 both.backward(10 * step + part)
                 if compare:
                     both.joint_backward(10 * step + part)
+            if case is REPLICATED:
+                average(*both.model.parameters())
             if what.missing != "nowhere":
                 lose(both, what, compare=compare)
             if what.clip == "torch":
@@ -328,10 +332,14 @@ def test_sharded_steps_need_no_host(rank, world, case, period, settings):
 
 @pytest.mark.parametrize(
     ("case", "world", "settings"),
-    [(FSDP1, 1, {}), (BY_NAME["fsdp2"], 2, {}), (BY_NAME["fsdp2"], 2, SHARED)],
+    [
+        *((FSDP1, 1, {}), (BY_NAME["fsdp2"], 2, {}), (BY_NAME["fsdp2"], 2, SHARED)),
+        *(("replicated", 2, {}), ("replicated", 2, SHARED)),
+    ],
 )
 @distributed()
 def test_sharded_steps_equal_the_reference(rank, world, case, settings):
+    case = REPLICATED if case == "replicated" else case  # found again in this process
     with host_cannot_read():
         run_sharded(case, SHARDED_STEPS, rank, compare=True, **settings)
 

@@ -34,6 +34,7 @@ from dmuon.reference import ReferenceMuon
 from dmuon.tools import parallel_models
 from dmuon.tools.parallel_models import ParallelCase, ParallelModel, replicated_case
 from dmuon.types import ConsensusError, DmuonError, OwnershipError
+from tests.accelerator import host_cannot_read
 from tests.distributed.fsdp import snapshot
 from tests.distributed.harness import Pools, distributed
 from tests.distributed.models import (
@@ -503,6 +504,47 @@ def test_one_parameter_that_is_not_averaged_is_named(rank, world):
         t.loss(0).backward()
         average(*(p for n, p in t.model.named_parameters() if n != name))
         assert_caught(t, name)
+
+
+@distributed(3)
+def test_where_the_host_cannot_read_such_a_step_changes_nothing(rank, world):
+    """And the next one raises, on every rank. Ranks that refuse take part in comparing too."""
+
+    def spoil(t: Trial, fault: str) -> None:
+        grad = t.bare.mid.weight.grad
+        t.bare.mid.weight.grad = None if fault == "missing" else grad.to_sparse()
+
+    for at, fault, text in (
+        (0, "not averaged", "gradients differ between ranks"),
+        (1, "sparse", "rank 2 refuses"),
+        (4, "missing", "'mid.weight' has a gradient on 2 of 3 ranks"),  # not compared in this step
+    ):
+        t = trial(rank, world, wrap=None)
+        with host_cannot_read():
+            for step in range(at + 1):
+                t.both_backward(step)
+                if step < at:
+                    average(*t.model.parameters())
+                    t.advance()
+            before = weights(t.bare)
+            if fault != "not averaged":
+                average(*t.model.parameters())
+            if fault != "not averaged" and rank == 2:
+                spoil(t, fault)
+            alone = fault == "sparse" and rank == 2
+            with pytest.raises(DmuonError, match="dense") if alone else nullcontext():
+                t.opt.step()
+            for reset in (t.opt.zero_grad, t.twin.zero_grad):
+                reset()
+            with pytest.raises(DmuonError, match=text):
+                t.opt.step()
+            assert_bitwise(weights(t.bare), before)
+            for step in range(at, at + 3) if fault != "sparse" else ():
+                t.both_backward(step)
+                average(*t.model.parameters())
+                t.advance()
+        if fault != "sparse":  # after which that rank is a step behind
+            t.check()
 
 
 @distributed(2)
