@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from dmuon.comm.process_groups import (
     start_from_first,
 )
 from dmuon.comm.replicated import ReplicatedRuntime
-from dmuon.comm.sharded import ShardedRuntime
+from dmuon.comm.sharded import ShardedRuntime, open_peers
 from dmuon.comm.transport import C10dTransport, LocalTransport, Transport
 from dmuon.config import (
     DedicatedOptions,
@@ -300,7 +300,13 @@ def assemble(
                 plan = planned(costs)
             else:
                 plan = replace(plan, shared_prices=(), shared_ms=None)
-        runtime = _runtime(request, found, plan, shards, reports, transport, new_group)
+
+        def opened(partition: Sequence[tuple[int, ...]]) -> Transport:
+            group = new_group(partition)
+            undo.callback(group.close)
+            return group
+
+        runtime = _runtime(request, found, plan, shards, reports, transport, opened)
         undo.pop_all()
     return Ownership(plan, runtime, given.inner, request.kernels)
 
@@ -649,29 +655,39 @@ def _runtime(
     transport: Transport,
     new_group: NewGroup,
 ) -> LayoutRuntime:
-    """The machinery of the layout; hooks are installed when an optimizer binds to it."""
+    """The machinery of the layout; hooks are installed when an optimizer binds to it.
+
+    First whatever is a collective call, then what may fail on one rank alone.
+    """
     options = request.options or _OPTIONS[found.layout]()
     model, named = found.given.inner, found.parameters
-    if isinstance(options, ReplicatedOptions):
-        if model is not None and _starts_from_first(found.given, options):
-            start_from_first([(t, transport) for t in [*model.parameters(), *model.buffers()]])
-        if options.reduce_to_owner:
-            assert model is not None
-            return ReplicatedRuntime(plan, model, named, transport, options, found.given.ddp)
-        options = ShardedOptions(
-            bucket_bytes=options.publish_bucket_bytes, timeout_s=options.timeout_s
-        )
-    if isinstance(options, ShardedOptions):
+    made: Callable[[], LayoutRuntime]
+    if isinstance(options, ReplicatedOptions) and _starts_from_first(found.given, options):
+        assert model is not None
+        start_from_first([(t, transport) for t in [*model.parameters(), *model.buffers()]])
+    if isinstance(options, ReplicatedOptions) and options.reduce_to_owner:
+        assert model is not None
+        ddp = found.given.ddp
+        made = partial(ReplicatedRuntime, plan, model, named, transport, options, ddp)
+    elif not isinstance(options, DedicatedOptions):
+        if isinstance(options, ReplicatedOptions):
+            options = ShardedOptions(
+                bucket_bytes=options.publish_bucket_bytes, timeout_s=options.timeout_s
+            )
         assert shards is not None
-        device = compute_device(named)
-        return ShardedRuntime(plan, shards, model, named, transport, options, device, new_group)
-    # Places the weights: a collective call.
-    axes = frozenset(axis for p in named for axis in mesh_axes(p))
-    grid = Grid.of(plan.topology, axes)
-    slices = Slices(plan, grid, slice_boxes(plan.specs, grid, reports))
-    process_groups = ProcessGroups.open(grid, transport, new_group)
-    assert model is not None
-    return DedicatedRuntime(slices, model, named, process_groups, options, axes, found.device)
+        peers = open_peers(plan, transport.rank, new_group)
+        at = compute_device(named), peers
+        made = partial(ShardedRuntime, plan, shards, model, named, transport, options, *at)
+    else:
+        assert model is not None
+        axes = frozenset(axis for p in named for axis in mesh_axes(p))
+        grid = Grid.of(plan.topology, axes)
+        slices = Slices(plan, grid, slice_boxes(plan.specs, grid, reports))
+        groups = ProcessGroups.open(grid, transport, new_group)
+        if options.broadcast_parameters and all(p.device.type != "meta" for p in named):
+            groups.start_from_first([*model.parameters(), *model.buffers()])
+        made = partial(DedicatedRuntime, slices, model, named, groups, options, axes, found.device)
+    return attempt(transport, made, what="dmuon.dedicate_params", digest=lambda _: "")
 
 
 # ---- the ranks that plan and train together ----------------------------------------------

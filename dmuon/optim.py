@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import islice, takewhile
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dmuon.api import Given, Request, plan_given
-from dmuon.comm.consensus import attempt
+from dmuon.comm.consensus import attempt_in_all
 from dmuon.comm.hooks import reshard
 from dmuon.comm.layout import OwnerRuntime
 from dmuon.comm.process_groups import check_launched, check_planned_together
@@ -72,6 +72,7 @@ from dmuon.types import (
 from dmuon.update import Rates, not_finite
 
 Route = tuple[ParameterSpec, tuple[MatrixSpec, ...]]
+T = TypeVar("T")
 
 
 class Muon(Optimizer):
@@ -211,14 +212,8 @@ class Muon(Optimizer):
                 _check_members(made, ownerships)
             return made
 
-        groups: list[Group] = []
-        # With a plan already, what fails on any rank of any mesh is an error on all of them.
-        for ownership in ownerships:
-            transport = ownership.runtime.transport
-            # What must be alike is compared when engines are made.
-            groups = attempt(transport, prepare, what="dmuon.Muon", digest=lambda made: "")
-        if not ownerships:
-            groups = prepare()
+        # What must be alike is compared when engines are made.
+        groups = _attempt(ownerships, prepare)
         super().__init__(groups, {})
         self.defaults = dict(run.muon)
         run.ready = True
@@ -405,8 +400,10 @@ class Muon(Optimizer):
         algorithms = {p: spec.algorithm for p, spec in _planned(ownerships)}
 
         def prepare() -> list[Group]:
+            for ownership in ownerships:
+                ownership.runtime.check_unbound()
             _check_members(self.param_groups, ownerships)
-            _check_period(run, ownerships)
+            _check_switches(run, ownerships)
             mine = resolve_ns_dtype(dtype, ownerships[0].runtime.device)
             made = []
             run.algorithms = []
@@ -430,9 +427,7 @@ class Muon(Optimizer):
             ]
             return "\n".join([f"{run.switches}, period={run.schedule.describe()}", *lines])
 
-        made: list[Group] = []
-        for ownership in ownerships:
-            made = attempt(ownership.runtime.transport, prepare, what="dmuon.Muon", digest=text)
+        made = _attempt(ownerships, prepare, digest=text)
         for group, known in zip(self.param_groups, made, strict=True):
             group.update(known)
         # Hyperparameters of each group that are known to be right.
@@ -440,31 +435,40 @@ class Muon(Optimizer):
         # What each group must still be at every step: engines are bound to it.
         run.members = [list(group["params"]) for group in self.param_groups]
         agreed = _agreed_dtype(ownerships, dtype)
-        _warn_of_dtype(ownerships, agreed)
         masters = run.switches["master_weights"]
         ratio, publish = run.switches["block_lr_ratio"], run.switches["publish"]
         nonfinite = run.switches["nonfinite"]
-        run.settings = Settings(agreed, masters, run.schedule, ratio, publish, nonfinite)
+        settings = Settings(agreed, masters, run.schedule, ratio, publish, nonfinite)
         self.state.clear()
-        run.engines = [_engine(o, self, run.settings) for o in ownerships]
-        run.ownerships = ownerships
-        self._note_progress()
+
+        def make() -> list[str | None]:
+            """No collective call: a rank that fails, for lack of memory perhaps, fails alone."""
+            run.engines = [_engine(o, self, settings) for o in ownerships]
+            run.ownerships, run.settings = ownerships, settings
+            self._note_progress()
+            return [
+                _flaw_of_dtype(ownerships, agreed),
+                None if masters else _flaw_of_rounding(ownerships, self.param_groups),
+            ]
 
         def load() -> None:
             if run.loaded:
                 self._load({p: run.loaded[n] for n, p in self._named() if n in run.loaded})
 
         try:
-            # Alone on some ranks, perhaps.
-            attempt(ownerships[0].runtime.transport, load, what="loading", digest=lambda _: "")
+            flaws = _attempt(ownerships, make)
+            _attempt(ownerships, load, what="loading")
         except Exception:
-            run.engines, run.ownerships = [], []
+            run.engines, run.ownerships, run.settings = [], [], None
             for ownership in ownerships:
                 ownership.close()
+            self.state.clear()
+            self._show_loaded()
             raise
         run.loaded = {}
-        if not masters:
-            _warn_of_rounding(ownerships, self.param_groups)
+        for flaw in flaws:
+            if flaw is not None:
+                warnings.warn(flaw, RuntimeWarning, stacklevel=3)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._run.engines:
@@ -721,11 +725,8 @@ class Muon(Optimizer):
             return self._read_state(state_dict)
 
         for ownership in run.ownerships:
-            transport = ownership.runtime.transport
-            transport.meet("opt.load_state_dict()")
-            saved = attempt(transport, read, what="opt.load_state_dict()", digest=_Saved.forms)
-        if not run.ownerships:
-            saved = read()
+            ownership.runtime.transport.meet("opt.load_state_dict()")
+        saved = _attempt(run.ownerships, read, what="opt.load_state_dict()", digest=_Saved.forms)
         # The base class casts state to the parameter's dtype; ours must come back exactly, and
         # stays where it is.
         kept = dict(self.state)
@@ -995,6 +996,18 @@ def _flaw(given: Any) -> str | None:
     return None
 
 
+def _attempt(
+    ownerships: Sequence[Ownership],
+    work: Callable[[], T],
+    *,
+    what: str = "dmuon.Muon",
+    digest: Callable[[T], str] = lambda _: "",
+) -> T:
+    """`attempt_in_all` over the ranks that planned together."""
+    transports = [ownership.runtime.transport for ownership in ownerships]
+    return attempt_in_all(transports, work, what=what, digest=digest)
+
+
 def _engine(ownership: Ownership, optimizer: Optimizer, settings: Settings) -> Engine:
     runtime = ownership.runtime
     if isinstance(runtime, ShardedRuntime):
@@ -1164,8 +1177,8 @@ def _planned(ownerships: Sequence[Ownership]) -> Iterator[tuple[Tensor, Paramete
 # ---- settings, checked and agreed on -----------------------------------------------------
 
 
-def _check_period(run: _Run, ownerships: Sequence[Ownership]) -> None:
-    """Raise OwnershipError where there can be no block steps and some are asked for."""
+def _check_switches(run: _Run, ownerships: Sequence[Ownership]) -> None:
+    """Raise OwnershipError for block steps, or masters, where there can be none."""
     ratio = run.switches["block_lr_ratio"]
     for layout in {o.plan.layout for o in ownerships} - {Layout.SHARDED}:
         if not run.schedule.always_full or ratio is not None:
@@ -1173,6 +1186,13 @@ def _check_period(run: _Run, ownerships: Sequence[Ownership]) -> None:
                 f"period={run.schedule.describe()}, block_lr_ratio={ratio!r}: in the "
                 f"{layout.value!r} layout each matrix is whole at its owner, so there is no block "
                 "step; leave them at 1 and None"
+            )
+    for runtime in (o.runtime for o in ownerships if run.switches["master_weights"]):
+        if isinstance(runtime, OwnerRuntime) and not runtime.keeps_whole:
+            raise OwnershipError(
+                f"master_weights=True: in the {runtime.plan.layout.value!r} layout under tensor "
+                "parallelism an owner keeps a slice of a weight only. Keep the parameters in "
+                "float32 and compute in bfloat16 (torch.autocast), or leave master_weights off"
             )
 
 
@@ -1214,20 +1234,19 @@ def _agreed_dtype(ownerships: list[Ownership], ns_dtype: str | torch.dtype) -> t
     return mine if choices == {str(mine)} else torch.float32
 
 
-def _warn_of_dtype(ownerships: list[Ownership], dtype: torch.dtype) -> None:
-    """Say on one rank that kernels were chosen for another Newton-Schulz dtype than runs."""
+def _flaw_of_dtype(ownerships: list[Ownership], dtype: torch.dtype) -> str | None:
+    """That kernels were chosen for another Newton-Schulz dtype than runs, on one rank."""
     name = str(dtype).removeprefix("torch.")
     for ownership in ownerships:
         kernels = {batch.kernel for batch in ownership.plan.batches} - {""}
         others = sorted({KernelChoice.parse(kernel).dtype for kernel in kernels} - {name})
         if others and ownership.rank == 0:
-            warnings.warn(
+            return (
                 f"dmuon: the plan's kernels were chosen for {' and '.join(others)}, and "
                 f"Newton-Schulz runs in {name}: the fixed rule chooses instead. Leave ns_dtype out "
-                "to use them",
-                RuntimeWarning,
-                stacklevel=4,
+                "to use them"
             )
+    return None
 
 
 def _half_ulp(magnitude: float, dtype: torch.dtype) -> float:
@@ -1241,8 +1260,8 @@ def _half_ulp(magnitude: float, dtype: torch.dtype) -> float:
     return 0.5 * info.eps * math.ldexp(1.0, exponent - 1)
 
 
-def _warn_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> None:
-    """Say on one rank that typical updates of half-precision weights are lost in rounding.
+def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str | None:
+    """That typical updates of half-precision weights are lost in rounding, on one rank.
 
     Compares root mean squares over the matrices of each param group and dtype, as far as they are
     stored on that rank. An update's follows from the learning rate: the entries of an orthogonal
@@ -1278,17 +1297,15 @@ def _warn_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> None:
         if 0 < weight < math.inf and 0 < update < _half_ulp(weight, key[1]):
             lost.append((update / _half_ulp(weight, key[1]), update, weight, key))
     if not lost:
-        return
+        return None
     _, update, weight, (number, dtype) = min(lost, key=lambda entry: entry[0])
     name = str(dtype).removeprefix("torch.")
-    warnings.warn(
+    return (
         f"dmuon: with lr={float(groups[number]['lr']):g} a typical update of a {name} matrix is "
         f"{update:.2g}, and half a unit in the last place of its typical weight, {weight:.2g}, is "
         f"{_half_ulp(weight, dtype):.2g}: most updates are rounded away and change nothing. Pass "
         "master_weights=True, which keeps float32 weights behind the parameters, or keep the "
-        "parameters in float32 and compute under torch.autocast",
-        RuntimeWarning,
-        stacklevel=4,
+        "parameters in float32 and compute under torch.autocast"
     )
 
 

@@ -37,6 +37,24 @@ def attempt(
     return value  # type: ignore[return-value]
 
 
+def attempt_in_all(
+    transports: Sequence[Transport], work: Callable[[], T], *, what: str, digest: Callable[[T], str]
+) -> T:
+    """`attempt` over several meshes: ``work`` runs once, and what fails on any rank of any mesh is
+    an error on all ranks of all of them."""
+    value, error = _outcome(work)
+
+    def outcome() -> T:
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+    for transport in transports:
+        _, failure = _outcome(lambda: attempt(transport, outcome, what=what, digest=digest))  # noqa: B023
+        error = error or failure
+    return outcome()
+
+
 def _outcome(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
         return work(), None

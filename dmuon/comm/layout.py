@@ -111,13 +111,17 @@ class LayoutRuntime(ABC):
     def close(self) -> None:
         """Remove every hook and release the transport."""
 
-    def _bind_units(self, groups: Sequence[int], bound: object) -> None:
-        """What is computed at once, by the param groups; OwnershipError if something is bound."""
-        if bound is not None:
+    def check_unbound(self) -> None:
+        """Raise OwnershipError if an optimizer has bound itself."""
+        if self.units:
             raise OwnershipError(
                 "these parameters already have a dmuon.Muon; to make another one, call "
                 "own.close() and dmuon.dedicate_params(model) again"
             )
+
+    def _bind_units(self, groups: Sequence[int]) -> None:
+        """What is computed at once, by the param groups; OwnershipError if something is bound."""
+        self.check_unbound()
         self.units = units_of(self.plan, groups, apart=self.apart)
 
     def _not_bound(self) -> OwnershipError:
@@ -177,7 +181,7 @@ class OwnerRuntime(LayoutRuntime):
         self, groups: Sequence[int], reduce_dtype: torch.dtype | None
     ) -> OwnedGradients:
         """The first part of `bind`: units, and where their gradients are collected."""
-        self._bind_units(groups, self.reducer)
+        self._bind_units(groups)
         return OwnedGradients(
             self._slices, self.units, self.transport.rank, reduce_dtype, self.device
         )

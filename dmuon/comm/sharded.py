@@ -53,11 +53,10 @@ class ShardedRuntime(LayoutRuntime):
         transport: Transport,
         options: ShardedOptions,
         device: torch.device,
-        new_group: NewGroup,
+        peers: dict[tuple[int, ...], Transport],
     ) -> None:
         super().__init__(plan, model, transport, device)
-        self._new_group = new_group
-        self._peers: dict[tuple[int, ...], Transport] = {}
+        self._peers = peers
         self.shards = shards
         self.parameters = list(parameters)
         self.loads = 0
@@ -80,10 +79,7 @@ class ShardedRuntime(LayoutRuntime):
     def bind(self, groups: Sequence[int], ns_dtype: torch.dtype, hooks: bool) -> None:
         """Prepare for an optimizer: the param group of each matrix, the dtype that travels, and
         whether updates may be awaited by the next forward (else by `synchronize` alone)."""
-        self._bind_units(groups, self.pipeline)
-        for partition in self._partitions():
-            mine = next(part for part in partition if self.transport.rank in part)
-            self._peers[mine] = self._new_group(partition)
+        self._bind_units(groups)
         options = self._options
         travelling = [u for u, unit in enumerate(self.units) if not self.is_local(unit)]
         cuts = cut_buckets(
@@ -105,20 +101,6 @@ class ShardedRuntime(LayoutRuntime):
         model = self._model()
         if hooks and model is not None:
             self._install_hooks(model, self.pipeline)
-
-    def _partitions(self) -> list[list[tuple[int, ...]]]:
-        """All sets of co-owners, in partitions of the mesh: every rank joins in making each."""
-        found: list[list[tuple[int, ...]]] = []
-        sets = {batch.co_owners for batch in self.plan.batches if batch.co_owners}
-        for ranks in sorted(sets, key=lambda ranks: (len(ranks), ranks)):
-            free = (parts for parts in found if not set(ranks) & set(chain.from_iterable(parts)))
-            parts = next(free, None)
-            if parts is None:
-                found.append(parts := [])
-            parts.append(ranks)
-        every = set(range(self.transport.world))
-        others = [tuple(sorted(every.difference(*parts))) for parts in found]
-        return [[*parts, left] if left else parts for parts, left in zip(found, others)]
 
     def index_among(self, ranks: tuple[int, ...]) -> int:
         """The number of this rank among co-owners."""
@@ -243,6 +225,28 @@ class ShardedRuntime(LayoutRuntime):
         if self.pipeline is not None and self.pipeline.pending:
             with torch.no_grad():
                 self.pipeline.land(self.pipeline.pending)
+
+
+def open_peers(
+    plan: OwnershipPlan, rank: int, new_group: NewGroup
+) -> dict[tuple[int, ...], Transport]:
+    """A transport over each set of co-owners that ``rank`` belongs to; a collective call."""
+    found: list[list[tuple[int, ...]]] = []
+    sets = {batch.co_owners for batch in plan.batches if batch.co_owners}
+    for ranks in sorted(sets, key=lambda ranks: (len(ranks), ranks)):
+        # Partitions of the mesh: every rank joins in making each.
+        free = (parts for parts in found if not set(ranks) & set(chain.from_iterable(parts)))
+        parts = next(free, None)
+        if parts is None:
+            found.append(parts := [])
+        parts.append(ranks)
+    peers = {}
+    for parts in found:
+        left = set(range(plan.topology.world)).difference(*parts)
+        whole = [*parts, tuple(sorted(left))] if left else parts
+        mine = next(part for part in whole if rank in part)
+        peers[mine] = new_group(whole)
+    return peers
 
 
 def _waiter(

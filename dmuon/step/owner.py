@@ -129,12 +129,6 @@ class OwnerEngine(Engine):
     def _bind(self) -> None:
         runtime, masters = self._runtime, self._settings.master_weights
         self._name = runtime.plan.layout.value
-        if masters and not runtime.keeps_whole:
-            raise OwnershipError(
-                f"master_weights=True: in the {self._name!r} layout under tensor parallelism an "
-                "owner keeps a slice of a weight only. Keep the parameters in float32 and compute "
-                "in bfloat16 (torch.autocast), or leave master_weights off"
-            )
         runtime.bind(self._group_of, self._payload_dtype)
         self._state = _OwnerState(runtime, masters)
         self._members = {i: runtime.matrices_of(i) for i in runtime.plan.specs.muon_parameters()}

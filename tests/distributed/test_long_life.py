@@ -7,7 +7,9 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dmuon
-from dmuon.types import OwnershipError
+import dmuon.optim
+from dmuon.comm.sharded import ShardedRuntime
+from dmuon.dtensors import whole_tensor
+from dmuon.kernels.runner import Orthogonalizer
+from dmuon.ownership import ownership_of
+from dmuon.step.owner import OwnerEngine, _OwnerState
+from dmuon.step.sharded import ShardedEngine, ShardState
+from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
+from dmuon.types import ConsensusError, OwnershipError
 from tests.distributed.harness import Pools
 from tests.distributed.test_checkpoints import CASES, MUON, Training, assert_same
 
@@ -261,3 +271,94 @@ in_turn.body = in_turn
 def test_the_same_model_dedicated_twice_in_turn(pools: Pools, name: str, others: list[str]) -> None:
     arguments = {"name": name, "others": others}
     pools(CASES[name].world).run(__name__, "in_turn", arguments)
+
+
+# ---- what fails on one rank while a plan is carried out -----------------------------------------
+
+FAILING = ["ddp", "fsdp2", "reduce_to_owner", "dedicated"]
+
+
+def places_of(runtime: type) -> dict[str, tuple[Any, str]]:
+    """Where memory may run out: what makes runtimes, state, buffers, hooks and workspaces."""
+    is_sharded = runtime is ShardedRuntime
+    return {
+        "runtime": (runtime, "__init__"),
+        "engine": (ShardedEngine if is_sharded else OwnerEngine, "_bind"),
+        "bind": (runtime, "bind"),
+        "state": (ShardState if is_sharded else _OwnerState, "__init__"),
+        "workspace": (Orthogonalizer, "reserve"),
+        "warnings": (dmuon.optim, "_flaw_of_rounding"),
+    }
+
+
+@contextmanager
+def planted(owner: Any, name: str, error: Exception | None) -> Iterator[None]:
+    """Have a function raise at its end."""
+    function = getattr(owner, name)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        function(*args, **kwargs)
+        raise error
+
+    if error is not None:
+        setattr(owner, name, failing)
+    try:
+        yield
+    finally:
+        setattr(owner, name, function)
+
+
+def fail_alone(rank: int, world: int, name: str) -> None:
+    case, mesh = CASES[name], mesh_of(name)
+
+    def fresh() -> nn.Module:
+        torch.manual_seed(0)
+        return case.wrap(ParallelModel(width=14, hidden=6, layers=1, experts=4), mesh)
+
+    def step(model: nn.Module, opt: dmuon.Muon | None) -> dmuon.Muon:
+        if case.own is not None:
+            dmuon.dedicate_params(model, mesh, **case.own)
+            opt = dmuon.Muon(model, **MUON)
+        assert opt is not None
+        loss_of(model, batch(0, rank)).backward()
+        opt.step()
+        return opt
+
+    def optimizer(model: nn.Module) -> dmuon.Muon | None:
+        return dmuon.Muon(model, **MUON) if case.own is None else None
+
+    model = fresh()
+    opt = step(model, optimizer(model))
+    expected = [whole_tensor(p).clone() for p in model.parameters()]
+    runtime = type(opt.ownership.runtime)
+    opt.ownership.close()
+    for place, (owner, method) in places_of(runtime).items():
+        model = fresh()
+        opt, groups = optimizer(model), resources()["groups"]
+        error = torch.OutOfMemoryError(place) if rank == 1 else None
+        kind = ConsensusError if error is None else torch.OutOfMemoryError
+        with planted(owner, method, error), pytest.raises(kind, match=place) as caught:
+            step(model, opt)
+        if error is None:
+            assert "failed on rank 1: OutOfMemoryError" in str(caught.value)
+        del caught
+        assert resources()["groups"] == groups, place
+        assert not any(map(ownership_of, model.parameters()))
+        assert opt is None or not opt.state
+        if (place, name) == ("runtime", "dedicated"):
+            continue  # the weights that this rank kept are gone
+        assert our_hooks(SimpleNamespace(model=model, opt=opt)) == []
+        for p in model.parameters():
+            p.grad = None
+        opt = step(model, opt)
+        found = [whole_tensor(p) for p in model.parameters()]
+        assert all(map(torch.equal, found, expected)), place
+        opt.ownership.close()
+
+
+fail_alone.body = fail_alone
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(pools: Pools, name: str) -> None:
+    pools(CASES[name].world).run(__name__, "fail_alone", {"name": name})

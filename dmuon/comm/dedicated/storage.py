@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from dmuon.comm.buckets import Buffer, Slices, WeightBucket, weight_buckets
 from dmuon.comm.consensus import attempt
 from dmuon.comm.hooks import outermost_members, parameter_ids
-from dmuon.comm.process_groups import ProcessGroups, start_from_first
+from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.rows import Places, RowShards
 from dmuon.comm.transport import Meter, Work
 from dmuon.config import DedicatedOptions
-from dmuon.dtensors import is_distributed, local_tensor, stored_tensor
+from dmuon.dtensors import is_distributed, stored_tensor
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.specs import canonical_name
 from dmuon.types import OwnershipError
@@ -262,16 +262,7 @@ class Storage:
         if self._on_meta:
             self._shed_on_meta()
         else:
-            if options.broadcast_parameters:
-                self._start_from_first([*model.parameters(), *model.buffers()])
             self._take_over()
-
-    def _start_from_first(self, tensors: Sequence[Tensor]) -> None:
-        """Equal values everywhere; of a `DTensor` wherever the same slice of it lies."""
-        world, data = self._process_groups.world, self._process_groups.data
-        start_from_first(
-            [(local_tensor(t), data if is_distributed(t) else world) for t in tensors]
-        )  # fmt: skip
 
     @torch.no_grad()
     def _take_over(self) -> None:
@@ -335,7 +326,8 @@ class Storage:
         self._on_meta = False
         if self._options.broadcast_parameters:
             rest = [p for i, p in enumerate(found) if i not in self.group_of]
-            self._start_from_first([t for t in [*rest, *model.buffers()] if not is_distributed(t)])
+            tensors = [t for t in [*rest, *model.buffers()] if not is_distributed(t)]
+            self._process_groups.start_from_first(tensors)
         self._take_over()
         for group in self.groups:
             self.publish(group)
