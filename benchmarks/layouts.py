@@ -54,7 +54,7 @@ from benchmarks.models import Stack, Training, shard
 from benchmarks.ranks import Row, Rows, on_ranks
 from benchmarks.results import command, table, write
 from benchmarks.timing import ratio, spread, take_turns
-from dmuon.api import Given, Request, assemble, group_maker, mesh_topology
+from dmuon.api import Given, Request, assemble, mesh_topology
 from dmuon.comm.transport import C10dTransport, Transport
 
 WARM_UP = 2
@@ -198,7 +198,7 @@ class Contender:
             return Counting(transport, self._received)
 
         world, freed = dist.get_world_size(), self.kind.freed
-        make = group_maker(range(world), TIMEOUT_S)
+        transport = C10dTransport(range(world), TIMEOUT_S)
         layout: str = self.kind.layout
         options: Any = None
         if layout == "reduce_to_owner":
@@ -208,11 +208,11 @@ class Contender:
         return assemble(
             Given(model),
             Request(layout, options=options),
-            counted(C10dTransport(range(world), TIMEOUT_S)),
+            counted(transport),
             lambda: mesh_topology(
                 mesh, world, list(model.parameters()), None, dmuon.PlannerOptions()
             ),
-            lambda partition: counted(make(partition)),
+            lambda partition: counted(transport.subgroup(partition)),
         )
 
     def whole_step(self) -> None:

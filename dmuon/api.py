@@ -39,7 +39,7 @@ from dmuon.comm.process_groups import (
 )
 from dmuon.comm.replicated import ReplicatedRuntime
 from dmuon.comm.sharded import ShardedRuntime, open_peers
-from dmuon.comm.transport import C10dTransport, LocalTransport, Transport
+from dmuon.comm.transport import C10dTransport, LocalTransport, Transport, splits_communicators
 from dmuon.config import (
     DedicatedOptions,
     KernelOptions,
@@ -218,7 +218,6 @@ def plan_given(given: Given, request: Request, mesh: DeviceMesh | None = None) -
         request,
         transport,
         lambda: mesh_topology(mesh, transport.world, parameters, given.ddp, request.planner),
-        group_maker(_ranks(mesh, given.ddp), timeout_s),
     )
 
 
@@ -231,7 +230,8 @@ def assemble(
 ) -> Ownership:
     """`dedicate_params` over a given transport; on failure the transport is closed.
 
-    ``new_group`` makes the transports of the `dedicated` layout's and of co-owners' process groups.
+    ``new_group`` makes the transports of the `dedicated` layout's and of co-owners' process groups,
+    instead of `Transport.subgroup`.
     """
     with ExitStack() as undo:
         undo.callback(transport.close)
@@ -288,7 +288,11 @@ def assemble(
                 digest=OwnershipPlan.fingerprint,
             )
 
-        new_group = new_group or group_maker(range(transport.world), None)
+        def opened(partition: Sequence[Sequence[int]]) -> Transport:
+            group = (new_group or transport.subgroup)(partition)
+            undo.callback(group.close)
+            return group
+
         measured = isinstance(costs, CostTable) and costs is not request.costs and costs.entries
         if not measured:
             plan = planned(costs)
@@ -296,16 +300,10 @@ def assemble(
             # Would it pay to share matrices if exchanges were free? Only then they are measured.
             plan = planned(replace(costs, links=dict.fromkeys(SIZES, Link(0.0, 1e30))))
             if plan.has_co_owners:
-                costs = _with_slices(costs, plan, transport, new_group, found.device, request)
+                costs = _with_slices(costs, plan, transport, opened, found.device, request)
                 plan = planned(costs)
             else:
                 plan = replace(plan, shared_prices=(), shared_ms=None)
-
-        def opened(partition: Sequence[tuple[int, ...]]) -> Transport:
-            group = new_group(partition)
-            undo.callback(group.close)
-            return group
-
         runtime = _runtime(request, found, plan, shards, reports, transport, opened)
         undo.pop_all()
     return Ownership(plan, runtime, given.inner, request.kernels)
@@ -693,22 +691,6 @@ def _runtime(
 # ---- the ranks that plan and train together ----------------------------------------------
 
 
-def group_maker(ranks: Sequence[int], timeout_s: float | None) -> NewGroup:
-    """Makes transports of their own over some of the ranks that plan together; collective calls of
-    all of these. Partitions count the ranks as transports do: ascending."""
-    ranks = sorted(ranks)
-
-    def new_group(partition: Sequence[tuple[int, ...]]) -> Transport:
-        if not is_initialized():
-            return LocalTransport()
-        parts = [[ranks[r] for r in part] for part in partition]
-        mine = next(part for part in parts if dist.get_rank() in part)
-        everyone = len(ranks) == dist.get_world_size()
-        return C10dTransport(mine, timeout_s, partition=parts if everyone else None)
-
-    return new_group
-
-
 def _transport(
     mesh: DeviceMesh | None, ddp: DistributedDataParallel | None, timeout_s: float | None
 ) -> Transport:
@@ -721,7 +703,12 @@ def _transport(
         return LocalTransport()
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh or None, found {type(mesh).__name__}")
-    transport = C10dTransport(_ranks(mesh, ddp), timeout_s)
+    parent = None
+    if mesh is None and ddp is not None:
+        parent = ddp.process_group
+    elif mesh is not None and mesh.ndim == 1 and splits_communicators():
+        parent = mesh.get_group()
+    transport = C10dTransport(_ranks(mesh, ddp), timeout_s, parent=parent)
     transport.release_dropped()
     return transport
 

@@ -26,8 +26,7 @@ from dmuon.dtensors import is_distributed, local_tensor
 from dmuon.scheduler.topology import Topology
 from dmuon.types import OwnershipError
 
-# Makes a transport over the one part, of a partition of the mesh's ranks, with this rank in it.
-NewGroup = Callable[[Sequence[tuple[int, ...]]], Transport]
+NewGroup = Callable[[Sequence[Sequence[int]]], Transport]  # as `Transport.subgroup`
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,10 @@ class Transport(Protocol):
     def mesh(self, device: torch.device) -> DeviceMesh | None:
         """All ranks as a mesh of one axis; None where there is no other rank."""
 
+    def subgroup(self, partition: Sequence[Sequence[int]]) -> Transport:
+        """A transport over the one part, of this partition of the ranks, with this rank in it; a
+        collective call."""
+
     def close(self) -> None:
         """Release what the transport made for itself."""
 
@@ -150,6 +154,9 @@ class LocalTransport:
     def mesh(self, device: torch.device) -> DeviceMesh | None:
         return None
 
+    def subgroup(self, partition: Sequence[Sequence[int]]) -> Transport:
+        return self
+
     def close(self) -> None:
         return None
 
@@ -163,6 +170,15 @@ _idle: dict[_Key, list[weakref.ref[dist.ProcessGroup]]] = {}
 # Groups by name whose transports are gone and were never closed, as their models are, each with
 # what `_idle` keeps it under (None: nothing).
 _dropped: dict[str, _Kept] = {}
+# How often the ranks of a group have met, by its name: the store never forgets that they did.
+_meetings: Counter[str] = Counter()
+
+
+def splits_communicators() -> bool:
+    """Whether torch makes a new group by splitting the communicator of all ranks, which all of them
+    join: NCCL where `init_process_group` got a ``device_id``."""
+    is_bound = getattr(dist.group.WORLD, "bound_device_id", None) is not None
+    return is_bound and dist.get_backend() != "gloo"
 
 
 class C10dTransport:
@@ -180,31 +196,52 @@ class C10dTransport:
         ranks: Sequence[int],
         timeout_s: float | None = None,
         *,
+        parent: dist.ProcessGroup | None = None,
         partition: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """A collective call of ``ranks``; with ``partition``, of all ranks of `torch.distributed`
-        into sets of which ``ranks`` is one, of everyone."""
+        """A collective call of ``ranks``, or of all ranks in ``partition``, of which ``ranks`` is a
+        part. ``parent``: a process group of all who call, if there is one.
+
+        Raises:
+            OwnershipError: torch would have other ranks join in, who do not call.
+        """
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        parts = [[*ranks]] if partition is None else [list(part) for part in partition]
+        callers = sum(map(len, parts))
         key = (tuple(sorted(ranks)), timeout_s)
         everyone = len(ranks) == dist.get_world_size()
-        reused = not everyone and partition is None
+        splits = not everyone and splits_communicators()
+        reused = not everyone and not splits and callers < dist.get_world_size()
         group: dist.ProcessGroup | None = None
         self.failed = False
+        if splits:
+            known = [] if parent is None else dist.get_process_group_ranks(parent)
+            if len(known) != callers or known != sorted(known):
+                raise OwnershipError(
+                    f"init_process_group(device_id=...) has all {dist.get_world_size()} ranks join "
+                    f"in making any process group, and this mesh has only {callers} of them and "
+                    "not one axis, whose group could be split: leave device_id out and call "
+                    "torch.cuda.set_device(local_rank) before, or pass a mesh of one axis"
+                )
+            numbers = [[known.index(rank) for rank in part] for part in parts]
         with self.located("planning, at dedicate_params or the first step, on all ranks"):
             if everyone:
                 group = dist.new_group(list(ranks), timeout=timeout)
-            elif partition is not None:
-                parts = [list(part) for part in partition]
+            elif splits:
+                # One call, however many parts there are.
+                group = dist.split_group(parent, numbers, timeout=timeout)
+            elif not reused:
                 group, _ = dist.new_subgroups_by_enumeration(parts, timeout=timeout)
             else:
-                known = _idle.get(key, [])
-                while known and group is None:
-                    group = known.pop()()
+                known_groups = _idle.get(key, [])
+                while known_groups and group is None:
+                    group = known_groups.pop()()
                 if group is None:
                     # A mesh over some of the ranks cannot ask the others to join in making it.
                     group = dist.new_group(
                         list(ranks), timeout=timeout, use_local_synchronization=True
                     )
+        assert group is not None, "a group that this rank is no member of"
         # torch.distributed keeps the group. A reference here would keep its threads running after
         # destroy_process_group(), until the interpreter's exit aborts them.
         self._group = weakref.ref(group)
@@ -214,8 +251,7 @@ class C10dTransport:
         self._drop.atexit = False
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
-        self._meetings = 0
-        self._timeout = () if timeout is None else (timeout,)
+        self._timeout_s = timeout_s
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -290,12 +326,14 @@ class C10dTransport:
     def meet(self, call: str) -> None:
         # Through the store: a collective that only some ranks issue would meet another one of the
         # others, and be no error but wrong data.
-        store, key = self.group.get_group_store(), f"dmuon meeting {self._meetings}"
+        group = self.group
+        store, key = group.get_group_store(), f"dmuon meeting {_meetings[group.group_name]}"
+        timeout = [] if self._timeout_s is None else [timedelta(seconds=self._timeout_s)]
         try:
             if store.add(key, 1) == self.world:
                 store.set(f"{key} is complete", "")
-            store.wait([f"{key} is complete"], *self._timeout)
-            self._meetings += 1
+            store.wait([f"{key} is complete"], *timeout)
+            _meetings[group.group_name] += 1
         except RuntimeError as error:
             with suppress(RuntimeError):  # the store may have died with the rank that kept it
                 store.add(key, -1)
@@ -311,6 +349,12 @@ class C10dTransport:
         # Tensors outlive this transport, and torch remembers meshes: so on groups that stay.
         every = dist.group.WORLD if self.world == dist.get_world_size() else None
         return DeviceMesh.from_group(every or self.group, device.type)
+
+    def subgroup(self, partition: Sequence[Sequence[int]]) -> Transport:
+        every = dist.get_process_group_ranks(self.group)
+        parts = [[every[rank] for rank in part] for part in partition]
+        mine = next(part for part in parts if dist.get_rank() in part)
+        return C10dTransport(mine, self._timeout_s, parent=self.group, partition=parts)
 
     def release_dropped(self) -> None:
         """Release the groups of models that are gone on all ranks of theirs; a collective call."""

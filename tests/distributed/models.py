@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.api import Given, Request, assemble, group_maker, mesh_topology
+from dmuon.api import Given, Request, assemble, mesh_topology
 from dmuon.comm.transport import C10dTransport, Transport
 from dmuon.config import PlannerOptions
 from dmuon.reference import ReferenceMuon
@@ -136,9 +136,6 @@ def dedicate(
     """
     inner = C10dTransport(list(range(dist.get_world_size())))
     transport = inner if wrapper is None else wrapper(inner)
-    make = group_maker(
-        mesh.mesh.flatten().tolist() if mesh is not None else range(inner.world), None
-    )
 
     def topology() -> Topology:
         if mesh is None:
@@ -146,7 +143,7 @@ def dedicate(
         return mesh_topology(mesh, inner.world, list(model.parameters()), None, PlannerOptions())
 
     def new_group(partition: Sequence[tuple[int, ...]]) -> Transport:
-        group = make(partition)
+        group = inner.subgroup(partition)
         return group if wrapper is None else wrapper(group, events=transport.events)
 
     if kwargs.get("layout", "replicated") == "replicated":

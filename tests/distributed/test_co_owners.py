@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.api import Given, Request, assemble, group_maker
+from dmuon.api import Given, Request, assemble
 from dmuon.comm.sharded import ShardedRuntime
 from dmuon.comm.transport import C10dTransport
 from dmuon.config import PlannerOptions
@@ -218,15 +218,15 @@ def test_a_checkpoint_moves_between_numbers_of_co_owners(rank, world):
 def recorded(case: str, k: int, max_batch: int = 16):
     """A model whose collectives, those of co-owners too, are noted in one log."""
     both, recorders = pair(case), Recorders(0, Late)
-    wrapped = recorders(C10dTransport(list(range(dist.get_world_size()))))
-    make = group_maker(range(wrapped.world), None)
+    inner = C10dTransport(list(range(dist.get_world_size())))
+    wrapped = recorders(inner)
     planner = PlannerOptions(co_owners=k, max_batch=max_batch)
     own = assemble(
         Given(both.model),
         Request(planner=planner, costs="analytic"),
         wrapped,
         lambda: Topology.flat(wrapped.world),
-        lambda partition: recorders(make(partition)),
+        lambda partition: recorders(inner.subgroup(partition)),
     )
     try:
         opt = dmuon.Muon(both.model, **MUON)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dmuon.api import mesh_topology
+from dmuon.api import _transport, mesh_topology
+from dmuon.comm.process_groups import Grid, ProcessGroups
+from dmuon.comm.transport import C10dTransport
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.topology import Topology, diagonal_slots, local_world_size
 from dmuon.types import DmuonError, OwnershipError
@@ -209,3 +214,131 @@ def test_one_process_alone_reads_no_environment(monkeypatch):
     assert not dist.is_initialized()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "nonsense")
     assert topology_of(world=1) == Topology.flat(1)
+
+
+# ---- process groups where communicators are split ------------------------------------------------
+
+
+class Rehearsal:
+    """`init_process_group(device_id=...)`: which splits each rank joins, by the parent's ranks.
+
+    A split waits for all ranks of its parent. torch's own code runs; only NCCL is missing.
+    """
+
+    def __init__(self, monkeypatch, world: int) -> None:
+        self.world = world
+        self.joins: list[Counter[tuple[int, ...]]] = []
+        self._patch = monkeypatch
+        monkeypatch.setattr(C10dTransport, "release_dropped", lambda _: None)
+
+    def run(self, call: Callable[[int], None]) -> None:
+        """``call`` on every rank, one after the other."""
+        c10d = dist.distributed_c10d
+        for rank in range(self.world):
+            joined: Counter[tuple[int, ...]] = Counter()
+            everyone = tuple(range(self.world))
+
+            def no_color(_, joined=joined, everyone=everyone) -> None:
+                joined[everyone] += 1
+
+            def new_group(
+                ranks, *, joined=joined, everyone=everyone, rank=rank,
+                use_local_synchronization=False, **kwargs,
+            ):  # fmt: skip
+                joined[everyone] += rank in ranks
+                return c10d._new_group_with_tag(
+                    ranks, use_local_synchronization=use_local_synchronization
+                )
+
+            def split_group(parent, split_ranks, joined=joined, rank=rank, **kwargs):
+                known = dist.get_process_group_ranks(parent)
+                joined[tuple(known)] += 1
+                mine = next(part for part in split_ranks if known.index(rank) in part)
+                return c10d._new_group_with_tag(
+                    [known[r] for r in mine], use_local_synchronization=True
+                )
+
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=self.world)
+            self.joins.append(joined)
+            with self._patch.context() as patch:
+                source = SimpleNamespace(perform_nocolor_split=no_color)
+                patch.setattr(c10d, "_get_split_source", lambda _, source=source: source)
+                for module in (dist, c10d):
+                    patch.setattr(module, "new_group", new_group)
+                    patch.setattr(module, "split_group", split_group)
+                dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+                try:
+                    call(rank)
+                finally:
+                    dist.destroy_process_group()
+
+    def check(self) -> None:
+        """All ranks of a parent join equally many of its splits."""
+        for ranks in {ranks for joined in self.joins for ranks in joined}:
+            counts = {rank: self.joins[rank][ranks] for rank in ranks}
+            assert len(set(counts.values())) == 1, f"ranks {ranks} join splits {counts} times"
+
+
+def test_ranks_outside_of_a_mesh_need_not_join_in_its_groups(monkeypatch):
+    rehearsal, planned = Rehearsal(monkeypatch, 6), []
+
+    def plan(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("pp", "dp"))["dp"]
+        rehearsal.joins[rank].clear()
+        if rank not in (2, 3):
+            return
+        transport = _transport(mesh, None, 7.0)
+        again = _transport(mesh, None, 7.0)
+        planned.append((transport.rank, transport.world))
+        assert again.subgroup([(0,), (1,)]).world == 1
+        for one in (transport, again):
+            one.close()
+
+    rehearsal.run(plan)
+    rehearsal.check()
+    assert planned == [(0, 2), (1, 2)]
+    assert [*rehearsal.joins[2].items()] == [((2, 3), 3)]
+
+
+def test_the_group_of_a_wrapped_model_is_split(monkeypatch):
+    rehearsal = Rehearsal(monkeypatch, 4)
+
+    def plan(rank: int) -> None:
+        group = dist.new_group([0, 2, 3])
+        rehearsal.joins[rank].clear()
+        if rank != 1:
+            wrapped = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+            assert _transport(None, wrapped, None).rank == [0, None, 1, 2][rank]
+
+    rehearsal.run(plan)
+    rehearsal.check()
+
+
+def test_any_number_of_co_owners_is_one_split(monkeypatch):
+    rehearsal = Rehearsal(monkeypatch, 8)
+    grid = Grid.of(Topology((2, 2, 2), ("replicate", "shard", "tp"), 8), {"tp"})
+
+    def plan(rank: int) -> None:
+        transport = _transport(None, None, None)
+        rehearsal.joins[rank].clear()
+        peers = transport.subgroup([(0, 5), (1, 7), (2, 3), (4, 6)])
+        assert (peers.rank, peers.world) == (rank in (3, 5, 6, 7), 2)
+        ProcessGroups.open(grid, transport, transport.subgroup)
+
+    rehearsal.run(plan)
+    rehearsal.check()
+    assert {sum(joined.values()) for joined in rehearsal.joins} == {1 + 5}
+
+
+def test_a_mesh_of_some_ranks_and_several_axes_is_refused(monkeypatch):
+    rehearsal = Rehearsal(monkeypatch, 8)
+
+    def plan(rank: int) -> None:
+        whole = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "replicate", "shard"))
+        with pytest.raises(OwnershipError, match=r"device_id.*only 4 of.*set_device\(local_rank\)"):
+            _transport(whole["replicate", "shard"], None, None)
+        rehearsal.joins[rank].clear()
+        assert _transport(whole, None, None).world == 8
+
+    rehearsal.run(plan)
+    rehearsal.check()
