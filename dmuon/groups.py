@@ -10,6 +10,7 @@ A group stays the user's, whatever is in it. It has the hyperparameters that its
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from dmuon.config import (
     ADAMW_RULES,
     MIXED_RULES,
     MUON_RULES,
+    SWITCH_RULES,
     check_adamw_group,
     check_mixed_group,
     check_muon_group,
@@ -34,6 +36,17 @@ Group = dict[str, Any]
 PROGRESS = {"step": "muon_step", "last_full": "muon_last_full", "period": "muon_period"}
 # What says who is in a group, and no hyperparameter of it.
 _MEMBERS = ("params", "param_names", "algorithm", "use_muon")
+# What others note in a group: torch's schedulers and averages, and recipes with rates by layer.
+_NOTES = {
+    "params", "param_names", "name", "group_name", "layer", "layer_id", "layer_name", "layer_names",
+    "initial_lr", "base_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum",
+    "lr_scale", "lr_mult", "lr_multiplier", "wd_mult", "wd_scale", "decay_mult",
+}  # fmt: skip
+# Those of torch's optimizers, and which value changes nothing.
+_FLAGS = dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), False)
+_FLAGS |= {"maximize": False, "amsgrad": False, "decoupled_weight_decay": True}
+_FOR_ALL = {*SWITCH_RULES, "period", "ns_dtype", "dedicate"}
+_OURS = {*MUON_RULES, *ADAMW_RULES, *MIXED_RULES, "adamw_lr", *PROGRESS.values()}
 
 
 # ---- what users pass ---------------------------------------------------------------------
@@ -124,38 +137,39 @@ def completed(
 ) -> Group:
     """The hyperparameters of a group with such parameters, and whatever else the user put there.
 
-    ``muon`` and ``adamw`` are the defaults. A group's own value wins; ``lr`` and ``weight_decay``
-    count for both sides, unless ``adamw_lr`` or ``adamw_weight_decay`` (None: the same) say
-    otherwise.
+    ``muon`` and ``adamw`` are the defaults. What a group says wins over them for all of its
+    parameters, so its ``lr`` and ``weight_decay`` count for both sides unless it has ``adamw_lr``
+    or ``adamw_weight_decay`` as well. A key that is not read stays, for `check_group` to find.
     """
-    own = {k: v for k, v in group.items() if k not in _MEMBERS}
-    theirs = {k: own[f"adamw_{k}"] for k in adamw if own.get(f"adamw_{k}") is not None}
-    ours = {*muon, *adamw, *(f"adamw_{k}" for k in adamw), "adamw_lr_ratio"}
-    # Such as "initial_lr" or "name".
-    made = {k: v for k, v in own.items() if k not in ours}
-    if algorithms == {Algorithm.ADAMW}:
-        inherited = {k: adamw[k] if adamw[k] is not None else muon[k] for k in adamw if k in muon}
-        plain = {k: own[k] for k in adamw if k in own}
-        return made | {**adamw, **inherited} | plain | theirs
-    made |= {k: own.get(k, v) for k, v in muon.items()}
+    own = {k: v for k, v in group.items() if k not in _MEMBERS and not _is_idle(k, v)}
+    if not group["params"]:  # perhaps it has some on other pipeline stages
+        own = {k: v for k, v in own.items() if k in ADAMW_RULES or k not in _OURS}
     if Algorithm.ADAMW not in algorithms:
-        return made
-    sides = {**adamw, **({"betas": own["betas"]} if "betas" in own else {}), **theirs}
-    ratio = own.get("adamw_lr_ratio", 1.0)
-    if sides["lr"] is not None and "adamw_lr_ratio" not in own:
+        return muon | own
+    if Algorithm.MUON not in algorithms:
+        inherited = {k: muon[k] if v is None else v for k, v in adamw.items()}
+        said = {k: own.pop(f"adamw_{k}", None) for k in adamw}
+        return inherited | own | {k: v for k, v in said.items() if v is not None}
+    if "betas" in own and "adamw_betas" not in own:
+        own["adamw_betas"] = own.pop("betas")
+    made = muon | {
+        "adamw_betas": adamw["betas"],
+        "adamw_eps": adamw["eps"],
+        "adamw_weight_decay": None if "weight_decay" in own else adamw["weight_decay"],
+    }
+    if "adamw_lr_ratio" in own:
+        return made | own
+    rate = own.pop("adamw_lr", None if "lr" in own else adamw["lr"])
+    made |= {"adamw_lr_ratio": 1.0, **own}
+    if rate is not None:
         if not float(made["lr"]):
             raise ValueError(
-                f"lr=0 and adamw_lr={sides['lr']}: AdamW's rate is kept in proportion to lr, so "
+                f"lr=0 and adamw_lr={rate}: AdamW's rate is kept in proportion to lr, so "
                 "that a scheduler of lr scales both; begin with the lr of full steps, or put the "
                 "matrices and the others into groups of their own"
             )
-        ratio = float(sides["lr"]) / float(made["lr"])
-    return made | {
-        "adamw_lr_ratio": ratio,
-        "adamw_betas": sides["betas"],
-        "adamw_eps": sides["eps"],
-        "adamw_weight_decay": sides["weight_decay"],
-    }
+        made["adamw_lr_ratio"] = float(rate) / float(made["lr"])
+    return made
 
 
 def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) -> Group:
@@ -163,7 +177,7 @@ def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) ->
 
     Raises:
         TypeError, ValueError: one is of a wrong type or out of range.
-        OwnershipError: one is missing.
+        OwnershipError: one is missing, or there is a key that nobody reads.
     """
     place = f" in opt.param_groups[{number}]"
     is_muon, is_adamw = Algorithm.MUON in algorithms, Algorithm.ADAMW in algorithms
@@ -175,11 +189,49 @@ def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) ->
             f"opt.param_groups[{number}] has lost {missing}: set "
             f"opt.param_groups[{number}][{missing[0]!r}] again"
         )
+    noted = {*_NOTES, *(PROGRESS.values() if is_muon else ())}
+    if "max_momentum" in group:  # OneCycleLR and CyclicLR cycle the momentum of every group
+        noted.add("momentum")
+    for key in sorted(group.keys() - needed.keys() - noted):
+        if not key.startswith("_") and not _is_idle(key, group[key]):
+            raise OwnershipError(
+                f"opt.param_groups[{number}] has {key!r}, which nobody reads: "
+                + _instead(key, needed, is_muon)
+            )
     if not is_muon:
         return check_adamw_group(group, place)
     kept = check_muon_group(group, place)
     resolve_coefficients(kept["ns_coefficients"], kept["ns_steps"])
     return kept | (check_mixed_group(group, place) if is_adamw else {})
+
+
+def _is_idle(key: str, value: Any) -> bool:
+    """Whether this is a flag of torch's optimizers that says to do what is done here anyway."""
+    return key in _FLAGS and (value is None or value is _FLAGS[key])
+
+
+def _instead(key: str, needed: Collection[str], is_muon: bool) -> str:
+    """What to do about a key that nobody reads in a group with these hyperparameters."""
+    if key in _FLAGS:
+        return f"dmuon has no {key!r}; negate the loss to maximize it, and leave the flag out"
+    if key in _FOR_ALL:
+        return f"it holds for all groups, so pass dmuon.Muon(..., {key}=...)"
+    if key == "adamw_lr" and "adamw_lr_ratio" in needed:
+        return "set 'adamw_lr_ratio', AdamW's learning rate over 'lr'"
+    near = [k for k in (f"adamw_{key}", key.removeprefix("adamw_")) if k in needed]
+    if key in _OURS and not (near and {"betas", "adamw_betas"} & {*needed}):
+        return "the group has " + ("matrices only" if is_muon else "no matrices") + ": remove it"
+    near += get_close_matches(key, needed, n=1)
+    meant = f"did you mean {near[0]!r}? Else remove it" if near else "remove it"
+    return f"{meant}. Begin the name of what is yours with '_'"
+
+
+def as_here(group: Group, now: Group) -> Group:
+    """A saved group with what the group has ``now`` and with nothing that is not read here, such as
+    how torch's optimizers compute, or what a parameter needed that is frozen by now."""
+    dropped = {*_MEMBERS, *_OURS} - now.keys() | _FLAGS.keys() - {"maximize", "amsgrad"}
+    saved = {k: v for k, v in group.items() if k == "params" or k not in dropped}
+    return saved | {k: v for k, v in now.items() if k not in saved}
 
 
 def describe(group: Group, members: object) -> str:

@@ -40,6 +40,7 @@ from dmuon.groups import (
     PROGRESS,
     Group,
     algorithm_of,
+    as_here,
     check_group,
     completed,
     describe,
@@ -145,9 +146,12 @@ class Muon(Optimizer):
             made. What is wrong with the plan is raised at the first step, on every rank.
     """
 
-    # Makes `torch.amp.GradScaler` leave its scale and its verdict to `step`, which shares them with
-    # all ranks or refuses them.
-    _step_supports_amp_scaling = True
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Makes `torch.amp.GradScaler` leave its scale and its verdict to `step`, which shares them
+        with all ranks or refuses them. It takes no closure, so in one there is no scaler, and who
+        asks there (Lightning, before it clips) need not leave gradients alone."""
+        return not self._run.in_closure
 
     def __init__(
         self,
@@ -430,8 +434,8 @@ class Muon(Optimizer):
         made = _attempt(ownerships, prepare, digest=text)
         for group, known in zip(self.param_groups, made, strict=True):
             group.update(known)
-        # Hyperparameters of each group that are known to be right.
-        run.accepted = [{} for _ in made]
+        # Keys and hyperparameters of each group that are known to be right.
+        run.accepted = [(set(), {}) for _ in made]
         # What each group must still be at every step: engines are bound to it.
         run.members = [list(group["params"]) for group in self.param_groups]
         agreed = _agreed_dtype(ownerships, dtype)
@@ -502,8 +506,12 @@ class Muon(Optimizer):
             return None
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            run.in_closure = True
+            try:
+                with torch.enable_grad():
+                    loss = closure()
+            finally:
+                run.in_closure = False
         # A scheduler or a user may have set something else.
         refusal = self._check_groups()
         # Set by `torch.amp.GradScaler` around the call.
@@ -557,8 +565,8 @@ class Muon(Optimizer):
         try:
             self._check_structure()
             for number, group in enumerate(self.param_groups):
-                known = accepted[number]
-                if known and all(group.get(name) is value for name, value in known.items()):
+                keys, known = accepted[number]
+                if group.keys() == keys and all(group[k] is v for k, v in known.items()):
                     continue
                 kept = check_group(group, number, self._run.algorithms[number])
                 group.update(kept)
@@ -566,7 +574,7 @@ class Muon(Optimizer):
                 lasting = all(
                     isinstance(v, float | int | str | tuple | None) for v in kept.values()
                 )
-                accepted[number] = kept if lasting else {}
+                accepted[number] = ({*group} if lasting else set(), kept)
         except (TypeError, ValueError) as error:
             return error
         return None
@@ -825,7 +833,7 @@ class Muon(Optimizer):
                     found = {k: group[name] for k, name in PROGRESS.items() if name in group}
                     run.schedule.read(found)
                     progress = found
-                group.update((k, v) for k, v in now.items() if k not in group and k != "params")
+                groups[number] = group = as_here(group, now)
                 check_group(group, number, kinds)
             except (TypeError, ValueError) as error:
                 raise OwnershipError(
@@ -1054,6 +1062,7 @@ class _Run:
     def __init__(self, switches: dict[str, Any]) -> None:
         self.switches = switches
         self.ready = False
+        self.in_closure = False
         self.model: weakref.ref[nn.Module] | None = None
         self.muon: Group = {}
         self.adamw: Group = {}
@@ -1067,7 +1076,7 @@ class _Run:
         self.loaded: dict[str, dict[str, Any]] = {}
         self.members: list[list[Tensor]] = []
         self.algorithms: list[set[Algorithm]] = []
-        self.accepted: list[Group] = []
+        self.accepted: list[tuple[set[str], Group]] = []
         self.engines: list[Engine] = []
         self.ownerships: list[Ownership] = []
         self.settings: Settings | None = None

@@ -300,6 +300,168 @@ def test_empty_groups_are_groups_like_any_other(place, bare):
     train(model, opt, tokens(), range(2, 3))
 
 
+# ---- whose word counts -------------------------------------------------------------------
+
+
+def by_layer(model: nn.Module) -> list[Named]:
+    """Of a `TinyGPT`: matrices and vectors of each block; what goes to AdamW alone."""
+    named = list(model.named_parameters())
+    blocks = [[e for e in named if e[0].startswith(f"blocks.{n}.")] for n in range(2)]
+    return [*blocks, [e for e in named if not e[0].startswith("blocks.")]]
+
+
+def by_hand(model: nn.Module, rates: list[dict[str, tuple[float, float]]]) -> None:
+    """Two steps of the reference and torch's AdamW, group by group, each with (lr, decay)."""
+    opts: list[torch.optim.Optimizer] = []
+    for named, rate in zip(by_layer(model), rates):
+        matrices = [p for name, p in named if is_matrix(name)]
+        others = [p for name, p in named if not is_matrix(name)]
+        lr, decay = rate["adamw"]
+        opts.append(torch.optim.AdamW(others, lr=lr, weight_decay=decay, betas=(0.9, 0.95)))
+        if matrices:
+            lr, decay = rate["muon"]
+            model.requires_grad_(False)
+            nn.ParameterList(matrices).requires_grad_(True)
+            opts.append(ReferenceMuon(model, lr=lr, weight_decay=decay, ns_dtype=torch.float32))
+    model.requires_grad_(True)
+    train(model, opts, tokens(), range(2))
+
+
+@pytest.mark.parametrize(
+    ("said", "rates"),
+    [
+        ({}, {"muon": (0.02, 0.1), "adamw": (1e-3, 0.05)}),
+        ({"lr": 1e-4}, {"muon": (1e-4, 0.1), "adamw": (1e-4, 0.05)}),
+        ({"weight_decay": 0.0}, {"muon": (0.02, 0.0), "adamw": (1e-3, 0.0)}),
+        ({"adamw_lr": 5e-3}, {"muon": (0.02, 0.1), "adamw": (5e-3, 0.05)}),
+        ({"lr": 1e-4, "adamw_lr": 2e-4}, {"muon": (1e-4, 0.1), "adamw": (2e-4, 0.05)}),
+        (
+            {"weight_decay": 0.3, "adamw_weight_decay": 0.2},
+            {"muon": (0.02, 0.3), "adamw": (1e-3, 0.2)},
+        ),
+    ],
+)
+def test_what_a_group_says_wins_for_all_of_its_parameters(said, rates):
+    """Over the constructor, in groups of both kinds and in one that goes to AdamW alone."""
+    model = TinyGPT()
+    twin = clone(model)
+    constructor = {"muon": (0.02, 0.1), "adamw": (1e-3, 0.05)}
+    groups = [{"params": named} for named in by_layer(model)]
+    opt = muon([groups[0], groups[1] | said, groups[2] | said], adamw_lr=1e-3,
+               adamw_weight_decay=0.05)  # fmt: skip
+    train(model, opt, tokens(), range(2))
+    by_hand(twin, [constructor, rates, rates])
+    assert_within(weights(model), weights(twin), 1e-6)
+
+
+@PLANNED
+def test_betas_of_a_group_of_both_are_adamws(planned):
+    model = TinyGPT()
+    opt = muon([{"params": list(model.named_parameters()), "betas": (0.5, 0.6)}])
+    if planned:
+        train(model, opt, tokens(), range(1))
+    assert opt.param_groups[0]["adamw_betas"] == (0.5, 0.6) and "betas" not in opt.param_groups[0]
+
+
+HARMLESS: dict[str, Any] = {
+    "foreach": None, "fused": False, "maximize": False, "amsgrad": False, "capturable": False,
+    "differentiable": False, "decoupled_weight_decay": True, "name": "layer 3", "lr_scale": 0.5,
+    "initial_lr": 0.1, "_mine": 3,
+}  # fmt: skip
+
+UNREAD = [
+    ("maximize", True, "negate the loss"),
+    ("fused", True, "leave the flag out"),
+    ("period", 4, r"all groups, so pass dmuon.Muon\(..., period"),
+    ("ns_dtype", "bfloat16", "for all groups"),
+    ("publish", "async", "for all groups"),
+    ("wieght_decay", 0.1, "did you mean 'weight_decay'"),
+    ("learning_rate", 0.1, "remove it"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "hint"), [
+    *UNREAD, ("adamw_beta", (0.9, 0.9), "did you mean 'adamw_betas'"),
+])  # fmt: skip
+def test_a_key_that_nobody_reads_is_an_error(key, value, hint):
+    model = TinyGPT()
+    match = rf"param_groups\[0\] has '{key}', which nobody reads.*{hint}"
+    with pytest.raises(OwnershipError, match=match):
+        muon([{"params": list(model.named_parameters()), key: value}])
+
+
+@pytest.mark.parametrize(("role", "key", "value", "hint"), [
+    (0, "betas", (0.5, 0.5), "matrices only"),
+    (0, "adamw_lr", 0.1, "matrices only"),
+    (1, "momentum", 0.9, "no matrices"),
+    (1, "ns_steps", 3, "no matrices"),
+])  # fmt: skip
+def test_a_key_of_the_other_algorithm_is_an_error(role, key, value, hint):
+    named = by_role(TinyGPT())[role]
+    with pytest.raises(OwnershipError, match=rf"has '{key}', which nobody reads.*{hint}"):
+        muon([{"params": named, key: value}])
+    muon([{"params": named}, {"params": [], key: value}])  # perhaps another rank has some
+
+
+@PLANNED
+@pytest.mark.parametrize(("key", "value", "hint"), [
+    *UNREAD, ("adamw_lr", 0.1, "adamw_lr_ratio"), ("betas", (0.5, 0.5), "did you mean 'adamw_bet"),
+])  # fmt: skip
+def test_a_key_that_nobody_reads_is_an_error_of_the_next_step(planned, key, value, hint):
+    model = TinyGPT()
+    opt = muon(model)
+    if planned:
+        train(model, opt, tokens(), range(1))
+    before = weights(model)
+    opt.param_groups[0][key] = value
+    with pytest.raises(OwnershipError, match=rf"'{key}', which nobody reads.*{hint}"):
+        train(model, opt, tokens(), range(1))
+    assert_bitwise(weights(model), before)
+    del opt.param_groups[0][key]
+    train(model, opt, tokens(), range(1))
+
+
+@PLANNED
+def test_what_others_note_in_a_group_is_theirs(planned):
+    model = TinyGPT()
+    matrices, others = by_role(model)
+    opt = muon([{"params": matrices, **HARMLESS}, {"params": others, **HARMLESS}])
+    if planned:
+        train(model, opt, tokens(), range(1))
+    for group in opt.param_groups:
+        assert (group["name"], group["_mine"], group["lr_scale"]) == ("layer 3", 3, 0.5)
+        assert not group.keys() & {"foreach", "maximize", "decoupled_weight_decay"}
+        group |= HARMLESS | {"swa_lr": 0.1, "wd_mult": 2.0}
+    train(model, opt, tokens(), range(1, 3))
+    state = through_a_file(opt.state_dict())
+    state["param_groups"][1] |= {"fused": True, "foreach": True}  # how torch's AdamW computed
+    opt.load_state_dict(state)
+    train(model, opt, tokens(), range(3, 4))
+    state["param_groups"][1]["maximize"] = True
+    with pytest.raises(OwnershipError, match=r"its param_groups\[1\].*'maximize'"):
+        opt.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", ["OneCycleLR", "CyclicLR"])
+def test_schedulers_that_cycle_momentum_cycle_that_of_matrices(kind):
+    model = TinyGPT()
+    matrices, others = by_role(model)
+    both = [matrices.pop(), others.pop()]
+    opt = muon([{"params": named} for named in (matrices, others, both)])
+    schedule: Any
+    if kind == "OneCycleLR":
+        schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.02, total_steps=8)
+    else:
+        schedule = torch.optim.lr_scheduler.CyclicLR(opt, 1e-3, 0.02, step_size_up=3)
+    seen = []
+    for step in range(4):
+        train(model, opt, tokens(), [step])
+        schedule.step()
+        seen.append([opt.param_groups[g]["momentum"] for g in (0, 2)])
+    assert len({tuple(row) for row in seen}) > 2 and all(a == b for a, b in seen)
+    assert opt.param_groups[1]["betas"] == opt.param_groups[2]["adamw_betas"] == (0.9, 0.95)
+
+
 SIDES = pytest.mark.parametrize("side", ["adamw_betas", "adamw_eps", "adamw_lr_ratio"])
 
 
