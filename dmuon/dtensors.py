@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmuon.scheduler.shards import LocalShard
+from dmuon.scheduler.shards import LocalShard, local_box
 from dmuon.scheduler.specs import Box, dtype_name
 from dmuon.types import OwnershipError
 
@@ -205,9 +205,6 @@ def local_shard(name: str, parameter: Tensor, rank: int) -> LocalShard:
     """
     from torch.distributed.tensor import DTensor
 
-    # Not a public name; the only place where strided, uneven and empty shards are worked out.
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     if not isinstance(parameter, DTensor):
         return LocalShard((rank,), (), Box.at_origin(tuple(parameter.shape)))
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -222,17 +219,20 @@ def local_shard(name: str, parameter: Tensor, rank: int) -> LocalShard:
             f"parameter {name!r} has placements {tuple(placements)}: a Partial parameter has no "
             "values of its own. Redistribute it to Shard or Replicate before dmuon.dedicate_params"
         )
-    box = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    shape, offset = (tuple(map(int, numbers)) for numbers in box)
+    shards: list[Any] = [None if p.is_replicate() else p for p in placements]
+    # Only a strided shard has a split factor.
+    cuts = [s and (s.dim % parameter.ndim, getattr(s, "split_factor", 1)) for s in shards]
+    box = local_box(name, parameter.shape, mesh.shape, coordinate, cuts)
     found = tuple(parameter.to_local().shape)
-    if math.prod(found) != math.prod(shape) or (0 not in shape and found != shape):
+    if found != box.shape and (box.numel or math.prod(found)):
         raise OwnershipError(
             f"parameter {name!r} of shape {list(parameter.shape)} stores {list(found)} here, but "
-            f"its placements {tuple(placements)} on mesh {tuple(mesh.shape)} say {list(shape)}: "
-            "shard it with fully_shard, parallelize_module or distribute_tensor"
+            f"its placements {tuple(placements)} on mesh {tuple(mesh.shape)} say "
+            f"{list(box.shape)}: shard it with fully_shard, parallelize_module or "
+            "distribute_tensor"
         )
-    replica = tuple(c for c, p in zip(coordinate, placements, strict=True) if p.is_replicate())
-    return LocalShard(tuple(sorted(_ranks(mesh))), replica, Box(offset, found))
+    replica = tuple(c for c, cut in zip(coordinate, cuts, strict=True) if cut is None)
+    return LocalShard(tuple(sorted(_ranks(mesh))), replica, box)
 
 
 def sample(tensor: Tensor, count: int) -> Tensor:

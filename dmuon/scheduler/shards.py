@@ -15,6 +15,7 @@ matrices of their own, each with an owner among the ranks that hold it.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -292,6 +293,53 @@ class ShardMap:
         number = {domain: i for i, domain in enumerate(domains)}
         domain_of = tuple(number[domain] for domain in self.domains)
         return replace(limits, domains=tuple(domains), domain_of=domain_of)
+
+
+# ---- from placements ----------------------------------------------------------------------
+
+
+def local_box(
+    name: str,
+    shape: Sequence[int],
+    mesh: Sequence[int],
+    coordinate: Sequence[int],
+    cuts: Sequence[tuple[int, int] | None],
+) -> Box:
+    """The box of a parameter of ``shape`` that lies at ``coordinate`` of a mesh.
+
+    ``cuts`` holds for each mesh axis None if it replicates, else the dim that it cuts as
+    `torch.chunk` does, and into how many pieces axes to its right cut that dim before (a strided
+    shard of FSDP2 on top of tensor parallelism; else 1, so that the leftmost axis cuts first).
+
+    >>> local_box("w", (25, 3), (4, 2), (3, 0), [(0, 2), (0, 1)])  # 13 rows of 2 x 4, 4, 4, 1
+    Box(offset=(12, 0), shape=(1, 3))
+
+    Raises:
+        OwnershipError: no order of the axes gives these pieces.
+    """
+    orders: dict[int, list[int]] = defaultdict(list)
+    for axis in reversed(range(len(mesh))):
+        cut = cuts[axis]
+        if cut is not None:
+            dim, before = cut
+            order = orders[dim]
+            pieces = [math.prod(mesh[a] for a in order[:n]) for n in range(len(order) + 1)]
+            if before not in pieces:
+                raise OwnershipError(
+                    f"parameter {name!r} is sharded with a stride: mesh axis {axis} cuts dim {dim} "
+                    f"after it was cut into {before}, but the axes to its right cut it into "
+                    f"{pieces[-1]}. Interleaved shards cannot be routed; shard it with "
+                    "fully_shard or parallelize_module"
+                )
+            order.insert(pieces.index(before), axis)
+    offset, size = [0] * len(shape), list(shape)
+    for dim, order in orders.items():
+        for axis in order:
+            chunk = -(-size[dim] // mesh[axis])
+            start = min(coordinate[axis] * chunk, size[dim])
+            offset[dim] += start
+            size[dim] = min(chunk, size[dim] - start)
+    return Box(tuple(offset), tuple(size))
 
 
 # ---- from reports ------------------------------------------------------------------------

@@ -6,13 +6,19 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import dmuon
 from dmuon.api import Given, Request, assemble
@@ -101,11 +107,44 @@ def pair(
     return Pair(case, mesh, case.parallelize(model, mesh), twin)
 
 
+class Vocabulary(nn.Module):
+    """GPT-2's vocabulary in an embedding and a head, and between them an uneven MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(50257, 6)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 25), nn.GELU(), nn.Linear(25, 6))])
+        self.lm_head = nn.Linear(6, 50257, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens)
+        return self.lm_head(x + self.blocks[0](x))
+
+
+def vocabulary(shape: tuple[int, ...]) -> ParallelCase:
+    """That on a mesh of data, data and tensor, or replicas, data and tensor parallelism."""
+    plan = {
+        "wte": RowwiseParallel(input_layouts=Replicate()),
+        "blocks.0.0": ColwiseParallel(use_local_output=False),
+        "blocks.0.2": RowwiseParallel(),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    axes = ("dp",) if len(shape) == 1 else ("replicate", "dp", "tp")[-len(shape) :]
+    case = replace(BY_NAME["tp+fsdp"], mesh_shape=shape, axes=axes, build=Vocabulary)
+    tensor_parallel = (
+        (lambda model, mesh: parallelize_module(model, mesh["tp"], plan))
+        if "tp" in axes
+        else lambda model, mesh: model
+    )
+    data_axes = tuple(axis for axis in axes if axis != "tp")
+    return replace(case, data_axes=data_axes, tensor_parallel=tensor_parallel)
+
+
 # AdamW amplifies rounding where gradients are nearly zero, the more the larger its rate.
 MUON = {"lr": 0.02, "adamw_lr": 1e-3, "ns_dtype": torch.float32}
 
 
-_PLANNING = ("options", "costs", "plan", "mesh", "planner", "solver", "splits", "heads")
+_PLANNING = ("options", "costs", "plan", "mesh", "planner", "solver", "splits", "heads", "select")
 
 
 @contextmanager
@@ -135,7 +174,7 @@ def train(both: Pair, steps: int, after: Callable[[int], Any] | None = None, **k
     """Train both sides for some steps; ``after`` is called with each step's number."""
     with dedicated(both.model, **kwargs) as (_, opt):
         ours = ("publish", "transport", *_PLANNING)
-        shared = {k: v for k, v in kwargs.items() if k not in ours}
+        shared = {k: v for k, v in kwargs.items() if k not in ours or k == "select"}
         ref = reference(both.twin, **shared)
         for step in range(steps):
             both.backward(step)

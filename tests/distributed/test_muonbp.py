@@ -20,10 +20,11 @@ from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.period import Schedule
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.specs import Form
+from dmuon.tools.parallel_models import ParallelCase
 from dmuon.update import adjusted_lr
 from tests.distributed.fsdp import snapshot
 from tests.distributed.harness import distributed
-from tests.distributed.sharded import BY_NAME, MUON, Pair, dedicated, pair, recorded
+from tests.distributed.sharded import BY_NAME, MUON, Pair, dedicated, pair, recorded, vocabulary
 from tests.fused import FusedModel
 from tests.transports import RecordingTransport
 
@@ -89,7 +90,9 @@ class Oracle:
         weight.mul_(1 - MUON["lr"] * 0.1).sub_(update, alpha=lr)
 
 
-def check_against_oracle(case: str, period: Any, ratio: float | None, steps: int) -> None:
+def check_against_oracle(
+    case: str | ParallelCase, period: Any, ratio: float | None, steps: int
+) -> None:
     both = pair(case)
     with dedicated(both.model, period=period, block_lr_ratio=ratio) as (own, opt):
         oracle = Oracle(both, own, period, ratio or 1.0)
@@ -121,6 +124,11 @@ def check_against_oracle(case: str, period: Any, ratio: float | None, steps: int
 @distributed()
 def test_blocks_are_orthogonalized_alone(rank, world, case, period, ratio, steps):
     check_against_oracle(case, period, ratio, steps)
+
+
+@distributed(8)
+def test_uneven_blocks_of_uneven_parts(rank, world):
+    check_against_oracle(vocabulary((4, 2)), 2, 0.7, 3)
 
 
 @distributed(4)

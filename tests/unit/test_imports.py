@@ -270,11 +270,6 @@ PRIVATE_EXCEPTIONS = {
         "torch.autograd.Variable._execution_engine",
         "torch.autograd.Variable._execution_engine.queue_callback",
     },
-    # What a rank holds of a DTensor, for strided, uneven and empty shards too.
-    "dmuon.dtensors": {
-        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
-        "torch.distributed.tensor._utils",
-    },
 }
 
 

@@ -15,7 +15,14 @@ from dmuon.comm.buckets import cut_buckets
 from dmuon.comm.routes import BucketRoute, bucket_route
 from dmuon.scheduler.costs import resolve_costs
 from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
-from dmuon.scheduler.shards import LocalShard, RankShards, ShardMap, assemble, matrix_box
+from dmuon.scheduler.shards import (
+    LocalShard,
+    RankShards,
+    ShardMap,
+    assemble,
+    local_box,
+    matrix_box,
+)
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import Box, Form, MatrixSpec, ModelSpecs, ParameterSpec
 from dmuon.scheduler.topology import Topology
@@ -93,6 +100,55 @@ def shard_maps(draw: st.DrawFn) -> ShardMap:
         dims.append(tuple(draw(st.sampled_from(choices)) for _ in mesh))
         orders.append(draw(st.permutations(range(len(mesh)))))
     return shard_everywhere(specs_of(shapes, matrices), mesh, dims, orders)
+
+
+def chunks(box: Box, dim: int, count: int) -> list[Box]:
+    """What `torch.chunk` makes of a box, with the empty ones that it leaves out."""
+    rows = torch.arange(box.offset[dim], box.ends[dim])
+    made = []
+    for part in [*rows.chunk(count), *[rows[:0]] * count][:count]:
+        offset, shape = list(box.offset), list(box.shape)
+        offset[dim], shape[dim] = int(part[0]) if len(part) else box.ends[dim], len(part)
+        made.append(Box(tuple(offset), tuple(shape)))
+    return made
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("tensor_parallel", [2, 4, 8])
+def test_a_strided_shard_is_the_chunk_of_a_chunk(tensor_parallel, dim):
+    for size, data in product(range(1, 401), (2, 3, 4, 8)):
+        shape = (size, 5) if dim == 0 else (5, size)
+        cuts = [None, (dim, tensor_parallel), (dim, 1)]  # HSDP on top of tensor parallelism
+        for t, outer in enumerate(chunks(Box.at_origin(shape), dim, tensor_parallel)):
+            for d, inner in enumerate(chunks(outer, dim, data)):
+                found = local_box("w", shape, (2, data, tensor_parallel), (1, d, t), cuts)
+                assert found.shape == inner.shape, (shape, data, t, d)
+                assert found == inner or not inner.numel, (shape, data, t, d)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_mesh_axes_cut_in_any_order(data):
+    mesh = tuple(data.draw(st.lists(st.integers(2, 4), min_size=1, max_size=4)))
+    shape = tuple(data.draw(st.lists(st.integers(1, 40), min_size=2, max_size=2)))
+    dims = [data.draw(st.sampled_from([REPLICATE, 0, 1])) for _ in mesh]
+    order = data.draw(st.permutations(range(len(mesh))))
+    where = tuple(data.draw(st.integers(0, size - 1)) for size in mesh)
+    cuts: list[tuple[int, int] | None] = []
+    for axis, dim in enumerate(dims):
+        before = [a for a in order[: order.index(axis)] if a > axis and dims[a] == dim]
+        cuts.append(None if dim == REPLICATE else (dim, math.prod(mesh[a] for a in before)))
+    box = Box.at_origin(shape)
+    for axis in order:
+        if dims[axis] != REPLICATE:
+            box = chunks(box, dims[axis], mesh[axis])[where[axis]]
+    found = local_box("w", shape, mesh, where, cuts)
+    assert found.shape == box.shape and (found == box or not box.numel)
+
+
+def test_shards_that_no_order_gives_are_refused():
+    with pytest.raises(OwnershipError, match="'w' .* after it was cut into 3, .* cut it into 2"):
+        local_box("w", (12, 4), (2, 2), (0, 0), [(0, 3), (0, 1)])
 
 
 def planned(shards: ShardMap, **how: str) -> OwnershipPlan:
