@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -39,7 +40,13 @@ from dmuon.comm.process_groups import (
 )
 from dmuon.comm.replicated import ReplicatedRuntime
 from dmuon.comm.sharded import ShardedRuntime, open_peers
-from dmuon.comm.transport import C10dTransport, LocalTransport, Transport, splits_communicators
+from dmuon.comm.transport import (
+    C10dTransport,
+    LocalTransport,
+    Transport,
+    splits_communicators,
+    timeout_of,
+)
 from dmuon.config import (
     DedicatedOptions,
     KernelOptions,
@@ -50,6 +57,8 @@ from dmuon.config import (
 from dmuon.dtensors import (
     compute_device,
     covering_mesh,
+    flaw_of_device,
+    groups_of,
     is_distributed,
     local_shard,
     mesh_axes,
@@ -211,14 +220,18 @@ def plan_given(given: Given, request: Request, mesh: DeviceMesh | None = None) -
     if given.ddp is None and mesh is None:
         mesh = covering_mesh(named)
     timeout_s = getattr(request.options, "timeout_s", None)
-    transport = _transport(mesh, given.ddp, timeout_s)
+    transport = _transport(mesh, given.ddp, timeout_s, flaw_of_device(named))
     parameters = [p for _, p in named]
-    return assemble(
+    ownership = assemble(
         given,
         request,
         transport,
         lambda: mesh_topology(mesh, transport.world, parameters, given.ddp, request.planner),
     )
+    if transport.rank == 0:
+        groups = groups_of(mesh, named) if given.ddp is None else {"DDP": given.ddp.process_group}
+        _warn_of_timeouts(groups)
+    return ownership
 
 
 def assemble(
@@ -692,7 +705,10 @@ def _runtime(
 
 
 def _transport(
-    mesh: DeviceMesh | None, ddp: DistributedDataParallel | None, timeout_s: float | None
+    mesh: DeviceMesh | None,
+    ddp: DistributedDataParallel | None,
+    timeout_s: float | None,
+    flaw: str | None = None,
 ) -> Transport:
     if not is_initialized():
         if mesh is not None:
@@ -709,8 +725,31 @@ def _transport(
     elif mesh is not None and mesh.ndim == 1 and splits_communicators():
         parent = mesh.get_group()
     transport = C10dTransport(_ranks(mesh, ddp), timeout_s, parent=parent)
-    transport.release_dropped()
+    try:
+        transport.begin(flaw)
+    except Exception:
+        transport.close()
+        raise
     return transport
+
+
+def _warn_of_timeouts(groups: Mapping[str, dist.ProcessGroup]) -> None:
+    """Say where a rank that hangs is waited for longer than `init_process_group` was told."""
+    asked = timeout_of(dist.group.WORLD) if groups and dist.group.WORLD is not None else None
+    if asked is None:
+        return
+    longer = {name: t for name, g in groups.items() if (t := timeout_of(g)) and t > asked}
+    if longer:
+        most = max(longer.values()).total_seconds()
+        warnings.warn(
+            f"dmuon: the default process group waits {asked.total_seconds():g} s for a rank that "
+            f"hangs, the groups of {', '.join(longer)} wait {most:g} s, because init_device_mesh "
+            "and new_group do not take over the timeout of init_process_group. Set it: "
+            "group.set_timeout(timeout), and with a mesh, for i in range(mesh.ndim), "
+            "mesh.get_group(i).set_timeout(timeout)",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _ranks(mesh: DeviceMesh | None, ddp: DistributedDataParallel | None) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -259,6 +260,42 @@ def compute_device(parameters: Sequence[Tensor]) -> torch.device:
         if mesh is not None and mesh.device_type != device.type:
             return torch.device(mesh.device_type, torch.accelerator.current_device_index())
     return device
+
+
+def flaw_of_device(named: Sequence[tuple[str, Tensor]]) -> str | None:
+    """That a parameter lies on another device than the current one; None where none does, or where
+    there is no other process.
+
+    Collectives of objects run on the current device: on the first one, of all ranks, where nobody
+    has set it.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return None
+    for name, p in named:
+        kind, index = p.device.type, p.device.index
+        if kind in ("cpu", "meta") or index in (None, torch.accelerator.current_device_index()):
+            continue
+        return (
+            f"parameter {name!r} lies on {p.device}, and the current device of this process is "
+            f"{kind}:{torch.accelerator.current_device_index()}, where torch.distributed exchanges "
+            f"objects: call torch.{kind}.set_device(local_rank), or "
+            "torch.accelerator.set_device_index(local_rank), before init_process_group"
+        )
+    return None
+
+
+def groups_of(
+    mesh: DeviceMesh | None, named: Sequence[tuple[str, Tensor]]
+) -> dict[str, dist.ProcessGroup]:
+    """The process groups of the axes of a mesh, and of those that parameters lie on, by axis."""
+    meshes = [] if mesh is None else [mesh]
+    meshes += [p.device_mesh for _, p in named if is_distributed(p)]  # type: ignore[attr-defined]
+    found: dict[str, dist.ProcessGroup] = {}
+    for one in dict.fromkeys(meshes):
+        axes = one.mesh_dim_names or [f"axis{i}" for i in range(one.ndim)]
+        with suppress(RuntimeError):  # a mesh without process groups
+            found |= {axis: one.get_group(i) for i, axis in enumerate(axes) if one.size(i) > 1}
+    return found
 
 
 def covering_mesh(named: list[tuple[str, nn.Parameter]]) -> DeviceMesh | None:

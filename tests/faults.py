@@ -1,15 +1,17 @@
-"""One rank dies: what the others see, and that the job goes on from its last checkpoint.
+"""One rank dies or hangs: what the others see, and that the job goes on from its last checkpoint.
 
 ::
 
     python -m tests.faults                                 (all, some minutes)
     python -m tests.faults --short                         (in CI)
     python -m tests.faults --point verdict --layout hsdp   (one)
+    python -m tests.faults --hangs                         (a rank stops and is not dead)
     python -m tests.faults --markdown                      (all: the table of docs/reliability.md)
 
-A fault is a point at which one rank of a layout kills itself with SIGKILL. Then every other rank
-must end by itself, soon, and with an error that says where it was; and the job, started again, must
-find a checkpoint that loads, and end with bitwise the weights of a run that nobody disturbed.
+A fault is a point at which one rank of a layout kills itself with SIGKILL, or stops with SIGSTOP.
+Then every other rank must end by itself, soon (when the timeout is over, if one hangs), and with an
+error that says where it was; and the job, started again, must find a checkpoint that loads, and end
+with bitwise the weights of a run that nobody disturbed.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.pipelining
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
 import dmuon.api
@@ -51,15 +54,16 @@ from tests.fixed_costs import analytic_costs
 
 STEPS, EVERY, AT = 5, 2, 3  # of a run; between checkpoints; the step in which a rank dies
 TIMEOUT_S = 10.0  # of process groups
+HANG_TIMEOUT_S = 4.0  # of all of them where a rank hangs, because each of these is waited for
 PATIENCE_S = 60.0  # until a process that has not ended hangs
 
 
 # ---- where a rank dies -----------------------------------------------------------------------
 
 
-def die(folder: Path) -> None:
+def die(folder: Path, fault: Fault) -> None:
     (folder / "died").write_text(repr(time.monotonic()))
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGSTOP if fault.hangs else signal.SIGKILL)
 
 
 def _before(owner: Any, name: str, act: Callable[..., None]) -> None:
@@ -160,6 +164,7 @@ POINTS = {
     "waiting for publish": Point(_wait("publish")),
     # planning
     "planning: process group": Point(_method(C10dTransport, "__init__"), "start"),
+    "planning: device": Point(_method(C10dTransport, "begin"), "start"),
     "planning: agreement": Point(_method(C10dTransport, "gather_objects"), "start"),
     "planning: the plan": Point(_method(C10dTransport, "broadcast_object"), "start", victim=0),
     # checkpoints
@@ -185,16 +190,19 @@ CASES: dict[str, Case] = {
 }
 
 
-def training_of(name: str, changes: dict[str, Any]) -> Training:
+def training_of(name: str, changes: dict[str, Any], timeout_s: float) -> Training:
     """A model and its optimizer, with short timeouts."""
     case = CASES[name]
     if case.own is None:
         kind = dmuon.ReplicatedOptions if name == "ddp" else dmuon.ShardedOptions
-        changes = {"dedicate": {"options": kind(timeout_s=TIMEOUT_S)}, **changes}
+        changes = {"dedicate": {"options": kind(timeout_s=timeout_s)}, **changes}
     else:
-        options = replace(case.own.get("options", dmuon.DedicatedOptions()), timeout_s=TIMEOUT_S)
+        options = replace(case.own.get("options", dmuon.DedicatedOptions()), timeout_s=timeout_s)
         case = replace(case, own={**case.own, "options": options})
-    return Training(case, seed=1, **changes)
+    mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=case.axes)
+    for i in range(mesh.ndim):
+        mesh.get_group(i).set_timeout(timedelta(seconds=timeout_s))
+    return Training(case, seed=1, mesh=mesh, **changes)
 
 
 def mark(folder: Path, name: str) -> None:
@@ -209,7 +217,7 @@ class Job:
 
     def __init__(self, folder: Path, fault: Fault) -> None:
         self._folder = folder
-        self.training = training_of(fault.layout, fault.changes)
+        self.training = training_of(fault.layout, fault.changes, fault.timeout_s)
         self.begin = 0
         if (folder / "latest").exists():
             name = (folder / "latest").read_text()
@@ -264,12 +272,12 @@ def train(folder: Path, fault: Fault, *, dies: bool, **rendezvous: Any) -> None:
     """What every rank runs."""
     torch.set_num_threads(1)
     dmuon.api.measured_costs = analytic_costs  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S), **rendezvous)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=fault.timeout_s), **rendezvous)
     point = POINTS[fault.point]
 
     def plant(when: str, training: Training | None = None) -> None:
         if dies and point.when == when and dist.get_rank() == point.victim:
-            point.plant(lambda: die(folder), training)
+            point.plant(lambda: die(folder, fault), training)
 
     job = None
     try:
@@ -309,12 +317,17 @@ def _note(error: BaseException, path: Path) -> None:
 @dataclass(frozen=True)
 class Fault:
     """``changes``: arguments of dmuon.Muon; ``then``: the layout in which the job is started again,
-    if another."""
+    if another; ``hangs``: the rank stops, and its connections stay."""
 
     point: str
     layout: str
     changes: dict[str, Any] = field(default_factory=dict)
     then: str = ""
+    hangs: bool = False
+
+    @property
+    def timeout_s(self) -> float:
+        return HANG_TIMEOUT_S if self.hangs else TIMEOUT_S
 
     @property
     def is_async(self) -> bool:
@@ -354,7 +367,7 @@ def launch(folder: Path, fault: Fault, *, dies: bool = False) -> Ended:
     codes: dict[int, int] = {}
     times: dict[int, float] = {}
     deadline = time.monotonic() + PATIENCE_S
-    while len(codes) < world and time.monotonic() < deadline:
+    while len(codes) < world - (dies and fault.hangs) and time.monotonic() < deadline:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in ranks:
             codes[ranks[pid]] = os.waitstatus_to_exitcode(status)
@@ -362,9 +375,11 @@ def launch(folder: Path, fault: Fault, *, dies: bool = False) -> Ended:
         elif not pid:
             time.sleep(0.005)
     hung = [(pid, rank) for pid, rank in ranks.items() if rank not in codes]
-    for pid, _ in hung:
+    for pid, rank in hung:
         os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if dies and fault.hangs:
+        hung = [(pid, rank) for pid, rank in hung if rank != POINTS[fault.point].victim]
     return Ended(codes, times, [rank for _, rank in hung])
 
 
@@ -434,7 +449,7 @@ def inject(fault: Fault, folder: Path, undisturbed: Path) -> list[str]:
     died = float((folder / "died").read_text())
     seen = [seen_by(rank, folder) for rank in others]
     last, end = (max(times) - died for times in ([at for _, at in seen], ended.times.values()))
-    assert last <= 2 * TIMEOUT_S, f"the last error came after {last} s"
+    assert last <= 2 * fault.timeout_s + 2, f"the last error came after {last} s"
     marked = (folder / "latest").read_text()
     assert marked == f"step-{EVERY}", f"{marked} is no whole checkpoint"
     again = launch(folder, replace(fault, layout=fault.then or fault.layout))
@@ -444,7 +459,8 @@ def inject(fault: Fault, folder: Path, undisturbed: Path) -> list[str]:
     where = "; ".join(dict.fromkeys(text for text, _ in seen))
     if fault.then:
         resumed += f" on {CASES[fault.then].world} ranks"
-    return [f"`{fault.point}`", layout, where, f"{last:.1f}", f"{end:.1f}", resumed]
+    what = f"`{fault.point}`" + ", hangs" * fault.hangs
+    return [what, layout, where, f"{last:.1f}", f"{end:.1f}", resumed]
 
 
 def compared(folder: Path, undisturbed: Path, tolerance: float) -> str:
@@ -504,6 +520,12 @@ FAULTS = [
     *_of("load: state", "reduce_to_owner", "dedicated hsdp"),
     Fault("gather", "fsdp4", then="fsdp3"),
     Fault("gradients", "dedicated4", then="dedicated3"),
+    *(Fault("forward", layout, hangs=True) for layout in LAYOUTS),
+    Fault("norms", "hsdp", hangs=True),
+    Fault("updates", "ddp", hangs=True),
+    Fault("verdict", "dedicated hsdp", hangs=True),
+    Fault("planning: agreement", "fsdp2", hangs=True),
+    Fault("planning: device", "ddp", hangs=True),
 ]
 SHORT = [
     *_of("forward", "dedicated"),
@@ -515,6 +537,7 @@ SHORT = [
     *_of("save: half of the data", "fsdp2"),
     *_of("async_save: half of the data", "fsdp2"),
     *_of("load: state", "reduce_to_owner"),
+    Fault("forward", "hsdp", hangs=True),
 ]
 TORCHRUN = [*_of("scatter", "fsdp4"), *_of("updates", "ddp"), *_of("gradients", "dedicated hsdp")]
 HEAD = ["dies in", "layout", "the error of the others", "after (s)", "ended (s)", "started again"]
@@ -538,9 +561,8 @@ class Runs:
 
     def inject(self, fault: Fault, *, by_torchrun: bool = False) -> list[str]:
         undisturbed = self.undisturbed(fault)
-        folder = (
-            self._root / f"{fault.point}, {fault.layout} {fault.then} {fault.changes} {by_torchrun}"
-        )
+        what = f"{fault.changes} hangs {fault.hangs} by torchrun {by_torchrun}"
+        folder = self._root / f"{fault.point}, {fault.layout} {fault.then} {what}"
         if not by_torchrun:
             return inject(fault, folder, undisturbed)
         folder.mkdir()
@@ -554,6 +576,7 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="what CI runs")
     parser.add_argument("--point", help="only where a rank dies here: " + ", ".join(POINTS))
     parser.add_argument("--layout", help="only in this layout: " + ", ".join(CASES))
+    parser.add_argument("--hangs", action="store_true", help="only where a rank hangs")
     parser.add_argument("--markdown", action="store_true", help="print a table")
     parser.add_argument("--keep", type=Path, help="a folder that keeps files and outputs")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
@@ -564,7 +587,8 @@ def main() -> int:
         return 0
 
     def is_asked(fault: Fault) -> bool:
-        return given.point in (None, fault.point) and given.layout in (None, fault.layout)
+        is_there = given.point in (None, fault.point) and given.layout in (None, fault.layout)
+        return is_there and fault.hangs >= given.hangs
 
     faults = [(f, False) for f in (SHORT if given.short else FAULTS)]
     faults += [(f, True) for f in (_of("gradients", "dedicated") if given.short else TORCHRUN)]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmuon.types import OwnershipError
+from dmuon.types import ConsensusError, OwnershipError
 
 # Types of devices whose tensors the host reads at once. Tests take the CPU out, so that the
 # branches of an accelerator run there.
@@ -161,6 +161,9 @@ class LocalTransport:
         return None
 
 
+_PLANNING = "planning, at dedicate_params or the first step, on all ranks"
+_PATIENCE_S = 1800.0  # for the last rank that comes to planning; torch's own for new groups
+
 _Key = tuple[tuple[int, ...], float | None]
 _Kept = tuple["weakref.ref[dist.ProcessGroup]", _Key | None]
 # Groups over some of the ranks that are in use no more, by (ranks, timeout). torch names such a
@@ -170,8 +173,6 @@ _idle: dict[_Key, list[weakref.ref[dist.ProcessGroup]]] = {}
 # Groups by name whose transports are gone and were never closed, as their models are, each with
 # what `_idle` keeps it under (None: nothing).
 _dropped: dict[str, _Kept] = {}
-# How often the ranks of a group have met, by its name: the store never forgets that they did.
-_meetings: Counter[str] = Counter()
 
 
 def splits_communicators() -> bool:
@@ -179,6 +180,17 @@ def splits_communicators() -> bool:
     join: NCCL where `init_process_group` got a ``device_id``."""
     is_bound = getattr(dist.group.WORLD, "bound_device_id", None) is not None
     return is_bound and dist.get_backend() != "gloo"
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a collective of a group waits for a rank; None where the backend does not say.
+
+    Not a public name: there is `ProcessGroup.set_timeout`, and nothing that reads it.
+    """
+    with suppress(AttributeError, RuntimeError):
+        found = [group._get_backend(d).options._timeout for d in group._device_types]
+        return max(found, default=None)
+    return None
 
 
 class C10dTransport:
@@ -224,7 +236,7 @@ class C10dTransport:
                     "torch.cuda.set_device(local_rank) before, or pass a mesh of one axis"
                 )
             numbers = [[known.index(rank) for rank in part] for part in parts]
-        with self.located("planning, at dedicate_params or the first step, on all ranks"):
+        with self.located(_PLANNING):
             if everyone:
                 group = dist.new_group(list(ranks), timeout=timeout)
             elif splits:
@@ -323,25 +335,53 @@ class C10dTransport:
             dist.broadcast_object_list(values, group_src=src, group=self.group)
         return values[0]
 
+    def begin(self, flaw: str | None) -> None:
+        """The first call, of all ranks: release what is gone on all of them.
+
+        Raises:
+            OwnershipError: there is a flaw here, which no collective could have told the others.
+            ConsensusError: there is one on another rank.
+        """
+        with self.located(_PLANNING):
+            found = self._met([timedelta(seconds=self._timeout_s or _PATIENCE_S)], flaw)
+        if flaw is not None:
+            raise OwnershipError(flaw)
+        if found is not None:
+            raise ConsensusError(f"dmuon.dedicate_params failed on {found}")
+        self._release_dropped()
+
     def meet(self, call: str) -> None:
-        # Through the store: a collective that only some ranks issue would meet another one of the
-        # others, and be no error but wrong data.
-        group = self.group
-        store, key = group.get_group_store(), f"dmuon meeting {_meetings[group.group_name]}"
         timeout = [] if self._timeout_s is None else [timedelta(seconds=self._timeout_s)]
         try:
-            if store.add(key, 1) == self.world:
-                store.set(f"{key} is complete", "")
-            store.wait([f"{key} is complete"], *timeout)
-            _meetings[group.group_name] += 1
+            self._met(timeout)
         except RuntimeError as error:
-            with suppress(RuntimeError):  # the store may have died with the rank that kept it
-                store.add(key, -1)
             raise OwnershipError(
                 f"{call} is a collective call where momentum or weights lie with their owners, and "
                 "another rank did not come to it: call it on every rank, not behind `if rank == "
                 f"0`, and write the file on one; or that rank has died (after {self.steps} steps)"
             ) from error
+
+    def _met(self, timeout: Sequence[timedelta], flaw: str | None = None) -> str | None:
+        """Wait for all ranks; a flaw that one of them came with. Through the store: a collective
+        that only some ranks issue would meet another one of the others, and be no error but wrong
+        data."""
+        store, mine = self.group.get_group_store(), f"dmuon: meetings of rank {self.rank}"
+        # Counted there, because a group may be used again, and its store never forgets.
+        key = f"dmuon: meeting {store.add(mine, 1)}"
+        flaws = f"{key}: flaws"
+        if flaw is not None:
+            store.set(f"{flaws} told", f"rank {self.rank}: {flaw}")
+        store.add(flaws, int(flaw is not None))
+        try:
+            if store.add(key, 1) == self.world:
+                store.set(f"{key} is complete", "")
+            store.wait([f"{key} is complete"], *timeout)
+        except RuntimeError:
+            with suppress(RuntimeError):  # the store may have died with the rank that kept it
+                store.add(key, -1)
+                store.add(mine, -1)
+            raise
+        return store.get(f"{flaws} told").decode() if store.add(flaws, 0) else None
 
     def mesh(self, device: torch.device) -> DeviceMesh | None:
         if self.world == 1:
@@ -356,7 +396,7 @@ class C10dTransport:
         mine = next(part for part in parts if dist.get_rank() in part)
         return C10dTransport(mine, self._timeout_s, parent=self.group, partition=parts)
 
-    def release_dropped(self) -> None:
+    def _release_dropped(self) -> None:
         """Release the groups of models that are gone on all ranks of theirs; a collective call."""
         mine = {n: kept for n, kept in _dropped.copy().items() if kept[0]() is not None}
         ranks = dist.get_process_group_ranks(self.group)

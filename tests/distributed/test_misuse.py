@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.dtensors import local_tensor
+import dmuon.api
+from dmuon.dtensors import flaw_of_device, local_tensor
 from dmuon.types import ConsensusError, OwnershipError
 from tests.accelerator import host_cannot_read
-from tests.distributed.harness import distributed
+from tests.distributed.harness import TIMEOUT_S, distributed
 from tests.distributed.models import Net, batch, loss_of, seeded, wrap
 
 # Plain models whose gradients dmuon averages.
@@ -102,6 +106,52 @@ def test_mesh_of_the_wrong_device(rank, world):
         raise AssertionError("cannot pretend")
     with pytest.raises(ValueError, match=r"mesh is of 'cuda'.*init_device_mesh\('cpu'"):
         dmuon.dedicate_params(seeded(Net), mesh)
+
+
+@distributed(2)
+def test_the_current_device_was_not_set(rank, world):
+    """Raised before anything is sent, which would go to the first device of all ranks."""
+    monkeypatch = pytest.MonkeyPatch
+    with FakeTensorMode():
+        weight = torch.empty(2, 2, device=torch.device("cuda", rank))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+        flaw = flaw_of_device([("bias", torch.zeros(2)), ("w", weight)])
+    message = r"parameter 'w' lies on cuda:1.*is cuda:0.*torch\.cuda\.set_device\(local_rank\)"
+    assert flaw is None if rank == 0 else re.search(message, flaw)
+    for kind_of_model in ("plain", "ddp", "fsdp2"):
+        wrapped = wrap(seeded(Net), kind_of_model == "ddp")
+        if kind_of_model == "fsdp2":
+            fully_shard(wrapped)
+        planning = REDUCING if kind_of_model == "plain" else {}
+        with monkeypatch.context() as patch:
+            patch.setattr(dmuon.api, "flaw_of_device", lambda named: flaw)
+            patch.setattr(dist, "all_gather_object", lambda *_, **__: pytest.fail("sent"))
+            kind, start = (OwnershipError, "") if flaw else (ConsensusError, ".*on rank 1: ")
+            with pytest.raises(kind, match=start + message):
+                dmuon.dedicate_params(wrapped, **planning)
+        own = dmuon.dedicate_params(wrapped, **planning)  # nothing is left behind
+        one_step(wrapped, dmuon.Muon(wrapped), rank)
+        own.close()
+
+
+@distributed(4)
+def test_a_mesh_whose_groups_wait_longer_than_the_default_group(rank, world):
+    """On one rank, with the line that sets it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    told = []
+    for _ in range(2):
+        model = nn.Sequential(nn.Linear(8, 8))
+        fully_shard(model, mesh=mesh)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dmuon.dedicate_params(model).close()
+        told.append([str(w.message) for w in caught if "hangs" in str(w.message)])
+        for i in range(mesh.ndim):
+            mesh.get_group(i).set_timeout(timedelta(seconds=TIMEOUT_S))
+    assert told[1] == [] and len(told[0]) == (rank == 0)
+    message = r"waits 120 s.*groups of replicate, shard wait 1800 s.*get_group\(i\)\.set_timeout"
+    assert all(re.search(message, text) for text in told[0])
 
 
 OPTIMIZER_MISTAKES = {
