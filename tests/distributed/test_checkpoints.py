@@ -223,6 +223,46 @@ def test_every_layout_goes_on_from_the_checkpoints_of_others(
         assert found[name] == 0.0, f"bitwise where the layout is the same, found {found[name]}"
 
 
+# ---- DDP forms its buckets anew after the first backward -----------------------------------------
+
+
+def resume_ddp(rank: int, world: int, folder: str) -> dict[str, float]:
+    """The largest difference of a resumed run, by what is done about DDP's buckets."""
+
+    def ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        return DistributedDataParallel(model, find_unused_parameters=way == "unused")
+
+    found = {}
+    for way in ("nothing", "backward", "unused"):
+        case = Case((world,), wrap=ddp)
+        training = Training(case)
+        training.train(range(SAVED_AT))
+        training.save(f"{folder}/{way}")
+        training.train(range(SAVED_AT, SAVED_AT + STEPS))
+        expected = training.weights()
+        training.close()
+        training = Training(case, seed=1)
+        if way == "backward":
+            loss_of(training.model, batch(0, rank)).backward()
+            training.opt.zero_grad()
+        training.load(f"{folder}/{way}")
+        training.train(range(SAVED_AT, SAVED_AT + STEPS))
+        weights = training.weights()
+        found[way] = max(float((weights[n] - w).abs().max()) for n, w in expected.items())
+        training.close()
+    return found
+
+
+resume_ddp.body = resume_ddp
+
+
+def test_going_on_under_ddp_on_three_ranks(pools: Pools, tmp_path: Path) -> None:
+    """Sums of three are rounded as they are cut: docs/frameworks/ddp.md."""
+    for found in pools(3).run(__name__, "resume_ddp", {"folder": str(tmp_path)}):
+        assert found.pop("nothing") <= 1e-6
+        assert found == {"backward": 0.0, "unused": 0.0}
+
+
 # ---- what is saved is what is there afterwards -----------------------------------------------
 
 MASTERS = ["ddp", "reduce_to_owner", "dedicated", "fsdp2"]
