@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from dmuon.dtensors import local_tensor, stored_tensor
-from dmuon.update import merged_master
+from dmuon.comm.transport import host_can_read
+from dmuon.dtensors import stored_tensor
+from dmuon.update import follow_weights
 
 _CACHED = 1 << 15  # elements that a dozen passes over stay in the caches of a CPU
 
@@ -55,18 +56,21 @@ def adamw_step(
     group = adamw_settings(group)
     for p in params:
         make_adamw_state(p, state, master_weights)
-    states = [state[p] for p in params]
-    targets = [
-        stored_tensor(s.get("master_weight", p)) for s, p in zip(states, params, strict=True)
-    ]
-    rows = [
-        (t, g.to(t.dtype), stored_tensor(s["exp_avg"]), stored_tensor(s["exp_avg_sq"]), s["step"])
-        for t, g, s in zip(targets, grads, states, strict=True)
-    ]
+    stored = [stored_tensor(p) for p in params]
+    rows = []
+    for p, weight, grad in zip(params, stored, grads, strict=True):
+        entry = state[p]
+        target, *kept = (
+            stored_tensor(t)
+            for t in (entry.get("master_weight", p), entry["exp_avg"], entry["exp_avg_sq"])
+        )
+        rows.append((target, weight, grad.to(target.dtype), *kept, entry["step"]))
     for some in [rows] if fused else _pieces(rows):
-        weights, gradients, averages, squares, steps = map(list, zip(*some, strict=True))
+        targets, weights, gradients, averages, squares, steps = map(list, zip(*some, strict=True))
+        if master_weights:
+            follow_weights(targets, weights, on_host=host_can_read(weights[0].device))
         adamw(
-            weights,
+            targets,
             gradients,
             averages,
             squares,
@@ -80,15 +84,13 @@ def adamw_step(
             eps=group["eps"],
             maximize=False,
             # In half precision that form rounds the decay first.
-            foreach=not fused and all(w.dtype.itemsize >= 4 for w in weights),
+            foreach=not fused and all(t.dtype.itemsize >= 4 for t in targets),
             fused=fused,
             found_inf=found_inf,
         )
-    if master_weights:
-        pairs = [(stored_tensor(p), t) for p, t in zip(params, targets, strict=True)]
-        pairs = [(p, t) for p, t in pairs if p is not t]
+        pairs = [(w, t) for w, t in zip(weights, targets, strict=True) if w.dtype is not t.dtype]
         if pairs:
-            torch._foreach_copy_([p for p, _ in pairs], [t for _, t in pairs])
+            torch._foreach_copy_([w for w, _ in pairs], [t for _, t in pairs])
 
 
 def _pieces(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
@@ -113,16 +115,6 @@ def _pieces(rows: Iterable[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, .
                 found, size = [], 0
     if found:
         yield found
-
-
-@torch.no_grad()
-def refresh_masters(state: MutableMapping[Any, Any], params: Iterable[Tensor]) -> None:
-    """Take over weights that were loaded into ``params`` since their masters were made."""
-    for p in params:
-        master = state[p].get("master_weight") if p in state else None
-        if master is not None:
-            local = local_tensor(master)
-            local.copy_(merged_master(local, local_tensor(p)))
 
 
 @torch.no_grad()

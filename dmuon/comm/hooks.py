@@ -154,13 +154,8 @@ class Hook:
         return (_make_nothing, ())
 
 
-def attach(
-    point: WaitPoint,
-    wait: Callable[[], None],
-    drain: Callable[[], None],
-    loaded: Callable[[], None] = _nothing,
-) -> list[Remove]:
-    """Call ``wait`` before forward, ``drain`` before state dicts, ``loaded`` after loading one."""
+def attach(point: WaitPoint, wait: Callable[[], None], drain: Callable[[], None]) -> list[Remove]:
+    """Call ``wait`` before forward, ``drain`` before state dicts are made or loaded."""
     module, drained = point.module, Hook(lambda *_: drain())
 
     def unless_compiled() -> None:
@@ -173,7 +168,6 @@ def attach(
         module.register_forward_pre_hook(Hook(lambda *_: before()), prepend=True),
         module.register_state_dict_pre_hook(drained),
         module.register_load_state_dict_pre_hook(drained),
-        module.register_load_state_dict_post_hook(Hook(lambda *_: loaded())),
     ]
     return [handle.remove for handle in handles]
 

@@ -46,14 +46,12 @@ class LayoutRuntime(ABC):
 
     ``units`` are what is computed at once, in the order of execution; none before the optimizer has
     bound itself. ``parameters`` are the planned ones, in the order of the plan, ``dedicated`` those
-    that only their owners store. ``loads`` counts how often weights have been loaded into the model
-    from a state dict. ``device``: where Newton-Schulz and the collectives run. ``apart``: see
-    `units_of`.
+    that only their owners store. ``device``: where Newton-Schulz and the collectives run; ``apart``
+    is that of `units_of`.
     """
 
     parameters: Sequence[nn.Parameter]
     dedicated: Sequence[nn.Parameter] = ()
-    loads: int
 
     def __init__(
         self,

@@ -95,7 +95,6 @@ class ReplicatedRuntime(OwnerRuntime):
     ) -> None:
         super().__init__(Slices.flat(plan), model, transport, parameters[0].device)
         self.parameters = list(parameters)
-        self.loads = 0
         self._options = options
         self._ddp = None if ddp is None else weakref.ref(ddp)
         self._index = {id(p): i for i, p in enumerate(parameters)}
@@ -179,13 +178,10 @@ class ReplicatedRuntime(OwnerRuntime):
 
             return wait
 
-        def loaded() -> None:
-            self.loads += 1
-
         for number, point in enumerate(points):
             at_root = point.is_root and ddp is None
             wait = waiter(number, self._needed(point.parameters), at_root)
-            self._removers += attach(point, wait, self.synchronize, loaded)
+            self._removers += attach(point, wait, self.synchronize)
 
     def _begin_round(self, reducer: GradientReducer) -> None:
         """Gradients take the memory of the updates, which are applied by now."""

@@ -59,7 +59,6 @@ class ShardedRuntime(LayoutRuntime):
         self._peers = peers
         self.shards = shards
         self.parameters = list(parameters)
-        self.loads = 0
         self.pipeline: Pipeline | None = None
         self._options = options
         self.locals = LocalParameters(self.parameters, [p.name for p in plan.specs.parameters])
@@ -128,11 +127,8 @@ class ShardedRuntime(LayoutRuntime):
         self._coverage = coverage = Coverage(points)
         for number, point in enumerate(points):
             wait = _waiter(number, self._buckets_of(point.parameters), coverage, pipeline, gathers)
-            self._removers += attach(point, wait, self.synchronize, self._weights_loaded)
+            self._removers += attach(point, wait, self.synchronize)
         self._removers += drain_before_unshard(model, self.synchronize)
-
-    def _weights_loaded(self) -> None:
-        self.loads += 1
 
     def close(self) -> None:
         self.synchronize()

@@ -7,7 +7,7 @@ import statistics
 import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dmuon.adamw import refresh_masters
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.comm.transport import Meter, Stopwatch, Transport, Work
 from dmuon.config import KernelOptions
-from dmuon.dtensors import copy_state, local_tensor
+from dmuon.dtensors import copy_state, distributed_as, local_tensor
 from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.period import Schedule
@@ -28,7 +27,7 @@ from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box
 from dmuon.step.verify import Sample, Stored, Verifier
 from dmuon.types import NonFiniteError
-from dmuon.update import Rates
+from dmuon.update import Rates, merged_master, rounds_to
 
 WARM_UP = 2  # steps that allocate, compile and fill caches
 WINDOW = 8  # steps whose median counts
@@ -47,11 +46,6 @@ class Settings:
     block_lr_ratio: float | None
     publish: str
     nonfinite: str
-
-    @property
-    def hooks(self) -> bool:
-        """Whether anything is to be done when the model runs, or weights are loaded into it."""
-        return self.publish == "async" or self.master_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +81,6 @@ class Engine(ABC):
         self._kernels = Orthogonalizer(runtime.device, settings.ns_dtype, options)
         runtime.apart = options.is_fixed
         self._rates: list[Rates] = []
-        self._seen_loads = 0
         self._finite: bool | Tensor = True  # no gradient of the last step was otherwise
         self._skipped: int | Tensor = 0
         self.verifier = Verifier()
@@ -124,15 +117,19 @@ class Engine(ABC):
         self._rates = [Rates.of(group) for group in self._groups]
         self._telemetry.begin_step()
 
-    def _take_over_loaded(self) -> bool:
-        """Whether masters have to follow weights that were loaded since the last step; AdamW's do
-        so here."""
-        if not self._settings.master_weights or self._runtime.loads == self._seen_loads:
-            return False
-        self._seen_loads = self._runtime.loads
-        others = (p for params in self._adamw.values() for _, p in params)
-        refresh_masters(self._optimizer.state, others)
-        return True
+    def _entries_as_weights_are(self, parameters: Iterable[Tensor]) -> dict[Tensor, dict[str, Any]]:
+        """The entries whose masters somebody's writing to weights has outdated. What is kept stays
+        as it is until the next step, because what was written may be taken back."""
+        found = {}
+        for p in parameters:
+            entry = self._optimizer.state[p]
+            if "master_weight" in entry:
+                master = local_tensor(entry["master_weight"])
+                weight = local_tensor(p)
+                if not rounds_to(master, weight):
+                    merged = distributed_as(p, merged_master(master, weight))
+                    found[p] = {**entry, "master_weight": merged}
+        return found
 
     def _tell_of(self, names: Sequence[str], amp: Amp) -> None:
         """Say that a step was skipped, on every rank alike, whose non-finite gradients are those of

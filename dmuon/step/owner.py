@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -25,8 +26,9 @@ from dmuon.update import (
     Rates,
     apply_updates,
     finite_marks,
+    follow_weights,
     is_fused,
-    merged_master,
+    rounds_to,
     scale_all,
     scaled_momentum,
     update_rms,
@@ -38,8 +40,8 @@ _MOMENTUM, _MASTER = "momentum_buffer", "master_weight"
 class _OwnerState:
     """Momentum stacked per owned unit, ``[b, m, n]``, made eagerly.
 
-    With ``with_masters`` both are float32; masters are made from the weights at the first step,
-    so that weights loaded before it count. ``stacks`` are by name and by their unit's first matrix.
+    With ``with_masters`` it is float32, and beside it are float32 masters of units of lower
+    precision. ``stacks`` are by name and by their unit's first matrix.
     """
 
     def __init__(self, runtime: OwnerRuntime, with_masters: bool) -> None:
@@ -55,52 +57,52 @@ class _OwnerState:
                 dtype=torch.float32 if with_masters else weight.dtype,
                 device=runtime.device,
             )
+            if with_masters and weight.dtype.itemsize < 4:
+                self._stacks[_MASTER][unit.matrices[0]] = torch.empty(
+                    unit.shape, dtype=torch.float32, device=runtime.device
+                )
+        self.take_weights()
 
     def of(self, unit: Unit) -> list[Tensor]:
         """The momentum of a unit and, where they are kept, its masters."""
-        key, masters = unit.matrices[0], self._stacks[_MASTER]
-        if not self._with_masters:
-            return [self._stacks[_MOMENTUM][key]]
-        if key not in masters:
-            masters[key] = torch.empty(unit.shape, device=self._runtime.device)
-            for slot, weight in self._slots(unit):
-                slot.copy_(weight)
-        return [self._stacks[_MOMENTUM][key], masters[key]]
+        return [s[unit.matrices[0]] for s in self._stacks.values() if unit.matrices[0] in s]
 
-    def refresh_masters(self) -> None:
-        """Take over weights that were loaded into the model since the masters were made."""
+    def take_weights(self) -> None:
+        """Make all masters anew."""
         for unit in self._units:
-            if unit.matrices[0] in self._stacks[_MASTER]:
-                for slot, weight in self._slots(unit):
-                    slot.copy_(merged_master(slot, weight))
+            masters = self._stacks[_MASTER].get(unit.matrices[0])
+            for slot, weight in zip(*self._pairs(unit, masters), strict=True):
+                slot.copy_(weight)
 
-    def _slots(self, unit: Unit) -> Iterator[tuple[Tensor, Tensor]]:
-        """Where each master of a unit is kept, and the weight."""
-        masters = oriented(unit, self._stacks[_MASTER][unit.matrices[0]])
-        for slot, weight in zip(masters, self._runtime.weights(unit), strict=True):
-            yield slot, weight.reshape(slot.shape)
+    def follow(self, unit: Unit) -> None:
+        """Have the masters of a unit follow its weights."""
+        self._follow(unit, self._stacks[_MASTER].get(unit.matrices[0]))
 
-    def matrices(self, key: str) -> dict[int, Tensor]:
+    def _follow(self, unit: Unit, masters: Tensor | None) -> None:
+        on_host = host_can_read(self._runtime.device)
+        follow_weights(*self._pairs(unit, masters), on_host=on_host)
+
+    def _pairs(self, unit: Unit, masters: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+        """The masters of a unit, in a stack of them, and its weights; none without a stack."""
+        if masters is None:
+            return [], []
+        slots, weights = oriented(unit, masters), self._runtime.weights(unit)
+        return slots, [w.reshape(s.shape) for s, w in zip(slots, weights, strict=True)]
+
+    def matrices(self, key: str, *, as_weights_are: bool = False) -> dict[int, Tensor]:
         """Of "momentum_buffer" or "master_weight": a view of each owned matrix, by its number, in
-        the dims that it has in its parameter."""
+        the dims that it has in its parameter. ``as_weights_are``: a view of masters that follow
+        weights; those that are kept stay as they are."""
         found: dict[int, Tensor] = {}
         for unit in self._units:
             stack = self._stacks[key].get(unit.matrices[0])
-            if stack is not None:
-                found |= zip(unit.matrices, unstacker(self._specs, unit)(stack), strict=True)
+            if stack is None:
+                continue
+            if as_weights_are and not all(map(rounds_to, *self._pairs(unit, stack))):
+                stack = stack.clone()
+                self._follow(unit, stack)
+            found |= zip(unit.matrices, unstacker(self._specs, unit)(stack), strict=True)
         return found
-
-    @property
-    def kept(self) -> list[str]:
-        """What is kept of every matrix, the same on every rank."""
-        return [_MOMENTUM, _MASTER] if self._with_masters else [_MOMENTUM]
-
-    def drop_masters(self) -> None:
-        self._stacks[_MASTER].clear()
-
-    def make_masters(self) -> None:
-        for unit in self._units:
-            self.of(unit)
 
 
 def _by_rate(rate: Rates, unit: Unit, where: list[int]) -> list[tuple[float, Sequence[int]]]:
@@ -137,7 +139,8 @@ class OwnerEngine(Engine):
             make_adamw_state(p, self._optimizer.state, masters)
         mine = [u for u in runtime.units if u.owner == runtime.transport.rank]
         self._kernels.reserve(map(self._call, mine))
-        self._show(_MOMENTUM)
+        for key in self._kept:
+            self._show(key)
         assert runtime.reducer is not None
         self._owned = runtime.reducer.owned
         self._present = runtime.reducer.present
@@ -149,8 +152,17 @@ class OwnerEngine(Engine):
         self._bad: Tensor | None = None
         self._rest: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
+    @property
+    def _kept(self) -> list[str]:
+        """What is kept of matrices, the same on every rank."""
+        return [_MOMENTUM, _MASTER] if self._settings.master_weights else [_MOMENTUM]
+
+    def _has_master(self, dtype: str) -> bool:
+        """Whether parameters of this dtype have masters, so that weights are published."""
+        return self._settings.master_weights and ITEM_SIZE[dtype] < 4
+
     def _payload_dtype(self, parameter_dtype: str) -> torch.dtype:
-        if self._settings.master_weights:
+        if self._has_master(parameter_dtype):
             dtype: torch.dtype = getattr(torch, parameter_dtype)
             return dtype
         return self._settings.ns_dtype
@@ -165,6 +177,8 @@ class OwnerEngine(Engine):
         what others keep an empty one, so that every rank has the same keys."""
         here, specs = self._state.matrices(key), self._runtime.plan.specs
         for i, members in self._members.items():
+            if key == _MASTER and not self._has_master(specs.parameters[i].dtype):
+                continue  # the weight itself
             p = self._runtime.parameters[i]
             mine: Any = here.get(members[0], torch.empty(0, *p.shape[1:], device=p.device))
             if len(members) > 1:
@@ -192,8 +206,6 @@ class OwnerEngine(Engine):
             ]
             for g, params in self._adamw.items()
         }
-        if refusal is None and self._take_over_loaded():
-            self._state.refresh_masters()
         return refusal
 
     def launch(self, refusal: Exception | None) -> None:
@@ -247,6 +259,8 @@ class OwnerEngine(Engine):
 
     def _keep(self, unit: Unit, gradients: Tensor, where: list[int]) -> tuple[Tensor, Tensor]:
         """What this rank publishes where it refuses, and the others cannot know yet."""
+        with suppress(RuntimeError):  # a weight may have another shape, and be why it refuses
+            self._state.follow(unit)
         masters = self._state.of(unit)[1:]
         shape = (len(where), unit.rows, unit.cols)
         payload = rows_of(masters[0], where) if masters else gradients.new_zeros(shape)
@@ -256,6 +270,7 @@ class OwnerEngine(Engine):
         """Momentum, Newton-Schulz, and the new masters where there are some."""
         call, group = self._call(unit, len(where)), self._groups[unit.group]
         rate, kept = self._rates[unit.group], self._state.of(unit)
+        self._state.follow(unit)
         watch = self._telemetry.watch
         watch.start()
         rows, bad = [rows_of(stack, where) for stack in kept], self._bad
@@ -283,7 +298,7 @@ class OwnerEngine(Engine):
     def _apply(
         self, unit: Unit, where: list[int], targets: list[Tensor], payload: list[Tensor]
     ) -> None:
-        if self._settings.master_weights:
+        if self._has_master(self._runtime.plan.specs.matrices[unit.matrices[0]].dtype):
             torch._foreach_copy_(targets, payload)
             return
         rate, fused = self._rates[unit.group], is_fused(unit.kernel, targets[0])
@@ -339,16 +354,14 @@ class OwnerEngine(Engine):
         """Momentum and masters whole, as rows on all ranks; a collective call."""
         runtime, specs = self._runtime, self._runtime.plan.specs
         runtime.transport.meet("opt.state_dict()")
-        if self._settings.master_weights:
-            self._state.make_masters()
-            self._show(_MASTER)
-        found: dict[Tensor, dict[str, Any]] = {}
-        for key in self._state.kept:
-            here = self._state.matrices(key)
+        others = (p for _, p in chain.from_iterable(self._adamw.values()))
+        found = self._entries_as_weights_are(others)
+        for key in self._kept:
+            here = self._state.matrices(key, as_weights_are=key == _MASTER)
             for i in self._members:
                 spec = specs.parameters[i]
-                if key == _MASTER and ITEM_SIZE[spec.dtype] >= 4:
-                    continue  # the weight itself
+                if key == _MASTER and not self._has_master(spec.dtype):
+                    continue
                 entry = found.setdefault(runtime.parameters[i], {})
                 places = runtime.owned_places(i)
                 entry[key] = runtime.rows.spread(spec.shape, self._kept_dtype(spec), places, here)
@@ -356,19 +369,17 @@ class OwnerEngine(Engine):
 
     def load_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         runtime, state = self._runtime, self._state
-        # Masters that were not saved are made anew, from the weights of then.
-        state.drop_masters()
-        if self._settings.master_weights and any(_MASTER in e for e in saved.values()):
-            state.make_masters()
-        for key in state.kept:
+        state.take_weights()  # where masters were not saved
+        for key in self._kept:
             here = state.matrices(key)
             for i, members in self._members.items():
                 value = saved.get(runtime.parameters[i], {}).get(key)
+                if key == _MASTER and not self._has_master(runtime.plan.specs.parameters[i].dtype):
+                    continue
                 if value is not None:
                     runtime.rows.collect(value, runtime.owned_places(i), here)
                 elif key == _MOMENTUM:  # it had no gradient before the state was saved
                     for view in (here[m] for m in members if m in here):
                         view.zero_()
-        self._show(_MOMENTUM)
         for _, p in chain.from_iterable(self._adamw.values()):
             load_entry(p, self._optimizer.state[p], saved.get(p, {}))

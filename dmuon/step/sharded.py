@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dmuon.adamw import adamw_step, make_adamw_state, refresh_masters
+from dmuon.adamw import adamw_step, make_adamw_state
 from dmuon.comm.routes import Message, Part, parts_of, places
 from dmuon.comm.sharded import ShardedRuntime
 from dmuon.comm.transport import Work, host_can_read
@@ -53,6 +53,8 @@ from dmuon.update import (
     advance_momentum,
     apply_updates,
     finite_marks,
+    follow_weights,
+    merged_master,
     norms_into,
     operands_of_newton_schulz,
     scale_all,
@@ -154,7 +156,8 @@ class ShardedEngine(Engine):
         self._grads: list[Tensor | None] = []
         self._amp = Amp()
         self._late: int | Tensor = 0  # skipped in block steps, which the other ranks do not know
-        runtime.bind(self._group_of, self._settings.ns_dtype, self._settings.hooks)
+        hooks = self._settings.publish == "async"
+        runtime.bind(self._group_of, self._settings.ns_dtype, hooks)
         self._state = ShardState(runtime, self._optimizer, self._group_of, masters)
         for _, p in chain.from_iterable(self._adamw.values()):
             # Made now, so that every rank saves the same keys.
@@ -277,8 +280,6 @@ class ShardedEngine(Engine):
         if refusal is not None:
             return refusal
         self._state.begin_step()
-        if self._take_over_loaded():
-            self._state.refresh_masters()
         present = [g for g in self._grads if g is not None]
         if amp.scale is not None and present:
             # A tensor, because reading it would wait for the device.
@@ -518,10 +519,12 @@ class ShardedEngine(Engine):
         where = targets[0].device
         if updates[0].device != where:  # CPU offload
             updates = [update.to(where) for update in updates]
+        weights = [state.weights[k] for k in blocks]
+        follow_weights(targets, weights, on_host=host_can_read(where))
         factor = decay if bad is None else torch.where(bad.to(where), 1.0, decay)
         apply_updates(targets, updates, decay=factor, lr=lr)
         if state.targets is not state.weights:
-            torch._foreach_copy_([state.weights[k] for k in blocks], targets)
+            torch._foreach_copy_(weights, targets)
 
     def _peaks(self, grads: Gradients) -> list[tuple[list[int], Tensor]]:
         """Numbers that are finite where AdamW's gradients are: the parameters and a vector."""
@@ -571,10 +574,12 @@ class ShardedEngine(Engine):
 
     def stored(self, box: Box, parameter: int) -> Stored:
         found, shards = [], self._runtime.shards
-        for b, target in zip(self._state.blocks, self._state.targets, strict=True):
+        state = self._state
+        for b, target, weight in zip(state.blocks, state.targets, state.weights, strict=True):
             if b.parameter == parameter and shards.boxes[b.matrix].box == box:
                 local = shards.shard(self._rank, parameter).box
-                found.append((b.matrix, box.intersection(local), target))
+                now = target if target is weight else merged_master(target, weight)
+                found.append((b.matrix, box.intersection(local), now))
         return found
 
     # ---- reading and state ---------------------------------------------------------------
@@ -623,9 +628,7 @@ class ShardedEngine(Engine):
         return found
 
     def saved_state(self) -> dict[Tensor, dict[str, Any]]:
-        """Everything is in the optimizer's state, once masters are."""
-        self._state.make_masters()
-        return {}
+        return self._entries_as_weights_are(self._runtime.parameters)
 
     def load_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         self._state.load(saved)
@@ -678,21 +681,21 @@ class ShardState:
     """Blocks with views of weights and momentum, lists in the order of ``blocks``.
 
     With ``masters`` momentum is float32, and ``targets`` are float32 weights behind parameters of
-    lower precision, made at the first step, so that weights loaded before it count.
+    lower precision, which follow them (see `follow_weights`).
     """
 
     def __init__(
         self, runtime: ShardedRuntime, optimizer: Optimizer, groups: Sequence[int], masters: bool
     ) -> None:
         self._runtime = runtime
-        self._masters = masters
-        self._has_masters = False  # all that there will be
         self.blocks = list(_blocks(runtime, groups))
         self.block_of = {block.matrix: k for k, block in enumerate(self.blocks)}
         self._optimizer = optimizer
         self._muon = runtime.plan.specs.muon_parameters()
         for i in self._muon:
             p = runtime.parameters[i].detach()
+            if masters and p.dtype.itemsize < 4:
+                self._entry(i)["master_weight"] = p.float()
             self._entry(i)["momentum_buffer"] = torch.zeros_like(
                 p,
                 dtype=torch.float32 if masters else p.dtype,
@@ -751,24 +754,9 @@ class ShardState:
             )
 
     def begin_step(self) -> None:
-        """Someone may have moved a parameter's storage, or loaded a state without masters."""
-        self.make_masters()
+        """Someone may have moved a parameter's storage."""
         if self._version != self._runtime.locals.version:
             self._look_up()
-
-    def make_masters(self) -> None:
-        if self._masters and not self._has_masters:
-            for i in self._muon:
-                p = self._runtime.parameters[i]
-                if p.dtype.itemsize < 4 and "master_weight" not in self._entry(i):
-                    self._entry(i)["master_weight"] = p.detach().float()
-            self._has_masters = True
-            self._look_up()
-
-    def refresh_masters(self) -> None:
-        """Take over weights that were loaded into the model since the masters were made."""
-        matrices = [self._runtime.parameters[i] for i in self._muon]
-        refresh_masters(self._optimizer.state, matrices)
 
     def gradients_of_blocks(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """The gradient of every block, zeros where there is none, from local ones by parameter."""
@@ -786,15 +774,8 @@ class ShardState:
 
     def load(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         """Copy saved entries, those of AdamW's parameters too."""
-        for i, p in enumerate(self._runtime.parameters):
-            state, entry = self._optimizer.state[p], saved.get(p, {})
-            if i in self._muon and "master_weight" not in entry:
-                state.pop("master_weight", None)  # made anew at the next step
-            elif self._masters and "master_weight" not in state and "master_weight" in entry:
-                state["master_weight"] = torch.empty_like(p.detach(), dtype=torch.float32)
-            load_entry(p, state, entry)
-        self._has_masters = False
-        self._look_up()
+        for p in self._runtime.parameters:
+            load_entry(p, self._optimizer.state[p], saved.get(p, {}))
 
 
 @dataclass(frozen=True, slots=True)

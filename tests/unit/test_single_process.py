@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR
 
@@ -763,18 +765,81 @@ def test_master_weights_keep_updates_that_bf16_would_lose(form):
     assert moved(master_weights=True) > 0.0
 
 
+def halved(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.mul_(0.5)
+
+
+def clamped(model: nn.Module) -> None:
+    """No version of a parameter tells."""
+    for p in model.parameters():
+        p.data.clamp_(-0.03, 0.03)
+
+
+def pruned(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.detach().view(torch.int16).numpy()[::2] = 0
+
+
+def loaded(model: nn.Module) -> None:
+    model.load_state_dict(AllDifferent().bfloat16().state_dict())
+
+
+def loaded_in_place(model: nn.Module) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        dcp.save({"model": AllDifferent().bfloat16().state_dict()}, checkpoint_id=folder)
+        dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
+
+
+def swapped(model: nn.Module) -> None:
+    """For an average of weights, and back."""
+    kept = clone(model)
+    for p in model.parameters():
+        p.data.fill_(0.5)
+    for p, q in zip(model.parameters(), kept.parameters()):
+        p.data = q.data
+
+
+def masters_of(opt: dmuon.Muon) -> dict[int, Tensor]:
+    """What a checkpoint holds of them."""
+    entries = opt.state_dict()["state"].items()
+    return {i: entry["master_weight"].clone() for i, entry in entries}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("first", [0, 2], ids=["before the first step", "later"])
+@pytest.mark.parametrize(
+    "edit", [halved, clamped, pruned, loaded, loaded_in_place, swapped], ids=lambda e: e.__name__
+)
 @FORMS
-def test_weights_loaded_into_the_model_replace_the_masters(form):
+def test_whatever_is_written_to_weights_counts(form, edit, first):
+    """As with float32 weights that get what is written, where it differs from what they round
+    to."""
     model = AllDifferent().bfloat16()
-    _, opt = dedicated(model, lr=1e-3, master_weights=True, **form)
+    shadow = AllDifferent()
+    shadow.load_state_dict({n: p.float() for n, p in model.named_parameters()})
+    _, opt = dedicated(model, **selection(model), master_weights=True, verify_every=1, **form)
+    other = reference(shadow)
     batches = inputs((4, 2, 6), torch.bfloat16)
-    train(model, opt, batches, [0])
-    fresh = AllDifferent().bfloat16()
-    model.load_state_dict(fresh.state_dict())
-    train(model, opt, batches, [1])
-    for name, value in weights(model).items():
-        moved = (value.float() - weights(fresh)[name].float()).abs().max().item()
-        assert moved < 0.05, f"{name} went back to what it was before the load"
+    for step in range(4):
+        if step == first:
+            before = masters_of(opt)
+            with torch.no_grad():
+                edit(model)
+                for p, q in zip(model.parameters(), shadow.parameters(), strict=True):
+                    q.copy_(torch.where(q.bfloat16() == p, q, p))
+            saved = masters_of(opt)
+            for i, p in enumerate(model.parameters()):
+                kept = before[i].bfloat16() == p
+                assert torch.equal(saved[i][kept], before[i][kept]), i
+                assert torch.equal(saved[i][~kept], p[~kept].float()), i
+        train(model, opt, batches, [step])
+        twin = clone(shadow).bfloat16()
+        mean_square(twin, batches(step)).backward()
+        for p, q in zip(shadow.parameters(), twin.parameters(), strict=True):
+            p.grad = q.grad.float()
+        other.step()
+        assert_bitwise(weights(model), {n: v.bfloat16() for n, v in weights(shadow).items()})
 
 
 # ---- lifetime ----------------------------------------------------------------------------

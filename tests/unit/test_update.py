@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from dmuon.update import (
     adjusted_lr,
     advance_momentum,
     apply_updates,
+    follow_weights,
     momentum_update,
     operands_of_newton_schulz,
     update_rms,
@@ -139,3 +142,47 @@ def test_an_orthogonal_update_has_the_rms_of_adamw():
     for adjust, expected in {"match_rms_adamw": 0.2, 0.35: 0.35}.items():
         rms = update_rms(orthogonal, adjusted_lr(1.0, adjust, rows, cols))
         assert rms.item() == pytest.approx(expected)
+
+
+# ---- masters -------------------------------------------------------------------------------
+
+SHAPES = [(), (3,), (0, 4), (64, 96), (300, 512), (3, 200, 300)]  # joined, alone, and in parts
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_follow_what_is_written_to_weights_and_nothing_else(dtype, on_host):
+    torch.manual_seed(0)
+    masters = [torch.randn(shape) for shape in SHAPES]
+    masters[2] = masters[2].mT
+    masters[4] = torch.randn(512, 300).mT  # as an owner may hold it
+    weights = [m.to(dtype) for m in masters]
+    # Of another dtype in one list; and no master at all.
+    masters += [torch.randn(5), torch.randn(6)]
+    weights += [masters[-2].to(torch.bfloat16), masters[-1]]
+    before = [m.clone() for m in masters]
+    follow_weights(masters, weights, on_host=on_host)
+    for now, was in zip(masters, before, strict=True):
+        assert torch.equal(now, was)
+    for n, weight in enumerate(weights[:-1]):
+        expected, changed = masters[n].clone(), torch.rand(weight.shape) < 0.1
+        changed.view(-1)[-1:] = True
+        weight[changed] = weight[changed] * 2 + 10
+        expected[changed] = weight[changed].float()
+        follow_weights(masters, weights, on_host=on_host)
+        assert torch.equal(masters[n], expected), n
+        assert masters[n].stride() == before[n].stride()
+    assert torch.equal(masters[-1], before[-1])
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_what_is_no_number_counts_too(on_host):
+    """A weight that overflowed has a finite master; a nan or inf that somebody wrote is taken, and
+    a number in its place. Zeros of both signs are one."""
+    inf, nan = math.inf, math.nan
+    master = torch.tensor([7e4, 1.0, 1.0, nan, nan, -1e-9, 1.0, inf])
+    weight = torch.tensor([inf, nan, inf, nan, 2.0, 0.0, 0.0, 3.0], dtype=torch.float16)
+    expected = torch.tensor([7e4, nan, inf, nan, 2.0, -1e-9, 0.0, 3.0])
+    follow_weights([master], [weight], on_host=on_host)
+    assert torch.equal(master.nan_to_num(0.5), expected.nan_to_num(0.5))
+    assert torch.equal(master.isnan(), expected.isnan())

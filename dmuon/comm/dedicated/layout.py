@@ -199,10 +199,6 @@ class DedicatedRuntime(OwnerRuntime):
     # ---- weights -----------------------------------------------------------------------------
 
     @property
-    def loads(self) -> int:  # type: ignore[override]
-        return self.storage.loads
-
-    @property
     def dedicated(self) -> list[nn.Parameter]:  # type: ignore[override]
         """The parameters that are kept by their owners only."""
         return [self.parameters[p] for p in sorted(self._muon)]

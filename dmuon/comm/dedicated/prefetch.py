@@ -487,7 +487,6 @@ def hook_state(prefetcher: Prefetcher, module: nn.Module, names: Mapping[str, in
             call = prefetcher.load = _Load(weakref.ref(module), errors)
         apart = storage.apart(names)
         call.any_apart = call.any_apart or bool(apart)
-        storage.loads += bool(names)
         for name, p in apart.items():
             key = prefix + name
             if key not in state_dict:

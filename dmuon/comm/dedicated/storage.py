@@ -225,10 +225,9 @@ def module_groups(
 class Storage:
     """What one rank keeps of the dedicated parameters, in ``groups`` in the order of their modules.
 
-    ``parameters`` are the planned ones, a list that is kept up to date. ``loads`` counts how often
-    weights may have been written to. Making one takes over the weights: what this rank keeps goes
-    into buckets, and placeholders take the place of the rest; of a model on the meta device when it
-    has left it.
+    ``parameters`` are the planned ones, a list that is kept up to date. Making one takes over the
+    weights: what this rank keeps goes into buckets, and placeholders take the place of the rest; of
+    a model on the meta device when it has left it.
     """
 
     def __init__(
@@ -246,7 +245,6 @@ class Storage:
         self.groups = groups
         self.group_of = {p: group for group in groups for p in group.parameters}
         self.has_replicas = slices.grid.shape[0] > 1
-        self.loads = 0
         self._slices = slices
         self._specs = slices.plan.specs
         self._model = weakref.ref(model)
@@ -450,7 +448,6 @@ class Storage:
         finally:
             for p in numbers:
                 self._unpin(p)
-            self.loads += 1
 
     @torch.no_grad()
     def _unpin(self, parameter: int) -> None:
