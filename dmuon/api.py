@@ -70,7 +70,7 @@ from dmuon.measure import measured_costs, measured_slices
 from dmuon.ownership import Ownership, ownerships_of
 from dmuon.scheduler.co_owners import SIZES, blocks_of, can_be_shared
 from dmuon.scheduler.costs import CostTable, Link, resolve_costs
-from dmuon.scheduler.plan import OwnershipPlan, check_plan_fits
+from dmuon.scheduler.plan import OwnershipPlan, fitted_plan
 from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.scheduler.shards import OwnerLimits, RankShards, ShardMap
 from dmuon.scheduler.shards import assemble as assemble_shards
@@ -263,8 +263,9 @@ def assemble(
             specs = shards.specs
             limits = shards.limits(request.planner.owner_memory_bytes)
         if request.plan is not None:
-            check_plan_fits(request.plan, specs, found.topology)
-            _check_domains(request.plan, limits)
+            plan = fitted_plan(request.plan, specs, found.topology, found.layout)
+            _check_domains(plan, limits)
+            request = replace(request, plan=plan)
         # Elsewhere owners run Newton-Schulz alone.
         momentum = found.layout.keeps_state_at_owners
         planner = _planner(request)
@@ -450,7 +451,7 @@ def _inspect(
         _check_ddp(ddp, ddp.module, transport)
     mesh = topology()
     if request.plan is not None:
-        _check_saved(request.plan, request.planner, layout)
+        _check_saved(request.plan, request.planner)
     _check_kernels(request.kernels, request.plan)
     if layout is Layout.DEDICATED:
         _check_axes(named, mesh, request.options)
@@ -568,15 +569,11 @@ def _check_axes(
             )
 
 
-def _check_saved(plan: OwnershipPlan, planner: PlannerOptions, layout: Layout) -> None:
+def _check_saved(plan: OwnershipPlan, planner: PlannerOptions) -> None:
     if not isinstance(plan, OwnershipPlan):
         raise TypeError(
             "plan must be an OwnershipPlan (see OwnershipPlan.from_json), found "
             f"{type(plan).__name__}"
-        )
-    if plan.layout is not layout:
-        raise PlanError(
-            f"the saved plan is for layout {plan.layout.value!r}; this model is {layout.value!r}"
         )
     caps = (planner.owner_memory_bytes, plan.limits.memory_bytes)
     cap = min((c for c in caps if c is not None), default=None)

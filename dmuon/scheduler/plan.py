@@ -318,12 +318,27 @@ def _plain(value: Any) -> Any:
     return list(named.values()) if isinstance(value, _ROWS) else named
 
 
-def check_plan_fits(plan: OwnershipPlan, specs: ModelSpecs, topology: Topology) -> None:
-    """Raise PlanError with the differences if ``plan`` was made for another model or mesh."""
+def fitted_plan(
+    plan: OwnershipPlan, specs: ModelSpecs, topology: Topology, layout: Layout
+) -> OwnershipPlan:
+    """``plan`` for a model and its mesh: the same owners and batches, by the names of matrices.
+
+    The order of parameters does not count, nor do mesh axes of size 1, nor how many axes a mesh has
+    if the other has one: its ranks are numbered alike. A plan for one of the layouts where momentum
+    lies with owners fits the other, and so it is with those where it lies on parameters.
+
+    Raises:
+        PlanError: it was made for another model, mesh or layout; says what differs.
+    """
+    if plan.layout.keeps_state_at_owners != layout.keeps_state_at_owners:
+        raise PlanError(
+            f"the saved plan is for layout {plan.layout.value!r}; this model is {layout.value!r}"
+        )
     found: list[str] = []
+    saved, mesh = ([n for n in t.shape if n > 1] for t in (plan.topology, topology))
     if plan.topology.world != topology.world:
         found.append(f"the plan is for {plan.topology.world} ranks, the mesh has {topology.world}")
-    elif plan.topology.shape != topology.shape:
+    elif saved != mesh and min(len(saved), len(mesh)) > 1:
         found.append(f"the plan is for mesh {plan.topology.shape}, the mesh is {topology.shape}")
     old = {p.name: p for p in plan.specs.parameters}
     new = {p.name: p for p in specs.parameters}
@@ -336,11 +351,36 @@ def check_plan_fits(plan: OwnershipPlan, specs: ModelSpecs, topology: Topology) 
                 f"! {name}: plan {list(a.shape)} {a.dtype} {a.algorithm.value}, "
                 f"model {list(b.shape)} {b.dtype} {b.algorithm.value}"
             )
-    if not found and plan.specs.matrices != specs.matrices:
-        found.append("the parameters are split into other matrices (splits, heads or order)")
+    number = {key: i for i, key in enumerate(_keys(specs))}
+    keys = _keys(plan.specs)
+    if not found and (number.keys() != {*keys} or len(number) != len(keys)):
+        found.append("the parameters are split into other matrices (splits or heads)")
     if found:
         more = f" (+{len(found) - 12} more)" if len(found) > 12 else ""
         raise PlanError("the saved plan does not fit: " + "; ".join(sorted(found)[:12]) + more)
+    place = [number[key] for key in keys]
+    domains = dict(zip(place, plan.limits.domain_of))
+    fitted = replace(
+        plan,
+        # What routed a parameter is said as in the plan, and so its fingerprint is the same.
+        specs=replace(plan.specs, parameters=tuple(old[n] for n in new), matrices=specs.matrices),
+        topology=topology,
+        layout=layout,
+        batches=tuple(
+            replace(batch, matrices=tuple(place[i] for i in batch.matrices))
+            for batch in plan.batches
+        ),
+        limits=replace(plan.limits, domain_of=tuple(domains[i] for i in sorted(domains))),
+    )
+    claim = plan.claim
+    if claim is not None and claim.fingerprint == plan.fingerprint():
+        fitted = replace(fitted, claim=replace(claim, fingerprint=fitted.fingerprint()))
+    return fitted
+
+
+def _keys(specs: ModelSpecs) -> list[tuple[str, MatrixSpec]]:
+    """The matrices of a model in terms of names."""
+    return [(specs.parameters[m.parameter].name, replace(m, parameter=0)) for m in specs.matrices]
 
 
 # ---- batches as they are executed ----------------------------------------------------------

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 
 import dmuon
 from dmuon.config import PlannerOptions
+from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import (
     ANALYTIC_DEVICES,
     CostTable,
 )
 from dmuon.scheduler.greedy import longest_first, longest_first_by_weight, round_robin
-from dmuon.scheduler.plan import Batch, OwnershipPlan, check_plan_fits
+from dmuon.scheduler.plan import Batch, OwnershipPlan, fitted_plan
 from dmuon.scheduler.problem import Problem, Shape, build_problem
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.shards import OwnerLimits
@@ -306,10 +307,10 @@ def fits(
     dtype: torch.dtype = torch.float32,
     **selection: object,
 ) -> None:
-    """Check the plan of `SAME` on two ranks against a model."""
+    """Fit the plan of `SAME` on two ranks to a model."""
     plan = solve(collect(tree(SAME)), Topology.flat(2), CostTable.analytic())
     new = collect(tree(parameters).to(dtype), **selection)  # type: ignore[arg-type]
-    check_plan_fits(plan, new, Topology.flat(world))
+    fitted_plan(plan, new, Topology.flat(world), plan.layout)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +320,6 @@ def fits(
         (SAME | {"d.weight": (2, 2)}, {}, r"\+ d.weight \[2, 2\]"),
         (SAME | {"a.weight": (6, 4)}, {}, r"! a.weight: plan \[4, 6\].*model \[6, 4\]"),
         (SAME | {"c.bias": (7,)}, {}, r"! c.bias"),
-        (dict(reversed(list(SAME.items()))), {}, "order"),
         (SAME, {"world": 4}, r"for 2 ranks, the mesh has 4"),
         (SAME, {"heads": {"b.weight": 2}}, r"split"),
         (SAME, {"dtype": torch.bfloat16}, r"a.weight.*float32.*bfloat16"),
@@ -348,17 +348,70 @@ def test_algorithms_and_layouts_have_stable_names():
 # ---- a saved plan, used again ------------------------------------------------------------
 
 
-def test_a_saved_plan_for_another_layout_mesh_or_memory_is_refused():
+def owners_by_name(plan: OwnershipPlan) -> dict[str, int]:
+    return {m.name: owner for m, owner in zip(plan.specs.matrices, plan.owners, strict=True)}
+
+
+@given(st.permutations(range(9)), st.booleans())
+def test_a_saved_plan_fits_parameters_in_any_order(order, in_domains):
+    sizes = {"a.weight": (4, 6), "b.weight": (6, 6), "c.bias": (6,), "d.weight": (6, 4)}
+    sizes |= {f"e{i}.weight": (6, 4 + i) for i in range(5)}
+    specs = collect(tree(sizes))
+    rows = len(specs.matrices)
+    limits = OwnerLimits(domains=((0, 1), (2,)), domain_of=tuple(i % 2 for i in range(rows)))
+    mesh = Topology((1, 3), ("node", "gpu"), 3, "cuda")
+    plan = solve(
+        specs, mesh, CostTable.analytic("h200"),
+        layout=Layout.SHARDED, limits=limits if in_domains else None,
+    )  # fmt: skip
+    new = collect(tree({list(sizes)[i]: sizes[list(sizes)[i]] for i in order}))
+    found = fitted_plan(plan, new, Topology.flat(3), Layout.REPLICATED)
+    assert owners_by_name(found) == owners_by_name(plan)
+    assert found.specs.matrices == new.matrices and found.loads_ms == plan.loads_ms
+    assert [p.name for p in found.specs.parameters] == [p.name for p in new.parameters]
+    assert (found.topology, found.layout) == (Topology.flat(3), Layout.REPLICATED)
+    certificate = certify(found)
+    assert certificate.ok and certificate.proven
+    assert certificate.lower_bound_ms == certify(plan).lower_bound_ms
+    assert OwnershipPlan.from_json(found.to_json()) == found
+    back = fitted_plan(found, specs, mesh, Layout.SHARDED)
+    assert back == plan and back.fingerprint() == plan.fingerprint()
+    changed = replace(plan, batches=tuple(replace(b, ms=b.ms + 1) for b in plan.batches))
+    assert not certify(fitted_plan(changed, new, Topology.flat(3), Layout.REPLICATED)).ok
+
+
+@pytest.mark.parametrize(
+    ("saved", "mesh", "fits"),
+    [
+        ((1, 8), (8,), True),
+        ((8,), (8, 1), True),
+        ((2, 4), (8,), True),
+        ((8,), (2, 2, 2), True),
+        ((2, 1, 4), (2, 4), True),
+        ((2, 4), (4, 2), False),
+    ],
+)
+def test_the_meshes_that_a_saved_plan_fits(saved, mesh, fits):
+    specs = collect(tree(SAME))
+    one, other = (Topology(t, tuple("abc"[: len(t)]), t[-1]) for t in (saved, mesh))
+    plan = solve(specs, one, CostTable.analytic())
+    if fits:
+        found = fitted_plan(plan, specs, other, plan.layout)
+        assert found.topology == other and certify(found).ok
+        return
+    with pytest.raises(PlanError, match=r"is for mesh \(2, 4\), the mesh is \(4, 2\)"):
+        fitted_plan(plan, specs, other, plan.layout)
+
+
+def test_a_saved_plan_for_another_layout_or_memory_is_refused():
     model = TinyGPT()
     own = dmuon.dedicate_params(model, costs="analytic")
     plan = own.plan
     own.close()
-    other_mesh = replace(plan, topology=Topology((1, 1), ("a", "b"), 1))
     small = PlannerOptions(owner_memory_bytes=100)
     over = replace(plan, limits=replace(plan.limits, memory_bytes=max(plan.state_bytes) - 1))
     for saved, planner, message in (
-        (replace(plan, layout=Layout.SHARDED), PlannerOptions(), "layout 'sharded'"),
-        (other_mesh, PlannerOptions(), r"mesh \(1, 1\)"),
+        (replace(plan, layout=Layout.REDUCED), PlannerOptions(), "layout 'reduce_to_owner'"),
         (plan, small, "owner_memory_bytes=100"),
         (over, PlannerOptions(), "owner_memory_bytes="),
     ):
