@@ -48,6 +48,8 @@ from dmuon.comm.transport import (
     timeout_of,
 )
 from dmuon.config import (
+    BATCH_BUCKETS,
+    BUCKET_BYTES,
     DedicatedOptions,
     KernelOptions,
     PlannerOptions,
@@ -66,6 +68,7 @@ from dmuon.dtensors import (
     sample,
 )
 from dmuon.kernels.choice import BACKENDS, restarts_of
+from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.measure import measured_costs, measured_slices
 from dmuon.ownership import Ownership, ownerships_of
 from dmuon.scheduler.co_owners import SIZES, blocks_of, can_be_shared
@@ -279,10 +282,12 @@ def assemble(
                 kernels=request.kernels,
                 ns_dtype=request.ns_dtype,
                 momentum=momentum,
+                batch_bytes=found.batch_bytes(request),
             )
 
         def planned(costs: Any) -> OwnershipPlan:
             def solved() -> str:
+                ns_dtype = resolve_ns_dtype(request.ns_dtype, found.device)
                 plan = request.plan or solve(
                     specs,
                     found.topology,
@@ -291,6 +296,7 @@ def assemble(
                     solver=request.solver,
                     options=planner,
                     limits=limits,
+                    batch_numel=found.batch_bytes(request) // ns_dtype.itemsize,
                 )
                 return plan.to_json()
 
@@ -314,7 +320,7 @@ def assemble(
             # Would it pay to share matrices if exchanges were free? Only then they are measured.
             plan = planned(replace(costs, links=dict.fromkeys(SIZES, Link(0.0, 1e30))))
             if plan.has_co_owners:
-                costs = _with_slices(costs, plan, transport, opened, found.device, request)
+                costs = _with_slices(costs, plan, transport, opened, found, request)
                 plan = planned(costs)
             else:
                 plan = replace(plan, shared_prices=(), shared_ms=None)
@@ -328,7 +334,7 @@ def _with_slices(
     free: OwnershipPlan,
     transport: Transport,
     new_group: NewGroup,
-    device: torch.device,
+    found: _Found,
     request: Request,
 ) -> CostTable:
     """Measured costs with those of the slices of what ``free`` shares; a collective call."""
@@ -346,8 +352,9 @@ def _with_slices(
             groups[k] = None if transport.rank in left else group
         keys = [free.specs.matrices[i].key for i in shared]
         return measured_slices(
-            transport, costs, keys, groups, device, request.planner,
+            transport, costs, keys, groups, found.device, request.planner,
             kernels=request.kernels, ns_dtype=request.ns_dtype,
+            batch_bytes=found.batch_bytes(request),
         )  # fmt: skip
 
 
@@ -374,6 +381,15 @@ class _Found:
         if self.topology.device_type == "cpu":
             return torch.device("cpu")
         return torch.device(self.topology.device_type, torch.accelerator.current_device_index())
+
+    def batch_bytes(self, request: Request) -> int:
+        """What a batch of several matrices may take, in the Newton-Schulz dtype."""
+        options, nbytes = request.options or _OPTIONS[self.layout](), BUCKET_BYTES
+        if isinstance(options, ReplicatedOptions):
+            nbytes = options.publish_bucket_bytes
+        elif isinstance(options, ShardedOptions):
+            nbytes = options.bucket_bytes
+        return BATCH_BUCKETS * nbytes
 
     def text(self, request: Request) -> str:
         """What all ranks must have in common, a line each."""

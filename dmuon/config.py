@@ -194,6 +194,10 @@ class _Checked:
 
 # ---- options -----------------------------------------------------------------------------
 
+BUCKET_BYTES = 32 * MiB
+BATCH_BUCKETS = 2  # as many buckets' operands a batch holds at most, or one matrix
+BATCH_BYTES = BATCH_BUCKETS * BUCKET_BYTES
+
 
 @dataclass(frozen=True, slots=True)
 class PlannerOptions(_Checked):
@@ -201,7 +205,8 @@ class PlannerOptions(_Checked):
 
     ``time_limit_s`` bounds the solver and ``profile_budget_s`` the cost measurement, in seconds.
     ``owner_memory_bytes`` caps the optimizer state of one rank, AdamW's included. ``max_batch``
-    bounds how many matrices of one shape are orthogonalized in one batch. ``ranks_per_node`` counts
+    bounds how many matrices of one shape are orthogonalized in one batch; of larger ones there are
+    fewer, so that a batch is at most two buckets of the layout. ``ranks_per_node`` counts
     global ranks; None takes torchrun's ``LOCAL_WORLD_SIZE``, or one node where that is not set.
     ``cache_dir`` is where measured costs are kept (None: ``$XDG_CACHE_HOME/dmuon``, else
     ``~/.cache/dmuon``).
@@ -282,7 +287,7 @@ class ShardedOptions(_Checked):
     owners, and as many on their way back. ``timeout_s``: see `ReplicatedOptions`.
     """
 
-    bucket_bytes: int = _default(32 * MiB, COUNT)
+    bucket_bytes: int = _default(BUCKET_BYTES, COUNT)
     min_buckets: int = _default(3, COUNT)
     buffers: int = _default(2, COUNT)
     timeout_s: float | None = _default(None, SECONDS)

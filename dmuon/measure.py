@@ -31,14 +31,22 @@ from torch import Tensor
 
 from dmuon.comm.consensus import attempt
 from dmuon.comm.transport import Stopwatch, Transport
-from dmuon.config import KernelOptions, MuonDefaults, PlannerOptions
+from dmuon.config import BATCH_BYTES, KernelOptions, MuonDefaults, PlannerOptions
 from dmuon.kernels import newton_schulz as ns
 from dmuon.kernels.choice import backend_version, candidates, fixed_choice, launch_errors, ops_of
 from dmuon.kernels.newton_schulz import normalize, resolve_coefficients, resolve_ns_dtype
 from dmuon.kernels.ops import SUM_DTYPE, Peers
 from dmuon.kernels.runner import Call, Orthogonalizer, SliceCall
 from dmuon.scheduler import costs
-from dmuon.scheduler.costs import CostTable, Link, ShapeKey, SliceKey, canonical_key
+from dmuon.scheduler.costs import (
+    BATCH_NUMEL,
+    CostTable,
+    Link,
+    ShapeKey,
+    SliceKey,
+    canonical_key,
+    largest_batch,
+)
 from dmuon.scheduler.specs import dtype_name
 from dmuon.types import KernelChoice
 from dmuon.update import scaled_momentum
@@ -92,10 +100,12 @@ Run = tuple[Case, str]  # with a kernel, "" for the fixed rule's
 Progress = Callable[[int, Case], object]  # is told how many have been dealt with, and the next
 
 
-def cases_of(keys: Iterable[ShapeKey], max_batch: int) -> tuple[Case, ...]:
+def cases_of(
+    keys: Iterable[ShapeKey], max_batch: int, batch_numel: int = BATCH_NUMEL
+) -> tuple[Case, ...]:
     """What planning for these matrices needs to know, sorted: batches of powers of two, and the
-    largest one itself. Only equal keys are batched together, but a shape and its transpose have one
-    price.
+    largest one itself (see `largest_batch`). Only equal keys are batched together, but a shape and
+    its transpose have one price.
 
     >>> [(c.batch, c.count) for c in cases_of([(4, 6, "float32")] * 3 + [(6, 4, "float32")], 16)]
     [(1, 4), (2, 4), (3, 4)]
@@ -105,7 +115,8 @@ def cases_of(keys: Iterable[ShapeKey], max_batch: int) -> tuple[Case, ...]:
     for key, count in Counter(keys).items():
         wide = canonical_key(key)
         counts[wide] += count
-        largest[wide] = max(largest.get(wide, 1), min(count, max_batch))
+        most = largest_batch(*key[:2], max_batch, batch_numel)
+        largest[wide] = max(largest.get(wide, 1), min(count, most))
     return tuple(
         Case(key, batch, counts[key])
         for key, most in sorted(largest.items())
@@ -541,6 +552,7 @@ def measured_costs(
     momentum: bool = True,
     fresh: bool = False,
     timer: Callable[..., OwnerTimer] = OwnerTimer,
+    batch_bytes: int = BATCH_BYTES,
 ) -> CostTable:
     """What batches of matrices with these (rows, cols, dtype) cost on the slowest rank, and with
     which kernels.
@@ -548,7 +560,8 @@ def measured_costs(
     A collective call; the table is equal on all ranks. The mesh's first rank chooses kernels
     (at most ``kernels.tune_budget_s`` seconds), then all measure, for about
     ``options.profile_budget_s`` seconds at most; neither what the caches have. ``momentum`` is that
-    of `CostTable`. ``fresh`` ignores what is cached. ``timer`` makes the timers.
+    of `CostTable`. ``fresh`` ignores what is cached. ``timer`` makes the timers. ``batch_bytes``:
+    the most operands of a batch of several matrices, in the Newton-Schulz dtype.
 
     Raises:
         Exception: what measuring raised here; ConsensusError if that was on another rank.
@@ -556,7 +569,7 @@ def measured_costs(
 
     place = _place(transport, device, options, kernels, ns_dtype, momentum)
     model, ns_dtype = place.model, place.ns_dtype
-    cases = cases_of(keys, options.max_batch)
+    cases = cases_of(keys, options.max_batch, batch_bytes // ns_dtype.itemsize)
     cached, problem = place.read(fresh)
     old = cached or model
 
@@ -617,6 +630,7 @@ def measured_slices(
     *,
     kernels: KernelOptions = KernelOptions(),  # noqa: B008  frozen
     ns_dtype: str | torch.dtype = "auto",
+    batch_bytes: int = BATCH_BYTES,
 ) -> CostTable:
     """``table`` with what slices of matrices with these keys cost co-owners: their products, and
     what an exchange takes in each of ``groups``, by the number of co-owners (None: this rank is in
@@ -634,10 +648,11 @@ def measured_slices(
     old = old or place.model
     # On a CPU slices are multiplied matrix by matrix.
     most = 1 if device.type == "cpu" else options.max_batch
+    numel = batch_bytes // place.ns_dtype.itemsize
     cases = [
         SliceCase(case.key, case.batch, case.count, k, split)
-        for case in cases_of(keys, most)
         for k, split in product(groups, (False, True))
+        for case in cases_of(keys, most, k * numel)
         if k <= case.key[1]
     ]
 

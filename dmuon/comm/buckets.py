@@ -14,6 +14,7 @@ but `packed` and `Buffer` is pure data, equal on every rank.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.process_groups import Grid
+from dmuon.config import BATCH_BUCKETS
 from dmuon.scheduler.plan import OwnershipPlan, Unit
 from dmuon.scheduler.shards import RankShards
 from dmuon.scheduler.specs import Box, ModelSpecs
@@ -346,8 +348,9 @@ def cut_buckets(
 
     ``wire`` are the indices of the units that travel at all. Every owner has about the same share
     of its time in each bucket, so that none waits for another; the first and the last bucket are
-    half as large, for nothing hides the gather of the first and the scatter of the last. What has
-    co-owners is in one bucket on all of them.
+    half as large, for nothing hides the gather of the first and the scatter of the last. Where an
+    owner's units in a bucket would be larger than a batch may be, it is cut once more, so that no
+    bucket is larger than that or one unit. What has co-owners is in one bucket on all of them.
     """
     by_owner: dict[int, list[int]] = defaultdict(list)
     for u in wire:
@@ -358,21 +361,29 @@ def cut_buckets(
     most = max(len(mine) for mine in by_owner.values())
     count = min(max(min_buckets, math.ceil(fullest / bucket_bytes)), most)
     edges = _edges(count)
-    bucket_of: dict[int, int] = {}
-    together: dict[tuple[int, ...], int] = {}  # of units with co-owners, by their matrices
+    middles: list[tuple[float, int]] = []
     for mine in by_owner.values():
         weights = [units[u].ms for u in mine]
         if not sum(weights) > 0:
             weights = [float(units[u].numel) for u in mine]
-        total, done = sum(weights), 0.0
-        for u, weight in zip(mine, weights, strict=True):
-            middle = (done + weight / 2) / total
-            done += weight
-            bucket_of[u] = min(sum(edge <= middle for edge in edges), count - 1)
-            if units[u].co_owners:
-                key = units[u].matrices
-                together[key] = max(bucket_of[u], together.get(key, 0))
-    buckets: list[list[int]] = [[] for _ in range(count)]
+        ends = accumulate(weights)
+        total = sum(weights)
+        middles += [((end - w / 2) / total, u) for u, w, end in zip(mine, weights, ends)]
+    bucket_of: dict[int, int] = {}
+    together: dict[tuple[int, ...], int] = {}  # of units with co-owners, by their matrices
+    part, bucket, sizes = 0, 0, dict.fromkeys(by_owner, 0)  # sizes: of each owner in the bucket
+    for middle, u in sorted(middles):
+        owner, nbytes = units[u].owner, units[u].numel * item
+        is_full = 0 < sizes[owner] > BATCH_BUCKETS * bucket_bytes - nbytes
+        # An edge that would come soon after is passed by.
+        now = bisect_right(edges, middle + is_full / (2 * count))
+        if now > part or is_full:
+            part, bucket, sizes = max(now, part), bucket + 1, dict.fromkeys(by_owner, 0)
+        sizes[owner] += nbytes
+        bucket_of[u] = bucket
+        if units[u].co_owners:
+            together[units[u].matrices] = bucket  # the last one's
+    buckets: list[list[int]] = [[] for _ in range(bucket + 1)]
     for u, b in sorted(bucket_of.items()):
         buckets[together.get(units[u].matrices, b)].append(u)
     return tuple(tuple(bucket) for bucket in buckets if bucket)

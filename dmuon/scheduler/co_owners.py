@@ -23,7 +23,13 @@ from functools import cache
 
 import numpy as np
 
-from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable, ShapeKey
+from dmuon.scheduler.costs import (
+    ANALYTIC_DEVICES,
+    CostTable,
+    ShapeKey,
+    canonical_key,
+    largest_batch,
+)
 from dmuon.scheduler.plan import SharedPrice
 from dmuon.scheduler.problem import Counts, Ints, Problem, cheapest
 from dmuon.scheduler.shards import OwnerLimits
@@ -286,12 +292,15 @@ def shared_prices(
     limits: OwnerLimits,
     costs: CostTable,
     max_batch: int,
+    batch_numel: int,
 ) -> tuple[SharedPrice, ...]:
     """What every shape costs each of 2, 4, 8 co-owners, where it has as many columns."""
     found = []
     for (key, k), (count, blocks) in sharable(specs, topology, limits).items():
         link = _link(costs, topology, blocks)
-        batches = range(1, min(count, max_batch) + 1)
+        rows, cols, _ = canonical_key(key)
+        most = largest_batch(rows, -(-cols // k), max_batch, batch_numel)
+        batches = range(1, min(count, most) + 1)
         prices = [costs.shared_ms(key, b, k, link) for b in batches]
         ms, split, origin = zip(*prices, strict=True)
         found.append(SharedPrice(key, k, ms, split, origin, costs.slice_kernel(key)))

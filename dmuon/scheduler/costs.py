@@ -48,6 +48,19 @@ def canonical_key(key: ShapeKey) -> ShapeKey:
     return (min(rows, cols), max(rows, cols), dtype)
 
 
+BATCH_NUMEL = 1 << 25  # two buckets of the default size in half precision
+
+
+def largest_batch(rows: int, cols: int, max_batch: int, numel: int) -> int:
+    """How many matrices one batch may have: ``max_batch``, with at most ``numel`` elements
+    together; one in any case.
+
+    >>> [largest_batch(4096, cols, 16, BATCH_NUMEL) for cols in (256, 4096, 14336)]
+    [16, 2, 1]
+    """
+    return max(1, min(max_batch, numel // (rows * cols)))
+
+
 # ---- the analytic model ------------------------------------------------------------------
 
 Number = Annotated[float, (0, math.inf)]  # in files

@@ -56,16 +56,17 @@ def cheapest(price: tuple[int, ...], count: int) -> tuple[Ints, Ints]:
     """``C(k)`` for k = 0 .. count, and the first batch of a cheapest split of k.
 
     ``price[b - 1]`` is the cost of one batch of b: neither concave nor monotone in general, so
-    every size is tried for the first batch. Ties go to the larger batch: fewer launches. Kept,
-    because under expert parallelism hundreds of shapes have equal prices and counts.
+    every size is tried for the first batch. Ties go to the smaller batch: less memory, and more
+    that can travel meanwhile. Kept, because under expert parallelism hundreds of shapes have equal
+    prices and counts.
     """
-    largest_first = np.array(price[::-1], np.int64)
+    prices = np.array(price, np.int64)
     best, first = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
     for k in range(1, count + 1):
         most = min(k, len(price))
-        ticks = best[k - most : k] + largest_first[len(price) - most :]
+        ticks = best[k - most : k][::-1] + prices[:most]
         at = int(ticks.argmin())
-        best[k], first[k] = ticks[at], most - at
+        best[k], first[k] = ticks[at], at + 1
     best.setflags(write=False)
     return best, first
 

@@ -31,7 +31,7 @@ from dmuon.scheduler.co_owners import (
     shared_prices,
 )
 from dmuon.scheduler.columns import Budget, Columns, EngineError, available_engines
-from dmuon.scheduler.costs import CostTable
+from dmuon.scheduler.costs import BATCH_NUMEL, CostTable, largest_batch
 from dmuon.scheduler.greedy import baselines, greedy, improve
 from dmuon.scheduler.placement import launch_order, layer_of, place
 from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof, SharedPrice
@@ -76,6 +76,7 @@ def solve(
     solver: str = "auto",
     options: PlannerOptions | None = None,
     limits: OwnerLimits | None = None,
+    batch_numel: int = BATCH_NUMEL,
 ) -> OwnershipPlan:
     """Assign every matrix to an owner, balancing predicted time.
 
@@ -83,6 +84,7 @@ def solve(
     rank alone may own goes there, whatever the solver; it counts in that rank's load and bytes.
     Without ``limits`` any rank may own anything; with ``reduce_to_owner`` each has AdamW's state of
     the whole model. (In the dedicated layout it is not known yet who will shard the rest.)
+    ``batch_numel``: the most elements of a batch of several matrices.
 
     Raises:
         PlanError: unknown solver, a shape without a cost, or a memory cap that no plan fits.
@@ -96,7 +98,7 @@ def solve(
         whole = specs.adamw_state_bytes() if layout is Layout.REDUCED else 0
         fixed = (whole,) * topology.world if whole else ()
         limits = OwnerLimits(fixed_bytes=fixed, memory_bytes=options.owner_memory_bytes)
-    rows = price_rows(specs, costs, options.max_batch)
+    rows = price_rows(specs, costs, options.max_batch, batch_numel)
     _check_fixed_bytes(limits, topology.world, layout)
     prices = {row.key: row.ms for row in rows}
     problem = build_problem(specs.matrices, topology.world, limits, prices, layout)
@@ -109,8 +111,9 @@ def solve(
     alone, alone_ticks, shared, left = problem, makespan, None, None
     if options.co_owners != "off" and (solver != "round_robin" or options.co_owners != "auto"):
         shared = _shared(
-            specs, topology, limits, costs, rows, problem, makespan, order, layout, options
-        )
+            specs, topology, limits, costs, rows, problem, makespan, order, layout, options,
+            batch_numel,
+        )  # fmt: skip
     # Ranks that share matrices all work, where some might have been idle.
     if (
         options.co_owners == "auto"
@@ -152,11 +155,13 @@ def solve(
     return replace(plan, seconds=time.perf_counter() - begin, claim=claim)
 
 
-def price_rows(specs: ModelSpecs, costs: CostTable, max_batch: int) -> tuple[PriceRow, ...]:
-    """What every shape of the model costs in batches of 1, 2, ... up to ``max_batch``."""
+def price_rows(
+    specs: ModelSpecs, costs: CostTable, max_batch: int, batch_numel: int = BATCH_NUMEL
+) -> tuple[PriceRow, ...]:
+    """What every shape of the model costs in batches of 1, 2, ... up to `largest_batch`."""
     rows = []
     for key, count in sorted(Counter(m.key for m in specs.matrices).items()):
-        sizes = range(1, min(count, max_batch) + 1)
+        sizes = range(1, min(count, largest_batch(*key[:2], max_batch, batch_numel)) + 1)
         kernels = tuple(costs.kernel(key, b) for b in sizes)
         rows.append(
             PriceRow(
@@ -347,6 +352,7 @@ def _shared(
     order: Sequence[int],
     layout: Layout,
     options: PlannerOptions,
+    batch_numel: int,
 ) -> _Shared | None:
     """The best way to share matrices that is found; None where none is faster than ``makespan``.
 
@@ -364,7 +370,7 @@ def _shared(
         check_size(specs, limits, topology.world, size)
     if layout.keeps_state_at_owners or topology.world == 1 or not problem.shapes:
         return None
-    prices = shared_prices(specs, topology, limits, costs, options.max_batch)
+    prices = shared_prices(specs, topology, limits, costs, options.max_batch, batch_numel)
     ways = CoOwners(problem, specs, topology, limits, prices)
     found = ways.best(None if size else makespan, size)
     if found is None or not found.parts:

@@ -90,6 +90,10 @@ def test_a_shape_and_its_transpose_are_measured_once_in_batches_that_can_occur()
     assert cases == (Case(other, 1, 1), *(Case(wide, batch, 5) for batch in (1, 2, 3)))
     for most, sizes in ((1, [1]), (8, [1, 2, 4, 8]), (11, [1, 2, 4, 8, 11])):
         assert [case.batch for case in cases_of([wide] * 99, max_batch=most)] == sizes
+    # Nothing is timed or tuned that no plan may have.
+    large = cases_of([(64, 128, "float32")] * 99, 16, 3 * 64 * 128)
+    assert [case.batch for case in large] == [1, 2, 3]
+    assert [case.batch for case in cases_of([(64, 128, "float32")] * 99, 16, 1)] == [1]
 
 
 CASES = cases_of([SMALL] * 4 + [MIDDLE] * 2 + [LARGE], 16)

@@ -306,3 +306,17 @@ def test_buckets_share_out_every_owners_time():
     assert max(first[0], first[3]) < min(first[1], first[2])
     assert len(cut_buckets(units, range(32), 16 * 128 // 8, 1, 2)) == 8
     assert cut_buckets(units, (), 1, 1, 2) == ()
+
+
+def test_no_bucket_is_larger_than_a_batch_may_be():
+    """However owners' times are spread, what each has of a bucket is bounded."""
+    sizes = [4, 1, 2, 1, 9, 1, 1, 1, 2, 3]
+    units = [Unit(o, 0, (i,), 8, 8 * n, float(n)) for o in (0, 1) for i, n in enumerate(sizes)]
+    units += [Unit(2, 0, (i,), 8, 8, 0.01) for i in range(40)]
+    bucket = 2 * 64 * 2  # bytes: a batch may have four times 64 elements
+    cuts = cut_buckets(units, range(len(units)), bucket, 3, 2)
+    assert sorted(u for members in cuts for u in members) == list(range(len(units)))
+    for members in cuts:
+        for owner in range(3):
+            mine = [units[u].numel for u in members if units[u].owner == owner]
+            assert len(mine) < 2 or sum(mine) <= 4 * 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -30,11 +31,11 @@ from dmuon.scheduler.columns import Budget, Columns, available_engines, minimize
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.greedy import greedy, improve
 from dmuon.scheduler.plan import Dual
-from dmuon.scheduler.problem import Problem, build_problem, relaxed
+from dmuon.scheduler.problem import UNLIMITED, Problem, build_problem, relaxed
 from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.solve import SOLVERS, price_rows, solve
 from dmuon.scheduler.topology import Topology
-from dmuon.types import PlanError
+from dmuon.types import Layout, PlanError
 from tests.unit.models import partitions, specs_of
 
 SHAPES = ((4, 6, "float32"), (8, 8, "float32"), (4, 6, "bfloat16"))
@@ -102,6 +103,7 @@ class Instance:
             solver=solver,
             limits=self.limits,
             options=PlannerOptions(max_batch=MAX_BATCH, **options),
+            batch_numel=UNLIMITED,
         )
 
 
@@ -306,7 +308,7 @@ def vla_on(owners):
     first = specs.matrices[0]  # and one as large as the patch embedding, which is AdamW's
     matrices = (replace(first, name="patches", cols=588), *specs.matrices)
     specs = replace(specs, matrices=matrices)
-    rows = price_rows(specs, CostTable.analytic("h200"), 16)
+    rows = price_rows(specs, CostTable.analytic("h200"), 16, UNLIMITED)
     prices = {row.key: row.ms for row in rows}
     problem = build_problem(specs.matrices, owners, OwnerLimits(), prices)
     return problem, greedy(problem, [])
@@ -372,6 +374,41 @@ def test_bound_and_counts_come_close_where_no_search_settles_them(owners, close)
     columns.round()
     assert problem.is_feasible(columns.counts)
     assert problem.makespan(columns.counts) == columns.makespan <= close * columns.bound
+
+
+# ---- how large batches are ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "co_owners"), [(Layout.REDUCED, "off"), (Layout.SHARDED, "off"), (Layout.SHARDED, 2)]
+)
+def test_a_batch_is_two_buckets_at_most_or_one_matrix(layout, co_owners):
+    specs, numel = model_specs("llama3-8b"), 2 * (32 << 20) // 2
+    options = PlannerOptions(co_owners=co_owners)
+    plan = solve(
+        specs, Topology.flat(8), CostTable.analytic("h100", momentum=layout is Layout.REDUCED),
+        layout=layout, solver="greedy", options=options, batch_numel=numel,
+    )  # fmt: skip
+    sizes = Counter()
+    for batch in plan.batches:
+        rows, cols = sorted(specs.matrices[batch.matrices[0]].shape)
+        each = rows * -(-cols // (len(batch.co_owners) or 1))
+        assert len(batch.matrices) == 1 or len(batch.matrices) * each <= numel
+        sizes[each] = max(sizes[each], len(batch.matrices))
+    assert certify(plan).ok, str(certify(plan))
+    if co_owners == "off":
+        # Larger batches are cheaper, so within the limit they are made.
+        assert sizes == {4096 * 14336: 1, 4096 * 4096: 2, 1024 * 4096: 8}
+
+
+def test_of_equal_prices_the_smaller_batch_wins():
+    specs = specs_of(((4, 6, "float32"),) * 12)
+    each = CostTable("by the matrix", {(4, 6, "float32"): {b: 1.0 * b for b in range(1, 17)}})
+    plan = solve(specs, Topology.flat(2), each, solver="greedy")
+    assert {len(batch.matrices) for batch in plan.batches} == {1}
+    pairs = CostTable("by pairs", {(4, 6, "float32"): {1: 1.0, 2: 1.5, 4: 3.0, 6: 4.5}})
+    plan = solve(specs, Topology.flat(2), pairs, solver="greedy")
+    assert {len(batch.matrices) for batch in plan.batches} == {2} and plan.makespan_ms == 4.5
 
 
 # ---- solvers that fail -------------------------------------------------------------------
