@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from dmuon.comm.layout import Gradients
-from dmuon.dtensors import local_tensor, whole_tensor
+from dmuon.dtensors import is_distributed, local_tensor, whole_tensor
 from dmuon.ownership import Ownership, ownerships_of
-from dmuon.update import scale_all
+from dmuon.update import scale_all, wide_norms
 
 
 @torch.no_grad()
@@ -79,10 +79,12 @@ def clip_grad_norm_(
 
 def _local_power(grads: list[Tensor], norm_type: float) -> Tensor:
     """``sum |g|^p``, or ``max |g|`` for the infinity norm; in float64, so no square overflows."""
-    norms = [
+    # A rank may hold nothing of a matrix, and nothing has no largest element.
+    held = [g for g in grads if g.numel()]
+    norms = wide_norms([g for g in held if not is_distributed(g)], norm_type)
+    norms += [
         whole_tensor(torch.linalg.vector_norm(g, norm_type, dtype=torch.float64))
-        for g in grads
-        if g.numel()  # a rank may hold nothing of a matrix, and nothing has no largest element
+        for g in filter(is_distributed, held)
     ]
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=grads[0].device)

@@ -188,7 +188,10 @@ def norms_into(out: Tensor, stack: Tensor, *, exact: bool = False) -> None:
     On a CPU right to 1e-7 where `squares_fit`; ``exact``: right anyway, from 1e-30 to 1e30.
     """
     numel = stack.shape[1]
-    if exact or stack.device.type != "cpu" or stack.dtype is torch.float64:
+    if stack.device.type != "cpu":
+        torch.stack(wide_norms(stack.unbind()), out=out)
+        return
+    if exact or stack.dtype is torch.float64:
         torch.linalg.vector_norm(stack, dim=1, dtype=torch.float64, out=out)
         return
     # There the conversion to float64 takes ten times as long as the norm.
@@ -202,6 +205,21 @@ def norms_into(out: Tensor, stack: Tensor, *, exact: bool = False) -> None:
         parts.append(torch.linalg.vector_norm(rest, dim=1, keepdim=True, dtype=torch.float32))
     joint = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     torch.linalg.vector_norm(joint, dim=1, dtype=torch.float64, out=out)
+
+
+def wide_norms(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
+    """The norm of each tensor in float64, so no square overflows or vanishes.
+
+    On CUDA a list is converted as it is read, one tensor would be copied to float64 before.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for n, t in enumerate(tensors):
+        alike[t.device, t.dtype].append(n)
+    found: dict[int, Tensor] = {}
+    for some in alike.values():
+        norms = torch._foreach_norm([tensors[n] for n in some], order, dtype=torch.float64)
+        found |= zip(some, norms, strict=True)
+    return [found[n] for n in range(len(tensors))]
 
 
 def squares_fit(norms: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from dmuon.update import (
     momentum_update,
     operands_of_newton_schulz,
     update_rms,
+    wide_norms,
 )
 
 EMA = {"momentum": 0.9, "mode": "ema", "dampening": 0.0}
@@ -186,3 +187,22 @@ def test_what_is_no_number_counts_too(on_host):
     follow_weights([master], [weight], on_host=on_host)
     assert torch.equal(master.nan_to_num(0.5), expected.nan_to_num(0.5))
     assert torch.equal(master.isnan(), expected.isnan())
+
+
+# ---- norms ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_norms_of_lists_are_right_over_the_whole_range(dtype):
+    """Where the host cannot look whether squares fit, they are squared in float64."""
+    sizes = [(3, 5), (4097,), (64, 128), (1,), (7, 0)]
+    tensors = [torch.randn(size, dtype=torch.float64) for size in sizes]
+    for power in (-30, -22, 0, 22, 30):
+        given = [(t * 10.0**power).to(dtype) for t in tensors]
+        given.append(given[0].double())  # another dtype in the list
+        for order in (1.0, 2.0, 3.0, math.inf):
+            held = [t for t in given if t.numel()]
+            for norm, t in zip(wide_norms(held, order), held, strict=True):
+                expected = torch.linalg.vector_norm(t.double(), order)
+                assert norm.dtype is torch.float64 and norm.ndim == 0
+                assert abs(norm - expected) <= 1e-12 * expected
