@@ -84,6 +84,10 @@ class _Methods(TorchFunctionMode):
         is_move = any(isinstance(place, str) and place.startswith("cpu") for place in places)
         if (func in _METHODS or is_move) and not _own_copy[0]:
             raise AssertionError(f"Tensor.{func.__name__} reads values back from the device")
+        # From torch 2.15 on, operators of its own set numbers; before, what `_COPIES` and
+        # `_BY_MASK` see did, and all versions are served.
+        if func is Tensor.__setitem__ and not isinstance(args[2], Tensor):
+            raise AssertionError("Tensor.__setitem__ makes a tensor from a value of the host")
         return func(*args, **kwargs)
 
 

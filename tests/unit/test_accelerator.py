@@ -25,7 +25,8 @@ PLANTED = (
     "torch.Tensor.to(X, 'cpu:0', non_blocking=True)", "X.numpy()", "numpy.asarray(X)",
     "X.nonzero()", "torch.where(MASK)", "X[MASK]", "X.clone().__setitem__(MASK, 0.0)",
     "X.clone().index_put_((MASK,), T)", "X.masked_select(MASK)", "X[T.long() - 1]", "X[[0]]",
-    "X.clone().__setitem__(0, 1.0)", "torch.equal(X, X)", "torch.allclose(X, X)",
+    "X.clone().__setitem__(0, 1.0)", "X.clone().__setitem__((0, slice(1)), 2)",
+    "X.clone().__setitem__(MASK, T)", "torch.equal(X, X)", "torch.allclose(X, X)",
     "torch.unique(X)", "torch.is_nonzero(T)", "torch.add(X, X, alpha=T)", "torch.tensor([1, 2])",
     "torch.tensor(1.0)", "torch.tensor([1, 2], device=X.device)", "torch.as_tensor([1, 2])",
     "torch.asarray([1, 2])", "torch.Tensor([1.0, 2.0])", "X.new_tensor([1.0, 2.0])",
@@ -37,6 +38,7 @@ ALLOWED = (
     "torch._foreach_copy_([X.clone()[0]], [X[1]])", "torch.stack([X[0], X[1]])",
     "X.to(torch.float64)", "X.to(T.device)", "X.to(T)", "X.to(device=T.device)",
     "X.clone().index_copy_(0, torch.zeros(1, dtype=torch.int64), X[:1])",
+    "X.clone().__setitem__(0, X[1])", "X.clone().__setitem__(0, T)",
 )  # fmt: skip
 NAMES = {"numpy": numpy, "torch": torch, "T": T, "X": X, "MASK": MASK}
 
