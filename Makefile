@@ -31,8 +31,8 @@ help:
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV); the first time this takes a few minutes."
 	@$(PYTHON) -m venv $(VENV)
-	@$(if $(TORCH),{ grep -v -E '^(torch|triton)==' constraints.txt; echo torch==$(TORCH); } > $(CONSTRAINTS))
-	@$(PIP) setuptools
+	@$(if $(TORCH),{ grep -v -E '^(torch|triton|setuptools)==' constraints.txt; echo torch==$(TORCH); } > $(CONSTRAINTS))
+	@$(PIP) 'setuptools>=77.0.3'
 	@$(PIP) --no-build-isolation --editable '.[dev,docs,frameworks]'
 	@touch $@
 

@@ -20,6 +20,7 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import product
@@ -33,7 +34,14 @@ from dmuon.comm.consensus import attempt
 from dmuon.comm.transport import Stopwatch, Transport
 from dmuon.config import BATCH_BYTES, KernelOptions, MuonDefaults, PlannerOptions
 from dmuon.kernels import newton_schulz as ns
-from dmuon.kernels.choice import backend_version, candidates, fixed_choice, launch_errors, ops_of
+from dmuon.kernels.choice import (
+    backend_version,
+    candidates,
+    described,
+    fixed_choice,
+    ops_of,
+    why_not,
+)
 from dmuon.kernels.newton_schulz import normalize, resolve_coefficients, resolve_ns_dtype
 from dmuon.kernels.ops import SUM_DTYPE, Peers
 from dmuon.kernels.runner import Call, Orthogonalizer, SliceCall
@@ -168,8 +176,10 @@ def median_times(
     *,
     deadline: float = math.inf,
     progress: Progress = lambda done, case: None,
+    broken: set[Run] | None = None,
 ) -> dict[Run, float]:
     """The median milliseconds of each run, in their order as far as the ``deadline`` allows.
+    Those of optional kernels that raise are added to ``broken``, with a warning.
 
     Nothing is begun that is not expected to end in time, so at most one run overruns.
 
@@ -193,6 +203,13 @@ def median_times(
                 ms = timer.run(*run)
             except torch.OutOfMemoryError:
                 continue
+            except Exception as failure:
+                if broken is None or not _is_optional(run[1]):
+                    raise
+                _warn_left_out(run[1], failure)
+                broken.add(run)
+                medians.pop(run, None)
+                continue
             if number > 0:
                 times.setdefault(run, []).append(ms)
             # No clock is better than this, and files are for people too.
@@ -202,6 +219,21 @@ def median_times(
         if times and all(len(t) >= _MIN_TIMES and _is_stable(t) for t in times.values()):
             break
     return medians
+
+
+def _is_optional(kernel: str) -> bool:
+    return "/triton" in kernel
+
+
+def _warn_left_out(kernel: str, failure: Exception) -> None:
+    """Not where a tile needs more than the device has, which is why tiles are tried."""
+    if type(failure).__name__ != "OutOfResources":
+        backend = kernel.split("/")[1].partition("-")[0]
+        warnings.warn(
+            f"dmuon: kernel backend {backend!r} is left out where it fails: {described(failure)}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _is_stable(times: Sequence[float]) -> bool:
@@ -352,8 +384,8 @@ def gate_errors(
     is_over: Callable[[], bool] = lambda: False,
 ) -> dict[KernelChoice, float]:
     """Relative Frobenius error of each choice on Gaussian matrices, against the standard form in
-    float32 or wider; inf for a nan, and where a kernel does not compile or needs more than the
-    device has. Ends early when ``is_over``.
+    float32 or wider; inf for a nan, and where an optional kernel raises anything: it does not
+    compile, or needs more than the device has. Ends early when ``is_over``.
 
     Of a batch there are two matrices, so that a kernel that confuses them is found.
     """
@@ -363,7 +395,6 @@ def gate_errors(
     shape = (min(case.batch, 2), *case.key[:2])
     x = normalize(torch.empty(shape, dtype=wide, device=device).normal_(generator=generator), dtype)
     triples = resolve_coefficients("polar_express", MuonDefaults().ns_steps)
-    failures: tuple[type[Exception], ...] = (RuntimeError, *launch_errors())
 
     def result(values: Tensor, kernel: str) -> Tensor:
         runner = Orthogonalizer(device, values.dtype, KernelOptions(cuda_graphs=False))
@@ -376,10 +407,11 @@ def gate_errors(
             break
         try:
             error = float((result(x.clone(), str(choice)) - expected).norm() / expected.norm())
-        except failures as failure:
+        except Exception as failure:
             is_memory = isinstance(failure, torch.OutOfMemoryError)
-            if is_memory or choice.backend.startswith("torch"):
+            if is_memory or not _is_optional(str(choice)):
                 raise
+            _warn_left_out(str(choice), failure)
             error = math.inf
         errors[choice] = math.inf if math.isnan(error) else error
     return errors
@@ -413,6 +445,7 @@ def choose_kernels(
             chosen[case] = cached[case]
         elif len(choices) > 1:
             todo[case] = choices
+    compile_ahead(todo, timer.device, lambda: pace.clock() >= deadline)
     fastest: dict[Case, KernelChoice | None] = {}
     for number, case in enumerate(pace.in_order(todo)):
         progress(number, case)
@@ -434,7 +467,7 @@ def _fastest(
     if pace.is_late(case, deadline, count):
         return None
     try:
-        errors = gate_errors(case, choices, timer.device, is_over=lambda: pace.clock() > deadline)
+        errors = gate_errors(case, choices, timer.device, is_over=lambda: pace.clock() >= deadline)
     except torch.OutOfMemoryError:
         return None
     right = [choice for choice, error in errors.items() if error <= ERROR_LIMITS[timer.ns_dtype]]
@@ -448,11 +481,46 @@ def _fastest(
     # Checking compiles too, which may take long.
     if pace.is_late(case, deadline, count) or timer.reserve(runs) != runs:
         return None
-    times = median_times(runs, timer, pace)
-    if len(times) < len(runs):
+    broken: set[Run] = set()
+    times = median_times(runs, timer, pace, broken=broken)
+    right = [choice for choice in right if (case, str(choice)) not in broken]
+    if not right or len(times) < len(right):
         return None
     best = min(right, key=lambda choice: (times[case, str(choice)], str(choice)))
-    return best if times[case, str(best)] < _MARGIN * times[runs[0]] else right[0]
+    return best if times[case, str(best)] < _MARGIN * times[case, str(right[0])] else right[0]
+
+
+def compile_ahead(
+    todo: Mapping[Case, Sequence[KernelChoice]],
+    device: torch.device,
+    is_over: Callable[[], bool] = lambda: False,
+) -> None:
+    """Have the Triton kernels of all cases compiled, as many at once as there are processors.
+
+    A second or more per kernel, of which Triton spends most in an assembler of its own. What raises
+    does so again at the gate. Nothing depends on a size but whether tiles divide it, so that small
+    matrices do.
+    """
+
+    def compile_one(run: tuple[Case, KernelChoice]) -> None:
+        if not is_over():
+            with suppress(Exception):
+                gate_errors(run[0], run[1:], device)
+
+    def small(case: Case) -> Case:
+        rows, cols, dtype = case.key
+        few = min(rows, rows % 256 + 256)
+        return Case((few, few if rows == cols else min(cols, cols % 256 + 512), dtype), 1)
+
+    runs = {
+        (small(case), choice): None
+        for case, choices in todo.items()
+        for choice in choices
+        if _is_optional(str(choice))
+    }
+    if runs:
+        with ThreadPoolExecutor(min(len(runs), os.cpu_count() or 1)) as threads:
+            list(threads.map(compile_one, runs))
 
 
 def _arguments(
@@ -472,6 +540,7 @@ class _Place:
     says of it; and where they are kept, by the first rank with this cache for all that share it."""
 
     model: CostTable
+    kernels: KernelOptions  # without optional backends where some rank has none
     ns_dtype: torch.dtype
     sharing: int
     folder: str | None
@@ -515,14 +584,26 @@ def _place(
     given = costs.cache_directory() if options.cache_dir is None else options.cache_dir
     folder = None if given is None else os.fspath(given)
 
-    def here() -> tuple[str, str | None, str, torch.dtype]:
+    def here() -> tuple[str, str | None, str, torch.dtype, str | None]:
         own = resolve_ns_dtype(ns_dtype, device)
-        return socket.gethostname(), folder, device_name(device), own
+        is_open = device.type == "cuda" and kernels.backend == "auto"
+        reason = why_not("triton", device, torch.float32) if is_open else None
+        return socket.gethostname(), folder, device_name(device), own, reason
 
     places = _exchanged(transport, here)
-    host, _, name, own = places[transport.rank]
+    host, _, name, own, _ = places[transport.rank]
     # As in `optim`: updates travel in this dtype.
-    dtype = own if len({dtype for *_, dtype in places}) == 1 else torch.float32
+    dtype = own if len({dtype for *_, dtype, _ in places}) == 1 else torch.float32
+    lacking = [(rank, reason) for rank, (*_, reason) in enumerate(places) if reason is not None]
+    if lacking:
+        kernels = replace(kernels, backend="torch")
+        if transport.rank == 0:
+            warnings.warn(
+                "dmuon: the kernel backend 'triton' is not available on {} of {} ranks, so all do "
+                "without; on rank {}: {}".format(len(lacking), len(places), *lacking[0]),
+                RuntimeWarning,
+                stacklevel=3,
+            )
     row = costs.ANALYTIC_DEVICES[costs.analytic_class(device.type, name)]
     sharing = sum(p[0] == host for p in places) if device.type == "cpu" else 1
     if device.type == "cpu":
@@ -533,11 +614,12 @@ def _place(
     steps = MuonDefaults().ns_steps
     return _Place(
         CostTable(f"measured on {name}", {}, row, steps, "measured", momentum=momentum),
+        kernels,
         dtype,
         sharing,
         folder,
         costs.CacheKey(name, torch.__version__, version, dtype_name(dtype), steps, momentum),
-        places.index(places[transport.rank]) == transport.rank,
+        [place[:4] for place in places].index(places[transport.rank][:4]) == transport.rank,
     )
 
 
@@ -585,32 +667,39 @@ def measured_costs(
             return {}
         known, pace = _of_cases(old.kernels, cases), Pace(model)
         with torch.no_grad(), progress_bar(len(cases), "dmuon chooses kernels") as shown:
-            return choose_kernels(cases, known, made(), pace, kernels, progress=shown)
+            return choose_kernels(cases, known, made(), pace, place.kernels, progress=shown)
 
     def recall() -> tuple[dict[Case, str], dict[Case, float]]:
         """The kernel of each case, and the cached times that were measured with these."""
-        rule = {c: str(fixed_choice(*_arguments(c, ns_dtype, device, kernels))) for c in cases}
         timed, names = rule | _of_cases(old.kernels, cases), rule | tuned
         times = _of_cases(old.entries, cases)
         return names, {case: ms for case, ms in times.items() if timed[case] == names[case]}
 
-    def measure() -> dict[Case, float]:
+    def measure() -> tuple[dict[Case, float], set[Run]]:
+        """Of a kernel that raises here there is no time, and nobody runs it."""
+        broken: set[Run] = set()
         one, pace, total = made(), Pace(model, known), PASSES * len(lacking)
         deadline = pace.clock() + options.profile_budget_s
         bar = progress_bar(total, "dmuon measures Newton-Schulz", shown=transport.rank == 0)
         with torch.no_grad(), bar as shown:
             runs = one.reserve([(case, names[case]) for case in pace.in_order(lacking)])
-            times = median_times(runs, one, pace, deadline=deadline, progress=shown)
+            times = median_times(runs, one, pace, deadline=deadline, progress=shown, broken=broken)
         # A new time replaces the cached one, whichever is larger.
-        return known | {case: ms for (case, _), ms in times.items()}
+        return known | {case: ms for (case, _), ms in times.items()}, broken
 
+    rule = {c: str(fixed_choice(*_arguments(c, ns_dtype, device, kernels))) for c in cases}
     tuned = exchanged(choose)[0]
     by_rank = exchanged(recall)
     names, known = by_rank[transport.rank]
     lacking = [case for case in cases if any(case not in times for _, times in by_rank)]
-    everyone = exchanged(measure) if lacking else [times for _, times in by_rank]
+    everyone = exchanged(measure) if lacking else [(times, set()) for _, times in by_rank]
     slowest: dict[Case, float] = {}
-    for times in everyone:
+    for case in {case for _, broken in everyone for case, _ in broken}:
+        names[case] = rule[case]
+        tuned.pop(case, None)
+        for times, _ in everyone:
+            times.pop(case, None)
+    for times, _ in everyone:
         slowest |= {case: max(ms, slowest.get(case, ms)) for case, ms in times.items()}
     table = replace(model, entries=_by_shape(slowest), kernels=_by_shape(names))
     if device.type == "cuda":
@@ -671,7 +760,7 @@ def measured_slices(
         )
         with torch.no_grad(), bar as shown:
             runs = timer.reserve([(c, table.slice_kernel(c.key)) for c in pace.in_order(lacking)])
-            times = median_times(runs, timer, pace, deadline=deadline, progress=shown)
+            times = median_times(runs, timer, pace, deadline=deadline, progress=shown, broken=set())
             links = {k: [] if g is None else _exchange_ms(g, device) for k, g in groups.items()}
         return {case: ms for (case, _), ms in times.items()}, links
 

@@ -159,18 +159,24 @@ def why_not(
             return f"it serves the CPU, found {kind}; use 'torch'"
         is_rounding = backend == "torch_rounded" and dtype.itemsize > 2
         return f"it rounds to half precision, found {dtype}" if is_rounding else None
-    try:
-        from dmuon.kernels import triton_host
-    except ImportError as error:
-        return f"Triton cannot be imported ({error}): pip install 'dmuon[triton]'"
     if dtype is torch.float64:
         return "Triton kernels accumulate in float32, found float64; use 'torch'"
-    if backend == "triton_small":
+    try:
+        from dmuon.kernels import triton_host
         from dmuon.kernels.triton_small import max_rows
 
-        if rows > max_rows(dtype):
+        if backend == "triton_small" and rows > max_rows(dtype):
             return f"it takes up to {max_rows(dtype)} rows in {dtype}, found {rows}; use 'triton'"
-    return triton_host.why_unavailable(device)
+        return triton_host.why_unavailable(device)
+    except ImportError as error:
+        return f"Triton cannot be imported ({error}): pip install 'dmuon[triton]'"
+    except Exception as error:  # of its libraries, its compiler, the driver
+        return f"Triton does not work here ({described(error)})"
+
+
+def described(error: Exception) -> str:
+    """An error of somebody else's in a line that is not too long."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _check_backend(backend: str, device: torch.device | str, dtype: torch.dtype, rows: int) -> None:
@@ -203,21 +209,12 @@ def backend_version(device: torch.device | str) -> str:
         return "torch"
     try:
         import triton
-    except ImportError:
+
+        from dmuon.kernels.triton_host import source_hash
+
+        return f"triton{triton.__version__}-{source_hash()}"
+    except Exception:  # see `why_not`
         return "torch"
-    from dmuon.kernels.triton_host import source_hash
-
-    return f"triton{triton.__version__}-{source_hash()}"
-
-
-def launch_errors() -> tuple[type[Exception], ...]:
-    """What a kernel of an optional backend may raise beside torch's errors, as when a tile needs
-    more shared memory than the device has."""
-    try:
-        from triton.runtime.errors import TritonError
-    except ImportError:
-        return ()
-    return (TritonError,)
 
 
 # ---- choices ---------------------------------------------------------------------------------

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import shutil
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -28,7 +30,22 @@ def why_unavailable(device: torch.device | str) -> str | None:
     build = triton.knobs.build
     if not (build.impl or build.cc or shutil.which("gcc") or shutil.which("clang")):
         return "Triton finds no C compiler for its launchers; install gcc, or name one in CC"
-    return None
+    return _probed(device)
+
+
+@triton.jit
+def _probe(ptr):
+    tl.store(ptr, tl.load(ptr) + 1.0)
+
+
+@cache
+def _probed(device: torch.device) -> str | None:
+    """Whether one kernel compiles and runs: a compiler without Python's headers, or a driver that
+    is not found, shows only then. Raises what Triton raises."""
+    x = torch.ones(1, device=device)
+    with on_device_of(x):
+        _probe[(1,)](x)
+    return None if float(x) == 2.0 else f"a kernel of one addition gave {float(x)} for 1 + 1"
 
 
 def source_hash() -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import builtins
 import gc
 import io
 import math
 import random
+import subprocess
+import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -21,9 +25,9 @@ import dmuon
 from dmuon import measure
 from dmuon.comm.transport import LocalTransport
 from dmuon.config import KernelOptions, MuonDefaults, PlannerOptions
-from dmuon.kernels.choice import candidates, fixed_choice
+from dmuon.kernels.choice import backend_version, candidates, fixed_choice, why_not
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
-from dmuon.kernels.runner import Orthogonalizer
+from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.measure import (
     ERROR_LIMITS,
     PASSES,
@@ -308,6 +312,149 @@ def test_the_gate_catches_a_wrong_kernel(fault, dtype):
         assert gate_errors(case, [triton], CPU) == {triton: math.inf}, "it does not compile"
         with pytest.raises(RuntimeError, match="PassManager"):  # something is wrong with torch
             gate_errors(case, [choice], CPU)
+
+
+TRITON = "gram[2]/triton-64x64-w4-s4/float32"
+# Without a driver, without Python's headers, of a broken installation.
+FAILURES = [
+    AssertionError("libcuda.so cannot found!"),
+    subprocess.CalledProcessError(1, ["gcc", "main.c"]),
+    AttributeError("module 'triton' has no attribute 'knobs'"),
+    OSError("libstdc++.so.6: version `GLIBCXX_3.4.30' not found"),
+    RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("when", ["compile", "run"])
+def test_an_optional_kernel_that_fails_is_left_out_with_a_warning(when, failure):
+    choices = tuple(map(KernelChoice.parse, [RULE, TRITON, OTHER]))
+    real = Orthogonalizer.run
+
+    def failing(runner, call, x):
+        if "/triton" in call.kernel:
+            raise failure
+        return real(runner, call, x)
+
+    def seconds(case, kernel):
+        if "/triton" in kernel:
+            raise failure
+        return 2e-3 if kernel == RULE else 1e-3
+
+    right = dict.fromkeys(choices, 0.0)
+    planted = (
+        mock.patch.object(Orthogonalizer, "run", failing)
+        if when == "compile"
+        else mock.patch("dmuon.measure.gate_errors", lambda *_, **how: right)
+    )
+    with (
+        mock.patch("dmuon.measure.candidates", return_value=choices),
+        planted,
+        pytest.warns(RuntimeWarning, match=f"'triton' is left out.*{type(failure).__name__}"),
+    ):
+        assert chosen({}, timer=FakeTimer(seconds)) == {ONE: OTHER}
+    with pytest.raises(type(failure)), mock.patch.object(Orthogonalizer, "run", failing):
+        Orthogonalizer(CPU, F32).run(Call((1, 8, 8), (), TRITON), torch.ones(1, 8, 8))
+
+
+@pytest.mark.parametrize("failure", [*FAILURES, ImportError("no module")], ids=repr)
+def test_a_backend_whose_import_or_probe_fails_is_not_available(failure):
+    assert why_not("triton", "meta", F32) is None
+    with mock.patch("dmuon.kernels.triton_host.why_unavailable", side_effect=failure):
+        reason = why_not("triton", "cuda", F32)
+        assert str(failure)[:20] in reason
+    with mock.patch.dict("sys.modules"), mock.patch("builtins.__import__", failing_import(failure)):
+        for name in [name for name in sys.modules if name.startswith("dmuon.kernels.triton")]:
+            del sys.modules[name]
+        assert str(failure)[:20] in why_not("triton", "cuda", F32)
+        assert backend_version("cuda") == "torch"
+
+
+def test_all_do_without_a_backend_that_one_rank_lacks():
+    """And what is chosen so is cached apart."""
+
+    class Two(LocalTransport):
+        world = 2
+
+        def gather_objects(self, value):
+            lacks = isinstance(value, tuple) and len(value) == 5
+            return [value, (*value[:4], "no gcc") if lacks else value]
+
+    def place(transport):
+        device, options, kernels = torch.device("cuda"), PlannerOptions(), KernelOptions()
+        return measure._place(transport, device, options, kernels, torch.float16, True)
+
+    with (
+        mock.patch("dmuon.measure.device_name", return_value="NVIDIA H100"),
+        mock.patch("dmuon.measure.why_not", return_value=None),
+        mock.patch("dmuon.measure.backend_version", return_value="triton"),
+    ):
+        whole = place(LocalTransport())
+        with pytest.warns(RuntimeWarning, match=r"on 1 of 2 ranks.* on rank 1: no gcc"):
+            lacking = place(Two())
+    assert (whole.kernels.backend, lacking.kernels.backend) == ("auto", "torch")
+    assert whole.key != lacking.key and whole.leads and lacking.leads
+
+
+def test_a_kernel_that_fails_where_costs_are_measured_is_run_by_nobody():
+    def make(device, ns_dtype, **how):
+        def seconds(case, kernel):
+            if "/triton" in kernel:
+                raise FAILURES[0]
+            return 1e-3
+
+        timer = FakeTimer(seconds)
+        timer.ns_dtype = ns_dtype
+        return timer
+
+    keys = [(48, 160, "float32"), (8, 8, "float32")]
+    with (
+        mock.patch("dmuon.measure.choose_kernels", return_value={ONE: TRITON}),
+        pytest.warns(RuntimeWarning, match="'triton' is left out"),
+    ):
+        table = costs_of(keys=keys, timer=make, fresh=True, ns_dtype=F32)
+    assert table.kernels[ONE.key] == {1: RULE}
+    assert ONE.key not in table.entries and table.entries[keys[1]] == {1: 1.0}
+
+
+def failing_import(failure):
+    real = builtins.__import__
+
+    def planted(name, *args, **kwargs):
+        if name.split(".")[0] == "triton":
+            raise failure
+        return real(name, *args, **kwargs)
+
+    return planted
+
+
+def test_kernels_are_compiled_at_once_before_any_is_timed():
+    together = threading.Barrier(2)
+    seen = []
+
+    def gate(case, choices, device, **how):
+        if threading.current_thread() is not threading.main_thread():
+            together.wait(20)  # nobody comes here alone
+            seen.append((case, *choices))
+            raise RuntimeError("it does not compile")
+        assert len(seen) == 4
+        return dict.fromkeys(choices, 0.0)
+
+    choices = tuple(map(KernelChoice.parse, [RULE, TRITON, TRITON.replace("[2]", "[1,3]")]))
+    cases = [Case((1024 + 48, 4096, "float32"), 3), Case((48, 48, "float32"), 2)]
+    with (
+        mock.patch("dmuon.measure.candidates", return_value=choices),
+        mock.patch("dmuon.measure.gate_errors", gate),
+        mock.patch("os.cpu_count", return_value=2),
+    ):
+        chosen({}, cases, timer=FakeTimer(lambda *_: 1e-3))
+        # As tiles see it: the same remainders, and squares stay square.
+        small = {(304, 512, "float32"), (48, 48, "float32")}
+        assert {case.key for case, _ in seen} == small
+        assert {choice.backend for _, choice in seen} == {"triton"}
+        before = len(seen)
+        chosen({}, cases, budget_s=0.0)
+        assert len(seen) == before, "no time is left"
 
 
 # ---- the real thing ----------------------------------------------------------------------
