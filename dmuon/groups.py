@@ -9,6 +9,7 @@ A group stays the user's, whatever is in it. It has the hyperparameters that its
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -234,12 +235,49 @@ def as_here(group: Group, now: Group) -> Group:
     return saved | {k: v for k, v in now.items() if k not in saved}
 
 
-def describe(group: Group, members: object) -> str:
-    """A group as text, alike on all ranks that have the same; ``members``: its parameters."""
-    values = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    # Not as text: that of a tensor names its device, another one on each rank.
-    values |= {k: v.tolist() for k, v in values.items() if isinstance(v, Tensor)}
-    return ", ".join([f"{k}={v}" for k, v in values.items()] + [str(members)])
+def describe(group: Group, number: int, members: object) -> list[str]:
+    """A group in lines, alike on all ranks that have the same; ``members``: its parameters."""
+    values = _texts({k: v for k, v in group.items() if k not in ("params", "param_names")})
+    values["parameters"] = str(members)
+    return [f"param_groups[{number}]: {k}={v}" for k, v in values.items()]
+
+
+def _texts(values: Group) -> dict[str, str]:
+    # Not a tensor's own text, which names its device, another one on each rank.
+    return {k: repr(v.tolist() if isinstance(v, Tensor) else v) for k, v in values.items()}
+
+
+class Accepted:
+    """The hyperparameters of all param groups, looked at again where they may have changed.
+
+    ``texts`` has them by group and name, ``number`` stands for all of them: alike on all ranks that
+    have the same.
+    """
+
+    def __init__(self, algorithms: Sequence[Collection[Algorithm]]) -> None:
+        self._algorithms = algorithms
+        # Keys and hyperparameters that are known to be right.
+        self._known: list[tuple[set[str], Group]] = [(set(), {}) for _ in algorithms]
+        self._numbers = [0] * len(algorithms)
+        self.texts: list[dict[str, str]] = [{} for _ in algorithms]
+
+    @property
+    def number(self) -> int:
+        return sum(self._numbers)
+
+    def check(self, groups: Sequence[Group]) -> None:
+        """Have ``groups`` hold numbers as Python's own; raises what `check_group` does."""
+        for number, (group, (keys, known)) in enumerate(zip(groups, self._known, strict=True)):
+            if group.keys() == keys and all(group[k] is v for k, v in known.items()):
+                continue
+            kept = check_group(group, number, self._algorithms[number])
+            group.update(kept)
+            # Tensors and lists can change in place.
+            lasting = all(isinstance(v, float | int | str | tuple | None) for v in kept.values())
+            self._known[number] = ({*group} if lasting else set()), kept
+            self.texts[number] = _texts(kept)
+            text = repr(self.texts[number]).encode()
+            self._numbers[number] = zlib.crc32(text, number)
 
 
 # ---- states of torch's optimizers ----------------------------------------------------------

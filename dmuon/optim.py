@@ -38,6 +38,7 @@ from dmuon.config import (
 from dmuon.dtensors import local_tensor
 from dmuon.groups import (
     PROGRESS,
+    Accepted,
     Group,
     algorithm_of,
     as_here,
@@ -425,24 +426,25 @@ class Muon(Optimizer):
 
         def text(made: list[Group]) -> str:
             pairs = zip(self.param_groups, made, strict=True)
-            lines = [
-                describe(new, [shapes.get(p, tuple(p.shape)) for p in old["params"]])
-                for old, new in pairs
-            ]
-            return "\n".join([f"{run.switches}, period={run.schedule.describe()}", *lines])
+            lines = [f"{k}={v}" for k, v in run.switches.items()]
+            lines.append(f"period={run.schedule.describe()}")
+            for number, (old, new) in enumerate(pairs):
+                found = [shapes.get(p, tuple(p.shape)) for p in old["params"]]
+                lines += describe(new, number, found)
+            return "\n".join(lines)
 
         made = _attempt(ownerships, prepare, digest=text)
         for group, known in zip(self.param_groups, made, strict=True):
             group.update(known)
-        # Keys and hyperparameters of each group that are known to be right.
-        run.accepted = [(set(), {}) for _ in made]
+        run.accepted = Accepted(run.algorithms)
         # What each group must still be at every step: engines are bound to it.
         run.members = [list(group["params"]) for group in self.param_groups]
         agreed = _agreed_dtype(ownerships, dtype)
         masters = run.switches["master_weights"]
         ratio, publish = run.switches["block_lr_ratio"], run.switches["publish"]
         nonfinite = run.switches["nonfinite"]
-        settings = Settings(agreed, masters, run.schedule, ratio, publish, nonfinite)
+        how = ratio, publish, nonfinite
+        settings = Settings(agreed, masters, run.schedule, run.accepted, *how)
         self.state.clear()
 
         def make() -> list[str | None]:
@@ -561,20 +563,9 @@ class Muon(Optimizer):
     def _check_groups(self) -> Exception | None:
         """What is wrong with ``param_groups``; None if nothing is, and then they hold numbers as
         Python's own."""
-        accepted = self._run.accepted
         try:
             self._check_structure()
-            for number, group in enumerate(self.param_groups):
-                keys, known = accepted[number]
-                if group.keys() == keys and all(group[k] is v for k, v in known.items()):
-                    continue
-                kept = check_group(group, number, self._run.algorithms[number])
-                group.update(kept)
-                # Tensors and lists can change in place.
-                lasting = all(
-                    isinstance(v, float | int | str | tuple | None) for v in kept.values()
-                )
-                accepted[number] = ({*group} if lasting else set(), kept)
+            self._run.accepted.check(self.param_groups)
         except (TypeError, ValueError) as error:
             return error
         return None
@@ -963,7 +954,9 @@ class _Saved(NamedTuple):
 
     def forms(self) -> str:
         """What ranks must have in common of it."""
-        lines = [describe(group, len(group["params"])) for group in self.groups]
+        lines: list[str] = []
+        for number, group in enumerate(self.groups):
+            lines += describe(group, number, len(group["params"]))
         for entry in self.entries.values():
             lines.append(f"{sorted((k, type(v).__name__) for k, v in entry.items())}")
         return "\n".join(lines)
@@ -1076,7 +1069,7 @@ class _Run:
         self.loaded: dict[str, dict[str, Any]] = {}
         self.members: list[list[Tensor]] = []
         self.algorithms: list[set[Algorithm]] = []
-        self.accepted: list[tuple[set[str], Group]] = []
+        self.accepted = Accepted([])
         self.engines: list[Engine] = []
         self.ownerships: list[Ownership] = []
         self.settings: Settings | None = None

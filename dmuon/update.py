@@ -94,6 +94,25 @@ def operands_of_newton_schulz(
     torch._foreach_copy_(out, torch._foreach_add(grads, out, alpha=group["momentum"]))
 
 
+def operand_peaks(
+    grads: list[Tensor], buffers: list[Tensor], groups: Sequence[Mapping[str, Any]]
+) -> Tensor:
+    """Bounds of the elements of what `momentum_update` makes of each pair, ``[n]`` float64; inf
+    where it may overflow in its buffer's dtype."""
+    peaks = torch.stack(torch._foreach_norm(grads, math.inf)).double()
+    bounds = []
+    for peak, before, buffer, group in zip(
+        peaks.unbind(), torch._foreach_norm(buffers, math.inf), buffers, groups, strict=True
+    ):
+        bound = peak
+        if group["momentum_mode"] == "sgd":
+            mu = group["momentum"]
+            bound = before.double() * mu + peak * abs(1 - group["dampening"])
+            bound = torch.maximum(bound, peak + mu * bound) if group["nesterov"] else bound
+        bounds.append(torch.where(bound > torch.finfo(buffer.dtype).max, math.inf, bound))
+    return torch.stack(bounds)
+
+
 # ---- step sizes --------------------------------------------------------------------------
 
 

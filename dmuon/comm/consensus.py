@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from dmuon.comm.transport import Transport
-from dmuon.types import ConsensusError
+from dmuon.types import ConsensusError, first_of
 
 T = TypeVar("T")
 
@@ -67,22 +66,40 @@ def _told(error: Exception | None) -> str | None:
 
 
 def _raise_difference(transport: Transport, what: str, text: str) -> None:
-    """Raise ConsensusError, on every rank, with the first line that differs from rank 0's."""
-    lines = text.splitlines(), transport.broadcast_object(text, 0).splitlines()
-    pairs = zip_longest(*lines, fillvalue="(nothing)")
-    found = next(
-        (
-            f"rank {transport.rank} has {ours!r} where rank 0 has {theirs!r}"
-            for ours, theirs in pairs
-            if ours != theirs
-        ),
-        None,
-    )
-    differences = [d for d in transport.gather_objects(found) if d is not None]
+    """Raise ConsensusError, on every rank, with the first lines that differ from rank 0's."""
+    ours, theirs = text.splitlines(), transport.broadcast_object(text, 0).splitlines()
+    even = len(ours) == len(theirs)
+    both = zip([*ours, "(nothing)"], [*theirs, "(nothing)"])
+    # Behind a line that is missing on one side all others are in other places.
+    pairs = [(repr(a), repr(b)) for a, b in both if a != b][: None if even else 1]
+    everyone = transport.gather_objects(tuple(map(first_of, zip(*pairs))))
+    mine, firsts = next(found for found in everyone if found)
+    ranks = [rank for rank, found in enumerate(everyone) if found and found[0] == mine]
     raise ConsensusError(
-        f"{what}: ranks disagree: {differences[0]}. Build the same model with the same arguments "
-        "on every rank"
+        f"{what}: ranks disagree: {_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {mine} "
+        f"where rank 0 has {firsts}. Build the same model with the same arguments on every rank"
     )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {first_of([*map(str, ranks)])}"
+
+
+def different(values: Sequence[Mapping[str, str]]) -> str:
+    """What differs between the values of ranks, by name; "" if nothing does.
+
+    >>> different([{"lr": "1.0", "eps": "0.1"}, {"lr": "1.0", "eps": "0.2"}])
+    'eps is 0.1 on rank 0, 0.2 on rank 1'
+    """
+    found = []
+    for name in dict.fromkeys(name for each in values for name in each):
+        where: dict[str, list[int]] = {}
+        for rank, each in enumerate(values):
+            where.setdefault(each.get(name, "missing"), []).append(rank)
+        if len(where) > 1:
+            places = [f"{value} on {_ranks(ranks)}" for value, ranks in where.items()]
+            found.append(f"{name} is {first_of(places)}")
+    return first_of(found, 8)
 
 
 def refused(ranks: Sequence[int] | int) -> ConsensusError:

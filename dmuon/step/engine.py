@@ -10,6 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -17,22 +18,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dmuon.comm.layout import LayoutRuntime
-from dmuon.comm.transport import Meter, Stopwatch, Transport, Work
+from dmuon.comm.transport import HostCopy, Meter, Stopwatch, Transport, Work
 from dmuon.config import KernelOptions
 from dmuon.dtensors import copy_state, distributed_as, local_tensor
+from dmuon.groups import Accepted
 from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.period import Schedule
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box
+from dmuon.step.verdict import VerdictMessage, is_exchange_step
 from dmuon.step.verify import Sample, Stored, Verifier
-from dmuon.types import NonFiniteError
+from dmuon.types import NonFiniteError, first_of
 from dmuon.update import Rates, merged_master, rounds_to
 
 WARM_UP = 2  # steps that allocate, compile and fill caches
 WINDOW = 8  # steps whose median counts
-_EVERY = 256
 _FACTOR = 10  # between executed and planned times, from which on the plan is wrong and says so
+SUSPECTS = 4  # names that a rank tells of a step that was skipped
+_FULL = 1 / 8  # of a dtype's range: momentum of so much overflows
 _FLOOR_MS = 5.0  # below, the call's own overhead and the machine's noise decide
 
 
@@ -43,6 +47,7 @@ class Settings:
     ns_dtype: torch.dtype
     master_weights: bool
     schedule: Schedule
+    accepted: Accepted
     block_lr_ratio: float | None
     publish: str
     nonfinite: str
@@ -65,6 +70,8 @@ class Engine(ABC):
 
     ``optimizer`` holds the param groups and the state; an engine makes its state at construction.
     """
+
+    _message: VerdictMessage
 
     def __init__(
         self,
@@ -131,21 +138,55 @@ class Engine(ABC):
                     found[p] = {**entry, "master_weight": merged}
         return found
 
-    def _tell_of(self, names: Sequence[str], amp: Amp) -> None:
-        """Say that a step was skipped, on every rank alike, whose non-finite gradients are those of
-        ``names``; where a scaler looks for them they are no news."""
-        if not names or amp.found_inf is not None:
+    def _tell_of_skipped(self, amp: Amp, late: Sequence[str] = ()) -> None:
+        """Say on one rank that a step was skipped on all, and why; ``late``: what this rank has
+        skipped in block steps before. Where a scaler looks for that, it is no news."""
+        if not self._message.is_bad or amp.found_inf is not None:
             return
         self._told += 1
-        some = ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "")
+        is_error, transport = self._settings.nonfinite == "raise", self._runtime.transport
+        if self._told & (self._told - 1) and not is_error:
+            return
+        # The names that each rank knows, alike for all of them.
+        told = chain.from_iterable(transport.gather_objects(self._suspects(late)))
+        found = dict(sorted(told, key=lambda pair: bool(pair[1])))
+        names = [name for name, reason in found.items() if reason] or [*found]
+        why = found.get(names[0]) if names else ""
+        what = f"momentum is {why}" if why else "gradients are not finite"
         text = (
-            f"dmuon: a step was skipped on all ranks, because gradients are not finite: {some}. "
+            f"dmuon: a step was skipped on all ranks, because {what}: "
+            f"{first_of(names) or 'those of block steps before'}. "
             f"Weights and optimizer state are as before it (skipped so far: {self._told})"
         )
-        if self._settings.nonfinite == "raise":
+        if is_error:
             raise NonFiniteError(f"{text}. This is an error because of nonfinite='raise'")
-        if self._runtime.transport.rank == 0 and self._told & (self._told - 1) == 0:
+        if transport.rank == 0:
             warnings.warn(text, RuntimeWarning, stacklevel=5)
+
+    def _suspects(self, late: Sequence[str]) -> list[tuple[str, str]]:
+        """(name, what is wrong with its momentum, if that is to blame) of the first few that are
+        not finite on this rank."""
+        kept, matrices = self._momentum(), self._runtime.plan.specs.matrices
+        found = []
+        for name in islice(chain(self._message.suspects(), late), SUSPECTS):
+            momentum = next((kept[i] for i in kept if matrices[i].name == name), None)
+            reason = ""
+            if momentum is not None:
+                norm = torch.linalg.vector_norm(momentum, math.inf).double()
+                share = HostCopy(norm.div_(torch.finfo(momentum.dtype).max).view(1)).read()[0]
+                if not math.isfinite(share):
+                    reason = "not finite, which no gradient can mend (load an older checkpoint)"
+                elif share > _FULL:
+                    reason = (
+                        f"at the end of the range of {str(momentum.dtype).removeprefix('torch.')} "
+                        "(clip gradients, scale the loss down, or use momentum_mode='ema')"
+                    )
+            found.append((name, reason))
+        return found
+
+    @abstractmethod
+    def _momentum(self) -> Mapping[int, Tensor]:
+        """What this rank keeps of momentum, by matrix."""
 
     @abstractmethod
     def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:
@@ -229,15 +270,6 @@ def load_entry(p: Tensor, state: dict[str, Tensor], saved: Mapping[str, Any]) ->
 
 
 # ---- times -------------------------------------------------------------------------------
-
-
-def is_exchange_step(step: int) -> bool:
-    """Whether the ranks exchange their times at the end of this step, counted from 1.
-
-    >>> [step for step in range(1, 800) if is_exchange_step(step)]
-    [4, 16, 64, 256, 512, 768]
-    """
-    return step in (4, 16, 64) or (step > 0 and step % _EVERY == 0)
 
 
 class StepTelemetry:

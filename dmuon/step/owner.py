@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -28,6 +27,7 @@ from dmuon.update import (
     finite_marks,
     follow_weights,
     is_fused,
+    operand_peaks,
     rounds_to,
     scale_all,
     scaled_momentum,
@@ -146,11 +146,18 @@ class OwnerEngine(Engine):
         self._present = runtime.reducer.present
         transport, matrices = runtime.transport, list(self._owned.here)
         self._message = VerdictMessage(
-            *(runtime.plan.specs, None, transport.rank, transport.world, runtime.device),
+            *(runtime.plan.specs, None, transport, runtime.device),
+            *(self._settings.schedule, self._settings.accepted),
             *(matrices, [True] * len(matrices)),
         )
+        kept = self._momentum()
+        # Whether finite gradients can be too large for the dtype of momentum.
+        self._narrows = any(
+            torch.finfo(g.dtype).max > 2 * torch.finfo(kept[i].dtype).max
+            for i, g in self._owned.here.items()
+        )
         self._bad: Tensor | None = None
-        self._rest: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._rest: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
 
     @property
     def _kept(self) -> list[str]:
@@ -195,14 +202,16 @@ class OwnerEngine(Engine):
             )
         self._message.raise_noted()
         self._runtime.raise_noted()
-        self._tell_of(self._message.nonfinite, amp)
+        self._tell_of_skipped(amp)
         try:
             self._runtime.reduce_gradients()
         except DmuonError as error:
             refusal = refusal or error  # perhaps on this rank alone
         self._rest = {
             g: [
-                (p, local_tensor(gradient_like(p.grad, p))) for _, p in params if p.grad is not None
+                (i, p, local_tensor(gradient_like(p.grad, p)))
+                for i, p in params
+                if p.grad is not None
             ]
             for g, params in self._adamw.items()
         }
@@ -232,30 +241,36 @@ class OwnerEngine(Engine):
             self._rest = {}
             raise refusal
         if on_host:
-            self._tell_of(self._message.nonfinite, Amp())
+            self._tell_of_skipped(Amp())
 
     def _message_of_step(self, refusal: Exception | None) -> tuple[Tensor, Tensor]:
         """(norms of what is owned here, what the ranks sum up)."""
-        t, here, on_host = (
-            self._settings.schedule.t,
-            self._owned.here,
-            host_can_read(self._runtime.device),
-        )
+        here, on_host = self._owned.here, host_can_read(self._runtime.device)
         norms = torch.zeros(len(here), dtype=torch.float64, device=self._runtime.device)
         if refusal is not None:
-            return norms, self._message.refuse(t)
+            return norms, self._message.refuse()
         matrices = self._runtime.plan.specs.matrices
         found = {i: g for i, g in here.items() if self._present[matrices[i].parameter]}
         if found:
-            marks = finite_marks(list(found.values()), on_host).double().unbind()
+            grads = list(found.values())
+            if self._narrows or any(g.get("momentum_mode") == "sgd" for g in self._groups):
+                momentum, groups = (
+                    self._momentum(),
+                    [self._groups[self._group_of[i]] for i in found],
+                )
+                marks = operand_peaks(grads, [momentum[i] for i in found], groups).unbind()
+            else:
+                marks = finite_marks(grads, on_host).double().unbind()
             by_matrix = dict(zip(found, marks, strict=True))
             nothing = norms.new_zeros(())
             norms = torch.stack([by_matrix.get(i, nothing) for i in here])
-        grads = [grad for pairs in self._rest.values() for _, grad in pairs if grad.numel()]
-        checked = [finite_marks(grads, on_host)] if grads else []
-        # Alike on all ranks, with the rates that a scheduler gave each.
-        number = t + zlib.crc32(repr(self._rates).encode())
-        return norms, self._message.fill(norms, checked, (), None, number)[1]
+        rest = chain.from_iterable(self._rest.values())
+        others = {i: grad for i, _, grad in rest if grad.numel()}
+        checked = [([*others], finite_marks([*others.values()], on_host))] if others else []
+        return norms, self._message.fill(norms, checked, (), None)[1]
+
+    def _momentum(self) -> Mapping[int, Tensor]:
+        return self._state.matrices(_MOMENTUM)
 
     def _keep(self, unit: Unit, gradients: Tensor, where: list[int]) -> tuple[Tensor, Tensor]:
         """What this rank publishes where it refuses, and the others cannot know yet."""
@@ -311,12 +326,12 @@ class OwnerEngine(Engine):
         return rate.decay if self._bad is None else torch.where(self._bad, 1.0, rate.decay)
 
     def update_others(self) -> None:
-        for g, pairs in self._rest.items():
+        for g, found in self._rest.items():
             adamw_step(
                 self._groups[g],
                 self._optimizer.state,
-                [p for p, _ in pairs],
-                [grad for _, grad in pairs],
+                [p for _, p, _ in found],
+                [grad for _, _, grad in found],
                 master_weights=self._settings.master_weights,
                 fused=not host_can_read(self._runtime.device),
                 found_inf=None if self._bad is None else self._bad.float(),

@@ -23,7 +23,6 @@ for many blocks in one call: norms, scaling, casts, masks.
 from __future__ import annotations
 
 import warnings
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,8 +44,8 @@ from dmuon.kernels.ops import Peers
 from dmuon.kernels.runner import Call, SliceCall
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box, Form
-from dmuon.step.engine import Amp, Engine, load_entry
-from dmuon.step.verdict import Verdict, VerdictMessage, own_verdict
+from dmuon.step.engine import SUSPECTS, Amp, Engine, load_entry
+from dmuon.step.verdict import Verdict, VerdictMessage, own_verdict, suspects
 from dmuon.step.verify import Stored
 from dmuon.types import DmuonError, Layout
 from dmuon.update import (
@@ -155,7 +154,9 @@ class ShardedEngine(Engine):
         self._outcome = _Outcome()
         self._grads: list[Tensor | None] = []
         self._amp = Amp()
-        self._late: int | Tensor = 0  # skipped in block steps, which the other ranks do not know
+        # Skipped in block steps, which the other ranks do not know: how many, and names.
+        self._late: int | Tensor = 0
+        self._late_names: list[str] = []
         hooks = self._settings.publish == "async"
         runtime.bind(self._group_of, self._settings.ns_dtype, hooks)
         self._state = ShardState(runtime, self._optimizer, self._group_of, masters)
@@ -190,9 +191,10 @@ class ShardedEngine(Engine):
         self._message = VerdictMessage(
             runtime.plan.specs,
             runtime.shards,
-            self._rank,
-            runtime.transport.world,
+            runtime.transport,
             runtime.device,
+            self._settings.schedule,
+            self._settings.accepted,
             [b.matrix for b in blocks],
             [b.counts for b in blocks],
             alike=runtime.plan.layout is Layout.REPLICATED,
@@ -269,7 +271,7 @@ class ShardedEngine(Engine):
 
     def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:
         self._message.raise_noted()
-        self._tell_of(self._message.nonfinite, self._amp)
+        self._tell_of_skipped(self._amp, self._late_names)
         self._outcome.wait()
         self._amp = amp
         try:
@@ -312,7 +314,8 @@ class ShardedEngine(Engine):
         if is_full:
             self._late = 0
             if host_can_read(self._runtime.device):
-                self._tell_of(self._message.nonfinite, self._amp)
+                self._tell_of_skipped(self._amp, self._late_names)
+            self._late_names = []
         elif self._settings.nonfinite == "raise":
             self._late = self._late + skipped
 
@@ -326,9 +329,9 @@ class ShardedEngine(Engine):
     def _refuse(self) -> None:
         """Take part in a full step in which nothing changes, and which the other ranks know by."""
         runtime = self._runtime
-        vector = self._message.refuse(self._settings.schedule.t)
+        vector = self._message.refuse()
         runtime.all_reduce(vector, "norms").wait()
-        spread = self._message.compare((), runtime.transport)
+        spread = self._message.compare(())
         if host_can_read(runtime.device):
             return
         self._message.note(vector, spread)
@@ -356,18 +359,15 @@ class ShardedEngine(Engine):
         runtime, operands, groups = self._runtime, self._operands, self._groups
         of_blocks = self._state.gradients_of_blocks(grads)
         norms = operands.fill(of_blocks, groups)
-        checked = [peaks for _, peaks in self._peaks(grads)]
-        # Alike on all ranks, with the rates that a scheduler gave each.
-        number = self._settings.schedule.t + zlib.crc32(repr(self._rates).encode())
         inf = self._amp.found_inf
         if isinstance(self._late, Tensor) or self._late:
             inf = torch.as_tensor(self._late, dtype=torch.float64, device=runtime.device)
-        vector, sent = self._message.fill(norms, checked, here, inf, number)
+        vector, sent = self._message.fill(norms, self._peaks(grads), here, inf)
         work = runtime.all_reduce(sent, "norms")
 
         def agreed() -> Verdict | None:
             work.wait()
-            spread = self._message.compare(grads, runtime.transport)
+            spread = self._message.compare(grads)
             return self._message.read(vector, norms, here, spread)
 
         # With every gradient, and whole matrices, the first Newton-Schulz need not wait for it.
@@ -436,10 +436,11 @@ class ShardedEngine(Engine):
         of_blocks = state.gradients_of_blocks(grads)
         norms = operands.fill(of_blocks, groups)
         blocks = [state.blocks[k] for k in operands.order]
+        matrices, peaks = [b.matrix for b in blocks], self._peaks(grads)
         verdict = own_verdict(
             norms,
             [b.parameter for b in blocks],
-            self._peaks(grads),
+            peaks,
             here,
             self._amp.found_inf,
             self._runtime.device,
@@ -450,7 +451,10 @@ class ShardedEngine(Engine):
         operands.commit(of_blocks, groups, verdict.bad)
         own = [self._step_alone(s, operands, scales, verdict.bad) for s in self._block_stacks]
         self._update_adamw(grads, verdict)
-        matrices = [b.matrix for b in blocks]
+        if verdict.finite is False:  # the host knows
+            found = [(of, ~marks.isfinite()) for of, marks in ((matrices, norms), *peaks)]
+            self._late_names += suspects(self._runtime.plan.specs, *found)
+            del self._late_names[SUSPECTS:]
         return _Outcome(False, verdict.finite, matrices, torch.cat(own) if own else None)
 
     # ---- Newton-Schulz -------------------------------------------------------------------
@@ -462,6 +466,10 @@ class ShardedEngine(Engine):
         update = self._kernels.run(call, operand)
         self._telemetry.watch.stop()
         return update
+
+    def _momentum(self) -> Mapping[int, Tensor]:
+        state = self._state
+        return {b.matrix: m for b, m in zip(state.blocks, state.momentum, strict=True)}
 
     def _peers(self, ranks: tuple[int, ...]) -> Peers:
         exchange = partial(self._runtime.exchange, ranks)

@@ -7,6 +7,9 @@
               | ranks that refuse | sum of their numbers | number of the step | its square |
                 > 0: nothing may change                    not equal: ranks take different steps
 
+The number of a step stands for its count and for all hyperparameters. What differs then, and names
+of what only some ranks know not to be finite, ranks exchange when they have read the sum.
+
 Where the host cannot read from the device without waiting, every answer is a mask there. What is an
 error on all ranks is then read at the beginning of the next step.
 """
@@ -14,22 +17,26 @@ error on all ranks is then read at the beginning of the next step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dmuon.comm.consensus import refused
+from dmuon.comm.consensus import different, refused
 from dmuon.comm.transport import HostCopy, Transport, host_can_read
 from dmuon.dtensors import sample
+from dmuon.groups import Accepted
+from dmuon.period import Schedule
 from dmuon.scheduler.shards import ShardMap
 from dmuon.scheduler.specs import ModelSpecs
-from dmuon.step.engine import is_exchange_step
 from dmuon.types import ConsensusError, OwnershipError
 
-_STEPS = 1024  # numbers of steps are compared modulo this, so that sums of their squares are exact
+# Numbers are compared modulo this: sums of their squares are exact in float64 up to 32,768 ranks.
+_NUMBERS = 1 << 19
 _SAMPLED = 16  # elements of a gradient that are compared
+_EVERY = 256
 _MOST_SPREAD = 1e-4  # of their mean square, over ranks: one percent, which no rounding makes
 
 
@@ -51,6 +58,15 @@ class Verdict:
     skip: Tensor | None = None
 
 
+def is_exchange_step(step: int) -> bool:
+    """Whether the ranks exchange their times at the end of this step, counted from 1.
+
+    >>> [step for step in range(1, 800) if is_exchange_step(step)]
+    [4, 16, 64, 256, 512, 768]
+    """
+    return step in (4, 16, 64) or (step > 0 and step % _EVERY == 0)
+
+
 class VerdictMessage:
     """Fills and reads the message of one rank, whose blocks are of ``matrices``, by position.
 
@@ -58,7 +74,8 @@ class VerdictMessage:
     shared flag. ``counts``: which blocks are those of the replica that counts. ``alike``: gradients
     that only some ranks have, or that differ, are an error. Without ``shards``, where owners have
     the gradients, every matrix has a norm, only to say which are not finite; who has a gradient is
-    known. ``nonfinite`` names what the last verdict found.
+    known. ``is_bad``: the last verdict that was read found something that is not
+    finite.
 
     The vector of a rank ends in the flags of what it holds alone, which are not sent.
     """
@@ -67,24 +84,30 @@ class VerdictMessage:
         self,
         specs: ModelSpecs,
         shards: ShardMap | None,
-        rank: int,
-        world: int,
+        transport: Transport,
         device: torch.device,
+        schedule: Schedule,
+        accepted: Accepted,
         matrices: Sequence[int],
         counts: Sequence[bool],
         *,
         alike: bool = False,
     ) -> None:
-        self._rank, self._world = rank, world
+        self._specs, self._transport = specs, transport
+        rank, self._world = transport.rank, transport.world
+        self._schedule, self._accepted = schedule, accepted
         self._on_host = host_can_read(device)
         self._noted: HostCopy | None = None  # of what is an error on all ranks
         self._compared = 0  # steps whose gradients could be compared with other ranks'
-        self.nonfinite: list[str] = []
+        self.is_bad = False
+        self._said: Any = ()  # what the number of the last message stands for
+        self._matrices = matrices
+        # Of the last message: which matrices, and then parameters, are not finite.
+        self._flags_of_bad: list[tuple[Sequence[int], Tensor]] = [((), torch.zeros(0))]
         every = range(len(specs.matrices))
         travelling = [i for i in every if shards is None or not shards.is_local(i)]
         self._norm_of = norm_of = {i: n for n, i in enumerate(travelling)}
         self._device = device
-        self._names = [specs.matrices[i].name for i in travelling]
         copies_of = [] if shards is None else shards.copies
         copies = [(p, ranks) for p, copies in enumerate(copies_of) for ranks in copies]
         shared = [copy for copy in copies if len(copy[1]) > 1]
@@ -94,7 +117,7 @@ class VerdictMessage:
         flag_of = {p: self._norms + n for n, (p, ranks) in enumerate(shared) if rank in ranks}
         flag_of |= {p: self._sent + n for n, (p, _) in enumerate(alone)}
         self._flags = [flag_of[p] for p in range(len(copies_of))]
-        self._alike = [p.name for p in specs.parameters] if alike and world > 1 else []
+        self._alike = [p.name for p in specs.parameters] if alike and transport.world > 1 else []
         of_blocks = () if shards is None else matrices
         self._of_blocks = [self._flags[specs.matrices[i].parameter] for i in of_blocks]
         empty = torch.zeros(self._sent + len(alone), dtype=torch.float64)
@@ -113,17 +136,16 @@ class VerdictMessage:
     def fill(
         self,
         norms: Tensor,
-        checked: Sequence[Tensor],
+        checked: Sequence[tuple[Sequence[int], Tensor]],
         here: Sequence[bool],
         found_inf: Tensor | None,
-        step: int,
     ) -> tuple[Tensor, Tensor]:
         """(this rank's vector, float64; the part of it that is summed over the ranks).
 
-        ``norms`` by position, ``checked``: vectors of what else must be finite, ``here``: which
-        parameters have a gradient on this rank.
+        ``norms`` by position, ``checked``: some of AdamW's parameters and a vector of what must be
+        finite, ``here``: which parameters have a gradient on this rank.
         """
-        vector = self._blank(step)
+        vector = self._blank()
         for flag, is_here in zip(self._flags, here, strict=True):
             if not is_here:
                 vector[flag].zero_()
@@ -131,8 +153,10 @@ class VerdictMessage:
         norms = norms.to(vector.device)
         vector.index_copy_(0, numbers, norms.index_select(0, positions).square())
         bad = vector[self._bad]
-        for values in (norms, *checked):
-            bad.add_(values.isfinite().logical_not_().sum().to(vector.device))
+        self._flags_of_bad = []
+        for of, values in ((self._matrices, norms), *checked):
+            self._flags_of_bad.append((of, values.isfinite().logical_not_()))
+            bad.add_(self._flags_of_bad[-1][1].sum().to(vector.device))
         if found_inf is not None:
             bad.add_(found_inf.to(vector.device))
         return vector, vector.narrow(0, 0, self._sent)
@@ -146,22 +170,26 @@ class VerdictMessage:
         finite, because such matrices travel as zeros."""
         return vector.index_select(0, numbers).sqrt().nan_to_num_(0.0, 0.0)
 
-    def refuse(self, step: int) -> Tensor:
+    def refuse(self) -> Tensor:
         """What a rank sends that cannot take this step, so that nothing changes on any rank."""
-        vector = self._blank(step)
+        vector = self._blank()
         vector[: self._bad].zero_()
         vector[self._bad : self._bad + 2].fill_(1.0)
-        vector[self._bad + 2].fill_(self._rank)
+        vector[self._bad + 2].fill_(self._transport.rank)
         return vector.narrow(0, 0, self._sent)
 
-    def _blank(self, step: int) -> Tensor:
+    def _blank(self) -> Tensor:
         vector = self._empty.clone()
-        number = step % _STEPS
+        self._said = self._schedule.t, [*self._accepted.texts]
+        number = (self._schedule.t + self._accepted.number) % _NUMBERS
         vector[self._bad + 3].fill_(number)
         vector[self._bad + 4].fill_(number * number)
+        if not self._on_host:
+            # The sum where nothing is bad, no rank refuses, and all have this number.
+            self._expected = vector[self._bad : self._sent] * self._world
         return vector
 
-    def compare(self, grads: Sequence[Tensor | None], transport: Transport) -> Tensor | None:
+    def compare(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """How far each gradient differs between ranks, as a share of its mean square, float64, in
         the first steps and then rarely; None else. A collective call, also of ranks that refuse.
 
@@ -180,8 +208,8 @@ class VerdictMessage:
                 values = sample(grad, _SAMPLED)
                 own[: len(values)].copy_(values)
         sums = torch.stack([found, found.square()])
-        transport.all_reduce(sums, tag="gradients alike").wait()
-        mean, square = sums.div_(transport.world)
+        self._transport.all_reduce(sums, tag="gradients alike").wait()
+        mean, square = sums.div_(self._world)
         size = square.sum(1)
         # What is nothing but rounding beside the others may differ in all of it.
         counts = (size > 1e-12 * size.max()) & sums.isfinite().all(2).all(0)
@@ -194,35 +222,30 @@ class VerdictMessage:
         self._noted = HostCopy(sent if spread is None else torch.cat([sent, spread]))
 
     def raise_noted(self) -> None:
-        """Raise what the last full step's `read` could not, and note what was not finite.
+        """Raise what the last full step's `read` could not, and note if something was not finite.
 
         On every rank in the same step, however far its device is: a rank that raised earlier than
         the others would leave them alone in a collective. The device has had a forward and a
         backward pass since, so it does not run dry while the host waits.
         """
-        noted, self._noted, self.nonfinite = self._noted, None, []
+        noted, self._noted, self.is_bad = self._noted, None, False
         if noted is not None:
             self._raise(noted.read())
 
     def _raise(self, values: Sequence[float]) -> None:
-        """Raise ConsensusError if a rank refuses, or if ranks take different steps, OwnershipError
-        if gradients should be alike and are not; else note what is not finite."""
-        count, ranks, step, square = values[self._bad + 1 : self._sent]
-        if 0 < count < self._world:  # else each has raised its own error
-            raise refused([int(ranks)] if count == 1 else int(count))
+        """Raise ConsensusError if a rank refuses, or if ranks take different steps; else note
+        whether something is not finite; OwnershipError if gradients should be alike and are not."""
+        count, ranks, step, square = map(int, values[self._bad + 1 : self._sent])
+        self.is_bad = False
+        if count:
+            if count < self._world:  # else each has raised its own error
+                raise refused([ranks] if count == 1 else count)
+            return
         if self._world * square != step * step:
-            raise ConsensusError(
-                "ranks take full steps at different step counts, or with another lr or "
-                "weight_decay: a period that is a function must depend on the step count alone, "
-                "all ranks must load the same state and call opt.step() equally often, and "
-                "schedulers must see the same on all (ReduceLROnPlateau: the mean loss of all "
-                "ranks, not each its own)"
-            )
+            self._raise_difference()
         norms = values[: self._norms]
-        self.nonfinite = [name for name, v in zip(self._names, norms) if not math.isfinite(v)]
-        if values[self._bad] and not self.nonfinite:
-            self.nonfinite = ["(of AdamW's parameters, or of matrices that one rank holds alone)"]
-        if self.nonfinite:  # the step is skipped, and such gradients differ
+        self.is_bad = bool(values[self._bad]) or not all(map(math.isfinite, norms))
+        if self.is_bad:  # the step is skipped, and such gradients differ
             return
         for name, flag in zip(self._alike, self._flags):
             if 0 < values[flag] < self._world:
@@ -245,6 +268,34 @@ class VerdictMessage:
                 "options=dmuon.ReplicatedOptions(reduce_to_owner=True)) before dmuon.Muon(model). "
                 "Nothing was changed"
             )
+
+    def _raise_difference(self) -> None:
+        """Raise ConsensusError, on every rank, with what differs in the last message."""
+        steps, groups = zip(*self._transport.gather_objects(self._said))
+        counts = different([{"the count": str(step)} for step in steps])
+        if counts:
+            raise ConsensusError(
+                f"ranks take full steps at different step counts ({counts}): a period that is a "
+                "function must depend on the step count alone, and all ranks must load the same "
+                "state and call opt.step() equally often. Nothing was changed"
+            )
+        texts = [
+            {
+                f"{k} of opt.param_groups[{n}]": v
+                for n, each in enumerate(all_)
+                for k, v in each.items()
+            }
+            for all_ in groups
+        ]
+        raise ConsensusError(
+            f"ranks take this step with different hyperparameters: {different(texts)}. Set the "
+            "same on all of them; schedulers must see the same on all (ReduceLROnPlateau: the mean "
+            "loss of all ranks, not each its own). Nothing was changed"
+        )
+
+    def suspects(self) -> Iterator[str]:
+        """The names of what is not finite in this rank's part of the last message; reads it."""
+        return suspects(self._specs, *self._flags_of_bad)
 
     def read(
         self,
@@ -269,7 +320,7 @@ class VerdictMessage:
             values = vector.tolist()
             self._raise(values[: self._sent] + ([] if spread is None else spread.tolist()))
             # A norm beyond float64 leaves no way to normalize.
-            if self.nonfinite:
+            if self.is_bad:
                 return None
             bad = None
             if not all(values[flag] for flag in self._of_blocks):
@@ -277,7 +328,7 @@ class VerdictMessage:
             skipped = (p for p, flag in enumerate(self._flags) if not values[flag])
             return Verdict(True, bad, frozenset(skipped))
         self.note(vector, spread)
-        ok = (vector[self._bad] == 0) & shared.isfinite().all()
+        ok = (vector[self._bad : self._sent] == self._expected).all() & shared.isfinite().all()
         if self._alike:
             ranks = vector[self._norms : self._bad]  # that have a gradient
             ok &= ((ranks == 0) | (ranks == self._world)).all()
@@ -291,6 +342,19 @@ class VerdictMessage:
         flags = {p: stays[self._flags[p]].float() for p in missing}
         of_blocks = stays.index_select(0, self._flag_index).to(norms.device)
         return Verdict(ok, of_blocks, flags=flags, skip=bad.float())
+
+
+def suspects(
+    specs: ModelSpecs,
+    of_matrices: tuple[Sequence[int], Tensor],
+    *of_others: tuple[Sequence[int], Tensor],
+) -> Iterator[str]:
+    """The names of the matrices and parameters of these numbers where the flags are set."""
+    for n, (numbers, flags) in enumerate((of_matrices, *of_others)):
+        named = specs.parameters if n else specs.matrices
+        for i, flag in zip(numbers, HostCopy(flags).read(), strict=True):
+            if flag:
+                yield named[i].name
 
 
 def own_verdict(

@@ -57,11 +57,13 @@ STEPS = [
 ]
 
 
-def watched(what: What) -> AbstractContextManager[None]:
+def watched(what: What, before: What | None = None) -> AbstractContextManager[None]:
     # Which buckets are published depends on what others have: a rank that ran no backward learns
-    # it in `step`, from the flags that the others send at the end of theirs.
+    # it in `step`, from the flags that the others send at the end of theirs. And ranks exchange
+    # names when they tell of a step that was skipped before.
     on_host = host_can_read(torch.device("cpu"))
-    return nullcontext() if on_host or what.absent_rank else nothing_read()
+    tells = before is not None and before.bad and before.found_inf is None
+    return nullcontext() if on_host or what.absent_rank or tells else nothing_read()
 
 
 def state_of(opt: dmuon.Muon) -> Values:
@@ -289,7 +291,7 @@ def run_sharded(
             if what.bad or what.found_inf:
                 skipped += 1
                 both.twin.zero_grad()  # nothing changes anywhere
-            with watched(what):
+            with watched(what, steps[step - 1] if step else None):
                 opt.step()
                 opt.zero_grad()
                 if step % 2:

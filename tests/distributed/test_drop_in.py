@@ -686,7 +686,7 @@ def test_what_one_rank_finds_in_a_step_is_an_error_on_all(rank, world):
     for fault, text in (
         (sparse, "not dense"),
         (missing, f"'mid.weight' has a gradient on {world - 1} of {world} ranks"),
-        (rate, "another lr"),
+        (rate, r"lr of opt\.param_groups\[0\] is 0\.02 on rank"),
     ):
         t = trial(rank, world)
         t.train(range(4))  # by now gradients are compared rarely

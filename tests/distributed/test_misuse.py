@@ -18,7 +18,8 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 import dmuon.api
-from dmuon.dtensors import flaw_of_device, local_tensor
+from dmuon.comm.transport import host_can_read
+from dmuon.dtensors import flaw_of_device, local_tensor, whole_tensor
 from dmuon.types import ConsensusError, OwnershipError
 from tests.accelerator import host_cannot_read
 from tests.distributed.harness import TIMEOUT_S, distributed
@@ -452,3 +453,84 @@ def test_another_version_on_one_rank_is_named(rank, world, what):
             ConsensusError, match=r"rank 1 has 'code=dmuon .*another.*' where rank 0"
         ):
             dmuon.dedicate_params(model)
+
+
+CHANGED = {
+    "lr": 0.5,
+    "weight_decay": 0.7,
+    "momentum": 0.9,
+    "nesterov": False,
+    "ns_steps": 6,
+    "ns_coefficients": (3.4445, -4.775, 2.0315),
+    "eps": 1e-6,
+    "adjust_lr_fn": None,
+    "momentum_mode": "sgd",
+    "dampening": 0.1,
+    "adamw_lr_ratio": 0.5,
+    "adamw_betas": (0.8, 0.95),
+    "adamw_eps": 1e-6,
+    "adamw_weight_decay": 0.3,
+}
+
+
+def differing_steps(kind: str, rank: int, world: int) -> None:
+    """Each hyperparameter is another one on the last rank, for one step."""
+    bare = seeded(Net)
+    model = wrap(bare, kind == "ddp")
+    if kind == "sharded":
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    if kind in ("replicated", "dedicated"):
+        dmuon.dedicate_params(model, **_asked(kind))
+    opt = dmuon.Muon(model, ns_dtype=torch.float32)
+    one_step(model, opt, rank)
+    (group,) = opt.param_groups
+    assert {k for k in group if k not in ("params", "param_names")} == {
+        *CHANGED, "muon_step", "muon_last_full", "muon_period",
+    }  # fmt: skip
+    on_host = host_can_read(torch.device("cpu"))
+    with opt.ownership.materialized(bare):
+        before = {n: whole_tensor(p).clone() for n, p in bare.named_parameters()}
+    for step, (key, value) in enumerate(CHANGED.items(), 1):
+        known = {k: group[k] for k in CHANGED}
+        if rank == world - 1:
+            group[key] = value
+            if key == "dampening":
+                group["momentum_mode"] = "sgd"
+        told = rf"different hyperparameters: .*{key} of opt\.param_groups\[0\] is .* on rank 0, .*"
+        opt.zero_grad()
+        loss_of(model, batch(step, rank)).backward()
+        if not on_host:  # it changes nothing, and the next step tells
+            opt.step()
+            group.update(known)
+        with pytest.raises(ConsensusError, match=rf"{told} on rank {world - 1}\. Set") as caught:
+            opt.step()
+        group.update(known)
+        text = str(caught.value)
+        assert repr(value) in text and repr(known[key]) in text, text
+        names = [k for k in CHANGED if f" {k} of opt" in text]
+        assert names == [key] or (key == "dampening" and "momentum_mode" in names), names
+        with opt.ownership.materialized(bare):
+            for name, p in bare.named_parameters():
+                assert torch.equal(whole_tensor(p), before[name]), (key, name)
+    one_step(model, opt, rank, 30)
+    opt.ownership.close()
+
+
+@pytest.mark.parametrize("on", ["host", "accelerator"])
+@pytest.mark.parametrize("kind", ["ddp", "sharded", "replicated", "dedicated"])
+@distributed(2)
+def test_every_hyperparameter_that_differs_is_named_on_all_ranks(rank, world, kind, on):
+    with host_cannot_read() if on == "accelerator" else nullcontext():
+        differing_steps(kind, rank, world)
+
+
+@distributed(3)
+def test_only_what_differs_is_named_when_planning(rank, world):
+    with planned() as (model, _), pytest.raises(ConsensusError) as caught:
+        dmuon.Muon(model, momentum=0.9 if rank == 1 else 0.95, adamw_eps=[1e-8, 1e-6, 1e-8][rank])
+    assert str(caught.value) == (
+        "dmuon.Muon: ranks disagree: rank 1 has 'param_groups[0]: momentum=0.9', "
+        "'param_groups[0]: adamw_eps=1e-06' where rank 0 has 'param_groups[0]: momentum=0.95', "
+        "'param_groups[0]: adamw_eps=1e-08'. Build the same model with the same arguments on "
+        "every rank"
+    )

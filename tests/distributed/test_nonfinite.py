@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.dtensors import whole_tensor
+from dmuon.dtensors import local_tensor, whole_tensor
 from dmuon.types import NonFiniteError
 from tests.accelerator import host_cannot_read
 from tests.distributed.harness import distributed
-from tests.distributed.models import Net, batch, loss_of, seeded
+from tests.distributed.models import Net, batch, loss_of, seeded, wrap
 from tests.distributed.owners import (
     DDP,
     FSDP,
@@ -82,7 +82,7 @@ def test_a_step_is_skipped_on_all_ranks(rank, world, layout, host):
                 texts = [str(w.message) for w in told if "a step was skipped" in str(w.message)]
             assert len(texts) == (rank == 0)
             if rank == 0:
-                assert "matrices" in texts[0] if "norm" in name else name in texts[0], texts
+                assert f"not finite: {name}. Weights" in texts[0], texts
             pair.check()
             assert pair.opt.stats()["finite"] is True
             assert gathered(pair.opt.stats()["skipped"]) == [1] * world
@@ -168,3 +168,105 @@ def test_raise_waits_for_the_next_full_step(rank, world, period, host):
 def test_what_may_be_asked_for():
     with pytest.raises(ValueError, match="nonfinite"):
         dmuon.Muon(nn.Linear(3, 3), nonfinite="ignore")
+
+
+@contextmanager
+def trained(kind, world, dtype=torch.float32, **settings):
+    """(bare model, optimizer) with gradients that tests set by hand."""
+    bare = seeded(Net).to(dtype)
+    model = wrap(bare, kind == "ddp")
+    if kind == "fsdp2":
+        fully_shard(model, mesh=mesh_of((world,)))
+    if kind == "reduce_to_owner":
+        dmuon.dedicate_params(model, options=dmuon.ReplicatedOptions(reduce_to_owner=True))
+    opt = dmuon.Muon(model, ns_dtype=torch.float32, **{"lr": 0.02, **settings})
+    yield bare, opt
+    opt.ownership.close()
+
+
+def set_gradients(model, value):
+    for p in model.parameters():
+        p.grad = torch.full_like(p, value)
+
+
+def error_of(step, host):
+    """What a step raises, or on an accelerator the next one."""
+    if host != "reads":
+        step()
+    with pytest.raises(NonFiniteError) as caught:
+        step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["reads", "does not read"])
+@pytest.mark.parametrize(("kind", "world"), [("plain", 1), ("ddp", 2), ("fsdp2", 2), ("fsdp2", 1)])
+@distributed()
+def test_what_is_not_finite_on_one_rank_is_named_on_all(rank, world, kind, host):
+    """Whole on one rank, a shard or a replica; a matrix or one of AdamW's."""
+    with (
+        host_cannot_read() if host != "reads" else nullcontext(),
+        trained(kind, world, nonfinite="raise") as (model, opt),
+    ):
+        for name in ("blocks.1.up.weight", "mid.weight", "blocks.0.norm.bias", "lm_head.weight"):
+            set_gradients(model, 0.1)
+            if rank == world - 1:
+                local_tensor(model.get_parameter(name).grad).view(-1)[-1] = math.nan
+            text = error_of(opt.step, host)
+            assert f"gradients are not finite: {name}. Weights" in text, text
+            assert gathered(text) == [text] * world
+            set_gradients(model, 0.1)
+            opt.step()
+
+
+@pytest.mark.parametrize("host", ["reads", "does not read"])
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2", "reduce_to_owner"])
+@distributed(2)
+def test_momentum_that_outgrows_its_dtype_is_named_and_never_applied(rank, world, kind, host):
+    """Gradients are finite all the time; on ranks that do not meet in one process, the same."""
+    settings = {"momentum_mode": "sgd", "nonfinite": "raise"}
+    with (
+        host_cannot_read() if host != "reads" else nullcontext(),
+        trained(kind, world, torch.float16, **settings) as (model, opt),
+    ):
+        for _ in range(2):
+            set_gradients(model, 6e3)
+            opt.step()
+        names = {m.name for m in opt.ownership.plan.specs.matrices}
+        assert {"mid.weight", "blocks.0.up.weight"} <= names
+
+        def step():
+            set_gradients(model, 2e4)
+            opt.step()
+
+        taken, text = 0, ""
+        while not text:
+            try:
+                step()
+                taken += 1
+            except NonFiniteError as error:
+                text = str(error)
+        assert taken <= 3
+        assert "momentum is at the end of the range of float16 (clip gradients" in text
+        assert any(name in text for name in names)
+        with opt.ownership.materialized(model):
+            for name, p in model.named_parameters():
+                assert bool(local_tensor(p).isfinite().all()), name
+        set_gradients(model, 1.0)
+        if host != "reads" and "skipped so far: 1)" in text:
+            with suppress(NonFiniteError):
+                opt.step()  # of the step above
+        opt.step()  # goes on
+
+
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
+@distributed(2)
+def test_momentum_that_is_not_finite_is_named(rank, world, kind):
+    with trained(kind, world, nonfinite="raise") as (model, opt):
+        set_gradients(model, 0.1)
+        opt.step()
+        momentum = opt.state[model.mid.weight]["momentum_buffer"]
+        if rank == world - 1 or kind != "fsdp2":
+            local_tensor(momentum)[-1, -1] = math.inf
+        set_gradients(model, 0.1)
+        with pytest.raises(NonFiniteError, match=r"momentum is not finite.*older.*: mid\.weight"):
+            opt.step()
