@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dmuon.comm.buckets import Slices, slice_boxes
 from dmuon.comm.consensus import attempt, solve_on_first
 from dmuon.comm.dedicated.layout import DedicatedRuntime
-from dmuon.comm.hooks import fsdp_roots, reshard
+from dmuon.comm.hooks import fsdp_roots, reshard, uncompiled
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.comm.process_groups import (
     Grid,
@@ -216,7 +216,11 @@ def dedicate_params(
 
 
 def plan_given(given: Given, request: Request, mesh: DeviceMesh | None = None) -> Ownership:
-    """`dedicate_params` for whatever is given."""
+    """`dedicate_params` for whatever is given. Never compiled: what is timed is what runs."""
+    return uncompiled(_plan)(given, request, mesh)
+
+
+def _plan(given: Given, request: Request, mesh: DeviceMesh | None) -> Ownership:
     if isinstance(given.model, nn.Module):
         reshard(given.model)
     named = given.trainable()

@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cache
 from itertools import islice, takewhile
 from typing import Any, NamedTuple, TypeVar
 
@@ -219,6 +220,7 @@ class Muon(Optimizer):
 
         # What must be alike is compared when engines are made.
         groups = _attempt(ownerships, prepare)
+        _keep_compiler_out()
         super().__init__(groups, {})
         self.defaults = dict(run.muon)
         run.ready = True
@@ -1309,6 +1311,15 @@ def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str |
         "master_weights=True, which keeps float32 weights behind the parameters, or keep the "
         "parameters in float32 and compute under torch.autocast"
     )
+
+
+@cache
+def _keep_compiler_out() -> None:
+    """Of what a compiled training step may call: it would cut a step into a hundred graphs, and
+    planning would time what it made of kernels. Not at import, because this loads the compiler; so
+    does the first of torch's own optimizers that is made."""
+    for name in ("step", "zero_grad", "synchronize"):
+        setattr(Muon, name, torch.compiler.disable(getattr(Muon, name)))
 
 
 def hf_factory() -> type[Muon]:

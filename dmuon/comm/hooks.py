@@ -15,6 +15,7 @@ they are read here alone.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
@@ -22,12 +23,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 Remove = Callable[[], None]
+Action = TypeVar("Action", bound=Callable[..., Any])
 
 # These are never called themselves; a Sequential is, and calls its members.
 _UNCALLED = (nn.ModuleList, nn.ModuleDict)
@@ -170,6 +172,12 @@ def attach(point: WaitPoint, wait: Callable[[], None], drain: Callable[[], None]
         module.register_load_state_dict_pre_hook(drained),
     ]
     return [handle.remove for handle in handles]
+
+
+def uncompiled(function: Action) -> Action:
+    """A function that the compiler leaves alone, with all that it calls. Where nobody has loaded
+    the compiler it is not loaded for this, which takes seconds."""
+    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 
 
 @contextmanager

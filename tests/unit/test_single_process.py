@@ -7,6 +7,7 @@ import dataclasses
 import io
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch._dynamo import convert_frame
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR
 
 import dmuon
@@ -256,6 +258,74 @@ def test_a_compiled_model_is_trained_right(form):
     pair = Pair(wrap=lambda m: torch.compile(m, backend="eager"), **form)
     pair.train(range(4))
     pair.assert_same()
+
+
+def files_compiled() -> set[str]:
+    """Of the package, whose functions the compiler has looked at since it was reset."""
+    codes = [reference() for reference in convert_frame.input_codes.seen]
+    files = {Path(code.co_filename) for code in codes if code is not None}
+    package = Path(dmuon.__file__).parent
+    return {str(f.relative_to(package)) for f in files if f.is_relative_to(package)}
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@FORMS
+def test_a_compiled_step_is_the_step_itself(form, closure):
+    """Compiled alone; with a closure it runs what is compiled, and compiles nothing of ours."""
+    torch.compiler.reset()
+    convert_frame.input_codes.clear()
+    pair = Pair(**form)
+    x = pair.batches(0)
+
+    def loss(model: nn.Module) -> Tensor:
+        value = mean_square(model, x)
+        value.backward()
+        return value
+
+    ran = []
+    step = torch.compile(pair.opt.step, backend="eager")
+    inside = torch.compile(pair.model, backend=lambda graph, _: ran.append(graph) or graph.forward)
+    for _ in range(3):
+        found = step((lambda: loss(inside)) if closure else None) if closure else loss(pair.model)
+        if not closure:
+            step()
+        assert float(loss(pair.twin)) == pytest.approx(float(found), abs=1e-6)
+        pair.opt.zero_grad(), pair.ref.step(), pair.ref.zero_grad()
+    pair.assert_same()
+    assert bool(ran) is closure
+    assert files_compiled() <= {"comm/hooks.py"}  # of a compiled model's forward
+
+
+def test_a_compiled_training_step_takes_the_steps_of_a_plain_one():
+    """And plans inside, as at any first step."""
+    torch.compiler.reset()
+    convert_frame.input_codes.clear()
+    model = TinyGPT()
+    twin, batches = clone(model), tokens()
+    trained = []
+    for m, compiles in ((model, True), (twin, False)):
+        opt = dmuon.Muon(m, **SETTINGS)
+
+        def body(x: Tensor, m=m, opt=opt) -> None:
+            opt.zero_grad()
+            mean_square(m, x).backward()
+            opt.step()
+
+        run = torch.compile(body, backend="eager") if compiles else body
+        for number in range(3):
+            run(batches(number))
+        trained.append(weights(m))
+    assert_bitwise(*trained)
+    assert files_compiled() == set()
+
+
+def test_planning_in_compiled_code_times_what_runs():
+    torch.compiler.reset()
+    convert_frame.input_codes.clear()
+    model = TinyGPT()
+    own = torch.compile(lambda: dmuon.dedicate_params(model), backend="eager")()
+    assert files_compiled() <= {"api.py", "comm/hooks.py", "comm/process_groups.py"}
+    own.close()
 
 
 # ---- groups and schedules ----------------------------------------------------------------
