@@ -73,7 +73,7 @@ from dmuon.measure import measured_costs, measured_slices
 from dmuon.ownership import Ownership, ownerships_of
 from dmuon.scheduler.co_owners import SIZES, blocks_of, can_be_shared
 from dmuon.scheduler.costs import CostTable, Link, resolve_costs
-from dmuon.scheduler.plan import OwnershipPlan, fitted_plan
+from dmuon.scheduler.plan import OwnershipPlan, fitted_plan, refitted
 from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.scheduler.shards import OwnerLimits, RankShards, ShardMap
 from dmuon.scheduler.shards import assemble as assemble_shards
@@ -105,12 +105,14 @@ _OPTIONS: dict[Layout, type[Options]] = {
 class Given:
     """What is to be planned: a module, or parameters by name as an optimizer has them.
 
-    ``route`` gives the specs of those. Their module may be known too.
+    ``route`` gives the specs of those. Their module may be known too. ``before`` is the ownership
+    that is to be replaced, if any.
     """
 
     model: nn.Module | None
     named: Sequence[tuple[str, nn.Parameter]] | None = None
     route: Callable[[], ModelSpecs] | None = None
+    before: Ownership | None = None
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -235,6 +237,7 @@ def _plan(given: Given, request: Request, mesh: DeviceMesh | None) -> Ownership:
         transport,
         lambda: mesh_topology(mesh, transport.world, parameters, given.ddp, request.planner),
     )
+    ownership.asked = request, mesh
     if transport.rank == 0:
         groups = groups_of(mesh, named) if given.ddp is None else {"DDP": given.ddp.process_group}
         _warn_of_timeouts(groups)
@@ -269,6 +272,8 @@ def assemble(
             shards = assemble_shards(specs, reports)
             specs = shards.specs
             limits = shards.limits(request.planner.owner_memory_bytes)
+            if given.before is not None:
+                request = replace(request, plan=refitted(given.before.plan, specs, limits))
         if request.plan is not None:
             plan = fitted_plan(request.plan, specs, found.topology, found.layout)
             _check_domains(plan, limits)
@@ -459,7 +464,7 @@ def _inspect(
     layout = _layout(request, named, ddp)
     if inner is not None:
         _check_wrapping(inner, ddp, layout)
-        if ownerships_of(inner):
+        if any(ownership is not given.before for ownership in ownerships_of(inner)):
             raise OwnershipError(
                 "this model is dedicated already: call close() on its Ownership before "
                 "dedicate_params is called again"

@@ -6,8 +6,10 @@ its settings, checked and agreed on by all ranks.
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -68,6 +70,7 @@ from dmuon.types import (
     DmuonError,
     KernelChoice,
     Layout,
+    NewParameters,
     OwnershipError,
     SelectionError,
     first_of,
@@ -76,6 +79,7 @@ from dmuon.update import Rates, not_finite
 
 Route = tuple[ParameterSpec, tuple[MatrixSpec, ...]]
 T = TypeVar("T")
+_log = logging.getLogger("dmuon")
 
 
 class Muon(Optimizer):
@@ -260,9 +264,9 @@ class Muon(Optimizer):
         every = {**run.if_trained, **run.routes}
         made = []
         # torch takes names of all groups or of none.
-        are_named = any(names for names, _ in found) or any(
-            "param_names" in group for group in (self.param_groups if run.ready else ())
-        )
+        are_named = any(names for names, _ in found)
+        if run.ready and self.param_groups:
+            are_named = "param_names" in self.param_groups[0]
         for number, (group, (names, tensors)) in enumerate(zip(given, found), first):
             # Of frozen ones too, which a schedule of the group's lr may reach later.
             routes = [every[name][0] for name in run.names[number] if name in every]
@@ -270,9 +274,7 @@ class Muon(Optimizer):
             run.kinds.append(algorithms)
             full = completed(group, algorithms, run.muon, run.adamw)
             full.update(check_group(full, number, algorithms))
-            if names is None and not tensors and are_named:
-                names = []
-            kept = {} if names is None else {"param_names": names}
+            kept = {"param_names": names or run.names[number]} if are_named else {}
             made.append({"params": tensors, **kept, **full, **_progress(run, full)})
         return made
 
@@ -310,15 +312,9 @@ class Muon(Optimizer):
         return dict(routes_of(specs))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As with any optimizer before it is planned; refused later, because a new parameter would
-        have no owner."""
+        """As with any optimizer. If it is planned already, the next full step plans again; every
+        rank adds the same group before it."""
         run = self._run
-        if run.engines:
-            raise OwnershipError(
-                "add_param_group is not possible after planning: add groups before the first "
-                "step, or call own.close(), dmuon.dedicate_params(model) and dmuon.Muon(...) again "
-                "with all parameters"
-            )
         if not run.ready:
             super().add_param_group(param_group)
             return
@@ -350,8 +346,8 @@ class Muon(Optimizer):
             self._bind(ownerships)
         return run
 
-    def _new_ownership(self, model: nn.Module | None) -> Ownership:
-        """An ownership of the parameters that are in the groups now."""
+    def _new_ownership(self, model: nn.Module | None, before: Ownership | None = None) -> Ownership:
+        """An ownership of the parameters that are in the groups now, which replaces ``before``."""
         run = self._run
         flaw: Exception | None = None
         try:
@@ -363,8 +359,9 @@ class Muon(Optimizer):
             named = [("", p) for group in self.param_groups for p in group["params"]]
             flaw = error
         # Another optimizer of these parameters ends here, as where one is trained after another.
-        for before in _ownerships_in(model, self.param_groups, by_optimizers=True):
-            before.close()
+        for other in _ownerships_in(model, self.param_groups, by_optimizers=True):
+            if other is not before:
+                other.close()
 
         def route() -> ModelSpecs:
             if flaw is not None:
@@ -386,10 +383,58 @@ class Muon(Optimizer):
             return specs
 
         request = replace(run.request, ns_dtype=run.switches["ns_dtype"])
-        ownership = plan_given(Given(model, named, route), request, run.mesh)
+        ownership = plan_given(Given(model, named, route, before), request, run.mesh)
         ownership.by_optimizer = True
-        ownership.runtime.note_frozen(named)
         return ownership
+
+    def _outgrown(self) -> Exception | None:
+        """`NewParameters` where this step has to plan again, or why that cannot be."""
+        run = self._run
+        name = next((n for n, p in run.frozen if p.requires_grad), None)
+        added = len(run.names) - len(run.members)
+        if name is None and not added:
+            return None
+        what = f"opt.add_param_group was called {added} times since owners were planned"
+        if name is not None:
+            what = (
+                f"parameter {name!r} was frozen when owners were planned (at dedicate_params, or "
+                "at the first step) and is trainable now"
+            )
+        kept = [o.plan.layout.value for o in run.ownerships if o.plan.layout.keeps_state_at_owners]
+        if kept or len(run.ownerships) > 1:
+            where = f"in the {kept[0]!r} layout" if kept else "with several ownerships"
+            return OwnershipError(
+                f"{what}: {where} that takes a new optimizer. Call own.close(), "
+                "dmuon.dedicate_params(model) and dmuon.Muon again, and load the old state_dict"
+            )
+        if run.schedule.never_full:
+            return OwnershipError(
+                f"{what}: that is planned in a full step, and period=math.inf takes none"
+            )
+        if not run.schedule.is_full(run.schedule.t):  # where ranks could not agree on it
+            return None
+        return NewParameters(
+            f"{what}, but not on every rank: unfreeze, and add groups, on all of them before the "
+            "same step"
+        )
+
+    def _plan_again(self, why: str) -> None:
+        """Have what is trained now planned, and go on with the state of all that was: a collective
+        call."""
+        run, began = self._run, time.perf_counter()
+        (ownership,), (engine,) = run.ownerships, run.engines
+        self.synchronize()
+        with torch.inference_mode(False):
+            model = None if run.model is None else run.model()
+            ownership.become(self._new_ownership(model, ownership))
+            # Kept here too, in case that binding fails.
+            state = {n: self.state[p] for n, p in self._named() if p in self.state}
+            run.loaded = state | {n: e for n, e in run.loaded.items() if n not in state}
+            self._bind(run.ownerships)
+        run.engines[0].go_on_from(engine)
+        if ownership.rank == 0:
+            seconds = time.perf_counter() - began
+            _log.info("planned again in %.2f s, because %s", seconds, why)
 
     def _take_over(self, model: nn.Module) -> None:
         """Put the model's parameters of now into the groups, where `fully_shard` has replaced those
@@ -405,6 +450,7 @@ class Muon(Optimizer):
         check_planned_together([o.runtime.transport for o in ownerships])
         dtype = run.switches["ns_dtype"]
         algorithms = {p: spec.algorithm for p, spec in _planned(ownerships)}
+        again = bool(run.engines)
 
         def prepare() -> list[Group]:
             for ownership in ownerships:
@@ -413,12 +459,11 @@ class Muon(Optimizer):
             _check_switches(run, ownerships)
             mine = resolve_ns_dtype(dtype, ownerships[0].runtime.device)
             made = []
-            run.algorithms = []
             for number, group in enumerate(self.param_groups):
                 kinds = {algorithms[p] for p in group["params"] if p in algorithms}
-                run.algorithms.append(kinds | run.kinds[number])
-                made.append(completed(group, run.algorithms[-1], run.muon, run.adamw))
-                made[-1].update(check_group(made[-1], number, run.algorithms[-1]))
+                run.kinds[number] |= kinds
+                made.append(completed(group, run.kinds[number], run.muon, run.adamw))
+                made[-1].update(check_group(made[-1], number, run.kinds[number]))
             for ownership in ownerships:
                 _check_kernels(ownership, mine, made)
             return made
@@ -438,16 +483,18 @@ class Muon(Optimizer):
         made = _attempt(ownerships, prepare, digest=text)
         for group, known in zip(self.param_groups, made, strict=True):
             group.update(known)
-        run.accepted = Accepted(run.algorithms)
+        run.accepted = Accepted(run.kinds)
         # What each group must still be at every step: engines are bound to it.
         run.members = [list(group["params"]) for group in self.param_groups]
+        run.frozen = [(n, p) for n, p in self._named() if not p.requires_grad]
         agreed = _agreed_dtype(ownerships, dtype)
         masters = run.switches["master_weights"]
         ratio, publish = run.switches["block_lr_ratio"], run.switches["publish"]
         nonfinite = run.switches["nonfinite"]
         how = ratio, publish, nonfinite
         settings = Settings(agreed, masters, run.schedule, run.accepted, *how)
-        self.state.clear()
+        if not again:
+            self.state.clear()
 
         def make() -> list[str | None]:
             """No collective call: a rank that fails, for lack of memory perhaps, fails alone."""
@@ -456,7 +503,7 @@ class Muon(Optimizer):
             self._note_progress()
             return [
                 _flaw_of_dtype(ownerships, agreed),
-                None if masters else _flaw_of_rounding(ownerships, self.param_groups),
+                None if masters or again else _flaw_of_rounding(ownerships, self.param_groups),
             ]
 
         def load() -> None:
@@ -516,17 +563,15 @@ class Muon(Optimizer):
                     loss = closure()
             finally:
                 run.in_closure = False
-        # A scheduler or a user may have set something else.
-        refusal = self._check_groups()
-        # Set by `torch.amp.GradScaler` around the call.
-        amp = Amp(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        for engine in run.engines:
-            refusal = engine.begin(amp, refusal) or refusal
         verifies = self._verifies()
-        for engine in run.engines if verifies else ():
-            engine.take_sample(run.verified)
-        for engine in run.engines:
-            engine.launch(refusal)
+        try:
+            # A scheduler or a user may have set something else.
+            self._launch(self._check_groups() or self._outgrown(), verifies)
+        except NewParameters as reason:
+            if not reason.agreed:
+                raise
+            self._plan_again(str(reason).partition(", but")[0])
+            self._launch(self._check_groups(), verifies)
         for engine in run.engines:
             engine.update_others()
         for engine in run.engines:
@@ -539,6 +584,18 @@ class Muon(Optimizer):
             engine.check_sample()
         run.bytes = self._read_meters()
         return loss
+
+    def _launch(self, refusal: Exception | None, verifies: bool) -> None:
+        """The first part of a step, up to where updates may be on their way."""
+        run = self._run
+        # Set by `torch.amp.GradScaler` around the call.
+        amp = Amp(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        for engine in run.engines:
+            refusal = engine.begin(amp, refusal) or refusal
+        for engine in run.engines if verifies else ():
+            engine.take_sample(run.verified)
+        for engine in run.engines:
+            engine.launch(refusal)
 
     def _makes_state_only(self) -> bool:
         """Whether this is no step: where an optimizer has no state yet, torch's `get_state_dict`
@@ -567,19 +624,22 @@ class Muon(Optimizer):
         Python's own."""
         try:
             self._check_structure()
-            self._run.accepted.check(self.param_groups)
+            # What was added is checked when it is planned.
+            run = self._run
+            run.accepted.check(self.param_groups[: len(run.members)])
         except (TypeError, ValueError) as error:
             return error
         return None
 
     def _check_structure(self) -> None:
         """Raise OwnershipError unless ``param_groups`` are those that were made, in their order."""
-        planned = self._run.members
-        if len(self.param_groups) != len(planned):
+        planned, count = self._run.members, len(self._run.names)
+        if len(self.param_groups) != count:
             raise OwnershipError(
-                f"opt.param_groups has {len(self.param_groups)} groups, but {len(planned)} were "
-                "planned: change hyperparameters, never groups or their order. To plan other "
-                "groups call own.close(), dmuon.dedicate_params(model) and dmuon.Muon(...) again"
+                f"opt.param_groups has {len(self.param_groups)} groups, but {count} were given: "
+                "add groups with opt.add_param_group, and freeze what is not to be trained. To "
+                "plan other groups call own.close(), dmuon.dedicate_params(model) and "
+                "dmuon.Muon(...) again"
             )
         for number, (group, params) in enumerate(zip(self.param_groups, planned)):
             now = group.get("params", ())
@@ -735,6 +795,8 @@ class Muon(Optimizer):
         if run.engines:
             self.state.update(kept)
             self._load(saved.entries)
+            later = [(n, p) for n, p in self._named() if p in saved.entries and p not in kept]
+            run.loaded = {n: _copied(saved.entries[p]) for n, p in later}
         else:
             entries = saved.entries
             run.loaded = {n: _copied(entries[p]) for n, p in self._named() if p in entries}
@@ -820,14 +882,13 @@ class Muon(Optimizer):
             # Names are those of here: they say how parameters are routed.
             if group.get("param_names") != now.get("param_names"):
                 group.pop("param_names", None)
-            kinds = (run.algorithms if run.engines else run.kinds)[number]
             try:
                 if progress is None and PROGRESS["step"] in group:
                     found = {k: group[name] for k, name in PROGRESS.items() if name in group}
                     run.schedule.read(found)
                     progress = found
                 groups[number] = group = as_here(group, now)
-                check_group(group, number, kinds)
+                check_group(group, number, run.kinds[number])
             except (TypeError, ValueError) as error:
                 raise OwnershipError(
                     f"the optimizer state does not fit: in its param_groups[{number}] {error}"
@@ -1070,7 +1131,7 @@ class _Run:
         self.mesh: Any = None
         self.loaded: dict[str, dict[str, Any]] = {}
         self.members: list[list[Tensor]] = []
-        self.algorithms: list[set[Algorithm]] = []
+        self.frozen: list[tuple[str, Any]] = []
         self.accepted = Accepted([])
         self.engines: list[Engine] = []
         self.ownerships: list[Ownership] = []
@@ -1120,6 +1181,8 @@ def _request(
             "dedicate= says how to plan, but these parameters are planned: say it there (in "
             "dmuon.dedicate_params), or call own.close() if they had another dmuon.Muon"
         )
+    if ownerships:  # for when it plans again
+        return ownerships[0].asked
     mesh = asked.pop("mesh", None)
     request = Request(**asked)
     if request.layout == Layout.DEDICATED or getattr(request.options, "reduce_to_owner", False):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -47,6 +48,7 @@ class Ownership:
         )
         self.closed = False
         self.by_optimizer = False  # a `dmuon.Muon` made it, and nobody else has it
+        self.asked: Any = None  # the request and the mesh that it was planned by
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self._index = {p.name: i for i, p in enumerate(plan.specs.parameters)}
         self._matrix_index = {m.name: i for i, m in enumerate(plan.specs.matrices)}
@@ -164,6 +166,17 @@ class Ownership:
             )
         with hidden_parameters(model, self.dedicated_params):
             yield
+
+    def become(self, other: Ownership) -> None:
+        """Go on as another ownership of the same model, whose handle is not used any more."""
+        self.telemetry.wait()
+        self.runtime.close()
+        for name in ("plan", "runtime", "telemetry", "_index", "_matrix_index"):
+            setattr(self, name, getattr(other, name))
+        model = self._model()
+        if model is not None:
+            _owner_by_model[model] = self
+        self._register()
 
     def close(self) -> None:
         """Publish what is pending, remove every hook, and destroy the process group.

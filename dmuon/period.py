@@ -84,6 +84,11 @@ class Schedule:
         """Whether this is plain Muon."""
         return self._period == 1
 
+    @property
+    def never_full(self) -> bool:
+        """Whether all steps are block steps."""
+        return self._period == math.inf
+
     def is_full(self, t: int) -> bool:
         """Whether step ``t`` is full, given the full steps up to now. Changes nothing.
 

@@ -64,6 +64,12 @@ class OwnershipError(DmuonError):
     """An optimizer or a call does not fit the ownership of its parameters."""
 
 
+class NewParameters(OwnershipError):
+    """Parameters are trained that were not planned. ``agreed``: on every rank."""
+
+    agreed = False
+
+
 class NonFiniteError(DmuonError, ArithmeticError):
     """A gradient is not finite, and ``nonfinite="raise"`` was asked for; raised on every rank."""
 

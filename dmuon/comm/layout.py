@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,7 +67,6 @@ class LayoutRuntime(ABC):
         self.apart = False
         self.meter = Meter()
         self._model = (lambda: None) if model is None else weakref.ref(model)
-        self.note_frozen(() if model is None else model.named_parameters())
         self._removers: list[Callable[[], None]] = []
         self._closed = False
 
@@ -129,21 +128,6 @@ class LayoutRuntime(ABC):
             if self._closed
             else "no optimizer yet: make opt = dmuon.Muon(model, ...) first"
         )
-
-    def note_frozen(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Parameters that nobody owns, as long as they are frozen."""
-        self._frozen = [(n, p) for n, p in named if not p.requires_grad]
-
-    def _check_frozen(self) -> None:
-        """Raise OwnershipError if a parameter that was frozen at planning is trainable now."""
-        for name, p in self._frozen:
-            if p.requires_grad:
-                raise OwnershipError(
-                    f"parameter {name!r} was frozen when owners were planned (at dedicate_params, "
-                    "or at the first step) and is trainable now, but has no owner: make dmuon.Muon "
-                    "anew after unfreezing (after own.close() and dmuon.dedicate_params(model) "
-                    "where you called that), and load the old state_dict into it"
-                )
 
     def _remove_hooks(self) -> None:
         for remove in self._removers:
@@ -211,7 +195,6 @@ class OwnerRuntime(LayoutRuntime):
         """Raise OwnershipError if the model trains other parameters than planned."""
         if self._watch is not None:
             self._watch.check()
-        self._check_frozen()
 
     def set_sync(self, sync: bool) -> bool:
         reducer = self._bound

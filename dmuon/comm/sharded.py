@@ -153,7 +153,6 @@ class ShardedRuntime(LayoutRuntime):
         self.locals.check()
         if self._watch is not None:
             self._watch.check()
-        self._check_frozen()
         self.synchronize()
 
     def local_gradients(self) -> list[Tensor | None]:

@@ -383,6 +383,21 @@ def _keys(specs: ModelSpecs) -> list[tuple[str, MatrixSpec]]:
     return [(specs.parameters[m.parameter].name, replace(m, parameter=0)) for m in specs.matrices]
 
 
+def refitted(plan: OwnershipPlan, specs: ModelSpecs, limits: OwnerLimits) -> OwnershipPlan | None:
+    """``plan`` for a model with the same matrices, in this order, and with other parameters beside
+    them, whose time no plan depends on. None if it has other matrices, or the cap is exceeded."""
+
+    def matrices(of: ModelSpecs) -> list[tuple[str, MatrixSpec]]:
+        return [(of.parameters[m.parameter].name, replace(m, parameter=0)) for m in of.matrices]
+
+    if matrices(plan.specs) != matrices(specs):
+        return None
+    found = replace(plan, specs=specs, limits=limits, claim=None)
+    if limits.memory_bytes is not None and max(found.state_bytes) > limits.memory_bytes:
+        return None
+    return replace(found, claim=Claim(found.makespan_ms, found.fingerprint()))
+
+
 # ---- batches as they are executed ----------------------------------------------------------
 
 

@@ -93,6 +93,9 @@ class Engine(ABC):
         self.verifier = Verifier()
         self._samples: list[Sample] = []
         self._told = 0  # steps that were skipped and told of
+        # Skipped in block steps, which the other ranks do not know: how many, and names.
+        self._late: int | Tensor = 0
+        self._late_names: list[str] = []
         groups, specs = optimizer.param_groups, runtime.plan.specs
         group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
         # The number of the param group of each matrix.
@@ -104,6 +107,11 @@ class Engine(ABC):
             if p in group_of:
                 self._adamw[group_of[p]].append((i, p))
         self._bind()
+
+    def go_on_from(self, before: Engine) -> None:
+        """Count on where the engine that this one replaces has stopped."""
+        self._skipped, self._told = before._skipped, before._told
+        self._late, self._late_names = before._late, before._late_names
 
     @abstractmethod
     def _bind(self) -> None:

@@ -47,7 +47,7 @@ from dmuon.scheduler.specs import Box, Form
 from dmuon.step.engine import SUSPECTS, Amp, Engine, load_entry
 from dmuon.step.verdict import Verdict, VerdictMessage, own_verdict, suspects
 from dmuon.step.verify import Stored
-from dmuon.types import DmuonError, Layout
+from dmuon.types import DmuonError, Layout, NewParameters
 from dmuon.update import (
     advance_momentum,
     apply_updates,
@@ -154,9 +154,6 @@ class ShardedEngine(Engine):
         self._outcome = _Outcome()
         self._grads: list[Tensor | None] = []
         self._amp = Amp()
-        # Skipped in block steps, which the other ranks do not know: how many, and names.
-        self._late: int | Tensor = 0
-        self._late_names: list[str] = []
         hooks = self._settings.publish == "async"
         runtime.bind(self._group_of, self._settings.ns_dtype, hooks)
         self._state = ShardState(runtime, self._optimizer, self._group_of, masters)
@@ -293,7 +290,7 @@ class ShardedEngine(Engine):
         is_full = self._settings.schedule.is_full(self._settings.schedule.t)
         if refusal is not None:
             if is_full:
-                self._refuse()
+                self._refuse(refusal)
             raise refusal
         if not any(grad is not None for grad in grads) and not self._settings.schedule.t:
             warnings.warn(
@@ -326,11 +323,15 @@ class ShardedEngine(Engine):
         if self._outcome.full:  # a block step issues no collective, and this may
             super().finish()
 
-    def _refuse(self) -> None:
+    def _refuse(self, refusal: Exception) -> None:
         """Take part in a full step in which nothing changes, and which the other ranks know by."""
         runtime = self._runtime
-        vector = self._message.refuse()
+        vector = self._message.refuse(is_new=isinstance(refusal, NewParameters))
         runtime.all_reduce(vector, "norms").wait()
+        if isinstance(refusal, NewParameters):
+            refusal.agreed = self._message.all_are_new(vector)
+            if refusal.agreed:
+                return
         spread = self._message.compare(())
         if host_can_read(runtime.device):
             return
@@ -702,9 +703,12 @@ class ShardState:
         self._muon = runtime.plan.specs.muon_parameters()
         for i in self._muon:
             p = runtime.parameters[i].detach()
+            entry = self._entry(i)
+            if "momentum_buffer" in entry:  # it plans again
+                continue
             if masters and p.dtype.itemsize < 4:
-                self._entry(i)["master_weight"] = p.float()
-            self._entry(i)["momentum_buffer"] = torch.zeros_like(
+                entry["master_weight"] = p.float()
+            entry["momentum_buffer"] = torch.zeros_like(
                 p,
                 dtype=torch.float32 if masters else p.dtype,
                 memory_format=torch.contiguous_format,

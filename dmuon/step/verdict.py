@@ -6,6 +6,8 @@
                 sum over the ranks that hold it            > 0: somebody          > 0: skip
               | ranks that refuse | sum of their numbers | number of the step | its square |
                 > 0: nothing may change                    not equal: ranks take different steps
+              | ranks that have new parameters |
+                all: they plan again
 
 The number of a step stands for its count and for all hyperparameters. What differs then, and names
 of what only some ranks know not to be finite, ranks exchange when they have read the sum.
@@ -113,7 +115,7 @@ class VerdictMessage:
         shared = [copy for copy in copies if len(copy[1]) > 1]
         alone = [copy for copy in copies if copy[1] == (rank,)]
         self._norms, self._bad = len(travelling), len(travelling) + len(shared)
-        self._sent = self._bad + 5
+        self._sent = self._bad + 6
         flag_of = {p: self._norms + n for n, (p, ranks) in enumerate(shared) if rank in ranks}
         flag_of |= {p: self._sent + n for n, (p, _) in enumerate(alone)}
         self._flags = [flag_of[p] for p in range(len(copies_of))]
@@ -170,13 +172,19 @@ class VerdictMessage:
         finite, because such matrices travel as zeros."""
         return vector.index_select(0, numbers).sqrt().nan_to_num_(0.0, 0.0)
 
-    def refuse(self) -> Tensor:
-        """What a rank sends that cannot take this step, so that nothing changes on any rank."""
+    def refuse(self, *, is_new: bool = False) -> Tensor:
+        """What a rank sends that cannot take this step, so that nothing changes on any rank;
+        ``is_new``: because of new parameters."""
         vector = self._blank()
         vector[: self._bad].zero_()
         vector[self._bad : self._bad + 2].fill_(1.0)
         vector[self._bad + 2].fill_(self._transport.rank)
+        vector[self._bad + 5].fill_(float(is_new))
         return vector.narrow(0, 0, self._sent)
+
+    def all_are_new(self, vector: Tensor) -> bool:
+        """Whether every rank has new parameters, by the sum of what they sent. Waits for it."""
+        return bool(vector[self._bad + 5] == self._world)
 
     def _blank(self) -> Tensor:
         vector = self._empty.clone()
@@ -235,7 +243,7 @@ class VerdictMessage:
     def _raise(self, values: Sequence[float]) -> None:
         """Raise ConsensusError if a rank refuses, or if ranks take different steps; else note
         whether something is not finite; OwnershipError if gradients should be alike and are not."""
-        count, ranks, step, square = map(int, values[self._bad + 1 : self._sent])
+        count, ranks, step, square = map(int, values[self._bad + 1 : self._bad + 5])
         self.is_bad = False
         if count:
             if count < self._world:  # else each has raised its own error
@@ -262,9 +270,9 @@ class VerdictMessage:
                 "gradients differ between ranks: that of parameter "
                 f"{self._alike[spread.index(most)]!r} by {100 * math.sqrt(most):.0f}%. In the "
                 "'replicated' layout p.grad must be the average over all ranks, and here nobody "
-                "averages it. Wrap the model: "
-                "torch.nn.parallel.DistributedDataParallel(model) (the last backward before a step "
-                "outside of no_sync); or let dmuon average: dmuon.dedicate_params(model, "
+                "averages it. Wrap the model: torch.nn.parallel.DistributedDataParallel(model) "
+                "(wrap it again after unfreezing; the last backward before a step outside of "
+                "no_sync); or let dmuon average: dmuon.dedicate_params(model, "
                 "options=dmuon.ReplicatedOptions(reduce_to_owner=True)) before dmuon.Muon(model). "
                 "Nothing was changed"
             )

@@ -274,18 +274,6 @@ def test_optimizer_settings_that_differ_between_ranks(rank, world):
                 dmuon.Muon(model, **settings)
 
 
-@distributed(2)
-def test_unfreezing_after_planning_is_refused(rank, world):
-    model = seeded(Net)
-    model.mid.weight.requires_grad_(False)
-    with planned(model):
-        opt = dmuon.Muon(model)
-        one_step(model, opt, rank)
-        model.mid.weight.requires_grad_(True)
-        with pytest.raises(ValueError, match=r"mid\.weight.*frozen"):
-            one_step(model, opt, rank)
-
-
 @pytest.mark.parametrize("layout", ["replicated", "dedicated", "sharded"])
 @distributed(2)
 def test_one_rank_tells_of_updates_that_are_rounded_away(rank, world, layout):

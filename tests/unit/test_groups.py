@@ -26,7 +26,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 import dmuon
+from dmuon.ownership import ownership_of
 from dmuon.reference import ReferenceMuon
+from dmuon.scheduler.certificate import certify
 from dmuon.types import OwnershipError
 from tests.unit.models import (
     WIDTH,
@@ -556,17 +558,6 @@ def test_a_group_that_is_added_is_as_one_that_was_given(bare, order):
     opt = muon([first])
     opt.add_param_group(second)
     assert hyperparameters(opt) == hyperparameters(together)
-
-
-def test_a_group_added_after_planning_is_refused_with_the_fix():
-    model = TinyGPT()
-    opt = muon(model)
-    train(model, opt, tokens(), range(1))
-    extra = nn.Linear(WIDTH, WIDTH)
-    with pytest.raises(OwnershipError, match=r"before the first step.*own\.close\(\)"):
-        opt.add_param_group({"params": list(extra.named_parameters())})
-    assert len(opt.param_groups) == 1
-    train(model, opt, tokens(), range(1, 2))
 
 
 @pytest.mark.parametrize("wrong", [
@@ -1301,20 +1292,161 @@ def test_what_was_frozen_has_its_own_rates_under_a_schedule(form, frozen):
     assert_bitwise(weights(model), weights(twin))
 
 
-def test_a_parameter_unfrozen_later_is_an_error():
-    for whole in (True, False):
-        model = TinyGPT()
-        model.blocks[0].requires_grad_(False)
-        opt = muon(model if whole else model.named_parameters())
-        train(model, opt, tokens(), range(1))
-        before = weights(model)
-        model.blocks[0].requires_grad_(True)
-        with pytest.raises(OwnershipError, match=r"blocks\.0\..*make dmuon.Muon anew"):
-            train(model, opt, tokens(), range(1))
+PIECES: dict[str, Callable[[str], bool]] = {
+    "vectors": lambda name: name.endswith(("norm.weight", "bias")),
+    "embedding": lambda name: name.startswith("embed"),
+    "block": lambda name: name.startswith("blocks.1"),
+    "some matrices": lambda name: name.endswith("up.weight"),
+}
+
+
+def freeze(model: nn.Module, is_late: Callable[[str], bool], frozen: bool = True) -> Named:
+    late = [(name, p) for name, p in model.named_parameters() if is_late(name)]
+    for _, p in late:
+        p.requires_grad_(not frozen)
+    return late
+
+
+def reference_with_late(model: nn.Module, is_late: Callable[[str], bool]) -> None:
+    """Two steps without what comes late, and three with it, by the reference: what has no gradient
+    is left out."""
+    opt = ReferenceMuon(model, **SETTINGS)
+    for step in range(5):
+        mean_square(model, tokens()(step)).backward()
+        for name, p in model.named_parameters():
+            if step < 2 and is_late(name):
+                p.grad = None
+        opt.step()
+        opt.zero_grad()
+
+
+def given_late(
+    how: str, model: nn.Module, is_late: Callable[[str], bool], **settings: Any
+) -> tuple[dmuon.Muon, Callable[[], None]]:
+    """An optimizer that does not train some parameters yet, and what makes it."""
+    late = freeze(model, is_late)
+    if how == "groups":
+        opt = muon([(n, p) for n, p in model.named_parameters() if not is_late(n)], **settings)
+    else:
+        if how == "dedicated before":
+            dmuon.dedicate_params(model)
+        opt = muon(model, **settings)
+
+    def begin() -> None:
+        freeze(model, is_late, frozen=False)
+        if how == "groups":
+            opt.add_param_group({"params": late})
+
+    return opt, begin
+
+
+@pytest.mark.parametrize("how", ["unfrozen", "dedicated before", "groups"])
+@pytest.mark.parametrize("piece", PIECES)
+def test_parameters_that_come_late_are_trained_from_then_on(piece, how, caplog):
+    model = TinyGPT()
+    twin = clone(model)
+    opt, begin = given_late(how, model, PIECES[piece])
+    train(model, opt, tokens(), range(2))
+    ownership = opt.ownership
+    solved = ownership.plan.seconds
+    begin()
+    with caplog.at_level("INFO", "dmuon"):
+        train(model, opt, tokens(), range(2, 5))
+    (told,) = caplog.messages
+    assert "planned again in" in told
+    reference_with_late(twin, PIECES[piece])
+    assert_within(weights(model), weights(twin), 1e-5)
+    assert opt.ownership is ownership and opt.stats()["steps"] == 5
+    # Without new matrices nothing is solved again.
+    assert (ownership.plan.seconds == solved) == (piece in ("vectors", "embedding"))
+    assert certify(ownership.plan).findings == ()
+    same_state(opt.state_dict()["state"], through_a_file(opt.state_dict())["state"])
+    ownership.close()
+    assert ownership_of(model.lm_head.weight) is None
+
+
+def test_what_was_planned_goes_on_as_it_was():
+    """Momentum, moments and masters to the bit, the schedule, and what was counted."""
+    model = TinyGPT().bfloat16()
+    opt, begin = given_late("unfrozen", model, PIECES["block"], master_weights=True)
+    train(model, opt, tokens(), range(2))
+    model.blocks[0].up.weight.grad = torch.full_like(model.blocks[0].up.weight, torch.nan)
+    with pytest.warns(RuntimeWarning, match="skipped"):
+        opt.step()
+    opt.zero_grad()
+    before = copy.deepcopy([dict(opt.state[p]) for p in opt.state])
+    known = list(opt.state)
+    begin()
+    late = model.blocks[1].up.weight
+    late.grad = torch.ones_like(late)
+    opt.step()  # of one matrix: all others stay as they are
+    assert len(opt.state) > len(known)
+    for p, entry in zip(known, before):
+        assert opt.state[p].keys() == entry.keys()
+        for key, value in entry.items():
+            assert torch.equal(torch.as_tensor(opt.state[p][key]), torch.as_tensor(value))
+    assert opt.state[late]["momentum_buffer"].any()
+    assert opt.stats()["skipped"] == 1 and opt.stats()["steps"] == 4
+
+
+def test_what_is_frozen_again_keeps_its_state_and_goes_on():
+    model, twin = TinyGPT(), TinyGPT()
+    twin.load_state_dict(model.state_dict())
+    opt, begin = given_late("unfrozen", model, PIECES["vectors"])
+    reference = ReferenceMuon(twin, **SETTINGS)
+    late = {name for name, _ in model.named_parameters() if PIECES["vectors"](name)}
+    late |= {"blocks.0.up.weight"}  # planned at first, and frozen in between
+    for step in range(6):
+        if step in (1, 4):
+            begin()
+            model.blocks[0].up.weight.requires_grad_(True)
+        if step == 2:
+            freeze(model, lambda name: name in late)
+        train(model, opt, tokens(), [step])
+        mean_square(twin, tokens()(step)).backward()
+        for name, p in twin.named_parameters():
+            first = name in late and PIECES["vectors"](name) and step == 0
+            if first or (name in late and step in (2, 3)):
+                p.grad = None
+        reference.step()
+        reference.zero_grad()
+    assert_within(weights(model), weights(twin), 1e-5)
+
+
+def test_a_state_that_is_loaded_reaches_what_comes_late():
+    """A checkpoint of a run in which everything was trained."""
+    model = TinyGPT()
+    donor = muon(model)
+    train(model, donor, tokens(), range(2))
+    saved = copy.deepcopy((model.state_dict(), donor.state_dict()))
+    expected = train(model, donor, tokens(), range(2, 4))
+    other = TinyGPT()
+    opt, begin = given_late("unfrozen", other, PIECES["block"])
+    train(other, opt, tokens(), range(1))
+    other.load_state_dict(saved[0])
+    opt.load_state_dict(saved[1])
+    begin()
+    assert train(other, opt, tokens(), range(2, 4)) == pytest.approx(expected, rel=1e-6)
+    assert_within(weights(other), weights(model), 1e-6)
+
+
+def test_planning_again_that_fails_leaves_all_as_it_was():
+    model = TinyGPT()
+    opt, begin = given_late("groups", model, PIECES["block"])
+    train(model, opt, tokens(), range(2))
+    before = weights(model)
+    begin()
+    for change in ({"momentum": "high"}, {"betas": (0.5, 0.5)}):
+        kept = dict(opt.param_groups[1])
+        opt.param_groups[1].update(change)
+        with pytest.raises((TypeError, ValueError), match="momentum must be|betas"):
+            train(model, opt, tokens(), [2])
+        opt.zero_grad()
         assert_bitwise(weights(model), before)
-        again = muon(model if whole else model.named_parameters())
-        again.load_state_dict(opt.state_dict())
-        train(model, again, tokens(), range(2))
+        for key in change:
+            del opt.param_groups[1][key]
+        opt.param_groups[1].update(kept)
+    train(model, opt, tokens(), [2])
 
 
 @pytest.mark.parametrize("whole", [True, False])

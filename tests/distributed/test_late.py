@@ -1,0 +1,247 @@
+"""Parameters that come late: unfrozen or added with `add_param_group` in the middle of training."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import dmuon
+from dmuon.dtensors import whole_tensor
+from dmuon.reference import ReferenceMuon
+from dmuon.types import ConsensusError, OwnershipError
+from tests.accelerator import host_cannot_read
+from tests.distributed.harness import distributed
+from tests.distributed.models import Net, batch, loss_of, seeded, wrap
+from tests.distributed.owners import MUON, assert_bitwise, assert_close
+from tests.distributed.test_drop_in import Used, average
+
+# A norm, a bias, an embedding; matrices that have new shapes, and some that share one.
+LATE: dict[str, tuple[str, ...]] = {
+    "vectors": ("blocks.0.norm.weight", "blocks.0.norm.bias", "mid.bias", "tok.weight"),
+    "matrices": ("mid.weight", "blocks.1.up.weight", "blocks.1.up.bias", "blocks.2.down.weight"),
+}
+
+
+class Late:
+    """A model in one kind of parallelism whose parameters ``names`` are trained later, beside the
+    reference, which has no gradient of them until then."""
+
+    def __init__(self, kind: str, how: str, names: tuple[str, ...], rank: int, world: int, **muon):
+        self.kind, self.how, self.names, self.rank, self.world = kind, how, names, rank, world
+        self.bare, self.twin = seeded(Used), seeded(Used)
+        if kind == "fsdp2":
+            mesh = init_device_mesh("cpu", (world,))
+            for block in self.bare.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.bare, mesh=mesh)
+        self.model = wrap(self.bare, kind == "ddp")
+        self.late = [(n, p) for n, p in self.bare.named_parameters() if n in names]
+        for _, p in self.late:
+            p.requires_grad_(False)
+        given: Any = self.model
+        if how == "group":
+            given = [(n, p) for n, p in self.bare.named_parameters() if n not in names]
+        if how == "dedicated before":
+            dmuon.dedicate_params(self.model)
+        self.opt = dmuon.Muon(given, **(MUON | muon))
+        self.ref = ReferenceMuon(self.twin, **MUON)
+        self.begun = False
+
+    def begin(self) -> None:
+        self.begun = True
+        for _, p in self.late:
+            p.requires_grad_(True)
+        if self.how == "group":
+            self.opt.add_param_group({"params": self.late})
+
+    def backward(self, step: int) -> None:
+        loss_of(self.model, batch(step, self.rank)).backward()
+        if self.kind == "plain":
+            average(*self.bare.parameters())
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            self.backward(step)
+            self.opt.step()
+            self.opt.zero_grad()
+            for rank in range(self.world):
+                (loss_of(self.twin, batch(step, rank)) / self.world).backward()
+            for name, p in self.twin.named_parameters():
+                if name in self.names and not self.begun:
+                    p.grad = None
+            self.ref.step()
+            self.ref.zero_grad()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {n: whole_tensor(p.detach()).clone() for n, p in self.bare.named_parameters()}
+
+    def check(self) -> None:
+        assert_close(self.weights(), {n: p.detach() for n, p in self.twin.named_parameters()})
+
+
+KINDS = pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
+
+
+@KINDS
+@pytest.mark.parametrize("how", ["unfrozen", "group", "dedicated before"])
+@distributed(2)
+def test_they_are_trained_from_then_on(rank, world, kind, how):
+    for names in LATE.values():
+        late = Late(kind, how, names, rank, world)
+        late.train(range(2))
+        before = {p: late.opt.state[p] for p in late.opt.state}
+        kept = {p: dict(entry) for p, entry in before.items()}
+        late.begin()
+        late.train(range(2, 5))
+        late.check()
+        # What was there goes on in the same memory.
+        assert all(
+            late.opt.state[p][key] is value
+            for p, entry in kept.items()
+            for key, value in entry.items()
+        )
+        assert late.opt.stats()["steps"] == 5
+        late.opt.ownership.close()
+
+
+@distributed(2)
+def test_their_state_is_saved_and_loaded(rank, world):
+    late = Late("fsdp2", "group", LATE["matrices"], rank, world)
+    late.train(range(1))
+    late.begin()
+    late.train(range(1, 3))
+    found = get_optimizer_state_dict(late.bare, late.opt)["state"]
+    assert all(len(found[name]) for name, _ in late.bare.named_parameters())
+    saved = copy.deepcopy((late.bare.state_dict(), late.opt.state_dict()))
+    late.train(range(3, 5))
+    expected = late.weights()
+    late.bare.load_state_dict(saved[0])
+    late.opt.load_state_dict(saved[1])
+    for step in range(3, 5):
+        late.backward(step)
+        late.opt.step()
+        late.opt.zero_grad()
+    assert_bitwise(late.weights(), expected)
+    late.opt.ownership.close()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("how", ["unfrozen", "group"])
+@distributed(2)
+def test_on_one_rank_alone_they_are_an_error_on_all(rank, world, kind, how):
+    """Nothing changes, and when the others have followed, training goes on."""
+    late = Late(kind, how, LATE["matrices"], rank, world)
+    late.train(range(2))
+    late.backward(2)
+    before = late.weights()
+    if rank == 1:
+        late.begin()
+    match = "not on every rank" if rank == 1 else "rank 1 refuses"
+    with pytest.raises(OwnershipError if rank == 1 else ConsensusError, match=match):
+        late.opt.step()
+    assert_bitwise(late.weights(), before)
+    if rank == 0:
+        late.begin()
+    late.opt.zero_grad()
+    late.begun = True
+    late.train(range(2, 4))
+    late.check()
+    late.opt.ownership.close()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@distributed(2)
+def test_where_the_host_cannot_read(rank, world, kind):
+    """All ranks plan again at once; where one is alone, the others learn it at the next step."""
+    with host_cannot_read():
+        late = Late(kind, "unfrozen", LATE["matrices"], rank, world)
+        late.train(range(2))
+        late.begin()
+        late.train(range(2, 4))
+        late.check()
+        late.opt.ownership.close()
+        late = Late(kind, "unfrozen", LATE["matrices"], rank, world)
+        late.train(range(2))
+        before = late.weights()
+        late.backward(2)
+        if rank == 1:
+            late.begin()
+        with pytest.raises(OwnershipError, match="not on every") if rank == 1 else nullcontext():
+            late.opt.step()
+        assert_bitwise(late.weights(), before)
+        if rank == 0:
+            late.begin()
+        late.opt.zero_grad()
+        late.backward(2)
+        with pytest.raises(ConsensusError, match="rank 1 refuses"):
+            late.opt.step()
+        late.opt.ownership.close()
+
+
+@distributed(2)
+def test_block_steps_go_on_until_the_next_full_step(rank, world):
+    late = Late("fsdp2", "unfrozen", LATE["matrices"], rank, world, period=3)
+    late.train(range(4))
+    late.begin()
+    before = late.weights()
+    late.train(range(4, 6))  # block steps
+    after = late.weights()
+    assert all(torch.equal(before[n], after[n]) for n in LATE["matrices"])
+    assert not torch.equal(before["tok.weight"], after["tok.weight"])
+    late.train(range(6, 8))
+    after = late.weights()
+    assert not any(torch.equal(before[n], after[n]) for n in LATE["matrices"])
+    assert late.opt.stats()["steps"] == 8
+    late.opt.ownership.close()
+    late = Late("fsdp2", "unfrozen", LATE["matrices"], rank, world, period=float("inf"))
+    late.train(range(1))
+    late.begin()
+    with pytest.raises(OwnershipError, match="period=math.inf"):
+        late.train(range(1, 2))
+    late.opt.ownership.close()
+
+
+@distributed(2)
+def test_what_ddp_does_not_average_is_told(rank, world):
+    """A parameter that was frozen when DDP was made is none of its."""
+    model = seeded(Used)
+    model.mid.weight.requires_grad_(False)
+    ddp = wrap(model, True)
+    opt = dmuon.Muon(ddp, **MUON)
+    for step in range(5):  # by now gradients are compared rarely
+        loss_of(ddp, batch(step, rank)).backward()
+        opt.step()
+        opt.zero_grad()
+    model.mid.weight.requires_grad_(True)
+    loss_of(ddp, batch(5, rank)).backward()
+    with pytest.raises(OwnershipError, match="mid.weight.*wrap it again"):
+        opt.step()
+    opt.ownership.close()
+
+
+@pytest.mark.parametrize("layout", ["reduce_to_owner", "dedicated"])
+@distributed(2)
+def test_layouts_of_owners_say_what_to_do(rank, world, layout):
+    model = seeded(Net)
+    model.mid.weight.requires_grad_(False)
+    asked: dict[str, Any] = {"options": dmuon.ReplicatedOptions(reduce_to_owner=True)}
+    own = dmuon.dedicate_params(model, **(asked if layout != "dedicated" else {"layout": layout}))
+    opt = dmuon.Muon(model, **MUON)
+    for step, is_late in enumerate((False, True)):
+        model.mid.weight.requires_grad_(is_late)
+        loss_of(model, batch(step, rank)).backward()
+        with (
+            pytest.raises(OwnershipError, match=r"mid\.weight.*own\.close")
+            if is_late
+            else nullcontext()
+        ):
+            opt.step()
+    own.close()
