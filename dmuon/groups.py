@@ -228,11 +228,10 @@ def _instead(key: str, needed: Collection[str], is_muon: bool) -> str:
 
 
 def as_here(group: Group, now: Group) -> Group:
-    """A saved group with what the group has ``now`` and with nothing that is not read here, such as
-    how torch's optimizers compute, or what a parameter needed that is frozen by now."""
-    dropped = {*_MEMBERS, *_OURS} - now.keys() | _FLAGS.keys() - {"maximize", "amsgrad"}
-    saved = {k: v for k, v in group.items() if k == "params" or k not in dropped}
-    return saved | {k: v for k, v in now.items() if k not in saved}
+    """A saved group with what the group has ``now``, without hyperparameters that are not read here
+    but for those that would change the update."""
+    read = {*now, *_NOTES} - _FLAGS.keys() | {"maximize", "amsgrad"}
+    return now | {k: v for k, v in group.items() if k in read or k.startswith("_")}
 
 
 def describe(group: Group, number: int, members: object) -> list[str]:
