@@ -33,7 +33,7 @@ from dmuon.comm.pipeline import Pipeline
 from dmuon.comm.process_groups import NewGroup
 from dmuon.comm.routes import bucket_route
 from dmuon.comm.transport import Transport, Work
-from dmuon.config import ShardedOptions
+from dmuon.config import BATCH_BUCKETS, ShardedOptions
 from dmuon.dtensors import LocalParameters
 from dmuon.scheduler.plan import OwnershipPlan, Unit
 from dmuon.scheduler.shards import ShardMap
@@ -60,6 +60,7 @@ class ShardedRuntime(LayoutRuntime):
         self.shards = shards
         self.parameters = list(parameters)
         self.pipeline: Pipeline | None = None
+        self.batch_numel = 0  # of a batch of several blocks, once bound
         self._options = options
         self.locals = LocalParameters(self.parameters, [p.name for p in plan.specs.parameters])
         self._needs: dict[int, set[int]] = {}  # id(parameter) -> buckets with a part of it
@@ -80,6 +81,7 @@ class ShardedRuntime(LayoutRuntime):
         whether updates may be awaited by the next forward (else by `synchronize` alone)."""
         self._bind_units(groups)
         options = self._options
+        self.batch_numel = BATCH_BUCKETS * options.bucket_bytes // ns_dtype.itemsize
         travelling = [u for u, unit in enumerate(self.units) if not self.is_local(unit)]
         cuts = cut_buckets(
             self.units, travelling, options.bucket_bytes, options.min_buckets,

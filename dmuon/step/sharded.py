@@ -42,6 +42,7 @@ from dmuon.dtensors import distributed_as, local_tensor, stored_tensor, whole_te
 from dmuon.kernels.newton_schulz import into_range
 from dmuon.kernels.ops import Peers
 from dmuon.kernels.runner import Call, SliceCall
+from dmuon.scheduler.costs import largest_batch
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box, Form
 from dmuon.step.engine import SUSPECTS, Amp, Engine, load_entry
@@ -182,7 +183,8 @@ class ShardedEngine(Engine):
         local = [u for u in runtime.units if runtime.is_local(u) and u.owner == self._rank]
         order = [state.block_of[i] for i in chain(*sent, *(unit.matrices for unit in local))]
         others = sorted(set(range(len(state.blocks))) - set(order))
-        state.reserve(order if self._settings.schedule.always_full else order + others)
+        every = order if self._settings.schedule.always_full else order + others
+        state.reserve(every, self._settings.ns_dtype)
         self._operands = operands = Operands(state, order, others)
         blocks = [state.blocks[k] for k in operands.order]
         self._message = VerdictMessage(
@@ -253,8 +255,10 @@ class ShardedEngine(Engine):
         for (group, is_whole, form, shape), equal in alike.items():
             # A matrix that is whole here always takes full steps.
             own = 1.0 if is_whole or ratio is None else ratio
-            for start in range(0, len(equal), _BLOCK_BATCH):
-                some = [state.blocks[k] for k in equal[start : start + _BLOCK_BATCH]]
+            block = state.blocks[equal[0]]
+            most = largest_batch(block.rows, block.cols, _BLOCK_BATCH, self._runtime.batch_numel)
+            for start in range(0, len(equal), most):
+                some = [state.blocks[k] for k in equal[start : start + most]]
                 matrices = tuple(b.matrix for b in some)
                 # Here a block is a whole by itself.
                 part = Part(-1, 0, matrices, Box.at_origin(shape), shape, form, False)
@@ -723,12 +727,19 @@ class ShardState:
     def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def reserve(self, blocks: Sequence[int]) -> None:
-        """Make a workspace for the operands of these blocks."""
+    def reserve(self, blocks: Sequence[int], ns_dtype: torch.dtype) -> None:
+        """Make a workspace for the operands of these blocks, by the dtype of their momentum: in the
+        Newton-Schulz dtype where that is narrower and there is a copy of a chunk anyway."""
         sizes: Counter[torch.dtype] = Counter({view.dtype: 0 for view in self.momentum})
         for k in blocks:
             sizes[self.momentum[k].dtype] += self.momentum[k].numel()
-        self.workspace = {dtype: self._empty(size, dtype) for dtype, size in sizes.items()}
+        narrows = not host_can_read(self.device)
+        self.workspace = {
+            dtype: self._empty(
+                size, ns_dtype if narrows and ns_dtype.itemsize < dtype.itemsize else dtype
+            )
+            for dtype, size in sizes.items()
+        }
 
     def copy_of_chunk(self, dtype: torch.dtype, numel: int) -> Tensor:
         """Memory for the momentum of a chunk; the same at every call."""
@@ -826,6 +837,10 @@ class Operands:
     """The operands of Newton-Schulz in the order of a step: position n is block ``order[n]``.
 
     ``others`` come last. They have no operand: another replica has it, and their momentum follows.
+
+    Where the workspace is narrower than momentum, an operand is computed in the copy of a chunk and
+    scaled into the middle of the range by a power of two (``_moved``), which `scales` takes back.
+    So it is rounded to its dtype's digits as if it were scaled by the norm of the whole matrix.
     """
 
     def __init__(self, state: ShardState, order: Sequence[int], others: Sequence[int] = ()) -> None:
@@ -857,6 +872,9 @@ class Operands:
         self.largest_run = max((x.numel() for c in self._chunks for _, x in c.runs), default=0)
         self.narrowest = min((dtype.itemsize for dtype, _ in self._shapes), default=4)
         self._norms = torch.zeros(len(self.order), dtype=torch.float64, device=state.device)
+        self._moved: Tensor | None = None
+        if any(dtype is not memory.dtype for dtype, memory in state.workspace.items()):
+            self._moved = torch.ones_like(self._norms)
 
     def stack(self, first: int, last: int) -> Tensor:
         """The operands of equal blocks at these positions, ``[count, *dims of the parameter]``."""
@@ -885,34 +903,53 @@ class Operands:
         """
         momentum, norms = self._state.momentum, self._norms
         on_host = host_can_read(norms.device)
-        for chunk in self._chunks:
+        for number, chunk in enumerate(self._chunks):
             if not chunk.operands:
                 marks = finite_marks([grads[k] for k in chunk.blocks], on_host)
                 norms.narrow(0, chunk.first, len(marks)).copy_(marks)
                 continue
+            runs, operands = chunk.runs, chunk.operands
+            is_narrow = operands[0].dtype is not chunk.dtype
+            if is_narrow:
+                runs, operands = self.copies[number]
             operands_of_newton_schulz(
-                chunk.operands,
+                operands,
                 [momentum[k] for k in chunk.blocks],
                 [grads[k] for k in chunk.blocks],
                 groups[chunk.group],
             )
-            for first, flat in chunk.runs:
-                norms_into(norms.narrow(0, first, len(flat)), flat)
-        if norms.device.type == "cpu":
-            fits = squares_fit(norms[: self._count])
-            if not on_host or not bool(fits.all()):
-                for first, flat in chain.from_iterable(chunk.runs for chunk in self._chunks):
-                    norms_into(norms.narrow(0, first, len(flat)), flat, exact=True)
+            for first, flat in runs:
+                norms_into(norms.narrow(0, first, len(flat)), flat, exact=not on_host)
+            if is_narrow:
+                self._narrow(chunk, runs)
+        if on_host and not bool(squares_fit(norms[: self._count]).all()):
+            for first, flat in chain.from_iterable(chunk.runs for chunk in self._chunks):
+                norms_into(norms.narrow(0, first, len(flat)), flat, exact=True)
         return norms
 
+    def _narrow(self, chunk: _Chunk, runs: Sequence[tuple[int, Tensor]]) -> None:
+        """Round the operands of a chunk, whose norms are known, into the workspace."""
+        assert self._moved is not None
+        here = slice(chunk.first, chunk.first + len(chunk.blocks))
+        norms = self._norms[here]
+        # No entry overflows in float16, and what is subnormal there vanishes beside the others.
+        moved = torch.frexp(norms).mantissa.mul_(2.0**14).div_(norms)
+        moved = torch.where(norms.isfinite() & (norms > 0), moved, 1.0).clamp_(2.0**-100, 2.0**100)
+        self._moved[here].copy_(moved)
+        moved = moved if chunk.dtype is torch.float64 else moved.float()
+        for (first, flat), (_, to) in zip(runs, chunk.runs, strict=True):
+            scale_into(to, flat, moved.narrow(0, first - chunk.first, len(flat)))
+
     def scales(self, norms: Tensor, groups: Sequence[Mapping[str, Any]]) -> Tensor:
-        """`into_range` of each."""
+        """`into_range` of each, as it lies in the workspace."""
         each = {chunk.first: float(groups[chunk.group]["eps"]) for chunk in self._chunks}
         if len(set(each.values())) <= 1:
             scales = into_range(norms, next(iter(each.values()), 1.0))
         else:
             own = norms.split([len(chunk.blocks) for chunk in self._chunks])
             scales = torch.cat([into_range(*pair) for pair in zip(own, each.values(), strict=True)])
+        if self._moved is not None:
+            scales = scales / self._moved
         return scales if torch.float64 in self._state.workspace else scales.float()
 
     def commit(

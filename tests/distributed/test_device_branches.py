@@ -313,6 +313,8 @@ def run_sharded(
         ("fsdp2", 2, 1, {}),
         ("fsdp2", 2, 3, {}),
         ("fsdp2", 2, 2, {"master_weights": True, "dtype": torch.bfloat16}),
+        # Operands lie in the narrower dtype, where no host reads.
+        ("fsdp2", 2, 1, {"ns_dtype": torch.bfloat16}),
         ("tp", 2, 3, {}),
         ("hsdp", 4, 2, {}),
         ("fsdp2", 2, 1, SHARED),

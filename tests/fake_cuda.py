@@ -1,0 +1,384 @@
+"""Steps of the `sharded` layout on fake CUDA tensors at the sizes of real models: one rank of many.
+
+Planning, binding and `step` are the real ones; tensors have shapes, dtypes, storages and no memory,
+and a process group that moves nothing. So it can be counted what a step dispatches, which
+``_foreach_`` calls leave the fast route, and which bytes are alive, in seconds and without a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import dmuon
+from dmuon.api import Given, Request, assemble
+from dmuon.scheduler.shards import LocalShard, RankShards
+from dmuon.scheduler.specs import Box
+from dmuon.scheduler.topology import Topology
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def llama(layers: int, hidden: int = 4096, kv: int = 1024, inner: int = 14336) -> Shapes:
+    """The matrices of Llama-3-8B, and what AdamW updates between them."""
+    found: Shapes = {}
+    for i in range(layers):
+        for name, shape in {
+            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.k_proj": (kv, hidden),
+            "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, hidden),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+            "norm": (hidden,),
+        }.items():
+            found[f"layers.{i}.{name}.weight"] = shape
+    return found
+
+
+# ---- what is not there ---------------------------------------------------------------------
+
+
+class _Work:
+    def wait(self) -> None:
+        """Nothing travels."""
+
+
+class _Transport:
+    """One rank's, of a group in which all say the same."""
+
+    failed = False
+
+    def __init__(self, rank: int, world: int, shapes: Shapes, mesh: DeviceMesh) -> None:
+        self.rank, self.world, self._shapes, self._mesh = rank, world, shapes, mesh
+
+    def _go(self, *args: Any, **kwargs: Any) -> _Work:
+        return _Work()
+
+    reduce = all_reduce = broadcast = all_to_all = _go
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        if isinstance(value, RankShards):
+            return [held(self._shapes, r, self.world) for r in range(self.world)]
+        return [value] * self.world
+
+    def broadcast_object(self, value: Any, src: int) -> Any:
+        return value
+
+    def meet(self, *args: Any) -> None:
+        """All are there."""
+
+    def mesh(self, device: Any) -> DeviceMesh:
+        return self._mesh
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Watch:
+    """A `Stopwatch` that never has a time."""
+
+    def __init__(self, device: torch.device) -> None: ...
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def ready(self) -> bool:
+        return False
+
+
+class _HostCopy:
+    """It never arrives; nothing bad is in it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._count = tensor.numel()
+
+    def read(self) -> list[float]:
+        return [0.0] * self._count
+
+
+class _Replay:
+    """A captured call, which launches one graph."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        call()
+
+    def __call__(self) -> None: ...
+
+
+def rows_of(rows: int, rank: int, world: int) -> tuple[int, int]:
+    per = -(-rows // world)
+    return min(rows, rank * per), min(rows, (rank + 1) * per)
+
+
+def held(shapes: Shapes, rank: int, world: int) -> RankShards:
+    """What a rank has of parameters whose rows are shared out, as by FSDP2."""
+    found = []
+    for shape in shapes.values():
+        low, high = rows_of(shape[0], rank, world)
+        box = Box((low, *[0] * (len(shape) - 1)), (high - low, *shape[1:]))
+        found.append(LocalShard(tuple(range(world)), (), box))
+    return RankShards.of(rank, found)
+
+
+# Of a tensor whose device is not there these methods ask the device; what they dispatch does not.
+
+
+def _index(tensor: Tensor, index: Any) -> Tensor:
+    index, dim = index if isinstance(index, tuple) else (index,), 0
+    if any(isinstance(i, (Tensor, list)) for i in index):
+        return _GET(tensor, index)
+    if Ellipsis in index:
+        at, named = index.index(Ellipsis), sum(i is not None for i in index) - 1
+        rest = (slice(None),) * (tensor.ndim - named)
+        index = index[:at] + rest + index[at + 1 :]
+    for i in index:
+        if i is None:
+            tensor = tensor.unsqueeze(dim)
+        elif isinstance(i, slice):
+            start, stop, step = i.indices(tensor.shape[dim])
+            tensor = torch.ops.aten.slice.Tensor(tensor, dim, start, stop, step)
+        else:
+            tensor = tensor.select(dim, i)
+            continue
+        dim += 1
+    return tensor
+
+
+_GET, _SET, _COPY = Tensor.__getitem__, Tensor.__setitem__, Tensor.copy_
+
+
+def _get(self: Tensor, index: Any) -> Tensor:
+    return _index(self, index) if isinstance(self, FakeTensor) else _GET(self, index)
+
+
+def _set(self: Tensor, index: Any, value: Any) -> None:
+    if not isinstance(self, FakeTensor):
+        _SET(self, index, value)
+    elif isinstance(value, Tensor):
+        _copy(_index(self, index), value)
+    else:
+        _index(self, index).fill_(value)
+
+
+_COUNTS: list[Count] = []
+
+
+def _copy(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(self, FakeTensor):
+        return _COPY(self, source, non_blocking)
+    for count in _COUNTS:
+        count.note("copy_", [self, source], {})
+    return self
+
+
+# ---- what is counted -------------------------------------------------------------------------
+
+_VIEWS = ("_unsafe_view", "_reshape_alias", "detach", "size", "stride")
+_READS = ("_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "is_nonzero")
+
+
+def is_fast(lists: Sequence[Sequence[Tensor]], others: Sequence[Tensor]) -> bool:
+    """Whether a ``_foreach_`` call on CUDA takes one launch for all tensors of its lists."""
+    first = lists[0]
+    one = {t.dtype for tensors in lists for t in tensors} | {t.dtype for t in others}
+    same = all(
+        a.shape == b.shape and a.stride() == b.stride()
+        for tensors in lists[1:]
+        for a, b in zip(first, tensors, strict=True)
+    )
+    return len(one) == 1 and same
+
+
+@dataclass
+class Count(TorchDispatchMode):
+    """``calls`` by name, those of ``slow`` foreach routes by tensors, and ``reads`` by the host;
+    ``copied`` are bytes of copies to float64; ``most`` and `alive` are bytes of storages that were
+    made meanwhile."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    slow: Counter[str] = field(default_factory=Counter)
+    reads: list[str] = field(default_factory=list)
+    copied: int = 0
+    most: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    @property
+    def launches(self) -> int:
+        """About so many kernels."""
+        return self.calls.total() + self.slow.total()
+
+    @property
+    def alive(self) -> int:
+        self._made = {k: v for k, v in self._made.items() if not v[0].expired()}
+        return sum(nbytes for _, nbytes in self._made.values())
+
+    def note(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
+        if name in _READS:
+            self.reads.append(name)
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        if name in ("copy_", "_to_copy"):
+            to = torch.device(kwargs.get("device") or tensors[0].device)
+            if len({to.type, *(t.device.type for t in tensors)}) > 1 and tensors[-1].numel() > 1:
+                self.reads.append(f"{name} {tensors[-1].device} -> {to}")
+        # These kernels copy their operand, where it is narrower, before they begin.
+        if kwargs.get("dtype") is torch.float64 and not name.startswith("_foreach"):
+            self.copied += sum(8 * t.numel() for t in tensors if t.dtype is torch.float32)
+        self.calls[name] += 1
+        is_list = name.startswith("_foreach_") and name != "_foreach_norm"
+        if is_list and not is_fast(lists, tensors):
+            self.slow[name] += len(lists[0])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # its local operations come by in turn
+        name = func.name().removeprefix("aten::").split(".")[0]
+        result = func(*args, **kwargs)
+        if func.is_view or name in _VIEWS or "::" in name or name.startswith(("is_", "sym_")):
+            return result
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if _is_fake(t)}
+        made = [t.untyped_storage() for t in tree_leaves(result) if _is_fake(t)]
+        new = [storage for storage in made if storage._cdata not in given]
+        self._made |= {s._cdata: (StorageWeakRef(s), s.nbytes()) for s in new}
+        if new:
+            self.most = max(self.most, self.alive)
+        if not name.startswith(("empty", "new_empty")):
+            self.note(name, args, kwargs)
+        return result
+
+    def __enter__(self) -> Count:
+        _COUNTS.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        _COUNTS.remove(self)
+
+
+def _is_fake(value: Any) -> bool:
+    return isinstance(value, FakeTensor) and value.device.type == "cuda"
+
+
+# ---- a rank ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rank:
+    """A rank's optimizer on fake tensors; ``bound``: what was made when it was bound."""
+
+    model: nn.Module
+    opt: dmuon.Muon
+    bound: Count
+    grads: list[tuple[nn.Parameter, torch.Size]]
+
+    @property
+    def engine(self) -> Any:
+        return self.opt._run.engines[0]
+
+    def step(self) -> Count:
+        """Take a step with all gradients present."""
+        for p, local in self.grads:
+            grad = torch.empty(local, dtype=p.dtype, device="cuda:0")
+            p.grad = DTensor.from_local(
+                grad, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+            )
+        with Count() as count:
+            self.opt.step()
+        self.opt.zero_grad()
+        return count
+
+
+@contextmanager
+def rank_of(
+    shapes: Shapes,
+    world: int,
+    rank: int = 0,
+    *,
+    dtype: torch.dtype = torch.float32,
+    planner: dmuon.PlannerOptions | None = None,
+    **muon: Any,
+) -> Iterator[Rank]:
+    """One of ``world`` ranks among which FSDP2 has shared out the rows of a model."""
+    named: list[tuple[str, nn.Parameter]] = []
+    with ExitStack() as stack:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        stack.callback(dist.destroy_process_group)
+        mine = dict(zip(shapes, held(shapes, rank, world).shards, strict=True))
+        for target, attribute, value in (
+            (torch.cuda, "device_count", lambda: 8),
+            (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "set_device", lambda *args: None),
+            (Tensor, "data_ptr", lambda tensor: id(tensor)),
+            (Tensor, "__getitem__", _get),
+            (Tensor, "__setitem__", _set),
+            (Tensor, "copy_", _copy),
+            (dmuon.step.engine, "Stopwatch", _Watch),
+            (dmuon.step.verdict, "HostCopy", _HostCopy),
+            (dmuon.kernels.runner, "_captured", lambda device, call: _Replay(call)),
+            (dmuon.kernels.choice, "offered_backends", lambda *args: ("torch",)),
+            (dmuon.api, "local_shard", lambda name, p, r: mine[name]),
+            (dmuon.api, "reshard", lambda model: None),
+            (dmuon.optim, "check_planned_together", lambda *args: None),
+        ):
+            stack.enter_context(mock.patch.object(target, attribute, value))
+        mesh = DeviceMesh("cuda", torch.arange(world), mesh_dim_names=("dp",))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        root = nn.Module()
+        for name, shape in shapes.items():
+            local = (mine[name].box.shape[0], *shape[1:])
+            p = nn.Parameter(
+                DTensor.from_local(
+                    torch.empty(local, dtype=dtype, device="cuda:0"), mesh, [Shard(0)],
+                    run_check=False, shape=torch.Size(shape),
+                    stride=torch.empty(shape, device="meta").stride(),
+                )
+            )  # fmt: skip
+            *path, leaf = name.split(".")
+            module = root
+            for part in path:
+                if not hasattr(module, part):
+                    module.add_module(part, nn.Module())
+                module = getattr(module, part)
+            module.register_parameter(leaf, p)
+            named.append((name, p))
+        transport = _Transport(rank, world, shapes, mesh)
+        assemble(
+            Given(root),
+            Request(
+                "sharded", select=lambda name, p: p.ndim == 2, costs="analytic:h100",
+                solver="greedy", planner=planner or dmuon.PlannerOptions(co_owners="off"),
+            ),
+            transport,
+            lambda: Topology.on_nodes((world,), ("dp",), [r // 8 for r in range(world)], "cuda"),
+            lambda partition: transport,
+        )  # fmt: skip
+        with Count() as bound:
+            opt = dmuon.Muon(root, lr=1e-3, ns_dtype=torch.float16, **muon)
+        sizes = [(p, torch.Size((mine[n].box.shape[0], *p.shape[1:]))) for n, p in named]
+        yield Rank(root, opt, bound, sizes)
+
+
+def largest(shapes: Shapes) -> int:
+    """Elements of the largest matrix."""
+    return max(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
