@@ -256,6 +256,7 @@ def assemble(
     ``new_group`` makes the transports of the `dedicated` layout's and of co-owners' process groups,
     instead of `Transport.subgroup`.
     """
+    made = [transport]
     with ExitStack() as undo:
         undo.callback(transport.close)
         # Everything that can be wrong on one rank is found here.
@@ -320,6 +321,7 @@ def assemble(
         def opened(partition: Sequence[Sequence[int]]) -> Transport:
             group = (new_group or transport.subgroup)(partition)
             undo.callback(group.close)
+            made.append(group)
             return group
 
         measured = isinstance(costs, CostTable) and costs is not request.costs and costs.entries
@@ -330,11 +332,15 @@ def assemble(
             plan = planned(replace(costs, links=dict.fromkeys(SIZES, Link(0.0, 1e30))))
             if plan.has_co_owners:
                 costs = _with_slices(costs, plan, transport, opened, found, request)
+                del made[1:]  # closed
                 plan = planned(costs)
             else:
                 plan = replace(plan, shared_prices=(), shared_ms=None)
         runtime = _runtime(request, found, plan, shards, reports, transport, opened)
         undo.pop_all()
+    for one in made:
+        if isinstance(one, C10dTransport):
+            one.end_planning()
     return Ownership(plan, runtime, given.inner, request.kernels)
 
 
@@ -757,11 +763,9 @@ def _transport(
 
 def _warn_of_timeouts(groups: Mapping[str, dist.ProcessGroup]) -> None:
     """Say where a rank that hangs is waited for longer than `init_process_group` was told."""
-    asked = timeout_of(dist.group.WORLD) if groups and dist.group.WORLD is not None else None
-    if asked is None:
-        return
-    longer = {name: t for name, g in groups.items() if (t := timeout_of(g)) and t > asked}
-    if longer:
+    asked = timeout_of(dist.group.WORLD) if groups else None
+    longer = {name: t for name, g in groups.items() if asked and (t := timeout_of(g)) and t > asked}
+    if asked and longer:
         most = max(longer.values()).total_seconds()
         warnings.warn(
             f"dmuon: the default process group waits {asked.total_seconds():g} s for a rank that "

@@ -259,8 +259,8 @@ class ReplicatedOptions(_Checked):
     ``publish_bucket_bytes``: updates of one owner up to this size leave in one broadcast.
     ``broadcast_parameters``: `dedicate_params` starts a plain module from the weights and buffers
     of the mesh's first rank. ``timeout_s``: after how many seconds a collective of dmuon's own
-    process group gives up (None: torch's default for new groups, whatever `init_process_group` was
-    given).
+    process group gives up (None: as in the default group, and torch's default for new groups while
+    owners are planned).
 
     ``reduce_to_owner``: dmuon averages the gradients in backward, each matrix's at its owner alone,
     which alone has the momentum. It takes less traffic and memory, and more care

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from itertools import islice, takewhile
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -78,7 +78,6 @@ from dmuon.types import (
 from dmuon.update import Rates, not_finite
 
 Route = tuple[ParameterSpec, tuple[MatrixSpec, ...]]
-T = TypeVar("T")
 _log = logging.getLogger("dmuon")
 
 
@@ -194,7 +193,8 @@ class Muon(Optimizer):
         check_launched("dmuon.Muon")
         given = read_groups(model_or_params)
         ownerships = _ownerships_in(model_or_params, given)
-        check_planned_together([o.runtime.transport for o in ownerships])
+        transports = [o.runtime.transport for o in ownerships]
+        check_planned_together(transports)
         run = _Run(
             {
                 "publish": publish,
@@ -223,7 +223,7 @@ class Muon(Optimizer):
             return made
 
         # What must be alike is compared when engines are made.
-        groups = _attempt(ownerships, prepare)
+        groups = attempt_in_all(transports, prepare)
         _keep_compiler_out()
         super().__init__(groups, {})
         self.defaults = dict(run.muon)
@@ -446,8 +446,8 @@ class Muon(Optimizer):
 
     def _bind(self, ownerships: list[Ownership]) -> None:
         """Make the engines: a collective call."""
-        run = self._run
-        check_planned_together([o.runtime.transport for o in ownerships])
+        run, transports = self._run, [o.runtime.transport for o in ownerships]
+        check_planned_together(transports)
         dtype = run.switches["ns_dtype"]
         algorithms = {p: spec.algorithm for p, spec in _planned(ownerships)}
         again = bool(run.engines)
@@ -480,7 +480,7 @@ class Muon(Optimizer):
                 lines += describe(new, number, found)
             return "\n".join(lines)
 
-        made = _attempt(ownerships, prepare, digest=text)
+        made = attempt_in_all(transports, prepare, digest=text)
         for group, known in zip(self.param_groups, made, strict=True):
             group.update(known)
         run.accepted = Accepted(run.kinds)
@@ -511,8 +511,8 @@ class Muon(Optimizer):
                 self._load({p: run.loaded[n] for n, p in self._named() if n in run.loaded})
 
         try:
-            flaws = _attempt(ownerships, make)
-            _attempt(ownerships, load, what="loading")
+            flaws = attempt_in_all(transports, make)
+            attempt_in_all(transports, load, what="loading")
         except Exception:
             run.engines, run.ownerships, run.settings = [], [], None
             for ownership in ownerships:
@@ -785,9 +785,10 @@ class Muon(Optimizer):
         def read() -> _Saved:
             return self._read_state(state_dict)
 
-        for ownership in run.ownerships:
-            ownership.runtime.transport.meet("opt.load_state_dict()")
-        saved = _attempt(run.ownerships, read, what="opt.load_state_dict()", digest=_Saved.forms)
+        transports = [o.runtime.transport for o in run.ownerships]
+        for transport in transports:
+            transport.meet("opt.load_state_dict()")
+        saved = attempt_in_all(transports, read, what="opt.load_state_dict()", digest=_Saved.forms)
         # The base class casts state to the parameter's dtype; ours must come back exactly, and
         # stays where it is.
         kept = dict(self.state)
@@ -1058,18 +1059,6 @@ def _flaw(given: Any) -> str | None:
     ):
         return "'param_groups' must be a list of dicts, each with a list as 'params'"
     return None
-
-
-def _attempt(
-    ownerships: Sequence[Ownership],
-    work: Callable[[], T],
-    *,
-    what: str = "dmuon.Muon",
-    digest: Callable[[T], str] = lambda _: "",
-) -> T:
-    """`attempt_in_all` over the ranks that planned together."""
-    transports = [ownership.runtime.transport for ownership in ownerships]
-    return attempt_in_all(transports, work, what=what, digest=digest)
 
 
 def _engine(ownership: Ownership, optimizer: Optimizer, settings: Settings) -> Engine:

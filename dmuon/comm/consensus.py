@@ -37,7 +37,11 @@ def attempt(
 
 
 def attempt_in_all(
-    transports: Sequence[Transport], work: Callable[[], T], *, what: str, digest: Callable[[T], str]
+    transports: Sequence[Transport],
+    work: Callable[[], T],
+    *,
+    what: str = "dmuon.Muon",
+    digest: Callable[[T], str] = lambda _: "",
 ) -> T:
     """`attempt` over several meshes: ``work`` runs once, and what fails on any rank of any mesh is
     an error on all ranks of all of them."""

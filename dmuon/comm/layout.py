@@ -117,8 +117,7 @@ class LayoutRuntime(ABC):
             )
 
     def _bind_units(self, groups: Sequence[int]) -> None:
-        """What is computed at once, by the param groups; OwnershipError if something is bound."""
-        self.check_unbound()
+        """What is computed at once, by the param groups."""
         self.units = units_of(self.plan, groups, apart=self.apart)
 
     def _not_bound(self) -> OwnershipError:

@@ -182,12 +182,13 @@ def splits_communicators() -> bool:
     return is_bound and dist.get_backend() != "gloo"
 
 
-def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
     """How long a collective of a group waits for a rank; None where the backend does not say.
 
     Not a public name: there is `ProcessGroup.set_timeout`, and nothing that reads it.
     """
     with suppress(AttributeError, RuntimeError):
+        assert group is not None
         found = [group._get_backend(d).options._timeout for d in group._device_types]
         return max(found, default=None)
     return None
@@ -389,6 +390,14 @@ class C10dTransport:
         # Tensors outlive this transport, and torch remembers meshes: so on groups that stay.
         every = dist.group.WORLD if self.world == dist.get_world_size() else None
         return DeviceMesh.from_group(every or self.group, device.type)
+
+    def end_planning(self) -> None:
+        """From now on wait no longer than the default group does, unless something else was asked
+        for: only while it plans a rank may take longer than users think of."""
+        group, asked = self.group, timeout_of(dist.group.WORLD)
+        now = timeout_of(group)
+        if self._timeout_s is None and asked is not None and now is not None and asked < now:
+            group.set_timeout(asked)
 
     def subgroup(self, partition: Sequence[Sequence[int]]) -> Transport:
         every = dist.get_process_group_ranks(self.group)

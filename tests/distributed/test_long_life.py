@@ -293,7 +293,7 @@ def places_of(runtime: type) -> dict[str, tuple[Any, str]]:
 
 @contextmanager
 def planted(owner: Any, name: str, error: Exception | None) -> Iterator[None]:
-    """Have a function raise at its end."""
+    """Inside, a function or method raises at its end, unless there is no error."""
     function = getattr(owner, name)
 
     def failing(*args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 import dmuon.api
-from dmuon.comm.transport import host_can_read
+from dmuon.comm.consensus import solve_on_first
+from dmuon.comm.transport import host_can_read, timeout_of
 from dmuon.dtensors import flaw_of_device, local_tensor, whole_tensor
 from dmuon.types import ConsensusError, OwnershipError
 from tests.accelerator import host_cannot_read
@@ -153,6 +154,28 @@ def test_a_mesh_whose_groups_wait_longer_than_the_default_group(rank, world):
     assert told[1] == [] and len(told[0]) == (rank == 0)
     message = r"waits 120 s.*groups of replicate, shard wait 1800 s.*get_group\(i\)\.set_timeout"
     assert all(re.search(message, text) for text in told[0])
+
+
+@pytest.mark.parametrize("timeout_s", [None, 200.0, 7.0])
+@distributed(4)
+def test_own_groups_wait_as_the_default_group_does(rank, world, timeout_s):
+    """While they plan, as long as torch's new groups; or as long as was asked for."""
+    seen, mesh = [], init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with pytest.MonkeyPatch.context() as patch:
+
+        def solved(transport, solve):
+            seen.append(timeout_of(transport.group))
+            return solve_on_first(transport, solve)
+
+        patch.setattr(dmuon.api, "solve_on_first", solved)
+        options = dmuon.DedicatedOptions(timeout_s=timeout_s)
+        own = dmuon.dedicate_params(seeded(Net), mesh, layout="dedicated", options=options)
+    groups = own.runtime.process_groups._all
+    assert len(groups) > 3
+    found = {timeout_of(group.group) for group in groups}
+    assert seen == [timedelta(seconds=timeout_s or 1800)]
+    assert found == {timedelta(seconds=timeout_s or TIMEOUT_S)}
+    own.close()
 
 
 OPTIMIZER_MISTAKES = {
