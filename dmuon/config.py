@@ -105,6 +105,8 @@ RATE = Rule("a finite number >= 0", _rate, _is_rate)
 POSITIVE = Rule("a number > 0", _number, lambda value: value > 0)
 FINITE_POSITIVE = Rule("a finite number > 0", _number, lambda value: 0 < value < math.inf)
 COUNT = Rule("an integer >= 1", _integer, lambda value: value >= 1)
+NS_STEPS = Rule("an integer from 1 to 100", _integer, lambda value: 1 <= value <= 100)
+STEP = Rule("an integer from 0 to 2**62", _integer, lambda value: 0 <= value <= 1 << 62)
 BETAS = Rule(
     "two numbers >= 0 and < 1",
     _betas,
@@ -127,7 +129,7 @@ FLOAT_DTYPE = Rule(
     _of_type(torch.dtype),
     lambda dtype: dtype.is_floating_point,
 )
-SECONDS = FINITE_POSITIVE.or_none()
+SECONDS = Rule("a number > 0 and <= 1e9", _number, lambda value: 0 < value <= 1e9).or_none()
 CO_OWNERS = Rule("'auto', 'off', 2, 4 or 8", _of_type(str, int), lambda v: v in _CO_OWNERS)
 FINITE_PERIOD = Rule("a finite number >= 1", _number, lambda value: 1 <= value < math.inf)
 PERIOD_OF_STEP = Rule("a number >= 1 (math.inf: no full step)", _number, lambda value: value >= 1)
@@ -326,7 +328,7 @@ class MuonDefaults:
     nesterov: bool = _default(True, FLAG)
     ns_coefficients: Coefficients = _default("polar_express", COEFFICIENTS)
     eps: float = _default(1e-7, FINITE_POSITIVE)  # it keeps a zero matrix zero
-    ns_steps: int = _default(5, COUNT)
+    ns_steps: int = _default(5, NS_STEPS)
     adjust_lr_fn: str | float | None = _default("match_rms_adamw", ADJUSTMENT)
     momentum_mode: str = _default("ema", _one_of(("ema", "sgd")))
     dampening: float = _default(0.0, FINITE)

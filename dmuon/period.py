@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dmuon.config import COUNT, FINITE_PERIOD, PERIOD, PERIOD_OF_STEP, checked
+from dmuon.config import COUNT, FINITE_PERIOD, PERIOD, PERIOD_OF_STEP, STEP, checked
 
 Period = float | Callable[[int], float]
 """A whole number of steps >= 1, `math.inf` (never a full step), or a function of the step."""
@@ -137,13 +137,13 @@ class Schedule:
                 f"the state of a period schedule lacks {sorted(missing)}; it has {sorted(state)}"
             )
         try:
-            step, last_full = int(state["step"]), int(state["last_full"])
+            step, last_full = STEP.read(state["step"]), STEP.read(state["last_full"])
         except (TypeError, ValueError):
             step, last_full = -1, _NEVER
-        if not _NEVER <= last_full < step:
+        if not (STEP.fits(step) and _NEVER <= last_full < step):
             raise ValueError(
-                "the state of a period schedule must have step >= 0 and -1 <= last_full < step, "
-                f"found step={state['step']}, last_full={state['last_full']}"
+                "the state of a period schedule must have integers step >= 0 and -1 <= last_full < "
+                f"step, found step={state['step']}, last_full={state['last_full']}"
             )
         return step, last_full
 

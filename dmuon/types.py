@@ -44,8 +44,22 @@ class Algorithm(str, Enum):
     FROZEN = "frozen"
 
 
+def printable(text: str) -> str:
+    """``text``, in lines, with escapes for what a terminal or a browser would not show but obey.
+
+    >>> printable("blocks.\\x1b[2J.weight")
+    'blocks.\\\\x1b[2J.weight'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
 class DmuonError(ValueError):
     """Base class of the errors that a user can mend."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())  # names of parameters may be anyone's
 
 
 class SelectionError(DmuonError):

@@ -6,7 +6,6 @@ depend on the size of the model; sizes must be there.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from dmuon.catalogue.modules import (
     Mamba,
     StateSpace,
 )
+from dmuon.scheduler.json_files import parse, read_text
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.types import PlanError
 
@@ -356,10 +356,10 @@ def read_config(path: Path) -> dict[str, Any]:
         PlanError: the file cannot be read, or is not a JSON object.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse(read_text(path))
     except OSError as error:
         raise PlanError(f"cannot read {str(path)!r}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise PlanError(f"{str(path)!r} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise PlanError(f"{str(path)!r} holds a JSON {type(data).__name__}, expected an object")

@@ -30,6 +30,7 @@ from dmuon.report.text import (
 )
 from dmuon.scheduler.certificate import Certificate, certify
 from dmuon.scheduler.costs import ShapeKey, newton_schulz_flops
+from dmuon.scheduler.json_files import write_text
 from dmuon.scheduler.placement import Contention, contention, natural_key
 from dmuon.scheduler.plan import Batch, OwnershipPlan
 from dmuon.types import Algorithm
@@ -273,7 +274,7 @@ class LoadBalanceReport:
         Raises:
             FileNotFoundError: the directory does not exist.
         """
-        html.write_whole(Path(path), _page(self))
+        write_text(path, _page(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, fit for JSON; keys as in the benchmarks."""

@@ -7,13 +7,12 @@ what there is to show.
 
 from __future__ import annotations
 
-import os
+import html
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
-from pathlib import Path
 
 from dmuon.report.text import Fact, Table
+from dmuon.types import printable
 
 MOST_SHOWN = 64  # ranks that are drawn one by one; of more, several together
 _LINE = 16  # slots side by side
@@ -53,6 +52,10 @@ td.name { min-width: 9rem; overflow-wrap: normal; }
 """
 
 
+def _escape(text: str) -> str:
+    return html.escape(printable(text))
+
+
 # ---- pictures ----------------------------------------------------------------------------
 
 
@@ -81,7 +84,7 @@ def loads_picture(bars: Sequence[Bar]) -> str:
     parts = []
     for i, bar in enumerate(bars):
         y, deviation = i * _ROW, bar.deviation
-        parts.append(f"<g><title>{escape(bar.title)}</title>" + _text(0, y + 13, bar.name, "dim"))
+        parts.append(f"<g><title>{_escape(bar.title)}</title>" + _text(0, y + 13, bar.name, "dim"))
         if deviation is not None:
             left, css = zero + min(deviation, 0.0) * per_unit, "more" if deviation > 0 else "less"
             parts.append(_rect(left, y + 3, abs(deviation) * per_unit, _ROW - 6, f'class="{css}"'))
@@ -151,7 +154,9 @@ def _rect(x: float, y: float, width: float, height: float, look: str) -> str:
 
 
 def _text(x: float, y: float, words: str, css: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.2f}%" y="{y}" class="{css}" text-anchor="{anchor}">{escape(words)}</text>'
+    return (
+        f'<text x="{x:.2f}%" y="{y}" class="{css}" text-anchor="{anchor}">{_escape(words)}</text>'
+    )
 
 
 def _picture(height: float, label: str, parts: Iterable[str]) -> str:
@@ -172,21 +177,21 @@ def page(
     """The whole page. ``verdict`` is a sentence and whether it is a warning; ``pictures`` are
     (heading, SVG, caption). All but the SVG is escaped here.
     """
-    parts = [f"<h1>Load balance</h1><p class='dim'>{escape(title)}</p><div class='tiles'>"]
+    parts = [f"<h1>Load balance</h1><p class='dim'>{_escape(title)}</p><div class='tiles'>"]
     parts += [
-        f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
+        f'<div class="tile"><b>{_escape(value)}</b><span>{_escape(label)}</span></div>'
         for label, value in tiles
     ]
     parts.append("</div>")
     if verdict is not None:
         css = "verdict warn" if verdict[1] else "verdict"
-        parts.append(f'<p class="{css}">{escape(verdict[0])}</p>')
+        parts.append(f'<p class="{css}">{_escape(verdict[0])}</p>')
     for heading, picture, caption in pictures:
         parts.append(
-            f"<section><h2>{escape(heading)}</h2><figure>{picture}"
-            f"<figcaption>{escape(caption)}</figcaption></figure></section>"
+            f"<section><h2>{_escape(heading)}</h2><figure>{picture}"
+            f"<figcaption>{_escape(caption)}</figcaption></figure></section>"
         )
-    listed = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts)
+    listed = "".join(f"<dt>{_escape(k)}</dt><dd>{_escape(v)}</dd>" for k, v in facts)
     parts.append(f"<section><h2>Plan</h2><dl>{listed}</dl></section>")
     parts += map(_table, tables)
     policy = "default-src 'none'; style-src 'unsafe-inline'"
@@ -194,7 +199,7 @@ def page(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
+        f"<title>{_escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
         + "\n".join(parts)
         + "\n</body></html>\n"
     )
@@ -206,7 +211,7 @@ def _table(table: Table) -> str:
     def line(tag: str, cells: Sequence[str]) -> str:
         # A long name is broken behind a dot.
         texts = (
-            escape(cell).replace(".", ".<wbr/>") if "name" in c else escape(cell)
+            _escape(cell).replace(".", ".<wbr/>") if "name" in c else _escape(cell)
             for c, cell in zip(css, cells, strict=True)
         )
         made = (f"<{tag}{c}>{cell}</{tag}>" for c, cell in zip(css, texts, strict=True))
@@ -214,24 +219,6 @@ def _table(table: Table) -> str:
 
     body = "".join(line("td", row) for row in table.rows)
     return (
-        f'<section><h2>{escape(table.title)}</h2><div class="scroll"><table><thead>'
+        f'<section><h2>{_escape(table.title)}</h2><div class="scroll"><table><thead>'
         f"{line('th', table.headings)}</thead><tbody>{body}</tbody></table></div></section>"
     )
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that nobody ever sees a part of it.
-
-    Raises:
-        FileNotFoundError: its directory does not exist.
-    """
-    if not path.parent.is_dir():
-        raise FileNotFoundError(
-            f"cannot write {path}: the directory {path.parent} does not exist; create it first"
-        )
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

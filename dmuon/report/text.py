@@ -9,12 +9,14 @@ import io
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
+
+from dmuon.types import printable
 
 WIDTH = 100  # columns
 _MOST_RUNS = 8  # of numbers inside one pair of braces
@@ -130,9 +132,10 @@ def render(title: str, facts: Iterable[Fact], tables: Iterable[Table]) -> Render
     listed.add_column(style="bold", no_wrap=True)
     listed.add_column()
     for label, sentence in facts:
-        listed.add_row(label, Text(sentence))  # brackets in names are no markup
+        listed.add_row(label, Text(printable(sentence)))  # brackets in names are no markup
     parts: list[RenderableType] = [title, "", listed]
     for table in tables:
+        table = replace(table, rows=[[*map(printable, row)] for row in table.rows])
         parts += ["", _rich_list(table) if table.reasons else _rich_table(table)]
     return Group(*parts)
 

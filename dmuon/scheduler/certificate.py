@@ -27,6 +27,7 @@ from dmuon.scheduler.greedy import baselines
 from dmuon.scheduler.placement import launch_order
 from dmuon.scheduler.plan import OwnershipPlan, SharedPrice
 from dmuon.scheduler.problem import UNLIMITED, Problem, build_problem
+from dmuon.types import printable
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Certificate:
         if self.ok and self.proven:
             return f"certificate valid: {head}"
         verdict = "plan valid, bound not proven" if self.ok else "certificate INVALID"
-        return "\n".join([f"{verdict}: {head}", *(f"- {f}" for f in self.findings)])
+        return printable("\n".join([f"{verdict}: {head}", *(f"- {f}" for f in self.findings)]))
 
 
 def certify(plan: OwnershipPlan) -> Certificate:

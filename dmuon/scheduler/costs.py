@@ -12,13 +12,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import re
 import statistics
-import uuid
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -27,7 +25,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from dmuon.scheduler.json_files import cut, decode_fields, different, parse, read_text, sha256
+from dmuon.scheduler.json_files import (
+    cut,
+    decode_fields,
+    different,
+    parse,
+    read_text,
+    sha256,
+    write_text,
+)
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.types import KernelChoice, PlanError
 
@@ -451,7 +457,7 @@ class CostTable:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table to a file that `load` and ``costs=path`` read."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        write_text(path, self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostTable:
@@ -706,20 +712,15 @@ def add_to_cache(directory: str | os.PathLike[str], key: CacheKey, table: CostTa
     that write at the same moment the later one counts; what the other added is measured again.
     """
     path = cache_path(directory, key)
-    # Not tempfile, whose files no one else may read: a cache directory may be shared.
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            raise OSError("it is not a regular file")
         old, _ = read_cache(directory, key)
         merged = table if old is None else old.updated(table)
         data = _data_of(merged) | {"key": asdict(key)}
         content = json.dumps(data | {"digest": _digest(data)}, indent=1)
-        try:
-            temporary.write_text(content + "\n", encoding="utf-8")
-            os.replace(temporary, path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                temporary.unlink()
+        write_text(path, content + "\n")
     except OSError as error:
         return f"measured costs cannot be kept in {path} ({error})"
     return None

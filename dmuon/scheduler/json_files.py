@@ -9,17 +9,24 @@ found and what was expected::
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import glob
 import hashlib
 import json
 import math
 import os
 import re
 import reprlib
+import stat
+import time
+import uuid
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import fields
 from enum import Enum
 from functools import lru_cache
 from itertools import accumulate
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -31,6 +38,7 @@ _MOST_VALUES = 8_000_000  # numbers, texts, lists and objects, about
 _MOST_LEVELS = 16
 _MOST_DIGITS = 40  # of a number without a fraction
 _MOST_MESSAGE = 1_000  # characters of an error
+_STALE_S = 3600.0
 _MOST_TEXT = 100_000  # characters of one text
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _OTHERS = bytes(byte for byte in range(256) if byte not in _STEPS)
@@ -47,14 +55,46 @@ def read_text(path: str | os.PathLike[str], most: int = MOST_CHARACTERS) -> str:
     """The text of a file in UTF-8, of which no more than ``most`` bytes are read.
 
     Raises:
-        OSError: it cannot be opened or read.
+        OSError: it cannot be opened or read, or is no regular file: a pipe may never end.
         ValueError: it is larger, or no UTF-8.
     """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
     with open(path, "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise ValueError(f"found more than {most:,} bytes, expected at most that")
     return data.decode("utf-8")
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file in UTF-8 so that nobody ever sees a part of it.
+
+    What writers that were killed have left of this file is removed after an hour.
+
+    Raises:
+        OSError: it cannot be written, or its directory does not exist; the file is as it was.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():  # such as /dev/stdout
+        path.write_text(text, encoding="utf-8")
+        return
+    path = Path(os.path.realpath(path))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"cannot write {path}: the directory {path.parent} does not exist; create it first"
+        )
+    with contextlib.suppress(OSError):
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+            if time.time() - left.stat().st_mtime > _STALE_S:
+                left.unlink()
+    # Not tempfile, whose files no one else may read: a cache directory may be shared.
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex[:16]}.tmp")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def parse(text: str, most: int = MOST_CHARACTERS) -> Any:

@@ -31,6 +31,7 @@ from dmuon.config import (
     ShardedOptions,
 )
 from dmuon.scheduler.co_owners import SIZES
+from dmuon.scheduler.json_files import write_text
 from dmuon.tools.equivalence import EquivalenceReport, EquivalenceRow, check_step_equivalence
 from dmuon.tools.plan import positive
 from dmuon.update import Rates
@@ -257,8 +258,7 @@ def run(args: argparse.Namespace) -> int:
     text = json.dumps(report.to_dict(), indent=1)
     print(text if args.json == "-" else report, flush=True)
     if args.json not in (None, "-"):
-        with open(args.json, "w") as file:
-            file.write(text)
+        write_text(args.json, text)
     if not report.passed:
         print("dmuon differs from the reference", file=sys.stderr)
     return 0 if report.passed else 1

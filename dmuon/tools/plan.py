@@ -10,14 +10,14 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from fractions import Fraction
 from typing import Any
 
 from dmuon.catalogue.presets import PRESETS, model_specs
 from dmuon.config import CO_OWNERS, PlannerOptions
 from dmuon.report.data import build_report
 from dmuon.scheduler.costs import CostTable, resolve_costs
-from dmuon.scheduler.json_files import read_text
+from dmuon.scheduler.json_files import read_text, write_text
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs
@@ -142,10 +142,10 @@ def memory_bytes(text: str) -> int:
     >>> memory_bytes("80GiB")
     85899345920
     """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]?I?B|)", text.strip().upper())
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]+)?) *([KMGT]?I?B|)", text.strip().upper())
     if match is None or match[2] not in _BYTES:
         raise PlanError(f"--memory {text!r} is no size: give bytes, or 80GiB, 512MiB, 2GB")
-    return int(float(match[1]) * _BYTES[match[2]])
+    return int(Fraction(match[1]) * _BYTES[match[2]])
 
 
 def _co_owners(text: str) -> str | int:
@@ -158,7 +158,7 @@ def _co_owners(text: str) -> str | int:
 
 def _pattern(option: str, text: str) -> tuple[str, list[int]]:
     pattern, _, values = text.rpartition("=")
-    if not pattern or not re.fullmatch(r"[0-9]+(,[0-9]+)*", values):
+    if not pattern or not re.fullmatch(r"[0-9]{1,18}(,[0-9]{1,18})*", values):
         raise PlanError(f"{option} {text!r} is not of the form PATTERN=NUMBER[,NUMBER...]")
     return pattern, [int(value) for value in values.split(",")]
 
@@ -278,7 +278,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _save(path: str | None, text: Callable[[], str]) -> None:
-    _write(path, lambda path: Path(path).write_text(text() + "\n", encoding="utf-8"))
+    _write(path, lambda path: write_text(path, text() + "\n"))
 
 
 def _write(path: str | None, write: Callable[[str], object]) -> None:
@@ -293,14 +293,18 @@ def _write(path: str | None, write: Callable[[str], object]) -> None:
 
 def _check_writable(path: str) -> None:
     """Raise PlanError for a path that cannot be written, before minutes go into planning."""
-    folder = os.path.dirname(path) or "."
+    folder = os.path.dirname(os.path.realpath(path) if os.path.islink(path) else path) or "."
+    # A file is replaced by another, unless it is a device.
+    needed = [path] * os.path.exists(path) + [folder] * (
+        os.path.isfile(path) or not os.path.exists(path)
+    )
     if not path:
         reason = "the path is empty"
     elif os.path.isdir(path):
         reason = "it is a directory"
     elif not os.path.isdir(folder):
         reason = f"there is no directory {folder!r}"
-    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
+    elif not all(os.access(p, os.W_OK) for p in needed):
         reason = "permission denied"
     else:
         return

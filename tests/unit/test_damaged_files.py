@@ -13,7 +13,9 @@ import copy
 import itertools
 import json
 import math
+import os
 import re
+import socket
 import tempfile
 import tracemalloc
 from collections import Counter
@@ -376,6 +378,89 @@ def test_every_edit_of_a_saved_plan_is_found(number):
     data["note"] = "better than it looks"
     with pytest.raises(PlanError, match=r"its digest is not that.*plan again, or change"):
         OwnershipPlan.from_json(json.dumps(data | {"seconds": 0.25}))
+
+
+# ---- what is no file -----------------------------------------------------------------------
+
+
+def make_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_socket(path: Path) -> None:
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as made:
+        made.bind(path.name)  # the path itself may be too long
+
+
+NO_FILES = [make_fifo, make_socket, Path.mkdir, lambda path: path.symlink_to("/dev/zero")]
+
+
+@pytest.mark.parametrize("make", NO_FILES)
+def test_what_is_no_file_is_not_waited_for(make, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = cache_path(tmp_path, KEY)
+    make(path)
+    table, problem = read_cache(tmp_path, KEY)
+    assert table is None and "it is not a regular file" in problem and str(path) in problem
+    assert "it is not a regular file" in add_to_cache(tmp_path, KEY, GROUPED)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    for arguments in (["--verify", str(path)], ["--model", str(path) + "/", "--mesh", "2"]):
+        assert main(["plan", *arguments]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(PlanError, match="it is not a regular file"):
+        CostTable.load(path)
+
+
+def test_what_killed_writers_left_is_removed_when_it_is_old(tmp_path):
+    path = cache_path(tmp_path, KEY)
+    names = [f".{path.name}.{i}.tmp" for i in range(2)] + [".other.json.0.tmp", "kept.tmp"]
+    for name in names:
+        (tmp_path / name).write_text("half")
+    for name in (names[0], *names[2:]):
+        os.utime(tmp_path / name, (0, 0))
+    assert add_to_cache(tmp_path, KEY, GROUPED) is None
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([path.name, *names[1:]])
+
+
+@pytest.mark.parametrize("flag", ["--save", "--json", "--html"])
+def test_files_of_the_command_appear_whole(flag, tmp_path):
+    made = tmp_path / "linked"
+    (tmp_path / "real").write_text("old")
+    made.symlink_to("real")
+    arguments = ["plan", "--model", "gpt2", "--mesh", "2", "--solver", "greedy", flag, str(made)]
+    with mock.patch.object(Path, "replace", side_effect=OSError("killed")):
+        assert main(arguments) == 2
+    assert made.read_text() == "old" and len(list(tmp_path.iterdir())) == 2
+    assert main(arguments) == 0
+    assert made.is_symlink() and made.read_text() != "old" and len(list(tmp_path.iterdir())) == 2
+    assert main([*arguments[:-1], "/dev/null"]) == 0
+
+
+HOSTILE = "a\x1b[2J\u202e\r\x07.<b>"
+
+
+def test_control_characters_in_names_are_shown_and_not_obeyed(tmp_path, capsys):
+    specs = specs_of([A, A, B])
+    names = [f"{HOSTILE}{i}" for i in range(3)]
+    specs = replace(
+        specs,
+        parameters=tuple(replace(p, name=n) for p, n in zip(specs.parameters, names)),
+        matrices=tuple(replace(m, name=n) for m, n in zip(specs.matrices, names)),
+    )
+    plan = solve(specs, Topology.flat(2), TINY)
+    lie = replace(plan, limits=OwnerLimits(domains=((0,),), domain_of=(0, 0, 0)))
+    (tmp_path / "plan.json").write_text(lie.to_json())
+    report = build_report(plan)
+    report.to_html(tmp_path / "page.html")
+    with pytest.raises(PlanError) as error:
+        fitted_plan(plan, specs_of([A]), Topology.flat(2), plan.layout)
+    main(["plan", "--verify", str(tmp_path / "plan.json")])
+    shown = capsys.readouterr()
+    found = [str(report), (tmp_path / "page.html").read_text(), str(error.value), shown.out]
+    for text in found:
+        assert "\\x1b[2J\\u202e\\r\\x07" in text.replace("<wbr/>", "").replace("\n", "")
+    for text in [*found, shown.err]:
+        assert all(c.isprintable() or c == "\n" for c in text)
 
 
 # ---- cost tables and the cache -----------------------------------------------------------

@@ -75,7 +75,7 @@ WRONG = {
     (muon_group, "dampening"): (NO_NUMBERS, [0.5]),
     (muon_group, "nesterov"): (["no", 1, None], []),
     (muon_group, "ns_coefficients"): ([3, None], []),
-    (muon_group, "ns_steps"): (["5", 5.0, None, True], [0, -1]),
+    (muon_group, "ns_steps"): (["5", 5.0, None, True], [0, -1, 101, 10**7, 2**70]),
     (muon_group, "adjust_lr_fn"): ([True, ["original"], 1j], ["rms", "0.2", 0, -0.2, math.inf]),
     (muon_group, "momentum_mode"): ([None, 3], ["nag"]),
     (adamw_group, "lr"): (NO_NUMBERS, [-1e-3]),

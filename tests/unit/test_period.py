@@ -168,6 +168,19 @@ def test_a_function_that_gives_no_number_fails_at_the_first_step(value):
 # ---- description and state ---------------------------------------------------------------
 
 
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1.5, 2**70, -1, "3", None, True])
+@pytest.mark.parametrize("name", ["step", "last_full"])
+def test_a_state_that_counts_no_steps_is_refused(name, value):
+    if (name, value) == ("last_full", -1):
+        return
+    schedule = Schedule(2)
+    full_steps(schedule, 5)
+    before = schedule.state()
+    with pytest.raises(ValueError, match=rf"must have integers.*{name}={value}"):
+        schedule.load(before | {name: value})
+    assert schedule.state() == before
+
+
 class Rising:
     def __call__(self, t: int) -> float:
         return 1 + t

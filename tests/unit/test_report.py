@@ -22,10 +22,10 @@ from torch import nn
 import dmuon
 from dmuon.report import data as report_module
 from dmuon.report.data import LoadBalanceReport, build_report, launch_owners
-from dmuon.report.html import write_whole
 from dmuon.report.text import bytes_text, fold_names, ms_text
 from dmuon.scheduler.certificate import Certificate
 from dmuon.scheduler.costs import CostTable
+from dmuon.scheduler.json_files import write_text
 from dmuon.scheduler.placement import contention
 from dmuon.scheduler.plan import Batch, OwnershipPlan, PriceRow
 from dmuon.scheduler.select import collect
@@ -785,7 +785,7 @@ def test_the_file_is_written_whole_and_replaces_the_old_one(tmp_path):
         assert reader.read() == "old", "who reads it sees the old one or the new one"
     text = path.read_text(encoding="utf-8")
     with pytest.raises(UnicodeEncodeError):
-        write_whole(path, "half \ud800")
+        write_text(path, "half \ud800")
     assert path.read_text(encoding="utf-8") == text == page(report, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
     with pytest.raises(FileNotFoundError, match=r"directory .*missing does not exist"):
