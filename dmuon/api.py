@@ -44,6 +44,7 @@ from dmuon.comm.transport import (
     C10dTransport,
     LocalTransport,
     Transport,
+    connect,
     splits_communicators,
     timeout_of,
 )
@@ -716,6 +717,8 @@ def _runtime(
         assert shards is not None
         peers = open_peers(plan, transport.rank, new_group)
         at = compute_device(named), peers
+        for one in (transport, *peers.values()):
+            connect(one, at[0])
         made = partial(ShardedRuntime, plan, shards, model, named, transport, options, *at)
     else:
         assert model is not None
@@ -723,6 +726,7 @@ def _runtime(
         grid = Grid.of(plan.topology, axes)
         slices = Slices(plan, grid, slice_boxes(plan.specs, grid, reports))
         groups = ProcessGroups.open(grid, transport, new_group)
+        connect(groups.tensors, found.device)
         if options.broadcast_parameters and all(p.device.type != "meta" for p in named):
             groups.start_from_first([*model.parameters(), *model.buffers()])
         made = partial(DedicatedRuntime, slices, model, named, groups, options, axes, found.device)

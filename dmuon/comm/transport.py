@@ -459,6 +459,18 @@ def host_can_read(device: torch.device) -> bool:
     return device.type in READ_AT_ONCE
 
 
+def connect(transport: Transport, device: torch.device) -> None:
+    """Have the first all-to-all of an accelerator's process group behind it; a collective call.
+
+    It sets up connections of all pairs, and waits for all ranks in doing so. In a step, where
+    another group's may come first on some ranks, they could wait for each other.
+    """
+    if host_can_read(device) or transport.world == 1:
+        return
+    sent, splits = torch.zeros(transport.world, device=device), [1] * transport.world
+    transport.all_to_all(torch.empty_like(sent), sent, splits, splits, tag="connecting").wait()
+
+
 class HostCopy:
     """A small tensor on its way from the device to the host, which does not wait for it."""
 

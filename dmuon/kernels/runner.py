@@ -92,9 +92,10 @@ class Orthogonalizer:
     over the steps of a call, gives way to the fixed rule; `report` says what ran.
 
     A planned call runs eagerly the first time (kernels are compiled and libraries set up then), is
-    captured as a CUDA graph the second time, and replayed from then on. What a capture raises is
-    warned of once, and all run eagerly. ``capture`` records a function and returns what replays it;
-    by default a `torch.cuda.CUDAGraph`, on CUDA. A copy has its own workspace and no graphs yet.
+    captured as a CUDA graph the second time, and replayed from then on; capturing waits for the
+    device, so `reserve` can do both. What a capture raises is warned of once, and all run eagerly.
+    ``capture`` records a function and returns what replays it; by default a
+    `torch.cuda.CUDAGraph`, on CUDA. A copy has its own workspace and no graphs yet.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Orthogonalizer:
         self.dtype = dtype
         self.options = options
         on_cuda = options.cuda_graphs is not False and device.type == "cuda"
-        self._capture = capture or (partial(_captured, device) if on_cuda else None)
+        self._capture = capture or (_Graphs(device) if on_cuda else None)
         self._failure = ""
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         # By call and the id of its operand, which is kept with it; under None the call's own one.
@@ -128,8 +129,11 @@ class Orthogonalizer:
         calls: Iterable[Call],
         lasting: Iterable[tuple[Call, Tensor]] = (),
         slices: Iterable[Sequence[tuple[SliceCall, Tensor]]] = (),
+        *,
+        capture: bool = False,
     ) -> None:
-        """Allocate the workspace for these calls, one at a time, and prepare them.
+        """Allocate the workspace for these calls, one at a time, and prepare them; ``capture`` them
+        now, which overwrites the tensors that they run on.
 
         ``calls`` run on their `operand`, ``lasting`` on a tensor of the caller's ``[b, rows,
         cols]``, the same at each step, and each group of ``slices`` together, on tensors like that.
@@ -154,10 +158,16 @@ class Orthogonalizer:
         self._planned = {call.shape for call, _ in planned}
         self._most = 8 * (len(planned) + sum(map(len, groups))) + _OTHERS
         self._ran = {}
-        for call, x in planned:
-            self._prepare(call, x)
+        if isinstance(self._capture, _Graphs):
+            self._capture = _Graphs(self.device)  # those of before are gone, and so is their pool
+        found = [self._prepare(call, x) for call, x in planned]
         for group in groups:
             self._prepare_slices(group, _Memory(self._memory))
+        with no_autocast(self.device):
+            for one in found if capture else ():
+                if self._capture is not None and one.may_capture:
+                    one.result = one.run()
+                    one.replay = self._recorded(self._capture, one.run)
 
     def _prepare_slices(
         self, group: Sequence[tuple[SliceCall, Tensor]], memory: _Memory
@@ -220,11 +230,11 @@ class Orthogonalizer:
         Raises ValueError unless ``x`` has the shape of the call.
         """
         found = self._prepared.get((call, id(x))) or self._prepare(call, x)
+        self._ran.setdefault(call.shape, {})[found.kernel] = None
         with no_autocast(self.device):
             if found.replay is not None:
                 found.replay()
             elif found.result is None:
-                self._ran.setdefault(call.shape, {})[found.kernel] = None
                 found.result = found.run()
             elif self._capture is None or not found.may_capture:
                 found.run()
@@ -236,7 +246,7 @@ class Orthogonalizer:
     def _recorded(self, capture: Capture, run: Callable[[], Tensor]) -> Callable[[], object] | None:
         try:
             return capture(run)
-        except RuntimeError as error:
+        except Exception as error:  # also of a torch without CUDA
             self._capture = None
             self._failure = " ".join(str(error).split())[:200] or type(error).__name__
             warnings.warn(
@@ -338,15 +348,30 @@ class Orthogonalizer:
         }
 
 
-def _captured(device: torch.device, call: Callable[[], object]) -> Callable[[], None]:
-    """Records what a function launches; the function that replays it."""
-    with torch.cuda.device(device):  # which need not be the current one
-        graph = torch.cuda.CUDAGraph()
-        stream = _capture_stream(torch.cuda.current_device())
-        # Other threads (the watchdog of NCCL) query events: this one alone is recorded.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            call()
-    return graph.replay
+class _Graphs:
+    """Captures CUDA graphs in one pool of memory, because none keeps anything there between its
+    replays, and no two run at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Graphs, (self._device,)  # a pool is no copy's
+
+    def __call__(self, call: Callable[[], object]) -> Callable[[], None]:
+        """Record what a function launches; the function that replays it."""
+        with torch.cuda.device(self._device):  # which need not be the current one
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            stream = _capture_stream(torch.cuda.current_device())
+            # Other threads (the watchdog of NCCL) query events: this one alone is recorded.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+            ):
+                call()
+        return graph.replay
 
 
 @cache

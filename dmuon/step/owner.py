@@ -138,7 +138,7 @@ class OwnerEngine(Engine):
             # Made now, so that every rank saves the same keys.
             make_adamw_state(p, self._optimizer.state, masters)
         mine = [u for u in runtime.units if u.owner == runtime.transport.rank]
-        self._kernels.reserve(map(self._call, mine))
+        self._kernels.reserve(map(self._call, mine), capture=True)
         for key in self._kept:
             self._show(key)
         assert runtime.reducer is not None

@@ -171,6 +171,7 @@ class ShardedEngine(Engine):
             [self._call(stack.unit) for stack in (*self._local, *self._block_stacks)],
             [(self._call(runtime.units[u]), operands) for u, operands in stacks],
             [self._slices(bucket.stacks[: bucket.shared]) for bucket in buckets],
+            capture=True,
         )
 
     # ---- once ----------------------------------------------------------------------------

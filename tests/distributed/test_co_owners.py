@@ -236,6 +236,29 @@ def recorded(case: str, k: int, max_batch: int = 16):
         own.close()
 
 
+@distributed(4)
+def test_every_group_has_its_first_all_to_all_in_planning(rank, world):
+    """On an accelerator, and in one order; a step that had it could wait for another's."""
+    for is_accelerator in (True, False):
+        recorders, both = Recorders(0, Late), pair("fsdp4")
+        inner = C10dTransport(list(range(world)))
+        with host_cannot_read() if is_accelerator else nullcontext():
+            own = assemble(
+                Given(both.model),
+                Request(planner=PlannerOptions(co_owners=2), costs="analytic"),
+                recorders(inner),
+                lambda: Topology.flat(world),
+                lambda partition, inner=inner, to=recorders: to(inner.subgroup(partition)),
+            )
+            log = [one for one in recorders.log if one[2].op == "all_to_all"]
+            found = [(number, event.tag) for number, _, event in log]
+            numbers = range(1, recorders.made + 1)
+            assert found == [(n, "connecting") for n in numbers] * is_accelerator
+            assert len(numbers) > 1
+            assert_one_order(gathered(log))
+        own.close()
+
+
 @pytest.mark.parametrize("case", ["fsdp4", "hsdp", "tp+fsdp"])
 @distributed(4)
 def test_all_ranks_follow_the_order_of_the_plan(rank, world, case):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 import pickle
+import types
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -245,6 +248,66 @@ def test_a_planned_kernel_gives_way_where_it_does_not_fit():
 
 
 # ---- graphs, with a capture that is not CUDA's -------------------------------------------------
+
+
+def test_graphs_are_captured_when_memory_is_reserved():
+    """Not in a step: capturing waits for the device. Of one call after the other, each run once."""
+    recorder, events = Recorder(), []
+
+    def capture(call):
+        events.append("captured")
+        return recorder(call)
+
+    runner = Orthogonalizer(CPU, F32, capture=capture)
+    own, lasting = Call((2, 6, 9), POLAR, STANDARD), Call((1, 6, 9), POLAR, GRAM)
+    x = torch.full(lasting.shape, math.nan)
+    for _ in range(2):  # bound anew, and captured anew
+        runner.reserve([own], [(lasting, x)], capture=True)
+        assert runner.report() == {
+            "ran": {},
+            "workspace_bytes": runner.nbytes,
+            "cuda_graphs": "2 of 2 captured",
+        }
+        before = len(events)
+        for seed in range(3):
+            check(runner, own, runner.operand(own), seed)
+            check(runner, lasting, x, seed)
+        assert len(events) == before, "nothing is captured in a step"
+    assert len(events) == 4 and recorder.replayed == 12
+    assert set(runner.report()["ran"].values()) == {STANDARD, GRAM}
+    # Where there is no CUDA, a capture fails once, loudly, and steps run eagerly.
+    runner = Orthogonalizer(CPU, F32, capture=runner_module._Graphs(CPU))
+    with pytest.warns(RuntimeWarning, match="CUDA graphs are off") as caught:
+        runner.reserve([own, lasting], capture=True)
+    assert len(caught) == 1
+    check(runner, own, runner.operand(own), 0)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g))])
+def test_all_graphs_share_a_pool_and_copies_have_their_own(monkeypatch, duplicate):
+    pools = []
+    graph = types.SimpleNamespace(replay=lambda: None)
+
+    def capturing(graph, *, pool, stream, capture_error_mode):
+        assert (stream, capture_error_mode) == ("stream", "thread_local")
+        pools.append(pool)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr(runner_module, "_capture_stream", lambda index: "stream")
+    graphs = runner_module._Graphs(CPU)
+    twin = duplicate(graphs)
+    for one in (graphs, graphs, twin, twin, duplicate(graphs)):
+        one(lambda: None)
+    assert pools[0] is pools[1] and pools[2] is pools[3] and len(set(map(id, pools))) == 3
+    runner = Orthogonalizer(CPU, F32, capture=graphs)
+    for _ in range(2):  # what was captured before is gone
+        runner.reserve([Call((1, 6, 9), POLAR, STANDARD)], capture=True)
+    assert len(set(map(id, pools))) == 5
 
 
 def test_a_failed_capture_is_loud_and_training_goes_on():
