@@ -1,6 +1,7 @@
 """Tests keep measured costs to themselves: their cache is a folder that goes when they are done.
 
-Processes that tests start inherit it. Hypothesis draws the same examples every time, and with
+Processes that tests start inherit it. ``--device cuda`` runs the distributed tests on GPUs, with
+NCCL, one GPU per rank. Hypothesis draws the same examples every time, and with
 ``--hypothesis-profile=long`` thousands of others where a test has no number of its own.
 """
 
@@ -10,6 +11,7 @@ import os
 import tempfile
 
 import pytest
+import torch
 from hypothesis import settings
 
 settings.register_profile("dmuon", derandomize=True, deadline=None)
@@ -19,10 +21,21 @@ settings.load_profile("dmuon")
 _folder = pytest.StashKey[tempfile.TemporaryDirectory]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="of the distributed tests"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "cpu_only(reason): a distributed test for --device cpu alone"
+    )
     folder = tempfile.TemporaryDirectory(prefix="dmuon-tests-")
     config.stash[_folder] = folder
     os.environ["XDG_CACHE_HOME"] = folder.name
+    if config.getoption("--device") == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: torch finds no GPU here")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -479,7 +479,7 @@ class HostCopy:
         if tensor.device.type == "cpu":
             self._values = tensor.clone()
             return
-        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         self._values.copy_(tensor, non_blocking=True)
         self._event = torch.Event(tensor.device)
         self._event.record()

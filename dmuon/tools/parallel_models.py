@@ -152,8 +152,9 @@ def loss_of(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def batch(step: int, data_rank: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets ``[4, 16]``, different for every step and data rank."""
-    generator = torch.Generator().manual_seed(104729 * step + data_rank)
+    """Tokens and targets ``[4, 16]`` on torch's default device, different for every step and data
+    rank."""
+    generator = torch.Generator(torch.get_default_device()).manual_seed(104729 * step + data_rank)
     tokens = torch.randint(0, VOCAB, (4, 17), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 

@@ -48,7 +48,7 @@ def fsdp(
     if change is not None:
         change(model)
     twin = copy.deepcopy(model)
-    mesh = case.make_mesh()
+    mesh = case.make_mesh(torch.get_default_device().type)
     return Pair(case, mesh, parallelize(model, mesh), twin)
 
 

@@ -1,4 +1,4 @@
-"""Real gloo processes for tests, started once and used by every test.
+"""Real processes for tests, on gloo or with a GPU each, started once and used by every test.
 
 ::
 
@@ -9,7 +9,9 @@
 Each process group that a test leaves behind keeps threads of gloo's, which wake up all the time. So
 the processes leave their groups after such a test and meet anew in a fresh one, which takes
 milliseconds where starting them takes seconds. A pool that failed or hung is killed, and the next
-test that needs one starts a new one. Costs are analytic unless a test calls `dmuon.measure` itself.
+test that needs one starts a new one. With ``--device cuda`` torch's default device is the GPU of a
+process: models and data that a test makes lie there, and meshes and generators that it makes are of
+``torch.get_default_device()``. Costs are analytic unless a test calls `dmuon.measure` itself.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.fixed_costs import analytic_costs
@@ -36,7 +39,10 @@ TIMEOUT_S = 120.0
 GRACE_S = 5.0  # for the other ranks once one has failed
 
 
-def _serve(rank: int, world: int, pipe: Connection) -> None:
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+def _serve(rank: int, world: int, pipe: Connection, device: str = "cpu") -> None:
     """Run what comes: a port and a prefix of a store to meet in, or a test's (module, name,
     arguments)."""
     # What was imported before the fork is neither looked at again nor, so, copied.
@@ -48,6 +54,9 @@ def _serve(rank: int, world: int, pipe: Connection) -> None:
 
     dmuon.api.measured_costs = analytic_costs  # type: ignore[attr-defined]
     torch.set_num_threads(1)
+    if device != "cpu":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(torch.device(device, rank))
     while (message := pipe.recv()) is not None:
         if len(message) == 2:
             if dist.is_initialized():
@@ -59,7 +68,7 @@ def _serve(rank: int, world: int, pipe: Connection) -> None:
             # Answers in 0.1 ms, where a store in a file takes several.
             store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
             dist.init_process_group(
-                "gloo",
+                BACKENDS[device],
                 store=dist.PrefixStore(prefix, store),
                 rank=rank,
                 world_size=world,
@@ -105,9 +114,10 @@ def _start_method() -> str:
 
 
 class Pool:
-    """``world`` processes, which meet in one gloo group."""
+    """``world`` processes, which meet in one group; each has a device of its own if it is not
+    "cpu"."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, device: str = "cpu") -> None:
         self.world = world
         self.usable = True
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -117,7 +127,9 @@ class Pool:
         self._processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, world, theirs, device), daemon=True
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -185,15 +197,19 @@ class Pool:
 
 
 class Pools:
-    """One pool a world size, made when first asked for."""
+    """One pool a world size, made when first asked for; a test that needs more GPUs than there are
+    is skipped."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
         self._pools: dict[int, Pool] = {}
 
     def __call__(self, world: int) -> Pool:
+        if self._device != "cpu" and world > (count := torch.cuda.device_count()):
+            pytest.skip(f"needs {world} GPUs, found {count}")
         pool = self._pools.get(world)
         if pool is None or not pool.usable:
-            pool = self._pools[world] = Pool(world)
+            pool = self._pools[world] = Pool(world, self._device)
         return pool
 
     def close(self) -> None:

@@ -87,7 +87,7 @@ class Zoo(nn.Module):
 
 def batch(step: int, rank: int, size: int = 4) -> tuple[Tensor, Tensor]:
     """Tokens and targets, different for every step and rank."""
-    generator = torch.Generator().manual_seed(7919 * step + rank + 1)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(7919 * step + rank + 1)
     tokens = torch.randint(0, VOCAB, (size, 9), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 

@@ -49,7 +49,9 @@ def layouts(*names: str) -> pytest.MarkDecorator:
 
 def mesh_of(shape: Sequence[int], axes: Sequence[str] | None = None) -> DeviceMesh:
     names = axes or (("replicate", "shard") if len(shape) == 2 else ("dp",))
-    return init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))
+    return init_device_mesh(
+        torch.get_default_device().type, tuple(shape), mesh_dim_names=tuple(names)
+    )
 
 
 def shard_rest(model: nn.Module, own: dmuon.Ownership, mesh: DeviceMesh, **kwargs: Any) -> None:

@@ -103,7 +103,7 @@ def pair(
     if change is not None:
         change(model)
     twin = copy.deepcopy(model)
-    mesh = case.make_mesh()
+    mesh = case.make_mesh(torch.get_default_device().type)
     return Pair(case, mesh, case.parallelize(model, mesh), twin)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from itertools import pairwise, product
 from threading import Event
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
@@ -26,6 +27,8 @@ from benchmarks.baselines import (
 from benchmarks.timing import over_ranks
 from dmuon.reference import ReferenceMuon
 from tests.distributed.harness import distributed
+
+pytestmark = pytest.mark.cpu_only("benchmarks of CPUs")
 
 SHARDED = (GatherThenCompute, SameShapeBuckets, ParallelMuon)
 REPLICATED = (
@@ -46,7 +49,7 @@ def stack() -> nn.Sequential:
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + rank + 1)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1000 * step + rank + 1)
     x, y = torch.randn(2, 16, 12, generator=generator)
     output = model(x)
     return (output[:, :12] - y).square().mean() + output[:, 12:].square().mean()
@@ -80,7 +83,7 @@ def assert_close(model: nn.Module, expected: list[Tensor]) -> None:
 
 def sharded_model(world: int) -> nn.Module:
     model = stack()
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(torch.get_default_device().type, (world,))
     for layer in model:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -132,7 +135,7 @@ def test_the_slowest_rank_counts(rank: int, world: int) -> None:
 def test_sent_bytes_follow_the_formulas(rank: int, world: int) -> None:
     # Even shards, and as many matrices of a shape as there are ranks: no padding, no empty piece.
     models = [nn.Sequential(*[nn.Linear(8, 16, bias=False) for _ in range(4)]) for _ in range(2)]
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(torch.get_default_device().type, (world,))
     fully_shard(models[1], mesh=mesh)
     numel = 4 * 8 * 16
     others = world - 1

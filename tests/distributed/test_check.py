@@ -234,7 +234,7 @@ BY_NAME["hsdp+tp"] = replace(BY_NAME["hsdp+tp"], mesh_shape=(2, 1, 2))
 
 def check(name, *, seed=0, layers=2, parallelize=None, **kwargs):
     case = BY_NAME[name]
-    mesh = case.make_mesh()
+    mesh = case.make_mesh(torch.get_default_device().type)
     kwargs = {"data_axes": case.data_axes, "ns_dtype": FP32} | kwargs
     return dmuon.check_step_equivalence(
         lambda: seeded(case.build, seed, layers=layers),
@@ -301,7 +301,7 @@ def test_the_twin_has_the_weights_that_fsdp_made_of_all_ranks_weights(rank, worl
 
 
 def test_gradients_are_moved_by_less_than_a_unit_in_the_last_place():
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     grad = torch.randn(4000, generator=generator) * 10.0 ** torch.linspace(-20, 20, 4000)
     grad[:50] = 0
     for dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -115,7 +115,9 @@ class Training:
     ) -> None:
         torch.manual_seed(seed)
         model = ParallelModel(width=14, hidden=6, layers=1, experts=4).to(dtype)
-        mesh = mesh or init_device_mesh("cpu", case.mesh, mesh_dim_names=case.axes)
+        mesh = mesh or init_device_mesh(
+            torch.get_default_device().type, case.mesh, mesh_dim_names=case.axes
+        )
         self.model = case.wrap(model, mesh)
         if case.own is not None:
             own = dmuon.dedicate_params(self.model, mesh, **case.own)

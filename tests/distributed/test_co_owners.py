@@ -376,7 +376,9 @@ def test_slices_run_in_the_gram_form_and_stats_say_so(rank, world):
 
 @distributed(4)
 def test_a_mesh_whose_ranks_are_in_another_order(rank, world):
-    mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
+    mesh = DeviceMesh(
+        torch.get_default_device().type, [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard")
+    )
     torch.manual_seed(0)
     model = ParallelModel()
     twin = copy.deepcopy(model)

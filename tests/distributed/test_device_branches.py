@@ -31,6 +31,8 @@ from tests.distributed.sharded import BY_NAME, MUON, Pair, dedicated, pair, refe
 from tests.distributed.test_drop_in import average
 from tests.distributed.test_muonbp import check_against_oracle
 
+pytestmark = pytest.mark.cpu_only("a CPU that pretends to be an accelerator")
+
 Values = dict[Any, Tensor]
 WITHOUT_ADAMW = {"adamw_lr": 0.0, "adamw_weight_decay": 0.0}
 

@@ -188,7 +188,9 @@ def trained(case: ParallelCase, form: str, data_rank: int, **muon: Any) -> dict[
         opt = dmuon.Muon(model, **muon)
     elif form == "exchanged":
         opt = dmuon.Muon(model.named_parameters(), **muon)
-    model = case.parallelize(model, case.make_mesh() if dist.is_initialized() else None)
+    model = case.parallelize(
+        model, case.make_mesh(torch.get_default_device().type) if dist.is_initialized() else None
+    )
     if form.startswith("three"):
         own = dmuon.dedicate_params(model, costs="analytic")
         muon.pop("dedicate", None)
@@ -348,7 +350,9 @@ SCALES = [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11]  # the third step is skip
 def test_grad_scaler_skips_alike(rank, world, where, unscale):
     """An inf in rank 1's loss, which DDP spreads, or put into p.grad on that rank alone."""
     t = trial(rank, world)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scaler = torch.amp.GradScaler(
+        torch.get_default_device().type, init_scale=2.0**10, growth_interval=2
+    )
     scales = []
     for step in range(len(SCALES)):
         bad = step == 2
@@ -584,7 +588,7 @@ def test_no_false_alarm_under_ddp(rank, world, kind):
     if kind == "bfloat16 hook":
         model.register_comm_hook(None, in_bfloat16)
     opt = dmuon.Muon(model, lr=0.01)
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(rank)
     steps = 500
     for step in range(steps):
         x, y = torch.randn(2, 8, 6, generator=generator).to(dtype)

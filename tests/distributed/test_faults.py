@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.cpu_only("its processes use gloo")
+
 REPOSITORY = Path(__file__).parents[2]
 
 

@@ -22,6 +22,8 @@ from dmuon.scheduler.costs import CostTable
 from tests.distributed.harness import distributed
 from tests.products import Products
 
+pytestmark = pytest.mark.cpu_only("kernels of CPUs")
+
 MUON = {"lr": 0.02, "adamw_lr": 1e-3, "ns_dtype": torch.float32}
 LAYOUTS = pytest.mark.parametrize("layout", ["replicated", "sharded", "dedicated"])
 GRAM = "gram[2]/torch/float32"
@@ -46,7 +48,11 @@ class Widths(nn.Module):
 
 
 def data(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(4, SIDE, generator=torch.Generator().manual_seed(100 * step + rank))
+    return torch.randn(
+        4,
+        SIDE,
+        generator=torch.Generator(torch.get_default_device()).manual_seed(100 * step + rank),
+    )
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +71,9 @@ def made(layout: str, **planning):
     model = Widths()
     twin = copy.deepcopy(model)
     if layout == "sharded":
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        fully_shard(
+            model, mesh=init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
+        )
     if layout == "replicated":
         planning["options"] = dmuon.ReplicatedOptions(reduce_to_owner=True)
     return model, twin, dmuon.dedicate_params(model, layout=layout, **planning)
@@ -184,7 +192,7 @@ def test_products_get_memory_that_they_are_fast_on(rank, world, layout, dtype):
     model = Alike()
     sharded = layout in ("sharded", "block steps")
     if sharded:
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        fully_shard(model, mesh=init_device_mesh(torch.get_default_device().type, (world,)))
     entries = {(6, n, "float32"): {1: 1.0, 2: 1.2, 3: 1.3, 6: 1.5} for n in (20, 24)}
     own = dmuon.dedicate_params(
         model,

@@ -31,13 +31,15 @@ from dmuon.types import ConsensusError, OwnershipError
 from tests.distributed.harness import Pools
 from tests.distributed.test_checkpoints import CASES, MUON, Training, assert_same
 
+pytestmark = pytest.mark.cpu_only("counts gloo's threads and files")
+
 KINDS = ["ddp", "reduce_to_owner ddp", "dedicated fsdp", "dedicated hsdp", "fsdp2", "tp"]
 
 
 def mesh_of(name: str) -> DeviceMesh:
     """Made once a test: torch keeps the process groups of a mesh."""
     case = CASES[name]
-    return init_device_mesh("cpu", case.mesh, mesh_dim_names=case.axes)
+    return init_device_mesh(torch.get_default_device().type, case.mesh, mesh_dim_names=case.axes)
 
 
 def resources() -> dict[str, Any]:

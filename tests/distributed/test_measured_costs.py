@@ -28,6 +28,8 @@ from tests.distributed.harness import distributed
 from tests.distributed.models import Net, batch, loss_of, seeded
 from tests.fixed_costs import analytic_costs
 
+pytestmark = pytest.mark.cpu_only("measures a CPU")
+
 CPU = torch.device("cpu")
 A: ShapeKey = (4, 6, "float32")
 B: ShapeKey = (8, 8, "float32")

@@ -11,6 +11,8 @@ from tests.distributed.harness import distributed
 from tests.distributed.models import Net, batch, dedicate, loss_of, seeded
 from tests.transports import DelayingTransport, RecordingTransport
 
+pytestmark = pytest.mark.cpu_only("measures a CPU")
+
 
 def trained(rank, steps, wrapper=RecordingTransport, model=None, **kwargs):
     """A model after some steps, with the events of each step."""

@@ -102,7 +102,7 @@ def test_models_that_cannot_be_planned(rank, world):
 def test_mesh_of_the_wrong_device(rank, world):
     from torch.distributed.device_mesh import DeviceMesh
 
-    mesh = DeviceMesh("cpu", list(range(world)))
+    mesh = DeviceMesh(torch.get_default_device().type, list(range(world)))
     object.__setattr__(mesh, "_device_type", "cuda")  # there is no such device here
     if mesh.device_type != "cuda":
         raise AssertionError("cannot pretend")
@@ -140,7 +140,9 @@ def test_the_current_device_was_not_set(rank, world):
 @distributed(4)
 def test_a_mesh_whose_groups_wait_longer_than_the_default_group(rank, world):
     """On one rank, with the line that sets it."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
+    )
     told = []
     for _ in range(2):
         model = nn.Sequential(nn.Linear(8, 8))
@@ -302,7 +304,7 @@ def test_optimizer_settings_that_differ_between_ranks(rank, world):
 def test_one_rank_tells_of_updates_that_are_rounded_away(rank, world, layout):
     model = seeded(Net).bfloat16()
     if layout == "sharded":
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        fully_shard(model, mesh=init_device_mesh(torch.get_default_device().type, (world,)))
     own = dmuon.dedicate_params(model, **_asked(layout))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -318,7 +320,7 @@ def test_one_rank_tells_of_updates_that_are_rounded_away(rank, world, layout):
 @distributed(2)
 def test_grad_scaler_is_refused(rank, world):
     with planned() as (model, _):
-        opt, scaler = dmuon.Muon(model), torch.amp.GradScaler("cpu")
+        opt, scaler = dmuon.Muon(model), torch.amp.GradScaler(torch.get_default_device().type)
         scaler.scale(loss_of(model, batch(0, rank))).backward()
         with pytest.raises(ValueError, match="GradScaler"):
             scaler.step(opt)
@@ -360,7 +362,9 @@ def refusing_step(kind: str, on: str, key: str, rank: int, when: str) -> tuple:
     """(what a step raised, whether weights changed), where rank 1 sets a wrong value."""
     model = seeded(Net)
     if kind == "sharded":
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        fully_shard(
+            model, mesh=init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
+        )
     with host_cannot_read() if on == "accelerator" else nullcontext():
         own = dmuon.dedicate_params(model, **_asked(kind))
         opt = dmuon.Muon(model, publish="sync")
@@ -426,7 +430,7 @@ def test_a_setting_that_turns_wrong_where_the_host_cannot_read(rank, world):
 def test_a_period_that_differs_between_ranks(rank, world):
     """Full steps of different numbers meet: an error on every rank."""
     model = seeded(Net)
-    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    fully_shard(model, mesh=init_device_mesh(torch.get_default_device().type, (world,)))
     own = dmuon.dedicate_params(model)
     opt = dmuon.Muon(model, period=period_of_rank)
     one_step(model, opt, rank)

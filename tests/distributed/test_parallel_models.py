@@ -35,7 +35,7 @@ def parallel_and_twin(case):
     torch.manual_seed(5)
     model = case.build()
     twin = copy.deepcopy(model)
-    mesh = case.make_mesh()
+    mesh = case.make_mesh(torch.get_default_device().type)
     parallel = case.parallelize(model, mesh)
     return parallel, twin, mesh
 

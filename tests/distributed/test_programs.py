@@ -471,7 +471,7 @@ def test_uses_in_another_dtype_are_counted_over_several_backwards(rank, world):
     """Each use of a weight that is cast has a gradient of its own, and arrives by itself."""
     orders = ((0, 0, 1, 2), (2, 1, 1, 0))
     options = {"param_dtype": torch.bfloat16}
-    autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    autocast = partial(torch.autocast, torch.get_default_device().type, dtype=torch.bfloat16)
     with both(Ordered, change=without_biases, options=options, context=autocast) as pair:
         for step in range(2):
             losses = []
@@ -491,7 +491,7 @@ def test_gradients_of_inputs_alone_and_second_derivatives(rank, world):
     second derivative is refused."""
     with both() as pair:
         for step in range(3):
-            generator = torch.Generator().manual_seed(step)
+            generator = torch.Generator(torch.get_default_device()).manual_seed(step)
             x = torch.randn(2, 24, generator=generator, requires_grad=True)
             found = torch.autograd.grad(pair.model.blocks[0](x).square().sum(), x)[0]
             expected = torch.autograd.grad(pair.twin.blocks[0](x).square().sum(), x)[0]
@@ -620,7 +620,7 @@ def receive(shape, peer):
 @pytest.mark.parametrize("freed, micro_batches", [(False, 1), (True, 2)])
 @distributed(4)
 def test_two_models_in_one_optimizer_of_each_pipeline_stage(rank, world, freed, micro_batches):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "dp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("stage", "dp"))
     stage, data_rank = divmod(rank, 2)
     peer = (1 - stage) * 2 + data_rank
     model, twin = seeded(), seeded()

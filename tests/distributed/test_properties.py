@@ -128,7 +128,7 @@ class Model(nn.Module):
 
 def data(piece: Piece, seed: int) -> tuple[Tensor, Tensor]:
     """Inputs and what outputs are multiplied with: -1, 0 or 1."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     draw = lambda *shape: torch.randint(-1, 2, (SAMPLES, *shape), generator=generator).float()  # noqa: E731
     rows, cols, count = piece.rows, piece.cols, piece.count
     if piece.kind == "embedding":
@@ -392,7 +392,9 @@ def expected_of(example: Example) -> dict[str, Any]:
 class Training:
     def __init__(self, example: Example, name: str) -> None:
         self.example, case = example, LAYOUTS[name]
-        mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=case.axes)
+        mesh = init_device_mesh(
+            torch.get_default_device().type, case.mesh, mesh_dim_names=case.axes
+        )
         self.model = case.wrap(example.model(), mesh)
         planning = {"splits": example.splits(), "costs": "analytic"}
         if case.own is not None:

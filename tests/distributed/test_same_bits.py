@@ -61,7 +61,7 @@ class Holder(nn.Module):
 class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(1)
         for name, shape in SHAPES.items():
             self.add_module(name, Holder(shape, generator))
 
@@ -73,7 +73,7 @@ class Parts(nn.Module):
 def gradients_of(step: int) -> dict[str, Tensor]:
     """The same on every rank, and such that dividing by 2, 3, 4 or 8 and adding up is exact, in
     bfloat16 too: three times small whole numbers, and a power of two."""
-    generator = torch.Generator().manual_seed(100 + step)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(100 + step)
     found = {}
     for name, shape in SHAPES.items():
         whole = (
@@ -114,16 +114,20 @@ def _made(
     called, layout, options, mesh = model, "auto", None, None
     dims = ("replicate", "shard")
     if form == "fsdp":
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+        mesh = init_device_mesh(torch.get_default_device().type, (world,), mesh_dim_names=("dp",))
         fully_shard(model, mesh=mesh)
     elif form == "hsdp":
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=dims)
+        mesh = init_device_mesh(
+            torch.get_default_device().type, (2, world // 2), mesh_dim_names=dims
+        )
         fully_shard(model, mesh=mesh)
     elif form == "tp":
-        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+        mesh = init_device_mesh(torch.get_default_device().type, (world,), mesh_dim_names=("tp",))
         _tensor_parallel(model, mesh)
     elif form in ("tp+fsdp", "dp+tp"):
-        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(
+            torch.get_default_device().type, (world // 2, 2), mesh_dim_names=("dp", "tp")
+        )
         _tensor_parallel(model, mesh["tp"])
         if form == "tp+fsdp":
             fully_shard(model, mesh=mesh["dp"])
@@ -137,7 +141,9 @@ def _made(
         layout = "dedicated"
     elif form == "dedicated hsdp":
         layout = "dedicated"
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=dims)
+        mesh = init_device_mesh(
+            torch.get_default_device().type, (2, world // 2), mesh_dim_names=dims
+        )
     own = dmuon.dedicate_params(
         called if form == "ddp" else model,
         mesh,

@@ -76,7 +76,9 @@ def test_every_setting_means_what_it_means_in_the_reference(rank, world, setting
 def set_gradients(model: nn.Module, twin: nn.Module, seed: int = 0, scale: float = 1.0) -> None:
     """Equal gradients, those of matrices times ``scale``."""
     for n, (p, q) in enumerate(zip(model.parameters(), twin.parameters(), strict=True)):
-        q.grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(seed + n)).to(q.dtype)
+        q.grad = torch.randn(
+            q.shape, generator=torch.Generator(torch.get_default_device()).manual_seed(seed + n)
+        ).to(q.dtype)
         q.grad *= scale if q.ndim > 1 else 1.0
         p.grad = distribute_tensor(q.grad, p.device_mesh, p.placements)
 
@@ -105,7 +107,10 @@ class Shapes(nn.Module):
 
     def shard(self, placements: list[Placement]) -> Shapes:
         """A copy that lies so on all ranks."""
-        mesh, made = init_device_mesh("cpu", (dist.get_world_size(),)), copy.deepcopy(self)
+        mesh, made = (
+            init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),)),
+            copy.deepcopy(self),
+        )
         places = iter(placements)
         for module in made.modules():
             for name, p in list(module.named_parameters(recurse=False)):
@@ -204,7 +209,7 @@ def test_parameters_of_different_dtypes_in_one_model(rank, world, period):
     model = nn.Sequential(nn.Linear(12, 20), nn.Linear(20, 12).to(torch.bfloat16), nn.Linear(12, 6))
     twin = copy.deepcopy(model)
     for part in model:
-        fully_shard(part, mesh=init_device_mesh("cpu", (world,)))
+        fully_shard(part, mesh=init_device_mesh(torch.get_default_device().type, (world,)))
     with dedicated(model, period=period) as (_, opt):
         ref = reference(twin)
         set_gradients(model, twin)
@@ -224,7 +229,7 @@ def small() -> nn.Module:
 @distributed(2)
 def test_gradients_of_any_size_give_the_same_update(rank, world, scale):
     model, twin = small(), small()
-    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    fully_shard(model, mesh=init_device_mesh(torch.get_default_device().type, (world,)))
     with dedicated(model, eps=1e-38) as (_, opt):
         ref = reference(twin, eps=1e-38)
         set_gradients(model, twin, scale=scale)
@@ -254,14 +259,19 @@ def test_replicas_of_hsdp_are_bitwise_equal(rank, world):
 
 
 def trained_on(shape: tuple[int, ...], axes: tuple[str, ...]) -> list[Tensor]:
-    model, mesh = small(), init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    model, mesh = (
+        small(),
+        init_device_mesh(torch.get_default_device().type, shape, mesh_dim_names=axes),
+    )
     if "tp" in axes:
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"] if "tp" in axes else mesh)
     with dedicated(model) as (_, opt):
         for step in range(4):
             # The same data on all ranks: only the cutting differs.
-            x = torch.randn(8, 12, generator=torch.Generator().manual_seed(step))
+            x = torch.randn(
+                8, 12, generator=torch.Generator(torch.get_default_device()).manual_seed(step)
+            )
             model(x).square().mean().backward()
             opt.step()
             opt.zero_grad()
@@ -298,7 +308,9 @@ def placed(shape: tuple[int, int], mesh: DeviceMesh, tp_dim: int, dp_dim: int) -
 def test_the_box_of_a_shard_is_what_lies_there(rank, world):
     for shape in [(4, 2), (2, 4), (2, 2, 2)]:
         mesh = init_device_mesh(
-            "cpu", shape, mesh_dim_names=("replicate", "dp", "tp")[-len(shape) :]
+            torch.get_default_device().type,
+            shape,
+            mesh_dim_names=("replicate", "dp", "tp")[-len(shape) :],
         )
         for rows in (3, 9, 25, 50257):
             weight, whole = placed((rows, 3), mesh, 0, 0)
@@ -444,8 +456,10 @@ def test_a_distributed_checkpoint_reshards(rank, world):
     """Saved on FSDP, continued on HSDP."""
     folders = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folders)
-    flat = init_device_mesh("cpu", (2,))
-    nested = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    flat = init_device_mesh(torch.get_default_device().type, (2,))
+    nested = init_device_mesh(
+        torch.get_default_device().type, (2, 1), mesh_dim_names=("replicate", "shard")
+    )
 
     def train_from(mesh: Any, first: int, last: int, load: bool) -> dict[str, Tensor]:
         torch.manual_seed(first)

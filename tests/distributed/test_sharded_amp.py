@@ -193,7 +193,9 @@ def test_grad_scaler(rank, world, unscale, period):
     """Weights equal those of training without it, and each rank takes the same decisions: torch
     shares its verdict, so block steps obey it too."""
     both = fsdp()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scaler = torch.amp.GradScaler(
+        torch.get_default_device().type, init_scale=2.0**10, growth_interval=2
+    )
     scales = []
     with dedicated(both.model, period=period) as (own, opt):
         ref = reference(both.twin)

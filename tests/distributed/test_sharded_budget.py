@@ -35,12 +35,15 @@ def sharded_wide(mesh_shape: tuple[int, ...], **kwargs: Any) -> nn.Module:
     axes = ("shard",) if len(mesh_shape) == 1 else ("replicate", "shard")
     torch.manual_seed(0)
     model = Wide(**kwargs)
-    fully_shard(model, mesh=init_device_mesh("cpu", mesh_shape, mesh_dim_names=axes))
+    fully_shard(
+        model,
+        mesh=init_device_mesh(torch.get_default_device().type, mesh_shape, mesh_dim_names=axes),
+    )
     return model
 
 
 def step_of(model: nn.Module, opt: dmuon.Muon, rank: int) -> None:
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(rank)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
         local = local_tensor(p.grad)
@@ -154,7 +157,7 @@ def test_a_step_allocates_nothing_that_grows_with_the_model(rank, world):
             most, _ = peak_bytes(lambda: (opt.step(), opt.synchronize()))
             assert opt.stats()["step_bytes"]["norms"] == 0 and most <= 16384, most
     model = nn.Sequential(nn.Embedding(4000, 64), nn.Linear(64, 32, bias=False))
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=init_device_mesh(torch.get_default_device().type, (2,)))
     with dedicated(model, period=2) as (_, opt):
         for _ in range(2):  # a full step and a block step
             step_of(model, opt, rank)
@@ -201,7 +204,7 @@ class Counter(TorchDispatchMode):
 def test_a_step_takes_few_operations_however_many_matrices(rank, world, on_host):
     """224 matrices; what Newton-Schulz itself takes (5 iterations of a batch) is in it."""
     model = nn.Sequential(*(Layer() for _ in range(LAYERS)))
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=init_device_mesh(torch.get_default_device().type, (2,)))
     with (
         nullcontext() if on_host else host_cannot_read(),
         dedicated(model, period=2) as (own, opt),

@@ -85,7 +85,9 @@ def test_layouts_that_do_not_fit_the_model(rank, world):
 @distributed(2)
 def test_a_mesh_without_all_ranks_of_a_parameter(rank, world):
     model = fsdp().model
-    alone = init_device_mesh("cpu", (world, 1), mesh_dim_names=("other", "mine"))["mine"]
+    alone = init_device_mesh(
+        torch.get_default_device().type, (world, 1), mesh_dim_names=("other", "mine")
+    )["mine"]
     with pytest.raises(ValueError, match=rf"also lies on global ranks \[{1 - rank}\].*mesh of all"):
         dmuon.dedicate_params(model, alone)
     dmuon.dedicate_params(model).close()
@@ -98,7 +100,9 @@ def test_plans_of_another_mesh_or_layout(rank, world):
         own.close()
         return own.plan
 
-    grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    grid = init_device_mesh(
+        torch.get_default_device().type, (1, 2), mesh_dim_names=("replicate", "shard")
+    )
     flat, tensor_parallel = plan_of(fsdp().model), plan_of(pair("tp").model)
     nested = plan_of(fsdp(shard=lambda m, _: fully_shard(m, mesh=grid)).model)
     plain = plan_of(ParallelModel())
@@ -127,7 +131,7 @@ def shard_blocks(model, mesh):
 
 @distributed(2)
 def test_fully_shard_after_planning(rank, world):
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(torch.get_default_device().type, (world,), mesh_dim_names=("dp",))
     for model, late in (
         (ParallelModel(), lambda model: shard_blocks(model, mesh)),
         # All others stay as they were planned.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.distributed.harness import Pools
+
+pytestmark = pytest.mark.cpu_only("its processes use gloo")
 
 
 def test_two_thousand_steps_in_all_layouts_in_turn(pools: Pools) -> None:

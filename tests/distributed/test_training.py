@@ -89,7 +89,7 @@ def test_a_group_of_one_rank(rank, world):
 def test_meshes_of_other_shapes(rank, world):
     """Replicas; two axes; two ownerships on halves of the world."""
     follow(Pieces, FSDP, mesh=(2, 2), **IN_TURN)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "dp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("stage", "dp"))
     report = dmuon.check_step_equivalence(
         lambda: seeded(Net), loss_of, batch, mesh, steps=2, lr=0.02, ns_dtype=torch.float32
     )
@@ -106,7 +106,11 @@ def test_meshes_of_other_shapes(rank, world):
 @distributed(4)
 def test_a_mesh_whose_ranks_are_in_another_order(rank, world, layout):
     names = ("replicate", "shard")
-    follow(Net, layout, mesh=DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=names))
+    follow(
+        Net,
+        layout,
+        mesh=DeviceMesh(torch.get_default_device().type, [[0, 2], [1, 3]], mesh_dim_names=names),
+    )
 
 
 # ---- settings --------------------------------------------------------------------------------

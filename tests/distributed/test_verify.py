@@ -51,7 +51,7 @@ CASES = [case for case in SHARDED if case.name in ("hsdp", "tp+fsdp", "ep+fsdp")
 @distributed(4)
 def test_right_steps_pass_in_shards(rank, world, case, k):
     torch.manual_seed(0)
-    mesh = case.make_mesh()
+    mesh = case.make_mesh(torch.get_default_device().type)
     model = case.parallelize(case.build(), mesh)
     opt = dmuon.Muon(
         model, lr=0.02, verify_every=3, period=2, ns_dtype=torch.bfloat16,
@@ -72,7 +72,7 @@ def test_right_steps_pass_in_shards(rank, world, case, k):
 def test_co_owners_one_of_whom_computes_wrongly_are_named(rank, world):
     case = next(case for case in SHARDED if case.name == "fsdp2")
     torch.manual_seed(0)
-    model = case.parallelize(case.build(), case.make_mesh())
+    model = case.parallelize(case.build(), case.make_mesh(torch.get_default_device().type))
     shared = {"planner": dmuon.PlannerOptions(co_owners=2)}
     opt = dmuon.Muon(model, lr=0.02, verify_every=1, ns_dtype=torch.float32, dedicate=shared)
     honest = Orthogonalizer.run_together
