@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dmuon.comm.buckets import Slices, slice_boxes
 from dmuon.comm.consensus import attempt, solve_on_first
 from dmuon.comm.dedicated.layout import DedicatedRuntime
-from dmuon.comm.hooks import fsdp_roots, reshard, uncompiled
+from dmuon.comm.hooks import fsdp_roots, refuse_fsdp1, reshard, uncompiled
 from dmuon.comm.layout import LayoutRuntime
 from dmuon.comm.process_groups import (
     Grid,
@@ -225,7 +225,8 @@ def plan_given(given: Given, request: Request, mesh: DeviceMesh | None = None) -
 
 def _plan(given: Given, request: Request, mesh: DeviceMesh | None) -> Ownership:
     if isinstance(given.model, nn.Module):
-        reshard(given.model)
+        refuse_fsdp1(given.model.modules())
+        reshard(given.model.modules())
     named = given.trainable()
     if given.ddp is None and mesh is None:
         mesh = covering_mesh(named)

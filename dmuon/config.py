@@ -7,6 +7,7 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar
 
@@ -399,3 +400,47 @@ def check_adamw_group(group: Mapping[str, Any], place: str = "") -> dict[str, An
 def check_mixed_group(group: Mapping[str, Any], place: str = "") -> dict[str, Any]:
     """The same of AdamW's side of a group with both."""
     return checked(MIXED_RULES, group, place=place)
+
+
+# ---- words of other optimizers -----------------------------------------------------------
+
+# How something is called here.
+_WORDS = {
+    "adam_betas": "adamw_betas",
+    "adam_eps": "adamw_eps",
+    "adam_lr": "adamw_lr",
+    "adam_weight_decay": "adamw_weight_decay",
+    "backend_steps": "ns_steps",
+    "learning_rate": "lr",
+    "mu": "momentum",
+    "wd": "weight_decay",
+}
+# The flags of torch's optimizers: which value changes nothing, and what to say of the other.
+_FLAGS = {
+    "amsgrad": (False, "its AdamW keeps no maximum"),
+    "capturable": (False, "a step has collectives, and CUDA graphs of its own"),
+    "decoupled_weight_decay": (True, "decay is always decoupled"),
+    "differentiable": (False, "a step has no gradient"),
+    "foreach": (False, "lists of tensors are updated together anyway"),
+    "fused": (False, "what can be fused is fused anyway"),
+    "maximize": (False, "it minimizes (negate the loss)"),
+}
+FLAGS = frozenset(_FLAGS)
+
+
+def is_idle(name: str, value: Any) -> bool:
+    """Whether this is a flag of torch's optimizers that says to do what is done here anyway."""
+    return name in _FLAGS and (value is None or value is _FLAGS[name][0])
+
+
+def instead(name: str, known: Iterable[str]) -> str:
+    """What to do about a word that is not among the ``known``.
+
+    >>> instead("wd", ["weight_decay"])
+    "did you mean 'weight_decay'? Else remove it"
+    """
+    if name in _FLAGS:
+        return f"dmuon has no such flag, because {_FLAGS[name][1]}: leave the flag out"
+    known = list(known)
+    near = [_WORDS[name]] if _WORDS.get(name) in known else get_close_matches(name, known, 1)
+    return f"did you mean {near[0]!r}? Else remove it" if near else "remove it"

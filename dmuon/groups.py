@@ -9,24 +9,31 @@ A group stays the user's, whatever is in it. It has the hyperparameters that its
 
 from __future__ import annotations
 
+import gc
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from difflib import get_close_matches
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from itertools import compress
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dmuon.comm.hooks import reshard
 from dmuon.config import (
     ADAMW_RULES,
+    FLAGS,
     MIXED_RULES,
     MUON_RULES,
     SWITCH_RULES,
     check_adamw_group,
     check_mixed_group,
     check_muon_group,
+    instead,
+    is_idle,
 )
 from dmuon.kernels.newton_schulz import resolve_coefficients
+from dmuon.scheduler.select import LISTS
 from dmuon.scheduler.specs import canonical_name
 from dmuon.types import Algorithm, OwnershipError
 
@@ -43,9 +50,6 @@ _NOTES = {
     "initial_lr", "base_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum",
     "lr_scale", "lr_mult", "lr_multiplier", "wd_mult", "wd_scale", "decay_mult",
 }  # fmt: skip
-# Those of torch's optimizers, and which value changes nothing.
-_FLAGS = dict.fromkeys(("foreach", "fused", "capturable", "differentiable"), False)
-_FLAGS |= {"maximize": False, "amsgrad": False, "decoupled_weight_decay": True}
 _FOR_ALL = {*SWITCH_RULES, "period", "ns_dtype", "dedicate"}
 _OURS = {*MUON_RULES, *ADAMW_RULES, *MIXED_RULES, "adamw_lr", *PROGRESS.values()}
 
@@ -65,6 +69,7 @@ def read_groups(given: Any) -> list[Group]:
 
     Raises:
         TypeError: ``given`` is not what an optimizer takes.
+        ValueError: it is empty.
     """
     if isinstance(given, nn.Module):
         named = unwrapped(given).named_parameters()
@@ -75,7 +80,12 @@ def read_groups(given: Any) -> list[Group]:
             f"{type(given).__name__}"
         )
     entries = list(given)
-    if not entries or not isinstance(entries[0], dict):
+    if not entries:
+        raise ValueError(
+            "dmuon.Muon got no parameters: an empty list, or an iterator that was used up before "
+            "(model.parameters() is good for one use). Pass the model"
+        )
+    if not isinstance(entries[0], dict):
         return [{"params": entries}]
     groups = [dict(group) for group in entries]
     for group in groups:
@@ -130,6 +140,144 @@ def algorithm_of(group: Group) -> Algorithm | None:
     return None if said is None else Algorithm(said)
 
 
+# ---- whose parameters --------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """A live model that holds parameters, and the outermost module around it."""
+
+    model: nn.Module
+    around: nn.Module
+
+
+def names_in(model: nn.Module) -> dict[int, list[str]]:
+    """All canonical names of each parameter, by its id."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names[id(p)].append(canonical_name(name))
+    return names
+
+
+def held_by_modules(ids: Set[int]) -> set[int]:
+    """Which parameters of these ids are held by live modules."""
+    return {i for _, i in _uses(_live_modules(), ids)} if ids else set()
+
+
+def find_models(given: Sequence[tuple[str | None, Tensor]]) -> list[Found]:
+    """The live models that hold these parameters, given with their names or None; the first holds
+    the most. Of a parameter that no module holds there is none.
+
+    A model is found from the smallest module that holds all uses of its parameters here: where they
+    have names, it is the first around it in which they are called so. Otherwise a single layer or a
+    block of a list belongs to what is around it, and so does whatever is the only part that is
+    trained. Not a collective call; tens of milliseconds for a million objects.
+    """
+    names = {id(p): canonical_name(name) for name, p in given if name is not None}
+    left = {id(p) for _, p in given}
+    live, found = _Live(left), []
+    while (smallest := live.smallest(left)) is not None:
+        chain = live.chain(smallest)
+        held = live.held[smallest] & left
+        found.append(Found(_model_in(chain, held, names), chain[-1]))
+        left -= held
+    return found
+
+
+def _model_in(chain: Sequence[nn.Module], held: Set[int], names: Mapping[int, str]) -> nn.Module:
+    """The model of parameters ``held`` among modules, each around the one before."""
+    if held <= names.keys():
+        for module in chain:
+            known = names_in(module)
+            if all(names[i] in known[i] for i in held):
+                return module
+    lists = [i for i, module in enumerate(chain) if isinstance(module, LISTS)]
+    is_layer = next(chain[0].children(), None) is None
+    start = min(max([int(is_layer), *(i + 1 for i in lists)]), len(chain) - 1)
+    for module, around in zip(chain[start:], chain[start + 1 :]):
+        if any(p.requires_grad and id(p) not in held for p in around.parameters()):
+            return module  # as a generator beside its discriminator
+    return chain[-1]
+
+
+class _Live:
+    """All live modules; ``held``: which of the wanted parameters each has in itself or below, by
+    id. Garbage that is not collected yet is among them."""
+
+    def __init__(self, wanted: Set[int]) -> None:
+        modules = _live_modules()
+        uses = _uses(modules, wanted)
+        if len({i for _, i in uses}) < len(wanted):
+            reshard(modules)  # FSDP2 shows other parameters while a unit is gathered
+            uses = _uses(modules, wanted)
+        self._parents: dict[nn.Module, list[nn.Module]] = defaultdict(list)
+        for module in modules:
+            for child in module.children():
+                self._parents[child].append(module)
+        self._around: dict[nn.Module, dict[nn.Module, None]] = {}
+        self.held: dict[nn.Module, set[int]] = defaultdict(set)
+        self._uses: Counter[nn.Module] = Counter()
+        for holder, i in uses:
+            for module in self._and_above(holder):
+                self.held[module].add(i)
+                self._uses[module] += 1
+
+    def _and_above(self, module: nn.Module) -> dict[nn.Module, None]:
+        """Itself and all modules that contain it."""
+        found = self._around.get(module)
+        if found is None:
+            found = {module: None}
+            queue = [module]
+            for below in queue:
+                new = [m for m in self._parents.get(below, ()) if m not in found]
+                found.update(dict.fromkeys(new))
+                queue += dict.fromkeys(new)
+            self._around[module] = found
+        return found
+
+    def smallest(self, wanted: Set[int]) -> nn.Module | None:
+        """The module that holds most of these parameters, in most places, and is the smallest."""
+        ranked = {m: (len(held & wanted), self._uses[m]) for m, held in self.held.items()}
+        most = max(ranked.values(), default=(0, 0))
+        best = [m for m, rank in ranked.items() if rank == most] if most[0] else []
+        return min(best, key=lambda m: sum(1 for _ in m.modules()), default=None)
+
+    def chain(self, module: nn.Module) -> list[nn.Module]:
+        """It and, one around the other, the modules that contain all that contains it."""
+        found = [module]
+        while True:
+            ways = [self._and_above(m) for m in self._parents.get(found[-1], ())]
+            common = [m for m in (ways or [{}])[0] if all(m in way for way in ways)]
+            common = [m for m in common if m not in found]
+            if not common:
+                return found
+            found.append(max(common, key=lambda m: len(self._and_above(m))))
+
+
+def _uses(modules: Iterable[nn.Module], wanted: Set[int]) -> list[tuple[nn.Module, int]]:
+    return [
+        (module, id(p))
+        for module in modules
+        for _, p in module.named_parameters(recurse=False, remove_duplicate=False)
+        if id(p) in wanted
+    ]
+
+
+def _live_modules() -> list[nn.Module]:
+    kinds = [nn.Module]
+    for kind in kinds:
+        kinds += type.__subclasses__(kind)
+    is_frozen = gc.get_freeze_count() > 0
+    if is_frozen:  # such objects are not listed
+        gc.collect()
+        gc.unfreeze()
+    objects = gc.get_objects()
+    if is_frozen:
+        gc.freeze()
+    modules: Any = compress(objects, map({*kinds}.__contains__, map(type, objects)))
+    # Another thread may be at work in `nn.Module.__init__`.
+    return [m for m in modules if {"_parameters", "_modules"} <= vars(m).keys()]
+
+
 # ---- hyperparameters ---------------------------------------------------------------------
 
 
@@ -142,7 +290,7 @@ def completed(
     parameters, so its ``lr`` and ``weight_decay`` count for both sides unless it has ``adamw_lr``
     or ``adamw_weight_decay`` as well. A key that is not read stays, for `check_group` to find.
     """
-    own = {k: v for k, v in group.items() if k not in _MEMBERS and not _is_idle(k, v)}
+    own = {k: v for k, v in group.items() if k not in _MEMBERS and not is_idle(k, v)}
     if not group["params"]:  # perhaps it has some on other pipeline stages
         own = {k: v for k, v in own.items() if k in ADAMW_RULES or k not in _OURS}
     if Algorithm.ADAMW not in algorithms:
@@ -194,7 +342,7 @@ def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) ->
     if "max_momentum" in group:  # OneCycleLR and CyclicLR cycle the momentum of every group
         noted.add("momentum")
     for key in sorted(group.keys() - needed.keys() - noted):
-        if not key.startswith("_") and not _is_idle(key, group[key]):
+        if not key.startswith("_") and not is_idle(key, group[key]):
             raise OwnershipError(
                 f"opt.param_groups[{number}] has {key!r}, which nobody reads: "
                 + _instead(key, needed, is_muon)
@@ -206,15 +354,10 @@ def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) ->
     return kept | (check_mixed_group(group, place) if is_adamw else {})
 
 
-def _is_idle(key: str, value: Any) -> bool:
-    """Whether this is a flag of torch's optimizers that says to do what is done here anyway."""
-    return key in _FLAGS and (value is None or value is _FLAGS[key])
-
-
 def _instead(key: str, needed: Collection[str], is_muon: bool) -> str:
     """What to do about a key that nobody reads in a group with these hyperparameters."""
-    if key in _FLAGS:
-        return f"dmuon has no {key!r}; negate the loss to maximize it, and leave the flag out"
+    if key in FLAGS:
+        return instead(key, needed)
     if key in _FOR_ALL:
         return f"it holds for all groups, so pass dmuon.Muon(..., {key}=...)"
     if key == "adamw_lr" and "adamw_lr_ratio" in needed:
@@ -222,15 +365,14 @@ def _instead(key: str, needed: Collection[str], is_muon: bool) -> str:
     near = [k for k in (f"adamw_{key}", key.removeprefix("adamw_")) if k in needed]
     if key in _OURS and not (near and {"betas", "adamw_betas"} & {*needed}):
         return "the group has " + ("matrices only" if is_muon else "no matrices") + ": remove it"
-    near += get_close_matches(key, needed, n=1)
-    meant = f"did you mean {near[0]!r}? Else remove it" if near else "remove it"
+    meant = f"did you mean {near[0]!r}? Else remove it" if near else instead(key, needed)
     return f"{meant}. Begin the name of what is yours with '_'"
 
 
 def as_here(group: Group, now: Group) -> Group:
     """A saved group with what the group has ``now``, without hyperparameters that are not read here
     but for those that would change the update."""
-    read = {*now, *_NOTES} - _FLAGS.keys() | {"maximize", "amsgrad"}
+    read = {*now, *_NOTES} - FLAGS | {"maximize", "amsgrad"}
     return now | {k: v for k, v in group.items() if k in read or k.startswith("_")}
 
 

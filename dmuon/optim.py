@@ -13,9 +13,11 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cache
-from itertools import islice, takewhile
+from inspect import signature
+from itertools import islice, repeat, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +27,7 @@ from torch.optim import Optimizer
 
 from dmuon.api import Given, Request, plan_given
 from dmuon.comm.consensus import attempt_in_all
-from dmuon.comm.hooks import reshard
+from dmuon.comm.hooks import refuse_fsdp1, reshard
 from dmuon.comm.layout import OwnerRuntime
 from dmuon.comm.process_groups import check_launched, check_planned_together
 from dmuon.comm.sharded import ShardedRuntime
@@ -37,20 +39,26 @@ from dmuon.config import (
     MuonDefaults,
     check_muon_group,
     checked,
+    instead,
+    is_idle,
 )
 from dmuon.dtensors import local_tensor
 from dmuon.groups import (
     PROGRESS,
     Accepted,
+    Found,
     Group,
     algorithm_of,
     as_here,
     check_group,
     completed,
     describe,
+    find_models,
+    held_by_modules,
     is_pair,
     joined_states,
     members,
+    names_in,
     read_groups,
     unwrapped,
 )
@@ -59,7 +67,13 @@ from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.ownership import Ownership, ownership_of, ownerships_of
 from dmuon.period import Period, Schedule
 from dmuon.report.data import LoadBalanceReport
-from dmuon.scheduler.select import collect, collect_named, collect_routed, routes_of
+from dmuon.scheduler.select import (
+    THREE_WAYS,
+    Member,
+    collect_members,
+    collect_routed,
+    routes_of,
+)
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec, canonical_name
 from dmuon.step.engine import Amp, Engine, Settings
 from dmuon.step.owner import OwnerEngine
@@ -107,10 +121,10 @@ class Muon(Optimizer):
     ``adamw_lr_ratio``, AdamW's learning rate over ``lr``.
 
     Args:
-        model_or_params: a module (with `DistributedDataParallel` around it or not), or what
-            frameworks pass: (name, parameter) pairs, or group dicts of them; or groups of bare
-            parameters that say ``algorithm="muon"`` or ``"adamw"`` (or ``use_muon=``). Names alone
-            tell less than modules: an embedding is known by a name such as "embed_tokens".
+        params: a module (with `DistributedDataParallel` around it or not), or what other optimizers
+            take: parameters, (name, parameter) pairs, or group dicts of either. How each is updated
+            follows from the live modules that hold it, or from its name where none does. A group
+            may say ``algorithm="muon"`` or ``"adamw"`` (or ``use_muon=``), which wins.
         lr: a number, or a tensor of one element, which `step` reads.
         adjust_lr_fn: what multiplies ``lr`` for an ``m x n`` matrix. None or "original":
             ``sqrt(max(1, m / n))``; "spectral_unclamped": ``sqrt(m / n)``; a number: the root mean
@@ -143,12 +157,16 @@ class Muon(Optimizer):
         adamw_weight_decay: of what goes to AdamW; None means ``weight_decay``.
         dedicate: keyword arguments of `dmuon.dedicate_params` for when it plans itself, such as
             ``{"splits": {"*.qkv.weight": [512, 128, 128]}}``.
+        others: keywords of other optimizers: ``betas`` are ``adamw_betas``; what is False or None,
+            such as ``foreach=False``, is ignored.
 
     Raises:
-        TypeError: a hyperparameter is of a wrong type, such as a string for a number.
-        ValueError: a hyperparameter is out of range, parameters have neither names nor roles, they
-            do not fit the ownership, or several processes were launched and no process group was
-            made. What is wrong with the plan is raised at the first step, on every rank.
+        TypeError: a hyperparameter is of a wrong type, such as a string for a number, or there is
+            no such keyword.
+        ValueError: a hyperparameter is out of range, there are no parameters, neither modules nor
+            names tell what they are, they do not fit the ownership, or several processes were
+            launched and no process group was made. What is wrong with the plan is raised at the
+            first step, on every rank.
     """
 
     @property
@@ -160,7 +178,7 @@ class Muon(Optimizer):
 
     def __init__(
         self,
-        model_or_params: nn.Module | Iterable[Any],
+        params: nn.Module | Iterable[Any],
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
@@ -184,15 +202,28 @@ class Muon(Optimizer):
         adamw_eps: float = 1e-8,
         adamw_weight_decay: float | None = None,
         dedicate: Mapping[str, Any] | None = None,
+        **others: Any,
     ) -> None:
+        if "betas" in others:  # as torch.optim.AdamW calls them
+            betas = others.pop("betas")
+            if adamw_betas not in ((0.9, 0.95), betas):
+                raise TypeError(
+                    f"betas={betas} and adamw_betas={adamw_betas} are two words for one thing: "
+                    "pass one of them"
+                )
+            adamw_betas = betas
+        for name, value in others.items():
+            if not is_idle(name, value):
+                known = signature(Muon.__init__).parameters
+                raise TypeError(f"dmuon.Muon has no keyword {name!r}: {instead(name, known)}")
         muon = MuonDefaults(
             lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn,
             momentum_mode, dampening,
         )  # fmt: skip
         adamw = AdamWDefaults(adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
         check_launched("dmuon.Muon")
-        given = read_groups(model_or_params)
-        ownerships = _ownerships_in(model_or_params, given)
+        given = read_groups(params)
+        ownerships = _ownerships_in(params, given)
         transports = [o.runtime.transport for o in ownerships]
         check_planned_together(transports)
         run = _Run(
@@ -206,8 +237,8 @@ class Muon(Optimizer):
             }
         )
         self._run = run
-        if isinstance(model_or_params, nn.Module):
-            run.model = weakref.ref(model_or_params)
+        if isinstance(params, nn.Module):
+            run.model = weakref.ref(params)
 
         def prepare() -> list[Group]:
             run.muon, run.adamw = muon.group(), adamw.group()
@@ -217,6 +248,7 @@ class Muon(Optimizer):
             run.schedule = Schedule(period)
             run.request, run.mesh = _request(dedicate, ownerships)
             run.names, run.kinds, run.routes, run.if_trained = [], [], {}, {}
+            run.models, run.places = [], {}
             made = self._read(given, ownerships)
             if ownerships:
                 _check_members(made, ownerships)
@@ -238,29 +270,14 @@ class Muon(Optimizer):
         updated is decided now and noted in ``routes``."""
         run, first = self._run, len(self._run.names)
         found = [members(group) for group in given]
-        said = [algorithm_of(group) for group in given]
         planned = {p: spec.name for p, spec in _planned(ownerships)}
-        for number, ((names, tensors), algorithm) in enumerate(zip(found, said), first):
-            if names is None and algorithm is None and tensors and not ownerships:
-                raise OwnershipError(
-                    f"param group {number} has parameters without names, and their shapes do not "
-                    "tell an embedding from a projection: pass the model, or "
-                    'model.named_parameters(), or say algorithm="muon" or "adamw" in each group '
-                    "(Trainer: optimizer_cls_and_kwargs=(dmuon.hf_factory, {...}))"
-                )
-            own = [f"param_groups.{number}.{i}" for i in range(len(tensors))]
-            canonical = own if names is None else [canonical_name(name) for name in names]
-            run.names.append([planned.get(p, n) for p, n in zip(tensors, canonical)])
-        named = [
-            (name, p, algorithm)
-            for names, (_, tensors), algorithm in zip(run.names[first:], found, said)
-            for name, p in zip(names, tensors)
-        ]
+        everyone = self._members(found, [algorithm_of(group) for group in given], planned)
         if ownerships:
             run.routes.update(r for o in ownerships for r in routes_of(o.plan.specs).items())
         else:
-            run.routes |= self._routed(named)
-        run.if_trained |= self._routes_of_frozen(named)
+            run.routes |= self._routed(everyone, partial=bool(first) or run.model is None)
+        with suppress(DmuonError):  # of what may never be trained
+            run.if_trained |= self._routed(everyone, frozen=True)
         every = {**run.if_trained, **run.routes}
         made = []
         # torch takes names of all groups or of none.
@@ -278,38 +295,65 @@ class Muon(Optimizer):
             made.append({"params": tensors, **kept, **full, **_progress(run, full)})
         return made
 
-    def _routed(self, named: Sequence[tuple[str, Tensor, Algorithm | None]]) -> dict[str, Route]:
-        """How trainable parameters are to be updated: by their model's modules, or by name."""
-        run = self._run
-        pairs = [(name, p) for name, p, _ in named if p.requires_grad]
-        algorithms = [algorithm for _, p, algorithm in named if p.requires_grad]
-        how: dict[str, Any] = {n: getattr(run.request, n) for n in ("select", "splits", "heads")}
-        model = None if run.model is None else run.model()
-        if model is not None and not any(algorithms):
-            routes = dict(routes_of(collect(unwrapped(model), allow_meta=True, **how)))
-            if routes.keys() >= {name for name, _ in pairs}:
-                return routes
-        if not pairs:
-            return {}
-        specs = collect_named(pairs, algorithms=algorithms, allow_meta=True, partial=True, **how)
-        return dict(routes_of(specs))
+    def _members(
+        self,
+        found: Sequence[tuple[list[str] | None, list[Tensor]]],
+        said: Sequence[Algorithm | None],
+        planned: Mapping[Tensor, str],
+    ) -> list[Member]:
+        """Parameters of param groups with their names, which are noted, and the live modules that
+        hold them."""
+        run, first = self._run, len(self._run.names)
+        pairs = [pair for names, ps in found for pair in zip(names or repeat(None), ps)]
+        where: dict[int, tuple[int, tuple[nn.Module | None, ...], list[str]]] = {}
+        passed = None if run.model is None else run.model()
+        models = [] if passed is None else [Found(unwrapped(passed), passed)]
+        known = {} if passed is None else names_in(models[0].model)
+        left = [(n, p) for n, p in pairs if p not in planned and id(p) not in known]
+        models += find_models(left) if left else []
+        for found_model in models:
+            refuse_fsdp1(found_model.around.modules())
+            reference = weakref.ref(found_model.model)
+            if reference not in run.models:
+                run.models.append(reference)
+            place = run.models.index(reference), found_model
+            known = names_in(found_model.model)
+            where = {i: (*place, names) for i, names in known.items()} | where
+        taken = {name: 0 for names in run.names for name in names}
+        made = []
+        for number, ((names, tensors), algorithm) in enumerate(zip(found, said), first):
+            group: list[str] = []
+            for i, (given, p) in enumerate(zip(names or repeat(None), tensors)):
+                model, held_by, local = where.get(id(p), (-1, (None, None), []))
+                name = planned.get(p) or (None if given is None else canonical_name(given))
+                if name is None and local:  # two models may use the same names
+                    unique = (f"{k}.{local[0]}" if k else local[0] for k in range(len(taken) + 2))
+                    name = next(n for n in unique if taken.setdefault(n, id(p)) == id(p))
+                if name is None:
+                    if algorithm is None and not planned:
+                        raise OwnershipError(
+                            f"param group {number} has parameters without names that no live "
+                            "module holds, and their shapes do not tell an embedding from a "
+                            f"projection: {THREE_WAYS}"
+                        )
+                    name = f"param_groups.{number}.{i}"
+                if local:
+                    run.places[name] = model, local[0]
+                group.append(name)
+                made.append(Member(name, p, algorithm, *held_by))
+            run.names.append(group)
+        return made
 
-    def _routes_of_frozen(
-        self, named: Sequence[tuple[str, Tensor, Algorithm | None]]
+    def _routed(
+        self, everyone: Sequence[Member], *, frozen: bool = False, partial: bool = True
     ) -> dict[str, Route]:
-        """How frozen parameters would be updated if they were trained, by their names."""
-        how: dict[str, Any] = {n: getattr(self._run.request, n) for n in ("splits", "heads")}
-        frozen = [(n, p, a) for n, p, a in named if not p.requires_grad and p.is_floating_point()]
-        like = [
-            (n, torch.empty(p.shape, dtype=p.dtype, device="meta", requires_grad=True))
-            for n, p, _ in frozen
-        ]
-        said = [a for _, _, a in frozen]
-        try:
-            specs = collect_named(like, algorithms=said, allow_meta=True, partial=True, **how)
-        except DmuonError:  # of what may never be trained
+        """How trainable parameters are to be updated, or how frozen ones would be."""
+        how: dict[str, Any] = {
+            n: getattr(self._run.request, n) for n in ("select", "splits", "heads")
+        }
+        if partial and all(m.parameter.requires_grad is frozen for m in everyone):
             return {}
-        return dict(routes_of(specs))
+        return dict(routes_of(collect_members(everyone, **how, frozen=frozen, partial=partial)))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As with any optimizer. If it is planned already, the next full step plans again; every
@@ -342,18 +386,17 @@ class Muon(Optimizer):
         # Whatever mode a report is asked for in, training goes on with what is made here.
         with torch.inference_mode(False), torch.no_grad():
             if not ownerships:
-                ownerships = [self._new_ownership(model)]
+                ownerships = [self._new_ownership()]
             self._bind(ownerships)
         return run
 
-    def _new_ownership(self, model: nn.Module | None, before: Ownership | None = None) -> Ownership:
+    def _new_ownership(self, before: Ownership | None = None) -> Ownership:
         """An ownership of the parameters that are in the groups now, which replaces ``before``."""
         run = self._run
         flaw: Exception | None = None
+        model = None
         try:
-            if model is not None:
-                reshard(model)
-                self._take_over(unwrapped(model))
+            model = self._exchange()
             named = self._named()
         except OwnershipError as error:  # perhaps on this rank alone
             named = [("", p) for group in self.param_groups for p in group["params"]]
@@ -367,12 +410,10 @@ class Muon(Optimizer):
             if flaw is not None:
                 raise flaw
             _check_once(named)
-            if any(p.requires_grad and name not in run.routes for name, p in named):
-                # Frozen when the optimizer was made.
-                routes = dict(run.if_trained)
-                if model is not None:
-                    routes |= self._routed([(name, p, None) for name, p in named])
-                run.routes.update((n, r) for n, r in routes.items() if n not in run.routes)
+            # Frozen when the optimizer was made.
+            run.routes.update((n, r) for n, r in run.if_trained.items() if n not in run.routes)
+            missing = [Member(n, p) for n, p in named if p.requires_grad and n not in run.routes]
+            run.routes |= self._routed(missing)
             specs = collect_routed(named, run.routes)
             if not specs.matrices:
                 raise SelectionError(
@@ -425,8 +466,7 @@ class Muon(Optimizer):
         (ownership,), (engine,) = run.ownerships, run.engines
         self.synchronize()
         with torch.inference_mode(False):
-            model = None if run.model is None else run.model()
-            ownership.become(self._new_ownership(model, ownership))
+            ownership.become(self._new_ownership(ownership))
             # Kept here too, in case that binding fails.
             state = {n: self.state[p] for n, p in self._named() if p in self.state}
             run.loaded = state | {n: e for n, e in run.loaded.items() if n not in state}
@@ -436,13 +476,31 @@ class Muon(Optimizer):
             seconds = time.perf_counter() - began
             _log.info("planned again in %.2f s, because %s", seconds, why)
 
-    def _take_over(self, model: nn.Module) -> None:
-        """Put the model's parameters of now into the groups, where `fully_shard` has replaced those
-        that it had when the optimizer was made."""
-        now = {canonical_name(name): p for name, p in model.named_parameters()}
-        found = iter(self._named())
+    def _exchange(self) -> nn.Module | None:
+        """Put those of now into the groups in place of parameters that no module holds any more,
+        because `fully_shard` has replaced them; the model whose parameters all of them are."""
+        run = self._run
+        models = [reference() for reference in run.models]
+        now: dict[tuple[int, str], Any] = {}
+        for number, model in enumerate(models):
+            if model is not None:
+                reshard(model.modules())
+                now |= {(number, canonical_name(n)): p for n, p in model.named_parameters()}
+        named, held = self._named(), {id(p) for p in now.values()}
+        held |= held_by_modules({id(p) for _, p in named} - held)
+        given = iter(named)
         for group in self.param_groups:
-            group["params"] = [now.get(n, p) for n, p in islice(found, len(group["params"]))]
+            group["params"] = [
+                p if id(p) in held else now.get(run.places.get(name, (-1, "")), p)
+                for name, p in islice(given, len(group["params"]))
+            ]
+        ours = {id(p) for group in self.param_groups for p in group["params"]}
+        if run.model is not None:
+            passed = run.model()
+            return passed if ours <= {id(p) for p in now.values()} else None
+        model = models[0] if len(models) == 1 else None
+        trained = () if model is None else model.parameters()
+        return model if all(id(p) in ours for p in trained if p.requires_grad) else None
 
     def _bind(self, ownerships: list[Ownership]) -> None:
         """Make the engines: a collective call."""
@@ -1098,10 +1156,11 @@ class _Run:
     """All that changes about an optimizer, in one object: a framework may put another in front of
     it, whose reads reach this one and whose writes do not (Lightning).
 
-    ``names`` of all parameters by group, canonical or made up, and ``kinds``, the algorithms that
-    they need; ``routes`` as decided at construction, and of frozen ones ``if_trained``;
-    ``loaded``: state that waits for the plan, by name. What begins with ``members`` is there once
-    it is planned.
+    ``model``, if one was passed; ``models``, all that hold parameters, and ``places``, by name, the
+    number of the model and the name there. ``names`` of all parameters by group, canonical or made
+    up, and ``kinds``, the algorithms that they need; ``routes`` as decided at construction, and of
+    frozen ones ``if_trained``; ``loaded``: state that waits for the plan, by name. What begins with
+    ``members`` is there once it is planned.
     """
 
     def __init__(self, switches: dict[str, Any]) -> None:
@@ -1109,6 +1168,8 @@ class _Run:
         self.ready = False
         self.in_closure = False
         self.model: weakref.ref[nn.Module] | None = None
+        self.models: list[weakref.ref[nn.Module]] = []
+        self.places: dict[str, tuple[int, str]] = {}
         self.muon: Group = {}
         self.adamw: Group = {}
         self.names: list[list[str]] = []
@@ -1130,7 +1191,8 @@ class _Run:
         self.verify_due = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "model": None}  # a copied optimizer is not of that model
+        # A copied optimizer is not of these models.
+        return {**vars(self), "model": None, "models": [], "places": {}}
 
 
 def _ownerships_in(
@@ -1379,6 +1441,6 @@ def hf_factory() -> type[Muon]:
 
     ``Trainer(model, args, optimizer_cls_and_kwargs=(dmuon.hf_factory, {"lr": 1e-3}))``: it calls
     this without arguments, and what comes with the model and the dict, which so holds keyword
-    arguments of `Muon`. Given the class itself, it would pass parameters without names.
+    arguments of `Muon`. Given the class itself, it makes two groups, of which one has no decay.
     """
     return Muon

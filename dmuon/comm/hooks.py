@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -27,6 +27,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+from dmuon.types import OwnershipError
 
 Remove = Callable[[], None]
 Action = TypeVar("Action", bound=Callable[..., Any])
@@ -210,22 +212,34 @@ def hidden_parameters(model: nn.Module, parameters: Collection[nn.Parameter]) ->
 # ---- FSDP2 -----------------------------------------------------------------------------------
 
 
-def _fsdp_modules(model: nn.Module) -> list[Any]:
+def _fsdp_modules(modules: Iterable[nn.Module]) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
-    return [m for m in model.modules() if isinstance(m, FSDPModule)]
+    return [m for m in modules if isinstance(m, FSDPModule)]
 
 
-def reshard(model: nn.Module) -> None:
+def reshard(modules: Iterable[nn.Module]) -> None:
     """Show the sharded parameters again: after a forward pass without backward the root's are
     still gathered."""
-    for module in _fsdp_modules(model):
+    for module in _fsdp_modules(modules):
         module.reshard()
+
+
+def refuse_fsdp1(modules: Iterable[nn.Module]) -> None:
+    """Raise OwnershipError for modules under FSDP1."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if any(isinstance(m, FullyShardedDataParallel) for m in modules):
+        raise OwnershipError(
+            "the model is wrapped in FullyShardedDataParallel (FSDP1), which flattens parameters, "
+            "so that no matrix is left: use FSDP2, torch.distributed.fsdp.fully_shard (accelerate, "
+            "Trainer: fsdp_version 2)"
+        )
 
 
 def fsdp_wait_points(model: nn.Module) -> list[WaitPoint]:
     """A wait point for each module that makes FSDP2 gather a unit: it needs the whole unit."""
-    modules = _fsdp_modules(model)
+    modules = _fsdp_modules(model.modules())
     every = set(modules)
     units: dict[int, list[Any]] = defaultdict(list)
     for module in modules:
@@ -239,7 +253,7 @@ def fsdp_wait_points(model: nn.Module) -> list[WaitPoint]:
 
 def fsdp_roots(model: nn.Module) -> list[Any]:
     """The outermost modules that were given to `fully_shard`."""
-    modules = _fsdp_modules(model)
+    modules = _fsdp_modules(model.modules())
     inside = {child for m in modules for child in m.modules() if child is not m}
     return [m for m in modules if m not in inside]
 
@@ -249,7 +263,7 @@ class Gathers:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         # Weak: what belongs to an ownership must not keep the model.
-        self._references = [weakref.ref(m) for m in _fsdp_modules(model)]
+        self._references = [weakref.ref(m) for m in _fsdp_modules(model.modules())]
         self._device_module = torch.get_device_module(device)
 
     def _modules(self) -> list[Any]:
@@ -310,4 +324,4 @@ def drain_before_unshard(model: nn.Module, drain: Callable[[], None]) -> list[Re
 
         return remove
 
-    return [wrapped(module) for module in _fsdp_modules(model)]
+    return [wrapped(module) for module in _fsdp_modules(model.modules())]

@@ -31,6 +31,7 @@ _HEAD = re.compile(
 )
 # Inside a repeated block these name a projection as often as a head; a head is not repeated.
 _HEAD_AT_THE_TOP = re.compile("head|output|output_layer|output_projection|score")
+_EXPERTS = re.compile("expert|moe")
 _ROUTERS = frozenset({"router", "gate", "gating"})
 _WEIGHT_NAME = re.compile(r"weight|kernel|w\d+|.*_weight|.*_proj")
 # The module of a weight: embed_tokens, wte, tok_embeddings, word_embeddings, pos_emb, ...
@@ -44,35 +45,50 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _LINEARS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase)
 # Modules whose type says what their weights are; of others the names decide.
 _KNOWN = (*_EMBEDDINGS, *_NORMS, *_CONVOLUTIONS, *_TRANSPOSED, *_LINEARS)
+
+
+# Where neither a module nor a name says what a parameter is.
+THREE_WAYS = (
+    "pass the model (dmuon.Muon(model)); or call own = dmuon.dedicate_params(model) first; or say "
+    'algorithm="muon" or "adamw" in its param group'
+)
 
 
 @dataclass(slots=True)
 class _Use:
     """One parameter with every (module, name) under which the model uses it.
 
-    The module is None where only names are known. ``algorithm`` is what the user said.
+    The module is None where only names are known. ``name`` is the user's own, ``algorithm`` what
+    the user said. Rules go by the names in the model, without the first ``depth`` parts, which
+    lead to the module that holds all of the model's parameters.
     """
 
     name: str
     parameter: Tensor
     places: list[tuple[nn.Module | None, str]] = field(default_factory=list)
     algorithm: Algorithm | None = None
+    depth: int = 0
 
     @property
     def module(self) -> nn.Module | None:
         return self.places[0][0]
 
     @property
+    def place(self) -> str:
+        return self.places[0][1]
+
+    @property
     def local(self) -> str:
-        return self.name.rpartition(".")[2]
+        return self.place.rpartition(".")[2]
 
     @property
     def path(self) -> list[str]:
         """The names of the modules around it, numbers at the end aside (of an `nn.Sequential`)."""
-        path = self.name.split(".")[:-1]
+        path = self.place.split(".")[self.depth : -1]
         while path and path[-1].isdigit():
             path.pop()
         return path
@@ -88,7 +104,7 @@ class _Use:
             return isinstance(self.module, _CONVOLUTIONS + _TRANSPOSED) and self.parameter.ndim > 2
         if any(_CONVOLUTION_NAME.fullmatch(part.lower()) for part in self.path[-2:]):
             return True
-        return self.parameter.ndim > 3 and "expert" not in self.name
+        return self.parameter.ndim > 3 and "expert" not in self.place
 
     def spec(self, algorithm: Algorithm, reason: str) -> ParameterSpec:
         p = self.parameter
@@ -112,7 +128,7 @@ class _Model:
             for use in uses
             if use.parameter.ndim == 2
             and _is_embedding(use)
-            and not _POSITIONS_NAME.search(use.name)
+            and not _POSITIONS_NAME.search(use.place)
         }
         self.outputs: set[int] = set()
         for module in modules:
@@ -140,7 +156,7 @@ class _Model:
         """
         if use.local == "weight" and getattr(use.module, "nf", None) == use.parameter.shape[-1]:
             return True
-        beside, found = self.beside[use.name.rpartition(".")[0]], set()
+        beside, found = self.beside[use.place.rpartition(".")[0]], set()
         for local, p in beside.items():
             biases = (local.removesuffix("weight") + "bias", f"{local}_bias")
             bias = next((beside[name] for name in biases if name in beside), None)
@@ -154,14 +170,14 @@ class _Model:
         return found == {True}
 
 
-def _uses(places: Iterable[tuple[str, Tensor, nn.Module | None]]) -> list[_Use]:
+def _uses(places: Iterable[tuple[str, Tensor, nn.Module | None]], depth: int = 0) -> list[_Use]:
     by_id: dict[int, _Use] = {}
     taken: dict[str, int] = {}
     for full, p, module in places:
         name = canonical_name(full)
         # A user's own module may be called "module": then stripping could merge two names.
         name = name if taken.setdefault(name, id(p)) == id(p) else full
-        use = by_id.setdefault(id(p), _Use(name, p))
+        use = by_id.setdefault(id(p), _Use(name, p, depth=depth))
         use.places.append((module, name))
     return list(by_id.values())
 
@@ -170,6 +186,18 @@ def _places(model: nn.Module) -> Iterable[tuple[str, Tensor, nn.Module]]:
     for module_name, module in model.named_modules(remove_duplicate=False):
         for local, p in module.named_parameters(recurse=False, remove_duplicate=False):
             yield f"{module_name}.{local}" if module_name else local, p, module
+
+
+def _depth(model: nn.Module) -> int:
+    """How many parts the names of all parameters begin with that say nothing: the model is wrapped
+    in modules that hold nothing beside it."""
+    held = [(n, m) for n, m in model.named_children() if next(m.parameters(), None) is not None]
+    if len(held) != 1 or next(model.parameters(recurse=False), None) is not None:
+        return 0
+    name, child = held[0]
+    if name.isdigit() or isinstance(child, LISTS) or next(child.children(), None) is None:
+        return 0
+    return bool(canonical_name(name)) + _depth(child)
 
 
 def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -203,7 +231,7 @@ def _embedding(use: _Use) -> str | None:
         path = name.removesuffix(".weight").rpartition(".")[2]
         named = not isinstance(module, _KNOWN) and name.endswith(".weight")
         if isinstance(module, _EMBEDDINGS) or (named and _EMBEDDING_NAME.fullmatch(path)):
-            if name != use.name:
+            if name != use.place:
                 return f"tied to embedding {name!r}"
             tied = [other for _, other in use.places if other != name]
             also = f", tied to {tied[0]!r}" if tied else ""
@@ -251,7 +279,7 @@ def _first(use: _Use) -> str | None:
 
 def _router(use: _Use, model: _Model) -> str | None:
     path = use.path
-    beside = ".".join([*path[:-1], "experts"])
+    beside = ".".join([*use.place.split(".")[: use.depth], *path[:-1], "experts"])
     if "router" in path[-2:] or (path and path[-1] in _ROUTERS and beside in model.paths):
         return "router of a mixture of experts"
     return None
@@ -260,7 +288,7 @@ def _router(use: _Use, model: _Model) -> str | None:
 def _head(use: _Use, model: _Model) -> str | None:
     if id(use.parameter) in model.outputs:
         return "output head (get_output_embeddings)"
-    for place in (_Use(name, use.parameter, [(module, name)]) for module, name in use.places):
+    for place in (replace(use, places=[found]) for found in use.places):
         for name in {*place.path[:1], *place.path[-1:]}:
             at_the_top = not place.blocks or name == place.path[0]
             if _HEAD.fullmatch(name) or (at_the_top and _HEAD_AT_THE_TOP.fullmatch(name)):
@@ -383,6 +411,7 @@ class _Cut:
     form: Form
     dim: int
     sizes: tuple[int, ...]
+    is_guess: bool = False
 
 
 def _cuts(
@@ -440,8 +469,11 @@ def _cut(use: _Use, form: Form, splits: Splits, heads: Heads, used: set[str]) ->
             f"{use.name!r} matches several patterns of splits/heads that disagree: "
             + ", ".join(repr(pattern) for pattern, _ in found)
         )
+    if found:
+        return found[0][1]
     dim = form.dims(use.parameter.ndim)[0]
-    return found[0][1] if found else _Cut(form, dim, (use.parameter.shape[dim],))
+    is_guess = use.module is None and form.is_stack and not _EXPERTS.search(use.place)
+    return _Cut(form, dim, (use.parameter.shape[dim],), is_guess)
 
 
 def _matrices(use: _Use, index: int, cut: _Cut) -> list[MatrixSpec]:
@@ -537,34 +569,58 @@ def collect(
         DmuonError: a parameter cannot be handled at all (meta device, uninitialized, complex,
             on another device than the others, sparse gradients), or none is trainable.
     """
-    uses = _uses(_places(model))
-    return _collect(uses, _Model(uses, model.modules()), select, splits, heads, allow_meta)
+    uses = _uses(_places(model), _depth(model))
+    found = _Model(uses, model.modules())
+    return _collect([(use, found) for use in uses], select, splits, heads, allow_meta)
 
 
-def collect_named(
-    named: Iterable[tuple[str, Tensor]],
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter that an optimizer was given: the name that it has there; what its user said of
+    it, which wins over ``select`` and all rules; the live model that holds it, None where there is
+    none and names decide; and the outermost module around that."""
+
+    name: str
+    parameter: Tensor
+    algorithm: Algorithm | None = None
+    model: nn.Module | None = None
+    around: nn.Module | None = None
+
+
+def collect_members(
+    members: Sequence[Member],
     *,
-    algorithms: Sequence[Algorithm | None] | None = None,
     select: Select | None = None,
     splits: Splits | None = None,
     heads: Heads | None = None,
-    allow_meta: bool = False,
-    partial: bool = False,
+    frozen: bool = False,
+    partial: bool = True,
 ) -> ModelSpecs:
-    """`collect` for parameters of which only names and shapes are known.
+    """`collect` for what an optimizer was given, also on the meta device; a parameter that comes
+    twice counts once.
 
-    ``algorithms`` holds for each of ``named`` what its user said, MUON or ADAMW, which wins over
-    ``select`` and all rules, or None. A parameter that comes twice counts once. ``partial``: these
-    are not all, so there may be no matrix, and nothing that ``splits`` or ``heads`` name.
+    ``frozen``: for those that are frozen, as if they were trained. ``partial``: there may be no
+    matrix, and nothing that ``splits`` or ``heads`` name, because others are added later.
 
     Raises: as `collect`.
     """
-    pairs = list(named)
-    uses = _uses((name, p, None) for name, p in pairs)
-    said = {id(p): a for (_, p), a in zip(pairs, algorithms or (), strict=bool(algorithms)) if a}
-    for use in uses:
-        use.algorithm = said.get(id(use.parameter))
-    return _collect(uses, _Model(uses), select, splits, heads, allow_meta, partial)
+    nameless = _uses((m.name, m.parameter, None) for m in members if m.model is None)
+    names_only = _Model(nameless)
+    known = {id(use.parameter): (use, names_only) for use in nameless}
+    around = {id(m.model): (m.model, m.around) for m in members if m.model is not None}
+    for model, outer in around.values():
+        assert model is not None
+        uses = _uses(_places(model), _depth(model))
+        found = _Model(uses, (model if outer is None else outer).modules())
+        known |= {id(use.parameter): (use, found) for use in uses}
+    chosen: dict[int, tuple[_Use, _Model]] = {}
+    for member in members:
+        p = member.parameter
+        is_wanted = not p.requires_grad and p.is_floating_point() if frozen else p.requires_grad
+        if id(p) not in chosen and is_wanted:
+            use, found = chosen[id(p)] = known[id(p)]
+            use.name, use.algorithm = member.name, member.algorithm
+    return _collect([*chosen.values()], select, splits, heads, True, partial=partial, frozen=frozen)
 
 
 Routes = Mapping[str, tuple[ParameterSpec, tuple[MatrixSpec, ...]]]
@@ -603,15 +659,17 @@ def collect_routed(named: Iterable[tuple[str, Tensor]], routes: Routes) -> Model
 
 
 def _collect(
-    everything: list[_Use],
-    model: _Model,
+    everything: Sequence[tuple[_Use, _Model]],
     select: Select | None,
     splits: Splits | None,
     heads: Heads | None,
     allow_meta: bool,
+    *,
     partial: bool = False,
+    frozen: bool = False,
 ) -> ModelSpecs:
-    uses = [use for use in everything if use.parameter.requires_grad]
+    taken = [(use, model) for use, model in everything if use.parameter.requires_grad is not frozen]
+    uses = [use for use, _ in taken]
     _check(uses, allow_meta)
     if select is not None and not callable(select):
         raise SelectionError(
@@ -627,10 +685,16 @@ def _collect(
     used: set[str] = set()
     parameters: list[ParameterSpec] = []
     matrices: list[MatrixSpec] = []
-    for index, use in enumerate(uses):
+    for index, (use, model) in enumerate(taken):
         algorithm, reason = _route(use, model, select)
         if algorithm is Algorithm.MUON:
-            made = _matrices(use, index, _cut(use, model.form(use), splits, heads, used))
+            cut = _cut(use, model.form(use), splits, heads, used)
+            if cut.is_guess and reason == "weight":
+                raise SelectionError(
+                    f"parameter {use.name!r} of shape {list(use.parameter.shape)} may be a "
+                    f"convolution or a stack of matrices, and no live module holds it: {THREE_WAYS}"
+                )
+            made = _matrices(use, index, cut)
             matrices += made
             reason += "" if len(made) == 1 else f", {len(made)} matrices"
         parameters.append(use.spec(algorithm, reason))
@@ -647,9 +711,9 @@ def _collect(
                     f"{setting}[{pattern!r}] matches no matrix parameter. Matrix parameters: "
                     + ", ".join(p.name for p in parameters if p.algorithm is Algorithm.MUON)
                 )
-    frozen = tuple(
+    left = tuple(
         use.spec(Algorithm.FROZEN, "requires_grad is False")
-        for use in everything
-        if not use.parameter.requires_grad
+        for use, _ in everything
+        if not use.parameter.requires_grad and not frozen
     )
-    return ModelSpecs(tuple(parameters), tuple(matrices), frozen)
+    return ModelSpecs(tuple(parameters), tuple(matrices), left)

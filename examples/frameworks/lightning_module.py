@@ -33,7 +33,6 @@ class Module(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> dict[str, Any]:
-        # The module itself, or self.named_parameters(); self.parameters() have no names.
         optimizer = dmuon.Muon(self, lr=1e-2)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
         return {

@@ -963,3 +963,65 @@ def test_what_travels_and_what_every_rank_keeps(rank, world, dtype):
             first = value.clone()
             dist.broadcast(first, 0)
             assert value.any() and torch.equal(value, first), (name, key)
+
+
+# ---- whatever form parameters come in -----------------------------------------------------------
+
+FORMS: dict[str, Callable[[nn.Module], Any]] = {
+    "named": lambda m: list(m.named_parameters()),
+    "bare": lambda m: m.parameters(),
+    "groups of bare": lambda m: [{"params": list(m.parameters())[i::2]} for i in range(2)],
+}
+
+
+class Telling3D(Used):
+    """A convolution and a head that only modules tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv1d(7, 5, 3, padding=1)
+        self.back = nn.Linear(5, 7)
+
+    def body(self, x: Tensor) -> Tensor:
+        y = super().body(x)
+        z = self.back(self.down(y[..., :7].flatten(0, -2).T[None].expand(1, -1, -1))[0].T)
+        return torch.cat([y[..., :7] + z.view(*y.shape[:-1], 7), y[..., 7:]], -1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@distributed(2)
+def test_every_form_is_the_reference_before_and_after_wrapping(rank, world, form, kind):
+    found = []
+    for when in ("before", "after", "module"):
+        model, twin = seeded(Telling3D), seeded(Telling3D)
+        bare = model
+        given = model if when == "module" else FORMS[form](model)
+        opt = dmuon.Muon(params=given, **MUON) if when == "before" else None
+        model = DistributedDataParallel(model) if kind == "ddp" else sharded_blocks(model)
+        if opt is None:
+            given = model if when == "module" else FORMS[form](model)
+            opt = dmuon.Muon(params=given, **MUON)
+        t = Trial(model, twin, opt, ReferenceMuon(twin, **MUON), rank, world)
+        t.train(range(2))
+        assert_close(whole_weights(t.model), weights(twin), TOLERANCE)
+        plan = opt.ownership.plan.specs
+        found.append({p.name: (p.algorithm, p.reason) for p in plan.parameters})
+        assert [m.shape for m in plan.matrices if m.name == "down.weight"] == [(5, 21)]
+        assert opt.param_groups[0]["params"][0] is next(iter(bare.parameters()))
+    assert found[0] == found[1] == found[2]
+
+
+@distributed(2)
+def test_fsdp1_is_refused_by_name(rank, world):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for original in (False, True):
+        model = FullyShardedDataParallel(
+            seeded(Used), use_orig_params=original, device_id=torch.device("cpu")
+        )
+        for given in (model, model.parameters(), list(model.named_parameters())):
+            with pytest.raises(OwnershipError, match=r"FSDP1.*fully_shard"):
+                dmuon.Muon(given, **MUON)
+        with pytest.raises(OwnershipError, match=r"FSDP1.*fully_shard"):
+            dmuon.dedicate_params(model)

@@ -77,7 +77,7 @@ def test_one_process(tmp_path, how):
         common.assert_same(train(tmp_path, 1, how=how, resume=True), expected)
 
 
-def test_the_class_itself_gets_no_names(tmp_path):
+def test_the_class_itself_gets_two_groups(tmp_path):
     arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     by_class = (dmuon.Muon, dict(common.SETTINGS))
     with common.accelerate_on_cpu():
@@ -87,8 +87,13 @@ def test_the_class_itself_gets_no_names(tmp_path):
             train_dataset=common.Examples(),
             optimizer_cls_and_kwargs=by_class,
         )
-        with pytest.raises(ValueError, match="hf_factory"):
-            trainer.create_optimizer()
+        optimizer = trainer.create_optimizer()
+        assert len(optimizer.param_groups) == 2
+        by_class, by_model = (
+            {(p.name, p.reason) for p in opt.ownership.plan.specs.parameters}
+            for opt in (optimizer, dmuon.Muon(trainer.model))
+        )
+        assert by_class == by_model
 
 
 @distributed()

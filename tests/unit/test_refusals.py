@@ -56,9 +56,10 @@ def test_models_that_cannot_be_planned_are_refused(message):
 
 
 def test_parameters_without_names_or_roles_are_refused():
-    message = r"group 0.*named_parameters\(\).*algorithm=.*hf_factory"
+    """Where no module is alive that holds them."""
+    message = r"group 0.*pass the model.*dedicate_params\(model\) first.*algorithm="
     with pytest.raises(OwnershipError, match=message):
-        dmuon.Muon(TinyGPT().parameters())
+        dmuon.Muon(list(TinyGPT().parameters()))
 
 
 def test_dedicating_twice_and_a_second_optimizer_are_refused():
@@ -139,7 +140,7 @@ def test_every_setting_of_a_wrong_type_is_refused_by_name():
     """`object()` is right for nothing, so a setting that takes it is not looked at."""
     model = TinyGPT()
     dmuon.dedicate_params(model)
-    names = list(inspect.signature(dmuon.Muon).parameters)[1:]
+    names = list(inspect.signature(dmuon.Muon).parameters)[1:-1]
     assert len(names) == 22
     for name in set(names) - {"dedicate"}:
         message = "ns_dtype" if name == "ns_dtype" else rf"^{name} must be .*found <object"
@@ -514,3 +515,32 @@ def test_wrong_arguments_are_refused_and_the_model_stays_usable(arguments, error
     with pytest.raises(error, match=message):
         dmuon.dedicate_params(model, **arguments)
     dedicated(model)
+
+
+@pytest.mark.parametrize("given", [[], iter(()), ()], ids=str)
+def test_no_parameters_at_all_are_refused(given):
+    with pytest.raises(ValueError, match=r"got no parameters.*used up.*Pass the model"):
+        dmuon.Muon(given)
+
+
+def test_keywords_of_other_optimizers_are_answered():
+    model = TinyGPT()
+    idle = dict.fromkeys(("foreach", "fused", "maximize", "capturable", "amsgrad"), False)
+    opt = dmuon.Muon(model, betas=(0.8, 0.9), differentiable=None, **idle)
+    assert opt.param_groups[0]["adamw_betas"] == (0.8, 0.9)
+    assert not opt.param_groups[0].keys() & {*idle, "betas"}
+    dmuon.Muon(model, betas=(0.8, 0.9), adamw_betas=(0.8, 0.9))
+    # What frameworks look for before they pass it.
+    assert not inspect.signature(dmuon.Muon).parameters.keys() & {*idle, "betas"}
+    for wrong, text in {
+        "fused": "'fused'.*fused anyway.*leave the flag out",
+        "maximize": "negate the loss",
+        "wd": "'weight_decay'",
+        "learning_rate": "'lr'",
+        "ns_step": "'ns_steps'",
+        "quite_another": "remove it",
+    }.items():
+        with pytest.raises(TypeError, match=text):
+            dmuon.Muon(model, **{wrong: True})
+    with pytest.raises(TypeError, match=r"betas=.*adamw_betas=.*one of them"):
+        dmuon.Muon(model, betas=(0.8, 0.9), adamw_betas=(0.7, 0.9))

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from dmuon.scheduler.select import collect, collect_named, trainable_parameters
+from dmuon.scheduler.select import Member, collect, collect_members, trainable_parameters
+from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm, DmuonError, SelectionError
 from tests.unit.models import Block, numbered, routes, tree
 
 MUON, ADAMW = Algorithm.MUON, Algorithm.ADAMW
+
+
+def by_name(named: Iterable[tuple[str, Tensor]], frozen: bool = False) -> ModelSpecs:
+    """Of parameters that no module is known to hold."""
+    return collect_members([Member(name, p) for name, p in named], frozen=frozen)
 
 
 def with_matrix(**modules: nn.Module) -> nn.Module:
@@ -304,14 +312,15 @@ class Conv1D(nn.Module):
     ],
 )
 def test_weights_stored_in_out_are_recognised_by_their_module(module, shapes):
-    specs = collect(nn.ModuleDict({"m": module}))
-    found = {m.name.removeprefix("m."): m for m in specs.matrices}
+    model = nn.ModuleDict({"experts": module})
+    specs = collect(model)
+    found = {m.name.removeprefix("experts."): m for m in specs.matrices}
     assert {name: found[name].shape for name in shapes} == shapes
     turned = isinstance(module, Conv1D) or any(
         m.shape != specs.parameters[m.parameter].shape[-2:] for m in found.values()
     )
     assert {m.form.is_in_out for m in found.values()} == {turned}
-    named = collect_named(nn.ModuleDict({"m": module}).named_parameters())
+    named = by_name(model.named_parameters())
     if not isinstance(module, Conv1D):
         assert named.matrices == specs.matrices
 
@@ -603,27 +612,29 @@ def test_names_alone_route_embeddings_heads_and_weights():
     shapes = {name: torch.zeros(size[name], 6, requires_grad=True) for name in NAMED}
     shapes["norm.weight"] = torch.zeros(4, requires_grad=True)
     shapes["frozen.weight"] = torch.zeros(4, 6)
-    specs = collect_named((f"module.{name}", p) for name, p in shapes.items())
+    specs = by_name(shapes.items())
     found = {p.name: p.algorithm for p in specs.parameters}
     assert found == NAMED | {"norm.weight": ADAMW}
-    assert [p.name for p in specs.frozen] == ["frozen.weight"]
+    frozen = by_name(shapes.items(), frozen=True)
+    assert [(p.name, p.algorithm) for p in frozen.parameters] == [("frozen.weight", MUON)]
 
 
 def test_a_group_that_names_its_algorithm_wins_over_rules_and_select():
     named = [(f"p{i}", torch.zeros(4, 6, requires_grad=True)) for i in range(3)]
-    specs = collect_named(
-        [*named, named[0]], algorithms=[MUON, ADAMW, None, None], select=lambda name, p: True
-    )
+    said = (MUON, ADAMW, None, None)
+    members = [Member(name, p, a) for (name, p), a in zip([*named, named[0]], said, strict=True)]
+    specs = collect_members(members, select=lambda name, p: True)
     assert [(p.name, p.algorithm) for p in specs.parameters] == [
         ("p0", MUON), ("p1", ADAMW), ("p2", MUON)
     ]  # fmt: skip
     with pytest.raises(SelectionError, match=r"'bias'.*algorithm=\"adamw\""):
-        collect_named([("bias", torch.zeros(4, requires_grad=True))], algorithms=[MUON])
+        collect_members([Member("bias", torch.zeros(4, requires_grad=True), MUON)])
 
 
 @settings(max_examples=20)
 @given(models())
 def test_names_keep_the_order_of_the_modules_parameters(model):
-    specs = collect_named(model.named_parameters(remove_duplicate=False))
+    named = model.named_parameters(remove_duplicate=False)
+    specs = collect_members([Member(name, p, None, model) for name, p in named])
     expected = [(name, tuple(p.shape)) for name, p in trainable_parameters(model)]
     assert [(p.name, p.shape) for p in specs.parameters] == expected

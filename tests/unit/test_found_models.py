@@ -1,0 +1,313 @@
+"""The live modules that hold parameters say how these are updated, in whatever form they come."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import dmuon
+from dmuon.reference import ReferenceMuon
+from dmuon.types import OwnershipError, SelectionError
+from tests.unit.models import (
+    Mixed,
+    TinyGPT,
+    assert_bitwise,
+    assert_within,
+    clone,
+    tokens,
+    train,
+    tree,
+    weights,
+)
+from tests.unit.test_routing import FAMILIES, REAL, real, skeleton
+
+Form = Callable[[nn.Module], Any]
+
+
+def halves(given: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """Two groups, as layers are given rates of their own."""
+    entries = list(given)
+    for part in (entries[::2], entries[1::2]):
+        yield {"params": part, "weight_decay": 0.0}
+
+
+FORMS: dict[str, Form] = {
+    "named": lambda m: m.named_parameters(),
+    "bare": lambda m: m.parameters(),
+    "groups of pairs": lambda m: list(halves(m.named_parameters())),
+    "groups of bare": lambda m: list(halves(m.parameters())),
+    "by their last names": lambda m: {
+        p: (n, p) for n, p in m.named_parameters(remove_duplicate=False)
+    }.values(),
+}
+
+
+def routes(given: Any, **dedicate: Any) -> dict[str, Any]:
+    """By name: the algorithm and its reason, and the matrices; nothing is planned."""
+    found = dmuon.Muon(given, dedicate=dedicate)._run.routes
+    return {
+        name: (spec.algorithm, spec.reason, [(m.shape, m.form, m.start) for m in matrices])
+        for name, (spec, matrices) in found.items()
+    }
+
+
+def alike(given: Any, model: nn.Module, **dedicate: Any) -> None:
+    expected = routes(model, **dedicate)
+    found = routes(given, **dedicate)
+    assert sorted(map(str, found.values())) == sorted(map(str, expected.values()))
+    assert all(found[name] == expected[name] for name in found.keys() & expected.keys())
+
+
+class Peculiar(nn.Module):
+    """Where names and modules tell different things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mtp = nn.Linear(8, 40, bias=False)
+        self.embed = nn.Embedding(40, 8)
+        self.mtp.weight = self.embed.weight
+        self.blocks = nn.ModuleList(nn.ModuleDict({"down": nn.Conv1d(7, 7, 3)}) for _ in range(2))
+        self.word_embeddings = nn.Linear(8, 8, bias=False)
+        self.conv_proj = nn.Linear(8, 6)
+        self.tower = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+class Headed(nn.Module):
+    """A head that only `get_output_embeddings` names, with adapters in it, and ones elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.ModuleList(self.adapted() for _ in range(2))
+        self.decode = self.adapted()
+
+    def adapted(self) -> nn.Module:
+        module = nn.Linear(8, 8)
+        module.lora_A, module.lora_B = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+        return module
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.decode
+
+
+SMALL = {"TinyGPT": TinyGPT, "Mixed": Mixed, "Peculiar": Peculiar, "Headed": Headed}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("name", [*SMALL, *FAMILIES])
+def test_every_form_is_routed_as_the_model(name, form):
+    model = SMALL[name]() if name in SMALL else skeleton(name)
+    alike(form(model), model)
+    if form is not FORMS["by their last names"]:
+        assert routes(form(model)).keys() == routes(model).keys()
+
+
+@pytest.mark.parametrize("family", REAL)
+def test_the_modules_of_transformers_are_found(family):
+    model = real(family)
+    for form in FORMS.values():
+        alike(form(model), model)
+
+
+def test_splits_and_heads_go_by_the_names_that_are_found():
+    model = Mixed()
+    settings = {"splits": dict(model.splits), "heads": dict(model.heads)}
+    for form in FORMS.values():
+        alike(form(model), model, **settings)
+
+
+def test_a_convolution_named_down_is_one_matrix():
+    model = Peculiar()
+    found = routes([{"params": list(model.named_parameters()), "lr": 0.1}])
+    assert [shape for shape, *_ in found["blocks.0.down.weight"][2]] == [(7, 21)]
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "compiled": torch.compile,
+    "in an attribute": lambda m: nn.ModuleDict({"net": m}),
+    "twice": lambda m: nn.ModuleDict({"a": nn.ModuleDict({"net": m})}),
+    "beside a frozen one": lambda m: nn.ModuleDict({
+        "net": m, "teacher": copy.deepcopy(m).requires_grad_(False)
+    }),
+    "beside a trained one": lambda m: nn.ModuleDict({"net": m, "critic": nn.Linear(3, 3)}),
+    "in a list": lambda m: nn.ModuleList([nn.Linear(3, 3), m]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_what_is_around_a_model_changes_no_route(name, wrap):
+    model = SMALL[name]()
+    expected = sorted(map(str, routes(model).values()))
+    around = wrap(model)
+    for form in FORMS.values():
+        found = [re.sub(r"\b(a\.|net\.|1\.)+", "", str(r)) for r in routes(form(model)).values()]
+        assert sorted(found) == expected, around
+
+
+@pytest.mark.parametrize("part", ["lora", "trunk", "decode", "trunk.1.lora_B"])
+def test_a_part_is_routed_as_in_its_model(part):
+    """Adapters: all else is frozen."""
+    model = Headed().requires_grad_(False)
+    for name, p in model.named_parameters():
+        p.requires_grad_("lora" in name and part in name)
+    given = [p for p in model.parameters() if p.requires_grad]
+    whole = dmuon.Muon(list(model.named_parameters()))._run.routes
+    found = dmuon.Muon(given)._run.routes
+    assert [(s.algorithm, s.reason) for s, _ in found.values()] == [
+        (s.algorithm, s.reason) for s, _ in whole.values()
+    ]
+    assert len(found) == len(given)
+
+
+def test_a_single_layer_and_the_layers_of_a_list_belong_to_their_model():
+    model = tree({"out.weight": (9, 6)})
+    model.embed = nn.Embedding(9, 6)
+    model.layers = nn.ModuleList(numbered_block() for _ in range(3))
+    expected = routes(model)
+    assert "as large as embedding" in expected["out.weight"][1]
+    assert routes([model.out.weight]) == {"out.weight": expected["out.weight"]}
+    for i, layer in enumerate(model.layers):
+        found = routes(layer.parameters())
+        assert found == {n: expected[n] for n in found} and f"layers.{i}.score.weight" in found
+
+
+def numbered_block() -> nn.Module:
+    return nn.ModuleDict({"score": nn.Linear(6, 6), "mix": nn.Linear(6, 4)})
+
+
+def test_two_models_of_one_optimizer_and_one_of_two():
+    generator, critic = (nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)) for _ in range(2))
+    both = nn.ModuleDict({"generator": generator, "critic": critic})
+    assert {*routes(generator.parameters())} == {f"generator.{n}" for n in routes(generator)}
+    del both
+    found = routes([*generator.parameters(), *critic.parameters()])
+    assert {*found} == {n for name in routes(critic) for n in (name, f"1.{name}")}
+    other = nn.Linear(5, 3)
+    opt = dmuon.Muon([*generator.parameters(), *other.parameters()])
+    for p in (*generator.parameters(), *other.parameters()):
+        p.grad = torch.ones_like(p)
+    before = other.weight.detach().clone()
+    opt.step()
+    assert not torch.equal(before, other.weight)
+
+
+def test_last_pipeline_stage_with_an_untied_linear_called_word_embeddings():
+    stage = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(8, 8)])})
+    stage["word_embeddings"] = nn.Linear(8, 30, bias=False)
+    for form in FORMS.values():
+        alike(form(stage), stage)
+
+
+def test_weights_that_are_computed_from_others():
+    model = nn.ModuleDict(
+        {"a": parametrizations.weight_norm(nn.Linear(6, 5)), "b": nn.Linear(5, 4)}
+    )
+    for form in FORMS.values():
+        alike(form(model), model)
+
+
+def test_modules_that_the_collector_does_not_list():
+    model = Peculiar()
+    frozen = gc.get_freeze_count()
+    gc.freeze()
+    try:
+        alike(model.parameters(), model)
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
+
+
+# ---- what is trained ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_every_form_trains_as_the_reference(form):
+    model = TinyGPT()
+    twin = clone(model)
+    given = form(model)
+    opt = dmuon.Muon(params=given, lr=0.02, weight_decay=0.0, ns_dtype=torch.float32)
+    train(model, opt, tokens(), range(3))
+    reference = ReferenceMuon(twin, lr=0.02, weight_decay=0.0, ns_dtype=torch.float32)
+    train(twin, reference, tokens(), range(3))
+    assert_within(weights(model), weights(twin), 1e-5)
+
+
+ALL_FORMS = FORMS | {"module": lambda m: m}
+
+
+@pytest.mark.parametrize("form", ALL_FORMS.values(), ids=ALL_FORMS)
+def test_parameters_that_a_framework_puts_into_the_groups_are_trained(form):
+    """Those of a copy, while the module lives that the optimizer was made of."""
+    model = TinyGPT()
+    opt = dmuon.Muon(form(model), lr=0.02, weight_decay=0.0)
+    trained = copy.deepcopy(model)
+    others = dict(zip(model.parameters(), trained.parameters(), strict=True))
+    before = weights(model)
+    for group in opt.param_groups:
+        group["params"] = [others[p] for p in group["params"]]
+    twin = clone(trained)
+    train(trained, opt, tokens(), range(2))
+    train(twin, dmuon.Muon(twin, lr=0.02, weight_decay=0.0), tokens(), range(2))
+    assert_bitwise(weights(trained), weights(twin))
+    assert_bitwise(weights(model), before)
+
+
+def replace_all(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(p.detach().clone()))
+
+
+@pytest.mark.parametrize("form", ALL_FORMS.values(), ids=ALL_FORMS)
+def test_parameters_that_no_module_holds_any_more_are_exchanged(form):
+    """As `fully_shard` and `to_empty` replace them."""
+    model = TinyGPT()
+    opt = dmuon.Muon(form(model), lr=0.02, weight_decay=0.0)
+    replace_all(model)
+    twin = clone(model)
+    train(model, opt, tokens(), range(2))
+    train(twin, dmuon.Muon(twin, lr=0.02, weight_decay=0.0), tokens(), range(2))
+    assert_bitwise(weights(model), weights(twin))
+
+
+# ---- where no module holds them ----------------------------------------------------------
+
+
+def parameter(*shape: int) -> Tensor:
+    return nn.Parameter(torch.randn(shape))
+
+
+def test_names_decide_where_no_module_holds_a_parameter():
+    named = [("embed.weight", parameter(9, 4)), ("up.weight", parameter(6, 4))]
+    named.append(("experts.w1", parameter(2, 6, 4)))
+    found = routes(named)
+    assert [str(route[0].value) for route in found.values()] == ["adamw", "muon", "muon"]
+
+
+WAYS = r"pass the model.*dedicate_params\(model\) first.*algorithm="
+
+
+def test_a_stack_or_a_convolution_that_no_module_holds_is_refused():
+    named = [("down.weight", parameter(7, 7, 3)), ("up.weight", parameter(6, 4))]
+    with pytest.raises(SelectionError, match=rf"'down\.weight' of shape \[7, 7, 3\].*{WAYS}"):
+        dmuon.Muon(named)
+    assert len(routes(named, splits={"down.weight": [3, 4]})["down.weight"][2]) == 14
+    assert len(routes(named, heads={"down.weight": 7})["down.weight"][2]) == 49
+    assert len(routes(named, select=lambda n, p: True)["down.weight"][2]) == 7
+    said = [{"params": [named[0][1]], "algorithm": "muon"}, {"params": named[1:2]}]
+    with pytest.raises(OwnershipError, match=r"a param group has|names"):
+        dmuon.Muon([{"params": [named[0]]}, {"params": [named[1][1]]}])
+    assert len(routes(said[:1])["param_groups.0.0"][2]) == 7
+
+
+def test_neither_names_nor_modules_is_refused():
+    with pytest.raises(OwnershipError, match=rf"group 0.*without names.*{WAYS}"):
+        dmuon.Muon([parameter(4, 4)])
