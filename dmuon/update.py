@@ -285,13 +285,17 @@ def apply_updates(
     decay: float | Tensor,
     lr: float,
     fused: bool = False,
+    weights: list[Tensor] | None = None,
+    on_host: bool = False,
 ) -> None:
     """``target = target * decay - lr * update`` for each pair, in place (see `scale_all`).
 
+    ``weights`` are those of which ``targets`` are the masters: these follow them first (see
+    `follow_weights`), and are rounded into them afterwards.
     ``fused``: in one Triton kernel a target where all of them are large and contiguous, which reads
     and writes weights once instead of twice.
     """
-    if fused and all(map(_suits, targets, updates)):
+    if weights is None and fused and all(map(_suits, targets, updates)):
         from dmuon.kernels.triton_elementwise import apply_update
 
         # A fill, which does not wait for the device.
@@ -301,12 +305,16 @@ def apply_updates(
         for target, update, kept in zip(targets, updates, each, strict=True):
             apply_update(target, update, decay=kept, lr=lr)
         return
-    # On a CPU both passes over so much while it lies in its caches.
+    # On a CPU all passes over so much while it lies in its caches.
     some = max(1, _CACHED // max(1, targets[0].numel())) if targets[0].is_cpu else len(targets)
     for first in range(0, len(targets), some):
         now = slice(first, first + some)
+        if weights is not None:
+            follow_weights(targets[now], weights[now], on_host=on_host)
         scale_all(targets[now], decay[now] if isinstance(decay, Tensor) and decay.ndim else decay)
         torch._foreach_add_(targets[now], updates[now], alpha=-lr)
+        if weights is not None:
+            torch._foreach_copy_(weights[now], targets[now])
 
 
 def _suits(target: Tensor, update: Tensor) -> bool:
@@ -351,7 +359,8 @@ def follow_weights(masters: Sequence[Tensor], weights: Sequence[Tensor], *, on_h
         for pair in zip(master.split(rows), weight.split(rows), strict=True):
             _follow(*pair, on_host)
     for pairs in small.values():
-        own, given = ([t.reshape(-1) for t in side] for side in zip(*pairs, strict=True))
+        sides = zip(*pairs, strict=True)
+        own, given = ([t if t.ndim == 1 else t.reshape(-1) for t in side] for side in sides)
         joint = torch.cat(own)
         if _follow(joint, torch.cat(given), on_host):
             parts = joint.split([t.numel() for t in own])

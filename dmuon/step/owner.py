@@ -35,6 +35,7 @@ from dmuon.update import (
 )
 
 _MOMENTUM, _MASTER = "momentum_buffer", "master_weight"
+_COPIED_BYTES = 1 << 28
 
 
 class _OwnerState:
@@ -291,11 +292,15 @@ class OwnerEngine(Engine):
         rows, bad = [rows_of(stack, where) for stack in kept], self._bad
         operand = self._kernels.operand(call)
         fused = self._kernels.is_fused(call)
-        before = None if bad is None else rows[0].clone()
-        scaled_momentum(rows[0], gradients, group, out=operand, fused=fused)
-        if bad is not None and before is not None:
-            torch.where(bad, before, rows[0], out=rows[0])
-            operand.masked_fill_(bad, 0.0)
+        # Where the host does not know whether the step is taken, of a copy as large as this.
+        most = len(operand) if bad is None else max(1, _COPIED_BYTES // rows[0][0].nbytes)
+        parts = (stack.split(most) for stack in (rows[0], gradients, operand))
+        for buffer, grad, out in zip(*parts, strict=True):
+            before = buffer if bad is None else buffer.clone()
+            scaled_momentum(buffer, grad, group, out=out, fused=fused)
+            if bad is not None:
+                torch.where(bad, before, buffer, out=buffer)
+                out.masked_fill_(bad, 0.0)
         payload = self._kernels.run(call, operand)
         watch.stop()
         rms = update_rms(payload, 1.0)

@@ -53,7 +53,6 @@ from dmuon.update import (
     advance_momentum,
     apply_updates,
     finite_marks,
-    follow_weights,
     merged_master,
     norms_into,
     operands_of_newton_schulz,
@@ -533,12 +532,12 @@ class ShardedEngine(Engine):
         where = targets[0].device
         if updates[0].device != where:  # CPU offload
             updates = [update.to(where) for update in updates]
-        weights = [state.weights[k] for k in blocks]
-        follow_weights(targets, weights, on_host=host_can_read(where))
-        factor = decay if bad is None else torch.where(bad.to(where), 1.0, decay)
-        apply_updates(targets, updates, decay=factor, lr=lr)
+        weights = None
         if state.targets is not state.weights:
-            torch._foreach_copy_(weights, targets)
+            weights = [state.weights[k] for k in blocks]
+        factor = decay if bad is None else torch.where(bad.to(where), 1.0, decay)
+        on_host = host_can_read(where)
+        apply_updates(targets, updates, decay=factor, lr=lr, weights=weights, on_host=on_host)
 
     def _peaks(self, grads: Gradients) -> list[tuple[list[int], Tensor]]:
         """Numbers that are finite where AdamW's gradients are: the parameters and a vector."""

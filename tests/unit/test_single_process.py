@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -18,11 +19,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch._dynamo import convert_frame
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmuon
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.reference import ReferenceMuon
 from dmuon.types import OwnershipError, PlanError
+from tests.accelerator import host_cannot_read
 from tests.fused import Fused
 from tests.unit.models import (
     WIDTH,
@@ -326,6 +329,48 @@ def test_planning_in_compiled_code_times_what_runs():
     own = torch.compile(lambda: dmuon.dedicate_params(model), backend="eager")()
     assert files_compiled() <= {"api.py", "comm/hooks.py", "comm/process_groups.py"}
     own.close()
+
+
+class Clones(TorchDispatchMode):
+    """``most``: elements of the largest clone."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default:
+            self.most = max(self.most, args[0].numel())
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("limit", [1 << 28, 1])
+def test_a_step_that_the_host_cannot_call_off_copies_momentum_in_parts(monkeypatch, limit):
+    """Of an owner; a step that is not taken leaves it to the bit."""
+    monkeypatch.setattr("dmuon.step.owner._COPIED_BYTES", limit)
+    with host_cannot_read():
+        pair = Pair(tree({f"blocks.{i}.weight": (8, 12) for i in range(4)}), options=REDUCING)
+        for step in range(4):
+            for number, (p, q) in enumerate(
+                zip(pair.model.parameters(), pair.twin.parameters(), strict=True)
+            ):
+                grad = torch.randn(
+                    8, 12, generator=torch.Generator().manual_seed(9 * step + number)
+                )
+                (p * grad).sum().backward()
+                q.grad = grad
+            if step == 2:
+                before = [e["momentum_buffer"].clone() for e in pair.opt.state.values()]
+                for p in list(pair.model.parameters())[1:2]:
+                    (p * math.nan).sum().backward()
+            with Clones() as clones:
+                pair.opt.step()
+            pair.opt.zero_grad()
+            if step == 2:
+                for old, entry in zip(before, pair.opt.state.values(), strict=True):
+                    assert torch.equal(old, entry["momentum_buffer"])
+            else:
+                pair.ref.step()
+            assert clones.most == (8 * 12 if limit == 1 else 4 * 8 * 12)
+        pair.assert_same()
 
 
 # ---- groups and schedules ----------------------------------------------------------------
