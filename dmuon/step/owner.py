@@ -151,11 +151,13 @@ class OwnerEngine(Engine):
             *(self._settings.schedule, self._settings.accepted),
             *(matrices, [True] * len(matrices)),
         )
-        kept = self._momentum()
-        # Whether finite gradients can be too large for the dtype of momentum.
+        # Whether finite gradients can be too large for the dtype of momentum, which lies elsewhere
+        # where they come in slices.
+        kept = self._momentum() if runtime.keeps_whole else {}
         self._narrows = any(
             torch.finfo(g.dtype).max > 2 * torch.finfo(kept[i].dtype).max
             for i, g in self._owned.here.items()
+            if i in kept
         )
         self._bad: Tensor | None = None
         self._rest: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
@@ -254,7 +256,8 @@ class OwnerEngine(Engine):
         found = {i: g for i, g in here.items() if self._present[matrices[i].parameter]}
         if found:
             grads = list(found.values())
-            if self._narrows or any(g.get("momentum_mode") == "sgd" for g in self._groups):
+            is_sgd = any(g.get("momentum_mode") == "sgd" for g in self._groups)
+            if self._runtime.keeps_whole and (self._narrows or is_sgd):
                 momentum, groups = (
                     self._momentum(),
                     [self._groups[self._group_of[i]] for i in found],
