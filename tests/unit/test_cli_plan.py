@@ -288,6 +288,8 @@ GPT2 = ["--model", "gpt2", "--mesh", "4", "--time-limit", "0.5"]
         ([*GPT2, "--dtype", "bf16"], "unknown dtype 'bf16'"),
         ([*GPT2, "--memory", "0"], "less than a byte"),
         ([*GPT2, "--memory", "much"], "'much' is no size"),
+        ([*GPT2, "--memory", "9" * 400 + "TB"], "TB' is no size"),
+        ([*GPT2, "--heads", "*=" + "9" * 5000], "is not of the form PATTERN=NUMBER"),
         ([*GPT2, "--max-batch", "0"], "--max-batch"),
         ([*GPT2, "--time-limit", "-1"], "--time-limit"),
         ([*GPT2, "--time-limit", "nan"], "--time-limit"),
