@@ -363,16 +363,18 @@ def rank_of(
             module.register_parameter(leaf, p)
             named.append((name, p))
         transport = _Transport(rank, world, shapes, mesh)
-        assemble(
+        request = Request(
+            "sharded", select=lambda name, p: p.ndim == 2, costs="analytic:h100",
+            solver="greedy", planner=planner or dmuon.PlannerOptions(co_owners="off"),
+        )  # fmt: skip
+        own = assemble(
             Given(root),
-            Request(
-                "sharded", select=lambda name, p: p.ndim == 2, costs="analytic:h100",
-                solver="greedy", planner=planner or dmuon.PlannerOptions(co_owners="off"),
-            ),
+            request,
             transport,
             lambda: Topology.on_nodes((world,), ("dp",), [r // 8 for r in range(world)], "cuda"),
             lambda partition: transport,
-        )  # fmt: skip
+        )
+        own.asked = request, mesh
         with Count() as bound:
             opt = dmuon.Muon(root, lr=1e-3, ns_dtype=torch.float16, **muon)
         sizes = [(p, torch.Size((mine[n].box.shape[0], *p.shape[1:]))) for n, p in named]

@@ -311,7 +311,9 @@ def test_buckets_share_out_every_owners_time():
 def test_no_bucket_is_larger_than_a_batch_may_be():
     """However owners' times are spread, what each has of a bucket is bounded."""
     sizes = [4, 1, 2, 1, 9, 1, 1, 1, 2, 3]
-    units = [Unit(o, 0, (i,), 8, 8 * n, float(n)) for o in (0, 1) for i, n in enumerate(sizes)]
+    units = [
+        Unit(o, 0, (i,), 8, 8 * n, 0.1 if i else 9.0) for o in (0, 1) for i, n in enumerate(sizes)
+    ]
     units += [Unit(2, 0, (i,), 8, 8, 0.01) for i in range(40)]
     bucket = 2 * 64 * 2  # bytes: a batch may have four times 64 elements
     cuts = cut_buckets(units, range(len(units)), bucket, 3, 2)
