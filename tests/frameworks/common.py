@@ -128,12 +128,22 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def is_late(name: str) -> bool:
+    """What gradual unfreezing leaves frozen at first: embeddings and the first block."""
+    return "embed" in name or ".0." in name
+
+
 def by_hand(
-    build: Callable[[], nn.Module], *, decay_vectors: bool = True, clip: float = CLIP
+    build: Callable[[], nn.Module],
+    *,
+    decay_vectors: bool = True,
+    clip: float = CLIP,
+    late_from: int = 0,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and final weights of a plain loop in one process.
 
-    Without ``decay_vectors`` norms and biases have no weight decay.
+    Without ``decay_vectors`` norms and biases have no weight decay. What `is_late` is trained from
+    step ``late_from`` on.
     """
     model = build()
     optimizer = ReferenceMuon(model, **SETTINGS)
@@ -151,6 +161,9 @@ def by_hand(
             group["lr"] = LR * factor(step)
         loss = loss_of(model, batch(step))
         loss.backward()
+        for name, p in model.named_parameters():
+            if step < late_from and is_late(name):
+                p.grad = None
         assert nn.utils.clip_grad_norm_(model.parameters(), clip) > clip, "it should bite"
         optimizer.step()
         optimizer.zero_grad()

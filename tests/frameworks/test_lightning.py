@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from dmuon.reference import ReferenceMuon
 from tests.distributed.harness import distributed
 from tests.frameworks import common
 
 lightning = pytest.importorskip("lightning")
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy  # noqa: E402
 
@@ -159,6 +160,56 @@ def fabric_runs(rank, world, folder, resume):
 def test_fabric(pools, tmp_path):
     for world, resume in ((2, False), (2, True), (1, True)):
         pools(world).run(__name__, "fabric_runs", {"folder": str(tmp_path), "resume": resume})
+
+
+class Unfreezes(BaseFinetuning):
+    """In the middle of training."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        for name, p in pl_module.named_parameters():
+            p.requires_grad_(not common.is_late(name))
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            late = [pl_module.net.embed, pl_module.net.blocks[0]]
+            lr = optimizer.param_groups[0]["lr"]
+            self.unfreeze_and_add_param_group(late, optimizer, lr=lr, initial_denom_lr=1.0)
+
+
+class Finetuned(Module):
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        self.optimizer = common.muon(self if self.given == "module" else trained)
+        return self.optimizer
+
+
+@pytest.mark.parametrize("given", ["module", "parameters"])
+def test_base_finetuning(given):
+    """It adds groups of what is not in the optimizer, without names."""
+    module = Finetuned(given)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=2,
+        gradient_clip_val=common.CLIP,
+        callbacks=[Unfreezes()],
+        enable_checkpointing=False,
+        **QUIET,
+    )
+    batches = common.examples()[: 3 * common.JOINT].split(common.JOINT)
+    trainer.fit(module, torch.utils.data.DataLoader(torch.cat(batches), common.JOINT))
+    assert len(module.optimizer.param_groups) == (1 if given == "module" else 2)
+    twin, losses = common.net(), []
+    reference = ReferenceMuon(twin, **common.SETTINGS)
+    for step, tokens in enumerate([*batches, *batches]):
+        loss = common.loss_of(twin, tokens)
+        loss.backward()
+        for name, p in twin.named_parameters():
+            p.grad = None if step < 3 and common.is_late(name) else p.grad
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), common.CLIP)
+        reference.step()
+        reference.zero_grad()
+        losses.append(loss.item())
+    common.assert_same((module.losses, module.found), (losses, common.weights(twin)))
 
 
 class Half(Module):

@@ -27,8 +27,27 @@ class Weights(transformers.TrainerCallback):
         self.found = common.weights(model)
 
 
+class Unfreezes(transformers.TrainerCallback):
+    """Gradual unfreezing: some parameters are trained from a step on."""
+
+    def __init__(self, late_from: int) -> None:
+        self.late_from = late_from
+
+    def on_step_begin(
+        self, arguments: Any, state: Any, *_: Any, model: torch.nn.Module, **__: Any
+    ) -> None:
+        for name, p in model.named_parameters():
+            p.requires_grad_(state.global_step >= self.late_from or not common.is_late(name))
+
+
 def train(
-    folder: Path | str, world: int, *, resume: bool = False, how: str = "factory", **changes: Any
+    folder: Path | str,
+    world: int,
+    *,
+    resume: bool = False,
+    how: str = "factory",
+    late_from: int = 0,
+    **changes: Any,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of the steps taken, and the last weights."""
     arguments = transformers.TrainingArguments(
@@ -53,7 +72,11 @@ def train(
     }[how]
     kept = Weights()
     trainer = transformers.Trainer(
-        model, arguments, train_dataset=common.Examples(), callbacks=[kept], **optimizer
+        model,
+        arguments,
+        train_dataset=common.Examples(),
+        callbacks=[kept, Unfreezes(late_from)],
+        **optimizer,
     )
     at = f"{folder}/checkpoint-{common.SAVED}" if resume else None
     trainer.train(resume_from_checkpoint=at)
@@ -97,11 +120,12 @@ def test_the_class_itself_gets_two_groups(tmp_path):
 
 
 @distributed()
-def runs(rank, world, folder, resume, fsdp=False, how="factory"):
-    expected = common.by_hand(common.llama)
+def runs(rank, world, folder, resume, fsdp=False, how="factory", late_from=0):
+    expected = common.by_hand(common.llama, late_from=late_from)
     plugin = {"fsdp": True, "fsdp_config": FSDP2} if fsdp else {}
     with process(rank, world, fsdp):
-        common.assert_same(train(folder, world, how=how, resume=resume, **plugin), expected)
+        found = train(folder, world, how=how, resume=resume, late_from=late_from, **plugin)
+        common.assert_same(found, expected)
 
 
 FSDP2 = {
@@ -123,3 +147,12 @@ def test_fsdp2(pools, tmp_path):
     for world, resume in ((2, False), (2, True), (1, True)):
         arguments = {"folder": str(tmp_path), "resume": resume, "fsdp": True}
         pools(world).run(__name__, "runs", arguments)
+
+
+def test_gradual_unfreezing(pools, tmp_path):
+    expected = common.by_hand(common.llama, late_from=3)
+    with common.accelerate_on_cpu():
+        common.assert_same(train(tmp_path, 1, late_from=3), expected)
+        common.assert_same(train(tmp_path, 1, late_from=3, resume=True), expected)
+    arguments = {"folder": str(tmp_path / "fsdp2"), "resume": False, "fsdp": True, "late_from": 3}
+    pools(2).run(__name__, "runs", arguments)
