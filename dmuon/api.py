@@ -343,7 +343,9 @@ def assemble(
     for one in made:
         if isinstance(one, C10dTransport):
             one.end_planning()
-    return Ownership(plan, runtime, given.inner, request.kernels)
+    ownership = Ownership(plan, runtime, given.inner, request.kernels)
+    ownership.asked = request, None
+    return ownership
 
 
 def _with_slices(
