@@ -165,6 +165,8 @@ def test_a_part_is_routed_as_in_its_model(part):
         (s.algorithm, s.reason) for s, _ in whole.values()
     ]
     assert len(found) == len(given)
+    for name, (spec, _) in whole.items():
+        assert ("get_output_embeddings" in spec.reason) is name.startswith("decode")
 
 
 def test_a_single_layer_and_the_layers_of_a_list_belong_to_their_model():
