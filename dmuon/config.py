@@ -105,6 +105,12 @@ FINITE = Rule("a finite number >= 0", _number, _is_rate)
 RATE = Rule("a finite number >= 0", _rate, _is_rate)
 POSITIVE = Rule("a number > 0", _number, lambda value: value > 0)
 FINITE_POSITIVE = Rule("a finite number > 0", _number, lambda value: 0 < value < math.inf)
+# Below, its reciprocal is infinite in float32, and zeros would become nan.
+EPS = Rule(
+    "a finite number >= 1.2e-38 (what is normal in float32)",
+    _number,
+    lambda value: torch.finfo(torch.float32).tiny <= value < math.inf,
+)
 COUNT = Rule("an integer >= 1", _integer, lambda value: value >= 1)
 NS_STEPS = Rule("an integer from 1 to 100", _integer, lambda value: 1 <= value <= 100)
 STEP = Rule("an integer from 0 to 2**62", _integer, lambda value: 0 <= value <= 1 << 62)
@@ -328,7 +334,7 @@ class MuonDefaults:
     momentum: float = _default(0.95, FINITE)
     nesterov: bool = _default(True, FLAG)
     ns_coefficients: Coefficients = _default("polar_express", COEFFICIENTS)
-    eps: float = _default(1e-7, FINITE_POSITIVE)  # it keeps a zero matrix zero
+    eps: float = _default(1e-7, EPS)  # it keeps a zero matrix zero
     ns_steps: int = _default(5, NS_STEPS)
     adjust_lr_fn: str | float | None = _default("match_rms_adamw", ADJUSTMENT)
     momentum_mode: str = _default("ema", _one_of(("ema", "sgd")))

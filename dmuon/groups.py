@@ -392,7 +392,7 @@ class Accepted:
     """The hyperparameters of all param groups, looked at again where they may have changed.
 
     ``texts`` has them by group and name, ``number`` stands for all of them: alike on all ranks that
-    have the same.
+    have the same. ``eps`` are those of the groups with matrices, by group.
     """
 
     def __init__(self, algorithms: Sequence[Collection[Algorithm]]) -> None:
@@ -401,6 +401,7 @@ class Accepted:
         self._known: list[tuple[set[str], Group]] = [(set(), {}) for _ in algorithms]
         self._numbers = [0] * len(algorithms)
         self.texts: list[dict[str, str]] = [{} for _ in algorithms]
+        self.eps: dict[int, float] = {}
 
     @property
     def number(self) -> int:
@@ -417,6 +418,8 @@ class Accepted:
             lasting = all(isinstance(v, float | int | str | tuple | None) for v in kept.values())
             self._known[number] = ({*group} if lasting else set()), kept
             self.texts[number] = _texts(kept)
+            if "ns_steps" in kept:
+                self.eps[number] = kept["eps"]
             text = repr(self.texts[number]).encode()
             self._numbers[number] = zlib.crc32(text, number)
 

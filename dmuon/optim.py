@@ -760,7 +760,8 @@ class Muon(Optimizer):
         such as ``gram[2]/torch_strips/float32``), the ``workspace_bytes`` that are kept, and the
         state of ``cuda_graphs``. In the `sharded` layout also ``full_step`` (or a block step),
         ``finite`` (no rank found a non-finite gradient; after a block step: this rank did not),
-        ``skipped``, the number of steps that were not, and ``step_bytes``, the memory that a full
+        ``skipped``, the number of steps that were not, ``below_eps``, how many matrices had a
+        norm below ``eps`` (docs/reliability.md), and ``step_bytes``, the memory that a full
         step takes on this rank, by purpose.
         """
         run = self._run

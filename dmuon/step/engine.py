@@ -96,6 +96,7 @@ class Engine(ABC):
         # Skipped in block steps, which the other ranks do not know: how many, and names.
         self._late: int | Tensor = 0
         self._late_names: list[str] = []
+        self._told_of_eps = False
         groups, specs = optimizer.param_groups, runtime.plan.specs
         group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
         # The number of the param group of each matrix.
@@ -170,6 +171,26 @@ class Engine(ABC):
             raise NonFiniteError(f"{text}. This is an error because of nonfinite='raise'")
         if transport.rank == 0:
             warnings.warn(text, RuntimeWarning, stacklevel=5)
+
+    def _tell_of_eps(self) -> None:
+        """Say once, on one rank, that updates are damped by eps."""
+        message, transport = self._message, self._runtime.transport
+        if self._told_of_eps or not message.below_eps or message.is_bad:
+            return
+        self._told_of_eps = True
+        mine = [*islice(message.names_below_eps(), SUSPECTS)]
+        names = [*dict.fromkeys(chain.from_iterable(transport.gather_objects(mine)))]
+        if transport.rank == 0:
+            eps = min(self._settings.accepted.eps.values())
+            warnings.warn(
+                f"dmuon: Newton-Schulz got {message.below_eps} of the matrices with a norm below "
+                f"eps={eps:g} ({first_of(names)}): their updates are smaller than Muon's, or zero. "
+                "Gradients are that small where the loss is scaled down, or clipped to a tiny "
+                "norm: leave that out, or pass a smaller eps=, such as 1e-20 "
+                '(opt.stats()["below_eps"] counts such matrices)',
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
     def _suspects(self, late: Sequence[str]) -> list[tuple[str, str]]:
         """(name, what is wrong with its momentum, if that is to blame) of the first few that are

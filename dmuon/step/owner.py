@@ -148,7 +148,7 @@ class OwnerEngine(Engine):
         transport, matrices = runtime.transport, list(self._owned.here)
         self._message = VerdictMessage(
             *(runtime.plan.specs, None, transport, runtime.device),
-            *(self._settings.schedule, self._settings.accepted),
+            *(self._settings.schedule, self._settings.accepted, self._group_of),
             *(matrices, [True] * len(matrices)),
         )
         # Whether finite gradients can be too large for the dtype of momentum, which lies elsewhere
@@ -159,6 +159,8 @@ class OwnerEngine(Engine):
             for i, g in self._owned.here.items()
             if i in kept
         )
+        # Of momentum, by matrix, of the step before.
+        self._norms: list[tuple[list[int], Tensor]] = []
         self._bad: Tensor | None = None
         self._rest: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
 
@@ -206,6 +208,7 @@ class OwnerEngine(Engine):
         self._message.raise_noted()
         self._runtime.raise_noted()
         self._tell_of_skipped(amp)
+        self._tell_of_eps()
         try:
             self._runtime.reduce_gradients()
         except DmuonError as error:
@@ -245,6 +248,7 @@ class OwnerEngine(Engine):
             raise refusal
         if on_host:
             self._tell_of_skipped(Amp())
+            self._tell_of_eps()
 
     def _message_of_step(self, refusal: Exception | None) -> tuple[Tensor, Tensor]:
         """(norms of what is owned here, what the ranks sum up)."""
@@ -271,7 +275,10 @@ class OwnerEngine(Engine):
         rest = chain.from_iterable(self._rest.values())
         others = {i: grad for i, _, grad in rest if grad.numel()}
         checked = [([*others], finite_marks([*others.values()], on_host))] if others else []
-        return norms, self._message.fill(norms, checked, (), None)[1]
+        known = [*chain.from_iterable(of for of, _ in self._norms)]
+        values = torch.cat([each for _, each in self._norms]) if known else norms
+        self._norms = []
+        return norms, self._message.fill(norms, checked, (), None, (known, values))[1]
 
     def _momentum(self) -> Mapping[int, Tensor]:
         return self._state.matrices(_MOMENTUM)
@@ -306,6 +313,9 @@ class OwnerEngine(Engine):
                 out.masked_fill_(bad, 0.0)
         payload = self._kernels.run(call, operand)
         watch.stop()
+        wide = torch.promote_types(rows[0].dtype, torch.float32)
+        size = torch.linalg.vector_norm(rows[0].flatten(1), dim=1, dtype=wide)
+        self._norms.append(([unit.matrices[n] for n in where], size.double()))
         rms = update_rms(payload, 1.0)
         for lr, at in _by_rate(rate, unit, where):
             scale_all(_some(rms, at), lr / rate.lr if rate.lr else 0.0)
@@ -370,6 +380,7 @@ class OwnerEngine(Engine):
             "update_rms": rms,
             "finite": bool(self._finite),
             "skipped": int(self._skipped),
+            "below_eps": self._message.below_eps,
             "kernels": self._kernels.report(),
         }
 

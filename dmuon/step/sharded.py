@@ -194,6 +194,7 @@ class ShardedEngine(Engine):
             runtime.device,
             self._settings.schedule,
             self._settings.accepted,
+            self._group_of,
             [b.matrix for b in blocks],
             [b.counts for b in blocks],
             alike=runtime.plan.layout is Layout.REPLICATED,
@@ -273,6 +274,7 @@ class ShardedEngine(Engine):
     def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:
         self._message.raise_noted()
         self._tell_of_skipped(self._amp, self._late_names)
+        self._tell_of_eps()
         self._outcome.wait()
         self._amp = amp
         try:
@@ -316,6 +318,7 @@ class ShardedEngine(Engine):
             self._late = 0
             if host_can_read(self._runtime.device):
                 self._tell_of_skipped(self._amp, self._late_names)
+                self._tell_of_eps()
             self._late_names = []
         elif self._settings.nonfinite == "raise":
             self._late = self._late + skipped
@@ -609,6 +612,7 @@ class ShardedEngine(Engine):
             "finite": bool(outcome.finite),
             # Wholly or in part, because of non-finite gradients.
             "skipped": int(self._skipped),
+            "below_eps": self._message.below_eps,
             "step_bytes": self.step_bytes(),
             "kernels": self._kernels.report(),
         }

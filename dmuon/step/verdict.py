@@ -6,7 +6,7 @@
                 sum over the ranks that hold it            > 0: somebody          > 0: skip
               | ranks that refuse | sum of their numbers | number of the step | its square |
                 > 0: nothing may change                    not equal: ranks take different steps
-              | ranks that have new parameters |
+              | ranks that have new parameters | matrices below eps, whose norms do not travel
                 all: they plan again
 
 The number of a step stands for its count and for all hyperparameters. What differs then, and names
@@ -90,11 +90,16 @@ class VerdictMessage:
         device: torch.device,
         schedule: Schedule,
         accepted: Accepted,
+        group_of: Sequence[int],
         matrices: Sequence[int],
         counts: Sequence[bool],
         *,
         alike: bool = False,
     ) -> None:
+        self._group_of, self._has_norms = group_of, shards is not None
+        # Below eps in the last step that was read, how many matrices, and those whose norms travel.
+        self.below_eps = 0
+        self._below: list[int] = []
         self._specs, self._transport = specs, transport
         rank, self._world = transport.rank, transport.world
         self._schedule, self._accepted = schedule, accepted
@@ -115,7 +120,7 @@ class VerdictMessage:
         shared = [copy for copy in copies if len(copy[1]) > 1]
         alone = [copy for copy in copies if copy[1] == (rank,)]
         self._norms, self._bad = len(travelling), len(travelling) + len(shared)
-        self._sent = self._bad + 6
+        self._sent = self._bad + 7
         flag_of = {p: self._norms + n for n, (p, ranks) in enumerate(shared) if rank in ranks}
         flag_of |= {p: self._sent + n for n, (p, _) in enumerate(alone)}
         self._flags = [flag_of[p] for p in range(len(copies_of))]
@@ -129,6 +134,12 @@ class VerdictMessage:
         def index(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
+        # Which matrices are only known here to have a norm below eps: numbers and flags.
+        self._flags_below: tuple[Sequence[int], Tensor] = (), torch.zeros(0)
+        self._limits: tuple[Any, Tensor] = (), torch.zeros(0)
+        self._travelling = travelling
+        stays = [n for n, i in enumerate(matrices) if i not in norm_of]
+        self._stays = [matrices[n] for n in stays], index(stays)
         travels = [n for n, i in enumerate(matrices) if i in norm_of]
         counted = [n for n in travels if counts[n]]
         self._travels = index(travels), index([norm_of[matrices[n]] for n in travels])
@@ -141,11 +152,13 @@ class VerdictMessage:
         checked: Sequence[tuple[Sequence[int], Tensor]],
         here: Sequence[bool],
         found_inf: Tensor | None,
+        others: tuple[Sequence[int], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(this rank's vector, float64; the part of it that is summed over the ranks).
 
         ``norms`` by position, ``checked``: some of AdamW's parameters and a vector of what must be
-        finite, ``here``: which parameters have a gradient on this rank.
+        finite, ``here``: which parameters have a gradient on this rank. ``others``: matrices whose
+        norms are known elsewhere than in ``norms``, and these.
         """
         vector = self._blank()
         for flag, is_here in zip(self._flags, here, strict=True):
@@ -161,7 +174,26 @@ class VerdictMessage:
             bad.add_(self._flags_of_bad[-1][1].sum().to(vector.device))
         if found_inf is not None:
             bad.add_(found_inf.to(vector.device))
+        if others is None:
+            others = self._stays[0], norms.index_select(0, self._stays[1])
+        if others[0]:
+            found = (others[1] > 0) & (others[1] < self._eps_of(*others))
+            self._flags_below = others[0], found
+            vector[self._bad + 6].add_(found.sum().to(vector.device))
         return vector, vector.narrow(0, 0, self._sent)
+
+    def _eps_of(self, matrices: Sequence[int], like: Tensor) -> float | Tensor:
+        """The eps of these matrices: one for all, or one each."""
+        eps = self._accepted.eps
+        if len({*eps.values()}) == 1:
+            return next(iter(eps.values()))
+        each = [eps[self._group_of[i]] for i in matrices]
+        if self._limits[0] != each:
+            limits = torch.empty_like(like)
+            for limit, value in zip(limits, each, strict=True):
+                limit.fill_(value)  # which waits for no device
+            self._limits = each, limits
+        return self._limits[1]
 
     def numbers_of(self, matrices: Sequence[int]) -> Tensor:
         """For `norms_of`: where the norms of matrices that travel are."""
@@ -194,7 +226,7 @@ class VerdictMessage:
         vector[self._bad + 4].fill_(number * number)
         if not self._on_host:
             # The sum where nothing is bad, no rank refuses, and all have this number.
-            self._expected = vector[self._bad : self._sent] * self._world
+            self._expected = vector[self._bad : self._bad + 5] * self._world
         return vector
 
     def compare(self, grads: Sequence[Tensor | None]) -> Tensor | None:
@@ -264,6 +296,13 @@ class VerdictMessage:
                     "DistributedDataParallel, and clear gradients on all ranks alike. Nothing "
                     "was changed"
                 )
+        least = min(filter(None, norms), default=math.inf) if self._has_norms else math.inf
+        self._below = []
+        if least < max(self._accepted.eps.values(), default=0.0) ** 2:
+            eps = (self._accepted.eps[self._group_of[i]] for i in self._travelling)
+            pairs = zip(self._travelling, norms, eps, strict=True)
+            self._below = [i for i, square_, own in pairs if 0 < square_ < own * own]
+        self.below_eps = int(values[self._bad + 6]) + len(self._below)
         spread = values[self._sent :]
         if spread and (most := max(spread)) > _MOST_SPREAD:
             raise OwnershipError(
@@ -301,6 +340,12 @@ class VerdictMessage:
             "loss of all ranks, not each its own). Nothing was changed"
         )
 
+    def names_below_eps(self) -> Iterator[str]:
+        """Of those that this rank knows; reads what has been sent last."""
+        matrices, (numbers, flags) = self._specs.matrices, self._flags_below
+        yield from (matrices[i].name for i in self._below)
+        yield from (matrices[i].name for i, f in zip(numbers, HostCopy(flags).read()) if f)
+
     def suspects(self) -> Iterator[str]:
         """The names of what is not finite in this rank's part of the last message; reads it."""
         return suspects(self._specs, *self._flags_of_bad)
@@ -336,7 +381,7 @@ class VerdictMessage:
             skipped = (p for p, flag in enumerate(self._flags) if not values[flag])
             return Verdict(True, bad, frozenset(skipped))
         self.note(vector, spread)
-        ok = (vector[self._bad : self._sent] == self._expected).all() & shared.isfinite().all()
+        ok = (vector[self._bad : self._bad + 5] == self._expected).all() & shared.isfinite().all()
         if self._alike:
             ranks = vector[self._norms : self._bad]  # that have a gradient
             ok &= ((ranks == 0) | (ranks == self._world)).all()

@@ -270,3 +270,52 @@ def test_momentum_that_is_not_finite_is_named(rank, world, kind):
         set_gradients(model, 0.1)
         with pytest.raises(NonFiniteError, match=r"momentum is not finite.*older.*: mid\.weight"):
             opt.step()
+
+
+# ---- finite, but below eps ---------------------------------------------------------------
+
+
+def told_of_eps(caught):
+    return [str(w.message) for w in caught if "with a norm below" in str(w.message)]
+
+
+@pytest.mark.parametrize("host", ["reads", "does not read"])
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [("plain", 1), ("fsdp2", 1), ("ddp", 2), ("fsdp2", 2), ("reduce_to_owner", 2)],
+)
+@distributed()
+def test_gradients_below_eps_are_told_once_and_counted(rank, world, kind, host):
+    """Zeros are not below it; a smaller eps gives Muon's update, and nothing is said."""
+    names = ("blocks.0.up.weight", "mid.weight")
+    late = 2 if host != "reads" else 1  # steps until it is told
+    late += kind == "reduce_to_owner"
+    for eps, size in ((1e-7, 1e-12), (1e-20, 1e-12)):
+        with (
+            host_cannot_read() if host != "reads" else nullcontext(),
+            trained(kind, world, eps=eps) as (model, opt),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            for step in range(4):
+                set_gradients(model, 0.1)
+                for name in names:
+                    with torch.no_grad():
+                        model.get_parameter(name).grad.mul_(size)
+                model.blocks[1].down.weight.grad.zero_()
+                opt.step()
+                told = eps == 1e-7 and step + 1 >= late
+                assert len(told_of_eps(caught)) == (told and rank == 0), (step, eps)
+                if told:
+                    assert opt.stats()["below_eps"] == len(names)
+            rms = opt.stats()["update_rms"]
+            if eps == 1e-7:
+                texts = told_of_eps(caught)
+                assert not texts or all(
+                    name in texts[0] for name in ("got 2 of the matrices", "eps=1e-07", *names)
+                )
+                assert rms["mid.weight"] < 0.5 * rms["spare.weight"]
+            else:
+                assert opt.stats()["below_eps"] == 0
+                assert abs(rms["mid.weight"] / rms["spare.weight"] - 1) < 0.3
+            assert rms["blocks.1.down.weight"] == 0.0

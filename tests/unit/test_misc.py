@@ -71,7 +71,7 @@ WRONG = {
     ),
     (muon_group, "weight_decay"): ([*NO_NUMBERS, torch.tensor(0.1), 10**400], [-0.1]),
     (muon_group, "momentum"): (NO_NUMBERS, [-0.1, 1.5]),
-    (muon_group, "eps"): (NO_NUMBERS, [-1e-7, 0]),
+    (muon_group, "eps"): (NO_NUMBERS, [-1e-7, 0, 1e-39, math.inf]),
     (muon_group, "dampening"): (NO_NUMBERS, [0.5]),
     (muon_group, "nesterov"): (["no", 1, None], []),
     (muon_group, "ns_coefficients"): ([3, None], []),
