@@ -64,6 +64,7 @@ from dmuon.dtensors import (
     groups_of,
     is_distributed,
     local_shard,
+    local_tensor,
     mesh_axes,
     replica,
     sample,
@@ -731,7 +732,11 @@ def _runtime(
         groups = ProcessGroups.open(grid, transport, new_group)
         connect(groups.tensors, found.device)
         if options.broadcast_parameters and all(p.device.type != "meta" for p in named):
-            groups.start_from_first([*model.parameters(), *model.buffers()])
+            # Of a `DTensor` equal values wherever the same slice of it lies.
+            start_from_first(
+                (local_tensor(t), groups.data if is_distributed(t) else groups.world)
+                for t in (*model.parameters(), *model.buffers())
+            )
         made = partial(DedicatedRuntime, slices, model, named, groups, options, axes, found.device)
     return attempt(transport, made, what="dmuon.dedicate_params", digest=lambda _: "")
 

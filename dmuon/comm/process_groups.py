@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmuon.comm.transport import LocalTransport, Transport
-from dmuon.dtensors import is_distributed, local_tensor
 from dmuon.scheduler.topology import Topology
 from dmuon.types import OwnershipError
 
@@ -130,12 +129,6 @@ class ProcessGroups:
     def _all(self) -> list[Transport]:
         used = (self.weights, self.gradients, self.replicas, self.tensors, self.data, self.world)
         return list({id(t): t for t in used}.values())
-
-    def start_from_first(self, tensors: Iterable[Tensor]) -> None:
-        """Equal values everywhere; of a `DTensor` wherever the same slice of it lies."""
-        start_from_first(
-            (local_tensor(t), self.data if is_distributed(t) else self.world) for t in tensors
-        )
 
     def close(self) -> None:
         """Release each transport, every one once."""

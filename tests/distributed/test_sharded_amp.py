@@ -117,7 +117,7 @@ def test_param_groups(rank, world):
             same = {k: chosen[k] for k in keys}
             references.append(ReferenceMuon(muon, **same, ns_dtype=torch.float32))
         decay = chosen.get("adamw_weight_decay", chosen.get("weight_decay", 0.1))
-        rate = chosen.get("adamw_lr", MUON["adamw_lr"])
+        rate = chosen.get("adamw_lr", chosen["lr"])
         others = [p for p in members if twins[p] not in matrices]
         references.append(torch.optim.AdamW(others, rate, betas=(0.9, 0.95), weight_decay=decay))
     for step in range(3):

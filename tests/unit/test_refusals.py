@@ -517,7 +517,7 @@ def test_wrong_arguments_are_refused_and_the_model_stays_usable(arguments, error
     dedicated(model)
 
 
-@pytest.mark.parametrize("given", [[], iter(()), ()], ids=str)
+@pytest.mark.parametrize("given", [[], iter(()), ()], ids=["list", "iterator", "tuple"])
 def test_no_parameters_at_all_are_refused(given):
     with pytest.raises(ValueError, match=r"got no parameters.*used up.*Pass the model"):
         dmuon.Muon(given)

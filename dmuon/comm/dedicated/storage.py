@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from dmuon.comm.buckets import Buffer, Slices, WeightBucket, weight_buckets
 from dmuon.comm.consensus import attempt
 from dmuon.comm.hooks import outermost_members, parameter_ids
-from dmuon.comm.process_groups import ProcessGroups
+from dmuon.comm.process_groups import ProcessGroups, start_from_first
 from dmuon.comm.rows import Places, RowShards
 from dmuon.comm.transport import Meter, Work
 from dmuon.config import DedicatedOptions
@@ -325,7 +325,7 @@ class Storage:
         if self._options.broadcast_parameters:
             rest = [p for i, p in enumerate(found) if i not in self.group_of]
             tensors = [t for t in [*rest, *model.buffers()] if not is_distributed(t)]
-            self._process_groups.start_from_first(tensors)
+            start_from_first((t, self._process_groups.world) for t in tensors)
         self._take_over()
         for group in self.groups:
             self.publish(group)
