@@ -31,7 +31,7 @@ from dmuon.comm.hooks import refuse_fsdp1, reshard
 from dmuon.comm.layout import OwnerRuntime
 from dmuon.comm.process_groups import check_launched, check_planned_together
 from dmuon.comm.sharded import ShardedRuntime
-from dmuon.comm.transport import C10dTransport
+from dmuon.comm.transport import C10dTransport, host_can_read
 from dmuon.config import (
     FINITE,
     SWITCH_RULES,
@@ -652,8 +652,22 @@ class Muon(Optimizer):
             refusal = engine.begin(amp, refusal) or refusal
         for engine in run.engines if verifies else ():
             engine.take_sample(run.verified)
-        for engine in run.engines:
-            engine.launch(refusal)
+        full = run.schedule.is_full(run.schedule.t)
+        for engine, ownership in zip(run.engines, run.ownerships, strict=True):
+            try:
+                engine.launch(refusal)
+            except Exception as error:
+                agreed = isinstance(error, NewParameters) and error.agreed
+                known = host_can_read(ownership.runtime.device) or agreed
+                if error is not refusal or known or not full:
+                    raise
+        if refusal is not None:
+            # Elsewhere this step counts: the others cannot know yet.
+            for engine in run.engines:
+                engine.finish()
+            run.schedule.advance()
+            self._note_progress()
+            raise refusal
 
     def _makes_state_only(self) -> bool:
         """Whether this is no step: where an optimizer has no state yet, torch's `get_state_dict`

@@ -360,6 +360,7 @@ class ShardedEngine(Engine):
         )
         squares = torch.zeros(len(runtime.plan.specs.matrices), device=runtime.device)
         runtime.all_reduce(squares, "rms").wait()
+        self._outcome = _Outcome(finite=False)
 
     def _full_step(self, grads: Gradients, here: Sequence[bool]) -> _Outcome | None:
         """Take the step; the updates of the last buckets are applied later. None: nothing was done,

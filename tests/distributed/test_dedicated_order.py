@@ -105,7 +105,7 @@ reduce 1: gradients, 960 bytes
 backward of 0
 reduce 0: gradients, 384 bytes
 all_reduce: flags, 6 bytes
-all_reduce: verdict, 64 bytes
+all_reduce: verdict, 80 bytes
 broadcast 0: forward layers.0, 384 bytes
 broadcast 1: forward layers.1, 960 bytes
 """.strip().splitlines()

@@ -194,10 +194,6 @@ def test_frozen_parameters(rank, world):
         opt.synchronize()
         assert torch.equal(whole_tensor(both.model.blocks[0].mlp.up.weight), before)
         assert_close(both)
-        both.model.blocks[0].mlp.up.weight.requires_grad_(True)
-        both.backward(3)
-        with pytest.raises(ValueError, match=r"blocks\.0\.mlp\.up\.weight.*frozen"):
-            opt.step()
 
 
 # ---- who gathers what, and when ----------------------------------------------------------

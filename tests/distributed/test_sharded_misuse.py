@@ -95,8 +95,8 @@ def test_a_mesh_without_all_ranks_of_a_parameter(rank, world):
 
 @distributed(2)
 def test_plans_of_another_mesh_or_layout(rank, world):
-    def plan_of(model):
-        own = dmuon.dedicate_params(model)
+    def plan_of(model, **kwargs):
+        own = dmuon.dedicate_params(model, **kwargs)
         own.close()
         return own.plan
 
@@ -106,13 +106,17 @@ def test_plans_of_another_mesh_or_layout(rank, world):
     flat, tensor_parallel = plan_of(fsdp().model), plan_of(pair("tp").model)
     nested = plan_of(fsdp(shard=lambda m, _: fully_shard(m, mesh=grid)).model)
     plain = plan_of(ParallelModel())
-    with pytest.raises(ValueError, match="layout 'replicated'; this model is 'sharded'"):
-        dmuon.dedicate_params(fsdp().model, plan=plain)
-    with pytest.raises(ValueError, match="layout 'sharded'; this model is 'replicated'"):
-        dmuon.dedicate_params(ParallelModel(), plan=flat)
-    for other in (tensor_parallel, nested):
-        with pytest.raises(ValueError, match="plan"):
-            dmuon.dedicate_params(fsdp().model, plan=other)
+    at_owners = plan_of(ParallelModel(), options=dmuon.ReplicatedOptions(reduce_to_owner=True))
+    with pytest.raises(ValueError, match="layout 'reduce_to_owner'; this model is 'sharded'"):
+        dmuon.dedicate_params(fsdp().model, plan=at_owners)
+    with pytest.raises(ValueError, match="layout 'sharded'; this model is 'reduce_to_owner'"):
+        plan_of(ParallelModel(), plan=flat, options=dmuon.ReplicatedOptions(reduce_to_owner=True))
+    # Who owns what is the same wherever momentum lies with the parameters.
+    assert plan_of(ParallelModel(), plan=flat).owners == flat.owners
+    with pytest.raises(ValueError, match="the saved plan does not fit"):
+        plan_of(fsdp().model, plan=tensor_parallel)
+    for other in (nested, plain):
+        assert plan_of(fsdp().model, plan=other).owners == other.owners
     with pytest.raises(ValueError, match="disagree"):
         dmuon.dedicate_params(fsdp().model, plan=flat if rank else None)
     both = fsdp()

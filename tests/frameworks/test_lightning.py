@@ -255,9 +255,3 @@ def test_gradients_in_half_precision_are_clipped_as_the_page_says(kind, precisio
     assert module.norms == pytest.approx([common.CLIP] * common.STEPS, rel=1e-3)
     losses, _ = common.by_hand(common.net)
     torch.testing.assert_close(module.losses, losses, rtol=0.02, atol=0.0)
-
-
-def test_parameters_without_names_are_refused():
-    module = Module()
-    with pytest.raises(ValueError, match=r"named_parameters\(\)"):
-        common.muon(module.parameters())

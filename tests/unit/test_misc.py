@@ -224,7 +224,8 @@ def test_muon_begins_as_torch_muon_does():
     assert [p.name for p in ours[1 : len(theirs)]] == [p.name for p in theirs[1:]]
     differing = {p.name for p, q in zip(ours[1:], theirs[1:]) if p.default != q.default}
     assert differing == {"ns_coefficients", "adjust_lr_fn"}
-    assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
+    assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) : -1])
+    assert ours[-1].kind is inspect.Parameter.VAR_KEYWORD  # words of other optimizers
 
 
 def test_muon_and_its_reference_share_their_defaults():
