@@ -434,9 +434,14 @@ _FLAGS = {
 FLAGS = frozenset(_FLAGS)
 
 
-def is_idle(name: str, value: Any) -> bool:
-    """Whether this is a flag of torch's optimizers that says to do what is done here anyway."""
-    return name in _FLAGS and (value is None or value is _FLAGS[name][0])
+def is_idle(name: str, value: Any, *, in_group: bool = False) -> bool:
+    """Whether this is a flag of torch's optimizers that says to do what is done here anyway.
+
+    ``in_group``: torchtitan's container puts ``fused`` and ``foreach`` into every group, whatever
+    the optimizer, and neither changes an update.
+    """
+    is_speed = in_group and name in ("foreach", "fused")
+    return name in _FLAGS and (value is None or value is _FLAGS[name][0] or is_speed)
 
 
 def instead(name: str, known: Iterable[str]) -> str:

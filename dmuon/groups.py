@@ -170,7 +170,7 @@ def find_models(given: Sequence[tuple[str | None, Tensor]]) -> list[Found]:
     A model is found from the smallest module that holds all uses of its parameters here: where they
     have names, it is the first around it in which they are called so. Otherwise a single layer or a
     block of a list belongs to what is around it, and so does whatever is the only part that is
-    trained. Not a collective call; tens of milliseconds for a million objects.
+    trained. Not a collective call; 0.15 s of the host with transformers imported.
     """
     names = {id(p): canonical_name(name) for name, p in given if name is not None}
     left = {id(p) for _, p in given}
@@ -290,7 +290,7 @@ def completed(
     parameters, so its ``lr`` and ``weight_decay`` count for both sides unless it has ``adamw_lr``
     or ``adamw_weight_decay`` as well. A key that is not read stays, for `check_group` to find.
     """
-    own = {k: v for k, v in group.items() if k not in _MEMBERS and not is_idle(k, v)}
+    own = {k: v for k, v in group.items() if k not in _MEMBERS and not is_idle(k, v, in_group=True)}
     if not group["params"]:  # perhaps it has some on other pipeline stages
         own = {k: v for k, v in own.items() if k in ADAMW_RULES or k not in _OURS}
     if Algorithm.ADAMW not in algorithms:
@@ -342,7 +342,7 @@ def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) ->
     if "max_momentum" in group:  # OneCycleLR and CyclicLR cycle the momentum of every group
         noted.add("momentum")
     for key in sorted(group.keys() - needed.keys() - noted):
-        if not key.startswith("_") and not is_idle(key, group[key]):
+        if not key.startswith("_") and not is_idle(key, group[key], in_group=True):
             raise OwnershipError(
                 f"opt.param_groups[{number}] has {key!r}, which nobody reads: "
                 + _instead(key, needed, is_muon)

@@ -54,7 +54,7 @@ def by_convention(model: nn.Module) -> tuple[Any, Any]:
     """The optimizer, and what saves it."""
     decayed = {n: p for n, p in model.named_parameters() if p.ndim >= 2}
     others = {n: p for n, p in model.named_parameters() if p.ndim < 2}
-    flags = {"fused": False, "foreach": False}  # which the container adds for all optimizers
+    flags = {"fused": True, "foreach": False}  # which the container adds for all optimizers
     groups = [
         {"params": [*part.values()], "param_names": [*part], **flags, **common.SETTINGS, **own}
         for part, own in ((decayed, {}), (others, {"weight_decay": 0.0}))

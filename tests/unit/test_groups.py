@@ -373,7 +373,7 @@ HARMLESS: dict[str, Any] = {
 
 UNREAD = [
     ("maximize", True, "negate the loss"),
-    ("fused", True, "leave the flag out"),
+    ("capturable", True, "leave the flag out"),
     ("period", 4, r"all groups, so pass dmuon.Muon\(..., period"),
     ("ns_dtype", "bfloat16", "for all groups"),
     ("publish", "async", "for all groups"),
