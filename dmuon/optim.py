@@ -274,10 +274,13 @@ class Muon(Optimizer):
         everyone = self._members(found, [algorithm_of(group) for group in given], planned)
         if ownerships:
             run.routes.update(r for o in ownerships for r in routes_of(o.plan.specs).items())
-        else:
-            run.routes |= self._routed(everyone, partial=bool(first) or run.model is None)
         with suppress(DmuonError):  # of what may never be trained
             run.if_trained |= self._routed(everyone, frozen=True)
+        if not ownerships:
+            # A head may be trained before the matrices.
+            late = any(matrices for _, matrices in run.if_trained.values())
+            partial = bool(first) or run.model is None or late
+            run.routes |= self._routed(everyone, partial=partial)
         every = {**run.if_trained, **run.routes}
         made = []
         # torch takes names of all groups or of none.
@@ -415,7 +418,11 @@ class Muon(Optimizer):
             missing = [Member(n, p) for n, p in named if p.requires_grad and n not in run.routes]
             run.routes |= self._routed(missing)
             specs = collect_routed(named, run.routes)
-            if not specs.matrices:
+            # As where a head is trained first, and the rest is unfrozen or added later.
+            models = (reference() for reference in run.models)
+            others = (p for model in models if model is not None for p in model.parameters())
+            late = any(p.ndim > 1 and not p.requires_grad for p in others)
+            if not specs.matrices and not late:
                 raise SelectionError(
                     "no parameter was selected as a matrix, so there is nothing for Muon to do: "
                     + "; ".join(f"{p.name}: {p.reason}" for p in specs.parameters[:20])
@@ -425,6 +432,13 @@ class Muon(Optimizer):
 
         request = replace(run.request, ns_dtype=run.switches["ns_dtype"])
         ownership = plan_given(Given(model, named, route, before), request, run.mesh)
+        if not ownership.plan.specs.matrices and ownership.rank == 0:
+            warnings.warn(
+                "dmuon: no matrix is trained yet, so AdamW updates all parameters; Muon begins "
+                "when one is unfrozen, or added with opt.add_param_group",
+                RuntimeWarning,
+                stacklevel=4,
+            )
         ownership.by_optimizer = True
         return ownership
 
