@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dmuon.kernels.newton_schulz import scaled
+from dmuon.kernels.newton_schulz import norms_of, scaled
 
 # Below this one launch a tensor costs more than two passes over a list of tensors.
 _FUSED_NUMEL = 1 << 20
@@ -53,10 +53,11 @@ def _rest(momentum: float, buffer: Tensor) -> float:
 
 def scaled_momentum(
     buffer: Tensor, grad: Tensor, group: Mapping[str, Any], *, out: Tensor, fused: bool = False
-) -> None:
-    """`momentum_update`, `scaled` for Newton-Schulz, into ``out`` in its dtype.
+) -> Tensor:
+    """`momentum_update`, `scaled` for Newton-Schulz, into ``out`` in its dtype. Returns the norms
+    ``[b]`` of what was scaled; where ``fused``, those of momentum.
 
-    ``fused``: in two Triton kernels instead of a pass an operation, which compute in float32 (so
+    ``fused``: in two Triton kernels instead of one pass per operation, which compute in float32 (so
     not where momentum is kept in float64), where all are contiguous.
     """
     settings = {name: group[name] for name in ("momentum", "nesterov", "dampening")}
@@ -65,9 +66,11 @@ def scaled_momentum(
         from dmuon.kernels.triton_elementwise import momentum_norm_cast
 
         momentum_norm_cast(buffer, grad, mode=mode, eps=eps, out=out, **settings)
-        return
+        return norms_of(buffer).view(-1)
     operand = momentum_update(buffer, grad.to(buffer.dtype), mode=mode, **settings)
-    scaled(operand, out.dtype, eps, out=out)
+    norms = norms_of(operand)
+    scaled(operand, out.dtype, eps, out=out, norms=norms)
+    return norms.view(-1)
 
 
 def advance_momentum(buffers: list[Tensor], grads: list[Tensor], group: Mapping[str, Any]) -> None:

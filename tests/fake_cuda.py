@@ -326,6 +326,7 @@ def rank_of(
         stack.callback(dist.destroy_process_group)
         mine = dict(zip(shapes, held(shapes, rank, world).shards, strict=True))
         for target, attribute, value in (
+            (torch.cuda, "is_available", lambda: False),  # else fake tensors ask the driver
             (torch.cuda, "device_count", lambda: 8),
             (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "set_device", lambda *args: None),

@@ -313,12 +313,19 @@ def normalize(
     return normalize_(scaled(x, dtype, eps, out=out))
 
 
-def scaled(x: Tensor, dtype: torch.dtype, eps: float, *, out: Tensor | None = None) -> Tensor:
-    """The first half of `normalize`."""
+def scaled(
+    x: Tensor,
+    dtype: torch.dtype,
+    eps: float,
+    *,
+    out: Tensor | None = None,
+    norms: Tensor | None = None,
+) -> Tensor:
+    """The first half of `normalize`; ``norms`` by `norms_of`, where they are known."""
     if x.numel() == 0:
         return x.to(dtype) if out is None else out
     if may_look(x, dtype):
-        norms = _norms(x)
+        norms = norms_of(x) if norms is None else norms
         if _are_safe(norms, eps):
             scales = into_range(norms, eps)
             if out is not None and out.dtype is x.dtype:
@@ -332,7 +339,7 @@ def scaled(x: Tensor, dtype: torch.dtype, eps: float, *, out: Tensor | None = No
     tiny = torch.finfo(wide).tiny  # like its reciprocal, a power of two and a normal number
     scale = (torch.frexp(peak).mantissa / peak).clamp_(tiny, 1 / tiny)  # nan where peak is inf
     y = y * scale
-    y.mul_(into_range(_norms(y), scale.mul_(eps)))
+    y.mul_(into_range(norms_of(y), scale.mul_(eps)))
     return y.to(dtype) if out is None else out.copy_(y)
 
 
@@ -345,7 +352,7 @@ def into_range(norms: Tensor, eps: float | Tensor) -> Tensor:
 def normalize_(x: Tensor, norms: Tensor | None = None) -> Tensor:
     """Divide every matrix of `[..., m, n]` by its norm where that is above 1, in place; or by these
     ``norms`` of matrices of which `x` is a part."""
-    norms = (_norms(x) if norms is None else norms).clamp(min=1)
+    norms = (norms_of(x) if norms is None else norms).clamp(min=1)
     if x.is_cpu and x.dtype.itemsize < 4:  # in place it would take two copies in float32
         return x.copy_(x.float().div_(norms))
     return torch.div(x, norms, out=x)
@@ -365,8 +372,9 @@ def _are_safe(norms: Tensor, eps: float) -> bool:
     return all(least <= value <= most for value in norms.view(-1).tolist())
 
 
-def _norms(y: Tensor) -> Tensor:
-    """Row by row: one float32 sum over a large matrix is off by 0.5%."""
+def norms_of(y: Tensor) -> Tensor:
+    """Of the matrices of `[..., m, n]`, `[..., 1, 1]`. Row by row: one float32 sum over a large
+    matrix is off by 0.5%."""
     wide = torch.promote_types(y.dtype, torch.float32)
     rows = torch.linalg.vector_norm(y, dim=-1, keepdim=True, dtype=wide)
     return torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
@@ -380,7 +388,7 @@ def _normalized(x: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
     if not may_look(x, dtype) or not x.numel():
         return normalize(x, dtype, eps)
     y = x.to(dtype)
-    norm = _norms(y)
+    norm = norms_of(y)
     if not _are_safe(norm, eps):
         return normalize(x, dtype, eps)
     return y.div(norm).to(dtype)

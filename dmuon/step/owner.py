@@ -159,8 +159,8 @@ class OwnerEngine(Engine):
             for i, g in self._owned.here.items()
             if i in kept
         )
-        # Of momentum, by matrix, of the step before.
-        self._norms: list[tuple[list[int], Tensor]] = []
+        # Of what Newton-Schulz got in the step before: matrices, and their norms.
+        self._norms: list[tuple[list[int], list[Tensor]]] = []
         self._bad: Tensor | None = None
         self._rest: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
 
@@ -276,7 +276,8 @@ class OwnerEngine(Engine):
         others = {i: grad for i, _, grad in rest if grad.numel()}
         checked = [([*others], finite_marks([*others.values()], on_host))] if others else []
         known = [*chain.from_iterable(of for of, _ in self._norms)]
-        values = torch.cat([each for _, each in self._norms]) if known else norms
+        sizes = [*chain.from_iterable(each for _, each in self._norms)]
+        values = torch.cat(sizes).double() if sizes else norms
         self._norms = []
         return norms, self._message.fill(norms, checked, (), None, (known, values))[1]
 
@@ -296,26 +297,27 @@ class OwnerEngine(Engine):
         """Momentum, Newton-Schulz, and the new masters where there are some."""
         call, group = self._call(unit, len(where)), self._groups[unit.group]
         rate, kept = self._rates[unit.group], self._state.of(unit)
-        self._state.follow(unit)
+        if len(kept) > 1:
+            self._state.follow(unit)
         watch = self._telemetry.watch
         watch.start()
         rows, bad = [rows_of(stack, where) for stack in kept], self._bad
         operand = self._kernels.operand(call)
         fused = self._kernels.is_fused(call)
-        # Where the host does not know whether the step is taken, of a copy as large as this.
-        most = len(operand) if bad is None else max(1, _COPIED_BYTES // rows[0][0].nbytes)
-        parts = (stack.split(most) for stack in (rows[0], gradients, operand))
-        for buffer, grad, out in zip(*parts, strict=True):
-            before = buffer if bad is None else buffer.clone()
-            scaled_momentum(buffer, grad, group, out=out, fused=fused)
-            if bad is not None:
+        if bad is None:
+            norms = [scaled_momentum(rows[0], gradients, group, out=operand, fused=fused)]
+        else:  # the host does not know whether the step is taken
+            norms = []
+            most = max(1, _COPIED_BYTES // rows[0][0].nbytes)
+            parts = (stack.split(most) for stack in (rows[0], gradients, operand))
+            for buffer, grad, out in zip(*parts, strict=True):
+                before = buffer.clone()
+                norms.append(scaled_momentum(buffer, grad, group, out=out, fused=fused))
                 torch.where(bad, before, buffer, out=buffer)
                 out.masked_fill_(bad, 0.0)
         payload = self._kernels.run(call, operand)
         watch.stop()
-        wide = torch.promote_types(rows[0].dtype, torch.float32)
-        size = torch.linalg.vector_norm(rows[0].flatten(1), dim=1, dtype=wide)
-        self._norms.append(([unit.matrices[n] for n in where], size.double()))
+        self._norms.append(([unit.matrices[n] for n in where], norms))
         rms = update_rms(payload, 1.0)
         for lr, at in _by_rate(rate, unit, where):
             scale_all(_some(rms, at), lr / rate.lr if rate.lr else 0.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -238,7 +237,7 @@ class Rehearsal:
             joined: Counter[tuple[int, ...]] = Counter()
             everyone = tuple(range(self.world))
 
-            def no_color(_, joined=joined, everyone=everyone) -> None:
+            def no_color(*_, joined=joined, everyone=everyone) -> None:
                 joined[everyone] += 1
 
             def new_group(
@@ -261,8 +260,9 @@ class Rehearsal:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=self.world)
             self.joins.append(joined)
             with self._patch.context() as patch:
-                source = SimpleNamespace(perform_nocolor_split=no_color)
-                patch.setattr(c10d, "_get_split_source", lambda _, source=source: source)
+                source = dist.group.WORLD._get_backend(torch.device("cpu"))
+                patch.setattr(type(source), "perform_nocolor_split", no_color, raising=False)
+                patch.setattr(c10d, "_get_split_source", lambda *_, source=source: source)
                 for module in (dist, c10d):
                     patch.setattr(module, "new_group", new_group)
                     patch.setattr(module, "split_group", split_group)
