@@ -209,6 +209,10 @@ class _Live:
         if len({i for _, i in uses}) < len(wanted):
             reshard(modules)  # FSDP2 shows other parameters while a unit is gathered
             uses = _uses(modules, wanted)
+        if len({i for _, i in uses}) < len(wanted) and gc.get_freeze_count():
+            modules = _live_modules(also_frozen=True)
+            reshard(modules)
+            uses = _uses(modules, wanted)
         self._parents: dict[nn.Module, list[nn.Module]] = defaultdict(list)
         for module in modules:
             for child in module.children():
@@ -262,16 +266,17 @@ def _uses(modules: Iterable[nn.Module], wanted: Set[int]) -> list[tuple[nn.Modul
     ]
 
 
-def _live_modules() -> list[nn.Module]:
+def _live_modules(*, also_frozen: bool = False) -> list[nn.Module]:
+    """All that Python's garbage collector lists; of what was frozen it lists nothing, and to freeze
+    it again freezes all the rest as well."""
     kinds = [nn.Module]
     for kind in kinds:
         kinds += type.__subclasses__(kind)
-    is_frozen = gc.get_freeze_count() > 0
-    if is_frozen:  # such objects are not listed
+    if also_frozen:
         gc.collect()
         gc.unfreeze()
     objects = gc.get_objects()
-    if is_frozen:
+    if also_frozen:
         gc.freeze()
     modules: Any = compress(objects, map({*kinds}.__contains__, map(type, objects)))
     # Another thread may be at work in `nn.Module.__init__`.

@@ -48,8 +48,6 @@ def _serve(rank: int, world: int, pipe: Connection, device: str = "cpu") -> None
     # What was imported before the fork is neither looked at again nor, so, copied.
     gc.freeze()
     import torch
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
     import dmuon.api
 
     dmuon.api.measured_costs = analytic_costs  # type: ignore[attr-defined]
@@ -60,7 +58,7 @@ def _serve(rank: int, world: int, pipe: Connection, device: str = "cpu") -> None
     while (message := pipe.recv()) is not None:
         if len(message) == 2:
             if dist.is_initialized():
-                _clear_sharding_prop_cache()  # holds meshes, which name groups that are gone
+                _forget_meshes()  # which name groups that are gone
                 gc.collect()  # what still holds a group would keep its threads running
                 dist.destroy_process_group()
             port, prefix = message
@@ -87,6 +85,17 @@ def _serve(rank: int, world: int, pipe: Connection, device: str = "cpu") -> None
     gc.collect()
     dist.destroy_process_group()
     pipe.close()
+
+
+def _forget_meshes() -> None:
+    """Empty torch's caches of what it does on a mesh."""
+    from torch.distributed.tensor import _redistribute, debug
+    from torch.distributed.tensor._collective_utils import MeshTopoInfo
+
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def _threads() -> int:

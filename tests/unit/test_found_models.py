@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -223,6 +224,20 @@ def test_modules_that_the_collector_does_not_list():
     try:
         alike(model.parameters(), model)
         assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
+
+
+def test_nothing_stays_alive_because_something_else_is_frozen():
+    gc.freeze()
+    try:
+        model = Peculiar()
+        model.around = [model]  # only the collector can free it
+        opt = dmuon.Muon(model.parameters())
+        gone = weakref.ref(model), weakref.ref(opt)
+        del model, opt
+        gc.collect()
+        assert [reference() for reference in gone] == [None, None]
     finally:
         gc.unfreeze()
 
