@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,13 @@ class Given:
     named: Sequence[tuple[str, nn.Parameter]] | None = None
     route: Callable[[], ModelSpecs] | None = None
     before: Ownership | None = None
+
+    @property
+    def called(self) -> str:
+        """Who plans, for messages."""
+        if self.before is not None:
+            return "planning again, because parameters were unfrozen or added"
+        return "dmuon.dedicate_params" if self.named is None else "dmuon.Muon"
 
     @property
     def ddp(self) -> DistributedDataParallel | None:
@@ -266,7 +273,7 @@ def assemble(
         found = attempt(
             transport,
             lambda: _inspect(given, request, transport, topology),
-            what="dmuon.dedicate_params",
+            what=given.called,
             digest=lambda found: found.text(request),
         )
         specs, shards, limits = found.specs, None, None
@@ -430,10 +437,17 @@ class _Found:
             "plan": None if request.plan is None else request.plan.fingerprint(),
         }
         code = f"code=dmuon {code_hash()}, torch {torch.__version__}"
-        lines = [code, self.topology, *self.specs.parameters, *self.specs.matrices]
+        lines = [code, str(self.topology)]
+        lines += map(_spec_text, [*self.specs.parameters, *self.specs.matrices])
         if self.layout is Layout.REPLICATED and not _starts_from_first(self.given, options):
             lines += map(_weights_text, self.specs.parameters, self.parameters)
-        return "\n".join([*map(str, lines), *(f"{k}={v}" for k, v in arguments.items())])
+        return "\n".join([*lines, *(f"{k}={v}" for k, v in arguments.items())])
+
+
+def _spec_text(spec: Any) -> str:
+    """Of a parameter or a matrix, for messages."""
+    values = ((f.name, getattr(spec, f.name)) for f in fields(spec))
+    return ", ".join(f"{k} {getattr(v, 'value', v)}" for k, v in values)
 
 
 @cache

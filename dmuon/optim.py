@@ -204,8 +204,8 @@ class Muon(Optimizer):
         dedicate: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> None:
-        if "betas" in others:  # as torch.optim.AdamW calls them
-            betas = others.pop("betas")
+        betas = others.pop("betas", None)  # as torch.optim.AdamW calls them
+        if betas is not None:
             if adamw_betas not in ((0.9, 0.95), betas):
                 raise TypeError(
                     f"betas={betas} and adamw_betas={adamw_betas} are two words for one thing: "
@@ -298,6 +298,15 @@ class Muon(Optimizer):
             made.append({"params": tensors, **kept, **full, **_progress(run, full)})
         return made
 
+    def _read_added(self, groups: Sequence[Group]) -> list[Group]:
+        """`_read`, of which nothing stays where it fails."""
+        run, count = self._run, len(self._run.names)
+        try:
+            return self._read(read_groups(groups))
+        except Exception:
+            del run.names[count:], run.kinds[count:]
+            raise
+
     def _members(
         self,
         found: Sequence[tuple[list[str] | None, list[Tensor]]],
@@ -366,9 +375,9 @@ class Muon(Optimizer):
             super().add_param_group(param_group)
             return
         count = len(run.names)
+        (group,) = self._read_added([param_group])
+        own = {*group}
         try:
-            (group,) = self._read(read_groups([param_group]))
-            own = {*group}
             super().add_param_group(group)
         except Exception:
             del run.names[count:], run.kinds[count:]
@@ -401,7 +410,7 @@ class Muon(Optimizer):
         try:
             model = self._exchange()
             named = self._named()
-        except OwnershipError as error:  # perhaps on this rank alone
+        except Exception as error:  # perhaps on this rank alone
             named = [("", p) for group in self.param_groups for p in group["params"]]
             flaw = error
         # Another optimizer of these parameters ends here, as where one is trained after another.
@@ -552,7 +561,12 @@ class Muon(Optimizer):
                 lines += describe(new, number, found)
             return "\n".join(lines)
 
-        made = attempt_in_all(transports, prepare, digest=text)
+        try:
+            made = attempt_in_all(transports, prepare, digest=text)
+        except Exception:
+            if again:
+                self._unbind(ownerships)
+            raise
         for group, known in zip(self.param_groups, made, strict=True):
             group.update(known)
         run.accepted = Accepted(run.kinds)
@@ -586,16 +600,21 @@ class Muon(Optimizer):
             flaws = attempt_in_all(transports, make)
             attempt_in_all(transports, load, what="loading")
         except Exception:
-            run.engines, run.ownerships, run.settings = [], [], None
-            for ownership in ownerships:
-                ownership.close()
-            self.state.clear()
-            self._show_loaded()
+            self._unbind(ownerships)
             raise
         run.loaded = {}
         for flaw in flaws:
             if flaw is not None:
                 warnings.warn(flaw, RuntimeWarning, stacklevel=3)
+
+    def _unbind(self, ownerships: Sequence[Ownership]) -> None:
+        """Leave nothing of engines, so that the next step plans anew."""
+        run = self._run
+        run.engines, run.ownerships, run.settings = [], [], None
+        for ownership in ownerships:
+            ownership.close()
+        self.state.clear()
+        self._show_loaded()
 
     def __getstate__(self) -> dict[str, Any]:
         if self._run.engines:
@@ -990,20 +1009,25 @@ class Muon(Optimizer):
         if saved and lost and not (dist.is_initialized() and dist.get_rank()):
             warnings.warn(
                 f"dmuon: the optimizer state has nothing of {len(lost)} trainable parameters, such "
-                f"as {', '.join(lost[:3])}: their momentum begins at zero. That is right for those "
-                "that had no gradient before it was saved, or were frozen",
+                f"as {first_of(lost)}: their momentum, or AdamW's moments, begin at zero. That is "
+                "right for those that had no gradient before it was saved, or were frozen",
                 RuntimeWarning,
                 stacklevel=3,
             )
 
     def _named(self) -> list[tuple[str, Any]]:
-        """The parameters in the groups, with the names that they have here.
+        """The parameters in the groups, with the names that they have here. Groups that were put
+        behind the others before planning are read (Lightning's `BaseFinetuning` does so).
 
         Raises:
-            OwnershipError: a group has come or gone, or its parameters have, otherwise than by
-                `add_param_group`.
+            OwnershipError: a group has gone, or has come since owners were planned otherwise than
+                by `add_param_group`; or its parameters have.
         """
         known: list[list[str]] = self._run.names
+        if not self._run.engines and len(self.param_groups) > len(known):
+            added = self.param_groups[len(known) :]
+            for group, full in zip(added, self._read_added(added), strict=True):
+                group.update(full)
         found: list[tuple[str, Any]] = []
         for number, group in enumerate(self.param_groups):
             own = [canonical_name(name) for name in group.get("param_names", ())]
@@ -1046,8 +1070,9 @@ class Muon(Optimizer):
                 )
             for key in ("momentum_buffer", "exp_avg", "exp_avg_sq", "master_weight"):
                 value = entry.get(key)
-                if key in entry and getattr(value, "shape", None) != spec.shape:
-                    shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                is_tensor = isinstance(value, Tensor)
+                if key in entry and not (is_tensor and value.shape == spec.shape):
+                    shape = list(value.shape) if is_tensor else type(value).__name__
                     raise OwnershipError(
                         f"the optimizer state has {key} of shape {shape} for parameter {name!r} of "
                         f"shape {list(spec.shape)}: it was saved by another model, or the "
@@ -1059,6 +1084,17 @@ class Muon(Optimizer):
                         "it must be of a floating dtype"
                     )
                 if key in entry and (local := local_tensor(value)).numel():
+                    if local.is_meta:
+                        raise OwnershipError(
+                            f"the optimizer state has {key} on the meta device for parameter "
+                            f"{name!r}, where it has no values: load it from the checkpoint first"
+                        )
+                    if self._run.switches["master_weights"]:
+                        dtype = torch.promote_types(p.dtype, torch.float32)
+                    else:
+                        dtype = p.dtype
+                    if torch.finfo(local.dtype).max > torch.finfo(dtype).max:
+                        local = local.to(dtype)  # as it is kept
                     kept.append((f"{key} of {name}", local))
             step = entry.get("step", 0)
             try:
@@ -1073,8 +1109,9 @@ class Muon(Optimizer):
         bad = not_finite(kept)
         if bad:
             raise OwnershipError(
-                f"the optimizer state has values that are not finite: {first_of(bad)}. With them "
-                "no step could ever be taken again: load an older checkpoint"
+                "the optimizer state has values that are not finite, or too large for the dtype "
+                f"in which they are kept: {first_of(bad)}. With them no step could ever be taken "
+                "again: load an older checkpoint"
             )
 
     def _load(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:

@@ -103,7 +103,7 @@ def first_of(names: Sequence[str], most: int = 3) -> str:
     ('a, b', 'a, b, c and 2 others')
     """
     more = f" and {len(names) - most} others" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return printable(", ".join(names[:most]).replace("\n", "\\n")) + more
 
 
 _CHOICE = re.compile(

@@ -48,6 +48,7 @@ def _serve(rank: int, world: int, pipe: Connection, device: str = "cpu") -> None
     # What was imported before the fork is neither looked at again nor, so, copied.
     gc.freeze()
     import torch
+
     import dmuon.api
 
     dmuon.api.measured_costs = analytic_costs  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ import copy
 from contextlib import nullcontext
 from itertools import product
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -164,6 +165,50 @@ def test_on_one_rank_alone_they_are_an_error_on_all(rank, world, kind, how):
     late.train(range(2, 4))
     late.check()
     late.opt.ownership.close()
+
+
+@distributed(2)
+def test_groups_that_differ_can_be_mended(rank, world):
+    late = Late("ddp", "group", LATE["matrices"], rank, world)
+    late.train(range(2))
+    late.begin()
+    group = late.opt.param_groups[-1]
+    lr, group["lr"] = group["lr"], 0.1 + rank
+    late.backward(2)
+    with pytest.raises(ConsensusError, match=r"'param_groups\[1\]: lr=1\.1' where rank 0 has"):
+        late.opt.step()
+    late.opt.zero_grad()
+    late.opt.param_groups[-1]["lr"] = lr
+    late.train(range(2, 5))
+    late.check()
+    assert late.opt.stats()["steps"] == 5
+
+
+@distributed(2)
+def test_parameters_that_differ_are_named(rank, world):
+    late = Late("plain", "group", LATE["matrices"], rank, world)
+    late.train(range(1))
+    late.late = late.late[rank : rank + 1]  # a weight, its bias
+    late.begin()
+    for p in late.bare.parameters():
+        p.grad = torch.zeros_like(p)
+    found = r"planning again.*ranks disagree.*name blocks\.1\.up\.weight, shape .*muon"
+    with pytest.raises(ConsensusError, match=found):
+        late.opt.step()
+
+
+@distributed(2)
+def test_what_fails_while_parameters_are_looked_for_fails_on_all(rank, world):
+    late = Late("plain", "unfrozen", LATE["vectors"], rank, world)
+    late.backward(0)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(dmuon.optim, "held_by_modules", Mock(side_effect=MemoryError("full")))
+        with pytest.raises(ConsensusError if rank == 0 else MemoryError, match="full"):
+            late.opt.step()
+    late.opt.zero_grad()
+    late.train(range(3))
+    late.check()
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])

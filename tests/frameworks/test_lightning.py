@@ -170,8 +170,9 @@ class Unfreezes(BaseFinetuning):
             p.requires_grad_(not common.is_late(name))
 
     def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        late = [pl_module.net.embed, pl_module.net.blocks[0]]
+        self.make_trainable(late if epoch else [])
         if epoch == 1:
-            late = [pl_module.net.embed, pl_module.net.blocks[0]]
             lr = optimizer.param_groups[0]["lr"]
             self.unfreeze_and_add_param_group(late, optimizer, lr=lr, initial_denom_lr=1.0)
 
@@ -184,23 +185,27 @@ class Finetuned(Module):
 
 
 @pytest.mark.parametrize("given", ["module", "parameters"])
-def test_base_finetuning(given):
-    """It adds groups of what is not in the optimizer, without names."""
-    module = Finetuned(given)
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_epochs=2,
-        gradient_clip_val=common.CLIP,
-        callbacks=[Unfreezes()],
-        enable_checkpointing=False,
-        **QUIET,
-    )
+def test_base_finetuning(given, tmp_path):
+    """It adds groups of what is not in the optimizer, without names; a run that goes on assigns
+    them, before anything is planned."""
     batches = common.examples()[: 3 * common.JOINT].split(common.JOINT)
-    trainer.fit(module, torch.utils.data.DataLoader(torch.cat(batches), common.JOINT))
-    assert len(module.optimizer.param_groups) == (1 if given == "module" else 2)
+    before: list[float] = []
+    for epochs in (2, 3):
+        module = Finetuned(given)
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            max_epochs=epochs,
+            gradient_clip_val=common.CLIP,
+            callbacks=[Unfreezes(), ModelCheckpoint(tmp_path, save_last=True)],
+            **QUIET,
+        )
+        loader = torch.utils.data.DataLoader(torch.cat(batches), common.JOINT)
+        trainer.fit(module, loader, ckpt_path=str(tmp_path / "last.ckpt") if before else None)
+        assert len(module.optimizer.param_groups) == (1 if given == "module" else 2)
+        before = module.losses = [*before, *module.losses]
     twin, losses = common.net(), []
     reference = ReferenceMuon(twin, **common.SETTINGS)
-    for step, tokens in enumerate([*batches, *batches]):
+    for step, tokens in enumerate([*batches, *batches, *batches]):
         loss = common.loss_of(twin, tokens)
         loss.backward()
         for name, p in twin.named_parameters():
