@@ -332,6 +332,7 @@ def soak(rank: int, world: int, *, seed: int, steps: int, seconds: float, say: b
             if say and rank == 0 and number % len(names) == len(names) - 1:
                 print(f"{t} steps, {time.monotonic() - begin:.0f} s, {resources()}", flush=True)
         dist.barrier()
+    _mesh.cache_clear()
     for what, count in before.items():
         now = resources()[what]
         assert now <= count + ALLOWED[what], f"{what} grew from {count} to {now}"
