@@ -1109,9 +1109,9 @@ class Muon(Optimizer):
         bad = not_finite(kept)
         if bad:
             raise OwnershipError(
-                "the optimizer state has values that are not finite, or too large for the dtype "
-                f"in which they are kept: {first_of(bad)}. With them no step could ever be taken "
-                "again: load an older checkpoint"
+                f"the optimizer state has values that are not finite: {first_of(bad)}, in the "
+                "dtype that keeps them here. With them no step could ever be taken again: load an "
+                "older checkpoint"
             )
 
     def _load(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
