@@ -304,15 +304,15 @@ class OwnerEngine(Engine):
         rows, bad = [rows_of(stack, where) for stack in kept], self._bad
         operand = self._kernels.operand(call)
         fused = self._kernels.is_fused(call)
-        if bad is None:
-            norms = [scaled_momentum(rows[0], gradients, group, out=operand, fused=fused)]
-        else:  # the host does not know whether the step is taken
-            norms = []
+        norms: list[Tensor] = []
+        parts = [(rows[0], gradients, operand)]
+        if bad is not None:  # the host does not know whether the step is taken
             most = max(1, _COPIED_BYTES // rows[0][0].nbytes)
-            parts = (stack.split(most) for stack in (rows[0], gradients, operand))
-            for buffer, grad, out in zip(*parts, strict=True):
-                before = buffer.clone()
-                norms.append(scaled_momentum(buffer, grad, group, out=out, fused=fused))
+            parts = [*zip(*(stack.split(most) for stack in parts[0]), strict=True)]
+        for buffer, grad, out in parts:
+            before = None if bad is None else buffer.clone()
+            norms.append(scaled_momentum(buffer, grad, group, out=out, fused=fused))
+            if bad is not None and before is not None:
                 torch.where(bad, before, buffer, out=buffer)
                 out.masked_fill_(bad, 0.0)
         payload = self._kernels.run(call, operand)
