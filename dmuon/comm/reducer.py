@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dmuon.comm.buckets import EVERYONE, Buffer, GradientBucket, Segment, Slices
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.routes import Part, places
-from dmuon.comm.transport import HostCopy, Meter, Work, host_can_read
+from dmuon.comm.transport import HostCopy, Meter, Work, host_can_read, side_stream
 from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Form, ModelSpecs
@@ -142,6 +142,10 @@ class OwnedGradients:
 
 
 # ---- rounds ----------------------------------------------------------------------------------
+
+
+# Buckets of which a backward on an accelerator keeps the memory, arrived or not.
+UNDER_WAY = 4
 
 
 class _Flight:
@@ -252,6 +256,7 @@ class GradientReducer:
         self._unusable: list[bool] = []
         self._arrived: list[int] = []
         self._launched = 0
+        self._side = side_stream(self._device)
         self._flights: list[_Flight] = []  # to owners
         self._rest: list[_Flight] = []  # to everyone
         self._buckets = [
@@ -342,6 +347,26 @@ class GradientReducer:
             # What has arrived is a matter of time: nothing is issued, and nothing waited for,
             # because another rank may launch its part at the end of its backward only.
             self.collect([flight for flight in self._flights if flight.arrived()])
+            self._collect_aside()
+
+    def _collect_aside(self) -> None:
+        """On an accelerator, collect all but the latest buckets on another stream.
+
+        The host runs ahead there, and would find little that has arrived. The current stream must
+        not wait, because another rank may launch its part at the end of its backward only, and
+        come there by collectives of the model's that this rank's stream would not reach.
+        """
+        if self._side is None:
+            return
+        latest = self._buckets[max(0, self._launched - UNDER_WAY) : self._launched]
+        kept = {id(flight) for bucket in latest for flight in bucket.flights}
+        old = [f for f in self._flights if not f.relay and id(f) not in kept]
+        if not old:
+            return
+        for flight in old:
+            flight.buffer.flat.record_stream(self._side.stream)
+        with self._side.current():
+            self.collect(old)
 
     def _send(self, flight: _Flight) -> None:
         shard, flat = flight.segment.shard, flight.buffer.flat
@@ -551,6 +576,8 @@ class GradientReducer:
 
     def collect(self, arrived: Sequence[_Flight] | None = None) -> None:
         """Wait for what goes to owners (all of it, or these), and add up what is owned here."""
+        if arrived is None and self._side is not None:
+            self._side.join()
         flights = self._flights if arrived is None else arrived
         into: list[Tensor] = []
         parts: list[Tensor] = []

@@ -471,6 +471,30 @@ def connect(transport: Transport, device: torch.device) -> None:
     transport.all_to_all(torch.empty_like(sent), sent, splits, splits, tag="connecting").wait()
 
 
+class SideStream:
+    """A stream beside the current one, to wait for transfers there. Its user calls `join`, and
+    marks memory that it releases inside with ``record_stream(side.stream)``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.Stream(device)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make it the current stream, behind all that the other one was given before."""
+        self.stream.wait_stream(torch.accelerator.current_stream(self.stream.device))
+        with self.stream:
+            yield
+
+    def join(self) -> None:
+        """Have the current stream wait for all of it."""
+        torch.accelerator.current_stream(self.stream.device).wait_stream(self.stream)
+
+
+def side_stream(device: torch.device) -> SideStream | None:
+    """None where waiting blocks the host."""
+    return None if device.type == "cpu" else SideStream(device)
+
+
 class HostCopy:
     """A small tensor on its way from the device to the host, which does not wait for it."""
 
