@@ -47,7 +47,7 @@ def pytest_runtest_setup() -> None:
     """Leave what was imported out of what the garbage collector lists: dmuon looks for models
     there, and with transformers every look takes 0.2 s."""
     global _frozen_at
-    if len(sys.modules) > _frozen_at + 20 or not gc.get_freeze_count():
+    if len(sys.modules) > _frozen_at + 20:
         gc.collect()
         gc.freeze()
         _frozen_at = len(sys.modules)

@@ -88,7 +88,8 @@ class _Prepared:
 class Orthogonalizer:
     """Runs calls in a workspace that is allocated once; owned by an optimizer.
 
-    ``dtype`` is the Newton-Schulz dtype. A planned choice for another dtype, or that would diverge
+    ``dtype`` is the Newton-Schulz dtype, ``backend`` who multiplies where neither a call nor the
+    options say so. A planned choice for another dtype, or that would diverge
     over the steps of a call, gives way to the fixed rule; `report` says what ran.
 
     A planned call runs eagerly the first time (kernels are compiled and libraries set up then), is
@@ -104,10 +105,12 @@ class Orthogonalizer:
         dtype: torch.dtype,
         options: KernelOptions = KernelOptions(),  # noqa: B008  frozen
         capture: Capture | None = None,
+        backend: str = "auto",
     ) -> None:
         self.device = device
         self.dtype = dtype
         self.options = options
+        self._backend = backend if options.backend == "auto" else options.backend
         on_cuda = options.cuda_graphs is not False and device.type == "cuda"
         self._capture = capture or (_Graphs(device) if on_cuda else None)
         self._failure = ""
@@ -307,13 +310,13 @@ class Orthogonalizer:
             is_gram = planned.method == "gram" and is_safe(planned.restarts, self.dtype, steps)
             if same and (is_standard or is_gram):
                 return planned
-        method, backend = self.options.method, self.options.backend
+        method = self.options.method
         restarts = restarts_of(method)
         if restarts is not None and not is_safe(restarts, self.dtype, steps):
             method = "gram"  # ns_steps has changed since the optimizer was made
         if is_slice and restarts is None:
             method = "gram"
-        return fixed_choice(*call.shape[1:], self.dtype, self.device, steps, method, backend)
+        return fixed_choice(*call.shape[1:], self.dtype, self.device, steps, method, self._backend)
 
     def call_bytes(self, call: Call, with_operand: bool = True) -> int:
         """Bytes of workspace that a call takes, with its operand or where that lies elsewhere."""

@@ -51,6 +51,7 @@ class Settings:
     block_lr_ratio: float | None
     publish: str
     nonfinite: str
+    backend: str  # of products, where neither plan nor options say
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,9 @@ class Engine(ABC):
         self._telemetry = telemetry
         self._optimizer = optimizer
         self._settings = settings
-        self._kernels = Orthogonalizer(runtime.device, settings.ns_dtype, options)
+        self._kernels = Orthogonalizer(
+            runtime.device, settings.ns_dtype, options, backend=settings.backend
+        )
         runtime.apart = options.is_fixed
         self._rates: list[Rates] = []
         self._finite: bool | Tensor = True  # no gradient of the last step was otherwise

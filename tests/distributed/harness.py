@@ -22,6 +22,7 @@ import importlib
 import inspect
 import multiprocessing
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -78,14 +79,22 @@ def _serve(rank: int, world: int, pipe: Connection, device: str = "cpu") -> None
         module, name, kwargs = message
         try:
             torch.manual_seed(0)
-            body = getattr(importlib.import_module(module), name).body
-            result = body(rank, world, **kwargs)
+            result = _imported(module, name).body(rank, world, **kwargs)
             pipe.send(("ok", result, _threads()))
         except BaseException:
             pipe.send(("failed", traceback.format_exc(), 0))
     gc.collect()
     dist.destroy_process_group()
     pipe.close()
+
+
+def _imported(module: str, name: str) -> Any:
+    is_new = module not in sys.modules
+    found = getattr(importlib.import_module(module), name)
+    if is_new:  # as above
+        gc.collect()
+        gc.freeze()
+    return found
 
 
 def _forget_meshes() -> None:

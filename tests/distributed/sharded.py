@@ -67,9 +67,15 @@ class Pair:
         loss_of(self.model, batch(step, self.data_rank)).backward()
 
     def joint_backward(self, step: int) -> None:
-        """One backward pass of the twin on everybody's data."""
-        ranks = sorted(set(self.data_ranks()))
-        torch.stack([loss_of(self.twin, batch(step, r)) for r in ranks]).mean().backward()
+        """One backward pass of the twin on everybody's data, of which each rank takes its own; a
+        collective call."""
+        earlier = [p.grad for p in self.twin.parameters()]
+        self.twin.zero_grad()
+        loss_of(self.twin, batch(step, self.data_rank)).backward()
+        average_gradients(self.twin)
+        for p, before in zip(self.twin.parameters(), earlier, strict=True):
+            if before is not None:
+                p.grad = before if p.grad is None else before.add_(p.grad)
 
     def both_backward(self, step: int) -> None:
         self.backward(step)
@@ -88,6 +94,19 @@ class Pair:
             if not value <= worst[0]:  # a NaN too
                 worst = (math.inf if math.isnan(value) else value, name)
         return worst
+
+
+def average_gradients(model: nn.Module) -> None:
+    """Over all ranks, by one sum; None where no rank has any."""
+    params = list(model.parameters())
+    held = [p.grad is not None for p in params]
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+    flat = torch.cat([torch.tensor(held), *(part.double().flatten() for part in parts)])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    anywhere, *means = flat.split([len(params), *(p.numel() for p in params)])
+    for p, mean, found in zip(params, means, anywhere, strict=True):
+        p.grad = mean.view_as(p).to(p.dtype) if found else None
 
 
 def pair(

@@ -261,8 +261,7 @@ def agrees(name, layout, **kwargs):
     assert sizes == "x".join(map(str, case.mesh_shape)) and axes == " x ".join(case.axes)
 
 
-# Ten steps of the sharded cases against the reference are in test_sharded. Every rank builds other
-# weights for the `dedicated` layout, where the first rank's count.
+# Every rank builds other weights for the `dedicated` layout, where the first rank's count.
 @pytest.mark.parametrize(
     ("layout", "name"),
     [("sharded", "tp"), ("dedicated", "plain"), ("dedicated", "fsdp2")],
@@ -580,11 +579,11 @@ def test_the_command_passes_and_prints_a_table(tmp_path):
 
 def test_rows_of_several_seeds_have_a_factor_of_two_of_air(capsys):
     """`python -m dmuon check --seeds 20` is the long form."""
-    assert main([*COMMAND, "--seeds", "3", "--json", "-"]) == 0
+    assert main([*COMMAND, "--seeds", "2", "--json", "-"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [row["seed"] for row in rows] == [0, 1, 2] * 8
+    assert [row["seed"] for row in rows] == [0, 1] * 8
     # Other weights, other data; those of Newton-Schulz in half precision are no small multiples.
-    assert len({row["yardstick"] for row in rows[12:15]}) == 3
+    assert len({row["yardstick"] for row in rows[8:10]}) == 2
     for row in rows:
         assert row["difference"] <= row["tolerance"] / 2, row
 

@@ -20,7 +20,7 @@ import dmuon
 from dmuon.dtensors import local_shard, whole_tensor
 from tests.distributed.harness import Pools
 
-STEPS = 6
+STEPS = 4
 # Several of a shape, so that batches of 1, 2, 3, ... occur, and matrices beside their transposes.
 SHAPES: dict[str, tuple[int, ...]] = {
     **{f"square{i}": (48, 48) for i in range(5)},

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -21,14 +19,6 @@ from dmuon.kernels.newton_schulz import newton_schulz
 CPU, F32 = torch.device("cpu"), torch.float32
 MIXED = Case("mixed", ((5, 48, 96), (2, 96, 48), (1, 48, 48), (3, 20, 30)))
 TOY = Case("toy", ((2, 24, 40),))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def nothing_to_collect() -> Iterator[None]:
-    """Garbage is collected in every round, and there is much that is none."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 # ---- cases and arithmetic ----------------------------------------------------------------
