@@ -119,8 +119,10 @@ def test_matrices_of_one_shape_with_different_numbers_of_co_owners(rank, world, 
     assert both.difference()[0] <= 1e-5, both.difference()
 
 
-@pytest.mark.parametrize(("k", "is_split"), [(2, False), (2, True), (4, False), (4, True)])
-@distributed(4, 8)
+@pytest.mark.parametrize(
+    ("world", "k", "is_split"), [(4, 2, True), (4, 4, False), (8, 2, False), (8, 4, True)]
+)
+@distributed()
 def test_distributed_data_parallel(rank, world, k, is_split):
     torch.manual_seed(0)
     model = ParallelModel()
