@@ -37,6 +37,8 @@ from dmuon.kernels import newton_schulz as ns
 from dmuon.kernels.choice import (
     backend_version,
     candidates,
+    common_choice,
+    default_backend,
     described,
     fixed_choice,
     ops_of,
@@ -584,16 +586,19 @@ def _place(
     given = costs.cache_directory() if options.cache_dir is None else options.cache_dir
     folder = None if given is None else os.fspath(given)
 
-    def here() -> tuple[str, str | None, str, torch.dtype, str | None]:
+    def here() -> tuple[str, str | None, str, torch.dtype, str, str | None]:
         own = resolve_ns_dtype(ns_dtype, device)
         is_open = device.type == "cuda" and kernels.backend == "auto"
         reason = why_not("triton", device, torch.float32) if is_open else None
-        return socket.gethostname(), folder, device_name(device), own, reason
+        backend = default_backend(device, own)
+        return socket.gethostname(), folder, device_name(device), own, backend, reason
 
     places = _exchanged(transport, here)
-    host, _, name, own, _ = places[transport.rank]
-    # As in `optim`: updates travel in this dtype.
-    dtype = own if len({dtype for *_, dtype, _ in places}) == 1 else torch.float32
+    host, _, name, *_ = places[transport.rank]
+    found = {(own, backend) for *_, own, backend, _ in places}
+    dtype, backend = common_choice(found, device)
+    if kernels.backend == "auto" and len(found) > len({own for own, _ in found}) == 1:
+        kernels = replace(kernels, backend=backend)
     lacking = [(rank, reason) for rank, (*_, reason) in enumerate(places) if reason is not None]
     if lacking:
         kernels = replace(kernels, backend="torch")
@@ -659,7 +664,7 @@ def measured_costs(
         return _exchanged(transport, work)
 
     def made() -> OwnerTimer:
-        how = {"momentum": momentum, "sharing": place.sharing, "options": kernels}
+        how = {"momentum": momentum, "sharing": place.sharing, "options": place.kernels}
         return timer(device, ns_dtype, **how)
 
     def choose() -> dict[Case, str]:
@@ -687,7 +692,7 @@ def measured_costs(
         # A new time replaces the cached one, whichever is larger.
         return known | {case: ms for (case, _), ms in times.items()}, broken
 
-    rule = {c: str(fixed_choice(*_arguments(c, ns_dtype, device, kernels))) for c in cases}
+    rule = {c: str(fixed_choice(*_arguments(c, ns_dtype, device, place.kernels))) for c in cases}
     tuned = exchanged(choose)[0]
     by_rank = exchanged(recall)
     names, known = by_rank[transport.rank]
@@ -752,7 +757,7 @@ def measured_slices(
     lacking = [case for case in cases if any(times[case] is None for times in cached)]
 
     def measure() -> tuple[dict[Case, float], dict[int, list[float]]]:
-        timer = SliceTimer(device, place.ns_dtype, sharing=place.sharing, options=kernels)
+        timer = SliceTimer(device, place.ns_dtype, sharing=place.sharing, options=place.kernels)
         pace = Pace(replace(place.model, entries=table.entries))
         deadline = pace.clock() + options.profile_budget_s
         bar = progress_bar(

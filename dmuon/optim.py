@@ -62,7 +62,7 @@ from dmuon.groups import (
     read_groups,
     unwrapped,
 )
-from dmuon.kernels.choice import default_backend, fixed_choice, is_safe, why_not
+from dmuon.kernels.choice import common_choice, default_backend, fixed_choice, is_safe, why_not
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.ownership import Ownership, ownership_of, ownerships_of
 from dmuon.period import Period, Schedule
@@ -573,12 +573,12 @@ class Muon(Optimizer):
         # What each group must still be at every step: engines are bound to it.
         run.members = [list(group["params"]) for group in self.param_groups]
         run.frozen = [(n, p) for n, p in self._named() if not p.requires_grad]
-        agreed, backend = _agreed(ownerships, dtype)
+        common, backend = _agreed(ownerships, dtype)
         masters = run.switches["master_weights"]
         ratio, publish = run.switches["block_lr_ratio"], run.switches["publish"]
         nonfinite = run.switches["nonfinite"]
         how = ratio, publish, nonfinite, backend
-        settings = Settings(agreed, masters, run.schedule, run.accepted, *how)
+        settings = Settings(common, masters, run.schedule, run.accepted, *how)
         if not again:
             self.state.clear()
 
@@ -588,7 +588,7 @@ class Muon(Optimizer):
             run.ownerships, run.settings = ownerships, settings
             self._note_progress()
             return [
-                _flaw_of_dtype(ownerships, agreed),
+                _flaw_of_dtype(ownerships, common),
                 None if masters or again else _flaw_of_rounding(ownerships, self.param_groups),
             ]
 
@@ -1409,21 +1409,12 @@ def _check_kernels(ownership: Ownership, dtype: torch.dtype, groups: list[Group]
 
 
 def _agreed(ownerships: list[Ownership], ns_dtype: str | torch.dtype) -> tuple[torch.dtype, str]:
-    """The NS dtype of all ranks, and who multiplies where no plan says so.
-
-    Each process times whether bfloat16 is fast. But updates travel in the dtype, and replicas of a
-    shard take block steps each by itself, which must have the same bits: where ranks differ, it is
-    float32, or emulated products, which run alike everywhere.
-    """
+    """The Newton-Schulz dtype of all ranks, and the backend where no plan names a kernel."""
     device = ownerships[0].runtime.device
     mine = resolve_ns_dtype(ns_dtype, device)
-    choice = str(mine), default_backend(device, mine)
-    choices = {c for o in ownerships for c in o.runtime.transport.gather_objects(choice)}
-    if choices == {choice}:
-        return mine, choice[1]
-    if len({dtype for dtype, _ in choices}) == 1:
-        return mine, "torch_rounded"
-    return torch.float32, default_backend(device, torch.float32)
+    choice = mine, default_backend(device, mine)
+    found = {c for o in ownerships for c in o.runtime.transport.gather_objects(choice)}
+    return common_choice(found, device)
 
 
 def _flaw_of_dtype(ownerships: list[Ownership], dtype: torch.dtype) -> str | None:

@@ -40,12 +40,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--device cuda: torch finds no GPU here")
 
 
-_frozen_at = 0  # modules
+_frozen_at = 0  # the number of modules then
 
 
 def pytest_runtest_setup() -> None:
-    """Leave what was imported out of what the garbage collector lists: dmuon looks for models
-    there, and with transformers every look takes 0.2 s."""
+    """Freeze imported objects, so that the garbage collector no longer lists them: dmuon searches
+    its lists for models, and with transformers imported each search takes 0.2 s."""
     global _frozen_at
     if len(sys.modules) > _frozen_at + 20:
         gc.collect()

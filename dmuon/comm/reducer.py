@@ -144,7 +144,8 @@ class OwnedGradients:
 # ---- rounds ----------------------------------------------------------------------------------
 
 
-# Buckets of which a backward on an accelerator keeps the memory, arrived or not.
+# How many buckets' memory backward keeps on an accelerator; older ones are waited for on a side
+# stream.
 UNDER_WAY = 4
 
 
@@ -257,6 +258,9 @@ class GradientReducer:
         self._arrived: list[int] = []
         self._launched = 0
         self._side = side_stream(self._device)
+        if self._side is not None:
+            for grad in owned.here.values():  # whose memory may go before that stream is done
+                grad.record_stream(self._side.stream)
         self._flights: list[_Flight] = []  # to owners
         self._rest: list[_Flight] = []  # to everyone
         self._buckets = [
@@ -347,14 +351,14 @@ class GradientReducer:
             # What has arrived is a matter of time: nothing is issued, and nothing waited for,
             # because another rank may launch its part at the end of its backward only.
             self.collect([flight for flight in self._flights if flight.arrived()])
-            self._collect_aside()
+            self._collect_on_side_stream()
 
-    def _collect_aside(self) -> None:
-        """On an accelerator, collect all but the latest buckets on another stream.
+    def _collect_on_side_stream(self) -> None:
+        """On an accelerator, collect all but the last buckets on a side stream.
 
-        The host runs ahead there, and would find little that has arrived. The current stream must
-        not wait, because another rank may launch its part at the end of its backward only, and
-        come there by collectives of the model's that this rank's stream would not reach.
+        The host runs ahead of the device there, so it would find little that has arrived. The
+        current stream must not wait: a rank that skipped a block sends its part at the end of its
+        backward only, and may first need collectives that this rank has queued behind the wait.
         """
         if self._side is None:
             return

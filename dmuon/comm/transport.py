@@ -472,27 +472,33 @@ def connect(transport: Transport, device: torch.device) -> None:
 
 
 class SideStream:
-    """A stream beside the current one, to wait for transfers there. Its user calls `join`, and
-    marks memory that it releases inside with ``record_stream(side.stream)``."""
+    """A second stream, on which transfers are waited for without holding up the current one.
+
+    Call `join` before the current stream reads what was written here, and
+    ``record_stream(side.stream)`` on tensors whose memory is freed inside `current`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.Stream(device)
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make it the current stream, behind all that the other one was given before."""
+        """Make it the current stream, behind all that is queued on the other one. Not reentrant."""
         self.stream.wait_stream(torch.accelerator.current_stream(self.stream.device))
         with self.stream:
             yield
 
     def join(self) -> None:
-        """Have the current stream wait for all of it."""
+        """Have the current stream wait for everything queued here."""
         torch.accelerator.current_stream(self.stream.device).wait_stream(self.stream)
 
 
 def side_stream(device: torch.device) -> SideStream | None:
-    """None where waiting blocks the host."""
-    return None if device.type == "cpu" else SideStream(device)
+    """A side stream; None where waiting blocks the host, as with gloo, or nothing travels."""
+    if device.type == "cpu" or not dist.is_initialized():
+        return None
+    blocks = f"{device.type}:gloo" in dist.get_backend_config()
+    return None if blocks else SideStream(device)
 
 
 class HostCopy:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Set
 from functools import lru_cache
 from itertools import pairwise, product
 
@@ -121,6 +122,26 @@ def default_backend(device: torch.device | str, dtype: torch.dtype) -> str:
         return "torch"
     emulated = dtype is torch.float16 or (dtype is torch.bfloat16 and not cpu_has_bf16())
     return "torch_rounded" if emulated else "torch_strips"
+
+
+def common_choice(
+    choices: Set[tuple[torch.dtype, str]], device: torch.device
+) -> tuple[torch.dtype, str]:
+    """One Newton-Schulz dtype and `default_backend` for ranks that found these.
+
+    Each process times for itself whether bfloat16 is fast, so ranks may differ. But updates travel
+    in the dtype, and replicas of a shard take block steps each by itself and need the same bits.
+    Where dtypes differ, it is float32; where only backends do, emulated products.
+
+    >>> common_choice({(torch.bfloat16, "torch_strips"), (torch.bfloat16, "torch_rounded")}, "cpu")
+    (torch.bfloat16, 'torch_rounded')
+    """
+    if len(choices) == 1:
+        return next(iter(choices))
+    dtypes = {dtype for dtype, _ in choices}
+    if len(dtypes) == 1:
+        return dtypes.pop(), "torch_rounded"
+    return torch.float32, default_backend(device, torch.float32)
 
 
 def offered_backends(device: torch.device | str, dtype: torch.dtype, rows: int) -> tuple[str, ...]:

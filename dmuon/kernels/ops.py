@@ -403,7 +403,7 @@ def native_ns_dtype(device: torch.device | str) -> torch.dtype:
 
 
 def cpu_has_bf16() -> bool:
-    """Whether bfloat16 products are fast on this CPU: small ones are timed, once a process.
+    """Whether bfloat16 products are fast on this CPU: small ones are timed, once per process.
 
     What the processor reports does not decide: a build of torch or a setting of oneDNN may leave
     its instructions unused, and an emulated product takes 5 to 30 times as long as one in float32.
@@ -424,7 +424,7 @@ def _bf16_is_fast() -> bool:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine, threads that wait for each other would decide
     try:
-        for number in range(32):  # the first ones set up the library; a busy machine takes more
+        for number in range(32):  # the first set up the library; a busy machine needs more
             for dtype in best:
                 x = torch.ones(_TIMED_ROWS, _TIMED_ROWS, dtype=dtype, device="cpu")
                 out = torch.empty_like(x)

@@ -88,8 +88,8 @@ class _Prepared:
 class Orthogonalizer:
     """Runs calls in a workspace that is allocated once; owned by an optimizer.
 
-    ``dtype`` is the Newton-Schulz dtype, ``backend`` who multiplies where neither a call nor the
-    options say so. A planned choice for another dtype, or that would diverge
+    ``dtype`` is the Newton-Schulz dtype; ``backend`` is used where neither the call nor the options
+    name one. A planned choice for another dtype, or that would diverge
     over the steps of a call, gives way to the fixed rule; `report` says what ran.
 
     A planned call runs eagerly the first time (kernels are compiled and libraries set up then), is

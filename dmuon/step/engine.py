@@ -51,7 +51,7 @@ class Settings:
     block_lr_ratio: float | None
     publish: str
     nonfinite: str
-    backend: str  # of products, where neither plan nor options say
+    backend: str  # for products, where neither the plan nor the options name one
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ def _serve(rank: int, world: int, pipe: Connection, device: str = "cpu") -> None
 def _imported(module: str, name: str) -> Any:
     is_new = module not in sys.modules
     found = getattr(importlib.import_module(module), name)
-    if is_new:  # as above
+    if is_new:  # see `_serve`
         gc.collect()
         gc.freeze()
     return found

@@ -67,8 +67,8 @@ class Pair:
         loss_of(self.model, batch(step, self.data_rank)).backward()
 
     def joint_backward(self, step: int) -> None:
-        """One backward pass of the twin on everybody's data, of which each rank takes its own; a
-        collective call."""
+        """One backward pass of the twin on all ranks' data: each rank computes its part, and the
+        gradients are averaged. A collective call."""
         earlier = [p.grad for p in self.twin.parameters()]
         self.twin.zero_grad()
         loss_of(self.twin, batch(step, self.data_rank)).backward()
@@ -97,7 +97,8 @@ class Pair:
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Over all ranks, by one sum; None where no rank has any."""
+    """Replace gradients by their means over all ranks, in one all-reduce; None where no rank has
+    one."""
     params = list(model.parameters())
     held = [p.grad is not None for p in params]
     parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import dmuon
 from dmuon.comm.transport import C10dTransport
 from dmuon.config import KernelOptions, PlannerOptions
+from dmuon.kernels import ops
 from dmuon.kernels.choice import candidates
 from dmuon.measure import Case, OwnerTimer, measured_costs
 from dmuon.scheduler import costs
@@ -101,6 +102,21 @@ def edit(folder: Path, change: Callable[[str], str]) -> None:
     assert change(text) != text
     data = json.loads(change(text))
     path.write_text(json.dumps(data | {"digest": costs._digest(data)}))
+
+
+@distributed(2)
+def test_ranks_that_find_bfloat16_fast_and_slow_measure_the_same_products(rank, world):
+    timer = always(1.0)
+    with setting(world) as (transport, folder):
+        known = {"return_value": torch.bfloat16}
+        with (
+            mock.patch("dmuon.measure.resolve_ns_dtype", **known),
+            mock.patch.object(ops, "_has_bf16", [rank == 0]),
+        ):
+            table = costs_of(transport, folder, timer)
+        kernels = {kernel for by in table.kernels.values() for kernel in by.values()}
+        assert kernels == {kernel for _, kernel in timer.runs}
+        assert kernels and all("torch_rounded" in kernel for kernel in kernels)
 
 
 @distributed(2, 4)

@@ -128,7 +128,7 @@ def test_blocks_are_orthogonalized_alone(rank, world, case, period, ratio, steps
 
 @distributed(8)
 def test_uneven_blocks_of_uneven_parts(rank, world):
-    check_against_oracle(vocabulary((4, 2)), 2, 0.7, 2)
+    check_against_oracle(vocabulary((4, 2)), 2, 0.7, 3)
 
 
 @distributed(4)

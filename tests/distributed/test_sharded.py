@@ -248,7 +248,7 @@ def test_gradients_of_any_size_give_the_same_update(rank, world, scale):
 @pytest.mark.parametrize("slow", [None, 0, 3])
 @distributed(4)
 def test_replicas_of_hsdp_are_bitwise_equal(rank, world, slow):
-    """Also where one rank, by its own measurement, takes its products in bfloat16 for slow ones."""
+    """Also where one rank has measured products in bfloat16 as slow."""
     both = pair("hsdp")
     is_fast = [rank != slow] if slow is not None else ops._has_bf16
     with (

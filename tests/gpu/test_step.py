@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from benchmarks.gpu_parts import LAYOUTS, Setting, one_process, step_row
-from dmuon.comm.buckets import Buffer
-from dmuon.comm.transport import side_stream
+from dmuon.comm.transport import LocalTransport, SideStream, Work
+from tests.unit.models import reduced_in_backward
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,25 +41,51 @@ def test_a_step_is_right_and_never_waits_for_the_device(setting: Setting) -> Non
     assert row["passed"], row
 
 
-def test_memory_released_beside_the_current_stream_is_not_used_before_its_transfer_ends() -> None:
-    """As gradients are collected in backward; a slow stream stands for the transfers."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    side, transfers = side_stream(device), torch.Stream(device)
-    assert side is not None
-    slow, total = torch.randn(4096, 4096, device=device), torch.zeros(1 << 22, device=device)
-    for _ in range(20):
-        buffer = Buffer(torch.ones(1 << 22, device=device))
-        transfers.wait_stream(torch.accelerator.current_stream())
-        with transfers:
+class Slow(LocalTransport):
+    """Two equal ranks; sums arrive late, on a stream that stands in for the transfers."""
+
+    world = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.Stream(device)
+        self._work = torch.randn(4096, 4096, device=device)
+
+    def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
+        return self.all_reduce(tensor, tag=tag)
+
+    def all_reduce(self, tensor: Tensor, *, tag: str, maximum: bool = False) -> Work:
+        self._stream.wait_stream(torch.accelerator.current_stream())
+        with self._stream:
             for _ in range(5):
-                torch.mm(slow, slow)
-            buffer.flat.mul_(2)
-        arrived = transfers.record_event()
-        buffer.flat.record_stream(side.stream)
-        with side.current():
-            side.stream.wait_event(arrived)
-            total.add_(buffer.flat)
-            buffer.release()
-        torch.full_like(total, 7.0)  # would take the memory
-    side.join()
-    assert (total == 40).all()
+                torch.mm(self._work, self._work)
+            tensor.mul_(1 if maximum else 2)
+        return SlowWork(self._stream.record_event())
+
+
+@dataclass
+class SlowWork:
+    event: torch.Event
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream().wait_event(self.event)
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_gradients_collected_on_a_side_stream_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, found = torch.device("cuda", torch.cuda.current_device()), []
+    for stream in (SideStream, lambda device: None):
+        monkeypatch.setattr("dmuon.comm.reducer.side_stream", stream)
+        torch.manual_seed(0)
+        layers = [nn.Linear(512, 512, bias=False, device=device) for _ in range(20)]
+        model = nn.Sequential(*layers)
+        reducer = reduced_in_backward(model, Slow(device))
+        for _ in range(3):
+            for _ in range(2):
+                model(torch.randn(64, 512, device=device)).square().sum().backward()
+            reducer.ensure(lambda: None)
+            found.append([g.clone() for g in reducer.owned.collected(reducer.present)])
+            reducer.clear()
+    for beside, at_the_end in zip(found[:3], found[3:]):
+        assert len(beside) == 20 and all(map(torch.equal, beside, at_the_end))

@@ -6,12 +6,17 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from dmuon.comm.buckets import Slices, gradient_bucket
+from dmuon.comm.process_groups import Grid, ProcessGroups
+from dmuon.comm.reducer import GradientReducer, OwnedGradients, at_end_of_backward
+from dmuon.comm.transport import LocalTransport, Meter
 from dmuon.scheduler.costs import CostTable
-from dmuon.scheduler.plan import Batch, OwnershipPlan, digest
+from dmuon.scheduler.plan import Batch, OwnershipPlan, digest, units_of
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec
@@ -98,7 +103,7 @@ class Mixed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         image = torch.tanh(self.conv(torch.stack((x, -x), 1)[:, :, None, :]))
         x = self.o_proj(torch.tanh(self.qkv(self.deconv(image).flatten(1))))
-        for weight, scale in zip(self.experts.w1, self.scale):
+        for weight, scale in zip(self.experts.w1, self.scale):  # type: ignore[arg-type]
             x = x + torch.tanh(x @ weight) * scale
         for block in self.blocks:
             x = block(x)
@@ -149,6 +154,39 @@ def plan_of(specs: ModelSpecs, owners: Sequence[int], world: int, ms: float = 1.
         cost_source="made up",
         lower_bound_ms=ms,
     )
+
+
+def reducer_of(model: nn.Module, transport: LocalTransport, replicas: int = 1) -> GradientReducer:
+    """With a bucket for each parameter, where rank 0 owns all matrices."""
+    specs, world = collect(model), transport.world
+    plan = plan_of(specs, [0] * len(specs.matrices), 1)
+    grid = Grid((replicas, world // replicas, 1), tuple(range(world)))
+    slices = Slices(plan, grid, [None] * len(specs.parameters))
+    rest = {p: specs.parameters[p].numel for p in specs.adamw_parameters()}
+    members = reversed(range(len(specs.parameters)))
+    buckets = [gradient_bucket(slices, [p], rest, 0, None) for p in members]
+    parameters = list(model.parameters())
+    units = units_of(plan, [0] * len(specs.matrices))
+    owned = OwnedGradients(slices, units, 0, None, parameters[0].device)
+    groups = ProcessGroups.flat(transport)
+    return GradientReducer(slices, parameters, groups, Meter(), buckets, owned)
+
+
+def reduced_in_backward(
+    model: nn.Module, transport: LocalTransport, replicas: int = 1
+) -> GradientReducer:
+    """A reducer whose hooks take each gradient once it is accumulated."""
+    reducer = reducer_of(model, transport, replicas)
+
+    def accumulated(number: int, _: Tensor) -> None:
+        if not reducer.open:
+            reducer.begin()
+            at_end_of_backward(reducer.finish)
+        reducer.accumulated(number)
+
+    for number, p in enumerate(model.parameters()):
+        p.register_post_accumulate_grad_hook(partial(accumulated, number))
+    return reducer
 
 
 def sealed(data: dict[str, object]) -> str:
@@ -217,7 +255,11 @@ def assert_bitwise(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> 
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         torch.testing.assert_close(
-            value, theirs[name], rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}"
+            value,
+            theirs[name],
+            rtol=0,
+            atol=0,
+            msg=lambda m, name=name: f"{name}: {m}",  # type: ignore[misc]
         )
 
 

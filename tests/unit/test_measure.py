@@ -377,8 +377,8 @@ def test_all_do_without_a_backend_that_one_rank_lacks():
         world = 2
 
         def gather_objects(self, value):
-            lacks = isinstance(value, tuple) and len(value) == 5
-            return [value, (*value[:4], "no gcc") if lacks else value]
+            lacks = isinstance(value, tuple) and len(value) == 6
+            return [value, (*value[:5], "no gcc") if lacks else value]
 
     def place(transport):
         device, options, kernels = torch.device("cuda"), PlannerOptions(), KernelOptions()

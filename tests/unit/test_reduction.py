@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
@@ -13,14 +12,10 @@ from torch import Tensor, nn
 
 import dmuon.comm.reducer as reducer_module
 import dmuon.comm.transport
-from dmuon.comm.buckets import Slices, gradient_bucket
-from dmuon.comm.process_groups import Grid, ProcessGroups
-from dmuon.comm.reducer import UNDER_WAY, GradientReducer, OwnedGradients, at_end_of_backward
-from dmuon.comm.transport import LocalTransport, Meter, Work
-from dmuon.scheduler.plan import units_of
-from dmuon.scheduler.select import collect
+from dmuon.comm.reducer import UNDER_WAY, GradientReducer
+from dmuon.comm.transport import LocalTransport, Work
 from dmuon.types import DmuonError
-from tests.unit.models import plan_of
+from tests.unit.models import reduced_in_backward, reducer_of
 
 
 class Alike(LocalTransport):
@@ -48,26 +43,9 @@ class Table(nn.Module):
         self.spare = nn.Parameter(torch.randn(4, 6))
 
 
-def reducer_of(
-    model: nn.Module, world: int, transport: LocalTransport | None = None
-) -> GradientReducer:
-    specs = collect(model)
-    plan = plan_of(specs, [0] * len(specs.matrices), 1)
-    slices = Slices(plan, Grid((1, world, 1), tuple(range(world))), [None] * len(specs.parameters))
-    rest = {p: specs.parameters[p].numel for p in specs.adamw_parameters()}
-    members = reversed(range(len(specs.parameters)))
-    buckets = [gradient_bucket(slices, [p], rest, 0, None) for p in members]
-    groups = ProcessGroups.flat(transport or Alike(world))
-    parameters = list(model.parameters())
-    owned = OwnedGradients(
-        slices, units_of(plan, [0] * len(specs.matrices)), 0, None, torch.device("cpu")
-    )
-    return GradientReducer(slices, parameters, groups, Meter(), buckets, owned)
-
-
 @pytest.fixture(params=[1, 2, 255, 256, 2**16])
 def reducer(request) -> GradientReducer:
-    return reducer_of(Table(), request.param)
+    return reducer_of(Table(), Alike(request.param))
 
 
 def backward(reducer: GradientReducer, *, sparse: bool = False) -> None:
@@ -101,12 +79,12 @@ def test_where_no_host_can_read_it_is_raised_at_the_next_step(reducer, monkeypat
 
 
 class Lagging(LocalTransport):
-    """Two ranks alike; the sum is there once someone waits for it, and never by itself."""
+    """Two equal ranks; a sum is there only once someone waits for it."""
 
     world = 2
 
     def __init__(self) -> None:
-        self.waited: list[bool] = []  # of each wait, whether it held up the stream beside
+        self.waited: list[bool] = []  # for each wait, whether it was on the side stream
 
     def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:
         return self.Work(self, tensor)
@@ -127,49 +105,48 @@ class Lagging(LocalTransport):
 
 
 class Beside:
-    """A stream of an accelerator that a test looks into."""
+    """A side stream that records its use."""
 
     inside = False
     stream = "beside"
 
     def __init__(self, device: torch.device) -> None:
-        self.behind = False  # whether it was given work that the current one did not wait for
+        self.behind = False  # whether it has work that the current stream has not waited for
 
     @contextmanager
     def current(self) -> Iterator[None]:
         Beside.inside = self.behind = True
-        yield
-        Beside.inside = False
+        try:
+            yield
+        finally:
+            Beside.inside = False
 
     def join(self) -> None:
         self.behind = False
 
 
-def reduced_in_backward(model: nn.Module) -> GradientReducer:
-    """Gradients are taken as soon as they are there."""
-    reducer = reducer_of(model, 2, Lagging())
+@pytest.fixture
+def recorded(monkeypatch) -> list[int]:
+    """Bytes of the storages that were marked as used by the side stream, which is a `Beside`."""
+    found: list[int] = []
 
-    def accumulated(number: int, _: Tensor) -> None:
-        if not reducer.open:
-            reducer.begin()
-            at_end_of_backward(reducer.finish)
-        reducer.accumulated(number)
+    def record_stream(tensor: Tensor, stream: str) -> None:
+        assert stream == Beside.stream
+        found.append(tensor.untyped_storage().nbytes())
 
-    for number, p in enumerate(model.parameters()):
-        p.register_post_accumulate_grad_hook(partial(accumulated, number))
-    return reducer
-
-
-def test_backward_keeps_a_few_buckets_where_none_is_seen_to_arrive(monkeypatch):
-    recorded: list[int] = []
+    monkeypatch.setattr(Tensor, "record_stream", record_stream)
     monkeypatch.setattr(reducer_module, "side_stream", Beside)
-    monkeypatch.setattr(
-        Tensor, "record_stream", lambda t, s: recorded.append(t.untyped_storage().nbytes())
-    )
+    return found
+
+
+def test_backward_keeps_a_few_buckets_where_none_is_seen_to_arrive(recorded):
     width, layers = 16, 12
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-    reducer = reduced_in_backward(model)
+    transport = Lagging()
+    reducer = reduced_in_backward(model, transport)
     bucket, alive = 4 * width * width, []
+    assert recorded == [bucket] * layers  # what is collected in
+    recorded.clear()
 
     def count(_: Tensor) -> None:
         buffers = [flight.buffer for live in reducer._buckets for flight in live.flights]
@@ -184,24 +161,30 @@ def test_backward_keeps_a_few_buckets_where_none_is_seen_to_arrive(monkeypatch):
         reducer.ensure(lambda: None)
         assert not reducer._side.behind
         late = [*[True] * (layers - UNDER_WAY), *[False] * UNDER_WAY]
-        assert reducer._groups.data.waited == late * rounds
+        assert transport.waited == late * rounds
         assert recorded == [bucket] * (layers - UNDER_WAY) * rounds
 
 
-def test_what_is_collected_beside_is_what_is_collected_at_the_end(monkeypatch):
-    monkeypatch.setattr(Tensor, "record_stream", lambda t, s: None)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_is_collected_on_a_side_stream_is_what_is_collected_at_the_end(
+    monkeypatch, recorded, replicas
+):
+    """With replicas the sums of a column are not ready before the end."""
     found = []
-    for stream in (Beside, lambda device: None):
-        monkeypatch.setattr(reducer_module, "side_stream", stream)
+    for has_stream in (True, False):
+        if not has_stream:
+            monkeypatch.setattr(reducer_module, "side_stream", lambda device: None)
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(9)))
-        reducer = reduced_in_backward(model)
+        transport = Lagging()
+        reducer = reduced_in_backward(model, transport, replicas)
         for _ in range(2):
             model(torch.randn(3, 6)).square().sum().backward()
             model(torch.randn(3, 6)).square().sum().backward()
             reducer.ensure(lambda: None)
             found.append([g.clone() for g in reducer.owned.collected(reducer.present)])
             reducer.clear()
+        assert any(transport.waited) == (has_stream and replicas == 1)
     assert len(found[0]) == 9 and any(g.any() for g in found[0])
     for beside, at_the_end in zip(found[:2], found[2:], strict=True):
         assert all(map(torch.equal, beside, at_the_end))
