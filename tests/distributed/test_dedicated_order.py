@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -279,5 +280,10 @@ def test_no_growth_over_many_steps(rank, world):
             if step in (20, 59):
                 sizes.append((live_bytes(others), set(pair.opt.stats()["bytes"])))
         (before, tags), (after, tags_after) = sizes
-        assert after <= before
+        for _ in range(100):  # a thread of gloo's may still hold what it has sent
+            if after <= before:
+                break
+            time.sleep(0.01)
+            after = live_bytes(others)
+        assert after <= before, (before, after)
         assert tags_after == tags

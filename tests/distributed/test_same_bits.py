@@ -93,7 +93,7 @@ FORMS = {
     2: ["fsdp", "tp", "plain", "ddp", "reduced", "dedicated"],
     3: ["fsdp", "plain", "reduced", "dedicated"],
     4: ["fsdp", "hsdp", "tp+fsdp", "dp+tp", "plain", "reduced", "dedicated", "dedicated hsdp"],
-    8: ["hsdp", "dedicated"],
+    8: ["hsdp"],
 }
 
 
