@@ -597,7 +597,7 @@ def _place(
     host, _, name, *_ = places[transport.rank]
     found = {(own, backend) for *_, own, backend, _ in places}
     dtype, backend = common_choice(found, device)
-    if kernels.backend == "auto" and len(found) > len({own for own, _ in found}) == 1:
+    if kernels.backend == "auto" and len(found) > 1 and backend == "torch_rounded":
         kernels = replace(kernels, backend=backend)
     lacking = [(rank, reason) for rank, (*_, reason) in enumerate(places) if reason is not None]
     if lacking:

@@ -89,8 +89,8 @@ class Orthogonalizer:
     """Runs calls in a workspace that is allocated once; owned by an optimizer.
 
     ``dtype`` is the Newton-Schulz dtype; ``backend`` is used where neither the call nor the options
-    name one. A planned choice for another dtype, or that would diverge
-    over the steps of a call, gives way to the fixed rule; `report` says what ran.
+    name one. A planned choice for another dtype, or that would diverge over the steps of a call,
+    gives way to the fixed rule; `report` says what ran.
 
     A planned call runs eagerly the first time (kernels are compiled and libraries set up then), is
     captured as a CUDA graph the second time, and replayed from then on; capturing waits for the

@@ -48,7 +48,6 @@ class _OwnerState:
     def __init__(self, runtime: OwnerRuntime, with_masters: bool) -> None:
         self._runtime = runtime
         self._specs = runtime.plan.specs
-        self._with_masters = with_masters
         self._units = [u for u in runtime.units if u.owner == runtime.transport.rank]
         self._stacks: dict[str, dict[int, Tensor]] = {_MOMENTUM: {}, _MASTER: {}}
         for unit in self._units:
