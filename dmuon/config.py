@@ -128,6 +128,13 @@ ADJUSTMENT = Rule(
 )
 FLAG = Rule("True or False", _of_type(bool))
 TEXT = Rule("a string", _of_type(str))
+VARIANT = Rule("a variant", lambda value: value)  # see `dmuon.rule.rule_of`
+_MOMENTUM_DTYPES = "bfloat16", "float32"
+MOMENTUM_DTYPE = Rule(
+    f"None or one of {', '.join(map(repr, _MOMENTUM_DTYPES))}",
+    lambda value: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value,
+    lambda value: value is None or value in _MOMENTUM_DTYPES,
+)
 AT_LEAST_ZERO = Rule("a number >= 0", _number, lambda value: value >= 0)
 PATH = Rule("a path", _of_type(str, os.PathLike))
 GROUPS = Rule("a function (name, module) -> bool", _function)
@@ -339,6 +346,9 @@ class MuonDefaults:
     adjust_lr_fn: str | float | None = _default("match_rms_adamw", ADJUSTMENT)
     momentum_mode: str = _default("ema", _one_of(("ema", "sgd")))
     dampening: float = _default(0.0, FINITE)
+    variant: Any = _default(None, VARIANT)
+    cautious_weight_decay: bool = _default(False, FLAG)
+    momentum_dtype: str | torch.dtype | None = _default(None, MOMENTUM_DTYPE)
 
     def group(self) -> dict[str, Any]:
         """The hyperparameters by name."""

@@ -33,6 +33,7 @@ from dmuon.config import (
     is_idle,
 )
 from dmuon.kernels.newton_schulz import resolve_coefficients
+from dmuon.rule import rule_of
 from dmuon.scheduler.select import LISTS
 from dmuon.scheduler.specs import canonical_name
 from dmuon.types import Algorithm, OwnershipError
@@ -286,6 +287,10 @@ def _live_modules(*, also_frozen: bool = False) -> list[nn.Module]:
 # ---- hyperparameters ---------------------------------------------------------------------
 
 
+BOUND = "variant", "momentum_dtype"
+"""Hyperparameters that decide what state there is, so that they cannot change."""
+
+
 def completed(
     group: Group, algorithms: Collection[Algorithm], muon: Group, adamw: Mapping[str, Any]
 ) -> Group:
@@ -356,6 +361,7 @@ def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) ->
         return check_adamw_group(group, place)
     kept = check_muon_group(group, place)
     resolve_coefficients(kept["ns_coefficients"], kept["ns_steps"])
+    rule_of(kept)
     return kept | (check_mixed_group(group, place) if is_adamw else {})
 
 
@@ -377,7 +383,7 @@ def _instead(key: str, needed: Collection[str], is_muon: bool) -> str:
 def as_here(group: Group, now: Group) -> Group:
     """A saved group with what the group has ``now``, without hyperparameters that are not read here
     but for those that would change the update."""
-    read = {*now, *_NOTES} - FLAGS | {"maximize", "amsgrad"}
+    read = {*now, *_NOTES} - FLAGS - {*BOUND} | {"maximize", "amsgrad"}
     return now | {k: v for k, v in group.items() if k in read or k.startswith("_")}
 
 
@@ -418,6 +424,12 @@ class Accepted:
             if group.keys() == keys and all(group[k] is v for k, v in known.items()):
                 continue
             kept = check_group(group, number, self._algorithms[number])
+            for key in BOUND:
+                if repr(known.get(key, kept.get(key))) != repr(kept.get(key)):
+                    raise OwnershipError(
+                        f"opt.param_groups[{number}][{key!r}] was {known[key]!r} when the state "
+                        f"was made, and is {kept[key]!r} now: make a new dmuon.Muon with it"
+                    )
             group.update(kept)
             # Tensors and lists can change in place.
             lasting = all(isinstance(v, float | int | str | tuple | None) for v in kept.values())

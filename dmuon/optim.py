@@ -67,6 +67,7 @@ from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.ownership import Ownership, ownership_of, ownerships_of
 from dmuon.period import Period, Schedule
 from dmuon.report.data import LoadBalanceReport
+from dmuon.rule import Hyper, Rule
 from dmuon.scheduler.select import (
     THREE_WAYS,
     Member,
@@ -75,9 +76,10 @@ from dmuon.scheduler.select import (
     routes_of,
 )
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec, canonical_name
+from dmuon.step.at_owners import OwnerEngine
 from dmuon.step.engine import Amp, Engine, Settings
-from dmuon.step.owner import OwnerEngine
-from dmuon.step.sharded import ShardedEngine
+from dmuon.step.on_params import ShardedEngine
+from dmuon.tensors import not_finite
 from dmuon.types import (
     Algorithm,
     Coefficients,
@@ -89,7 +91,6 @@ from dmuon.types import (
     SelectionError,
     first_of,
 )
-from dmuon.update import Rates, not_finite
 
 Route = tuple[ParameterSpec, tuple[MatrixSpec, ...]]
 _log = logging.getLogger("dmuon")
@@ -153,6 +154,13 @@ class Muon(Optimizer):
         verify_every: check some matrices after every so many steps: each rank makes their updates
             itself and compares what it stores; corruption that nobody noticed raises on every rank
             (docs/reliability.md).
+        variant: what becomes of orthogonalized matrices before they are applied: "normuon" (rows of
+            equal size by a second moment per row, arXiv 2510.05491) or an instance of a subclass of
+            `dmuon.Rule` (docs/variants.md). Per group.
+        cautious_weight_decay: decay only the elements that the update shrinks as well (arXiv
+            2510.12402). Per group; matrices only.
+        momentum_dtype: "bfloat16" keeps half of the momentum of float32 weights; it is advanced in
+            their dtype. None: that of the weights, float32 with masters. Per group.
         adamw_lr: of what goes to AdamW; None means ``lr``.
         adamw_weight_decay: of what goes to AdamW; None means ``weight_decay``.
         dedicate: keyword arguments of `dmuon.dedicate_params` for when it plans itself, such as
@@ -197,6 +205,9 @@ class Muon(Optimizer):
         master_weights: bool = False,
         nonfinite: str = "skip",
         verify_every: int | None = None,
+        variant: str | Rule | None = None,
+        cautious_weight_decay: bool = False,
+        momentum_dtype: str | torch.dtype | None = None,
         adamw_lr: float | None = None,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
@@ -218,7 +229,7 @@ class Muon(Optimizer):
                 raise TypeError(f"dmuon.Muon has no keyword {name!r}: {instead(name, known)}")
         muon = MuonDefaults(
             lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn,
-            momentum_mode, dampening,
+            momentum_mode, dampening, variant, cautious_weight_decay, momentum_dtype,
         )  # fmt: skip
         adamw = AdamWDefaults(adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay)
         check_launched("dmuon.Muon")
@@ -491,10 +502,11 @@ class Muon(Optimizer):
         with torch.inference_mode(False):
             ownership.become(self._new_ownership(ownership))
             # Kept here too, in case that binding fails.
-            state = {n: self.state[p] for n, p in self._named() if p in self.state}
+            entries = dict(self.state) | engine.saved_state()
+            state = {n: entries[p] for n, p in self._named() if p in entries}
             run.loaded = state | {n: e for n, e in run.loaded.items() if n not in state}
             self._bind(run.ownerships)
-        run.engines[0].go_on_from(engine)
+        run.engines[0].skips = engine.skips
         if ownership.rank == 0:
             seconds = time.perf_counter() - began
             _log.info("planned again in %.2f s, because %s", seconds, why)
@@ -864,9 +876,13 @@ class Muon(Optimizer):
         kept = dict(self.state)
         try:
             self.state.update(shown)
-            return super().state_dict()
+            found = super().state_dict()
         finally:
             self.state.update(kept)
+        for group in found["param_groups"]:
+            if isinstance(group.get("variant"), Rule):  # files hold plain values
+                group["variant"] = repr(group["variant"])
+        return found
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Restore what `state_dict` gave, in this layout or another, bit for bit where the
@@ -1468,7 +1484,7 @@ def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str |
         for matrix in plan.specs.matrices:
             if matrix.parameter in stored:
                 key = stored[matrix.parameter]
-                lr = Rates.of(groups[key[0]]).adjusted(*matrix.shape)
+                lr = Hyper.of(groups[key[0]]).adjusted(*matrix.shape)
                 rms = lr / math.sqrt(max(matrix.shape))
                 updates.setdefault(key, []).append((rms, matrix.numel))
     lost = []

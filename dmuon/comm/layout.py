@@ -108,6 +108,11 @@ class LayoutRuntime(ABC):
     def close(self) -> None:
         """Remove every hook and release the transport."""
 
+    @cached_property
+    def rows(self) -> RowShards:
+        """The form in which what lies with owners is saved."""
+        return RowShards(self.transport, self.device)
+
     def check_unbound(self) -> None:
         """Raise OwnershipError if an optimizer has bound itself."""
         if self.units:
@@ -166,11 +171,6 @@ class OwnerRuntime(LayoutRuntime):
         return OwnedGradients(
             self._slices, self.units, self.transport.rank, reduce_dtype, self.device
         )
-
-    @cached_property
-    def rows(self) -> RowShards:
-        """The form in which what lies with owners is saved."""
-        return RowShards(self.transport, self.device)
 
     def matrices_of(self, parameter: int) -> list[int]:
         return self._slices.matrices_of[parameter]

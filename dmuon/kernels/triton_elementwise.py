@@ -167,7 +167,7 @@ def momentum_norm_cast(
     """Momentum, scaling and cast of contiguous ``[b, m, n]``, in two launches.
 
     ``buffer`` is advanced in place and keeps its dtype; ``out`` gets every matrix of what
-    Newton-Schulz is to get (`dmuon.update.momentum_update` in float32, ``mode`` "ema" or "sgd"),
+    Newton-Schulz is to get (`dmuon.rule.momentum_update` in float32, ``mode`` "ema" or "sgd"),
     over a power of two, for `dmuon.kernels.newton_schulz.normalize_`. The same input gives the same
     bits. Tensors may have different dtypes (float16, bfloat16, float32) and share no memory.
     """

@@ -264,5 +264,5 @@ def test_there_are_examples_in_docstrings():
     examples = {
         m: sum(len(t.examples) for t in finder.find(importlib.import_module(m))) for m in SUBMODULES
     }
-    assert examples["dmuon.update"] and examples["dmuon.scheduler.specs"]
+    assert examples["dmuon.rule"] and examples["dmuon.scheduler.specs"]
     assert sum(count > 0 for count in examples.values()) >= 15

@@ -345,7 +345,7 @@ class Clones(TorchDispatchMode):
 @pytest.mark.parametrize("limit", [1 << 28, 1])
 def test_a_step_that_the_host_cannot_call_off_copies_momentum_in_parts(monkeypatch, limit):
     """Of an owner; a step that is not taken leaves it to the bit."""
-    monkeypatch.setattr("dmuon.step.owner._COPIED_BYTES", limit)
+    monkeypatch.setattr("dmuon.step.at_owners._COPIED_BYTES", limit)
     with host_cannot_read():
         pair = Pair(tree({f"blocks.{i}.weight": (8, 12) for i in range(4)}), options=REDUCING)
         for step in range(4):
