@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain, islice, pairwise
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -28,7 +28,16 @@ from dmuon.groups import Accepted
 from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.period import Schedule
-from dmuon.rule import MASTER, Hyper, Rule, merged_master, momentum_dtypes, rounds_to, rule_of
+from dmuon.rule import (
+    MASTER,
+    Hyper,
+    Rule,
+    StateSpec,
+    merged_master,
+    momentum_dtypes,
+    rounds_to,
+    rule_of,
+)
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box
 from dmuon.step.verdict import Checked, Verdict, VerdictMessage, is_exchange_step
@@ -403,6 +412,7 @@ class KeptByRules:
     """What variants keep of each matrix, with its owner; nothing where all groups are plain.
 
     It is saved as one row per parameter, of all of its matrices in their order, whoever owns them.
+    Where several groups of ranks hold copies of a parameter, each copy has its own owners.
     """
 
     def __init__(
@@ -446,34 +456,36 @@ class KeptByRules:
             for name, stack in stacks.items():
                 torch._foreach_copy_(kept[name], list(stack.unbind()))
 
-    def _saved(self, parameter: int) -> Iterator[tuple[str, torch.dtype, int, Places]]:
-        """(name, dtype, length of the row, its places) of what is kept of a parameter."""
-        matrices, members = self._runtime.plan.specs.matrices, self._members[parameter]
+    def _saved(self, parameter: int) -> Iterator[tuple[StateSpec, int, Places]]:
+        """What is kept of a parameter, the length of its row, and its places there."""
+        specs, members = self._runtime.plan.specs, self._members[parameter]
+        shape, copies = specs.parameters[parameter].shape, defaultdict(list)
+        for i in members:
+            copies[specs.matrices[i].box(shape)].append(i)
         for spec in self._rules[self._group_of[members[0]]].state:
-            sizes = [math.prod(spec.shape(*matrices[i].shape)) for i in members]
-            ends = [*accumulate(sizes, initial=0)]
-            places = [
-                (i, self._owners[i], Box((a,), (b - a,)))
-                for i, (a, b) in zip(members, pairwise(ends), strict=True)
-            ]
-            yield spec.name, spec.dtype, ends[-1], places
+            places, end = [], 0
+            for copy in copies.values():
+                start, end = end, end + math.prod(spec.shape(*specs.matrices[copy[0]].shape))
+                places += [(i, self._owners[i], Box((start,), (end - start,))) for i in copy]
+            yield spec, end, places
 
     def saved(self, parameters: Iterable[int] | None = None) -> dict[int, dict[str, Tensor]]:
         """As it is saved, by parameter and name, distributed by rows; a collective call where there
         is something."""
         rows = self._runtime.rows
-        return {
-            p: {
-                name: rows.spread((size,), dtype, places, self._flat(name))
-                for name, dtype, size, places in self._saved(p)
-            }
-            for p in (self._members if parameters is None else parameters)
-        }
+        found: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        for p in self._members if parameters is None else parameters:
+            for spec, size, places in self._saved(p):
+                once = {box: (i, owner, box) for i, owner, box in reversed(places)}
+                mine = self._flat(spec.name)
+                found[p][spec.name] = rows.spread((size,), spec.dtype, [*once.values()], mine)
+        return found
 
     def load(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
         """Take over what was saved, by parameter; zeros where nothing was. A collective call."""
         for p in self._members:
-            for name, _, size, places in self._saved(p):
+            for spec, size, places in self._saved(p):
+                name = spec.name
                 value = saved.get(p, {}).get(name)
                 if value is None:
                     for i, _, _ in places:
@@ -494,16 +506,15 @@ class KeptByRules:
 
     def whole_of(self, matrix: int) -> dict[str, Tensor]:
         """What is kept of a matrix, ``[1, ...]``, on every rank; a collective call."""
-        spec = self._runtime.plan.specs.matrices[matrix]
-        if spec.parameter not in self._members:
+        shape, found = self._runtime.plan.specs.matrices[matrix].shape, {}
+        parameter = self._runtime.plan.specs.matrices[matrix].parameter
+        if parameter not in self._members:
             return {}
-        rows = self.saved([spec.parameter])[spec.parameter]
-        found = {}
-        states = {s.name: s for s in self._rules[self._group_of[matrix]].state}
-        for name, _, _, places in self._saved(spec.parameter):
+        rows = self.saved([parameter])[parameter]
+        for spec, _, places in self._saved(parameter):
             box = next(box for i, _, box in places if i == matrix)
-            own = whole_tensor(rows[name])[box.slices()]
-            found[name] = own.reshape(1, *states[name].shape(*spec.shape)).clone()
+            own = whole_tensor(rows[spec.name])[box.slices()]
+            found[spec.name] = own.reshape(1, *spec.shape(*shape)).clone()
         return found
 
 
