@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from dmuon.catalogue.hf_config import architecture_of
-from dmuon.catalogue.modules import build
+from dmuon.catalogue.hf_config import build
 from dmuon.catalogue.presets import PRESETS
 from dmuon.scheduler.select import RULES, Member, collect, collect_members
 from dmuon.scheduler.specs import ModelSpecs
@@ -43,7 +42,7 @@ FAMILIES = (
 
 
 def skeleton(family: str) -> nn.Module:
-    return build(architecture_of(_SIZES | {"model_type": family}))
+    return build(_SIZES | {"model_type": family})
 
 
 # ---- transformers' own modules -----------------------------------------------------------
@@ -133,7 +132,7 @@ def rules() -> list[str]:
 
 
 def catalogue() -> list[str]:
-    vla = {"vla (pi0)": build(PRESETS["vla"].architecture)}
+    vla = {"vla (pi0)": build(PRESETS["vla"].config)}
     return table((*FAMILIES, *vla), lambda family: vla.get(family) or skeleton(family))
 
 
