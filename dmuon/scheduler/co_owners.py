@@ -98,7 +98,7 @@ class CoOwners:
         limits: OwnerLimits,
         prices: Sequence[SharedPrice],
     ) -> None:
-        self.problem = problem
+        self.problem, self.prices = problem, prices
         rows = {(row.key, row.co_owners): row for row in prices}
         self.sizes: list[list[int]] = []
         self._price: dict[tuple[int, int], tuple[int, ...]] = {}
