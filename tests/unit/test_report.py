@@ -33,7 +33,7 @@ from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import Form, MatrixSpec, ModelSpecs, ParameterSpec
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Algorithm, Layout
-from tests.unit.models import Mixed, TinyGPT, plan_of, specs_of, tree
+from tests.unit.models import Mixed, TinyGPT, plan_of, specs_of
 
 GOLDEN = Path(__file__).parent / "golden" / "report.txt"
 WIDE, SQUARE = (4, 6, "float32"), (8, 8, "bfloat16")
