@@ -199,7 +199,7 @@ def _visible_folder(folder: str) -> Iterator[None]:
 
 def _from_function(text: str, dtype: str | None) -> nn.Module:
     module_name, _, function_name = text.partition(":")
-    # Whatever the user's code raises is an answer to the user, not a fault of ours.
+    # Any error of the user's code is an answer to the user, not a fault of ours.
     with _visible_folder(os.getcwd()):
         try:
             module = importlib.import_module(module_name)

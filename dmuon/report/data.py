@@ -389,7 +389,7 @@ def _kernel_uses(plan: OwnershipPlan) -> list[tuple[str, int, int]]:
 
 
 def _least_ms(plan: OwnershipPlan) -> dict[ShapeKey, float]:
-    """What an owner needs at least to have a matrix of each shape, the costliest first."""
+    """The least time that an owner needs for a matrix of each shape, the costliest first."""
     least: dict[ShapeKey, float] = {}
     for batch in plan.batches:
         # Without prices: a batch is rarely cheaper alone than its share in a larger one.
@@ -413,7 +413,7 @@ def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBal
     same: dict[frozenset[Any], list[float]] = defaultdict(list)
     for run, ms in zip(runs, measured_ms, strict=True):
         same[frozenset(run.items())].append(ms)
-    # What each rank would take if it were as fast as the mean of those that do the same work.
+    # The time of each rank if it were as fast as the mean of those that do the same work.
     alike = [sum(same[frozenset(run.items())]) / len(same[frozenset(run.items())]) for run in runs]
     loads = tuple(m + f for m, f in zip(measured_ms, fixed, strict=True))
     makespan = max(loads)
@@ -441,7 +441,7 @@ def _matters(ms: float, makespan_ms: float) -> bool:
 def _measured_floor(
     plan: OwnershipPlan, predicted: Sequence[float], measured: Sequence[float]
 ) -> float:
-    """What no plan gets below at the measured speed, however evenly it shares the work out.
+    """A bound for every plan at the measured speed, however evenly it shares the work out.
 
     The costliest matrix; and the plan's own lower bound, because if every batch takes at least
     ``slowest`` times its prediction, then so does every plan.
@@ -577,7 +577,7 @@ def _co_owners_text(report: LoadBalanceReport) -> str:
         saved = 1 - plan.makespan_ms / plan.alone_ms if plan.alone_ms else 0.0
         what = "saves" if saved >= 0 else "costs"
         parts.append(
-            f"with one owner a matrix the makespan is {text(plan.alone_ms)} ms; sharing {what} "
+            f"with one owner per matrix the makespan is {text(plan.alone_ms)} ms; sharing {what} "
             f"{abs(saved):.0%}"
         )
     return "; ".join(parts)
@@ -623,8 +623,8 @@ def _memory_text(plan: OwnershipPlan) -> str:
     state, cap = plan.state_bytes, plan.limits.memory_bytes
     held = not plan.layout.keeps_state_at_owners
     return (
-        f"state a rank: min {bytes_text(min(state))}, mean {bytes_text(sum(state) / len(state))}, "
-        f"max {bytes_text(max(state))}"
+        f"state per rank: min {bytes_text(min(state))}, "
+        f"mean {bytes_text(sum(state) / len(state))}, max {bytes_text(max(state))}"
         + ("" if cap is None else f", cap {bytes_text(cap)}")
         + (". It lies with the parameters, whoever owns a matrix" if held else "")
     )
@@ -642,7 +642,7 @@ def _parameters_text(plan: OwnershipPlan) -> str:
 
 
 def _verdict(report: LoadBalanceReport, measured: MeasuredBalance) -> str:
-    """Whether a new plan would pay and how to get one; and a rank that is slow in itself."""
+    """If a new plan would pay, and how to get one; and a rank that is slow in itself."""
     saving, makespan = report.ms_text(measured.saving_ms), report.ms_text(measured.makespan_ms)
     text = f"the plan fits: a new one could save {saving} of {makespan} ms at most"
     if measured.replan:
@@ -763,7 +763,7 @@ def _page(report: LoadBalanceReport) -> str:
 
 
 def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
-    """A bar a rank; of many ranks, those at even steps from the busiest to the idlest."""
+    """A bar per rank; of many ranks, those at even steps from the busiest to the idlest."""
     text, measured = report.ms_text, report.measured
     zero = report.lower_bound_ms or report.mean_ms or 1.0
     ranks, steps = report.ranks, html.MOST_SHOWN // 2 - 1

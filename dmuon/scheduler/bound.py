@@ -12,7 +12,7 @@ the owner. If all owners together hold less than that,
 then no plan has a makespan of T. A linear program finds good ``v`` and ``u`` (its duals; Farley
 1990 gives the bound for a master program that has not converged). All of it is integer arithmetic.
 
-What duals leave open, `cover` settles where it can, without a solver::
+Where duals leave a gap, `cover` closes it if it can, without a solver::
 
     demand  (12, 12, 24)  ─owner 1─▶  what is left  ─owner 2─▶  ...  ─owner n─▶  nothing left?
                                       of each of its maximal patterns
@@ -322,11 +322,11 @@ class Holdings:
 
     @property
     def are_exact(self) -> bool:
-        """Whether no points were merged."""
+        """True if no points were merged."""
         return all(made.exact for made in self.frontiers.values())
 
     def _fluid(self, allowed: tuple[bool, ...], free: int) -> int:
-        """What an owner holds at most if any part of a choice could be taken."""
+        """The most that an owner holds if any part of a choice could be taken."""
         dense = self._dense[allowed]
         if math.isinf(dense):
             return _MOST_WORTH
@@ -377,7 +377,7 @@ def bound_of(problem: Problem, dual: Dual, limit: int) -> int:
 
 
 def certified(problem: Problem, proof: Proof, bound: int) -> int:
-    """What a certificate will find of a bound: merged points depend on how far knapsacks reach."""
+    """The bound as a certificate computes it: merged points depend on how far knapsacks reach."""
     while proof.impossible < 0 and (found := bound_of(problem, proof.dual, bound)) < bound:
         bound = found
     return bound
@@ -509,8 +509,8 @@ def cover(
 def _patterns(
     problem: Problem, c: int, limit: int, worth: _Worth, monotone: bool, most_pairs: int
 ) -> Ints:
-    """What an owner of a class may take [patterns, shapes], the worthiest first: patterns that are
-    maximal, and worth what it must hold if all others hold the most they can.
+    """The patterns that an owner of a class may take [patterns, shapes], the worthiest first. They
+    are maximal, and worth as much as it must hold if all others hold the most they can.
 
     Raises:
         _TooMany: more than are worth listing.
@@ -619,7 +619,7 @@ class _Search:
         return left[order], parent[order], pattern[order]
 
     def _children(self, states: Ints, patterns: Ints, held: Sequence[int]) -> tuple[Ints, Ints]:
-        """What is left of each state with each pattern, as far as the other owners can hold it."""
+        """The rest of each state after each pattern, as far as the other owners can hold it."""
         left = (states[:, None, :] - patterns[None, :, :]).reshape(-1, states.shape[1])
         index: Ints = np.arange(len(left))
         if not self.monotone:

@@ -49,8 +49,8 @@ Block = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Sharing:
-    """What is shared: (shape, block, how many of it), and the ticks that it takes of each rank;
-    how many of each shape a rank has ``alone``; the makespan of all."""
+    """One way to share matrices: ``parts`` (shape, block, number of matrices) and the ticks that
+    they keep each rank ``busy``; how many of each shape a rank has ``alone``; the makespan."""
 
     parts: tuple[tuple[int, Block, int], ...]
     busy: Ints
@@ -59,8 +59,8 @@ class Sharing:
 
 
 def can_be_shared(specs: ModelSpecs, matrix: MatrixSpec) -> bool:
-    """Whether a slice of the longer dim is a box of the parameter: not of columns that are several
-    dims of a convolution."""
+    """True if a slice of the longer dim is a box of the parameter. The columns of a convolution are
+    several dims, so a slice of them is none."""
     shape = specs.parameters[matrix.parameter].shape
     rows, cols = matrix.form.dims(len(shape))
     box = matrix.box(shape).shape
@@ -233,7 +233,7 @@ class CoOwners:
         return all(self._have_room(shapes, work, free) for shapes in [[s] for s in most] + together)
 
     def _are_halved(self) -> bool:
-        """Whether all shapes have the same blocks, and every rank is in one block of the largest
+        """True if all shapes have the same blocks, and every rank is in one block of the largest
         size, each half of which is a block of half the size, and so on."""
         blocks = {k: set(found) for (_, k), found in self._blocks.items()}
         alike = all(set(found) == blocks[k] for (_, k), found in self._blocks.items())
@@ -248,7 +248,7 @@ class CoOwners:
         )
 
     def _have_room(self, shapes: Sequence[int], work: Sequence[int], limit: int) -> bool:
-        """Whether the largest blocks together have room for all matrices of some shapes. Each block
+        """True if the largest blocks together have room for all matrices of some shapes. Each block
         does as much of their ``work`` as it can within the limit."""
         most = max(k for _, k in self._blocks)
         tables: dict[int, list[tuple[list[int], int]]] = defaultdict(list)
@@ -294,7 +294,7 @@ def shared_prices(
     max_batch: int,
     batch_numel: int,
 ) -> tuple[SharedPrice, ...]:
-    """What every shape costs each of 2, 4, 8 co-owners, where it has as many columns."""
+    """The price of every shape for each of 2, 4, 8 co-owners, where it has as many columns."""
     found = []
     for (key, k), (count, blocks) in sharable(specs, topology, limits).items():
         link = _link(costs, topology, blocks)

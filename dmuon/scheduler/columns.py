@@ -13,8 +13,8 @@ computes the least T that they do not rule out; that is the next T to try. So T 
 every value passed is proven impossible, and no tolerance is involved. Patterns are added by solving
 the knapsack exactly. The size of the master does not grow with the number of owners.
 
-Programs go to HiGHS through PuLP, else to CBC. No answer is believed: bounds and counts that follow
-from it are computed and checked by our own arithmetic.
+Programs go to HiGHS through PuLP, else to CBC. No answer is believed: the bounds and counts that it
+implies are computed and checked by our own arithmetic.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Columns:
 
     @staticmethod
     def fits(problem: Problem) -> bool:
-        """Whether the master program is small enough to be worth its time."""
+        """True if the master program is small enough to be worth its time."""
         return len(problem.shapes) <= _MOST_SHAPES and len(problem.classes) <= _MOST_CLASSES
 
     def climb(self) -> None:

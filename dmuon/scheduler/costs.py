@@ -1,4 +1,4 @@
-"""What an owner's work costs: batched Newton-Schulz time per shape, dtype and device.
+"""The costs of an owner's work: batched Newton-Schulz time per shape, dtype and device.
 
 ::
 
@@ -70,7 +70,7 @@ def largest_batch(rows: int, cols: int, max_batch: int, numel: int) -> int:
 # ---- the analytic model ------------------------------------------------------------------
 
 Number = Annotated[float, (0, math.inf)]  # in files
-_MOST_RATE = 1e30  # operations or bytes a second: times of any shape stay finite and above 0
+_MOST_RATE = 1e30  # operations or bytes per second: times of any shape stay finite and above 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +154,8 @@ def analytic_ms(
 
 
 def gram_products(steps: int) -> tuple[int, int]:
-    """Of the Gram form with a restart before step 2 and then every 3: how often it forms `X X^T`
-    (and multiplies X), and how many products of short side x short side it takes.
+    """How often the Gram form forms `X X^T` (and multiplies X), and how many products of short side
+    x short side it takes, with a restart before step 2 and then every 3 steps.
 
     >>> gram_products(5)
     (2, 14)
@@ -187,7 +187,7 @@ def slice_ms(
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What an exchange among co-owners takes: ``latency_s``, and the bytes that a rank sends over
+    """The time of an exchange among co-owners: ``latency_s``, and the bytes that a rank sends over
     ``bandwidth`` bytes per second."""
 
     latency_s: Number
@@ -218,7 +218,7 @@ LINKS: Mapping[str, Link] = MappingProxyType(
 
 @dataclass(frozen=True)
 class CostTable:
-    """Costs in milliseconds: table entries first, and what follows from them.
+    """Costs in milliseconds: table entries, and estimates from them.
 
     ``entries`` maps ``(rows, cols, dtype)`` to a mapping from batch size to milliseconds. A shape
     costs the same as its transpose, and the table keeps its wide form: of a shape given both ways
@@ -271,7 +271,7 @@ class CostTable:
     def _canonical(
         self, given: Mapping[Any, Any], expected: str, fits: Callable[[Any], bool]
     ) -> dict[ShapeKey, dict[int, Any]]:
-        """What was given, checked, by the wide form of each shape and batch sizes ascending."""
+        """The given values, checked, by the wide form of each shape and batch sizes ascending."""
         found: dict[ShapeKey, dict[int, Any]] = {}
         for key, by_batch in given.items():
             rows, cols, dtype = key if isinstance(key, tuple) and len(key) == 3 else (0, 0, "")
@@ -346,7 +346,7 @@ class CostTable:
         return ms, origin
 
     def _between(self, known: Mapping[int, float], batch: int) -> tuple[float, str]:
-        """What a batch takes, from times by ascending batch size; below all of them as if the batch
+        """The time of a batch from times by ascending batch size; below all of them as if the batch
         were filled up."""
         if batch in known:
             return known[batch], self.entry_origin
@@ -394,11 +394,11 @@ class CostTable:
         sums = segments * (path.ms(2 * parts) if k == 2 else path.ms(parts) + path.ms(sent))
         # R P is not exchanged on the way to (R P) P, once for each step but the segments' first.
         exchanges = squares - (steps - segments)
-        apart, together = found[0] + sums, found[1] + sums + exchanges * path.ms(sent)
-        return min(apart, together), together < apart, origin
+        each, split_ms = found[0] + sums, found[1] + sums + exchanges * path.ms(sent)
+        return min(each, split_ms), split_ms < each, origin
 
     def slice_kernel(self, key: ShapeKey) -> str:
-        """What runs slices: the kernel of a whole matrix, where that is of the Gram form; else "",
+        """The kernel that runs slices: that of a whole matrix if it is of the Gram form, else ""
         for the fixed rule."""
         kernel = self.kernel(key, 1)
         return kernel if kernel.startswith("gram") else ""
@@ -617,7 +617,7 @@ def _table_of(content: str, where: str) -> tuple[CostTable, dict[str, Any]]:
 
 
 def _by_shape(name: str, entries: Sequence[Any], value: str, of: type) -> dict[ShapeKey, Any]:
-    """What JSON has as a list of records, each with something by batch size."""
+    """By shape, what JSON has as a list of records, each with values by batch size."""
     found = []
     hints = {"rows": int, "cols": int, "dtype": str, value: dict[str, of]}  # type: ignore[valid-type]
     for i, entry in enumerate(entries):
@@ -640,7 +640,7 @@ def _by_shape(name: str, entries: Sequence[Any], value: str, of: type) -> dict[S
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """What a measured time depends on besides shape, parameter dtype and batch size.
+    """Everything that a measured time depends on besides shape, parameter dtype and batch size.
 
     ``device`` names the hardware and how much of it a process has; ``kernels`` the backend and
     the version of the kernels; ``momentum`` is that of `CostTable`.
@@ -664,7 +664,7 @@ class CacheKey:
 
 
 def _digest(data: dict[str, Any]) -> str:
-    """Of everything else in a file: a changed digit in a time looks like a time."""
+    """A digest of everything else in a file: a changed digit in a time looks like a time."""
     return sha256(data | {"digest": None})
 
 

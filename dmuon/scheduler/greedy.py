@@ -44,7 +44,7 @@ def longest_first(problem: Problem, chunk: int = 1) -> Counts | None:
 def longest_first_by_weight(
     problem: Problem, weights: Iterable[int], start: Ints | None = None
 ) -> Counts | None:
-    """Longest first on a fixed weight a matrix, by shape; batching is not seen.
+    """Longest first on a fixed weight per matrix, by shape; batching is not seen.
 
     With the number of elements or the cost of a single matrix as the weight these are the usual
     baselines. ``start``: what ranks have already.
@@ -248,7 +248,7 @@ class _State:
         return False
 
     def _even_split(self, a: int, b: int, both: Ints) -> Ints | None:
-        """What rank ``a`` should have of both, if that makes the busier of the two less busy.
+        """The share of rank ``a``, if there is one that makes the busier of the two less busy.
 
         The trade-off between the two loads is a knapsack: the value of k matrices with ``a`` is
         what ``b`` then saves.

@@ -162,7 +162,7 @@ def _finite(digits: str) -> float:
 
 
 def sha256(data: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> str:
-    """Of data as JSON, in any order of its keys; ``default`` is that of `json.dumps`."""
+    """The hash of data as JSON, in any order of its keys; ``default`` is that of `json.dumps`."""
     text = json.dumps(data, sort_keys=True, default=default)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -171,7 +171,7 @@ def sha256(data: Mapping[str, Any], default: Callable[[Any], Any] | None = None)
 
 
 def decode(hint: Any, data: Any, at: str = "") -> Any:
-    """What a type hint says, of parsed JSON; ``at`` is its path.
+    """An object of the type that a hint names, made from parsed JSON; ``at`` is its path.
 
     A dataclass is an object with all of its fields, or a list of them in order. Whole numbers go
     from 0 to `MOST_WHOLE` and others from 0 to `MOST_MS` unless the hint is ``Annotated`` with a

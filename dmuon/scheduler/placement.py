@@ -1,18 +1,18 @@
 """Which matrix of a shape goes to which owner, once it is decided how many each owner takes.
 
 The counts leave freedom: matrices of one shape are alike, and so are many owners. It is used to
-keep apart what travels at the same time::
+give different owners to matrices that travel at the same time::
 
     counts       how many of each shape every owner takes          (from the solver)
     share out    alike owners exchange their counts: equal ones lie together in the owner order
     hand out     matrices in launch order: in the owner order, or each to an owner whose turn it is
-    separate     two matrices of a shape change places where a layer meets an owner twice
+    separate     two matrices of a shape change places where a layer has an owner twice
     choice       the better of the two, by repeated owners in layers, then by `contention`
 
 A stretch of the owner order touches all nodes and columns evenly (see `diagonal_slots`). So owners
 that take the same fill one stretch, the busy ones and the idle ones alike. Handing out, an owner is
 its position in the owner order, a shape's owners take turns, and among the next few turns the owner
-that meets the fewest matrices in flight takes the matrix::
+that meets the fewest matrices on their way takes the matrix::
 
     shape k     owners 0 1 2 3 take 2 each, owner 4 takes 4         n = 12 matrices
     turns      0 4 1 2 4 3 0 4 1 2 4 3
@@ -208,11 +208,11 @@ def _separate(shapes: Sequence[int], layers: Sequence[str], positions: list[int]
             layer, mine = layers[i], positions[i]
             if not layer or held[layer, mine] < 2 or owners[layer] == most[layer]:
                 continue
-            # Partners are those of the following layers first.
+            # Matrices of the next layers are tried first.
             for step in range(1, min(_PARTNERS_SEEN, len(same))):
                 j = same[(at + step) % len(same)]
                 other, theirs = layers[j], positions[j]
-                # What the other layer may lose is the owner that it gives away.
+                # The other layer must not lose an owner that it has once.
                 loses = other and held[other, mine] and held[other, theirs] == 1
                 if not held[layer, theirs] and not loses:
                     give(i, theirs)

@@ -59,7 +59,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class PriceRow:
-    """What planning paid for one shape: milliseconds of batches of 1, 2, 3, ... matrices.
+    """The prices of one shape in planning: milliseconds of batches of 1, 2, 3, ... matrices.
 
     ``origin`` says of each where it comes from: "measured", "interpolated", "estimated" (not
     reached by the measurement), "analytic" or "given". ``kernels`` names for each the kernel that
@@ -94,8 +94,8 @@ class PriceRow:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrice:
-    """What planning paid for one shape with co-owners: the milliseconds of each, exchanges
-    included, of batches of 1, 2, 3, ...; ``split`` says of each whether they also share the
+    """The prices of one shape with co-owners: the milliseconds of each of them, exchanges included,
+    for batches of 1, 2, 3, ...; ``split`` says of each whether they also share the
     products of short side x short side. ``origin`` as in `PriceRow`; ``kernel`` runs all."""
 
     key: ShapeKey
@@ -139,7 +139,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a plan says of itself when it is made, so that a change afterwards is found."""
+    """The makespan and fingerprint of a plan when it was made, so that a change is found."""
 
     makespan_ms: float
     fingerprint: str
@@ -198,7 +198,7 @@ class OwnershipPlan:
 
     @property
     def has_co_owners(self) -> bool:
-        """Whether any matrix has several owners."""
+        """True if any matrix has several owners."""
         return any(batch.co_owners for batch in self.batches)
 
     @cached_property
@@ -301,7 +301,7 @@ class OwnershipPlan:
 
 
 def digest(data: dict[str, Any]) -> str:
-    """Of everything else in a saved plan, but for the time that planning took."""
+    """A digest of everything else in a saved plan, except the time that planning took."""
     return sha256(data | {"digest": None, "seconds": None}, _plain)
 
 
@@ -358,7 +358,7 @@ def fitted_plan(
     domains = dict(zip(place, plan.limits.domain_of))
     fitted = replace(
         plan,
-        # What routed a parameter is said as in the plan, and so its fingerprint is the same.
+        # Reasons of routing are kept as in the plan, so that its fingerprint stays.
         specs=replace(plan.specs, parameters=tuple(old[n] for n in new), matrices=specs.matrices),
         topology=topology,
         layout=layout,
@@ -428,12 +428,11 @@ class Unit:
         return self.co_owners[0] if self.co_owners else self.owner
 
     def holds_transpose(self, position: int) -> bool:
-        """Whether the slot of the matrix at this position holds its transpose."""
+        """True if the slot of the matrix at this position holds its transpose."""
         return bool(self.transposed) and self.transposed[position]
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of its stacked matrices."""
         return len(self.matrices), self.rows, self.cols
 
     @property
@@ -447,9 +446,9 @@ def units_of(
     """The planned batches as executed: cut where their matrices are in different param groups.
 
     ``groups`` gives the param group of each matrix. A cut batch shares its predicted time out by
-    the number of matrices. Owners execute them in order of registration, for that is the order in
-    which the next forward pass needs the results; but before them what has most co-owners, so that
-    no rank waits for what others do alone. ``apart``: a matrix and a transposed one are cut,
+    the number of matrices. Owners execute them in order of registration, because the next
+    forward pass needs the results in that order. Batches with the most co-owners come first, so
+    that no rank waits while others work alone. ``apart``: a matrix and a transposed one are cut,
     too, so that each is computed as it is, whatever its batch.
     """
     batches = sorted(plan.batches, key=lambda b: (-len(b.ranks), min(b.matrices), b.owner))

@@ -32,7 +32,7 @@ from dmuon.types import Layout, SizeError
 Ints = npt.NDArray[np.int64]
 Counts = Ints  # [ranks, shapes]
 
-_FINEST = 10**9  # ticks a millisecond
+_FINEST = 10**9  # ticks per millisecond
 _LARGEST_TOTAL = 10**15  # ticks of all matrices one by one; leaves room for products in 64 bits
 UNLIMITED = 1 << 62  # bytes
 _MOST_SPLITS = 4_000_000_000
@@ -128,7 +128,7 @@ class Problem:
     shapes: tuple[Shape, ...]
     classes: tuple[OwnerClass, ...]
     ticks_per_ms: int = _FINEST
-    memory_cap: int | None = None  # bytes; the room of every class follows from it
+    memory_cap: int | None = None  # bytes
     forced: tuple[tuple[int, Shape], ...] = ()
 
     def ms(self, ticks: int) -> float:
@@ -322,7 +322,7 @@ def _classes(
         if limits.memory_bytes is not None:
             room = min(limits.memory_bytes - stored[rank], UNLIMITED)
             if weightless and room >= 0:
-                room = UNLIMITED  # whatever it takes, it fits: no reason to tell ranks apart
+                room = UNLIMITED  # everything fits, so ranks need not differ
         ranks[fixed[rank], room, tuple(inside[rank])].append(rank)
     # Sets of domains are few, ranks are many.
     allowed = {mine: tuple(shape.domain in mine for shape in shapes) for _, _, mine in ranks}

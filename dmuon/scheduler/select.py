@@ -112,7 +112,7 @@ class _Use:
 
 
 class _Model:
-    """What rules and forms need to know of the other parameters."""
+    """The facts about the other parameters that rules and forms need."""
 
     def __init__(self, uses: Sequence[_Use], modules: Iterable[nn.Module] = ()) -> None:
         self.beside: dict[str, dict[str, Tensor]] = defaultdict(dict)  # by module
@@ -146,7 +146,7 @@ class _Model:
         return Form.STACK_IN_OUT if is_in_out else Form.STACK
 
     def _is_in_out(self, use: _Use) -> bool:
-        """Whether the module stores its weights ``(in, out)``, as the shapes in it show.
+        """True if the shapes in the module show that it stores its weights ``(in, out)``.
 
         Transformers' `Conv1D` says its outputs in ``nf``. A bias has the length of the outputs. A
         fused ``gate_up_proj`` has twice as many as ``down_proj`` has inputs. What one weight shows
@@ -246,7 +246,7 @@ def _depthwise(use: _Use, _: _Model) -> str | None:
         return "grouped transposed convolution" if module.groups > 1 else None
     groups = module.groups if isinstance(module, _CONVOLUTIONS) else p.shape[0]
     if use.is_convolution and p.shape[1] == 1 < groups:
-        return "depthwise convolution: a vector a channel"
+        return "depthwise convolution: one vector per channel"
     return None
 
 
@@ -325,7 +325,7 @@ RULES = (
     Rule(
         "depthwise convolution (Mamba's `conv1d`), grouped transposed convolution",
         Algorithm.ADAMW,
-        "a vector a channel, no matrix; `torch.optim.Muon` refuses it (3-D)",
+        "one vector per channel, no matrix; `torch.optim.Muon` refuses it (3-D)",
         _depthwise,
     ),
     Rule(
@@ -406,7 +406,7 @@ class _Cut:
 def _cuts(
     use: _Use, form: Form, setting: str, patterns: Splits | Heads
 ) -> Iterator[tuple[str, _Cut]]:
-    """What the fitting patterns of ``splits`` or ``heads`` say: (pattern, cut)."""
+    """(pattern, cut) of each pattern of ``splits`` or ``heads`` that fits."""
     shape = use.parameter.shape
     key, example = ("sizes", "[512, 128, 128]") if setting == "splits" else ("heads", "8")
     for pattern, given in patterns.items():
@@ -657,7 +657,7 @@ def _in_groups(members: Sequence[Member], frozen: bool) -> list[tuple[_Use, _Mod
 
 
 def _as_before(use: _Use, index: int, routes: Routes) -> tuple[ParameterSpec, list[MatrixSpec]]:
-    """What a parameter and its matrices were, with its dtype of now."""
+    """A parameter and its matrices as in ``routes``, in the dtype of today."""
     before, matrices = routes[use.name]
     if before.shape != tuple(use.parameter.shape):
         raise SelectionError(

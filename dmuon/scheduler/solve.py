@@ -100,7 +100,7 @@ def solve(
     problem = build_problem(specs.matrices, topology.world, limits, prices, layout)
     order = launch_order([matrix.name for matrix in specs.matrices])
     simple = baselines(problem, order, spent=budget.spent)
-    # What the clock cut short is nobody's result.
+    # A search that the clock cut short is not compared with.
     known = [name for name in simple if name != "greedy" or not budget.hit]
     alternatives = tuple((n, problem.ms(problem.makespan(simple[n]))) for n in known)
     found = SOLVERS[solver](problem, simple, budget)
@@ -125,7 +125,7 @@ def solve(
 
 
 def _outcome(problem: Problem, found: Found, budget: Budget) -> dict[str, Any]:
-    """What a plan says of how it was found."""
+    """The fields of a plan that say how it was found."""
     is_optimal = found.bound >= problem.makespan(found.counts)
     return {
         "solver": found.solver,
@@ -141,7 +141,7 @@ def _outcome(problem: Problem, found: Found, budget: Budget) -> dict[str, Any]:
 def price_rows(
     specs: ModelSpecs, costs: CostTable, max_batch: int, batch_numel: int = BATCH_NUMEL
 ) -> tuple[PriceRow, ...]:
-    """What every shape of the model costs in batches of 1, 2, ... up to `largest_batch`."""
+    """The prices of every shape of the model in batches of 1, 2, ... up to `largest_batch`."""
     rows = []
     for key, count in sorted(Counter(m.key for m in specs.matrices).items()):
         sizes = range(1, min(count, largest_batch(*key[:2], max_batch, batch_numel)) + 1)

@@ -242,7 +242,7 @@ def test_what_is_no_plan_is_refused_as_one():
     for text in (
         *("", "plan", "null", "[]", "{}", "3", '"text"', broken()[:-20]),
         *(broken(specs=None), broken(batches=None), broken(seconds=None), broken(batches=7)),
-        *(broken(status="perfect"), broken(solver="oracle")),
+        broken(status="perfect"),
         *(broken(layout="scattered"), broken(topology={}), broken(topology=topology)),
         *(broken(batches=[[0, [0]]]), broken(alternatives=[1])),
         broken(batches=[[0, [0, 1], 1.0, "fast"]]),
