@@ -20,8 +20,8 @@ from torch import nn
 
 import dmuon
 from dmuon.report import data as report_module
-from dmuon.report.data import LoadBalanceReport, build_report, launch_owners
-from dmuon.report.text import bytes_text, fold_names, ms_text
+from dmuon.report.data import LoadBalanceReport, build_report
+from dmuon.report.text import fold_names
 from dmuon.scheduler.certificate import Certificate
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.json_files import write_text
@@ -305,18 +305,6 @@ def test_contention_is_compared_with_ranks_taking_turns():
     assert "contention" not in str(on_one_node)
 
 
-def test_matrices_travel_in_the_order_of_their_layers():
-    """`m10` was listed before `m2`, but counts after it."""
-    plan = plan_of(specs_of([WIDE] * 12), list(range(12)), 12)
-    order = [0, 1, 10, 11, *range(2, 10)]  # as a dictionary sorts names
-    matrices = tuple(plan.specs.matrices[i] for i in order)
-    shuffled = plan_of(replace(plan.specs, matrices=matrices), order, 12)
-    assert launch_owners(shuffled) == list(range(12))
-    # What a single rank may own does not travel: here the fifth matrix.
-    limits = OwnerLimits(domains=(tuple(range(12)), (2,)), domain_of=(0, 0, 0, 0, 1, *[0] * 7))
-    assert launch_owners(replace(shuffled, limits=limits)) == [0, 1, *range(3, 12)]
-
-
 # ---- certificate -------------------------------------------------------------------------
 
 
@@ -506,11 +494,6 @@ def test_the_report_of_an_ownership_is_that_of_its_plan():
     assert dmuon.Muon(model).report() == own.report()
 
 
-def test_small_times_keep_their_digits():
-    assert [ms_text(0.00123456, 0.002), ms_text(0.0, 0.0)] == ["0.001235", "0.000"]
-    assert [bytes_text(n) for n in (0, 1536, 5 << 30)] == ["0 B", "1.5 KiB", "5.0 GiB"]
-
-
 # ---- the page ----------------------------------------------------------------------------
 
 
@@ -608,27 +591,6 @@ def test_bars_are_deviations_from_the_bound_that_can_be_told_apart(tmp_path):
     assert size(below[0], "x") + size(below[0], "width") == pytest.approx(size(above[0], "x"))
     assert below[0].get("class") == "less" and above[0].get("class") == "more"
     assert idle == [] and mixed[2][2] == ["rank 2", "idle"], "at rest: not on the scale"
-
-
-def test_measured_times_are_strokes_on_the_bars(tmp_path):
-    report = loads_report([1.0, 1.0], 1.0, measured=[1.8, 2.2])
-    drawn, _ = pictures(page(report, tmp_path))
-    strokes = [rects[-1] for _, rects, _ in drawn]
-    assert {stroke.get("class") for stroke in strokes} == {"measured"}
-    assert "measured 2.200 ms" in drawn[1][0]
-    # Twice as slow as predicted in all: 10% apart to either side.
-    middle = sum(size(s, "x") for s in strokes) / 2
-    assert size(strokes[1], "x") - middle == pytest.approx(31.0, abs=0.1)
-
-
-def test_of_many_ranks_some_are_drawn_from_the_busiest_to_the_idlest(tmp_path):
-    loads = [1.0 + rank / 100 for rank in range(100)]
-    drawn, _ = pictures(page(loads_report(loads, 1.0), tmp_path))
-    assert len(drawn) == 32
-    assert drawn[0][0::2] == ("rank 99: 1.990 ms", ["rank 99", "+99.00%"])
-    assert drawn[-1][0] == "rank 0: 1.000 ms"
-    widths = [size(rects[0], "width") for _, rects, _ in drawn]
-    assert widths == sorted(widths, reverse=True)
 
 
 def test_the_mesh_map_is_coloured_from_the_least_load_to_the_largest(tmp_path):
