@@ -1,4 +1,4 @@
-"""Why no plan is faster: values of matrices that show it, and a search that tries everything.
+"""Proofs that no plan is faster: values of matrices, and an exhaustive search.
 
 Give k matrices of shape s on one owner the worth ``w_s(k) = v_s * k + u_s * C_s(k)`` with any
 values ``v_s`` and any ``u_s >= 0``. However the ``d_s`` matrices are shared out, their worth adds
@@ -73,7 +73,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class _Points:
-    """Pairs, both ascending; where each comes from: a point of the stage before, and a choice."""
+    """Pairs, both ascending, and the point of the stage before and the choice that made each."""
 
     cost: Ints
     value: Ints
@@ -102,15 +102,16 @@ class Frontier:
     work: int = 0
 
     def best_values(self, limits: Ints) -> Ints:
-        """At least the largest value within each limit; below ``least`` that less one."""
+        """An upper bound of the largest value within each limit; ``least - 1`` if it is less."""
         at = np.searchsorted(self.cost, limits, side="right")
         best: Ints = np.concatenate(([self.least - 1], self.value))[at]
         return best
 
     def choice(self, limit: int) -> Ints | None:
-        """How many of each shape are worth most within the limit; None if all are worth too little.
+        """The most valuable counts of each shape within the limit; None if all are worth too
+        little.
 
-        Of a frontier that is not bounding.
+        Only for a frontier that is not bounding.
         """
         at = int(np.searchsorted(self.cost, limit, side="right")) - 1
         if at < 0:
@@ -123,7 +124,7 @@ class Frontier:
 
 
 def density(option: Option, limit: int) -> float:
-    """The most value that a unit of cost brings, of choices within the limit, rounded up."""
+    """The most value per unit of cost among choices within the limit, rounded up."""
     within = np.flatnonzero(option.cost[1:] <= limit) + 1
     cost, value = option.cost[within], option.value[within]
     if (value[cost == 0] > 0).any():
@@ -197,8 +198,8 @@ def _nothing() -> _Points:
 def _ahead(
     options: Sequence[Option], limit: int, most: int, max_work: int
 ) -> tuple[list[_Points], int]:
-    """(at least what the options from each on are worth within a cost, and of none, in at most
-    ``most`` points each; pairs that were formed)."""
+    """For each option, and for none, an upper bound of what it and all later ones are worth within
+    a cost, in at most ``most`` points each; and the number of pairs that were formed."""
     found, work = [_nothing()], 0
     for option in reversed(options):
         choices = _useful(option.cost, option.value, limit, 0, math.inf)
@@ -317,7 +318,7 @@ class Holdings:
 
     @property
     def work(self) -> int:
-        """Pairs that the knapsacks formed."""
+        """The number of pairs that the knapsacks formed."""
         return sum(made.work for made in self.frontiers.values())
 
     @property
@@ -333,7 +334,7 @@ class Holdings:
         return int(min(dense * max(free, 0), float(_MOST_WORTH))) + 1
 
     def most(self, limit: int) -> list[int]:
-        """By class, at least what an owner holds who is busy for at most ``limit``."""
+        """By class, an upper bound of what an owner holds that is busy for at most ``limit``."""
         found = []
         for c in self.problem.classes:
             best = int(self.frontiers[c.allowed].best_values(np.array([limit - c.fixed]))[0])
@@ -437,7 +438,8 @@ def simple_bound(problem: Problem, limit: int) -> tuple[int, Dual]:
 
 @dataclass(frozen=True, slots=True)
 class Cover:
-    """Counts within the limit, or None: ``complete`` says whether that means there are none."""
+    """Counts within the limit, or None. If the search was ``complete``, None proves that there are
+    none."""
 
     counts: Counts | None
     complete: bool
@@ -448,8 +450,8 @@ class _TooMany(Exception):
 
 
 class _Worth:
-    """Tables of worth, and what owners hold of it, by class. ``left``: the least worth of k
-    matrices of a shape or more; ``most``: the largest of at most k."""
+    """Tables of worth, and the worth that owners hold, by class. ``left`` is the least worth of k
+    or more matrices of a shape, ``most`` the largest worth of at most k."""
 
     def __init__(self, problem: Problem, tables: Sequence[Ints], holds: Sequence[int]) -> None:
         self.left = [np.minimum.accumulate(table[::-1])[::-1] for table in tables]
@@ -555,7 +557,7 @@ def _patterns(
 
 
 class _Search:
-    """States [states, shapes] after each owner; parents tell how they came about."""
+    """The search: states [states, shapes] after each owner, and their parents."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Checks a plan by itself: what it costs, what it may do, and that no plan costs less.
+"""Checks a plan by itself: its cost, its limits, and that no plan costs less.
 
 No solver is asked and nothing is believed that the plan says of itself: the makespan is added up
 from its batches and its stored prices, the lower bound is computed again from its stored proof (see
@@ -49,7 +49,7 @@ class Certificate:
 
     @property
     def gap(self) -> float:
-        """``makespan / lower bound - 1``"""
+        """Makespan / lower bound - 1."""
         return self.makespan_ms / self.lower_bound_ms - 1 if self.lower_bound_ms else 0.0
 
     def __str__(self) -> str:
@@ -251,7 +251,7 @@ def _name(row: SharedPrice) -> tuple[ShapeKey, int]:
 
 
 def _wrong_alternatives(plan: OwnershipPlan, problem: Problem) -> Iterator[str]:
-    """Makespans of simpler solvers that these do not have. In a plan by hand they are anyone's."""
+    """Wrong makespans of simpler solvers. In a plan by hand they are not checked."""
     if plan.claim is None or not plan.alternatives:
         return
     order = launch_order([matrix.name for matrix in plan.specs.matrices])

@@ -77,9 +77,9 @@ _MOST_RATE = 1e30  # operations or bytes per second: times of any shape stay fin
 class AnalyticDevice:
     """A device class: matmul rate, bytes moved per second, and the cost of one kernel launch.
 
-    ``flops`` is what dense products in the NS dtype reach, ``bandwidth`` in bytes per second,
-    ``launch_s`` the overhead of one kernel, ``half_batch_dim`` the matrix dim at which one product
-    reaches half of ``flops`` (small matrices underfill the device).
+    ``flops`` is the rate that dense products in the NS dtype reach, ``bandwidth`` is in bytes per
+    second, and ``launch_s`` is the overhead of one kernel. ``half_batch_dim`` is the matrix dim at
+    which one product reaches half of ``flops`` (small matrices underfill the device).
     """
 
     flops: Number
@@ -164,21 +164,14 @@ def gram_products(steps: int) -> tuple[int, int]:
     return segments, 4 * steps - 3 * segments
 
 
-def slice_flops(rows: int, width: int, steps: int) -> tuple[float, float]:
-    """Floating point operations of the Gram form on a slice of ``width`` columns of a matrix with
-    ``rows`` rows: (on the slice, on rows x rows matrices)."""
-    segments, squares = gram_products(steps)
-    return 4.0 * segments * width * rows**2, 2.0 * squares * rows**3
-
-
 def slice_ms(
     device: AnalyticDevice, rows: int, width: int, batch: int, steps: int, part: float = 1.0
 ) -> float:
     """`analytic_ms` of slices in the Gram form, with a ``part`` of the rows x rows products."""
     work = batch * float(rows) ** 2
     rate = device.flops * work / (work + device.half_batch_dim**2)
-    wide, square = slice_flops(rows, width, steps)
     segments, squares = gram_products(steps)
+    wide, square = 4.0 * segments * width * rows**2, 2.0 * squares * rows**3  # operations
     moved = batch * rows * width * 2 * 4 * segments
     launches = 2 * segments + squares
     compute = batch * (wide + part * square) / rate
@@ -232,9 +225,9 @@ class CostTable:
     does where it keeps the momentum (momentum update, normalization, Newton-Schulz), or of
     Newton-Schulz alone, as in the `sharded` layout.
 
-    For matrices with co-owners: ``slices`` maps (rows, cols, dtype, co-owners, whether these share
-    the products of short side x short side) to the time of a co-owner's products, by batch size;
-    ``links`` holds what an exchange takes by the number of co-owners, ``ns_item`` the bytes of an
+    For matrices with co-owners: ``slices`` maps (rows, cols, dtype, co-owners, split) to the time
+    of a co-owner's products, by batch size. With split they also share the products of short side x
+    short side. ``links`` are the exchanges by the number of co-owners, ``ns_item`` the bytes of an
     element that travels, ``sum_item`` those of a part of a sum. Times are of a machine on which all
     ranks work; alone, an owner would be ``contention`` times as fast (processes that share cores).
 
@@ -365,8 +358,8 @@ class CostTable:
     def shared_ms(
         self, key: ShapeKey, batch: int, co_owners: int, link: str
     ) -> tuple[float, bool, str]:
-        """Milliseconds that so many co-owners need for a batch, whether they share the products of
-        short side x short side, too, and the origin of the price.
+        """(milliseconds of a batch for so many co-owners, split, origin of the price). With split
+        they share the products of short side x short side, too.
 
         All exchanges are counted in full. ``link`` names one of `LINKS`, where ``links`` has none.
         """

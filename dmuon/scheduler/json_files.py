@@ -1,8 +1,8 @@
-"""JSON from outside, bounded before it is believed: plans, cost tables, the cache of costs.
+"""JSON files, checked before they are believed: plans, cost tables, the cache of costs.
 
 `parse` bounds what a text may cost (its size, nesting and numbers) before objects are made of it.
-`decode` makes of that what a type hint says; a PlanError names the field by its path, what was
-found and what was expected::
+`decode` makes objects of the type that a hint names; a PlanError names the field by its path, what
+was found and what was expected::
 
     text  ──parse──▶  dicts and lists  ──decode──▶  a plan with its specs, batches, prices
 """
@@ -281,7 +281,7 @@ def different(values: Iterable[Hashable], what: str) -> None:
 
 
 def cut(message: str) -> str:
-    """A message about what may be of any size, at a size to read."""
+    """A message, cut to a readable size."""
     return message if len(message) <= _MOST_MESSAGE else f"{message[:_MOST_MESSAGE]} ..."
 
 

@@ -1,4 +1,4 @@
-"""Which matrix of a shape goes to which owner, once it is decided how many each owner takes.
+"""Which owner gets which matrix of a shape, once it is decided how many each owner takes.
 
 The counts leave freedom: matrices of one shape are alike, and so are many owners. It is used to
 give different owners to matrices that travel at the same time::
@@ -120,7 +120,7 @@ def _hand_out(
     handed: list[int] = []
 
     def cost(waiting: Sequence[int], turn: int) -> tuple[bool, int, int]:
-        """The lower, the better. Where two meet in a column already, it is too late to save it."""
+        """The lower, the better. More than two matrices in a column count as two."""
         position = waiting[-1 - turn]
         node, column = places[position]
         crowd = on_node[node] + 2 * min(on_column[column], 2)
@@ -145,7 +145,7 @@ def _hand_out(
 def _in_order(
     shapes: Sequence[int], layers: Sequence[str], patterns: Sequence[_Pattern]
 ) -> list[int] | None:
-    """The positions in turn; None where owners do not take alike."""
+    """The positions in the owner order; None where owners do not take alike."""
     left = [dict(pattern) for pattern in patterns]
     in_layer: defaultdict[str, set[int]] = defaultdict(set)
     handed: list[int] = []
@@ -184,7 +184,7 @@ def _turns(patterns: Sequence[_Pattern]) -> dict[int, list[int]]:
 
 
 def _separate(shapes: Sequence[int], layers: Sequence[str], positions: list[int]) -> None:
-    """Exchange two matrices of a shape where a layer has an owner twice and then has not.
+    """Exchange two matrices of a shape where a layer has an owner twice, if that mends it.
 
     ``positions`` is changed in place; how many of each shape an owner takes stays.
     """

@@ -53,7 +53,6 @@ class Batch:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All that work on it."""
         return self.co_owners or (self.owner,)
 
 
@@ -127,7 +126,8 @@ class Dual:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Why no plan is faster. ``dual`` proves the makespan that `bound.bound_of` computes from it.
+    """The proof that no plan is faster. ``dual`` proves the makespan that `bound.bound_of` computes
+    from it.
 
     ``impossible``: no plan takes so many ticks or fewer, as `bound.cover` finds by trying
     everything; -1 where nothing was tried or the dual alone shows as much.
@@ -382,11 +382,7 @@ def _keys(specs: ModelSpecs) -> list[tuple[str, MatrixSpec]]:
 def refitted(plan: OwnershipPlan, specs: ModelSpecs, limits: OwnerLimits) -> OwnershipPlan | None:
     """``plan`` for a model with the same matrices, in this order, and with other parameters beside
     them, whose time no plan depends on. None if it has other matrices, or the cap is exceeded."""
-
-    def matrices(of: ModelSpecs) -> list[tuple[str, MatrixSpec]]:
-        return [(of.parameters[m.parameter].name, replace(m, parameter=0)) for m in of.matrices]
-
-    if matrices(plan.specs) != matrices(specs):
+    if _keys(plan.specs) != _keys(specs):
         return None
     found = replace(plan, specs=specs, limits=limits, claim=None)
     if limits.memory_bytes is not None and max(found.state_bytes) > limits.memory_bytes:

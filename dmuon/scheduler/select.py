@@ -87,7 +87,8 @@ class _Use:
 
     @property
     def path(self) -> list[str]:
-        """The names of the modules around it, numbers at the end aside (of an `nn.Sequential`)."""
+        """The names of the modules around it, without numbers at the end (of an
+        `nn.Sequential`)."""
         path = self.place.split(".")[self.depth : -1]
         while path and path[-1].isdigit():
             path.pop()
@@ -187,8 +188,8 @@ def _places(model: nn.Module) -> Iterable[tuple[str, Tensor, nn.Module]]:
 
 
 def _depth(model: nn.Module) -> int:
-    """How many parts the names of all parameters begin with that say nothing: the model is wrapped
-    in modules that hold nothing beside it."""
+    """The number of parts at the beginning of all names that are of mere wrappers: of modules that
+    hold nothing beside the model."""
     held = [(n, m) for n, m in model.named_children() if next(m.parameters(), None) is not None]
     if len(held) != 1 or next(model.parameters(recurse=False), None) is not None:
         return 0
@@ -212,7 +213,8 @@ def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """``reason`` says why a parameter is ``what``, None if it is not. ``source``: who does so."""
+    """``reason`` says why a parameter is ``what``, None if it is not; ``source`` who does the
+    same."""
 
     what: str
     algorithm: Algorithm

@@ -306,9 +306,10 @@ def local_box(
 ) -> Box:
     """The box of a parameter of ``shape`` that lies at ``coordinate`` of a mesh.
 
-    ``cuts`` holds for each mesh axis None if it replicates, else the dim that it cuts as
-    `torch.chunk` does, and into how many pieces axes to its right cut that dim before (a strided
-    shard of FSDP2 on top of tensor parallelism; else 1, so that the leftmost axis cuts first).
+    ``cuts`` holds for each mesh axis None if it replicates, else (dim, before). The axis cuts this
+    dim as `torch.chunk` does, after axes to its right have cut it into ``before`` pieces. That is
+    1, so that the leftmost axis cuts first, except in a strided shard (FSDP2 on top of tensor
+    parallelism).
 
     >>> local_box("w", (25, 3), (4, 2), (3, 0), [(0, 2), (0, 1)])  # 13 rows of 2 x 4, 4, 4, 1
     Box(offset=(12, 0), shape=(1, 3))

@@ -6,9 +6,9 @@
                                   (placement)
 
 Counts come from one of `SOLVERS`; a new one is a function here and a line in that table. "auto"
-begins with the greedy solver; if that is not proven optimal, it asks the covering search
-(`bound.cover`); if that leaves something open, column generation (`columns`), and the covering
-search again, with the values that it found. Whatever a solver says is checked here by our own
+begins with the greedy solver. If that is not proven optimal, it asks the covering search
+(`bound.cover`). If that leaves a gap, it asks column generation (`columns`), and the covering
+search again with the values that were found. Whatever a solver says is checked here by our own
 arithmetic: counts must be feasible and better than those known, and a bound counts only if `bound`
 computes it again. Work limits come first, the wall clock is the last one.
 """

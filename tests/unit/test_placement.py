@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 from hypothesis import given
@@ -97,6 +98,42 @@ def test_the_arrangement_inside_a_group_does_not_matter(case, shuffled):
 
 
 # ---- layers ------------------------------------------------------------------------------
+
+
+def fewest_repeats(case: Case) -> int:
+    """By trying everything, layer after layer."""
+    order = sorted(range(len(case.shapes)), key=case.layers.__getitem__)
+
+    @cache
+    def least(at: int, left: tuple[tuple[int, ...], ...], used: frozenset[int]) -> int:
+        if at == len(order):
+            return 0
+        shape, layer = case.shapes[order[at]], case.layers[order[at]]
+        if at and layer != case.layers[order[at - 1]]:
+            used = frozenset()
+        found = len(order)
+        for rank, room in enumerate(left):
+            if room[shape]:
+                less = tuple(n - (k == shape) for k, n in enumerate(room))
+                repeats = bool(layer) and rank in used
+                others = (*left[:rank], less, *left[rank + 1 :])
+                found = min(found, repeats + least(at + 1, others, used | {rank}))
+        return found
+
+    return least(0, tuple(tuple(c.get(k, 0) for k in range(3)) for c in case.counts), frozenset())
+
+
+@pytest.mark.parametrize(("shapes", "allowed"), [(1, 0), (3, 1)])
+def test_layers_repeat_an_owner_as_seldom_as_possible(shapes, allowed):
+    """Never more often with one shape; within one of the least with several."""
+
+    @given(cases(shapes, matrices=8, ranks=4), st.booleans())
+    def check(case, with_topology):
+        case.groups = []
+        owners = case.place(with_topology=with_topology)
+        assert case.repeats(owners) <= fewest_repeats(case) + allowed
+
+    check()
 
 
 @pytest.mark.parametrize("nodes", [1, 3, 4, 32])
@@ -223,6 +260,14 @@ def test_numbers_count_in_the_natural_order():
     assert sorted(names, key=natural_key) == [
         "9.a", "10.a", "l", "l.2", "l.2.k#9", "l.2.k#10", "l.02.q", "l.2.q", "l.10.q", "m",
     ]  # fmt: skip
+
+
+@given(st.lists(st.text(alphabet="ab.#019²", max_size=6), unique=True), st.randoms())
+def test_the_natural_order_is_total(names, shuffled):
+    expected = sorted(names, key=natural_key)
+    assert len(set(map(natural_key, names))) == len(names)
+    shuffled.shuffle(names)
+    assert sorted(names, key=natural_key) == expected
 
 
 # ---- contention --------------------------------------------------------------------------
