@@ -422,8 +422,8 @@ def _cuts(
                 f"'transposed', found {given!r}"
             )
         turned = said.get("transposed", form.is_in_out)
-        form = Form(f"{form.value.removesuffix('_in_out')}{'_in_out' if turned else ''}")
-        dims = form.dims(len(shape))
+        read = Form(f"{form.value.removesuffix('_in_out')}{'_in_out' if turned else ''}")
+        dims = read.dims(len(shape))
         dim = said.get("dim", dims[0])
         if dim not in (*dims, *(d - len(shape) for d in dims)):
             raise SelectionError(
@@ -448,7 +448,7 @@ def _cuts(
                 f"{where} = {list(value)} must be positive {what} counts that add up to the "
                 f"{of}{added}"
             )
-        yield pattern, _Cut(form, dim, tuple(value))
+        yield pattern, _Cut(read, dim, tuple(value))
 
 
 def _cut(use: _Use, form: Form, splits: Splits, heads: Heads, used: set[str]) -> _Cut:

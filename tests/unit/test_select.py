@@ -356,6 +356,15 @@ def test_a_pattern_is_matched_against_the_stripped_name():
         ({"splits": {"b.weight": [6, 6]}}, r"splits\['b.weight'\].*a.weight"),
         ({"heads": {"pos_embed": 2}}, r"heads\['pos_embed'\].*a.weight"),
         ({"splits": {"a.*": [6, 6]}, "heads": {"*.weight": 3}}, r"disagree"),
+        (  # what one pattern says of the form does not hold for the next
+            {
+                "splits": {
+                    "a.*": {"sizes": [6, 6], "dim": 0, "transposed": True},
+                    "*.weight": {"sizes": [6, 6], "dim": 0},
+                }
+            },
+            r"disagree",
+        ),
         ({"select": "weight"}, r"select must be a function \(name, parameter\) -> bool"),
         *(
             ({"select": lambda name, p, answer=answer: answer}, r"select\('\w+', parameter\)")
