@@ -335,7 +335,7 @@ def assemble(
             return group
 
         measured = isinstance(costs, CostTable) and costs is not request.costs and costs.entries
-        if not measured:
+        if not measured or request.planner.co_owners == "off":
             plan = planned(costs)
         else:
             # Would it pay to share matrices if exchanges were free? Only then they are measured.

@@ -228,8 +228,9 @@ class PlannerOptions(_Checked):
     ``~/.cache/dmuon``).
 
     ``co_owners``: how many neighbouring ranks share a matrix, a slice of its longer dim each
-    (docs/co-owners.md). "auto" shares matrices by 2, 4 or 8 where the predicted step becomes more
-    than 5% faster; a number shares all that can be shared by so many, and "off" none.
+    (docs/co-owners.md). "off": every matrix has one owner, and the report says what "auto" would
+    gain. "auto" shares matrices by 2, 4 or 8 where the predicted step becomes more than 5% faster;
+    a number shares all that can be shared by so many.
     """
 
     time_limit_s: float = _default(10.0, POSITIVE)
@@ -238,7 +239,7 @@ class PlannerOptions(_Checked):
     profile_budget_s: float = _default(10.0, POSITIVE)
     ranks_per_node: int | None = _default(None, COUNT.or_none())
     cache_dir: str | os.PathLike[str] | None = _default(None, PATH.or_none())
-    co_owners: str | int = _default("auto", CO_OWNERS)
+    co_owners: str | int = _default("off", CO_OWNERS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,8 +71,7 @@ from dmuon.rule import Hyper, Rule
 from dmuon.scheduler.select import (
     THREE_WAYS,
     Member,
-    collect_members,
-    collect_routed,
+    collect,
     routes_of,
 )
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec, canonical_name
@@ -376,7 +375,9 @@ class Muon(Optimizer):
         }
         if partial and all(m.parameter.requires_grad is frozen for m in everyone):
             return {}
-        return dict(routes_of(collect_members(everyone, **how, frozen=frozen, partial=partial)))
+        return dict(
+            routes_of(collect(everyone, **how, allow_meta=True, frozen=frozen, partial=partial))
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As with any optimizer. If it is planned already, the next full step plans again; every
@@ -437,7 +438,7 @@ class Muon(Optimizer):
             run.routes.update((n, r) for n, r in run.if_trained.items() if n not in run.routes)
             missing = [Member(n, p) for n, p in named if p.requires_grad and n not in run.routes]
             run.routes |= self._routed(missing)
-            specs = collect_routed(named, run.routes)
+            specs = collect([Member(n, p) for n, p in named], routes=run.routes, partial=True)
             # As where a head is trained first, and the rest is unfrozen or added later.
             models = (reference() for reference in run.models)
             others = (p for model in models if model is not None for p in model.parameters())

@@ -288,6 +288,19 @@ def test_what_auto_leaves_out_is_told_and_bounded():
     assert "none: sharing matrices would take 1.315 ms" in " ".join(str(build_report(plan)).split())
 
 
+def test_without_co_owners_the_report_says_what_auto_would_gain_where_that_is_material(plan):
+    off = shared_plan(model_specs("llama3-8b"), 256, PlannerOptions().co_owners)
+    assert sizes(off) == {1} and off.makespan_ms == plan.alone_ms
+    assert off.shared_ms == pytest.approx(plan.makespan_ms, rel=0.02)
+    text = " ".join(str(build_report(off)).split())
+    assert f"would take {off.shared_ms:.3f} ms by the costs' model (-4" in text
+    assert certify(OwnershipPlan.from_json(off.to_json())).proven
+    for specs, world in ((model_specs("llama3-8b"), 8), (model_specs("gpt2"), 256)):
+        told = shared_plan(specs, world, "off")
+        assert told.shared_ms is None and told.shared_prices == ()
+        assert "co-owners" not in str(build_report(told))
+
+
 def brute_force(plan: OwnershipPlan) -> float:
     """The least makespan of all assignments of matrices to blocks of any size."""
     limits, world = plan.limits, plan.topology.world
