@@ -41,7 +41,7 @@ def _pages(entry: Any) -> list[str]:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the README as index.md, and a page for each file of the repository that a page links to."""
+    """Add the README as index.md, and a page for each file of the repository that pages link to."""
     files.append(File.generated(config, "index.md", abs_src_path=str(REPOSITORY / "README.md")))
     for page in files.documentation_pages():
         for target, _ in LINK.findall(page.content_string):
