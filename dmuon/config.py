@@ -325,6 +325,14 @@ class DedicatedOptions(_Checked):
     timeout_s: float | None = _default(None, SECONDS)
 
 
+# ---- hyperparameters ---------------------------------------------------------------------
+
+# The one table of what a param group may say. A new hyperparameter of matrices is a line in
+# `MuonDefaults` and an argument of `dmuon.Muon`: groups are completed, checked, compared between
+# ranks, saved and loaded by these tables. What two of them must not say together:
+# `check_muon_group`.
+
+
 @dataclass(frozen=True, slots=True)
 class MuonDefaults:
     """Hyperparameters of a Muon group; names and meanings are those of `torch.optim.Muon`."""
@@ -361,6 +369,8 @@ class AdamWDefaults:
         return values
 
 
+# By the algorithms that the parameters of a group need: Muon, AdamW, and what Muon's has beside
+# its own where AdamW updates some.
 MUON_RULES = _rules(MuonDefaults)
 ADAMW_RULES = _rules(AdamWDefaults) | {"lr": RATE, "weight_decay": FINITE}
 MIXED_RULES = {
@@ -369,6 +379,7 @@ MIXED_RULES = {
     "adamw_eps": FINITE,
     "adamw_weight_decay": FINITE.or_none(),
 }
+# What holds for all groups, and is an argument of `dmuon.Muon` alone.
 SWITCH_RULES = {
     "publish": _one_of(("async", "sync")),
     "master_weights": FLAG,
@@ -396,16 +407,6 @@ def check_muon_group(group: Mapping[str, Any], place: str = "") -> dict[str, Any
             f"{kept['dampening']}{place}"
         )
     return kept
-
-
-def check_adamw_group(group: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    """The same of an AdamW group."""
-    return checked(ADAMW_RULES, group, owner="AdamW ", place=place)
-
-
-def check_mixed_group(group: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    """The same of AdamW's side of a group with both."""
-    return checked(MIXED_RULES, group, place=place)
 
 
 # ---- words of other optimizers -----------------------------------------------------------

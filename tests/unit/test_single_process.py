@@ -803,7 +803,7 @@ NO_STATES = {
     "an entry that is no dict": (lambda state: state | {"state": {0: 1}}, "'state' must be a dict"),
     "half of AdamW's": (
         lambda state: state | {"state": {k: {"exp_avg": 1} for k in state["state"]}},
-        r"must have \['exp_avg', 'exp_avg_sq', 'step'\]",
+        "needs 'exp_avg', 'exp_avg_sq', 'step'",
     ),
     "groups that are no list": (lambda state: state | {"param_groups": 3}, "'param_groups' must"),
     "a group without params": (lambda state: state | {"param_groups": [{}]}, "a list as 'params'"),
