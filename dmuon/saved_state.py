@@ -223,10 +223,11 @@ def _values_of(
     entry had no gradient so far."""
     where = f"for parameter {spec.name!r}"
     needed = _NEEDED[spec.algorithm]
+    names = ", ".join(map(repr, needed))
     if not entry.keys() >= {*needed}:
         raise OwnershipError(
             f"the optimizer state has {sorted(entry)} {where}, which is updated by "
-            f"{spec.algorithm.value} here and needs {', '.join(map(repr, needed))}: it was saved by another "
+            f"{spec.algorithm.value} here and needs {names}: it was saved by another "
             "optimizer, or with other routes"
         )
     for key in filter(entry.__contains__, _TENSORS):
