@@ -47,6 +47,7 @@ from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec, canonic
 from dmuon.types import Algorithm, DmuonError, OwnershipError, SelectionError
 
 Group = dict[str, Any]
+Route = tuple[ParameterSpec, tuple[MatrixSpec, ...]]
 
 # Kept in every param group with matrices, so that tools which save groups alone (torch's
 # distributed checkpoint) save where the optimizer is in its schedule.
@@ -167,8 +168,8 @@ class NamedGroups:
         self.models: list[weakref.ref[nn.Module]] = []
         self.names: list[list[str]] = []
         self.algorithms: list[set[Algorithm]] = []
-        self.routes: dict[str, tuple[ParameterSpec, tuple[MatrixSpec, ...]]] = {}
-        self.if_trained: dict[str, tuple[ParameterSpec, tuple[MatrixSpec, ...]]] = {}
+        self.routes: dict[str, Route] = {}
+        self.if_trained: dict[str, Route] = {}
         self.defaults: tuple[Group, Group] = {}, {}
         self.how: dict[str, Any] = {}
         self._places: dict[str, tuple[int, str]] = {}  # the number of the model, the name there

@@ -1,7 +1,11 @@
 """`Muon`: one `torch.optim.Optimizer` over matrices (Muon) and everything else (AdamW).
 
-The class comes first; below it are what users pass to it (param groups of one algorithm each), and
-its settings, checked and agreed on by all ranks.
+::
+
+    arguments -> modules that hold the parameters, param groups (`groups`)
+      -> ownership (`api`), at the first step or before -> engines (`step`), one per ownership
+
+The class comes first; below it are the checks of its arguments and of what was planned.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import math
 import operator
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
@@ -49,7 +54,6 @@ from dmuon.groups import (
     describe,
     is_pair,
     read_groups,
-    unwrapped,
 )
 from dmuon.kernels.choice import common_choice, default_backend, fixed_choice, is_safe, why_not
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
@@ -58,7 +62,7 @@ from dmuon.period import Period, Schedule
 from dmuon.report.data import LoadBalanceReport
 from dmuon.saved_state import SavedState, read_state
 from dmuon.scheduler.select import routes_of
-from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec, canonical_name
+from dmuon.scheduler.specs import ModelSpecs, ParameterSpec, canonical_name
 from dmuon.step.engine import Amp, Engine, Settings
 from dmuon.step.owner import OwnerEngine
 from dmuon.step.sharded import ShardedEngine
@@ -72,7 +76,6 @@ from dmuon.types import (
 )
 from dmuon.update import Rates
 
-Route = tuple[ParameterSpec, tuple[MatrixSpec, ...]]
 _log = logging.getLogger("dmuon")
 
 
@@ -86,75 +89,73 @@ class Muon(Optimizer):
     It plans who owns which matrix at its first `step` (or `report`, or ``ownership``), from the
     parameters that are then in ``param_groups``: `DTensor` parameters in the `sharded` layout,
     others in the `replicated` one, where ``p.grad`` must be the average over all ranks (DDP).
-    `dmuon.dedicate_params(model)` plans before, for those who want to look first, or another
-    layout. One `step`, on every rank::
+    Call `dmuon.dedicate_params(model)` before to look first, or for another layout. One `step`, on
+    every rank::
 
         verdict     one all-reduce: whether all gradients are finite, who has some
         owners      Newton-Schulz, batch by batch; each result leaves at once
         everyone    momentum, AdamW on its parameters, while matrices travel; then the updates
 
-    A full step that finds a non-finite gradient on any rank changes nothing on any rank; of several
-    models in one optimizer, each has a verdict of its own.
+    A full step that finds a non-finite gradient on any rank changes nothing on any rank. With
+    several models in one optimizer, each has a verdict of its own.
 
     ``param_groups`` are the groups that were given, with the hyperparameters that their parameters
-    need: those of `torch.optim.Muon` for matrices, of `torch.optim.AdamW` for others, and where a
-    group has both, Muon's and ``adamw_betas``, ``adamw_eps``, ``adamw_weight_decay`` and
+    need: those of `torch.optim.Muon` for matrices, those of `torch.optim.AdamW` for others. A group
+    with both has Muon's and ``adamw_betas``, ``adamw_eps``, ``adamw_weight_decay`` and
     ``adamw_lr_ratio``, AdamW's learning rate over ``lr``.
 
     Args:
-        params: a module (with `DistributedDataParallel` around it or not), or what other optimizers
-            take: parameters, (name, parameter) pairs, or group dicts of either. How each is updated
-            follows from the live modules that hold it, or from its name where none does. A group
+        params: a module (also in `DistributedDataParallel`), or what other optimizers take:
+            parameters, (name, parameter) pairs, or group dicts of either. The live module that
+            holds a parameter says how it is updated, or its name where there is none. A group
             may say ``algorithm="muon"`` or ``"adamw"`` (or ``use_muon=``), which wins.
         lr: a number, or a tensor of one element, which `step` reads.
         adjust_lr_fn: what multiplies ``lr`` for an ``m x n`` matrix. None or "original":
             ``sqrt(max(1, m / n))``; "spectral_unclamped": ``sqrt(m / n)``; a number: the root mean
-            square that an update shall have over ``lr``, ``number * sqrt(max(m, n))``;
-            "match_rms_adamw": 0.2, about that of AdamW's updates. Weight decay is never adjusted.
+            square of an update over ``lr``, ``number * sqrt(max(m, n))``; "match_rms_adamw": 0.2,
+            about that of AdamW's updates. Weight decay is never adjusted.
         momentum_mode: "ema" (as `torch.optim.Muon`) or "sgd" (with ``dampening``).
         period: MuonBP (`sharded` layout only). An integer P takes a full step where the step
             count, from 0, is a multiple of P, and block steps between: each rank orthogonalizes
             what it holds, without any traffic. `math.inf` never takes a full step; a function of
             the step count gives a period that changes, as `LinearPeriod` does.
         block_lr_ratio: multiplies the learning rate of block steps, which is adjusted to the dims
-            of the block; theory has it between 1 and one over the square root of the number of
+            of the block; in theory it is between 1 and one over the square root of the number of
             blocks. None is 1.
-        ns_dtype: dtype of the Newton-Schulz iteration and of published updates, as a torch dtype or
-            its name; "auto" is float16 on CUDA, bfloat16 on a CPU that has it, float32 otherwise or
-            where ranks differ.
+        ns_dtype: dtype of Newton-Schulz and of published updates, as a torch dtype or its name;
+            "auto" is float16 on CUDA, bfloat16 on a CPU that has it, float32 otherwise or where
+            ranks differ.
         publish: "sync": after `step` weights are current (on CUDA the current stream waits).
             "async" returns while updates travel; then weights are current in a forward pass, in
             `state_dict` and after `synchronize`.
         master_weights: keep float32 weights behind lower-precision parameters. Without them one
             rank warns where a typical update is lost in the rounding of such parameters.
-        nonfinite: what a gradient that is not finite does on all ranks: "skip" the step, with a
-            warning that names the first matrices (on an accelerator at the next step), and count
-            it in `stats`; or "raise". Block steps skip the blocks that are concerned, and "raise"
-            waits for the next full step. `torch.amp.GradScaler` counts on skipped steps.
-        verify_every: check some matrices after every so many steps: each rank makes their updates
-            itself and compares what it stores; corruption that nobody noticed raises on every rank
+        nonfinite: "skip" a step with a non-finite gradient on all ranks, with a warning that names
+            the first matrices (on an accelerator at the next step), and count it in `stats`; or
+            "raise". Block steps skip the blocks with such gradients, and "raise" waits for the next
+            full step. `torch.amp.GradScaler` relies on skipped steps.
+        verify_every: after every so many steps each rank recomputes the updates of some matrices
+            and compares what it stores; silent corruption raises on every rank
             (docs/reliability.md).
-        adamw_lr: of what goes to AdamW; None means ``lr``.
-        adamw_weight_decay: of what goes to AdamW; None means ``weight_decay``.
+        adamw_lr, adamw_weight_decay: for AdamW's parameters; None means ``lr``, ``weight_decay``.
         dedicate: keyword arguments of `dmuon.dedicate_params` for when it plans itself, such as
             ``{"splits": {"*.qkv.weight": [512, 128, 128]}}``.
-        others: keywords of other optimizers: ``betas`` are ``adamw_betas``; what is False or None,
-            such as ``foreach=False``, is ignored.
+        others: keywords of other optimizers: ``betas`` are ``adamw_betas``; a value that is False
+            or None, such as ``foreach=False``, is ignored.
 
     Raises:
         TypeError: a hyperparameter is of a wrong type, such as a string for a number, or there is
             no such keyword.
         ValueError: a hyperparameter is out of range, there are no parameters, neither modules nor
             names tell what they are, they do not fit the ownership, or several processes were
-            launched and no process group was made. What is wrong with the plan is raised at the
-            first step, on every rank.
+            launched and no process group was made. Errors of planning are raised at the first
+            step, on every rank.
     """
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Makes `torch.amp.GradScaler` leave its scale and its verdict to `step`, which shares them
-        with all ranks or refuses them. It takes no closure, so in one there is no scaler, and who
-        asks there (Lightning, before it clips) need not leave gradients alone."""
+        """Makes `torch.amp.GradScaler` leave its scale and its verdict to `step`. It takes no
+        closure, so inside one there is no scaler, and Lightning may clip the gradients there."""
         return not self._run.in_closure
 
     def __init__(
@@ -244,8 +245,7 @@ class Muon(Optimizer):
     # ---- param groups --------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As with any optimizer. If it is planned already, the next full step plans again; every
-        rank adds the same group before it."""
+        """Add a group, the same on every rank. After planning, the next full step plans again."""
         run = self._run
         if not run.ready:
             super().add_param_group(param_group)
@@ -262,8 +262,8 @@ class Muon(Optimizer):
         self._note_progress(self.param_groups[-1:])
 
     def _named(self) -> list[tuple[str, Any]]:
-        """The parameters in the groups, with the names that they have here. Groups that were put
-        behind the others before planning are read (Lightning's `BaseFinetuning` does so)."""
+        """The parameters in the groups, with their names. Groups that were appended before
+        planning are read (Lightning's `BaseFinetuning` appends some)."""
         run = self._run
         added = self.param_groups[len(run.groups.names) :]
         if added and not run.engines:
@@ -275,7 +275,7 @@ class Muon(Optimizer):
     # ---- planning ------------------------------------------------------------------------
 
     def _plan(self) -> _Run:
-        """Plan where that has not been done: a collective call."""
+        """Plan if that has not been done: a collective call."""
         run = self._run
         if run.engines:
             return run
@@ -324,7 +324,7 @@ class Muon(Optimizer):
         return ownership
 
     def _outgrown(self) -> Exception | None:
-        """`NewParameters` where this step has to plan again, or why that cannot be."""
+        """`NewParameters` if this step has to plan again, or the error if it cannot."""
         run = self._run
         name = next((n for n, p in run.frozen if p.requires_grad), None)
         added = len(run.groups.names) - len(run.members)
@@ -355,8 +355,7 @@ class Muon(Optimizer):
         )
 
     def _plan_again(self, why: str) -> None:
-        """Have what is trained now planned, and go on with the state of all that was: a collective
-        call."""
+        """Plan what is trained now, and keep the state: a collective call."""
         run, began = self._run, time.perf_counter()
         (ownership,), (engine,) = run.ownerships, run.engines
         self.synchronize()
@@ -527,11 +526,13 @@ class Muon(Optimizer):
         self._note_progress(self.param_groups)
         for engine in run.engines if verifies else ():
             engine.check_sample()
-        run.bytes = self._read_meters()
+        run.bytes = Counter()
+        for ownership in run.ownerships:
+            run.bytes.update(ownership.runtime.meter.reset())
         return loss
 
     def _launch(self, refusal: Exception | None, verifies: bool) -> None:
-        """The first part of a step, up to where updates may be on their way."""
+        """The first part of a step, until updates may be on their way."""
         run = self._run
         # Set by `torch.amp.GradScaler` around the call.
         amp = Amp(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
@@ -557,9 +558,8 @@ class Muon(Optimizer):
             raise refusal
 
     def _makes_state_only(self) -> bool:
-        """Whether this is no step: where an optimizer has no state yet, torch's `get_state_dict`
-        has it made by a first one, with an lr of 0 and gradients of 0. A collective call at such a
-        first one."""
+        """Whether this is torch's `get_state_dict`, which makes the state of an optimizer by a
+        first step with an lr of 0 and gradients of 0. Then a collective call."""
         run, groups = self._run, self.param_groups
         if run.schedule.t or any(float(group.get("lr", 1.0)) for group in groups):
             return False
@@ -579,8 +579,7 @@ class Muon(Optimizer):
         return True
 
     def _check_groups(self) -> Exception | None:
-        """What is wrong with ``param_groups``; None if nothing is, and then they hold numbers as
-        Python's own."""
+        """The error of ``param_groups``; if there is none, they hold Python's own numbers now."""
         try:
             self._check_structure()
             # What was added is checked when it is planned.
@@ -655,34 +654,32 @@ class Muon(Optimizer):
                 ownership.runtime.synchronize()
 
     def stats(self) -> dict[str, Any]:
-        """What the last step did, without any collective. Waits for pending updates.
+        """Numbers of the last step. No collective call, but it waits for pending updates.
 
-        ``update_rms``: name -> RMS of the matrix's update over the learning rate, on every rank
-        (`dedicated`: on its owner); after a block step, of this rank's blocks. ``ns_ms``:
-        milliseconds of Newton-Schulz on this rank (`replicated` and `dedicated`: and momentum).
-        ``bytes``: what this rank handed to collectives since the step before, by purpose.
-        ``kernels``: what Newton-Schulz ran on this rank, by the shapes that ran together (``ran``,
-        such as ``gram[2]/torch_strips/float32``), the ``workspace_bytes`` that are kept, and the
-        state of ``cuda_graphs``. In the `sharded` layout also ``full_step`` (or a block step),
-        ``finite`` (no rank found a non-finite gradient; after a block step: this rank did not),
-        ``skipped``, the number of steps that were not, ``below_eps``, how many matrices had a
-        norm below ``eps`` (docs/reliability.md), and ``step_bytes``, the memory that a full
-        step takes on this rank, by purpose.
+        In every layout:
+            ``update_rms``: by name, the RMS of the matrix's update over the learning rate, on every
+            rank (`dedicated`: on its owner); after a block step that of this rank's blocks.
+            ``ns_ms``: milliseconds of Newton-Schulz on this rank, where momentum lies with owners
+            (``reduce_to_owner``, `dedicated`) momentum included.
+            ``bytes``: what this rank handed to collectives since the step before, by purpose.
+            ``kernels``: what Newton-Schulz ran on this rank, by the shapes that ran together
+            (``ran``, such as ``gram[2]/torch_strips/float32``), the ``workspace_bytes`` that are
+            kept, and the state of ``cuda_graphs``.
+            ``finite``: no rank found a non-finite gradient (after a block step: this rank did not).
+            ``skipped``: the number of steps that were skipped, wholly or in part.
+            ``below_eps``: how many matrices had a norm below ``eps`` (docs/reliability.md).
+        In `sharded`, and in `replicated` without ``reduce_to_owner``:
+            ``full_step`` (or a block step); ``step_bytes``: the memory that a full step takes on
+            this rank, by purpose.
         """
         run = self._run
         if run.settings is None:
             return {"steps": run.schedule.t, "update_rms": {}}
         found = [engine.stats() for engine in run.engines]
-        joint: dict[str, Any] = {"update_rms": {}}
-        for number, stats in enumerate(found):
-            rms = stats.pop("update_rms")
-            clash = joint["update_rms"].keys() & rms.keys()  # two models may use the same names
-            joint["update_rms"] |= {
-                f"{n} ({number})" if n in clash else n: v for n, v in rms.items()
-            }
-        for stats in found:
-            for key, value in stats.items():
-                joint[key] = _combined(key, joint[key], value) if key in joint else value
+        joint = {
+            key: _combined(key, [stats[key] for stats in found if key in stats])
+            for key in dict.fromkeys(chain.from_iterable(found))
+        }
         return {
             "steps": run.schedule.t,
             "ns_dtype": str(run.settings.ns_dtype).removeprefix("torch."),
@@ -690,13 +687,6 @@ class Muon(Optimizer):
             "bytes": dict(run.bytes),
             **joint,
         }
-
-    def _read_meters(self) -> dict[str, int]:
-        total: dict[str, int] = {}
-        for ownership in self._run.ownerships:
-            for tag, count in ownership.runtime.meter.reset().items():
-                total[tag] = total.get(tag, 0) + count
-        return total
 
     # ---- state ---------------------------------------------------------------------------
 
@@ -728,19 +718,18 @@ class Muon(Optimizer):
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Restore what `state_dict` gave, in this layout or another, bit for bit where the
-        precision is the same. A collective call.
+        precision is the same. A collective call, except before planning: then the state is kept
+        until there is a plan.
 
-        Before anything is planned it is none: the state is kept, and taken over by the plan. It may
-        also be a
-        list of the states of several optimizers that had these parameters between them, such as
-        ``[muon.state_dict(), adamw.state_dict()]`` of `torch.optim`: momentum and moments are taken
-        over, by the names of the parameters or (without names) in their order; hyperparameters stay
-        as they are here.
+        A list of the states of several optimizers that had these parameters between them, such as
+        ``[muon.state_dict(), adamw.state_dict()]`` of `torch.optim`, gives momentum and moments, by
+        the names of the parameters or (without names) in their order; hyperparameters stay as they
+        are here.
 
         Raises:
-            OwnershipError: it is no optimizer's state or another model's, or one of its numbers is
-                not what it should be; nothing is changed.
-            ConsensusError: that is so on another rank, or ranks load different states; nothing is
+            OwnershipError: it is no optimizer's state, another model's, or has a wrong value;
+                nothing is changed.
+            ConsensusError: another rank refuses it, or ranks load different states; nothing is
                 changed.
         """
         run = self._run
@@ -796,7 +785,7 @@ class Muon(Optimizer):
             )
 
     def _show_loaded(self) -> None:
-        """Have what was loaded before planning in ``state``, by the parameters as they are now."""
+        """Show what was loaded before planning in ``state``."""
         if self._run.loaded and not self._run.engines:
             loaded = self._run.loaded
             self.state.clear()
@@ -816,26 +805,27 @@ def _engine(ownership: Ownership, optimizer: Optimizer, settings: Settings) -> E
     return OwnerEngine(runtime, ownership.telemetry, ownership.kernels, optimizer, settings)
 
 
-def _combined(key: str, one: Any, other: Any) -> Any:
-    """A number of `Muon.stats` over two ownerships."""
+def _combined(key: str, values: Sequence[Any]) -> Any:
+    """One entry of `Muon.stats`, from those of all engines."""
+    if key == "update_rms":
+        joint: dict[str, float] = {}
+        for number, rms in enumerate(values):  # two models may use the same names
+            joint |= {f"{n} ({number})" if n in joint else n: v for n, v in rms.items()}
+        return joint
     if key == "finite":
-        return one and other
+        return all(values)
     if key == "step_bytes":
-        return {k: one.get(k, 0) + other.get(k, 0) for k in one.keys() | other.keys()}
+        return {k: sum(v.get(k, 0) for v in values) for k in dict.fromkeys(chain(*values))}
     if key == "kernels":
-        ran = {**one["ran"], **other["ran"]}
-        for shapes in one["ran"].keys() & other["ran"].keys():
-            ran[shapes] = _both(one["ran"][shapes], other["ran"][shapes])
+        ran: dict[str, dict[str, None]] = {}
+        for shapes, what in chain.from_iterable(v["ran"].items() for v in values):
+            ran.setdefault(shapes, {})[what] = None
         return {
-            "ran": ran,
-            "workspace_bytes": one["workspace_bytes"] + other["workspace_bytes"],
-            "cuda_graphs": _both(one["cuda_graphs"], other["cuda_graphs"]),
+            "ran": {shapes: " and ".join(what) for shapes, what in ran.items()},
+            "workspace_bytes": sum(v["workspace_bytes"] for v in values),
+            "cuda_graphs": " and ".join(dict.fromkeys(v["cuda_graphs"] for v in values)),
         }
-    return max(one, other)
-
-
-def _both(one: str, other: str) -> str:
-    return one if one == other else f"{one} and {other}"
+    return max(values)
 
 
 # ---- what is given -----------------------------------------------------------------------
@@ -862,7 +852,7 @@ class _Run:
         self.engines: list[Engine] = []
         self.ownerships: list[Ownership] = []
         self.settings: Settings | None = None
-        self.bytes: dict[str, int] = {}
+        self.bytes: Counter[str] = Counter()
         self.verified = 0
         self.verify_due = False
 
@@ -890,13 +880,11 @@ def _ownerships_in(
 
     Those that `dedicate_params` made, or those that optimizers made for themselves.
     """
-    entries = [e[1] if is_pair(e) else e for group in groups for e in group["params"]]
+    entries = (e[1] if is_pair(e) else e for group in groups for e in group["params"])
     found = [ownership_of(e) for e in entries if isinstance(e, Tensor)]
-    ownerships = list(dict.fromkeys(o for o in found if o is not None))
     if isinstance(model, nn.Module):
-        ownerships = ownerships_of(unwrapped(model)) if by_optimizers else ownerships_of(model)
-        ownerships += [o for o in dict.fromkeys(found) if o is not None and o not in ownerships]
-    ownerships = [o for o in ownerships if o.by_optimizer is by_optimizers]
+        found = [*ownerships_of(model), *found]
+    ownerships = [o for o in dict.fromkeys(found) if o and o.by_optimizer is by_optimizers]
     for ownership in ownerships if not by_optimizers else ():
         ownership.find_parameters()
     return ownerships
