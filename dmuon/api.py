@@ -200,7 +200,7 @@ def dedicate_params(
         select: ``(name, parameter) -> bool`` picks the matrices instead of the default rules.
         splits: name pattern -> sizes along the outputs, or ``{"sizes": ..., "dim": ...}``; makes
             several matrices of a fused parameter (docs/routing.md).
-        heads: name pattern -> number of equal pieces, each a matrix.
+        heads: name pattern -> number of equal pieces; each is a matrix.
         costs: "measured" chooses kernels on the first rank and times each shape with them on all
             ranks (at most ``kernels.tune_budget_s`` and ``planner.profile_budget_s`` seconds; kept
             in a cache), "analytic" or "analytic:<device>" estimates it; or the path of a cost
@@ -433,7 +433,7 @@ class _Found:
         return BATCH_BUCKETS * BUCKET_BYTES
 
     def text(self, request: Request) -> str:
-        """What all ranks must have in common, a line each."""
+        """In lines, what must be alike on all ranks."""
         options = self.options
         arguments: dict[str, Any] = {"layout": self.layout.value, "options": options}
         if isinstance(options, DedicatedOptions) and options.groups is not None:
@@ -796,7 +796,7 @@ def _transport(
 
 
 def _warn_of_timeouts(groups: Mapping[str, dist.ProcessGroup]) -> None:
-    """Say where a rank that hangs is waited for longer than `init_process_group` was told."""
+    """Warn if a rank that hangs is waited for longer than `init_process_group` was told."""
     asked = timeout_of(dist.group.WORLD) if groups else None
     longer = {name: t for name, g in groups.items() if asked and (t := timeout_of(g)) and t > asked}
     if asked and longer:

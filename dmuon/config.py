@@ -119,7 +119,7 @@ BETAS = Rule(
     _betas,
     lambda betas: len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas),
 )
-COEFFICIENTS = Rule("a name, one triple (a, b, c) or one triple a step", _of_type(str, Iterable))
+COEFFICIENTS = Rule("a name, one triple (a, b, c) or one triple per step", _of_type(str, Iterable))
 ADJUSTMENTS = "original", "match_rms_adamw", "spectral_unclamped"
 ADJUSTMENT = Rule(
     f"None, one of {', '.join(map(repr, ADJUSTMENTS))}, or the RMS of an update, such as 0.2",
@@ -257,7 +257,7 @@ class KernelOptions(_Checked):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the bits of an update may depend on nothing but the matrix and its gradients."""
+        """The bits of an update depend on the matrix and its gradients alone."""
         return "auto" not in (self.method, self.backend)
 
 
@@ -290,7 +290,7 @@ class ReplicatedOptions(_Checked):
 class ShardedOptions(_Checked):
     """How the `sharded` layout moves bytes.
 
-    ``bucket_bytes``: matrices of about this many bytes a rank, in the Newton-Schulz dtype, travel
+    ``bucket_bytes``: matrices of about this many bytes per rank, in the Newton-Schulz dtype, travel
     in one collective. ``min_buckets``: a smaller model is cut into this many buckets nevertheless,
     so that traffic hides behind computing. ``buffers``: buckets that may be under way to their
     owners, and as many on their way back. ``timeout_s``: see `ReplicatedOptions`.
@@ -436,17 +436,17 @@ FLAGS = frozenset(_FLAGS)
 
 
 def is_idle(name: str, value: Any, *, in_group: bool = False) -> bool:
-    """Whether this is a flag of torch's optimizers that says to do what is done here anyway.
+    """Whether this flag of torch's optimizers changes nothing here.
 
-    ``in_group``: torchtitan's container puts ``fused`` and ``foreach`` into every group, whatever
-    the optimizer, and neither changes an update.
+    ``in_group``: torchtitan's container puts ``fused`` and ``foreach`` into every group of any
+    optimizer, and neither changes an update.
     """
     is_speed = in_group and name in ("foreach", "fused")
     return name in _FLAGS and (value is None or value is _FLAGS[name][0] or is_speed)
 
 
 def instead(name: str, known: Iterable[str]) -> str:
-    """What to do about a word that is not among the ``known``.
+    """Advice on a word that is not among the ``known``.
 
     >>> instead("wd", ["weight_decay"])
     "did you mean 'weight_decay'? Else remove it"

@@ -134,7 +134,7 @@ def members(group: Group) -> tuple[list[str] | None, list[Tensor]]:
 
 
 def algorithm_of(group: Group) -> Algorithm | None:
-    """What the user says of a group: ``algorithm``, or ``use_muon`` as Keller Jordan's Muon.
+    """The ``algorithm`` of a group, or ``use_muon`` as in Keller Jordan's Muon; None without.
 
     Raises:
         ValueError: it is neither "muon" nor "adamw".
@@ -593,7 +593,7 @@ def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) ->
 
 
 def _instead(key: str, needed: Collection[str], is_muon: bool) -> str:
-    """What to do about a key that nobody reads in a group with these hyperparameters."""
+    """Advice on a key that nobody reads in a group with these hyperparameters."""
     if key in FLAGS:
         return instead(key, needed)
     if key in _FOR_ALL:
@@ -646,7 +646,7 @@ class Accepted:
         return sum(self._numbers)
 
     def check(self, groups: Sequence[Group]) -> None:
-        """Have ``groups`` hold numbers as Python's own; raises what `check_group` does."""
+        """Check ``groups``, and make their numbers Python's own; raises as `check_group`."""
         for number, (group, (keys, known)) in enumerate(zip(groups, self._known, strict=True)):
             if group.keys() == keys and all(group[k] is v for k, v in known.items()):
                 continue

@@ -568,7 +568,7 @@ class Muon(Optimizer):
         return all(a for o in run.ownerships for a in o.runtime.transport.gather_objects(mine))
 
     def _verifies(self) -> bool:
-        """Whether this step is checked: every so many, or the first full one after them."""
+        """Whether this step is verified: the first full one after every ``verify_every`` steps."""
         run, every = self._run, self._run.switches["verify_every"]
         t = run.schedule.t
         run.verify_due = run.verify_due or (bool(every) and t % every == every - 1)
@@ -619,7 +619,7 @@ class Muon(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, those that owners hold beside ``p.grad`` included."""
-        # First, for a round that a failed backward left open still writes to p.grad.
+        # First, because a round that a failed backward left open still writes to p.grad.
         for ownership in self._run.ownerships:
             ownership.runtime.zero_grad()
         super().zero_grad(set_to_none)
@@ -876,10 +876,8 @@ def _read_others(others: dict[str, Any], adamw_betas: tuple[float, float]) -> tu
 def _ownerships_in(
     model: object, groups: Sequence[Group], *, by_optimizers: bool = False
 ) -> list[Ownership]:
-    """The ownerships of what was given, each once; none where nothing of it is planned.
-
-    Those that `dedicate_params` made, or those that optimizers made for themselves.
-    """
+    """The open ownerships of what was given, each once: those that `dedicate_params` made, or those
+    that optimizers made for themselves."""
     entries = (e[1] if is_pair(e) else e for group in groups for e in group["params"])
     found = [ownership_of(e) for e in entries if isinstance(e, Tensor)]
     if isinstance(model, nn.Module):
@@ -893,8 +891,7 @@ def _ownerships_in(
 def _request(
     dedicate: Mapping[str, Any] | None, ownerships: Sequence[Ownership]
 ) -> tuple[Request, Any]:
-    """What ``dedicate`` asks for, and its mesh; TypeError for what `dedicate_params` does not
-    know."""
+    """The request and the mesh of ``dedicate``; TypeError for unknown keywords."""
     asked = dict(dedicate or {})
     known = ["mesh", *(f.name for f in fields(Request) if f.name != "ns_dtype")]
     unknown = sorted(asked.keys() - {*known})
@@ -950,7 +947,7 @@ def _check_members(groups: Sequence[Group], ownerships: Sequence[Ownership]) -> 
 
 
 def _planned(ownerships: Sequence[Ownership]) -> Iterator[tuple[Tensor, ParameterSpec]]:
-    """Every planned parameter of these ownerships, with what is known of it."""
+    """Every planned parameter of these ownerships, with its spec."""
     for ownership in ownerships:
         yield from zip(ownership.parameters, ownership.plan.specs.parameters, strict=True)
 
@@ -1015,7 +1012,7 @@ def _agreed(ownerships: list[Ownership], ns_dtype: str | torch.dtype) -> tuple[t
 
 
 def _flaw_of_dtype(ownerships: list[Ownership], dtype: torch.dtype) -> str | None:
-    """That kernels were chosen for another Newton-Schulz dtype than runs, on one rank."""
+    """A warning, on one rank, if kernels were chosen for another Newton-Schulz dtype."""
     name = str(dtype).removeprefix("torch.")
     for ownership in ownerships:
         kernels = {batch.kernel for batch in ownership.plan.batches} - {""}
@@ -1030,7 +1027,7 @@ def _flaw_of_dtype(ownerships: list[Ownership], dtype: torch.dtype) -> str | Non
 
 
 def _half_ulp(magnitude: float, dtype: torch.dtype) -> float:
-    """Half a unit in the last place of numbers of this magnitude: what a smaller change is lost in.
+    """Half a unit in the last place of numbers of this magnitude; a smaller change is lost.
 
     >>> _half_ulp(0.02, torch.bfloat16) == 2.0**-14, _half_ulp(1.0, torch.float16) == 2.0**-11
     (True, True)
@@ -1041,11 +1038,11 @@ def _half_ulp(magnitude: float, dtype: torch.dtype) -> float:
 
 
 def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str | None:
-    """That typical updates of half-precision weights are lost in rounding, on one rank.
+    """A warning, on one rank, if typical updates of half-precision weights are lost in rounding.
 
-    Compares root mean squares over the matrices of each param group and dtype, as far as they are
-    stored on that rank. An update's follows from the learning rate: the entries of an orthogonal
-    ``m x n`` matrix have the root mean square ``1 / sqrt(max(m, n))``. Reads the weights once.
+    Compares root mean squares (RMS) over the matrices of each param group and dtype that the rank
+    stores. That of an update follows from the learning rate, because the entries of an orthogonal
+    ``m x n`` matrix have the RMS ``1 / sqrt(max(m, n))``. Reads the weights once.
     """
     group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
     updates: dict[tuple[int, torch.dtype], list[tuple[float, int]]] = {}
@@ -1091,9 +1088,9 @@ def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str |
 
 @cache
 def _keep_compiler_out() -> None:
-    """Of what a compiled training step may call: it would cut a step into a hundred graphs, and
-    planning would time what it made of kernels. Not at import, because this loads the compiler; so
-    does the first of torch's own optimizers that is made."""
+    """Exclude our methods from a compiled training step, which would be cut into a hundred graphs;
+    and planning would time compiled kernels. Not at import, because this loads the compiler, as
+    torch's own optimizers do when the first is made."""
     for name in ("step", "zero_grad", "synchronize"):
         setattr(Muon, name, torch.compiler.disable(getattr(Muon, name)))
 
@@ -1101,8 +1098,8 @@ def _keep_compiler_out() -> None:
 def hf_factory() -> type[Muon]:
     """The factory for the `Trainer` of Hugging Face's transformers (5.2 and newer).
 
-    ``Trainer(model, args, optimizer_cls_and_kwargs=(dmuon.hf_factory, {"lr": 1e-3}))``: it calls
-    this without arguments, and what comes with the model and the dict, which so holds keyword
-    arguments of `Muon`. Given the class itself, it makes two groups, of which one has no decay.
+    ``Trainer(model, args, optimizer_cls_and_kwargs=(dmuon.hf_factory, {"lr": 1e-3}))``, with
+    keyword arguments of `Muon` in the dict: `Trainer` then passes the model. Given the class
+    itself, it would make two groups, one of them without decay.
     """
     return Muon

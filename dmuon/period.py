@@ -90,7 +90,7 @@ class Schedule:
         return self._period == math.inf
 
     def is_full(self, t: int) -> bool:
-        """Whether step ``t`` is full, given the full steps up to now. Changes nothing.
+        """Whether step ``t`` is full, after the full steps up to now. Changes nothing.
 
         Raises:
             TypeError, ValueError: the function gave no number, one below 1, or NaN.
