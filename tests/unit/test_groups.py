@@ -6,7 +6,6 @@ What `dedicate_params` gives besides is in `test_single_process`.
 from __future__ import annotations
 
 import copy
-import io
 import json
 import math
 import pickle
@@ -39,6 +38,7 @@ from tests.unit.models import (
     clone,
     inputs,
     mean_square,
+    through_a_file,
     tokens,
     train,
     weights,
@@ -97,13 +97,6 @@ def by_role(model: nn.Module) -> tuple[Named, Named]:
 
 def plain(named: Named) -> list[nn.Parameter]:
     return [p for _, p in named]
-
-
-def through_a_file(state: object) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 def same_state(ours: Any, theirs: Any) -> None:
