@@ -140,12 +140,9 @@ class Given:
             return self.route()
         assert self.inner is not None
         return collect(
-            self.inner,
-            select=request.select,
-            splits=request.splits,
-            heads=request.heads,
+            self.inner, select=request.select, splits=request.splits, heads=request.heads,
             allow_meta=layout is Layout.DEDICATED,
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -315,16 +312,13 @@ def _priced_plan(
     request = replace(request, planner=_planner(request))
     if request.plan is not None or request.costs != "measured":
         return _plan_by(request.costs, request, found, limits, transport)
+    keys = [m.key for m in found.specs.matrices]
+    # Elsewhere owners run Newton-Schulz alone.
+    momentum = found.layout.keeps_state_at_owners
     costs = measured_costs(
-        transport,
-        [m.key for m in found.specs.matrices],
-        found.device,
-        request.planner,
-        kernels=request.kernels,
-        ns_dtype=request.ns_dtype,
-        momentum=found.layout.keeps_state_at_owners,  # elsewhere owners run Newton-Schulz alone
-        batch_bytes=found.batch_bytes,
-    )
+        transport, keys, found.device, request.planner, kernels=request.kernels,
+        ns_dtype=request.ns_dtype, momentum=momentum, batch_bytes=found.batch_bytes,
+    )  # fmt: skip
     if not costs.entries:
         return _plan_by(costs, request, found, limits, transport)
     # Would it pay to share matrices if exchanges were free? Only then they are measured.
@@ -349,15 +343,11 @@ def _plan_by(
         ns_dtype = resolve_ns_dtype(request.ns_dtype, found.device)
         momentum = found.layout.keeps_state_at_owners
         plan = request.plan or solve(
-            found.specs,
-            found.topology,
+            found.specs, found.topology,
             resolve_costs(costs, found.topology.device_type, momentum=momentum),
-            layout=found.layout,
-            solver=request.solver,
-            options=request.planner,
-            limits=limits,
+            layout=found.layout, solver=request.solver, options=request.planner, limits=limits,
             batch_numel=found.batch_bytes // ns_dtype.itemsize,
-        )
+        )  # fmt: skip
         return plan.to_json()
 
     text = solve_on_first(transport, solved)
@@ -829,11 +819,9 @@ def mesh_topology(
     planner: PlannerOptions,
 ) -> Topology:
     device = compute_device(parameters)
-    if mesh is not None and device.type == "meta":
-        device = torch.device(mesh.device_type)
-    elif mesh is None and device.type == "meta":
-        accelerator = torch.accelerator.current_accelerator()
-        device = torch.device("cpu") if accelerator is None else accelerator
+    if device.type == "meta":
+        here = torch.accelerator.current_accelerator() or torch.device("cpu")
+        device = here if mesh is None else torch.device(mesh.device_type)
     if mesh is not None and mesh.device_type != device.type:
         raise OwnershipError(
             f"the mesh is of {mesh.device_type!r} devices but the model is on {device}: move the "

@@ -75,20 +75,6 @@ def _betas(value: Any) -> tuple[float, ...]:
     return tuple(_number(beta) for beta in value)
 
 
-def _function(value: Any) -> Any:
-    if not callable(value):
-        raise TypeError
-    return value
-
-
-def _period(value: Any) -> Any:
-    return value if callable(value) else _number(value)
-
-
-def _adjustment(value: Any) -> Any:
-    return value if value is None or isinstance(value, str) else _number(value)
-
-
 def _one_of(values: tuple[str | None, ...]) -> Rule:
     names = ", ".join(map(repr, values))
     return Rule(f"one of {names}", _of_type(str, type(values[0])), lambda value: value in values)
@@ -123,14 +109,14 @@ COEFFICIENTS = Rule("a name, one triple (a, b, c) or one triple per step", _of_t
 ADJUSTMENTS = "original", "match_rms_adamw", "spectral_unclamped"
 ADJUSTMENT = Rule(
     f"None, one of {', '.join(map(repr, ADJUSTMENTS))}, or the RMS of an update, such as 0.2",
-    _adjustment,
+    lambda v: v if v is None or isinstance(v, str) else _number(v),
     lambda v: v is None or (v in ADJUSTMENTS if isinstance(v, str) else 0 < v < math.inf),
 )
 FLAG = Rule("True or False", _of_type(bool))
 TEXT = Rule("a string", _of_type(str))
 AT_LEAST_ZERO = Rule("a number >= 0", _number, lambda value: value >= 0)
 PATH = Rule("a path", _of_type(str, os.PathLike))
-GROUPS = Rule("a function (name, module) -> bool", _function)
+GROUPS = Rule("a function (name, module) -> bool", _of_type(Callable))
 FLOAT_DTYPE = Rule(
     "a floating dtype such as torch.bfloat16",
     _of_type(torch.dtype),
@@ -142,7 +128,7 @@ FINITE_PERIOD = Rule("a finite number >= 1", _number, lambda value: 1 <= value <
 PERIOD_OF_STEP = Rule("a number >= 1 (math.inf: no full step)", _number, lambda value: value >= 1)
 PERIOD = Rule(
     "a whole number of steps >= 1 (1: plain Muon), math.inf, or a function of the step",
-    _period,
+    lambda value: value if callable(value) else _number(value),
     lambda value: callable(value) or (value >= 1 and value in (math.inf, value // 1)),
 )
 

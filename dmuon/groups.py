@@ -222,10 +222,6 @@ class NamedGroups:
         self.algorithms += algorithms
         return made
 
-    def drop_last(self) -> None:
-        """Forget the group that was read last."""
-        del self.names[-1], self.algorithms[-1]
-
     def _identified(
         self,
         given: Sequence[Group],
@@ -242,13 +238,13 @@ class NamedGroups:
             made.append([])
             algorithm = algorithm_of(group)
             for i, (label, p) in enumerate(zip(names or repeat(None), tensors)):
-                held = holders.get(id(p))
+                model, place = holders.get(id(p), ((None, None), None))
                 if p in planned:
                     name = planned[p]
                 elif label is not None:
                     name = canonical_name(label)
-                elif held is not None:  # two models may use the same names
-                    unique = (f"{k}.{held.name}" if k else held.name for k in range(len(taken) + 2))
+                elif place is not None:  # two models may use the same names
+                    unique = (f"{k}.{place[1]}" if k else place[1] for k in range(len(taken) + 2))
                     name = next(n for n in unique if taken.setdefault(n, id(p)) == id(p))
                 elif algorithm is not None or planned:
                     name = f"param_groups.{number}.{i}"
@@ -258,27 +254,29 @@ class NamedGroups:
                         "module holds, and their shapes do not tell an embedding from a "
                         f"projection: {THREE_WAYS}"
                     )
-                if held is not None:
-                    self._places[name] = held.number, held.name
-                modules = (None, None) if held is None else (held.model, held.around)
+                if place is not None:
+                    self._places[name] = place
                 made[-1].append(name)
-                everyone.append(Member(name, p, algorithm, *modules))
+                everyone.append(Member(name, p, algorithm, *model))
         return made, everyone
 
-    def _holders(self, given: Sequence[tuple[str | None, Tensor]]) -> dict[int, _Held]:
-        """By the id of a parameter, the live model that holds it; found models are noted."""
+    def _holders(
+        self, given: Sequence[tuple[str | None, Tensor]]
+    ) -> dict[int, tuple[Found, tuple[int, str]]]:
+        """By the id of a parameter, the live model that holds it, its number and the name there.
+        Found models are noted."""
         found = [] if self.passed is None else [Found(unwrapped(self.passed), self.passed)]
         known = names_in(found[0].model) if found else {}
         left = [(name, p) for name, p in given if id(p) not in known]
-        holders: dict[int, _Held] = {}
-        for model, around in [*found, *(find_models(left) if left else ())]:
-            refuse_fsdp1(around.modules())
-            reference = weakref.ref(model)
+        holders: dict[int, tuple[Found, tuple[int, str]]] = {}
+        for holder in [*found, *(find_models(left) if left else ())]:
+            refuse_fsdp1(holder.around.modules())
+            reference = weakref.ref(holder.model)
             if reference not in self.models:
                 self.models.append(reference)
             number = self.models.index(reference)
-            for i, names in names_in(model).items():
-                holders.setdefault(i, _Held(model, around, number, names[0]))
+            for i, names in names_in(holder.model).items():
+                holders.setdefault(i, (holder, (number, names[0])))
         return holders
 
     def routed(
@@ -372,15 +370,6 @@ class Found(NamedTuple):
 
     model: nn.Module
     around: nn.Module
-
-
-class _Held(NamedTuple):
-    """The live model that holds a parameter, its number, and the parameter's name there."""
-
-    model: nn.Module
-    around: nn.Module
-    number: int
-    name: str
 
 
 def names_in(model: nn.Module) -> dict[int, list[str]]:

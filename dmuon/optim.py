@@ -144,12 +144,11 @@ class Muon(Optimizer):
             or None, such as ``foreach=False``, is ignored.
 
     Raises:
-        TypeError: a hyperparameter is of a wrong type, such as a string for a number, or there is
-            no such keyword.
+        TypeError: a hyperparameter is of a wrong type, or there is no such keyword.
         ValueError: a hyperparameter is out of range, there are no parameters, neither modules nor
             names tell what they are, they do not fit the ownership, or several processes were
-            launched and no process group was made. Errors of planning are raised at the first
-            step, on every rank.
+            launched without a process group. Errors of planning are raised at the first step, on
+            every rank.
     """
 
     @property
@@ -193,13 +192,9 @@ class Muon(Optimizer):
         )  # fmt: skip
         adamw = AdamWDefaults(adamw_lr, betas, adamw_eps, adamw_weight_decay)
         switches = {
-            "publish": publish,
-            "master_weights": master_weights,
-            "block_lr_ratio": block_lr_ratio,
-            "ns_dtype": ns_dtype,
-            "nonfinite": nonfinite,
-            "verify_every": verify_every,
-        }
+            "publish": publish, "master_weights": master_weights, "block_lr_ratio": block_lr_ratio,
+            "ns_dtype": ns_dtype, "nonfinite": nonfinite, "verify_every": verify_every,
+        }  # fmt: skip
         check_launched("dmuon.Muon")
         given = read_groups(params)
         ownerships = _ownerships_in(params, given)
@@ -255,7 +250,7 @@ class Muon(Optimizer):
         try:
             super().add_param_group(group)
         except Exception:
-            run.groups.drop_last()
+            del run.groups.names[-1], run.groups.algorithms[-1]
             raise
         for name in self.defaults.keys() - own:  # which torch adds to every group
             self.param_groups[-1].pop(name)
@@ -392,26 +387,26 @@ class Muon(Optimizer):
         run.frozen = [(n, p) for n, p in self._named() if not p.requires_grad]
         switches = run.switches
         ns_dtype, backend = _agreed(ownerships, switches["ns_dtype"])
+        masters, accepted = switches["master_weights"], Accepted(run.groups.algorithms)
         settings = Settings(
-            ns_dtype,
-            switches["master_weights"],
-            run.schedule,
-            Accepted(run.groups.algorithms),
-            switches["block_lr_ratio"],
-            switches["publish"],
-            switches["nonfinite"],
-            backend,
-        )
+            ns_dtype, masters, run.schedule, accepted, switches["block_lr_ratio"],
+            switches["publish"], switches["nonfinite"], backend,
+        )  # fmt: skip
         if not again:
             self.state.clear()
 
         def make() -> list[str | None]:
             """No collective call: a rank that fails, for lack of memory perhaps, fails alone."""
-            run.engines = [_engine(o, self, settings) for o in ownerships]
+            run.engines = []
+            for o in ownerships:
+                kind: type[Engine] = OwnerEngine
+                if isinstance(o.runtime, ShardedRuntime):
+                    kind = ShardedEngine
+                run.engines.append(kind(o.runtime, o.telemetry, o.kernels, self, settings))
             run.ownerships, run.settings = ownerships, settings
             self._note_progress(self.param_groups)
             flaws = [_flaw_of_dtype(ownerships, ns_dtype)]
-            if not settings.master_weights and not again:
+            if not masters and not again:
                 flaws.append(_flaw_of_rounding(ownerships, self.param_groups))
             return flaws
 
@@ -485,16 +480,13 @@ class Muon(Optimizer):
         """Update all parameters that have a gradient on any rank. A collective call.
 
         Raises:
-            TypeError, ValueError: a hyperparameter in ``param_groups`` is not what it should be by
-                now, groups or parameters are not those that were planned; nothing has changed.
-                Where that is so on some ranks alone, the others raise ConsensusError, which names
-                them, if a collective that exists anyway can tell: in a full step; where owners have
-                the gradients, if it was so at the end of backward already. Otherwise
-                (in a block step, or changed between backward and `step`) they wait for that rank
-                in the next collective until it times out. On an accelerator, whose host does not
-                wait, the others raise at the next `step`.
-            ConsensusError: a ``period`` that is a function has ranks take full steps at different
-                step counts; found when they meet in a full step.
+            TypeError, ValueError: a hyperparameter in ``param_groups`` is wrong, or groups or
+                parameters are not those that were planned; nothing has changed.
+            ConsensusError: that is so on another rank, or ranks take full steps at different step
+                counts. Told in a full step (on an accelerator at the next `step`); where owners
+                have the gradients, if it was so at the end of backward. Otherwise (in a block
+                step, or changed between backward and `step`) the other ranks wait for that rank
+                until the next collective times out.
         """
         run = self._plan()
         if closure is None and self._makes_state_only():
@@ -656,21 +648,18 @@ class Muon(Optimizer):
     def stats(self) -> dict[str, Any]:
         """Numbers of the last step. No collective call, but it waits for pending updates.
 
-        In every layout:
-            ``update_rms``: by name, the RMS of the matrix's update over the learning rate, on every
-            rank (`dedicated`: on its owner); after a block step that of this rank's blocks.
-            ``ns_ms``: milliseconds of Newton-Schulz on this rank, where momentum lies with owners
-            (``reduce_to_owner``, `dedicated`) momentum included.
-            ``bytes``: what this rank handed to collectives since the step before, by purpose.
-            ``kernels``: what Newton-Schulz ran on this rank, by the shapes that ran together
-            (``ran``, such as ``gram[2]/torch_strips/float32``), the ``workspace_bytes`` that are
-            kept, and the state of ``cuda_graphs``.
-            ``finite``: no rank found a non-finite gradient (after a block step: this rank did not).
-            ``skipped``: the number of steps that were skipped, wholly or in part.
-            ``below_eps``: how many matrices had a norm below ``eps`` (docs/reliability.md).
-        In `sharded`, and in `replicated` without ``reduce_to_owner``:
-            ``full_step`` (or a block step); ``step_bytes``: the memory that a full step takes on
-            this rank, by purpose.
+        ``update_rms``: by name, the RMS of the matrix's update over the learning rate, on every
+        rank (`dedicated`: on its owner); after a block step that of this rank's blocks.
+        ``ns_ms``: milliseconds of Newton-Schulz on this rank, momentum included where it lies with
+        owners (``reduce_to_owner``, `dedicated`). ``bytes``: what this rank handed to collectives
+        since the step before, by purpose. ``kernels``: what Newton-Schulz ran on this rank, by the
+        shapes that ran together (``ran``, such as ``gram[2]/torch_strips/float32``), the
+        ``workspace_bytes`` that are kept, and the state of ``cuda_graphs``. ``finite``: no rank
+        found a non-finite gradient (after a block step: this rank did not). ``skipped``: how many
+        steps were skipped, wholly or in part. ``below_eps``: how many matrices had a norm below
+        ``eps`` (docs/reliability.md). In `sharded`, and in `replicated` without
+        ``reduce_to_owner``, also ``full_step`` (or a block step) and ``step_bytes``, the memory
+        that a full step takes on this rank, by purpose.
         """
         run = self._run
         if run.settings is None:
@@ -693,12 +682,10 @@ class Muon(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state as `torch.optim.Muon` and `torch.optim.AdamW` have it, of whole parameters.
 
-        In the `replicated` layout the whole state, on any rank; in the `sharded` one distributed
-        like the parameters; no collective call. Where momentum lies with owners
-        (``reduce_to_owner``, `dedicated`) a collective call, which every rank makes: it is then
-        distributed by rows. Whatever is distributed is saved by
-        `torch.distributed.checkpoint.save`, or made whole by `get_optimizer_state_dict` with
-        ``full_state_dict=True``, and loads into any layout (docs/checkpoints.md).
+        In `replicated` the whole state, on any rank; in `sharded` distributed like the parameters;
+        no collective call. Where momentum lies with owners (``reduce_to_owner``, `dedicated`) a
+        collective call, which gives it distributed by rows. `torch.distributed.checkpoint.save`
+        saves what is distributed, and it loads into any layout (docs/checkpoints.md).
 
         Raises:
             OwnershipError: momentum lies with owners, and another rank does not make this call.
@@ -795,14 +782,6 @@ class Muon(Optimizer):
         with torch.no_grad():
             for engine in self._run.engines:
                 engine.load_state(saved)
-
-
-def _engine(ownership: Ownership, optimizer: Optimizer, settings: Settings) -> Engine:
-    runtime = ownership.runtime
-    if isinstance(runtime, ShardedRuntime):
-        return ShardedEngine(runtime, ownership.telemetry, ownership.kernels, optimizer, settings)
-    assert isinstance(runtime, OwnerRuntime)
-    return OwnerEngine(runtime, ownership.telemetry, ownership.kernels, optimizer, settings)
 
 
 def _combined(key: str, values: Sequence[Any]) -> Any:
@@ -1014,16 +993,15 @@ def _agreed(ownerships: list[Ownership], ns_dtype: str | torch.dtype) -> tuple[t
 def _flaw_of_dtype(ownerships: list[Ownership], dtype: torch.dtype) -> str | None:
     """A warning, on one rank, if kernels were chosen for another Newton-Schulz dtype."""
     name = str(dtype).removeprefix("torch.")
-    for ownership in ownerships:
-        kernels = {batch.kernel for batch in ownership.plan.batches} - {""}
-        others = sorted({KernelChoice.parse(kernel).dtype for kernel in kernels} - {name})
-        if others and ownership.rank == 0:
-            return (
-                f"dmuon: the plan's kernels were chosen for {' and '.join(others)}, and "
-                f"Newton-Schulz runs in {name}: the fixed rule chooses instead. Leave ns_dtype out "
-                "to use them"
-            )
-    return None
+    batches = chain.from_iterable(o.plan.batches for o in ownerships if o.rank == 0)
+    kernels = {batch.kernel for batch in batches} - {""}
+    others = sorted({KernelChoice.parse(kernel).dtype for kernel in kernels} - {name})
+    if not others:
+        return None
+    return (
+        f"dmuon: the plan's kernels were chosen for {' and '.join(others)}, and Newton-Schulz runs "
+        f"in {name}: the fixed rule chooses instead. Leave ns_dtype out to use them"
+    )
 
 
 def _half_ulp(magnitude: float, dtype: torch.dtype) -> float:

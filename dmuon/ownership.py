@@ -43,9 +43,10 @@ class Ownership:
         self.plan = plan
         self.kernels = kernels
         self.runtime = runtime
-        self.telemetry = StepTelemetry(
-            runtime.transport, runtime.meter, runtime.device, _comparable_ms(plan, self.rank)
-        )
+        planned_ms = None  # comparable only where prices were measured
+        if not plan.cost_source.startswith("analytic"):
+            planned_ms = sum(batch.ms for batch in plan.batches if self.rank in batch.ranks)
+        self.telemetry = StepTelemetry(runtime.transport, runtime.meter, runtime.device, planned_ms)
         self.closed = False
         self.by_optimizer = False  # a `dmuon.Muon` made it, and nobody else has it
         self.asked: Any = None  # the request and the mesh that it was planned by
@@ -190,13 +191,6 @@ class Ownership:
         if model is not None:
             _owner_by_model.pop(model, None)
         _forget(self._ids, weakref.ref(self))
-
-
-def _comparable_ms(plan: OwnershipPlan, rank: int) -> float | None:
-    """The planned milliseconds of a rank's batches; None if prices were not measured."""
-    if plan.cost_source.startswith("analytic"):
-        return None
-    return sum(batch.ms for batch in plan.batches if rank in batch.ranks)
 
 
 def _forget(ids: Sequence[int], reference: weakref.ref[Ownership]) -> None:

@@ -6,8 +6,6 @@
     parameters  which entry belongs to which parameter: by name where there are names, else by order
     entries     the keys, shapes, dtypes and values of each
     groups      the hyperparameters, and where the schedule is
-
-An entry has the keys of `torch.optim.Muon` or `torch.optim.AdamW`, and "master_weight".
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from dmuon.scheduler.specs import ParameterSpec, canonical_name
 from dmuon.types import Algorithm, OwnershipError, first_of
 from dmuon.update import not_finite
 
-# The keys that an entry must have, by what updates its parameter.
+# The keys that an entry must have, as in torch.optim, by what updates its parameter.
 _NEEDED = {
     Algorithm.MUON: ("momentum_buffer",),
     Algorithm.ADAMW: ("exp_avg", "exp_avg_sq", "step"),
