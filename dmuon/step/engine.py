@@ -43,7 +43,7 @@ from dmuon.scheduler.specs import Box
 from dmuon.step.verdict import Checked, Verdict, VerdictMessage, is_exchange_step
 from dmuon.step.verify import Sample, Stored, Verifier
 from dmuon.tensors import finite_marks
-from dmuon.types import NonFiniteError, OwnershipError, first_of
+from dmuon.types import NonFiniteError, first_of
 
 WARM_UP = 2  # steps that allocate, compile and fill caches
 WINDOW = 8  # steps whose median counts
@@ -484,7 +484,7 @@ class KeptByRules:
     def load(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
         """Take over what was saved, by parameter; zeros where nothing was. A collective call."""
         for p in self._members:
-            for spec, size, places in self._saved(p):
+            for spec, _, places in self._saved(p):
                 name = spec.name
                 value = saved.get(p, {}).get(name)
                 if value is None:
@@ -492,13 +492,6 @@ class KeptByRules:
                         if i in self._tensors[name]:
                             self._tensors[name][i].zero_()
                     continue
-                if not isinstance(value, Tensor) or tuple(value.shape) != (size,):
-                    found = tuple(value.shape) if isinstance(value, Tensor) else value
-                    what = self._runtime.plan.specs.parameters[p].name
-                    raise OwnershipError(
-                        f"the optimizer state has {name} of shape {found} for parameter {what!r}, "
-                        f"expected {(size,)}: it was saved with other splits, or by another variant"
-                    )
                 self._runtime.rows.collect(value, places, self._flat(name))
 
     def _flat(self, name: str) -> dict[int, Tensor]:
