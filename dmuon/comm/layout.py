@@ -1,5 +1,5 @@
-"""What every layout is to the optimizer and its tools, what the two layouts of owners share, and
-the checks of all."""
+"""What every layout offers to the optimizer and its tools, what the layouts with momentum at owners
+share, and the checks of all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dmuon.comm.buckets import Slices
 from dmuon.comm.reducer import GradientReducer, OwnedGradients
-from dmuon.comm.rows import Places, RowShards
+from dmuon.comm.routes import Places, RowShards
 from dmuon.comm.transport import Meter, Transport
 from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
 from dmuon.scheduler.specs import Box, canonical_name
@@ -44,10 +44,10 @@ class Gradients:
 class LayoutRuntime(ABC):
     """Moves the bytes of one ownership.
 
-    ``units`` are what is computed at once, in the order of execution; none before the optimizer has
-    bound itself. ``parameters`` are the planned ones, in the order of the plan, ``dedicated`` those
-    that only their owners store. ``device``: where Newton-Schulz and the collectives run; ``apart``
-    is that of `units_of`.
+    ``units`` are what is computed at once, in the order of execution; there are none before the
+    optimizer has bound itself. ``parameters`` are the planned ones, in the order of the plan,
+    ``dedicated`` those that only their owners store. Newton-Schulz and the collectives run on
+    ``device``; ``apart`` is that of `units_of`.
     """
 
     parameters: Sequence[nn.Parameter]
@@ -78,13 +78,9 @@ class LayoutRuntime(ABC):
     def find_parameters(self) -> None:  # noqa: B027
         """Find the parameters as they are now, where the layout lets a framework replace them."""
 
-    def raise_noted(self) -> None:  # noqa: B027
-        """Raise what earlier rounds found that no host could read then: on every rank alike, before
-        anything is sent."""
-
     @abstractmethod
     def reduce_gradients(self) -> None:
-        """Have all gradients where they belong; a collective call."""
+        """Move all gradients to where they are needed; a collective call."""
 
     @abstractmethod
     def gradients(self) -> Gradients:
@@ -95,10 +91,10 @@ class LayoutRuntime(ABC):
         """Wait until every parameter holds its published value."""
 
     def zero_grad(self) -> None:  # noqa: B027
-        """Forget gradients kept apart from ``p.grad``."""
+        """Forget gradients that are not kept in ``p.grad``."""
 
     def gradients_changed(self) -> None:  # noqa: B027
-        """What `gradients` gave has been changed in place, all of it."""
+        """Everything that `gradients` gave has been changed in place."""
 
     @abstractmethod
     def set_sync(self, sync: bool) -> bool:
@@ -115,10 +111,6 @@ class LayoutRuntime(ABC):
                 "these parameters already have a dmuon.Muon; to make another one, call "
                 "own.close() and dmuon.dedicate_params(model) again"
             )
-
-    def _bind_units(self, groups: Sequence[int]) -> None:
-        """What is computed at once, by the param groups."""
-        self.units = units_of(self.plan, groups, apart=self.apart)
 
     def _not_bound(self) -> OwnershipError:
         """The error of a call that needs an optimizer when there is none."""
@@ -162,7 +154,7 @@ class OwnerRuntime(LayoutRuntime):
         self, groups: Sequence[int], reduce_dtype: torch.dtype | None
     ) -> OwnedGradients:
         """The first part of `bind`: units, and where their gradients are collected."""
-        self._bind_units(groups)
+        self.units = units_of(self.plan, groups, apart=self.apart)
         return OwnedGradients(
             self._slices, self.units, self.transport.rank, reduce_dtype, self.device
         )
@@ -190,29 +182,30 @@ class OwnerRuntime(LayoutRuntime):
             raise self._not_bound()
         return self.reducer
 
-    def _check_model(self) -> None:
-        """Raise OwnershipError if the model trains other parameters than planned."""
-        if self._watch is not None:
-            self._watch.check()
+    def raise_noted(self) -> None:
+        """Raise what earlier rounds found that no host could read then: on every rank alike, before
+        anything is sent."""
+        self._bound.raise_noted()
 
     def set_sync(self, sync: bool) -> bool:
-        reducer = self._bound
-        previous, reducer.sync = reducer.sync, sync
-        # What was accumulated meanwhile must be reduced, by the next backward or by `step`.
-        reducer.owed = reducer.owed or (sync and not previous)
-        return previous
+        return self._bound.set_sync(sync)
 
     def zero_grad(self) -> None:
         if self.reducer is not None:
             self.reducer.clear()
 
     def gradients_changed(self) -> None:
-        self._bound.note_rest()
+        self._bound.note_averaged()
 
     def skip(self) -> None:
-        """Have `step` change nothing, on all ranks alike."""
+        """Make `step` change nothing, on all ranks alike."""
         present = self._bound.present
         present[:] = [False] * len(present)
+
+    def _with_gradients(self, unit: Unit) -> list[int]:
+        """Positions of the matrices of a unit that have a gradient on any rank: the same on all."""
+        present, matrices = self._bound.present, self.plan.specs.matrices
+        return [k for k, i in enumerate(unit.matrices) if present[matrices[i].parameter]]
 
     @abstractmethod
     def step(self, compute: Compute, apply: Apply) -> None:
@@ -237,7 +230,7 @@ class OwnerRuntime(LayoutRuntime):
 def check_replaced(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
     """Raise OwnershipError if the model has another parameter by now, with a gradient.
 
-    A missing gradient may mean this.
+    A missing gradient may be a sign of this.
     """
     known = {id(p) for p in parameters}
     for name, p in model.named_parameters():

@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from dmuon.comm.buckets import (
     Buffer,
     Slices,
+    allocate,
     cut_by_bytes,
     gradient_bucket,
-    packed,
     publish_buckets,
 )
 from dmuon.comm.hooks import Coverage, attach, wait_points
@@ -127,7 +127,7 @@ class ReplicatedRuntime(OwnerRuntime):
             units = [self.units[u] for u in members]
             counts = [len(u.matrices) for u in units]
             sizes = [*((u.numel, dtypes[u]) for u in units), (sum(counts), torch.float32)]
-            flat, (*payloads, rms) = packed(sizes, self.device)
+            flat, (*payloads, rms) = allocate(sizes, self.device)
             parts = zip(units, payloads, rms.split(counts), strict=True)
             published = [self._published(*part) for part in parts]
             for p in (p for live in published for p in live.parameters):
@@ -222,16 +222,14 @@ class ReplicatedRuntime(OwnerRuntime):
 
     # ---- gradients ---------------------------------------------------------------------------
 
-    def raise_noted(self) -> None:
-        self._bound.raise_noted()
-
     def reduce_gradients(self) -> None:
         # Inside DistributedDataParallel.no_sync gradients stay in p.grad.
         self.synchronize()
         self._bound.ensure(self._check, accumulated=self._ddp is not None)
 
     def _check(self) -> None:
-        self._check_model()
+        if self._watch is not None:
+            self._watch.check()
         self._check_storage()
         if self._ddp is not None and self._bound.open:
             raise DmuonError(

@@ -21,12 +21,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, pairwise
 from operator import add
 
+import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from dmuon.comm.transport import Transport
+from dmuon.dtensors import local_rows, sharded_rows, whole_tensor
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import ShardMap
 from dmuon.scheduler.specs import Box, Form
@@ -151,9 +157,9 @@ class BucketRoute:
         return self.held if self.published is None else self.published
 
 
-# A piece of a matrix: (position in its unit, matrix, its shape there, whether its slot holds the
-# transpose, box in it).
-Piece = tuple[int, int, tuple[int, ...], bool, Box]
+# What a rank has of a matrix: (position in its unit, matrix, shape of the matrix there, whether its
+# slot holds the transpose, box in that shape).
+MatrixPart = tuple[int, int, tuple[int, ...], bool, Box]
 
 
 def slice_of(shards: ShardMap, unit: Unit, position: int) -> Box:
@@ -170,7 +176,9 @@ def slice_of(shards: ShardMap, unit: Unit, position: int) -> Box:
     )
 
 
-def parts_of(shards: ShardMap, unit: int, pieces: Iterable[Piece], start: int = 0) -> list[Part]:
+def parts_of(
+    shards: ShardMap, unit: int, pieces: Iterable[MatrixPart], start: int = 0
+) -> list[Part]:
     """Pieces, equal ones joined, in a buffer from element ``start`` on."""
     parts: list[Part] = []
     for position, i, shape, transposed, box in pieces:
@@ -188,15 +196,17 @@ def parts_of(shards: ShardMap, unit: int, pieces: Iterable[Piece], start: int = 
     return parts
 
 
-class _Pieces:
-    """Collects the pieces for each peer, and lays them out one peer behind the other."""
+class _Outline:
+    """A message that is being put together: what goes to each peer, peer by peer."""
 
     def __init__(self, shards: ShardMap) -> None:
         self._shards = shards
         # By peer and unit.
-        self._pieces: dict[int, dict[int, list[Piece]]] = defaultdict(lambda: defaultdict(list))
+        self._pieces: dict[int, dict[int, list[MatrixPart]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
 
-    def add(self, peer: int, unit: int, piece: Piece) -> None:
+    def add(self, peer: int, unit: int, piece: MatrixPart) -> None:
         self._pieces[peer][unit].append(piece)
 
     def message(self) -> Message:
@@ -209,77 +219,96 @@ class _Pieces:
         return Message(tuple(parts), tuple(splits))
 
 
+class _Outlines:
+    """The messages of a bucket at one rank, matrix by matrix; named as in `BucketRoute`."""
+
+    def __init__(self, shards: ShardMap, rank: int) -> None:
+        self._shards = shards
+        self._rank = rank
+        self.held, self.owned, self.published = (_Outline(shards) for _ in range(3))
+        self.out, self.into = _Outline(shards), _Outline(shards)
+        self.blocks, self.landing = _Outline(shards), _Outline(shards)
+
+    def publish(self, u: int, unit: Unit, position: int) -> None:
+        """A matrix that every rank holds whole."""
+        part, block = self._of(unit, position, self._rank)
+        self.published.add(unit.owner, u, part)
+        if unit.owner == unit.first_owner:
+            self.landing.add(0, u, block)
+        if unit.owner == self._rank:
+            self.held.add(self._rank, u, part)
+            self.blocks.add(0, u, block)
+
+    def exchange(self, u: int, unit: Unit, position: int) -> None:
+        """A matrix that the ranks of one replica hold in pieces."""
+        shards, rank, i = self._shards, self._rank, unit.matrices[position]
+        # Co-owners work on what the replica of the first one holds.
+        replica, is_first = shards.replica_of(i, unit.first_owner), unit.owner == unit.first_owner
+        if unit.owner == rank:
+            for piece in shards.pieces(i):
+                if piece.replica == replica:
+                    self._add(self.owned, piece.rank, u, self._of(unit, position, piece.rank)[0])
+        part, block = self._of(unit, position, rank)
+        mine = shards.piece(i, rank)
+        if mine.replica == replica:
+            self._add(self.held, unit.owner, u, part)
+            if is_first:
+                self._add(self.blocks, 0, u, block)
+        if not mine.numel or not is_first or not shards.is_replicated(i):
+            return
+        for peer, other in shards.partners(i, rank):
+            if mine.replica == replica:
+                self.out.add(peer, u, block)
+            elif other == replica:
+                self.into.add(peer, u, block)
+
+    def _of(self, unit: Unit, position: int, rank: int) -> tuple[MatrixPart, MatrixPart]:
+        """What the unit has of what a rank holds of a matrix, and all that the rank holds."""
+        i, cut = unit.matrices[position], slice_of(self._shards, unit, position)
+        turned, box = unit.holds_transpose(position), self._shards.piece(i, rank).box
+        part = position, i, cut.shape, turned, box.intersection(cut).within(cut)
+        return part, (position, i, self._shards.boxes[i].box.shape, turned, box)
+
+    @staticmethod
+    def _add(outline: _Outline, peer: int, u: int, piece: MatrixPart) -> None:
+        if piece[-1].numel:
+            outline.add(peer, u, piece)
+
+
 def bucket_route(
     shards: ShardMap, units: Sequence[Unit], bucket: Sequence[int], rank: int
 ) -> BucketRoute:
     """What ``rank`` sends and receives for a bucket."""
-    everywhere = all(shards.is_everywhere(i) for u in bucket for i in units[u].matrices)
-    sent, owned, published, out, into, blocks, landing = (_Pieces(shards) for _ in range(7))
-    replicates = False
+    matrices = [i for u in bucket for i in units[u].matrices]
+    everywhere = all(map(shards.is_everywhere, matrices))
+    outlines = _Outlines(shards, rank)
+    add = outlines.publish if everywhere else outlines.exchange
     for u in bucket:
-        unit = units[u]
-        is_first = unit.owner == unit.first_owner
-        for k, i in enumerate(unit.matrices):
-            turned, cut = unit.holds_transpose(k), slice_of(shards, unit, k)
-
-            def of(box: Box, k: int = k, i: int = i, t: bool = turned, cut: Box = cut) -> Piece:
-                """What the unit has of a box of the matrix."""
-                return k, i, cut.shape, t, box.intersection(cut).within(cut)
-
-            mine = shards.piece(i, rank)
-            block = k, i, shards.boxes[i].box.shape, turned, mine.box
-            if everywhere:
-                published.add(unit.owner, u, of(mine.box))
-                if is_first:
-                    landing.add(0, u, block)
-                if unit.owner == rank:
-                    sent.add(rank, u, of(mine.box))
-                    blocks.add(0, u, block)
-                continue
-            # Co-owners work on what the replica of the first one holds.
-            of_owner = shards.replica_of(i, unit.first_owner)
-            if unit.owner == rank:
-                for piece in shards.pieces(i):
-                    found = of(piece.box)
-                    if piece.replica == of_owner and found[-1].numel:
-                        owned.add(piece.rank, u, found)
-            is_sender = mine.replica == of_owner
-            found = of(mine.box)
-            if found[-1].numel and is_sender:
-                sent.add(unit.owner, u, found)
-            if mine.numel and is_sender and is_first:
-                blocks.add(0, u, block)
-            if not shards.is_replicated(i):
-                continue
-            replicates = True
-            for peer, replica in shards.partners(i, rank) if mine.numel and is_first else ():
-                if is_sender:
-                    out.add(peer, u, block)
-                elif replica == of_owner:
-                    into.add(peer, u, block)
-    held, of_all = sent.message(), published.message() if everywhere else None
-    came = of_all or held
+        for position in range(len(units[u].matrices)):
+            add(u, units[u], position)
+    held, published = outlines.held.message(), outlines.published.message()
+    came = published if everywhere else held
     route = BucketRoute(
         units=tuple(u for u in bucket if units[u].owner == rank),
         held=held,
-        owned=held if everywhere else owned.message(),
-        copies_out=out.message(),
-        copies_in=into.message(),
-        replicates=replicates,
+        owned=held if everywhere else outlines.owned.message(),
+        copies_out=outlines.out.message(),
+        copies_in=outlines.into.message(),
+        replicates=not everywhere and any(map(shards.is_replicated, matrices)),
         blocks=held,
         landing=came,
-        published=of_all,
+        published=published if everywhere else None,
     )
     if not any(units[u].co_owners for u in bucket):
         return route
-    sending = blocks.message()
-    lands = landing.message() if everywhere else sending
+    blocks = outlines.blocks.message()
+    landing = outlines.landing.message() if everywhere else blocks
     return replace(
         route,
-        blocks=sending,
-        landing=lands,
-        cuts=_cuts(shards, units, held, sending),
-        joins=_cuts(shards, units, came, lands),
+        blocks=blocks,
+        landing=landing,
+        cuts=_cuts(shards, units, held, blocks),
+        joins=_cuts(shards, units, came, landing),
     )
 
 
@@ -313,3 +342,93 @@ def _cuts(
                 piece = part.start + j * part.box.numel
                 found.append(Cut(piece, (1, *box.shape), start, (1, *block.box.shape), box))
     return tuple(found)
+
+
+# ---- saved state -----------------------------------------------------------------------------
+
+# What is kept of a parameter: (number, the rank that keeps it, its box). Equal on all ranks. A rank
+# has its own tensors by these numbers.
+Places = Sequence[tuple[int, int, Box]]
+
+
+class RowShards:
+    """Moves what owners keep into the form in which it is saved, and back; collective calls.
+
+    A checkpoint knows a parameter by its name and its whole shape, whoever owns its matrices. So it
+    becomes a `DTensor` of even rows on all ranks, which torch saves, loads and reshards::
+
+        owner of a.weight    rows 0 .. 7 ---all-to-all---> rank 0: rows 0-1, rank 1: rows 2-3, ...
+
+    With one rank it stays a plain tensor. A plain tensor that is loaded is whole on every rank.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device) -> None:
+        self.device = device
+        self._transport = transport
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh | None:
+        return self._transport.mesh(self.device)
+
+    def spread(
+        self, shape: tuple[int, ...], dtype: torch.dtype, places: Places, mine: Mapping[int, Tensor]
+    ) -> Tensor:
+        """The whole tensor, of which ``places`` keep every element once."""
+        rows, rank = self._rows(shape), self._transport.rank
+        local = torch.empty(rows[rank][2].shape, dtype=dtype, device=self.device)
+        self._move(places, mine, rows, {rank: local}, dtype)
+        return local if self._mesh is None else sharded_rows(local, self._mesh, shape)
+
+    def collect(self, value: Tensor, places: Places, mine: Mapping[int, Tensor]) -> None:
+        """Write what each of ``places`` keeps of a tensor there, from whatever form it has."""
+        local, rank = local_rows(value, self._mesh), self._transport.rank
+        if local is not None:
+            self._move(self._rows(tuple(value.shape)), {rank: local}, places, mine, local.dtype)
+            return
+        whole = whole_tensor(value)
+        for i, r, box in places:
+            if r == rank and box.numel:
+                mine[i].copy_(whole[box.slices()])
+
+    def _rows(self, shape: tuple[int, ...]) -> list[tuple[int, int, Box]]:
+        """Even rows, as torch cuts them: the last ranks may have fewer, or none."""
+        world, others = self._transport.world, shape[1:]
+        step = math.ceil(shape[0] / world)
+        starts = [min(r * step, shape[0]) for r in range(world + 1)]
+        return [
+            (r, r, Box((a, *(0 for _ in others)), (b - a, *others)))
+            for r, (a, b) in enumerate(pairwise(starts))
+        ]
+
+    def _move(
+        self,
+        places: Places,
+        mine: Mapping[int, Tensor],
+        targets: Places,
+        into: Mapping[int, Tensor],
+        dtype: torch.dtype,
+    ) -> None:
+        """Copy what lies at ``places``, ``mine`` here, to ``targets``, ``into`` here."""
+        rank, world = self._transport.rank, self._transport.world
+        # Views by peer, in the order of targets, then of places.
+        sent: list[list[Tensor]] = [[] for _ in range(world)]
+        received: list[list[Tensor]] = [[] for _ in range(world)]
+        for i, receiver, target in targets:
+            for j, sender, place in places:
+                if rank not in (sender, receiver):
+                    continue
+                shared = place.intersection(target)
+                if shared.numel and sender == rank:
+                    sent[receiver].append(mine[j][shared.within(place).slices()])
+                if shared.numel and receiver == rank:
+                    received[sender].append(into[i][shared.within(target).slices()])
+        out, back = ([sum(v.numel() for v in views) for views in each] for each in (sent, received))
+        source = torch.empty(sum(out), dtype=dtype, device=self.device)
+        arrived = torch.empty(sum(back), dtype=dtype, device=self.device)
+        views = [*chain.from_iterable(sent)]
+        for flat, view in zip(source.split([v.numel() for v in views]), views):
+            flat.view(view.shape).copy_(view)
+        self._transport.all_to_all(arrived, source, back, out, tag="saved state").wait()
+        views = [*chain.from_iterable(received)]
+        for flat, view in zip(arrived.split([v.numel() for v in views]), views):
+            view.copy_(flat.view(view.shape))

@@ -35,7 +35,7 @@ from dmuon.comm.routes import bucket_route
 from dmuon.comm.transport import Transport, Work
 from dmuon.config import BATCH_BUCKETS, ShardedOptions
 from dmuon.dtensors import LocalParameters
-from dmuon.scheduler.plan import OwnershipPlan, Unit
+from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
 from dmuon.scheduler.shards import ShardMap
 from dmuon.types import Layout
 
@@ -79,7 +79,7 @@ class ShardedRuntime(LayoutRuntime):
     def bind(self, groups: Sequence[int], ns_dtype: torch.dtype, hooks: bool) -> None:
         """Prepare for an optimizer: the param group of each matrix, the dtype that travels, and
         whether updates may be awaited by the next forward (else by `synchronize` alone)."""
-        self._bind_units(groups)
+        self.units = units_of(self.plan, groups, apart=self.apart)
         options = self._options
         self.batch_numel = BATCH_BUCKETS * options.bucket_bytes // ns_dtype.itemsize
         travelling = [u for u, unit in enumerate(self.units) if not self.is_local(unit)]

@@ -2,10 +2,10 @@
 
 ::
 
-    forward    before a group of modules runs: its weights <---broadcast--- owners; then dropped
-    backward   weights again; gradients ---reduce---> owners as soon as a group has all of its own
+    forward    before a layer runs: its weights <---broadcast--- owners; freed afterwards
+    backward   weights again; gradients ---reduce---> owners as soon as a layer has all of its own
     step       owner: momentum, Newton-Schulz, its own weights. One small all-reduce
-    next       the first groups' broadcasts leave as soon as their owners are done
+    next       the first layers' broadcasts leave as soon as their owners are done
 
 With replicas (HSDP) weights travel inside a replica, from the owner or, elsewhere, from its
 holder; gradients go to the holders first and from there to the owner; the step ends with one
@@ -32,9 +32,9 @@ from dmuon.comm.dedicated.prefetch import (
     Prefetcher,
     check_first_forward,
     hook_module,
-    hook_state,
+    hook_state_dicts,
 )
-from dmuon.comm.dedicated.storage import Storage, module_groups
+from dmuon.comm.dedicated.storage import Storage, layers_of
 from dmuon.comm.hooks import area, fsdp_roots, wait_points
 from dmuon.comm.layout import Apply, Compute, Gradients, OwnerRuntime, ParameterWatch
 from dmuon.comm.pipeline import Pipeline
@@ -48,11 +48,11 @@ from dmuon.comm.reducer import (
     unstacker,
 )
 from dmuon.comm.routes import Part, bucket_route
+from dmuon.comm.states import PassState
 from dmuon.comm.transport import Meter
 from dmuon.config import DedicatedOptions, ShardedOptions
 from dmuon.dtensors import is_distributed, local_shard, local_tensor, mesh_axes
 from dmuon.scheduler.plan import Unit
-from dmuon.scheduler.shards import LocalShard, RankShards, ShardMap
 from dmuon.scheduler.specs import Box
 from dmuon.types import OwnershipError
 
@@ -60,8 +60,8 @@ _Parts = list[tuple[int, int, Tensor]]  # position in a unit, matrix, its part
 
 
 class _Assembly:
-    """The step under tensor parallelism, of units whose gradients have one dtype, and what is
-    published of them one, that of ``like``."""
+    """The step under tensor parallelism, of units with gradients of one dtype whose results are
+    published in one, that of ``like``."""
 
     def __init__(
         self,
@@ -74,28 +74,12 @@ class _Assembly:
         like: Tensor,
     ) -> None:
         self._units = units
-        specs, together = slices.plan.specs, tuple(range(slices.grid.shape[2]))
-        # A parameter that is whole everywhere is one that each of these ranks replicates.
-        reports = [
-            RankShards.of(
-                t,
-                [
-                    LocalShard(together, (t,), Box.at_origin(spec.shape))
-                    if boxes is None
-                    else LocalShard(together, (), boxes[t])
-                    for spec, boxes in zip(specs.parameters, slices.boxes, strict=True)
-                ],
-            )
-            for t in together
-        ]
-        copies, holders = ((together,),) * len(specs.parameters), (together,) * len(specs.matrices)
-        shards = ShardMap(specs, tuple(reports), copies, holders)
         near = [replace(u, owner=slices.owner_place(u.matrices[0])[2]) for u in units]
         options = ShardedOptions()
         buckets = cut_buckets(
             near, range(len(near)), options.bucket_bytes, options.min_buckets, like.element_size()
         )
-        routes = [bucket_route(shards, near, b, groups.tensors.rank) for b in buckets]
+        routes = [bucket_route(slices.shards, near, b, groups.tensors.rank) for b in buckets]
         self._pipeline = Pipeline(
             routes, near, groups.tensors, meter, options.buffers, like, inbound=reduced
         )
@@ -136,7 +120,7 @@ class _Assembly:
 
 
 def _views(flat: Tensor, parts: Sequence[Part]) -> list[tuple[int, _Parts]]:
-    """The pieces in a message's buffer: (unit, pieces)."""
+    """Views of the parts in a message's buffer, by unit."""
     found = []
     for part in parts:
         views = flat.narrow(0, part.start, part.numel).view(part.shape).unbind()
@@ -168,31 +152,25 @@ class DedicatedRuntime(OwnerRuntime):
         self._muon = frozenset(self.plan.specs.muon_parameters())
         self._assemblies: list[_Assembly] = []
         self._counted: frozenset[int] = frozenset()
-        # By a unit's first matrix: RMS of its updates, its weights here, what unstacks its updates.
+        # By a unit's first matrix: RMS of its updates, its weights here, and `unstacker`.
         self._rms: dict[int, Tensor] = {}
         self._applied: dict[int, list[Tensor]] = {}
         self._unstack: dict[int, Callable[[Tensor], list[Tensor]]] = {}
         index = {id(p): i for i, p in enumerate(parameters) if i in self._muon}
-        # Modules are not kept: an ownership refers to none, for the model refers to it.
-        modules = module_groups(model, options.groups, index)
-        groups, blocks = list(modules.values()), set(modules) - {model}
-        group_of = {p: g for g, group in enumerate(groups) for p in group.parameters}
-        points = []
-        for point in wait_points(model, blocks):
-            needs = sorted({group_of[index[i]] for i in point.parameters if i in index})
-            if needs or point.is_root:
-                points.append((point, needs))
+        # Modules are not kept: an ownership refers to none, because the model refers to it.
+        modules = layers_of(model, options.groups, index)
+        layers, others = list(modules.values()), set(modules) - {model}
+        layer_of = {p: g for g, layer in enumerate(layers) for p in layer.parameters}
         self.storage = Storage(
-            slices, model, self.parameters, groups, process_groups, self.meter, options, device
+            slices, model, self.parameters, layers, process_groups, self.meter, options, self.rows
         )
         self.prefetcher = Prefetcher(self.storage, options)
-        for point, needs in points:
-            inside = () if point.in_block else tuple(area(point.module, blocks))
-            self._removers += hook_module(self.prefetcher, point, needs, inside)
-        for module in model.modules():
-            names = {n: index[id(p)] for n, p in module._parameters.items() if id(p) in index}
-            if any(id(p) in index for p in module.parameters()):
-                self._removers += hook_state(self.prefetcher, module, names)
+        for point in wait_points(model, others):
+            needs = sorted({layer_of[index[i]] for i in point.parameters if i in index})
+            if needs or point.is_root:
+                inside = () if point.in_block else tuple(area(point.module, others))
+                self._removers += hook_module(self.prefetcher, point, needs, inside)
+        self._removers += hook_state_dicts(self.prefetcher, model, index)
         self._end_watch = check_first_forward(self.storage, model)
         self._removers.append(self._end_watch)
 
@@ -213,13 +191,13 @@ class DedicatedRuntime(OwnerRuntime):
             raise self._not_bound()
         storage, prefetcher = self.storage, self.prefetcher
         storage.ready()
-        inside = prefetcher.forward.open  # of a forward pass: it goes on afterwards
+        in_forward = prefetcher.state is PassState.FORWARD  # which goes on afterwards
         prefetcher.begin_access()
         try:
             with storage.whole(module):
                 yield
         finally:
-            if not inside:
+            if not in_forward:
                 prefetcher.drop()  # what was launched ahead may have been written to
 
     def weights(self, unit: Unit) -> list[Tensor]:
@@ -236,7 +214,7 @@ class DedicatedRuntime(OwnerRuntime):
         ]
 
     def synchronize(self) -> None:
-        """Wait for what is being published to the holders."""
+        """Wait for the weights that are being published to the holders."""
         self.storage.wait_published()
 
     def close(self) -> None:
@@ -299,22 +277,23 @@ class DedicatedRuntime(OwnerRuntime):
         return found
 
     def _buckets(self) -> list[GradientBucket]:
-        """One a group in the order of backward; the root's, and all that is no matrix, last.
+        """One per layer in the order of backward; last the root's, with all adamw parameters.
 
-        Parameters that neither dmuon nor tensor parallelism has distributed are all-reduced here;
-        the others are the framework's. Nothing tells of a gain or bias that no gradient will come,
-        so in a group's bucket it would hold that one up.
+        Those that neither dmuon nor tensor parallelism has distributed are all-reduced here; the
+        others are the framework's. Nothing tells that a gain or bias will get no gradient, so in a
+        layer's bucket it would hold that one up.
         """
-        rest = {
+        adamw = {
             i: local_tensor(p).numel()
             for i, p in enumerate(self.parameters)
             if i not in self._muon and set(mesh_axes(p)) <= self._tensor_axes
         }
-        members = [g.parameters for g in reversed(self.storage.groups) if not g.is_root]
-        root = (p for g in self.storage.groups if g.is_root for p in g.parameters)
-        members.append((*root, *rest))
+        layers = self.storage.layers
+        members = [layer.parameters for layer in reversed(layers) if not layer.is_root]
+        root = (p for layer in layers if layer.is_root for p in layer.parameters)
+        members.append((*root, *adamw))
         dtype, tensor = self._options.reduce_dtype, self._place[2]
-        return [gradient_bucket(self._slices, m, rest, tensor, dtype) for m in members if m]
+        return [gradient_bucket(self._slices, m, adamw, tensor, dtype) for m in members if m]
 
     # ---- gradients ---------------------------------------------------------------------------
 
@@ -325,18 +304,16 @@ class DedicatedRuntime(OwnerRuntime):
             root.set_requires_gradient_sync(sync)
         return previous
 
-    def raise_noted(self) -> None:
-        self._bound.raise_noted()
-
     def reduce_gradients(self) -> None:
         reducer = self._bound
 
         def check() -> None:
-            self._check_model()
+            if self._watch is not None:
+                self._watch.check()
             self.storage.check()
 
         self.prefetcher.recover()
-        self.prefetcher.pass_by()
+        self.prefetcher.join_passes()
         reducer.ensure(check)
 
     def gradients(self) -> Gradients:
@@ -372,15 +349,13 @@ class DedicatedRuntime(OwnerRuntime):
     # ---- step --------------------------------------------------------------------------------
 
     def step(self, compute: Compute, apply: Apply) -> None:
-        reducer = self._bound
+        reducer, matrices = self._bound, self.plan.specs.matrices
         owned, present = reducer.owned, reducer.present
         self.prefetcher.begin_step()
-        matrices = self.plan.specs.matrices
 
         def computed(unit: Unit, gradients: Tensor) -> Tensor | None:
-            """What is published of a unit, ``[b, rows, cols]``; undefined where nothing came."""
-            where = [k for k, i in enumerate(unit.matrices) if present[matrices[i].parameter]]
-            rms = self._rms[unit.matrices[0]]
+            """The payload of a unit, ``[b, rows, cols]``; undefined where no gradient came."""
+            where, rms = self._with_gradients(unit), self._rms[unit.matrices[0]]
             if len(where) < len(unit.matrices):
                 rms.zero_()
             if not where:
