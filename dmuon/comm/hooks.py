@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -104,26 +104,39 @@ def wait_points(root: nn.Module, blocks: Collection[nn.Module] | None = None) ->
 
 
 class Coverage:
-    """Which parameters the last training forward passes waited for."""
+    """Which buckets of updates a forward pass waits for at its wait points, and which it misses.
 
-    def __init__(self, points: Sequence[WaitPoint]) -> None:
+    ``buckets_of`` gives the buckets with a part of each parameter, by the parameter's id.
+    """
+
+    def __init__(
+        self, points: Sequence[WaitPoint], buckets_of: Mapping[int, Collection[int]]
+    ) -> None:
         self._waited = [point.parameters for point in points]
-        self._everything = frozenset().union(*self._waited)
+        self._buckets_of = buckets_of
         self._passed: set[int] = set()
-        self._missed: dict[frozenset[int], frozenset[int]] = {}
+        self._missed: dict[frozenset[int], list[int]] = {}
+
+    def needed(self, point: int) -> list[int]:
+        """The buckets that wait point number ``point`` waits for."""
+        return self._buckets(self._waited[point])
+
+    def _buckets(self, parameters: Iterable[int]) -> list[int]:
+        return sorted(set().union(*(self._buckets_of.get(i, ()) for i in parameters)))
 
     def passed(self, point: int) -> None:
         """Point number ``point`` ran in a forward pass."""
         if torch.is_grad_enabled():
             self._passed.add(point)
 
-    def take_missed(self) -> frozenset[int]:
-        """Ids of the parameters that no passed point waits for; begins anew."""
+    def take_missed(self) -> list[int]:
+        """The buckets that no point passed in training waited for; begins anew."""
         key = frozenset(self._passed)
         self._passed.clear()
         if key not in self._missed:
             waited = frozenset().union(*(self._waited[i] for i in key))
-            self._missed = {key: self._everything - waited}  # the same forward, step after step
+            missed = frozenset().union(*self._waited) - waited
+            self._missed = {key: self._buckets(missed)}  # the same forward, step after step
         return self._missed[key]
 
 

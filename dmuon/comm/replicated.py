@@ -18,6 +18,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,7 +102,6 @@ class ReplicatedRuntime(OwnerRuntime):
         self._pointers = [p.data_ptr() for p in parameters]
         self._broadcasts: list[_Broadcast] = []
         self._pending: set[int] = set()
-        self._needs: dict[int, set[int]] = defaultdict(set)  # id(parameter) -> its broadcasts
 
     # ---- binding and closing -----------------------------------------------------------------
 
@@ -130,8 +130,6 @@ class ReplicatedRuntime(OwnerRuntime):
             flat, (*payloads, rms) = allocate(sizes, self.device)
             parts = zip(units, payloads, rms.split(counts), strict=True)
             published = [self._published(*part) for part in parts]
-            for p in (p for live in published for p in live.parameters):
-                self._needs[id(self.parameters[p])].add(len(self._broadcasts))
             seen = torch.zeros_like(rms)
             self._broadcasts.append(_Broadcast(owner, published, Buffer(flat), rms, seen))
             self._broadcasts[-1].buffer.release()
@@ -165,23 +163,24 @@ class ReplicatedRuntime(OwnerRuntime):
         else:
             self._removers += hook_ddp(ddp, self._handed_over)
         self._watch = ParameterWatch(model, self.parameters)
+        broadcasts_of: dict[int, set[int]] = defaultdict(set)
+        for b, bucket in enumerate(self._broadcasts):
+            for p in (p for live in bucket.units for p in live.parameters):
+                broadcasts_of[id(self.parameters[p])].add(b)
         points = wait_points(model)
-        self._coverage = coverage = Coverage(points)
+        self._coverage = coverage = Coverage(points, broadcasts_of)
 
-        def waiter(number: int, needed: set[int], at_root: bool) -> Callable[[], None]:
-            def wait() -> None:
-                coverage.passed(number)
-                if at_root:
-                    # A backward that raised left its round open; the others count on the rest.
-                    reducer.finish()
-                self._wait_for(needed)
-
-            return wait
+        def wait(number: int, needed: Sequence[int], at_root: bool) -> None:
+            coverage.passed(number)
+            if at_root:
+                # A backward that raised left its round open; the others count on its end.
+                reducer.finish()
+            self._wait_for(needed)
 
         for number, point in enumerate(points):
             at_root = point.is_root and ddp is None
-            wait = waiter(number, self._needed(point.parameters), at_root)
-            self._removers += attach(point, wait, self.synchronize)
+            action = partial(wait, number, coverage.needed(number), at_root)
+            self._removers += attach(point, action, self.synchronize)
 
     def _begin_round(self, reducer: GradientReducer) -> None:
         """Gradients take the memory of the updates, which are applied by now."""
@@ -294,11 +293,7 @@ class ReplicatedRuntime(OwnerRuntime):
             self._pending.add(b)
         reducer.clear()
         # The forward that led here read these without passing their wait point.
-        self._wait_for(self._needed(self._coverage.take_missed()))
-
-    def _needed(self, parameters: Iterable[int]) -> set[int]:
-        """The broadcasts that carry a part of these parameters, given by their ids."""
-        return set().union(*(self._needs.get(i, ()) for i in parameters))
+        self._wait_for(self._coverage.take_missed())
 
     def _wait_for(self, broadcasts: Iterable[int]) -> None:
         """Wait for these, where they are pending, and apply them."""

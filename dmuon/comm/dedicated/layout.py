@@ -116,7 +116,7 @@ class _Assembly:
                 update(self._units[u], parts)
 
         self._pipeline.run(fill, assembled, apply, lambda: None)
-        self._pipeline.land(range(len(self._landed)))
+        self._pipeline.apply_pending(range(len(self._landed)))
 
 
 def _views(flat: Tensor, parts: Sequence[Part]) -> list[tuple[int, _Parts]]:
