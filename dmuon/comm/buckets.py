@@ -1,4 +1,4 @@
-"""What travels together, in which order, and the memory that it travels in.
+"""Which tensors travel together, in which order, and the memory that they travel in.
 
 The gradients of a *bucket* of parameters leave as soon as all of them are there: in one *segment*
 for each place that owns some of them, and one for what every rank updates::
@@ -38,8 +38,8 @@ EVERYONE = -1  # the "owner" of parameters that all ranks update
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one rank holds of a matrix: ``numel`` elements of its slice of the parameter, from
-    ``start`` on, which are the box ``box`` of the matrix, counted from the matrix's corner."""
+    """The part of a matrix that one rank holds: ``numel`` elements of its slice of the parameter,
+    from ``start`` on, which are the box ``box`` of the matrix, counted from the matrix's corner."""
 
     start: int
     numel: int
@@ -145,7 +145,7 @@ class Slices:
         return found
 
     def held(self, matrix: int, tensor: int) -> Held:
-        """What the ranks with this tensor coordinate hold of a matrix."""
+        """The part of a matrix that the ranks with this tensor coordinate hold."""
         outer = self.shards.boxes[matrix].box
         local = self.shards.shard(tensor, self.plan.specs.matrices[matrix].parameter).box
         common, start = outer.intersection(local), 0
@@ -223,21 +223,21 @@ class GradientBucket:
 def gradient_bucket(
     slices: Slices,
     parameters: Sequence[int],
-    rest_numel: Mapping[int, int],
+    adamw: Mapping[int, int],
     tensor: int,
     reduce_dtype: torch.dtype | None,
 ) -> GradientBucket:
     """A segment for each shard coordinate that owns some of it, ordered by replica; last what all
     ranks update.
 
-    ``rest_numel`` gives the elements, here, of the parameters that all ranks update. An empty
+    ``adamw`` gives the elements, here, of the parameters that all ranks update. An empty
     parameter takes part in the flags, but nothing of it travels.
     """
     specs = slices.plan.specs.parameters
     spans: dict[tuple[bool, int, str], list[Span]] = defaultdict(list)
     for p in parameters:
         dtype = str(reduce_dtype).removeprefix("torch.") if reduce_dtype else specs[p].dtype
-        mine = [Span(0, rest_numel[p], parameter=p)] if p in rest_numel else slices.spans(p, tensor)
+        mine = [Span(0, adamw[p], parameter=p)] if p in adamw else slices.spans(p, tensor)
         for span in mine:
             if span.numel:
                 spans[span.shard == EVERYONE, span.shard, dtype].append(span)

@@ -90,7 +90,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def different(values: Sequence[Mapping[str, str]]) -> str:
-    """What differs between the values of ranks, by name; "" if nothing does.
+    """Describe what differs between the values of ranks, by name; "" if nothing does.
 
     >>> different([{"lr": "1.0", "eps": "0.1"}, {"lr": "1.0", "eps": "0.2"}])
     'eps is 0.1 on rank 0, 0.2 on rank 1'
@@ -107,7 +107,7 @@ def different(values: Sequence[Mapping[str, str]]) -> str:
 
 
 def refused(ranks: Sequence[int] | int) -> ConsensusError:
-    """What the other ranks raise in a step that these, or so many of them, refuse to take."""
+    """The error of the other ranks in a step that these, or so many of them, refuse to take."""
     who = f"{ranks} ranks refuse" if isinstance(ranks, int) else f"rank {ranks[0]} refuses"
     return ConsensusError(
         f"{who} to take this step, because parameters, gradients or opt.param_groups are wrong "

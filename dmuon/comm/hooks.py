@@ -1,11 +1,11 @@
-"""Where forward waits for published values: before each block, and before what is in no block.
+"""Where forward waits for published values: before each layer, and before what is in no layer.
 
-Blocks are what users pass to `fully_shard`: the members of `ModuleList`, `ModuleDict` and
-`Sequential`. A block waits for all of its weights, because not every module calls its children
-(`nn.MultiheadAttention` never calls ``out_proj``). The parts of a block wait too, in case someone
-calls them without the block; in compiled code they do not, so as not to cut its graph to pieces.
+Layers are what users pass to `fully_shard`: the members of `ModuleList`, `ModuleDict` and
+`Sequential`. A layer waits for all of its weights, because not every module calls its children
+(`nn.MultiheadAttention` never calls ``out_proj``). The modules inside a layer wait too, in case
+someone calls them without the layer; in compiled code they do not, so as not to break its graph.
 A weight can also be read without any call. So `Coverage` watches which points a training forward
-really passes; what it missed is waited for in `step`.
+really passes; `step` waits for what it missed.
 
 FSDP2 gathers a unit's parameters in a forward pre-hook of the unit's modules, and those of units
 named by ``set_modules_to_forward_prefetch`` even earlier; published values have to be there by
@@ -41,16 +41,16 @@ _UNCALLED = (nn.ModuleList, nn.ModuleDict)
 class WaitPoint:
     """A module, and the ids of the parameters that must be there before it runs.
 
-    ``in_block``: it is a part of a block, which has its own wait point.
+    ``in_layer``: it is inside a layer, which has a wait point of its own.
     """
 
     module: nn.Module
     parameters: frozenset[int]
     is_root: bool = False
-    in_block: bool = False
+    in_layer: bool = False
 
 
-# ---- blocks ----------------------------------------------------------------------------------
+# ---- layers ----------------------------------------------------------------------------------
 
 
 def outermost_members(root: nn.Module) -> Iterator[nn.Module]:
@@ -64,7 +64,7 @@ def outermost_members(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def area(module: nn.Module, others: Container[nn.Module]) -> Iterator[nn.Module]:
-    """``module`` and what lies below it, without ``others`` and what lies below those."""
+    """``module`` and all below it, without ``others`` and all below those."""
     yield module
     for child in module.children():
         if child not in others:
@@ -77,27 +77,27 @@ def parameter_ids(module: nn.Module, others: Container[nn.Module] = ()) -> Itera
         yield from map(id, part.parameters(recurse=False))
 
 
-def wait_points(root: nn.Module, blocks: Collection[nn.Module] | None = None) -> list[WaitPoint]:
+def wait_points(root: nn.Module, layers: Collection[nn.Module] | None = None) -> list[WaitPoint]:
     """Wait points that together cover all parameters of ``root``; one for each module with any.
 
-    Each waits for what is below it and in no other block; so the first block can start while the
-    last block's values still travel.
+    Each waits for what is below it and in no other layer, so the first layer can start while the
+    last one's values still travel.
 
     >>> model = nn.ModuleDict({"a": nn.Linear(2, 2)})
     >>> [type(point.module).__name__ for point in wait_points(model)]
     ['ModuleDict', 'Linear']
     """
-    if blocks is None:
+    if layers is None:
         members = dict.fromkeys(outermost_members(root))
-        blocks = [m for m in members if m is not root and next(m.children(), None) is not None]
-    others = set(blocks)
-    block_of: dict[nn.Module, nn.Module | None] = dict.fromkeys(area(root, others))
-    for block in blocks:
-        for part in area(block, others):
-            block_of.setdefault(part, block)
+        layers = [m for m in members if m is not root and next(m.children(), None) is not None]
+    others = set(layers)
+    layer_of: dict[nn.Module, nn.Module | None] = dict.fromkeys(area(root, others))
+    for layer in layers:
+        for part in area(layer, others):
+            layer_of.setdefault(part, layer)
     points = [
-        WaitPoint(m, frozenset(parameter_ids(m, others)), m is root, block not in (None, m))
-        for m, block in block_of.items()
+        WaitPoint(m, frozenset(parameter_ids(m, others)), m is root, layer not in (None, m))
+        for m, layer in layer_of.items()
         if m is root or not isinstance(m, _UNCALLED)
     ]
     return [point for point in points if point.parameters or point.is_root]
@@ -144,7 +144,7 @@ class Coverage:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What a hook becomes in a copied or pickled model, which has no runtime behind it."""
+    """Takes the place of a hook in a copied or pickled model, which has no runtime behind it."""
 
 
 def _make_nothing() -> Callable[..., None]:
@@ -152,7 +152,7 @@ def _make_nothing() -> Callable[..., None]:
 
 
 class Hook:
-    """Calls ``action`` with what a module's hook gets. A copy of it does nothing.
+    """Calls ``action`` with the arguments of a module's hook. A copy of it does nothing.
 
     ``before_copy`` is called when a model with the hook is copied or pickled.
     """
@@ -179,8 +179,8 @@ def attach(point: WaitPoint, wait: Callable[[], None], drain: Callable[[], None]
         if not torch.compiler.is_compiling():
             wait()
 
-    # Opaque to torch.compile: traced, it would recompile for every state of what is in flight.
-    before = unless_compiled if point.in_block else torch.compiler.disable(wait)
+    # Opaque to torch.compile: traced, it would recompile whenever other updates are under way.
+    before = unless_compiled if point.in_layer else torch.compiler.disable(wait)
     handles = [
         module.register_forward_pre_hook(Hook(lambda *_: before()), prepend=True),
         module.register_state_dict_pre_hook(drained),
@@ -286,7 +286,7 @@ class Gathers:
         return [m._get_fsdp_state() for m in self._modules()]
 
     def ahead(self) -> bool:
-        """Whether any unit gathers others, or the order of gathering cannot be told."""
+        """Whether any unit gathers others ahead of time, or the order of gathering is unknown."""
         # Where torch keeps the list elsewhere, it is assumed to be in use.
         if any(getattr(s, "_states_to_forward_prefetch", True) for s in self._states()):
             return True
@@ -303,7 +303,7 @@ class Gathers:
         )
 
     def readers_wait(self) -> None:
-        """Have the streams that read shards wait for what was written on the current one."""
+        """Make the streams that read shards wait for what was written on the current one."""
         # FSDP2 does so when the root's forward begins, and for a unit inside not again.
         current = self._device_module.current_stream()
         for stream in self._streams().values():

@@ -173,8 +173,8 @@ class OwnerRuntime(LayoutRuntime):
 
     @abstractmethod
     def stored(self, box: Box, parameter: int) -> list[tuple[int, Box, Tensor]]:
-        """What this rank stores of the weights of the matrix that is this box of a parameter:
-        (matrix, box in the parameter, a view)."""
+        """The weights that this rank stores of the matrix that is this box of a parameter: (matrix,
+        box in the parameter, a view)."""
 
     @property
     def _bound(self) -> GradientReducer:

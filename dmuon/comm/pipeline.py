@@ -41,7 +41,7 @@ def _room(route: BucketRoute) -> tuple[int, ...]:
     pieces, came = route.held.numel, route.came.numel
     return (
         route.blocks.numel, pieces if route.cuts else 0, owned,
-        owned, came if route.joins else 0, route.landing.numel,
+        owned, came if route.joins else 0, route.updates.numel,
         route.copies_out.numel, route.copies_in.numel,
     )  # fmt: skip
 
@@ -68,7 +68,7 @@ class Bucket:
         self.send, pieces, arrived, leaving, came, updates, copies_out, copies_in = buffers
         sent = pieces if route.cuts else self.send
         came = came if route.joins else updates
-        self.landings = [(updates, route.landing), (copies_in, route.copies_in)]
+        self.landings = [(updates, route.updates), (copies_in, route.copies_in)]
         self.shares: list[Tensor] = []  # of a published bucket, by owner
         if route.published is not None:
             self.shares = list(came.split(route.published.splits))
@@ -96,7 +96,7 @@ class Bucket:
         # in the first do so in the second, where no fewer are joined.
         starts_at = {
             (part.unit, part.position + j): part.start + j * part.box.numel
-            for part in route.landing.parts
+            for part in route.updates.parts
             for j in range(len(part.matrices))
         }
         starts = [starts_at[part.unit, part.position] for part in copied]

@@ -203,20 +203,15 @@ class _LiveSegment:
 
 
 class _LiveBucket:
-    """A bucket with its segments, and where in them the gradient of each parameter travels."""
+    """A bucket with its segments, and where in them the gradient of each parameter travels:
+    ``targets``, (first element of the gradient, view)."""
 
     def __init__(self, bucket: GradientBucket, segments: list[_LiveSegment]) -> None:
-        self.parameters = bucket.parameters
         self.segments = segments
         self.targets: dict[int, list[tuple[int, Tensor]]] = {p: [] for p in bucket.parameters}
         for live in segments:
             for span, view in zip(live.segment.spans, live.views, strict=True):
                 self.targets[span.parameter].append((span.start, view))
-        self.reset()
-
-    def reset(self) -> None:
-        self.waiting = set(self.parameters)  # for gradients that are still to come
-        self.launched = False
 
     def fill(self, parameter: int, grad: Tensor | None, scale: float, *, add: bool) -> None:
         """Write, or add, ``scale * grad`` (zeros for None) where the parameter's gradient
@@ -299,13 +294,15 @@ class _Flags:
 
 
 class _Round:
-    """What this rank has of the round that is open: of each parameter whether there is a gradient,
-    whether it cannot be reduced, and how many were accumulated; and how many buckets have left."""
+    """What this rank has in the round that is open. Of each parameter: whether there is a gradient,
+    whether it cannot be reduced, how many were accumulated; of each bucket: the parameters whose
+    gradients are still to come; and how many buckets have left."""
 
-    def __init__(self, parameters: int) -> None:
+    def __init__(self, parameters: int, buckets: Sequence[_LiveBucket]) -> None:
         self.local = [False] * parameters
         self.unusable = [False] * parameters
         self.arrived = [0] * parameters
+        self.waiting = [set(bucket.targets) for bucket in buckets]
         self.launched = 0
 
 
@@ -341,7 +338,6 @@ class GradientReducer:
         device = parameters[0].device
         names = [spec.name for spec in slices.plan.specs.parameters]
         self._flags = _Flags(names, process_groups.world, meter, device)
-        self._round = _Round(len(parameters))
         self._side = side_stream(device)
         if self._side is not None:
             for grad in owned.here.values():  # whose memory may go before that stream is done
@@ -358,7 +354,8 @@ class GradientReducer:
             )
             for bucket in buckets
         ]
-        bucket_of = {p: live for live in self._buckets for p in live.parameters}
+        self._round = _Round(len(parameters), self._buckets)
+        bucket_of = {p: b for b, bucket in enumerate(self._buckets) for p in bucket.targets}
         self._bucket_of = dict(sorted(bucket_of.items()))
 
     @property
@@ -392,9 +389,7 @@ class GradientReducer:
             self.clear()  # model.zero_grad() emptied the others, and these belong to them
         self.collect()
         self._become(RoundState.OPEN)
-        self._round = _Round(len(self.parameters))
-        for live in self._buckets:
-            live.reset()
+        self._round = _Round(len(self.parameters), self._buckets)
 
     def take(self, parameter: int, grad: Tensor | None) -> None:
         """Copy one local gradient into its bucket; None counts as zero.
@@ -402,14 +397,14 @@ class GradientReducer:
         Raises:
             DmuonError: the bucket has left already.
         """
-        found, bucket = self._round, self._bucket_of[parameter]
+        found, b = self._round, self._bucket_of[parameter]
         if grad is not None and grad.layout is not torch.strided:
             found.unusable[parameter] = True
             self.parameters[parameter].grad = grad = None
         again = found.arrived[parameter] > 0
         if grad is not None:
             found.local[parameter] = True
-            if again and bucket.launched:
+            if again and b < found.launched:
                 # Nested backward calls, of a module that runs several times.
                 raise DmuonError(
                     f"parameter {self._name(parameter)!r} got a second gradient in "
@@ -419,10 +414,10 @@ class GradientReducer:
         if grad is not None or not again:
             # A matrix's p.grad was emptied after the first; that of others holds both.
             scale = 1.0 / self.owned.slices.grid.data_ranks
-            bucket.fill(parameter, grad, scale, add=again and self._is_matrix(parameter))
+            self._buckets[b].fill(parameter, grad, scale, add=again and self._is_matrix(parameter))
         found.arrived[parameter] += 1
         if found.arrived[parameter] >= self.expected[parameter]:
-            bucket.waiting.discard(parameter)
+            found.waiting[b].discard(parameter)
 
     def gradient_of(self, parameter: int) -> Tensor | None:
         """The local part of what lies in the parameter's ``grad``."""
@@ -440,13 +435,13 @@ class GradientReducer:
 
     def launch_ready(self) -> None:
         """Send every bucket that is full and whose predecessors have left."""
-        while (n := self._round.launched) < len(self._buckets) and not self._buckets[n].waiting:
-            bucket = self._buckets[n]
-            bucket.launched = True
+        found = self._round
+        while found.launched < len(self._buckets) and not found.waiting[found.launched]:
+            bucket = self._buckets[found.launched]
             for live in bucket.segments:
                 live.send(self._groups, self._meter)
             self._under_way += bucket.segments
-            self._round.launched += 1
+            found.launched += 1
             # What has arrived is a matter of time: nothing is issued, and nothing waited for,
             # because another rank may launch its part at the end of its backward only.
             self.collect([live for live in self._to_owners() if live.has_arrived()])
@@ -480,7 +475,7 @@ class GradientReducer:
         for p in parameters:
             if not self._round.arrived[p]:
                 self.take(p, self.gradient_of(p))
-            self._bucket_of[p].waiting.discard(p)
+            self._round.waiting[self._bucket_of[p]].discard(p)
         self.launch_ready()
 
     def finish(self) -> None:
@@ -492,7 +487,7 @@ class GradientReducer:
         """
         if not self.open:
             return  # nested backward calls (re-entrant checkpointing) each end once
-        self.give_up([p for live in self._buckets for p in sorted(live.waiting)])
+        self.give_up([p for waiting in self._round.waiting for p in sorted(waiting)])
         # Every rank has sent every bucket of the round by now, and this is the order of the first
         # level: the same on all ranks of the column, whichever of them is fast. Until then an
         # owner's column holds what it has summed, as much as it keeps of the weights.

@@ -2,7 +2,7 @@
 
 ::
 
-    backward   gradients ---reduce---> owners          the rest ---all-reduce---> p.grad everywhere
+    backward   gradients ---reduce---> owners     those of adamw ---all-reduce---> p.grad everywhere
     step       owner: momentum, Newton-Schulz, then    its update ---broadcast---> every rank
     forward    before a block runs: wait for the updates of its matrices and apply them
 
@@ -56,21 +56,22 @@ from dmuon.types import DmuonError, OwnershipError
 
 @dataclass(slots=True)
 class _Published:
-    """What travels of a unit, and views of the parameters that it is applied to."""
+    """A unit in a broadcast, and views of the parameters that its update is applied to."""
 
     unit: Unit
-    parameters: list[int]
-    targets: list[Tensor]
     payload: Tensor  # [b, m, n]
     views: list[Tensor]  # of the payload, in the parameters' dims
     rms: Tensor  # [b] float32
+    parameters: list[int]
+    targets: list[Tensor]
     pointers: list[int]  # where the parameters of the targets are stored
 
 
 @dataclass(slots=True)
 class _Broadcast:
-    """A bucket's bytes, there from a step to the next backward; and what was published last: of
-    each unit the matrices at these positions."""
+    """A bucket of updates. ``buffer`` has memory from a step to the next backward. ``where`` are
+    the positions in each unit that were published last, none before the first step. ``work`` and
+    ``apply`` are there while the update is still to be applied."""
 
     owner: int
     units: list[_Published]
@@ -99,7 +100,7 @@ class ReplicatedRuntime(OwnerRuntime):
         self._options = options
         self._ddp = None if ddp is None else weakref.ref(ddp)
         self._index = {id(p): i for i, p in enumerate(parameters)}
-        self._pointers = [p.data_ptr() for p in parameters]
+        self._pointers = self._pointers_of(range(len(parameters)))
         self._broadcasts: list[_Broadcast] = []
         self._pending: set[int] = set()
 
@@ -108,17 +109,16 @@ class ReplicatedRuntime(OwnerRuntime):
     def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
         options, specs = self._options, self.plan.specs
         owned = self._collect_at(groups, options.reduce_dtype)
-        numel = {p: spec.numel for p, spec in enumerate(specs.parameters)}
-        rest = {p: numel[p] for p in specs.adamw_parameters()}
+        adamw = {p: specs.parameters[p].numel for p in specs.adamw_parameters()}
 
         def nbytes(p: int) -> int:
-            dtype = options.reduce_dtype
-            return numel[p] * (dtype.itemsize if dtype else ITEM_SIZE[specs.parameters[p].dtype])
+            spec, dtype = specs.parameters[p], options.reduce_dtype
+            return spec.numel * (dtype.itemsize if dtype else ITEM_SIZE[spec.dtype])
 
         # Backward reaches parameters roughly in reverse order.
         order = reversed(range(len(specs.parameters)))
         buckets = [
-            gradient_bucket(self._slices, members, rest, 0, options.reduce_dtype)
+            gradient_bucket(self._slices, members, adamw, 0, options.reduce_dtype)
             for members in cut_by_bytes(order, nbytes, options.bucket_bytes)
         ]
         dtypes = {u: payload_dtype(specs.matrices[u.matrices[0]].dtype) for u in self.units}
@@ -128,8 +128,16 @@ class ReplicatedRuntime(OwnerRuntime):
             counts = [len(u.matrices) for u in units]
             sizes = [*((u.numel, dtypes[u]) for u in units), (sum(counts), torch.float32)]
             flat, (*payloads, rms) = allocate(sizes, self.device)
-            parts = zip(units, payloads, rms.split(counts), strict=True)
-            published = [self._published(*part) for part in parts]
+            published = []
+            for unit, payload, its_rms in zip(units, payloads, rms.split(counts), strict=True):
+                stack = payload.view(unit.shape)
+                parameters = [specs.matrices[i].parameter for i in unit.matrices]
+                published.append(
+                    _Published(
+                        *(unit, stack, unstacker(specs, unit)(stack), its_rms),
+                        *(parameters, self._targets(unit), self._pointers_of(parameters)),
+                    )
+                )
             seen = torch.zeros_like(rms)
             self._broadcasts.append(_Broadcast(owner, published, Buffer(flat), rms, seen))
             self._broadcasts[-1].buffer.release()
@@ -139,12 +147,8 @@ class ReplicatedRuntime(OwnerRuntime):
         )
         self._install_hooks(self.reducer)
 
-    def _published(self, unit: Unit, payload: Tensor, rms: Tensor) -> _Published:
-        parameters = [self.plan.specs.matrices[i].parameter for i in unit.matrices]
-        stack = payload.view(unit.shape)
-        views = unstacker(self.plan.specs, unit)(stack)
-        pointers = [self.parameters[p].data_ptr() for p in parameters]
-        return _Published(unit, parameters, self._targets(unit), stack, views, rms, pointers)
+    def _pointers_of(self, parameters: Iterable[int]) -> list[int]:
+        return [self.parameters[p].data_ptr() for p in parameters]
 
     def _targets(self, unit: Unit) -> list[Tensor]:
         specs, found = self.plan.specs, []
@@ -183,7 +187,7 @@ class ReplicatedRuntime(OwnerRuntime):
             self._removers += attach(point, action, self.synchronize)
 
     def _begin_round(self, reducer: GradientReducer) -> None:
-        """Gradients take the memory of the updates, which are applied by now."""
+        """Apply the updates first, because gradients take their memory."""
         self.synchronize()
         for bucket in self._broadcasts:
             bucket.buffer.release()
@@ -191,7 +195,7 @@ class ReplicatedRuntime(OwnerRuntime):
         reducer.begin()
 
     def _accumulated(self, parameter: int) -> None:
-        """A plain module: a gradient is taken as soon as it has been accumulated."""
+        """Without DDP a gradient is taken as soon as it has been accumulated."""
         reducer = self._bound
         if not reducer.sync:
             return
@@ -201,7 +205,7 @@ class ReplicatedRuntime(OwnerRuntime):
         reducer.accumulated(parameter)
 
     def _handed_over(self, bucket: Any) -> None:
-        """DDP: gradients are taken from its buckets."""
+        """With DDP gradients are taken from its buckets."""
         reducer = self._bound
         if bucket.index() == 0:
             self._begin_round(reducer)
@@ -239,7 +243,7 @@ class ReplicatedRuntime(OwnerRuntime):
 
     def _check_storage(self) -> None:
         """Raise OwnershipError if a parameter has another shape, dtype or device than planned."""
-        pointers = [p.data_ptr() for p in self.parameters]
+        pointers = self._pointers_of(range(len(self.parameters)))
         if pointers == self._pointers:
             return
         for p, spec in zip(self.parameters, self.plan.specs.parameters, strict=True):
@@ -269,10 +273,7 @@ class ReplicatedRuntime(OwnerRuntime):
         """
         reducer = self._bound
         for b, bucket in enumerate(self._broadcasts):
-            where = [
-                [k for k, p in enumerate(live.parameters) if reducer.present[p]]
-                for live in bucket.units
-            ]
+            where = [self._with_gradients(live.unit) for live in bucket.units]
             if not any(where):
                 bucket.seen_rms.zero_()
                 bucket.where = ()
@@ -311,7 +312,7 @@ class ReplicatedRuntime(OwnerRuntime):
             self._pending.discard(b)
 
     def _apply(self, live: _Published, where: list[int], apply: Apply) -> None:
-        pointers = [self.parameters[p].data_ptr() for p in live.parameters]
+        pointers = self._pointers_of(live.parameters)
         if pointers != live.pointers:  # someone has assigned to p.data
             live.pointers, live.targets = pointers, self._targets(live.unit)
         targets, views = live.targets, live.views

@@ -10,11 +10,12 @@ What every rank holds whole (the `replicated` layout) needs one phase alone::
 
     publish    owner ---its updates---> everyone                           (a broadcast an owner)
 
-Pieces follow each other in the order of the bucket's units and of the matrices in a unit, so sender
-and receiver need no header.
+In a message the parts follow each other in the order of the bucket's units and of the matrices in
+a unit, so sender and receiver need no header.
 
-A rank works on *blocks*: what it holds of a matrix. Where matrices have co-owners a block travels
-in pieces, one to and from each co-owner whose slice it meets; `Cut` says where they lie in it.
+If matrices have co-owners, what a rank holds of one travels in pieces: one to and from each
+co-owner whose slice it overlaps. `Cut` says where they lie in it. Below a *block* is all that a
+rank holds of a matrix, and a *piece* the part of it that goes to one owner.
 """
 
 from __future__ import annotations
@@ -40,12 +41,11 @@ from dmuon.scheduler.specs import Box, Form
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Equal pieces of matrices that follow each other in a unit, one behind the other in a buffer.
+    """The same box of several matrices, one behind the other in a flat buffer from ``start`` on.
 
-    The piece ``box`` of each of ``matrices``, which are at ``position`` and on in ``unit``. Such a
-    matrix is ``whole`` in its parameter's dims, which read as rows and columns by ``form``;
-    ``transposed``: its slot in the unit's stack holds the transpose. In the flat buffer the pieces
-    begin at element ``start``.
+    The ``matrices`` are neighbours in ``unit``, the first at ``position``. Each has the shape
+    ``whole`` in its parameter's dims, which read as rows and columns by ``form``; ``transposed``:
+    its slot in the unit's stack holds the transpose.
     """
 
     unit: int
@@ -59,7 +59,7 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the pieces together."""
+        """Of all its boxes, stacked."""
         return len(self.matrices), *self.box.shape
 
     @property
@@ -67,12 +67,12 @@ class Part:
         return math.prod(self.shape)
 
     def within(self, buffer: Tensor) -> Tensor:
-        """The pieces in their flat buffer."""
+        """A view of it in its flat buffer."""
         return buffer.narrow(0, self.start, self.numel).view(self.shape)
 
 
 def places(stack: Tensor, part: Part) -> Tensor:
-    """Where a part lies in its unit's stack ``[b, rows, cols]``: a view of ``part.shape``."""
+    """A view of ``part.shape``: the part's place in its unit's stack ``[b, rows, cols]``."""
     slots = stack[part.position : part.position + len(part.matrices)]
     if part.transposed:
         slots = slots.mT
@@ -103,10 +103,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where equal pieces lie in equal blocks that follow each other.
+    """Where equal pieces lie in equal blocks, both one behind the other in flat buffers.
 
-    The pieces ``shape`` begin at ``piece`` in their flat buffer, the blocks ``block_shape`` at
-    ``block`` in theirs; in each block its piece is ``box``.
+    The pieces, ``shape`` together, begin at element ``piece``, the blocks, ``block_shape``, at
+    element ``block``; in each block its piece is ``box``.
     """
 
     piece: int
@@ -127,16 +127,16 @@ class Cut:
 class BucketRoute:
     """One rank's view of a bucket.
 
-    ``held``: this rank's pieces, by owner; what it sends in the gather and receives in the
-    scatter. ``owned``: all pieces of the matrices that it owns, by holder. ``copies_out`` and
-    ``copies_in``: its blocks of updates, by the rank that they go to or come from, along the axes
-    that replicate. ``replicates`` is the same on every rank: whether anyone copies.
+    ``held``: this rank's pieces, by owner; it sends them in the gather and receives their updates
+    in the scatter. ``owned``: all pieces of the matrices that it owns, by holder. ``copies_out``
+    and ``copies_in``: its blocks of updates, by the rank that they go to or come from, along the
+    axes that replicate. ``replicates``: whether any rank copies.
 
-    ``published``: of a bucket that every rank holds whole, the updates by owner; None for others.
+    ``published``: for a bucket that every rank holds whole, the updates by owner, else None.
     ``held`` and ``owned`` are then what is owned here, and nothing is copied.
 
-    ``blocks`` are those that are sent, ``landing`` those whose updates come. Where pieces are not
-    blocks, because there are co-owners, ``cuts`` and ``joins`` say where they lie in them.
+    ``blocks`` are those that are sent, ``updates`` those whose updates come. If there are
+    co-owners, ``cuts`` and ``joins`` say where the pieces lie in them.
     """
 
     units: tuple[int, ...]  # owned here
@@ -146,14 +146,14 @@ class BucketRoute:
     copies_in: Message
     replicates: bool
     blocks: Message
-    landing: Message
+    updates: Message
     cuts: tuple[Cut, ...] = ()
     joins: tuple[Cut, ...] = ()
     published: Message | None = None
 
     @property
     def came(self) -> Message:
-        """What updates come in."""
+        """The layout in which updates come."""
         return self.held if self.published is None else self.published
 
 
@@ -163,8 +163,8 @@ MatrixPart = tuple[int, int, tuple[int, ...], bool, Box]
 
 
 def slice_of(shards: ShardMap, unit: Unit, position: int) -> Box:
-    """What a unit has of a matrix, counted from the matrix's corner in its parameter's dims: all of
-    it, or a co-owner's slice of the longer dim."""
+    """The box of a matrix that a unit has, from the matrix's corner and in its parameter's dims: all
+    of it, or a co-owner's slice of the longer dim."""
     whole = shards.boxes[unit.matrices[position]]
     box = Box.at_origin(whole.box.shape)
     if not unit.co_owners:
@@ -179,7 +179,7 @@ def slice_of(shards: ShardMap, unit: Unit, position: int) -> Box:
 def parts_of(
     shards: ShardMap, unit: int, pieces: Iterable[MatrixPart], start: int = 0
 ) -> list[Part]:
-    """Pieces, equal ones joined, in a buffer from element ``start`` on."""
+    """The parts of a buffer from element ``start`` on; neighbours with equal boxes are one part."""
     parts: list[Part] = []
     for position, i, shape, transposed, box in pieces:
         kind = (box, shape, shards.boxes[i].form, transposed)
@@ -227,14 +227,14 @@ class _Outlines:
         self._rank = rank
         self.held, self.owned, self.published = (_Outline(shards) for _ in range(3))
         self.out, self.into = _Outline(shards), _Outline(shards)
-        self.blocks, self.landing = _Outline(shards), _Outline(shards)
+        self.blocks, self.updates = _Outline(shards), _Outline(shards)
 
     def publish(self, u: int, unit: Unit, position: int) -> None:
         """A matrix that every rank holds whole."""
         part, block = self._of(unit, position, self._rank)
         self.published.add(unit.owner, u, part)
         if unit.owner == unit.first_owner:
-            self.landing.add(0, u, block)
+            self.updates.add(0, u, block)
         if unit.owner == self._rank:
             self.held.add(self._rank, u, part)
             self.blocks.add(0, u, block)
@@ -263,7 +263,7 @@ class _Outlines:
                 self.into.add(peer, u, block)
 
     def _of(self, unit: Unit, position: int, rank: int) -> tuple[MatrixPart, MatrixPart]:
-        """What the unit has of what a rank holds of a matrix, and all that the rank holds."""
+        """All that a rank holds of a matrix, and before it the part of this that the unit has."""
         i, cut = unit.matrices[position], slice_of(self._shards, unit, position)
         turned, box = unit.holds_transpose(position), self._shards.piece(i, rank).box
         part = position, i, cut.shape, turned, box.intersection(cut).within(cut)
@@ -296,19 +296,19 @@ def bucket_route(
         copies_in=outlines.into.message(),
         replicates=not everywhere and any(map(shards.is_replicated, matrices)),
         blocks=held,
-        landing=came,
+        updates=came,
         published=published if everywhere else None,
     )
     if not any(units[u].co_owners for u in bucket):
         return route
     blocks = outlines.blocks.message()
-    landing = outlines.landing.message() if everywhere else blocks
+    updates = outlines.updates.message() if everywhere else blocks
     return replace(
         route,
         blocks=blocks,
-        landing=landing,
+        updates=updates,
         cuts=_cuts(shards, units, held, blocks),
-        joins=_cuts(shards, units, came, landing),
+        joins=_cuts(shards, units, came, updates),
     )
 
 

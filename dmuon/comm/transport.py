@@ -23,7 +23,7 @@ READ_AT_ONCE = frozenset({"cpu"})
 
 
 class Work(Protocol):
-    """A collective in flight. ``wait`` blocks the host on CPU, the current stream on CUDA."""
+    """A collective under way. ``wait`` blocks the host on CPU, the current stream on CUDA."""
 
     def wait(self) -> Any: ...
 
@@ -287,7 +287,7 @@ class C10dTransport:
 
     @contextmanager
     def located(self, tag: str) -> Iterator[None]:
-        """Have what fails inside say where this rank was, and what to do."""
+        """An error raised inside says where this rank was, and what to do."""
         try:
             if self.failed:
                 raise RuntimeError("one of its process group has failed before")
@@ -460,10 +460,10 @@ def host_can_read(device: torch.device) -> bool:
 
 
 def connect(transport: Transport, device: torch.device) -> None:
-    """Have the first all-to-all of an accelerator's process group behind it; a collective call.
+    """Run a first all-to-all in an accelerator's process group; a collective call.
 
-    It sets up connections of all pairs, and waits for all ranks in doing so. In a step, where
-    another group's may come first on some ranks, they could wait for each other.
+    The first one connects all pairs of ranks, and waits for all ranks in doing so. In a step they
+    could wait for each other, if another group's came first on some of them.
     """
     if host_can_read(device) or transport.world == 1:
         return
@@ -489,7 +489,7 @@ class SideStream:
             yield
 
     def join(self) -> None:
-        """Have the current stream wait for everything queued here."""
+        """Make the current stream wait for everything queued here."""
         torch.accelerator.current_stream(self.stream.device).wait_stream(self.stream)
 
 
@@ -523,7 +523,7 @@ class HostCopy:
 
 
 class Stopwatch:
-    """Milliseconds between `start` and `stop` on ``device``, summed; read when asked. One a step.
+    """Milliseconds between `start` and `stop` on ``device``, summed; one per step.
 
     On an accelerator it records events on the current stream, so timing costs no synchronization
     until `milliseconds` is read.

@@ -147,7 +147,6 @@ class DedicatedRuntime(OwnerRuntime):
         self.process_groups = process_groups
         self._options = options
         self._tensor_axes = tensor_axes
-        self._place = slices.grid.place(process_groups.world.rank)
         self.parameters = list(parameters)
         self._muon = frozenset(self.plan.specs.muon_parameters())
         self._assemblies: list[_Assembly] = []
@@ -168,7 +167,7 @@ class DedicatedRuntime(OwnerRuntime):
         for point in wait_points(model, others):
             needs = sorted({layer_of[index[i]] for i in point.parameters if i in index})
             if needs or point.is_root:
-                inside = () if point.in_block else tuple(area(point.module, others))
+                inside = () if point.in_layer else tuple(area(point.module, others))
                 self._removers += hook_module(self.prefetcher, point, needs, inside)
         self._removers += hook_state_dicts(self.prefetcher, model, index)
         self._end_watch = check_first_forward(self.storage, model)
@@ -292,7 +291,7 @@ class DedicatedRuntime(OwnerRuntime):
         members = [layer.parameters for layer in reversed(layers) if not layer.is_root]
         root = (p for layer in layers if layer.is_root for p in layer.parameters)
         members.append((*root, *adamw))
-        dtype, tensor = self._options.reduce_dtype, self._place[2]
+        dtype, tensor = self._options.reduce_dtype, self._slices.grid.place(self.transport.rank)[2]
         return [gradient_bucket(self._slices, m, adamw, tensor, dtype) for m in members if m]
 
     # ---- gradients ---------------------------------------------------------------------------
@@ -337,7 +336,8 @@ class DedicatedRuntime(OwnerRuntime):
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         if any(local_shard("", p, rank).replica):
             return False
-        axes, (replica, shard, tensor) = set(mesh_axes(p)), self._place
+        axes = set(mesh_axes(p))
+        replica, shard, tensor = self._slices.grid.place(self.transport.rank)
         over_tensors, over_data = bool(axes & self._tensor_axes), bool(axes - self._tensor_axes)
         return (over_tensors or tensor == 0) and (over_data or (replica, shard) == (0, 0))
 

@@ -425,14 +425,14 @@ def hook_module(
             if not torch.compiler.is_compiling():
                 opaque(module, *args)
 
-        return Hook(unless_compiled if point.in_block else opaque, check_whole)
+        return Hook(unless_compiled if point.in_layer else opaque, check_whole)
 
     def before(prefetcher: Prefetcher, _: Any) -> None:
         # In backward it is the recomputation of a checkpointed forward.
         in_backward = prefetcher.state is PassState.BACKWARD
         if point.is_root and not in_backward:
             prefetcher.begin_forward()
-        enter = prefetcher.touch if point.in_block else prefetcher.enter
+        enter = prefetcher.touch if point.in_layer else prefetcher.enter
         for g in layers:
             (prefetcher.need if in_backward else enter)(g)
 
@@ -446,8 +446,8 @@ def hook_module(
         if point.is_root:
             prefetcher.end_forward()
 
-    handles = [module.register_forward_pre_hook(hook(before), prepend=not point.in_block)]
-    if not point.in_block:
+    handles = [module.register_forward_pre_hook(hook(before), prepend=not point.in_layer)]
+    if not point.in_layer:
         handles.append(module.register_forward_hook(hook(after)))
     return [handle.remove for handle in handles]
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from dmuon.comm.buckets import Buffer, Slices, WeightBucket, weight_buckets
 from dmuon.comm.consensus import attempt
 from dmuon.comm.hooks import outermost_members, parameter_ids
+from dmuon.comm.layout import replaced
 from dmuon.comm.process_groups import ProcessGroups, start_from_first
 from dmuon.comm.routes import Places, RowShards
 from dmuon.comm.states import WEIGHTS_FOLLOW, WeightState, changed
@@ -48,8 +49,8 @@ def _placeholder(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 class _Weight:
-    """What one parameter shows. ``tensor`` is the one whose data is switched: the parameter itself,
-    or the local tensor inside a `DTensor`.
+    """One parameter. ``tensor`` is the one whose data is switched: the parameter itself, or the
+    local tensor inside a `DTensor`.
 
     ``kept`` is shown between uses: the whole weight where it is kept, else a placeholder.
     ``readable`` replaces it while ``readers`` of `Storage.whole` have the weight there. ``view`` is
@@ -117,7 +118,7 @@ class _WeightBuffer:
                 kept[low - first : high - first].copy_(values[low - start : high - start])
 
     def stored(self, start: int, numel: int) -> Tensor:
-        """What is kept here of the bucket's elements ``start .. start + numel``."""
+        """The bucket's elements ``start .. start + numel``, which are kept here."""
         for first, kept in self._kept:
             if first <= start and start + numel <= first + len(kept):
                 return kept.narrow(0, start - first, numel)
@@ -228,7 +229,7 @@ def layers_of(
 
 
 class Storage:
-    """What one rank keeps of the dedicated parameters, in ``layers`` in the order of their modules.
+    """The dedicated parameters on one rank, in ``layers`` in the order of their modules.
 
     ``parameters`` are the planned ones, a list that is kept up to date. Making a `Storage` takes
     over the weights: what this rank keeps goes into buckets, and placeholders take the place of the
@@ -529,7 +530,7 @@ class Storage:
             self._rows.collect(value, places, self._mine(places))
 
     def _mine(self, places: Places) -> dict[int, Tensor]:
-        """What this rank keeps of them, by matrix."""
+        """The tensors that this rank keeps of them, by matrix."""
         rank = self._process_groups.world.rank
         return {i: self.weight_of(i) for i, r, box in places if r == rank and box.numel}
 
@@ -553,7 +554,4 @@ def _replaced(name: str, p: nn.Parameter) -> OwnershipError:
             "ignored_params=own.dedicated_params to every fully_shard call, or make the calls "
             "inside `with own.ignored_by_fully_shard():`"
         )
-    return OwnershipError(
-        f"{name!r} is another parameter object now than at dedicate_params: change values in "
-        "place, inside `with own.materialized(module):`"
-    )
+    return replaced(name)
