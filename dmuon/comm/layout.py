@@ -185,7 +185,7 @@ class OwnerRuntime(LayoutRuntime):
     def raise_noted(self) -> None:
         """Raise what earlier rounds found that no host could read then: on every rank alike, before
         anything is sent."""
-        self._bound.raise_noted()
+        self._bound.flags.raise_noted()
 
     def set_sync(self, sync: bool) -> bool:
         return self._bound.set_sync(sync)

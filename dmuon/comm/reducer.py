@@ -286,6 +286,7 @@ class _Flags:
         self._recent = []
 
     def raise_noted(self) -> None:
+        """Raise DmuonError if a round before the last `clear` found what cannot be reduced."""
         earlier, self._earlier = self._earlier, []
         for copy in earlier:
             self._check(
@@ -337,7 +338,7 @@ class GradientReducer:
         self._meter = meter
         device = parameters[0].device
         names = [spec.name for spec in slices.plan.specs.parameters]
-        self._flags = _Flags(names, process_groups.world, meter, device)
+        self.flags = _Flags(names, process_groups.world, meter, device)
         self._side = side_stream(device)
         if self._side is not None:
             for grad in owned.here.values():  # whose memory may go before that stream is done
@@ -375,7 +376,7 @@ class GradientReducer:
     # ---- a round -----------------------------------------------------------------------------
 
     def missing(self) -> list[str]:
-        """Names of the parameters that have no gradient, taken or not, in this round."""
+        """Names of the parameters without a gradient, taken or not, in this round."""
         return [
             self._name(p)
             for p in self._bucket_of
@@ -498,7 +499,7 @@ class GradientReducer:
         self.rounds += 1
         local, unusable = self._round.local, self._round.unusable
         complete = all(local[p] for p in self._bucket_of) and not any(unusable)
-        anywhere = self._flags.agree(local, unusable, complete=complete)
+        anywhere = self.flags.agree(local, unusable, complete=complete)
         self._write_averaged(anywhere)
         for p in self._bucket_of:
             self.present[p] = self.present[p] or anywhere[p]
@@ -508,7 +509,6 @@ class GradientReducer:
                 self.parameters[p].grad = None
 
     def _write_averaged(self, anywhere: list[bool]) -> None:
-        """Wait for the averaged gradients of adamw parameters and put them in ``p.grad``."""
         grads, means = [], []
         averaged = [live for live in self._under_way if live.segment.shard == EVERYONE]
         self._under_way = self._to_owners()
@@ -565,6 +565,22 @@ class GradientReducer:
                     "reduce_to_owner out, with which every rank has whole gradients"
                 )
 
+    def _check_matrices(self, accumulated: bool) -> None:
+        """A gradient in a matrix's ``p.grad`` was set after the round; see `ensure`."""
+        if self.state is not RoundState.DONE:
+            return
+        matrices = (p for p in self._bucket_of if self._is_matrix(p))
+        left = next((p for p in matrices if self.parameters[p].grad is not None), None)
+        if left is not None and not accumulated:
+            raise OwnershipError(
+                f"{self._name(left)!r} has a p.grad that was set after "
+                "backward. Its owner has the reduced gradient already, so this one would be "
+                "lost: change gradients in a hook (p.register_hook), or (layout='replicated') "
+                "set all of them and run no backward"
+            )
+        if left is not None:
+            self._become(RoundState.OWED)
+
     # ---- between rounds ----------------------------------------------------------------------
 
     def set_sync(self, sync: bool) -> bool:
@@ -592,12 +608,12 @@ class GradientReducer:
             OwnershipError: a gradient was set after the round, and would be lost.
             DmuonError: a rank found a gradient that cannot be reduced (see `finish`).
         """
-        self.raise_noted()
+        self.flags.raise_noted()
         flaw: DmuonError | None = None
         try:
             check()
             self._check_averaged()
-            self._check_left(accumulated)
+            self._check_matrices(accumulated)
         except DmuonError as error:  # perhaps on this rank alone
             flaw = error
         self.begin_owed()
@@ -605,27 +621,6 @@ class GradientReducer:
         self.collect()
         if flaw is not None:
             raise flaw
-
-    def raise_noted(self) -> None:
-        """Raise DmuonError if a round before the last `clear` found what cannot be reduced."""
-        self._flags.raise_noted()
-
-    def _check_left(self, accumulated: bool) -> None:
-        """See `ensure`."""
-        if self.state is not RoundState.DONE:
-            return
-        matrices = (p for p in self._bucket_of if self._is_matrix(p))
-        left = next((p for p in matrices if self.parameters[p].grad is not None), None)
-        if left is None:
-            return
-        if not accumulated:
-            raise OwnershipError(
-                f"{self._name(left)!r} has a p.grad that was set after "
-                "backward. Its owner has the reduced gradient already, so this one would be "
-                "lost: change gradients in a hook (p.register_hook), or (layout='replicated') "
-                "set all of them and run no backward"
-            )
-        self._become(RoundState.OWED)
 
     def collect(self, arrived: Sequence[_LiveSegment] | None = None) -> None:
         """Wait for what goes to owners (all of it, or these), and add up what is owned here."""
@@ -650,7 +645,7 @@ class GradientReducer:
         """Forget the gradients reduced so far, as `zero_grad` does."""
         self.finish()
         self.collect()
-        self._flags.clear()
+        self.flags.clear()
         self._become(RoundState.NONE)
         self.rounds = 0
         self._noted = {}

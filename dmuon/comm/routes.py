@@ -21,12 +21,11 @@ rank holds of a matrix, and a *piece* the part of it that goes to one owner.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, pairwise
-from operator import add
+from itertools import chain, groupby, pairwise
+from operator import add, itemgetter
 
 import torch
 from torch import Tensor
@@ -163,8 +162,8 @@ MatrixPart = tuple[int, int, tuple[int, ...], bool, Box]
 
 
 def slice_of(shards: ShardMap, unit: Unit, position: int) -> Box:
-    """The box of a matrix that a unit has, from the matrix's corner and in its parameter's dims: all
-    of it, or a co-owner's slice of the longer dim."""
+    """The box of a matrix that a unit has, from the corner of the matrix, in its parameter's dims:
+    all of it, or a co-owner's slice of the longer dim."""
     whole = shards.boxes[unit.matrices[position]]
     box = Box.at_origin(whole.box.shape)
     if not unit.co_owners:
@@ -196,83 +195,78 @@ def parts_of(
     return parts
 
 
-class _Outline:
-    """A message that is being put together: what goes to each peer, peer by peer."""
-
-    def __init__(self, shards: ShardMap) -> None:
-        self._shards = shards
-        # By peer and unit.
-        self._pieces: dict[int, dict[int, list[MatrixPart]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
-
-    def add(self, peer: int, unit: int, piece: MatrixPart) -> None:
-        self._pieces[peer][unit].append(piece)
-
-    def message(self) -> Message:
-        parts: list[Part] = []
-        splits = [0] * self._shards.world
-        for peer in sorted(self._pieces):
-            for unit, pieces in self._pieces[peer].items():
-                parts += parts_of(self._shards, unit, pieces, sum(splits))
-                splits[peer] += sum(box.numel for *_, box in pieces)
-        return Message(tuple(parts), tuple(splits))
+# (the peer that it goes to or comes from, unit, part), in the order of units for each peer.
+_Pieces = list[tuple[int, int, MatrixPart]]
 
 
-class _Outlines:
-    """The messages of a bucket at one rank, matrix by matrix; named as in `BucketRoute`."""
+def _message(shards: ShardMap, pieces: _Pieces) -> Message:
+    parts: list[Part] = []
+    splits = [0] * shards.world
+    by_peer = sorted(pieces, key=itemgetter(0))
+    for (peer, unit), members in groupby(by_peer, key=itemgetter(0, 1)):
+        found = [piece for _, _, piece in members]
+        parts += parts_of(shards, unit, found, sum(splits))
+        splits[peer] += sum(box.numel for *_, box in found)
+    return Message(tuple(parts), tuple(splits))
 
-    def __init__(self, shards: ShardMap, rank: int) -> None:
-        self._shards = shards
-        self._rank = rank
-        self.held, self.owned, self.published = (_Outline(shards) for _ in range(3))
-        self.out, self.into = _Outline(shards), _Outline(shards)
-        self.blocks, self.updates = _Outline(shards), _Outline(shards)
+
+@dataclass(slots=True)
+class _Contents:
+    """The pieces in the messages of a bucket at ``rank``, which are named as in `BucketRoute`."""
+
+    shards: ShardMap
+    rank: int
+    held: _Pieces = field(default_factory=list)
+    owned: _Pieces = field(default_factory=list)
+    published: _Pieces = field(default_factory=list)
+    copies_out: _Pieces = field(default_factory=list)
+    copies_in: _Pieces = field(default_factory=list)
+    blocks: _Pieces = field(default_factory=list)
+    updates: _Pieces = field(default_factory=list)
 
     def publish(self, u: int, unit: Unit, position: int) -> None:
-        """A matrix that every rank holds whole."""
-        part, block = self._of(unit, position, self._rank)
-        self.published.add(unit.owner, u, part)
+        """Add a matrix that every rank holds whole."""
+        part, block = self._of(unit, position, self.rank)
+        self.published.append((unit.owner, u, part))
         if unit.owner == unit.first_owner:
-            self.updates.add(0, u, block)
-        if unit.owner == self._rank:
-            self.held.add(self._rank, u, part)
-            self.blocks.add(0, u, block)
+            self.updates.append((0, u, block))
+        if unit.owner == self.rank:
+            self.held.append((self.rank, u, part))
+            self.blocks.append((0, u, block))
 
     def exchange(self, u: int, unit: Unit, position: int) -> None:
-        """A matrix that the ranks of one replica hold in pieces."""
-        shards, rank, i = self._shards, self._rank, unit.matrices[position]
+        """Add a matrix that the ranks of one replica hold in pieces."""
+        shards, rank, i = self.shards, self.rank, unit.matrices[position]
         # Co-owners work on what the replica of the first one holds.
         replica, is_first = shards.replica_of(i, unit.first_owner), unit.owner == unit.first_owner
         if unit.owner == rank:
             for piece in shards.pieces(i):
-                if piece.replica == replica:
-                    self._add(self.owned, piece.rank, u, self._of(unit, position, piece.rank)[0])
-        part, block = self._of(unit, position, rank)
+                part, _ = self._of(unit, position, piece.rank)
+                if piece.replica == replica and part[-1].numel:
+                    self.owned.append((piece.rank, u, part))
         mine = shards.piece(i, rank)
-        if mine.replica == replica:
-            self._add(self.held, unit.owner, u, part)
-            if is_first:
-                self._add(self.blocks, 0, u, block)
-        if not mine.numel or not is_first or not shards.is_replicated(i):
+        if not mine.numel:
+            return
+        part, block = self._of(unit, position, rank)
+        is_sender = mine.replica == replica
+        if is_sender and part[-1].numel:
+            self.held.append((unit.owner, u, part))
+        if is_sender and is_first:
+            self.blocks.append((0, u, block))
+        if not is_first or not shards.is_replicated(i):
             return
         for peer, other in shards.partners(i, rank):
-            if mine.replica == replica:
-                self.out.add(peer, u, block)
+            if is_sender:
+                self.copies_out.append((peer, u, block))
             elif other == replica:
-                self.into.add(peer, u, block)
+                self.copies_in.append((peer, u, block))
 
     def _of(self, unit: Unit, position: int, rank: int) -> tuple[MatrixPart, MatrixPart]:
         """All that a rank holds of a matrix, and before it the part of this that the unit has."""
-        i, cut = unit.matrices[position], slice_of(self._shards, unit, position)
-        turned, box = unit.holds_transpose(position), self._shards.piece(i, rank).box
+        i, cut = unit.matrices[position], slice_of(self.shards, unit, position)
+        turned, box = unit.holds_transpose(position), self.shards.piece(i, rank).box
         part = position, i, cut.shape, turned, box.intersection(cut).within(cut)
-        return part, (position, i, self._shards.boxes[i].box.shape, turned, box)
-
-    @staticmethod
-    def _add(outline: _Outline, peer: int, u: int, piece: MatrixPart) -> None:
-        if piece[-1].numel:
-            outline.add(peer, u, piece)
+        return part, (position, i, self.shards.boxes[i].box.shape, turned, box)
 
 
 def bucket_route(
@@ -281,19 +275,19 @@ def bucket_route(
     """What ``rank`` sends and receives for a bucket."""
     matrices = [i for u in bucket for i in units[u].matrices]
     everywhere = all(map(shards.is_everywhere, matrices))
-    outlines = _Outlines(shards, rank)
-    add = outlines.publish if everywhere else outlines.exchange
+    contents = _Contents(shards, rank)
+    add = contents.publish if everywhere else contents.exchange
     for u in bucket:
         for position in range(len(units[u].matrices)):
             add(u, units[u], position)
-    held, published = outlines.held.message(), outlines.published.message()
+    held, published = _message(shards, contents.held), _message(shards, contents.published)
     came = published if everywhere else held
     route = BucketRoute(
         units=tuple(u for u in bucket if units[u].owner == rank),
         held=held,
-        owned=held if everywhere else outlines.owned.message(),
-        copies_out=outlines.out.message(),
-        copies_in=outlines.into.message(),
+        owned=held if everywhere else _message(shards, contents.owned),
+        copies_out=_message(shards, contents.copies_out),
+        copies_in=_message(shards, contents.copies_in),
         replicates=not everywhere and any(map(shards.is_replicated, matrices)),
         blocks=held,
         updates=came,
@@ -301,8 +295,8 @@ def bucket_route(
     )
     if not any(units[u].co_owners for u in bucket):
         return route
-    blocks = outlines.blocks.message()
-    updates = outlines.updates.message() if everywhere else blocks
+    blocks = _message(shards, contents.blocks)
+    updates = _message(shards, contents.updates) if everywhere else blocks
     return replace(
         route,
         blocks=blocks,

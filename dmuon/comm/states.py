@@ -14,7 +14,7 @@ S = TypeVar("S", bound=Enum)
 
 
 def changed(state: S, new: S, follows: Mapping[S, tuple[S, ...]]) -> S:
-    """The new state; RuntimeError if it may not follow, which is a bug in dmuon."""
+    """The new state, which may be the same; RuntimeError if it may not follow, a bug in dmuon."""
     if new is not state and new not in follows[state]:
         allowed = ", ".join(one.name for one in follows[state])
         raise RuntimeError(
