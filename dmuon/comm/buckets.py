@@ -124,7 +124,7 @@ class Slices:
         """The shape of a parameter's slice."""
         return self.shards.shard(tensor, parameter).box.shape
 
-    def places(
+    def keepers(
         self, parameter: int, *, in_slices: bool, replicas: bool
     ) -> list[tuple[int, int, Box]]:
         """Who keeps a parameter: (matrix, mesh rank, box in the parameter).

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dmuon.comm.buckets import Slices
 from dmuon.comm.reducer import GradientReducer, OwnedGradients
-from dmuon.comm.routes import Places, RowShards
+from dmuon.comm.routes import Keepers, RowShards
 from dmuon.comm.transport import Meter, Transport
 from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
 from dmuon.scheduler.specs import Box, canonical_name
@@ -167,9 +167,9 @@ class OwnerRuntime(LayoutRuntime):
     def matrices_of(self, parameter: int) -> list[int]:
         return self._slices.matrices_of[parameter]
 
-    def owned_places(self, parameter: int, *, in_slices: bool = False) -> Places:
-        """The owners of a parameter's matrices, each with its box (see `Slices.places`)."""
-        return self._slices.places(parameter, in_slices=in_slices, replicas=False)
+    def owned_places(self, parameter: int, *, in_slices: bool = False) -> Keepers:
+        """The owners of a parameter's matrices, each with its box (see `Slices.keepers`)."""
+        return self._slices.keepers(parameter, in_slices=in_slices, replicas=False)
 
     @abstractmethod
     def stored(self, box: Box, parameter: int) -> list[tuple[int, Box, Tensor]]:

@@ -48,10 +48,11 @@ from dmuon.comm.reducer import (
 )
 from dmuon.comm.transport import Transport, Work
 from dmuon.config import ReplicatedOptions
+from dmuon.dtensors import LocalParameters
 from dmuon.scheduler.plan import OwnershipPlan, Unit
 from dmuon.scheduler.shards import matrix_box
-from dmuon.scheduler.specs import ITEM_SIZE, Box, dtype_name
-from dmuon.types import DmuonError, OwnershipError
+from dmuon.scheduler.specs import ITEM_SIZE, Box
+from dmuon.types import DmuonError
 
 
 @dataclass(slots=True)
@@ -70,16 +71,13 @@ class _Published:
 @dataclass(slots=True)
 class _Broadcast:
     """A bucket of updates. ``buffer`` has memory from a step to the next backward. ``where`` are
-    the positions in each unit that were published last, none before the first step. ``work`` and
-    ``apply`` are there while the update is still to be applied."""
+    the positions in each unit that were published last, none before the first step."""
 
     owner: int
     units: list[_Published]
     buffer: Buffer
     rms: Tensor
     seen_rms: Tensor  # as last published
-    work: Work | None = None
-    apply: Apply | None = None
     where: Sequence[list[int]] = ()
 
 
@@ -100,9 +98,9 @@ class ReplicatedRuntime(OwnerRuntime):
         self._options = options
         self._ddp = None if ddp is None else weakref.ref(ddp)
         self._index = {id(p): i for i, p in enumerate(parameters)}
-        self._pointers = self._pointers_of(range(len(parameters)))
+        self._locals = LocalParameters(parameters, [spec.name for spec in plan.specs.parameters])
         self._broadcasts: list[_Broadcast] = []
-        self._pending: set[int] = set()
+        self._pending: dict[int, tuple[Work, Apply]] = {}  # broadcasts that were not applied yet
 
     # ---- binding and closing -----------------------------------------------------------------
 
@@ -132,11 +130,10 @@ class ReplicatedRuntime(OwnerRuntime):
             for unit, payload, its_rms in zip(units, payloads, rms.split(counts), strict=True):
                 stack = payload.view(unit.shape)
                 parameters = [specs.matrices[i].parameter for i in unit.matrices]
+                views, pointers = unstacker(specs, unit)(stack), self._pointers_of(parameters)
+                targets = self._targets(unit)
                 published.append(
-                    _Published(
-                        *(unit, stack, unstacker(specs, unit)(stack), its_rms),
-                        *(parameters, self._targets(unit), self._pointers_of(parameters)),
-                    )
+                    _Published(unit, stack, views, its_rms, parameters, targets, pointers)
                 )
             seen = torch.zeros_like(rms)
             self._broadcasts.append(_Broadcast(owner, published, Buffer(flat), rms, seen))
@@ -233,28 +230,13 @@ class ReplicatedRuntime(OwnerRuntime):
     def _check(self) -> None:
         if self._watch is not None:
             self._watch.check()
-        self._check_storage()
+        self._locals.check()
         if self._ddp is not None and self._bound.open:
             raise DmuonError(
                 "DistributedDataParallel did not hand over the gradients of "
                 f"{', '.join(self._bound.missing()[:5])}: their part of the model was not used in "
                 "this backward. Build it with find_unused_parameters=True"
             )
-
-    def _check_storage(self) -> None:
-        """Raise OwnershipError if a parameter has another shape, dtype or device than planned."""
-        pointers = self._pointers_of(range(len(self.parameters)))
-        if pointers == self._pointers:
-            return
-        for p, spec in zip(self.parameters, self.plan.specs.parameters, strict=True):
-            planned = (spec.shape, spec.dtype, self.device)
-            if (tuple(p.shape), dtype_name(p.dtype), p.device) != planned:
-                raise OwnershipError(
-                    f"parameter {spec.name!r} is now {list(p.shape)} {p.dtype} on {p.device}; it "
-                    f"was planned as {list(spec.shape)} {spec.dtype} on {self.device}. Move or "
-                    "convert the model before dmuon.dedicate_params(model)"
-                )
-        self._pointers = pointers
 
     def gradients(self) -> Gradients:
         """Matrices' gradients lie with their owners, the others are the same everywhere."""
@@ -289,9 +271,8 @@ class ReplicatedRuntime(OwnerRuntime):
                         set_rows(live.rms, mine, rms)
             flat = bucket.buffer.flat
             self.meter.add("updates", flat)
-            bucket.work = self.transport.broadcast(flat, bucket.owner, tag="updates")
-            bucket.apply, bucket.where = apply, where
-            self._pending.add(b)
+            work = self.transport.broadcast(flat, bucket.owner, tag="updates")
+            self._pending[b], bucket.where = (work, apply), where
         reducer.clear()
         # The forward that led here read these without passing their wait point.
         self._wait_for(self._coverage.take_missed())
@@ -300,16 +281,13 @@ class ReplicatedRuntime(OwnerRuntime):
         """Wait for these, where they are pending, and apply them."""
         if not self._pending:
             return
-        for b in sorted(self._pending.intersection(broadcasts)):
-            bucket = self._broadcasts[b]
-            assert bucket.work is not None and bucket.apply is not None
-            bucket.work.wait()
+        for b in sorted(self._pending.keys() & broadcasts):
+            bucket, (work, apply) = self._broadcasts[b], self._pending.pop(b)
+            work.wait()
             for live, where in zip(bucket.units, bucket.where, strict=True):
                 if where:
-                    self._apply(live, where, bucket.apply)
+                    self._apply(live, where, apply)
             bucket.seen_rms.copy_(bucket.rms)
-            bucket.work = bucket.apply = None
-            self._pending.discard(b)
 
     def _apply(self, live: _Published, where: list[int], apply: Apply) -> None:
         pointers = self._pointers_of(live.parameters)

@@ -340,9 +340,9 @@ def _cuts(
 
 # ---- saved state -----------------------------------------------------------------------------
 
-# What is kept of a parameter: (number, the rank that keeps it, its box). Equal on all ranks. A rank
-# has its own tensors by these numbers.
-Places = Sequence[tuple[int, int, Box]]
+# Who keeps which box of a parameter: (number, rank, box), equal on all ranks. A rank has its own
+# tensors by these numbers.
+Keepers = Sequence[tuple[int, int, Box]]
 
 
 class RowShards:
@@ -365,22 +365,26 @@ class RowShards:
         return self._transport.mesh(self.device)
 
     def spread(
-        self, shape: tuple[int, ...], dtype: torch.dtype, places: Places, mine: Mapping[int, Tensor]
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        keepers: Keepers,
+        mine: Mapping[int, Tensor],
     ) -> Tensor:
-        """The whole tensor, of which ``places`` keep every element once."""
+        """The whole tensor, of which ``keepers`` keep every element once."""
         rows, rank = self._rows(shape), self._transport.rank
         local = torch.empty(rows[rank][2].shape, dtype=dtype, device=self.device)
-        self._move(places, mine, rows, {rank: local}, dtype)
+        self._move(keepers, mine, rows, {rank: local}, dtype)
         return local if self._mesh is None else sharded_rows(local, self._mesh, shape)
 
-    def collect(self, value: Tensor, places: Places, mine: Mapping[int, Tensor]) -> None:
-        """Write what each of ``places`` keeps of a tensor there, from whatever form it has."""
+    def collect(self, value: Tensor, keepers: Keepers, mine: Mapping[int, Tensor]) -> None:
+        """Write what each of ``keepers`` keeps of a tensor there, from whatever form it has."""
         local, rank = local_rows(value, self._mesh), self._transport.rank
         if local is not None:
-            self._move(self._rows(tuple(value.shape)), {rank: local}, places, mine, local.dtype)
+            self._move(self._rows(tuple(value.shape)), {rank: local}, keepers, mine, local.dtype)
             return
         whole = whole_tensor(value)
-        for i, r, box in places:
+        for i, r, box in keepers:
             if r == rank and box.numel:
                 mine[i].copy_(whole[box.slices()])
 
@@ -396,24 +400,24 @@ class RowShards:
 
     def _move(
         self,
-        places: Places,
+        keepers: Keepers,
         mine: Mapping[int, Tensor],
-        targets: Places,
+        targets: Keepers,
         into: Mapping[int, Tensor],
         dtype: torch.dtype,
     ) -> None:
-        """Copy what lies at ``places``, ``mine`` here, to ``targets``, ``into`` here."""
+        """Copy what lies at ``keepers``, ``mine`` here, to ``targets``, ``into`` here."""
         rank, world = self._transport.rank, self._transport.world
-        # Views by peer, in the order of targets, then of places.
+        # Views by peer, in the order of targets, then of keepers.
         sent: list[list[Tensor]] = [[] for _ in range(world)]
         received: list[list[Tensor]] = [[] for _ in range(world)]
         for i, receiver, target in targets:
-            for j, sender, place in places:
+            for j, sender, box in keepers:
                 if rank not in (sender, receiver):
                     continue
-                shared = place.intersection(target)
+                shared = box.intersection(target)
                 if shared.numel and sender == rank:
-                    sent[receiver].append(mine[j][shared.within(place).slices()])
+                    sent[receiver].append(mine[j][shared.within(box).slices()])
                 if shared.numel and receiver == rank:
                     received[sender].append(into[i][shared.within(target).slices()])
         out, back = ([sum(v.numel() for v in views) for views in each] for each in (sent, received))

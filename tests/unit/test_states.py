@@ -45,7 +45,7 @@ def test_the_table_in_the_docstring_is_the_table(kind, follows):
 
 
 def test_what_breaks_the_rules_raises():
-    layer = Layer("layers.0", (0,), is_root=False, places=1)
+    layer = Layer("layers.0", (0,), is_root=False, occurrences=1)
     with pytest.raises(RuntimeError, match="FREED to IN_USE, only to LAUNCHED"):
         layer.use()  # before any broadcast
     layer.become(WeightState.LAUNCHED)

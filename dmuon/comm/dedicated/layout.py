@@ -205,10 +205,10 @@ class DedicatedRuntime(OwnerRuntime):
 
     def stored(self, box: Box, parameter: int) -> list[tuple[int, Box, Tensor]]:
         rank, shape = self.transport.rank, self.plan.specs.parameters[parameter].shape
-        places = self._slices.places(parameter, in_slices=True, replicas=True)
+        keepers = self._slices.keepers(parameter, in_slices=True, replicas=True)
         return [
             (i, part, self.storage.weight_of(i))
-            for i, r, part in places
+            for i, r, part in keepers
             if r == rank and part.numel and self.plan.specs.matrices[i].box(shape) == box
         ]
 

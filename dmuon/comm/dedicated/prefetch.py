@@ -49,7 +49,7 @@ class _Calls:
     """How a layer has been called, and what autograd has made of it.
 
     ``ran``: since the last step, also without autograd, as a checkpointed forward does.
-    ``expected``: forward calls in a pass, as in the last one; at first, places in the model.
+    ``expected``: forward calls in a pass, as in the last one; at first, occurrences in the model.
     ``recorded``: uses that autograd recorded and whose backward has not come yet.
     """
 
@@ -78,7 +78,7 @@ class Prefetcher:
         self.backwards = 0
         self.reducer: GradientReducer | None = None
         self._options = options
-        self._calls = [_Calls(layer.places) for layer in self.layers]
+        self._calls = [_Calls(layer.occurrences) for layer in self.layers]
         self._number = {p: g for g, layer in enumerate(self.layers) for p in layer.parameters}
         self._first = sum(layer.is_root for layer in self.layers)
         self._ahead = 0  # layers whose new weights left with the step, in the order of forward

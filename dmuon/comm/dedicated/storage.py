@@ -32,7 +32,7 @@ from dmuon.comm.consensus import attempt
 from dmuon.comm.hooks import outermost_members, parameter_ids
 from dmuon.comm.layout import replaced
 from dmuon.comm.process_groups import ProcessGroups, start_from_first
-from dmuon.comm.routes import Places, RowShards
+from dmuon.comm.routes import Keepers, RowShards
 from dmuon.comm.states import WEIGHTS_FOLLOW, WeightState, changed
 from dmuon.comm.transport import Meter, Work
 from dmuon.config import DedicatedOptions
@@ -132,14 +132,14 @@ class Layer:
     of an outermost container. The root's layer has what is in no other, and stays while it runs.
 
     ``parameters`` are numbers of dedicated parameters, in registration order; one that several
-    layers use (tied weights) belongs to the first. ``places`` is how often the model has it.
+    layers use (tied weights) belongs to the first. ``occurrences`` is how often the model has it.
     ``publishes`` goes to the holders in other replicas: (replica of the owner, what is kept here).
     """
 
     name: str
     parameters: tuple[int, ...]
     is_root: bool
-    places: int
+    occurrences: int
     matrices: frozenset[int] = frozenset()
     state: WeightState = WeightState.FREED
     buckets: list[_WeightBuffer] = field(default_factory=list)
@@ -493,9 +493,9 @@ class Storage:
     def saved(self, parameter: int) -> Tensor:
         """A weight as rows on all ranks; a collective call."""
         spec = self._specs.parameters[parameter]
-        places = self._slices.places(parameter, in_slices=True, replicas=False)
+        keepers = self._slices.keepers(parameter, in_slices=True, replicas=False)
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        return self._rows.spread(spec.shape, dtype, places, self._mine(places))
+        return self._rows.spread(spec.shape, dtype, keepers, self._mine(keepers))
 
     def flaw(self, parameter: int, value: Any) -> str | None:
         """Why this cannot be a whole weight, if so."""
@@ -526,13 +526,13 @@ class Storage:
         world = self._process_groups.world
         attempt(world, check, what="model.load_state_dict()", digest="\n".join)
         for p, value in found.items():
-            places = self._slices.places(p, in_slices=True, replicas=True)
-            self._rows.collect(value, places, self._mine(places))
+            keepers = self._slices.keepers(p, in_slices=True, replicas=True)
+            self._rows.collect(value, keepers, self._mine(keepers))
 
-    def _mine(self, places: Places) -> dict[int, Tensor]:
+    def _mine(self, keepers: Keepers) -> dict[int, Tensor]:
         """The tensors that this rank keeps of them, by matrix."""
         rank = self._process_groups.world.rank
-        return {i: self.weight_of(i) for i, r, box in places if r == rank and box.numel}
+        return {i: self.weight_of(i) for i, r, box in keepers if r == rank and box.numel}
 
     def meet(self, call: str) -> None:
         self._process_groups.world.meet(call)
