@@ -17,8 +17,8 @@ def attempt(
 ) -> T:
     """Run ``work`` on every rank, exchange the outcome once, and succeed or fail together.
 
-    A rank whose ``work`` raised raises that error again; the others raise ConsensusError that
-    quotes it. ``digest`` describes the result in lines; it must be equal on all ranks.
+    A rank whose ``work`` raised raises that error again; the others raise a ConsensusError that
+    quotes it. ``digest`` describes the result in lines, which must be equal on all ranks.
 
     Raises:
         ConsensusError: another rank failed, or the results differ.
@@ -74,7 +74,7 @@ def _raise_difference(transport: Transport, what: str, text: str) -> None:
     ours, theirs = text.splitlines(), transport.broadcast_object(text, 0).splitlines()
     even = len(ours) == len(theirs)
     both = zip([*ours, "(nothing)"], [*theirs, "(nothing)"])
-    # Behind a line that is missing on one side all others are in other places.
+    # After a line that is missing on one side, all others are shifted.
     pairs = [(repr(a), repr(b)) for a, b in both if a != b][: None if even else 1]
     everyone = transport.gather_objects(tuple(map(first_of, zip(*pairs))))
     mine, firsts = next(found for found in everyone if found)

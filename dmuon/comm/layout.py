@@ -144,6 +144,7 @@ class OwnerRuntime(LayoutRuntime):
         self.reducer: GradientReducer | None = None
         self._slices = slices
         self._watch: ParameterWatch | None = None
+        self._rms: dict[int, Tensor] = {}  # of updates ``[b]``, by a unit's first matrix
 
     @abstractmethod
     def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
@@ -215,9 +216,16 @@ class OwnerRuntime(LayoutRuntime):
     def weights(self, unit: Unit) -> list[Tensor]:
         """The weights of a unit that lie whole on this rank, ``[m, ...]`` each."""
 
-    @abstractmethod
     def update_rms(self) -> dict[str, Tensor]:
         """RMS of the last update of each matrix known here, by name; waits for pending ones."""
+        self.synchronize()
+        specs = self.plan.specs.matrices
+        return {
+            specs[i].name: rms
+            for unit in self.units
+            if unit.matrices[0] in self._rms
+            for i, rms in zip(unit.matrices, self._rms[unit.matrices[0]].unbind(), strict=True)
+        }
 
     def _unbind(self) -> None:
         self._remove_hooks()

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.routes import BucketRoute, Message, places
-from dmuon.comm.transport import Meter, Transport, Work
+from dmuon.comm.transport import Meter, Transport, Work, wait_all
 from dmuon.scheduler.plan import Unit
 
 _INBOUND = 3  # of the buffers of a bucket
@@ -189,7 +189,7 @@ class Pipeline:
         if not self.only_publishes:
             meanwhile()
         for b, bucket in enumerate(self.buckets):
-            self._wait(bucket)
+            wait_all(bucket.works)
             if bucket.assembly[0]:
                 torch._foreach_copy_(*bucket.assembly)
             if b + self._slots < count:
@@ -221,14 +221,9 @@ class Pipeline:
             meanwhile()
         return True
 
-    def _wait(self, bucket: Bucket) -> None:
-        for work in bucket.works:
-            work.wait()
-        bucket.works = []
-
     def _arrive(self, bucket: Bucket) -> None:
         """Wait for the updates of what is held here, and join them to blocks."""
-        self._wait(bucket)
+        wait_all(bucket.works)
         if bucket.joins[0]:
             torch._foreach_copy_(*bucket.joins)
 
@@ -273,7 +268,7 @@ class Pipeline:
                 continue
             bucket = self.buckets[b]
             if bucket.route.replicates:
-                self._wait(bucket)
+                wait_all(bucket.works)
             else:
                 self._arrive(bucket)
             apply(b)

@@ -35,8 +35,16 @@ from torch.nn.parallel import DistributedDataParallel
 from dmuon.comm.buckets import EVERYONE, Buffer, GradientBucket, Segment, Slices
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.routes import Part, places
-from dmuon.comm.states import ROUNDS_FOLLOW, RoundState, changed
-from dmuon.comm.transport import HostCopy, Meter, Transport, Work, host_can_read, side_stream
+from dmuon.comm.states import RoundState
+from dmuon.comm.transport import (
+    HostCopy,
+    Meter,
+    Transport,
+    Work,
+    host_can_read,
+    side_stream,
+    wait_all,
+)
 from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Form, ModelSpecs
@@ -182,7 +190,7 @@ class _LiveSegment:
 
     def relay(self, groups: ProcessGroups, meter: Meter) -> None:
         """Reduce along the replicas what was reduced along the shards."""
-        self.wait()
+        wait_all(self.works)
         self.to_relay, start = False, 0
         for replica, members in groupby(self.segment.spans, lambda span: span.replica):
             numel = sum(span.numel for span in members)
@@ -195,11 +203,6 @@ class _LiveSegment:
     def has_arrived(self) -> bool:
         """Whether waiting would take no time, and nothing of it is to follow."""
         return not self.to_relay and all(work.is_completed() for work in self.works)
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-        self.works = []
 
 
 class _LiveBucket:
@@ -364,9 +367,6 @@ class GradientReducer:
         """Whether a round has begun and not ended: its backward runs, or has raised."""
         return self.state in (RoundState.OPEN, RoundState.OPEN_OWED)
 
-    def _become(self, state: RoundState) -> None:
-        self.state = changed(self.state, state, ROUNDS_FOLLOW)
-
     def _name(self, parameter: int) -> str:
         return self.owned.slices.plan.specs.parameters[parameter].name
 
@@ -389,7 +389,7 @@ class GradientReducer:
         if self._noted and not any(map(self._is_as_noted, self._noted)):
             self.clear()  # model.zero_grad() emptied the others, and these belong to them
         self.collect()
-        self._become(RoundState.OPEN)
+        self.state = self.state.to(RoundState.OPEN)
         self._round = _Round(len(self.parameters), self._buckets)
 
     def take(self, parameter: int, grad: Tensor | None) -> None:
@@ -495,7 +495,9 @@ class GradientReducer:
         for live in self._to_owners():
             if live.to_relay:
                 live.relay(self._groups, self._meter)
-        self._become(RoundState.DONE if self.state is RoundState.OPEN else RoundState.OWED)
+        self.state = self.state.to(
+            RoundState.DONE if self.state is RoundState.OPEN else RoundState.OWED
+        )
         self.rounds += 1
         local, unusable = self._round.local, self._round.unusable
         complete = all(local[p] for p in self._bucket_of) and not any(unusable)
@@ -513,7 +515,7 @@ class GradientReducer:
         averaged = [live for live in self._under_way if live.segment.shard == EVERYONE]
         self._under_way = self._to_owners()
         for live in averaged:
-            live.wait()
+            wait_all(live.works)
             for span, view in zip(live.segment.spans, live.views, strict=True):
                 if not anywhere[span.parameter]:
                     continue
@@ -579,7 +581,7 @@ class GradientReducer:
                 "set all of them and run no backward"
             )
         if left is not None:
-            self._become(RoundState.OWED)
+            self.state = self.state.to(RoundState.OWED)
 
     # ---- between rounds ----------------------------------------------------------------------
 
@@ -588,7 +590,7 @@ class GradientReducer:
         previous, self.sync = self.sync, sync
         if sync and not previous and self.state is not RoundState.NONE:
             # What was accumulated meanwhile must be reduced, by the next backward or by `step`.
-            self._become(RoundState.OPEN_OWED if self.open else RoundState.OWED)
+            self.state = self.state.to(RoundState.OPEN_OWED if self.open else RoundState.OWED)
         return previous
 
     def begin_owed(self) -> None:
@@ -631,7 +633,7 @@ class GradientReducer:
         into: list[Tensor] = []
         parts: list[Tensor] = []
         for live in segments:
-            live.wait()
+            wait_all(live.works)
             into += live.deliveries[0]
             parts += live.deliveries[1]
         if into:
@@ -646,7 +648,7 @@ class GradientReducer:
         self.finish()
         self.collect()
         self.flags.clear()
-        self._become(RoundState.NONE)
+        self.state = self.state.to(RoundState.NONE)
         self.rounds = 0
         self._noted = {}
         self.present[:] = [False] * len(self.parameters)

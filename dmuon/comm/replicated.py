@@ -136,6 +136,7 @@ class ReplicatedRuntime(OwnerRuntime):
                     _Published(unit, stack, views, its_rms, parameters, targets, pointers)
                 )
             seen = torch.zeros_like(rms)
+            self._rms |= {u.matrices[0]: part for u, part in zip(units, seen.split(counts))}
             self._broadcasts.append(_Broadcast(owner, published, Buffer(flat), rms, seen))
             self._broadcasts[-1].buffer.release()
         groups_of_all = ProcessGroups.flat(self.transport)
@@ -325,15 +326,3 @@ class ReplicatedRuntime(OwnerRuntime):
                 for k in where:
                     found[self.plan.specs.matrices[live.unit.matrices[k]].name] = matrices[k]
         return found
-
-    def update_rms(self) -> dict[str, Tensor]:
-        self.synchronize()
-        return {
-            self.plan.specs.matrices[i].name: rms
-            for bucket in self._broadcasts
-            for i, rms in zip(
-                (i for live in bucket.units for i in live.unit.matrices),
-                bucket.seen_rms.unbind(),
-                strict=True,
-            )
-        }

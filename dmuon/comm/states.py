@@ -1,64 +1,62 @@
 """The states of a layer's weights, of a pass over the model and of a round of gradients.
 
-Each is one attribute, set through `changed`, which allows what the table below it allows. None of
+Each is kept in one attribute, and `State.to` allows the changes that the tables below list. None of
 them depends on time, so the collectives issued in a state are the same on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import Enum
 from typing import TypeVar
 
-S = TypeVar("S", bound=Enum)
+S = TypeVar("S", bound="State")
 
 
-def changed(state: S, new: S, follows: Mapping[S, tuple[S, ...]]) -> S:
-    """The new state, which may be the same; RuntimeError if it may not follow, a bug in dmuon."""
-    if new is not state and new not in follows[state]:
-        allowed = ", ".join(one.name for one in follows[state])
-        raise RuntimeError(
-            f"internal error of dmuon: {type(state).__name__} cannot change from {state.name} to "
-            f"{new.name}, only to {allowed}. Please report it, with the model's forward pass"
-        )
-    return new
+class State(Enum):
+    """A member is its label and the names of the states that it may change to."""
+
+    def __init__(self, label: str, follows: str) -> None:
+        self.label = label
+        self.follows = follows.split()
+
+    def to(self, new: S) -> S:
+        """``new``, which may be the same state; RuntimeError, a bug in dmuon, if it may not
+        follow."""
+        if new is not self and new.name not in self.follows:
+            raise RuntimeError(
+                f"internal error of dmuon: {type(self).__name__} cannot change from {self.name} to "
+                f"{new.name}, only to {', '.join(self.follows)}. Please report it, with the "
+                "model's forward pass"
+            )
+        return new
 
 
-class WeightState(Enum):
+class WeightState(State):
     """The state of the weights of a layer in the `dedicated` layout.
 
-    ========  ==============  =================  =============================  ===============
-    state     parameters show  buffers have      what has happened              may become
-    ========  ==============  =================  =============================  ===============
-    FREED     what is kept    no memory          nothing, or all uses ended     LAUNCHED
-    LAUNCHED  what is kept    weights, or soon   the broadcasts were issued     IN_USE, FREED
-    IN_USE    the buffers     weights            forward or backward runs       RECORDED, FREED
-    RECORDED  the buffers     weights            autograd recorded a use        HELD, FREED
-    HELD      the buffers     weights            as RECORDED, and nothing will  FREED
-                                                 announce the backward, so they
-                                                 stay until it is done
-    ========  ==============  =================  =============================  ===============
+    ========  ===============  =============  =============================  ===============
+    state     parameters show  buffers have   what has happened              may become
+    ========  ===============  =============  =============================  ===============
+    FREED     what is kept     no memory      nothing, or all uses ended     LAUNCHED
+    LAUNCHED  what is kept     weights, soon  the broadcasts were issued     IN_USE, FREED
+    IN_USE    the buffers      weights        forward or backward runs       RECORDED, FREED
+    RECORDED  the buffers      weights        autograd recorded a use        HELD, FREED
+    HELD      the buffers      weights        as RECORDED, and nothing will  FREED
+                                              announce the backward, so they
+                                              stay until it is done
+    ========  ===============  =============  =============================  ===============
 
     A layer in use may be broadcast again into the same buffers; this changes no state.
     """
 
-    FREED = "freed"
-    LAUNCHED = "launched"
-    IN_USE = "in use"
-    RECORDED = "recorded"
-    HELD = "held"
+    FREED = "freed", "LAUNCHED"
+    LAUNCHED = "launched", "IN_USE FREED"
+    IN_USE = "in use", "RECORDED FREED"
+    RECORDED = "recorded", "HELD FREED"
+    HELD = "held", "FREED"
 
 
-WEIGHTS_FOLLOW = {
-    WeightState.FREED: (WeightState.LAUNCHED,),
-    WeightState.LAUNCHED: (WeightState.IN_USE, WeightState.FREED),
-    WeightState.IN_USE: (WeightState.RECORDED, WeightState.FREED),
-    WeightState.RECORDED: (WeightState.HELD, WeightState.FREED),
-    WeightState.HELD: (WeightState.FREED,),
-}
-
-
-class PassState(Enum):
+class PassState(State):
     """Which pass over the model has begun and not ended, on this rank.
 
     ========  ============================================================  =================
@@ -73,43 +71,27 @@ class PassState(Enum):
     directly.
     """
 
-    IDLE = "idle"
-    FORWARD = "forward"
-    BACKWARD = "backward"
+    IDLE = "idle", "FORWARD BACKWARD"
+    FORWARD = "forward", "IDLE"
+    BACKWARD = "backward", "IDLE"
 
 
-PASSES_FOLLOW = {
-    PassState.IDLE: (PassState.FORWARD, PassState.BACKWARD),
-    PassState.FORWARD: (PassState.IDLE,),
-    PassState.BACKWARD: (PassState.IDLE,),
-}
-
-
-class RoundState(Enum):
+class RoundState(State):
     """Where the reduction of gradients is, since they were last cleared.
 
-    =========  ==========================================================  ===================
-    state      meaning                                                     may become
-    =========  ==========================================================  ===================
-    NONE       no round has been made                                      OPEN
-    OPEN       a backward pass runs, or has raised                         DONE, OPEN_OWED
-    OPEN_OWED  the same, and another round must follow                     OWED
-    DONE       a round has ended; ``p.grad`` holds nothing it has not seen  OPEN, OWED, NONE
-    OWED       ``p.grad`` may hold gradients that no round has seen        OPEN, NONE
-    =========  ==========================================================  ===================
+    =========  ============================================================  ================
+    state      meaning                                                       may become
+    =========  ============================================================  ================
+    NONE       no round has been made                                        OPEN
+    OPEN       a backward pass runs, or has raised                           DONE, OPEN_OWED
+    OPEN_OWED  the same, and another round must follow                       OWED
+    DONE       a round has ended; ``p.grad`` holds nothing it has not seen   OPEN, OWED, NONE
+    OWED       ``p.grad`` may hold gradients that no round has seen          OPEN, NONE
+    =========  ============================================================  ================
     """
 
-    NONE = "none"
-    OPEN = "open"
-    OPEN_OWED = "open, another one owed"
-    DONE = "done"
-    OWED = "owed"
-
-
-ROUNDS_FOLLOW = {
-    RoundState.NONE: (RoundState.OPEN,),
-    RoundState.OPEN: (RoundState.DONE, RoundState.OPEN_OWED),
-    RoundState.OPEN_OWED: (RoundState.OWED,),
-    RoundState.DONE: (RoundState.OPEN, RoundState.OWED, RoundState.NONE),
-    RoundState.OWED: (RoundState.OPEN, RoundState.NONE),
-}
+    NONE = "none", "OPEN"
+    OPEN = "open", "DONE OPEN_OWED"
+    OPEN_OWED = "open, another one owed", "OWED"
+    DONE = "done", "OPEN OWED NONE"
+    OWED = "owed", "OPEN NONE"

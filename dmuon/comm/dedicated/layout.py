@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ from dmuon.comm.reducer import (
     set_rows,
     unstacker,
 )
-from dmuon.comm.routes import Part, bucket_route
+from dmuon.comm.routes import bucket_route
 from dmuon.comm.states import PassState
 from dmuon.comm.transport import Meter
 from dmuon.config import DedicatedOptions, ShardedOptions
@@ -56,7 +57,7 @@ from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box
 from dmuon.types import OwnershipError
 
-_Parts = list[tuple[int, int, Tensor]]  # position in a unit, matrix, its part
+_Parts = list[tuple[int, int, Tensor]]  # (position in a unit, matrix, its part here)
 
 
 class _Assembly:
@@ -85,16 +86,21 @@ class _Assembly:
         )
         # What is kept never moves, so views of it are made once.
         self._sources: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._landed: list[list[tuple[int, _Parts]]] = []
+        self._results: list[list[tuple[int, _Parts]]] = []
         for bucket in self._pipeline.buckets:
             sent = [
                 (view, owned.here[i])
-                for _, parts in _views(bucket.send, bucket.route.held.parts)
-                for _, i, view in parts
+                for part in bucket.route.held.parts
+                for i, view in zip(part.matrices, part.within(bucket.send), strict=True)
             ]
             self._sources.append(([view for view, _ in sent], [grad for _, grad in sent]))
-            views = [_views(flat, message.parts) for flat, message in bucket.landings]
-            self._landed.append([view for found in views for view in found])
+            self._results.append(
+                [
+                    (part.unit, list(zip(count(part.position), part.matrices, part.within(flat))))
+                    for flat, message in bucket.landings
+                    for part in message.parts
+                ]
+            )
 
     def run(
         self,
@@ -112,21 +118,11 @@ class _Assembly:
             return compute(self._units[u], gradients)
 
         def apply(b: int) -> None:
-            for u, parts in self._landed[b]:
+            for u, parts in self._results[b]:
                 update(self._units[u], parts)
 
         self._pipeline.run(fill, assembled, apply, lambda: None)
-        self._pipeline.apply_pending(range(len(self._landed)))
-
-
-def _views(flat: Tensor, parts: Sequence[Part]) -> list[tuple[int, _Parts]]:
-    """Views of the parts in a message's buffer, by unit."""
-    found = []
-    for part in parts:
-        views = flat.narrow(0, part.start, part.numel).view(part.shape).unbind()
-        places = range(part.position, part.position + len(views))
-        found.append((part.unit, list(zip(places, part.matrices, views, strict=True))))
-    return found
+        self._pipeline.apply_pending(range(len(self._results)))
 
 
 class DedicatedRuntime(OwnerRuntime):
@@ -151,8 +147,7 @@ class DedicatedRuntime(OwnerRuntime):
         self._muon = frozenset(self.plan.specs.muon_parameters())
         self._assemblies: list[_Assembly] = []
         self._counted: frozenset[int] = frozenset()
-        # By a unit's first matrix: RMS of its updates, its weights here, and `unstacker`.
-        self._rms: dict[int, Tensor] = {}
+        # By a unit's first matrix: its weights here, and its `unstacker`.
         self._applied: dict[int, list[Tensor]] = {}
         self._unstack: dict[int, Callable[[Tensor], list[Tensor]]] = {}
         index = {id(p): i for i, p in enumerate(parameters) if i in self._muon}
@@ -384,16 +379,8 @@ class DedicatedRuntime(OwnerRuntime):
                 payload = computed(unit, owned.stack(unit))
                 if payload is not None:
                     views = self._unstack[unit.matrices[0]](payload)
-                    update(unit, list(zip(range(len(views)), unit.matrices, views, strict=True)))
+                    update(unit, list(zip(count(), unit.matrices, views)))
                 todo.difference_update(unit.matrices)
                 self.prefetcher.launch_ahead(todo)
         self.prefetcher.launch_ahead(set())
         reducer.clear()
-
-    def update_rms(self) -> dict[str, Tensor]:
-        matrices = self.plan.specs.matrices
-        return {
-            matrices[i].name: rms
-            for unit in self._bound.owned.mine
-            for i, rms in zip(unit.matrices, self._rms[unit.matrices[0]].unbind(), strict=True)
-        }

@@ -34,7 +34,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from dmuon.comm.dedicated.storage import Layer, Storage
 from dmuon.comm.hooks import Hook, Remove, WaitPoint
 from dmuon.comm.reducer import GradientReducer, at_end_of_backward
-from dmuon.comm.states import PASSES_FOLLOW, PassState, WeightState, changed
+from dmuon.comm.states import PassState, WeightState
 from dmuon.config import DedicatedOptions
 from dmuon.types import DmuonError, OwnershipError
 
@@ -101,7 +101,7 @@ class Prefetcher:
         layer = self.layers[self._turn(self._launched)]
         self._launched += 1
         if self._options.free_after_forward or layer.state is WeightState.FREED:
-            self.storage.launch(layer, self.state.value)
+            self.storage.launch(layer, self.state.label)
         return layer
 
     def _use(self, g: int) -> None:
@@ -111,12 +111,12 @@ class Prefetcher:
             self._launch_next()
         layer = self.layers[g]
         if layer.state is WeightState.FREED:  # again: it was dropped in this pass
-            self.storage.launch(layer, self.state.value)
+            self.storage.launch(layer, self.state.label)
         layer.use()
         self._calls[g].ran = True
 
     def _begin(self, state: PassState, launched: int = 0) -> None:
-        self.state = changed(self.state, state, PASSES_FOLLOW)
+        self.state = self.state.to(state)
         self._launched = launched
 
     def _end(self) -> None:
@@ -125,7 +125,7 @@ class Prefetcher:
             layer = self._launch_next(ending=True)
             if self._options.free_after_forward and not layer.in_use:
                 layer.free()
-        self.state = changed(self.state, PassState.IDLE, PASSES_FOLLOW)
+        self.state = self.state.to(PassState.IDLE)
 
     # ---- forward -----------------------------------------------------------------------------
 
@@ -297,7 +297,7 @@ class Prefetcher:
         for layer in self.layers:
             if layer.state is not WeightState.FREED:
                 layer.free()
-        self.state = changed(self.state, PassState.IDLE, PASSES_FOLLOW)
+        self.state = self.state.to(PassState.IDLE)
         self._ahead = 0
 
     def begin_access(self) -> None:
@@ -331,7 +331,7 @@ class Prefetcher:
             if self.storage.has_replicas:
                 self.storage.publish(layer)
             else:
-                self.storage.launch(layer, PassState.FORWARD.value)
+                self.storage.launch(layer, PassState.FORWARD.label)
 
 
 # ---- hooks on modules ------------------------------------------------------------------------

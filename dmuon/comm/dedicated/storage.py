@@ -33,8 +33,8 @@ from dmuon.comm.hooks import outermost_members, parameter_ids
 from dmuon.comm.layout import replaced
 from dmuon.comm.process_groups import ProcessGroups, start_from_first
 from dmuon.comm.routes import Keepers, RowShards
-from dmuon.comm.states import WEIGHTS_FOLLOW, WeightState, changed
-from dmuon.comm.transport import Meter, Work
+from dmuon.comm.states import WeightState
+from dmuon.comm.transport import Meter, Work, wait_all
 from dmuon.config import DedicatedOptions
 from dmuon.dtensors import is_distributed, stored_tensor
 from dmuon.scheduler.select import trainable_parameters
@@ -153,20 +153,15 @@ class Layer:
         """Whether the parameters show the buffers."""
         return self.state not in (WeightState.FREED, WeightState.LAUNCHED)
 
-    def become(self, state: WeightState) -> None:
-        self.state = changed(self.state, state, WEIGHTS_FOLLOW)
-
     def wait_published(self) -> None:
         """Wait until this rank, if it holds weights of the layer, has the owners' new values."""
-        for work in self.publishing:
-            work.wait()
-        self.publishing.clear()
+        wait_all(self.publishing)
 
     def use(self) -> None:
         """Wait for the weights and show them."""
-        _wait(self.broadcasts)
+        wait_all(self.broadcasts)
         if not self.in_use:
-            self.become(WeightState.IN_USE)
+            self.state = self.state.to(WeightState.IN_USE)
             for weight in self.weights:
                 weight.tensor.data = weight.view
 
@@ -175,26 +170,20 @@ class Layer:
         the weights until backward is done."""
         first = self.state is WeightState.IN_USE
         if first:
-            self.become(WeightState.RECORDED)
+            self.state = self.state.to(WeightState.RECORDED)
         if hold:
-            self.become(WeightState.HELD)
+            self.state = self.state.to(WeightState.HELD)
         return first
 
     def free(self) -> None:
         """Show what is kept, and give the buffers' memory back."""
-        _wait(self.broadcasts)
+        wait_all(self.broadcasts)
         if self.in_use:
             for weight in self.weights:
                 weight.show_kept()
-        self.become(WeightState.FREED)
+        self.state = self.state.to(WeightState.FREED)
         for bucket in self.buckets:
             bucket.buffer.release()
-
-
-def _wait(works: list[Work]) -> None:
-    for work in works:
-        work.wait()
-    works.clear()
 
 
 def layers_of(
@@ -384,7 +373,7 @@ class Storage:
     def launch(self, layer: Layer, phase: str) -> None:
         """Broadcast the weights of a layer along the shards."""
         layer.wait_published()
-        _wait(layer.broadcasts)
+        wait_all(layer.broadcasts)
         for bucket in layer.buckets:
             bucket.buffer.hold()
             for shard, target, source in bucket.sends:
@@ -394,7 +383,7 @@ class Storage:
                 transport, tag = self._process_groups.weights, f"{phase} {layer.name}"
                 layer.broadcasts.append(transport.broadcast(target, shard, tag=tag))
         if not layer.in_use:
-            layer.become(WeightState.LAUNCHED)
+            layer.state = layer.state.to(WeightState.LAUNCHED)
 
     def publish(self, layer: Layer) -> None:
         """Launch the broadcasts of a layer's new weights to their holders."""
@@ -430,7 +419,7 @@ class Storage:
                 transport = self._process_groups.weights
                 works.append(transport.broadcast(piece, span.shard, tag="materialized"))
             found.append(whole)
-        _wait(works)
+        wait_all(works)
         return found
 
     def _below(self, module: nn.Module) -> list[int]:
