@@ -18,6 +18,7 @@ from dmuon.comm.buckets import Slices
 from dmuon.comm.reducer import GradientReducer, OwnedGradients
 from dmuon.comm.routes import Keepers, RowShards
 from dmuon.comm.transport import Meter, Transport
+from dmuon.dtensors import is_distributed
 from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
 from dmuon.scheduler.specs import Box, canonical_name
 from dmuon.types import OwnershipError
@@ -138,11 +139,20 @@ class OwnerRuntime(LayoutRuntime):
     keeps_whole = True
 
     def __init__(
-        self, slices: Slices, model: nn.Module, transport: Transport, device: torch.device
+        self,
+        slices: Slices,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        transport: Transport,
+        device: torch.device,
     ) -> None:
         super().__init__(slices.plan, model, transport, device)
+        self.parameters: list[nn.Parameter] = list(parameters)
         self.reducer: GradientReducer | None = None
         self._slices = slices
+        self._counted: frozenset[int] = (
+            frozenset()
+        )  # distributed parameters whose shard counts here
         self._watch: ParameterWatch | None = None
         self._rms: dict[int, Tensor] = {}  # of updates ``[b]``, by a unit's first matrix
 
@@ -187,6 +197,22 @@ class OwnerRuntime(LayoutRuntime):
         """Raise what earlier rounds found that no host could read then: on every rank alike, before
         anything is sent."""
         self._bound.flags.raise_noted()
+
+    def gradients(self) -> Gradients:
+        """Matrices' gradients lie with their owners, FSDP2's in shards, the others everywhere."""
+        reducer, common = self._bound, []
+        counted = reducer.owned.collected(reducer.present)
+        stored = list(counted)
+        for i, p in enumerate(self.parameters):
+            grad = None if self._slices.matrices_of.get(i) else reducer.gradient_of(i)
+            if grad is None:
+                continue
+            stored.append(grad)
+            if not is_distributed(p):
+                common.append(grad)
+            elif i in self._counted:
+                counted.append(grad)
+        return Gradients(counted, common, stored)
 
     def set_sync(self, sync: bool) -> bool:
         return self._bound.set_sync(sync)

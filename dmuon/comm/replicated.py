@@ -34,7 +34,7 @@ from dmuon.comm.buckets import (
     publish_buckets,
 )
 from dmuon.comm.hooks import Coverage, attach, wait_points
-from dmuon.comm.layout import Apply, Compute, Gradients, OwnerRuntime, ParameterWatch
+from dmuon.comm.layout import Apply, Compute, OwnerRuntime, ParameterWatch
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.reducer import (
     GradientReducer,
@@ -93,8 +93,7 @@ class ReplicatedRuntime(OwnerRuntime):
         options: ReplicatedOptions,
         ddp: DistributedDataParallel | None,
     ) -> None:
-        super().__init__(Slices.flat(plan), model, transport, parameters[0].device)
-        self.parameters = list(parameters)
+        super().__init__(Slices.flat(plan), model, parameters, transport, parameters[0].device)
         self._options = options
         self._ddp = None if ddp is None else weakref.ref(ddp)
         self._index = {id(p): i for i, p in enumerate(parameters)}
@@ -238,13 +237,6 @@ class ReplicatedRuntime(OwnerRuntime):
                 f"{', '.join(self._bound.missing()[:5])}: their part of the model was not used in "
                 "this backward. Build it with find_unused_parameters=True"
             )
-
-    def gradients(self) -> Gradients:
-        """Matrices' gradients lie with their owners, the others are the same everywhere."""
-        reducer = self._bound
-        collected = reducer.owned.collected(reducer.present)
-        shared = [p.grad for p in self.parameters if p.grad is not None]
-        return Gradients(collected, shared, shared + collected)
 
     # ---- step --------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ Routes say what every rank sends and receives of a bucket of units (`dmuon.sched
 
 What every rank holds whole (the `replicated` layout) needs one phase alone::
 
-    publish    owner ---its updates---> everyone                           (a broadcast an owner)
+    publish    owner ---its updates---> everyone                           (one broadcast per owner)
 
 In a message the parts follow each other in the order of the bucket's units and of the matrices in
 a unit, so sender and receiver need no header.

@@ -37,7 +37,7 @@ from dmuon.comm.dedicated.prefetch import (
 )
 from dmuon.comm.dedicated.storage import Storage, layers_of
 from dmuon.comm.hooks import area, fsdp_roots, wait_points
-from dmuon.comm.layout import Apply, Compute, Gradients, OwnerRuntime, ParameterWatch
+from dmuon.comm.layout import Apply, Compute, OwnerRuntime, ParameterWatch
 from dmuon.comm.pipeline import Pipeline
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.reducer import (
@@ -138,15 +138,13 @@ class DedicatedRuntime(OwnerRuntime):
         tensor_axes: frozenset[str],
         device: torch.device,
     ) -> None:
-        super().__init__(slices, model, process_groups.world, device)
+        super().__init__(slices, model, parameters, process_groups.world, device)
         self.keeps_whole = slices.grid.shape[2] == 1
         self.process_groups = process_groups
         self._options = options
         self._tensor_axes = tensor_axes
-        self.parameters = list(parameters)
         self._muon = frozenset(self.plan.specs.muon_parameters())
         self._assemblies: list[_Assembly] = []
-        self._counted: frozenset[int] = frozenset()
         # By a unit's first matrix: its weights here, and its `unstacker`.
         self._applied: dict[int, list[Tensor]] = {}
         self._unstack: dict[int, Callable[[Tensor], list[Tensor]]] = {}
@@ -309,22 +307,6 @@ class DedicatedRuntime(OwnerRuntime):
         self.prefetcher.recover()
         self.prefetcher.join_passes()
         reducer.ensure(check)
-
-    def gradients(self) -> Gradients:
-        """Matrices' gradients lie with their owners, FSDP2's in shards, the others everywhere."""
-        reducer = self._bound
-        counted, common = reducer.owned.collected(reducer.present), []
-        stored = list(counted)
-        for i, p in enumerate(self.parameters):
-            grad = None if i in self._muon else reducer.gradient_of(i)
-            if grad is None:
-                continue
-            stored.append(grad)
-            if not is_distributed(p):
-                common.append(grad)
-            elif i in self._counted:
-                counted.append(grad)
-        return Gradients(counted, common, stored)
 
     def _counts(self, p: Tensor) -> bool:
         """Whether this rank's shard of ``p`` is the first of its kind in the mesh."""
