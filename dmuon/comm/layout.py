@@ -34,7 +34,8 @@ Apply = Callable[[Unit, list[int], list[Tensor], list[Tensor]], None]
 class Gradients:
     """The averaged gradients as this rank sees them, ``stored`` here.
 
-    For a norm, ``counted`` summed over the ranks and ``common`` once count every element once.
+    For a norm, ``counted`` summed over the ranks and ``common`` once count every element once. Of a
+    distributed parameter the first shard of its kind in the mesh is counted.
     """
 
     counted: list[Tensor]
@@ -150,9 +151,7 @@ class OwnerRuntime(LayoutRuntime):
         self.parameters: list[nn.Parameter] = list(parameters)
         self.reducer: GradientReducer | None = None
         self._slices = slices
-        self._counted: frozenset[int] = (
-            frozenset()
-        )  # distributed parameters whose shard counts here
+        self._counted: frozenset[int] = frozenset()  # distributed parameters; see `Gradients`
         self._watch: ParameterWatch | None = None
         self._rms: dict[int, Tensor] = {}  # of updates ``[b]``, by a unit's first matrix
 

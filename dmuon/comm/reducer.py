@@ -321,7 +321,6 @@ class GradientReducer:
 
     def __init__(
         self,
-        slices: Slices,
         parameters: Sequence[nn.Parameter],
         process_groups: ProcessGroups,
         meter: Meter,
@@ -340,6 +339,7 @@ class GradientReducer:
         self._groups = process_groups
         self._meter = meter
         device = parameters[0].device
+        slices = owned.slices
         names = [spec.name for spec in slices.plan.specs.parameters]
         self.flags = _Flags(names, process_groups.world, meter, device)
         self._side = side_stream(device)

@@ -139,9 +139,7 @@ class ReplicatedRuntime(OwnerRuntime):
             self._broadcasts.append(_Broadcast(owner, published, Buffer(flat), rms, seen))
             self._broadcasts[-1].buffer.release()
         groups_of_all = ProcessGroups.flat(self.transport)
-        self.reducer = GradientReducer(
-            self._slices, self.parameters, groups_of_all, self.meter, buckets, owned
-        )
+        self.reducer = GradientReducer(self.parameters, groups_of_all, self.meter, buckets, owned)
         self._install_hooks(self.reducer)
 
     def _pointers_of(self, parameters: Iterable[int]) -> list[int]:

@@ -239,7 +239,7 @@ class DedicatedRuntime(OwnerRuntime):
             self._assemblies = self._make_assemblies(owned, payload_dtype)
         buckets = self._buckets()
         self.reducer = GradientReducer(
-            self._slices, self.parameters, self.process_groups, self.meter, buckets, owned
+            self.parameters, self.process_groups, self.meter, buckets, owned
         )
         others = [(i, p) for i, p in enumerate(self.parameters) if i not in self._muon]
         distributed = [(i, p) for i, p in others if is_distributed(p)]
