@@ -33,8 +33,8 @@ from dmuon.comm.buckets import (
     gradient_bucket,
     publish_buckets,
 )
-from dmuon.comm.hooks import Coverage, attach, wait_points
-from dmuon.comm.layout import Apply, Compute, OwnerRuntime, ParameterWatch
+from dmuon.comm.hooks import Coverage, ParameterWatch, attach, wait_points
+from dmuon.comm.layout import Apply, Compute, OwnerRuntime
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.reducer import (
     GradientReducer,

@@ -23,13 +23,15 @@ from dmuon.comm.buckets import cut_buckets
 from dmuon.comm.hooks import (
     Coverage,
     Gathers,
+    ParameterWatch,
     attach,
+    check_replaced,
     drain_before_unshard,
     fsdp_roots,
     fsdp_wait_points,
     wait_points,
 )
-from dmuon.comm.layout import Gradients, LayoutRuntime, ParameterWatch, check_replaced
+from dmuon.comm.layout import Gradients, LayoutRuntime
 from dmuon.comm.pipeline import Pipeline
 from dmuon.comm.process_groups import NewGroup
 from dmuon.comm.routes import bucket_route

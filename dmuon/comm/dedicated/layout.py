@@ -36,8 +36,8 @@ from dmuon.comm.dedicated.prefetch import (
     hook_state_dicts,
 )
 from dmuon.comm.dedicated.storage import Storage, layers_of
-from dmuon.comm.hooks import area, fsdp_roots, wait_points
-from dmuon.comm.layout import Apply, Compute, OwnerRuntime, ParameterWatch
+from dmuon.comm.hooks import ParameterWatch, area, fsdp_roots, wait_points
+from dmuon.comm.layout import Apply, Compute, OwnerRuntime
 from dmuon.comm.pipeline import Pipeline
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.reducer import (

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from dmuon.comm.buckets import Buffer, Slices, WeightBucket, weight_buckets
 from dmuon.comm.consensus import attempt
-from dmuon.comm.hooks import outermost_members, parameter_ids
-from dmuon.comm.layout import replaced
+from dmuon.comm.hooks import outermost_members, parameter_ids, replaced
 from dmuon.comm.process_groups import ProcessGroups, start_from_first
 from dmuon.comm.routes import Keepers, RowShards
 from dmuon.comm.states import WeightState
