@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from dmuon.adamw import adamw_step, make_adamw_state
 from dmuon.comm.layout import LayoutRuntime
-from dmuon.comm.rows import Places
+from dmuon.comm.routes import Keepers
 from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.config import KernelOptions
 from dmuon.devices import HostCopy, Stopwatch, host_can_read
@@ -456,7 +456,7 @@ class KeptByRules:
             for name, stack in stacks.items():
                 torch._foreach_copy_(kept[name], list(stack.unbind()))
 
-    def _saved(self, parameter: int) -> Iterator[tuple[StateSpec, int, Places]]:
+    def _saved(self, parameter: int) -> Iterator[tuple[StateSpec, int, Keepers]]:
         """What is kept of a parameter, the length of its row, and its places there."""
         specs, members = self._runtime.plan.specs, self._members[parameter]
         shape, copies = specs.parameters[parameter].shape, defaultdict(list)

@@ -171,7 +171,7 @@ def reducer_of(model: nn.Module, transport: LocalTransport, replicas: int = 1) -
     units = units_of(plan, [0] * len(specs.matrices))
     owned = OwnedGradients(slices, units, 0, None, parameters[0].device)
     groups = ProcessGroups.flat(transport)
-    return GradientReducer(slices, parameters, groups, Meter(), buckets, owned)
+    return GradientReducer(parameters, groups, Meter(), buckets, owned)
 
 
 def reduced_in_backward(

@@ -112,13 +112,13 @@ def test_every_co_owner_gets_its_slice_and_every_holder_its_updates(shards, leas
             came = delivered(routes, arrived, "owned", "held")
         landed = []
         for route, buffer in zip(routes, came, strict=True):
-            blocks = flat(route.landing) if route.joins else buffer
+            blocks = flat(route.updates) if route.joins else buffer
             for cut in route.joins:
                 piece, place = cut.within(buffer, blocks)
                 place.copy_(piece)
             landed.append(blocks)
         for rank, route in enumerate(routes):
-            for part in route.landing.parts:
+            for part in route.updates.parts:
                 for i, update in zip(part.matrices, part.within(landed[rank]), strict=True):
                     assert torch.equal(update, values[i][shards.piece(i, rank).box.slices()])
 
