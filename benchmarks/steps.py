@@ -45,7 +45,7 @@ from benchmarks.models import Alike, Stack, Training, shard
 from benchmarks.ranks import Row, Rows, on_ranks
 from benchmarks.results import command, dtype_name, write
 from benchmarks.timing import Laps, over_ranks, ratio, spread, take_turns
-from dmuon.kernels.ops import native_ns_dtype
+from dmuon import devices
 
 WARM_UP = 2
 SETS = {"8 layers, w=256": (8, 256), "4 layers, w=512": (4, 512)}
@@ -290,7 +290,9 @@ _SHOWN = ("ratio_to_floor", "ratio_to_adamw", "ratio_to_round_robin", "ratio", "
 
 
 def work(rank: int, args: argparse.Namespace, question: str) -> Rows:
-    dtype = native_ns_dtype("cpu") if args.ns_dtype == "auto" else getattr(torch, args.ns_dtype)
+    dtype = (
+        devices.of("cpu").ns_dtype() if args.ns_dtype == "auto" else getattr(torch, args.ns_dtype)
+    )
     rows = QUESTIONS[question](args, dtype)
     return [{"question": question, "ns_dtype": dtype_name(dtype)} | row for row in rows]
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import platform
-import re
 import socket
 import statistics
 import sys
@@ -21,18 +19,19 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from dmuon import devices
 from dmuon.comm.consensus import attempt
-from dmuon.comm.transport import Stopwatch, Transport
+from dmuon.comm.transport import Transport
 from dmuon.config import BATCH_BYTES, KernelOptions, MuonDefaults, PlannerOptions
+from dmuon.devices import Stopwatch
 from dmuon.kernels import newton_schulz as ns
 from dmuon.kernels.choice import (
     backend_version,
@@ -195,7 +194,7 @@ def median_times(
     todo, done = list(runs), 0
     for number in range(PASSES):
         # On CUDA the first time of a run is its third: it is compiled and captured before.
-        turns = 3 if number == 0 and timer.device.type == "cuda" else 1
+        turns = timer.first_turns if number == 0 else 1
         for run in todo:
             progress(done, run[0])
             done += 1
@@ -268,6 +267,7 @@ class OwnerTimer:
         defaults = MuonDefaults()
         self._group = defaults.group()
         self._triples = resolve_coefficients(defaults.ns_coefficients, defaults.ns_steps)
+        self.first_turns = 1 if devices.of(device).is_cpu else 3
         self._memory: dict[str, tuple[Tensor, Tensor]] = {}  # gradients and momentum, by dtype
         self._warm: set[Run] = set()
 
@@ -277,7 +277,7 @@ class OwnerTimer:
     def reserve(self, runs: Iterable[Run]) -> list[Run]:
         """Have memory for these, one at a time; those that need no more than a quarter of what is
         free, in their order."""
-        limit = _MEMORY_SHARE * _free_bytes(self.device) / self._sharing
+        limit = _MEMORY_SHARE * devices.of(self.device).memory()[0] / self._sharing
         fitting = [run for run in runs if self._bytes(*run) <= limit]
         self._memory, self._warm = {}, set()
         self._allocate(fitting)
@@ -287,7 +287,7 @@ class OwnerTimer:
         self._runner.reserve([self._call(*run) for run in fitting])
         # A generator of our own, and every factory told its device and dtype: the user's random
         # state and defaults neither change nor matter.
-        generator = torch.Generator(self.device).manual_seed(0)
+        generator = devices.of(self.device).generator(0)
         for dtype in {case.key[2] for case, _ in fitting}:
             most = max(math.prod(case.shape) for case, _ in fitting if case.key[2] == dtype)
             grads = torch.empty(most, dtype=getattr(torch, dtype), device=self.device)
@@ -304,11 +304,10 @@ class OwnerTimer:
     def run(self, case: Case, kernel: str) -> float:
         """Milliseconds of one update of a batch that is reserved. OutOfMemoryError where there is
         not enough."""
-        on_cuda = self.device.type == "cuda"
-        turns = 3 if on_cuda and (case, kernel) not in self._warm else 1
+        turns = 1 if (case, kernel) in self._warm else self.first_turns
         self._warm.add((case, kernel))
         # Events are recorded on the current device's stream, which may be another's.
-        with torch.cuda.device(self.device) if on_cuda else nullcontext():
+        with devices.of(self.device).current():
             for _ in range(turns):  # kernels compile in the first, the second is captured
                 watch = self._once(case, kernel)
             return watch.milliseconds()
@@ -335,7 +334,7 @@ class SliceTimer(OwnerTimer):
 
     def _allocate(self, fitting: Sequence[Run]) -> None:
         most = max((math.prod(case.shape) for case, _ in fitting), default=0)
-        generator = torch.Generator(self.device).manual_seed(0)
+        generator = devices.of(self.device).generator(0)
         self._values = torch.empty(most, dtype=self.ns_dtype, device=self.device)
         self._values.normal_(generator=generator)
         work = torch.empty_like(self._values)
@@ -393,7 +392,7 @@ def gate_errors(
     """
     dtype: torch.dtype = getattr(torch, choices[0].dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    generator = torch.Generator(device).manual_seed(0)
+    generator = devices.of(device).generator(0)
     shape = (min(case.batch, 2), *case.key[:2])
     x = normalize(torch.empty(shape, dtype=wide, device=device).normal_(generator=generator), dtype)
     triples = resolve_coefficients("polar_express", MuonDefaults().ns_steps)
@@ -588,10 +587,10 @@ def _place(
 
     def here() -> tuple[str, str | None, str, torch.dtype, str, str | None]:
         own = resolve_ns_dtype(ns_dtype, device)
-        is_open = device.type == "cuda" and kernels.backend == "auto"
+        is_open = devices.of(device).has_triton and kernels.backend == "auto"
         reason = why_not("triton", device, torch.float32) if is_open else None
         backend = default_backend(device, own)
-        return socket.gethostname(), folder, device_name(device), own, backend, reason
+        return socket.gethostname(), folder, devices.of(device).name(), own, backend, reason
 
     places = _exchanged(transport, here)
     host, _, name, *_ = places[transport.rank]
@@ -610,12 +609,12 @@ def _place(
                 stacklevel=3,
             )
     row = costs.ANALYTIC_DEVICES[costs.analytic_class(device.type, name)]
-    sharing = sum(p[0] == host for p in places) if device.type == "cpu" else 1
-    if device.type == "cpu":
+    sharing = sum(p[0] == host for p in places) if devices.of(device).is_cpu else 1
+    if devices.of(device).is_cpu:
         name = f"{name}, {sharing} process{'es' if sharing > 1 else ''}"
     # What was chosen among a few kernels, or timed without graphs, says nothing of the others.
     version = f"{backend_version(device)}-{ns.KERNEL_VERSION}-{kernels.method}-{kernels.backend}"
-    version += "-eager" if device.type == "cuda" and kernels.cuda_graphs is False else ""
+    version += "-eager" if devices.of(device).graphs() and kernels.cuda_graphs is False else ""
     steps = MuonDefaults().ns_steps
     return _Place(
         CostTable(f"measured on {name}", {}, row, steps, "measured", momentum=momentum),
@@ -707,8 +706,7 @@ def measured_costs(
     for times, _ in everyone:
         slowest |= {case: max(ms, slowest.get(case, ms)) for case, ms in times.items()}
     table = replace(model, entries=_by_shape(slowest), kernels=_by_shape(names))
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    devices.of(device).release_memory()
     # What the rule chose for lack of time is not kept, so that it is chosen another time.
     place.write(old, replace(table, kernels=_by_shape(tuned)), problem)
     return table
@@ -741,7 +739,7 @@ def measured_slices(
     old, problem = place.read()
     old = old or place.model
     # On a CPU slices are multiplied matrix by matrix.
-    most = 1 if device.type == "cpu" else options.max_batch
+    most = 1 if devices.of(device).is_cpu else options.max_batch
     numel = batch_bytes // place.ns_dtype.itemsize
     cases = [
         SliceCase(case.key, case.batch, case.count, k, split)
@@ -786,7 +784,7 @@ def measured_slices(
 
     def contention() -> float:
         """How much longer the costliest matrix takes while all ranks work than while one does."""
-        if transport.rank != 0 or not slices or device.type != "cpu":
+        if transport.rank != 0 or not slices or not devices.of(device).is_cpu:
             return 1.0
         if not lacking:
             return old.contention
@@ -858,40 +856,7 @@ def _of_cases(table: Mapping[ShapeKey, Mapping[int, T]], cases: Iterable[Case]) 
     return {c: table[c.key][c.batch] for c in cases if c.batch in table.get(c.key, ())}
 
 
-# ---- the machine -------------------------------------------------------------------------
-
-
-def device_name(device: torch.device) -> str:
-    """The hardware, and how much of it this process has.
-
-    A number of threads belongs to a CPU: it decides the time as much as the model does.
-    """
-    if device.type != "cpu":
-        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    model = platform.processor() or platform.machine() or "CPU"
-    with suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        if found := re.search(r"^model name\s*:\s*(.+)$", text, re.M):
-            model = found[1].strip()
-    threads = torch.get_num_threads()
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{model}, {capability}, {threads} thread{'s' if threads > 1 else ''}"
-
-
-def _free_bytes(device: torch.device, root: Path = Path("/")) -> float:
-    """What is free; on Linux what is available, or less in a container with a limit."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    free = math.inf
-    with suppress(OSError):
-        text = (root / "proc/meminfo").read_text(encoding="utf-8")
-        if found := re.search(r"^MemAvailable:\s*(\d+) kB", text, re.M):
-            free = 1024 * int(found[1])
-    group = root / "sys/fs/cgroup"
-    with suppress(OSError, ValueError):  # no such group, or "max"
-        limit, used = (int((group / f"memory.{n}").read_text()) for n in ("max", "current"))
-        free = min(free, max(0, limit - used))
-    return free
+# ---- progress ------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -15,20 +15,27 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmuon.comm import transport
-from dmuon.kernels import newton_schulz
+from dmuon import devices
 from dmuon.step import sharded
 
-__all__ = ["host_cannot_read", "nothing_read"]
+__all__ = ["Pretended", "host_cannot_read", "nothing_read"]
+
+
+class Pretended(devices.Cpu):
+    """A CPU whose tensors the host must not read, and which has no caches to fit into."""
+
+    host_can_read = False
+    chunk_bytes = devices.Device.chunk_bytes
+
+    __slots__ = ()
 
 
 @contextmanager
 def host_cannot_read() -> Iterator[None]:
     """Ownerships and optimizers that are made and used inside believe to be on an accelerator."""
     with (
-        patch.object(transport, "READ_AT_ONCE", frozenset()),
-        patch.dict(sharded.CHUNK_BYTES, clear=True),  # no caches to fit into
-        patch.object(newton_schulz, "may_look", lambda x, dtype: False),
+        patch.dict(devices.TYPES, cpu=Pretended),
+        patch.dict(sharded.CHUNK_BYTES, clear=True),
     ):
         yield
 
@@ -48,10 +55,10 @@ _METHODS = (Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__array__)
 
 # Set while the host reads its own copy of what the device had computed long before.
 _own_copy = [False]
-_READ_COPY = transport.HostCopy.read
+_READ_COPY = devices.HostCopy.read
 
 
-def _read_own_copy(copy: transport.HostCopy) -> list[Any]:
+def _read_own_copy(copy: devices.HostCopy) -> list[Any]:
     _own_copy[0] = True
     try:
         return _READ_COPY(copy)
@@ -98,5 +105,5 @@ def nothing_read() -> Iterator[None]:
     What gloo does on its own threads is none of ours. A copy from one tensor to another passes, and
     so does a move to another's device: on a CPU nobody can tell which of them would be the host's.
     """
-    with patch.object(transport.HostCopy, "read", _read_own_copy), _Methods(), _Operators():
+    with patch.object(devices.HostCopy, "read", _read_own_copy), _Methods(), _Operators():
         yield

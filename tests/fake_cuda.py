@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dmuon
+from dmuon import devices
 from dmuon.api import Given, Request, assemble
 from dmuon.scheduler.shards import LocalShard, RankShards
 from dmuon.scheduler.specs import Box
@@ -336,7 +337,7 @@ def rank_of(
             (Tensor, "copy_", _copy),
             (dmuon.step.engine, "Stopwatch", _Watch),
             (dmuon.step.verdict, "HostCopy", _HostCopy),
-            (dmuon.kernels.runner._Graphs, "__call__", lambda graphs, call: _Replay(call)),
+            (devices.CudaGraphs, "__call__", lambda graphs, call: _Replay(call)),
             (dmuon.kernels.choice, "offered_backends", lambda *args: ("torch",)),
             (dmuon.api, "local_shard", lambda name, p, r: mine[name]),
             (dmuon.api, "reshard", lambda model: None),

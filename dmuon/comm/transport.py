@@ -1,8 +1,7 @@
-"""How bytes move between ranks, to the host without waiting, and how long it takes on a device."""
+"""How bytes move between ranks."""
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from dmuon.devices import HostCopy as HostCopy
+from dmuon.devices import SideStream, host_can_read, of
+from dmuon.devices import Stopwatch as Stopwatch
 from dmuon.types import ConsensusError, OwnershipError
-
-# Types of devices whose tensors the host reads at once. Tests take the CPU out, so that the
-# branches of an accelerator run there.
-READ_AT_ONCE = frozenset({"cpu"})
 
 
 class Work(Protocol):
@@ -454,11 +452,6 @@ class Meter:
 # ---- devices -----------------------------------------------------------------------------
 
 
-def host_can_read(device: torch.device) -> bool:
-    """Whether reading a tensor of ``device`` costs no device synchronization."""
-    return device.type in READ_AT_ONCE
-
-
 def connect(transport: Transport, device: torch.device) -> None:
     """Have the first all-to-all of an accelerator's process group behind it; a collective call.
 
@@ -471,90 +464,8 @@ def connect(transport: Transport, device: torch.device) -> None:
     transport.all_to_all(torch.empty_like(sent), sent, splits, splits, tag="connecting").wait()
 
 
-class SideStream:
-    """A second stream, on which transfers are waited for without holding up the current one.
-
-    Call `join` before the current stream reads what was written here, and
-    ``record_stream(side.stream)`` on tensors whose memory is freed inside `current`.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.Stream(device)
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Make it the current stream, behind all that is queued on the other one. Not reentrant."""
-        self.stream.wait_stream(torch.accelerator.current_stream(self.stream.device))
-        with self.stream:
-            yield
-
-    def join(self) -> None:
-        """Have the current stream wait for everything queued here."""
-        torch.accelerator.current_stream(self.stream.device).wait_stream(self.stream)
-
-
 def side_stream(device: torch.device) -> SideStream | None:
     """A side stream; None where waiting blocks the host, as with gloo, or nothing travels."""
-    if device.type == "cpu" or not dist.is_initialized():
+    if not dist.is_initialized() or f"{device.type}:gloo" in dist.get_backend_config():
         return None
-    blocks = f"{device.type}:gloo" in dist.get_backend_config()
-    return None if blocks else SideStream(device)
-
-
-class HostCopy:
-    """A small tensor on its way from the device to the host, which does not wait for it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._event: torch.Event | None = None
-        if tensor.device.type == "cpu":
-            self._values = tensor.clone()
-            return
-        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-        self._values.copy_(tensor, non_blocking=True)
-        self._event = torch.Event(tensor.device)
-        self._event.record()
-
-    def read(self) -> list[Any]:
-        """The values; waits for what the device did up to the copy, and for nothing behind it."""
-        if self._event is not None:
-            self._event.synchronize()
-        values: list[Any] = self._values.tolist()
-        return values
-
-
-class Stopwatch:
-    """Milliseconds between `start` and `stop` on ``device``, summed; read when asked. One a step.
-
-    On an accelerator it records events on the current stream, so timing costs no synchronization
-    until `milliseconds` is read.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._seconds = 0.0  # of the host: work on a CPU is done when the call returns
-        self._events: list[tuple[torch.Event, torch.Event]] = []
-
-    def ready(self) -> bool:
-        """Whether `milliseconds` can be read without waiting for the device."""
-        # One stream executes them in order, so the last one tells.
-        return not self._events or self._events[-1][1].query()
-
-    def start(self) -> None:
-        if self._device.type == "cpu":
-            self._seconds -= time.perf_counter()
-            return
-        begin, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
-        begin.record()
-        self._events.append((begin, end))
-
-    def stop(self) -> None:
-        if self._device.type == "cpu":
-            self._seconds += time.perf_counter()
-        else:
-            self._events[-1][1].record()
-
-    def milliseconds(self) -> float:
-        """The sum so far; waits for the device."""
-        if self._events:
-            self._events[-1][1].synchronize()
-        return 1e3 * self._seconds + sum(begin.elapsed_time(end) for begin, end in self._events)
+    return of(device).side_stream()

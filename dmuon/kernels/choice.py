@@ -16,8 +16,10 @@ from itertools import pairwise, product
 
 import torch
 
+from dmuon import devices
+from dmuon.devices import cpu_has_bf16
 from dmuon.kernels import ops
-from dmuon.kernels.ops import MatmulOps, cpu_has_bf16
+from dmuon.kernels.ops import MatmulOps
 from dmuon.types import KernelChoice
 
 BACKENDS = ("torch", "torch_strips", "torch_rounded", "triton", "triton_small")
@@ -160,7 +162,7 @@ def offered_tiles(backend: str, device: torch.device | str, dtype: torch.dtype) 
     """The tile configurations of a backend that are worth measuring; ("",) if it has none."""
     if backend != "triton":
         return ("",)
-    capability = torch.cuda.get_device_capability(device)
+    capability = devices.of(device).capability()
     from dmuon.kernels.triton_syrk import tiles_for
 
     return tuple(str(tile) for tile in tiles_for(capability, dtype))
@@ -226,7 +228,7 @@ def ops_of(choice: KernelChoice, device: torch.device | str, rows: int = 1) -> M
 
 def backend_version(device: torch.device | str) -> str:
     """What decides, beside torch, how fast and how exact the backends of a device are."""
-    if torch.device(device).type != "cuda":
+    if not devices.of(device).has_triton:
         return "torch"
     try:
         import triton

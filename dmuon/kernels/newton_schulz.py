@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
+from dmuon import devices
 from dmuon.kernels.choice import Segments, fixed_choice, ops_of, segments_of
-from dmuon.kernels.ops import MatmulOps, SliceOps, native_ns_dtype
+from dmuon.kernels.ops import MatmulOps, SliceOps
 from dmuon.types import Triple
 
 KERNEL_VERSION = 6
@@ -285,12 +286,12 @@ def _in_place(x: Tensor, whole: Callable[[], None]) -> Tensor:
 
 
 def resolve_ns_dtype(dtype: str | torch.dtype, device: torch.device | str) -> torch.dtype:
-    """The dtype that the iteration runs in: "auto" is `native_ns_dtype(device)`.
+    """The dtype that the iteration runs in: "auto" is `Device.ns_dtype`.
 
     Raises ValueError unless it is "auto" or a real floating-point dtype, also as text.
     """
     if dtype == "auto":
-        return native_ns_dtype(device)
+        return devices.of(device).ns_dtype()
     for known in _DTYPES:
         if dtype in (known, str(known), str(known).removeprefix("torch.")):
             return known
@@ -361,7 +362,7 @@ def normalize_(x: Tensor, norms: Tensor | None = None) -> Tensor:
 def may_look(x: Tensor, dtype: torch.dtype) -> bool:
     """Whether norms may be looked at, to see if scaling for them is needed: not where the host
     would wait, nor in a graph; and `x` and `dtype` are of one range."""
-    if not x.is_cpu or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not devices.host_can_read(x.device):
         return False
     return x.dtype is torch.float32 and dtype in (torch.float32, torch.bfloat16)
 

@@ -9,9 +9,7 @@ hundreds of times slower where they are not.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -27,8 +25,6 @@ _STRIP_ROWS = 256
 STRIPS_FROM_ROWS = 2 * _STRIP_ROWS
 _MAX_STRIPS = 4
 _LEAST_STRIP = 256  # rows, where co-owners have several each
-_TIMED_ROWS = 128
-_AS_FAST = 1.5  # so small a product pays for its call, too; a large one in bfloat16 gains more
 
 
 class MatmulOps:
@@ -385,54 +381,3 @@ class SliceOps(MatmulOps):
 
 def _lower(square: Tensor, strips: Sequence[tuple[int, int]]) -> list[Tensor]:
     return [square[:, low:high, :high] for low, high in strips]
-
-
-# ---- which dtype is fast ---------------------------------------------------------------------
-
-
-def native_ns_dtype(device: torch.device | str) -> torch.dtype:
-    """The fastest dtype that is accurate enough for Newton-Schulz on a device.
-
-    float16 on CUDA: three more mantissa bits than bfloat16 at the same speed, and after
-    normalization nothing leaves its range. On a CPU it is emulated, and very slow.
-    """
-    kind = torch.device(device).type
-    if kind == "cuda":
-        return torch.float16
-    return torch.bfloat16 if kind == "cpu" and cpu_has_bf16() else torch.float32
-
-
-def cpu_has_bf16() -> bool:
-    """Whether bfloat16 products are fast on this CPU: small ones are timed, once per process.
-
-    What the processor reports does not decide: a build of torch or a setting of oneDNN may leave
-    its instructions unused, and an emulated product takes 5 to 30 times as long as one in float32.
-    """
-    if not _has_bf16:
-        # In a thread of its own: there no mode of the caller's turns products into fake ones.
-        with ThreadPoolExecutor(1) as threads:
-            _has_bf16.append(threads.submit(_bf16_is_fast).result())
-    return _has_bf16[0]
-
-
-_has_bf16: list[bool] = []  # not a cache, which torch.compile would look behind
-
-
-@torch.no_grad()
-def _bf16_is_fast() -> bool:
-    best = dict.fromkeys((torch.float32, torch.bfloat16), math.inf)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine, threads that wait for each other would decide
-    try:
-        for number in range(32):  # the first set up the library; a busy machine needs more
-            for dtype in best:
-                x = torch.ones(_TIMED_ROWS, _TIMED_ROWS, dtype=dtype, device="cpu")
-                out = torch.empty_like(x)
-                begin = time.perf_counter()
-                torch.mm(x, x, out=out)
-                best[dtype] = min(best[dtype], time.perf_counter() - begin)
-            if number > 2 and best[torch.bfloat16] <= _AS_FAST * best[torch.float32]:
-                return True
-    finally:
-        torch.set_num_threads(threads)
-    return False

@@ -9,14 +9,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dmuon import devices
 from dmuon.config import KernelOptions
+from dmuon.devices import Capture, CudaGraphs
 from dmuon.kernels.choice import fixed_choice, is_safe, ops_of, restarts_of, segments_of
 from dmuon.kernels.newton_schulz import (
     Steps,
@@ -30,7 +32,6 @@ from dmuon.kernels.ops import Peers, SliceOps
 from dmuon.types import KernelChoice, Triple
 
 Shape = tuple[int, int, int]  # matrices, rows, cols
-Capture = Callable[[Callable[[], object]], Callable[[], None]]
 
 _ALIGNMENT = 256
 _OTHERS = 128  # calls that were not planned and are kept nevertheless
@@ -111,8 +112,9 @@ class Orthogonalizer:
         self.dtype = dtype
         self.options = options
         self._backend = backend if options.backend == "auto" else options.backend
-        on_cuda = options.cuda_graphs is not False and device.type == "cuda"
-        self._capture = capture or (_Graphs(device) if on_cuda else None)
+        self._capture = capture
+        if capture is None and options.cuda_graphs is not False:
+            self._capture = devices.of(device).graphs()
         self._failure = ""
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         # By call and the id of its operand, which is kept with it; under None the call's own one.
@@ -161,8 +163,8 @@ class Orthogonalizer:
         self._planned = {call.shape for call, _ in planned}
         self._most = 8 * (len(planned) + sum(map(len, groups))) + _OTHERS
         self._ran = {}
-        if isinstance(self._capture, _Graphs):
-            self._capture = _Graphs(self.device)  # those of before are gone, and so is their pool
+        if isinstance(self._capture, CudaGraphs):  # those of before are gone, and so is their pool
+            self._capture = CudaGraphs(self.device)
         found = [self._prepare(call, x) for call, x in planned]
         for group in groups:
             self._prepare_slices(group, _Memory(self._memory))
@@ -349,36 +351,3 @@ class Orthogonalizer:
             "workspace_bytes": self.nbytes,
             "cuda_graphs": graphs,
         }
-
-
-class _Graphs:
-    """Captures CUDA graphs in one pool of memory, because none keeps anything there between its
-    replays, and no two run at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool: Any = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Graphs, (self._device,)  # a pool is no copy's
-
-    def __call__(self, call: Callable[[], object]) -> Callable[[], None]:
-        """Record what a function launches; the function that replays it."""
-        with torch.cuda.device(self._device):  # which need not be the current one
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
-            stream = _capture_stream(torch.cuda.current_device())
-            # Other threads (the watchdog of NCCL) query events: this one alone is recorded.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
-            ):
-                call()
-        return graph.replay
-
-
-@cache
-def _capture_stream(index: int) -> torch.cuda.Stream:
-    """One for all captures of a device: each stream has a cuBLAS workspace of its own, 32 MiB on
-    Hopper."""
-    return torch.cuda.Stream(index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 
@@ -13,20 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dmuon.devices import of
+
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def why_unavailable(device: torch.device | str) -> str | None:
     """None if these kernels run on a device, else the reason and what to do about it, in words."""
     device = torch.device(device)
-    if device.type != "cuda":
-        return f"Triton kernels run on GPUs, and this is {device}; move the parameters to a GPU"
-    if not torch.cuda.is_available():
-        return "PyTorch finds no GPU; check the driver, or install a torch built for CUDA or ROCm"
-    capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip is None and capability < (8, 0):
-        found = ".".join(map(str, capability))
-        return f"{device} has compute capability {found}; use a GPU with 8.0 (Ampere) or above"
+    reason = of(device).why_no_triton()
+    if reason is not None:
+        return reason
     build = triton.knobs.build
     if not (build.impl or build.cc or shutil.which("gcc") or shutil.which("clang")):
         return "Triton finds no C compiler for its launchers; install gcc, or name one in CC"
@@ -57,7 +54,7 @@ def source_hash() -> str:
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """Triton launches on the current device and its current stream: make it the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    return of(tensor.device).current()
 
 
 def as_batch(x: Tensor) -> Tensor:

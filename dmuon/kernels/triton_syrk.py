@@ -8,13 +8,13 @@ Only imported where Triton is installed; nothing else of the package imports it 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dmuon.devices import of
 from dmuon.kernels.triton_host import as_batch, check, on_device_of, strides
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -86,12 +86,6 @@ def launch_options(tile: Tile, has_plain: bool, hopper: bool) -> dict[str, int]:
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     bounded = hopper and tile == TILES[0] and not has_plain
     return options | ({"maxnreg": 128} if bounded else {})
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    is_cuda = device.type == "cuda" and torch.version.hip is None
-    return is_cuda and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def parse_tile(text: str) -> Tile:
@@ -291,5 +285,5 @@ def symm_mm(
             WIDE=max(inner) >= _WIDE_STRIDE,
             BLOCK=tile.block,
             BLOCK_K=tile.block_k,
-            **launch_options(tile, plain is not None, _is_hopper(out.device)),
+            **launch_options(tile, plain is not None, of(out.device).capability()[0] == 9),
         )

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
+from dmuon import devices
 from dmuon.comm.transport import LocalTransport
 from dmuon.config import BATCH_BYTES, PlannerOptions
-from dmuon.kernels.ops import native_ns_dtype
 from dmuon.measure import Case, cases_of, measured_costs
 from dmuon.scheduler.costs import CostTable, ShapeKey, newton_schulz_flops
 from dmuon.scheduler.specs import ITEM_SIZE
@@ -89,7 +89,7 @@ def _profile(args: argparse.Namespace) -> None:
         LocalTransport(), keys, device, options, momentum=momentum, fresh=args.fresh
     )
     seconds = time.perf_counter() - begin
-    cases = cases_of(keys, options.max_batch, BATCH_BYTES // native_ns_dtype(device).itemsize)
+    cases = cases_of(keys, options.max_batch, BATCH_BYTES // devices.of(device).ns_dtype().itemsize)
     if args.out == "-":
         sys.stdout.write(table.to_json() + "\n")
         return

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
+from dmuon import devices
 from dmuon.dtensors import local_shard, local_tensor, whole_tensor
-from dmuon.kernels import ops
 from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.costs import CostTable
 from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
@@ -250,9 +250,9 @@ def test_gradients_of_any_size_give_the_same_update(rank, world, scale):
 def test_replicas_of_hsdp_are_bitwise_equal(rank, world, slow):
     """Also where one rank has measured products in bfloat16 as slow."""
     both = pair("hsdp")
-    is_fast = [rank != slow] if slow is not None else ops._has_bf16
+    is_fast = [rank != slow] if slow is not None else devices._has_bf16
     with (
-        patch.object(ops, "_has_bf16", is_fast),
+        patch.object(devices, "_has_bf16", is_fast),
         dedicated(both.model, ns_dtype=torch.bfloat16, period=2) as (_, opt),
     ):
         steps_of(both.model, opt, 0, 4)

@@ -68,14 +68,15 @@ GRAPH = {
 # the rules on `api` below.
 MAY_IMPORT = {
     "types": set(),
-    "config": {"types"},
-    "kernels": {"types", "config"},
-    "dtensors": {"types", "config", "scheduler"},
+    "devices": set(),
+    "config": {"types", "devices"},
+    "kernels": {"types", "config", "devices"},
+    "dtensors": {"types", "config", "devices", "scheduler"},
     "scheduler": {"types", "config"},
     "report": {"types", "config", "scheduler"},
     "catalogue": {"types", "config", "scheduler"},
-    "comm": {"types", "config", "scheduler", "dtensors"},
-    "update": {"types", "config", "kernels"},
+    "comm": {"types", "config", "devices", "scheduler", "dtensors"},
+    "update": {"types", "config", "devices", "kernels"},
 }
 
 

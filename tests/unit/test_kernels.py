@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmuon.kernels import ops as ops_module
+from dmuon import devices
 from dmuon.kernels.choice import (
     BACKENDS,
     backend_version,
@@ -226,12 +226,12 @@ def test_backends_know_their_devices(monkeypatch):
     assert default_backend("cpu", F32) == "torch_strips"
     assert default_backend(cuda, F16) == "torch"
     assert backend_version(CPU) == "torch"
-    monkeypatch.setattr(ops_module, "_has_bf16", [False])
+    monkeypatch.setattr(devices, "_has_bf16", [False])
     assert default_backend(CPU, BF16) == "torch_rounded"
     # A tiny matrix is multiplied sooner than rounded.
     assert offered_backends(CPU, BF16, 17) == ("torch_rounded", "torch")
     assert offered_backends(CPU, BF16, 64) == ("torch_rounded",)
-    monkeypatch.setattr(ops_module, "_has_bf16", [True])
+    monkeypatch.setattr(devices, "_has_bf16", [True])
     assert default_backend(CPU, BF16) == "torch_strips"
     assert offered_backends(CPU, BF16, 1024) == ("torch_strips", "torch")
     assert offered_backends(CPU, BF16, 256) == ("torch_strips",)

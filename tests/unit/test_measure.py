@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dmuon
-from dmuon import measure
+from dmuon import devices, measure
 from dmuon.comm.transport import LocalTransport
 from dmuon.config import KernelOptions, MuonDefaults, PlannerOptions
 from dmuon.kernels.choice import backend_version, candidates, fixed_choice, why_not
@@ -36,7 +36,6 @@ from dmuon.measure import (
     Pace,
     cases_of,
     choose_kernels,
-    device_name,
     gate_errors,
     measured_costs,
     median_times,
@@ -56,7 +55,7 @@ CPU, F32 = torch.device("cpu"), torch.float32
 class FakeTimer:
     """A device on which a case takes ``seconds(case, kernel)``, and its clock; notes every run."""
 
-    device, ns_dtype = CPU, F32
+    device, ns_dtype, first_turns = CPU, F32, 1
 
     def __init__(self, seconds: Callable[[Case, str], float]) -> None:
         self.seconds = seconds
@@ -385,7 +384,7 @@ def test_all_do_without_a_backend_that_one_rank_lacks():
         return measure._place(transport, device, options, kernels, torch.float16, True)
 
     with (
-        mock.patch("dmuon.measure.device_name", return_value="NVIDIA H100"),
+        mock.patch("dmuon.devices.Cuda.name", return_value="NVIDIA H100"),
         mock.patch("dmuon.measure.why_not", return_value=None),
         mock.patch("dmuon.measure.backend_version", return_value="triton"),
     ):
@@ -493,7 +492,7 @@ def test_one_process_measures_what_its_plan_needs(tmp_path):
     assert all(0 < ms < 1e4 for by in table.entries.values() for ms in by.values())
     assert table.origin((10, 6, "float32"), 2) == "measured"
     assert table.origin((99, 99, "float32"), 1) == "estimated"
-    assert table.source == f"measured on {device_name(CPU)}, 1 process"
+    assert table.source == f"measured on {devices.of(CPU).name()}, 1 process"
     dtype = resolve_ns_dtype("auto", CPU)
     for m, n, dtype_ in table.entries:
         offered = map(str, candidates(m, n, dtype, CPU, 5))
@@ -520,7 +519,7 @@ def test_what_is_cached_is_not_measured_again(tmp_path):
     assert measured_by(made) == set(first.entries)
     # On CUDA times of graphs are kept apart from those of eager calls.
     with (
-        mock.patch("dmuon.measure.device_name", return_value="H100"),
+        mock.patch("dmuon.devices.Cuda.name", return_value="H100"),
         mock.patch("dmuon.measure.backend_version", return_value="torch"),
     ):
         for graphs, measures in ((None, True), (True, False), (False, True), (False, False)):
@@ -620,7 +619,7 @@ def test_on_cuda_a_call_is_compiled_and_captured_once_before_it_is_timed():
     timer.device = torch.device("cuda")
     counts = Counter()
     with (
-        mock.patch("torch.cuda.device"),
+        mock.patch("dmuon.devices.Cuda.current"),
         mock.patch.object(timer, "_once", lambda *run: counts.update([run]) or mock.Mock()),
     ):
         for expected in (3, 4, 5):
@@ -631,7 +630,7 @@ def test_on_cuda_a_call_is_compiled_and_captured_once_before_it_is_timed():
 
 def test_a_batch_that_needs_more_than_a_quarter_of_the_memory_is_not_tried(tmp_path):
     one, many = [(Case((32, 32, "float32"), batch), "") for batch in (1, 64)]
-    free = mock.patch("dmuon.measure._free_bytes", return_value=1 << 20)
+    free = mock.patch("dmuon.devices.host_memory", return_value=(1 << 20, 1 << 30))
     with free:
         assert OwnerTimer(CPU, torch.bfloat16).reserve([many, one]) == [one]
         assert OwnerTimer(CPU, torch.bfloat16, sharing=64).reserve([one]) == []
@@ -644,7 +643,7 @@ def test_a_batch_that_needs_more_than_a_quarter_of_the_memory_is_not_tried(tmp_p
     ):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-        assert measure._free_bytes(CPU, tmp_path) == expected
+        assert devices.host_memory(tmp_path)[0] == expected
 
 
 def test_dedicate_params_measures_by_default_but_not_for_a_plan_that_is_given(tmp_path):

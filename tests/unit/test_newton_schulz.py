@@ -15,7 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim._muon import _zeropower_via_newtonschulz as torch_newton_schulz
 
-from dmuon.kernels import ops as ops_module
+from dmuon import devices
+from dmuon.devices import cpu_has_bf16
 from dmuon.kernels.choice import choose_method, default_restarts, segments_of
 from dmuon.kernels.newton_schulz import (
     COEFFICIENT_SETS,
@@ -25,7 +26,7 @@ from dmuon.kernels.newton_schulz import (
     resolve_coefficients,
     resolve_ns_dtype,
 )
-from dmuon.kernels.ops import MatmulOps, cpu_has_bf16, native_ns_dtype
+from dmuon.kernels.ops import MatmulOps
 from dmuon.types import KernelChoice
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -387,19 +388,19 @@ def test_auto_is_the_dtype_that_is_fast_here(monkeypatch, float32_ms, bfloat16_m
     torch.set_num_threads(2)
     with monkeypatch.context() as patch, FakeTensorMode():
         patch.setattr(torch, "mm", timed)
-        patch.setattr("dmuon.kernels.ops.time.perf_counter", lambda: now[0])
-        patch.setattr(ops_module, "_has_bf16", [])
+        patch.setattr("dmuon.devices.time.perf_counter", lambda: now[0])
+        patch.setattr(devices, "_has_bf16", [])
         native = cpu_has_bf16()
         assert type(torch.ones(1)) is FakeTensor and now[0] > 0
     assert torch.get_num_threads() == 2
     assert native == (expected is BF16)
-    monkeypatch.setattr(ops_module, "_has_bf16", [native])
-    assert native_ns_dtype("cpu") == resolve_ns_dtype("auto", torch.device("cpu")) == expected
+    monkeypatch.setattr(devices, "_has_bf16", [native])
+    assert devices.of("cpu").ns_dtype() == resolve_ns_dtype("auto", torch.device("cpu")) == expected
     assert newton_schulz(torch.ones(2, 3)).dtype == expected
 
 
 def test_native_dtype_elsewhere():
-    assert native_ns_dtype("cuda") == native_ns_dtype(torch.device("cuda", 3)) == F16
-    assert native_ns_dtype("meta") == F32
+    assert devices.of("cuda").ns_dtype() == devices.of(torch.device("cuda", 3)).ns_dtype() == F16
+    assert devices.of("meta").ns_dtype() == F32
     for name in (F64, "float64", "torch.float64"):
         assert resolve_ns_dtype(name, "cuda") == F64

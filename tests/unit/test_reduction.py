@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dmuon.comm.reducer as reducer_module
-import dmuon.comm.transport
+from dmuon import devices
 from dmuon.comm.reducer import UNDER_WAY, GradientReducer
 from dmuon.comm.transport import LocalTransport, Work
 from dmuon.types import DmuonError
+from tests.accelerator import Pretended
 from tests.unit.models import reduced_in_backward, reducer_of
 
 
@@ -66,7 +67,7 @@ def test_a_sparse_gradient_on_every_rank_is_never_taken_for_none(reducer):
 
 
 def test_where_no_host_can_read_it_is_raised_at_the_next_step(reducer, monkeypatch):
-    monkeypatch.setattr(dmuon.comm.transport, "READ_AT_ONCE", frozenset())
+    monkeypatch.setitem(devices.TYPES, "cpu", Pretended)
     backward(reducer, sparse=True)
     reducer.ensure(lambda: None)
     assert reducer.parameters[0].grad is None  # counts as missing

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import dmuon
+from dmuon import devices
 from dmuon.config import KernelOptions
 from dmuon.kernels import runner as runner_module
 from dmuon.kernels.choice import fixed_choice
@@ -276,7 +277,7 @@ def test_graphs_are_captured_when_memory_is_reserved():
     assert len(events) == 4 and recorder.replayed == 12
     assert set(runner.report()["ran"].values()) == {STANDARD, GRAM}
     # Where there is no CUDA, a capture fails once, loudly, and steps run eagerly.
-    runner = Orthogonalizer(CPU, F32, capture=runner_module._Graphs(CPU))
+    runner = Orthogonalizer(CPU, F32, capture=devices.CudaGraphs(CPU))
     with pytest.warns(RuntimeWarning, match="CUDA graphs are off") as caught:
         runner.reserve([own, lasting], capture=True)
     assert len(caught) == 1
@@ -298,8 +299,8 @@ def test_all_graphs_share_a_pool_and_copies_have_their_own(monkeypatch, duplicat
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
     monkeypatch.setattr(torch.cuda, "graph", capturing)
-    monkeypatch.setattr(runner_module, "_capture_stream", lambda index: "stream")
-    graphs = runner_module._Graphs(CPU)
+    monkeypatch.setattr(devices, "_capture_stream", lambda index: "stream")
+    graphs = devices.CudaGraphs(CPU)
     twin = duplicate(graphs)
     for one in (graphs, graphs, twin, twin, duplicate(graphs)):
         one(lambda: None)

@@ -1,0 +1,428 @@
+"""The one home of what a device can do, and how.
+
+    of(device) -> Device           facts, memory, events, streams and graphs of a device
+    Stopwatch, HostCopy, SideStream   built on these
+
+`Device` serves every accelerator that `torch.accelerator` knows; a type of device with ways of its
+own is a subclass and a line of `TYPES`. Tests put a double there. Nothing here knows of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GPU = "cuda"
+"""The type of device that planning assumes where none is at hand; ROCm has the same name."""
+
+_TIMED_ROWS = 128
+_AS_FAST = 1.5  # so small a product pays for its call, too; a large one in bfloat16 gains more
+
+
+class HostEvent:
+    """A `torch.Event` of the CPU, where work is done when the call returns."""
+
+    def __init__(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return None
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        return 1e3 * (end._seconds - self._seconds)
+
+
+Event = torch.Event | HostEvent
+Capture = Callable[[Callable[[], object]], Callable[[], object]]
+"""Records what a function launches, and returns what replays it."""
+
+
+class Device:
+    """What an accelerator can do. It has no state of its own, so it is made where it is needed.
+
+    ``host_can_read``: reading a tensor costs no wait for the device. ``is_cpu``: tensors lie in the
+    memory of the host, and work is done when a call returns. ``chunk_bytes``: how much a pass over
+    many tensors takes at a time, so that the next pass finds it in the caches. ``has_triton``: our
+    Triton kernels are written for such devices; `why_no_triton` says whether they run here.
+    """
+
+    host_can_read = False
+    is_cpu = False
+    has_triton = False
+    chunk_bytes = 1 << 28
+
+    __slots__ = ("device",)
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def name(self) -> str:
+        """The hardware, and how much of it this process has: what measurements are kept under."""
+        module = torch.get_device_module(self.device)
+        found = getattr(module, "get_device_name", None)
+        return self.device.type if found is None else str(found(self.device))
+
+    def ns_dtype(self) -> torch.dtype:
+        """The fastest dtype that is accurate enough for Newton-Schulz.
+
+        float16: three more mantissa bits than bfloat16 at the same speed, and after normalization
+        nothing leaves its range.
+        """
+        return torch.float16
+
+    def memory(self) -> tuple[float, float]:
+        """(free, total) bytes; inf where nobody knows."""
+        with suppress(RuntimeError):  # not every accelerator tells
+            return torch.accelerator.get_memory_info(self.device)
+        return math.inf, math.inf
+
+    def release_memory(self) -> None:
+        """Give back what torch keeps for later allocations."""
+        torch.accelerator.empty_cache()
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that is queued."""
+        torch.accelerator.synchronize(self.device)
+
+    def current(self) -> AbstractContextManager[object]:
+        """Make it the current device: kernels are launched and events recorded there."""
+        return torch.accelerator.device_index(self.device.index)
+
+    def generator(self, seed: int) -> torch.Generator:
+        """Random numbers that neither see nor change the user's random state."""
+        return torch.Generator(self.device).manual_seed(seed)
+
+    def event(self, *, timing: bool = False) -> Event:
+        """An event that is recorded now on the current stream."""
+        event = torch.Event(self.device, enable_timing=timing)
+        event.record()
+        return event
+
+    def copy_to_host(self, tensor: Tensor) -> Tensor:
+        """A copy in the memory of the host, complete once an `event` after it is."""
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        return copy.copy_(tensor, non_blocking=True)
+
+    def side_stream(self) -> SideStream | None:
+        """A second stream; None where the device has only one."""
+        return SideStream(self.device)
+
+    def graphs(self) -> Capture | None:
+        """What captures graphs, in memory that they share; None where there are no graphs."""
+        return None
+
+    def capability(self) -> tuple[int, int]:
+        """The compute capability of an NVIDIA GPU; (0, 0) of other devices."""
+        return 0, 0
+
+    def why_no_triton(self) -> str | None:
+        """None if our Triton kernels can run here, else the reason and what to do about it."""
+        return f"Triton kernels run on GPUs, and this is {self.device}; move the parameters to one"
+
+
+class Cpu(Device):
+    """The CPU: the host itself."""
+
+    host_can_read = True
+    is_cpu = True
+    chunk_bytes = 1 << 18
+
+    __slots__ = ()
+
+    def name(self) -> str:
+        """A number of threads belongs to it: it decides the time as much as the model does."""
+        model = platform.processor() or platform.machine() or "CPU"
+        with suppress(OSError):
+            text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+            if found := re.search(r"^model name\s*:\s*(.+)$", text, re.M):
+                model = found[1].strip()
+        threads = torch.get_num_threads()
+        capability = torch.backends.cpu.get_cpu_capability()
+        return f"{model}, {capability}, {threads} thread{'s' if threads > 1 else ''}"
+
+    def ns_dtype(self) -> torch.dtype:
+        """bfloat16 where its products are fast; float16 is emulated, and very slow."""
+        return torch.bfloat16 if cpu_has_bf16() else torch.float32
+
+    def memory(self) -> tuple[float, float]:
+        return host_memory()
+
+    def release_memory(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def current(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def event(self, *, timing: bool = False) -> Event:
+        return HostEvent()
+
+    def copy_to_host(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def side_stream(self) -> SideStream | None:
+        return None
+
+
+class Cuda(Device):
+    """A GPU of NVIDIA, or one of AMD, which torch calls the same."""
+
+    has_triton = True
+
+    __slots__ = ()
+
+    def graphs(self) -> Capture | None:
+        return CudaGraphs(self.device)
+
+    def capability(self) -> tuple[int, int]:
+        return _capability(self.device)
+
+    def why_no_triton(self) -> str | None:
+        if not torch.cuda.is_available():
+            return "PyTorch finds no GPU; check the driver, or install a torch for CUDA or ROCm"
+        if torch.version.hip is None and self.capability() < (8, 0):
+            found = ".".join(map(str, self.capability()))
+            return (
+                f"{self.device} has compute capability {found}; use a GPU with 8.0 (Ampere) or "
+                "above"
+            )
+        return None
+
+
+class Mps(Device):
+    """A GPU of Apple: one stream, and it shares the memory of the host."""
+
+    __slots__ = ()
+
+    def memory(self) -> tuple[float, float]:
+        total = torch.mps.recommended_max_memory()
+        return max(0, total - torch.mps.driver_allocated_memory()), total
+
+    def side_stream(self) -> SideStream | None:
+        return None
+
+
+class Gaudi(Device):
+    """An accelerator of Intel's that computes in bfloat16 first of all."""
+
+    __slots__ = ()
+
+    def ns_dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+
+class Meta(Device):
+    """No device: tensors without values."""
+
+    __slots__ = ()
+
+    def ns_dtype(self) -> torch.dtype:
+        return torch.float32
+
+
+TYPES: dict[str, type[Device]] = {
+    "cpu": Cpu,
+    GPU: Cuda,
+    "mps": Mps,
+    "hpu": Gaudi,
+    "meta": Meta,
+}
+"""By the type of a `torch.device`. What is not here is a `Device`, such as "xpu" and "npu"."""
+
+
+def of(device: torch.device | str) -> Device:
+    """What a device can do."""
+    device = device if isinstance(device, torch.device) else torch.device(device)
+    return TYPES.get(device.type, Device)(device)
+
+
+def host_can_read(device: torch.device) -> bool:
+    """Whether reading a tensor of ``device`` costs no wait for the device."""
+    return TYPES.get(device.type, Device).host_can_read
+
+
+def current_device(kind: str) -> torch.device:
+    """The device of a type that this process uses."""
+    if kind in ("cpu", "meta"):
+        return torch.device(kind)
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def default_device() -> torch.device:
+    """The accelerator that this process uses, or the CPU where there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return current_device("cpu" if found is None else found.type)
+
+
+# ---- built on these ----------------------------------------------------------------------
+
+
+class Stopwatch:
+    """Milliseconds between `start` and `stop` on ``device``, summed; read when asked. One a step.
+
+    It records events on the current stream, so timing costs no synchronization until
+    `milliseconds` is read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = of(device)
+        self._spans: list[tuple[Any, Any]] = []
+
+    def start(self) -> None:
+        self._begin = self._device.event(timing=True)
+
+    def stop(self) -> None:
+        self._spans.append((self._begin, self._device.event(timing=True)))
+
+    def ready(self) -> bool:
+        """Whether `milliseconds` can be read without waiting for the device."""
+        # One stream executes them in order, so the last one tells.
+        return not self._spans or self._spans[-1][1].query()
+
+    def milliseconds(self) -> float:
+        """The sum so far; waits for the device."""
+        if self._spans:
+            self._spans[-1][1].synchronize()
+        return sum((begin.elapsed_time(end) for begin, end in self._spans), start=0.0)
+
+
+class HostCopy:
+    """A small tensor on its way from the device to the host, which does not wait for it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        device = of(tensor.device)
+        self._values = device.copy_to_host(tensor)
+        self._event = device.event()
+
+    def read(self) -> list[Any]:
+        """The values; waits for what the device did up to the copy, and for nothing behind it."""
+        self._event.synchronize()
+        values: list[Any] = self._values.tolist()
+        return values
+
+
+class SideStream:
+    """A second stream, on which transfers are waited for without holding up the current one.
+
+    Call `join` before the current stream reads what was written here, and
+    ``record_stream(side.stream)`` on tensors whose memory is freed inside `current`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.Stream(device)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make it the current stream, behind all that is queued on the other one. Not reentrant."""
+        self.stream.wait_stream(torch.accelerator.current_stream(self.stream.device))
+        with self.stream:
+            yield
+
+    def join(self) -> None:
+        """Have the current stream wait for everything queued here."""
+        torch.accelerator.current_stream(self.stream.device).wait_stream(self.stream)
+
+
+class CudaGraphs:
+    """Captures CUDA graphs in one pool of memory, because none keeps anything there between its
+    replays, and no two run at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CudaGraphs, (self._device,)  # a copy has a pool of its own
+
+    def __call__(self, call: Callable[[], object]) -> Callable[[], object]:
+        with torch.cuda.device(self._device):  # which need not be the current one
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            stream = _capture_stream(torch.cuda.current_device())
+            # Other threads (the watchdog of NCCL) query events: this one alone is recorded.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+            ):
+                call()
+        return graph.replay
+
+
+@cache
+def _capture_stream(index: int) -> torch.cuda.Stream:
+    """One for all captures of a device: each stream has a cuBLAS workspace of its own, 32 MiB on
+    Hopper."""
+    return torch.cuda.Stream(index)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+
+
+# ---- the CPU -----------------------------------------------------------------------------
+
+
+def host_memory(root: Path = Path("/")) -> tuple[float, float]:
+    """(available, total) bytes of the host; less in a container with a limit. inf where the system
+    does not tell, as outside of Linux."""
+    free = total = math.inf
+    with suppress(OSError):
+        text = (root / "proc/meminfo").read_text(encoding="utf-8")
+        found = {name: 1024.0 * int(kb) for name, kb in re.findall(r"(\w+):\s*(\d+) kB", text)}
+        free, total = found.get("MemAvailable", free), found.get("MemTotal", total)
+    group = root / "sys/fs/cgroup"
+    with suppress(OSError, ValueError):  # no such group, or "max"
+        limit, used = (int((group / f"memory.{n}").read_text()) for n in ("max", "current"))
+        free, total = min(free, max(0, limit - used)), min(total, limit)
+    return free, total
+
+
+def cpu_has_bf16() -> bool:
+    """Whether bfloat16 products are fast on this CPU: small ones are timed, once per process.
+
+    What the processor reports does not decide: a build of torch or a setting of oneDNN may leave
+    its instructions unused, and an emulated product takes 5 to 30 times as long as one in float32.
+    """
+    if not _has_bf16:
+        # In a thread of its own: there no mode of the caller's turns products into fake ones.
+        with ThreadPoolExecutor(1) as threads:
+            _has_bf16.append(threads.submit(_bf16_is_fast).result())
+    return _has_bf16[0]
+
+
+_has_bf16: list[bool] = []  # not a cache, which torch.compile would look behind
+
+
+@torch.no_grad()
+def _bf16_is_fast() -> bool:
+    best = dict.fromkeys((torch.float32, torch.bfloat16), math.inf)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine, threads that wait for each other would decide
+    try:
+        for number in range(32):  # the first set up the library; a busy machine needs more
+            for dtype in best:
+                x = torch.ones(_TIMED_ROWS, _TIMED_ROWS, dtype=dtype, device="cpu")
+                out = torch.empty_like(x)
+                begin = time.perf_counter()
+                torch.mm(x, x, out=out)
+                best[dtype] = min(best[dtype], time.perf_counter() - begin)
+            if number > 2 and best[torch.bfloat16] <= _AS_FAST * best[torch.float32]:
+                return True
+    finally:
+        torch.set_num_threads(threads)
+    return False
