@@ -185,12 +185,12 @@ def why_not(
     if dtype is torch.float64:
         return "Triton kernels accumulate in float32, found float64; use 'torch'"
     try:
-        from dmuon.kernels import triton_host
+        from dmuon.kernels import triton_syrk
         from dmuon.kernels.triton_small import max_rows
 
         if backend == "triton_small" and rows > max_rows(dtype):
             return f"it takes up to {max_rows(dtype)} rows in {dtype}, found {rows}; use 'triton'"
-        return triton_host.why_unavailable(device)
+        return triton_syrk.why_unavailable(device)
     except ImportError as error:
         return f"Triton cannot be imported ({error}): pip install 'dmuon[triton]'"
     except Exception as error:  # of its libraries, its compiler, the driver
@@ -233,7 +233,7 @@ def backend_version(device: torch.device | str) -> str:
     try:
         import triton
 
-        from dmuon.kernels.triton_host import source_hash
+        from dmuon.kernels.triton_syrk import source_hash
 
         return f"triton{triton.__version__}-{source_hash()}"
     except Exception:  # see `why_not`

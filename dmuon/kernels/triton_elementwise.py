@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmuon.kernels.triton_host import check, on_device_of
+from dmuon.kernels.triton_syrk import check, on_device_of
 
 _TILE = 4096  # elements that a program takes at a time
 _WARPS = 4

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmuon.kernels.triton_host import check, on_device_of, strides
+from dmuon.kernels.triton_syrk import check, on_device_of, strides
 from dmuon.types import Triple
 
 _MAX_ROWS = 128

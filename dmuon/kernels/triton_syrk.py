@@ -1,4 +1,5 @@
 """Products that are known to be symmetric, at half the multiplications: one triangle of tiles.
+And what all Triton kernels share on the host.
 
     symm_mm -> grid of lower tiles x matrices -> tile_of (grouped order) -> product -> two stores
 
@@ -7,7 +8,12 @@ Only imported where Triton is installed; nothing else of the package imports it 
 
 from __future__ import annotations
 
+import hashlib
+import shutil
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
 import triton
@@ -15,7 +21,6 @@ import triton.language as tl
 from torch import Tensor
 
 from dmuon.devices import of
-from dmuon.kernels.triton_host import as_batch, check, on_device_of, strides
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 GROUP = tl.constexpr(8)
@@ -23,6 +28,63 @@ GROUP = tl.constexpr(8)
 
 # An offset inside one tile is formed in 32 bits while strides stay below this.
 _WIDE_STRIDE = 2**22
+
+
+# ---- what the Triton kernels share on the host ------------------------------------------------
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def why_unavailable(device: torch.device | str) -> str | None:
+    """None if these kernels run on a device, else the reason and what to do about it."""
+    device = torch.device(device)
+    reason = of(device).why_no_triton()
+    build = triton.knobs.build
+    if reason is None and not any((build.impl, build.cc, *map(shutil.which, ("gcc", "clang")))):
+        reason = "Triton finds no C compiler for its launchers; install gcc, or name one in CC"
+    return _probed(device) if reason is None else reason
+
+
+@triton.jit
+def _probe(ptr):
+    tl.store(ptr, tl.load(ptr) + 1.0)
+
+
+@cache
+def _probed(device: torch.device) -> str | None:
+    """Why one kernel does not run: a compiler without Python's headers, or a driver that is not
+    found, shows only then. Raises what Triton raises."""
+    x = torch.ones(1, device=device)
+    with of(device).current():
+        _probe[(1,)](x)
+    return None if float(x) == 2.0 else f"a kernel of one addition gave {float(x)} for 1 + 1"
+
+
+def source_hash() -> str:
+    """Twelve hexadecimal digits that change with the source of any of the kernels: to key what is
+    measured of them."""
+    files = sorted(Path(__file__).parent.glob("triton_*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device and its current stream: make it the tensor's."""
+    return of(tensor.device).current()
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    """The strides of a batch; 0 from matrix to matrix where there is only one."""
+    return (x.stride(0) if len(x) > 1 else 0, x.stride(1), x.stride(2))
+
+
+def check(shape: tuple[int, ...], *tensors: Tensor) -> None:
+    """Kernels compute addresses from one shape: other tensors would be read out of bounds."""
+    for x in tensors:
+        if x.shape != shape or x.device != tensors[0].device or x.dtype not in _DTYPES:
+            raise ValueError(
+                f"a Triton kernel needs {list(shape)} in float16, bfloat16 or float32 on "
+                f"{tensors[0].device}, found {list(x.shape)} {x.dtype} on {x.device}"
+            )
 
 
 # ---- how it is cut into tiles ----------------------------------------------------------------
@@ -262,7 +324,11 @@ def symm_mm(
     dtype and stored alike. Sums and epilogue are float32 and rounded once. `c` is not read where
     beta is 0. A result shares no memory with an operand or with the other result.
     """
-    a, bt, out = as_batch(a), as_batch(bt), as_batch(out)
+
+    def as_batch(x: Tensor) -> Tensor:
+        return x if x.ndim == 3 else x[None]
+
+    a, bt, out = map(as_batch, (a, bt, out))
     batch, m, k = a.shape
     held = out if c is None or beta == 0 else as_batch(c)  # where there is none, it is not read
     kept = out if plain is None else as_batch(plain)
