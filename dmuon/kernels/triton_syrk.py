@@ -24,7 +24,7 @@ from dmuon.devices import of
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 GROUP = tl.constexpr(8)
-"""Tile rows that are walked together, so that programs in flight share their operands in L2."""
+"""Tile rows that are computed together, so that concurrent programs share their operands in L2."""
 
 # An offset inside one tile is formed in 32 bits while strides stay below this.
 _WIDE_STRIDE = 2**22
@@ -92,7 +92,7 @@ def check(shape: tuple[int, ...], *tensors: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a product is cut up: output tiles ``block x block``, ``block_k`` columns at a time.
+    """The sizes of a product's tiles: ``block x block`` outputs, ``block_k`` columns at a time.
 
     >>> str(Tile(128, 64, warps=4, stages=3))
     '128x64-w4-s3'
@@ -132,18 +132,18 @@ def tiles_for(capability: tuple[int, int], dtype: torch.dtype = torch.float16) -
 
 
 def default_tile(m: int, dtype: torch.dtype) -> Tile:
-    """A tile that runs everywhere, for what has not been timed."""
+    """A tile that runs everywhere, for shapes that have not been timed."""
     if dtype == torch.float32:
         return TILES_FLOAT32[0]
     return TILES[0] if m > 1024 else Tile(64, 64, warps=4, stages=4)
 
 
 def launch_options(tile: Tile, has_plain: bool, hopper: bool) -> dict[str, int]:
-    """What Triton is told about a tile, beside its constants.
+    """Launch options of a tile, beside its constants.
 
     Two programs of the default tile share a Hopper multiprocessor, so that one computes while the
-    other stores: 65536 registers are 128 per thread. Triton 3.8 takes 144 where nobody bounds
-    them, and spills none below. (With a second result it would.)
+    other stores: 65536 registers are 128 per thread. Without a bound Triton 3.8 takes 144; with it,
+    none are spilled. (With a second result they would be.)
     """
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     bounded = hopper and tile == TILES[0] and not has_plain
@@ -151,7 +151,7 @@ def launch_options(tile: Tile, has_plain: bool, hopper: bool) -> dict[str, int]:
 
 
 def parse_tile(text: str) -> Tile:
-    """The tile that reads so. Raises ValueError for one that is not offered on any device."""
+    """The tile of this text. Raises ValueError for one that no device is offered."""
     by_text = {str(tile): tile for tile in TILES + TILES_FLOAT32}
     if text not in by_text:
         raise ValueError(f"a tile is one of {', '.join(by_text)}, found {text!r}: plan again")
@@ -176,7 +176,7 @@ def tile_of(index, tiles):
     first = triangle_row(index) // GROUP * GROUP
     rows = tl.minimum(tiles - first, GROUP)
     inside = index - first * (first + 1) // 2
-    # To the left of the diagonal block columns are full; in it rows are walked one by one.
+    # Left of the diagonal block columns are full; inside it tiles are numbered row by row.
     corner = inside - first * rows
     corner_row = triangle_row(tl.maximum(corner, 0))
     corner_col = corner - corner_row * (corner_row + 1) // 2
