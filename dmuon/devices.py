@@ -58,11 +58,13 @@ class Device:
     memory of the host, and work is done when a call returns. ``chunk_bytes``: how much a pass over
     many tensors takes at a time, so that the next pass finds it in the caches. ``has_triton``: our
     Triton kernels are written for such devices; `why_no_triton` says whether they run here.
+    ``has_graphs``: `graphs` captures what is launched.
     """
 
     host_can_read = False
     is_cpu = False
     has_triton = False
+    has_graphs = False
     chunk_bytes = 1 << 28
 
     __slots__ = ("device",)
@@ -92,7 +94,8 @@ class Device:
 
     def release_memory(self) -> None:
         """Give back what torch keeps for later allocations."""
-        torch.accelerator.empty_cache()
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
 
     def synchronize(self) -> None:
         """Wait until the device has done all that is queued."""
@@ -131,7 +134,9 @@ class Device:
 
     def why_no_triton(self) -> str | None:
         """None if our Triton kernels can run here, else the reason and what to do about it."""
-        return f"Triton kernels run on GPUs, and this is {self.device}; move the parameters to one"
+        return (
+            f"Triton kernels run on GPUs, and this is {self.device}; move the parameters to a GPU"
+        )
 
 
 class Cpu(Device):
@@ -182,6 +187,7 @@ class Cuda(Device):
     """A GPU of NVIDIA, or one of AMD, which torch calls the same."""
 
     has_triton = True
+    has_graphs = True
 
     __slots__ = ()
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any, TypeVar
 
@@ -193,8 +194,7 @@ def median_times(
     medians: dict[Run, float] = {}
     todo, done = list(runs), 0
     for number in range(PASSES):
-        # On CUDA the first time of a run is its third: it is compiled and captured before.
-        turns = timer.first_turns if number == 0 else 1
+        turns = first_turns(timer.device) if number == 0 else 1
         for run in todo:
             progress(done, run[0])
             done += 1
@@ -220,6 +220,12 @@ def median_times(
         if times and all(len(t) >= _MIN_TIMES and _is_stable(t) for t in times.values()):
             break
     return medians
+
+
+def first_turns(device: torch.device) -> int:
+    """Runs until the first time that counts: on an accelerator the first of them compiles kernels
+    and the second is captured."""
+    return 1 if devices.of(device).is_cpu else 3
 
 
 def _is_optional(kernel: str) -> bool:
@@ -267,7 +273,6 @@ class OwnerTimer:
         defaults = MuonDefaults()
         self._hyper = Hyper.of(defaults.group())
         self._triples = resolve_coefficients(defaults.ns_coefficients, defaults.ns_steps)
-        self.first_turns = 1 if devices.of(device).is_cpu else 3
         self._memory: dict[str, tuple[Tensor, Tensor]] = {}  # gradients and momentum, by dtype
         self._warm: set[Run] = set()
 
@@ -304,11 +309,11 @@ class OwnerTimer:
     def run(self, case: Case, kernel: str) -> float:
         """Milliseconds of one update of a batch that is reserved. OutOfMemoryError where there is
         not enough."""
-        turns = 1 if (case, kernel) in self._warm else self.first_turns
+        turns = 1 if (case, kernel) in self._warm else first_turns(self.device)
         self._warm.add((case, kernel))
         # Events are recorded on the current device's stream, which may be another's.
         with devices.of(self.device).current():
-            for _ in range(turns):  # kernels compile in the first, the second is captured
+            for _ in range(turns):
                 watch = self._once(case, kernel)
             return watch.milliseconds()
 
@@ -535,96 +540,127 @@ def _arguments(
 # ---- measured costs ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where times are taken: in which dtype, by how many processes on this machine, what the model
-    says of it; and where they are kept, by the first rank with this cache for all that share it."""
+class _Session:
+    """All ranks that measure together: with which kernels, in which dtype, and what is cached.
 
-    model: CostTable
-    kernels: KernelOptions  # without optional backends where some rank has none
-    ns_dtype: torch.dtype
-    sharing: int
-    folder: str | None
-    key: costs.CacheKey
-    leads: bool
+    ``sharing``: so many processes share this machine's memory and processors. ``model``: estimates
+    for this hardware. ``old``: the cached table, or the model where there is none.
+    """
 
-    def read(self, fresh: bool = False) -> tuple[CostTable | None, str | None]:
-        """What is cached, and what is wrong with it."""
-        if self.folder is None:
-            return None, (
+    def __init__(
+        self,
+        transport: Transport,
+        device: torch.device,
+        options: PlannerOptions,
+        kernels: KernelOptions,
+        ns_dtype: str | torch.dtype,
+        momentum: bool,
+        fresh: bool = False,
+    ) -> None:
+        """A collective call: ranks agree on dtype and backends. ``fresh`` ignores the cache."""
+        self.transport = transport
+        given = costs.cache_directory() if options.cache_dir is None else options.cache_dir
+        self._folder = None if given is None else os.fspath(given)
+        own = devices.of(device)
+
+        def here() -> tuple[str, str | None, str, torch.dtype, str, str | None]:
+            dtype = resolve_ns_dtype(ns_dtype, device)
+            is_open = own.has_triton and kernels.backend == "auto"
+            reason = why_not("triton", device, torch.float32) if is_open else None
+            backend = default_backend(device, dtype)
+            return socket.gethostname(), self._folder, own.name(), dtype, backend, reason
+
+        ranks = self.exchanged(here)
+        host, _, name, *_ = ranks[transport.rank]
+        found = {(dtype, backend) for *_, dtype, backend, _ in ranks}
+        self.ns_dtype, backend = common_choice(found, device)
+        if kernels.backend == "auto" and len(found) > 1 and backend == "torch_rounded":
+            kernels = replace(kernels, backend=backend)
+        lacking = [(rank, reason) for rank, (*_, reason) in enumerate(ranks) if reason is not None]
+        if lacking:
+            kernels = replace(kernels, backend="torch")
+            if transport.rank == 0:
+                warnings.warn(
+                    "dmuon: the kernel backend 'triton' is not available on {} of {} ranks, so all "
+                    "do without; on rank {}: {}".format(len(lacking), len(ranks), *lacking[0]),
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+        self.kernels = kernels
+        row = costs.ANALYTIC_DEVICES[costs.analytic_class(device.type, name)]
+        self.sharing = 1
+        if own.is_cpu:
+            self.sharing = sum(rank[0] == host for rank in ranks)
+            name = f"{name}, {self.sharing} process{'es' if self.sharing > 1 else ''}"
+        # What was chosen among a few kernels, or timed without graphs, says nothing of the others.
+        version = (
+            f"{backend_version(device)}-{ns.KERNEL_VERSION}-{kernels.method}-{kernels.backend}"
+        )
+        version += "-eager" if own.graphs() and kernels.cuda_graphs is False else ""
+        steps, dtype = MuonDefaults().ns_steps, dtype_name(self.ns_dtype)
+        self.model = CostTable(f"measured on {name}", {}, row, steps, "measured", momentum=momentum)
+        self._key = costs.CacheKey(name, torch.__version__, version, dtype, steps, momentum)
+        # The first rank with this cache writes it for all that share it.
+        self._leads = [rank[:4] for rank in ranks].index(
+            ranks[transport.rank][:4]
+        ) == transport.rank
+        cached, self._problem = None, None
+        if self._folder is None:
+            self._problem = (
                 "costs are not cached: there is no home directory and no cache_dir was given"
             )
-        return (None, None) if fresh else costs.read_cache(self.folder, self.key)
+        elif not fresh:
+            cached, self._problem = costs.read_cache(self._folder, self._key)
+        self.old = cached or self.model
 
-    def write(self, old: CostTable, new: CostTable, problem: str | None = None) -> None:
+    def exchanged(self, work: Callable[[], T]) -> list[T]:
+        """What ``work`` gave on each rank; if it failed on one, all raise."""
+        what = "dmuon: measuring costs"
+        mine = attempt(self.transport, work, what=what, digest=lambda _: "")
+        return self.transport.gather_objects(mine)
+
+    def times(
+        self,
+        names: Mapping[Case, str],
+        cached: Mapping[Case, float],
+        make: Callable[[], OwnerTimer],
+        model: CostTable,
+        budget_s: float,
+        title: str,
+    ) -> list[tuple[dict[Case, float], set[Run]]]:
+        """By rank the milliseconds of each case with the kernel of this name, and the runs that
+        failed: what is ``cached`` on all ranks, and what all measure at once, for about
+        ``budget_s`` seconds at most."""
+        known = self.exchanged(lambda: dict(cached))
+        lacking = [case for case in names if any(case not in times for times in known)]
+        if not lacking:
+            return [(times, set()) for times in known]
+
+        def measure() -> tuple[dict[Case, float], set[Run]]:
+            broken: set[Run] = set()
+            timer, pace = make(), Pace(model, cached)
+            deadline = pace.clock() + budget_s
+            bar = progress_bar(PASSES * len(lacking), title, shown=self.transport.rank == 0)
+            with torch.no_grad(), bar as shown:
+                runs = timer.reserve([(case, names[case]) for case in pace.in_order(lacking)])
+                new = median_times(
+                    runs, timer, pace, deadline=deadline, progress=shown, broken=broken
+                )
+            # A new time replaces the cached one, whichever is larger.
+            return {**cached, **{case: ms for (case, _), ms in new.items()}}, broken
+
+        return self.exchanged(measure)
+
+    def write(self, new: CostTable) -> None:
         """Keep what is new; warn of problems."""
-        if not self.leads:
+        if not self._leads:
             return
-        if self.folder is not None and old.updated(new) != old:
-            lost = costs.add_to_cache(self.folder, self.key, new)
+        problem = self._problem
+        if self._folder is not None and self.old.updated(new) != self.old:
+            lost = costs.add_to_cache(self._folder, self._key, new)
             problem = problem or lost
         if problem is not None:
             warnings.warn(f"dmuon: {problem}", RuntimeWarning, stacklevel=3)
-
-
-def _exchanged(transport: Transport, work: Callable[[], T]) -> list[T]:
-    """What ``work`` gave on each rank; if it failed on one, all raise."""
-    mine = attempt(transport, work, what="dmuon: measuring costs", digest=lambda _: "")
-    return transport.gather_objects(mine)
-
-
-def _place(
-    transport: Transport,
-    device: torch.device,
-    options: PlannerOptions,
-    kernels: KernelOptions,
-    ns_dtype: str | torch.dtype,
-    momentum: bool,
-) -> _Place:
-    """A collective call."""
-    given = costs.cache_directory() if options.cache_dir is None else options.cache_dir
-    folder = None if given is None else os.fspath(given)
-
-    def here() -> tuple[str, str | None, str, torch.dtype, str, str | None]:
-        own = resolve_ns_dtype(ns_dtype, device)
-        is_open = devices.of(device).has_triton and kernels.backend == "auto"
-        reason = why_not("triton", device, torch.float32) if is_open else None
-        backend = default_backend(device, own)
-        return socket.gethostname(), folder, devices.of(device).name(), own, backend, reason
-
-    places = _exchanged(transport, here)
-    host, _, name, *_ = places[transport.rank]
-    found = {(own, backend) for *_, own, backend, _ in places}
-    dtype, backend = common_choice(found, device)
-    if kernels.backend == "auto" and len(found) > 1 and backend == "torch_rounded":
-        kernels = replace(kernels, backend=backend)
-    lacking = [(rank, reason) for rank, (*_, reason) in enumerate(places) if reason is not None]
-    if lacking:
-        kernels = replace(kernels, backend="torch")
-        if transport.rank == 0:
-            warnings.warn(
-                "dmuon: the kernel backend 'triton' is not available on {} of {} ranks, so all do "
-                "without; on rank {}: {}".format(len(lacking), len(places), *lacking[0]),
-                RuntimeWarning,
-                stacklevel=3,
-            )
-    row = costs.ANALYTIC_DEVICES[costs.analytic_class(device.type, name)]
-    sharing = sum(p[0] == host for p in places) if devices.of(device).is_cpu else 1
-    if devices.of(device).is_cpu:
-        name = f"{name}, {sharing} process{'es' if sharing > 1 else ''}"
-    # What was chosen among a few kernels, or timed without graphs, says nothing of the others.
-    version = f"{backend_version(device)}-{ns.KERNEL_VERSION}-{kernels.method}-{kernels.backend}"
-    version += "-eager" if devices.of(device).graphs() and kernels.cuda_graphs is False else ""
-    steps = MuonDefaults().ns_steps
-    return _Place(
-        CostTable(f"measured on {name}", {}, row, steps, "measured", momentum=momentum),
-        kernels,
-        dtype,
-        sharing,
-        folder,
-        costs.CacheKey(name, torch.__version__, version, dtype_name(dtype), steps, momentum),
-        [place[:4] for place in places].index(places[transport.rank][:4]) == transport.rank,
-    )
 
 
 def measured_costs(
@@ -652,64 +688,46 @@ def measured_costs(
     Raises:
         Exception: what measuring raised here; ConsensusError if that was on another rank.
     """
-
-    place = _place(transport, device, options, kernels, ns_dtype, momentum)
-    model, ns_dtype = place.model, place.ns_dtype
-    cases = cases_of(keys, options.max_batch, batch_bytes // ns_dtype.itemsize)
-    cached, problem = place.read(fresh)
-    old = cached or model
-
-    def exchanged(work: Callable[[], T]) -> list[T]:
-        return _exchanged(transport, work)
-
-    def made() -> OwnerTimer:
-        how = {"momentum": momentum, "sharing": place.sharing, "options": place.kernels}
-        return timer(device, ns_dtype, **how)
+    session = _Session(transport, device, options, kernels, ns_dtype, momentum, fresh)
+    dtype, old, kernels = session.ns_dtype, session.old, session.kernels
+    cases = cases_of(keys, options.max_batch, batch_bytes // dtype.itemsize)
+    how = {"momentum": momentum, "sharing": session.sharing, "options": kernels}
+    make = partial(timer, device, dtype, **how)
 
     def choose() -> dict[Case, str]:
         if transport.rank != 0:
             return {}
-        known, pace = _of_cases(old.kernels, cases), Pace(model)
+        known, pace = _of_cases(old.kernels, cases), Pace(session.model)
         with torch.no_grad(), progress_bar(len(cases), "dmuon chooses kernels") as shown:
-            return choose_kernels(cases, known, made(), pace, place.kernels, progress=shown)
+            return choose_kernels(cases, known, make(), pace, kernels, progress=shown)
 
-    def recall() -> tuple[dict[Case, str], dict[Case, float]]:
-        """The kernel of each case, and the cached times that were measured with these."""
-        timed, names = rule | _of_cases(old.kernels, cases), rule | tuned
-        times = _of_cases(old.entries, cases)
-        return names, {case: ms for case, ms in times.items() if timed[case] == names[case]}
-
-    def measure() -> tuple[dict[Case, float], set[Run]]:
-        """Of a kernel that raises here there is no time, and nobody runs it."""
-        broken: set[Run] = set()
-        one, pace, total = made(), Pace(model, known), PASSES * len(lacking)
-        deadline = pace.clock() + options.profile_budget_s
-        bar = progress_bar(total, "dmuon measures Newton-Schulz", shown=transport.rank == 0)
-        with torch.no_grad(), bar as shown:
-            runs = one.reserve([(case, names[case]) for case in pace.in_order(lacking)])
-            times = median_times(runs, one, pace, deadline=deadline, progress=shown, broken=broken)
-        # A new time replaces the cached one, whichever is larger.
-        return known | {case: ms for (case, _), ms in times.items()}, broken
-
-    rule = {c: str(fixed_choice(*_arguments(c, ns_dtype, device, place.kernels))) for c in cases}
-    tuned = exchanged(choose)[0]
-    by_rank = exchanged(recall)
-    names, known = by_rank[transport.rank]
-    lacking = [case for case in cases if any(case not in times for _, times in by_rank)]
-    everyone = exchanged(measure) if lacking else [(times, set()) for _, times in by_rank]
+    rule = {case: str(fixed_choice(*_arguments(case, dtype, device, kernels))) for case in cases}
+    tuned = session.exchanged(choose)[0]
+    names, timed = rule | tuned, rule | _of_cases(old.kernels, cases)
+    cached = {
+        case: ms
+        for case, ms in _of_cases(old.entries, cases).items()
+        if timed[case] == names[case]  # measured with the kernel that is to run
+    }
+    title = "dmuon measures Newton-Schulz"
+    by_rank = session.times(names, cached, make, session.model, options.profile_budget_s, title)
+    # A kernel that failed on a rank has no time, and nobody runs it.
+    broken = {case for _, failed in by_rank for case, _ in failed}
     slowest: dict[Case, float] = {}
-    for case in {case for _, broken in everyone for case, _ in broken}:
-        names[case] = rule[case]
-        tuned.pop(case, None)
-        for times, _ in everyone:
-            times.pop(case, None)
-    for times, _ in everyone:
-        slowest |= {case: max(ms, slowest.get(case, ms)) for case, ms in times.items()}
-    table = replace(model, entries=_by_shape(slowest), kernels=_by_shape(names))
+    for times, _ in by_rank:
+        for case, ms in times.items():
+            if case not in broken:
+                slowest[case] = max(ms, slowest.get(case, ms))
+    names |= {case: rule[case] for case in broken}
+    table = replace(session.model, entries=_by_shape(slowest), kernels=_by_shape(names))
     devices.of(device).release_memory()
-    # What the rule chose for lack of time is not kept, so that it is chosen another time.
-    place.write(old, replace(table, kernels=_by_shape(tuned)), problem)
+    # What the rule chose because time was short is not kept, so that it is chosen another time.
+    kept = {case: name for case, name in tuned.items() if case not in broken}
+    session.write(replace(table, kernels=_by_shape(kept)))
     return table
+
+
+# ---- co-owners ---------------------------------------------------------------------------
 
 
 def measured_slices(
@@ -735,61 +753,38 @@ def measured_slices(
     Raises:
         Exception: what measuring raised here; ConsensusError if that was on another rank.
     """
-    place = _place(transport, device, options, kernels, ns_dtype, table.momentum)
-    old, problem = place.read()
-    old = old or place.model
-    # On a CPU slices are multiplied matrix by matrix.
-    most = 1 if devices.of(device).is_cpu else options.max_batch
-    numel = batch_bytes // place.ns_dtype.itemsize
+    session = _Session(transport, device, options, kernels, ns_dtype, table.momentum)
+    dtype, old = session.ns_dtype, session.old
+    on_cpu = devices.of(device).is_cpu
+    most = 1 if on_cpu else options.max_batch  # a CPU multiplies slices matrix by matrix
     cases = [
         SliceCase(case.key, case.batch, case.count, k, split)
         for k, split in product(groups, (False, True))
-        for case in cases_of(keys, most, k * numel)
+        for case in cases_of(keys, most, k * batch_bytes // dtype.itemsize)
         if k <= case.key[1]
     ]
-
-    def recall() -> dict[SliceCase, float | None]:
-        return {case: old.slices.get(_slice_key(case), {}).get(case.batch) for case in cases}
-
-    cached = _exchanged(transport, recall)
-    lacking = [case for case in cases if any(times[case] is None for times in cached)]
-
-    def measure() -> tuple[dict[Case, float], dict[int, list[float]]]:
-        timer = SliceTimer(device, place.ns_dtype, sharing=place.sharing, options=place.kernels)
-        pace = Pace(replace(place.model, entries=table.entries))
-        deadline = pace.clock() + options.profile_budget_s
-        bar = progress_bar(
-            PASSES * len(lacking), "dmuon measures slices", shown=transport.rank == 0
-        )
-        with torch.no_grad(), bar as shown:
-            runs = timer.reserve([(c, table.slice_kernel(c.key)) for c in pace.in_order(lacking)])
-            times = median_times(runs, timer, pace, deadline=deadline, progress=shown, broken=set())
-            links = {k: [] if g is None else _exchange_ms(g, device) for k, g in groups.items()}
-        return {case: ms for (case, _), ms in times.items()}, links
-
-    everyone = _exchanged(transport, measure)
+    names: dict[Case, str] = {case: table.slice_kernel(case.key) for case in cases}
+    cached: dict[Case, float] = {}
+    for case in cases:
+        if (ms := old.slices.get(_slice_key(case), {}).get(case.batch)) is not None:
+            cached[case] = ms
+    make = partial(SliceTimer, device, dtype, sharing=session.sharing, options=session.kernels)
+    model, title = replace(session.model, entries=table.entries), "dmuon measures slices"
+    by_rank = session.times(names, cached, make, model, options.profile_budget_s, title)
     slices: dict[SliceKey, dict[int, float]] = defaultdict(dict)
     for case in cases:
-        known = [times[case] for times in cached]
-        if case in lacking:
-            known = [times.get(case) for times, _ in everyone]
-        times = [ms for ms in known if ms is not None]
-        if len(times) == len(known):
-            slices[_slice_key(case)][case.batch] = max(times)
-    links = {}
-    for k in groups:
-        each = [found[k] for _, found in everyone if found[k]]
-        if each:
-            links[k] = _fitted([max(ms) for ms in zip(*each, strict=True)], k - 1)
+        each = [times[case] for times, _ in by_rank if case in times]
+        if len(each) == len(by_rank):
+            slices[_slice_key(case)][case.batch] = max(each)
 
     def contention() -> float:
         """How much longer the costliest matrix takes while all ranks work than while one does."""
-        if transport.rank != 0 or not slices or not devices.of(device).is_cpu:
+        if transport.rank != 0 or not slices or not on_cpu:
             return 1.0
-        if not lacking:
+        if len(cached) == len(cases):
             return old.contention
         key = max({key[:3] for key in slices}, key=lambda key: table.batch_ms(key, 1))
-        timer = OwnerTimer(device, place.ns_dtype, momentum=table.momentum, options=kernels)
+        timer = OwnerTimer(device, dtype, momentum=table.momentum, options=kernels)
         runs = timer.reserve([(Case(key, 1), table.kernel(key, 1))])
         times = [timer.run(*run) for run in runs * (_MIN_TIMES + 1)][1:]
         return max(1.0, table.batch_ms(key, 1) / statistics.median(times)) if times else 1.0
@@ -797,12 +792,12 @@ def measured_slices(
     shared = replace(
         table,
         slices=dict(slices),
-        links=links,
-        ns_item=place.ns_dtype.itemsize,
-        sum_item=SUM_DTYPE.get(place.ns_dtype, place.ns_dtype).itemsize,
-        contention=_exchanged(transport, contention)[0],
+        links=_links(session, groups, device),
+        ns_item=dtype.itemsize,
+        sum_item=SUM_DTYPE.get(dtype, dtype).itemsize,
+        contention=session.exchanged(contention)[0],
     )
-    place.write(old, replace(shared, links={}, kernels={}, entries={}), problem)
+    session.write(replace(shared, links={}, kernels={}, entries={}))
     return shared
 
 
@@ -811,6 +806,23 @@ def _slice_key(case: SliceCase) -> SliceKey:
 
 
 _EXCHANGED = (1 << 12, 1 << 18, 1 << 21)  # bytes to each of the others
+
+
+def _links(
+    session: _Session, groups: Mapping[int, Transport | None], device: torch.device
+) -> dict[int, Link]:
+    """What exchanges take in the slowest of the groups, by the number of co-owners."""
+
+    def measure() -> dict[int, list[float]]:
+        return {k: _exchange_ms(g, device) for k, g in groups.items() if g is not None}
+
+    by_rank = session.exchanged(measure)
+    found = {}
+    for k in groups:
+        each = [ms[k] for ms in by_rank if k in ms]
+        if each:
+            found[k] = _fitted([max(ms) for ms in zip(*each, strict=True)], k - 1)
+    return found
 
 
 def _exchange_ms(group: Transport, device: torch.device) -> list[float]:

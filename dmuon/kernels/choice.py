@@ -1,9 +1,8 @@
-"""Which form of Newton-Schulz and which products run where: the fixed rule, and what there is to
-choose from.
+"""Which form of Newton-Schulz and which products run where: the fixed rule, and the candidates.
 
-Pure functions of shapes, dtypes and what the device can do, so that ranks on equal hardware agree;
-what a measurement chose stands in the plan instead. Nothing falls back by itself: a backend that
-was asked for and cannot run is an error.
+Pure functions of shapes, dtypes and what the device can do, so that ranks on equal hardware agree.
+A measured choice is part of the plan instead. A backend that was asked for and cannot run is an
+error; nothing falls back by itself.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Set
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise, product
 
 import torch
@@ -27,25 +26,17 @@ METHODS = ("auto", "standard", "gram")
 _METHOD = re.compile(r"gram\[([0-9]+(?:,[0-9]+)*)\]")
 _TINY_ROWS = 32  # up to here rounding may cost more than emulation
 _WORTH = 1.5  # candidates with more multiplications than this, against the fewest, cannot win
-_SMALL = 512  # with fewer rows a matrix pays by the operation too
+_SMALL = 512  # with fewer rows the number of operations counts too
 
 Segments = tuple[tuple[int, int], ...]
 """Ranges of steps; X is formed anew after each."""
-
 
 # ---- forms -----------------------------------------------------------------------------------
 
 
 def segments_of(choice: KernelChoice, steps: int) -> Segments:
-    """Those of a choice; the standard form goes back to X after every step."""
-    return _segments(choice.restarts if choice.method == "gram" else _every(steps), steps)
-
-
-def _segments(restarts: tuple[int, ...], steps: int) -> Segments:
-    """
-    >>> _segments((1, 3), 5)
-    ((0, 1), (1, 3), (3, 5))
-    """
+    """The segments of a choice; the standard form goes back to X after every step."""
+    restarts = choice.restarts if choice.method == "gram" else _every(steps)
     return tuple(pairwise((0, *restarts, steps))) if steps else ()
 
 
@@ -53,20 +44,29 @@ def _every(steps: int) -> tuple[int, ...]:
     return tuple(range(1, steps))
 
 
+def _lengths(restarts: tuple[int, ...], steps: int) -> list[int]:
+    """The steps of each segment.
+
+    >>> _lengths((1, 3), 5)
+    [1, 2, 2]
+    """
+    return [high - low for low, high in pairwise((0, *restarts, steps))] if steps else []
+
+
 def default_restarts(dtype: torch.dtype, steps: int) -> tuple[int, ...]:
-    """The steps after which the Gram form goes back to X, for five (1, 3) in bfloat16, else (2,):
-    segments as long as is safe, the first one shorter, because a is largest there."""
+    """The steps after which the Gram form goes back to X: of five steps (1, 3) in bfloat16, else
+    (2,). Segments are as long as is safe; the first is shorter, because a is largest there."""
     first, stride = (1, 2) if dtype is torch.bfloat16 else (2, 3)
     return tuple(range(first, steps, stride))
 
 
 def is_safe(restarts: tuple[int, ...], dtype: torch.dtype, steps: int) -> bool:
-    """Whether these are restarts of so many steps with which the Gram form does not diverge.
+    """Whether the Gram form converges with these restarts.
 
     Rounding leaves R slightly indefinite, and each further step multiplies a negative eigenvalue
     by about a^2.
     """
-    lengths = [high - low for low, high in _segments(restarts, steps)]
+    lengths = _lengths(restarts, steps)
     return min(lengths, default=1) > 0 and max(lengths, default=1) <= _longest(dtype, steps)
 
 
@@ -77,20 +77,20 @@ def _longest(dtype: torch.dtype, steps: int) -> int:
 def multiplications(m: int, n: int, restarts: tuple[int, ...], steps: int, symmetric: bool) -> int:
     """Multiplications of one m x n matrix, m <= n, in units of m^2; symmetric products count half.
 
-    A segment of s steps: 4n + (8s - 6)m without symmetric products, and with them 3n + (4s - 3)m; a
+    A segment of s steps: 4n + (8s - 6)m without symmetric products, and with them 3n + (4s - 3)m. A
     segment of one step is a standard one, 4n + 2m or 3n + m.
     """
-    lengths = [high - low for low, high in _segments(restarts, steps)]
+    lengths = _lengths(restarts, steps)
     if symmetric:
         return sum(3 * n + (4 * s - 3) * m for s in lengths)
     return sum(4 * n + (8 * s - 6) * m for s in lengths)
 
 
 def choose_method(m: int, n: int, dtype: torch.dtype, steps: int) -> str:
-    """The form that "auto" runs an m x n matrix in without a measurement.
+    """The form that "auto" stands for where nothing was measured.
 
-    Counts multiplications without symmetric kernels and asks for a margin of 5%: equal counts
-    measure 1 to 3% slower. Small matrices pay by the operation, of which the Gram form has more.
+    The Gram form must save 5% of the multiplications, because at equal counts it measures 1 to 3%
+    slower. For small matrices the number of operations decides, and it has more of these.
     """
     m, n = min(m, n), max(m, n)
     if steps < 2 or m < (256 if dtype.itemsize <= 2 else 128):
@@ -101,7 +101,7 @@ def choose_method(m: int, n: int, dtype: torch.dtype, steps: int) -> str:
 
 
 def restarts_of(method: object) -> tuple[int, ...] | None:
-    """The restarts that a Gram form names; None for one of `METHODS`. ValueError for the rest.
+    """The restarts that a Gram form names; None for one of `METHODS`, ValueError for anything else.
 
     >>> restarts_of("gram[1,3]")
     (1, 3)
@@ -119,8 +119,8 @@ def restarts_of(method: object) -> tuple[int, ...] | None:
 
 
 def default_backend(device: torch.device | str, dtype: torch.dtype) -> str:
-    """The backend that serves a device without a measurement."""
-    if torch.device(device).type != "cpu":
+    """The backend of a device where nothing was measured."""
+    if not devices.of(device).is_cpu:
         return "torch"
     emulated = dtype is torch.float16 or (dtype is torch.bfloat16 and not cpu_has_bf16())
     return "torch_rounded" if emulated else "torch_strips"
@@ -132,8 +132,8 @@ def common_choice(
     """One Newton-Schulz dtype and `default_backend` for ranks that found these.
 
     Each process times for itself whether bfloat16 is fast, so ranks may differ. But updates travel
-    in the dtype, and replicas of a shard take block steps each by itself and need the same bits.
-    Where dtypes differ, it is float32; where only backends do, emulated products.
+    in the dtype, and replicas of a shard take block steps on their own and need the same bits.
+    Where dtypes differ, it is float32; where only backends differ, emulated products.
 
     >>> common_choice({(torch.bfloat16, "torch_strips"), (torch.bfloat16, "torch_rounded")}, "cpu")
     (torch.bfloat16, 'torch_rounded')
@@ -148,7 +148,7 @@ def common_choice(
 
 def offered_backends(device: torch.device | str, dtype: torch.dtype, rows: int) -> tuple[str, ...]:
     """The backends that are worth measuring for matrices with ``rows`` rows (the short side)."""
-    if torch.device(device).type == "cpu":
+    if devices.of(device).is_cpu:
         default = default_backend(device, dtype)
         # Emulated products take 40 times as long, but tiny ones; below 512 rows strips are "torch".
         is_rounded = default == "torch_rounded"
@@ -162,35 +162,34 @@ def offered_tiles(backend: str, device: torch.device | str, dtype: torch.dtype) 
     """The tile configurations of a backend that are worth measuring; ("",) if it has none."""
     if backend != "triton":
         return ("",)
-    capability = devices.of(device).capability()
     from dmuon.kernels.triton_syrk import tiles_for
 
-    return tuple(str(tile) for tile in tiles_for(capability, dtype))
+    return tuple(str(tile) for tile in tiles_for(devices.of(device).capability(), dtype))
 
 
 def why_not(
     backend: str, device: torch.device | str, dtype: torch.dtype, rows: int = 1
 ) -> str | None:
-    """Why a backend cannot run here, in words; None if it can."""
+    """The reason why a backend cannot run here; None if it can."""
     if backend not in BACKENDS:
         return f"there is no backend {backend!r}; choose one of {', '.join(BACKENDS)}"
     kind = torch.device(device).type
     if backend == "torch" or kind == "meta":
         return None
     if backend in ("torch_strips", "torch_rounded"):
-        if kind != "cpu":
+        if not devices.of(device).is_cpu:
             return f"it serves the CPU, found {kind}; use 'torch'"
         is_rounding = backend == "torch_rounded" and dtype.itemsize > 2
         return f"it rounds to half precision, found {dtype}" if is_rounding else None
     if dtype is torch.float64:
         return "Triton kernels accumulate in float32, found float64; use 'torch'"
     try:
-        from dmuon.kernels import triton_host
+        from dmuon.kernels import triton_syrk
         from dmuon.kernels.triton_small import max_rows
 
         if backend == "triton_small" and rows > max_rows(dtype):
             return f"it takes up to {max_rows(dtype)} rows in {dtype}, found {rows}; use 'triton'"
-        return triton_host.why_unavailable(device)
+        return triton_syrk.why_unavailable(device)
     except ImportError as error:
         return f"Triton cannot be imported ({error}): pip install 'dmuon[triton]'"
     except Exception as error:  # of its libraries, its compiler, the driver
@@ -198,7 +197,7 @@ def why_not(
 
 
 def described(error: Exception) -> str:
-    """An error of somebody else's in a line that is not too long."""
+    """An error of another library as one line of limited length."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
@@ -222,18 +221,25 @@ def ops_of(choice: KernelChoice, device: torch.device | str, rows: int = 1) -> M
     if choice.backend == "torch_strips" and rows >= ops.STRIPS_FROM_ROWS:
         return ops.StripsOps()
     if choice.backend == "triton":
-        return ops.TritonOps(choice.tile)
-    return ops.TritonSmallOps() if choice.backend == "triton_small" else MatmulOps()
+        from dmuon.kernels.triton_syrk import parse_tile, symm_mm
+
+        tile = parse_tile(choice.tile) if choice.tile else None
+        return ops.TritonOps(partial(symm_mm, tile=tile))
+    if choice.backend == "triton_small":
+        from dmuon.kernels.triton_small import prepared_iteration
+
+        return ops.WholeOps(prepared_iteration)
+    return MatmulOps()
 
 
 def backend_version(device: torch.device | str) -> str:
-    """What decides, beside torch, how fast and how exact the backends of a device are."""
+    """A name for all that decides, beside torch, how fast and how exact a device's backends are."""
     if not devices.of(device).has_triton:
         return "torch"
     try:
         import triton
 
-        from dmuon.kernels.triton_host import source_hash
+        from dmuon.kernels.triton_syrk import source_hash
 
         return f"triton{triton.__version__}-{source_hash()}"
     except Exception:  # see `why_not`
@@ -252,10 +258,10 @@ def fixed_choice(
     method: str = "auto",
     backend: str = "auto",
 ) -> KernelChoice:
-    """What runs without a measurement: `choose_method` and `default_backend`, where not given.
+    """The choice where nothing was measured: `choose_method` and `default_backend`, unless given.
 
-    Raises ValueError for an unknown method or backend, one that cannot run on this device, and
-    restarts with which this dtype diverges.
+    Raises ValueError for an unknown method or backend, for one that cannot run on this device, and
+    for restarts with which this dtype diverges.
     """
     restarts, safe = restarts_of(method), default_restarts(dtype, steps)
     if restarts is not None and not is_safe(restarts, dtype, steps):
@@ -283,8 +289,8 @@ def candidates(
     method: str = "auto",
     backend: str = "auto",
 ) -> tuple[KernelChoice, ...]:
-    """What is worth measuring for m x n matrices, the fixed choice first: the safe forms that
-    do not have clearly more to multiply, over the backends and tiles of the device.
+    """The choices that are worth measuring for m x n matrices, the fixed one first: safe forms that
+    do not have clearly more to multiply, with each backend and tile of the device.
 
     Raises ValueError as `fixed_choice` does.
     """

@@ -6,9 +6,10 @@ space (https://github.com/Dao-AILab/gram-newton-schulz). Everything here is loca
 
     newton_schulz = normalize -> prepared (memory) -> iterate (mathematics) over MatmulOps
 
-Normalizing is in two halves, for shards of a matrix travel in the dtype of the iteration: those who
-hold them multiply by a power of two (`into_range`) and cast, who has the whole divides by its norm
-(`normalize_`). So the result depends neither on how a matrix was cut nor on how norms were summed.
+Normalizing has two halves, because shards of a matrix travel in the dtype of the iteration: ranks
+that hold shards multiply them by a power of two (`into_range`) and cast, and the owner divides the
+whole by its norm (`normalize_`). So the result depends neither on how a matrix was cut nor on how
+norms were summed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial
+from functools import lru_cache
 from numbers import Real
 from types import MappingProxyType
 
@@ -30,7 +31,7 @@ from dmuon.kernels.ops import MatmulOps, SliceOps
 from dmuon.types import Triple
 
 KERNEL_VERSION = 6
-"""To be raised whenever Newton-Schulz becomes faster or slower: measured costs are kept by it."""
+"""Raise it when Newton-Schulz becomes faster or slower: it is in the key of cached costs."""
 _SAFE_NORMS = 1e-10, 1e15  # of float32 matrices whose entries can be squared as they are
 _AS_IT_IS = nullcontext()
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -49,10 +50,8 @@ _POLAR_EXPRESS: tuple[Triple, ...] = (
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
     (1.875, -1.25, 0.375),
 )
-
-
-# p(x) -> p(x / 1.05), so that rounding cannot push a singular value out of the interval; but not of
-# the last triple, which repeats and has to converge to 1.
+# p(x) -> p(x / 1.05), so that rounding cannot push a singular value out of the interval. Not so the
+# last triple, which repeats and has to converge to 1.
 _POLAR_EXPRESS = (
     *((a / 1.05, b / 1.05**3, c / 1.05**5) for a, b, c in _POLAR_EXPRESS[:-1]),
     _POLAR_EXPRESS[-1],
@@ -77,14 +76,14 @@ COEFFICIENT_SETS: Mapping[str, tuple[Triple, ...]] = MappingProxyType(
         "simple": ((2.0, -1.5, 0.5),),
     }
 )
-"""One triple a step; fewer steps than triples take the first ones, more repeat the last."""
+"""One triple per step; fewer steps than triples take the first ones, more repeat the last."""
 
 
 def resolve_coefficients(
     coefficients: str | Sequence[float] | Sequence[Sequence[float]], steps: int
 ) -> tuple[Triple, ...]:
-    """Exactly `steps` triples `(a, b, c)`: of a set of `COEFFICIENT_SETS`, one for every step, or
-    one a step.
+    """Exactly `steps` triples `(a, b, c)`, from the name of one of `COEFFICIENT_SETS`, from one
+    triple for every step, or from one triple per step.
 
     Raises ValueError for an unknown name, a malformed triple, a list of another length, or `steps`
     that is not an integer >= 0.
@@ -140,21 +139,21 @@ def iterate(
     segments: Segments,
     ops: MatmulOps,
 ) -> Steps:
-    """`aX + (bA + cA^2)X`, `A = X X^T`, once for each triple; the result lies in `x` or `spare`.
+    """`aX + (bA + cA^2)X`, `A = X X^T`, once per triple; the result is in `x` or `spare`.
 
-    It goes through *segments*, the steps between two restarts. A segment of one step is a standard
-    step. A longer one carries `R = X X^T` and the product Q in m x m space and touches X at its
-    ends. So the standard iteration is the one with a restart after every step.
+    A *segment* is the steps between two restarts. A segment of one step is a standard step. A
+    longer one carries `R = X X^T` and the product Q in m x m space and touches X at its ends. So
+    the standard iteration is the one with a restart after every step.
 
     A tall matrix is multiplied from the right, `R = X^T X` and `X Q`: the same polynomial, because
     the m x m factors are symmetric. So matrices stay contiguous as they are stored.
 
-    `x` and `spare` are ``[m, n]`` or ``[b, m, n]``; ``squares``, m x m for the short side m, are
-    two, or four where a segment has several steps. All are overwritten.
+    `x` and `spare` are ``[m, n]`` or ``[b, m, n]``. ``squares`` are two tensors m x m for the short
+    side m, or four where a segment has several steps. All are overwritten.
 
-    It yields None whenever it waits for other ranks, as products of slices of a matrix do
-    (`ops.SliceOps`), and the result at last. It is the same iteration, as `X X^T` is the sum over
-    slices of columns and Q multiplies each of them; m is then the short side of the whole.
+    It yields None whenever it waits for other ranks, as products of slices do (`ops.SliceOps`), and
+    the result at last. Slices need no other iteration: `X X^T` is the sum over slices of columns,
+    and Q multiplies each slice. m is then the short side of the whole matrix.
     """
     is_tall = x.shape[-2] != squares[0].shape[-1]
     xt, spare_t = x.mT, spare.mT
@@ -209,14 +208,14 @@ def prepared(
     *,
     apart: bool = False,
 ) -> Callable[[], Tensor]:
-    """Newton-Schulz on a batch, in memory that ``take(shape, dtype)`` gives once; to be run
-    whenever the batch is new, where gradients are not recorded and outside of autocast.
+    """Newton-Schulz on a batch, in memory that ``take(shape, dtype)`` gives once. Run it for each
+    new batch, without recording gradients and outside of autocast.
 
-    `x` is ``[b, rows, cols]``, contiguous, normalized when it runs, and overwritten; the result
-    lies in it or beside it, at the same place in every run. Nothing is decided by values, so a run
-    can be captured in a CUDA graph. ``apart``: one matrix after the other, each in
-    the same aligned memory, because products of some libraries round as the batch and the address
-    are. Raises ValueError unless `x` is contiguous.
+    `x` is ``[b, rows, cols]``, contiguous, normalized when it runs, and overwritten. The result is
+    in it or beside it, at the same place in every run. Nothing depends on values, so a run can be
+    captured in a graph. ``apart``: one matrix after the other, each in the same aligned memory,
+    because some libraries round depending on the batch and the address. Raises ValueError unless
+    `x` is contiguous.
     """
     if not x.is_contiguous():
         raise ValueError(
@@ -227,7 +226,12 @@ def prepared(
     m = min(rows, cols)
     whole = ops.whole(x if rows == m else x.mT, coefficients, [high for _, high in segments[:-1]])
     if whole is not None:
-        return partial(_in_place, x, whole)
+
+        def run_whole() -> Tensor:
+            whole()
+            return x
+
+        return run_whole
     # A batch of one costs up to twice as much as a matrix on a CPU.
     is_split = apart or len(x) == 1 or (ops.batch_rows is not None and m > ops.batch_rows)
     members = x.unbind() if is_split else (x,)
@@ -251,7 +255,7 @@ def prepared(
 
 
 def finished(steps: Steps) -> Tensor:
-    """The result of an iteration that is run to its end at once."""
+    """The result of an iteration that waits for nobody."""
     *_, result = steps
     assert result is not None
     return result
@@ -260,8 +264,8 @@ def finished(steps: Steps) -> Tensor:
 def prepared_slice(
     x: Tensor, coefficients: Sequence[Triple], segments: Segments, ops: SliceOps, take: Take
 ) -> Callable[[Tensor], Steps]:
-    """`prepared` for slices ``[b, m, w]`` of m x n matrices, m <= n, of which other ranks hold the
-    rest. Each run takes the norms ``[b]`` of whole matrices, and gives the steps of an iteration.
+    """`prepared` for slices ``[b, m, w]`` of m x n matrices, m <= n; other ranks hold the other
+    columns. Each run takes the norms ``[b]`` of the whole matrices, and gives an iteration.
     """
     b, m, _ = x.shape
     held = x if ops.held is None else take(tuple(x.shape), ops.held)
@@ -275,11 +279,6 @@ def prepared_slice(
             yield found if found is None or found.dtype is x.dtype else x.copy_(found)
 
     return run
-
-
-def _in_place(x: Tensor, whole: Callable[[], None]) -> Tensor:
-    whole()
-    return x
 
 
 # ---- before the iteration --------------------------------------------------------------------
@@ -322,7 +321,7 @@ def scaled(
     out: Tensor | None = None,
     norms: Tensor | None = None,
 ) -> Tensor:
-    """The first half of `normalize`; ``norms`` by `norms_of`, where they are known."""
+    """The first half of `normalize`; ``norms`` are those of `norms_of`, where they are known."""
     if x.numel() == 0:
         return x.to(dtype) if out is None else out
     if may_look(x, dtype):
@@ -345,8 +344,8 @@ def scaled(
 
 
 def into_range(norms: Tensor, eps: float | Tensor) -> Tensor:
-    """What matrices of these norms are multiplied by for `normalize_`: the power of two that brings
-    the norm into [2, 4), or 1 / eps where the norm is less than eps; nan where it is not finite."""
+    """The factors by which matrices of these norms are multiplied before `normalize_`: the power of
+    two that brings the norm into [2, 4), or 1 / eps below eps; nan where it is not finite."""
     return torch.where(norms < eps, 1 / eps, torch.frexp(norms).mantissa.mul_(4).div_(norms))
 
 
@@ -360,31 +359,31 @@ def normalize_(x: Tensor, norms: Tensor | None = None) -> Tensor:
 
 
 def may_look(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether norms may be looked at, to see if scaling for them is needed: not where the host
-    would wait, nor in a graph; and `x` and `dtype` are of one range."""
+    """Whether the host may read norms to see if scaling is needed: where that costs no wait, not in
+    a compiled graph, and where `x` and `dtype` have one range."""
     if torch.compiler.is_compiling() or not devices.host_can_read(x.device):
         return False
     return x.dtype is torch.float32 and dtype in (torch.float32, torch.bfloat16)
 
 
 def _are_safe(norms: Tensor, eps: float) -> bool:
-    """Here no square overflows, and what vanishes is too small to matter; a nan is in no range."""
+    """Whether no square overflows, and none vanishes that matters. False for a nan."""
     least, most = max(eps, _SAFE_NORMS[0]), _SAFE_NORMS[1]
     return all(least <= value <= most for value in norms.view(-1).tolist())
 
 
 def norms_of(y: Tensor) -> Tensor:
-    """Of the matrices of `[..., m, n]`, `[..., 1, 1]`. Row by row: one float32 sum over a large
-    matrix is off by 0.5%."""
+    """The norms `[..., 1, 1]` of the matrices of `[..., m, n]`. Row by row, because one float32 sum
+    over a large matrix is off by 0.5%."""
     wide = torch.promote_types(y.dtype, torch.float32)
     rows = torch.linalg.vector_norm(y, dim=-1, keepdim=True, dtype=wide)
     return torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
 
 
 def _normalized(x: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
-    """`normalize`, in half as many passes where the host can look whether that is safe.
+    """`normalize` in half as many passes, where the host can check that this is safe.
 
-    The same numbers, bit for bit: scaling by a power of two changes no mantissa.
+    The numbers are the same to the bit, because scaling by a power of two changes no mantissa.
     """
     if not may_look(x, dtype) or not x.numel():
         return normalize(x, dtype, eps)
@@ -415,11 +414,11 @@ def newton_schulz(
     nan gives nan, and neither affects the others. `x` is not changed and no gradient is recorded.
 
     steps: iterations, always as many as asked for; 0 returns the normalized matrix.
-    coefficients: a name of `COEFFICIENT_SETS`, one `(a, b, c)`, or one triple a step.
+    coefficients: a name of `COEFFICIENT_SETS`, one `(a, b, c)`, or one triple per step.
     method: "standard", "gram", a Gram form with its restarts such as "gram[2]", or "auto", see
         `choose_method`.
     dtype: what to iterate in, "auto", a torch dtype or its name, see `resolve_ns_dtype`.
-    backend: who multiplies, one of `dmuon.kernels.choice.BACKENDS`, or "auto".
+    backend: the products, one of `dmuon.kernels.choice.BACKENDS`, or "auto".
 
     Raises TypeError for what is not a dense real floating-point tensor, ValueError for the rest,
     also where a backend cannot run on this device or a dtype diverges with these restarts.
@@ -435,7 +434,7 @@ def newton_schulz(
     triples = resolve_coefficients(coefficients, steps)
     ns_dtype = resolve_ns_dtype(dtype, x.device)
     segments, ops = _chosen(*x.shape[-2:], ns_dtype, x.device, steps, str(method), str(backend))
-    # What is made of a tensor without gradients has none: that costs less than to leave grad mode.
+    # Results of a tensor without gradients have none, which costs less than leaving grad mode.
     y = _normalized(x.detach() if x.requires_grad else x, ns_dtype, eps)
     if not triples or not y.numel():
         return y
@@ -444,7 +443,14 @@ def newton_schulz(
     stored = y.mT if is_view else y.contiguous()
     with no_autocast(x.device):
         batch = stored.view(-1, *stored.shape[-2:])
-        found = prepared(batch, triples, segments, ops, _taker(x.device))().view(stored.shape)
+        run = prepared(
+            batch,
+            triples,
+            segments,
+            ops,
+            lambda shape, dtype: torch.empty(shape, dtype=dtype, device=x.device),
+        )
+        found = run().view(stored.shape)
     return found.mT if is_view else found
 
 
@@ -454,10 +460,6 @@ def _chosen(
 ) -> tuple[Segments, MatmulOps]:
     choice = fixed_choice(rows, cols, dtype, device, steps, *how)
     return segments_of(choice, steps), ops_of(choice, device, min(rows, cols))
-
-
-def _taker(device: torch.device) -> Take:
-    return lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
 
 
 def _check_input(x: object) -> None:
@@ -476,7 +478,7 @@ def _check_input(x: object) -> None:
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """An enclosing autocast region would change the dtype of the products."""
+    """Outside of autocast, which would change the dtype of the products."""
     kind = device.type
     # Entering a region costs as much as ten small products, so only where there is one to leave.
     is_known = kind == "cpu" or torch.amp.is_autocast_available(kind)

@@ -1,9 +1,9 @@
-"""The matrix products that Newton-Schulz is written over, one class a backend.
+"""The matrix products that Newton-Schulz is written over, one class per backend.
 
 Operands are one matrix ``[m, k]`` or a batch ``[b, m, k]``, of one dtype and on one device,
-contiguous or transposed views of what is. Results are written where the caller says and contiguous:
-a step allocates nothing, and a batched product in half precision on a CPU takes a path that is
-hundreds of times slower where they are not.
+contiguous or the transpose of what is. Results are written to ``out``, so a step allocates nothing.
+``out`` is contiguous, because otherwise a batched product in half precision on a CPU takes a path
+that is hundreds of times slower.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,14 +23,14 @@ from dmuon.types import Triple
 _STRIP_ROWS = 256
 STRIPS_FROM_ROWS = 2 * _STRIP_ROWS
 _MAX_STRIPS = 4
-_LEAST_STRIP = 256  # rows, where co-owners have several each
+_LEAST_STRIP = 256  # rows, where each co-owner has several
 
 
 class MatmulOps:
-    """``torch``: plain products on any device, symmetric ones too; and what other backends supply.
+    """``torch``: plain products on any device, and the interface of the other backends.
 
     ``held``: the dtype in which matrices are kept between products, None for their own.
-    ``batch_rows``: the largest m for which a batched call beats one call a matrix, None for any.
+    ``batch_rows``: the largest m for which a batched call beats one call per matrix, None for any.
     """
 
     held: torch.dtype | None = None
@@ -57,10 +56,10 @@ class MatmulOps:
             add(c, a, b, beta=beta, alpha=alpha, out=out)
 
     symmetric = general
-    """The same of a product that is known to be symmetric: a triangle of it says all."""
+    """The same for a product that is known to be symmetric, so that one triangle is enough."""
 
     pending: Iterable[None] = ()
-    """To be gone through before the last result is used."""
+    """An exchange with other ranks: iterate over it before using the last result."""
 
     def gram(self, x: Tensor, xt: Tensor, *, out: Tensor) -> None:
         """``out = x @ x^T``."""
@@ -89,21 +88,22 @@ class MatmulOps:
     def whole(
         self, x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]
     ) -> Callable[[], None] | None:
-        """A function that runs the whole iteration on wide matrices ``[b, m, n]`` in place, for
-        backends that do so instead of making products; None for the others."""
+        """A function that runs the whole iteration on wide matrices ``[b, m, n]`` in place; None
+        for backends that make single products."""
         return None
 
 
 class StripsOps(MatmulOps):
-    """``torch_strips``, on a CPU: of a symmetric product with m >= 512 the lower block triangle
-    in s strips, (s + 1) / 2s of the multiplications, then mirrored. There a batch gains nothing."""
+    """``torch_strips``, on a CPU: symmetric products with m >= 512 compute the lower block triangle
+    in s strips, (s + 1) / 2s of the multiplications, and mirror it. Batches of these gain nothing.
+    """
 
     batch_rows = STRIPS_FROM_ROWS - 1
 
     def symmetric(
         self, a: Tensor, b: Tensor, c: Tensor | None = None, *, out: Tensor, **factors: float
     ) -> None:
-        # Strips of a transposed operand lie apart in memory, and torch's half precision copies such
+        # Strips of a transposed operand are not contiguous, and in half precision torch copies such
         # an operand before it multiplies, which costs more than the strips save.
         scattered = a.stride(-1) != 1 and a.dtype.itemsize < 4
         if out.shape[-1] < STRIPS_FROM_ROWS or scattered:
@@ -133,7 +133,8 @@ def _strips(m: int) -> list[tuple[int, int]]:
 
 class RoundedOps(StripsOps):
     """``torch_rounded``: products in float32, each result rounded to ``dtype``, as a half-precision
-    unit computes; for a CPU without one, where torch's emulation takes 10 to 100 times as long."""
+    unit computes. For CPUs without such a unit, where torch's emulation takes 10 to 100 times as
+    long."""
 
     held = torch.float32
 
@@ -150,13 +151,10 @@ class RoundedOps(StripsOps):
 
 
 class TritonOps(MatmulOps):
-    """``triton``: symmetric products by triangles of tiles, ``tile`` or, where "", a default."""
+    """``triton``: symmetric products by triangles of tiles, see `triton_syrk.symm_mm`."""
 
-    def __init__(self, tile: str) -> None:
-        from dmuon.kernels import triton_syrk
-
-        chosen = triton_syrk.parse_tile(tile) if tile else None
-        self._multiply: Callable[..., None] = partial(triton_syrk.symm_mm, tile=chosen)
+    def __init__(self, multiply: Callable[..., None]) -> None:
+        self._multiply = multiply
 
     def symmetric(self, a: Tensor, b: Tensor, c: Tensor | None = None, **how: Any) -> None:
         self._multiply(a, b.mT, c, **how)
@@ -164,24 +162,25 @@ class TritonOps(MatmulOps):
     shifted = symmetric
 
 
-class TritonSmallOps(MatmulOps):
+class WholeOps(MatmulOps):
     """``triton_small``: the whole iteration of a matrix in one program."""
+
+    def __init__(self, prepare: Callable[..., Callable[[], None]]) -> None:
+        self._prepare = prepare
 
     def whole(
         self, x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]
     ) -> Callable[[], None]:
-        from dmuon.kernels.triton_small import small_iteration, tables
-
-        return partial(small_iteration, x, tables(x, coefficients, restarts))
+        return self._prepare(x, coefficients, restarts)
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
     """The ``count`` ranks that hold slices of the same matrices; this one is number ``index``.
 
-    ``exchange(to, source, tag)``, two tensors ``[count - 1, n]`` with a row for each of the others,
-    in order: row j of ``source`` goes to it, and what it sends comes to row j of ``to`` when the
-    result's ``wait`` returns.
+    ``exchange(to, source, tag)`` takes two tensors ``[count - 1, n]`` with a row for each of the
+    others, in order. It sends row j of ``source`` to the j-th of them, and receives into row j of
+    ``to``, which is complete when the result's ``wait`` returns.
     """
 
     index: int
@@ -190,24 +189,24 @@ class Peers:
 
 
 SUM_DTYPE = {torch.bfloat16: torch.float32}
-"""In what the parts of a sum travel, where that is not the dtype of the iteration: rounded to
-bfloat16 one by one they move an update further than rounding their sum does (docs/co-owners.md)."""
+"""The dtype in which parts of a sum are sent, where it is not that of the iteration: rounding each
+part to bfloat16 changes an update more than rounding the sum does (docs/co-owners.md)."""
 
 
 class SliceOps(MatmulOps):
     """Products of slices ``[b, m, w]`` of matrices, where co-owners hold the other columns.
 
-    The lower block triangle of an m x m matrix is dealt out in strips of rows, so that all k
-    co-owners have about as much of it (k = 2; above the diagonal is what below is)::
+    The lower block triangle of an m x m matrix is cut into strips of rows, which are dealt out so
+    that all k co-owners have about as much of it (k = 2; the upper triangle mirrors the lower)::
 
-        0 . . .      `gram`: each sends every other one its part of their strips; the sums of its
-        1 1 . .      own, in float32, it sends to all. So every bit of R comes from one rank, and R
-        1 1 1 .      and all that follows from it are the same everywhere, in half the bytes. (Two
-        0 0 0 0      send each other everything, which takes one message, and add in one order.)
+        0 . . .      `gram`: each sends every other one its part of their strips, adds up its own
+        1 1 . .      strips in float32, and sends the sums to all. So every bit of R comes from one
+        1 1 1 .      rank, and R and all that follows from it are the same on all, in half the
+        0 0 0 0      bytes. (Two co-owners send each other everything, which takes one message, and
+                     add in one order.)
 
     With ``split``, `symmetric` computes its own strips and sends them to all. ``inner`` multiplies.
-
-    What travels is of ``dtype``, in which the iteration runs; but parts of sums see `SUM_DTYPE`.
+    Messages are in ``dtype``, in which the iteration runs; for parts of sums see `SUM_DTYPE`.
     """
 
     def __init__(
@@ -225,8 +224,7 @@ class SliceOps(MatmulOps):
         k, me = peers.count, peers.index
         count = 2 * k * max(1, min(_MAX_STRIPS, rows // (2 * k * _LEAST_STRIP)))
         strips = list(pairwise(rows * i // count for i in range(count + 1)))
-        # From both ends, in turn.
-        self._strips = [
+        self._strips = [  # dealt out from both ends, in turn
             [strips[i] for i in range(count) if min(i, count - 1 - i) % k == j] for j in range(k)
         ]
         self._own, self._both = self._strips[me], k == 2
@@ -254,21 +252,21 @@ class SliceOps(MatmulOps):
         return self._batch * sum((high - low) * high for low, high in strips)
 
     def _tiles(self, flat: Tensor, strips: Sequence[tuple[int, int]]) -> list[Tensor]:
-        """``[b, high - low, high]`` of each strip, one behind the other."""
+        """Views ``[b, high - low, high]`` of consecutive strips in a buffer."""
         shapes = [(self._batch, high - low, high) for low, high in strips]
         parts = flat[: self._numel(strips)].split([math.prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     @property
     def pending(self) -> Iterable[None]:  # type: ignore[override]
-        """The exchange that the last product began; nothing where it was a product of this rank."""
+        """The exchange that the last product began; empty after a product of this rank alone."""
         steps, self._steps = self._steps, None
         return steps or ()
 
     # ---- products ----------------------------------------------------------------------------
 
     def _each(self, product: Callable[..., None], *operands: Tensor | None, **how: Any) -> None:
-        """A product of batches; on a CPU matrix by matrix."""
+        """A batched product; on a CPU matrix by matrix."""
         if not self._one_by_one:
             product(*operands, **how)
             return
@@ -311,11 +309,12 @@ class SliceOps(MatmulOps):
         if not self._split:
             self._each(self._inner.shifted, *operands, diag=diag, out=out, plain=plain, **how)
             return
-        self._steps = self._shared(operands, plain, how, lambda: self._shift(plain, diag, out))
 
-    def _shift(self, plain: Tensor, diag: float, out: Tensor) -> None:
-        out.copy_(plain).diagonal(dim1=-2, dim2=-1).add_(diag)
-        self._round(out)
+        def shift() -> None:
+            out.copy_(plain).diagonal(dim1=-2, dim2=-1).add_(diag)
+            self._round(out)
+
+        self._steps = self._shared(operands, plain, how, shift)
 
     def _round(self, values: Tensor) -> None:
         if self.held is not None:
@@ -359,7 +358,7 @@ class SliceOps(MatmulOps):
         after()
 
     def _gathered(self, out: Tensor, mine: list[Tensor]) -> Iterator[None]:
-        """Have all strips in ``out``, of which the first row of ``_out`` holds this rank's."""
+        """Collect all strips in ``out``; the first row of ``_out`` holds those of this rank."""
         for row in self._out[1:]:
             row.copy_(self._out[0])
         work = self._peers.exchange(self._in, self._out, "rows")
@@ -370,7 +369,7 @@ class SliceOps(MatmulOps):
             self._unpack(out, strips, tiles)
 
     def _unpack(self, out: Tensor, strips: Sequence[tuple[int, int]], tiles: list[Tensor]) -> None:
-        """Write strips of the lower triangle, and what mirrors them."""
+        """Write strips of the lower triangle, and their mirror images."""
         own = _lower(out, strips)
         torch._foreach_copy_(own, tiles)
         above = [out[:, :low, low:high] for low, high in strips if low]

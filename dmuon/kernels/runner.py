@@ -1,4 +1,4 @@
-"""Newton-Schulz as an optimizer runs it: planned choices, one workspace, graphs on CUDA.
+"""Newton-Schulz as an optimizer runs it: planned choices, one workspace, graphs.
 
 reserve   once: the workspace, and every planned call prepared in it
 step      operand -> (the caller writes it) -> run -> result, valid until the next run
@@ -39,8 +39,7 @@ _OTHERS = 128  # calls that were not planned and are kept nevertheless
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A batch of one shape. ``kernel`` is the planned choice as text; "" leaves it to the fixed
-    rule."""
+    """A batch of one shape. ``kernel``: the planned choice as text, "" for the fixed rule's."""
 
     shape: Shape
     coefficients: tuple[Triple, ...]
@@ -58,8 +57,8 @@ class SliceCall:
 
 
 class _Memory:
-    """Hands out one piece of memory from its beginning, and counts in ``taken`` what was asked for,
-    also where the piece is too small."""
+    """Hands out a piece of memory from its beginning. ``taken`` counts the bytes asked for, also
+    beyond its end, where memory is allocated."""
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -94,10 +93,10 @@ class Orthogonalizer:
     gives way to the fixed rule; `report` says what ran.
 
     A planned call runs eagerly the first time (kernels are compiled and libraries set up then), is
-    captured as a CUDA graph the second time, and replayed from then on; capturing waits for the
-    device, so `reserve` can do both. What a capture raises is warned of once, and all run eagerly.
-    ``capture`` records a function and returns what replays it; by default a
-    `torch.cuda.CUDAGraph`, on CUDA. A copy has its own workspace and no graphs yet.
+    captured as a graph the second time, and replayed from then on. Capturing waits for the device,
+    so `reserve` can do both. If a capture fails there is one warning, and all calls run eagerly.
+    ``capture`` records a function and returns what replays it; by default `Device.graphs`. A copy
+    has its own workspace and no graphs yet.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class Orthogonalizer:
             self._capture = devices.of(device).graphs()
         self._failure = ""
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
-        # By call and the id of its operand, which is kept with it; under None the call's own one.
+        # By call and the id of its operand, which is kept with it; None: the call's own operand.
         self._prepared: dict[tuple[Call, int | None], _Prepared] = {}
         self._slices: dict[tuple[Call, int], Callable[[Tensor], Steps]] = {}
         self._lasting: dict[int, Tensor] = {}  # held, so that no other tensor gets the id
@@ -126,7 +125,7 @@ class Orthogonalizer:
         self._ran: dict[Shape, dict[str, None]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is prepared is about this object's memory, and a copy has its own.
+        # Prepared calls point into this object's memory; a copy has its own.
         return vars(self) | {"_prepared": {}, "_lasting": {}, "_slices": {}}
 
     def reserve(
@@ -177,7 +176,7 @@ class Orthogonalizer:
     def _prepare_slices(
         self, group: Sequence[tuple[SliceCall, Tensor]], memory: _Memory
     ) -> list[Callable[[Tensor], Steps]]:
-        """Prepare slices that run together, in this memory; kept where they fit there."""
+        """Prepare slices that run together, in this memory; keep them if they fit there."""
         made = []
         for call, x in group:
             b, m, _ = x.shape
@@ -198,9 +197,9 @@ class Orthogonalizer:
         """The results of `reserve`'s slices of one group, valid until the next run, from the norms
         ``[b]`` of the whole matrices.
 
-        While one waits for its co-owners the others go on, in rounds: in round r each takes its
-        r-th exchange, in the order of ``calls``. So all ranks take the exchanges of any two of
-        them in one order, whatever else they compute.
+        While one waits for its co-owners the others go on, in rounds: in round r each begins its
+        r-th exchange, in the order of ``calls``. So all ranks begin the exchanges of any two calls
+        in the same order.
         """
         runs = [self._slices.get((call.call, id(x))) for call, x in calls]
         if None in runs:  # other coefficients, or a copy
@@ -251,7 +250,7 @@ class Orthogonalizer:
     def _recorded(self, capture: Capture, run: Callable[[], Tensor]) -> Callable[[], object] | None:
         try:
             return capture(run)
-        except Exception as error:  # also of a torch without CUDA
+        except Exception as error:  # any kind: the driver's, the allocator's, of torch without CUDA
             self._capture = None
             self._failure = " ".join(str(error).split())[:200] or type(error).__name__
             warnings.warn(
@@ -300,7 +299,7 @@ class Orthogonalizer:
         return normalize_and_run
 
     def choice(self, call: Call, is_slice: bool = False) -> KernelChoice:
-        """What runs a call; of a slice, in the Gram form.
+        """The choice that runs a call; for a slice always in the Gram form.
 
         Raises ValueError where the options ask for what cannot run here.
         """
@@ -321,7 +320,7 @@ class Orthogonalizer:
         return fixed_choice(*call.shape[1:], self.dtype, self.device, steps, method, self._backend)
 
     def call_bytes(self, call: Call, with_operand: bool = True) -> int:
-        """Bytes of workspace that a call takes, with its operand or where that lies elsewhere."""
+        """Bytes of workspace that a call takes, with or without its operand."""
         memory = _Memory(torch.empty(0, dtype=torch.uint8, device="meta"))
         x = torch.empty(call.shape, dtype=self.dtype, device="meta")
         if with_operand:
@@ -340,7 +339,7 @@ class Orthogonalizer:
         return "/triton" in (str(self.choice(call)) if found is None else found.kernel)
 
     def report(self) -> dict[str, Any]:
-        """What ran so far: the kernels by shape; the workspace; the state of CUDA graphs."""
+        """The kernels that ran so far, by shape; the workspace; the state of graphs."""
         kept = {id(one): one for one in self._prepared.values() if one.may_capture}
         graphs = f"off: {self._failure}" if self._failure else "off"
         if self._capture is not None:

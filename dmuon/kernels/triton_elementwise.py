@@ -1,9 +1,9 @@
-"""What comes before and after Newton-Schulz, in one pass over memory each.
+"""The elementwise work before and after Newton-Schulz, in one pass over memory each.
 
     momentum_norm_cast: momentum_kernel (momentum, sums of squares) -> scale_kernel (scale, cast)
     apply_update:       update_kernel
 
-Matrices are contiguous, so each is as good as a vector. Only imported where Triton is installed;
+Matrices are contiguous, so each is treated as a vector. Only imported where Triton is installed;
 nothing else of the package imports it at its top.
 """
 
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmuon.kernels.triton_host import check, on_device_of
+from dmuon.kernels.triton_syrk import check, on_device_of
 
 _TILE = 4096  # elements that a program takes at a time
 _WARPS = 4
@@ -31,7 +31,7 @@ def _lerp(start, end, weight):
 
 @triton.jit
 def _operand(held, grad, momentum, EMA: tl.constexpr, NESTEROV: tl.constexpr):
-    """What Newton-Schulz gets, of a buffer that has been advanced."""
+    """The operand of Newton-Schulz, from a momentum buffer after its update."""
     if not NESTEROV:
         return held
     elif EMA:
@@ -42,7 +42,7 @@ def _operand(held, grad, momentum, EMA: tl.constexpr, NESTEROV: tl.constexpr):
 
 @triton.jit
 def _place(tile, matrix, numel, TILE: tl.constexpr):
-    """Where the elements of a tile of a matrix are, and its mask: empty past the last tile."""
+    """Offsets of the elements of a tile of a matrix, and its mask, empty past the last tile."""
     inside = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     return matrix.to(tl.int64) * numel + inside, inside < numel
 
@@ -62,9 +62,9 @@ def momentum_kernel(
     NESTEROV: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Advance the buffer; the largest entry of the operand, and its sum of squares over that².
+    """Update the buffer; store the operand's largest entry, and its sum of squares over that².
 
-    Program p of a matrix does its tiles p, p + parts, p + 2 parts, ...
+    Program p of a matrix does tiles p, p + parts, p + 2 parts, ...
     """
     program = tl.program_id(0)
     peak = 0.0
@@ -81,8 +81,8 @@ def momentum_kernel(
         tl.store(buffer_ptr + at, rounded, mask=fits)
         operand = _operand(rounded.to(tl.float32), grad, momentum, EMA, NESTEROV)
         high = tl.max(tl.abs(operand), axis=0)
-        # Entries over the peak stay between squares that overflow and squares that vanish. An inf
-        # or a nan makes the sum nan (inf / inf), whatever the maximum makes of a nan.
+        # Squares of entries over the peak neither overflow nor vanish. An inf or a nan makes the
+        # sum nan (inf / inf), whatever the maximum makes of a nan.
         scaled = operand / tl.where(high > 0.0, high, 1.0)
         add = tl.sum(scaled * scaled, axis=0)
         joint = tl.maximum(peak, high)
@@ -118,7 +118,7 @@ def scale_kernel(
     PARTS: tl.constexpr,
 ):
     """``out``: the operand over a power of two that leaves its norm in [2, 8), or over eps where
-    the norm is less; of the tiles that `momentum_kernel` numbered."""
+    the norm is less, with the tiles of `momentum_kernel`."""
     program = tl.program_id(0)
     lane = tl.arange(0, PARTS)
     here = (program // parts).to(tl.int64) * parts + lane
@@ -166,10 +166,10 @@ def momentum_norm_cast(
 ) -> None:
     """Momentum, scaling and cast of contiguous ``[b, m, n]``, in two launches.
 
-    ``buffer`` is advanced in place and keeps its dtype; ``out`` gets every matrix of what
-    Newton-Schulz is to get (`dmuon.rule.momentum_update` in float32, ``mode`` "ema" or "sgd"),
-    over a power of two, for `dmuon.kernels.newton_schulz.normalize_`. The same input gives the same
-    bits. Tensors may have different dtypes (float16, bfloat16, float32) and share no memory.
+    ``buffer`` is updated in place and keeps its dtype. ``out`` gets the operand of Newton-Schulz
+    (`dmuon.rule.momentum_update` in float32, ``mode`` "ema" or "sgd"), each matrix over a power
+    of two, ready for `dmuon.kernels.newton_schulz.normalize_`. The same input gives the same bits.
+    Tensors may have different dtypes (float16, bfloat16, float32) and share no memory.
     """
     check(buffer.shape, buffer, grad, out)
     assert all(x.ndim == 3 and x.is_contiguous() for x in (buffer, grad, out))

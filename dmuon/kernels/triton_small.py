@@ -1,21 +1,22 @@
 """The whole Newton-Schulz iteration of a small matrix in one program: m <= 128.
 
-Below that, products are bound by their launches. One program keeps R, Z and Q of its matrix to
-itself and reads X from memory (in practice from L2) twice a segment.
+Below that, products are bound by their launches. One program keeps R, Z and Q of its matrix on chip
+and reads X from memory (in practice from L2) twice per segment.
 
 Only imported where Triton is installed; nothing else of the package imports it at its top.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmuon.kernels.triton_host import check, on_device_of, strides
+from dmuon.kernels.triton_syrk import check, on_device_of, strides
 from dmuon.types import Triple
 
 _MAX_ROWS = 128
@@ -60,7 +61,7 @@ def iteration_kernel(
 ):
     """One matrix; ``edges`` are the steps at which segments begin, and the number of steps.
 
-    Q is in memory where it is needed, unless KEEP_Q; ``q_ptr`` has M x M elements a program then.
+    Unless KEEP_Q, Q is kept in memory, at ``q_ptr``, M x M elements per program.
     """
     dtype = x_ptr.dtype.element_ty
     row = tl.arange(0, M)
@@ -111,21 +112,21 @@ def iteration_kernel(
             x = tl.load(at, mask=fits, other=0.0)
             x = _product(q, x, own * x.to(tl.float32)).to(dtype)
             tl.store(at, x, mask=fits)
-        # What one thread has stored, another reads in the next segment.
+        # Other threads read in the next segment what this one has stored.
         tl.debug_barrier()
 
 
 def max_rows(dtype: torch.dtype) -> int:
     """The most rows that `small_iteration` takes.
 
-    float32 has no tensor cores that would do: its products unroll into code that takes minutes to
+    No tensor core multiplies IEEE float32: its products unroll into code that takes minutes to
     compile for larger matrices.
     """
     return 32 if dtype == torch.float32 else _MAX_ROWS
 
 
 def launch_options(m: int, dtype: torch.dtype) -> dict[str, int]:
-    """Rows that a matrix is padded to, columns of X that are loaded at a time, and so on."""
+    """The constants of `iteration_kernel`: padded rows, columns of X per load, and so on."""
     size = max(16, triton.next_power_of_2(m))
     return {
         "M": size,
@@ -139,8 +140,8 @@ def launch_options(m: int, dtype: torch.dtype) -> dict[str, int]:
 def tables(
     x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `small_iteration` reads beside ``x``, on its device: coefficients, the steps at which
-    segments begin, and memory for Q. Copied from the host, so to be made before a step."""
+    """The other inputs of `small_iteration`, on the device of ``x``: coefficients, the steps at
+    which segments begin, memory for Q. Copied from the host, so make them before a step."""
     check(x.shape, x)
     batch, m, n = x.shape
     assert m <= min(n, max_rows(x.dtype)), x.shape
@@ -154,7 +155,7 @@ def tables(
 
 
 def small_iteration(x: Tensor, beside: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Newton-Schulz on ``[b, m, n]`` in place, one program a matrix, in a single launch.
+    """Newton-Schulz on ``[b, m, n]`` in place, one program per matrix, in a single launch.
 
     The steps, restarts and formulas are those of `dmuon.kernels.newton_schulz.iterate`. ``x`` is
     normalized, with m <= n and m <= `max_rows`, float16, bfloat16 or float32, of any strides;
@@ -169,3 +170,10 @@ def small_iteration(x: Tensor, beside: tuple[Tensor, Tensor, Tensor]) -> None:
                 *strides(x),
                 **launch_options(m, x.dtype),
             )
+
+
+def prepared_iteration(
+    x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]
+) -> Callable[[], None]:
+    """`small_iteration` of one ``x``, with its `tables` made now."""
+    return partial(small_iteration, x, tables(x, coefficients, restarts))

@@ -1,4 +1,5 @@
 """Products that are known to be symmetric, at half the multiplications: one triangle of tiles.
+And what all Triton kernels share on the host.
 
     symm_mm -> grid of lower tiles x matrices -> tile_of (grouped order) -> product -> two stores
 
@@ -7,7 +8,12 @@ Only imported where Triton is installed; nothing else of the package imports it 
 
 from __future__ import annotations
 
+import hashlib
+import shutil
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
 import triton
@@ -15,14 +21,70 @@ import triton.language as tl
 from torch import Tensor
 
 from dmuon.devices import of
-from dmuon.kernels.triton_host import as_batch, check, on_device_of, strides
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 GROUP = tl.constexpr(8)
-"""Tile rows that are walked together, so that programs in flight share their operands in L2."""
+"""Tile rows that are computed together, so that concurrent programs share their operands in L2."""
 
 # An offset inside one tile is formed in 32 bits while strides stay below this.
 _WIDE_STRIDE = 2**22
+
+
+# ---- what the Triton kernels share on the host ------------------------------------------------
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def why_unavailable(device: torch.device | str) -> str | None:
+    """None if these kernels run on a device, else the reason and what to do about it."""
+    device = torch.device(device)
+    reason = of(device).why_no_triton()
+    build = triton.knobs.build
+    if reason is None and not any((build.impl, build.cc, *map(shutil.which, ("gcc", "clang")))):
+        reason = "Triton finds no C compiler for its launchers; install gcc, or name one in CC"
+    return _probed(device) if reason is None else reason
+
+
+@triton.jit
+def _probe(ptr):
+    tl.store(ptr, tl.load(ptr) + 1.0)
+
+
+@cache
+def _probed(device: torch.device) -> str | None:
+    """Why one kernel does not run: a compiler without Python's headers, or a driver that is not
+    found, shows only then. Raises what Triton raises."""
+    x = torch.ones(1, device=device)
+    with of(device).current():
+        _probe[(1,)](x)
+    return None if float(x) == 2.0 else f"a kernel of one addition gave {float(x)} for 1 + 1"
+
+
+def source_hash() -> str:
+    """Twelve hexadecimal digits that change with the source of any of the kernels: to key what is
+    measured of them."""
+    files = sorted(Path(__file__).parent.glob("triton_*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device and its current stream: make it the tensor's."""
+    return of(tensor.device).current()
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    """The strides of a batch; 0 from matrix to matrix where there is only one."""
+    return (x.stride(0) if len(x) > 1 else 0, x.stride(1), x.stride(2))
+
+
+def check(shape: tuple[int, ...], *tensors: Tensor) -> None:
+    """Kernels compute addresses from one shape: other tensors would be read out of bounds."""
+    for x in tensors:
+        if x.shape != shape or x.device != tensors[0].device or x.dtype not in _DTYPES:
+            raise ValueError(
+                f"a Triton kernel needs {list(shape)} in float16, bfloat16 or float32 on "
+                f"{tensors[0].device}, found {list(x.shape)} {x.dtype} on {x.device}"
+            )
 
 
 # ---- how it is cut into tiles ----------------------------------------------------------------
@@ -30,7 +92,7 @@ _WIDE_STRIDE = 2**22
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a product is cut up: output tiles ``block x block``, ``block_k`` columns at a time.
+    """The sizes of a product's tiles: ``block x block`` outputs, ``block_k`` columns at a time.
 
     >>> str(Tile(128, 64, warps=4, stages=3))
     '128x64-w4-s3'
@@ -70,18 +132,18 @@ def tiles_for(capability: tuple[int, int], dtype: torch.dtype = torch.float16) -
 
 
 def default_tile(m: int, dtype: torch.dtype) -> Tile:
-    """A tile that runs everywhere, for what has not been timed."""
+    """A tile that runs everywhere, for shapes that have not been timed."""
     if dtype == torch.float32:
         return TILES_FLOAT32[0]
     return TILES[0] if m > 1024 else Tile(64, 64, warps=4, stages=4)
 
 
 def launch_options(tile: Tile, has_plain: bool, hopper: bool) -> dict[str, int]:
-    """What Triton is told about a tile, beside its constants.
+    """Launch options of a tile, beside its constants.
 
     Two programs of the default tile share a Hopper multiprocessor, so that one computes while the
-    other stores: 65536 registers are 128 per thread. Triton 3.8 takes 144 where nobody bounds
-    them, and spills none below. (With a second result it would.)
+    other stores: 65536 registers are 128 per thread. Without a bound Triton 3.8 takes 144; with it,
+    none are spilled. (With a second result they would be.)
     """
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     bounded = hopper and tile == TILES[0] and not has_plain
@@ -89,7 +151,7 @@ def launch_options(tile: Tile, has_plain: bool, hopper: bool) -> dict[str, int]:
 
 
 def parse_tile(text: str) -> Tile:
-    """The tile that reads so. Raises ValueError for one that is not offered on any device."""
+    """The tile of this text. Raises ValueError for one that no device is offered."""
     by_text = {str(tile): tile for tile in TILES + TILES_FLOAT32}
     if text not in by_text:
         raise ValueError(f"a tile is one of {', '.join(by_text)}, found {text!r}: plan again")
@@ -114,7 +176,7 @@ def tile_of(index, tiles):
     first = triangle_row(index) // GROUP * GROUP
     rows = tl.minimum(tiles - first, GROUP)
     inside = index - first * (first + 1) // 2
-    # To the left of the diagonal block columns are full; in it rows are walked one by one.
+    # Left of the diagonal block columns are full; inside it tiles are numbered row by row.
     corner = inside - first * rows
     corner_row = triangle_row(tl.maximum(corner, 0))
     corner_col = corner - corner_row * (corner_row + 1) // 2
@@ -262,7 +324,11 @@ def symm_mm(
     dtype and stored alike. Sums and epilogue are float32 and rounded once. `c` is not read where
     beta is 0. A result shares no memory with an operand or with the other result.
     """
-    a, bt, out = as_batch(a), as_batch(bt), as_batch(out)
+
+    def as_batch(x: Tensor) -> Tensor:
+        return x if x.ndim == 3 else x[None]
+
+    a, bt, out = map(as_batch, (a, bt, out))
     batch, m, k = a.shape
     held = out if c is None or beta == 0 else as_batch(c)  # where there is none, it is not read
     kept = out if plain is None else as_batch(plain)

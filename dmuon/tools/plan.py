@@ -15,6 +15,7 @@ from typing import Any
 
 from dmuon.catalogue.presets import PRESETS, model_specs
 from dmuon.config import CO_OWNERS, PlannerOptions
+from dmuon.devices import GPU
 from dmuon.report.data import build_report
 from dmuon.scheduler.costs import CostTable, resolve_costs
 from dmuon.scheduler.json_files import read_text, write_text
@@ -179,7 +180,7 @@ def _topology(args: argparse.Namespace) -> Topology:
     if args.axes is not None:
         axes = tuple(name.strip() for name in args.axes.split(","))
     ranks_per_node = shape[-1] if args.ranks_per_node is None else args.ranks_per_node
-    device_type = "cpu" if args.costs == "analytic:cpu" else "cuda"
+    device_type = "cpu" if args.costs == "analytic:cpu" else GPU
     try:
         return Topology(shape, axes, ranks_per_node, device_type)
     except ValueError as error:

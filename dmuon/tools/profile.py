@@ -45,7 +45,9 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-batch", type=int, default=most, metavar="B", help="default: %(default)s matrices")
     seconds = "what is not reached in this time is estimated (default: %(default)g)"
     add("--budget", type=float, default=_BUDGET_S, metavar="SECONDS", help=seconds)
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add(
+        "--device", metavar="TYPE", help="such as cpu, cuda, xpu (default: the accelerator, or cpu)"
+    )
     add("--threads", type=int, metavar="N", help="threads of a CPU measurement, as in training")
     add("--fresh", action="store_true", help="measure again what is cached already")
     add("--cache-dir", metavar="DIR", help="default: the user's cache directory")
@@ -72,10 +74,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _profile(args: argparse.Namespace) -> None:
-    name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise PlanError("--device cuda: torch finds no CUDA device here; try --device cpu")
-    device = torch.device(f"cuda:{torch.cuda.current_device()}" if name == "cuda" else name)
+    device = devices.default_device()
+    if args.device == "cpu":
+        device = torch.device("cpu")
+    elif args.device not in (None, device.type):
+        raise PlanError(
+            f"--device {args.device}: torch finds no such device here; try --device {device.type}"
+        )
     options = PlannerOptions(
         max_batch=args.max_batch, profile_budget_s=args.budget, cache_dir=args.cache_dir
     )

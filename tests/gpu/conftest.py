@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 def _why_not() -> str | None:
     try:
-        from dmuon.kernels.triton_host import why_unavailable
+        from dmuon.kernels.triton_syrk import why_unavailable
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
     return why_unavailable("cuda")

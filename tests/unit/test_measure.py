@@ -360,7 +360,7 @@ def test_an_optional_kernel_that_fails_is_left_out_with_a_warning(when, failure)
 @pytest.mark.parametrize("failure", [*FAILURES, ImportError("no module")], ids=repr)
 def test_a_backend_whose_import_or_probe_fails_is_not_available(failure):
     assert why_not("triton", "meta", F32) is None
-    with mock.patch("dmuon.kernels.triton_host.why_unavailable", side_effect=failure):
+    with mock.patch("dmuon.kernels.triton_syrk.why_unavailable", side_effect=failure):
         reason = why_not("triton", "cuda", F32)
         assert str(failure)[:20] in reason
     with mock.patch.dict("sys.modules"), mock.patch("builtins.__import__", failing_import(failure)):
@@ -382,7 +382,7 @@ def test_all_do_without_a_backend_that_one_rank_lacks():
 
     def place(transport):
         device, options, kernels = torch.device("cuda"), PlannerOptions(), KernelOptions()
-        return measure._place(transport, device, options, kernels, torch.float16, True)
+        return measure._Session(transport, device, options, kernels, torch.float16, True)
 
     with (
         mock.patch("dmuon.devices.Cuda.name", return_value="NVIDIA H100"),
@@ -393,7 +393,7 @@ def test_all_do_without_a_backend_that_one_rank_lacks():
         with pytest.warns(RuntimeWarning, match=r"on 1 of 2 ranks.* on rank 1: no gcc"):
             lacking = place(Two())
     assert (whole.kernels.backend, lacking.kernels.backend) == ("auto", "torch")
-    assert whole.key != lacking.key and whole.leads and lacking.leads
+    assert whole._key != lacking._key and whole._leads and lacking._leads
 
 
 def test_a_kernel_that_fails_where_costs_are_measured_is_run_by_nobody():
@@ -755,11 +755,11 @@ def test_it_writes_a_table_that_costs_can_be(tmp_path, capsys):
         (["--shapes", "8x8", "--budget", "0"], "profile_budget_s must be .* > 0, found 0"),
         (["--shapes", "8x8", "--threads", "0"], "--threads must be at least 1"),
         (["--shapes", "8x8", "--out", "/no/such/folder/x.json"], "cannot write"),
-        (["--shapes", "8x8", "--device", "cuda"], "no CUDA device"),
+        (["--shapes", "8x8", "--device", "cuda"], "finds no such device here; try --device cpu"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_two(tmp_path, capsys, options, message):
-    with mock.patch("torch.cuda.is_available", return_value=False):
+    with mock.patch("dmuon.devices.default_device", return_value=CPU):
         assert profile(tmp_path, *options) == 2
     err = capsys.readouterr().err
     assert err.startswith("python -m dmuon profile: error: ") and err.count("\n") == 1

@@ -21,8 +21,14 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
-from dmuon.kernels.triton_host import source_hash, why_unavailable
-from dmuon.kernels.triton_syrk import TILES, default_tile, parse_tile, tiles_for
+from dmuon.kernels.triton_syrk import (
+    TILES,
+    default_tile,
+    parse_tile,
+    source_hash,
+    tiles_for,
+    why_unavailable,
+)
 from tests.triton_contract import *  # noqa: F403
 from tests.triton_contract import Kernels
 
