@@ -34,12 +34,21 @@ class Preset:
     source: str
 
 
-def _sizes(
-    hidden: int, layers: int, heads: int, kv_heads: int, width: int, head_dim: int, **more: Any
+def _config(
+    kind: str,
+    vocabulary: int,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    head_dim: int,
+    **more: Any,
 ) -> dict[str, Any]:
     return {
-        "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "intermediate_size": width, "head_dim": head_dim, **more,
+        "model_type": kind, "vocab_size": vocabulary, "hidden_size": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "intermediate_size": width, "head_dim": head_dim, **more,
     }  # fmt: skip
 
 
@@ -60,30 +69,24 @@ def _llama(small: str, *sizes: int) -> Preset:
     source = "Llama 3 paper (Dubey et al. 2024), table 3"
     if small:
         source = f"Llama 3.2 model card; config.json of meta-llama/Llama-3.2-{small}"
-    tied = {"tie_word_embeddings": bool(small)}
-    return Preset(_sizes(*sizes, model_type="llama", vocab_size=128256, **tied), source)
+    return Preset(_config("llama", 128256, *sizes, tie_word_embeddings=bool(small)), source)
 
 
 def _qwen25(size: str, *sizes: int) -> Preset:
     tied = size in ("0.5B", "1.5B", "3B")
     vocabulary = 151936 if tied else 152064  # padded
-    more: dict[str, Any] = {
-        "model_type": "qwen2",
-        "vocab_size": vocabulary,
-        "tie_word_embeddings": tied,
-    }
-    source = f"Qwen2.5 technical report (2024), table 1; config.json of Qwen/Qwen2.5-{size}"
-    return Preset(_sizes(*sizes, **more), source)
+    return Preset(
+        _config("qwen2", vocabulary, *sizes, tie_word_embeddings=tied),
+        f"Qwen2.5 technical report (2024), table 1; config.json of Qwen/Qwen2.5-{size}",
+    )
 
 
-def _qwen3(size: str, *sizes: int, experts: int = 0, expert_width: int = 0) -> Preset:
-    more: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 151936}
-    more["tie_word_embeddings"] = size in ("0.6B", "1.7B", "4B")
-    if experts:
-        more["model_type"] = "qwen3_moe"
-        more |= {"num_experts": experts, "moe_intermediate_size": expert_width}
-    source = f"Qwen3 technical report (2025), tables 1 and 2; config.json of Qwen/Qwen3-{size}"
-    return Preset(_sizes(*sizes, **more), source)
+def _qwen3(size: str, *sizes: int, **experts: int) -> Preset:
+    kind, tied = "qwen3_moe" if experts else "qwen3", size in ("0.6B", "1.7B", "4B")
+    return Preset(
+        _config(kind, 151936, *sizes, tie_word_embeddings=tied, **experts),
+        f"Qwen3 technical report (2025), tables 1 and 2; config.json of Qwen/Qwen3-{size}",
+    )
 
 
 # hidden size, layers, heads, heads of keys, width of the MLP, size of a head
@@ -119,23 +122,20 @@ _LATENT = {
 }  # fmt: skip
 
 
-def _mixtral(source: str, *sizes: int) -> Preset:
-    more: dict[str, Any] = {"model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8}
-    return Preset(_sizes(*sizes, **more), source)
-
-
 _EXPERTS = {
     "qwen3-30b-a3b": _qwen3(
-        "30B-A3B", 2048, 48, 32, 4, 6144, 128, experts=128, expert_width=768
+        "30B-A3B", 2048, 48, 32, 4, 6144, 128, num_experts=128, moe_intermediate_size=768
     ),
     "qwen3-235b-a22b": _qwen3(
-        "235B-A22B", 4096, 94, 64, 4, 12288, 128, experts=128, expert_width=1536
+        "235B-A22B", 4096, 94, 64, 4, 12288, 128, num_experts=128, moe_intermediate_size=1536
     ),
-    "mixtral-8x7b": _mixtral(
-        "Mixtral of Experts paper (Jiang et al. 2024), table 1", 4096, 32, 32, 8, 14336, 128
+    "mixtral-8x7b": Preset(
+        _config("mixtral", 32000, 4096, 32, 32, 8, 14336, 128, num_local_experts=8),
+        "Mixtral of Experts paper (Jiang et al. 2024), table 1",
     ),
-    "mixtral-8x22b": _mixtral(
-        "config.json of mistralai/Mixtral-8x22B-v0.1", 6144, 56, 48, 8, 16384, 128
+    "mixtral-8x22b": Preset(
+        _config("mixtral", 32000, 6144, 56, 48, 8, 16384, 128, num_local_experts=8),
+        "config.json of mistralai/Mixtral-8x22B-v0.1",
     ),
     "deepseek-v2-lite": Preset(
         _LATENT | {
@@ -156,8 +156,8 @@ _EXPERTS = {
         "DeepSeek-V3 technical report (2024), section 4.2, without multi-token prediction",
     ),
     "moe-60x256": Preset(
-        _sizes(
-            4096, 60, 32, 8, 1536, 128, model_type="qwen3_moe", vocab_size=128256,
+        _config(
+            "qwen3_moe", 128256, 4096, 60, 32, 8, 1536, 128,
             num_experts=256, moe_intermediate_size=1536,
         ),
         "made up: a scaling target of about 46,000 matrices",
@@ -172,8 +172,8 @@ _PI0 = {
         "hidden_size": 1152, "num_hidden_layers": 27, "intermediate_size": 4304, "patch_size": 14,
         "image_size": 224,
     },
-    "text_config": _sizes(2048, 18, 8, 1, 16384, 256, vocab_size=257152),
-    "expert_config": _sizes(1024, 18, 8, 1, 4096, 256),
+    "text_config": _config("gemma", 257152, 2048, 18, 8, 1, 16384, 256),
+    "expert_config": _config("gemma", 257152, 1024, 18, 8, 1, 4096, 256),
     "action_dim": 32,
 }  # fmt: skip
 _PI0_SOURCE = "pi0 paper (Black et al. 2024): PaliGemma (SigLIP, Gemma 2B) and a 300M action expert"

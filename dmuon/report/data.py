@@ -123,7 +123,7 @@ class MeasuredBalance:
     ``ratios`` of measured to predicted, and ``ratio`` of all ranks together, are without it, and
     None where nothing was predicted.
 
-    Costs do not tell ranks apart that execute the same batches, so no new plan mends a difference
+    Ranks that execute the same batches have the same cost, so no new plan mends a difference
     between them: ``straggles_ms`` is how much longer the busiest takes than their mean. ``best_ms``
     is a limit for any new plan: the even share of the measured work, or the costliest matrix or the
     plan's lower bound at the measured speed. ``replan``: ``saving_ms`` is worth a new plan.

@@ -232,17 +232,17 @@ class Columns:
             for _ in range(min(times, len(free[c]))):
                 counts[free[c].pop(0)] = pattern
         spread(problem, counts)
-        rest, ranks, shapes = problem.part(free, problem.demand - counts.sum(0))
+        remaining, ranks, shapes = problem.part(free, problem.demand - counts.sum(0))
         if not shapes:
             return counts
-        start = longest_first(rest) if ranks else None
+        start = longest_first(remaining) if ranks else None
         if start is None:
             return None
-        columns = Columns(rest, self.engine, self.budget, start, 0, dual)
+        columns = Columns(remaining, self.engine, self.budget, start, 0, dual)
         number = {c: n for n, c in enumerate(c for c, some in enumerate(free) if some)}
         for c, pattern in self._patterns:
             if c in number:
-                most = np.minimum(np.array(pattern)[shapes], rest.demand)
+                most = np.minimum(np.array(pattern)[shapes], remaining.demand)
                 columns._add(number[c], tuple(most.tolist()))
         columns.left = self.left
         inner = columns._whole(limit)

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from dmuon.scheduler.json_files import (
     cut,
@@ -37,6 +37,8 @@ from dmuon.scheduler.json_files import (
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.types import KernelChoice, PlanError
 
+K = TypeVar("K")
+V = TypeVar("V")
 ShapeKey = tuple[int, int, str]  # rows, cols, dtype of the parameter
 SliceKey = tuple[int, int, str, int, bool]
 
@@ -416,20 +418,16 @@ class CostTable:
         An entry replaces the kernel of the one before it too: one that comes without a kernel has
         none afterwards.
         """
-        entries = {key: dict(by) for key, by in self.entries.items()}
-        kernels = {key: dict(by) for key, by in self.kernels.items()}
-        for key, by_batch in newer.entries.items():
-            entries.setdefault(key, {}).update(by_batch)
-            for batch in by_batch:
-                kernels.get(key, {}).pop(batch, None)
-        for key, by_name in newer.kernels.items():
-            kernels.setdefault(key, {}).update(by_name)
-        slices = {key: dict(by) for key, by in self.slices.items()}
-        for slice_key, by_batch in newer.slices.items():
-            slices.setdefault(slice_key, {}).update(by_batch)
-        contention = newer.contention if newer.slices else self.contention
+        kept = {
+            key: {b: kernel for b, kernel in by.items() if b not in newer.entries.get(key, ())}
+            for key, by in self.kernels.items()
+        }
         return replace(
-            newer, entries=entries, kernels=kernels, slices=slices, contention=contention
+            newer,
+            entries=_merged(self.entries, newer.entries),
+            kernels=_merged(kept, newer.kernels),
+            slices=_merged(self.slices, newer.slices),
+            contention=newer.contention if newer.slices else self.contention,
         )
 
     # ---- files ---------------------------------------------------------------------------
@@ -456,6 +454,12 @@ class CostTable:
     def load(cls, path: str | os.PathLike[str]) -> CostTable:
         """The table in a file; PlanError that names the file if there is none."""
         return _read(path, f"costs={os.fspath(path)!r}")[0]
+
+
+def _merged(
+    old: Mapping[K, Mapping[int, V]], new: Mapping[K, Mapping[int, V]]
+) -> dict[K, dict[int, V]]:
+    return {key: {**old.get(key, {}), **new.get(key, {})} for key in {**old, **new}}
 
 
 _MOST_SIZE = 1 << 40  # of a side or a batch: its price still fits a float

@@ -361,19 +361,19 @@ def _with_co_owners(
     if not is_number and not (asked == "auto" and pays):
         return replace(plan, shared_prices=prices, shared_ms=problem.ms(sharing.makespan))
     shared = _shared_batches(ways, sharing, order)
-    rest = build_problem(
+    remaining = build_problem(
         specs.matrices, topology.world, limits, {row.key: row.ms for row in plan.prices},
         plan.layout, without={i for batch in shared for i in batch.matrices}, busy=sharing.busy,
     )  # fmt: skip
-    simple = baselines(rest, order, spent=budget.spent)
-    if "greedy" not in simple or rest.makespan(simple["greedy"]) > sharing.makespan:
+    simple = baselines(remaining, order, spent=budget.spent)
+    if "greedy" not in simple or remaining.makespan(simple["greedy"]) > sharing.makespan:
         column = {(shape.key, shape.domain): s for s, shape in enumerate(problem.shapes)}
-        columns = [column[shape.key, shape.domain] for shape in rest.shapes]
+        columns = [column[shape.key, shape.domain] for shape in remaining.shapes]
         simple["greedy"] = sharing.alone[:, columns]
-    found = SOLVERS[solver](rest, simple, budget)
-    found = replace(found, bound=ways.bound(rest.makespan(found.counts)))
-    batches = _batches(specs, topology, rest, found.counts, order, plan.prices, shared)
-    outcome = _outcome(rest, found, budget) | {"proof": None}
+    found = SOLVERS[solver](remaining, simple, budget)
+    found = replace(found, bound=ways.bound(remaining.makespan(found.counts)))
+    batches = _batches(specs, topology, remaining, found.counts, order, plan.prices, shared)
+    outcome = _outcome(remaining, found, budget) | {"proof": None}
     alone_ms = problem.ms(makespan)
     return replace(plan, batches=batches, shared_prices=prices, alone_ms=alone_ms, **outcome)
 

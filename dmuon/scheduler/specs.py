@@ -186,10 +186,10 @@ class MatrixSpec:
         for dim in range(len(shape)):
             start, left = divmod(left, math.prod(shape[dim + 1 :]))
             offset.append(start)
-        rest = [1] * (len(shape) - 2) if self.form.is_stack else list(shape[2:])
-        pair = [self.rows, self.cols // (1 if self.form.is_stack else math.prod(rest))]
+        others = [1] * (len(shape) - 2) if self.form.is_stack else list(shape[2:])
+        pair = [self.rows, self.cols // (1 if self.form.is_stack else math.prod(others))]
         pair = pair[::-1] if self.form.is_in_out else pair
-        return Box(tuple(offset), tuple(rest + pair if self.form.is_stack else pair + rest))
+        return Box(tuple(offset), tuple(others + pair if self.form.is_stack else pair + others))
 
     def fits(self, shape: Sequence[int]) -> bool:
         """True if a parameter of this shape can contain it."""

@@ -230,14 +230,6 @@ def test_every_known_type_is_tested():
                 "model.layers.60.self_attn.kv_a_proj_with_mqa.weight": (576, 7168),
             },
         ),
-        (
-            _QWEN3,
-            {
-                "model.layers.0.self_attn.q_norm.weight": (128,),
-                "model.layers.0.self_attn.q_proj.weight": (2048, 1024),
-                "model.layers.27.mlp.down_proj.weight": (1024, 3072),
-            },
-        ),
         (_MIXTRAL, {"model.layers.0.block_sparse_moe.experts.w1": (8, 14336, 4096)}),
         (_GPT2, {"transformer.h.47.attn.c_attn.weight": (1600, 4800)}),
         (

@@ -73,25 +73,15 @@ def test_a_weight_tied_to_an_embedding_goes_to_adamw(embedding_first):
     assert f"{names[1]}.weight" not in found
 
 
+WEIGHTS = "embedding.proj attention.output.dense overhead multihead blocks.0.attn.output header "
+WEIGHTS += "encoder.layer.3.output.dense scores lm_head_norm"
+OTHER_WEIGHTS = (
+    "blocks.0.mlp.w1 w2 blocks.1.w13 experts.kernel experts.gate_up_proj attn.in_proj_weight"
+)
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "embedding.proj.weight",
-        "attention.output.dense.weight",
-        "overhead.weight",
-        "multihead.weight",
-        "blocks.0.attn.output.weight",
-        "encoder.layer.3.output.dense.weight",
-        "header.weight",
-        "scores.weight",
-        "lm_head_norm.weight",
-        "blocks.0.mlp.w1",
-        "w2",
-        "blocks.1.w13",
-        "experts.kernel",
-        "experts.gate_up_proj",
-        "attn.in_proj_weight",
-    ],
+    "name", [*(f"{module}.weight" for module in WEIGHTS.split()), *OTHER_WEIGHTS.split()]
 )
 def test_named_like_a_weight_is_a_matrix(name):
     assert routes(tree({name: (4, 6)}))[name].algorithm is MUON

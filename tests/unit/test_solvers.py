@@ -142,7 +142,7 @@ def instances(draw) -> Instance:
 
 
 @slow
-@given(instances(), st.sampled_from(SOLVERS))
+@given(instances(), st.sampled_from(list(SOLVERS)))
 def test_no_plan_breaks_a_limit_no_bound_exceeds_the_optimum_and_milp_proves_it(instance, solver):
     best = instance.optimum()
     try:
