@@ -10,6 +10,7 @@ A group stays the user's, whatever is in it. It has the hyperparameters that its
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
 import zlib
 from collections import Counter, defaultdict
@@ -616,13 +617,17 @@ def _texts(values: Group) -> dict[str, str]:
 
 
 class Accepted:
-    """The hyperparameters of all param groups, looked at again where they may have changed.
+    """The planned param groups, checked again at each step where they may have changed.
 
-    ``texts`` has them by group and name, ``number`` stands for all of them: alike on all ranks that
-    have the same. ``eps`` are those of the groups with matrices, by group.
+    ``params``: the parameters of each. ``texts``: the hyperparameters by group and name; ``number``
+    stands for all of them: alike on all ranks that have the same. ``eps``: by group with matrices.
     """
 
-    def __init__(self, algorithms: Sequence[Collection[Algorithm]]) -> None:
+    def __init__(
+        self, groups: Sequence[Group], algorithms: Sequence[Collection[Algorithm]]
+    ) -> None:
+        # What each group must still hold: engines are bound to it.
+        self.params = [list(group["params"]) for group in groups]
         self._algorithms = algorithms
         # Keys and hyperparameters that are known to be right.
         self._known: list[tuple[set[str], Group]] = [(set(), {}) for _ in algorithms]
@@ -634,9 +639,31 @@ class Accepted:
     def number(self) -> int:
         return sum(self._numbers)
 
-    def check(self, groups: Sequence[Group]) -> None:
-        """Check ``groups``, and make their numbers Python's own; raises as `check_group`."""
-        for number, (group, (keys, known)) in enumerate(zip(groups, self._known, strict=True)):
+    def check(self, groups: Sequence[Group], count: int) -> None:
+        """Check ``groups``, of which there must be ``count``, and make their numbers Python's own.
+        Those that were added are checked when they are planned.
+
+        Raises:
+            TypeError, ValueError: as `check_group`.
+            OwnershipError: groups or their parameters are not those that were planned.
+        """
+        if len(groups) != count:
+            raise OwnershipError(
+                f"opt.param_groups has {len(groups)} groups, but {count} were given: "
+                "add groups with opt.add_param_group, and freeze what is not to be trained. To "
+                "plan other groups call own.close(), dmuon.dedicate_params(model) and "
+                "dmuon.Muon(...) again"
+            )
+        for number, (group, params, (keys, known)) in enumerate(
+            zip(groups, self.params, self._known)
+        ):
+            now = group.get("params", ())
+            if len(now) != len(params) or not all(map(operator.is_, now, params)):
+                raise OwnershipError(
+                    f"opt.param_groups[{number}] holds other parameters than it was made with "
+                    f"({len(now)}, then {len(params)}), or in another order: leave "
+                    "group['params'] as it is, and freeze a parameter by giving it no gradient"
+                )
             if group.keys() == keys and all(group[k] is v for k, v in known.items()):
                 continue
             kept = check_group(group, number, self._algorithms[number])
