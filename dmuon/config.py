@@ -376,12 +376,8 @@ SWITCH_RULES = {
 
 
 def check_muon_group(group: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    """The hyperparameters of a Muon group, as `checked` gives them; ``place`` as there.
-
-    Raises:
-        TypeError: a hyperparameter is of a wrong type.
-        ValueError: it is out of range, or two do not go together.
-    """
+    """The hyperparameters of a Muon group, as `checked` gives them; ``place`` and errors as there.
+    ValueError also if two do not go together."""
     kept = checked(MUON_RULES, group, place=place)
     if kept["momentum_mode"] == "ema" and kept["momentum"] > 1.0:
         raise ValueError(

@@ -76,12 +76,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def read_groups(given: Any) -> list[Group]:
     """Group dicts with lists as "params", from any of the accepted forms; a copy.
 
-    What is in the lists is for `members`, on all ranks alike.
-
-    Raises:
-        TypeError: ``given`` is not what an optimizer takes.
-        ValueError: it is empty.
-    """
+    What is in the lists is for `members`, on all ranks alike."""
     if isinstance(given, nn.Module):
         named = unwrapped(given).named_parameters()
         return [{"params": [(canonical_name(name), p) for name, p in named]}]
@@ -111,12 +106,7 @@ def is_pair(entry: object) -> bool:
 
 
 def members(group: Group) -> tuple[list[str] | None, list[Tensor]]:
-    """The names of a group's parameters, None where they have none, and the parameters.
-
-    Raises:
-        TypeError: an entry is no parameter.
-        ValueError: only some have names.
-    """
+    """The names of a group's parameters, None where they have none, and the parameters."""
     found = [e[1] if is_pair(e) else e for e in group["params"]]
     for entry in found:
         if not isinstance(entry, Tensor):
@@ -135,11 +125,7 @@ def members(group: Group) -> tuple[list[str] | None, list[Tensor]]:
 
 
 def algorithm_of(group: Group) -> Algorithm | None:
-    """The ``algorithm`` of a group, or ``use_muon`` as in Keller Jordan's Muon; None without.
-
-    Raises:
-        ValueError: it is neither "muon" nor "adamw".
-    """
+    """The ``algorithm`` of a group, or ``use_muon`` as in Keller Jordan's Muon; None without."""
     if "use_muon" in group:
         return Algorithm.MUON if group["use_muon"] else Algorithm.ADAMW
     said = group.get("algorithm")
@@ -289,12 +275,7 @@ class NamedGroups:
         return routes_of(collect_members(everyone, **self.how, frozen=frozen, partial=partial))
 
     def named(self, groups: Sequence[Group]) -> list[tuple[str, Any]]:
-        """The parameters that are in ``groups`` now, with their names.
-
-        Raises:
-            OwnershipError: a group has come otherwise than by `add_param_group`, or has gone; or
-                its parameters have.
-        """
+        """The parameters that are in ``groups`` now, with their names."""
         found: list[tuple[str, Any]] = []
         for number, group in enumerate(groups):
             own = [canonical_name(name) for name in group.get("param_names", ())]
@@ -334,12 +315,7 @@ class NamedGroups:
         return model if all(id(p) in ours for p in trained if p.requires_grad) else None
 
     def specs(self, named: Sequence[tuple[str, Tensor]]) -> ModelSpecs:
-        """The specs of the parameters that are trained now.
-
-        Raises:
-            OwnershipError: a parameter, or a name, comes twice.
-            SelectionError: there is no matrix, and none can be trained later.
-        """
+        """The specs of the parameters that are trained now."""
         seen: set[Any] = set()
         for name, p in named:
             if seen & {id(p), name}:
@@ -641,12 +617,7 @@ class Accepted:
 
     def check(self, groups: Sequence[Group], count: int) -> None:
         """Check ``groups``, of which there must be ``count``, and make their numbers Python's own.
-        Those that were added are checked when they are planned.
-
-        Raises:
-            TypeError, ValueError: as `check_group`.
-            OwnershipError: groups or their parameters are not those that were planned.
-        """
+        Raises as `check_group`. Those that were added are checked when they are planned."""
         if len(groups) != count:
             raise OwnershipError(
                 f"opt.param_groups has {len(groups)} groups, but {count} were given: "

@@ -60,11 +60,7 @@ def read_state(
     *,
     master_weights: bool,
 ) -> SavedState:
-    """The state ``given`` for an optimizer with the param groups ``here``.
-
-    Raises:
-        OwnershipError: it does not fit.
-    """
+    """The state ``given`` for an optimizer with the param groups ``here``."""
     is_list = isinstance(given, list | tuple)
     for state in given if is_list else [given]:
         _check_form(state)
