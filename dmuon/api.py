@@ -655,11 +655,7 @@ def _check_domains(plan: OwnershipPlan, limits: OwnerLimits | None) -> None:
 
 
 def _planner(request: Request) -> PlannerOptions:
-    """With kernels that co-owners do not run, or whose bits they would change, nothing is shared.
-
-    Raises:
-        PlanError: a number of co-owners was asked for.
-    """
+    """Without co-owners if they cannot run these kernels, or would change their bits."""
     planner, kernels = request.planner, request.kernels
     if not kernels.is_fixed and kernels.method != "standard":
         return planner

@@ -183,15 +183,17 @@ def _rules(options: type) -> dict[str, Rule]:
     return {f.name: f.metadata["rule"] for f in fields(options)}
 
 
+def _values(options: Any) -> dict[str, Any]:
+    return {f.name: getattr(options, f.name) for f in fields(options)}
+
+
 class _Checked:
     """Options that are checked when they are made."""
 
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        rules = _rules(type(self))
-        values = {name: getattr(self, name) for name in rules}
-        checked(rules, values, owner=f"{type(self).__name__}.")
+        checked(_rules(type(self)), _values(self), owner=f"{type(self).__name__}.")
 
 
 # ---- options -----------------------------------------------------------------------------
@@ -347,7 +349,7 @@ class MuonDefaults:
 
     def group(self) -> dict[str, Any]:
         """The hyperparameters by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return _values(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,9 +363,7 @@ class AdamWDefaults:
 
     def group(self) -> dict[str, Any]:
         """The hyperparameters by name, checked by the names that `dmuon.Muon` has for them."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        checked(_rules(AdamWDefaults), values, owner="adamw_")
-        return values
+        return checked(_rules(AdamWDefaults), _values(self), owner="adamw_")
 
 
 # By the algorithms that the parameters of a group need: Muon, AdamW, and what Muon's has beside
@@ -387,12 +387,8 @@ SWITCH_RULES = {
 
 
 def check_muon_group(group: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    """The hyperparameters of a Muon group, as `checked` gives them; ``place`` as there.
-
-    Raises:
-        TypeError: a hyperparameter is of a wrong type.
-        ValueError: it is out of range, or two do not go together.
-    """
+    """The hyperparameters of a Muon group, as `checked` gives them; ``place`` and errors as there.
+    ValueError also if two do not go together."""
     kept = checked(MUON_RULES, group, place=place)
     if kept["momentum_mode"] == "ema" and kept["momentum"] > 1.0:
         raise ValueError(
@@ -410,10 +406,6 @@ def check_muon_group(group: Mapping[str, Any], place: str = "") -> dict[str, Any
 
 # How something is called here.
 _WORDS = {
-    "adam_betas": "adamw_betas",
-    "adam_eps": "adamw_eps",
-    "adam_lr": "adamw_lr",
-    "adam_weight_decay": "adamw_weight_decay",
     "backend_steps": "ns_steps",
     "learning_rate": "lr",
     "mu": "momentum",

@@ -10,6 +10,7 @@ A group stays the user's, whatever is in it. It has the hyperparameters that its
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
 import zlib
 from collections import Counter, defaultdict
@@ -75,12 +76,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def read_groups(given: Any) -> list[Group]:
     """Group dicts with lists as "params", from any of the accepted forms; a copy.
 
-    What is in the lists is for `members`, on all ranks alike.
-
-    Raises:
-        TypeError: ``given`` is not what an optimizer takes.
-        ValueError: it is empty.
-    """
+    What is in the lists is for `members`, on all ranks alike."""
     if isinstance(given, nn.Module):
         named = unwrapped(given).named_parameters()
         return [{"params": [(canonical_name(name), p) for name, p in named]}]
@@ -110,12 +106,7 @@ def is_pair(entry: object) -> bool:
 
 
 def members(group: Group) -> tuple[list[str] | None, list[Tensor]]:
-    """The names of a group's parameters, None where they have none, and the parameters.
-
-    Raises:
-        TypeError: an entry is no parameter.
-        ValueError: only some have names.
-    """
+    """The names of a group's parameters, None where they have none, and the parameters."""
     found = [e[1] if is_pair(e) else e for e in group["params"]]
     for entry in found:
         if not isinstance(entry, Tensor):
@@ -134,11 +125,7 @@ def members(group: Group) -> tuple[list[str] | None, list[Tensor]]:
 
 
 def algorithm_of(group: Group) -> Algorithm | None:
-    """The ``algorithm`` of a group, or ``use_muon`` as in Keller Jordan's Muon; None without.
-
-    Raises:
-        ValueError: it is neither "muon" nor "adamw".
-    """
+    """The ``algorithm`` of a group, or ``use_muon`` as in Keller Jordan's Muon; None without."""
     if "use_muon" in group:
         return Algorithm.MUON if group["use_muon"] else Algorithm.ADAMW
     said = group.get("algorithm")
@@ -290,12 +277,7 @@ class NamedGroups:
         )
 
     def named(self, groups: Sequence[Group]) -> list[tuple[str, Any]]:
-        """The parameters that are in ``groups`` now, with their names.
-
-        Raises:
-            OwnershipError: a group has come otherwise than by `add_param_group`, or has gone; or
-                its parameters have.
-        """
+        """The parameters that are in ``groups`` now, with their names."""
         found: list[tuple[str, Any]] = []
         for number, group in enumerate(groups):
             own = [canonical_name(name) for name in group.get("param_names", ())]
@@ -335,12 +317,7 @@ class NamedGroups:
         return model if all(id(p) in ours for p in trained if p.requires_grad) else None
 
     def specs(self, named: Sequence[tuple[str, Tensor]]) -> ModelSpecs:
-        """The specs of the parameters that are trained now.
-
-        Raises:
-            OwnershipError: a parameter, or a name, comes twice.
-            SelectionError: there is no matrix, and none can be trained later.
-        """
+        """The specs of the parameters that are trained now."""
         seen: set[Any] = set()
         for name, p in named:
             if seen & {id(p), name}:
@@ -623,13 +600,17 @@ def _texts(values: Group) -> dict[str, str]:
 
 
 class Accepted:
-    """The hyperparameters of all param groups, looked at again where they may have changed.
+    """The planned param groups, checked again at each step where they may have changed.
 
-    ``texts`` has them by group and name, ``number`` stands for all of them: alike on all ranks that
-    have the same. ``eps`` are those of the groups with matrices, by group.
+    ``params``: the parameters of each. ``texts``: the hyperparameters by group and name; ``number``
+    stands for all of them: alike on all ranks that have the same. ``eps``: by group with matrices.
     """
 
-    def __init__(self, algorithms: Sequence[Collection[Algorithm]]) -> None:
+    def __init__(
+        self, groups: Sequence[Group], algorithms: Sequence[Collection[Algorithm]]
+    ) -> None:
+        # What each group must still hold: engines are bound to it.
+        self.params = [list(group["params"]) for group in groups]
         self._algorithms = algorithms
         # Keys and hyperparameters that are known to be right.
         self._known: list[tuple[set[str], Group]] = [(set(), {}) for _ in algorithms]
@@ -641,9 +622,26 @@ class Accepted:
     def number(self) -> int:
         return sum(self._numbers)
 
-    def check(self, groups: Sequence[Group]) -> None:
-        """Check ``groups``, and make their numbers Python's own; raises as `check_group`."""
-        for number, (group, (keys, known)) in enumerate(zip(groups, self._known, strict=True)):
+    def check(self, groups: Sequence[Group], count: int) -> None:
+        """Check ``groups``, of which there must be ``count``, and make their numbers Python's own.
+        Raises as `check_group`. Those that were added are checked when they are planned."""
+        if len(groups) != count:
+            raise OwnershipError(
+                f"opt.param_groups has {len(groups)} groups, but {count} were given: "
+                "add groups with opt.add_param_group, and freeze what is not to be trained. To "
+                "plan other groups call own.close(), dmuon.dedicate_params(model) and "
+                "dmuon.Muon(...) again"
+            )
+        for number, (group, params, (keys, known)) in enumerate(
+            zip(groups, self.params, self._known)
+        ):
+            now = group.get("params", ())
+            if len(now) != len(params) or not all(map(operator.is_, now, params)):
+                raise OwnershipError(
+                    f"opt.param_groups[{number}] holds other parameters than it was made with "
+                    f"({len(now)}, then {len(params)}), or in another order: leave "
+                    "group['params'] as it is, and freeze a parameter by giving it no gradient"
+                )
             if group.keys() == keys and all(group[k] is v for k, v in known.items()):
                 continue
             kept = check_group(group, number, self._algorithms[number])

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 import time
 import warnings
 from collections import Counter
@@ -96,9 +95,6 @@ class Muon(Optimizer):
         owners      Newton-Schulz, batch by batch; each result leaves at once
         everyone    momentum, AdamW on its parameters, while matrices travel; then the updates
 
-    A full step that finds a non-finite gradient on any rank changes nothing on any rank. With
-    several models in one optimizer, each has a verdict of its own.
-
     ``param_groups`` are the groups that were given, with the hyperparameters that their parameters
     need: those of `torch.optim.Muon` for matrices, those of `torch.optim.AdamW` for others. A group
     with both has Muon's and ``adamw_betas``, ``adamw_eps``, ``adamw_weight_decay`` and
@@ -130,10 +126,10 @@ class Muon(Optimizer):
             `state_dict` and after `synchronize`.
         master_weights: keep float32 weights behind lower-precision parameters. Without them one
             rank warns where a typical update is lost in the rounding of such parameters.
-        nonfinite: "skip" a step with a non-finite gradient on all ranks, with a warning that names
-            the first matrices (on an accelerator at the next step), and count it in `stats`; or
-            "raise". Block steps skip the blocks with such gradients, and "raise" waits for the next
-            full step. `torch.amp.GradScaler` relies on skipped steps.
+        nonfinite: "skip" a step with a non-finite gradient on any rank, on all ranks and for all
+            parameters of the model, with a warning that names the first matrices (on an
+            accelerator at the next step), and count it in `stats`; or "raise". Block steps skip
+            the blocks with such gradients, and "raise" waits for the next full step.
         verify_every: after every so many steps each rank recomputes the updates of some matrices
             and compares what it stores; silent corruption raises on every rank
             (docs/reliability.md).
@@ -267,8 +263,8 @@ class Muon(Optimizer):
         self._note_progress(self.param_groups[-1:])
 
     def _named(self) -> list[tuple[str, Any]]:
-        """The parameters in the groups, with their names. Groups that were appended before
-        planning are read (Lightning's `BaseFinetuning` appends some)."""
+        """The named parameters in the groups. Reads groups that were appended before planning, as
+        Lightning's `BaseFinetuning` does."""
         run = self._run
         added = self.param_groups[len(run.groups.names) :]
         if added and not run.engines:
@@ -331,8 +327,9 @@ class Muon(Optimizer):
     def _outgrown(self) -> Exception | None:
         """`NewParameters` if this step has to plan again, or the error if it cannot."""
         run = self._run
+        assert run.settings is not None
         name = next((n for n, p in run.frozen if p.requires_grad), None)
-        added = len(run.groups.names) - len(run.members)
+        added = len(run.groups.names) - len(run.settings.accepted.params)
         if name is None and not added:
             return None
         what = f"opt.add_param_group was called {added} times since owners were planned"
@@ -393,12 +390,11 @@ class Muon(Optimizer):
             raise
         for group, full in zip(self.param_groups, made, strict=True):
             group.update(full)
-        # What each group must still be at every step: engines are bound to it.
-        run.members = [list(group["params"]) for group in self.param_groups]
         run.frozen = [(n, p) for n, p in self._named() if not p.requires_grad]
         switches = run.switches
         ns_dtype, backend = _agreed(ownerships, switches["ns_dtype"])
-        masters, accepted = switches["master_weights"], Accepted(run.groups.algorithms)
+        masters = switches["master_weights"]
+        accepted = Accepted(self.param_groups, run.groups.algorithms)
         settings = Settings(
             ns_dtype, masters, run.schedule, accepted, switches["block_lr_ratio"],
             switches["publish"], switches["nonfinite"], backend,
@@ -467,7 +463,7 @@ class Muon(Optimizer):
         return "\n".join(lines)
 
     def _unbind(self, ownerships: Sequence[Ownership]) -> None:
-        """Leave nothing of engines, so that the next step plans anew."""
+        """Drop the engines, so that the next step plans anew."""
         run = self._run
         run.engines, run.ownerships, run.settings = [], [], None
         for ownership in ownerships:
@@ -537,7 +533,7 @@ class Muon(Optimizer):
     def _launch(self, refusal: Exception | None, verifies: bool) -> None:
         """The first part of a step, until updates may be on their way."""
         run = self._run
-        # Set by `torch.amp.GradScaler` around the call.
+        # Set by `torch.amp.GradScaler`, which relies on skipped steps, around the call.
         amp = Amp(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         for engine in run.engines:
             refusal = engine.begin(amp, refusal) or refusal
@@ -582,35 +578,14 @@ class Muon(Optimizer):
         return True
 
     def _check_groups(self) -> Exception | None:
-        """The error of ``param_groups``; if there is none, they hold Python's own numbers now."""
+        """The error of ``param_groups``, if there is one."""
+        run = self._run
+        assert run.settings is not None
         try:
-            self._check_structure()
-            # What was added is checked when it is planned.
-            run = self._run
-            assert run.settings is not None
-            run.settings.accepted.check(self.param_groups[: len(run.members)])
+            run.settings.accepted.check(self.param_groups, len(run.groups.names))
         except (TypeError, ValueError) as error:
             return error
         return None
-
-    def _check_structure(self) -> None:
-        """Raise OwnershipError unless ``param_groups`` are those that were made, in their order."""
-        planned, count = self._run.members, len(self._run.groups.names)
-        if len(self.param_groups) != count:
-            raise OwnershipError(
-                f"opt.param_groups has {len(self.param_groups)} groups, but {count} were given: "
-                "add groups with opt.add_param_group, and freeze what is not to be trained. To "
-                "plan other groups call own.close(), dmuon.dedicate_params(model) and "
-                "dmuon.Muon(...) again"
-            )
-        for number, (group, params) in enumerate(zip(self.param_groups, planned)):
-            now = group.get("params", ())
-            if len(now) != len(params) or not all(map(operator.is_, now, params)):
-                raise OwnershipError(
-                    f"opt.param_groups[{number}] holds other parameters than it was made with "
-                    f"({len(now)}, then {len(params)}), or in another order: leave "
-                    "group['params'] as it is, and freeze a parameter by giving it no gradient"
-                )
 
     def _note_progress(self, groups: Iterable[Group]) -> None:
         """Keep where the schedule is in the groups with matrices."""
@@ -644,10 +619,8 @@ class Muon(Optimizer):
         return found[0]
 
     def report(self) -> LoadBalanceReport:
-        """The load-balance report of the ownership; a collective call where nothing is planned yet.
-
-        After a few steps with measured times beside the predicted ones.
-        """
+        """The load-balance report of the ownership, after a few steps with measured times beside
+        the predicted ones. A collective call where nothing is planned yet."""
         return self.ownership.report()
 
     def synchronize(self) -> None:
@@ -831,7 +804,7 @@ class _Run:
     it, whose reads reach this one and whose writes do not (Lightning).
 
     ``asked``: the request and the mesh for planning. ``loaded``: state that waits for the plan, by
-    name. What begins with ``members`` is there once it is planned.
+    name. What begins with ``frozen`` is there once it is planned.
     """
 
     def __init__(self, switches: dict[str, Any], groups: NamedGroups) -> None:
@@ -842,7 +815,6 @@ class _Run:
         self.schedule = Schedule(1)
         self.asked: tuple[Request, Any] = Request(), None
         self.loaded: dict[str, dict[str, Any]] = {}
-        self.members: list[list[Tensor]] = []
         self.frozen: list[tuple[str, Any]] = []
         self.engines: list[Engine] = []
         self.ownerships: list[Ownership] = []
@@ -1090,10 +1062,8 @@ def _keep_compiler_out() -> None:
 
 
 def hf_factory() -> type[Muon]:
-    """The factory for the `Trainer` of Hugging Face's transformers (5.2 and newer).
-
-    ``Trainer(model, args, optimizer_cls_and_kwargs=(dmuon.hf_factory, {"lr": 1e-3}))``, with
-    keyword arguments of `Muon` in the dict: `Trainer` then passes the model. Given the class
-    itself, it would make two groups, one of them without decay.
+    """The factory for the `Trainer` of Hugging Face's transformers (5.2 and newer), with keyword
+    arguments of `Muon`: ``optimizer_cls_and_kwargs=(dmuon.hf_factory, {"lr": 1e-3})``. Given the
+    class itself, `Trainer` would make two groups, one of them without decay.
     """
     return Muon

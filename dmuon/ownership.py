@@ -65,11 +65,8 @@ class Ownership:
         _owner_by_parameter.update(dict.fromkeys(self._ids, weakref.ref(self)))
 
     def find_parameters(self) -> None:
-        """Take over the parameters that a framework has made since planning (`dedicated` layout).
-
-        Raises:
-            OwnershipError: a parameter that dmuon keeps has been replaced.
-        """
+        """Take over the parameters that a framework has made since planning (`dedicated` layout);
+        OwnershipError if one that dmuon keeps has been replaced."""
         self.runtime.find_parameters()
         self._register()
 
@@ -90,11 +87,8 @@ class Ownership:
         return self.runtime.transport.rank
 
     def report(self) -> LoadBalanceReport:
-        """How the work is balanced, and how every parameter is routed.
-
-        After a few training steps it also compares measured with predicted times. No collective
-        call: any rank may ask alone.
-        """
+        """How the work is balanced, and how every parameter is routed; after a few training steps
+        also measured beside predicted times. No collective call: any rank may ask alone."""
         return build_report(self.plan, self.telemetry.measured_ms())
 
     def owner_of(self, fqn: str) -> int | tuple[int, ...]:

@@ -84,11 +84,7 @@ class Schedule:
         return self._period == math.inf
 
     def is_full(self, t: int) -> bool:
-        """Whether step ``t`` is full, after the full steps up to now. Changes nothing.
-
-        Raises:
-            TypeError, ValueError: the function gave no number, one below 1, or NaN.
-        """
+        """Whether step ``t`` is full, after the full steps up to now. Changes nothing."""
         if not callable(self._period):
             return self._period != math.inf and t % self._period == 0
         # Asked for even where the answer is known, so that a bad function fails at once.
@@ -120,11 +116,7 @@ class Schedule:
         return {"step": self.t, "last_full": self.last_full, "period": self.describe()}
 
     def read(self, state: Mapping[str, Any]) -> tuple[int, int]:
-        """(step, last full step) of what `state` gave. Changes nothing.
-
-        Raises:
-            ValueError: ``state`` is not what `state` gives.
-        """
+        """(step, last full step) of what `state` gave. Changes nothing."""
         missing = self.state().keys() - state.keys()
         if missing:
             raise ValueError(
@@ -144,11 +136,7 @@ class Schedule:
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken, in the middle of a period too.
 
-        A saved period that differs from this schedule's gives a warning; this schedule's counts.
-
-        Raises:
-            ValueError: ``state`` is not what `state` gives; nothing is changed.
-        """
+        A saved period that differs from this schedule's gives a warning; this schedule's counts."""
         step, last_full = self.read(state)
         if state["period"] != self.describe():
             warnings.warn(

@@ -62,11 +62,7 @@ def read_state(
     *,
     master_weights: bool,
 ) -> SavedState:
-    """The state ``given`` for an optimizer with the param groups ``here``.
-
-    Raises:
-        OwnershipError: it does not fit.
-    """
+    """The state ``given`` for an optimizer with the param groups ``here``."""
     is_list = isinstance(given, list | tuple)
     for state in given if is_list else [given]:
         _check_form(state)
@@ -174,9 +170,8 @@ def _by_parameter(
 def _joined(
     given: Sequence[Mapping[str, Any]], named: Sequence[tuple[str, Any]], parameters: NamedGroups
 ) -> dict[Any, Any]:
-    """The entries of several states, as of `torch.optim.Muon` and `torch.optim.AdamW`, which have
-    the parameters between them. Where the states have no names, each optimizer's parameters are
-    taken in their order: those with momentum for matrices, and the others for the rest."""
+    """The entries of several states that have the parameters between them. Without names, each
+    optimizer's are taken in order: those with momentum for matrices, the others for the rest."""
     routes = parameters.routes
     trained = {name: p for name, p in named if name in routes}  # others were frozen
     groups = [(state, group) for state in given for group in state["param_groups"]]
@@ -198,10 +193,11 @@ def _joined(
                     "both optimizers model.named_parameters(), then names decide"
                 )
             found |= zip(left, entries)
-    if found.keys() != trained.keys():
+    differing = sorted(found.keys() ^ trained.keys())
+    if differing:
         raise OwnershipError(
             "the optimizer states together must be of the parameters of this optimizer; these are "
-            f"on one side only: {sorted(found.keys() ^ trained.keys())[:5]}"
+            f"on one side only: {differing[:5]}"
         )
     return {p: found[name] for name, p in trained.items()}
 

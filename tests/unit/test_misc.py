@@ -120,30 +120,27 @@ def test_every_field_of_the_options_has_a_rule_and_none_can_be_set(options):
             setattr(options(), field.name, 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "name", "value", "error"),
-    [
-        (PlannerOptions, "max_batch", "16", TypeError),
-        (PlannerOptions, "max_batch", True, TypeError),
-        (PlannerOptions, "max_batch", 0, ValueError),
-        (PlannerOptions, "time_limit_s", math.nan, ValueError),
-        (PlannerOptions, "owner_memory_bytes", "80GB", TypeError),
-        (PlannerOptions, "ranks_per_node", 0, ValueError),
-        (KernelOptions, "tune_budget_s", math.nan, ValueError),
-        (ReplicatedOptions, "bucket_bytes", 25e6, TypeError),
-        (ReplicatedOptions, "publish_bucket_bytes", -1, ValueError),
-        (ReplicatedOptions, "reduce_dtype", "bfloat16", TypeError),
-        (ReplicatedOptions, "reduce_dtype", torch.int32, ValueError),
-        (ReplicatedOptions, "broadcast_parameters", "no", TypeError),
-        (ReplicatedOptions, "timeout_s", math.inf, ValueError),
-        (ShardedOptions, "timeout_s", 1e30, ValueError),
-        (ShardedOptions, "buffers", None, TypeError),
-        (DedicatedOptions, "prefetch", -1, ValueError),
-        (DedicatedOptions, "free_after_forward", 0, TypeError),
-        (DedicatedOptions, "groups", "blocks", TypeError),
-        (DedicatedOptions, "param_dtype", torch.int8, ValueError),
-    ],
-)
+@pytest.mark.parametrize(("options", "name", "value", "error"), [
+    (PlannerOptions, "max_batch", "16", TypeError),
+    (PlannerOptions, "max_batch", True, TypeError),
+    (PlannerOptions, "max_batch", 0, ValueError),
+    (PlannerOptions, "time_limit_s", math.nan, ValueError),
+    (PlannerOptions, "owner_memory_bytes", "80GB", TypeError),
+    (PlannerOptions, "ranks_per_node", 0, ValueError),
+    (KernelOptions, "tune_budget_s", math.nan, ValueError),
+    (ReplicatedOptions, "bucket_bytes", 25e6, TypeError),
+    (ReplicatedOptions, "publish_bucket_bytes", -1, ValueError),
+    (ReplicatedOptions, "reduce_dtype", "bfloat16", TypeError),
+    (ReplicatedOptions, "reduce_dtype", torch.int32, ValueError),
+    (ReplicatedOptions, "broadcast_parameters", "no", TypeError),
+    (ReplicatedOptions, "timeout_s", math.inf, ValueError),
+    (ShardedOptions, "timeout_s", 1e30, ValueError),
+    (ShardedOptions, "buffers", None, TypeError),
+    (DedicatedOptions, "prefetch", -1, ValueError),
+    (DedicatedOptions, "free_after_forward", 0, TypeError),
+    (DedicatedOptions, "groups", "blocks", TypeError),
+    (DedicatedOptions, "param_dtype", torch.int8, ValueError),
+])  # fmt: skip
 def test_wrong_options_are_refused_by_name(options, name, value, error):
     with pytest.raises(error, match=rf"^{options.__name__}\.{name} must be .*, found "):
         options(**{name: value})

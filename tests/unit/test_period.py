@@ -36,23 +36,20 @@ def cycling(values: list[float]) -> Callable[[int], float]:
 # ---- which steps are full ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("period", "count", "full"),
-    [
-        (1, 4, [0, 1, 2, 3]),
-        (3, 10, [0, 3, 6, 9]),
-        (math.inf, 10, []),
-        # Rounded down: 2.9 means two steps from one full step to the next.
-        (lambda t: 2.9 if t < 6 else 4, 16, [0, 2, 4, 8, 12]),
-        # A function that shortens is heeded at once.
-        (lambda t: 100 if t < 5 else 2, 10, [0, 5, 7, 9]),
-        # It may switch full steps off and on, but not the first.
-        (lambda t: math.inf if 3 <= t < 8 else 1, 11, [0, 1, 2, 8, 9, 10]),
-        (lambda t: math.inf, 5, [0]),
-        # P(t) = 1, 1.5, 2, 2.5, 3, 3, ...
-        (LinearPeriod(1, 3, steps=4), 12, [0, 1, 3, 6, 9]),
-    ],
-)
+@pytest.mark.parametrize(("period", "count", "full"), [
+    (1, 4, [0, 1, 2, 3]),
+    (3, 10, [0, 3, 6, 9]),
+    (math.inf, 10, []),
+    # Rounded down: 2.9 means two steps from one full step to the next.
+    (lambda t: 2.9 if t < 6 else 4, 16, [0, 2, 4, 8, 12]),
+    # A function that shortens is heeded at once.
+    (lambda t: 100 if t < 5 else 2, 10, [0, 5, 7, 9]),
+    # It may switch full steps off and on, but not the first.
+    (lambda t: math.inf if 3 <= t < 8 else 1, 11, [0, 1, 2, 8, 9, 10]),
+    (lambda t: math.inf, 5, [0]),
+    # P(t) = 1, 1.5, 2, 2.5, 3, 3, ...
+    (LinearPeriod(1, 3, steps=4), 12, [0, 1, 3, 6, 9]),
+])  # fmt: skip
 def test_full_steps_by_hand(period, count, full):
     schedule = Schedule(period)
     assert schedule.last_full == -1
@@ -115,19 +112,16 @@ def test_a_linear_period_is_whole_where_it_should_be(start, steps):
     assert [period(t) for t in range(steps + 1)] == list(range(start, start + steps + 1))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ((0.5, 20, 90), ValueError, r"start must be a finite number >= 1, found 0\.5"),
-        ((2, math.inf, 90), ValueError, r"end must be .*, found inf"),
-        ((math.nan, 2, 90), ValueError, r"start must be .*, found nan"),
-        ((2, 20, 0), ValueError, r"steps must be an integer >= 1, found 0"),
-        ((2, 20, 9.0), TypeError, r"steps must be .*, found 9\.0: write 9"),
-        ((2, 20, True), TypeError, r"steps must be .*, found True"),
-        (("2", 20, 90), TypeError, r"start must be .*, found '2'"),
-        ((2, True, 90), TypeError, r"end must be .*, found True"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "words"), [
+    ((0.5, 20, 90), ValueError, r"start must be a finite number >= 1, found 0\.5"),
+    ((2, math.inf, 90), ValueError, r"end must be .*, found inf"),
+    ((math.nan, 2, 90), ValueError, r"start must be .*, found nan"),
+    ((2, 20, 0), ValueError, r"steps must be an integer >= 1, found 0"),
+    ((2, 20, 9.0), TypeError, r"steps must be .*, found 9\.0: write 9"),
+    ((2, 20, True), TypeError, r"steps must be .*, found True"),
+    (("2", 20, 90), TypeError, r"start must be .*, found '2'"),
+    ((2, True, 90), TypeError, r"end must be .*, found True"),
+])  # fmt: skip
 def test_linear_periods_that_make_no_sense(arguments, error, words):
     with pytest.raises(error, match=rf"LinearPeriod\.{words}"):
         LinearPeriod(*arguments)
@@ -136,13 +130,10 @@ def test_linear_periods_that_make_no_sense(arguments, error, words):
 # ---- what is refused ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("period", "error"),
-    [
-        *((value, TypeError) for value in (True, "5", None)),
-        *((value, ValueError) for value in (0, -math.inf, math.nan, 0.5, 2.5)),
-    ],
-)
+@pytest.mark.parametrize(("period", "error"), [
+    *((value, TypeError) for value in (True, "5", None)),
+    *((value, ValueError) for value in (0, -math.inf, math.nan, 0.5, 2.5)),
+])  # fmt: skip
 def test_periods_that_make_no_sense(period, error):
     with pytest.raises(error, match=f"period must be a whole number of.*found {period!r}"):
         Schedule(period)
@@ -186,17 +177,14 @@ class Rising:
         return 1 + t
 
 
-@pytest.mark.parametrize(
-    ("period", "text"),
-    [
-        (5, "5"),
-        (5.0, "5"),
-        (math.inf, "inf"),
-        (LinearPeriod(2, 20, 90), "LinearPeriod(start=2, end=20, steps=90)"),
-        (full_steps, f"{__name__}.full_steps"),
-        (Rising(), f"{__name__}.Rising"),
-    ],
-)
+@pytest.mark.parametrize(("period", "text"), [
+    (5, "5"),
+    (5.0, "5"),
+    (math.inf, "inf"),
+    (LinearPeriod(2, 20, 90), "LinearPeriod(start=2, end=20, steps=90)"),
+    (full_steps, f"{__name__}.full_steps"),
+    (Rising(), f"{__name__}.Rising"),
+])  # fmt: skip
 def test_the_description_is_the_same_in_every_process(period, text):
     assert Schedule(period).describe() == text
 
@@ -219,13 +207,10 @@ def test_a_state_continues_the_same_sequence(period, before, after):
     assert resumed.state() == whole.state()
 
 
-@pytest.mark.parametrize(
-    ("before", "count", "last_full", "after", "then"),
-    [
-        (5, 7, 5, LinearPeriod(3, 3, 10), [8, 11]),
-        (math.inf, 4, -1, lambda t: 3, [4, 7]),  # block steps alone leave no full step behind
-    ],
-)
+@pytest.mark.parametrize(("before", "count", "last_full", "after", "then"), [
+    (5, 7, 5, LinearPeriod(3, 3, 10), [8, 11]),
+    (math.inf, 4, -1, lambda t: 3, [4, 7]),  # block steps alone leave no full step behind
+])  # fmt: skip
 def test_another_period_goes_on_with_a_warning(before, count, last_full, after, then):
     saved = Schedule(before)
     full_steps(saved, count)
@@ -239,16 +224,13 @@ def test_another_period_goes_on_with_a_warning(before, count, last_full, after, 
     assert full_steps(schedule, 6)[:2] == then
 
 
-@pytest.mark.parametrize(
-    ("state", "words"),
-    [
-        ({"step": 3, "period": "2"}, r"lacks \['last_full'\]"),
-        ({}, r"lacks \['last_full', 'period', 'step'\]"),
-        ({"step": 3, "last_full": 3, "period": "2"}, "step=3, last_full=3"),
-        ({"step": 3, "last_full": -2, "period": "2"}, "step=3, last_full=-2"),
-        ({"step": -1, "last_full": -1, "period": "2"}, "step=-1, last_full=-1"),
-    ],
-)
+@pytest.mark.parametrize(("state", "words"), [
+    ({"step": 3, "period": "2"}, r"lacks \['last_full'\]"),
+    ({}, r"lacks \['last_full', 'period', 'step'\]"),
+    ({"step": 3, "last_full": 3, "period": "2"}, "step=3, last_full=3"),
+    ({"step": 3, "last_full": -2, "period": "2"}, "step=3, last_full=-2"),
+    ({"step": -1, "last_full": -1, "period": "2"}, "step=-1, last_full=-1"),
+])  # fmt: skip
 def test_a_damaged_state_changes_nothing(state: dict[str, Any], words: str):
     schedule = Schedule(2)
     full_steps(schedule, 3)

@@ -73,15 +73,12 @@ def test_the_exchange_steps_are_fixed():
     assert [s for s in range(1200) if is_exchange_step(s)] == [4, 16, 64, 256, 512, 768, 1024]
 
 
-@pytest.mark.parametrize(
-    ("times", "sent"),
-    [
-        ([1000.0, 1000.0, 2.0, 4.0], 3.0),  # warm-up does not count
-        ([50.0] * 8 + [9.0, 1.0, 8.0, 2.0, 7.0, 3.0, 6.0, 500.0], 6.5),  # the last eight do
-        ([9.0, 9.0, 2.0, None], 2.0),  # what the device has not reached is left out
-        ([0.0] * 4, 0.0),
-    ],
-)
+@pytest.mark.parametrize(("times", "sent"), [
+    ([1000.0, 1000.0, 2.0, 4.0], 3.0),  # warm-up does not count
+    ([50.0] * 8 + [9.0, 1.0, 8.0, 2.0, 7.0, 3.0, 6.0, 500.0], 6.5),  # the last eight do
+    ([9.0, 9.0, 2.0, None], 2.0),  # what the device has not reached is left out
+    ([0.0] * 4, 0.0),
+])  # fmt: skip
 def test_the_median_of_the_recent_steps_is_sent(times, sent):
     transport = Pair(other=7.0)
     telemetry = telemetry_of(transport, times)
@@ -157,21 +154,18 @@ def test_an_exchange_does_not_wait_for_the_device():
 # ---- far from the plan -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("planned", "times", "words"),
-    [
-        (1.9, [820.0] * 64, ["rank 0 spends 820 ms", "expected 1.9 ms", "432 times"]),
-        (500.0, [2.0] * 64, ["spends 2 ms", "expected 500 ms", "1/250"]),
-        (None, [820.0] * 10, None),  # prices that are no times of a machine
-        (82.1, [820.0] * 10, None),
-        (0.1, [4.0] * 10, None),  # of no consequence
-        (500.0, [0.0] * 10, None),  # no gradient came
-        (1.9, [820.0] * 2 + [2.0] * 8, None),  # warm-up
-        # One step as planned before the first look, and the busy minute that follows is no reason
-        # as long as the last eight steps hold it.
-        (1.9, [820.0] * 3 + [2.0] + [820.0] * 6, None),
-    ],
-)
+@pytest.mark.parametrize(("planned", "times", "words"), [
+    (1.9, [820.0] * 64, ["rank 0 spends 820 ms", "expected 1.9 ms", "432 times"]),
+    (500.0, [2.0] * 64, ["spends 2 ms", "expected 500 ms", "1/250"]),
+    (None, [820.0] * 10, None),  # prices that are no times of a machine
+    (82.1, [820.0] * 10, None),
+    (0.1, [4.0] * 10, None),  # of no consequence
+    (500.0, [0.0] * 10, None),  # no gradient came
+    (1.9, [820.0] * 2 + [2.0] * 8, None),  # warm-up
+    # One step as planned before the first look, and the busy minute that follows is no reason
+    # as long as the last eight steps hold it.
+    (1.9, [820.0] * 3 + [2.0] + [820.0] * 6, None),
+])  # fmt: skip
 def test_a_step_far_from_its_plan_says_so_once(planned, times, words):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
