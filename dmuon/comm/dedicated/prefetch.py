@@ -483,12 +483,7 @@ class _StateDicts:
         self._call: _Load | None = None  # the call that is open, or was cut off
 
     def save(
-        self,
-        names: Mapping[str, int],
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        metadata: Any,
+        self, names: Mapping[str, int], module: Any, state: dict[str, Any], prefix: str, _: Any
     ) -> None:
         prefetcher = self._prefetcher()
         found = {} if prefetcher is None else prefetcher.storage.kept_elsewhere(names)
@@ -497,7 +492,7 @@ class _StateDicts:
         prefetcher.storage.meet("model.state_dict()")
         prefetcher.begin_access()
         for name, p in found.items():
-            state_dict[prefix + name] = prefetcher.storage.saved(p)
+            state[prefix + name] = prefetcher.storage.saved(p)
 
     def load(
         self,
