@@ -170,16 +170,16 @@ class Pipeline:
         Args:
             fill: write the operands of Newton-Schulz that this rank holds to a bucket's ``send``.
             compute: the owner's update of a unit from its stack, which may be overwritten; valid
-                until the next call. None: of zeros, or whatever nobody applies.
-            apply: update the parameters by what came to a bucket's ``landings``. Of the last
-                buckets it is called by `apply_pending`, later.
-            meanwhile: what to do while the first buckets travel; the last ones, where only updates
-                do.
-            may_send: asked once, where only updates travel, before the first of them does.
-            share: `compute` of units with co-owners, of all in a bucket together; its results are
-                valid until the next call of either.
+                until the next call. None if nobody will apply the update.
+            apply: update the parameters by what came to a bucket's ``landings``. For the last
+                buckets `apply_pending` calls it, later.
+            meanwhile: called while the first buckets travel; if only updates travel, while the last
+                ones do.
+            may_send: if only updates travel, asked once before the first of them does.
+            share: `compute` for all units of a bucket that have co-owners; its results are valid
+                until the next call of either.
 
-        Returns whether it went through: not, where ``may_send`` was false.
+        Returns False if ``may_send`` did, else True.
         """
         assert not self._pending, "the updates of the last step were not applied"
         count = len(self.buckets)
@@ -207,9 +207,11 @@ class Pipeline:
                     torch._foreach_copy_(leaving, [places(update, part) for part in parts])
             if not b and may_send is not None and not may_send():
                 return False
-            if bucket.shares:
-                self._publish(bucket)
-            else:
+            for owner, part in enumerate(bucket.shares):
+                if part.numel():
+                    self._meter.add("updates", part)
+                    bucket.works.append(self._transport.broadcast(part, owner, tag="updates"))
+            if not bucket.shares:
                 route = bucket.route
                 self._all_to_all(bucket, bucket.scatter, route.owned, route.held, "scatter")
             self._pending[b] = apply
@@ -244,12 +246,6 @@ class Pipeline:
             torch._foreach_copy_(*bucket.cuts)
         if not bucket.shares:
             self._all_to_all(bucket, bucket.gather, route.held, route.owned, "gather")
-
-    def _publish(self, bucket: Bucket) -> None:
-        for owner, share in enumerate(bucket.shares):
-            if share.numel():
-                self._meter.add("updates", share)
-                bucket.works.append(self._transport.broadcast(share, owner, tag="updates"))
 
     def _replicate(self, b: int) -> None:
         bucket, route = self.buckets[b], self.buckets[b].route

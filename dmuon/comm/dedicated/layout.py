@@ -235,8 +235,15 @@ class DedicatedRuntime(OwnerRuntime):
             u.matrices[0]: torch.zeros(len(u.matrices), device=self.device) for u in owned.mine
         }
         self._unstack = {u.matrices[0]: unstacker(self.plan.specs, u) for u in owned.mine}
-        if not self.keeps_whole:
-            self._assemblies = self._make_assemblies(owned, payload_dtype)
+        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[Unit]] = defaultdict(list)
+        for unit in () if self.keeps_whole else owned.near:
+            dtype = self.plan.specs.matrices[unit.matrices[0]].dtype
+            reduced = self._options.reduce_dtype or getattr(torch, dtype)
+            by_dtype[reduced, payload_dtype(dtype)].append(unit)
+        for (reduced, published), units in by_dtype.items():
+            like = torch.empty(0, dtype=published, device=self.device)
+            how = self.process_groups, self.meter, reduced, like
+            self._assemblies.append(_Assembly(self._slices, units, owned, *how))
         buckets = self._buckets()
         self.reducer = GradientReducer(
             self.parameters, self.process_groups, self.meter, buckets, owned
@@ -252,21 +259,6 @@ class DedicatedRuntime(OwnerRuntime):
         self.prefetcher.reducer = self.reducer
         tracked = [(p, self.parameters[p]) for bucket in buckets for p in bucket.parameters]
         self._removers += hook_gradients(tracked, self.prefetcher.accumulated)
-
-    def _make_assemblies(
-        self, owned: OwnedGradients, payload_dtype: Callable[[str], torch.dtype]
-    ) -> list[_Assembly]:
-        by_dtype: dict[tuple[torch.dtype, torch.dtype], list[Unit]] = defaultdict(list)
-        for unit in owned.near:
-            dtype = self.plan.specs.matrices[unit.matrices[0]].dtype
-            reduced = self._options.reduce_dtype or getattr(torch, dtype)
-            by_dtype[reduced, payload_dtype(dtype)].append(unit)
-        groups, meter = self.process_groups, self.meter
-        found = []
-        for (reduced, published), units in by_dtype.items():
-            like = torch.empty(0, dtype=published, device=self.device)
-            found.append(_Assembly(self._slices, units, owned, groups, meter, reduced, like))
-        return found
 
     def _buckets(self) -> list[GradientBucket]:
         """One per layer in the order of backward; last the root's, with all adamw parameters.

@@ -105,7 +105,7 @@ class Prefetcher:
         return layer
 
     def _use(self, g: int) -> None:
-        """Launch ``g``, what comes before it, and what is prefetched behind it; have ``g``."""
+        """Launch ``g``, what comes before it and what is prefetched after it; then use ``g``."""
         last = min(self._turn(g) + self._options.prefetch, len(self.layers) - 1)
         while self._launched <= last:
             self._launch_next()
@@ -188,7 +188,7 @@ class Prefetcher:
     # ---- backward ----------------------------------------------------------------------------
 
     def ensure_backward(self) -> None:
-        """Begin the backward pass if this is the first that is heard of it."""
+        """Begin the backward pass, unless it has begun."""
         if self.state is PassState.BACKWARD:
             return
         self._begin_backward()
@@ -226,8 +226,8 @@ class Prefetcher:
         """Send gradients of the layers that backward has passed by, at their places among the
         broadcasts, where the ranks that have all of theirs send them.
 
-        Zeros of a layer that has not run since the step; as the pass is ``ending``, what there is
-        of any.
+        For a layer that has not run since the step these are zeros; when the pass is ``ending``,
+        whatever there is of any layer.
         """
         end = max(self._passed, self._launched - self._options.prefetch)
         passed = [self._turn(n) for n in range(self._passed, end)]
@@ -483,12 +483,7 @@ class _StateDicts:
         self._call: _Load | None = None  # the call that is open, or was cut off
 
     def save(
-        self,
-        names: Mapping[str, int],
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        metadata: Any,
+        self, names: Mapping[str, int], module: Any, state: dict[str, Any], prefix: str, _: Any
     ) -> None:
         prefetcher = self._prefetcher()
         found = {} if prefetcher is None else prefetcher.storage.kept_elsewhere(names)
@@ -497,7 +492,7 @@ class _StateDicts:
         prefetcher.storage.meet("model.state_dict()")
         prefetcher.begin_access()
         for name, p in found.items():
-            state_dict[prefix + name] = prefetcher.storage.saved(p)
+            state[prefix + name] = prefetcher.storage.saved(p)
 
     def load(
         self,

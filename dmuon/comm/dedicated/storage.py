@@ -440,21 +440,17 @@ class Storage:
         try:
             yield
         finally:
-            for p in numbers:
-                self._end_reading(p)
-
-    @torch.no_grad()
-    def _end_reading(self, parameter: int) -> None:
-        """With the last reader: what was written is kept where it belongs; a placeholder again."""
-        weight = self._weights[parameter]
-        weight.readers -= 1
-        if weight.readers:
-            return
-        values, weight.readable = weight.readable, None
-        if values is not None and not weight.bucket.is_keeper:
-            weight.bucket.keep(weight.start, values.view(-1))
-        if not self.layer_of[parameter].in_use:
-            weight.show_kept()
+            for p, weight in ((p, self._weights[p]) for p in numbers):
+                weight.readers -= 1
+                if weight.readers:
+                    continue
+                # After the last reader, what was written is stored where it is kept.
+                written, weight.readable = weight.readable, None
+                if written is not None and not weight.bucket.is_keeper:
+                    with torch.no_grad():
+                        weight.bucket.keep(weight.start, written.view(-1))
+                if not self.layer_of[p].in_use:
+                    weight.show_kept()
 
     # ---- state dicts -------------------------------------------------------------------------
 
