@@ -14,6 +14,7 @@ from dmuon.optim import Muon, hf_factory
 from dmuon.ownership import Ownership, no_sync
 from dmuon.period import LinearPeriod
 from dmuon.report.data import LoadBalanceReport
+from dmuon.rule import Rule, StateSpec
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.tools.equivalence import EquivalenceReport, check_step_equivalence
@@ -30,7 +31,9 @@ __all__ = [
     "OwnershipPlan",
     "PlannerOptions",
     "ReplicatedOptions",
+    "Rule",
     "ShardedOptions",
+    "StateSpec",
     "check_step_equivalence",
     "clip_grad_norm_",
     "dedicate_params",

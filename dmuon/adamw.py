@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from dmuon.comm.transport import host_can_read
 from dmuon.dtensors import stored_tensor
-from dmuon.update import follow_weights
+from dmuon.rule import follow_weights
 
 _CACHED = 1 << 15  # elements that a dozen passes over stay in the caches of a CPU
 
@@ -68,7 +67,7 @@ def adamw_step(
     for some in [rows] if fused else _pieces(rows):
         targets, weights, gradients, averages, squares, steps = map(list, zip(*some, strict=True))
         if master_weights:
-            follow_weights(targets, weights, on_host=host_can_read(weights[0].device))
+            follow_weights(targets, weights)
         adamw(
             targets,
             gradients,

@@ -4,7 +4,7 @@
 
     parameters + mesh -> specs, topology -> costs -> solve -> plan -> runtime -> Ownership
 
-Read `assemble` for the steps; what each asks of the model stands below it, in the same order.
+`assemble` has the steps; their functions stand below it in the same order.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.scheduler.shards import OwnerLimits, RankShards, ShardMap
 from dmuon.scheduler.shards import assemble as assemble_shards
 from dmuon.scheduler.solve import solve
-from dmuon.scheduler.specs import ModelSpecs, ParameterSpec, canonical_name
+from dmuon.scheduler.specs import ModelSpecs, canonical_name
 from dmuon.scheduler.topology import Topology, local_world_size
 from dmuon.types import (
     DmuonError,
@@ -105,11 +105,8 @@ _OPTIONS: dict[Layout, type[Options]] = {
 
 @dataclass(frozen=True)
 class Given:
-    """What is to be planned: a module, or parameters by name as an optimizer has them.
-
-    ``route`` gives the specs of those. Their module may be known too. ``before`` is the ownership
-    that is to be replaced, if any.
-    """
+    """The model to plan, or the named parameters of an optimizer, whose specs ``route`` gives and
+    whose module may be known too. ``before``: the ownership that is to be replaced."""
 
     model: nn.Module | None
     named: Sequence[tuple[str, nn.Parameter]] | None = None
@@ -143,18 +140,15 @@ class Given:
             return self.route()
         assert self.inner is not None
         return collect(
-            self.inner,
-            select=request.select,
-            splits=request.splits,
-            heads=request.heads,
+            self.inner, select=request.select, splits=request.splits, heads=request.heads,
             allow_meta=layout is Layout.DEDICATED,
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of `dedicate_params`, except the model and its mesh; and the dtype in which
-    the optimizer that plans will run Newton-Schulz."""
+    """The arguments of `dedicate_params`, except the model and its mesh; and the Newton-Schulz
+    dtype of the optimizer that plans."""
 
     layout: str = "auto"
     select: Select | None = None
@@ -203,7 +197,7 @@ def dedicate_params(
         select: ``(name, parameter) -> bool`` picks the matrices instead of the default rules.
         splits: name pattern -> sizes along the outputs, or ``{"sizes": ..., "dim": ...}``; makes
             several matrices of a fused parameter (docs/routing.md).
-        heads: name pattern -> number of equal pieces, each a matrix.
+        heads: name pattern -> number of equal pieces; each is a matrix.
         costs: "measured" chooses kernels on the first rank and times each shape with them on all
             ranks (at most ``kernels.tune_budget_s`` and ``planner.profile_budget_s`` seconds; kept
             in a cache), "analytic" or "analytic:<device>" estimates it; or the path of a cost
@@ -266,7 +260,8 @@ def assemble(
     ``new_group`` makes the transports of the `dedicated` layout's and of co-owners' process groups,
     instead of `Transport.subgroup`.
     """
-    made = [transport]
+    new_group = new_group or transport.subgroup
+    opened = [transport]
     with ExitStack() as undo:
         undo.callback(transport.close)
         # Everything that can be wrong on one rank is found here.
@@ -276,84 +271,92 @@ def assemble(
             what=given.called,
             digest=lambda found: found.text(request),
         )
-        specs, shards, limits = found.specs, None, None
         reports = [] if found.held is None else transport.gather_objects(found.held)
+        shards, limits = None, None
         if not found.layout.keeps_state_at_owners:
             # Pure: every rank comes to the same result, or to the same error.
-            shards = assemble_shards(specs, reports)
-            specs = shards.specs
+            shards = assemble_shards(found.specs, reports)
+            found = replace(found, specs=shards.specs)
             limits = shards.limits(request.planner.owner_memory_bytes)
             if given.before is not None:
-                request = replace(request, plan=refitted(given.before.plan, specs, limits))
+                request = replace(request, plan=refitted(given.before.plan, found.specs, limits))
         if request.plan is not None:
-            plan = fitted_plan(request.plan, specs, found.topology, found.layout)
+            plan = fitted_plan(request.plan, found.specs, found.topology, found.layout)
             _check_domains(plan, limits)
             request = replace(request, plan=plan)
-        # Elsewhere owners run Newton-Schulz alone.
-        momentum = found.layout.keeps_state_at_owners
-        planner = _planner(request)
-        costs = request.costs
-        if request.plan is None and costs == "measured":
-            costs = measured_costs(
-                transport,
-                [m.key for m in specs.matrices],
-                found.device,
-                request.planner,
-                kernels=request.kernels,
-                ns_dtype=request.ns_dtype,
-                momentum=momentum,
-                batch_bytes=found.batch_bytes(request),
-            )
+        plan = _priced_plan(request, found, limits, transport, new_group)
 
-        def planned(costs: Any) -> OwnershipPlan:
-            def solved() -> str:
-                ns_dtype = resolve_ns_dtype(request.ns_dtype, found.device)
-                plan = request.plan or solve(
-                    specs,
-                    found.topology,
-                    resolve_costs(costs, found.topology.device_type, momentum=momentum),
-                    layout=found.layout,
-                    solver=request.solver,
-                    options=planner,
-                    limits=limits,
-                    batch_numel=found.batch_bytes(request) // ns_dtype.itemsize,
-                )
-                return plan.to_json()
+        def open_group(partition: Sequence[Sequence[int]]) -> Transport:
+            opened.append(new_group(partition))
+            undo.callback(opened[-1].close)
+            return opened[-1]
 
-            text = solve_on_first(transport, solved)
-            return attempt(
-                transport,
-                lambda: OwnershipPlan.from_json(text),
-                what="dmuon.dedicate_params (the plan)",
-                digest=OwnershipPlan.fingerprint,
-            )
-
-        def opened(partition: Sequence[Sequence[int]]) -> Transport:
-            group = (new_group or transport.subgroup)(partition)
-            undo.callback(group.close)
-            made.append(group)
-            return group
-
-        measured = isinstance(costs, CostTable) and costs is not request.costs and costs.entries
-        if not measured:
-            plan = planned(costs)
-        else:
-            # Would it pay to share matrices if exchanges were free? Only then they are measured.
-            plan = planned(replace(costs, links=dict.fromkeys(SIZES, Link(0.0, 1e30))))
-            if plan.has_co_owners:
-                costs = _with_slices(costs, plan, transport, opened, found, request)
-                del made[1:]  # closed
-                plan = planned(costs)
-            else:
-                plan = replace(plan, shared_prices=(), shared_ms=None)
-        runtime = _runtime(request, found, plan, shards, reports, transport, opened)
+        runtime = _runtime(request, found, plan, shards, reports, transport, open_group)
         undo.pop_all()
-    for one in made:
+    for one in opened:
         if isinstance(one, C10dTransport):
             one.end_planning()
     ownership = Ownership(plan, runtime, given.inner, request.kernels)
     ownership.asked = request, None
     return ownership
+
+
+def _priced_plan(
+    request: Request,
+    found: _Found,
+    limits: OwnerLimits | None,
+    transport: Transport,
+    new_group: NewGroup,
+) -> OwnershipPlan:
+    """The plan, by the costs that were asked for; a collective call."""
+    request = replace(request, planner=_planner(request))
+    if request.plan is not None or request.costs != "measured":
+        return _plan_by(request.costs, request, found, limits, transport)
+    keys = [m.key for m in found.specs.matrices]
+    # Elsewhere owners run Newton-Schulz alone.
+    momentum = found.layout.keeps_state_at_owners
+    costs = measured_costs(
+        transport, keys, found.device, request.planner, kernels=request.kernels,
+        ns_dtype=request.ns_dtype, momentum=momentum, batch_bytes=found.batch_bytes,
+    )  # fmt: skip
+    if not costs.entries or request.planner.co_owners == "off":
+        return _plan_by(costs, request, found, limits, transport)
+    # Would it pay to share matrices if exchanges were free? Only then they are measured.
+    free = replace(costs, links=dict.fromkeys(SIZES, Link(0.0, 1e30)))
+    plan = _plan_by(free, request, found, limits, transport)
+    if not plan.has_co_owners:
+        return replace(plan, shared_prices=(), shared_ms=None)
+    costs = _with_slices(costs, plan, transport, new_group, found, request)
+    return _plan_by(costs, request, found, limits, transport)
+
+
+def _plan_by(
+    costs: Any,
+    request: Request,
+    found: _Found,
+    limits: OwnerLimits | None,
+    transport: Transport,
+) -> OwnershipPlan:
+    """The plan by these costs, made on the first rank; a collective call."""
+
+    def solved() -> str:
+        ns_dtype = resolve_ns_dtype(request.ns_dtype, found.device)
+        momentum = found.layout.keeps_state_at_owners
+        plan = request.plan or solve(
+            found.specs, found.topology,
+            resolve_costs(costs, found.topology.device_type, momentum=momentum),
+            layout=found.layout, solver=request.solver, options=request.planner, limits=limits,
+            batch_numel=found.batch_bytes // ns_dtype.itemsize,
+        )  # fmt: skip
+        return plan.to_json()
+
+    text = solve_on_first(transport, solved)
+    return attempt(
+        transport,
+        lambda: OwnershipPlan.from_json(text),
+        what="dmuon.dedicate_params (the plan)",
+        digest=OwnershipPlan.fingerprint,
+    )
 
 
 def _with_slices(
@@ -381,7 +384,7 @@ def _with_slices(
         return measured_slices(
             transport, costs, keys, groups, found.device, request.planner,
             kernels=request.kernels, ns_dtype=request.ns_dtype,
-            batch_bytes=found.batch_bytes(request),
+            batch_bytes=found.batch_bytes,
         )  # fmt: skip
 
 
@@ -395,6 +398,7 @@ class _Found:
     given: Given
     parameters: list[nn.Parameter]
     layout: Layout
+    options: Options
     specs: ModelSpecs
     topology: Topology
     held: RankShards | None
@@ -409,18 +413,18 @@ class _Found:
             return torch.device("cpu")
         return torch.device(self.topology.device_type, torch.accelerator.current_device_index())
 
-    def batch_bytes(self, request: Request) -> int:
-        """What a batch of several matrices may take, in the Newton-Schulz dtype."""
-        options, nbytes = request.options or _OPTIONS[self.layout](), BUCKET_BYTES
-        if isinstance(options, ReplicatedOptions):
-            nbytes = options.publish_bucket_bytes
-        elif isinstance(options, ShardedOptions):
-            nbytes = options.bucket_bytes
-        return BATCH_BUCKETS * nbytes
+    @property
+    def batch_bytes(self) -> int:
+        """The most bytes of a batch of several matrices, in the Newton-Schulz dtype."""
+        if isinstance(self.options, ReplicatedOptions):
+            return BATCH_BUCKETS * self.options.publish_bucket_bytes
+        if isinstance(self.options, ShardedOptions):
+            return BATCH_BUCKETS * self.options.bucket_bytes
+        return BATCH_BUCKETS * BUCKET_BYTES
 
     def text(self, request: Request) -> str:
-        """What all ranks must have in common, a line each."""
-        options = request.options or _OPTIONS[self.layout]()
+        """In lines, what must be alike on all ranks."""
+        options = self.options
         arguments: dict[str, Any] = {"layout": self.layout.value, "options": options}
         if isinstance(options, DedicatedOptions) and options.groups is not None:
             assert self.given.inner is not None
@@ -438,16 +442,16 @@ class _Found:
         }
         code = f"code=dmuon {code_hash()}, torch {torch.__version__}"
         lines = [code, str(self.topology)]
-        lines += map(_spec_text, [*self.specs.parameters, *self.specs.matrices])
+        specs: list[Any] = [*self.specs.parameters, *self.specs.matrices]
+        for spec in specs:
+            values = ((f.name, getattr(spec, f.name)) for f in fields(spec))
+            lines.append(", ".join(f"{k} {getattr(v, 'value', v)}" for k, v in values))
         if self.layout is Layout.REPLICATED and not _starts_from_first(self.given, options):
-            lines += map(_weights_text, self.specs.parameters, self.parameters)
+            # Replicas that start from different weights never meet.
+            for known, p in zip(self.specs.parameters, self.parameters, strict=True):
+                some = sample(p.detach(), 8).tolist()
+                lines.append(f"some weights of parameter {known.name!r}: {some}")
         return "\n".join([*lines, *(f"{k}={v}" for k, v in arguments.items())])
-
-
-def _spec_text(spec: Any) -> str:
-    """Of a parameter or a matrix, for messages."""
-    values = ((f.name, getattr(spec, f.name)) for f in fields(spec))
-    return ", ".join(f"{k} {getattr(v, 'value', v)}" for k, v in values)
 
 
 @cache
@@ -458,7 +462,6 @@ def code_hash() -> str:
 
 
 def _costs_text(costs: Any) -> str:
-    """What the ``costs=`` of all ranks must have in common."""
     if isinstance(costs, CostTable):
         digest = hashlib.sha256(costs.to_json().encode()).hexdigest()
         return f"{costs.source} (table {digest[:12]})"
@@ -468,15 +471,9 @@ def _costs_text(costs: Any) -> str:
 
 
 def _starts_from_first(given: Given, options: object) -> bool:
-    """Whether all ranks get the weights of the first, so that they need not have them."""
+    """All ranks get the weights of the first."""
     asked = isinstance(options, ReplicatedOptions) and options.broadcast_parameters
     return given.ddp is None and given.named is None and asked
-
-
-def _weights_text(spec: ParameterSpec, parameter: nn.Parameter) -> str:
-    """Some of its weights: replicas that start from different ones never meet."""
-    values = sample(parameter.detach(), 8).tolist()
-    return f"some weights of parameter {spec.name!r}: {values}"
 
 
 def _inspect(
@@ -512,7 +509,8 @@ def _inspect(
     elif layout is not Layout.REDUCED:
         rank = dist.get_rank() if is_initialized() else 0
         held = RankShards.of(rank, [local_shard(n, p, rank) for n, p in named])
-    return _Found(given, [p for _, p in named], layout, specs, mesh, held)
+    options = request.options or _OPTIONS[layout]()
+    return _Found(given, [p for _, p in named], layout, options, specs, mesh, held)
 
 
 def _layout(
@@ -717,7 +715,7 @@ def _runtime(
 
     First whatever is a collective call, then what may fail on one rank alone.
     """
-    options = request.options or _OPTIONS[found.layout]()
+    options = found.options
     model, named = found.given.inner, found.parameters
     made: Callable[[], LayoutRuntime]
     if isinstance(options, ReplicatedOptions) and _starts_from_first(found.given, options):
@@ -788,7 +786,7 @@ def _transport(
 
 
 def _warn_of_timeouts(groups: Mapping[str, dist.ProcessGroup]) -> None:
-    """Say where a rank that hangs is waited for longer than `init_process_group` was told."""
+    """Warn if a rank that hangs is waited for longer than `init_process_group` was told."""
     asked = timeout_of(dist.group.WORLD) if groups else None
     longer = {name: t for name, g in groups.items() if asked and (t := timeout_of(g)) and t > asked}
     if asked and longer:
@@ -821,11 +819,9 @@ def mesh_topology(
     planner: PlannerOptions,
 ) -> Topology:
     device = compute_device(parameters)
-    if mesh is not None and device.type == "meta":
-        device = torch.device(mesh.device_type)
-    elif mesh is None and device.type == "meta":
-        accelerator = torch.accelerator.current_accelerator()
-        device = torch.device("cpu") if accelerator is None else accelerator
+    if device.type == "meta":
+        here = torch.accelerator.current_accelerator() or torch.device("cpu")
+        device = here if mesh is None else torch.device(mesh.device_type)
     if mesh is not None and mesh.device_type != device.type:
         raise OwnershipError(
             f"the mesh is of {mesh.device_type!r} devices but the model is on {device}: move the "

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dmuon.comm.layout import Gradients
 from dmuon.dtensors import is_distributed, local_tensor, whole_tensor
 from dmuon.ownership import Ownership, ownerships_of
-from dmuon.update import scale_all, wide_norms
+from dmuon.tensors import scale_all, wide_norms
 
 
 @torch.no_grad()

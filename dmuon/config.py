@@ -75,20 +75,6 @@ def _betas(value: Any) -> tuple[float, ...]:
     return tuple(_number(beta) for beta in value)
 
 
-def _function(value: Any) -> Any:
-    if not callable(value):
-        raise TypeError
-    return value
-
-
-def _period(value: Any) -> Any:
-    return value if callable(value) else _number(value)
-
-
-def _adjustment(value: Any) -> Any:
-    return value if value is None or isinstance(value, str) else _number(value)
-
-
 def _one_of(values: tuple[str | None, ...]) -> Rule:
     names = ", ".join(map(repr, values))
     return Rule(f"one of {names}", _of_type(str, type(values[0])), lambda value: value in values)
@@ -119,18 +105,25 @@ BETAS = Rule(
     _betas,
     lambda betas: len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas),
 )
-COEFFICIENTS = Rule("a name, one triple (a, b, c) or one triple a step", _of_type(str, Iterable))
+COEFFICIENTS = Rule("a name, one triple (a, b, c) or one triple per step", _of_type(str, Iterable))
 ADJUSTMENTS = "original", "match_rms_adamw", "spectral_unclamped"
 ADJUSTMENT = Rule(
     f"None, one of {', '.join(map(repr, ADJUSTMENTS))}, or the RMS of an update, such as 0.2",
-    _adjustment,
+    lambda v: v if v is None or isinstance(v, str) else _number(v),
     lambda v: v is None or (v in ADJUSTMENTS if isinstance(v, str) else 0 < v < math.inf),
 )
 FLAG = Rule("True or False", _of_type(bool))
 TEXT = Rule("a string", _of_type(str))
+VARIANT = Rule("a variant", lambda value: value)  # see `dmuon.rule.rule_of`
+_MOMENTUM_DTYPES = "bfloat16", "float32"
+MOMENTUM_DTYPE = Rule(
+    f"None or one of {', '.join(map(repr, _MOMENTUM_DTYPES))}",
+    lambda value: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value,
+    lambda value: value is None or value in _MOMENTUM_DTYPES,
+)
 AT_LEAST_ZERO = Rule("a number >= 0", _number, lambda value: value >= 0)
 PATH = Rule("a path", _of_type(str, os.PathLike))
-GROUPS = Rule("a function (name, module) -> bool", _function)
+GROUPS = Rule("a function (name, module) -> bool", _of_type(Callable))
 FLOAT_DTYPE = Rule(
     "a floating dtype such as torch.bfloat16",
     _of_type(torch.dtype),
@@ -142,7 +135,7 @@ FINITE_PERIOD = Rule("a finite number >= 1", _number, lambda value: 1 <= value <
 PERIOD_OF_STEP = Rule("a number >= 1 (math.inf: no full step)", _number, lambda value: value >= 1)
 PERIOD = Rule(
     "a whole number of steps >= 1 (1: plain Muon), math.inf, or a function of the step",
-    _period,
+    lambda value: value if callable(value) else _number(value),
     lambda value: callable(value) or (value >= 1 and value in (math.inf, value // 1)),
 )
 
@@ -221,8 +214,9 @@ class PlannerOptions(_Checked):
     ``~/.cache/dmuon``).
 
     ``co_owners``: how many neighbouring ranks share a matrix, a slice of its longer dim each
-    (docs/co-owners.md). "auto" shares matrices by 2, 4 or 8 where the predicted step becomes more
-    than 5% faster; a number shares all that can be shared by so many, and "off" none.
+    (docs/co-owners.md). "off": every matrix has one owner, and the report says what "auto" would
+    gain. "auto" shares matrices by 2, 4 or 8 where the predicted step becomes more than 5% faster;
+    a number shares all that can be shared by so many.
     """
 
     time_limit_s: float = _default(10.0, POSITIVE)
@@ -231,7 +225,7 @@ class PlannerOptions(_Checked):
     profile_budget_s: float = _default(10.0, POSITIVE)
     ranks_per_node: int | None = _default(None, COUNT.or_none())
     cache_dir: str | os.PathLike[str] | None = _default(None, PATH.or_none())
-    co_owners: str | int = _default("auto", CO_OWNERS)
+    co_owners: str | int = _default("off", CO_OWNERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +251,7 @@ class KernelOptions(_Checked):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the bits of an update may depend on nothing but the matrix and its gradients."""
+        """The bits of an update depend on the matrix and its gradients alone."""
         return "auto" not in (self.method, self.backend)
 
 
@@ -290,7 +284,7 @@ class ReplicatedOptions(_Checked):
 class ShardedOptions(_Checked):
     """How the `sharded` layout moves bytes.
 
-    ``bucket_bytes``: matrices of about this many bytes a rank, in the Newton-Schulz dtype, travel
+    ``bucket_bytes``: matrices of about this many bytes per rank, in the Newton-Schulz dtype, travel
     in one collective. ``min_buckets``: a smaller model is cut into this many buckets nevertheless,
     so that traffic hides behind computing. ``buffers``: buckets that may be under way to their
     owners, and as many on their way back. ``timeout_s``: see `ReplicatedOptions`.
@@ -325,6 +319,14 @@ class DedicatedOptions(_Checked):
     timeout_s: float | None = _default(None, SECONDS)
 
 
+# ---- hyperparameters ---------------------------------------------------------------------
+
+# The one table of what a param group may say. A new hyperparameter of matrices is a line in
+# `MuonDefaults` and an argument of `dmuon.Muon`: groups are completed, checked, compared between
+# ranks, saved and loaded by these tables. What two of them must not say together:
+# `check_muon_group`.
+
+
 @dataclass(frozen=True, slots=True)
 class MuonDefaults:
     """Hyperparameters of a Muon group; names and meanings are those of `torch.optim.Muon`."""
@@ -339,6 +341,9 @@ class MuonDefaults:
     adjust_lr_fn: str | float | None = _default("match_rms_adamw", ADJUSTMENT)
     momentum_mode: str = _default("ema", _one_of(("ema", "sgd")))
     dampening: float = _default(0.0, FINITE)
+    variant: Any = _default(None, VARIANT)
+    cautious_weight_decay: bool = _default(False, FLAG)
+    momentum_dtype: str | torch.dtype | None = _default(None, MOMENTUM_DTYPE)
 
     def group(self) -> dict[str, Any]:
         """The hyperparameters by name."""
@@ -361,6 +366,8 @@ class AdamWDefaults:
         return values
 
 
+# By the algorithms that the parameters of a group need: Muon, AdamW, and what Muon's has beside
+# its own where AdamW updates some.
 MUON_RULES = _rules(MuonDefaults)
 ADAMW_RULES = _rules(AdamWDefaults) | {"lr": RATE, "weight_decay": FINITE}
 MIXED_RULES = {
@@ -369,6 +376,7 @@ MIXED_RULES = {
     "adamw_eps": FINITE,
     "adamw_weight_decay": FINITE.or_none(),
 }
+# What holds for all groups, and is an argument of `dmuon.Muon` alone.
 SWITCH_RULES = {
     "publish": _one_of(("async", "sync")),
     "master_weights": FLAG,
@@ -398,16 +406,6 @@ def check_muon_group(group: Mapping[str, Any], place: str = "") -> dict[str, Any
     return kept
 
 
-def check_adamw_group(group: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    """The same of an AdamW group."""
-    return checked(ADAMW_RULES, group, owner="AdamW ", place=place)
-
-
-def check_mixed_group(group: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    """The same of AdamW's side of a group with both."""
-    return checked(MIXED_RULES, group, place=place)
-
-
 # ---- words of other optimizers -----------------------------------------------------------
 
 # How something is called here.
@@ -435,17 +433,17 @@ FLAGS = frozenset(_FLAGS)
 
 
 def is_idle(name: str, value: Any, *, in_group: bool = False) -> bool:
-    """Whether this is a flag of torch's optimizers that says to do what is done here anyway.
+    """Whether this flag of torch's optimizers changes nothing here.
 
-    ``in_group``: torchtitan's container puts ``fused`` and ``foreach`` into every group, whatever
-    the optimizer, and neither changes an update.
+    ``in_group``: torchtitan's container puts ``fused`` and ``foreach`` into every group of any
+    optimizer, and neither changes an update.
     """
     is_speed = in_group and name in ("foreach", "fused")
     return name in _FLAGS and (value is None or value is _FLAGS[name][0] or is_speed)
 
 
 def instead(name: str, known: Iterable[str]) -> str:
-    """What to do about a word that is not among the ``known``.
+    """Advice on a word that is not among the ``known``.
 
     >>> instead("wd", ["weight_decay"])
     "did you mean 'weight_decay'? Else remove it"

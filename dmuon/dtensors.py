@@ -73,7 +73,7 @@ def sharded_rows(local: Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> Tenso
 
 
 def local_rows(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor | None:
-    """What this rank has of a tensor that lies as `sharded_rows` makes it; None for another."""
+    """This rank's part of a tensor that lies as `sharded_rows` makes it; None for another."""
     stamp = LayoutStamp.of(tensor)
     if mesh is None or stamp.mesh != mesh or not stamp.placements[0].is_shard(0):
         return None
@@ -125,12 +125,12 @@ class LayoutStamp:
 
 
 class LocalParameters:
-    """What this rank stores of parameters, looked up anew only where it has changed.
+    """The local tensors of parameters, looked up anew only where they have changed.
 
     A framework may exchange what a parameter stores at any time: CPU offload, `nn.Module.to`, FSDP2
     after a state dict was loaded. Each gives the parameter another inner tensor or that tensor
-    other memory. The tensors here keep their memory alive, so that none is made at its address:
-    an equal tensor at an equal address is the same memory, and nothing made of it is stale.
+    other memory. The tensors here keep their memory alive, so that no other one gets its address:
+    an equal tensor at an equal address is the same memory, and views of it are still right.
     ``version`` counts the changes.
     """
 
@@ -243,7 +243,7 @@ def sample(tensor: Tensor, count: int) -> Tensor:
 
 
 def replica(parameter: Tensor, rank: int, world: int) -> LocalShard:
-    """What rank ``rank`` of ``world`` holds of a plain parameter that each of them has."""
+    """The shard of a plain parameter that each of ``world`` ranks has, at rank ``rank``."""
     return LocalShard(tuple(range(world)), (rank,), Box.at_origin(tuple(parameter.shape)))
 
 

@@ -10,34 +10,44 @@ A group stays the user's, whatever is in it. It has the hyperparameters that its
 from __future__ import annotations
 
 import gc
+import weakref
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from itertools import compress
+from contextlib import suppress
+from itertools import compress, islice, repeat
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dmuon.comm.hooks import reshard
+from dmuon.comm.hooks import refuse_fsdp1, reshard
 from dmuon.config import (
     ADAMW_RULES,
     FLAGS,
     MIXED_RULES,
     MUON_RULES,
     SWITCH_RULES,
-    check_adamw_group,
-    check_mixed_group,
     check_muon_group,
+    checked,
     instead,
     is_idle,
 )
 from dmuon.kernels.newton_schulz import resolve_coefficients
-from dmuon.scheduler.select import LISTS
-from dmuon.scheduler.specs import canonical_name
-from dmuon.types import Algorithm, OwnershipError
+from dmuon.rule import rule_of
+from dmuon.scheduler.select import (
+    LISTS,
+    THREE_WAYS,
+    Member,
+    Routes,
+    collect,
+    routes_of,
+)
+from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec, canonical_name
+from dmuon.types import Algorithm, DmuonError, OwnershipError, SelectionError
 
 Group = dict[str, Any]
+Route = tuple[ParameterSpec, tuple[MatrixSpec, ...]]
 
 # Kept in every param group with matrices, so that tools which save groups alone (torch's
 # distributed checkpoint) save where the optimizer is in its schedule.
@@ -124,7 +134,7 @@ def members(group: Group) -> tuple[list[str] | None, list[Tensor]]:
 
 
 def algorithm_of(group: Group) -> Algorithm | None:
-    """What the user says of a group: ``algorithm``, or ``use_muon`` as Keller Jordan's Muon.
+    """The ``algorithm`` of a group, or ``use_muon`` as in Keller Jordan's Muon; None without.
 
     Raises:
         ValueError: it is neither "muon" nor "adamw".
@@ -138,6 +148,220 @@ def algorithm_of(group: Group) -> Algorithm | None:
             "parameters have names"
         )
     return None if said is None else Algorithm(said)
+
+
+# ---- the parameters of an optimizer ------------------------------------------------------
+
+
+class NamedGroups:
+    """The parameters of an optimizer, by param group: their names, routes and models.
+
+    ``names``: by group, canonical or made up. ``algorithms``: those that the parameters of a group
+    need. ``routes``: how each parameter is updated, by name, decided when it was given;
+    ``if_trained``: how a frozen one would be. ``models``: those that hold
+    parameters. ``defaults``: hyperparameters for matrices and for the
+    others. ``how``: ``select``, ``splits`` and ``heads``.
+    """
+
+    def __init__(self, passed: object) -> None:
+        self._passed = weakref.ref(passed) if isinstance(passed, nn.Module) else None
+        self.models: list[weakref.ref[nn.Module]] = []
+        self.names: list[list[str]] = []
+        self.algorithms: list[set[Algorithm]] = []
+        self.routes: dict[str, Route] = {}
+        self.if_trained: dict[str, Route] = {}
+        self.defaults: tuple[Group, Group] = {}, {}
+        self.how: dict[str, Any] = {}
+        self._places: dict[str, tuple[int, str]] = {}  # the number of the model, the name there
+        self._are_named = False  # torch takes names of all groups or of none
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copied optimizer is not of these models.
+        return {**vars(self), "_passed": None, "models": [], "_places": {}}
+
+    @property
+    def passed(self) -> nn.Module | None:
+        """The module that the optimizer was given, if it was given one."""
+        return None if self._passed is None else self._passed()
+
+    def read(
+        self, given: Sequence[Group], planned: Mapping[Tensor, str], routes: Routes
+    ) -> list[Group]:
+        """Users' groups with the hyperparameters that their parameters need.
+
+        ``planned`` are the names of parameters that `dedicate_params` has planned, with ``routes``;
+        others are routed here.
+        """
+        first = len(self.names)
+        found = [members(group) for group in given]
+        if not first:
+            self._are_named = any(names for names, _ in found)
+        names, everyone = self._identified(given, found, planned)
+        with suppress(DmuonError):  # of what may never be trained
+            self.if_trained |= self.routed(everyone, frozen=True)
+        if routes:
+            self.routes |= routes
+        else:
+            # A head may be trained before the matrices.
+            late = any(matrices for _, matrices in self.if_trained.values())
+            partial = bool(first) or self._passed is None or late
+            self.routes |= self.routed(everyone, partial=partial)
+        # Of frozen ones too, which a schedule of the group's lr may reach later.
+        every = self.if_trained | self.routes
+        made, algorithms = [], []
+        for number, (group, own, (given_names, tensors)) in enumerate(
+            zip(given, names, found), first
+        ):
+            kinds = {every[n][0].algorithm for n in own if n in every} or {Algorithm.ADAMW}
+            full = completed(group, kinds, *self.defaults)
+            full |= check_group(full, number, kinds)
+            kept = {"param_names": given_names or own} if self._are_named else {}
+            made.append({"params": tensors, **kept, **full})
+            algorithms.append(kinds)
+        self.names += names
+        self.algorithms += algorithms
+        return made
+
+    def _identified(
+        self,
+        given: Sequence[Group],
+        found: Sequence[tuple[list[str] | None, list[Tensor]]],
+        planned: Mapping[Tensor, str],
+    ) -> tuple[list[list[str]], list[Member]]:
+        """The names of all parameters by group, and each with the live module that holds it."""
+        pairs = [pair for names, ps in found for pair in zip(names or repeat(None), ps)]
+        holders = self._holders([(n, p) for n, p in pairs if p not in planned])
+        taken = {name: 0 for names in self.names for name in names}
+        made: list[list[str]] = []
+        everyone: list[Member] = []
+        for number, (group, (names, tensors)) in enumerate(zip(given, found), len(self.names)):
+            made.append([])
+            algorithm = algorithm_of(group)
+            for i, (label, p) in enumerate(zip(names or repeat(None), tensors)):
+                model, place = holders.get(id(p), ((None, None), None))
+                if p in planned:
+                    name = planned[p]
+                elif label is not None:
+                    name = canonical_name(label)
+                elif place is not None:  # two models may use the same names
+                    unique = (f"{k}.{place[1]}" if k else place[1] for k in range(len(taken) + 2))
+                    name = next(n for n in unique if taken.setdefault(n, id(p)) == id(p))
+                elif algorithm is not None or planned:
+                    name = f"param_groups.{number}.{i}"
+                else:
+                    raise OwnershipError(
+                        f"param group {number} has parameters without names that no live "
+                        "module holds, and their shapes do not tell an embedding from a "
+                        f"projection: {THREE_WAYS}"
+                    )
+                if place is not None:
+                    self._places[name] = place
+                made[-1].append(name)
+                everyone.append(Member(name, p, algorithm, *model))
+        return made, everyone
+
+    def _holders(
+        self, given: Sequence[tuple[str | None, Tensor]]
+    ) -> dict[int, tuple[Found, tuple[int, str]]]:
+        """By the id of a parameter, the live model that holds it, its number and the name there.
+        Found models are noted."""
+        found = [] if self.passed is None else [Found(unwrapped(self.passed), self.passed)]
+        known = names_in(found[0].model) if found else {}
+        left = [(name, p) for name, p in given if id(p) not in known]
+        holders: dict[int, tuple[Found, tuple[int, str]]] = {}
+        for holder in [*found, *(find_models(left) if left else ())]:
+            refuse_fsdp1(holder.around.modules())
+            reference = weakref.ref(holder.model)
+            if reference not in self.models:
+                self.models.append(reference)
+            number = self.models.index(reference)
+            for i, names in names_in(holder.model).items():
+                holders.setdefault(i, (holder, (number, names[0])))
+        return holders
+
+    def routed(
+        self, everyone: Sequence[Member], *, frozen: bool = False, partial: bool = True
+    ) -> Routes:
+        """How trainable parameters are to be updated, or how frozen ones would be."""
+        if partial and all(m.parameter.requires_grad is frozen for m in everyone):
+            return {}
+        return routes_of(
+            collect(everyone, **self.how, allow_meta=True, frozen=frozen, partial=partial)
+        )
+
+    def named(self, groups: Sequence[Group]) -> list[tuple[str, Any]]:
+        """The parameters that are in ``groups`` now, with their names.
+
+        Raises:
+            OwnershipError: a group has come otherwise than by `add_param_group`, or has gone; or
+                its parameters have.
+        """
+        found: list[tuple[str, Any]] = []
+        for number, group in enumerate(groups):
+            own = [canonical_name(name) for name in group.get("param_names", ())]
+            names = own or (self.names[number] if number < len(self.names) else [])
+            if len(names) != len(group["params"]) or len(self.names) != len(groups):
+                raise OwnershipError(
+                    f"opt.param_groups has {len(groups)} groups, {len(self.names)} were "
+                    f"given; group {number} has {len(group['params'])} parameters and "
+                    f"{len(names)} names: add groups with opt.add_param_group, and freeze what is "
+                    "not to be trained"
+                )
+            found += zip(names, group["params"])
+        return found
+
+    def exchange(self, groups: Sequence[Group]) -> nn.Module | None:
+        """Replace parameters that no module holds any more, because `fully_shard` has replaced
+        them, by the model's own of now. Returns the model if all of ``groups`` is of one."""
+        models = [reference() for reference in self.models]
+        now: dict[tuple[int, str], Any] = {}
+        for number, model in enumerate(models):
+            if model is not None:
+                reshard(model.modules())
+                now |= {(number, canonical_name(n)): p for n, p in model.named_parameters()}
+        named, held = self.named(groups), {id(p) for p in now.values()}
+        held |= held_by_modules({id(p) for _, p in named} - held)
+        given = iter(named)
+        for group in groups:
+            group["params"] = [
+                p if id(p) in held else now.get(self._places.get(name, (-1, "")), p)
+                for name, p in islice(given, len(group["params"]))
+            ]
+        ours = {id(p) for group in groups for p in group["params"]}
+        if self._passed is not None:
+            return self.passed if ours <= {id(p) for p in now.values()} else None
+        model = models[0] if len(models) == 1 else None
+        trained = () if model is None else model.parameters()
+        return model if all(id(p) in ours for p in trained if p.requires_grad) else None
+
+    def specs(self, named: Sequence[tuple[str, Tensor]]) -> ModelSpecs:
+        """The specs of the parameters that are trained now.
+
+        Raises:
+            OwnershipError: a parameter, or a name, comes twice.
+            SelectionError: there is no matrix, and none can be trained later.
+        """
+        seen: set[Any] = set()
+        for name, p in named:
+            if seen & {id(p), name}:
+                raise OwnershipError(
+                    f"parameter {name!r} appears twice in the param groups: list each once"
+                )
+            seen |= {id(p), name}
+        self.routes = self.if_trained | self.routes  # what was frozen when it was given
+        missing = [Member(n, p) for n, p in named if p.requires_grad and n not in self.routes]
+        self.routes |= self.routed(missing)
+        specs = collect([Member(n, p) for n, p in named], routes=self.routes, partial=True)
+        # As where a head is trained first, and the rest is unfrozen or added later.
+        models = (reference() for reference in self.models)
+        others = (p for model in models if model is not None for p in model.parameters())
+        if not specs.matrices and not any(p.ndim > 1 and not p.requires_grad for p in others):
+            raise SelectionError(
+                "no parameter was selected as a matrix, so there is nothing for Muon to do: "
+                + "; ".join(f"{p.name}: {p.reason}" for p in specs.parameters[:20])
+                + ". Say what is one (dedicate={'select': ...}), or use torch.optim.AdamW"
+            )
+        return specs
 
 
 # ---- whose parameters --------------------------------------------------------------------
@@ -286,6 +510,10 @@ def _live_modules(*, also_frozen: bool = False) -> list[nn.Module]:
 # ---- hyperparameters ---------------------------------------------------------------------
 
 
+BOUND = "variant", "momentum_dtype"
+"""Hyperparameters that decide what state there is, so that they cannot change."""
+
+
 def completed(
     group: Group, algorithms: Collection[Algorithm], muon: Group, adamw: Mapping[str, Any]
 ) -> Group:
@@ -353,14 +581,15 @@ def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) ->
                 + _instead(key, needed, is_muon)
             )
     if not is_muon:
-        return check_adamw_group(group, place)
+        return checked(ADAMW_RULES, group, owner="AdamW ", place=place)
     kept = check_muon_group(group, place)
     resolve_coefficients(kept["ns_coefficients"], kept["ns_steps"])
-    return kept | (check_mixed_group(group, place) if is_adamw else {})
+    rule_of(kept)
+    return kept | (checked(MIXED_RULES, group, place=place) if is_adamw else {})
 
 
 def _instead(key: str, needed: Collection[str], is_muon: bool) -> str:
-    """What to do about a key that nobody reads in a group with these hyperparameters."""
+    """Advice on a key that nobody reads in a group with these hyperparameters."""
     if key in FLAGS:
         return instead(key, needed)
     if key in _FOR_ALL:
@@ -377,7 +606,7 @@ def _instead(key: str, needed: Collection[str], is_muon: bool) -> str:
 def as_here(group: Group, now: Group) -> Group:
     """A saved group with what the group has ``now``, without hyperparameters that are not read here
     but for those that would change the update."""
-    read = {*now, *_NOTES} - FLAGS | {"maximize", "amsgrad"}
+    read = {*now, *_NOTES} - FLAGS - {*BOUND} | {"maximize", "amsgrad"}
     return now | {k: v for k, v in group.items() if k in read or k.startswith("_")}
 
 
@@ -413,11 +642,17 @@ class Accepted:
         return sum(self._numbers)
 
     def check(self, groups: Sequence[Group]) -> None:
-        """Have ``groups`` hold numbers as Python's own; raises what `check_group` does."""
+        """Check ``groups``, and make their numbers Python's own; raises as `check_group`."""
         for number, (group, (keys, known)) in enumerate(zip(groups, self._known, strict=True)):
             if group.keys() == keys and all(group[k] is v for k, v in known.items()):
                 continue
             kept = check_group(group, number, self._algorithms[number])
+            for key in BOUND:
+                if repr(known.get(key, kept.get(key))) != repr(kept.get(key)):
+                    raise OwnershipError(
+                        f"opt.param_groups[{number}][{key!r}] was {known[key]!r} when the state "
+                        f"was made, and is {kept[key]!r} now: make a new dmuon.Muon with it"
+                    )
             group.update(kept)
             # Tensors and lists can change in place.
             lasting = all(isinstance(v, float | int | str | tuple | None) for v in kept.values())
@@ -427,47 +662,3 @@ class Accepted:
                 self.eps[number] = kept["eps"]
             text = repr(self.texts[number]).encode()
             self._numbers[number] = zlib.crc32(text, number)
-
-
-# ---- states of torch's optimizers ----------------------------------------------------------
-
-
-def joined_states(
-    states: Sequence[Mapping[str, Any]], names: Sequence[str], matrices: Collection[str]
-) -> list[Any]:
-    """The entries of parameters ``names`` in the states of several optimizers, such as
-    `torch.optim.Muon` and `torch.optim.AdamW`, that have these parameters between them.
-
-    By name where the states have names; else each optimizer's parameters are taken in their order,
-    those with momentum for ``matrices`` and the others for the rest, both in the order of
-    ``names``.
-
-    Raises:
-        OwnershipError: a parameter is missing, or there are others.
-    """
-    groups = [(state, group) for state in states for group in state["param_groups"]]
-    found: dict[str, Any] = {}
-    if all("param_names" in group for _, group in groups):
-        for state, group in groups:
-            for name, key in zip(group["param_names"], group["params"], strict=True):
-                found[canonical_name(name)] = state["state"].get(key, {})
-    else:
-        for state in states:
-            keys = [key for group in state["param_groups"] for key in group["params"]]
-            entries = [state["state"].get(key, {}) for key in keys]
-            is_muon = any("momentum_buffer" in entry for entry in entries)
-            left = [n for n in names if (n in matrices) == is_muon and n not in found]
-            if len(entries) > len(left):
-                raise OwnershipError(
-                    f"one of the optimizer states has {len(entries)} parameters; "
-                    f"{len(left)} {'matrices' if is_muon else 'others'} are left for them. Give "
-                    "both optimizers model.named_parameters(), then names decide"
-                )
-            found |= zip(left, entries)
-    if found.keys() != set(names):
-        differing = sorted(found.keys() ^ set(names))
-        raise OwnershipError(
-            "the optimizer states together must be of the parameters of this optimizer; these are "
-            f"on one side only: {differing[:5]}"
-        )
-    return [found[name] for name in names]

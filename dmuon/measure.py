@@ -47,6 +47,7 @@ from dmuon.kernels.choice import (
 from dmuon.kernels.newton_schulz import normalize, resolve_coefficients, resolve_ns_dtype
 from dmuon.kernels.ops import SUM_DTYPE, Peers
 from dmuon.kernels.runner import Call, Orthogonalizer, SliceCall
+from dmuon.rule import Hyper, Rule
 from dmuon.scheduler import costs
 from dmuon.scheduler.costs import (
     BATCH_NUMEL,
@@ -59,7 +60,6 @@ from dmuon.scheduler.costs import (
 )
 from dmuon.scheduler.specs import dtype_name
 from dmuon.types import KernelChoice
-from dmuon.update import scaled_momentum
 
 T = TypeVar("T")
 
@@ -273,7 +273,7 @@ class OwnerTimer:
         self._sharing = sharing
         self._runner = Orthogonalizer(device, ns_dtype, options)
         defaults = MuonDefaults()
-        self._group = defaults.group()
+        self._hyper = Hyper.of(defaults.group())
         self._triples = resolve_coefficients(defaults.ns_coefficients, defaults.ns_steps)
         self._memory: dict[str, tuple[Tensor, Tensor]] = {}  # gradients and momentum, by dtype
         self._warm: set[Run] = set()
@@ -330,7 +330,7 @@ class OwnerTimer:
         watch.start()
         if self._momentum:
             fused = self._runner.is_fused(call)
-            scaled_momentum(buffer, grads, self._group, out=operand, fused=fused)
+            Rule().operand(buffer, grads, self._hyper, out=operand, fused=fused)
         self._runner.run(call, operand)
         watch.stop()
         return watch

@@ -20,9 +20,9 @@ from dmuon.step.engine import StepTelemetry
 from dmuon.types import Layout, OwnershipError
 
 # By the id of a parameter: an ownership keeps its parameters, so ids are theirs while it lives. No
-# weak references to parameters, for torch refuses to convert a DTensor that has one (`model.to`).
+# weak references to parameters: torch refuses to convert a DTensor that has one (`model.to`).
 _owner_by_parameter: dict[int, weakref.ref[Ownership]] = {}
-# A model keeps its ownership alive, for the handle may be dropped. An ownership refers to
+# A model keeps its ownership alive, because the handle may be dropped. An ownership refers to
 # parameters but never to modules, so this keeps no model.
 _owner_by_model: weakref.WeakKeyDictionary[nn.Module, Ownership] = weakref.WeakKeyDictionary()
 
@@ -43,9 +43,10 @@ class Ownership:
         self.plan = plan
         self.kernels = kernels
         self.runtime = runtime
-        self.telemetry = StepTelemetry(
-            runtime.transport, runtime.meter, runtime.device, _comparable_ms(plan, self.rank)
-        )
+        planned_ms = None  # comparable only where prices were measured
+        if not plan.cost_source.startswith("analytic"):
+            planned_ms = sum(batch.ms for batch in plan.batches if self.rank in batch.ranks)
+        self.telemetry = StepTelemetry(runtime.transport, runtime.meter, runtime.device, planned_ms)
         self.closed = False
         self.by_optimizer = False  # a `dmuon.Muon` made it, and nobody else has it
         self.asked: Any = None  # the request and the mesh that it was planned by
@@ -97,11 +98,9 @@ class Ownership:
         return build_report(self.plan, self.telemetry.measured_ms())
 
     def owner_of(self, fqn: str) -> int | tuple[int, ...]:
-        """The mesh rank that owns a matrix, by its name or by its parameter's; the first of its
-        co-owners, all of whom ``plan.batches`` lists.
-
-        A parameter of several matrices gives one rank a matrix, in order. KeyError for a name
-        that is no matrix.
+        """The mesh rank that owns a matrix, by its name or its parameter's; of co-owners the first
+        (``plan.batches`` lists all). For a parameter of several matrices one rank per matrix, in
+        order. KeyError for a name that is no matrix.
         """
         name = canonical_name(fqn)
         if name in self._matrix_index:
@@ -192,13 +191,6 @@ class Ownership:
         if model is not None:
             _owner_by_model.pop(model, None)
         _forget(self._ids, weakref.ref(self))
-
-
-def _comparable_ms(plan: OwnershipPlan, rank: int) -> float | None:
-    """The planned milliseconds of a rank's batches; None where prices are no times of a machine."""
-    if plan.cost_source.startswith("analytic"):
-        return None
-    return sum(batch.ms for batch in plan.batches if rank in batch.ranks)
 
 
 def _forget(ids: Sequence[int], reference: weakref.ref[Ownership]) -> None:

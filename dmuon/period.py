@@ -67,10 +67,6 @@ class Schedule:
     ...     schedule.advance()
     >>> full
     [True, False, False, True, False, False, True]
-
-    Raises:
-        TypeError: the period is neither a number nor callable.
-        ValueError: it is a number below 1, NaN, or not whole.
     """
 
     def __init__(self, period: Period) -> None:
@@ -80,17 +76,15 @@ class Schedule:
         self._period: Period = kept if callable(kept) or kept == math.inf else int(kept)
 
     @property
-    def always_full(self) -> bool:
-        """Whether this is plain Muon."""
+    def always_full(self) -> bool:  # plain Muon
         return self._period == 1
 
     @property
     def never_full(self) -> bool:
-        """Whether all steps are block steps."""
         return self._period == math.inf
 
     def is_full(self, t: int) -> bool:
-        """Whether step ``t`` is full, given the full steps up to now. Changes nothing.
+        """Whether step ``t`` is full, after the full steps up to now. Changes nothing.
 
         Raises:
             TypeError, ValueError: the function gave no number, one below 1, or NaN.

@@ -11,9 +11,9 @@ from torch.optim import AdamW, Optimizer
 
 from dmuon.config import MuonDefaults, check_muon_group
 from dmuon.kernels.newton_schulz import newton_schulz
+from dmuon.rule import Rule, adjusted_lr
 from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.types import Coefficients, Heads, Select, Splits
-from dmuon.update import adjusted_lr
 
 
 class ReferenceMuon(Optimizer):
@@ -41,6 +41,9 @@ class ReferenceMuon(Optimizer):
         *,
         momentum_mode: str = "ema",
         dampening: float = 0.0,
+        variant: str | Rule | None = None,
+        cautious_weight_decay: bool = False,
+        momentum_dtype: str | torch.dtype | None = None,
         ns_dtype: str | torch.dtype = "auto",
         adamw_lr: float | None = None,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
@@ -53,11 +56,15 @@ class ReferenceMuon(Optimizer):
     ) -> None:
         defaults = MuonDefaults(
             lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn,
-            momentum_mode, dampening,
+            momentum_mode, dampening, variant, cautious_weight_decay, momentum_dtype,
         )  # fmt: skip
         group = check_muon_group(defaults.group())
+        if isinstance(variant, str) and variant != "normuon":
+            raise ValueError(f"ReferenceMuon knows variant='normuon', found {variant!r}")
         # What each parameter's matrices are: a view of the parameter (or of its like) a matrix.
         self._views: dict[Tensor, list[Callable[[Tensor], Tensor]]] = {}
+        # By parameter, what a variant keeps of each of its matrices.
+        self._kept: dict[Tensor, list[dict[str, Tensor]]] = {}
         others: list[Tensor] = []
         if isinstance(model_or_params, nn.Module):
             specs = collect(model_or_params, select=select, splits=splits, heads=heads)
@@ -96,24 +103,39 @@ class ReferenceMuon(Optimizer):
                 continue
             state = self.state[p]
             if not state:
-                state["momentum_buffer"] = torch.zeros_like(p.grad)
-            for view in views:
-                self._update(view(p), view(p.grad), view(state["momentum_buffer"]), group)
+                asked = group["momentum_dtype"]
+                dtype = p.grad.dtype if asked is None else getattr(torch, asked)
+                state["momentum_buffer"] = torch.zeros_like(p.grad, dtype=dtype)
+                self._kept[p] = [{} for _ in views]
+            for view, kept in zip(views, self._kept[p], strict=True):
+                self._update(view(p), view(p.grad), view(state["momentum_buffer"]), kept, group)
         if self.adamw is not None:
             self.adamw.step()
         return loss
 
-    def _update(self, w: Tensor, g: Tensor, buf: Tensor, group: dict[str, Any]) -> None:
+    def _update(
+        self, w: Tensor, g: Tensor, buf: Tensor, kept: dict[str, Tensor], group: dict[str, Any]
+    ) -> None:
         lr, mu = group["lr"], group["momentum"]
+        momentum = buf.to(g.dtype)  # itself, where its dtype is the gradient's
         if group["momentum_mode"] == "ema":
-            buf.lerp_(g, 1 - mu)
-            update = g.lerp(buf, mu) if group["nesterov"] else buf
+            momentum.lerp_(g, 1 - mu)
+            update = g.lerp(momentum, mu) if group["nesterov"] else momentum
         else:
-            buf.mul_(mu).add_(g, alpha=1 - group["dampening"])
-            update = g.add(buf, alpha=mu) if group["nesterov"] else buf
-        matrix = update.reshape(w.shape[0], -1)
-        update = self._orthogonalize(matrix).reshape(w.shape)
-        w.mul_(1 - lr * group["weight_decay"])
+            momentum.mul_(mu).add_(g, alpha=1 - group["dampening"])
+            update = g.add(momentum, alpha=mu) if group["nesterov"] else momentum
+        buf.copy_(momentum)
+        matrix = self._orthogonalize(update.reshape(w.shape[0], -1))
+        if isinstance(group["variant"], Rule):
+            matrix = _varied(group["variant"], matrix, kept)
+        elif group["variant"] == "normuon":
+            matrix = _normuon(matrix, kept)
+        update = matrix.reshape(w.shape)
+        decay = lr * group["weight_decay"]
+        if group["cautious_weight_decay"]:
+            w.sub_(torch.where(update * w >= 0, decay * w, 0.0))
+        else:
+            w.mul_(1 - decay)
         w.add_(update, alpha=-adjusted_lr(lr, group["adjust_lr_fn"], *matrix.shape))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -121,3 +143,26 @@ class ReferenceMuon(Optimizer):
         super().zero_grad(set_to_none)
         if self.adamw is not None:
             self.adamw.zero_grad(set_to_none)
+
+
+def _normuon(matrix: Tensor, kept: dict[str, Tensor]) -> Tensor:
+    """NorMuon (arXiv 2510.05491) with the norm of the matrix kept, in float64."""
+    x = matrix.double()
+    before = kept.setdefault("row_moment", x.new_zeros(len(x)))
+    moment = 0.95 * before + 0.05 * x.square().mean(1)
+    if not x.any():
+        return matrix
+    kept["row_moment"] = moment
+    scaled = x / (moment.sqrt() + 1e-8).unsqueeze(1)
+    return (scaled * (x.norm() / scaled.norm())).to(matrix.dtype)
+
+
+def _varied(rule: Rule, matrix: Tensor, kept: dict[str, Tensor]) -> Tensor:
+    """What a variant of the user's makes of a matrix."""
+    if not matrix.any():
+        return matrix
+    for spec in rule.state:
+        if spec.name not in kept:
+            shape = (1, *spec.shape(*matrix.shape))
+            kept[spec.name] = torch.zeros(shape, dtype=spec.dtype, device=matrix.device)
+    return rule.accept(matrix.unsqueeze(0).clone(), kept)[0]

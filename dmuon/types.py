@@ -37,7 +37,7 @@ class Layout(str, Enum):
 
 
 class Algorithm(str, Enum):
-    """What updates a parameter."""
+    """How a parameter is updated."""
 
     MUON = "muon"
     ADAMW = "adamw"

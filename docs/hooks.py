@@ -1,8 +1,8 @@
-"""Hooks of the documentation site (mkdocs.yml): the README as its home, files of the repository as
+"""Hooks of the documentation site (mkdocs.yml): the README as home page, files of the repository as
 pages, lists of pages in the navigation, and docstrings as Markdown.
 
-Pages are written to be read in the repository, with links to its files. In the site a link to a
-file outside of docs/ leads to a page that shows it; one to a file that does not exist is an error.
+Pages are written for the repository and link to its files. On the site, a link to a file outside of
+docs/ leads to a page that shows the file; a link to a file that does not exist is an error.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from mkdocs.structure.files import File
 
 REPOSITORY = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)\s#]+)(#[^)\s]*)?(?=\))")
-SHOWN = "files"  # the folder of the pages that show files
+SHOWN = "files"  # the folder of pages that show files
 
 
 def on_config(config: Any) -> Any:
-    """Replace ``folder/*.md`` in the navigation by the folder's pages that it does not name."""
+    """Replace ``folder/*.md`` in the navigation by the pages of the folder that are not listed."""
     named = set(_pages(config.nav))
     for section in (s for entry in config.nav for s in entry.values() if isinstance(s, list)):
         for pattern in [s for s in section if isinstance(s, str) and "*" in s]:
@@ -41,7 +41,7 @@ def _pages(entry: Any) -> list[str]:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the README as index.md, and a page for each file of the repository that a page links."""
+    """Add the README as index.md, and a page for each file of the repository that pages link to."""
     files.append(File.generated(config, "index.md", abs_src_path=str(REPOSITORY / "README.md")))
     for page in files.documentation_pages():
         for target, _ in LINK.findall(page.content_string):
@@ -76,13 +76,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _in_repository(page: str, target: str) -> str:
-    """The path in the repository of what a page of the site links."""
+    """The path in the repository that a link on a page of the site means."""
     folder = "" if page == "index.md" else posixpath.join("docs", posixpath.dirname(page))
     return posixpath.normpath(posixpath.join(folder, target))
 
 
 def _shown(path: str) -> str | None:
-    """The page that shows a path of the repository; None for what is a page anyway."""
+    """The page that shows a path of the repository; None if the path is a page itself."""
     return None if path.startswith("docs/") or path == "README.md" else f"{SHOWN}/{path}.md"
 
 
@@ -103,7 +103,7 @@ def _folder(path: str) -> str:
 
 
 class LiteralBlocks(Extension):
-    """Docstrings mark an indented block by ``::``, as in reStructuredText; Markdown does not."""
+    """Turns ``::`` before an indented block, as in reStructuredText, into ``:`` for Markdown."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
         if obj.docstring:

@@ -1,7 +1,7 @@
 """A small GPT for the examples: RMSNorm, RoPE, SwiGLU, separate q/k/v/o, an untied head.
 
-Nothing in it knows of dmuon. The names are the usual ones, so the default selection finds the
-matrices by itself: the weights of the blocks; the embedding, the head and the norm gains are none.
+It does not use dmuon. Its names are the usual ones, so the default rules find the matrices: the
+weights of the blocks, but not the embedding, the head and the gains of norms.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of the model; `width` is a multiple of `2 * heads`: RoPE turns pairs of channels."""
+    """Sizes of the model. `width` is a multiple of `2 * heads`, because RoPE turns pairs."""
 
     vocabulary: int = 256
     context: int = 128
@@ -44,8 +44,8 @@ class RMSNorm(nn.Module):
 def rope(config: GPTConfig, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of RoPE, `[length, width / heads / 2]` each, of `like`'s device and dtype.
 
-    Made anew in each forward, which costs next to nothing: as buffers they would be cast along with
-    the model, and `DistributedDataParallel` would broadcast them before each forward.
+    They are computed in each forward, which costs next to nothing. As buffers they would be cast
+    with the model, and `DistributedDataParallel` would broadcast them before each forward.
     """
     pairs = config.width // config.heads // 2
     exponents = torch.arange(pairs, dtype=torch.float32, device=like.device) / pairs
@@ -70,7 +70,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # Into as many heads as there are: with tensor parallelism a rank has a share of them.
+        # As many heads as this rank has: with tensor parallelism it has only some of them.
         def split(y: Tensor) -> Tensor:
             return y.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
@@ -123,7 +123,7 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=module.in_features**-0.5)
         # The two projections that write to the residual stream start small, so that its size does
-        # not grow with the depth; a small head starts the loss at log(vocabulary).
+        # not grow with the depth. With a small head the loss starts at log(vocabulary).
         for block in blocks:
             for projection in (block.attention.o_proj, block.mlp.down_proj):
                 projection.weight.data.mul_((2 * config.depth) ** -0.5)

@@ -1,6 +1,6 @@
-"""How the GPT of the examples is spread over ranks by PyTorch itself: FSDP2, tensor parallelism.
+"""Distribute the GPT of the examples with PyTorch itself: FSDP2, tensor parallelism.
 
-Nothing in it knows of dmuon, which reads the layout from the parameters afterwards.
+This file does not use dmuon, which reads the layout from the parameters afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 
 def shard_with_fsdp2(model: GPT, mesh: DeviceMesh) -> GPT:
-    """Shard each block by itself and the rest with the root; the model is changed in place."""
+    """Shard each block separately and the rest with the root, in place."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -26,13 +26,13 @@ def shard_with_fsdp2(model: GPT, mesh: DeviceMesh) -> GPT:
 
 
 def split_with_tensor_parallelism(model: GPT, mesh: DeviceMesh) -> GPT:
-    """Split each block's linear layers by heads and by hidden units; changed in place.
+    """Split each block's linear layers by heads and by hidden units, in place.
 
     Embedding, norms and head stay whole and plain on every rank. All ranks of ``mesh`` must see the
     same batch.
 
     Raises:
-        ValueError: the heads or hidden units cannot be dealt out evenly.
+        ValueError: the heads or hidden units are not a multiple of the number of ranks.
     """
     config, size = model.config, mesh.size()
     for name in ("heads", "hidden"):
@@ -41,7 +41,7 @@ def split_with_tensor_parallelism(model: GPT, mesh: DeviceMesh) -> GPT:
                 f"GPTConfig.{name} must be a multiple of the {size} ranks of the mesh, found "
                 f"{getattr(config, name)}"
             )
-    # One gradient of the input is summed over the ranks, not one for each projection that reads it.
+    # The gradient of the input is summed over the ranks once, not once per projection.
     whole = Replicate()
     plan = {
         "attention": PrepareModuleInput(

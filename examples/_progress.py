@@ -1,4 +1,4 @@
-"""What a training run of the examples shows and times while it runs."""
+"""Progress display and step times of a training run of the examples."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-LOG_LINES = 10  # a run, where there is no terminal for a progress bar
+LOG_LINES = 10  # per run, if there is no terminal for a progress bar
 
 
 class StepTimer:
-    """Times `optimizer.step()`: by the clock on CPU, by events, which stop nothing, on CUDA."""
+    """Times `optimizer.step()`: by the clock on a CPU, by events on CUDA, without waiting."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -35,7 +35,7 @@ class StepTimer:
         return event
 
     def milliseconds(self) -> list[float]:
-        """One figure a step; for CUDA only after a synchronization."""
+        """One number per step; on CUDA only after a synchronization."""
         spans = zip(self._starts, self._ends, strict=True)
         if self._cuda:
             return [start.elapsed_time(end) for start, end in spans]
@@ -43,13 +43,13 @@ class StepTimer:
 
 
 class Ticker:
-    """A progress bar on a terminal, a few plain lines in a log, nothing off rank 0."""
+    """On rank 0, a progress bar on a terminal or a few plain lines in a log."""
 
     def __init__(self, console: Console, name: str, *, steps: int, tokens_per_step: int) -> None:
         self._console, self._name = console, name
         self._steps, self._tokens_per_step = steps, tokens_per_step
         self._live = console.is_terminal and not console.quiet
-        # Reading a loss waits for the device, so it is not done at every step.
+        # Reading a loss waits for the device, so not every step does it.
         self._every = max(1, self._steps // (100 if self._live else LOG_LINES))
         self._shown, self._shown_at = 0, 0.0
         self._bar = Progress(
@@ -71,7 +71,7 @@ class Ticker:
         self._bar.stop()
 
     def tick(self, losses: list[Tensor], seconds: float) -> None:
-        """Show rank 0's mean loss and speed since the last time; `seconds` count from step 0."""
+        """Show rank 0's mean loss and speed since the last call; `seconds` count from step 0."""
         done = len(losses)
         if self._console.quiet or (done % self._every and done != self._steps):
             return

@@ -1,4 +1,4 @@
-"""What a training run of the examples leaves behind: a table, a JSON file, a plot of the losses."""
+"""Results of a training run of the examples: a table, a JSON file, a plot of the losses."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ COLORS = {"dmuon": "#1d4ed8", "AdamW": "#ea580c"}
 
 @dataclass
 class Run:
-    """One optimizer's training. Losses are nats a byte, averaged over the ranks."""
+    """One optimizer's training. Losses are in nats per byte, averaged over the ranks."""
 
     name: str
     lr: float
-    losses: list[float] = field(default_factory=list)  # one a step
+    losses: list[float] = field(default_factory=list)  # one per step
     validation: list[tuple[int, float]] = field(default_factory=list)  # (steps done, loss)
     step_ms: list[float] = field(default_factory=list)  # `optimizer.step()` on the slowest rank
     tokens: int = 0
-    seconds: float = 0.0  # of training, validation left out
+    seconds: float = 0.0  # of training, without validation
 
     @property
     def train_loss(self) -> float:
-        """Mean over the last tenth of the steps: one batch alone says little."""
+        """Mean over the last tenth of the steps, because one batch alone says little."""
         return statistics.fmean(self.losses[-max(1, len(self.losses) // 10) :])
 
     @property
@@ -167,7 +167,7 @@ def _draw_run(axes: Any, run: Run) -> None:
 
 
 def _moving_mean(values: list[float]) -> NDArray[np.float64]:
-    """Centred mean over a twentieth of the values, or over what there is of it at both ends."""
+    """Centred mean over a twentieth of the values, over fewer at both ends."""
     half = max(1, len(values) // 40)
     sums = np.concatenate(([0.0], np.cumsum(values)))
     centre = np.arange(len(values))
@@ -177,7 +177,7 @@ def _moving_mean(values: list[float]) -> NDArray[np.float64]:
 
 
 def _loss_limits(runs: list[Run]) -> tuple[float, float]:
-    """Leave out the first fall from log(vocabulary), which would flatten all that follows."""
+    """Limits without the first fall from log(vocabulary), which would flatten the rest."""
     after_fall = [loss for run in runs for loss in run.losses[len(run.losses) // 15 :]]
     low, high = min(after_fall), max(after_fall)
     margin = 0.05 * (high - low)

@@ -1,7 +1,7 @@
 """Real text that every machine has: the source files of the Python standard library, as bytes.
 
-Nothing is downloaded. The split is by file, so that no validation text is seen in training, and by
-a hash of the file's name, so that every rank and every run agree on it.
+Nothing is downloaded. Text is split by file, so that training sees no validation text. A hash of
+the file's name decides, so that every rank and every run agree.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-VOCABULARY = 256  # one token a byte
+VOCABULARY = 256  # one token per byte
 
-# Installed packages and tests are not the library; `encodings` is mostly generated code tables.
+# Left out: installed packages, tests, and `encodings`, which is mostly generated tables.
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
 )
@@ -39,13 +39,13 @@ class Text:
         return (
             f"Python standard library: training on {self.train_files} files"
             f" ({self.train.size / 1e6:.2f} MB), validation on {self.validation_files} other files"
-            f" ({self.validation.size / 1e6:.2f} MB), one token a byte"
+            f" ({self.validation.size / 1e6:.2f} MB), one token per byte"
         )
 
     def training_batch(
         self, step: int, rank: int, *, sequences: int, context: int, seed: int
     ) -> tuple[Tensor, Tensor]:
-        """Inputs and targets `[sequences, context]`, a function of (seed, step, rank) alone."""
+        """Inputs and targets `[sequences, context]`, depending only on (seed, step, rank)."""
         starts = np.random.default_rng([seed, step, rank]).integers(
             0, self.train.size - context, size=sequences
         )
@@ -54,11 +54,11 @@ class Text:
     def validation_batches(
         self, rank: int, world: int, *, sequences: int, context: int, total: int
     ) -> list[tuple[Tensor, Tensor]]:
-        """This rank's share of at least `total` windows that lie evenly over the validation text.
+        """This rank's share of at least `total` windows, spread evenly over the validation text.
 
-        Rounded up to a multiple of `world`, because a layout may communicate in forward and then
-        needs as many batches on every rank. Where `world` divides `total` the windows are the same
-        for every world.
+        The number is rounded up to a multiple of `world`, because a layout that communicates in
+        forward needs equally many batches on every rank. If `world` divides `total`, the windows
+        are the same for every world.
         """
         rounded = -(-total // world) * world
         starts = np.linspace(0, self.validation.size - context - 1, rounded).astype(np.int64)

@@ -4,10 +4,10 @@
     torchrun --standalone --nproc-per-node=4 examples/train_gpt.py --steps 300
     torchrun --standalone --nproc-per-node=8 examples/train_gpt.py --device cuda
 
-The model is sharded with FSDP2 in both runs; with `--layout replicated` it is whole on every rank.
-It also runs as plain `python examples/train_gpt.py`, in one process. Every rank reads different
-text; only rank 0 prints, and it writes `demo.json` and `demo.png` to `--out`. What to copy into
-your own script is `train_with_dmuon` and the body of the loop in `train`.
+In both runs the model is sharded with FSDP2; with `--layout replicated` it is whole on every rank.
+Plain `python examples/train_gpt.py` runs in one process. Every rank reads different text. Only rank
+0 prints, and it writes `demo.json` and `demo.png` to `--out`. To start your own script, copy
+`train_with_dmuon` and the body of the loop in `train`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import dmuon
 
-SEQUENCES = 4  # a step, on each rank
+SEQUENCES = 4  # per step and rank
 CLIP_NORM = 1.0
 WEIGHT_DECAY = 0.1
 
@@ -55,7 +55,7 @@ ADAMW_LR = 2e-3
 WARMUP = 0.1  # of the steps
 FINAL_LR = 0.1  # of the peak
 VALIDATION_WINDOWS = 128
-VALIDATIONS = 6  # a run
+VALIDATIONS = 6  # per run
 
 Batch = tuple[Tensor, Tensor]
 
@@ -80,7 +80,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Job:
-    """What the two runs share."""
+    """Settings and data that the two runs share."""
 
     arguments: argparse.Namespace
     ranks: Ranks
@@ -130,7 +130,7 @@ def train_with_dmuon(job: Job) -> tuple[Run, dmuon.LoadBalanceReport]:
     model = job.build_model()
     if job.arguments.layout == "sharded":
         job.shard(model)
-    # A plain model, whose gradients nobody else averages.
+    # The model is plain, so nobody else averages its gradients.
     averages = job.arguments.layout == "replicated"
     options = dmuon.ReplicatedOptions(reduce_to_owner=True) if averages else None
     own = dmuon.dedicate_params(model, layout=job.arguments.layout, options=options)
@@ -169,7 +169,7 @@ def train(
     opt: torch.optim.Optimizer,
     clip_gradients: Callable[[], object],
 ) -> None:
-    """Train for `--steps` and write what was measured into `run`, the same on every rank."""
+    """Train for `--steps` and write the measurements into `run`, the same on every rank."""
     steps = job.arguments.steps
     schedule = LambdaLR(opt, lambda step: warmup_then_cosine(step, steps))
     timer = StepTimer(job.ranks.device)
@@ -219,7 +219,7 @@ def stretches(steps: int) -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def validation_loss(job: Job, model: nn.Module) -> float:
-    """Mean over the validation windows of all ranks, of which each has as many."""
+    """Mean over the validation windows of all ranks, which have equally many."""
     model.eval()
     total, windows = 0.0, 0
     for inputs, targets in job.validation_batches():
@@ -237,7 +237,7 @@ def synchronize(device: torch.device) -> None:
 
 @contextmanager
 def process_group(kind: str) -> Iterator[Ranks]:
-    """Join the processes that torchrun started, or be a group of one; leave it, on errors too."""
+    """Join the processes of torchrun, or make a group of one; leave it, also after errors."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cpu")
     if kind == "cuda":
@@ -282,9 +282,11 @@ def parse_arguments() -> argparse.Namespace:
         "--period",
         type=lambda text: math.inf if text == "inf" else int(text),
         default=1,
-        help="of MuonBP (sharded only): every so many steps a full one; inf: block steps alone",
+        help="of MuonBP (sharded only): one full step in so many; inf: only block steps",
     )
-    parser.add_argument("--block-lr-ratio", type=float, help="on the learning rate of block steps")
+    parser.add_argument(
+        "--block-lr-ratio", type=float, help="factor on the learning rate of block steps"
+    )
     parser.add_argument("--adamw-lr", type=float, default=ADAMW_LR, help="of the AdamW beside it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out"))
@@ -301,12 +303,12 @@ def title(job: Job) -> str:
     ranks = "1 rank" if job.ranks.world == 1 else f"{job.ranks.world} ranks"
     return (
         f"GPT with {parameters / 1e6:.2f} M {job.arguments.dtype} parameters on {ranks}"
-        f" ({job.ranks.device.type}), {job.tokens_per_step:,} tokens a step"
+        f" ({job.ranks.device.type}), {job.tokens_per_step:,} tokens per step"
     )
 
 
 def save(job: Job, runs: list[Run], report: dmuon.LoadBalanceReport) -> None:
-    """Write the figures and the plot, and say where they are."""
+    """Write the numbers and the plot, and print where they are."""
     out: Path = job.arguments.out
     config = {
         **vars(job.arguments),

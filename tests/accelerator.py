@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmuon import devices
-from dmuon.step import sharded
 
 __all__ = ["Pretended", "host_cannot_read", "nothing_read"]
 
@@ -33,10 +32,7 @@ class Pretended(devices.Cpu):
 @contextmanager
 def host_cannot_read() -> Iterator[None]:
     """Ownerships and optimizers that are made and used inside believe to be on an accelerator."""
-    with (
-        patch.dict(devices.TYPES, cpu=Pretended),
-        patch.dict(sharded.CHUNK_BYTES, clear=True),
-    ):
+    with patch.dict(devices.TYPES, cpu=Pretended):
         yield
 
 

@@ -50,7 +50,7 @@ import dmuon
 from dmuon.dtensors import local_tensor
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.reference import ReferenceMuon
-from dmuon.update import adjusted_lr
+from dmuon.rule import adjusted_lr
 from tests.distributed.models import Net, batch, loss_of
 from tests.poison import Poison
 

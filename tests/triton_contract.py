@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dmuon.kernels.newton_schulz import normalize, normalize_, resolve_coefficients
-from dmuon.update import momentum_update
+from dmuon.rule import Hyper, momentum_update
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 POLAR = resolve_coefficients("polar_express", 5)
@@ -163,9 +163,9 @@ def test_unusual_operands(kernels):
 def check_momentum(
     kernels: Kernels, buffer: Tensor, grad: Tensor, out: Tensor, *, eps: float = 1e-7, **how: Any
 ) -> None:
-    """Against the formulas of `dmuon.update` in float64, with room for one rounding each."""
+    """Against the formulas of `dmuon.rule` in float64, with room for one rounding each."""
     advanced, kept = buffer.double(), grad.clone()
-    momentum_update(advanced, grad.double(), **how)
+    momentum_update(advanced, grad.double(), Hyper(0.0, 1.0, None, **how))
     advanced = advanced.to(buffer.dtype).double()
     operand = advanced
     if how["nesterov"]:
@@ -190,7 +190,8 @@ def test_every_formula(kernels, mode, nesterov, momentum):
     how = {"momentum": momentum, "nesterov": nesterov, "mode": mode, "dampening": 0.25}
     buffer, grad, out = kernels.random(2, 9, 70), kernels.random(2, 9, 70), kernels.empty(2, 9, 70)
     wanted = buffer.clone()
-    operand = torch.stack([momentum_update(w, g, **how) for w, g in zip(wanted, grad)])
+    hyper = Hyper(0.0, 1.0, None, **how)
+    operand = torch.stack([momentum_update(w, g, hyper) for w, g in zip(wanted, grad)])
     check_momentum(kernels, buffer, grad, out, **how)
     torch.testing.assert_close(buffer, wanted, rtol=4e-7, atol=4e-7)
     torch.testing.assert_close(out, normalize(operand, F32), rtol=2e-6, atol=1e-7)

@@ -1,4 +1,9 @@
-"""Architectures from the ``config.json`` of Hugging Face models.
+"""Models on the meta device from the ``config.json`` of Hugging Face models.
+
+The modules have the parameter shapes and names of the Hugging Face implementation and no forward,
+so that `select.collect` routes them by the same rules as the model itself. Two things differ. Norms
+are torch's own. The experts of a layer are stacked to ``[experts, out, in]``, one stack for each
+projection, where some implementations keep one module per expert or fuse gate and up.
 
 A key that is absent has the default of the Hugging Face configuration class, where that does not
 depend on the size of the model; sizes must be there.
@@ -13,15 +18,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dmuon.catalogue.modules import (
-    GPT2,
-    Architecture,
-    Decoder,
-    Experts,
-    LatentAttention,
-    Mamba,
-    StateSpace,
-)
+import torch
+from torch import nn
+
 from dmuon.scheduler.json_files import parse, read_text
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.types import PlanError
@@ -29,9 +28,12 @@ from dmuon.types import PlanError
 MAX_SIZE = 10_000_000  # of any number in a configuration; beyond it something is wrong
 
 
+# ---- keys --------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """Typed reading of one configuration; errors name the key and what was found."""
+    """Typed reading of one configuration; errors name the key and the value found."""
 
     data: Mapping[str, Any]
 
@@ -58,162 +60,339 @@ class _Config:
             raise _wrong(key, value, "a list of layers")
         return frozenset(value)
 
+    def part(self, key: str) -> _Config:
+        """The configuration of a part of the model."""
+        value = self.data.get(key)
+        if not isinstance(value, Mapping):
+            raise _wrong(key, value, "an object")
+        return _Config(value)
+
+    @property
+    def hidden(self) -> int:
+        return self.size("hidden_size")
+
 
 def _wrong(key: str, value: object, expected: str) -> PlanError:
     return PlanError(f"the model configuration has {key!r} = {value!r}, expected {expected}")
 
 
-def _head_dim(config: _Config, default: int | None) -> int:
-    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    if default is None and config.data.get("head_dim") is None and hidden % heads:
+# ---- parts -------------------------------------------------------------------------------
+
+
+class _Linear(nn.Linear):
+    """Without initialization: on the meta device there is nothing to initialize."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=bias, device="meta")
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+def _join(**parts: nn.Module | nn.Parameter | tuple[int, int] | tuple[int, int, bool]) -> nn.Module:
+    """A module that holds the given parts under the given names, in this order.
+
+    ``(inputs, outputs)`` or ``(inputs, outputs, bias)`` stands for a linear layer.
+    """
+    module = nn.Module()
+    for name, part in parts.items():
+        setattr(module, name, _Linear(*part) if isinstance(part, tuple) else part)
+    return module
+
+
+def _repeat(count: int, layer: Callable[[int], nn.Module]) -> nn.ModuleList:
+    return nn.ModuleList(layer(index) for index in range(count))
+
+
+def _parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, device="meta"))
+
+
+def _embedding(count: int, hidden: int) -> nn.Embedding:
+    return nn.Embedding(count, hidden, _weight=torch.empty(count, hidden, device="meta"))
+
+
+def _rms_norm(size: int) -> nn.Module:
+    return nn.RMSNorm(size, device="meta")
+
+
+def _layer_norm(size: int) -> nn.Module:
+    return nn.LayerNorm(size, device="meta")
+
+
+# ---- transformers ------------------------------------------------------------------------
+
+_TWO_NORMS = ("input_layernorm", "post_attention_layernorm")
+_FOUR_NORMS = (*_TWO_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+def _trunk(
+    c: _Config,
+    layer: Callable[[int], nn.Module],
+    norms: tuple[str, ...] = _TWO_NORMS,
+    last_norm: str = "norm",
+) -> nn.Module:
+    """The layers, each with its ``norms``, and the norm after the last of them."""
+
+    def with_norms(index: int) -> nn.Module:
+        made = layer(index)
+        for name in norms:
+            made.add_module(name, _rms_norm(c.hidden))
+        return made
+
+    trunk = _join(layers=_repeat(c.size("num_hidden_layers"), with_norms))
+    trunk.add_module(last_norm, _rms_norm(c.hidden))
+    return trunk
+
+
+def _head(c: _Config, embedding: nn.Embedding, tied: bool) -> nn.Module:
+    """The output head; ``tied`` is the default of the key that shares the embedding's weight."""
+    head = _Linear(embedding.embedding_dim, c.size("vocab_size"))
+    if c.flag("tie_word_embeddings", tied):
+        head.weight = embedding.weight
+    return head
+
+
+def _causal(c: _Config, trunk: nn.Module, tied: bool = False) -> nn.Module:
+    """A trunk between an embedding and an output head."""
+    embedding = trunk.embed_tokens = _embedding(c.size("vocab_size"), c.hidden)
+    return _join(model=trunk, lm_head=_head(c, embedding, tied))
+
+
+def _head_dim(c: _Config, default: int | None) -> int:
+    heads = c.size("num_attention_heads")
+    if default is None and c.data.get("head_dim") is None and c.hidden % heads:
         raise PlanError(
-            f"the model configuration has no 'head_dim', and 'hidden_size' = {hidden} is no "
+            f"the model configuration has no 'head_dim', and 'hidden_size' = {c.hidden} is no "
             f"multiple of 'num_attention_heads' = {heads}"
         )
-    return config.size("head_dim", default or hidden // heads)
+    return c.size("head_dim", default or c.hidden // heads)
 
 
-def _decoder(
-    config: _Config,
-    *,
+def _attention(
+    c: _Config,
     head_dim: int | None = None,
+    *,
+    biased: bool = False,
+    qkv_bias: bool | None = None,
+    qk_norm: bool = False,
+    fused: bool = False,
+) -> nn.Module:
+    """Grouped-query attention. ``biased`` is the default of the key attention_bias, which families
+    with a ``qkv_bias`` of their own do not have."""
+    heads, size = c.size("num_attention_heads"), _head_dim(c, head_dim)
+    queries, keys = heads * size, c.size("num_key_value_heads", heads) * size
+    bias = c.flag("attention_bias", biased) if qkv_bias is None else qkv_bias
+    output = (queries, c.hidden, bias and qkv_bias is None)
+    if fused:
+        return _join(qkv_proj=(c.hidden, queries + 2 * keys, bias), o_proj=output)
+    key = (c.hidden, keys, bias)
+    attention = _join(q_proj=(c.hidden, queries, bias), k_proj=key, v_proj=key, o_proj=output)
+    if qk_norm:
+        attention.q_norm, attention.k_norm = _rms_norm(size), _rms_norm(size)
+    return attention
+
+
+def _mlp(c: _Config, width: int | None = None, fused: bool = False) -> nn.Module:
+    """A gated MLP."""
+    width, bias = width or c.size("intermediate_size"), c.flag("mlp_bias")
+    into, down = (c.hidden, width, bias), (width, c.hidden, bias)
+    if fused:
+        return _join(gate_up_proj=(c.hidden, 2 * width, bias), down_proj=down)
+    return _join(gate_proj=into, up_proj=into, down_proj=down)
+
+
+def _llama(
+    c: _Config,
+    *,
     tied: bool = False,
-    biased: bool | None = False,
-    **fields: Any,
-) -> Decoder:
-    """The keys that all decoders have; ``biased`` is the default of the key attention_bias, or None
-    where there is no such key. ``fields`` are further ones of `Decoder`.
-    """
-    heads = config.size("num_attention_heads")
-    if biased is not None:
-        fields["qkv_bias"] = fields["output_bias"] = config.flag("attention_bias", biased)
-    return Decoder(
-        vocabulary=config.size("vocab_size"),
-        hidden=config.size("hidden_size"),
-        layers=config.size("num_hidden_layers"),
-        heads=heads,
-        kv_heads=config.size("num_key_value_heads", heads),
-        head_dim=_head_dim(config, head_dim),
-        intermediate=config.size("intermediate_size"),
-        tied=config.flag("tie_word_embeddings", tied),
-        **fields,
-    )
+    norms: tuple[str, ...] = _TWO_NORMS,
+    fused: bool = False,
+    **attention: Any,
+) -> nn.Module:
+    """Llama, and what differs from it in little. ``fused`` joins q, k, v and gate, up, as in Phi-3;
+    ``attention`` are further arguments of `_attention`."""
+
+    def layer(_: int) -> nn.Module:
+        return _join(self_attn=_attention(c, fused=fused, **attention), mlp=_mlp(c, fused=fused))
+
+    return _causal(c, _trunk(c, layer, norms), tied)
 
 
-def _llama(config: _Config) -> Decoder:
-    return _decoder(config, mlp_bias=config.flag("mlp_bias"))
+def _mllama(c: _Config) -> nn.Module:
+    """The language model, some of whose layers attend to images. The vision tower is left out."""
+    c = c.part("text_config") if "text_config" in c.data else c
+    crossed = c.indices("cross_attention_layers")
+
+    def layer(index: int) -> nn.Module:
+        if index not in crossed:
+            return _join(self_attn=_attention(c), mlp=_mlp(c))
+        gates = {f"cross_attn_{name}_gate": _parameter(1) for name in ("attn", "mlp")}
+        return _join(cross_attn=_attention(c, qk_norm=True), **gates, mlp=_mlp(c))
+
+    trunk = _trunk(c, layer)
+    # The image token and padding.
+    embedding = trunk.embed_tokens = _embedding(c.size("vocab_size") + 8, c.hidden)
+    return _join(model=_join(language_model=trunk), lm_head=_head(c, embedding, False))
 
 
-_FOUR_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
+# ---- mixtures of experts -----------------------------------------------------------------
 
 
-def _experts(config: _Config, count: str, width: str, **fields: Any) -> Experts:
-    """``count`` and ``width`` are keys; ``fields`` are further ones of `Experts`."""
-    return Experts(config.size(count), config.size(width), **fields)
+def _mixture(
+    c: _Config,
+    count: int,
+    width: int,
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    router_name: str = "gate",
+    correction_bias: bool = False,
+) -> nn.Module:
+    """Experts and their router; ``projections`` name gate, up and down."""
+    gate, up, down = projections
+    stacks = {name: _parameter(count, width, c.hidden) for name in (gate, up)}
+    stacks[down] = _parameter(count, c.hidden, width)
+    router = _Linear(c.hidden, count)
+    if correction_bias:
+        router.e_score_correction_bias = _parameter(count)
+    return _join(experts=_join(**stacks), **{router_name: router})
 
 
-def _mixtral(config: _Config) -> Decoder:
-    names: dict[str, Any] = {"block": "block_sparse_moe", "projections": ("w1", "w3", "w2")}
-    experts = _experts(config, "num_local_experts", "intermediate_size", **names)
-    return _decoder(config, biased=None, experts=experts)
+def _mixtral(c: _Config) -> nn.Module:
+    count, width = c.size("num_local_experts"), c.size("intermediate_size")
+
+    def layer(_: int) -> nn.Module:
+        experts = _mixture(c, count, width, ("w1", "w3", "w2"))
+        return _join(self_attn=_attention(c), block_sparse_moe=experts)
+
+    return _causal(c, _trunk(c, layer))
 
 
-def _gpt_oss(config: _Config) -> Decoder:
-    how: dict[str, Any] = {"router": "router", "fused": True}
-    experts = _experts(config, "num_local_experts", "intermediate_size", **how)
-    return _decoder(config, head_dim=64, biased=True, sinks=True, experts=experts)
+def _gpt_oss(c: _Config) -> nn.Module:
+    """Gate and up are one stack, all are stored (in, out); a head has a learned sink."""
+    count, width = c.size("num_local_experts"), c.size("intermediate_size")
+
+    def layer(_: int) -> nn.Module:
+        attention = _attention(c, 64, biased=True)
+        attention.sinks = _parameter(c.size("num_attention_heads"))
+        experts = _join(
+            gate_up_proj=_parameter(count, c.hidden, 2 * width),
+            gate_up_proj_bias=_parameter(count, 2 * width),
+            down_proj=_parameter(count, width, c.hidden),
+            down_proj_bias=_parameter(count, c.hidden),
+        )
+        mixture = _join(experts=experts, router=(c.hidden, count, True))
+        return _join(self_attn=attention, mlp=mixture)
+
+    return _causal(c, _trunk(c, layer))
 
 
-def _qwen_experts(config: _Config, **fields: Any) -> Experts:
-    step, layers = config.size("decoder_sparse_step", 1), config.size("num_hidden_layers")
-    dense = frozenset(layer for layer in range(layers) if (layer + 1) % step)
-    fields["dense_layers"] = dense | config.indices("mlp_only_layers")
-    return _experts(config, "num_experts", "moe_intermediate_size", **fields)
+def _qwen_moe(c: _Config, shared: bool = False, **attention: Any) -> nn.Module:
+    """``shared``: with a shared expert, as in Qwen2."""
+    count, width = c.size("num_experts"), c.size("moe_intermediate_size")
+    step, dense = c.size("decoder_sparse_step", 1), c.indices("mlp_only_layers")
+
+    def layer(index: int) -> nn.Module:
+        made = _join(self_attn=_attention(c, **attention))
+        if index in dense or (index + 1) % step:
+            made.mlp = _mlp(c)
+            return made
+        made.mlp = mlp = _mixture(c, count, width)
+        if shared:
+            mlp.shared_expert = _mlp(c, c.size("shared_expert_intermediate_size"))
+            mlp.shared_expert_gate = _Linear(c.hidden, 1)
+        return made
+
+    return _causal(c, _trunk(c, layer))
 
 
-def _qwen2_moe(config: _Config) -> Decoder:
-    shared = config.size("shared_expert_intermediate_size")
-    experts = _qwen_experts(config, shared=shared, shared_name="shared_expert", shared_gate=True)
-    return _decoder(config, biased=None, qkv_bias=config.flag("qkv_bias", True), experts=experts)
+def _qwen2_moe(c: _Config) -> nn.Module:
+    return _qwen_moe(c, shared=True, qkv_bias=c.flag("qkv_bias", True))
 
 
-def _qwen3_moe(config: _Config) -> Decoder:
-    return _decoder(config, qk_norm=True, experts=_qwen_experts(config))
+def _deepseek(c: _Config, correction_bias: bool = False) -> nn.Module:
+    count, width = c.size("n_routed_experts"), c.size("moe_intermediate_size")
+    shared = width * c.size("n_shared_experts", 0, least=0)
+    first, step = c.size("first_k_dense_replace", 0, least=0), c.size("moe_layer_freq", 1)
+
+    def layer(index: int) -> nn.Module:
+        made = _join(self_attn=_latent_attention(c))
+        if index < first or index % step:
+            made.mlp = _mlp(c)
+            return made
+        made.mlp = mlp = _mixture(c, count, width, correction_bias=correction_bias)
+        if shared:
+            mlp.shared_experts = _mlp(c, shared)
+        return made
+
+    return _causal(c, _trunk(c, layer))
 
 
-def _deepseek(config: _Config, *, correction_bias: bool = False) -> Decoder:
-    latent = LatentAttention(
-        query_rank=config.size("q_lora_rank", 0, least=0),
-        kv_rank=config.size("kv_lora_rank"),
-        nope_dim=config.size("qk_nope_head_dim"),
-        rope_dim=config.size("qk_rope_head_dim"),
-        value_dim=config.size("v_head_dim"),
-    )
-    width = config.size("moe_intermediate_size")
-    first, step = config.size("first_k_dense_replace", 0, least=0), config.size("moe_layer_freq", 1)
-    layers = range(config.size("num_hidden_layers"))
-    experts = Experts(
-        config.size("n_routed_experts"),
-        width,
-        shared=width * config.size("n_shared_experts", 0, least=0),
-        dense_layers=frozenset(i for i in layers if i < first or i % step),
-        correction_bias=correction_bias,
-    )
-    head_dim = latent.nope_dim + latent.rope_dim
-    return _decoder(config, head_dim=head_dim, latent=latent, experts=experts)
-
-
-def _gpt2(config: _Config) -> GPT2:
-    hidden = config.size("n_embd")
-    return GPT2(
-        vocabulary=config.size("vocab_size"),
-        positions=config.size("n_positions"),
-        hidden=hidden,
-        layers=config.size("n_layer"),
-        intermediate=config.size("n_inner", 4 * hidden),
-        tied=config.flag("tie_word_embeddings", True),
-    )
+def _latent_attention(c: _Config) -> nn.Module:
+    """Low-rank queries, keys and values (DeepSeek-V2 paper, section 2.1)."""
+    heads, bias = c.size("num_attention_heads"), c.flag("attention_bias")
+    nope, rope, value = map(c.size, ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    query_rank, rank = c.size("q_lora_rank", 0, least=0), c.size("kv_lora_rank")
+    if query_rank:
+        attention = _join(
+            q_a_proj=(c.hidden, query_rank, bias),
+            q_a_layernorm=_rms_norm(query_rank),
+            q_b_proj=(query_rank, heads * (nope + rope)),
+        )
+    else:
+        attention = _join(q_proj=(c.hidden, heads * (nope + rope)))
+    attention.kv_a_proj_with_mqa = _Linear(c.hidden, rank + rope, bias)
+    attention.kv_a_layernorm = _rms_norm(rank)
+    attention.kv_b_proj = _Linear(rank, heads * (nope + value))
+    attention.o_proj = _Linear(heads * value, c.hidden, bias)
+    return attention
 
 
 # ---- state spaces ------------------------------------------------------------------------
 
 
-def _rank(config: _Config, key: str) -> int:
-    """The rank of the step size: "auto" is a sixteenth of the hidden size, rounded up."""
-    auto = -(-config.size("hidden_size") // 16)
-    return auto if config.data.get(key, "auto") == "auto" else config.size(key, auto)
+def _mixer(
+    c: _Config,
+    inner: int,
+    keys: tuple[str, str, str],
+    state: int,
+    *,
+    rank: int = 0,
+    heads: int = 0,
+    groups: int = 1,
+) -> nn.Module:
+    """Mamba (arXiv 2312.00752, section 3.4) with the ``rank`` of the step size; or, with ``heads``,
+    Mamba-2 (arXiv 2405.21060, section 7).
 
-
-def _mamba(config: _Config, *, version: int = 1) -> Mamba:
-    hidden = config.size("hidden_size")
-    inner = config.size("expand", 2) * hidden
-    sizes: dict[str, Any]
-    if version == 1:
-        sizes = {"state": config.size("state_size", 16), "rank": _rank(config, "time_step_rank")}
-    else:
-        heads = config.size("num_heads", 128)
-        _check_heads(config, inner, heads, "head_dim", 64)
-        groups = config.size("n_groups", 8)
-        sizes = {"state": config.size("state_size", 128), "heads": heads, "groups": groups}
-    mixer = StateSpace(
-        inner=inner,
-        kernel=config.size("conv_kernel", 4),
-        bias=config.flag("use_bias"),
-        kernel_bias=config.flag("use_conv_bias", True),
-        **sizes,
+    ``keys`` are those of the length of the convolution, which is one filter per channel, and of the
+    biases of the projections and of the convolution.
+    """
+    kernel, bias, kernel_bias = c.size(keys[0], 4), c.flag(keys[1]), c.flag(keys[2], True)
+    channels = inner + (2 * groups * state if heads else 0)
+    convolution = nn.Conv1d(
+        channels, channels, kernel, groups=channels, bias=kernel_bias, device="meta"
     )
-    tied = config.flag("tie_word_embeddings", version == 1)
-    return Mamba(config.size("vocab_size"), hidden, config.size("num_hidden_layers"), mixer, tied)
+    mixer = _join(conv1d=convolution, out_proj=(inner, c.hidden, bias))
+    if heads:
+        mixer.in_proj = _Linear(c.hidden, inner + channels + heads, bias)
+        mixer.dt_bias, mixer.A_log, mixer.D = (_parameter(heads) for _ in range(3))
+        mixer.norm = _rms_norm(inner)
+        return mixer
+    mixer.A_log, mixer.D = _parameter(inner, state), _parameter(inner)
+    mixer.in_proj = _Linear(c.hidden, 2 * inner, bias)
+    mixer.x_proj = _Linear(inner, rank + 2 * state)
+    mixer.dt_proj = _Linear(rank, inner, True)
+    return mixer
 
 
-def _check_heads(config: _Config, inner: int, heads: int, key: str, default: int) -> None:
-    """Heads must fill the inner size; ``key`` is that of the size of a head."""
-    size = config.size(key, default)
+def _rank(c: _Config, key: str) -> int:
+    """The rank of the step size: "auto" is a sixteenth of the hidden size, rounded up."""
+    auto = -(-c.hidden // 16)
+    return auto if c.data.get(key, "auto") == "auto" else c.size(key, auto)
+
+
+def _check_heads(c: _Config, inner: int, heads: int, key: str, default: int) -> None:
+    """Raise PlanError unless the heads fill the inner size; ``key`` is the size of a head."""
+    size = c.size(key, default)
     if heads * size != inner:
         raise PlanError(
             f"the model configuration has {heads} heads of {key!r} = {size}, which do not fill the "
@@ -221,109 +400,191 @@ def _check_heads(config: _Config, inner: int, heads: int, key: str, default: int
         )
 
 
-_JAMBA_NAMES: Mapping[str, Any] = MappingProxyType(
-    {
-        "layer_norms": ("input_layernorm", "pre_ff_layernorm"),
-        "last_norm": "final_layernorm",
-        "mlp_name": "feed_forward",
-    }
-)
+def _mamba(c: _Config, version: int = 1) -> nn.Module:
+    inner = c.size("expand", 2) * c.hidden
+    sizes: dict[str, int]
+    if version == 1:
+        sizes = {"state": c.size("state_size", 16), "rank": _rank(c, "time_step_rank")}
+    else:
+        heads = c.size("num_heads", 128)
+        _check_heads(c, inner, heads, "head_dim", 64)
+        groups = c.size("n_groups", 8)
+        sizes = {"state": c.size("state_size", 128), "heads": heads, "groups": groups}
+
+    def layer(_: int) -> nn.Module:
+        keys = "conv_kernel", "use_bias", "use_conv_bias"
+        return _join(norm=_rms_norm(c.hidden), mixer=_mixer(c, inner, keys, **sizes))
+
+    embedding = _embedding(c.size("vocab_size"), c.hidden)
+    layers = _repeat(c.size("num_hidden_layers"), layer)
+    backbone = _join(embeddings=embedding, layers=layers, norm_f=_rms_norm(c.hidden))
+    return _join(backbone=backbone, lm_head=_head(c, embedding, version == 1))
 
 
-def _hybrid_mixer(config: _Config, **fields: Any) -> StateSpace:
-    return StateSpace(
-        inner=config.size("mamba_expand", 2) * config.size("hidden_size"),
-        kernel=config.size("mamba_d_conv", 4),
-        bias=config.flag("mamba_proj_bias"),
-        kernel_bias=config.flag("mamba_conv_bias", True),
-        **fields,
+_HYBRID_KEYS = "mamba_d_conv", "mamba_proj_bias", "mamba_conv_bias"
+_HYBRID_NORMS = ("input_layernorm", "pre_ff_layernorm")
+
+
+def _jamba(c: _Config) -> nn.Module:
+    inner, state = c.size("mamba_expand", 2) * c.hidden, c.size("mamba_d_state", 16)
+    rank = _rank(c, "mamba_dt_rank")
+    count, width = c.size("num_experts", 16), c.size("intermediate_size")
+    every, first = c.size("attn_layer_period", 8), c.size("attn_layer_offset", 4, least=0)
+    moe_every, moe_first = (
+        c.size("expert_layer_period", 2), c.size("expert_layer_offset", 1, least=0),
+    )  # fmt: skip
+
+    def layer(index: int) -> nn.Module:
+        made = nn.Module()
+        if index % every == first:
+            made.self_attn = _attention(c, qkv_bias=False)
+        else:
+            made.mamba = mixer = _mixer(c, inner, _HYBRID_KEYS, state, rank=rank)
+            mixer.dt_layernorm = _rms_norm(rank)
+            mixer.b_layernorm, mixer.c_layernorm = _rms_norm(state), _rms_norm(state)
+        is_dense = count == 1 or index % moe_every != moe_first
+        experts = None if is_dense else _mixture(c, count, width, router_name="router")
+        made.feed_forward = experts or _mlp(c)
+        return made
+
+    return _causal(c, _trunk(c, layer, _HYBRID_NORMS, "final_layernorm"))
+
+
+def _bamba(c: _Config) -> nn.Module:
+    inner, state = c.size("mamba_expand", 2) * c.hidden, c.size("mamba_d_state", 256)
+    heads, groups = c.size("mamba_n_heads", 128), c.size("mamba_n_groups", 1)
+    if c.data.get("mamba_d_head", "auto") != "auto":
+        _check_heads(c, inner, heads, "mamba_d_head", inner // heads)
+    attending = c.indices("attn_layer_indices")
+
+    def layer(index: int) -> nn.Module:
+        made = nn.Module()
+        if index in attending:
+            made.self_attn = _attention(c)
+        else:
+            made.mamba = _mixer(c, inner, _HYBRID_KEYS, state, heads=heads, groups=groups)
+        made.feed_forward = _mlp(c)
+        return made
+
+    return _causal(c, _trunk(c, layer, _HYBRID_NORMS, "final_layernorm"))
+
+
+# ---- others ------------------------------------------------------------------------------
+
+
+def _gpt2(c: _Config) -> nn.Module:
+    """GPT-2 stores its weights (in, out), and its c_attn holds q, k and v as one matrix."""
+    hidden = c.size("n_embd")
+    width = c.size("n_inner", 4 * hidden)
+
+    def conv1d(inputs: int, outputs: int) -> nn.Module:
+        module = _join(weight=_parameter(inputs, outputs), bias=_parameter(outputs))
+        module.nf = outputs  # type: ignore[assignment]
+        return module
+
+    def block(_: int) -> nn.Module:
+        return _join(
+            ln_1=_layer_norm(hidden),
+            attn=_join(c_attn=conv1d(hidden, 3 * hidden), c_proj=conv1d(hidden, hidden)),
+            ln_2=_layer_norm(hidden),
+            mlp=_join(c_fc=conv1d(hidden, width), c_proj=conv1d(width, hidden)),
+        )
+
+    embedding = _embedding(c.size("vocab_size"), hidden)
+    transformer = _join(
+        wte=embedding,
+        wpe=_embedding(c.size("n_positions"), hidden),
+        h=_repeat(c.size("n_layer"), block),
+        ln_f=_layer_norm(hidden),
+    )
+    return _join(transformer=transformer, lm_head=_head(c, embedding, True))
+
+
+def _siglip(c: _Config) -> nn.Module:
+    """A vision transformer."""
+    hidden, width, patch = c.hidden, c.size("intermediate_size"), c.size("patch_size")
+    square = (hidden, hidden, True)
+
+    def layer(_: int) -> nn.Module:
+        return _join(
+            layer_norm1=_layer_norm(hidden),
+            self_attn=_join(q_proj=square, k_proj=square, v_proj=square, out_proj=square),
+            layer_norm2=_layer_norm(hidden),
+            mlp=_join(fc1=(hidden, width, True), fc2=(width, hidden, True)),
+        )
+
+    patches = (c.size("image_size") // patch) ** 2
+    return _join(
+        embeddings=_join(
+            patch_embedding=nn.Conv2d(3, hidden, patch, stride=patch, device="meta"),
+            position_embedding=_embedding(patches, hidden),
+        ),
+        encoder=_join(layers=_repeat(c.size("num_hidden_layers"), layer)),
+        post_layernorm=_layer_norm(hidden),
     )
 
 
-def _jamba(config: _Config) -> Decoder:
-    def others(kind: str, period: int, offset: int) -> frozenset[int]:
-        """The layers that are not of this kind, which come periodically."""
-        period = config.size(f"{kind}_layer_period", period)
-        offset = config.size(f"{kind}_layer_offset", offset, least=0)
-        return frozenset(i for i in layers if i % period != offset)
+def _pi0(c: _Config) -> nn.Module:
+    """A vision-language model beside a smaller expert for robot actions.
 
-    layers = range(config.size("num_hidden_layers"))
-    experts = Experts(
-        config.size("num_experts", 16),
-        config.size("intermediate_size"),
-        dense_layers=others("expert", 2, 1),
-        block="feed_forward",
-        router="router",
-    )
-    state, rank = config.size("mamba_d_state", 16), _rank(config, "mamba_dt_rank")
-    return _decoder(
-        config,
-        biased=None,
-        experts=experts if experts.count > 1 else None,
-        mixer=_hybrid_mixer(config, state=state, rank=rank, inner_norms=True),
-        mixed=others("attn", 8, 4),
-        **_JAMBA_NAMES,
+    The expert has layers of its own, and its tokens attend to those of the language model.
+    """
+    vision, text, expert = map(c.part, ("vision_config", "text_config", "expert_config"))
+    width, actions = expert.hidden, c.size("action_dim")
+
+    def layer(_: int) -> nn.Module:
+        return _join(self_attn=_attention(expert, 256), mlp=_mlp(expert))
+
+    return _join(
+        vision_tower=_siglip(vision),
+        multi_modal_projector=_join(linear=(vision.hidden, text.hidden, True)),
+        language_model=_llama(text, head_dim=256, tied=True),
+        action_expert=_join(model=_trunk(expert, layer)),
+        state_proj=(actions, width, True),
+        action_in_proj=(actions, width, True),
+        action_time_mlp_in=(2 * width, width, True),
+        action_time_mlp_out=(width, width, True),
+        action_out_proj=(width, actions, True),
     )
 
 
-def _bamba(config: _Config) -> Decoder:
-    heads, groups = config.size("mamba_n_heads", 128), config.size("mamba_n_groups", 1)
-    state = config.size("mamba_d_state", 256)
-    mixer = _hybrid_mixer(config, state=state, heads=heads, groups=groups)
-    if config.data.get("mamba_d_head", "auto") != "auto":
-        _check_heads(config, mixer.inner, heads, "mamba_d_head", mixer.inner // heads)
-    mixed = frozenset(range(config.size("num_hidden_layers")))
-    mixed -= config.indices("attn_layer_indices")
-    mlp_bias = config.flag("mlp_bias")
-    return _decoder(config, mlp_bias=mlp_bias, mixer=mixer, mixed=mixed, **_JAMBA_NAMES)
+# ---- any of them -------------------------------------------------------------------------
 
+_gemma = partial(_llama, head_dim=256, tied=True)
 
-def _mllama(config: _Config) -> Decoder:
-    """The language model: the vision tower is left out."""
-    inner = config.data.get("text_config", config.data)
-    if not isinstance(inner, Mapping):
-        raise _wrong("text_config", inner, "an object")
-    return _decoder(
-        _Config(inner),
-        biased=None,
-        crossed=_Config(inner).indices("cross_attention_layers"),
-        extra_tokens=8,  # the image token and padding
-        nested="language_model",
-    )
-
-
-MODEL_TYPES: Mapping[str, Callable[[_Config], Architecture]] = MappingProxyType(
+MODEL_TYPES: Mapping[str, Callable[[_Config], nn.Module]] = MappingProxyType(
     {
         "bamba": _bamba,
         "deepseek_v2": _deepseek,
         "deepseek_v3": partial(_deepseek, correction_bias=True),
         "falcon_mamba": _mamba,
-        "gemma": partial(_decoder, head_dim=256, tied=True),
-        "gemma2": partial(_decoder, head_dim=256, tied=True, layer_norms=_FOUR_NORMS),
-        "gemma3_text": partial(
-            _decoder, head_dim=256, tied=True, qk_norm=True, layer_norms=_FOUR_NORMS
-        ),
+        "gemma": _gemma,
+        "gemma2": partial(_gemma, norms=_FOUR_NORMS),
+        "gemma3_text": partial(_gemma, norms=_FOUR_NORMS, qk_norm=True),
         "gpt2": _gpt2,
         "gpt_oss": _gpt_oss,
         "jamba": _jamba,
         "llama": _llama,
         "mamba": _mamba,
         "mamba2": partial(_mamba, version=2),
-        "mistral": partial(_decoder, biased=None),
+        "mistral": _llama,
         "mixtral": _mixtral,
         "mllama": _mllama,
         "mllama_text_model": _mllama,
-        "phi3": partial(_decoder, biased=None, fused=True),
-        "qwen2": partial(_decoder, biased=None, qkv_bias=True),
+        "phi3": partial(_llama, fused=True),
+        "pi0": _pi0,
+        "qwen2": partial(_llama, qkv_bias=True),
         "qwen2_moe": _qwen2_moe,
-        "qwen3": partial(_decoder, head_dim=128, qk_norm=True),
-        "qwen3_moe": _qwen3_moe,
+        "qwen3": partial(_llama, head_dim=128, qk_norm=True),
+        "qwen3_moe": partial(_qwen_moe, qk_norm=True),
     }
 )
 
 
-def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """The architecture that a configuration describes.
+def build(config: Mapping[str, Any], dtype: str | None = None) -> nn.Module:
+    """The model that a configuration describes, on the meta device, where it takes no memory.
+
+    ``dtype`` replaces the one that the configuration names.
 
     Raises:
         PlanError: another ``model_type`` than those of `MODEL_TYPES`, or a key is missing or wrong.
@@ -335,7 +596,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
             "model pass --model module:function, a function that returns the model (best built "
             "under torch.device('meta'))"
         )
-    return MODEL_TYPES[kind](_Config(config))
+    return MODEL_TYPES[kind](_Config(config)).to(getattr(torch, dtype or dtype_of(config)))
 
 
 def dtype_of(config: Mapping[str, Any]) -> str:

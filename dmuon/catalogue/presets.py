@@ -1,4 +1,4 @@
-"""Models to plan for without having them: published architectures as tables of numbers.
+"""Models to plan for without having them: published architectures as Hugging Face configurations.
 
 `model_specs` turns a preset's name, a Hugging Face configuration or a user's own function into what
 the scheduler takes.
@@ -15,20 +15,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
 
-from dmuon.catalogue import hf_config
-from dmuon.catalogue.modules import (
-    GPT2,
-    Architecture,
-    Decoder,
-    Experts,
-    LatentAttention,
-    VisionLanguageAction,
-    build,
-)
+from dmuon.catalogue.hf_config import build, read_config
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs
 from dmuon.types import Heads, PlanError, Splits
@@ -36,147 +28,161 @@ from dmuon.types import Heads, PlanError, Splits
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One architecture, and the publication that its numbers are from."""
+    """The configuration of one architecture, and the publication that its numbers are from."""
 
-    architecture: Architecture
+    config: Mapping[str, Any]
     source: str
-    dtype: str = "bfloat16"
+
+
+def _sizes(
+    hidden: int, layers: int, heads: int, kv_heads: int, width: int, head_dim: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "intermediate_size": width, "head_dim": head_dim, **more,
+    }  # fmt: skip
 
 
 # ---- dense -------------------------------------------------------------------------------
 
 
-def _gpt2(hidden: int, layers: int, config: str) -> Preset:
-    source = f"GPT-2 paper (Radford et al. 2019), table 2; config.json of openai-community/{config}"
-    return Preset(GPT2(50257, 1024, hidden, layers, 4 * hidden), source)
+def _gpt2(name: str, hidden: int, layers: int) -> Preset:
+    config = {
+        "model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": hidden,
+        "n_layer": layers,
+    }  # fmt: skip
+    source = f"GPT-2 paper (Radford et al. 2019), table 2; config.json of openai-community/{name}"
+    return Preset(config, source)
 
 
-def _llama3(
-    hidden: int, layers: int, heads: int, width: int, head_dim: int = 128, small: str = ""
-) -> Preset:
+def _llama(small: str, *sizes: int) -> Preset:
     """``small``: the size of a Llama 3.2, which ties its embedding."""
-    decoder = Decoder(128256, hidden, layers, heads, 8, head_dim, width, tied=bool(small))
     source = "Llama 3 paper (Dubey et al. 2024), table 3"
     if small:
         source = f"Llama 3.2 model card; config.json of meta-llama/Llama-3.2-{small}"
-    return Preset(decoder, source)
+    tied = {"tie_word_embeddings": bool(small)}
+    return Preset(_sizes(*sizes, model_type="llama", vocab_size=128256, **tied), source)
 
 
-def _qwen25(size: str, hidden: int, layers: int, heads: int, kv_heads: int, width: int) -> Preset:
+def _qwen25(size: str, *sizes: int) -> Preset:
     tied = size in ("0.5B", "1.5B", "3B")
     vocabulary = 151936 if tied else 152064  # padded
-    shape = (vocabulary, hidden, layers, heads, kv_heads, hidden // heads, width)
-    return Preset(
-        Decoder(*shape, tied=tied, qkv_bias=True),
-        f"Qwen2.5 technical report (2024), table 1; config.json of Qwen/Qwen2.5-{size}",
-    )
+    more: dict[str, Any] = {
+        "model_type": "qwen2",
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+    }
+    source = f"Qwen2.5 technical report (2024), table 1; config.json of Qwen/Qwen2.5-{size}"
+    return Preset(_sizes(*sizes, **more), source)
 
 
-def _qwen3(
-    size: str,
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    width: int,
-    experts: Experts | None = None,
-) -> Preset:
-    shape, tied = (151936, hidden, layers, heads, kv_heads, 128, width), size in _QWEN3_TIED
-    return Preset(
-        Decoder(*shape, tied=tied, qk_norm=True, experts=experts),
-        f"Qwen3 technical report (2025), tables 1 and 2; config.json of Qwen/Qwen3-{size}",
-    )
+def _qwen3(size: str, *sizes: int, experts: int = 0, expert_width: int = 0) -> Preset:
+    more: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 151936}
+    more["tie_word_embeddings"] = size in ("0.6B", "1.7B", "4B")
+    if experts:
+        more["model_type"] = "qwen3_moe"
+        more |= {"num_experts": experts, "moe_intermediate_size": expert_width}
+    source = f"Qwen3 technical report (2025), tables 1 and 2; config.json of Qwen/Qwen3-{size}"
+    return Preset(_sizes(*sizes, **more), source)
 
 
-_QWEN3_TIED = ("0.6B", "1.7B", "4B")
+# hidden size, layers, heads, heads of keys, width of the MLP, size of a head
 _DENSE = {
-    "gpt2": _gpt2(768, 12, "gpt2"),
-    "gpt2-medium": _gpt2(1024, 24, "gpt2-medium"),
-    "gpt2-large": _gpt2(1280, 36, "gpt2-large"),
-    "gpt2-xl": _gpt2(1600, 48, "gpt2-xl"),
-    "llama3-8b": _llama3(4096, 32, 32, 14336),
-    "llama3-70b": _llama3(8192, 80, 64, 28672),
-    "llama3-405b": _llama3(16384, 126, 128, 53248),
-    "llama3.2-1b": _llama3(2048, 16, 32, 8192, 64, small="1B"),
-    "llama3.2-3b": _llama3(3072, 28, 24, 8192, small="3B"),
-    "qwen2.5-0.5b": _qwen25("0.5B", 896, 24, 14, 2, 4864),
-    "qwen2.5-1.5b": _qwen25("1.5B", 1536, 28, 12, 2, 8960),
-    "qwen2.5-3b": _qwen25("3B", 2048, 36, 16, 2, 11008),
-    "qwen2.5-7b": _qwen25("7B", 3584, 28, 28, 4, 18944),
-    "qwen2.5-14b": _qwen25("14B", 5120, 48, 40, 8, 13824),
-    "qwen2.5-32b": _qwen25("32B", 5120, 64, 40, 8, 27648),
-    "qwen2.5-72b": _qwen25("72B", 8192, 80, 64, 8, 29568),
-    "qwen3-0.6b": _qwen3("0.6B", 1024, 28, 16, 8, 3072),
-    "qwen3-1.7b": _qwen3("1.7B", 2048, 28, 16, 8, 6144),
-    "qwen3-4b": _qwen3("4B", 2560, 36, 32, 8, 9728),
-    "qwen3-8b": _qwen3("8B", 4096, 36, 32, 8, 12288),
-    "qwen3-14b": _qwen3("14B", 5120, 40, 40, 8, 17408),
-    "qwen3-32b": _qwen3("32B", 5120, 64, 64, 8, 25600),
+    "gpt2": _gpt2("gpt2", 768, 12),
+    "gpt2-medium": _gpt2("gpt2-medium", 1024, 24),
+    "gpt2-large": _gpt2("gpt2-large", 1280, 36),
+    "gpt2-xl": _gpt2("gpt2-xl", 1600, 48),
+    "llama3-8b": _llama("", 4096, 32, 32, 8, 14336, 128),
+    "llama3-70b": _llama("", 8192, 80, 64, 8, 28672, 128),
+    "llama3-405b": _llama("", 16384, 126, 128, 8, 53248, 128),
+    "llama3.2-1b": _llama("1B", 2048, 16, 32, 8, 8192, 64),
+    "llama3.2-3b": _llama("3B", 3072, 28, 24, 8, 8192, 128),
+    "qwen2.5-0.5b": _qwen25("0.5B", 896, 24, 14, 2, 4864, 64),
+    "qwen2.5-1.5b": _qwen25("1.5B", 1536, 28, 12, 2, 8960, 128),
+    "qwen2.5-3b": _qwen25("3B", 2048, 36, 16, 2, 11008, 128),
+    "qwen2.5-7b": _qwen25("7B", 3584, 28, 28, 4, 18944, 128),
+    "qwen2.5-14b": _qwen25("14B", 5120, 48, 40, 8, 13824, 128),
+    "qwen2.5-32b": _qwen25("32B", 5120, 64, 40, 8, 27648, 128),
+    "qwen2.5-72b": _qwen25("72B", 8192, 80, 64, 8, 29568, 128),
+    "qwen3-0.6b": _qwen3("0.6B", 1024, 28, 16, 8, 3072, 128),
+    "qwen3-1.7b": _qwen3("1.7B", 2048, 28, 16, 8, 6144, 128),
+    "qwen3-4b": _qwen3("4B", 2560, 36, 32, 8, 9728, 128),
+    "qwen3-8b": _qwen3("8B", 4096, 36, 32, 8, 12288, 128),
+    "qwen3-14b": _qwen3("14B", 5120, 40, 40, 8, 17408, 128),
+    "qwen3-32b": _qwen3("32B", 5120, 64, 64, 8, 25600, 128),
 }
 
 # ---- mixtures of experts -----------------------------------------------------------------
 
+_LATENT = {
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
 
-def _mixtral(hidden: int, layers: int, heads: int, width: int, source: str) -> Preset:
-    experts = Experts(8, width, block="block_sparse_moe", projections=("w1", "w3", "w2"))
-    return Preset(Decoder(32000, hidden, layers, heads, 8, 128, width, experts=experts), source)
+
+def _mixtral(source: str, *sizes: int) -> Preset:
+    more: dict[str, Any] = {"model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8}
+    return Preset(_sizes(*sizes, **more), source)
 
 
 _EXPERTS = {
-    "qwen3-30b-a3b": _qwen3("30B-A3B", 2048, 48, 32, 4, 6144, Experts(128, 768)),
-    "qwen3-235b-a22b": _qwen3("235B-A22B", 4096, 94, 64, 4, 12288, Experts(128, 1536)),
-    "mixtral-8x7b": _mixtral(
-        4096, 32, 32, 14336, "Mixtral of Experts paper (Jiang et al. 2024), table 1"
+    "qwen3-30b-a3b": _qwen3(
+        "30B-A3B", 2048, 48, 32, 4, 6144, 128, experts=128, expert_width=768
     ),
-    "mixtral-8x22b": _mixtral(6144, 56, 48, 16384, "config.json of mistralai/Mixtral-8x22B-v0.1"),
+    "qwen3-235b-a22b": _qwen3(
+        "235B-A22B", 4096, 94, 64, 4, 12288, 128, experts=128, expert_width=1536
+    ),
+    "mixtral-8x7b": _mixtral(
+        "Mixtral of Experts paper (Jiang et al. 2024), table 1", 4096, 32, 32, 8, 14336, 128
+    ),
+    "mixtral-8x22b": _mixtral(
+        "config.json of mistralai/Mixtral-8x22B-v0.1", 6144, 56, 48, 8, 16384, 128
+    ),
     "deepseek-v2-lite": Preset(
-        Decoder(
-            *(102400, 2048, 27, 16, 16, 192, 10944),
-            latent=LatentAttention(0, 512, nope_dim=128, rope_dim=64, value_dim=128),
-            experts=Experts(64, 1408, shared=2 * 1408, dense_layers=frozenset({0})),
-        ),
+        _LATENT | {
+            "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": 2048,
+            "num_hidden_layers": 27, "num_attention_heads": 16, "intermediate_size": 10944,
+            "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 1,
+        },
         "DeepSeek-V2 paper (2024), appendix B; config.json of deepseek-ai/DeepSeek-V2-Lite",
     ),
     "deepseek-v3": Preset(
-        Decoder(
-            *(129280, 7168, 61, 128, 128, 192, 18432),
-            latent=LatentAttention(1536, 512, nope_dim=128, rope_dim=64, value_dim=128),
-            experts=Experts(
-                256, 2048, shared=2048, dense_layers=frozenset({0, 1, 2}), correction_bias=True
-            ),
-        ),
+        _LATENT | {
+            "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
+            "num_hidden_layers": 61, "num_attention_heads": 128, "intermediate_size": 18432,
+            "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3, "q_lora_rank": 1536,
+        },
         "DeepSeek-V3 technical report (2024), section 4.2, without multi-token prediction",
     ),
     "moe-60x256": Preset(
-        Decoder(128256, 4096, 60, 32, 8, 128, 1536, qk_norm=True, experts=Experts(256, 1536)),
+        _sizes(
+            4096, 60, 32, 8, 1536, 128, model_type="qwen3_moe", vocab_size=128256,
+            num_experts=256, moe_intermediate_size=1536,
+        ),
         "made up: a scaling target of about 46,000 matrices",
     ),
-}
+}  # fmt: skip
 
 # ---- robots ------------------------------------------------------------------------------
 
-_VLA = VisionLanguageAction(
-    hidden=1152,
-    layers=27,
-    intermediate=4304,
-    patch=14,
-    patches=256,
-    language=Decoder(257152, 2048, 18, 8, 1, 256, 16384, tied=True),
-    expert=Decoder(0, 1024, 18, 8, 1, 256, 4096),
-    action_dim=32,
-)
-_VLA_SOURCE = "pi0 paper (Black et al. 2024): PaliGemma (SigLIP, Gemma 2B) and a 300M action expert"
+_PI0 = {
+    "model_type": "pi0",
+    "vision_config": {
+        "hidden_size": 1152, "num_hidden_layers": 27, "intermediate_size": 4304, "patch_size": 14,
+        "image_size": 224,
+    },
+    "text_config": _sizes(2048, 18, 8, 1, 16384, 256, vocab_size=257152),
+    "expert_config": _sizes(1024, 18, 8, 1, 4096, 256),
+    "action_dim": 32,
+}  # fmt: skip
+_PI0_SOURCE = "pi0 paper (Black et al. 2024): PaliGemma (SigLIP, Gemma 2B) and a 300M action expert"
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {**_DENSE, **_EXPERTS, "vla": Preset(_VLA, _VLA_SOURCE)}
+    {**_DENSE, **_EXPERTS, "vla": Preset(_PI0, _PI0_SOURCE)}
 )
 
 # ---- any model ---------------------------------------------------------------------------
-
-
-def _from_config(path: Path, dtype: str | None) -> nn.Module:
-    config = hf_config.read_config(path)
-    return build(hf_config.architecture_of(config), dtype or hf_config.dtype_of(config))
 
 
 @contextlib.contextmanager
@@ -193,7 +199,7 @@ def _visible_folder(folder: str) -> Iterator[None]:
 
 def _from_function(text: str, dtype: str | None) -> nn.Module:
     module_name, _, function_name = text.partition(":")
-    # Whatever the user's code raises is an answer to the user, not a fault of ours.
+    # Any error of the user's code is an answer to the user, not a fault of ours.
     with _visible_folder(os.getcwd()):
         try:
             module = importlib.import_module(module_name)
@@ -229,11 +235,11 @@ def _unknown(text: str) -> PlanError:
 def _load(text: str, dtype: str | None) -> nn.Module:
     preset = PRESETS.get(text.lower())
     if preset is not None:
-        return build(preset.architecture, dtype or preset.dtype)
+        return build(preset.config, dtype)
     if os.path.isdir(text):
-        return _from_config(Path(text, "config.json"), dtype)
+        return build(read_config(Path(text, "config.json")), dtype)
     if os.path.exists(text) or text.endswith(".json"):
-        return _from_config(Path(text), dtype)
+        return build(read_config(Path(text)), dtype)
     if all(part.strip() for part in text.partition(":")):
         return _from_function(text, dtype)
     raise _unknown(text)

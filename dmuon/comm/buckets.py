@@ -1,4 +1,4 @@
-"""What travels together, in which order, and the memory that it travels in.
+"""Which tensors travel together, in which order, and the memory that they travel in.
 
 The gradients of a *bucket* of parameters leave as soon as all of them are there: in one *segment*
 for each place that owns some of them, and one for what every rank updates::
@@ -8,7 +8,7 @@ for each place that owns some of them, and one for what every rank updates::
 
 A segment is made of *spans*: neighbouring elements of a parameter, or of this rank's
 tensor-parallel slice of it, whose matrices have their owners at one place of the grid. Everything
-but `packed` and `Buffer` is pure data, equal on every rank.
+but `allocate` and `Buffer` is pure data, equal on every rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from dmuon.comm.process_groups import Grid
 from dmuon.config import BATCH_BUCKETS
 from dmuon.scheduler.plan import OwnershipPlan, Unit
-from dmuon.scheduler.shards import RankShards
+from dmuon.scheduler.shards import LocalShard, RankShards, ShardMap
 from dmuon.scheduler.specs import Box, ModelSpecs
 from dmuon.types import OwnershipError
 
@@ -37,11 +37,10 @@ EVERYONE = -1  # the "owner" of parameters that all ranks update
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one rank holds of a matrix: ``numel`` elements of its slice of the parameter, from
-    ``start`` on, which are the box ``box`` of the matrix, counted from the matrix's corner."""
+class Held:
+    """The part of a matrix that one rank holds: ``numel`` elements of its slice of the parameter,
+    from ``start`` on, which are the box ``box`` of the matrix, counted from the matrix's corner."""
 
-    matrix: int
     start: int
     numel: int
     box: Box
@@ -49,21 +48,26 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``numel`` elements of a parameter's slice from flat element ``start`` on, of ``matrices``
-    that are owned at the place (``replica``, ``shard``)."""
+    """``numel`` elements from element ``start`` on, owned at the place (``replica``, ``shard``).
 
-    parameter: int
+    In gradients they are elements of ``parameter``'s slice, those of ``matrices``; in a bucket of
+    weights they are elements of the bucket.
+    """
+
     start: int
     numel: int
-    matrices: tuple[int, ...] = ()
     shard: int = EVERYONE
     replica: int = 0
+    parameter: int = -1
+    matrices: tuple[int, ...] = ()
 
 
 class Slices:
     """The tensor-parallel slices of all parameters, and who owns what of them.
 
     ``boxes[p]`` are those of parameter p by tensor coordinate, None where it is whole everywhere.
+    ``shards`` says the same of the ranks with one pair of data coordinates, counted by their tensor
+    coordinate.
     """
 
     def __init__(
@@ -73,8 +77,9 @@ class Slices:
         self.grid = grid
         self.boxes = boxes
         self.matrices_of: dict[int, list[int]] = defaultdict(list)  # in element order
-        for i, matrix in enumerate(plan.specs.matrices):
-            spec = plan.specs.parameters[matrix.parameter]
+        specs, together = plan.specs, tuple(range(grid.shape[2]))
+        for i, matrix in enumerate(specs.matrices):
+            spec = specs.parameters[matrix.parameter]
             if not matrix.box(spec.shape).is_range_of(spec.shape):
                 raise OwnershipError(
                     f"{matrix.name!r} is no contiguous range of {spec.name!r} {list(spec.shape)}, "
@@ -82,6 +87,22 @@ class Slices:
                     "this parameter out of splits/heads, or use layout='sharded' or 'replicated'"
                 )
             self.matrices_of[matrix.parameter].append(i)
+        # A parameter that is whole everywhere is one that each of these ranks replicates.
+        pairs = [*zip(specs.parameters, boxes, strict=True)]
+        reports = tuple(
+            RankShards.of(
+                t,
+                [
+                    LocalShard(together, (t,), Box.at_origin(spec.shape))
+                    if cut is None
+                    else LocalShard(together, (), cut[t])
+                    for spec, cut in pairs
+                ],
+            )
+            for t in together
+        )
+        copies, holders = ((together,),) * len(specs.parameters), (together,) * len(specs.matrices)
+        self.shards = ShardMap(specs, reports, copies, holders)
         self._place = [grid.place(owner) for owner in plan.owners]
 
     @classmethod
@@ -101,17 +122,9 @@ class Slices:
 
     def shape(self, parameter: int, tensor: int) -> tuple[int, ...]:
         """The shape of a parameter's slice."""
-        boxes = self.boxes[parameter]
-        return self.plan.specs.parameters[parameter].shape if boxes is None else boxes[tensor].shape
+        return self.shards.shard(tensor, parameter).box.shape
 
-    def _boxes(self, matrix: int, tensor: int) -> tuple[Box, Box]:
-        """The box of a matrix in its parameter, and that of the parameter's slice."""
-        spec = self.plan.specs.matrices[matrix]
-        shape = self.plan.specs.parameters[spec.parameter].shape
-        boxes = self.boxes[spec.parameter]
-        return spec.box(shape), Box.at_origin(shape) if boxes is None else boxes[tensor]
-
-    def places(
+    def keepers(
         self, parameter: int, *, in_slices: bool, replicas: bool
     ) -> list[tuple[int, int, Box]]:
         """Who keeps a parameter: (matrix, mesh rank, box in the parameter).
@@ -123,35 +136,34 @@ class Slices:
         for i in self.matrices_of[parameter]:
             replica, shard, tensor = self._place[i]
             every = in_slices and (replicas or self.is_cut(i))
+            box = self.shards.boxes[i].box
             for r in range(self.grid.shape[0]) if replicas else [replica]:
                 for t in range(self.grid.shape[2]) if every else [tensor]:
-                    outer, local = self._boxes(i, t)
-                    box = outer.intersection(local) if in_slices else outer
-                    found.append((i, self.grid.rank_at(r, shard, t), box))
+                    kept = box.intersection(self.shards.shard(t, parameter).box)
+                    rank = self.grid.rank_at(r, shard, t)
+                    found.append((i, rank, kept if in_slices else box))
         return found
 
-    def part(self, matrix: int, tensor: int) -> Part:
-        """What the ranks with this tensor coordinate hold of a matrix."""
-        shape = self.plan.specs.parameters[self.plan.specs.matrices[matrix].parameter].shape
-        outer, local = self._boxes(matrix, tensor)
-        common = outer.intersection(local)
-        if not common.numel:
-            return Part(matrix, 0, 0, Box((0,) * len(shape), (0,) * len(shape)))
-        # Row-major in the slice; a range of the whole has no gaps in a slice either.
-        start = 0
-        for corner, size in zip(common.within(local).offset, local.shape, strict=True):
-            start = start * size + corner
-        return Part(matrix, start, common.numel, common.within(outer))
+    def held(self, matrix: int, tensor: int) -> Held:
+        """The part of a matrix that the ranks with this tensor coordinate hold."""
+        outer = self.shards.boxes[matrix].box
+        local = self.shards.shard(tensor, self.plan.specs.matrices[matrix].parameter).box
+        common, start = outer.intersection(local), 0
+        if common.numel:
+            # Row-major in the slice; a range of the whole has no gaps in a slice either.
+            for corner, size in zip(common.within(local).offset, local.shape, strict=True):
+                start = start * size + corner
+        return Held(start, common.numel, common.within(outer))
 
     def spans(self, parameter: int, tensor: int) -> list[Span]:
         """The spans of a matrix parameter's slice, in element order; empty slices have none."""
-        parts = [self.part(i, tensor) for i in self.matrices_of[parameter]]
-        parts = sorted((p for p in parts if p.numel), key=lambda p: p.start)
+        pairs = [(self.held(i, tensor), i) for i in self.matrices_of[parameter]]
+        pairs = sorted((p for p in pairs if p[0].numel), key=lambda pair: pair[0].start)
         found = []
-        for (replica, shard), members in groupby(parts, lambda p: self._place[p.matrix][:2]):
+        for (replica, shard), members in groupby(pairs, lambda pair: self._place[pair[1]][:2]):
             mine = list(members)
-            numel, matrices = sum(p.numel for p in mine), tuple(p.matrix for p in mine)
-            found.append(Span(parameter, mine[0].start, numel, matrices, shard, replica))
+            numel, matrices = sum(h.numel for h, _ in mine), tuple(i for _, i in mine)
+            found.append(Span(mine[0][0].start, numel, shard, replica, parameter, matrices))
         return found
 
 
@@ -211,20 +223,21 @@ class GradientBucket:
 def gradient_bucket(
     slices: Slices,
     parameters: Sequence[int],
-    rest_numel: Mapping[int, int],
+    adamw: Mapping[int, int],
     tensor: int,
     reduce_dtype: torch.dtype | None,
 ) -> GradientBucket:
-    """A segment for each shard coordinate that owns some of it, in it by replica; the rest last.
+    """A segment for each shard coordinate that owns some of it, ordered by replica; last what all
+    ranks update.
 
-    ``rest_numel`` gives the elements, here, of the parameters that all ranks update. An empty
+    ``adamw`` gives the elements, here, of the parameters that all ranks update. An empty
     parameter takes part in the flags, but nothing of it travels.
     """
     specs = slices.plan.specs.parameters
     spans: dict[tuple[bool, int, str], list[Span]] = defaultdict(list)
     for p in parameters:
         dtype = str(reduce_dtype).removeprefix("torch.") if reduce_dtype else specs[p].dtype
-        mine = [Span(p, 0, rest_numel[p])] if p in rest_numel else slices.spans(p, tensor)
+        mine = [Span(0, adamw[p], parameter=p)] if p in adamw else slices.spans(p, tensor)
         for span in mine:
             if span.numel:
                 spans[span.shard == EVERYONE, span.shard, dtype].append(span)
@@ -258,38 +271,28 @@ def cut_by_bytes(
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """Elements ``start .. start + numel`` of a bucket, owned at (``replica``, ``shard``)."""
-
-    start: int
-    numel: int
-    shard: int
-    replica: int
-
-
-@dataclass(frozen=True, slots=True)
 class WeightBucket:
     """Parameters whose weights lie one behind the other in one buffer.
 
-    ``sends`` are the ranges that leave in one broadcast along shards each (their ``replica`` says
+    ``sends`` are the spans that leave in one broadcast along shards each (their ``replica`` says
     nothing), ``publishes`` those that leave in one along replicas. ``keeper`` is the shard
     coordinate that keeps all of it, None where there are several.
     """
 
     dtype: str
     parameters: tuple[int, ...]
-    sends: tuple[Range, ...]
-    publishes: tuple[Range, ...]
+    sends: tuple[Span, ...]
+    publishes: tuple[Span, ...]
     keeper: int | None
 
     @property
     def numel(self) -> int:
-        return sum(piece.numel for piece in self.sends)
+        return sum(span.numel for span in self.sends)
 
 
 def weight_buckets(slices: Slices, parameters: Sequence[int], tensor: int) -> list[WeightBucket]:
-    """Those of parameters that are used together, in the order of their broadcasts: equal along
-    shards. What several shard coordinates keep pieces of has a bucket of its own."""
+    """The buckets of parameters that are used together, in the order of their broadcasts: equal
+    along shards. A parameter that several shard coordinates keep has a bucket of its own."""
     specs = slices.plan.specs.parameters
     spans = {p: slices.spans(p, tensor) for p in parameters}
     members: dict[tuple[bool, str, int], list[int]] = defaultdict(list)
@@ -301,19 +304,19 @@ def weight_buckets(slices: Slices, parameters: Sequence[int], tensor: int) -> li
     for (is_cut, _, keeper), mine in sorted(members.items()):
         mine.sort(key=lambda p: min((span.replica for span in spans[p]), default=0))
         placed = [span for p in mine for span in spans[p]]
-        sends = _ranges(placed, lambda span: (0, span.shard))
-        publishes = _ranges(placed, lambda span: (span.replica, span.shard))
+        sends = _joined(placed, lambda span: (0, span.shard))
+        publishes = _joined(placed, lambda span: (span.replica, span.shard))
         kept_at = None if is_cut else keeper
         found.append(WeightBucket(specs[mine[0]].dtype, tuple(mine), sends, publishes, kept_at))
     return found
 
 
-def _ranges(placed: Sequence[Span], place: Callable[[Span], tuple[int, int]]) -> tuple[Range, ...]:
-    """Spans that follow each other at one place, joined."""
+def _joined(placed: Sequence[Span], place: Callable[[Span], tuple[int, int]]) -> tuple[Span, ...]:
+    """Spans that follow each other at one place, joined, one behind the other in a bucket."""
     found, start = [], 0
     for (replica, shard), members in groupby(placed, place):
         numel = sum(span.numel for span in members)
-        found.append(Range(start, numel, shard, replica))
+        found.append(Span(start, numel, shard, replica))
         start += numel
     return tuple(found)
 
@@ -324,7 +327,7 @@ def _ranges(placed: Sequence[Span], place: Callable[[Span], tuple[int, int]]) ->
 def publish_buckets(
     units: Sequence[Unit], bucket_bytes: int, item: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Units whose results leave in one broadcast each, with their owner.
+    """The units whose results leave in one broadcast each, with their owner.
 
     In the order of their predicted completion, the same on every rank. Each owner fills its buckets
     in its order of execution, up to about ``bucket_bytes`` in a dtype of ``item`` bytes.
@@ -342,18 +345,19 @@ def publish_buckets(
 
 
 def cut_buckets(
-    units: Sequence[Unit], wire: Sequence[int], bucket_bytes: int, min_buckets: int, item: int
+    units: Sequence[Unit], travelling: Sequence[int], bucket_bytes: int, min_buckets: int, item: int
 ) -> tuple[tuple[int, ...], ...]:
     """Units that travel together, in the order of the buckets; the same on every rank.
 
-    ``wire`` are the indices of the units that travel at all. Every owner has about the same share
-    of its time in each bucket, so that none waits for another; the first and the last bucket are
-    half as large, for nothing hides the gather of the first and the scatter of the last. Where an
-    owner's units in a bucket would be larger than a batch may be, it is cut once more, so that no
-    bucket is larger than that or one unit. What has co-owners is in one bucket on all of them.
+    ``travelling`` are the indices of the units that travel at all. Every owner has about the same
+    share of its time in each bucket, so that none waits for another. The first and the last bucket
+    are half as large, because nothing hides the gather of the first and the scatter of the last.
+    If an owner's units in a bucket would be larger than a batch may be, the bucket is cut once
+    more, so that none is larger than that or one unit. A unit with co-owners is in one bucket on
+    all of them.
     """
     by_owner: dict[int, list[int]] = defaultdict(list)
-    for u in wire:
+    for u in travelling:
         by_owner[units[u].owner].append(u)
     if not by_owner:
         return ()
@@ -404,12 +408,12 @@ def _edges(count: int) -> list[float]:
 # ---- memory ----------------------------------------------------------------------------------
 
 
-def packed(
+def allocate(
     sizes: Sequence[tuple[int, torch.dtype]], device: torch.device
 ) -> tuple[Tensor, list[Tensor]]:
     """Bytes, and in them flat tensors of (numel, dtype), one behind the other at multiples of 64.
 
-    >>> whole, parts = packed([(3, torch.bfloat16), (2, torch.float32)], torch.device("cpu"))
+    >>> whole, parts = allocate([(3, torch.bfloat16), (2, torch.float32)], torch.device("cpu"))
     >>> whole.nbytes, parts[1].storage_offset(), parts[1]
     (128, 16, tensor([0., 0.]))
     """
@@ -423,10 +427,10 @@ def packed(
 
 
 class Buffer:
-    """A flat tensor whose memory is there between `hold` and `release` only.
+    """A flat tensor that has memory between `hold` and `release` only, or always if ``lasting``.
 
     Its storage is resized to zero and back, never replaced: views stay views, and what autograd
-    saved of it in forward is there again in backward. ``lasting``: it always is.
+    saved of it in forward is there again in backward.
     """
 
     def __init__(self, flat: Tensor, *, lasting: bool = False) -> None:
@@ -435,11 +439,11 @@ class Buffer:
         self.nbytes = flat.untyped_storage().nbytes()
 
     def hold(self) -> None:
-        """Have memory; its content is undefined if there was none."""
+        """Get memory; its content is undefined if there was none."""
         if self._storage is not None and self._storage.nbytes() != self.nbytes:
             self._storage.resize_(self.nbytes)
 
     def release(self) -> None:
-        """Give memory back that is this buffer's alone."""
+        """Give the memory back, unless it is lasting."""
         if self._storage is not None:
             self._storage.resize_(0)

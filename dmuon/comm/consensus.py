@@ -17,8 +17,8 @@ def attempt(
 ) -> T:
     """Run ``work`` on every rank, exchange the outcome once, and succeed or fail together.
 
-    A rank whose ``work`` raised raises that error again; the others raise ConsensusError that
-    quotes it. ``digest`` describes the result in lines; it must be equal on all ranks.
+    A rank whose ``work`` raised raises that error again; the others raise a ConsensusError that
+    quotes it. ``digest`` describes the result in lines, which must be equal on all ranks.
 
     Raises:
         ConsensusError: another rank failed, or the results differ.
@@ -74,7 +74,7 @@ def _raise_difference(transport: Transport, what: str, text: str) -> None:
     ours, theirs = text.splitlines(), transport.broadcast_object(text, 0).splitlines()
     even = len(ours) == len(theirs)
     both = zip([*ours, "(nothing)"], [*theirs, "(nothing)"])
-    # Behind a line that is missing on one side all others are in other places.
+    # After a line that is missing on one side, all others are shifted.
     pairs = [(repr(a), repr(b)) for a, b in both if a != b][: None if even else 1]
     everyone = transport.gather_objects(tuple(map(first_of, zip(*pairs))))
     mine, firsts = next(found for found in everyone if found)
@@ -90,7 +90,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def different(values: Sequence[Mapping[str, str]]) -> str:
-    """What differs between the values of ranks, by name; "" if nothing does.
+    """Describe what differs between the values of ranks, by name; "" if nothing does.
 
     >>> different([{"lr": "1.0", "eps": "0.1"}, {"lr": "1.0", "eps": "0.2"}])
     'eps is 0.1 on rank 0, 0.2 on rank 1'
@@ -107,7 +107,7 @@ def different(values: Sequence[Mapping[str, str]]) -> str:
 
 
 def refused(ranks: Sequence[int] | int) -> ConsensusError:
-    """What the other ranks raise in a step that these, or so many of them, refuse to take."""
+    """The error of the other ranks in a step that these, or so many of them, refuse to take."""
     who = f"{ranks} ranks refuse" if isinstance(ranks, int) else f"rank {ranks[0]} refuses"
     return ConsensusError(
         f"{who} to take this step, because parameters, gradients or opt.param_groups are wrong "

@@ -1,11 +1,13 @@
-"""Where forward waits for published values: before each block, and before what is in no block.
+"""Hooks into a model, and what is read from it: wait points, its parameters, FSDP2's units.
 
-Blocks are what users pass to `fully_shard`: the members of `ModuleList`, `ModuleDict` and
-`Sequential`. A block waits for all of its weights, because not every module calls its children
-(`nn.MultiheadAttention` never calls ``out_proj``). The parts of a block wait too, in case someone
-calls them without the block; in compiled code they do not, so as not to cut its graph to pieces.
+Forward waits for published values before each layer, and before what is in no layer.
+
+Layers are what users pass to `fully_shard`: the members of `ModuleList`, `ModuleDict` and
+`Sequential`. A layer waits for all of its weights, because not every module calls its children
+(`nn.MultiheadAttention` never calls ``out_proj``). The modules inside a layer wait too, in case
+someone calls them without the layer; in compiled code they do not, so as not to break its graph.
 A weight can also be read without any call. So `Coverage` watches which points a training forward
-really passes; what it missed is waited for in `step`.
+really passes; `step` waits for what it missed.
 
 FSDP2 gathers a unit's parameters in a forward pre-hook of the unit's modules, and those of units
 named by ``set_modules_to_forward_prefetch`` even earlier; published values have to be there by
@@ -18,16 +20,18 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from operator import is_
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from dmuon.scheduler.specs import canonical_name
 from dmuon.types import OwnershipError
 
 Remove = Callable[[], None]
@@ -41,16 +45,16 @@ _UNCALLED = (nn.ModuleList, nn.ModuleDict)
 class WaitPoint:
     """A module, and the ids of the parameters that must be there before it runs.
 
-    ``in_block``: it is a part of a block, which has its own wait point.
+    ``in_layer``: it is inside a layer, which has a wait point of its own.
     """
 
     module: nn.Module
     parameters: frozenset[int]
     is_root: bool = False
-    in_block: bool = False
+    in_layer: bool = False
 
 
-# ---- blocks ----------------------------------------------------------------------------------
+# ---- layers ----------------------------------------------------------------------------------
 
 
 def outermost_members(root: nn.Module) -> Iterator[nn.Module]:
@@ -64,7 +68,7 @@ def outermost_members(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def area(module: nn.Module, others: Container[nn.Module]) -> Iterator[nn.Module]:
-    """``module`` and what lies below it, without ``others`` and what lies below those."""
+    """``module`` and all below it, without ``others`` and all below those."""
     yield module
     for child in module.children():
         if child not in others:
@@ -77,53 +81,66 @@ def parameter_ids(module: nn.Module, others: Container[nn.Module] = ()) -> Itera
         yield from map(id, part.parameters(recurse=False))
 
 
-def wait_points(root: nn.Module, blocks: Collection[nn.Module] | None = None) -> list[WaitPoint]:
+def wait_points(root: nn.Module, layers: Collection[nn.Module] | None = None) -> list[WaitPoint]:
     """Wait points that together cover all parameters of ``root``; one for each module with any.
 
-    Each waits for what is below it and in no other block; so the first block can start while the
-    last block's values still travel.
+    Each waits for what is below it and in no other layer, so the first layer can start while the
+    last one's values still travel.
 
     >>> model = nn.ModuleDict({"a": nn.Linear(2, 2)})
     >>> [type(point.module).__name__ for point in wait_points(model)]
     ['ModuleDict', 'Linear']
     """
-    if blocks is None:
+    if layers is None:
         members = dict.fromkeys(outermost_members(root))
-        blocks = [m for m in members if m is not root and next(m.children(), None) is not None]
-    others = set(blocks)
-    block_of: dict[nn.Module, nn.Module | None] = dict.fromkeys(area(root, others))
-    for block in blocks:
-        for part in area(block, others):
-            block_of.setdefault(part, block)
+        layers = [m for m in members if m is not root and next(m.children(), None) is not None]
+    others = set(layers)
+    layer_of: dict[nn.Module, nn.Module | None] = dict.fromkeys(area(root, others))
+    for layer in layers:
+        for part in area(layer, others):
+            layer_of.setdefault(part, layer)
     points = [
-        WaitPoint(m, frozenset(parameter_ids(m, others)), m is root, block not in (None, m))
-        for m, block in block_of.items()
+        WaitPoint(m, frozenset(parameter_ids(m, others)), m is root, layer not in (None, m))
+        for m, layer in layer_of.items()
         if m is root or not isinstance(m, _UNCALLED)
     ]
     return [point for point in points if point.parameters or point.is_root]
 
 
 class Coverage:
-    """Which parameters the last training forward passes waited for."""
+    """Which buckets of updates a forward pass waits for at its wait points, and which it misses.
 
-    def __init__(self, points: Sequence[WaitPoint]) -> None:
+    ``buckets_of`` gives the buckets with a part of each parameter, by the parameter's id.
+    """
+
+    def __init__(
+        self, points: Sequence[WaitPoint], buckets_of: Mapping[int, Collection[int]]
+    ) -> None:
         self._waited = [point.parameters for point in points]
-        self._everything = frozenset().union(*self._waited)
+        self._buckets_of = buckets_of
         self._passed: set[int] = set()
-        self._missed: dict[frozenset[int], frozenset[int]] = {}
+        self._missed: dict[frozenset[int], list[int]] = {}
+
+    def needed(self, point: int) -> list[int]:
+        """The buckets that wait point number ``point`` waits for."""
+        return self._buckets(self._waited[point])
+
+    def _buckets(self, parameters: Iterable[int]) -> list[int]:
+        return sorted(set().union(*(self._buckets_of.get(i, ()) for i in parameters)))
 
     def passed(self, point: int) -> None:
         """Point number ``point`` ran in a forward pass."""
         if torch.is_grad_enabled():
             self._passed.add(point)
 
-    def take_missed(self) -> frozenset[int]:
-        """Ids of the parameters that no passed point waits for; begins anew."""
+    def take_missed(self) -> list[int]:
+        """The buckets that no point passed in training waited for; begins anew."""
         key = frozenset(self._passed)
         self._passed.clear()
         if key not in self._missed:
             waited = frozenset().union(*(self._waited[i] for i in key))
-            self._missed = {key: self._everything - waited}  # the same forward, step after step
+            missed = frozenset().union(*self._waited) - waited
+            self._missed = {key: self._buckets(missed)}  # the same forward, step after step
         return self._missed[key]
 
 
@@ -131,7 +148,7 @@ class Coverage:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What a hook becomes in a copied or pickled model, which has no runtime behind it."""
+    """Takes the place of a hook in a copied or pickled model, which has no runtime behind it."""
 
 
 def _make_nothing() -> Callable[..., None]:
@@ -139,7 +156,7 @@ def _make_nothing() -> Callable[..., None]:
 
 
 class Hook:
-    """Calls ``action`` with what a module's hook gets. A copy of it does nothing.
+    """Calls ``action`` with the arguments of a module's hook. A copy of it does nothing.
 
     ``before_copy`` is called when a model with the hook is copied or pickled.
     """
@@ -166,8 +183,8 @@ def attach(point: WaitPoint, wait: Callable[[], None], drain: Callable[[], None]
         if not torch.compiler.is_compiling():
             wait()
 
-    # Opaque to torch.compile: traced, it would recompile for every state of what is in flight.
-    before = unless_compiled if point.in_block else torch.compiler.disable(wait)
+    # Opaque to torch.compile: traced, it would recompile whenever other updates are under way.
+    before = unless_compiled if point.in_layer else torch.compiler.disable(wait)
     handles = [
         module.register_forward_pre_hook(Hook(lambda *_: before()), prepend=True),
         module.register_state_dict_pre_hook(drained),
@@ -207,6 +224,86 @@ def hidden_parameters(model: nn.Module, parameters: Collection[nn.Parameter]) ->
                 delattr(module, name)
             for name, p in (names | now).items():
                 module.register_parameter(name, p)
+
+
+# ---- parameters that a model trains -----------------------------------------------------------
+
+
+def check_replaced(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """Raise OwnershipError if the model has another parameter by now, with a gradient.
+
+    A missing gradient may be a sign of this.
+    """
+    known = {id(p) for p in parameters}
+    for name, p in model.named_parameters():
+        if id(p) not in known and p.requires_grad and p.grad is not None:
+            raise replaced(canonical_name(name))
+
+
+class ParameterWatch:
+    """Notices cheaply when a model trains other ``parameters`` than planned. Keeps no module.
+
+    ``exempt`` are those that a framework replaces at will (FSDP2 while a unit is gathered).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        exempt: Collection[nn.Parameter] = (),
+    ) -> None:
+        self._model = weakref.ref(model)
+        # Held, so that no new parameter can take over the id of one that went.
+        self._planned = list(parameters)
+        others = {id(p) for p in exempt}
+        self._exempts = bool(others)
+        named = model.named_parameters(remove_duplicate=False)
+        self._names = {canonical_name(n) for n, p in named if id(p) not in others}
+        self._seen = _parameters_of(model)
+
+    def check(self) -> None:
+        """Raise OwnershipError if the model trains a parameter that was not planned.
+
+        0.2 ms for 400 modules, as long as nothing has changed.
+        """
+        model = self._model()
+        if model is None:
+            return
+        now = _parameters_of(model)
+        if len(now) == len(self._seen) and all(map(is_, now, self._seen)):
+            return
+        planned = {id(p) for p in self._planned}
+        for name, p in model.named_parameters(remove_duplicate=False):
+            is_place = canonical_name(name) in self._names
+            # Where a framework replaces parameters, only places that it leaves alone tell anything.
+            if id(p) not in planned and p.requires_grad and (is_place or not self._exempts):
+                raise replaced(canonical_name(name), new=not is_place)
+        self._seen = now
+
+
+def _parameters_of(model: nn.Module) -> list[nn.Parameter | None]:
+    """All parameters, module by module, without the cost of their names."""
+    found: list[nn.Parameter | None] = []
+    modules = [model]
+    seen = {model}
+    for module in modules:  # which grows meanwhile
+        found += module._parameters.values()
+        if module._modules:
+            new = [m for m in module._modules.values() if m is not None and m not in seen]
+            modules += new
+            seen.update(new)
+    return found
+
+
+def replaced(name: str, *, new: bool = False) -> OwnershipError:
+    """The error for a parameter in the place of a planned one, or (``new``) in none's."""
+    what = "was no parameter" if new else "is another parameter object now than"
+    return OwnershipError(
+        f"{name!r} {what} at dmuon.dedicate_params, and would never be trained: change values in "
+        "place (layout='dedicated': inside `with own.materialized(module):`), or call own.close(), "
+        "dmuon.dedicate_params(model) and dmuon.Muon(model) again. Call fully_shard and "
+        "parallelize_module before dmuon.dedicate_params"
+    )
 
 
 # ---- FSDP2 -----------------------------------------------------------------------------------
@@ -273,7 +370,7 @@ class Gathers:
         return [m._get_fsdp_state() for m in self._modules()]
 
     def ahead(self) -> bool:
-        """Whether any unit gathers others, or the order of gathering cannot be told."""
+        """Whether any unit gathers others ahead of time, or the order of gathering is unknown."""
         # Where torch keeps the list elsewhere, it is assumed to be in use.
         if any(getattr(s, "_states_to_forward_prefetch", True) for s in self._states()):
             return True
@@ -290,7 +387,7 @@ class Gathers:
         )
 
     def readers_wait(self) -> None:
-        """Have the streams that read shards wait for what was written on the current one."""
+        """Make the streams that read shards wait for what was written on the current one."""
         # FSDP2 does so when the root's forward begins, and for a unit inside not again.
         current = self._device_module.current_stream()
         for stream in self._streams().values():

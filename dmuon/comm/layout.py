@@ -1,25 +1,26 @@
-"""What every layout is to the optimizer and its tools, what the two layouts of owners share, and
-the checks of all."""
+"""The interface of every layout to the optimizer and its tools, and the part of it that layouts
+with momentum at owners share."""
 
 from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from operator import is_
 
 import torch
 from torch import Tensor, nn
 
 from dmuon.comm.buckets import Slices
+from dmuon.comm.hooks import ParameterWatch
 from dmuon.comm.reducer import GradientReducer, OwnedGradients
-from dmuon.comm.rows import Places, RowShards
+from dmuon.comm.routes import Keepers, RowShards
 from dmuon.comm.transport import Meter, Transport
+from dmuon.dtensors import is_distributed
 from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
-from dmuon.scheduler.specs import Box, canonical_name
+from dmuon.scheduler.specs import Box
 from dmuon.types import OwnershipError
 
 # (unit, gradients [b, rows, cols] of the matrices at these positions of it, the positions) to
@@ -33,7 +34,8 @@ Apply = Callable[[Unit, list[int], list[Tensor], list[Tensor]], None]
 class Gradients:
     """The averaged gradients as this rank sees them, ``stored`` here.
 
-    For a norm, ``counted`` summed over the ranks and ``common`` once count every element once.
+    For a norm, ``counted`` summed over the ranks and ``common`` once count every element once. Of a
+    distributed parameter the first shard of its kind in the mesh is counted.
     """
 
     counted: list[Tensor]
@@ -44,10 +46,10 @@ class Gradients:
 class LayoutRuntime(ABC):
     """Moves the bytes of one ownership.
 
-    ``units`` are what is computed at once, in the order of execution; none before the optimizer has
-    bound itself. ``parameters`` are the planned ones, in the order of the plan, ``dedicated`` those
-    that only their owners store. ``device``: where Newton-Schulz and the collectives run; ``apart``
-    is that of `units_of`.
+    ``units`` are what is computed at once, in the order of execution; there are none before the
+    optimizer has bound itself. ``parameters`` are the planned ones, in the order of the plan,
+    ``dedicated`` those that only their owners store. Newton-Schulz and the collectives run on
+    ``device``; ``apart`` is that of `units_of`.
     """
 
     parameters: Sequence[nn.Parameter]
@@ -78,13 +80,9 @@ class LayoutRuntime(ABC):
     def find_parameters(self) -> None:  # noqa: B027
         """Find the parameters as they are now, where the layout lets a framework replace them."""
 
-    def raise_noted(self) -> None:  # noqa: B027
-        """Raise what earlier rounds found that no host could read then: on every rank alike, before
-        anything is sent."""
-
     @abstractmethod
     def reduce_gradients(self) -> None:
-        """Have all gradients where they belong; a collective call."""
+        """Move all gradients to where they are needed; a collective call."""
 
     @abstractmethod
     def gradients(self) -> Gradients:
@@ -95,10 +93,10 @@ class LayoutRuntime(ABC):
         """Wait until every parameter holds its published value."""
 
     def zero_grad(self) -> None:  # noqa: B027
-        """Forget gradients kept apart from ``p.grad``."""
+        """Forget gradients that are not kept in ``p.grad``."""
 
     def gradients_changed(self) -> None:  # noqa: B027
-        """What `gradients` gave has been changed in place, all of it."""
+        """Everything that `gradients` gave has been changed in place."""
 
     @abstractmethod
     def set_sync(self, sync: bool) -> bool:
@@ -108,6 +106,11 @@ class LayoutRuntime(ABC):
     def close(self) -> None:
         """Remove every hook and release the transport."""
 
+    @cached_property
+    def rows(self) -> RowShards:
+        """The form in which what lies with owners is saved."""
+        return RowShards(self.transport, self.device)
+
     def check_unbound(self) -> None:
         """Raise OwnershipError if an optimizer has bound itself."""
         if self.units:
@@ -115,10 +118,6 @@ class LayoutRuntime(ABC):
                 "these parameters already have a dmuon.Muon; to make another one, call "
                 "own.close() and dmuon.dedicate_params(model) again"
             )
-
-    def _bind_units(self, groups: Sequence[int]) -> None:
-        """What is computed at once, by the param groups."""
-        self.units = units_of(self.plan, groups, apart=self.apart)
 
     def _not_bound(self) -> OwnershipError:
         """The error of a call that needs an optimizer when there is none."""
@@ -146,12 +145,20 @@ class OwnerRuntime(LayoutRuntime):
     keeps_whole = True
 
     def __init__(
-        self, slices: Slices, model: nn.Module, transport: Transport, device: torch.device
+        self,
+        slices: Slices,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        transport: Transport,
+        device: torch.device,
     ) -> None:
         super().__init__(slices.plan, model, transport, device)
+        self.parameters: list[nn.Parameter] = list(parameters)
         self.reducer: GradientReducer | None = None
         self._slices = slices
+        self._counted: frozenset[int] = frozenset()  # distributed parameters; see `Gradients`
         self._watch: ParameterWatch | None = None
+        self._rms: dict[int, Tensor] = {}  # of updates ``[b]``, by a unit's first matrix
 
     @abstractmethod
     def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
@@ -162,27 +169,22 @@ class OwnerRuntime(LayoutRuntime):
         self, groups: Sequence[int], reduce_dtype: torch.dtype | None
     ) -> OwnedGradients:
         """The first part of `bind`: units, and where their gradients are collected."""
-        self._bind_units(groups)
+        self.units = units_of(self.plan, groups, apart=self.apart)
         return OwnedGradients(
             self._slices, self.units, self.transport.rank, reduce_dtype, self.device
         )
 
-    @cached_property
-    def rows(self) -> RowShards:
-        """The form in which what lies with owners is saved."""
-        return RowShards(self.transport, self.device)
-
     def matrices_of(self, parameter: int) -> list[int]:
         return self._slices.matrices_of[parameter]
 
-    def owned_places(self, parameter: int, *, in_slices: bool = False) -> Places:
-        """The owners of a parameter's matrices, each with its box (see `Slices.places`)."""
-        return self._slices.places(parameter, in_slices=in_slices, replicas=False)
+    def owned_places(self, parameter: int, *, in_slices: bool = False) -> Keepers:
+        """The owners of a parameter's matrices, each with its box (see `Slices.keepers`)."""
+        return self._slices.keepers(parameter, in_slices=in_slices, replicas=False)
 
     @abstractmethod
     def stored(self, box: Box, parameter: int) -> list[tuple[int, Box, Tensor]]:
-        """What this rank stores of the weights of the matrix that is this box of a parameter:
-        (matrix, box in the parameter, a view)."""
+        """The weights that this rank stores of the matrix that is this box of a parameter: (matrix,
+        box in the parameter, a view)."""
 
     @property
     def _bound(self) -> GradientReducer:
@@ -190,29 +192,46 @@ class OwnerRuntime(LayoutRuntime):
             raise self._not_bound()
         return self.reducer
 
-    def _check_model(self) -> None:
-        """Raise OwnershipError if the model trains other parameters than planned."""
-        if self._watch is not None:
-            self._watch.check()
+    def raise_noted(self) -> None:
+        """Raise what earlier rounds found that no host could read then: on every rank alike, before
+        anything is sent."""
+        self._bound.flags.raise_noted()
+
+    def gradients(self) -> Gradients:
+        """Matrices' gradients lie with their owners, FSDP2's in shards, the others everywhere."""
+        reducer, common = self._bound, []
+        counted = reducer.owned.collected(reducer.present)
+        stored = list(counted)
+        for i, p in enumerate(self.parameters):
+            grad = None if self._slices.matrices_of.get(i) else reducer.gradient_of(i)
+            if grad is None:
+                continue
+            stored.append(grad)
+            if not is_distributed(p):
+                common.append(grad)
+            elif i in self._counted:
+                counted.append(grad)
+        return Gradients(counted, common, stored)
 
     def set_sync(self, sync: bool) -> bool:
-        reducer = self._bound
-        previous, reducer.sync = reducer.sync, sync
-        # What was accumulated meanwhile must be reduced, by the next backward or by `step`.
-        reducer.owed = reducer.owed or (sync and not previous)
-        return previous
+        return self._bound.set_sync(sync)
 
     def zero_grad(self) -> None:
         if self.reducer is not None:
             self.reducer.clear()
 
     def gradients_changed(self) -> None:
-        self._bound.note_rest()
+        self._bound.note_averaged()
 
     def skip(self) -> None:
-        """Have `step` change nothing, on all ranks alike."""
+        """Make `step` change nothing, on all ranks alike."""
         present = self._bound.present
         present[:] = [False] * len(present)
+
+    def _with_gradients(self, unit: Unit) -> list[int]:
+        """Positions of the matrices of a unit that have a gradient on any rank: the same on all."""
+        present, matrices = self._bound.present, self.plan.specs.matrices
+        return [k for k, i in enumerate(unit.matrices) if present[matrices[i].parameter]]
 
     @abstractmethod
     def step(self, compute: Compute, apply: Apply) -> None:
@@ -222,90 +241,17 @@ class OwnerRuntime(LayoutRuntime):
     def weights(self, unit: Unit) -> list[Tensor]:
         """The weights of a unit that lie whole on this rank, ``[m, ...]`` each."""
 
-    @abstractmethod
     def update_rms(self) -> dict[str, Tensor]:
         """RMS of the last update of each matrix known here, by name; waits for pending ones."""
+        self.synchronize()
+        specs = self.plan.specs.matrices
+        return {
+            specs[i].name: rms
+            for unit in self.units
+            if unit.matrices[0] in self._rms
+            for i, rms in zip(unit.matrices, self._rms[unit.matrices[0]].unbind(), strict=True)
+        }
 
     def _unbind(self) -> None:
         self._remove_hooks()
         self.reducer = None
-
-
-# ---- parameters that a model trains -----------------------------------------------------------
-
-
-def check_replaced(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Raise OwnershipError if the model has another parameter by now, with a gradient.
-
-    A missing gradient may mean this.
-    """
-    known = {id(p) for p in parameters}
-    for name, p in model.named_parameters():
-        if id(p) not in known and p.requires_grad and p.grad is not None:
-            raise replaced(canonical_name(name))
-
-
-class ParameterWatch:
-    """Notices cheaply when a model trains other ``parameters`` than planned. Keeps no module.
-
-    ``exempt`` are those that a framework replaces at will (FSDP2 while a unit is gathered).
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        parameters: Sequence[nn.Parameter],
-        exempt: Collection[nn.Parameter] = (),
-    ) -> None:
-        self._model = weakref.ref(model)
-        # Held, so that no new parameter can take over the id of one that went.
-        self._planned = list(parameters)
-        others = {id(p) for p in exempt}
-        self._exempts = bool(others)
-        named = model.named_parameters(remove_duplicate=False)
-        self._names = {canonical_name(n) for n, p in named if id(p) not in others}
-        self._seen = _parameters_of(model)
-
-    def check(self) -> None:
-        """Raise OwnershipError if the model trains a parameter that was not planned.
-
-        0.2 ms for 400 modules, as long as nothing has changed.
-        """
-        model = self._model()
-        if model is None:
-            return
-        now = _parameters_of(model)
-        if len(now) == len(self._seen) and all(map(is_, now, self._seen)):
-            return
-        planned = {id(p) for p in self._planned}
-        for name, p in model.named_parameters(remove_duplicate=False):
-            is_place = canonical_name(name) in self._names
-            # Where a framework replaces parameters, only places that it leaves alone tell anything.
-            if id(p) not in planned and p.requires_grad and (is_place or not self._exempts):
-                raise replaced(canonical_name(name), new=not is_place)
-        self._seen = now
-
-
-def _parameters_of(model: nn.Module) -> list[nn.Parameter | None]:
-    """All parameters, module by module, without the cost of their names."""
-    found: list[nn.Parameter | None] = []
-    modules = [model]
-    seen = {model}
-    for module in modules:  # which grows meanwhile
-        found += module._parameters.values()
-        if module._modules:
-            new = [m for m in module._modules.values() if m is not None and m not in seen]
-            modules += new
-            seen.update(new)
-    return found
-
-
-def replaced(name: str, *, new: bool = False) -> OwnershipError:
-    """The error for a parameter in the place of a planned one, or (``new``) in none's."""
-    what = "was no parameter" if new else "is another parameter object now than"
-    return OwnershipError(
-        f"{name!r} {what} at dmuon.dedicate_params, and would never be trained: change values in "
-        "place (layout='dedicated': inside `with own.materialized(module):`), or call own.close(), "
-        "dmuon.dedicate_params(model) and dmuon.Muon(model) again. Call fully_shard and "
-        "parallelize_module before dmuon.dedicate_params"
-    )

@@ -6,14 +6,14 @@ Timeline of a step with two slots each (G gather, S scatter, NS the owner's work
     link   G0  G1       G2   S0      G3   S1           S2       S3
     rank           NS0            NS1           NS2         NS3
                                   ^ applies what S brought two buckets ago, as slots are reused;
-                                    the last ones land later, before the next forward needs them
+                                    the last ones are applied before the next forward needs them
 
 An inbound slot is free again when its matrices are assembled, before their Newton-Schulz begins.
 
 A bucket that every rank holds whole has no G; its S are broadcasts from its owners.
 
-What has co-owners comes first in a bucket's NS, in one order on all of them, whatever else a rank
-owns: they exchange sums on the way.
+In a bucket's NS, units with co-owners come first, in one order on all of them, whatever else a rank
+owns, because they exchange sums on the way.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.routes import BucketRoute, Message, places
-from dmuon.comm.transport import Meter, Transport, Work
+from dmuon.comm.transport import Meter, Transport, Work, wait_all
 from dmuon.scheduler.plan import Unit
 
 _INBOUND = 3  # of the buffers of a bucket
 
 
 def _room(route: BucketRoute) -> tuple[int, ...]:
-    """Elements of each buffer of a bucket: what is held here as blocks, and as the pieces that go
-    to the owners; what comes to this owner, and its updates; updates of what is held here as pieces
-    and as blocks; what replicas copy.
+    """Elements of each buffer of a bucket, in the order in which `Bucket` takes them: operands held
+    here as blocks, then as the pieces that go to owners; what comes to this owner, and its updates;
+    updates of what is held here, as pieces and as blocks; what replicas copy, out and in.
 
     Where pieces are blocks there is one buffer of both. Nobody sends what all hold whole.
     """
@@ -41,7 +41,7 @@ def _room(route: BucketRoute) -> tuple[int, ...]:
     pieces, came = route.held.numel, route.came.numel
     return (
         route.blocks.numel, pieces if route.cuts else 0, owned,
-        owned, came if route.joins else 0, route.landing.numel,
+        owned, came if route.joins else 0, route.updates.numel,
         route.copies_out.numel, route.copies_in.numel,
     )  # fmt: skip
 
@@ -50,8 +50,9 @@ class Bucket:
     """A bucket's buffers, and views of them made once.
 
     ``send`` is flat: the operands of what this rank holds, in the order of ``route.held``.
-    ``landings`` are where updates come in, (flat buffer, its layout). ``stacks`` are the units that
-    it owns, (unit, ``[b, rows, cols]``), where their matrices are assembled at every step.
+    ``landings`` are where updates arrive, (flat buffer, its layout). ``stacks`` are the units that
+    it owns, (unit, ``[b, rows, cols]``), in which their matrices are assembled at every step; those
+    with co-owners, ``shared`` of them, come first.
     """
 
     def __init__(
@@ -64,44 +65,44 @@ class Bucket:
     ) -> None:
         self.route = route
         self.works: list[Work] = []
-        self.send, pieces, self.arrived, self.leaving, came, self.landed, *copies = buffers
-        self.copies_out, self.copies_in = copies
-        self.sent, self.came = pieces if route.cuts else self.send, came
-        if not route.joins:
-            self.came = self.landed
-        self.landings = [(self.landed, route.landing), (self.copies_in, route.copies_in)]
-        # What each owner broadcasts.
-        self.shares: list[Tensor] = []
+        self.send, pieces, arrived, leaving, came, updates, copies_out, copies_in = buffers
+        sent = pieces if route.cuts else self.send
+        came = came if route.joins else updates
+        self.landings = [(updates, route.updates), (copies_in, route.copies_in)]
+        self.shares: list[Tensor] = []  # of a published bucket, by owner
         if route.published is not None:
-            self.shares = list(self.came.split(route.published.splits))
-            self.leaving, self.arrived = self.shares[rank], self.sent
+            self.shares = list(came.split(route.published.splits))
+            leaving, arrived = self.shares[rank], sent
+        # Of each exchange: what comes, and what is sent.
+        self.gather, self.scatter = (arrived, sent), (came, leaving)
+        self.replicate = copies_in, copies_out
         # Pieces and blocks, what is copied into what is first.
-        self.cuts = _views(cut.within(self.sent, self.send) for cut in route.cuts)
-        self.joins = _views(cut.within(self.came, self.landed)[::-1] for cut in route.joins)
+        self.cuts = _views(cut.within(sent, self.send) for cut in route.cuts)
+        self.joins = _views(cut.within(came, updates)[::-1] for cut in route.joins)
         numels = [units[u].numel for u in route.units]
         flats = assembly.narrow(0, 0, sum(numels)).split(numels)
         self.stacks = [(u, flat.view(units[u].shape)) for u, flat in zip(route.units, flats)]
-        self.shared = sum(bool(units[u].co_owners) for u in route.units)  # they come first
+        self.shared = sum(bool(units[u].co_owners) for u in route.units)
         owned, copied, stack_of = route.owned.parts, route.copies_out.parts, dict(self.stacks)
         # Places in the stacks, and the parts that arrive for them.
         self.assembly = (
             [places(stack_of[part.unit], part) for part in owned],
-            [part.within(self.arrived) for part in owned],
+            [part.within(arrived) for part in owned],
         )
-        # Of each stack: parts, and their places in `leaving`.
+        # Of each stack: parts, and their places in what leaves.
         of_units = [[part for part in owned if part.unit == u] for u in stack_of]
-        self.results = [(parts, [p.within(self.leaving) for p in parts]) for parts in of_units]
-        # Places in `copies_out`, and what they copy. Matrices that follow each other there do so in
-        # `landed`, where no fewer are joined.
-        lands_at = {
+        self.results = [(parts, [p.within(leaving) for p in parts]) for parts in of_units]
+        # What is sent to replicas, and the updates that it copies. Matrices that follow each other
+        # in the first do so in the second, where no fewer are joined.
+        starts_at = {
             (part.unit, part.position + j): part.start + j * part.box.numel
-            for part in route.landing.parts
+            for part in route.updates.parts
             for j in range(len(part.matrices))
         }
-        starts = [lands_at[part.unit, part.position] for part in copied]
+        starts = [starts_at[part.unit, part.position] for part in copied]
         self.copies = (
-            [self.copies_out.narrow(0, part.start, part.numel) for part in copied],
-            [self.landed.narrow(0, start, p.numel) for start, p in zip(starts, copied)],
+            [copies_out.narrow(0, part.start, part.numel) for part in copied],
+            [updates.narrow(0, start, p.numel) for start, p in zip(starts, copied)],
         )
 
 
@@ -171,7 +172,7 @@ class Pipeline:
             compute: the owner's update of a unit from its stack, which may be overwritten; valid
                 until the next call. None: of zeros, or whatever nobody applies.
             apply: update the parameters by what came to a bucket's ``landings``. Of the last
-                buckets it is called by `land`, later.
+                buckets it is called by `apply_pending`, later.
             meanwhile: what to do while the first buckets travel; the last ones, where only updates
                 do.
             may_send: asked once, where only updates travel, before the first of them does.
@@ -188,7 +189,7 @@ class Pipeline:
         if not self.only_publishes:
             meanwhile()
         for b, bucket in enumerate(self.buckets):
-            self._wait(bucket)
+            wait_all(bucket.works)
             if bucket.assembly[0]:
                 torch._foreach_copy_(*bucket.assembly)
             if b + self._slots < count:
@@ -196,7 +197,7 @@ class Pipeline:
             if b and self._slots == 1:  # its slot is needed now
                 self._replicate(b - 1)
             if b >= self._slots:
-                self.land([b - self._slots])
+                self.apply_pending([b - self._slots])
             shared = bucket.stacks[: bucket.shared]
             updates = share(shared) if share is not None and shared else []
             for n, (u, stack) in enumerate(bucket.stacks):
@@ -210,9 +211,7 @@ class Pipeline:
                 self._publish(bucket)
             else:
                 route = bucket.route
-                self._all_to_all(
-                    bucket, bucket.came, bucket.leaving, route.owned, route.held, "scatter"
-                )
+                self._all_to_all(bucket, bucket.scatter, route.owned, route.held, "scatter")
             self._pending[b] = apply
             if b and self._slots > 1:
                 self._replicate(b - 1)
@@ -222,21 +221,17 @@ class Pipeline:
             meanwhile()
         return True
 
-    def _wait(self, bucket: Bucket) -> None:
-        for work in bucket.works:
-            work.wait()
-        bucket.works = []
-
     def _arrive(self, bucket: Bucket) -> None:
-        """Have the updates of what is held here, as blocks."""
-        self._wait(bucket)
+        """Wait for the updates of what is held here, and join them to blocks."""
+        wait_all(bucket.works)
         if bucket.joins[0]:
             torch._foreach_copy_(*bucket.joins)
 
     def _all_to_all(
-        self, bucket: Bucket, output: Tensor, source: Tensor, to: Message, came: Message, tag: str
+        self, bucket: Bucket, both: tuple[Tensor, Tensor], to: Message, came: Message, tag: str
     ) -> None:
-        """Send ``source``, laid out as ``to``; what comes is laid out as ``came``."""
+        """``both``: what comes, laid out as ``came``, and what is sent, laid out as ``to``."""
+        output, source = both
         sent = to.numel - to.splits[self._transport.rank]
         self._meter.add_bytes(tag, sent * source.element_size())
         work = self._transport.all_to_all(output, source, came.splits, to.splits, tag=tag)
@@ -248,7 +243,7 @@ class Pipeline:
         if bucket.cuts[0]:
             torch._foreach_copy_(*bucket.cuts)
         if not bucket.shares:
-            self._all_to_all(bucket, bucket.arrived, bucket.sent, route.held, route.owned, "gather")
+            self._all_to_all(bucket, bucket.gather, route.held, route.owned, "gather")
 
     def _publish(self, bucket: Bucket) -> None:
         for owner, share in enumerate(bucket.shares):
@@ -263,16 +258,9 @@ class Pipeline:
         self._arrive(bucket)
         if bucket.copies[0]:
             torch._foreach_copy_(*bucket.copies)
-        self._all_to_all(
-            bucket,
-            bucket.copies_in,
-            bucket.copies_out,
-            route.copies_out,
-            route.copies_in,
-            "replicate",
-        )
+        self._all_to_all(bucket, bucket.replicate, route.copies_out, route.copies_in, "replicate")
 
-    def land(self, buckets: Sequence[int]) -> None:
+    def apply_pending(self, buckets: Sequence[int]) -> None:
         """Wait for the updates of these buckets, where they are pending, and apply them."""
         for b in buckets:
             apply = self._pending.pop(b, None)
@@ -280,7 +268,7 @@ class Pipeline:
                 continue
             bucket = self.buckets[b]
             if bucket.route.replicates:
-                self._wait(bucket)
+                wait_all(bucket.works)
             else:
                 self._arrive(bucket)
             apply(b)

@@ -90,7 +90,8 @@ class ProcessGroups:
 
     ``world``: flags, norms, planning. ``weights``: materialization along shards. ``gradients``:
     reduction along shards. ``replicas``: second level of reduction, and publishing. ``tensors``:
-    gathering and scattering among tensor-parallel ranks. ``data``: the all-reduced rest.
+    gathering and scattering among tensor-parallel ranks. ``data``: the all-reduction of adamw
+    parameters' gradients.
     """
 
     world: Transport
@@ -107,7 +108,7 @@ class ProcessGroups:
 
     @classmethod
     def open(cls, grid: Grid, world: Transport, new_group: NewGroup) -> ProcessGroups:
-        """Those of this rank; a collective call of all ranks of the mesh."""
+        """The groups of this rank; a collective call of all ranks of the mesh."""
         replicas, _, tensors = grid.shape
 
         def along(*dims: int) -> Transport:
@@ -122,7 +123,7 @@ class ProcessGroups:
 
     @property
     def failed(self) -> bool:
-        """Whether a collective has failed in any of them."""
+        """Whether a collective has failed in any group."""
         return any(transport.failed for transport in self._all)
 
     @property
@@ -131,7 +132,7 @@ class ProcessGroups:
         return list({id(t): t for t in used}.values())
 
     def close(self) -> None:
-        """Release each transport, every one once."""
+        """Release each transport once."""
         for transport in self._all:
             transport.close()
 

@@ -1,13 +1,14 @@
 """Gradients to their owners, in backward.
 
-One *round* reduces every parameter once. Its buckets are launched in a fixed order, each as soon
-as all of its gradients are there; what is missing at the end of backward counts as zero. So the
-collectives of a round, and their order, never depend on which gradients a rank happens to have::
+One *round* reduces every parameter once; `RoundState` lists its states. Its buckets are launched in
+a fixed order, each as soon as all of its gradients are there; a gradient that is missing at the end
+of backward counts as zero. So the collectives of a round, and their order, never depend on which
+gradients a rank happens to have::
 
     backward   grad ... grad -> bucket 0 leaves    grad ... grad -> bucket 1 leaves   ...
     end        buckets that wait for missing gradients leave, then, with replicas, what their
                results take along the replicas, then the participation flags;
-               the averaged rest is written to p.grad
+               averaged gradients of adamw parameters are written to p.grad
     step       owners add up what arrived (`collect`)
 
 Owners stack the gradients of a unit as ``[batch, rows, cols]``, so that one call serves all of its
@@ -34,11 +35,20 @@ from torch.nn.parallel import DistributedDataParallel
 from dmuon.comm.buckets import EVERYONE, Buffer, GradientBucket, Segment, Slices
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.routes import Part, places
-from dmuon.comm.transport import HostCopy, Meter, Work, host_can_read, side_stream
+from dmuon.comm.states import RoundState
+from dmuon.comm.transport import (
+    HostCopy,
+    Meter,
+    Transport,
+    Work,
+    host_can_read,
+    side_stream,
+    wait_all,
+)
 from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Form, ModelSpecs
-from dmuon.types import Algorithm, DmuonError, OwnershipError
+from dmuon.types import DmuonError, OwnershipError
 
 # ---- stacks of a unit ------------------------------------------------------------------------
 
@@ -68,8 +78,8 @@ def oriented(unit: Unit, stack: Tensor) -> list[Tensor]:
 
 
 def unstacker(specs: ModelSpecs, unit: Unit) -> Callable[[Tensor], list[Tensor]]:
-    """What cuts a unit's stack into views of its matrices, in the dims that each has in its
-    parameter."""
+    """A function that cuts a unit's stack into views of its matrices, in the dims that each has in
+    its parameter."""
     parts = []
     for k, i in enumerate(unit.matrices):
         spec = specs.matrices[i]
@@ -83,7 +93,7 @@ def unstacker(specs: ModelSpecs, unit: Unit) -> Callable[[Tensor], list[Tensor]]
 class OwnedGradients:
     """The gradients of what is owned at this rank's data coordinates.
 
-    ``mine`` are the units that this rank computes; ``near`` those that a rank of its data
+    ``mine`` are the units that this rank computes; ``near`` those that a rank with its data
     coordinates computes. ``here`` are the gradients by matrix, in the parameter's dims: views of
     the owner's stacks, or this rank's slices of the matrices that tensor parallelism cuts.
     """
@@ -96,8 +106,8 @@ class OwnedGradients:
         reduce_dtype: torch.dtype | None,
         device: torch.device,
     ) -> None:
-        self._slices = slices
-        self._specs = specs = slices.plan.specs
+        self.slices = slices
+        specs = slices.plan.specs
         place = slices.grid.place(rank)
         self._tensor = place[2]
         self.mine = [u for u in units if u.owner == rank]
@@ -113,7 +123,7 @@ class OwnedGradients:
                 views = unstacker(specs, unit)(stack)
                 self.here.update(zip(unit.matrices, views, strict=True))
             for i in cut:
-                shape = slices.part(i, self._tensor).box.shape
+                shape = slices.held(i, self._tensor).box.shape
                 self.here[i] = torch.zeros(shape, dtype=dtype, device=device)
 
     def stack(self, unit: Unit) -> Tensor:
@@ -122,7 +132,7 @@ class OwnedGradients:
 
     def collected(self, present: Sequence[bool]) -> list[Tensor]:
         """Every gradient kept here of the parameters that have one, each element once."""
-        matrices = self._specs.matrices
+        matrices = self.slices.plan.specs.matrices
         return [g for i, g in self.here.items() if present[matrices[i].parameter]]
 
     def deliveries(
@@ -133,11 +143,11 @@ class OwnedGradients:
         for span, view in zip(segment.spans, views, strict=True):
             start = 0
             for i in span.matrices:
-                part = self._slices.part(i, self._tensor)
+                held = self.slices.held(i, self._tensor)
                 if i in self.here:
                     into.append(self.here[i])
-                    arrived.append(view.narrow(0, start, part.numel).view(part.box.shape))
-                start += part.numel
+                    arrived.append(view.narrow(0, start, held.numel).view(held.box.shape))
+                start += held.numel
         return into, arrived
 
 
@@ -149,52 +159,68 @@ class OwnedGradients:
 UNDER_WAY = 4
 
 
-class _Flight:
-    """A segment with its buffer, cut into views of its spans, and what is under way of it.
+class _LiveSegment:
+    """A segment with its buffer, cut into views of its spans, and its collectives under way.
 
-    ``deliveries``: see `OwnedGradients`; ``relay``: its second level, along replicas, is to come.
+    ``deliveries``: see `OwnedGradients`; none where its matrices are not owned here. ``to_relay``:
+    a second level, along replicas, is to come; with ``replicas`` it always does where it is owned.
     """
 
-    def __init__(self, segment: Segment, buffer: Buffer, owned: OwnedGradients | None) -> None:
+    def __init__(
+        self, segment: Segment, owned: OwnedGradients | None, replicas: int, device: torch.device
+    ) -> None:
+        dtype = getattr(torch, segment.dtype)
         self.segment = segment
-        self.buffer = buffer
-        self.views = list(buffer.flat.split([span.numel for span in segment.spans]))
+        self.buffer = Buffer(torch.empty(segment.numel, dtype=dtype, device=device))
+        self.views = list(self.buffer.flat.split([span.numel for span in segment.spans]))
         self.deliveries = owned.deliveries(segment, self.views) if owned else ([], [])
         self.works: list[Work] = []
-        self.relay = False
-        buffer.release()
+        self.to_relay = False
+        self._relays = owned is not None and replicas > 1
+        self.buffer.release()
 
-    def arrived(self) -> bool:
+    def send(self, groups: ProcessGroups, meter: Meter) -> None:
+        shard, flat = self.segment.shard, self.buffer.flat
+        meter.add("gradients", flat)
+        if shard == EVERYONE:
+            self.works = [groups.data.all_reduce(flat, tag="rest")]
+        else:
+            self.works = [groups.gradients.reduce(flat, shard, tag="gradients")]
+            self.to_relay = self._relays
+
+    def relay(self, groups: ProcessGroups, meter: Meter) -> None:
+        """Reduce along the replicas what was reduced along the shards."""
+        wait_all(self.works)
+        self.to_relay, start = False, 0
+        for replica, members in groupby(self.segment.spans, lambda span: span.replica):
+            numel = sum(span.numel for span in members)
+            part = self.buffer.flat.narrow(0, start, numel)
+            start += numel
+            meter.add("gradients across replicas", part)
+            work = groups.replicas.reduce(part, replica, tag="gradients across replicas")
+            self.works.append(work)
+
+    def has_arrived(self) -> bool:
         """Whether waiting would take no time, and nothing of it is to follow."""
-        return not self.relay and all(work.is_completed() for work in self.works)
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-        self.works = []
+        return not self.to_relay and all(work.is_completed() for work in self.works)
 
 
 class _LiveBucket:
-    """A bucket with its segments, and where in them the gradient of each parameter travels."""
+    """A bucket with its segments, and where in them the gradient of each parameter travels:
+    ``targets``, (first element of the gradient, view)."""
 
-    def __init__(self, bucket: GradientBucket, flights: list[_Flight]) -> None:
-        self.parameters = bucket.parameters
-        self.flights = flights
+    def __init__(self, bucket: GradientBucket, segments: list[_LiveSegment]) -> None:
+        self.segments = segments
         self.targets: dict[int, list[tuple[int, Tensor]]] = {p: [] for p in bucket.parameters}
-        for flight in flights:
-            for span, view in zip(flight.segment.spans, flight.views, strict=True):
+        for live in segments:
+            for span, view in zip(live.segment.spans, live.views, strict=True):
                 self.targets[span.parameter].append((span.start, view))
-        self.reset()
-
-    def reset(self) -> None:
-        self.waiting = set(self.parameters)  # for gradients that are still to come
-        self.launched = False
 
     def fill(self, parameter: int, grad: Tensor | None, scale: float, *, add: bool) -> None:
         """Write, or add, ``scale * grad`` (zeros for None) where the parameter's gradient
         travels."""
-        for flight in self.flights:
-            flight.buffer.hold()
+        for live in self.segments:
+            live.buffer.hold()
         flat = None if grad is None else grad.detach().reshape(-1)
         for start, view in self.targets[parameter]:
             if flat is None:
@@ -209,95 +235,162 @@ class _LiveBucket:
                 view.copy_(part).mul_(scale)  # in the wider dtype
 
 
+class _Flags:
+    """Which parameters have a gradient on any rank, and which have one that cannot be reduced.
+
+    Ranks combine their flags by the maximum, because a sum would overflow with enough of them.
+    """
+
+    def __init__(
+        self, names: Sequence[str], world: Transport, meter: Meter, device: torch.device
+    ) -> None:
+        self._names = names
+        self._world = world
+        self._meter = meter
+        self._flags = torch.zeros(2 * len(names), dtype=torch.uint8, device=device)
+        # On their way to a host that does not wait: of rounds since `clear`, and before.
+        self._recent: list[HostCopy] = []
+        self._earlier: list[HostCopy] = []
+
+    def agree(self, local: list[bool], unusable: list[bool], *, complete: bool) -> list[bool]:
+        """Which parameters have a gradient on any rank. ``complete``: all have one here that can be
+        reduced."""
+        number, flags = len(self._names), self._flags
+        flags.zero_()
+        if complete:
+            flags[:number].fill_(1)
+        else:
+            flags.copy_(torch.tensor(local + unusable, dtype=torch.uint8))
+        self._meter.add("flags", flags)
+        self._world.all_reduce(flags, tag="flags", maximum=True).wait()
+        if not host_can_read(flags.device):
+            # Whether this rank reads them depends on its gradients, so nobody raises by that.
+            self._recent.append(HostCopy(flags))
+            if complete:  # all are present here, hence anywhere
+                return [True] * number
+            return [bool(flag) for flag in flags[:number].tolist()]
+        found = flags.tolist()
+        self._check(found)
+        return [bool(flag) for flag in found[:number]]
+
+    def _check(self, flags: Sequence[int], when: str = "") -> None:
+        """Raise DmuonError, the same on every rank, if a gradient on any rank was unusable."""
+        number = len(self._names)
+        unusable = flags[number : 2 * number]
+        if any(unusable):
+            name = self._names[list(map(bool, unusable)).index(True)]
+            raise DmuonError(
+                f"parameter {name!r} got a gradient that is not dense (a sparse layout) on some "
+                f"rank{when}; dmuon needs dense gradients (for an embedding: sparse=False)"
+            )
+
+    def clear(self) -> None:
+        self._earlier += self._recent
+        self._recent = []
+
+    def raise_noted(self) -> None:
+        """Raise DmuonError if a round before the last `clear` found what cannot be reduced."""
+        earlier, self._earlier = self._earlier, []
+        for copy in earlier:
+            self._check(
+                copy.read(), " in the backward before the last step, which counted it as missing"
+            )
+
+
+class _Round:
+    """What this rank has in the round that is open. Of each parameter: whether there is a gradient,
+    whether it cannot be reduced, how many were accumulated; of each bucket: the parameters whose
+    gradients are still to come; and how many buckets have left."""
+
+    def __init__(self, parameters: int, buckets: Sequence[_LiveBucket]) -> None:
+        self.local = [False] * parameters
+        self.unusable = [False] * parameters
+        self.arrived = [0] * parameters
+        self.waiting = [set(bucket.targets) for bucket in buckets]
+        self.launched = 0
+
+
 class GradientReducer:
     """Carries out rounds; see the module's docstring.
 
-    Matrices go to ``owned``, the averaged rest to ``p.grad``; parameters in no bucket take no part.
-    Segments have memory while they are under way.
+    Matrices' gradients go to ``owned``, averaged ones of adamw parameters to ``p.grad``; parameters
+    in no bucket take no part. ``rounds`` have ended since `clear`; ``present`` says which
+    parameters had a gradient in them, on any rank. ``expected`` is how many gradients one backward
+    accumulates into each parameter: more than one where its storage changed its dtype between uses.
     """
 
     def __init__(
         self,
-        slices: Slices,
         parameters: Sequence[nn.Parameter],
         process_groups: ProcessGroups,
         meter: Meter,
         buckets: Sequence[GradientBucket],
         owned: OwnedGradients,
     ) -> None:
-        number = len(parameters)
-        self.specs = slices.plan.specs
         self.parameters = parameters
         self.owned = owned
         self.sync = True
-        self.rounds = 0  # completed since `clear`
-        self.owed = False  # whether gradients may lie in p.grad that no round has seen
-        self.open = False  # a round has begun and not ended: its backward runs, or has raised
-        self.present = [False] * number  # on any rank, since `clear`
-        # The averaged gradients of the rest: by parameter, where and how often written.
+        self.state = RoundState.NONE
+        self.rounds = 0
+        self.present = [False] * len(parameters)
+        self.expected = dict.fromkeys(range(len(parameters)), 1)
+        # The averaged gradients of adamw parameters: by parameter, where and how often written.
         self._noted: dict[int, tuple[int, int]] = {}
-        self.is_matrix = [p.algorithm is Algorithm.MUON for p in self.specs.parameters]
-        # How many gradients one backward accumulates into each parameter: more than one where its
-        # storage changed its dtype between two uses.
-        self.expected = dict.fromkeys(range(number), 1)
-        self._shard = slices.grid.place(process_groups.world.rank)[1]
-        self._replicated = slices.grid.shape[0] > 1
-        self._scale = 1.0 / slices.grid.data_ranks
         self._groups = process_groups
         self._meter = meter
-        self._device = parameters[0].device
-        # Of each parameter whether it has a gradient here, then of each whether it is of no use.
-        # Ranks combine them by their maximum: a sum would overflow with enough of them.
-        self._flags = torch.zeros(2 * number, dtype=torch.uint8, device=self._device)
-        # Flags on their way to a host that does not wait: of rounds since `clear`, and before.
-        self._recent_flags: list[HostCopy] = []
-        self._earlier_flags: list[HostCopy] = []
-        # Of the round that is open: by parameter, and how many buckets have left.
-        self._local: list[bool] = []
-        self._unusable: list[bool] = []
-        self._arrived: list[int] = []
-        self._launched = 0
-        self._side = side_stream(self._device)
+        device = parameters[0].device
+        slices = owned.slices
+        names = [spec.name for spec in slices.plan.specs.parameters]
+        self.flags = _Flags(names, process_groups.world, meter, device)
+        self._side = side_stream(device)
         if self._side is not None:
             for grad in owned.here.values():  # whose memory may go before that stream is done
                 grad.record_stream(self._side.stream)
-        self._flights: list[_Flight] = []  # to owners
-        self._rest: list[_Flight] = []  # to everyone
+        self._under_way: list[_LiveSegment] = []
+        replicas, shard = slices.grid.shape[0], slices.grid.place(process_groups.world.rank)[1]
         self._buckets = [
-            _LiveBucket(bucket, [self._flight(segment) for segment in bucket.segments])
+            _LiveBucket(
+                bucket,
+                [
+                    _LiveSegment(s, owned if s.shard == shard else None, replicas, device)
+                    for s in bucket.segments
+                ],
+            )
             for bucket in buckets
         ]
-        bucket_of = {p: live for live in self._buckets for p in live.parameters}
+        self._round = _Round(len(parameters), self._buckets)
+        bucket_of = {p: b for b, bucket in enumerate(self._buckets) for p in bucket.targets}
         self._bucket_of = dict(sorted(bucket_of.items()))
 
-    def _flight(self, segment: Segment) -> _Flight:
-        dtype = getattr(torch, segment.dtype)
-        buffer = Buffer(torch.empty(segment.numel, dtype=dtype, device=self._device))
-        return _Flight(segment, buffer, self.owned if segment.shard == self._shard else None)
+    @property
+    def open(self) -> bool:
+        """Whether a round has begun and not ended: its backward runs, or has raised."""
+        return self.state in (RoundState.OPEN, RoundState.OPEN_OWED)
+
+    def _name(self, parameter: int) -> str:
+        return self.owned.slices.plan.specs.parameters[parameter].name
+
+    def _is_matrix(self, parameter: int) -> bool:
+        return parameter in self.owned.slices.matrices_of
 
     # ---- a round -----------------------------------------------------------------------------
 
     def missing(self) -> list[str]:
-        """Names of the parameters that have no gradient, taken or not, in this round."""
+        """Names of the parameters without a gradient, taken or not, in this round."""
         return [
-            self.specs.parameters[p].name
+            self._name(p)
             for p in self._bucket_of
-            if not self._arrived[p] and self.parameters[p].grad is None
+            if not self._round.arrived[p] and self.parameters[p].grad is None
         ]
 
     def begin(self) -> None:
-        """Start a round. What a failed backward left open was finished; DDP refuses to go on."""
+        """Start a round. One that a failed backward left open was finished before; DDP refuses to
+        go on after it."""
         if self._noted and not any(map(self._is_as_noted, self._noted)):
             self.clear()  # model.zero_grad() emptied the others, and these belong to them
         self.collect()
-        self.owed = False
-        self.open = True
-        self._launched = 0
-        self._local = [False] * len(self.parameters)
-        self._unusable = [False] * len(self.parameters)
-        self._arrived = [0] * len(self.parameters)
-        for live in self._buckets:
-            live.reset()
+        self.state = self.state.to(RoundState.OPEN)
+        self._round = _Round(len(self.parameters), self._buckets)
 
     def take(self, parameter: int, grad: Tensor | None) -> None:
         """Copy one local gradient into its bucket; None counts as zero.
@@ -305,26 +398,27 @@ class GradientReducer:
         Raises:
             DmuonError: the bucket has left already.
         """
+        found, b = self._round, self._bucket_of[parameter]
         if grad is not None and grad.layout is not torch.strided:
-            self._unusable[parameter] = True
+            found.unusable[parameter] = True
             self.parameters[parameter].grad = grad = None
-        live = self._bucket_of[parameter]
-        again = self._arrived[parameter] > 0
+        again = found.arrived[parameter] > 0
         if grad is not None:
-            self._local[parameter] = True
-            if again and live.launched:
+            found.local[parameter] = True
+            if again and b < found.launched:
                 # Nested backward calls, of a module that runs several times.
                 raise DmuonError(
-                    f"parameter {self.specs.parameters[parameter].name!r} got a second gradient in "
+                    f"parameter {self._name(parameter)!r} got a second gradient in "
                     "one backward, after its first had been sent: a module that runs several times "
                     "under re-entrant checkpointing. Use checkpoint(..., use_reentrant=False)"
                 )
         if grad is not None or not again:
-            # A matrix's p.grad was emptied after the first; the rest's holds both.
-            live.fill(parameter, grad, self._scale, add=again and self.is_matrix[parameter])
-        self._arrived[parameter] += 1
-        if self._arrived[parameter] >= self.expected[parameter]:
-            live.waiting.discard(parameter)
+            # A matrix's p.grad was emptied after the first; that of others holds both.
+            scale = 1.0 / self.owned.slices.grid.data_ranks
+            self._buckets[b].fill(parameter, grad, scale, add=again and self._is_matrix(parameter))
+        found.arrived[parameter] += 1
+        if found.arrived[parameter] >= self.expected[parameter]:
+            found.waiting[b].discard(parameter)
 
     def gradient_of(self, parameter: int) -> Tensor | None:
         """The local part of what lies in the parameter's ``grad``."""
@@ -336,22 +430,26 @@ class GradientReducer:
     def accumulated(self, parameter: int) -> None:
         """Autograd has accumulated into the parameter's ``grad``: take it, send what is full."""
         self.take(parameter, self.gradient_of(parameter))
-        if self.is_matrix[parameter]:
-            self.parameters[parameter].grad = None  # its memory is free for the rest of backward
+        if self._is_matrix(parameter):
+            self.parameters[parameter].grad = None  # its memory is free until backward ends
         self.launch_ready()
 
     def launch_ready(self) -> None:
         """Send every bucket that is full and whose predecessors have left."""
-        while self._launched < len(self._buckets) and not self._buckets[self._launched].waiting:
-            bucket = self._buckets[self._launched]
-            bucket.launched = True
-            for flight in bucket.flights:
-                self._send(flight)
-            self._launched += 1
+        found = self._round
+        while found.launched < len(self._buckets) and not found.waiting[found.launched]:
+            bucket = self._buckets[found.launched]
+            for live in bucket.segments:
+                live.send(self._groups, self._meter)
+            self._under_way += bucket.segments
+            found.launched += 1
             # What has arrived is a matter of time: nothing is issued, and nothing waited for,
             # because another rank may launch its part at the end of its backward only.
-            self.collect([flight for flight in self._flights if flight.arrived()])
+            self.collect([live for live in self._to_owners() if live.has_arrived()])
             self._collect_on_side_stream()
+
+    def _to_owners(self) -> list[_LiveSegment]:
+        return [live for live in self._under_way if live.segment.shard != EVERYONE]
 
     def _collect_on_side_stream(self) -> None:
         """On an accelerator, collect all but the last buckets on a side stream.
@@ -362,53 +460,23 @@ class GradientReducer:
         """
         if self._side is None:
             return
-        latest = self._buckets[max(0, self._launched - UNDER_WAY) : self._launched]
-        kept = {id(flight) for bucket in latest for flight in bucket.flights}
-        old = [f for f in self._flights if not f.relay and id(f) not in kept]
+        launched = self._round.launched
+        latest = self._buckets[max(0, launched - UNDER_WAY) : launched]
+        kept = {id(live) for bucket in latest for live in bucket.segments}
+        old = [s for s in self._to_owners() if not s.to_relay and id(s) not in kept]
         if not old:
             return
-        for flight in old:
-            flight.buffer.flat.record_stream(self._side.stream)
+        for live in old:
+            live.buffer.flat.record_stream(self._side.stream)
         with self._side.current():
             self.collect(old)
-
-    def _send(self, flight: _Flight) -> None:
-        shard, flat = flight.segment.shard, flight.buffer.flat
-        self._meter.add("gradients", flat)
-        if shard == EVERYONE:
-            flight.works = [self._groups.data.all_reduce(flat, tag="rest")]
-            self._rest.append(flight)
-        else:
-            flight.works = [self._groups.gradients.reduce(flat, shard, tag="gradients")]
-            flight.relay = self._replicated and shard == self._shard
-            self._flights.append(flight)
-
-    def _relay(self) -> None:
-        """Reduce along the replicas what was reduced along the shards.
-
-        Every rank has sent every bucket of the round by now, and this is the order of the first
-        level: the same on all ranks of the column, whichever of them is fast. Until then an
-        owner's column holds what it has summed, as much as it keeps of the weights.
-        """
-        tag = "gradients across replicas"
-        for flight in self._flights:
-            if not flight.relay:
-                continue
-            flight.wait()
-            flight.relay, start = False, 0
-            for replica, members in groupby(flight.segment.spans, lambda span: span.replica):
-                numel = sum(span.numel for span in members)
-                part = flight.buffer.flat.narrow(0, start, numel)
-                start += numel
-                self._meter.add(tag, part)
-                flight.works.append(self._groups.replicas.reduce(part, replica, tag=tag))
 
     def give_up(self, parameters: Iterable[int]) -> None:
         """No gradients of these are to come in this round: send what there is."""
         for p in parameters:
-            if not self._arrived[p]:
+            if not self._round.arrived[p]:
                 self.take(p, self.gradient_of(p))
-            self._bucket_of[p].waiting.discard(p)
+            self._round.waiting[self._bucket_of[p]].discard(p)
         self.launch_ready()
 
     def finish(self) -> None:
@@ -420,59 +488,35 @@ class GradientReducer:
         """
         if not self.open:
             return  # nested backward calls (re-entrant checkpointing) each end once
-        self.give_up([p for live in self._buckets for p in sorted(live.waiting)])
-        self._relay()
-        self.open = False
+        self.give_up([p for waiting in self._round.waiting for p in sorted(waiting)])
+        # Every rank has sent every bucket of the round by now, and this is the order of the first
+        # level: the same on all ranks of the column, whichever of them is fast. Until then an
+        # owner's column holds what it has summed, as much as it keeps of the weights.
+        for live in self._to_owners():
+            if live.to_relay:
+                live.relay(self._groups, self._meter)
+        self.state = self.state.to(
+            RoundState.DONE if self.state is RoundState.OPEN else RoundState.OWED
+        )
         self.rounds += 1
-        anywhere = self._participation()
-        self._write_rest(anywhere)
+        local, unusable = self._round.local, self._round.unusable
+        complete = all(local[p] for p in self._bucket_of) and not any(unusable)
+        anywhere = self.flags.agree(local, unusable, complete=complete)
+        self._write_averaged(anywhere)
         for p in self._bucket_of:
             self.present[p] = self.present[p] or anywhere[p]
-            if self.is_matrix[p]:
+            if self._is_matrix(p):
                 # The owner has it now. Left here, a second backward would add to it and
                 # reduce the sum again.
                 self.parameters[p].grad = None
 
-    def _participation(self) -> list[bool]:
-        """Which parameters have a gradient on any rank."""
-        number = len(self.parameters)
-        complete = all(self._local[p] for p in self._bucket_of) and not any(self._unusable)
-        self._flags.zero_()
-        if complete:
-            self._flags[:number].fill_(1)
-        else:
-            local = torch.tensor(self._local + self._unusable, dtype=torch.uint8)
-            self._flags.copy_(local)
-        self._meter.add("flags", self._flags)
-        self._groups.world.all_reduce(self._flags, tag="flags", maximum=True).wait()
-        if not host_can_read(self._device):
-            # Whether this rank reads them depends on its gradients, so nobody raises by that.
-            self._recent_flags.append(HostCopy(self._flags))
-            if complete:  # all are present here, hence anywhere
-                return [True] * number
-            return [bool(flag) for flag in self._flags[:number].tolist()]
-        flags = self._flags.tolist()
-        self._check_usable(flags)
-        return [bool(flag) for flag in flags[:number]]
-
-    def _check_usable(self, flags: Sequence[int], when: str = "") -> None:
-        """Raise DmuonError, the same on every rank, if any rank had a gradient of no use."""
-        number = len(self.parameters)
-        unusable = flags[number : 2 * number]
-        if any(unusable):
-            name = self.specs.parameters[list(map(bool, unusable)).index(True)].name
-            raise DmuonError(
-                f"parameter {name!r} got a gradient that is not dense (a sparse layout) on some "
-                f"rank{when}; dmuon needs dense gradients (for an embedding: sparse=False)"
-            )
-
-    def _write_rest(self, anywhere: list[bool]) -> None:
-        """Wait for the averaged gradients of the rest and put them in ``p.grad``."""
+    def _write_averaged(self, anywhere: list[bool]) -> None:
         grads, means = [], []
-        rest, self._rest = self._rest, []
-        for flight in rest:
-            flight.wait()
-            for span, view in zip(flight.segment.spans, flight.views, strict=True):
+        averaged = [live for live in self._under_way if live.segment.shard == EVERYONE]
+        self._under_way = self._to_owners()
+        for live in averaged:
+            wait_all(live.works)
+            for span, view in zip(live.segment.spans, live.views, strict=True):
                 if not anywhere[span.parameter]:
                     continue
                 parameter = self.parameters[span.parameter]
@@ -482,19 +526,19 @@ class GradientReducer:
                 means.append(view.view(grads[-1].shape))
         if grads:
             torch._foreach_copy_(grads, means)
-        for flight in rest:
-            flight.buffer.release()
-        self.note_rest()
+        for live in averaged:
+            live.buffer.release()
+        self.note_averaged()
 
     # ---- who else changes gradients ----------------------------------------------------------
 
-    def note_rest(self) -> None:
+    def note_averaged(self) -> None:
         """Note the gradients in ``p.grad`` as they are: whoever changes them from now on forgets
         those that owners have."""
         self._noted = {
             p: (grad.data_ptr(), grad._version)
             for p in self._bucket_of
-            if not self.is_matrix[p] and (grad := self.parameters[p].grad) is not None
+            if not self._is_matrix(p) and (grad := self.parameters[p].grad) is not None
         }
 
     def _is_as_noted(self, parameter: int, *, exactly: bool = False) -> bool:
@@ -504,10 +548,10 @@ class GradientReducer:
             return False
         return grad._version == version if exactly else grad._version >= version
 
-    def check_rest(self) -> None:
-        """Follow ``model.zero_grad()``; raise OwnershipError if the rest's gradients alone were
-        changed."""
-        if self.open or self.owed or not self._noted:
+    def _check_averaged(self) -> None:
+        """Clear after ``model.zero_grad()``; raise OwnershipError if only the gradients in
+        ``p.grad`` were changed."""
+        if self.state is not RoundState.DONE or not self._noted:
             return
         if all(self.parameters[p].grad is None for p in self._noted):
             self.clear()
@@ -516,22 +560,47 @@ class GradientReducer:
             grad = self.parameters[p].grad
             if grad is not None and not self._is_as_noted(p, exactly=True):
                 raise OwnershipError(
-                    f"the gradient of {self.specs.parameters[p].name!r} was changed after "
+                    f"the gradient of {self._name(p)!r} was changed after "
                     "backward, while those of matrices lie with their owners, where nobody else "
                     "can change them: clip with dmuon.clip_grad_norm_(model, ...) instead of "
                     "torch.nn.utils.clip_grad_norm_, clear with opt.zero_grad(), or leave "
                     "reduce_to_owner out, with which every rank has whole gradients"
                 )
 
+    def _check_matrices(self, accumulated: bool) -> None:
+        """A gradient in a matrix's ``p.grad`` was set after the round; see `ensure`."""
+        if self.state is not RoundState.DONE:
+            return
+        matrices = (p for p in self._bucket_of if self._is_matrix(p))
+        left = next((p for p in matrices if self.parameters[p].grad is not None), None)
+        if left is not None and not accumulated:
+            raise OwnershipError(
+                f"{self._name(left)!r} has a p.grad that was set after "
+                "backward. Its owner has the reduced gradient already, so this one would be "
+                "lost: change gradients in a hook (p.register_hook), or (layout='replicated') "
+                "set all of them and run no backward"
+            )
+        if left is not None:
+            self.state = self.state.to(RoundState.OWED)
+
     # ---- between rounds ----------------------------------------------------------------------
+
+    def set_sync(self, sync: bool) -> bool:
+        """Whether backward begins rounds; returns the previous setting."""
+        previous, self.sync = self.sync, sync
+        if sync and not previous and self.state is not RoundState.NONE:
+            # What was accumulated meanwhile must be reduced, by the next backward or by `step`.
+            self.state = self.state.to(RoundState.OPEN_OWED if self.open else RoundState.OWED)
+        return previous
 
     def begin_owed(self) -> None:
         """Start the round that the other ranks count on, if there was none here."""
-        if not self.open and (self.rounds == 0 or self.owed):
+        if self.state in (RoundState.NONE, RoundState.OWED):
             self.begin()
 
     def ensure(self, check: Callable[[], None], *, accumulated: bool = False) -> None:
-        """Have at least one round since `clear`, and none open: what `step` and clipping need.
+        """Make sure that there is a round since `clear`, and none open, as `step` and clipping
+        need.
 
         A rank whose backward reached no parameter still joins the others' round here; so does one
         where ``check`` raises a DmuonError, afterwards. ``accumulated``: a wrapper may have left
@@ -541,12 +610,12 @@ class GradientReducer:
             OwnershipError: a gradient was set after the round, and would be lost.
             DmuonError: a rank found a gradient that cannot be reduced (see `finish`).
         """
-        self.raise_noted()
+        self.flags.raise_noted()
         flaw: DmuonError | None = None
         try:
             check()
-            self.check_rest()
-            self._check_left(accumulated)
+            self._check_averaged()
+            self._check_matrices(accumulated)
         except DmuonError as error:  # perhaps on this rank alone
             flaw = error
         self.begin_owed()
@@ -555,61 +624,31 @@ class GradientReducer:
         if flaw is not None:
             raise flaw
 
-    def raise_noted(self) -> None:
-        """Raise DmuonError if a round before the last `clear` found what cannot be reduced."""
-        earlier, self._earlier_flags = self._earlier_flags, []
-        for copy in earlier:
-            self._check_usable(
-                copy.read(), " in the backward before the last step, which counted it as missing"
-            )
-
-    def _check_left(self, accumulated: bool) -> None:
-        """See `ensure`."""
-        if self.open or not self.rounds or self.owed:
-            return
-        matrices = (p for p in self._bucket_of if self.is_matrix[p])
-        left = next((p for p in matrices if self.parameters[p].grad is not None), None)
-        if left is not None and not accumulated:
-            raise OwnershipError(
-                f"{self.specs.parameters[left].name!r} has a p.grad that was set after "
-                "backward. Its owner has the reduced gradient already, so this one would be "
-                "lost: change gradients in a hook (p.register_hook), or (layout='replicated') "
-                "set all of them and run no backward"
-            )
-        self.owed = left is not None
-
-    def collect(self, arrived: Sequence[_Flight] | None = None) -> None:
+    def collect(self, arrived: Sequence[_LiveSegment] | None = None) -> None:
         """Wait for what goes to owners (all of it, or these), and add up what is owned here."""
         if arrived is None and self._side is not None:
             self._side.join()
-        flights = self._flights if arrived is None else arrived
+        # All of it may include averaged gradients, of a round that ended with an error.
+        segments = self._under_way if arrived is None else arrived
         into: list[Tensor] = []
         parts: list[Tensor] = []
-        for flight in flights:
-            flight.wait()
-            into += flight.deliveries[0]
-            parts += flight.deliveries[1]
+        for live in segments:
+            wait_all(live.works)
+            into += live.deliveries[0]
+            parts += live.deliveries[1]
         if into:
             first = self.rounds == (0 if self.open else 1)
             (torch._foreach_copy_ if first else torch._foreach_add_)(into, parts)
-        for flight in flights:
-            flight.buffer.release()
-        if arrived is not None:
-            self._flights = [flight for flight in self._flights if flight not in arrived]
-            return
-        self._flights = []
-        for flight in self._rest:  # of a round that ended with an error
-            flight.wait()
-            flight.buffer.release()
-        self._rest = []
+        for live in segments:
+            live.buffer.release()
+        self._under_way = [live for live in self._under_way if live not in segments]
 
     def clear(self) -> None:
         """Forget the gradients reduced so far, as `zero_grad` does."""
         self.finish()
         self.collect()
-        self._earlier_flags += self._recent_flags
-        self._recent_flags = []
-        self.owed = False
+        self.flags.clear()
+        self.state = self.state.to(RoundState.NONE)
         self.rounds = 0
         self._noted = {}
         self.present[:] = [False] * len(self.parameters)

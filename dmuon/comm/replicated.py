@@ -2,7 +2,7 @@
 
 ::
 
-    backward   gradients ---reduce---> owners          the rest ---all-reduce---> p.grad everywhere
+    backward   gradients ---reduce---> owners     those of adamw ---all-reduce---> p.grad everywhere
     step       owner: momentum, Newton-Schulz, then    its update ---broadcast---> every rank
     forward    before a block runs: wait for the updates of its matrices and apply them
 
@@ -18,6 +18,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,13 +28,13 @@ from torch.nn.parallel import DistributedDataParallel
 from dmuon.comm.buckets import (
     Buffer,
     Slices,
+    allocate,
     cut_by_bytes,
     gradient_bucket,
-    packed,
     publish_buckets,
 )
-from dmuon.comm.hooks import Coverage, attach, wait_points
-from dmuon.comm.layout import Apply, Compute, Gradients, OwnerRuntime, ParameterWatch
+from dmuon.comm.hooks import Coverage, ParameterWatch, attach, wait_points
+from dmuon.comm.layout import Apply, Compute, OwnerRuntime
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.reducer import (
     GradientReducer,
@@ -47,37 +48,36 @@ from dmuon.comm.reducer import (
 )
 from dmuon.comm.transport import Transport, Work
 from dmuon.config import ReplicatedOptions
+from dmuon.dtensors import LocalParameters
 from dmuon.scheduler.plan import OwnershipPlan, Unit
 from dmuon.scheduler.shards import matrix_box
-from dmuon.scheduler.specs import ITEM_SIZE, Box, dtype_name
-from dmuon.types import DmuonError, OwnershipError
+from dmuon.scheduler.specs import ITEM_SIZE, Box
+from dmuon.types import DmuonError
 
 
 @dataclass(slots=True)
 class _Published:
-    """What travels of a unit, and views of the parameters that it is applied to."""
+    """A unit in a broadcast, and views of the parameters that its update is applied to."""
 
     unit: Unit
-    parameters: list[int]
-    targets: list[Tensor]
     payload: Tensor  # [b, m, n]
     views: list[Tensor]  # of the payload, in the parameters' dims
     rms: Tensor  # [b] float32
+    parameters: list[int]
+    targets: list[Tensor]
     pointers: list[int]  # where the parameters of the targets are stored
 
 
 @dataclass(slots=True)
 class _Broadcast:
-    """A bucket's bytes, there from a step to the next backward; and what was published last: of
-    each unit the matrices at these positions."""
+    """A bucket of updates. ``buffer`` has memory from a step to the next backward. ``where`` are
+    the positions in each unit that were published last, none before the first step."""
 
     owner: int
     units: list[_Published]
     buffer: Buffer
     rms: Tensor
     seen_rms: Tensor  # as last published
-    work: Work | None = None
-    apply: Apply | None = None
     where: Sequence[list[int]] = ()
 
 
@@ -93,32 +93,29 @@ class ReplicatedRuntime(OwnerRuntime):
         options: ReplicatedOptions,
         ddp: DistributedDataParallel | None,
     ) -> None:
-        super().__init__(Slices.flat(plan), model, transport, parameters[0].device)
-        self.parameters = list(parameters)
+        super().__init__(Slices.flat(plan), model, parameters, transport, parameters[0].device)
         self._options = options
         self._ddp = None if ddp is None else weakref.ref(ddp)
         self._index = {id(p): i for i, p in enumerate(parameters)}
-        self._pointers = [p.data_ptr() for p in parameters]
+        self._locals = LocalParameters(parameters, [spec.name for spec in plan.specs.parameters])
         self._broadcasts: list[_Broadcast] = []
-        self._pending: set[int] = set()
-        self._needs: dict[int, set[int]] = defaultdict(set)  # id(parameter) -> its broadcasts
+        self._pending: dict[int, tuple[Work, Apply]] = {}  # broadcasts that were not applied yet
 
     # ---- binding and closing -----------------------------------------------------------------
 
     def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
         options, specs = self._options, self.plan.specs
         owned = self._collect_at(groups, options.reduce_dtype)
-        numel = {p: spec.numel for p, spec in enumerate(specs.parameters)}
-        rest = {p: numel[p] for p in specs.adamw_parameters()}
+        adamw = {p: specs.parameters[p].numel for p in specs.adamw_parameters()}
 
         def nbytes(p: int) -> int:
-            dtype = options.reduce_dtype
-            return numel[p] * (dtype.itemsize if dtype else ITEM_SIZE[specs.parameters[p].dtype])
+            spec, dtype = specs.parameters[p], options.reduce_dtype
+            return spec.numel * (dtype.itemsize if dtype else ITEM_SIZE[spec.dtype])
 
         # Backward reaches parameters roughly in reverse order.
         order = reversed(range(len(specs.parameters)))
         buckets = [
-            gradient_bucket(self._slices, members, rest, 0, options.reduce_dtype)
+            gradient_bucket(self._slices, members, adamw, 0, options.reduce_dtype)
             for members in cut_by_bytes(order, nbytes, options.bucket_bytes)
         ]
         dtypes = {u: payload_dtype(specs.matrices[u.matrices[0]].dtype) for u in self.units}
@@ -127,26 +124,26 @@ class ReplicatedRuntime(OwnerRuntime):
             units = [self.units[u] for u in members]
             counts = [len(u.matrices) for u in units]
             sizes = [*((u.numel, dtypes[u]) for u in units), (sum(counts), torch.float32)]
-            flat, (*payloads, rms) = packed(sizes, self.device)
-            parts = zip(units, payloads, rms.split(counts), strict=True)
-            published = [self._published(*part) for part in parts]
-            for p in (p for live in published for p in live.parameters):
-                self._needs[id(self.parameters[p])].add(len(self._broadcasts))
+            flat, (*payloads, rms) = allocate(sizes, self.device)
+            published = []
+            for unit, payload, its_rms in zip(units, payloads, rms.split(counts), strict=True):
+                stack = payload.view(unit.shape)
+                parameters = [specs.matrices[i].parameter for i in unit.matrices]
+                views, pointers = unstacker(specs, unit)(stack), self._pointers_of(parameters)
+                targets = self._targets(unit)
+                published.append(
+                    _Published(unit, stack, views, its_rms, parameters, targets, pointers)
+                )
             seen = torch.zeros_like(rms)
+            self._rms |= {u.matrices[0]: part for u, part in zip(units, seen.split(counts))}
             self._broadcasts.append(_Broadcast(owner, published, Buffer(flat), rms, seen))
             self._broadcasts[-1].buffer.release()
         groups_of_all = ProcessGroups.flat(self.transport)
-        self.reducer = GradientReducer(
-            self._slices, self.parameters, groups_of_all, self.meter, buckets, owned
-        )
+        self.reducer = GradientReducer(self.parameters, groups_of_all, self.meter, buckets, owned)
         self._install_hooks(self.reducer)
 
-    def _published(self, unit: Unit, payload: Tensor, rms: Tensor) -> _Published:
-        parameters = [self.plan.specs.matrices[i].parameter for i in unit.matrices]
-        stack = payload.view(unit.shape)
-        views = unstacker(self.plan.specs, unit)(stack)
-        pointers = [self.parameters[p].data_ptr() for p in parameters]
-        return _Published(unit, parameters, self._targets(unit), stack, views, rms, pointers)
+    def _pointers_of(self, parameters: Iterable[int]) -> list[int]:
+        return [self.parameters[p].data_ptr() for p in parameters]
 
     def _targets(self, unit: Unit) -> list[Tensor]:
         specs, found = self.plan.specs, []
@@ -165,26 +162,27 @@ class ReplicatedRuntime(OwnerRuntime):
         else:
             self._removers += hook_ddp(ddp, self._handed_over)
         self._watch = ParameterWatch(model, self.parameters)
+        broadcasts_of: dict[int, set[int]] = defaultdict(set)
+        for b, bucket in enumerate(self._broadcasts):
+            for p in (p for live in bucket.units for p in live.parameters):
+                broadcasts_of[id(self.parameters[p])].add(b)
         points = wait_points(model)
-        self._coverage = coverage = Coverage(points)
+        self._coverage = coverage = Coverage(points, broadcasts_of)
 
-        def waiter(number: int, needed: set[int], at_root: bool) -> Callable[[], None]:
-            def wait() -> None:
-                coverage.passed(number)
-                if at_root:
-                    # A backward that raised left its round open; the others count on the rest.
-                    reducer.finish()
-                self._wait_for(needed)
-
-            return wait
+        def wait(number: int, needed: Sequence[int], at_root: bool) -> None:
+            coverage.passed(number)
+            if at_root:
+                # A backward that raised left its round open; the others count on its end.
+                reducer.finish()
+            self._wait_for(needed)
 
         for number, point in enumerate(points):
             at_root = point.is_root and ddp is None
-            wait = waiter(number, self._needed(point.parameters), at_root)
-            self._removers += attach(point, wait, self.synchronize)
+            action = partial(wait, number, coverage.needed(number), at_root)
+            self._removers += attach(point, action, self.synchronize)
 
     def _begin_round(self, reducer: GradientReducer) -> None:
-        """Gradients take the memory of the updates, which are applied by now."""
+        """Apply the updates first, because gradients take their memory."""
         self.synchronize()
         for bucket in self._broadcasts:
             bucket.buffer.release()
@@ -192,7 +190,7 @@ class ReplicatedRuntime(OwnerRuntime):
         reducer.begin()
 
     def _accumulated(self, parameter: int) -> None:
-        """A plain module: a gradient is taken as soon as it has been accumulated."""
+        """Without DDP a gradient is taken as soon as it has been accumulated."""
         reducer = self._bound
         if not reducer.sync:
             return
@@ -202,7 +200,7 @@ class ReplicatedRuntime(OwnerRuntime):
         reducer.accumulated(parameter)
 
     def _handed_over(self, bucket: Any) -> None:
-        """DDP: gradients are taken from its buckets."""
+        """With DDP gradients are taken from its buckets."""
         reducer = self._bound
         if bucket.index() == 0:
             self._begin_round(reducer)
@@ -222,45 +220,21 @@ class ReplicatedRuntime(OwnerRuntime):
 
     # ---- gradients ---------------------------------------------------------------------------
 
-    def raise_noted(self) -> None:
-        self._bound.raise_noted()
-
     def reduce_gradients(self) -> None:
         # Inside DistributedDataParallel.no_sync gradients stay in p.grad.
         self.synchronize()
         self._bound.ensure(self._check, accumulated=self._ddp is not None)
 
     def _check(self) -> None:
-        self._check_model()
-        self._check_storage()
+        if self._watch is not None:
+            self._watch.check()
+        self._locals.check()
         if self._ddp is not None and self._bound.open:
             raise DmuonError(
                 "DistributedDataParallel did not hand over the gradients of "
                 f"{', '.join(self._bound.missing()[:5])}: their part of the model was not used in "
                 "this backward. Build it with find_unused_parameters=True"
             )
-
-    def _check_storage(self) -> None:
-        """Raise OwnershipError if a parameter has another shape, dtype or device than planned."""
-        pointers = [p.data_ptr() for p in self.parameters]
-        if pointers == self._pointers:
-            return
-        for p, spec in zip(self.parameters, self.plan.specs.parameters, strict=True):
-            planned = (spec.shape, spec.dtype, self.device)
-            if (tuple(p.shape), dtype_name(p.dtype), p.device) != planned:
-                raise OwnershipError(
-                    f"parameter {spec.name!r} is now {list(p.shape)} {p.dtype} on {p.device}; it "
-                    f"was planned as {list(spec.shape)} {spec.dtype} on {self.device}. Move or "
-                    "convert the model before dmuon.dedicate_params(model)"
-                )
-        self._pointers = pointers
-
-    def gradients(self) -> Gradients:
-        """Matrices' gradients lie with their owners, the others are the same everywhere."""
-        reducer = self._bound
-        collected = reducer.owned.collected(reducer.present)
-        shared = [p.grad for p in self.parameters if p.grad is not None]
-        return Gradients(collected, shared, shared + collected)
 
     # ---- step --------------------------------------------------------------------------------
 
@@ -272,10 +246,7 @@ class ReplicatedRuntime(OwnerRuntime):
         """
         reducer = self._bound
         for b, bucket in enumerate(self._broadcasts):
-            where = [
-                [k for k, p in enumerate(live.parameters) if reducer.present[p]]
-                for live in bucket.units
-            ]
+            where = [self._with_gradients(live.unit) for live in bucket.units]
             if not any(where):
                 bucket.seen_rms.zero_()
                 bucket.where = ()
@@ -291,34 +262,26 @@ class ReplicatedRuntime(OwnerRuntime):
                         set_rows(live.rms, mine, rms)
             flat = bucket.buffer.flat
             self.meter.add("updates", flat)
-            bucket.work = self.transport.broadcast(flat, bucket.owner, tag="updates")
-            bucket.apply, bucket.where = apply, where
-            self._pending.add(b)
+            work = self.transport.broadcast(flat, bucket.owner, tag="updates")
+            self._pending[b], bucket.where = (work, apply), where
         reducer.clear()
         # The forward that led here read these without passing their wait point.
-        self._wait_for(self._needed(self._coverage.take_missed()))
-
-    def _needed(self, parameters: Iterable[int]) -> set[int]:
-        """The broadcasts that carry a part of these parameters, given by their ids."""
-        return set().union(*(self._needs.get(i, ()) for i in parameters))
+        self._wait_for(self._coverage.take_missed())
 
     def _wait_for(self, broadcasts: Iterable[int]) -> None:
         """Wait for these, where they are pending, and apply them."""
         if not self._pending:
             return
-        for b in sorted(self._pending.intersection(broadcasts)):
-            bucket = self._broadcasts[b]
-            assert bucket.work is not None and bucket.apply is not None
-            bucket.work.wait()
+        for b in sorted(self._pending.keys() & broadcasts):
+            bucket, (work, apply) = self._broadcasts[b], self._pending.pop(b)
+            work.wait()
             for live, where in zip(bucket.units, bucket.where, strict=True):
                 if where:
-                    self._apply(live, where, bucket.apply)
+                    self._apply(live, where, apply)
             bucket.seen_rms.copy_(bucket.rms)
-            bucket.work = bucket.apply = None
-            self._pending.discard(b)
 
     def _apply(self, live: _Published, where: list[int], apply: Apply) -> None:
-        pointers = [self.parameters[p].data_ptr() for p in live.parameters]
+        pointers = self._pointers_of(live.parameters)
         if pointers != live.pointers:  # someone has assigned to p.data
             live.pointers, live.targets = pointers, self._targets(live.unit)
         targets, views = live.targets, live.views
@@ -353,15 +316,3 @@ class ReplicatedRuntime(OwnerRuntime):
                 for k in where:
                     found[self.plan.specs.matrices[live.unit.matrices[k]].name] = matrices[k]
         return found
-
-    def update_rms(self) -> dict[str, Tensor]:
-        self.synchronize()
-        return {
-            self.plan.specs.matrices[i].name: rms
-            for bucket in self._broadcasts
-            for i, rms in zip(
-                (i for live in bucket.units for i in live.unit.matrices),
-                bucket.seen_rms.unbind(),
-                strict=True,
-            )
-        }

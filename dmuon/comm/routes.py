@@ -8,25 +8,31 @@ Routes say what every rank sends and receives of a bucket of units (`dmuon.sched
 
 What every rank holds whole (the `replicated` layout) needs one phase alone::
 
-    publish    owner ---its updates---> everyone                           (a broadcast an owner)
+    publish    owner ---its updates---> everyone                           (one broadcast per owner)
 
-Pieces follow each other in the order of the bucket's units and of the matrices in a unit, so sender
-and receiver need no header.
+In a message the parts follow each other in the order of the bucket's units and of the matrices in
+a unit, so sender and receiver need no header.
 
-A rank works on *blocks*: what it holds of a matrix. Where matrices have co-owners a block travels
-in pieces, one to and from each co-owner whose slice it meets; `Cut` says where they lie in it.
+If matrices have co-owners, what a rank holds of one travels in pieces: one to and from each
+co-owner whose slice it overlaps. `Cut` says where they lie in it. Below a *block* is all that a
+rank holds of a matrix, and a *piece* the part of it that goes to one owner.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from operator import add
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain, groupby, pairwise
+from operator import add, itemgetter
 
+import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from dmuon.comm.transport import Transport
+from dmuon.dtensors import local_rows, sharded_rows, whole_tensor
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.shards import ShardMap
 from dmuon.scheduler.specs import Box, Form
@@ -34,12 +40,11 @@ from dmuon.scheduler.specs import Box, Form
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Equal pieces of matrices that follow each other in a unit, one behind the other in a buffer.
+    """The same box of several matrices, one behind the other in a flat buffer from ``start`` on.
 
-    The piece ``box`` of each of ``matrices``, which are at ``position`` and on in ``unit``. Such a
-    matrix is ``whole`` in its parameter's dims, which read as rows and columns by ``form``;
-    ``transposed``: its slot in the unit's stack holds the transpose. In the flat buffer the pieces
-    begin at element ``start``.
+    The ``matrices`` are neighbours in ``unit``, the first at ``position``. Each has the shape
+    ``whole`` in its parameter's dims, which read as rows and columns by ``form``; ``transposed``:
+    its slot in the unit's stack holds the transpose.
     """
 
     unit: int
@@ -53,7 +58,7 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the pieces together."""
+        """Of all its boxes, stacked."""
         return len(self.matrices), *self.box.shape
 
     @property
@@ -61,12 +66,12 @@ class Part:
         return math.prod(self.shape)
 
     def within(self, buffer: Tensor) -> Tensor:
-        """The pieces in their flat buffer."""
+        """A view of it in its flat buffer."""
         return buffer.narrow(0, self.start, self.numel).view(self.shape)
 
 
 def places(stack: Tensor, part: Part) -> Tensor:
-    """Where a part lies in its unit's stack ``[b, rows, cols]``: a view of ``part.shape``."""
+    """A view of ``part.shape``: the part's place in its unit's stack ``[b, rows, cols]``."""
     slots = stack[part.position : part.position + len(part.matrices)]
     if part.transposed:
         slots = slots.mT
@@ -97,10 +102,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where equal pieces lie in equal blocks that follow each other.
+    """Where equal pieces lie in equal blocks, both one behind the other in flat buffers.
 
-    The pieces ``shape`` begin at ``piece`` in their flat buffer, the blocks ``block_shape`` at
-    ``block`` in theirs; in each block its piece is ``box``.
+    The pieces, ``shape`` together, begin at element ``piece``, the blocks, ``block_shape``, at
+    element ``block``; in each block its piece is ``box``.
     """
 
     piece: int
@@ -121,16 +126,16 @@ class Cut:
 class BucketRoute:
     """One rank's view of a bucket.
 
-    ``held``: this rank's pieces, by owner; what it sends in the gather and receives in the
-    scatter. ``owned``: all pieces of the matrices that it owns, by holder. ``copies_out`` and
-    ``copies_in``: its blocks of updates, by the rank that they go to or come from, along the axes
-    that replicate. ``replicates`` is the same on every rank: whether anyone copies.
+    ``held``: this rank's pieces, by owner; it sends them in the gather and receives their updates
+    in the scatter. ``owned``: all pieces of the matrices that it owns, by holder. ``copies_out``
+    and ``copies_in``: its blocks of updates, by the rank that they go to or come from, along the
+    axes that replicate. ``replicates``: whether any rank copies.
 
-    ``published``: of a bucket that every rank holds whole, the updates by owner; None for others.
+    ``published``: for a bucket that every rank holds whole, the updates by owner, else None.
     ``held`` and ``owned`` are then what is owned here, and nothing is copied.
 
-    ``blocks`` are those that are sent, ``landing`` those whose updates come. Where pieces are not
-    blocks, because there are co-owners, ``cuts`` and ``joins`` say where they lie in them.
+    ``blocks`` are those that are sent, ``updates`` those whose updates come. If there are
+    co-owners, ``cuts`` and ``joins`` say where the pieces lie in them.
     """
 
     units: tuple[int, ...]  # owned here
@@ -140,25 +145,25 @@ class BucketRoute:
     copies_in: Message
     replicates: bool
     blocks: Message
-    landing: Message
+    updates: Message
     cuts: tuple[Cut, ...] = ()
     joins: tuple[Cut, ...] = ()
     published: Message | None = None
 
     @property
     def came(self) -> Message:
-        """What updates come in."""
+        """The layout in which updates come."""
         return self.held if self.published is None else self.published
 
 
-# A piece of a matrix: (position in its unit, matrix, its shape there, whether its slot holds the
-# transpose, box in it).
-Piece = tuple[int, int, tuple[int, ...], bool, Box]
+# What a rank has of a matrix: (position in its unit, matrix, shape of the matrix there, whether its
+# slot holds the transpose, box in that shape).
+MatrixPart = tuple[int, int, tuple[int, ...], bool, Box]
 
 
 def slice_of(shards: ShardMap, unit: Unit, position: int) -> Box:
-    """What a unit has of a matrix, counted from the matrix's corner in its parameter's dims: all of
-    it, or a co-owner's slice of the longer dim."""
+    """The box of a matrix that a unit has, from the corner of the matrix, in its parameter's dims:
+    all of it, or a co-owner's slice of the longer dim."""
     whole = shards.boxes[unit.matrices[position]]
     box = Box.at_origin(whole.box.shape)
     if not unit.co_owners:
@@ -170,8 +175,10 @@ def slice_of(shards: ShardMap, unit: Unit, position: int) -> Box:
     )
 
 
-def parts_of(shards: ShardMap, unit: int, pieces: Iterable[Piece], start: int = 0) -> list[Part]:
-    """Pieces, equal ones joined, in a buffer from element ``start`` on."""
+def parts_of(
+    shards: ShardMap, unit: int, pieces: Iterable[MatrixPart], start: int = 0
+) -> list[Part]:
+    """The parts of a buffer from element ``start`` on; neighbours with equal boxes are one part."""
     parts: list[Part] = []
     for position, i, shape, transposed, box in pieces:
         kind = (box, shape, shards.boxes[i].form, transposed)
@@ -188,98 +195,114 @@ def parts_of(shards: ShardMap, unit: int, pieces: Iterable[Piece], start: int = 
     return parts
 
 
-class _Pieces:
-    """Collects the pieces for each peer, and lays them out one peer behind the other."""
+# (the peer that it goes to or comes from, unit, part), in the order of units for each peer.
+_Pieces = list[tuple[int, int, MatrixPart]]
 
-    def __init__(self, shards: ShardMap) -> None:
-        self._shards = shards
-        # By peer and unit.
-        self._pieces: dict[int, dict[int, list[Piece]]] = defaultdict(lambda: defaultdict(list))
 
-    def add(self, peer: int, unit: int, piece: Piece) -> None:
-        self._pieces[peer][unit].append(piece)
+def _message(shards: ShardMap, pieces: _Pieces) -> Message:
+    parts: list[Part] = []
+    splits = [0] * shards.world
+    by_peer = sorted(pieces, key=itemgetter(0))
+    for (peer, unit), members in groupby(by_peer, key=itemgetter(0, 1)):
+        found = [piece for _, _, piece in members]
+        parts += parts_of(shards, unit, found, sum(splits))
+        splits[peer] += sum(box.numel for *_, box in found)
+    return Message(tuple(parts), tuple(splits))
 
-    def message(self) -> Message:
-        parts: list[Part] = []
-        splits = [0] * self._shards.world
-        for peer in sorted(self._pieces):
-            for unit, pieces in self._pieces[peer].items():
-                parts += parts_of(self._shards, unit, pieces, sum(splits))
-                splits[peer] += sum(box.numel for *_, box in pieces)
-        return Message(tuple(parts), tuple(splits))
+
+@dataclass(slots=True)
+class _Contents:
+    """The pieces in the messages of a bucket at ``rank``, which are named as in `BucketRoute`."""
+
+    shards: ShardMap
+    rank: int
+    held: _Pieces = field(default_factory=list)
+    owned: _Pieces = field(default_factory=list)
+    published: _Pieces = field(default_factory=list)
+    copies_out: _Pieces = field(default_factory=list)
+    copies_in: _Pieces = field(default_factory=list)
+    blocks: _Pieces = field(default_factory=list)
+    updates: _Pieces = field(default_factory=list)
+
+    def publish(self, u: int, unit: Unit, position: int) -> None:
+        """Add a matrix that every rank holds whole."""
+        part, block = self._of(unit, position, self.rank)
+        self.published.append((unit.owner, u, part))
+        if unit.owner == unit.first_owner:
+            self.updates.append((0, u, block))
+        if unit.owner == self.rank:
+            self.held.append((self.rank, u, part))
+            self.blocks.append((0, u, block))
+
+    def exchange(self, u: int, unit: Unit, position: int) -> None:
+        """Add a matrix that the ranks of one replica hold in pieces."""
+        shards, rank, i = self.shards, self.rank, unit.matrices[position]
+        # Co-owners work on what the replica of the first one holds.
+        replica, is_first = shards.replica_of(i, unit.first_owner), unit.owner == unit.first_owner
+        if unit.owner == rank:
+            for piece in shards.pieces(i):
+                part, _ = self._of(unit, position, piece.rank)
+                if piece.replica == replica and part[-1].numel:
+                    self.owned.append((piece.rank, u, part))
+        mine = shards.piece(i, rank)
+        if not mine.numel:
+            return
+        part, block = self._of(unit, position, rank)
+        is_sender = mine.replica == replica
+        if is_sender and part[-1].numel:
+            self.held.append((unit.owner, u, part))
+        if is_sender and is_first:
+            self.blocks.append((0, u, block))
+        if not is_first or not shards.is_replicated(i):
+            return
+        for peer, other in shards.partners(i, rank):
+            if is_sender:
+                self.copies_out.append((peer, u, block))
+            elif other == replica:
+                self.copies_in.append((peer, u, block))
+
+    def _of(self, unit: Unit, position: int, rank: int) -> tuple[MatrixPart, MatrixPart]:
+        """All that a rank holds of a matrix, and before it the part of this that the unit has."""
+        i, cut = unit.matrices[position], slice_of(self.shards, unit, position)
+        turned, box = unit.holds_transpose(position), self.shards.piece(i, rank).box
+        part = position, i, cut.shape, turned, box.intersection(cut).within(cut)
+        return part, (position, i, self.shards.boxes[i].box.shape, turned, box)
 
 
 def bucket_route(
     shards: ShardMap, units: Sequence[Unit], bucket: Sequence[int], rank: int
 ) -> BucketRoute:
     """What ``rank`` sends and receives for a bucket."""
-    everywhere = all(shards.is_everywhere(i) for u in bucket for i in units[u].matrices)
-    sent, owned, published, out, into, blocks, landing = (_Pieces(shards) for _ in range(7))
-    replicates = False
+    matrices = [i for u in bucket for i in units[u].matrices]
+    everywhere = all(map(shards.is_everywhere, matrices))
+    contents = _Contents(shards, rank)
+    add = contents.publish if everywhere else contents.exchange
     for u in bucket:
-        unit = units[u]
-        is_first = unit.owner == unit.first_owner
-        for k, i in enumerate(unit.matrices):
-            turned, cut = unit.holds_transpose(k), slice_of(shards, unit, k)
-
-            def of(box: Box, k: int = k, i: int = i, t: bool = turned, cut: Box = cut) -> Piece:
-                """What the unit has of a box of the matrix."""
-                return k, i, cut.shape, t, box.intersection(cut).within(cut)
-
-            mine = shards.piece(i, rank)
-            block = k, i, shards.boxes[i].box.shape, turned, mine.box
-            if everywhere:
-                published.add(unit.owner, u, of(mine.box))
-                if is_first:
-                    landing.add(0, u, block)
-                if unit.owner == rank:
-                    sent.add(rank, u, of(mine.box))
-                    blocks.add(0, u, block)
-                continue
-            # Co-owners work on what the replica of the first one holds.
-            of_owner = shards.replica_of(i, unit.first_owner)
-            if unit.owner == rank:
-                for piece in shards.pieces(i):
-                    found = of(piece.box)
-                    if piece.replica == of_owner and found[-1].numel:
-                        owned.add(piece.rank, u, found)
-            is_sender = mine.replica == of_owner
-            found = of(mine.box)
-            if found[-1].numel and is_sender:
-                sent.add(unit.owner, u, found)
-            if mine.numel and is_sender and is_first:
-                blocks.add(0, u, block)
-            if not shards.is_replicated(i):
-                continue
-            replicates = True
-            for peer, replica in shards.partners(i, rank) if mine.numel and is_first else ():
-                if is_sender:
-                    out.add(peer, u, block)
-                elif replica == of_owner:
-                    into.add(peer, u, block)
-    held, of_all = sent.message(), published.message() if everywhere else None
-    came = of_all or held
+        for position in range(len(units[u].matrices)):
+            add(u, units[u], position)
+    held, published = _message(shards, contents.held), _message(shards, contents.published)
+    came = published if everywhere else held
     route = BucketRoute(
         units=tuple(u for u in bucket if units[u].owner == rank),
         held=held,
-        owned=held if everywhere else owned.message(),
-        copies_out=out.message(),
-        copies_in=into.message(),
-        replicates=replicates,
+        owned=held if everywhere else _message(shards, contents.owned),
+        copies_out=_message(shards, contents.copies_out),
+        copies_in=_message(shards, contents.copies_in),
+        replicates=not everywhere and any(map(shards.is_replicated, matrices)),
         blocks=held,
-        landing=came,
-        published=of_all,
+        updates=came,
+        published=published if everywhere else None,
     )
     if not any(units[u].co_owners for u in bucket):
         return route
-    sending = blocks.message()
-    lands = landing.message() if everywhere else sending
+    blocks = _message(shards, contents.blocks)
+    updates = _message(shards, contents.updates) if everywhere else blocks
     return replace(
         route,
-        blocks=sending,
-        landing=lands,
-        cuts=_cuts(shards, units, held, sending),
-        joins=_cuts(shards, units, came, lands),
+        blocks=blocks,
+        updates=updates,
+        cuts=_cuts(shards, units, held, blocks),
+        joins=_cuts(shards, units, came, updates),
     )
 
 
@@ -313,3 +336,97 @@ def _cuts(
                 piece = part.start + j * part.box.numel
                 found.append(Cut(piece, (1, *box.shape), start, (1, *block.box.shape), box))
     return tuple(found)
+
+
+# ---- saved state -----------------------------------------------------------------------------
+
+# Who keeps which box of a parameter: (number, rank, box), equal on all ranks. A rank has its own
+# tensors by these numbers.
+Keepers = Sequence[tuple[int, int, Box]]
+
+
+class RowShards:
+    """Moves what owners keep into the form in which it is saved, and back; collective calls.
+
+    A checkpoint knows a parameter by its name and its whole shape, whoever owns its matrices. So it
+    becomes a `DTensor` of even rows on all ranks, which torch saves, loads and reshards::
+
+        owner of a.weight    rows 0 .. 7 ---all-to-all---> rank 0: rows 0-1, rank 1: rows 2-3, ...
+
+    With one rank it stays a plain tensor. A plain tensor that is loaded is whole on every rank.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device) -> None:
+        self.device = device
+        self._transport = transport
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh | None:
+        return self._transport.mesh(self.device)
+
+    def spread(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        keepers: Keepers,
+        mine: Mapping[int, Tensor],
+    ) -> Tensor:
+        """The whole tensor, of which ``keepers`` keep every element once."""
+        rows, rank = self._rows(shape), self._transport.rank
+        local = torch.empty(rows[rank][2].shape, dtype=dtype, device=self.device)
+        self._move(keepers, mine, rows, {rank: local}, dtype)
+        return local if self._mesh is None else sharded_rows(local, self._mesh, shape)
+
+    def collect(self, value: Tensor, keepers: Keepers, mine: Mapping[int, Tensor]) -> None:
+        """Write what each of ``keepers`` keeps of a tensor there, from whatever form it has."""
+        local, rank = local_rows(value, self._mesh), self._transport.rank
+        if local is not None:
+            self._move(self._rows(tuple(value.shape)), {rank: local}, keepers, mine, local.dtype)
+            return
+        whole = whole_tensor(value)
+        for i, r, box in keepers:
+            if r == rank and box.numel:
+                mine[i].copy_(whole[box.slices()])
+
+    def _rows(self, shape: tuple[int, ...]) -> list[tuple[int, int, Box]]:
+        """Even rows, as torch cuts them: the last ranks may have fewer, or none."""
+        world, others = self._transport.world, shape[1:]
+        step = math.ceil(shape[0] / world)
+        starts = [min(r * step, shape[0]) for r in range(world + 1)]
+        return [
+            (r, r, Box((a, *(0 for _ in others)), (b - a, *others)))
+            for r, (a, b) in enumerate(pairwise(starts))
+        ]
+
+    def _move(
+        self,
+        keepers: Keepers,
+        mine: Mapping[int, Tensor],
+        targets: Keepers,
+        into: Mapping[int, Tensor],
+        dtype: torch.dtype,
+    ) -> None:
+        """Copy what lies at ``keepers``, ``mine`` here, to ``targets``, ``into`` here."""
+        rank, world = self._transport.rank, self._transport.world
+        # Views by peer, in the order of targets, then of keepers.
+        sent: list[list[Tensor]] = [[] for _ in range(world)]
+        received: list[list[Tensor]] = [[] for _ in range(world)]
+        for i, receiver, target in targets:
+            for j, sender, box in keepers:
+                if rank not in (sender, receiver):
+                    continue
+                shared = box.intersection(target)
+                if shared.numel and sender == rank:
+                    sent[receiver].append(mine[j][shared.within(box).slices()])
+                if shared.numel and receiver == rank:
+                    received[sender].append(into[i][shared.within(target).slices()])
+        out, back = ([sum(v.numel() for v in views) for views in each] for each in (sent, received))
+        source = torch.empty(sum(out), dtype=dtype, device=self.device)
+        arrived = torch.empty(sum(back), dtype=dtype, device=self.device)
+        views = [*chain.from_iterable(sent)]
+        for flat, view in zip(source.split([v.numel() for v in views]), views):
+            flat.view(view.shape).copy_(view)
+        self._transport.all_to_all(arrived, source, back, out, tag="saved state").wait()
+        views = [*chain.from_iterable(received)]
+        for flat, view in zip(arrived.split([v.numel() for v in views]), views):
+            view.copy_(flat.view(view.shape))

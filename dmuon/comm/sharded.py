@@ -11,9 +11,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +23,22 @@ from dmuon.comm.buckets import cut_buckets
 from dmuon.comm.hooks import (
     Coverage,
     Gathers,
+    ParameterWatch,
     attach,
+    check_replaced,
     drain_before_unshard,
     fsdp_roots,
     fsdp_wait_points,
     wait_points,
 )
-from dmuon.comm.layout import Gradients, LayoutRuntime, ParameterWatch, check_replaced
+from dmuon.comm.layout import Gradients, LayoutRuntime
 from dmuon.comm.pipeline import Pipeline
 from dmuon.comm.process_groups import NewGroup
 from dmuon.comm.routes import bucket_route
 from dmuon.comm.transport import Transport, Work
 from dmuon.config import BATCH_BUCKETS, ShardedOptions
 from dmuon.dtensors import LocalParameters
-from dmuon.scheduler.plan import OwnershipPlan, Unit
+from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
 from dmuon.scheduler.shards import ShardMap
 from dmuon.types import Layout
 
@@ -63,8 +66,6 @@ class ShardedRuntime(LayoutRuntime):
         self.batch_numel = 0  # of a batch of several blocks, once bound
         self._options = options
         self.locals = LocalParameters(self.parameters, [p.name for p in plan.specs.parameters])
-        self._needs: dict[int, set[int]] = {}  # id(parameter) -> buckets with a part of it
-        self._missed: tuple[frozenset[int], list[int]] = (frozenset(), [])
         self._coverage: Coverage | None = None
         self._gathers: Gathers | None = None
         self._sync = True
@@ -79,7 +80,7 @@ class ShardedRuntime(LayoutRuntime):
     def bind(self, groups: Sequence[int], ns_dtype: torch.dtype, hooks: bool) -> None:
         """Prepare for an optimizer: the param group of each matrix, the dtype that travels, and
         whether updates may be awaited by the next forward (else by `synchronize` alone)."""
-        self._bind_units(groups)
+        self.units = units_of(self.plan, groups, apart=self.apart)
         options = self._options
         self.batch_numel = BATCH_BUCKETS * options.bucket_bytes // ns_dtype.itemsize
         travelling = [u for u, unit in enumerate(self.units) if not self.is_local(unit)]
@@ -94,11 +95,6 @@ class ShardedRuntime(LayoutRuntime):
         self.pipeline = Pipeline(
             routes, self.units, self.transport, self.meter, options.buffers, like
         )
-        for b, bucket in enumerate(self.pipeline.buckets):
-            for part in (part for _, message in bucket.landings for part in message.parts):
-                for i in part.matrices:
-                    p = self.parameters[self.plan.specs.matrices[i].parameter]
-                    self._needs.setdefault(id(p), set()).add(b)
         model = self._model()
         if hooks and model is not None:
             self._install_hooks(model, self.pipeline)
@@ -119,18 +115,33 @@ class ShardedRuntime(LayoutRuntime):
         # Matrices of different domains are never batched together, so one speaks for all.
         return self.shards.is_local(unit.matrices[0])
 
-    def _buckets_of(self, parameters: frozenset[int]) -> list[int]:
-        """The buckets with a part of these parameters, by id."""
-        return sorted(set().union(*(self._needs.get(i, ()) for i in parameters)))
-
     def _install_hooks(self, model: nn.Module, pipeline: Pipeline) -> None:
-        self._gathers = gathers = Gathers(model, self.device)
+        buckets_of: dict[int, set[int]] = defaultdict(set)
+        for b, bucket in enumerate(pipeline.buckets):
+            for part in (part for _, message in bucket.landings for part in message.parts):
+                for i in part.matrices:
+                    p = self.parameters[self.plan.specs.matrices[i].parameter]
+                    buckets_of[id(p)].add(b)
         points = [*wait_points(model), *fsdp_wait_points(model)]
-        self._coverage = coverage = Coverage(points)
+        self._gathers = Gathers(model, self.device)
+        self._coverage = coverage = Coverage(points, buckets_of)
         for number, point in enumerate(points):
-            wait = _waiter(number, self._buckets_of(point.parameters), coverage, pipeline, gathers)
+            wait = partial(self._wait, coverage, self._gathers, number, coverage.needed(number))
             self._removers += attach(point, wait, self.synchronize)
         self._removers += drain_before_unshard(model, self.synchronize)
+
+    def _wait(
+        self, coverage: Coverage, gathers: Gathers, point: int, needed: Sequence[int]
+    ) -> None:
+        """A module of wait point number ``point``, which needs these buckets, is about to run."""
+        coverage.passed(point)
+        pipeline = self.pipeline
+        if pipeline is None or not pipeline.pending:
+            return
+        with torch.no_grad():
+            # A unit that gathers others ahead of time reads them before their own hooks run.
+            pipeline.apply_pending(pipeline.pending if gathers.ahead() else needed)
+        gathers.readers_wait()
 
     def close(self) -> None:
         self.synchronize()
@@ -205,12 +216,9 @@ class ShardedRuntime(LayoutRuntime):
         if self._coverage is None or self._gathers is None:
             return True
         if self._gathers.by_other_methods():
-            pipeline.land(pipeline.pending)
+            pipeline.apply_pending(pipeline.pending)
         # The forward that led here read these without passing their wait point.
-        missed = self._coverage.take_missed()
-        if missed is not self._missed[0]:  # the same forward, step after step
-            self._missed = missed, self._buckets_of(missed)
-        pipeline.land(self._missed[1])
+        pipeline.apply_pending(self._coverage.take_missed())
         return True
 
     def pass_by(self) -> None:
@@ -221,7 +229,7 @@ class ShardedRuntime(LayoutRuntime):
     def synchronize(self) -> None:
         if self.pipeline is not None and self.pipeline.pending:
             with torch.no_grad():
-                self.pipeline.land(self.pipeline.pending)
+                self.pipeline.apply_pending(self.pipeline.pending)
 
 
 def open_peers(
@@ -244,22 +252,3 @@ def open_peers(
         mine = next(part for part in whole if rank in part)
         peers[mine] = new_group(whole)
     return peers
-
-
-def _waiter(
-    number: int,
-    needed: Sequence[int],
-    coverage: Coverage,
-    pipeline: Pipeline,
-    gathers: Gathers,
-) -> Callable[[], Any]:
-    def wait() -> None:
-        coverage.passed(number)
-        if not pipeline.pending:
-            return
-        with torch.no_grad():
-            # A unit that gathers others ahead of time reads them before their own hooks run.
-            pipeline.land(pipeline.pending if gathers.ahead() else needed)
-        gathers.readers_wait()
-
-    return wait

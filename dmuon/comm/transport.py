@@ -21,11 +21,18 @@ from dmuon.types import ConsensusError, OwnershipError
 
 
 class Work(Protocol):
-    """A collective in flight. ``wait`` blocks the host on CPU, the current stream on CUDA."""
+    """A collective under way. ``wait`` blocks the host on CPU, the current stream on CUDA."""
 
     def wait(self) -> Any: ...
 
     def is_completed(self) -> bool: ...
+
+
+def wait_all(works: list[Work]) -> None:
+    """Wait for these, and forget them."""
+    for work in works:
+        work.wait()
+    works.clear()
 
 
 class Transport(Protocol):
@@ -164,12 +171,12 @@ _PATIENCE_S = 1800.0  # for the last rank that comes to planning; torch's own fo
 
 _Key = tuple[tuple[int, ...], float | None]
 _Kept = tuple["weakref.ref[dist.ProcessGroup]", _Key | None]
-# Groups over some of the ranks that are in use no more, by (ranks, timeout). torch names such a
-# group after its ranks and the number of groups alive, and the store never forgets a name: one that
-# is made anew under an old name finds old addresses. So they are kept and used again.
+# Groups over some of the ranks that are no longer in use, by (ranks, timeout). torch names such a
+# group after its ranks and the number of groups alive, and the store never forgets a name: a new
+# group under an old name finds old addresses. So they are kept and used again.
 _idle: dict[_Key, list[weakref.ref[dist.ProcessGroup]]] = {}
-# Groups by name whose transports are gone and were never closed, as their models are, each with
-# what `_idle` keeps it under (None: nothing).
+# Groups by name whose transports are gone, with their models, and were never closed; each with its
+# key in `_idle` (None: it is not kept).
 _dropped: dict[str, _Kept] = {}
 
 
@@ -195,8 +202,8 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
 class C10dTransport:
     """`torch.distributed` over a process group of its own.
 
-    An own group keeps the order of our collectives independent of the user's: a rank that lacks
-    a gradient issues a bucket later than the others do, which must not cross with, say, the
+    A group of its own keeps the order of its collectives independent of the user's: a rank that
+    lacks a gradient issues a bucket later than the others do, which must not cross with, say, the
     all-reduce of a synchronized batch norm.
     """
 
@@ -211,10 +218,10 @@ class C10dTransport:
         partition: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """A collective call of ``ranks``, or of all ranks in ``partition``, of which ``ranks`` is a
-        part. ``parent``: a process group of all who call, if there is one.
+        part. ``parent``: a process group of all ranks that call, if there is one.
 
         Raises:
-            OwnershipError: torch would have other ranks join in, who do not call.
+            OwnershipError: torch would need ranks that do not call.
         """
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         parts = [[*ranks]] if partition is None else [list(part) for part in partition]
@@ -257,7 +264,7 @@ class C10dTransport:
         # destroy_process_group(), until the interpreter's exit aborts them.
         self._group = weakref.ref(group)
         self._kept: _Kept = (self._group, key if reused else None)
-        # Only noted: ranks come to it at different times, perhaps amid other collectives.
+        # Only noted, because ranks drop it at different times, perhaps amid other collectives.
         self._drop = weakref.finalize(self, _dropped.__setitem__, group.group_name, self._kept)
         self._drop.atexit = False
         self.rank = dist.get_rank(group)
@@ -285,7 +292,7 @@ class C10dTransport:
 
     @contextmanager
     def located(self, tag: str) -> Iterator[None]:
-        """Have what fails inside say where this rank was, and what to do."""
+        """An error raised inside says where this rank was, and what to do."""
         try:
             if self.failed:
                 raise RuntimeError("one of its process group has failed before")
@@ -335,11 +342,11 @@ class C10dTransport:
         return values[0]
 
     def begin(self, flaw: str | None) -> None:
-        """The first call, of all ranks: release what is gone on all of them.
+        """The first call, of all ranks: release groups whose models are gone on all of them.
 
         Raises:
-            OwnershipError: there is a flaw here, which no collective could have told the others.
-            ConsensusError: there is one on another rank.
+            OwnershipError: this rank has a flaw, which no collective could have told the others.
+            ConsensusError: another rank has one.
         """
         with self.located(_PLANNING):
             found = self._met([timedelta(seconds=self._timeout_s or _PATIENCE_S)], flaw)
@@ -361,9 +368,9 @@ class C10dTransport:
             ) from error
 
     def _met(self, timeout: Sequence[timedelta], flaw: str | None = None) -> str | None:
-        """Wait for all ranks; a flaw that one of them came with. Through the store: a collective
-        that only some ranks issue would meet another one of the others, and be no error but wrong
-        data."""
+        """Wait for all ranks; returns a flaw that one of them came with. This goes through the
+        store: a collective that only some ranks issue could meet another one of the others, which
+        is no error but wrong data."""
         store, mine = self.group.get_group_store(), f"dmuon: meetings of rank {self.rank}"
         # Counted there, because a group may be used again, and its store never forgets.
         key = f"dmuon: meeting {store.add(mine, 1)}"
@@ -390,8 +397,8 @@ class C10dTransport:
         return DeviceMesh.from_group(every or self.group, device.type)
 
     def end_planning(self) -> None:
-        """From now on wait no longer than the default group does, unless something else was asked
-        for: only while it plans a rank may take longer than users think of."""
+        """From now on wait no longer than the default group does, unless a timeout was given:
+        only while it plans may a rank take longer than users expect."""
         group, asked = self.group, timeout_of(dist.group.WORLD)
         now = timeout_of(group)
         if self._timeout_s is None and asked is not None and now is not None and asked < now:
@@ -453,10 +460,10 @@ class Meter:
 
 
 def connect(transport: Transport, device: torch.device) -> None:
-    """Have the first all-to-all of an accelerator's process group behind it; a collective call.
+    """Run a first all-to-all in an accelerator's process group; a collective call.
 
-    It sets up connections of all pairs, and waits for all ranks in doing so. In a step, where
-    another group's may come first on some ranks, they could wait for each other.
+    The first one connects all pairs of ranks, and waits for all ranks in doing so. In a step they
+    could wait for each other, if another group's came first on some of them.
     """
     if host_can_read(device) or transport.world == 1:
         return

@@ -1,4 +1,4 @@
-"""The load-balance report: what a plan does to each rank, as numbers, sentences and tables.
+"""The load-balance report: how a plan loads each rank, as numbers, sentences and tables.
 
 ::
 
@@ -9,9 +9,8 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -29,7 +28,7 @@ from dmuon.report.text import (
     render,
 )
 from dmuon.scheduler.certificate import Certificate, certify
-from dmuon.scheduler.costs import ShapeKey, newton_schulz_flops
+from dmuon.scheduler.costs import ShapeKey
 from dmuon.scheduler.json_files import write_text
 from dmuon.scheduler.placement import Contention, contention, natural_key
 from dmuon.scheduler.plan import Batch, OwnershipPlan
@@ -46,32 +45,15 @@ _REPLAN_HOW = (
 )
 FOLD_ABOVE, SHOWN = 16, 5  # of more ranks than this, so many busiest and idlest are listed
 _MOST_SHAPES, _MOST_NAMES = 16, 100  # rows of tables
-_WORDS = {"milp": "MILP", "round_robin": "round robin", "time_limit": "stopped by the time limit"}
-# How implementations name a weight that holds several projections.
-_FUSED = re.compile(
-    r"qkv|c_attn|query_key_value|w_pack|gate_?up|up_?gate|(^|[._])(in_proj|kv_proj|w13)"
-)
-_HALVES = re.compile(r"gate_?up|up_?gate|(^|[._])(kv_proj|w13)")
-_INTERLEAVED = re.compile(r"query_key_value|linear_qkv|qkvz|in_proj_ba")
-_AFTER_ATTENTION = (
-    "o_proj",
-    "out_proj",
-    "c_proj",
-    "dense",
-    "proj",
-    "Wo",
-    "wo",
-    "to_out",
-    "to_out.0",
-)
+_WORDS = {"milp": "MILP", "time_limit": "stopped by the time limit"}
 
 
-# ---- what a report holds -----------------------------------------------------------------
+# ---- numbers -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """What one rank has: matrices, predicted ms a step, bytes of optimizer state."""
+    """The matrices of one rank, its predicted ms per step, its bytes of optimizer state."""
 
     rank: int
     matrices: int
@@ -101,8 +83,8 @@ class ShapeUse:
 @dataclass(frozen=True, slots=True)
 class SharedShape:
     """``count`` matrices of one shape that ``co_owners`` ranks share each; ``blocks`` are these
-    ranks. ``ms`` is what a batch takes of each of them, ``alone_ms`` what one matrix takes one
-    owner; ``split``: of how many they also share the products of short side x short side."""
+    ranks. ``ms`` is the time of a batch on each of them, ``alone_ms`` that of one matrix on one
+    owner. The ranks also share the products of short side x short side of ``split`` matrices."""
 
     rows: int
     cols: int
@@ -116,29 +98,11 @@ class SharedShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """An estimate of cutting matrices in two by rows, as `heads` or `splits` would.
-
-    It is about ``count`` matrices that cost the same, ``ms`` alone on an owner; ``name`` and
-    ``rows x cols`` are those of the first. ``makespan_ms`` is what would limit any plan afterwards.
-    """
-
-    name: str
-    rows: int
-    cols: int
-    count: int
-    ms: float
-    makespan_ms: float
-    saves_ms: float
-
-
-@dataclass(frozen=True, slots=True)
 class Bottleneck:
     """The busiest rank, and its costliest batch of ``rows x cols`` matrices.
 
-    ``split`` is the split that saves most. ``floor``: no plan is faster than the owner of one
-    matrix, and ``split`` is of that matrix and those as costly. ``movable``: some matrix of this
-    rank could have another owner.
+    ``floor``: no plan is faster than the owner of one matrix of the costliest shape. ``movable``:
+    some matrix of this rank could have another owner.
     """
 
     rank: int
@@ -148,21 +112,20 @@ class Bottleneck:
     matrices: tuple[str, ...]
     batch_ms: float
     floor: bool
-    split: Split
     movable: bool
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredBalance:
-    """Measured milliseconds a step against predicted ones, by rank.
+    """Measured milliseconds per step against predicted ones, by rank.
 
     ``loads_ms`` are measured momentum and Newton-Schulz with the fixed load of the plan; the
     ``ratios`` of measured to predicted, and ``ratio`` of all ranks together, are without it, and
     None where nothing was predicted.
 
     Costs do not tell ranks apart that execute the same batches, so no new plan mends a difference
-    between them: ``straggles_ms`` is what the busiest takes more than their mean. ``best_ms`` is
-    what no new plan gets below: the even share of the measured work, or the costliest matrix or the
+    between them: ``straggles_ms`` is how much longer the busiest takes than their mean. ``best_ms``
+    is a limit for any new plan: the even share of the measured work, or the costliest matrix or the
     plan's lower bound at the measured speed. ``replan``: ``saving_ms`` is worth a new plan.
     """
 
@@ -182,8 +145,8 @@ class MeasuredBalance:
 class LoadBalanceReport:
     """The balance of a plan: `str()` for a terminal, `to_html` for a browser, `to_dict` as data.
 
-    ``measured_ms`` are the ranks' milliseconds of momentum and Newton-Schulz a step, None before
-    training steps. State is what `OwnershipPlan.state_bytes` says.
+    ``measured_ms`` are the ranks' milliseconds of momentum and Newton-Schulz per step, None before
+    training steps. State is as in `OwnershipPlan.state_bytes`.
     """
 
     plan: OwnershipPlan
@@ -229,17 +192,77 @@ class LoadBalanceReport:
     @cached_property
     def shapes(self) -> tuple[ShapeUse, ...]:
         """Every shape with its batches, the costliest first."""
-        return _shapes(self.plan)
+        by_key: dict[ShapeKey, list[Batch]] = defaultdict(list)
+        for batch in self.plan.batches:
+            by_key[_key_of(self.plan, batch)].append(batch)
+        prices = {row.key: row for row in self.plan.prices}
+        found = []
+        for key, batches in by_key.items():
+            sizes = Counter(len(b.matrices) for b in batches)
+            count, price = sum(len(b.matrices) for b in batches), prices.get(key)
+            total = sum(b.ms * len(b.ranks) for b in batches)
+            origins = {o for size in sizes if price for o in price.origin[size - 1 : size]}
+            found.append(
+                ShapeUse(
+                    *key,
+                    count=count,
+                    batches=tuple(sorted(sizes.items(), reverse=True)),
+                    each_ms=total / count,
+                    total_ms=total,
+                    single_ms=price.ms[0] if price else None,
+                    origins=tuple(sorted(origins)),
+                )
+            )
+        return tuple(sorted(found, key=lambda s: (-s.total_ms, s.rows, s.cols, s.dtype)))
 
     @cached_property
     def shared(self) -> tuple[SharedShape, ...]:
-        """What has co-owners, the costliest first."""
-        return _shared(self.plan)
+        """The shapes whose matrices have co-owners, the costliest first."""
+        by_key: dict[tuple[ShapeKey, int], list[Batch]] = defaultdict(list)
+        for batch in self.plan.batches:
+            if batch.co_owners:
+                by_key[_key_of(self.plan, batch), len(batch.co_owners)].append(batch)
+        alone = {row.key: row.ms[0] for row in self.plan.prices}
+        found = [
+            SharedShape(
+                *key,
+                co_owners=k,
+                count=sum(len(b.matrices) for b in batches),
+                split=sum(len(b.matrices) for b in batches if b.split),
+                ms=max(b.ms for b in batches),
+                alone_ms=alone.get(key),
+                blocks=tuple(sorted({b.co_owners for b in batches})),
+            )
+            for (key, k), batches in by_key.items()
+        ]
+        return tuple(sorted(found, key=lambda s: (-s.ms, s.rows, s.cols)))
 
     @cached_property
     def bottleneck(self) -> Bottleneck | None:
-        """What limits the plan; None when it has no matrices."""
-        return _bottleneck(self.plan)
+        """The rank and batch that limit the plan; None when it has no matrices."""
+        plan = self.plan
+        if not plan.batches:
+            return None
+        # A rank with fixed load alone has nothing that a plan could move.
+        working = {rank for b in plan.batches for rank in b.ranks}
+        rank = max(working, key=lambda r: (plan.loads_ms[r], -r))
+        batches = [b for b in plan.batches if rank in b.ranks]
+        batch = max(batches, key=lambda b: b.ms)
+        rows, cols, _ = _key_of(plan, batch)
+        # One matrix is the floor if its owner has no other, or if ranks are idle. Where not every
+        # rank may own everything, some may be idle while others have much to do.
+        alone = max(_least_ms(plan).values()) + min(plan.limits.fixed_ms, default=0.0)
+        scarce = plan.topology.world > len(plan.specs.matrices) and not plan.limits.domain_of
+        return Bottleneck(
+            rank=rank,
+            ms=plan.loads_ms[rank],
+            rows=rows,
+            cols=cols,
+            matrices=tuple(plan.specs.matrices[i].name for i in batch.matrices),
+            batch_ms=batch.ms,
+            floor=scarce or plan.makespan_ms <= alone * (1 + 1e-9),
+            movable=not all(plan.limits.is_forced(i) for b in batches for i in b.matrices),
+        )
 
     @property
     def certificate(self) -> Certificate:
@@ -365,96 +388,8 @@ def _kernel_uses(plan: OwnershipPlan) -> list[tuple[str, int, int]]:
     return [(kernel, batches[kernel], matrices[kernel]) for kernel in kernels]
 
 
-def _shapes(plan: OwnershipPlan) -> tuple[ShapeUse, ...]:
-    by_key: dict[ShapeKey, list[Batch]] = defaultdict(list)
-    for batch in plan.batches:
-        by_key[_key_of(plan, batch)].append(batch)
-    prices = {row.key: row for row in plan.prices}
-    found = []
-    for key, batches in by_key.items():
-        sizes = Counter(len(b.matrices) for b in batches)
-        count = sum(len(b.matrices) for b in batches)
-        total = sum(b.ms * len(b.ranks) for b in batches)
-        price = prices.get(key)
-        origins = {o for size in sizes if price for o in price.origin[size - 1 : size]}
-        found.append(
-            ShapeUse(
-                *key,
-                count=count,
-                batches=tuple(sorted(sizes.items(), reverse=True)),
-                each_ms=total / count,
-                total_ms=total,
-                single_ms=price.ms[0] if price else None,
-                origins=tuple(sorted(origins)),
-            )
-        )
-    return tuple(sorted(found, key=lambda s: (-s.total_ms, s.rows, s.cols, s.dtype)))
-
-
-def _shared(plan: OwnershipPlan) -> tuple[SharedShape, ...]:
-    groups: dict[tuple[ShapeKey, int], list[Batch]] = defaultdict(list)
-    for batch in plan.batches:
-        if batch.co_owners:
-            groups[_key_of(plan, batch), len(batch.co_owners)].append(batch)
-    alone = {row.key: row.ms[0] for row in plan.prices}
-    found = [
-        SharedShape(
-            *key,
-            co_owners=k,
-            count=sum(len(b.matrices) for b in batches),
-            split=sum(len(b.matrices) for b in batches if b.split),
-            ms=max(b.ms for b in batches),
-            alone_ms=alone.get(key),
-            blocks=tuple(sorted({b.co_owners for b in batches})),
-        )
-        for (key, k), batches in groups.items()
-    ]
-    return tuple(sorted(found, key=lambda s: (-s.ms, s.rows, s.cols)))
-
-
-def _co_owners_text(report: LoadBalanceReport) -> str:
-    """Who shares what, and what that brings or would."""
-    text, plan = report.ms_text, report.plan
-    if plan.shared_ms is not None:
-        bound = report.certificate.shared_bound_ms
-        floor = (
-            "" if bound is None else f"; no plan is faster than {text(bound)} ms, sharing or not"
-        )
-        return (
-            f"none: sharing matrices would take {text(plan.shared_ms)} ms at best; 'auto' does so "
-            f"from 5% less on, and counts that ranks of one CPU slow each other down{floor}"
-        )
-    parts = []
-    for s in report.shared:
-        some = ", ".join(_ranks_text(block) for block in s.blocks[:3])
-        more = f" and {len(s.blocks) - 3} more blocks" if len(s.blocks) > 3 else ""
-        rows = ", products of the short side split by rows" if s.split else ""
-        parts.append(
-            f"{count_text(s.count, 'matrix', 'matrices')} {s.rows} x {s.cols} by {s.co_owners} "
-            f"ranks each ({text(s.ms)} ms{rows}): {some}{more}"
-        )
-    if parts and plan.alone_ms is not None:
-        saved = 1 - plan.makespan_ms / plan.alone_ms if plan.alone_ms else 0.0
-        what = "saves" if saved >= 0 else "costs"
-        parts.append(
-            f"with one owner a matrix the makespan is {text(plan.alone_ms)} ms; sharing {what} "
-            f"{abs(saved):.0%}"
-        )
-    return "; ".join(parts)
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    """
-    >>> _ranks_text((4, 5, 6, 7)), _ranks_text((0, 2))
-    ('ranks 4-7', 'ranks 0, 2')
-    """
-    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"ranks {ranks[0]}-{ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"
-
-
 def _least_ms(plan: OwnershipPlan) -> dict[ShapeKey, float]:
-    """What an owner needs at least to have a matrix of each shape, the costliest first."""
+    """The least time that an owner needs for a matrix of each shape, the costliest first."""
     least: dict[ShapeKey, float] = {}
     for batch in plan.batches:
         # Without prices: a batch is rarely cheaper alone than its share in a larger one.
@@ -462,68 +397,6 @@ def _least_ms(plan: OwnershipPlan) -> dict[ShapeKey, float]:
         least[key] = min(share, least.get(key, share))
     least.update((row.key, min(row.ms)) for row in plan.prices if row.key in least)
     return dict(sorted(least.items(), key=lambda item: -item[1]))
-
-
-def _bottleneck(plan: OwnershipPlan) -> Bottleneck | None:
-    if not plan.batches:
-        return None
-    # A rank with fixed load alone has nothing that a plan could move.
-    working = {rank for b in plan.batches for rank in b.ranks}
-    rank = max(working, key=lambda r: (plan.loads_ms[r], -r))
-    batches = [b for b in plan.batches if rank in b.ranks]
-    batch = max(batches, key=lambda b: b.ms)
-    rows, cols, _ = _key_of(plan, batch)
-    least = _least_ms(plan)
-    # One matrix is the floor if its owner has no other, or if ranks are idle. Where not every rank
-    # may own everything, some may be idle while others have much to do.
-    alone = max(least.values()) + min(plan.limits.fixed_ms, default=0.0)
-    scarce = plan.topology.world > len(plan.specs.matrices) and not plan.limits.domain_of
-    floor = scarce or plan.makespan_ms <= alone * (1 + 1e-9)
-    splits = [_split(plan, least, key, floor) for key in least]
-    return Bottleneck(
-        rank=rank,
-        ms=plan.loads_ms[rank],
-        rows=rows,
-        cols=cols,
-        matrices=tuple(plan.specs.matrices[i].name for i in batch.matrices),
-        batch_ms=batch.ms,
-        floor=floor,
-        split=splits[0] if floor else max(splits, key=lambda s: s.saves_ms),
-        movable=not all(plan.limits.is_forced(i) for b in batches for i in b.matrices),
-    )
-
-
-def _split(plan: OwnershipPlan, least: dict[ShapeKey, float], key: ShapeKey, floor: bool) -> Split:
-    """What limits any plan once all matrices of this shape are cut in two by rows, about.
-
-    There is no price for a half, so it is its whole's price, scaled by the operations; a single
-    row is not cut.
-    """
-    matrices, world = plan.specs.matrices, plan.topology.world
-    mean = sum(plan.loads_ms) / world
-    members = [m for m in matrices if m.key == key]
-    # Where no single matrix limits the plan, bounds are compared: the rest of the makespan is the
-    # solver's, and needs no split.
-    then = now = plan.makespan_ms if floor else max(mean, plan.lower_bound_ms)
-    if all(m.rows > 1 for m in members):
-        half = {
-            (rows, cols): newton_schulz_flops(rows - rows // 2, cols, 1)
-            / newton_schulz_flops(rows, cols, 1)
-            for rows, cols in {m.shape for m in members}
-        }
-        halves = [least[key] * share for share in half.values()]
-        changed = sum(
-            batch.ms / len(batch.matrices) * (2 * half[matrices[i].shape] - 1)
-            for batch in plan.batches
-            if _key_of(plan, batch) == key
-            for i in batch.matrices
-        )
-        together = -(-2 * len(members) // world)  # by pigeonhole some owner takes so many of them
-        others = [*plan.limits.fixed_ms, *(ms for other, ms in least.items() if other != key)]
-        then = max(mean + changed / world, together * min(halves), *halves, *others)
-    first = members[0]
-    saves = max(0.0, now - then)
-    return Split(first.name, first.rows, first.cols, len(members), least[key], then, saves)
 
 
 def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBalance:
@@ -540,7 +413,7 @@ def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBal
     same: dict[frozenset[Any], list[float]] = defaultdict(list)
     for run, ms in zip(runs, measured_ms, strict=True):
         same[frozenset(run.items())].append(ms)
-    # What each rank would take if it were as fast as the mean of those that do the same work.
+    # The time of each rank if it were as fast as the mean of those that do the same work.
     alike = [sum(same[frozenset(run.items())]) / len(same[frozenset(run.items())]) for run in runs]
     loads = tuple(m + f for m, f in zip(measured_ms, fixed, strict=True))
     makespan = max(loads)
@@ -568,7 +441,7 @@ def _matters(ms: float, makespan_ms: float) -> bool:
 def _measured_floor(
     plan: OwnershipPlan, predicted: Sequence[float], measured: Sequence[float]
 ) -> float:
-    """What no plan gets below at the measured speed, however evenly it shares the work out.
+    """A bound for every plan at the measured speed, however evenly it shares the work out.
 
     The costliest matrix; and the plan's own lower bound, because if every batch takes at least
     ``slowest`` times its prediction, then so does every plan.
@@ -588,6 +461,10 @@ def _measured_floor(
 
 
 # ---- sentences ---------------------------------------------------------------------------
+
+
+def _named(name: str) -> str:
+    return _WORDS.get(name, name.replace("_", " "))
 
 
 def _title(plan: OwnershipPlan) -> str:
@@ -610,7 +487,7 @@ def _facts(report: LoadBalanceReport) -> list[Fact]:
     proven = "" if certificate.proven else " (not proven)"
     engine = f" ({plan.engine})" if plan.engine else ""
     clock = ", depends on the clock" if plan.hit_time_limit else ""
-    solver, status = _WORDS.get(plan.solver, plan.solver), _WORDS.get(plan.status, plan.status)
+    solver, status = _named(plan.solver), _named(plan.status)
     named = f": {', '.join(map(str, idle))}" if len(idle) <= 8 else ""
     facts = {
         "makespan": f"{text(report.makespan_ms)} ms; mean of the ranks {text(report.mean_ms)} ms, "
@@ -620,15 +497,13 @@ def _facts(report: LoadBalanceReport) -> list[Fact]:
         f"costs {plan.cost_source}",
         "certificate": verdict,
         "compared": ", ".join(
-            f"{_WORDS.get(name, name)} {text(ms)} ms ({_excess(ms, report.makespan_ms):+.1%})"
+            f"{_named(name)} {text(ms)} ms ({_excess(ms, report.makespan_ms):+.1%})"
             for name, ms in plan.alternatives
         ),
         "co-owners": _co_owners_text(report),
         "kernels": _kernels_text(plan),
         "note": plan.note,
         "bottleneck": _bottleneck_text(report),
-        "split": "" if plan.has_co_owners else _split_text(report),
-        "fused": "; ".join(_fused(plan)),
         "owners": "; ".join(_domains(plan)),
         "idle": f"{len(idle)} of {len(report.ranks)} ranks own no matrix{named}" if idle else "",
         "contention": _contention_text(report),
@@ -656,7 +531,7 @@ def _kernels_text(plan: OwnershipPlan) -> str:
 
 
 def _bottleneck_text(report: LoadBalanceReport) -> str:
-    """The busiest rank and what it spends its time on."""
+    """The busiest rank and its costliest batch."""
     found, text = report.bottleneck, report.ms_text
     if found is None:
         return "no matrix to orthogonalize"
@@ -664,106 +539,58 @@ def _bottleneck_text(report: LoadBalanceReport) -> str:
     what, more = (
         (f"batch, {others + 1} matrices", f" and {others} more") if others else ("matrix", "")
     )
-    forced = ". All of its matrices are whole on that rank alone, so no plan can move them"
+    end = ""
+    if not found.movable:
+        end = ". All of its matrices are whole on that rank alone, so no plan can move them"
+    elif found.floor and not others and not report.shared:
+        end = ": no plan with one owner per matrix is faster"
     return (
         f"rank {found.rank}, {text(found.ms)} ms; its costliest {what} of {found.rows} x "
-        f"{found.cols}: {found.matrices[0]}{more}, {text(found.batch_ms)} ms"
-        f"{'' if found.movable else forced}"
+        f"{found.cols}: {found.matrices[0]}{more}, {text(found.batch_ms)} ms{end}"
     )
 
 
-def _split_text(report: LoadBalanceReport) -> str:
-    """Whether one matrix is the floor, and what splitting it, or several, would save."""
-    found, text = report.bottleneck, report.ms_text
-    if found is None or not found.movable:
-        return ""
-    split = found.split
-    saved = split.saves_ms / report.makespan_ms if report.makespan_ms else 0.0
-    pays, shape = saved >= 0.005, f"{split.rows} x {split.cols}"
-    if found.floor:
-        others = f" (and {split.count - 1} more that cost as much)" if split.count > 1 else ""
-        start = (
-            f"{split.name}{others}, {shape}, {text(split.ms)} ms, is the floor: no plan is faster "
-            f"than its owner. Splitting {'them all' if split.count > 1 else 'it'}"
+def _co_owners_text(report: LoadBalanceReport) -> str:
+    """Who shares what, and what that brings or would."""
+    text, plan = report.ms_text, report.plan
+    if plan.shared_ms is not None:
+        bound = report.certificate.shared_bound_ms
+        floor = (
+            "" if bound is None else f"; no plan is faster than {text(bound)} ms, sharing or not"
         )
-    else:
-        what = f"all {split.count} of {shape}" if pays else "more"
-        start = f"no single matrix is the floor. Splitting {what}"
-    if not pays:
-        return f"{start} in two by rows would save about nothing"
-    return (
-        f"{start} in two by rows, as heads= or splits= do, would save about "
-        f"{text(split.saves_ms)} ms of the makespan ({saved:.0%}), but changes the update: "
-        "each half is orthogonalized by itself"
-    )
+        return (
+            f"none: sharing matrices would take {text(plan.shared_ms)} ms by the costs' model "
+            f"({_excess(plan.shared_ms, plan.makespan_ms):+.0%}). "
+            "PlannerOptions(co_owners='auto') does so from 5% less on, and counts that ranks of "
+            f"one CPU slow each other down{floor}"
+        )
+    parts = []
+    for s in report.shared:
+        some = ", ".join(_ranks_text(block) for block in s.blocks[:3])
+        more = f" and {len(s.blocks) - 3} more blocks" if len(s.blocks) > 3 else ""
+        rows = ", products of the short side split by rows" if s.split else ""
+        parts.append(
+            f"{count_text(s.count, 'matrix', 'matrices')} {s.rows} x {s.cols} by {s.co_owners} "
+            f"ranks each ({text(s.ms)} ms{rows}): {some}{more}"
+        )
+    if parts and plan.alone_ms is not None:
+        saved = 1 - plan.makespan_ms / plan.alone_ms if plan.alone_ms else 0.0
+        what = "saves" if saved >= 0 else "costs"
+        parts.append(
+            f"with one owner per matrix the makespan is {text(plan.alone_ms)} ms; sharing {what} "
+            f"{abs(saved):.0%}"
+        )
+    return "; ".join(parts)
 
 
-def _fused(plan: OwnershipPlan) -> Iterator[str]:
-    """Weights that hold several projections, by their names, but are orthogonalized as one."""
-    specs = plan.specs
-    shapes = {p.name: p.shape for p in specs.parameters}
-    inputs = {specs.parameters[m.parameter].name: m.cols for m in specs.matrices}
-    alike: dict[str, dict[tuple[int, ...], list[str]]] = defaultdict(lambda: defaultdict(list))
-    for matrix in specs.matrices:
-        name, shape = (p := specs.parameters[matrix.parameter]).name, p.shape
-        module, _, local = name.rpartition(".")
-        parent, _, last = module.rpartition(".")
-        called = f"{last}.weight" if local == "weight" else local
-        is_whole = matrix.start == 0 and matrix.numel == math.prod(shape[-2:])
-        if is_whole and _FUSED.search(called.lower()):
-            near = f"{parent if local == 'weight' else module}."
-            pieces = _pieces(called.lower(), near, matrix.shape, shapes, inputs)
-            alike[called][pieces].append(name)
-    for called, found in alike.items():
-        for pieces, names in found.items():
-            names = list(dict.fromkeys(names))
-            many = len(names) > 1
-            hold = "hold several projections each" if many else "holds several projections"
-            whole = f"{_folded(names)} {hold}, by name, but {'are' if many else 'is'} taken whole"
-            pattern = f"*.{called}" if len(found) == 1 and "." in names[0] else names[0]
-            if pieces:
-                how = f"splits={{{pattern!r}: {list(pieces)}}} would orthogonalize them one by one"
-            else:
-                how = "interleaved or of unknown sizes, so that no splits= is proposed"
-            yield f"{whole}: {how}"
-
-
-def _pieces(
-    called: str,
-    near: str,
-    matrix: tuple[int, int],
-    shapes: Mapping[str, tuple[int, ...]],
-    inputs: Mapping[str, int],
-) -> tuple[int, ...]:
-    """The outputs of each projection in a fused weight, as the weights ``near`` it show.
-
-    Empty where they are unknown, or no ranges: gpt-oss alternates gate and up, GPT-NeoX the heads.
+def _ranks_text(ranks: Sequence[int]) -> str:
     """
-    rows, cols = matrix
-    if _INTERLEAVED.search(called) or f"{near}gate_up_proj_bias" in shapes:
-        return ()
-    halves = (rows // 2,) * 2 if rows % 2 == 0 else ()
-    if _HALVES.search(called):
-        return halves
-    if called == "in_proj.weight":  # Mamba: x, z; Mamba-2: z, x, B, C, step sizes
-        decay, channels = (
-            shapes.get(f"{near}A_log", ()),
-            shapes.get(f"{near}conv1d.weight", (0,))[0],
-        )
-        if len(decay) != 1:
-            return halves if decay else ()
-        inner = rows - channels - decay[0]
-        sizes = (inner, inner, *((channels - inner) // 2,) * 2, decay[0])
-        return sizes if min(sizes) > 0 and sum(sizes) == rows else ()
-    # The output projection takes as many inputs as there are queries.
-    names = (f"{near}{name}.weight" for name in _AFTER_ATTENTION)
-    queries = next((inputs[name] for name in names if name in inputs), cols)
-    keys = (rows - queries) // 2
-    return (queries, keys, keys) if keys > 0 and queries + 2 * keys == rows else ()
-
-
-def _folded(names: Iterable[str]) -> str:
-    return ", ".join(pattern for pattern, _ in fold_names(names))
+    >>> _ranks_text((4, 5, 6, 7)), _ranks_text((0, 2))
+    ('ranks 4-7', 'ranks 0, 2')
+    """
+    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def _domains(plan: OwnershipPlan) -> Iterator[str]:
@@ -796,8 +623,8 @@ def _memory_text(plan: OwnershipPlan) -> str:
     state, cap = plan.state_bytes, plan.limits.memory_bytes
     held = not plan.layout.keeps_state_at_owners
     return (
-        f"state a rank: min {bytes_text(min(state))}, mean {bytes_text(sum(state) / len(state))}, "
-        f"max {bytes_text(max(state))}"
+        f"state per rank: min {bytes_text(min(state))}, "
+        f"mean {bytes_text(sum(state) / len(state))}, max {bytes_text(max(state))}"
         + ("" if cap is None else f", cap {bytes_text(cap)}")
         + (". It lies with the parameters, whoever owns a matrix" if held else "")
     )
@@ -815,7 +642,7 @@ def _parameters_text(plan: OwnershipPlan) -> str:
 
 
 def _verdict(report: LoadBalanceReport, measured: MeasuredBalance) -> str:
-    """Whether a new plan would pay and how to get one; and a rank that is slow in itself."""
+    """If a new plan would pay, and how to get one; and a rank that is slow in itself."""
     saving, makespan = report.ms_text(measured.saving_ms), report.ms_text(measured.makespan_ms)
     text = f"the plan fits: a new one could save {saving} of {makespan} ms at most"
     if measured.replan:
@@ -936,7 +763,7 @@ def _page(report: LoadBalanceReport) -> str:
 
 
 def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
-    """A bar a rank; of many ranks, those at even steps from the busiest to the idlest."""
+    """A bar per rank; of many ranks, those at even steps from the busiest to the idlest."""
     text, measured = report.ms_text, report.measured
     zero = report.lower_bound_ms or report.mean_ms or 1.0
     ranks, steps = report.ranks, html.MOST_SHOWN // 2 - 1

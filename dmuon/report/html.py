@@ -75,7 +75,7 @@ class Bar:
 def loads_picture(bars: Sequence[Bar]) -> str:
     """The bars below each other; the bound is a vertical line.
 
-    The scale is that of the deviations, so small ones are told apart.
+    The scale is that of the deviations, so that small ones can be seen.
     """
     known = [v for bar in bars for v in (bar.deviation, bar.measured) if v is not None]
     low, high = min([0.0, *known]), max([0.0, *known])

@@ -127,7 +127,7 @@ def _braces(numbers: Sequence[int]) -> str:
 
 
 def render(title: str, facts: Iterable[Fact], tables: Iterable[Table]) -> RenderableType:
-    """What a `rich.console.Console` shows; it may add colour."""
+    """The report for a `rich.console.Console`, which may add colour."""
     listed = RichTable.grid(padding=(0, 2))
     listed.add_column(style="bold", no_wrap=True)
     listed.add_column()

@@ -1,4 +1,4 @@
-"""Why no plan is faster: values of matrices that show it, and a search that tries everything.
+"""Proofs that no plan is faster: values of matrices, and an exhaustive search.
 
 Give k matrices of shape s on one owner the worth ``w_s(k) = v_s * k + u_s * C_s(k)`` with any
 values ``v_s`` and any ``u_s >= 0``. However the ``d_s`` matrices are shared out, their worth adds
@@ -12,7 +12,7 @@ the owner. If all owners together hold less than that,
 then no plan has a makespan of T. A linear program finds good ``v`` and ``u`` (its duals; Farley
 1990 gives the bound for a master program that has not converged). All of it is integer arithmetic.
 
-What duals leave open, `cover` settles where it can, without a solver::
+Where duals leave a gap, `cover` closes it if it can, without a solver::
 
     demand  (12, 12, 24)  ─owner 1─▶  what is left  ─owner 2─▶  ...  ─owner n─▶  nothing left?
                                       of each of its maximal patterns
@@ -73,7 +73,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class _Points:
-    """Pairs, both ascending; where each comes from: a point of the stage before, and a choice."""
+    """Pairs, both ascending, and the point of the stage before and the choice that made each."""
 
     cost: Ints
     value: Ints
@@ -102,15 +102,16 @@ class Frontier:
     work: int = 0
 
     def best_values(self, limits: Ints) -> Ints:
-        """At least the largest value within each limit; below ``least`` that less one."""
+        """An upper bound of the largest value within each limit; ``least - 1`` if it is less."""
         at = np.searchsorted(self.cost, limits, side="right")
         best: Ints = np.concatenate(([self.least - 1], self.value))[at]
         return best
 
     def choice(self, limit: int) -> Ints | None:
-        """How many of each shape are worth most within the limit; None if all are worth too little.
+        """The most valuable counts of each shape within the limit; None if all are worth too
+        little.
 
-        Of a frontier that is not bounding.
+        Only for a frontier that is not bounding.
         """
         at = int(np.searchsorted(self.cost, limit, side="right")) - 1
         if at < 0:
@@ -123,7 +124,7 @@ class Frontier:
 
 
 def density(option: Option, limit: int) -> float:
-    """The most value that a unit of cost brings, of choices within the limit, rounded up."""
+    """The most value per unit of cost among choices within the limit, rounded up."""
     within = np.flatnonzero(option.cost[1:] <= limit) + 1
     cost, value = option.cost[within], option.value[within]
     if (value[cost == 0] > 0).any():
@@ -197,8 +198,8 @@ def _nothing() -> _Points:
 def _ahead(
     options: Sequence[Option], limit: int, most: int, max_work: int
 ) -> tuple[list[_Points], int]:
-    """(at least what the options from each on are worth within a cost, and of none, in at most
-    ``most`` points each; pairs that were formed)."""
+    """For each option, and for none, an upper bound of what it and all later ones are worth within
+    a cost, in at most ``most`` points each; and the number of pairs that were formed."""
     found, work = [_nothing()], 0
     for option in reversed(options):
         choices = _useful(option.cost, option.value, limit, 0, math.inf)
@@ -317,23 +318,23 @@ class Holdings:
 
     @property
     def work(self) -> int:
-        """Pairs that the knapsacks formed."""
+        """The number of pairs that the knapsacks formed."""
         return sum(made.work for made in self.frontiers.values())
 
     @property
     def are_exact(self) -> bool:
-        """Whether no points were merged."""
+        """True if no points were merged."""
         return all(made.exact for made in self.frontiers.values())
 
     def _fluid(self, allowed: tuple[bool, ...], free: int) -> int:
-        """What an owner holds at most if any part of a choice could be taken."""
+        """The most that an owner holds if any part of a choice could be taken."""
         dense = self._dense[allowed]
         if math.isinf(dense):
             return _MOST_WORTH
         return int(min(dense * max(free, 0), float(_MOST_WORTH))) + 1
 
     def most(self, limit: int) -> list[int]:
-        """By class, at least what an owner holds who is busy for at most ``limit``."""
+        """By class, an upper bound of what an owner holds that is busy for at most ``limit``."""
         found = []
         for c in self.problem.classes:
             best = int(self.frontiers[c.allowed].best_values(np.array([limit - c.fixed]))[0])
@@ -377,7 +378,7 @@ def bound_of(problem: Problem, dual: Dual, limit: int) -> int:
 
 
 def certified(problem: Problem, proof: Proof, bound: int) -> int:
-    """What a certificate will find of a bound: merged points depend on how far knapsacks reach."""
+    """The bound as a certificate computes it: merged points depend on how far knapsacks reach."""
     while proof.impossible < 0 and (found := bound_of(problem, proof.dual, bound)) < bound:
         bound = found
     return bound
@@ -437,7 +438,8 @@ def simple_bound(problem: Problem, limit: int) -> tuple[int, Dual]:
 
 @dataclass(frozen=True, slots=True)
 class Cover:
-    """Counts within the limit, or None: ``complete`` says whether that means there are none."""
+    """Counts within the limit, or None. If the search was ``complete``, None proves that there are
+    none."""
 
     counts: Counts | None
     complete: bool
@@ -448,8 +450,8 @@ class _TooMany(Exception):
 
 
 class _Worth:
-    """Tables of worth, and what owners hold of it, by class. ``left``: the least worth of k
-    matrices of a shape or more; ``most``: the largest of at most k."""
+    """Tables of worth, and the worth that owners hold, by class. ``left`` is the least worth of k
+    or more matrices of a shape, ``most`` the largest worth of at most k."""
 
     def __init__(self, problem: Problem, tables: Sequence[Ints], holds: Sequence[int]) -> None:
         self.left = [np.minimum.accumulate(table[::-1])[::-1] for table in tables]
@@ -509,8 +511,8 @@ def cover(
 def _patterns(
     problem: Problem, c: int, limit: int, worth: _Worth, monotone: bool, most_pairs: int
 ) -> Ints:
-    """What an owner of a class may take [patterns, shapes], the worthiest first: patterns that are
-    maximal, and worth what it must hold if all others hold the most they can.
+    """The patterns that an owner of a class may take [patterns, shapes], the worthiest first. They
+    are maximal, and worth as much as it must hold if all others hold the most they can.
 
     Raises:
         _TooMany: more than are worth listing.
@@ -555,7 +557,7 @@ def _patterns(
 
 
 class _Search:
-    """States [states, shapes] after each owner; parents tell how they came about."""
+    """The search: states [states, shapes] after each owner, and their parents."""
 
     def __init__(
         self,
@@ -619,7 +621,7 @@ class _Search:
         return left[order], parent[order], pattern[order]
 
     def _children(self, states: Ints, patterns: Ints, held: Sequence[int]) -> tuple[Ints, Ints]:
-        """What is left of each state with each pattern, as far as the other owners can hold it."""
+        """The rest of each state after each pattern, as far as the other owners can hold it."""
         left = (states[:, None, :] - patterns[None, :, :]).reshape(-1, states.shape[1])
         index: Ints = np.arange(len(left))
         if not self.monotone:

@@ -1,4 +1,4 @@
-"""Checks a plan by itself: what it costs, what it may do, and that no plan costs less.
+"""Checks a plan by itself: its cost, its limits, and that no plan costs less.
 
 No solver is asked and nothing is believed that the plan says of itself: the makespan is added up
 from its batches and its stored prices, the lower bound is computed again from its stored proof (see
@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dmuon.scheduler.bound import proven
 from dmuon.scheduler.co_owners import (
@@ -49,7 +49,7 @@ class Certificate:
 
     @property
     def gap(self) -> float:
-        """``makespan / lower bound - 1``"""
+        """Makespan / lower bound - 1."""
         return self.makespan_ms / self.lower_bound_ms - 1 if self.lower_bound_ms else 0.0
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ def certify(plan: OwnershipPlan) -> Certificate:
     makespan, wrong_batches = _executed(plan, problem)
     bound = shared_bound = 0
     if plan.shared_prices:
-        # What all choices of co-owners have in common needs no stored proof.
+        # A bound of all ways to share needs no stored proof.
         args = plan.specs, plan.topology, plan.limits, plan.shared_prices
         shared_bound = CoOwners(problem, *args).bound(makespan)
     if plan.has_co_owners:
@@ -152,7 +152,7 @@ def _executed(plan: OwnershipPlan, problem: Problem) -> tuple[int, list[str]]:
 def _wrong_claims(
     plan: OwnershipPlan, problem: Problem, makespan: int, bound: int, shared_bound: int
 ) -> list[str]:
-    """What the plan says of its makespan, bound, status and contents, and is not so."""
+    """False claims of the plan about its makespan, bound, status and contents."""
     found = []
     has_proof = plan.proof is not None or plan.has_co_owners
     if has_proof and bound < problem.ticks(plan.lower_bound_ms):
@@ -216,10 +216,10 @@ def _wrong_prices(plan: OwnershipPlan) -> Iterator[str]:
                 )
     name, _, device = source.partition(":")
     if name == "analytic" and device in ANALYTIC_DEVICES:
-        right = (_are_prices(plan, CostTable.analytic(device, momentum=m)) for m in (True, False))
-        if not any(right):
+        tables = [CostTable.analytic(device, momentum=m) for m in (True, False)]
+        if not any(_are_prices(plan, table) for table in tables):
             yield f"the prices are not those of {source!r}"
-        if plan.shared_prices and not _are_shared_prices(plan, CostTable.analytic(device)):
+        if plan.shared_prices and not any(_are_shared_prices(plan, table) for table in tables):
             yield f"the prices of co-owners are not those of {source!r}"
     if plan.shared_prices or plan.has_co_owners:
         priced = {(row.key, row.co_owners) for row in plan.shared_prices}
@@ -237,7 +237,6 @@ def _are_prices(plan: OwnershipPlan, costs: CostTable) -> bool:
 
 def _are_shared_prices(plan: OwnershipPlan, costs: CostTable) -> bool:
     most = max(len(row.ms) for row in plan.shared_prices)
-    costs = replace(costs, momentum=False)  # as in the layouts in which matrices are shared
     right = shared_prices(plan.specs, plan.topology, plan.limits, costs, most, UNLIMITED)
     pairs = zip(sorted(plan.shared_prices, key=_name), sorted(right, key=_name), strict=False)
     return len(right) == len(plan.shared_prices) and all(
@@ -252,7 +251,7 @@ def _name(row: SharedPrice) -> tuple[ShapeKey, int]:
 
 
 def _wrong_alternatives(plan: OwnershipPlan, problem: Problem) -> Iterator[str]:
-    """Makespans of simpler solvers that these do not have. In a plan by hand they are anyone's."""
+    """Wrong makespans of simpler solvers. In a plan by hand they are not checked."""
     if plan.claim is None or not plan.alternatives:
         return
     order = launch_order([matrix.name for matrix in plan.specs.matrices])

@@ -1,4 +1,4 @@
-"""Matrices that several neighbouring ranks share: which, by how many, and who.
+"""Matrices that several neighbouring ranks share: which ones, and which ranks.
 
 Where owners outnumber matrices the costliest matrix is the floor of every plan, unless k ranks
 share it, a slice of its longer dim each. That adds work (each runs the iteration of short side x
@@ -49,8 +49,8 @@ Block = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Sharing:
-    """What is shared: (shape, block, how many of it), and the ticks that it takes of each rank;
-    how many of each shape a rank has ``alone``; the makespan of all."""
+    """One way to share matrices: ``parts`` (shape, block, number of matrices) and the ticks that
+    they keep each rank ``busy``; how many of each shape a rank has ``alone``; the makespan."""
 
     parts: tuple[tuple[int, Block, int], ...]
     busy: Ints
@@ -59,8 +59,8 @@ class Sharing:
 
 
 def can_be_shared(specs: ModelSpecs, matrix: MatrixSpec) -> bool:
-    """Whether a slice of the longer dim is a box of the parameter: not of columns that are several
-    dims of a convolution."""
+    """True if a slice of the longer dim is a box of the parameter. The columns of a convolution are
+    several dims, so a slice of them is none."""
     shape = specs.parameters[matrix.parameter].shape
     rows, cols = matrix.form.dims(len(shape))
     box = matrix.box(shape).shape
@@ -68,7 +68,7 @@ def can_be_shared(specs: ModelSpecs, matrix: MatrixSpec) -> bool:
 
 
 def blocks_of(ranks: Sequence[int], topology: Topology, size: int) -> list[Block]:
-    """Neighbouring ranks in sets of ``size``: on one node each, where nodes have so many of them.
+    """Neighbouring ranks in sets of ``size``, each on one node where nodes have so many of them.
 
     >>> blocks_of(range(6), Topology.flat(6, ranks_per_node=3), 2)
     [(0, 1), (3, 4)]
@@ -87,8 +87,8 @@ def blocks_of(ranks: Sequence[int], topology: Topology, size: int) -> list[Block
 
 
 class CoOwners:
-    """The ways to share matrices in a problem: ``sizes`` that each shape, by number, may have, what
-    takes least work first; the price of a batch and the blocks for each shape and size."""
+    """The ways to share matrices in a problem. ``sizes`` are the numbers of co-owners that each
+    shape may have, the least work first; each shape and size has prices of batches, and blocks."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class CoOwners:
         limits: OwnerLimits,
         prices: Sequence[SharedPrice],
     ) -> None:
-        self.problem = problem
+        self.problem, self.prices = problem, prices
         rows = {(row.key, row.co_owners): row for row in prices}
         self.sizes: list[list[int]] = []
         self._price: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -142,8 +142,8 @@ class CoOwners:
     # ---- what to share -------------------------------------------------------------------
 
     def fit(self, limit: int, only: int | None = None) -> Sharing | None:
-        """A way to do everything within a makespan; None where none is found. ``only`` one number
-        of co-owners, wherever a shape may have it."""
+        """A way to do everything within a makespan; None where none is found. ``only``: this number
+        of co-owners for every shape that may have it."""
         problem = self.problem
         busy, shared = problem.fixed.copy(), np.zeros_like(problem.fixed)
         if busy.max() > limit:
@@ -175,7 +175,7 @@ class CoOwners:
         return Sharing(tuple(parts), shared, alone, int(busy.max()))
 
     def best(self, most: int | None = None, only: int | None = None) -> Sharing | None:
-        """The way with the least makespan that is found, of those below ``most``; see `fit`."""
+        """The fastest way that is found, of those with a makespan below ``most``; see `fit`."""
         low, high = 0, 1 if most is None else max(0, most - 1)
         best = self.fit(high, only)
         while best is None and most is None:
@@ -193,12 +193,12 @@ class CoOwners:
     # ---- what no way gets below ------------------------------------------------------------
 
     def bound(self, makespan: int) -> int:
-        """Ticks that every plan takes, whatever it shares, up to those of a plan that there is, and
-        to one part in `_EXACT` less. Within a makespan
+        """A lower bound in ticks for every plan, whatever it shares, of at most ``makespan``. It is
+        exact to one part in `_EXACT`. A makespan is possible if
 
-        - the ranks that may have some shapes have room for their least work;
-        - as many blocks as there are have room for a few shapes of much work, one by one and
-          together, a block's own matrices and batches counted one by one.
+        - the ranks that may have some shapes have room for the least work of these;
+        - all blocks together have room for the few shapes of most work, one by one and together.
+          A block's own matrices and batches are counted one by one.
         """
         low, high = max((c.fixed for c in self.problem.classes), default=0), makespan
         if not self._is_possible(makespan - 1):
@@ -233,7 +233,7 @@ class CoOwners:
         return all(self._have_room(shapes, work, free) for shapes in [[s] for s in most] + together)
 
     def _are_halved(self) -> bool:
-        """Whether all shapes have the same blocks, and every rank is in one block of the largest
+        """True if all shapes have the same blocks, and every rank is in one block of the largest
         size, each half of which is a block of half the size, and so on."""
         blocks = {k: set(found) for (_, k), found in self._blocks.items()}
         alike = all(set(found) == blocks[k] for (_, k), found in self._blocks.items())
@@ -248,7 +248,7 @@ class CoOwners:
         )
 
     def _have_room(self, shapes: Sequence[int], work: Sequence[int], limit: int) -> bool:
-        """Whether the largest blocks together have room for all matrices of some shapes. Each block
+        """True if the largest blocks together have room for all matrices of some shapes. Each block
         does as much of their ``work`` as it can within the limit."""
         most = max(k for _, k in self._blocks)
         tables: dict[int, list[tuple[list[int], int]]] = defaultdict(list)
@@ -294,7 +294,7 @@ def shared_prices(
     max_batch: int,
     batch_numel: int,
 ) -> tuple[SharedPrice, ...]:
-    """What every shape costs each of 2, 4, 8 co-owners, where it has as many columns."""
+    """The price of every shape for each of 2, 4, 8 co-owners, where it has as many columns."""
     found = []
     for (key, k), (count, blocks) in sharable(specs, topology, limits).items():
         link = _link(costs, topology, blocks)

@@ -13,8 +13,8 @@ computes the least T that they do not rule out; that is the next T to try. So T 
 every value passed is proven impossible, and no tolerance is involved. Patterns are added by solving
 the knapsack exactly. The size of the master does not grow with the number of owners.
 
-Programs go to HiGHS through PuLP, else to CBC. No answer is believed: bounds and counts that follow
-from it are computed and checked by our own arithmetic.
+Programs go to HiGHS through PuLP, else to CBC. No answer is believed: the bounds and counts that it
+implies are computed and checked by our own arithmetic.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _WHOLE = 1e-6  # a fraction closer to a whole number than this is one
 
 
 class Budget:
-    """The wall clock, asked only after the work limits; remembers whether it ever cut short."""
+    """The wall clock, which is asked only after the work limits; ``hit`` if it ever cut short."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.perf_counter) -> None:
         self._now, self._end, self.hit = now, now() + seconds, False
@@ -101,7 +101,7 @@ def available_engines() -> tuple[str, ...]:
 def minimize_last(
     table: Floats, senses: Sequence[str], bounds: Floats, engine: str, time_limit_s: float
 ) -> tuple[Floats, Floats]:
-    """(x, dual of each row) for the least last x >= 0 such that ``table @ x`` keeps to the bounds.
+    """(x, dual of each row) with x >= 0 and the least last x such that ``table @ x`` is in bounds.
 
     One thread, so that equal input gives an equal answer.
 
@@ -139,7 +139,7 @@ def minimize_last(
 
 
 class Columns:
-    """The bound of a problem raised, and its counts improved, step by step."""
+    """Raises the bound of a problem and improves its counts, step by step."""
 
     def __init__(
         self, problem: Problem, engine: str, budget: Budget, counts: Counts, bound: int, dual: Dual
@@ -160,7 +160,7 @@ class Columns:
 
     @staticmethod
     def fits(problem: Problem) -> bool:
-        """Whether the master program is small enough to be worth its time."""
+        """True if the master program is small enough to be worth its time."""
         return len(problem.shapes) <= _MOST_SHAPES and len(problem.classes) <= _MOST_CLASSES
 
     def climb(self) -> None:
@@ -204,8 +204,8 @@ class Columns:
                     self.counts, self.makespan = counts, self.problem.makespan(counts)
 
     def _whole(self, limit: int) -> Counts | None:
-        """Counts within a limit or, if none are found, above it; None if none exist for what
-        is left.
+        """Counts within a limit or, if none are found, above it; None if the matrices that are left
+        fit nowhere.
 
         Patterns that the master program uses whole times are kept, else those that it uses most;
         then the same again with what is left of matrices and owners. A covering search is tried for
@@ -263,7 +263,7 @@ class Columns:
         return theta, dual, used
 
     def _add(self, c: int, counts: tuple[int, ...]) -> bool:
-        """Remember a pattern; whether it is new."""
+        """Remember a pattern; True if it is new."""
         problem = self.problem
         stored = sum(k * shape.nbytes for k, shape in zip(counts, problem.shapes, strict=True))
         if not any(counts) or (c, counts) in self._patterns or stored > problem.classes[c].room:
@@ -273,7 +273,7 @@ class Columns:
         return True
 
     def _price(self, real: Holdings, limit: int) -> bool:
-        """Add the most valuable patterns close to a limit; whether any is new."""
+        """Add the most valuable patterns close to a limit; True if any is new."""
         new = False
         for near in (limit - limit * far // 10_000 for far in _NEAR):
             for c, owner in enumerate(self.problem.classes):

@@ -1,4 +1,4 @@
-"""What an owner's work costs: batched Newton-Schulz time per shape, dtype and device.
+"""The costs of an owner's work: batched Newton-Schulz time per shape, dtype and device.
 
 ::
 
@@ -70,16 +70,16 @@ def largest_batch(rows: int, cols: int, max_batch: int, numel: int) -> int:
 # ---- the analytic model ------------------------------------------------------------------
 
 Number = Annotated[float, (0, math.inf)]  # in files
-_MOST_RATE = 1e30  # operations or bytes a second: times of any shape stay finite and above 0
+_MOST_RATE = 1e30  # operations or bytes per second: times of any shape stay finite and above 0
 
 
 @dataclass(frozen=True, slots=True)
 class AnalyticDevice:
     """A device class: matmul rate, bytes moved per second, and the cost of one kernel launch.
 
-    ``flops`` is what dense products in the NS dtype reach, ``bandwidth`` in bytes per second,
-    ``launch_s`` the overhead of one kernel, ``half_batch_dim`` the matrix dim at which one product
-    reaches half of ``flops`` (small matrices underfill the device).
+    ``flops`` is the rate that dense products in the NS dtype reach, ``bandwidth`` is in bytes per
+    second, and ``launch_s`` is the overhead of one kernel. ``half_batch_dim`` is the matrix dim at
+    which one product reaches half of ``flops`` (small matrices underfill the device).
     """
 
     flops: Number
@@ -154,8 +154,8 @@ def analytic_ms(
 
 
 def gram_products(steps: int) -> tuple[int, int]:
-    """Of the Gram form with a restart before step 2 and then every 3: how often it forms `X X^T`
-    (and multiplies X), and how many products of short side x short side it takes.
+    """How often the Gram form forms `X X^T` (and multiplies X), and how many products of short side
+    x short side it takes, with a restart before step 2 and then every 3 steps.
 
     >>> gram_products(5)
     (2, 14)
@@ -164,21 +164,14 @@ def gram_products(steps: int) -> tuple[int, int]:
     return segments, 4 * steps - 3 * segments
 
 
-def slice_flops(rows: int, width: int, steps: int) -> tuple[float, float]:
-    """Floating point operations of the Gram form on a slice of ``width`` columns of a matrix with
-    ``rows`` rows: (on the slice, on rows x rows matrices)."""
-    segments, squares = gram_products(steps)
-    return 4.0 * segments * width * rows**2, 2.0 * squares * rows**3
-
-
 def slice_ms(
     device: AnalyticDevice, rows: int, width: int, batch: int, steps: int, part: float = 1.0
 ) -> float:
     """`analytic_ms` of slices in the Gram form, with a ``part`` of the rows x rows products."""
     work = batch * float(rows) ** 2
     rate = device.flops * work / (work + device.half_batch_dim**2)
-    wide, square = slice_flops(rows, width, steps)
     segments, squares = gram_products(steps)
+    wide, square = 4.0 * segments * width * rows**2, 2.0 * squares * rows**3  # operations
     moved = batch * rows * width * 2 * 4 * segments
     launches = 2 * segments + squares
     compute = batch * (wide + part * square) / rate
@@ -187,7 +180,7 @@ def slice_ms(
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What an exchange among co-owners takes: ``latency_s``, and the bytes that a rank sends over
+    """The time of an exchange among co-owners: ``latency_s``, and the bytes that a rank sends over
     ``bandwidth`` bytes per second."""
 
     latency_s: Number
@@ -218,7 +211,7 @@ LINKS: Mapping[str, Link] = MappingProxyType(
 
 @dataclass(frozen=True)
 class CostTable:
-    """Costs in milliseconds: table entries first, and what follows from them.
+    """Costs in milliseconds: table entries, and estimates from them.
 
     ``entries`` maps ``(rows, cols, dtype)`` to a mapping from batch size to milliseconds. A shape
     costs the same as its transpose, and the table keeps its wide form: of a shape given both ways
@@ -232,9 +225,9 @@ class CostTable:
     does where it keeps the momentum (momentum update, normalization, Newton-Schulz), or of
     Newton-Schulz alone, as in the `sharded` layout.
 
-    For matrices with co-owners: ``slices`` maps (rows, cols, dtype, co-owners, whether these share
-    the products of short side x short side) to the time of a co-owner's products, by batch size;
-    ``links`` holds what an exchange takes by the number of co-owners, ``ns_item`` the bytes of an
+    For matrices with co-owners: ``slices`` maps (rows, cols, dtype, co-owners, split) to the time
+    of a co-owner's products, by batch size. With split they also share the products of short side x
+    short side. ``links`` are the exchanges by the number of co-owners, ``ns_item`` the bytes of an
     element that travels, ``sum_item`` those of a part of a sum. Times are of a machine on which all
     ranks work; alone, an owner would be ``contention`` times as fast (processes that share cores).
 
@@ -271,7 +264,7 @@ class CostTable:
     def _canonical(
         self, given: Mapping[Any, Any], expected: str, fits: Callable[[Any], bool]
     ) -> dict[ShapeKey, dict[int, Any]]:
-        """What was given, checked, by the wide form of each shape and batch sizes ascending."""
+        """The given values, checked, by the wide form of each shape and batch sizes ascending."""
         found: dict[ShapeKey, dict[int, Any]] = {}
         for key, by_batch in given.items():
             rows, cols, dtype = key if isinstance(key, tuple) and len(key) == 3 else (0, 0, "")
@@ -346,7 +339,7 @@ class CostTable:
         return ms, origin
 
     def _between(self, known: Mapping[int, float], batch: int) -> tuple[float, str]:
-        """What a batch takes, from times by ascending batch size; below all of them as if the batch
+        """The time of a batch from times by ascending batch size; below all of them as if the batch
         were filled up."""
         if batch in known:
             return known[batch], self.entry_origin
@@ -365,8 +358,8 @@ class CostTable:
     def shared_ms(
         self, key: ShapeKey, batch: int, co_owners: int, link: str
     ) -> tuple[float, bool, str]:
-        """Milliseconds that so many co-owners need for a batch, whether they share the products of
-        short side x short side, too, and the origin of the price.
+        """(milliseconds of a batch for so many co-owners, split, origin of the price). With split
+        they share the products of short side x short side, too.
 
         All exchanges are counted in full. ``link`` names one of `LINKS`, where ``links`` has none.
         """
@@ -394,11 +387,11 @@ class CostTable:
         sums = segments * (path.ms(2 * parts) if k == 2 else path.ms(parts) + path.ms(sent))
         # R P is not exchanged on the way to (R P) P, once for each step but the segments' first.
         exchanges = squares - (steps - segments)
-        apart, together = found[0] + sums, found[1] + sums + exchanges * path.ms(sent)
-        return min(apart, together), together < apart, origin
+        each, split_ms = found[0] + sums, found[1] + sums + exchanges * path.ms(sent)
+        return min(each, split_ms), split_ms < each, origin
 
     def slice_kernel(self, key: ShapeKey) -> str:
-        """What runs slices: the kernel of a whole matrix, where that is of the Gram form; else "",
+        """The kernel that runs slices: that of a whole matrix if it is of the Gram form, else ""
         for the fixed rule."""
         kernel = self.kernel(key, 1)
         return kernel if kernel.startswith("gram") else ""
@@ -617,7 +610,7 @@ def _table_of(content: str, where: str) -> tuple[CostTable, dict[str, Any]]:
 
 
 def _by_shape(name: str, entries: Sequence[Any], value: str, of: type) -> dict[ShapeKey, Any]:
-    """What JSON has as a list of records, each with something by batch size."""
+    """By shape, what JSON has as a list of records, each with values by batch size."""
     found = []
     hints = {"rows": int, "cols": int, "dtype": str, value: dict[str, of]}  # type: ignore[valid-type]
     for i, entry in enumerate(entries):
@@ -640,7 +633,7 @@ def _by_shape(name: str, entries: Sequence[Any], value: str, of: type) -> dict[S
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """What a measured time depends on besides shape, parameter dtype and batch size.
+    """Everything that a measured time depends on besides shape, parameter dtype and batch size.
 
     ``device`` names the hardware and how much of it a process has; ``kernels`` the backend and
     the version of the kernels; ``momentum`` is that of `CostTable`.
@@ -664,7 +657,7 @@ class CacheKey:
 
 
 def _digest(data: dict[str, Any]) -> str:
-    """Of everything else in a file: a changed digit in a time looks like a time."""
+    """A digest of everything else in a file: a changed digit in a time looks like a time."""
     return sha256(data | {"digest": None})
 
 

@@ -44,7 +44,7 @@ def longest_first(problem: Problem, chunk: int = 1) -> Counts | None:
 def longest_first_by_weight(
     problem: Problem, weights: Iterable[int], start: Ints | None = None
 ) -> Counts | None:
-    """Longest first on a fixed weight a matrix, by shape; batching is not seen.
+    """Longest first on a fixed weight per matrix, by shape; batching is not seen.
 
     With the number of elements or the cost of a single matrix as the weight these are the usual
     baselines. ``start``: what ranks have already.
@@ -130,7 +130,7 @@ def baselines(
     names: Sequence[str] = BASELINES,
     spent: Callable[[], bool] = lambda: False,
 ) -> dict[str, Counts]:
-    """The counts of "greedy" and of "round_robin", those asked for, as far as they find any.
+    """The counts of the ``names`` among "greedy" and "round_robin" that find any.
 
     ``order`` lists the matrices, as in `round_robin`.
     """
@@ -169,8 +169,8 @@ class _State:
         self._weights = np.random.default_rng(0).integers(1, 1 << 40, len(problem.shapes) + 1)
 
     def exchange(self, b: int) -> bool:
-        """Do what lowers the larger of two loads most, below the load of rank ``b``: give some of
-        one shape to another rank, and maybe take some of another shape."""
+        """Give another rank some matrices of one shape, and maybe take some of another shape, where
+        that leaves the larger of the two loads lowest, below the load of rank ``b``."""
         others = self._representatives(b)
         gives = [(s, -j) for s, j in self._amounts([b])]
         if not len(others) or not gives:
@@ -209,8 +209,8 @@ class _State:
     def _changes(
         self, changes: Sequence[tuple[int, int]], ranks: Ints
     ) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """[changes, ranks]: ticks that so many more (or fewer) of a shape cost, and whether they
-        are possible."""
+        """[changes, ranks]: the ticks of so many more (or fewer) of a shape, and if they are
+        possible."""
         ticks = np.zeros((len(changes), len(ranks)), np.int64)
         possible = np.ones(ticks.shape, np.bool_)
         counts, allowed = self.counts[ranks].T.copy(), self.problem.allowed[ranks].T
@@ -248,7 +248,7 @@ class _State:
         return False
 
     def _even_split(self, a: int, b: int, both: Ints) -> Ints | None:
-        """What rank ``a`` should have of both, if that makes the busier of the two less busy.
+        """The share of rank ``a``, if there is one that makes the busier of the two less busy.
 
         The trade-off between the two loads is a knapsack: the value of k matrices with ``a`` is
         what ``b`` then saves.

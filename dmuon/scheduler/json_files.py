@@ -1,8 +1,8 @@
-"""JSON from outside, bounded before it is believed: plans, cost tables, the cache of costs.
+"""JSON files, checked before they are believed: plans, cost tables, the cache of costs.
 
 `parse` bounds what a text may cost (its size, nesting and numbers) before objects are made of it.
-`decode` makes of that what a type hint says; a PlanError names the field by its path, what was
-found and what was expected::
+`decode` makes objects of the type that a hint names; a PlanError names the field by its path, what
+was found and what was expected::
 
     text  ──parse──▶  dicts and lists  ──decode──▶  a plan with its specs, batches, prices
 """
@@ -162,7 +162,7 @@ def _finite(digits: str) -> float:
 
 
 def sha256(data: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> str:
-    """Of data as JSON, in any order of its keys; ``default`` is that of `json.dumps`."""
+    """The hash of data as JSON, in any order of its keys; ``default`` is that of `json.dumps`."""
     text = json.dumps(data, sort_keys=True, default=default)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -171,7 +171,7 @@ def sha256(data: Mapping[str, Any], default: Callable[[Any], Any] | None = None)
 
 
 def decode(hint: Any, data: Any, at: str = "") -> Any:
-    """What a type hint says, of parsed JSON; ``at`` is its path.
+    """An object of the type that a hint names, made from parsed JSON; ``at`` is its path.
 
     A dataclass is an object with all of its fields, or a list of them in order. Whole numbers go
     from 0 to `MOST_WHOLE` and others from 0 to `MOST_MS` unless the hint is ``Annotated`` with a
@@ -281,7 +281,7 @@ def different(values: Iterable[Hashable], what: str) -> None:
 
 
 def cut(message: str) -> str:
-    """A message about what may be of any size, at a size to read."""
+    """A message, cut to a readable size."""
     return message if len(message) <= _MOST_MESSAGE else f"{message[:_MOST_MESSAGE]} ..."
 
 

@@ -1,18 +1,18 @@
-"""Which matrix of a shape goes to which owner, once it is decided how many each owner takes.
+"""Which owner gets which matrix of a shape, once it is decided how many each owner takes.
 
 The counts leave freedom: matrices of one shape are alike, and so are many owners. It is used to
-keep apart what travels at the same time::
+give different owners to matrices that travel at the same time::
 
     counts       how many of each shape every owner takes          (from the solver)
     share out    alike owners exchange their counts: equal ones lie together in the owner order
     hand out     matrices in launch order: in the owner order, or each to an owner whose turn it is
-    separate     two matrices of a shape change places where a layer meets an owner twice
+    separate     two matrices of a shape change places where a layer has an owner twice
     choice       the better of the two, by repeated owners in layers, then by `contention`
 
 A stretch of the owner order touches all nodes and columns evenly (see `diagonal_slots`). So owners
 that take the same fill one stretch, the busy ones and the idle ones alike. Handing out, an owner is
 its position in the owner order, a shape's owners take turns, and among the next few turns the owner
-that meets the fewest matrices in flight takes the matrix::
+that meets the fewest matrices on their way takes the matrix::
 
     shape k     owners 0 1 2 3 take 2 each, owner 4 takes 4         n = 12 matrices
     turns      0 4 1 2 4 3 0 4 1 2 4 3
@@ -120,7 +120,7 @@ def _hand_out(
     handed: list[int] = []
 
     def cost(waiting: Sequence[int], turn: int) -> tuple[bool, int, int]:
-        """The lower, the better. Where two meet in a column already, it is too late to save it."""
+        """The lower, the better. More than two matrices in a column count as two."""
         position = waiting[-1 - turn]
         node, column = places[position]
         crowd = on_node[node] + 2 * min(on_column[column], 2)
@@ -145,7 +145,7 @@ def _hand_out(
 def _in_order(
     shapes: Sequence[int], layers: Sequence[str], patterns: Sequence[_Pattern]
 ) -> list[int] | None:
-    """The positions in turn; None where owners do not take alike."""
+    """The positions in the owner order; None where owners do not take alike."""
     left = [dict(pattern) for pattern in patterns]
     in_layer: defaultdict[str, set[int]] = defaultdict(set)
     handed: list[int] = []
@@ -184,7 +184,7 @@ def _turns(patterns: Sequence[_Pattern]) -> dict[int, list[int]]:
 
 
 def _separate(shapes: Sequence[int], layers: Sequence[str], positions: list[int]) -> None:
-    """Exchange two matrices of a shape where a layer has an owner twice and then has not.
+    """Exchange two matrices of a shape where a layer has an owner twice, if that mends it.
 
     ``positions`` is changed in place; how many of each shape an owner takes stays.
     """
@@ -208,11 +208,11 @@ def _separate(shapes: Sequence[int], layers: Sequence[str], positions: list[int]
             layer, mine = layers[i], positions[i]
             if not layer or held[layer, mine] < 2 or owners[layer] == most[layer]:
                 continue
-            # Partners are those of the following layers first.
+            # Matrices of the next layers are tried first.
             for step in range(1, min(_PARTNERS_SEEN, len(same))):
                 j = same[(at + step) % len(same)]
                 other, theirs = layers[j], positions[j]
-                # What the other layer may lose is the owner that it gives away.
+                # The other layer must not lose an owner that it has once.
                 loses = other and held[other, mine] and held[other, theirs] == 1
                 if not held[layer, theirs] and not loses:
                     give(i, theirs)

@@ -27,7 +27,6 @@ from dmuon.scheduler.topology import Topology
 from dmuon.types import KernelChoice, Layout, PlanError
 
 FORMAT_VERSION = 9
-SOLVERS = ("round_robin", "greedy", "search", "milp")  # what a plan says that it was found by
 STATUSES = ("optimal", "feasible", "time_limit")
 _MOST_BATCH_MS = 1e12  # 30 years
 Signed = Annotated[int, (-MOST_WHOLE, MOST_WHOLE)]  # in files
@@ -54,13 +53,12 @@ class Batch:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All that work on it."""
         return self.co_owners or (self.owner,)
 
 
 @dataclass(frozen=True, slots=True)
 class PriceRow:
-    """What planning paid for one shape: milliseconds of batches of 1, 2, 3, ... matrices.
+    """The prices of one shape in planning: milliseconds of batches of 1, 2, 3, ... matrices.
 
     ``origin`` says of each where it comes from: "measured", "interpolated", "estimated" (not
     reached by the measurement), "analytic" or "given". ``kernels`` names for each the kernel that
@@ -95,8 +93,8 @@ class PriceRow:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrice:
-    """What planning paid for one shape with co-owners: the milliseconds of each, exchanges
-    included, of batches of 1, 2, 3, ...; ``split`` says of each whether they also share the
+    """The prices of one shape with co-owners: the milliseconds of each of them, exchanges included,
+    for batches of 1, 2, 3, ...; ``split`` says of each whether they also share the
     products of short side x short side. ``origin`` as in `PriceRow`; ``kernel`` runs all."""
 
     key: ShapeKey
@@ -128,7 +126,8 @@ class Dual:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Why no plan is faster. ``dual`` proves the makespan that `bound.bound_of` computes from it.
+    """The proof that no plan is faster. ``dual`` proves the makespan that `bound.bound_of` computes
+    from it.
 
     ``impossible``: no plan takes so many ticks or fewer, as `bound.cover` finds by trying
     everything; -1 where nothing was tried or the dual alone shows as much.
@@ -140,7 +139,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a plan says of itself when it is made, so that a change afterwards is found."""
+    """The makespan and fingerprint of a plan when it was made, so that a change is found."""
 
     makespan_ms: float
     fingerprint: str
@@ -161,7 +160,7 @@ class OwnershipPlan:
     Where matrices have co-owners, ``lower_bound_ms`` holds for every plan, however it shares them,
     and ``alone_ms`` is the makespan of the best plan found in which each has one owner. Where none
     has, it holds for plans in which none has, and ``shared_ms`` is the makespan of a way to share
-    that saves too little. ``shared_prices`` are of what could be shared.
+    that was not asked for, or saves too little. ``shared_prices`` are of what could be shared.
     """
 
     specs: ModelSpecs
@@ -190,19 +189,16 @@ class OwnershipPlan:
         _check_batches(self.batches, self.specs.matrices, self.topology.world)
         different((price.key for price in self.prices), "the shapes in prices")
         different(((p.key, p.co_owners) for p in self.shared_prices), "those in shared_prices")
-        for name, value, known in (
-            ("solver", self.solver, SOLVERS),
-            ("status", self.status, STATUSES),
-        ):
-            if value not in known:
-                raise PlanError(f"{name}: expected one of {', '.join(known)}, found {value!r}")
+        if self.status not in STATUSES:
+            known = ", ".join(STATUSES)
+            raise PlanError(f"status: expected one of {known}, found {self.status!r}")
         missing = {m.key for m in self.specs.matrices} - {p.key for p in self.prices}
         if missing and self.prices:
             raise PlanError("there is no price for matrices of {} x {} {}".format(*min(missing)))
 
     @property
     def has_co_owners(self) -> bool:
-        """Whether any matrix has several owners."""
+        """True if any matrix has several owners."""
         return any(batch.co_owners for batch in self.batches)
 
     @cached_property
@@ -305,7 +301,7 @@ class OwnershipPlan:
 
 
 def digest(data: dict[str, Any]) -> str:
-    """Of everything else in a saved plan, but for the time that planning took."""
+    """A digest of everything else in a saved plan, except the time that planning took."""
     return sha256(data | {"digest": None, "seconds": None}, _plain)
 
 
@@ -362,7 +358,7 @@ def fitted_plan(
     domains = dict(zip(place, plan.limits.domain_of))
     fitted = replace(
         plan,
-        # What routed a parameter is said as in the plan, and so its fingerprint is the same.
+        # Reasons of routing are kept as in the plan, so that its fingerprint stays.
         specs=replace(plan.specs, parameters=tuple(old[n] for n in new), matrices=specs.matrices),
         topology=topology,
         layout=layout,
@@ -386,11 +382,7 @@ def _keys(specs: ModelSpecs) -> list[tuple[str, MatrixSpec]]:
 def refitted(plan: OwnershipPlan, specs: ModelSpecs, limits: OwnerLimits) -> OwnershipPlan | None:
     """``plan`` for a model with the same matrices, in this order, and with other parameters beside
     them, whose time no plan depends on. None if it has other matrices, or the cap is exceeded."""
-
-    def matrices(of: ModelSpecs) -> list[tuple[str, MatrixSpec]]:
-        return [(of.parameters[m.parameter].name, replace(m, parameter=0)) for m in of.matrices]
-
-    if matrices(plan.specs) != matrices(specs):
+    if _keys(plan.specs) != _keys(specs):
         return None
     found = replace(plan, specs=specs, limits=limits, claim=None)
     if limits.memory_bytes is not None and max(found.state_bytes) > limits.memory_bytes:
@@ -432,12 +424,11 @@ class Unit:
         return self.co_owners[0] if self.co_owners else self.owner
 
     def holds_transpose(self, position: int) -> bool:
-        """Whether the slot of the matrix at this position holds its transpose."""
+        """True if the slot of the matrix at this position holds its transpose."""
         return bool(self.transposed) and self.transposed[position]
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of its stacked matrices."""
         return len(self.matrices), self.rows, self.cols
 
     @property
@@ -451,9 +442,9 @@ def units_of(
     """The planned batches as executed: cut where their matrices are in different param groups.
 
     ``groups`` gives the param group of each matrix. A cut batch shares its predicted time out by
-    the number of matrices. Owners execute them in order of registration, for that is the order in
-    which the next forward pass needs the results; but before them what has most co-owners, so that
-    no rank waits for what others do alone. ``apart``: a matrix and a transposed one are cut,
+    the number of matrices. Owners execute them in order of registration, because the next
+    forward pass needs the results in that order. Batches with the most co-owners come first, so
+    that no rank waits while others work alone. ``apart``: a matrix and a transposed one are cut,
     too, so that each is computed as it is, whatever its batch.
     """
     batches = sorted(plan.batches, key=lambda b: (-len(b.ranks), min(b.matrices), b.owner))

@@ -32,7 +32,7 @@ from dmuon.types import Layout, SizeError
 Ints = npt.NDArray[np.int64]
 Counts = Ints  # [ranks, shapes]
 
-_FINEST = 10**9  # ticks a millisecond
+_FINEST = 10**9  # ticks per millisecond
 _LARGEST_TOTAL = 10**15  # ticks of all matrices one by one; leaves room for products in 64 bits
 UNLIMITED = 1 << 62  # bytes
 _MOST_SPLITS = 4_000_000_000
@@ -128,15 +128,13 @@ class Problem:
     shapes: tuple[Shape, ...]
     classes: tuple[OwnerClass, ...]
     ticks_per_ms: int = _FINEST
-    memory_cap: int | None = None  # bytes; the room of every class follows from it
+    memory_cap: int | None = None  # bytes
     forced: tuple[tuple[int, Shape], ...] = ()
 
     def ms(self, ticks: int) -> float:
-        """Milliseconds of a number of ticks."""
         return int(ticks) / self.ticks_per_ms
 
     def ticks(self, ms: float) -> int:
-        """Ticks of a number of milliseconds."""
         return round(ms * self.ticks_per_ms)
 
     @cached_property
@@ -153,7 +151,6 @@ class Problem:
 
     @cached_property
     def class_of(self) -> Ints:
-        """The class of each rank."""
         numbers = np.zeros(self.world, np.int64)
         for number, c in enumerate(self.classes):
             numbers[list(c.ranks)] = number
@@ -195,10 +192,8 @@ class Problem:
     def part(
         self, ranks: Sequence[Sequence[int]], demand: Ints
     ) -> tuple[Problem, list[int], list[int]]:
-        """The problem of some ranks of each class and so many matrices of each shape.
-
-        Beside it the ranks and the shapes that it is made of: it numbers them from 0 on.
-        """
+        """(the problem of some ranks of each class and so many matrices of each shape, these ranks,
+        these shapes). The part numbers both from 0 on."""
         shapes = np.flatnonzero(demand).tolist()
         numbers = [rank for some in ranks for rank in some]
         place = {rank: i for i, rank in enumerate(numbers)}
@@ -233,11 +228,10 @@ def build_problem(
 ) -> Problem:
     """Shapes and classes of a model on ``world`` ranks; permuted matrices change only ``members``.
 
-    ``without``: matrices that are not to be dealt out, because co-owners share them; ``busy``: the
-    ticks that this takes of each rank.
-
     ``prices`` are the milliseconds of batches of 1, 2, ... matrices of each shape. Matrices that
-    a single rank may own are no shapes: as such they would make each rank a class of its own.
+    a single rank may own are no shapes, because these would make each rank a class of its own.
+    ``without``: matrices that are not dealt out, because co-owners share them, which keeps each
+    rank ``busy`` for so many ticks.
 
     Raises:
         PlanError: ``limits`` do not fit.
@@ -322,7 +316,7 @@ def _classes(
         if limits.memory_bytes is not None:
             room = min(limits.memory_bytes - stored[rank], UNLIMITED)
             if weightless and room >= 0:
-                room = UNLIMITED  # whatever it takes, it fits: no reason to tell ranks apart
+                room = UNLIMITED  # everything fits, so ranks need not differ
         ranks[fixed[rank], room, tuple(inside[rank])].append(rank)
     # Sets of domains are few, ranks are many.
     allowed = {mine: tuple(shape.domain in mine for shape in shapes) for _, _, mine in ranks}
@@ -336,8 +330,8 @@ def _classes(
 
 
 def relaxed(problem: Problem) -> Problem:
-    """The problem with alike shapes and alike classes as one: what is out of its reach is out of
-    the problem's. The problem itself where none are, as where any rank may own anything.
+    """The problem with alike shapes and alike classes as one. A makespan that it cannot reach, the
+    problem cannot reach either. Returns the problem itself where none are alike.
 
     Under expert parallelism each expert belongs to a few ranks, and all such domains look the same:
     equal matrices, and owners with equal loads.

@@ -87,7 +87,8 @@ class _Use:
 
     @property
     def path(self) -> list[str]:
-        """The names of the modules around it, numbers at the end aside (of an `nn.Sequential`)."""
+        """The names of the modules around it, without numbers at the end (of an
+        `nn.Sequential`)."""
         path = self.place.split(".")[self.depth : -1]
         while path and path[-1].isdigit():
             path.pop()
@@ -112,7 +113,7 @@ class _Use:
 
 
 class _Model:
-    """What rules and forms need to know of the other parameters."""
+    """The facts about the other parameters that rules and forms need."""
 
     def __init__(self, uses: Sequence[_Use], modules: Iterable[nn.Module] = ()) -> None:
         self.beside: dict[str, dict[str, Tensor]] = defaultdict(dict)  # by module
@@ -126,9 +127,7 @@ class _Model:
         self.vocabularies = {
             tuple(use.parameter.shape): use.name
             for use in uses
-            if use.parameter.ndim == 2
-            and _is_embedding(use)
-            and not _POSITIONS_NAME.search(use.place)
+            if use.parameter.ndim == 2 and _embedding(use) and not _POSITIONS_NAME.search(use.place)
         }
         self.outputs: set[int] = set()
         for module in modules:
@@ -148,7 +147,7 @@ class _Model:
         return Form.STACK_IN_OUT if is_in_out else Form.STACK
 
     def _is_in_out(self, use: _Use) -> bool:
-        """Whether the module stores its weights ``(in, out)``, as the shapes in it show.
+        """True if the shapes in the module show that it stores its weights ``(in, out)``.
 
         Transformers' `Conv1D` says its outputs in ``nf``. A bias has the length of the outputs. A
         fused ``gate_up_proj`` has twice as many as ``down_proj`` has inputs. What one weight shows
@@ -189,8 +188,8 @@ def _places(model: nn.Module) -> Iterable[tuple[str, Tensor, nn.Module]]:
 
 
 def _depth(model: nn.Module) -> int:
-    """How many parts the names of all parameters begin with that say nothing: the model is wrapped
-    in modules that hold nothing beside it."""
+    """The number of parts at the beginning of all names that are of mere wrappers: of modules that
+    hold nothing beside the model."""
     held = [(n, m) for n, m in model.named_children() if next(m.parameters(), None) is not None]
     if len(held) != 1 or next(model.parameters(recurse=False), None) is not None:
         return 0
@@ -214,7 +213,8 @@ def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """``reason`` says why a parameter is ``what``, None if it is not. ``source``: who does so."""
+    """``reason`` says why a parameter is ``what``, None if it is not; ``source`` who does the
+    same."""
 
     what: str
     algorithm: Algorithm
@@ -222,11 +222,7 @@ class Rule:
     reason: Callable[[_Use, _Model], str | None]
 
 
-def _is_embedding(use: _Use) -> bool:
-    return _embedding(use) is not None
-
-
-def _embedding(use: _Use) -> str | None:
+def _embedding(use: _Use, _: _Model | None = None) -> str | None:
     for module, name in use.places:
         path = name.removesuffix(".weight").rpartition(".")[2]
         named = not isinstance(module, _KNOWN) and name.endswith(".weight")
@@ -240,23 +236,23 @@ def _embedding(use: _Use) -> str | None:
     return None
 
 
-def _gain(use: _Use) -> str | None:
+def _gain(use: _Use, _: _Model) -> str | None:
     if isinstance(use.module, _NORMS):
         return f"gain of a normalization ({type(use.module).__name__})"
     return None
 
 
-def _depthwise(use: _Use) -> str | None:
+def _depthwise(use: _Use, _: _Model) -> str | None:
     module, p = use.module, use.parameter
     if isinstance(module, _TRANSPOSED):
         return "grouped transposed convolution" if module.groups > 1 else None
     groups = module.groups if isinstance(module, _CONVOLUTIONS) else p.shape[0]
     if use.is_convolution and p.shape[1] == 1 < groups:
-        return "depthwise convolution: a vector a channel"
+        return "depthwise convolution: one vector per channel"
     return None
 
 
-def _bare(use: _Use) -> str | None:
+def _bare(use: _Use, _: _Model) -> str | None:
     if any(_WEIGHT_NAME.fullmatch(name.rpartition(".")[2]) for _, name in use.places):
         return None
     return f"bare parameter {use.local!r} is not named as a weight"
@@ -267,7 +263,7 @@ def _vector(use: _Use, model: _Model) -> str | None:
     return f"{rows} x {cols} is a vector" if rows == 1 or cols == 1 else None
 
 
-def _first(use: _Use) -> str | None:
+def _first(use: _Use, _: _Model) -> str | None:
     if any(use.blocks) or isinstance(use.module, _TRANSPOSED):
         return None
     if any(_PATCHES_NAME.fullmatch(part) for part in use.path):
@@ -320,26 +316,26 @@ RULES = (
         "embedding, and what is tied to it; by its name where the module's type says nothing",
         Algorithm.ADAMW,
         f"{_JORDAN}; Moonlight, Megatron, DeepSpeed",
-        lambda use, _: _embedding(use),
+        _embedding,
     ),
     Rule(
         "gain of a normalization with several dims",
         Algorithm.ADAMW,
         "scales elements, maps nothing",
-        lambda use, _: _gain(use),
+        _gain,
     ),
     Rule(
         "depthwise convolution (Mamba's `conv1d`), grouped transposed convolution",
         Algorithm.ADAMW,
-        "a vector a channel, no matrix; `torch.optim.Muon` refuses it (3-D)",
-        lambda use, _: _depthwise(use),
+        "one vector per channel, no matrix; `torch.optim.Muon` refuses it (3-D)",
+        _depthwise,
     ),
     Rule(
         "bare parameter that is not named `weight`, `kernel`, `w1`, `..._weight` or `..._proj`: "
         "`A_log`, `cls_token`, `pos_embed`, attention sinks",
         Algorithm.ADAMW,
         "Mamba's code keeps `A_log` and `D` out of weight decay too",
-        lambda use, _: _bare(use),
+        _bare,
     ),
     Rule(
         "one row or one column (a gate of a shared expert)",
@@ -351,7 +347,7 @@ RULES = (
         "first layer: patch embedding, convolution of 1 or 3 channels that is not repeated",
         Algorithm.ADAMW,
         f"{_JORDAN}: the input layer as the embedding",
-        lambda use, _: _first(use),
+        _first,
     ),
     Rule(
         "router of a mixture of experts",
@@ -369,20 +365,15 @@ RULES = (
 )
 
 
-def _default_route(use: _Use, model: _Model) -> tuple[Algorithm, str]:
-    for rule in RULES:
-        reason = rule.reason(use, model)
-        if reason is not None:
-            return rule.algorithm, reason
-    return Algorithm.MUON, "weight"
-
-
 def _route(use: _Use, model: _Model, select: Select | None) -> tuple[Algorithm, str]:
     if use.algorithm is not None:
         chosen, who = use.algorithm is Algorithm.MUON, "the param group says"
         remedy = 'put it into a param group with algorithm="adamw"'
     elif select is None:
-        return _default_route(use, model)
+        reasons = ((rule.algorithm, rule.reason(use, model)) for rule in RULES)
+        return next(
+            ((by, why) for by, why in reasons if why is not None), (Algorithm.MUON, "weight")
+        )
     else:
         chosen, who = select(use.name, use.parameter), "select chose"
         remedy = "return False for it, so that AdamW updates it"
@@ -417,7 +408,7 @@ class _Cut:
 def _cuts(
     use: _Use, form: Form, setting: str, patterns: Splits | Heads
 ) -> Iterator[tuple[str, _Cut]]:
-    """What the fitting patterns of ``splits`` or ``heads`` say: (pattern, cut)."""
+    """(pattern, cut) of each pattern of ``splits`` or ``heads`` that fits."""
     shape = use.parameter.shape
     key, example = ("sizes", "[512, 128, 128]") if setting == "splits" else ("heads", "8")
     for pattern, given in patterns.items():
@@ -431,8 +422,8 @@ def _cuts(
                 f"'transposed', found {given!r}"
             )
         turned = said.get("transposed", form.is_in_out)
-        form = Form(f"{form.value.removesuffix('_in_out')}{'_in_out' if turned else ''}")
-        dims = form.dims(len(shape))
+        read = Form(f"{form.value.removesuffix('_in_out')}{'_in_out' if turned else ''}")
+        dims = read.dims(len(shape))
         dim = said.get("dim", dims[0])
         if dim not in (*dims, *(d - len(shape) for d in dims)):
             raise SelectionError(
@@ -457,7 +448,7 @@ def _cuts(
                 f"{where} = {list(value)} must be positive {what} counts that add up to the "
                 f"{of}{added}"
             )
-        yield pattern, _Cut(form, dim, tuple(value))
+        yield pattern, _Cut(read, dim, tuple(value))
 
 
 def _cut(use: _Use, form: Form, splits: Splits, heads: Heads, used: set[str]) -> _Cut:
@@ -546,81 +537,20 @@ def _check(uses: list[_Use], allow_meta: bool) -> None:
         )
 
 
-def collect(
-    model: nn.Module,
-    *,
-    select: Select | None = None,
-    splits: Splits | None = None,
-    heads: Heads | None = None,
-    allow_meta: bool = False,
-) -> ModelSpecs:
-    """Route every trainable parameter of ``model`` to Muon or AdamW, with the reason.
-
-    ``splits`` and ``heads`` map patterns of canonical names to the sizes of pieces along the
-    output dim, or to the number of equal pieces. A dict cuts another dim (``{"sizes": [4, 2],
-    "dim": 1}``, ``{"heads": 2, "dim": -1}``) or says that a weight is stored (in, out)
-    (``"transposed": True``), where the shapes in its module do not show it. A convolution is
-    flattened to ``(out, rest)``; any other parameter with more than two dims is a stack of
-    matrices. ``allow_meta`` takes parameters on the meta device, for planning without the model.
-
-    Raises:
-        SelectionError: nothing is selected, a chosen parameter is no matrix, or a pattern does
-            not fit.
-        DmuonError: a parameter cannot be handled at all (meta device, uninitialized, complex,
-            on another device than the others, sparse gradients), or none is trainable.
-    """
-    uses = _uses(_places(model), _depth(model))
-    found = _Model(uses, model.modules())
-    return _collect([(use, found) for use in uses], select, splits, heads, allow_meta)
-
-
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A parameter that an optimizer was given: the name that it has there; what its user said of
-    it, which wins over ``select`` and all rules; the live model that holds it, None where there is
-    none and names decide; and the outermost module around that."""
+    """A parameter that an optimizer was given, by the name that it has there.
+
+    ``algorithm`` is what the user said of it, which wins over ``select`` and all rules. ``model``
+    is the live model that holds it (None where there is none and names decide), ``around`` the
+    outermost module around that.
+    """
 
     name: str
     parameter: Tensor
     algorithm: Algorithm | None = None
     model: nn.Module | None = None
     around: nn.Module | None = None
-
-
-def collect_members(
-    members: Sequence[Member],
-    *,
-    select: Select | None = None,
-    splits: Splits | None = None,
-    heads: Heads | None = None,
-    frozen: bool = False,
-    partial: bool = True,
-) -> ModelSpecs:
-    """`collect` for what an optimizer was given, also on the meta device; a parameter that comes
-    twice counts once.
-
-    ``frozen``: for those that are frozen, as if they were trained. ``partial``: there may be no
-    matrix, and nothing that ``splits`` or ``heads`` name, because others are added later.
-
-    Raises: as `collect`.
-    """
-    nameless = _uses((m.name, m.parameter, None) for m in members if m.model is None)
-    names_only = _Model(nameless)
-    known = {id(use.parameter): (use, names_only) for use in nameless}
-    around = {id(m.model): (m.model, m.around) for m in members if m.model is not None}
-    for model, outer in around.values():
-        assert model is not None
-        uses = _uses(_places(model), _depth(model))
-        found = _Model(uses, (model if outer is None else outer).modules())
-        known |= {id(use.parameter): (use, found) for use in uses}
-    chosen: dict[int, tuple[_Use, _Model]] = {}
-    for member in members:
-        p = member.parameter
-        is_wanted = not p.requires_grad and p.is_floating_point() if frozen else p.requires_grad
-        if id(p) not in chosen and is_wanted:
-            use, found = chosen[id(p)] = known[id(p)]
-            use.name, use.algorithm = member.name, member.algorithm
-    return _collect([*chosen.values()], select, splits, heads, True, partial=partial, frozen=frozen)
 
 
 Routes = Mapping[str, tuple[ParameterSpec, tuple[MatrixSpec, ...]]]
@@ -634,43 +564,113 @@ def routes_of(specs: ModelSpecs) -> Routes:
     return {p.name: (p, tuple(matrices[i])) for i, p in enumerate(specs.parameters)}
 
 
-def collect_routed(named: Iterable[tuple[str, Tensor]], routes: Routes) -> ModelSpecs:
-    """`collect` for parameters that were routed before; they may have another dtype by now.
+def collect(
+    given: nn.Module | Sequence[Member],
+    *,
+    select: Select | None = None,
+    splits: Splits | None = None,
+    heads: Heads | None = None,
+    routes: Routes | None = None,
+    allow_meta: bool = False,
+    frozen: bool = False,
+    partial: bool = False,
+) -> ModelSpecs:
+    """Route every trainable parameter of a model, or of what an optimizer was given, to Muon or
+    AdamW, with the reason. A parameter that comes twice counts once.
+
+    ``splits`` and ``heads`` map patterns of canonical names to the sizes of pieces along the
+    output dim, or to the number of equal pieces. A dict cuts another dim (``{"sizes": [4, 2],
+    "dim": 1}``, ``{"heads": 2, "dim": -1}``) or says that a weight is stored (in, out)
+    (``"transposed": True``), where the shapes in its module do not show it. A convolution is
+    flattened to ``(out, rest)``; any other parameter with more than two dims is a stack of
+    matrices.
+
+    ``routes`` are those of an earlier call, which hold whatever the rules say now; parameters may
+    have another dtype by now. ``allow_meta`` takes parameters on the meta device, for planning
+    without the model. ``frozen``: those members that are frozen, as if they were trained.
+    ``partial``: there may be no matrix, and nothing that ``splits`` or ``heads`` name, because
+    others are added later.
 
     Raises:
-        SelectionError: one has another shape than then.
-        DmuonError: as `collect`.
+        SelectionError: nothing is selected, a chosen parameter is no matrix, a pattern does not
+            fit, or a parameter has another shape than in ``routes``.
+        DmuonError: a parameter cannot be handled at all (meta device, uninitialized, complex,
+            on another device than the others, sparse gradients), or none is trainable.
     """
-    uses = [_Use(name, p, [(None, name)]) for name, p in named if p.requires_grad]
-    _check(uses, allow_meta=False)
+    everything = _in_model(given) if isinstance(given, nn.Module) else _in_groups(given, frozen)
+    taken = [(use, model) for use, model in everything if use.parameter.requires_grad is not frozen]
+    _check([use for use, _ in taken], allow_meta)
+    _check_settings(select, splits, heads)
+    splits, heads = splits or {}, heads or {}
+    used: set[str] = set()
     parameters: list[ParameterSpec] = []
     matrices: list[MatrixSpec] = []
-    for index, use in enumerate(uses):
-        spec, made = routes[use.name]
-        if spec.shape != tuple(use.parameter.shape):
-            raise SelectionError(
-                f"parameter {use.name!r} has shape {list(use.parameter.shape)} now and had "
-                f"{list(spec.shape)} when dmuon.Muon was made: make the optimizer anew"
-            )
-        parameters.append(use.spec(spec.algorithm, spec.reason))
-        dtype = parameters[-1].dtype
-        matrices += [replace(matrix, parameter=index, dtype=dtype) for matrix in made]
-    return ModelSpecs(tuple(parameters), tuple(matrices))
+    for index, (use, model) in enumerate(taken):
+        if routes is not None:
+            parameter, made = _as_before(use, index, routes)
+        else:
+            algorithm, reason = _route(use, model, select)
+            made = []
+            if algorithm is Algorithm.MUON:
+                cut = _cut(use, model.form(use), splits, heads, used)
+                if cut.is_guess and reason == "weight":
+                    raise SelectionError(
+                        f"parameter {use.name!r} of shape {list(use.parameter.shape)} may be a "
+                        f"convolution or a stack of matrices, and no live module holds it: "
+                        f"{THREE_WAYS}"
+                    )
+                made = _matrices(use, index, cut)
+                reason += "" if len(made) == 1 else f", {len(made)} matrices"
+            parameter = use.spec(algorithm, reason)
+        parameters.append(parameter)
+        matrices += made
+    if not partial:
+        _check_selected(parameters, matrices, {"splits": splits, "heads": heads}, used)
+    left = tuple(
+        use.spec(Algorithm.FROZEN, "requires_grad is False")
+        for use, _ in everything
+        if not use.parameter.requires_grad and not frozen
+    )
+    return ModelSpecs(tuple(parameters), tuple(matrices), left)
 
 
-def _collect(
-    everything: Sequence[tuple[_Use, _Model]],
-    select: Select | None,
-    splits: Splits | None,
-    heads: Heads | None,
-    allow_meta: bool,
-    *,
-    partial: bool = False,
-    frozen: bool = False,
-) -> ModelSpecs:
-    taken = [(use, model) for use, model in everything if use.parameter.requires_grad is not frozen]
-    uses = [use for use, _ in taken]
-    _check(uses, allow_meta)
+def _in_model(model: nn.Module, around: nn.Module | None = None) -> list[tuple[_Use, _Model]]:
+    uses = _uses(_places(model), _depth(model))
+    found = _Model(uses, (model if around is None else around).modules())
+    return [(use, found) for use in uses]
+
+
+def _in_groups(members: Sequence[Member], frozen: bool) -> list[tuple[_Use, _Model]]:
+    """The members that are trained, or those that are ``frozen``, each once."""
+    nameless = _uses((m.name, m.parameter, None) for m in members if m.model is None)
+    names_only = _Model(nameless)
+    known = {id(use.parameter): (use, names_only) for use in nameless}
+    models = {id(m.model): (m.model, m.around) for m in members if m.model is not None}
+    for model, around in models.values():
+        known |= {id(use.parameter): (use, found) for use, found in _in_model(model, around)}
+    chosen: dict[int, tuple[_Use, _Model]] = {}
+    for member in members:
+        p = member.parameter
+        is_asked = not p.requires_grad and p.is_floating_point() if frozen else p.requires_grad
+        if id(p) not in chosen and is_asked:
+            use, _ = chosen[id(p)] = known[id(p)]
+            use.name, use.algorithm = member.name, member.algorithm
+    return [*chosen.values()]
+
+
+def _as_before(use: _Use, index: int, routes: Routes) -> tuple[ParameterSpec, list[MatrixSpec]]:
+    """A parameter and its matrices as in ``routes``, in the dtype of today."""
+    before, matrices = routes[use.name]
+    if before.shape != tuple(use.parameter.shape):
+        raise SelectionError(
+            f"parameter {use.name!r} has shape {list(use.parameter.shape)} now and had "
+            f"{list(before.shape)} when dmuon.Muon was made: make the optimizer anew"
+        )
+    spec = use.spec(before.algorithm, before.reason)
+    return spec, [replace(m, parameter=index, dtype=spec.dtype) for m in matrices]
+
+
+def _check_settings(select: Select | None, splits: Splits | None, heads: Heads | None) -> None:
     if select is not None and not callable(select):
         raise SelectionError(
             f"select must be a function (name, parameter) -> bool, found {select!r}"
@@ -681,39 +681,25 @@ def _collect(
                 f"{setting} must map name patterns to row counts, found {given!r}: pass "
                 f"{setting}={{'*.qkv_proj.weight': {example}}}"
             )
-    splits, heads = splits or {}, heads or {}
-    used: set[str] = set()
-    parameters: list[ParameterSpec] = []
-    matrices: list[MatrixSpec] = []
-    for index, (use, model) in enumerate(taken):
-        algorithm, reason = _route(use, model, select)
-        if algorithm is Algorithm.MUON:
-            cut = _cut(use, model.form(use), splits, heads, used)
-            if cut.is_guess and reason == "weight":
-                raise SelectionError(
-                    f"parameter {use.name!r} of shape {list(use.parameter.shape)} may be a "
-                    f"convolution or a stack of matrices, and no live module holds it: {THREE_WAYS}"
-                )
-            made = _matrices(use, index, cut)
-            matrices += made
-            reason += "" if len(made) == 1 else f", {len(made)} matrices"
-        parameters.append(use.spec(algorithm, reason))
-    if not matrices and not partial:
+
+
+def _check_selected(
+    parameters: Sequence[ParameterSpec],
+    matrices: Sequence[MatrixSpec],
+    settings: Mapping[str, Splits | Heads],
+    used: set[str],
+) -> None:
+    """Raise SelectionError where there is no matrix, or a pattern that fits none."""
+    if not matrices:
         raise SelectionError(
             "no parameter was selected as a matrix, so there is nothing for Muon to do. Routing: "
             + "; ".join(f"{p.name} {list(p.shape)}: {p.reason}" for p in parameters[:20])
             + ". Pass select=lambda name, p: ... to choose, or use torch.optim.AdamW"
         )
-    for setting, patterns in (("splits", splits), ("heads", heads)):
+    for setting, patterns in settings.items():
         for pattern in patterns:
-            if pattern not in used and not partial:
+            if pattern not in used:
                 raise SelectionError(
                     f"{setting}[{pattern!r}] matches no matrix parameter. Matrix parameters: "
                     + ", ".join(p.name for p in parameters if p.algorithm is Algorithm.MUON)
                 )
-    left = tuple(
-        use.spec(Algorithm.FROZEN, "requires_grad is False")
-        for use, _ in everything
-        if not use.parameter.requires_grad and not frozen
-    )
-    return ModelSpecs(tuple(parameters), tuple(matrices), left)

@@ -1,8 +1,9 @@
-"""Which rank holds which part of which matrix, and so may own it: from what every rank reports.
+"""Which rank holds which part of which matrix, and so may own it, from the reports of all ranks.
 
-A parameter of any number of dims is cut into boxes, one a rank; ranks that replicate hold equal
-boxes. A matrix is a box of its parameter too, so what a rank holds of a matrix is the intersection
-of two boxes. Example: ``[8, 6]`` under tensor parallelism (columns, 2 ranks) and FSDP (rows, 2)::
+A parameter of any number of dims is cut into boxes, one per rank; ranks that replicate hold equal
+boxes. A matrix is a box of its parameter too, so the part of it that a rank holds is the
+intersection of two boxes. Example: ``[8, 6]`` under tensor parallelism (columns, 2 ranks) and FSDP
+(rows, 2)::
 
              columns 0-2   columns 3-5
     rows 0-3   rank 0        rank 1
@@ -92,7 +93,7 @@ class OwnerLimits:
         return self.fixed_bytes[rank] if self.fixed_bytes else 0
 
     def is_forced(self, matrix: int) -> bool:
-        """Whether a single rank may own it."""
+        """True if a single rank may own it."""
         return bool(self.domain_of) and len(self.domains[self.domain_of[matrix]]) == 1
 
 
@@ -126,7 +127,7 @@ def matrix_box(matrix: MatrixSpec, shape: tuple[int, ...]) -> MatrixBox:
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """What one rank holds of a parameter: ``box``.
+    """The ``box`` of a parameter that one rank holds.
 
     ``ranks`` are the global ranks that hold the parameter together, sorted (a plain tensor: this
     rank alone). ``replica`` are this rank's coordinates along the mesh axes that replicate: ranks
@@ -140,7 +141,7 @@ class LocalShard:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What ``rank`` holds of a matrix: ``box`` counts from the corner of the matrix's box."""
+    """The part of a matrix that ``rank`` holds; ``box`` counts from the matrix's corner."""
 
     rank: int
     replica: tuple[int, ...]
@@ -153,7 +154,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class RankShards:
-    """What one rank reports: its global rank, and its shard of each parameter."""
+    """The report of one rank: its global rank, and its shard of each parameter."""
 
     global_rank: int
     shards: tuple[LocalShard, ...]
@@ -190,11 +191,11 @@ class ShardMap:
         return tuple(matrix_box(m, shapes[m.parameter]) for m in self.specs.matrices)
 
     def shard(self, rank: int, parameter: int) -> LocalShard:
-        """What ``rank`` stores of a parameter."""
+        """The part of a parameter that ``rank`` stores."""
         return self.reports[rank].shards[parameter]
 
     def piece(self, matrix: int, rank: int) -> Piece:
-        """What ``rank`` holds of a matrix; empty if it is nothing."""
+        """The part of a matrix that ``rank`` holds, which may be empty."""
         outer = self.boxes[matrix].box
         if rank not in self._holder_sets[matrix]:
             return Piece(rank, (), Box.at_origin((0,) * len(outer.shape)))
@@ -211,19 +212,17 @@ class ShardMap:
         return self.shard(rank, self.specs.matrices[matrix].parameter).replica
 
     def counts(self, parameter: int, rank: int) -> bool:
-        """Whether ``rank`` belongs to the first replica of the first copy of a parameter.
-
-        These ranks hold every element once.
-        """
+        """True if ``rank`` is one of the ranks that hold every element of a parameter once: the
+        first replica of its first copy."""
         replica = self.shard(rank, parameter).replica
         return rank in self.copies[parameter][0] and not any(replica)
 
     def is_replicated(self, matrix: int) -> bool:
-        """Whether several ranks hold the same part of a matrix."""
+        """True if several ranks hold the same part of a matrix."""
         return self._replicas[self.specs.matrices[matrix].parameter, self.holders[matrix]] > 1
 
     def is_everywhere(self, matrix: int) -> bool:
-        """Whether each of several ranks, all that there are, holds the whole matrix."""
+        """True if there are several ranks, and each of them holds the whole matrix."""
         replicas = self._replicas[self.specs.matrices[matrix].parameter, self.holders[matrix]]
         return replicas == self.world > 1
 
@@ -254,7 +253,7 @@ class ShardMap:
         return tuple(shared[ranks] for ranks in self.holders)
 
     def is_local(self, matrix: int) -> bool:
-        """Whether one rank alone holds the matrix, so that nothing has to travel."""
+        """True if one rank alone holds the matrix, so that nothing has to travel."""
         return len(self.domains[matrix]) == 1
 
     @cached_property
@@ -307,9 +306,10 @@ def local_box(
 ) -> Box:
     """The box of a parameter of ``shape`` that lies at ``coordinate`` of a mesh.
 
-    ``cuts`` holds for each mesh axis None if it replicates, else the dim that it cuts as
-    `torch.chunk` does, and into how many pieces axes to its right cut that dim before (a strided
-    shard of FSDP2 on top of tensor parallelism; else 1, so that the leftmost axis cuts first).
+    ``cuts`` holds for each mesh axis None if it replicates, else (dim, before). The axis cuts this
+    dim as `torch.chunk` does, after axes to its right have cut it into ``before`` pieces. That is
+    1, so that the leftmost axis cuts first, except in a strided shard (FSDP2 on top of tensor
+    parallelism).
 
     >>> local_box("w", (25, 3), (4, 2), (3, 0), [(0, 2), (0, 1)])  # 13 rows of 2 x 4, 4, 4, 1
     Box(offset=(12, 0), shape=(1, 3))
@@ -424,7 +424,7 @@ def _check_tiling(name: str, shape: tuple[int, ...], shards: Sequence[LocalShard
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """Whether any two boxes share an element.
+    """True if any two boxes share an element.
 
     Sorted by their first offset, a box can only meet those that begin before it ends.
     """

@@ -5,11 +5,12 @@
     prices ─▶ problem ─▶ counts ─▶ owners ─▶ batches ─▶ plan
                                   (placement)
 
-Counts come from the greedy solver; if that is not proven optimal, from the covering search
-(`bound.cover`); if that leaves something open, from column generation (`columns`), and from the
-covering search again, with the values that it found. Whatever a solver says is checked here by our
-own arithmetic: counts must be feasible and better than those known, and a bound counts only if
-`bound` computes it again. Work limits come first, the wall clock is the last one.
+Counts come from one of `SOLVERS`; a new one is a function here and a line in that table. "auto"
+begins with the greedy solver. If that is not proven optimal, it asks the covering search
+(`bound.cover`). If that leaves a gap, it asks column generation (`columns`), and the covering
+search again with the values that were found. Whatever a solver says is checked here by our own
+arithmetic: counts must be feasible and better than those known, and a bound counts only if `bound`
+computes it again. Work limits come first, the wall clock is the last one.
 """
 
 from __future__ import annotations
@@ -17,24 +18,21 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.bound import certified, cover, simple_bound
-from dmuon.scheduler.co_owners import (
-    GAIN,
-    CoOwners,
-    check_size,
-    shared_prices,
-)
+from dmuon.scheduler.co_owners import GAIN, CoOwners, Sharing, check_size, shared_prices
 from dmuon.scheduler.columns import Budget, Columns, EngineError, available_engines
 from dmuon.scheduler.costs import BATCH_NUMEL, CostTable, largest_batch
 from dmuon.scheduler.greedy import baselines, greedy, improve
 from dmuon.scheduler.placement import launch_order, layer_of, place
-from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof, SharedPrice
+from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof
 from dmuon.scheduler.problem import (
     UNLIMITED,
     Counts,
@@ -47,8 +45,6 @@ from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Layout, PlanError
-
-SOLVERS = ("auto", "milp", "greedy", "round_robin")
 
 _MOST_DOMAINS = 8  # filled by themselves, after which the others are no longer the busiest
 _FIRST_WORK = 1_500_000
@@ -91,7 +87,7 @@ def solve(
     """
     options = options or PlannerOptions()
     if solver not in SOLVERS:
-        raise PlanError(f"solver={solver!r} is unknown: choose from {SOLVERS}")
+        raise PlanError(f"solver={solver!r} is unknown: choose from {tuple(SOLVERS)}")
     begin = time.perf_counter()
     budget = Budget(options.time_limit_s)
     if limits is None:
@@ -104,61 +100,48 @@ def solve(
     problem = build_problem(specs.matrices, topology.world, limits, prices, layout)
     order = launch_order([matrix.name for matrix in specs.matrices])
     simple = baselines(problem, order, spent=budget.spent)
-    # What the clock cut short is nobody's result.
-    known = {name: simple[name] for name in simple if name != "greedy" or not budget.hit}
-    found = _search(problem, simple, solver, budget)
-    makespan = problem.makespan(found.counts)
-    alone, alone_ticks, shared, left = problem, makespan, None, None
-    if options.co_owners != "off" and (solver != "round_robin" or options.co_owners != "auto"):
-        shared = _shared(
-            specs, topology, limits, costs, rows, problem, makespan, order, layout, options,
-            batch_numel,
-        )  # fmt: skip
-    # Ranks that share matrices all work, where some might have been idle.
-    if (
-        options.co_owners == "auto"
-        and shared is not None
-        and shared.makespan * costs.contention >= (1 - GAIN) * makespan
-    ):
-        left, shared = shared, None
-    if shared is not None:
-        problem = shared.rest
-        simple = baselines(problem, order, spent=budget.spent)
-        if "greedy" not in simple or problem.makespan(simple["greedy"]) > shared.makespan:
-            simple["greedy"] = shared.start
-        found = _search(problem, simple, solver, budget)
-        makespan = problem.makespan(found.counts)
-        found = replace(found, bound=shared.ways.bound(makespan))
-    status = "optimal" if found.bound >= makespan else "feasible"
-    owners = _placed(specs, topology, problem, found.counts, order)
+    # A search that the clock cut short is not compared with.
+    known = [name for name in simple if name != "greedy" or not budget.hit]
+    alternatives = tuple((n, problem.ms(problem.makespan(simple[n]))) for n in known)
+    found = SOLVERS[solver](problem, simple, budget)
     plan = OwnershipPlan(
         specs=specs,
         topology=topology,
-        batches=_batches(problem, rows, owners, order, shared.batches if shared else ()),
+        batches=_batches(specs, topology, problem, found.counts, order, rows),
         layout=layout,
-        solver=found.solver,
-        status="time_limit" if status == "feasible" and budget.hit else status,
         cost_source=costs.source,
-        lower_bound_ms=problem.ms(found.bound),
-        alternatives=tuple((n, alone.ms(alone.makespan(c))) for n, c in known.items()),
+        alternatives=alternatives,
         limits=limits,
         prices=rows,
-        proof=None if shared else found.proof,
-        engine=found.engine,
-        note=found.note,
-        hit_time_limit=budget.hit,
-        shared_prices=some.prices if (some := shared or left) else (),
-        alone_ms=alone.ms(alone_ticks) if shared else None,
-        shared_ms=alone.ms(left.makespan) if left else None,
+        **_outcome(problem, found, budget),
     )
+    if solver != "round_robin" or isinstance(options.co_owners, int):
+        makespan = problem.makespan(found.counts)
+        plan = _with_co_owners(
+            plan, problem, makespan, order, costs, solver, options, batch_numel, budget
+        )
     claim = Claim(plan.makespan_ms, plan.fingerprint())
     return replace(plan, seconds=time.perf_counter() - begin, claim=claim)
+
+
+def _outcome(problem: Problem, found: Found, budget: Budget) -> dict[str, Any]:
+    """The fields of a plan that say how it was found."""
+    is_optimal = found.bound >= problem.makespan(found.counts)
+    return {
+        "solver": found.solver,
+        "engine": found.engine,
+        "note": found.note,
+        "status": "optimal" if is_optimal else "time_limit" if budget.hit else "feasible",
+        "hit_time_limit": budget.hit,
+        "lower_bound_ms": problem.ms(found.bound),
+        "proof": found.proof,
+    }
 
 
 def price_rows(
     specs: ModelSpecs, costs: CostTable, max_batch: int, batch_numel: int = BATCH_NUMEL
 ) -> tuple[PriceRow, ...]:
-    """What every shape of the model costs in batches of 1, 2, ... up to `largest_batch`."""
+    """The prices of every shape of the model in batches of 1, 2, ... up to `largest_batch`."""
     rows = []
     for key, count in sorted(Counter(m.key for m in specs.matrices).items()):
         sizes = range(1, min(count, largest_batch(*key[:2], max_batch, batch_numel)) + 1)
@@ -177,22 +160,30 @@ def price_rows(
 # ---- counts ------------------------------------------------------------------------------
 
 
-def _search(problem: Problem, simple: dict[str, Counts], solver: str, budget: Budget) -> Found:
-    """Counts by the solver asked for.
-
-    Raises:
-        PlanError: no assignment fits the memory cap; states the smallest cap that is known to.
-    """
-    name = "round_robin" if solver == "round_robin" else "greedy"
-    if name not in simple and name == "round_robin":
+def _round_robin(problem: Problem, simple: dict[str, Counts], budget: Budget) -> Found:
+    if "round_robin" not in simple:
         raise PlanError(
             "solver='round_robin' finds no plan inside owner_memory_bytes: use solver='auto'"
         )
-    counts = simple[name] if name in simple else _tight(problem, budget)
-    plain = _plain(problem, counts, name)
-    if solver in ("greedy", "round_robin") or plain.bound >= problem.makespan(counts):
-        return plain
-    return _improved(problem, plain, budget)
+    return _plain(problem, simple["round_robin"], "round_robin")
+
+
+def _greedy(problem: Problem, simple: dict[str, Counts], budget: Budget) -> Found:
+    counts = simple["greedy"] if "greedy" in simple else _tight(problem, budget)
+    return _plain(problem, counts, "greedy")
+
+
+def _best(problem: Problem, simple: dict[str, Counts], budget: Budget) -> Found:
+    plain = _greedy(problem, simple, budget)
+    is_optimal = plain.bound >= problem.makespan(plain.counts)
+    return plain if is_optimal else _improved(problem, plain, budget)
+
+
+# A solver is given the problem, the counts of simple methods by name, and the clock. It raises
+# PlanError where no assignment fits the memory cap, with the smallest cap that is known to.
+SOLVERS: Mapping[str, Callable[[Problem, dict[str, Counts], Budget], Found]] = MappingProxyType(
+    {"auto": _best, "milp": _best, "greedy": _greedy, "round_robin": _round_robin}
+)
 
 
 def _plain(problem: Problem, counts: Counts, name: str = "greedy") -> Found:
@@ -213,12 +204,12 @@ def _improved(problem: Problem, plain: Found, budget: Budget) -> Found:
         return plain
     found = _solved(simpler, replace(plain, counts=start), budget)
     bound = min(found.bound, problem.makespan(plain.counts))
-    return _settled(problem, replace(found, counts=plain.counts, bound=bound), _FIRST_WORK, budget)
+    return _closed(problem, replace(found, counts=plain.counts, bound=bound), _FIRST_WORK, budget)
 
 
 def _solved(problem: Problem, plain: Found, budget: Budget) -> Found:
     """The covering search, column generation, and the covering search again."""
-    best = _settled(problem, plain, _FIRST_WORK, budget)
+    best = _closed(problem, plain, _FIRST_WORK, budget)
     notes: list[str] = []
     engine = ""
     if best.bound < problem.makespan(best.counts) and Columns.fits(problem):
@@ -238,7 +229,7 @@ def _solved(problem: Problem, plain: Found, budget: Budget) -> Found:
             if engine:
                 break
         if best.bound < problem.makespan(best.counts):
-            best = _settled(problem, best, _LAST_WORK, budget)
+            best = _closed(problem, best, _LAST_WORK, budget)
     makespan = problem.makespan(best.counts)
     best = replace(best, bound=certified(problem, best.proof, best.bound))
     better = makespan < problem.makespan(plain.counts) or best.bound > plain.bound
@@ -248,7 +239,7 @@ def _solved(problem: Problem, plain: Found, budget: Budget) -> Found:
     return replace(best, solver=solver, engine=engine, note="; ".join(notes))
 
 
-def _settled(problem: Problem, found: Found, work: int, budget: Budget) -> Found:
+def _closed(problem: Problem, found: Found, work: int, budget: Budget) -> Found:
     """Counts and bound brought closer by covering searches; ``work`` bounds each of them."""
     counts, makespan = found.counts, problem.makespan(found.counts)
     while found.bound < makespan and not budget.spent():
@@ -314,7 +305,7 @@ def _by_domain(problem: Problem, counts: Counts, budget: Budget) -> Counts:
     for _ in range(_MOST_DOMAINS):
         worst = max(found, key=lambda part: part.makespan(found[part]))
         before = worst.makespan(found[worst])
-        found[worst] = _settled(worst, _plain(worst, found[worst]), _FIRST_WORK, budget).counts
+        found[worst] = _closed(worst, _plain(worst, found[worst]), _FIRST_WORK, budget).counts
         if worst.makespan(found[worst]) == before or budget.spent():
             break
     filled = np.zeros_like(counts)
@@ -328,59 +319,74 @@ def _by_domain(problem: Problem, counts: Counts, budget: Budget) -> Counts:
 # ---- co-owners ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """``batches`` of what is shared; the problem of the ``rest`` on top of it, with a start; the
-    makespan of both; all ways to share."""
-
-    batches: list[Batch]
-    prices: tuple[SharedPrice, ...]
-    rest: Problem
-    start: Counts
-    makespan: int
-    ways: CoOwners
-
-
-def _shared(
-    specs: ModelSpecs,
-    topology: Topology,
-    limits: OwnerLimits,
-    costs: CostTable,
-    rows: Sequence[PriceRow],
+def _with_co_owners(
+    plan: OwnershipPlan,
     problem: Problem,
     makespan: int,
     order: Sequence[int],
-    layout: Layout,
+    costs: CostTable,
+    solver: str,
     options: PlannerOptions,
     batch_numel: int,
-) -> _Shared | None:
-    """The best way to share matrices that is found; None where none is faster than ``makespan``.
+    budget: Budget,
+) -> OwnershipPlan:
+    """``plan``, in which each matrix has one owner, or a better one in which ranks share matrices.
+
+    Where sharing was not asked for, or saves too little, the plan says how long it would take.
 
     Raises:
         PlanError: a number of co-owners was asked for that is not possible.
     """
-    size = options.co_owners if isinstance(options.co_owners, int) else None
-    if layout.keeps_state_at_owners and size is not None:
+    specs, topology, limits, asked = plan.specs, plan.topology, plan.limits, options.co_owners
+    is_number = isinstance(asked, int)
+    if is_number and plan.layout.keeps_state_at_owners:
         raise PlanError(
-            f"co_owners={size} needs momentum that lies with the parameters, and in the "
-            f"{layout.value!r} layout each matrix and its momentum lie with one owner: use "
+            f"co_owners={asked} needs momentum that lies with the parameters, and in the "
+            f"{plan.layout.value!r} layout each matrix and its momentum lie with one owner: use "
             "layout='sharded' or 'replicated', or co_owners='auto'"
         )
-    if size is not None:
-        check_size(specs, limits, topology.world, size)
-    if layout.keeps_state_at_owners or topology.world == 1 or not problem.shapes:
-        return None
+    if isinstance(asked, int):
+        check_size(specs, limits, topology.world, asked)
+    if plan.layout.keeps_state_at_owners or topology.world == 1 or not problem.shapes:
+        return plan
     prices = shared_prices(specs, topology, limits, costs, options.max_batch, batch_numel)
     ways = CoOwners(problem, specs, topology, limits, prices)
-    found = ways.best(None if size else makespan, size)
-    if found is None or not found.parts:
-        return None
-    row_of = {(row.key, row.co_owners): row for row in prices}
+    sharing = ways.best(None, asked) if isinstance(asked, int) else ways.best(makespan)
+    if sharing is None or not sharing.parts:
+        return plan
+    # Ranks that share matrices all work, where some might have been idle.
+    pays = sharing.makespan * costs.contention < (1 - GAIN) * makespan
+    if asked == "off" and not pays:
+        return plan
+    if not is_number and not (asked == "auto" and pays):
+        return replace(plan, shared_prices=prices, shared_ms=problem.ms(sharing.makespan))
+    shared = _shared_batches(ways, sharing, order)
+    rest = build_problem(
+        specs.matrices, topology.world, limits, {row.key: row.ms for row in plan.prices},
+        plan.layout, without={i for batch in shared for i in batch.matrices}, busy=sharing.busy,
+    )  # fmt: skip
+    simple = baselines(rest, order, spent=budget.spent)
+    if "greedy" not in simple or rest.makespan(simple["greedy"]) > sharing.makespan:
+        column = {(shape.key, shape.domain): s for s, shape in enumerate(problem.shapes)}
+        columns = [column[shape.key, shape.domain] for shape in rest.shapes]
+        simple["greedy"] = sharing.alone[:, columns]
+    found = SOLVERS[solver](rest, simple, budget)
+    found = replace(found, bound=ways.bound(rest.makespan(found.counts)))
+    batches = _batches(specs, topology, rest, found.counts, order, plan.prices, shared)
+    outcome = _outcome(rest, found, budget) | {"proof": None}
+    alone_ms = problem.ms(makespan)
+    return replace(plan, batches=batches, shared_prices=prices, alone_ms=alone_ms, **outcome)
+
+
+def _shared_batches(ways: CoOwners, sharing: Sharing, order: Sequence[int]) -> list[Batch]:
+    """The batches of what is shared: members of a shape are dealt out to its blocks in turn, so
+    that what is computed first is spread over all of them."""
+    problem = ways.problem
+    row_of = {(row.key, row.co_owners): row for row in ways.prices}
     position = {i: at for at, i in enumerate(order)}
     batches: list[Batch] = []
     for s, shape in enumerate(problem.shapes):
-        parts = [(block, count) for of, block, count in found.parts if of == s]
-        # Dealt out in turn, so that what is computed first is spread over all blocks.
+        parts = [(block, count) for of, block, count in sharing.parts if of == s]
         turns = sorted((n, at) for at, (_, count) in enumerate(parts) for n in range(count))
         members = sorted(shape.members, key=position.__getitem__)
         taken: list[list[int]] = [[] for _ in parts]
@@ -393,14 +399,7 @@ def _shared(
                 some, mine = tuple(mine[:b]), mine[b:]
                 ms, split = problem.ms(price[b - 1]), row.split[b - 1]
                 batches.append(Batch(block[0], some, ms, row.kernel, block, split))
-    ms_of = {row.key: row.ms for row in rows}
-    rest = build_problem(
-        specs.matrices, topology.world, limits, ms_of, layout,
-        without={i for batch in batches for i in batch.matrices}, busy=found.busy,
-    )  # fmt: skip
-    column = {(shape.key, shape.domain): s for s, shape in enumerate(problem.shapes)}
-    columns = [column[shape.key, shape.domain] for shape in rest.shapes]
-    return _Shared(batches, prices, rest, found.alone[:, columns], found.makespan, ways)
+    return batches
 
 
 # ---- memory ------------------------------------------------------------------------------
@@ -468,14 +467,18 @@ def _mebibytes(nbytes: int) -> str:
 # ---- owners and batches ------------------------------------------------------------------
 
 
-def _placed(
-    specs: ModelSpecs, topology: Topology, problem: Problem, counts: Counts, order: Sequence[int]
-) -> list[int]:
-    """The owner of each matrix: counts made concrete, with consecutive matrices apart."""
-    owners = [0] * len(order)
-    for rank, shape in problem.forced:
-        for i in shape.members:
-            owners[i] = rank
+def _batches(
+    specs: ModelSpecs,
+    topology: Topology,
+    problem: Problem,
+    counts: Counts,
+    order: Sequence[int],
+    prices: Sequence[PriceRow],
+    shared: Sequence[Batch] = (),
+) -> tuple[Batch, ...]:
+    """Counts made concrete, with consecutive matrices on different owners, and every owner's
+    matrices cut into the cheapest batches; these and the ``shared`` ones, earliest layers first."""
+    owners = {i: rank for rank, shape in problem.forced for i in shape.members}
     shape_of = {i: s for s, shape in enumerate(problem.shapes) for i in shape.members}
     free = [i for i in order if i in shape_of]
     placed = place(
@@ -486,20 +489,7 @@ def _placed(
         topology.owner_order(),
         topology,
     )
-    for i, owner in zip(free, placed, strict=True):
-        owners[i] = owner
-    return owners
-
-
-def _batches(
-    problem: Problem,
-    prices: Sequence[PriceRow],
-    owners: Sequence[int],
-    order: Sequence[int],
-    shared: Sequence[Batch] = (),
-) -> tuple[Batch, ...]:
-    """Every owner's matrices cut into the cheapest batches, and the ``shared`` ones, earliest
-    layers first."""
+    owners |= zip(free, placed, strict=True)
     position = {i: at for at, i in enumerate(order)}
     rows = {row.key: row for row in prices}
     made = list(shared)

@@ -1,4 +1,4 @@
-"""What a model asks of the scheduler: its parameters and its matrices."""
+"""The scheduler's view of a model: its parameters and its matrices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dmuon.types import Algorithm, PlanError
 
-# What wrappers put between the names that the user wrote: DDP, torch.compile, checkpointing.
+# Names that wrappers add to those that the user wrote: DDP, torch.compile, checkpointing.
 _WRAPPER_COMPONENTS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module"})
 _MOST_ELEMENTS = 1 << 40  # of a parameter
 _MOST_DIMS = 64
@@ -63,13 +63,13 @@ class Box:
         return tuple(map(add, self.offset, self.shape))
 
     def intersection(self, other: Box) -> Box:
-        """What both contain; its numel is 0 if that is nothing."""
+        """The elements that both contain; its numel is 0 if there are none."""
         low = tuple(map(max, self.offset, other.offset))
         high = map(min, self.ends, other.ends)
         return Box(low, tuple(max(0, end - start) for start, end in zip(low, high, strict=True)))
 
     def is_range_of(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of ``shape`` holds these elements one after the other."""
+        """True if a tensor of ``shape`` holds these elements one after the other."""
         cut = [dim for dim, size in enumerate(shape) if size != self.shape[dim]]
         return all(size == 1 for size in self.shape[: cut[-1]]) if cut else True
 
@@ -170,14 +170,14 @@ class MatrixSpec:
 
     @property
     def key(self) -> tuple[int, int, str]:
-        """What decides its cost and with whom it can be batched: (short side, long side, dtype).
+        """(short side, long side, dtype), which decide its cost and its batches.
 
         A matrix and its transpose take the same work, so they are one shape.
         """
         return (min(self.shape), max(self.shape), self.dtype)
 
     def box(self, shape: Sequence[int]) -> Box:
-        """What it takes of a parameter of this shape.
+        """Its box in a parameter of this shape.
 
         >>> MatrixSpec("w[1][:, 2:5]", 0, 3, 4, "float32", 22, Form.STACK_IN_OUT).box((6, 4, 5))
         Box(offset=(1, 0, 2), shape=(1, 4, 3))
@@ -192,7 +192,7 @@ class MatrixSpec:
         return Box(tuple(offset), tuple(rest + pair if self.form.is_stack else pair + rest))
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether a parameter of this shape can contain it."""
+        """True if a parameter of this shape can contain it."""
         if len(shape) < 2:
             return False
         box = self.box(shape)
@@ -236,7 +236,7 @@ class ModelSpecs:
         return self._indices(Algorithm.ADAMW)
 
     def adamw_state_bytes(self) -> int:
-        """Of all parameters that AdamW updates, whole."""
+        """Bytes of optimizer state of all parameters that AdamW updates, whole."""
         return sum(
             self.parameters[i].numel * self.parameters[i].state_item
             for i in self.adamw_parameters()

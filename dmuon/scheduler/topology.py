@@ -178,7 +178,7 @@ def diagonal_slots(nodes: int, columns: int) -> list[tuple[int, int]]:
 
 
 def local_world_size() -> int | None:
-    """How many ranks a node has, as ``torchrun`` tells its processes; None without torchrun.
+    """The number of ranks per node, as ``torchrun`` tells its processes; None without torchrun.
 
     Raises:
         DmuonError: LOCAL_WORLD_SIZE is set to something else than a positive integer.

@@ -1,4 +1,4 @@
-"""What `Muon` drives: one engine an ownership, one implementation a layout; and its times."""
+"""What every step does, wherever momentum lies: one engine per ownership; and its times."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import statistics
 import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -17,20 +17,33 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dmuon.adamw import adamw_step, make_adamw_state
 from dmuon.comm.layout import LayoutRuntime
-from dmuon.comm.transport import HostCopy, Meter, Stopwatch, Transport, Work
+from dmuon.comm.routes import Keepers
+from dmuon.comm.transport import Meter, Transport, Work
 from dmuon.config import KernelOptions
-from dmuon.dtensors import copy_state, distributed_as, local_tensor
+from dmuon.devices import HostCopy, Stopwatch, host_can_read
+from dmuon.dtensors import copy_state, distributed_as, local_tensor, whole_tensor
 from dmuon.groups import Accepted
 from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.period import Schedule
+from dmuon.rule import (
+    MASTER,
+    Hyper,
+    Rule,
+    StateSpec,
+    merged_master,
+    momentum_dtypes,
+    rounds_to,
+    rule_of,
+)
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box
-from dmuon.step.verdict import VerdictMessage, is_exchange_step
+from dmuon.step.verdict import Checked, Verdict, VerdictMessage, is_exchange_step
 from dmuon.step.verify import Sample, Stored, Verifier
+from dmuon.tensors import finite_marks
 from dmuon.types import NonFiniteError, first_of
-from dmuon.update import Rates, merged_master, rounds_to
 
 WARM_UP = 2  # steps that allocate, compile and fill caches
 WINDOW = 8  # steps whose median counts
@@ -66,6 +79,19 @@ class Amp:
     found_inf: Tensor | None = None
 
 
+@dataclass(slots=True)
+class Skips:
+    """What was skipped. ``count`` steps, of which ``told`` were told of; ``late`` in block steps,
+    which other ranks do not know of, with the ``names`` of a few; ``told_of_eps``: once is enough.
+    """
+
+    count: int | Tensor = 0
+    told: int = 0
+    late: int | Tensor = 0
+    names: list[str] = field(default_factory=list)
+    told_of_eps: bool = False
+
+
 class Engine(ABC):
     """The work of one ownership in `Muon.step`, in the order in which it is called.
 
@@ -90,16 +116,10 @@ class Engine(ABC):
             runtime.device, settings.ns_dtype, options, backend=settings.backend
         )
         runtime.apart = options.is_fixed
-        self._rates: list[Rates] = []
         self._finite: bool | Tensor = True  # no gradient of the last step was otherwise
-        self._skipped: int | Tensor = 0
+        self.skips = Skips()
         self.verifier = Verifier()
         self._samples: list[Sample] = []
-        self._told = 0  # steps that were skipped and told of
-        # Skipped in block steps, which the other ranks do not know: how many, and names.
-        self._late: int | Tensor = 0
-        self._late_names: list[str] = []
-        self._told_of_eps = False
         groups, specs = optimizer.param_groups, runtime.plan.specs
         group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
         # The number of the param group of each matrix.
@@ -110,12 +130,12 @@ class Engine(ABC):
             p = runtime.parameters[i]
             if p in group_of:
                 self._adamw[group_of[p]].append((i, p))
+                # Made now, so that every rank saves the same keys.
+                make_adamw_state(p, optimizer.state, settings.master_weights)
+        self._hypers: list[Hyper] = []
+        self._rules = [rule_of(group) for group in groups]
         self._bind()
-
-    def go_on_from(self, before: Engine) -> None:
-        """Count on where the engine that this one replaces has stopped."""
-        self._skipped, self._told = before._skipped, before._told
-        self._late, self._late_names = before._late, before._late_names
+        self._kept = KeptByRules(self._rules, self._group_of, runtime)
 
     @abstractmethod
     def _bind(self) -> None:
@@ -125,42 +145,112 @@ class Engine(ABC):
     def _groups(self) -> list[dict[str, Any]]:
         return self._optimizer.param_groups
 
+    def _momentum_dtypes(self, matrix: int) -> tuple[torch.dtype, torch.dtype]:
+        """See `rule.momentum_dtypes`."""
+        asked = self._groups[self._group_of[matrix]]["momentum_dtype"]
+        weight: torch.dtype = getattr(torch, self._runtime.plan.specs.matrices[matrix].dtype)
+        return momentum_dtypes(asked, weight, self._settings.master_weights)
+
     def _call(self, unit: Unit, count: int | None = None) -> Call:
         """Newton-Schulz on a unit, or on ``count`` of its matrices."""
         group = self._groups[unit.group]
         triples = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
         return Call((count or len(unit.matrices), unit.rows, unit.cols), triples, unit.kernel)
 
+    # ---- a step --------------------------------------------------------------------------
+
     def _begin_update(self) -> None:
-        # Rates as they are now: a scheduler may change the groups before an update is applied.
-        self._rates = [Rates.of(group) for group in self._groups]
+        # As they are now: a scheduler may change the groups before an update is applied.
+        self._hypers = [Hyper.of(group) for group in self._groups]
         self._telemetry.begin_step()
 
-    def _entries_as_weights_are(self, parameters: Iterable[Tensor]) -> dict[Tensor, dict[str, Any]]:
-        """The entries whose masters somebody's writing to weights has outdated. What is kept stays
-        as it is until the next step, because what was written may be taken back."""
-        found = {}
-        for p in parameters:
-            entry = self._optimizer.state[p]
-            if "master_weight" in entry:
-                master = local_tensor(entry["master_weight"])
-                weight = local_tensor(p)
-                if not rounds_to(master, weight):
-                    merged = distributed_as(p, merged_master(master, weight))
-                    found[p] = {**entry, "master_weight": merged}
-        return found
+    def _note(self, finite: bool | Tensor) -> Tensor | int:
+        """Note whether the step found nothing that is not finite; 1 (or true) if it did."""
+        skipped = finite.logical_not() if isinstance(finite, Tensor) else int(not finite)
+        self._finite = finite
+        self.skips.count = self.skips.count + skipped
+        return skipped
 
-    def _tell_of_skipped(self, amp: Amp, late: Sequence[str] = ()) -> None:
-        """Say on one rank that a step was skipped on all, and why; ``late``: what this rank has
-        skipped in block steps before. Where a scaler looks for that, it is no news."""
-        if not self._message.is_bad or amp.found_inf is not None:
-            return
-        self._told += 1
+    def _checked(self, grads: Mapping[int, Tensor]) -> Checked:
+        """Numbers that are finite where AdamW's gradients are."""
+        found = {
+            i: grads[i]
+            for i, _ in chain.from_iterable(self._adamw.values())
+            if i in grads and grads[i].numel()
+        }
+        return [(list(found), finite_marks([*found.values()]))] if found else []
+
+    @property
+    def _fuses_adamw(self) -> bool:
+        """On a CPU that form rounds an element as its place in a vector is."""
+        return not (self._runtime.apart and host_can_read(self._runtime.device))
+
+    def _update_adamw(self, grads: Mapping[int, Tensor], verdict: Verdict) -> None:
+        """Update the parameters of these gradients."""
+        for g, params in self._adamw.items():
+            joint: list[tuple[Tensor, Tensor]] = []
+            # The fused form takes one flag for all parameters of a call.
+            calls = [(verdict.others, joint)]
+            for i, p in params:
+                stays = verdict.stays.get(i, False)
+                if i not in grads or stays is True:
+                    continue
+                if isinstance(stays, Tensor):
+                    calls.append((stays, [(p, grads[i])]))
+                else:
+                    joint.append((p, grads[i]))
+            for flag, pairs in calls:
+                adamw_step(
+                    self._groups[g],
+                    self._optimizer.state,
+                    [p for p, _ in pairs],
+                    [grad for _, grad in pairs],
+                    master_weights=self._settings.master_weights,
+                    fused=self._fuses_adamw,
+                    found_inf=None if flag is None or not pairs else flag.to(pairs[0][0].device),
+                )
+
+    @abstractmethod
+    def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:
+        """Bring gradients to where they belong, and weights to what was published.
+
+        ``refusal``: why this rank cannot take the step. It raises that, here or in `launch`, once
+        the other ranks can know; they raise ConsensusError. Returns it, or what it found itself.
+        """
+
+    @abstractmethod
+    def launch(self, refusal: Exception | None) -> None:
+        """Update the matrices, as far as that needs no waiting at the end.
+
+        ``refusal``: that of any engine, so that no other has stepped when one refuses.
+        """
+
+    @abstractmethod
+    def update_others(self) -> None:
+        """Update the parameters that are no matrices."""
+
+    def finish(self) -> None:
+        """The last part of a step, on every rank."""
+        self._telemetry.finish_step()
+
+    # ---- what is told --------------------------------------------------------------------
+
+    def _tell(self, amp: Amp) -> None:
+        """Say on one rank that a step was skipped on all, and why, or that updates are damped by
+        eps. Where a scaler looks for skipped steps, they are no news."""
+        if self._message.found.is_bad:
+            if amp.found_inf is None:
+                self._tell_of_skipped()
+        elif self._message.found.below_eps and not self.skips.told_of_eps:
+            self._tell_of_eps()
+
+    def _tell_of_skipped(self) -> None:
+        self.skips.told += 1
         is_error, transport = self._settings.nonfinite == "raise", self._runtime.transport
-        if self._told & (self._told - 1) and not is_error:
+        if self.skips.told & (self.skips.told - 1) and not is_error:
             return
         # The names that each rank knows, alike for all of them.
-        told = chain.from_iterable(transport.gather_objects(self._suspects(late)))
+        told = chain.from_iterable(transport.gather_objects(self._suspects()))
         found = dict(sorted(told, key=lambda pair: bool(pair[1])))
         names = [name for name, reason in found.items() if reason] or [*found]
         why = found.get(names[0]) if names else ""
@@ -168,39 +258,36 @@ class Engine(ABC):
         text = (
             f"dmuon: a step was skipped on all ranks, because {what}: "
             f"{first_of(names) or 'those of block steps before'}. "
-            f"Weights and optimizer state are as before it (skipped so far: {self._told})"
+            f"Weights and optimizer state are as before it (skipped so far: {self.skips.told})"
         )
         if is_error:
             raise NonFiniteError(f"{text}. This is an error because of nonfinite='raise'")
         if transport.rank == 0:
-            warnings.warn(text, RuntimeWarning, stacklevel=5)
+            warnings.warn(text, RuntimeWarning, stacklevel=6)
 
     def _tell_of_eps(self) -> None:
-        """Say once, on one rank, that updates are damped by eps."""
         message, transport = self._message, self._runtime.transport
-        if self._told_of_eps or not message.below_eps or message.is_bad:
-            return
-        self._told_of_eps = True
+        self.skips.told_of_eps = True
         mine = [*islice(message.names_below_eps(), SUSPECTS)]
         names = [*dict.fromkeys(chain.from_iterable(transport.gather_objects(mine)))]
         if transport.rank == 0:
             eps = min(self._settings.accepted.eps.values())
             warnings.warn(
-                f"dmuon: Newton-Schulz got {message.below_eps} of the matrices with a norm below "
-                f"eps={eps:g} ({first_of(names)}): their updates are smaller than Muon's, or zero. "
-                "Gradients are that small where the loss is scaled down, or clipped to a tiny "
-                "norm: leave that out, or pass a smaller eps=, such as 1e-20 "
+                f"dmuon: Newton-Schulz got {message.found.below_eps} of the matrices with a norm "
+                f"below eps={eps:g} ({first_of(names)}): their updates are smaller than Muon's, or "
+                "zero. Gradients are that small where the loss is scaled down, or clipped to a "
+                "tiny norm: leave that out, or pass a smaller eps=, such as 1e-20 "
                 '(opt.stats()["below_eps"] counts such matrices)',
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
 
-    def _suspects(self, late: Sequence[str]) -> list[tuple[str, str]]:
+    def _suspects(self) -> list[tuple[str, str]]:
         """(name, what is wrong with its momentum, if that is to blame) of the first few that are
         not finite on this rank."""
         kept, matrices = self._momentum(), self._runtime.plan.specs.matrices
         found = []
-        for name in islice(chain(self._message.suspects(), late), SUSPECTS):
+        for name in islice(chain(self._message.suspects(), self.skips.names), SUSPECTS):
             momentum = next((kept[i] for i in kept if matrices[i].name == name), None)
             reason = ""
             if momentum is not None:
@@ -220,28 +307,7 @@ class Engine(ABC):
     def _momentum(self) -> Mapping[int, Tensor]:
         """What this rank keeps of momentum, by matrix."""
 
-    @abstractmethod
-    def begin(self, amp: Amp, refusal: Exception | None) -> Exception | None:
-        """Have gradients where they belong, and weights as they were published.
-
-        ``refusal``: why this rank cannot take the step. It raises that, here or in `launch`, once
-        the other ranks can know; they raise ConsensusError. Returns it, or what it found itself.
-        """
-
-    @abstractmethod
-    def launch(self, refusal: Exception | None) -> None:
-        """Update the matrices, as far as that needs no waiting at the end.
-
-        ``refusal``: that of any engine, so that no other has stepped when one refuses.
-        """
-
-    @abstractmethod
-    def update_others(self) -> None:
-        """Update the parameters that are no matrices."""
-
-    def finish(self) -> None:
-        """What every rank does last in a step."""
-        self._telemetry.finish_step()
+    # ---- verify_every --------------------------------------------------------------------
 
     @abstractmethod
     def whole(self, parameter: int) -> tuple[Tensor, Tensor]:
@@ -253,15 +319,23 @@ class Engine(ABC):
 
     def take_sample(self, count: int) -> None:
         """Note some matrices before a step, for `check_sample`; a collective call."""
-        runtime = self._runtime
+        specs = self._runtime.plan.specs
         self._samples = []
-        for parameter, box in self.verifier.sample(runtime.plan, count):
-            shape = runtime.plan.specs.parameters[parameter].shape
-            mine = [m for m in runtime.plan.specs.matrices if m.parameter == parameter]
-            matrix = next(m for m in mine if m.box(shape) == box)
+        for parameter, box in self.verifier.sample(self._runtime.plan, count):
+            shape = specs.parameters[parameter].shape
+            i, matrix = next(
+                (i, m)
+                for i, m in enumerate(specs.matrices)
+                if m.parameter == parameter and m.box(shape) == box
+            )
             stored = partial(self.stored, box, parameter)
             before = [part.clone() for _, _, part in stored()]
-            self._samples.append(Sample(matrix, box, *self.whole(parameter), before, stored))
+            self._samples.append(
+                Sample(
+                    *(matrix, box, *self.whole(parameter), self._kept.whole_of(i), before, stored),
+                    working=self._momentum_dtypes(i)[1],
+                )
+            )
 
     def check_sample(self) -> None:
         """Raise CorruptionError, on every rank, if a step did something else to what was noted (or
@@ -271,22 +345,40 @@ class Engine(ABC):
         for s in samples if self._finite else ():
             group = self._group_of[self._runtime.plan.specs.matrices.index(s.matrix)]
             how = self._settings.ns_dtype, self._kernels.options
-            found += s.deviations(self._groups[group], self._rates[group], *how)
+            found += s.deviations(
+                self._rules[group], self._groups[group], self._hypers[group], *how
+            )
         if samples:
             self.verifier.judge(found, self._runtime.plan, self._runtime.transport)
+
+    # ---- reading and state ---------------------------------------------------------------
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
         """Numbers of the last step, without a collective; see `Muon.stats`."""
 
     @abstractmethod
-    def saved_state(self) -> Mapping[Tensor, dict[str, Any]]:
+    def saved_state(self) -> dict[Tensor, dict[str, Any]]:
         """Entries that are saved in the place of those in the optimizer's state; may be a
         collective call."""
 
     @abstractmethod
     def load_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         """Take over saved entries, bit for bit where they have the same precision."""
+
+    def _entries_as_weights_are(self, parameters: Iterable[Tensor]) -> dict[Tensor, dict[str, Any]]:
+        """The entries whose masters somebody's writing to weights has outdated. What is kept stays
+        as it is until the next step, because what was written may be taken back."""
+        found = {}
+        for p in parameters:
+            entry = self._optimizer.state[p]
+            if MASTER in entry:
+                master = local_tensor(entry[MASTER])
+                weight = local_tensor(p)
+                if not rounds_to(master, weight):
+                    merged = distributed_as(p, merged_master(master, weight))
+                    found[p] = {**entry, MASTER: merged}
+        return found
 
 
 def load_entry(p: Tensor, state: dict[str, Tensor], saved: Mapping[str, Any]) -> None:
@@ -295,10 +387,128 @@ def load_entry(p: Tensor, state: dict[str, Tensor], saved: Mapping[str, Any]) ->
     for key, value in state.items():
         if key in saved:
             copy_state(value, torch.as_tensor(saved[key]))
-        elif key == "master_weight":
+        elif key == MASTER:
             local_tensor(value).copy_(local_tensor(p))
         else:
             local_tensor(value).zero_()
+
+
+# ---- what variants keep ------------------------------------------------------------------
+
+
+def orientations(unit: Unit, where: Sequence[int]) -> list[tuple[bool, list[int]]]:
+    """(whether its slot holds the transpose, which of ``where``) of matrices at these positions of
+    a unit."""
+    if not unit.transposed:
+        return [(False, [*range(len(where))])]
+    turned = [unit.holds_transpose(k) for k in where]
+    split = [
+        (t, [n for n, is_turned in enumerate(turned) if is_turned == t]) for t in (False, True)
+    ]
+    return [(t, at) for t, at in split if at]
+
+
+class KeptByRules:
+    """What variants keep of each matrix, with its owner; nothing where all groups are plain.
+
+    It is saved as one row per parameter, of all of its matrices in their order, whoever owns them.
+    Where several groups of ranks hold copies of a parameter, each copy has its own owners.
+    """
+
+    def __init__(
+        self, rules: Sequence[Rule], group_of: Sequence[int], runtime: LayoutRuntime
+    ) -> None:
+        self._rules, self._group_of, self._runtime = rules, group_of, runtime
+        plan, rank = runtime.plan, runtime.transport.rank
+        self._owners = plan.owners
+        self._tensors: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        self._members: dict[int, list[int]] = defaultdict(list)
+        for i, matrix in enumerate(plan.specs.matrices):
+            specs = rules[group_of[i]].state
+            if specs:
+                self._members[matrix.parameter].append(i)
+            for spec in specs if self._owners[i] == rank else ():
+                self._tensors[spec.name][i] = torch.zeros(
+                    spec.shape(*matrix.shape), dtype=spec.dtype, device=runtime.device
+                )
+
+    def __bool__(self) -> bool:
+        """Whether any matrix, on any rank, has such state."""
+        return bool(self._members)
+
+    def accept(self, unit: Unit, update: Tensor, where: Sequence[int] | None = None) -> None:
+        """`Rule.accepted` on the matrices at these positions of a unit (None: all)."""
+        rule = self._rules[unit.group]
+        if rule.is_plain:
+            return
+        where = range(len(unit.matrices)) if where is None else where
+        for is_turned, at in orientations(unit, where):
+            matrices = [unit.matrices[where[n]] for n in at]
+            is_all = len(at) == len(update)
+            part = update if is_all else torch.stack([update[n] for n in at])
+            kept = {
+                spec.name: [self._tensors[spec.name][i] for i in matrices] for spec in rule.state
+            }
+            stacks = {name: torch.stack(each) for name, each in kept.items()}
+            rule.accepted(part.mT if is_turned else part, stacks)
+            if not is_all:
+                torch._foreach_copy_([update[n] for n in at], list(part.unbind()))
+            for name, stack in stacks.items():
+                torch._foreach_copy_(kept[name], list(stack.unbind()))
+
+    def _saved(self, parameter: int) -> Iterator[tuple[StateSpec, int, Keepers]]:
+        """What is kept of a parameter, the length of its row, and its places there."""
+        specs, members = self._runtime.plan.specs, self._members[parameter]
+        shape, copies = specs.parameters[parameter].shape, defaultdict(list)
+        for i in members:
+            copies[specs.matrices[i].box(shape)].append(i)
+        for spec in self._rules[self._group_of[members[0]]].state:
+            places, end = [], 0
+            for copy in copies.values():
+                start, end = end, end + math.prod(spec.shape(*specs.matrices[copy[0]].shape))
+                places += [(i, self._owners[i], Box((start,), (end - start,))) for i in copy]
+            yield spec, end, places
+
+    def saved(self, parameters: Iterable[int] | None = None) -> dict[int, dict[str, Tensor]]:
+        """As it is saved, by parameter and name, distributed by rows; a collective call where there
+        is something."""
+        rows = self._runtime.rows
+        found: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        for p in self._members if parameters is None else parameters:
+            for spec, size, places in self._saved(p):
+                once = {box: (i, owner, box) for i, owner, box in reversed(places)}
+                mine = self._flat(spec.name)
+                found[p][spec.name] = rows.spread((size,), spec.dtype, [*once.values()], mine)
+        return found
+
+    def load(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
+        """Take over what was saved, by parameter; zeros where nothing was. A collective call."""
+        for p in self._members:
+            for spec, _, places in self._saved(p):
+                name = spec.name
+                value = saved.get(p, {}).get(name)
+                if value is None:
+                    for i, _, _ in places:
+                        if i in self._tensors[name]:
+                            self._tensors[name][i].zero_()
+                    continue
+                self._runtime.rows.collect(value, places, self._flat(name))
+
+    def _flat(self, name: str) -> dict[int, Tensor]:
+        return {i: tensor.view(-1) for i, tensor in self._tensors[name].items()}
+
+    def whole_of(self, matrix: int) -> dict[str, Tensor]:
+        """What is kept of a matrix, ``[1, ...]``, on every rank; a collective call."""
+        shape, found = self._runtime.plan.specs.matrices[matrix].shape, {}
+        parameter = self._runtime.plan.specs.matrices[matrix].parameter
+        if parameter not in self._members:
+            return {}
+        rows = self.saved([parameter])[parameter]
+        for spec, _, places in self._saved(parameter):
+            box = next(box for i, _, box in places if i == matrix)
+            own = whole_tensor(rows[spec.name])[box.slices()]
+            found[spec.name] = own.reshape(1, *spec.shape(*shape)).clone()
+        return found
 
 
 # ---- times -------------------------------------------------------------------------------
@@ -333,7 +543,7 @@ class StepTelemetry:
         self._planned_ms = planned_ms
         self._steps = 0
         self._recent: deque[Stopwatch] = deque(maxlen=WINDOW)
-        self._flight: tuple[Work, Tensor] | None = None
+        self._exchange: tuple[Work, Tensor] | None = None
         self._known: Tensor | None = None  # [world]; NaN for a rank that had no number yet
 
     def begin_step(self) -> None:
@@ -358,7 +568,7 @@ class StepTelemetry:
         # Filling one element is a kernel launch; copying a Python list would wait for the device.
         vector[self._transport.rank].fill_(statistics.median(seen) if seen else math.nan)
         self._meter.add("telemetry", vector)
-        self._flight = self._transport.all_reduce(vector, tag="telemetry"), vector
+        self._exchange = self._transport.all_reduce(vector, tag="telemetry"), vector
 
     def _compare(self, seen: list[float]) -> None:
         """Warn once if every recent step took many times what was planned, or a small part."""
@@ -384,11 +594,11 @@ class StepTelemetry:
         )
 
     def wait(self) -> None:
-        """Wait for the exchange in flight, if any. Blocks no host on CUDA."""
-        if self._flight is None:
+        """Wait for the exchange under way, if any. Blocks no host on CUDA."""
+        if self._exchange is None:
             return
-        work, vector = self._flight
-        self._flight = None
+        work, vector = self._exchange
+        self._exchange = None
         work.wait()
         known = self._known
         self._known = vector if known is None else torch.where(vector.isnan(), known, vector)
@@ -397,7 +607,7 @@ class StepTelemetry:
         """Milliseconds a step of each rank, as of the last exchange.
 
         None before there is a number of every rank, or when no rank had anything to do. No
-        collective call, but it waits for the exchange in flight.
+        collective call, but it waits for the exchange under way.
         """
         self.wait()
         if self._known is None:

@@ -9,11 +9,11 @@
               | ranks that have new parameters | matrices below eps, whose norms do not travel
                 all: they plan again
 
-The number of a step stands for its count and for all hyperparameters. What differs then, and names
-of what only some ranks know not to be finite, ranks exchange when they have read the sum.
+The number of a step stands for its count and for all hyperparameters. When ranks have read the sum,
+they exchange what differs, and the names of what only some of them know not to be finite.
 
-Where the host cannot read from the device without waiting, every answer is a mask there. What is an
-error on all ranks is then read at the beginning of the next step.
+Where the host cannot read from the device without waiting, every answer is a mask there. An error
+on all ranks is then read at the beginning of the next step.
 """
 
 from __future__ import annotations
@@ -40,24 +40,27 @@ _NUMBERS = 1 << 19
 _SAMPLED = 16  # elements of a gradient that are compared
 _EVERY = 256
 _MOST_SPREAD = 1e-4  # of their mean square, over ranks: one percent, which no rounding makes
+# The last fields of a message, from `Fields.end` on.
+_BAD, _REFUSE, _RANK, _NUMBER, _SQUARE, _NEW, _BELOW, _LAST = range(8)
+
+Checked = Sequence[tuple[Sequence[int], Tensor]]
+"""Numbers of parameters (or matrices), and for each a number that is finite where they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``finite``: whether no gradient was found that is not; a 0-d bool where only the device
-    knows.
+    """Masks of what stays as it is, where the host can tell without waiting as plain values.
 
-    ``bad``: which blocks stay as they are; None for no block, a 0-d bool for all alike, or one by
-    position. Of AdamW's parameters: the host knows that those ``skipped`` stay as they are;
-    ``flags`` (0-d float32; not zero: it stays) of those that have their own; ``skip``, a flag for
-    all others.
+    ``finite``: no gradient was found that is not finite. ``bad``: which blocks stay (by position,
+    or one 0-d mask for all of them; None: no block). ``stays``: of AdamW's parameters that have an
+    answer of their own; ``others``: of all others (None: none of them). Theirs are 0-d in float32,
+    not zero where they stay, as AdamW's fused form takes them.
     """
 
     finite: bool | Tensor
     bad: Tensor | None = None
-    skipped: frozenset[int] = frozenset()
-    flags: Mapping[int, Tensor] = field(default_factory=dict)
-    skip: Tensor | None = None
+    stays: Mapping[int, bool | Tensor] = field(default_factory=dict)
+    others: Tensor | None = None
 
 
 def is_exchange_step(step: int) -> bool:
@@ -69,17 +72,78 @@ def is_exchange_step(step: int) -> bool:
     return step in (4, 16, 64) or (step > 0 and step % _EVERY == 0)
 
 
+class Fields:
+    """Where the numbers of a message lie.
+
+    A rank's vector: a norm for each of ``travelling``, the matrices that several ranks hold; a flag
+    for each parameter copy that several ranks hold; from ``end`` the last fields; from ``sent`` on
+    the flags of what this rank holds alone, which are not sent. ``flags`` are those of this rank's
+    copies, by parameter.
+
+    This rank's blocks are of ``matrices``, by position. ``travels`` are the positions of those
+    whose norms travel, and the numbers of these; ``counted`` the same of the replica that counts.
+    """
+
+    def __init__(
+        self,
+        specs: ModelSpecs,
+        shards: ShardMap | None,
+        rank: int,
+        device: torch.device,
+        matrices: Sequence[int],
+        counts: Sequence[bool],
+    ) -> None:
+        every = range(len(specs.matrices))
+        self.travelling = [i for i in every if shards is None or not shards.is_local(i)]
+        self.norm_of = norm_of = {i: n for n, i in enumerate(self.travelling)}
+        copies_of = [] if shards is None else shards.copies
+        copies = [(p, ranks) for p, copies in enumerate(copies_of) for ranks in copies]
+        shared = [copy for copy in copies if len(copy[1]) > 1]
+        alone = [p for p, ranks in copies if ranks == (rank,)]
+        self.norms = len(norm_of)
+        self.end = self.norms + len(shared)
+        self.sent = self.end + _LAST
+        self.size = self.sent + len(alone)
+        flag_of = {p: self.norms + n for n, (p, ranks) in enumerate(shared) if rank in ranks}
+        flag_of |= {p: self.sent + n for n, p in enumerate(alone)}
+        self.flags = [flag_of[p] for p in range(len(copies_of))]
+        self.matrices = matrices
+        of_blocks = () if shards is None else matrices
+        self.block_flags = [self.flags[specs.matrices[i].parameter] for i in of_blocks]
+
+        def index(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        travels = [n for n, i in enumerate(matrices) if i in norm_of]
+        counted = [n for n in travels if counts[n]]
+        here = [n for n, i in enumerate(matrices) if i not in norm_of]
+        self.travels = index(travels), index([norm_of[matrices[n]] for n in travels])
+        self.counted = index(counted), index([norm_of[matrices[n]] for n in counted])
+        # Matrices whose norms do not travel, and their positions.
+        self.not_sent = [matrices[n] for n in here], index(here)
+        self.block_flag_index = index(self.block_flags)
+
+
+@dataclass(slots=True)
+class Findings:
+    """Of the last message: whether something was not finite; how many matrices had a norm below
+    eps, which of them are known to all ranks, and what this rank knows of others (numbers, flags).
+    ``not_finite`` are flags of this rank's matrices, then of AdamW's parameters."""
+
+    is_bad: bool = False
+    below_eps: int = 0
+    below: Sequence[int] = ()
+    below_here: tuple[Sequence[int], Tensor] = (), torch.zeros(0)
+    not_finite: Checked = (((), torch.zeros(0)),)
+
+
 class VerdictMessage:
     """Fills and reads the message of one rank, whose blocks are of ``matrices``, by position.
 
-    Only matrices that several ranks hold need a shared norm, and only what several ranks hold a
-    shared flag. ``counts``: which blocks are those of the replica that counts. ``alike``: gradients
-    that only some ranks have, or that differ, are an error. Without ``shards``, where owners have
-    the gradients, every matrix has a norm, only to say which are not finite; who has a gradient is
-    known. ``is_bad``: the last verdict that was read found something that is not
-    finite.
-
-    The vector of a rank ends in the flags of what it holds alone, which are not sent.
+    ``counts``: which blocks are those of the replica that counts. ``alike``: gradients that only
+    some ranks have, or that differ, are an error. Without ``shards``, where owners have the
+    gradients, every matrix has a norm, only to say which are not finite; who has a gradient is
+    known.
     """
 
     def __init__(
@@ -96,91 +160,60 @@ class VerdictMessage:
         *,
         alike: bool = False,
     ) -> None:
-        self._group_of, self._has_norms = group_of, shards is not None
-        # Below eps in the last step that was read, how many matrices, and those whose norms travel.
-        self.below_eps = 0
-        self._below: list[int] = []
         self._specs, self._transport = specs, transport
-        rank, self._world = transport.rank, transport.world
-        self._schedule, self._accepted = schedule, accepted
-        self._on_host = host_can_read(device)
-        self._noted: HostCopy | None = None  # of what is an error on all ranks
-        self._compared = 0  # steps whose gradients could be compared with other ranks'
-        self.is_bad = False
-        self._said: Any = ()  # what the number of the last message stands for
-        self._matrices = matrices
-        # Of the last message: which matrices, and then parameters, are not finite.
-        self._flags_of_bad: list[tuple[Sequence[int], Tensor]] = [((), torch.zeros(0))]
-        every = range(len(specs.matrices))
-        travelling = [i for i in every if shards is None or not shards.is_local(i)]
-        self._norm_of = norm_of = {i: n for n, i in enumerate(travelling)}
-        self._device = device
-        copies_of = [] if shards is None else shards.copies
-        copies = [(p, ranks) for p, copies in enumerate(copies_of) for ranks in copies]
-        shared = [copy for copy in copies if len(copy[1]) > 1]
-        alone = [copy for copy in copies if copy[1] == (rank,)]
-        self._norms, self._bad = len(travelling), len(travelling) + len(shared)
-        self._sent = self._bad + 7
-        flag_of = {p: self._norms + n for n, (p, ranks) in enumerate(shared) if rank in ranks}
-        flag_of |= {p: self._sent + n for n, (p, _) in enumerate(alone)}
-        self._flags = [flag_of[p] for p in range(len(copies_of))]
+        self._schedule, self._accepted, self._group_of = schedule, accepted, group_of
+        self._fields = Fields(specs, shards, transport.rank, device, matrices, counts)
+        self._has_norms, self._on_host = shards is not None, host_can_read(device)
         self._alike = [p.name for p in specs.parameters] if alike and transport.world > 1 else []
-        of_blocks = () if shards is None else matrices
-        self._of_blocks = [self._flags[specs.matrices[i].parameter] for i in of_blocks]
-        empty = torch.zeros(self._sent + len(alone), dtype=torch.float64)
-        empty[self._flags] = 1.0
-        self._empty = empty.to(device)
-
-        def index(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
-        # Which matrices are only known here to have a norm below eps: numbers and flags.
-        self._flags_below: tuple[Sequence[int], Tensor] = (), torch.zeros(0)
+        self._compared = 0  # steps whose gradients could be compared with other ranks'
+        self.found = Findings()
+        self._noted: HostCopy | None = None  # of what is an error on all ranks
+        self._said: Any = ()  # what the number of the last message stands for
         self._limits: tuple[Any, Tensor] = (), torch.zeros(0)
-        self._travelling = travelling
-        stays = [n for n, i in enumerate(matrices) if i not in norm_of]
-        self._stays = [matrices[n] for n in stays], index(stays)
-        travels = [n for n, i in enumerate(matrices) if i in norm_of]
-        counted = [n for n in travels if counts[n]]
-        self._travels = index(travels), index([norm_of[matrices[n]] for n in travels])
-        self._counted = index(counted), index([norm_of[matrices[n]] for n in counted])
-        self._flag_index = index(self._of_blocks)
+        empty = torch.zeros(self._fields.size, dtype=torch.float64)
+        empty[self._fields.flags] = 1.0
+        self._empty = empty.to(device)
+        self._expected = self._empty  # the last fields' sum where nothing is wrong
+
+    # ---- what is sent --------------------------------------------------------------------
 
     def fill(
         self,
         norms: Tensor,
-        checked: Sequence[tuple[Sequence[int], Tensor]],
+        checked: Checked,
         here: Sequence[bool],
         found_inf: Tensor | None,
         others: tuple[Sequence[int], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(this rank's vector, float64; the part of it that is summed over the ranks).
 
-        ``norms`` by position, ``checked``: some of AdamW's parameters and a vector of what must be
-        finite, ``here``: which parameters have a gradient on this rank. ``others``: matrices whose
-        norms are known elsewhere than in ``norms``, and these.
+        ``norms`` by position; ``checked`` of AdamW's parameters; ``here``: which parameters have a
+        gradient on this rank. ``others``: matrices whose norms are known elsewhere than in
+        ``norms``, and these.
         """
-        vector = self._blank()
-        for flag, is_here in zip(self._flags, here, strict=True):
+        fields, found, vector = self._fields, self.found, self._blank()
+        for flag, is_here in zip(fields.flags, here, strict=True):
             if not is_here:
                 vector[flag].zero_()
-        positions, numbers = self._counted
+        positions, numbers = fields.counted
         norms = norms.to(vector.device)
         vector.index_copy_(0, numbers, norms.index_select(0, positions).square())
-        bad = vector[self._bad]
-        self._flags_of_bad = []
-        for of, values in ((self._matrices, norms), *checked):
-            self._flags_of_bad.append((of, values.isfinite().logical_not_()))
-            bad.add_(self._flags_of_bad[-1][1].sum().to(vector.device))
+        bad = vector[fields.end + _BAD]
+        found.not_finite = [
+            (of, values.isfinite().logical_not_())
+            for of, values in ((fields.matrices, norms), *checked)
+        ]
+        for _, flags in found.not_finite:
+            bad.add_(flags.sum().to(vector.device))
         if found_inf is not None:
             bad.add_(found_inf.to(vector.device))
         if others is None:
-            others = self._stays[0], norms.index_select(0, self._stays[1])
+            others = fields.not_sent[0], norms.index_select(0, fields.not_sent[1])
         if others[0]:
-            found = (others[1] > 0) & (others[1] < self._eps_of(*others))
-            self._flags_below = others[0], found
-            vector[self._bad + 6].add_(found.sum().to(vector.device))
-        return vector, vector.narrow(0, 0, self._sent)
+            below = (others[1] > 0) & (others[1] < self._eps_of(*others))
+            found.below_here = others[0], below
+            vector[fields.end + _BELOW].add_(below.sum().to(vector.device))
+        return vector, vector.narrow(0, 0, fields.sent)
 
     def _eps_of(self, matrices: Sequence[int], like: Tensor) -> float | Tensor:
         """The eps of these matrices: one for all, or one each."""
@@ -195,38 +228,25 @@ class VerdictMessage:
             self._limits = each, limits
         return self._limits[1]
 
-    def numbers_of(self, matrices: Sequence[int]) -> Tensor:
-        """For `norms_of`: where the norms of matrices that travel are."""
-        return torch.tensor([self._norm_of[i] for i in matrices], device=self._device)
-
-    def norms_of(self, vector: Tensor, numbers: Tensor) -> Tensor:
-        """Norms of whole matrices from a summed vector, wherever they lie; 0 where they are not
-        finite, because such matrices travel as zeros."""
-        return vector.index_select(0, numbers).sqrt().nan_to_num_(0.0, 0.0)
-
     def refuse(self, *, is_new: bool = False) -> Tensor:
         """What a rank sends that cannot take this step, so that nothing changes on any rank;
         ``is_new``: because of new parameters."""
-        vector = self._blank()
-        vector[: self._bad].zero_()
-        vector[self._bad : self._bad + 2].fill_(1.0)
-        vector[self._bad + 2].fill_(self._transport.rank)
-        vector[self._bad + 5].fill_(float(is_new))
-        return vector.narrow(0, 0, self._sent)
-
-    def all_are_new(self, vector: Tensor) -> bool:
-        """Whether every rank has new parameters, by the sum of what they sent. Waits for it."""
-        return bool(vector[self._bad + 5] == self._world)
+        end, vector = self._fields.end, self._blank()
+        vector[:end].zero_()
+        vector[end + _BAD].fill_(1.0)
+        vector[end + _REFUSE].fill_(1.0)
+        vector[end + _RANK].fill_(self._transport.rank)
+        vector[end + _NEW].fill_(float(is_new))
+        return vector.narrow(0, 0, self._fields.sent)
 
     def _blank(self) -> Tensor:
-        vector = self._empty.clone()
+        end, vector = self._fields.end, self._empty.clone()
         self._said = self._schedule.t, [*self._accepted.texts]
         number = (self._schedule.t + self._accepted.number) % _NUMBERS
-        vector[self._bad + 3].fill_(number)
-        vector[self._bad + 4].fill_(number * number)
+        vector[end + _NUMBER].fill_(number)
+        vector[end + _SQUARE].fill_(number * number)
         if not self._on_host:
-            # The sum where nothing is bad, no rank refuses, and all have this number.
-            self._expected = vector[self._bad : self._bad + 5] * self._world
+            self._expected = vector[end : end + _NEW] * self._transport.world
         return vector
 
     def compare(self, grads: Sequence[Tensor | None]) -> Tensor | None:
@@ -242,23 +262,88 @@ class VerdictMessage:
         if self._compared > 3 and not is_exchange_step(self._compared):
             return None
         shape = len(self._alike), _SAMPLED
-        found = torch.zeros(shape, dtype=torch.float64, device=self._device)
+        found = torch.zeros(shape, dtype=torch.float64, device=self._empty.device)
         for own, grad in zip(found, grads):
             if grad is not None and grad.numel():
                 values = sample(grad, _SAMPLED)
                 own[: len(values)].copy_(values)
         sums = torch.stack([found, found.square()])
         self._transport.all_reduce(sums, tag="gradients alike").wait()
-        mean, square = sums.div_(self._world)
+        mean, square = sums.div_(self._transport.world)
         size = square.sum(1)
         # What is nothing but rounding beside the others may differ in all of it.
         counts = (size > 1e-12 * size.max()) & sums.isfinite().all(2).all(0)
         return torch.where(counts, (square - mean.square()).sum(1) / size, 0.0)
 
+    # ---- what comes back -----------------------------------------------------------------
+
+    def numbers_of(self, matrices: Sequence[int]) -> Tensor:
+        """For `norms_of`: where the norms of matrices that travel are."""
+        numbers = [self._fields.norm_of[i] for i in matrices]
+        return torch.tensor(numbers, device=self._empty.device)
+
+    def norms_of(self, vector: Tensor, numbers: Tensor) -> Tensor:
+        """Norms of whole matrices from a summed vector, wherever they lie; 0 where they are not
+        finite, because such matrices travel as zeros."""
+        return vector.index_select(0, numbers).sqrt().nan_to_num_(0.0, 0.0)
+
+    def all_are_new(self, vector: Tensor) -> bool:
+        """Whether every rank has new parameters, by the sum of what they sent. Waits for it."""
+        return bool(vector[self._fields.end + _NEW] == self._transport.world)
+
+    def read(
+        self,
+        vector: Tensor,
+        norms: Tensor,
+        here: Sequence[bool],
+        spread: Tensor | None = None,
+    ) -> Verdict | None:
+        """The verdict of a summed vector and of what `compare` found; None if nothing may change.
+
+        ``norms``, by position, become those of whole matrices. Nothing is read where the host would
+        wait for it.
+
+        Raises:
+            DmuonError: see `_raise`; where the host cannot read, `raise_noted` raises it.
+        """
+        fields = self._fields
+        shared = vector.narrow(0, 0, fields.norms).sqrt()
+        positions, numbers = fields.travels
+        of_blocks = shared.index_select(0, numbers).to(norms.device)
+        norms.index_copy_(0, positions.to(norms.device), of_blocks)
+        if self._on_host:
+            values = vector.tolist()
+            self._raise(values[: fields.sent] + ([] if spread is None else spread.tolist()))
+            # A norm beyond float64 leaves no way to normalize.
+            if self.found.is_bad:
+                return None
+            bad = None
+            if not all(values[flag] for flag in fields.block_flags):
+                bad = vector.index_select(0, fields.block_flag_index) == 0
+            return Verdict(
+                True, bad, {p: True for p, f in enumerate(fields.flags) if not values[f]}
+            )
+        self.note(vector, spread)
+        last = vector[fields.end : fields.end + _NEW]
+        ok = (last == self._expected).all() & shared.isfinite().all()
+        if self._alike:
+            ranks = vector[fields.norms : fields.end]  # that have a gradient
+            ok &= ((ranks == 0) | (ranks == self._transport.world)).all()
+        if spread is not None:
+            ok &= (spread <= _MOST_SPREAD).all()
+        skip = ok.logical_not()
+        if all(here):
+            return Verdict(ok, skip.to(norms.device), others=skip.float())
+        stays = (vector == 0) | skip
+        flags = stays.float()
+        missing = {p: flags[fields.flags[p]] for p, is_here in enumerate(here) if not is_here}
+        of_blocks = stays.index_select(0, fields.block_flag_index).to(norms.device)
+        return Verdict(ok, of_blocks, missing, skip.float())
+
     def note(self, vector: Tensor, spread: Tensor | None) -> None:
         """Have `raise_noted` look at a summed vector, where the host cannot read it, and at what
         `compare` found."""
-        sent = vector[: self._sent]
+        sent = vector[: self._fields.sent]
         self._noted = HostCopy(sent if spread is None else torch.cat([sent, spread]))
 
     def raise_noted(self) -> None:
@@ -268,42 +353,38 @@ class VerdictMessage:
         the others would leave them alone in a collective. The device has had a forward and a
         backward pass since, so it does not run dry while the host waits.
         """
-        noted, self._noted, self.is_bad = self._noted, None, False
+        noted, self._noted, self.found.is_bad = self._noted, None, False
         if noted is not None:
             self._raise(noted.read())
 
     def _raise(self, values: Sequence[float]) -> None:
         """Raise ConsensusError if a rank refuses, or if ranks take different steps; else note
         whether something is not finite; OwnershipError if gradients should be alike and are not."""
-        count, ranks, step, square = map(int, values[self._bad + 1 : self._bad + 5])
-        self.is_bad = False
+        fields, found, world = self._fields, self.found, self._transport.world
+        last = values[fields.end : fields.sent]
+        count, ranks, step, square = map(int, last[_REFUSE:_NEW])
+        found.is_bad = False
         if count:
-            if count < self._world:  # else each has raised its own error
+            if count < world:  # else each has raised its own error
                 raise refused([ranks] if count == 1 else count)
             return
-        if self._world * square != step * step:
+        if world * square != step * step:
             self._raise_difference()
-        norms = values[: self._norms]
-        self.is_bad = bool(values[self._bad]) or not all(map(math.isfinite, norms))
-        if self.is_bad:  # the step is skipped, and such gradients differ
+        norms = values[: fields.norms]
+        found.is_bad = bool(last[_BAD]) or not all(map(math.isfinite, norms))
+        if found.is_bad:  # the step is skipped, and such gradients differ
             return
-        for name, flag in zip(self._alike, self._flags):
-            if 0 < values[flag] < self._world:
+        for name, flag in zip(self._alike, fields.flags):
+            if 0 < values[flag] < world:
                 raise OwnershipError(
-                    f"parameter {name!r} has a gradient on {values[flag]:.0f} of {self._world} "
+                    f"parameter {name!r} has a gradient on {values[flag]:.0f} of {world} "
                     "ranks. In the 'replicated' layout p.grad must be the average over all "
                     "ranks, on all of them, zeros where a rank has none: average with "
                     "DistributedDataParallel, and clear gradients on all ranks alike. Nothing "
                     "was changed"
                 )
-        least = min(filter(None, norms), default=math.inf) if self._has_norms else math.inf
-        self._below = []
-        if least < max(self._accepted.eps.values(), default=0.0) ** 2:
-            eps = (self._accepted.eps[self._group_of[i]] for i in self._travelling)
-            pairs = zip(self._travelling, norms, eps, strict=True)
-            self._below = [i for i, square_, own in pairs if 0 < square_ < own * own]
-        self.below_eps = int(values[self._bad + 6]) + len(self._below)
-        spread = values[self._sent :]
+        self._note_below_eps(norms, int(last[_BELOW]))
+        spread = values[fields.sent :]
         if spread and (most := max(spread)) > _MOST_SPREAD:
             raise OwnershipError(
                 "gradients differ between ranks: that of parameter "
@@ -315,6 +396,18 @@ class VerdictMessage:
                 "options=dmuon.ReplicatedOptions(reduce_to_owner=True)) before dmuon.Muon(model). "
                 "Nothing was changed"
             )
+
+    def _note_below_eps(self, squares: Sequence[float], others: int) -> None:
+        """Which matrices have a norm below eps; ``others``: how many whose norms do not travel."""
+        eps, found = self._accepted.eps, self.found
+        found.below = []
+        least = min(filter(None, squares), default=math.inf) if self._has_norms else math.inf
+        if least < max(eps.values(), default=0.0) ** 2:
+            travelling = self._fields.travelling
+            limits = (eps[self._group_of[i]] ** 2 for i in travelling)
+            pairs = zip(travelling, squares, limits, strict=True)
+            found.below = [i for i, square, limit in pairs if 0 < square < limit]
+        found.below_eps = others + len(found.below)
 
     def _raise_difference(self) -> None:
         """Raise ConsensusError, on every rank, with what differs in the last message."""
@@ -340,72 +433,24 @@ class VerdictMessage:
             "loss of all ranks, not each its own). Nothing was changed"
         )
 
+    # ---- names ---------------------------------------------------------------------------
+
     def names_below_eps(self) -> Iterator[str]:
         """Of those that this rank knows; reads what has been sent last."""
-        matrices, (numbers, flags) = self._specs.matrices, self._flags_below
-        yield from (matrices[i].name for i in self._below)
+        matrices, (numbers, flags) = self._specs.matrices, self.found.below_here
+        yield from (matrices[i].name for i in self.found.below)
         yield from (matrices[i].name for i, f in zip(numbers, HostCopy(flags).read()) if f)
 
     def suspects(self) -> Iterator[str]:
         """The names of what is not finite in this rank's part of the last message; reads it."""
-        return suspects(self._specs, *self._flags_of_bad)
-
-    def read(
-        self,
-        vector: Tensor,
-        norms: Tensor,
-        here: Sequence[bool],
-        spread: Tensor | None = None,
-    ) -> Verdict | None:
-        """The verdict of a summed vector and of what `compare` found; None if nothing may change.
-
-        ``norms``, by position, become those of whole matrices. Nothing is read where the host would
-        wait for it.
-
-        Raises:
-            DmuonError: see `_raise`; where the host cannot read, `raise_noted` raises it.
-        """
-        shared = vector.narrow(0, 0, self._norms).sqrt()
-        positions, numbers = self._travels
-        of_blocks = shared.index_select(0, numbers).to(norms.device)
-        norms.index_copy_(0, positions.to(norms.device), of_blocks)
-        if self._on_host:
-            values = vector.tolist()
-            self._raise(values[: self._sent] + ([] if spread is None else spread.tolist()))
-            # A norm beyond float64 leaves no way to normalize.
-            if self.is_bad:
-                return None
-            bad = None
-            if not all(values[flag] for flag in self._of_blocks):
-                bad = vector.index_select(0, self._flag_index) == 0
-            skipped = (p for p, flag in enumerate(self._flags) if not values[flag])
-            return Verdict(True, bad, frozenset(skipped))
-        self.note(vector, spread)
-        ok = (vector[self._bad : self._bad + 5] == self._expected).all() & shared.isfinite().all()
-        if self._alike:
-            ranks = vector[self._norms : self._bad]  # that have a gradient
-            ok &= ((ranks == 0) | (ranks == self._world)).all()
-        if spread is not None:
-            ok &= (spread <= _MOST_SPREAD).all()
-        bad = ok.logical_not()
-        if all(here):
-            return Verdict(ok, bad.to(norms.device), skip=bad.float())
-        stays = (vector == 0) | bad
-        missing = [p for p, is_here in enumerate(here) if not is_here]
-        flags = {p: stays[self._flags[p]].float() for p in missing}
-        of_blocks = stays.index_select(0, self._flag_index).to(norms.device)
-        return Verdict(ok, of_blocks, flags=flags, skip=bad.float())
+        return suspects(self._specs, self.found.not_finite)
 
 
-def suspects(
-    specs: ModelSpecs,
-    of_matrices: tuple[Sequence[int], Tensor],
-    *of_others: tuple[Sequence[int], Tensor],
-) -> Iterator[str]:
-    """The names of the matrices and parameters of these numbers where the flags are set."""
-    for n, (numbers, flags) in enumerate((of_matrices, *of_others)):
+def suspects(specs: ModelSpecs, flags: Checked) -> Iterator[str]:
+    """The names where flags are set: of matrices in the first pair, of parameters in others."""
+    for n, (numbers, of) in enumerate(flags):
         named = specs.parameters if n else specs.matrices
-        for i, flag in zip(numbers, HostCopy(flags).read(), strict=True):
+        for i, flag in zip(numbers, HostCopy(of).read(), strict=True):
             if flag:
                 yield named[i].name
 
@@ -413,7 +458,7 @@ def suspects(
 def own_verdict(
     norms: Tensor,
     parameters: Sequence[int],
-    checked: Sequence[tuple[Sequence[int], Tensor]],
+    checked: Checked,
     here: Sequence[bool],
     found_inf: Tensor | None,
     device: torch.device,
@@ -421,9 +466,8 @@ def own_verdict(
     """What a rank can know by itself, and replicas know alike: a block without a gradient here, or
     with one that is not finite, stays as it is. None if nothing may change.
 
-    ``norms`` of blocks, whose ``parameters`` are these; ``checked``: some of AdamW's parameters and
-    a vector of what must be finite. ``found_inf``: torch's scaler has shared its own verdict and
-    lowers its scale on all ranks, so nothing changes where that is not zero.
+    ``norms`` of blocks, whose ``parameters`` are these. ``found_inf``: torch's scaler has shared
+    its own verdict and lowers its scale on all ranks, so nothing changes where that is not zero.
     """
     overflow = torch.zeros((), dtype=torch.bool, device=device)
     if found_inf is not None:
@@ -438,13 +482,13 @@ def own_verdict(
     for n, p in enumerate(parameters):
         if not here[p]:
             bad[n].fill_(True)
-    missing = frozenset(p for p, is_here in enumerate(here) if not is_here)
-    stays = [
-        (some, peaks.isfinite().logical_not_().logical_or_(overflow.to(peaks.device)))
-        for some, peaks in checked
-    ]
+    stays: dict[int, bool | Tensor] = {p: True for p, is_here in enumerate(here) if not is_here}
+    for some, peaks in checked:
+        flags = peaks.isfinite().logical_not_().logical_or_(overflow.to(peaks.device))
+        if on_host:
+            stays |= {p: True for p, flag in zip(some, flags.tolist()) if flag}
+        else:
+            stays |= zip(some, flags.float().unbind(), strict=True)
     if on_host:
-        infinite = (p for some, flags in stays for p, flag in zip(some, flags.tolist()) if flag)
-        return Verdict(bool(finite), bad if bool(bad.any()) else None, missing.union(infinite))
-    flags = {p: f for some, values in stays for p, f in zip(some, values.float().unbind())}
-    return Verdict(finite, bad, missing, flags, overflow.float())
+        return Verdict(bool(finite), bad if bool(bad.any()) else None, stays)
+    return Verdict(finite, bad, stays, overflow.float())

@@ -1,4 +1,4 @@
-"""Silent corruption: now and then a few matrices are updated a second time, by every rank.
+"""Silent corruption: now and then every rank updates a few matrices a second time.
 
 ::
 
@@ -25,10 +25,10 @@ from torch import Tensor
 from dmuon.comm.transport import Transport
 from dmuon.config import KernelOptions
 from dmuon.kernels.newton_schulz import newton_schulz
+from dmuon.rule import Hyper, Rule, momentum_update
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.specs import Box, MatrixSpec
 from dmuon.types import CorruptionError
-from dmuon.update import Rates, apply_updates, momentum_update
 
 # Of the largest change of a weight: what rounding of Newton-Schulz may make, and a little more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
@@ -61,7 +61,7 @@ def matrices_of(plan: OwnershipPlan) -> list[tuple[int, Box]]:
 
 
 class Verifier:
-    """What is looked at after a step, and what comes of it."""
+    """Which matrices are checked, and how; tools replace it."""
 
     def sample(self, plan: OwnershipPlan, count: int) -> list[tuple[int, Box]]:
         """The ``count``-th sample of `matrices_of`, the same on all ranks; about an eighth of what
@@ -77,32 +77,33 @@ class Verifier:
 
 @dataclass(frozen=True)
 class Sample:
-    """A matrix before a step: ``momentum`` and ``gradient`` of its whole parameter, its weights
-    here by position in ``stored``, which gives them as they are now."""
+    """A matrix before a step: ``momentum`` and ``gradient`` of its whole parameter, ``kept`` by its
+    rule, its weights here by position in ``stored``, which gives them as they are now. Momentum is
+    advanced in dtype ``working``."""
 
     matrix: MatrixSpec
     box: Box
     momentum: Tensor
     gradient: Tensor
+    kept: Mapping[str, Tensor]
     before: list[Tensor]
     stored: Callable[[], Stored]
+    working: torch.dtype
 
     def deviations(
         self,
+        rule: Rule,
         group: Mapping[str, Any],
-        rates: Rates,
+        hyper: Hyper,
         ns_dtype: torch.dtype,
         kernels: KernelOptions,
     ) -> list[Finding]:
         """Of each part that is stored here."""
-        matrix = self.matrix
-        grad = matrix.view(self.gradient).to(self.momentum.dtype)
-        names = ("momentum", "nesterov", "dampening")
+        matrix, working = self.matrix, self.working
         operand = momentum_update(
-            matrix.view(self.momentum).clone(),
-            grad,
-            mode=group["momentum_mode"],
-            **{name: group[name] for name in names},
+            matrix.view(self.momentum).to(working, copy=True),
+            matrix.view(self.gradient).to(working),
+            hyper,
         )
         update = newton_schulz(
             operand.reshape(matrix.rows, matrix.cols),
@@ -113,10 +114,12 @@ class Sample:
             method=kernels.method,
             backend=kernels.backend,
         )
+        if not rule.is_plain:
+            rule.accepted(update.unsqueeze(0), self.kept)
         whole = update.new_zeros(self.momentum.shape)
         target = matrix.view(whole)
         target.copy_(update.reshape(target.shape))
-        lr = rates.adjusted(matrix.rows, matrix.cols)
+        lr = hyper.adjusted(matrix.rows, matrix.cols)
         has_gradient = bool(self.gradient.count_nonzero())
         tolerance = _TOLERANCE.get(ns_dtype, _COARSE)
         sums = _checksum(matrix.view(self.momentum)), _checksum(matrix.view(self.gradient))
@@ -126,7 +129,7 @@ class Sample:
             if has_gradient or not torch.equal(now, before):  # else nobody had one
                 expected = before.clone()
                 change = whole[box.slices()].to(now.device)
-                apply_updates([expected], [change], decay=rates.decay, lr=lr)
+                rule.apply([expected], [change], hyper, lr=lr)
             off = (expected.float() - now.float()).abs().max()
             far = 0.0
             if not bool(off == 0):

@@ -30,11 +30,11 @@ from dmuon.config import (
     ReplicatedOptions,
     ShardedOptions,
 )
+from dmuon.rule import Hyper
 from dmuon.scheduler.co_owners import SIZES
 from dmuon.scheduler.json_files import write_text
 from dmuon.tools.equivalence import EquivalenceReport, EquivalenceRow, check_step_equivalence
 from dmuon.tools.plan import positive
-from dmuon.update import Rates
 
 if TYPE_CHECKING:
     from dmuon.tools.parallel_models import ParallelCase
@@ -136,9 +136,9 @@ def _as_many(case: ParallelCase) -> int:
 
 def _plant_fault() -> None:
     """Make the last rank change matrices by a fifth too much."""
-    adjusted = Rates.adjusted
+    adjusted = Hyper.adjusted
     if dist.get_rank() == dist.get_world_size() - 1:
-        Rates.adjusted = lambda *of: 1.2 * adjusted(*of)  # type: ignore[method-assign]
+        Hyper.adjusted = lambda *of: 1.2 * adjusted(*of)  # type: ignore[method-assign]
 
 
 def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:

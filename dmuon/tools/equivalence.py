@@ -31,13 +31,13 @@ from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.optim import Muon
 from dmuon.ownership import Ownership
 from dmuon.reference import ReferenceMuon
+from dmuon.rule import merged_master
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.scheduler.specs import Box, canonical_name, dtype_name
 from dmuon.scheduler.topology import Topology
 from dmuon.step.verify import Finding, Verifier, matrices_of
 from dmuon.types import Algorithm, DmuonError, Layout
-from dmuon.update import merged_master
 
 ABSOLUTE = 1e-5  # weights and losses, where nothing is rounded to half precision
 # What an update may differ by, in yardsticks. Sums in another order and kernels that round

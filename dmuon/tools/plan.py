@@ -20,7 +20,7 @@ from dmuon.report.data import build_report
 from dmuon.scheduler.costs import CostTable, resolve_costs
 from dmuon.scheduler.json_files import read_text, write_text
 from dmuon.scheduler.plan import OwnershipPlan
-from dmuon.scheduler.solve import solve
+from dmuon.scheduler.solve import SOLVERS, solve
 from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs
 from dmuon.scheduler.topology import MAX_RANKS, Topology
 from dmuon.types import DmuonError, Layout, PlanError
@@ -84,7 +84,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "becomes 5%% faster (default: none, momentum lies with owners)"
     )
     add("--co-owners", type=_co_owners, metavar="auto|off|2|4|8", help=shared)
-    add("--solver", help="auto, milp, greedy or round_robin (default: auto)")
+    add("--solver", help=f"one of {', '.join(SOLVERS)} (default: auto)")
     add("--compare", action="store_true", help=f"run {', '.join(COMPARED)} side by side")
     seconds, limit = positive(float), "bound on the solver (default: %(default)g)"
     add("--time-limit", type=seconds, default=defaults.time_limit_s, metavar="SECONDS", help=limit)

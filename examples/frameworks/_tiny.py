@@ -9,7 +9,7 @@ VOCAB, LENGTH = 64, 16
 
 
 def tiny_llama() -> nn.Module:
-    """The same weights on every rank."""
+    """A model with the same weights on every rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

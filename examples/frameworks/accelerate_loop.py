@@ -3,7 +3,7 @@
     python examples/frameworks/accelerate_loop.py
     torchrun --standalone --nproc-per-node=2 examples/frameworks/accelerate_loop.py    (DDP)
 
-With FSDP2 nothing changes but the plugin, which accelerate takes where there are GPUs:
+With FSDP2 only the plugin changes; accelerate accepts it only on machines with GPUs:
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, ...)
     accelerator = Accelerator(fsdp_plugin=plugin)
@@ -25,7 +25,7 @@ import dmuon
 def main() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)  # cpu=True: no GPU here
     model = tiny_llama()
-    optimizer = dmuon.Muon(model, lr=1e-2)  # before `prepare`, as any optimizer
+    optimizer = dmuon.Muon(model, lr=1e-2)  # before `prepare`, like any optimizer
     schedule = LinearLR(optimizer, 1.0, 0.1, total_iters=40 * accelerator.num_processes)
     data = torch.utils.data.DataLoader(Sequences(1280), batch_size=16, shuffle=True)
     model, optimizer, schedule, data = accelerator.prepare(model, optimizer, schedule, data)
@@ -46,7 +46,7 @@ def main() -> None:
         (shared,) = broadcast_object_list([folder])
         accelerator.save_state(shared)
         accelerator.wait_for_everyone()
-        accelerator.load_state(shared)  # on this world size, or on any other
+        accelerator.load_state(shared)  # on any world size
         accelerator.wait_for_everyone()
     accelerator.print(optimizer.optimizer.report())
     accelerator.end_training()

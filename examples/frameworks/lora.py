@@ -2,8 +2,8 @@
 
     python examples/frameworks/lora.py
 
-Only the adapters train. Each A [rank, in] and each B [out, rank] is a matrix of its own for Muon;
-`only_b` below gives A to AdamW. docs/frameworks/peft.md says what to expect.
+Only the adapters are trained. Each A [rank, in] and each B [out, rank] is a matrix of its own for
+Muon; with `only_b` below, A goes to AdamW. docs/frameworks/peft.md says what to expect.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""dmuon in torchtitan's `OptimizersContainer`: one name more that a config may use.
+"""dmuon in torchtitan's `OptimizersContainer`: one more name that a config may use.
 
     torchrun --standalone --nproc-per-node=2 examples/frameworks/torchtitan_container.py
 
-The container hands over groups ``{"params": [tensors], "param_names": [names], ...}``, made by
-regular expressions over names; dmuon routes each parameter by its name. Without torchtitan (it is
-not part of ``dmuon[frameworks]``) the script builds such groups itself.
+The container passes groups ``{"params": [tensors], "param_names": [names], ...}``, selected by
+regular expressions over names. If torchtitan is not installed (it is not part of
+``dmuon[frameworks]``), the script builds such groups itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import dmuon
 
 
 class Decoder(nn.Module):
-    """With names as torchtitan's Llama has them."""
+    """A decoder with the names of torchtitan's Llama."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ def make_trainer(folder: str) -> Trainer:
         save_steps=20,
         report_to=[],
         disable_tqdm=True,
-        use_cpu=True,  # leave it out where there is a GPU
+        use_cpu=True,  # leave it out if there is a GPU
     )
     # Trainer calls the factory before it wraps the model; dmuon plans at the first step, after it.
     optimizer = (dmuon.hf_factory, {"lr": 1e-2, "weight_decay": 0.1})

@@ -125,7 +125,7 @@ def delivered_on_wait(monkeypatch, rank):
 
 def forward_does_not_wait(monkeypatch, rank):
     delivered_on_wait(monkeypatch, rank)
-    monkeypatch.setattr(dedicated_storage.Group, "wait_published", lambda self: None)
+    monkeypatch.setattr(dedicated_storage.Layer, "wait_published", lambda self: None)
 
 
 def lost_message(tag):

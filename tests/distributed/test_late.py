@@ -203,7 +203,7 @@ def test_what_fails_while_parameters_are_looked_for_fails_on_all(rank, world):
     late.backward(0)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(dmuon.optim, "held_by_modules", Mock(side_effect=MemoryError("full")))
+            patch.setattr(dmuon.groups, "held_by_modules", Mock(side_effect=MemoryError("full")))
         with pytest.raises(ConsensusError if rank == 0 else MemoryError, match="full"):
             late.opt.step()
     late.opt.zero_grad()

@@ -24,8 +24,9 @@ from dmuon.comm.sharded import ShardedRuntime
 from dmuon.dtensors import whole_tensor
 from dmuon.kernels.runner import Orthogonalizer
 from dmuon.ownership import ownership_of
-from dmuon.step.owner import OwnerEngine, _OwnerState
-from dmuon.step.sharded import ShardedEngine, ShardState
+from dmuon.step.at_owners import OwnerEngine, OwnerState
+from dmuon.step.on_params import ShardedEngine
+from dmuon.step.operands import ShardState
 from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
 from dmuon.types import ConsensusError, OwnershipError
 from tests.distributed.harness import Pools
@@ -287,7 +288,7 @@ def places_of(runtime: type) -> dict[str, tuple[Any, str]]:
         "runtime": (runtime, "__init__"),
         "engine": (ShardedEngine if is_sharded else OwnerEngine, "_bind"),
         "bind": (runtime, "bind"),
-        "state": (ShardState if is_sharded else _OwnerState, "__init__"),
+        "state": (ShardState if is_sharded else OwnerState, "__init__"),
         "workspace": (Orthogonalizer, "reserve"),
         "warnings": (dmuon.optim, "_flaw_of_rounding"),
     }

@@ -18,10 +18,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 import dmuon
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.period import Schedule
+from dmuon.rule import adjusted_lr
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.specs import Form
 from dmuon.tools.parallel_models import ParallelCase
-from dmuon.update import adjusted_lr
 from tests.distributed.fsdp import snapshot
 from tests.distributed.harness import distributed
 from tests.distributed.sharded import BY_NAME, MUON, Pair, dedicated, pair, recorded, vocabulary

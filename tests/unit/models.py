@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -169,7 +171,7 @@ def reducer_of(model: nn.Module, transport: LocalTransport, replicas: int = 1) -
     units = units_of(plan, [0] * len(specs.matrices))
     owned = OwnedGradients(slices, units, 0, None, parameters[0].device)
     groups = ProcessGroups.flat(transport)
-    return GradientReducer(slices, parameters, groups, Meter(), buckets, owned)
+    return GradientReducer(parameters, groups, Meter(), buckets, owned)
 
 
 def reduced_in_backward(
@@ -249,6 +251,14 @@ def train(
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the published weights."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def through_a_file(state: object) -> Any:
+    """What `torch.load` makes of what `torch.save` wrote, without trust."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
 
 
 def assert_bitwise(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:

@@ -112,13 +112,13 @@ def test_every_co_owner_gets_its_slice_and_every_holder_its_updates(shards, leas
             came = delivered(routes, arrived, "owned", "held")
         landed = []
         for route, buffer in zip(routes, came, strict=True):
-            blocks = flat(route.landing) if route.joins else buffer
+            blocks = flat(route.updates) if route.joins else buffer
             for cut in route.joins:
                 piece, place = cut.within(buffer, blocks)
                 place.copy_(piece)
             landed.append(blocks)
         for rank, route in enumerate(routes):
-            for part in route.landing.parts:
+            for part in route.updates.parts:
                 for i, update in zip(part.matrices, part.within(landed[rank]), strict=True):
                     assert torch.equal(update, values[i][shards.piece(i, rank).box.slices()])
 
@@ -286,6 +286,19 @@ def test_what_auto_leaves_out_is_told_and_bounded():
     assert 0.95 * plan.makespan_ms <= plan.shared_ms < plan.makespan_ms
     assert found.shared_bound_ms <= plan.shared_ms
     assert "none: sharing matrices would take 1.315 ms" in " ".join(str(build_report(plan)).split())
+
+
+def test_without_co_owners_the_report_says_what_auto_would_gain_where_that_is_material(plan):
+    off = shared_plan(model_specs("llama3-8b"), 256, PlannerOptions().co_owners)
+    assert sizes(off) == {1} and off.makespan_ms == plan.alone_ms
+    assert off.shared_ms == pytest.approx(plan.makespan_ms, rel=0.02)
+    text = " ".join(str(build_report(off)).split())
+    assert f"would take {off.shared_ms:.3f} ms by the costs' model (-4" in text
+    assert certify(OwnershipPlan.from_json(off.to_json())).proven
+    for specs, world in ((model_specs("llama3-8b"), 8), (model_specs("gpt2"), 256)):
+        told = shared_plan(specs, world, "off")
+        assert told.shared_ms is None and told.shared_prices == ()
+        assert "co-owners" not in str(build_report(told))
 
 
 def brute_force(plan: OwnershipPlan) -> float:

@@ -285,13 +285,6 @@ def test_every_part_of_the_key_has_a_file_of_its_own(tmp_path, field):
     assert entries_in(tmp_path, replace(KEY, **{field: changed})) == {}
 
 
-@given(st.builds(CacheKey, st.text(), st.text(), st.text(), st.text(), st.integers()))
-def test_file_names_are_plain(key):
-    name = key.file_name()
-    assert len(name) < 255 or len(key.torch + key.ns_dtype) > 100
-    assert re.fullmatch(r"[A-Za-z0-9.-]+\.json", name)
-
-
 def of_another_torch(good: dict) -> dict:
     data = good | {"key": asdict(replace(KEY, torch="1.0"))}
     return data | {"digest": sha256(data | {"digest": None})}

@@ -53,7 +53,7 @@ FORMS: dict[str, Form] = {
 
 def routes(given: Any, **dedicate: Any) -> dict[str, Any]:
     """By name: the algorithm and its reason, and the matrices; nothing is planned."""
-    found = dmuon.Muon(given, dedicate=dedicate)._run.routes
+    found = dmuon.Muon(given, dedicate=dedicate)._run.groups.routes
     return {
         name: (spec.algorithm, spec.reason, [(m.shape, m.form, m.start) for m in matrices])
         for name, (spec, matrices) in found.items()
@@ -160,8 +160,8 @@ def test_a_part_is_routed_as_in_its_model(part):
     for name, p in model.named_parameters():
         p.requires_grad_("lora" in name and part in name)
     given = [p for p in model.parameters() if p.requires_grad]
-    whole = dmuon.Muon(list(model.named_parameters()))._run.routes
-    found = dmuon.Muon(given)._run.routes
+    whole = dmuon.Muon(list(model.named_parameters()))._run.groups.routes
+    found = dmuon.Muon(given)._run.groups.routes
     assert [(s.algorithm, s.reason) for s, _ in found.values()] == [
         (s.algorithm, s.reason) for s, _ in whole.values()
     ]

@@ -6,11 +6,10 @@ What `dedicate_params` gives besides is in `test_single_process`.
 from __future__ import annotations
 
 import copy
-import io
 import json
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LambdaLR, OneCycleLR
 
 import dmuon
 from dmuon.ownership import ownership_of
@@ -39,6 +38,7 @@ from tests.unit.models import (
     clone,
     inputs,
     mean_square,
+    through_a_file,
     tokens,
     train,
     weights,
@@ -50,15 +50,38 @@ MUON_FIELDS = {
     "dampening",
 }  # fmt: skip
 ADAMW_SIDE = {"adamw_lr_ratio", "adamw_betas", "adamw_eps", "adamw_weight_decay"}
-
+MIXED = {"splits": Mixed.splits, "heads": Mixed.heads}
 
 PLANNED = pytest.mark.parametrize("planned", [False, True], ids=["before planning", "after"])
+NAMED = pytest.mark.parametrize("names", [True, False], ids=["named", "bare"])
+FORMS = pytest.mark.parametrize(
+    "form", [lambda m: list(m.named_parameters()), lambda m: m], ids=["named", "module"]
+)
+BATCHES = tokens()
 
 Named = list[tuple[str, nn.Parameter]]
+Pair = tuple[nn.Module, Any]
 
 
 def muon(model_or_params: Any, **settings: Any) -> dmuon.Muon:
     return dmuon.Muon(model_or_params, **(SETTINGS | settings))
+
+
+def trained(steps: int = 1, model: nn.Module | None = None, **settings: Any) -> Pair:
+    """A `TinyGPT` and its optimizer after some steps."""
+    model = TinyGPT() if model is None else model
+    opt = muon(model, **settings)
+    train(model, opt, BATCHES, range(steps))
+    return model, opt
+
+
+def same_steps(
+    first: Pair, second: Pair, steps: Iterable[int] = range(3), within: float = 0.0
+) -> None:
+    """Both models take these steps and have equal weights then."""
+    for model, optimizers in (first, second):
+        train(model, optimizers, BATCHES, list(steps))
+    assert_within(weights(first[0]), weights(second[0]), within)
 
 
 def is_matrix(name: str) -> bool:
@@ -76,13 +99,6 @@ def plain(named: Named) -> list[nn.Parameter]:
     return [p for _, p in named]
 
 
-def through_a_file(state: object) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
 def same_state(ours: Any, theirs: Any) -> None:
     assert ours.keys() == theirs.keys()
     for key, entry in ours.items():
@@ -91,15 +107,16 @@ def same_state(ours: Any, theirs: Any) -> None:
             torch.testing.assert_close(value, theirs[key][name], rtol=0, atol=0)
 
 
+def hyperparameters(opt: dmuon.Muon) -> list[dict[str, Any]]:
+    return [{k: v for k, v in group.items() if k != "params"} for group in opt.param_groups]
+
+
 # ---- groups ------------------------------------------------------------------------------
 
 
 @PLANNED
 def test_a_module_is_one_group_with_the_settings_of_both_sides(planned):
-    model = TinyGPT()
-    opt = muon(model, adamw_betas=(0.8, 0.9), adamw_eps=1e-6)
-    if planned:
-        train(model, opt, tokens(), range(1))
+    model, opt = trained(int(planned), adamw_betas=(0.8, 0.9), adamw_eps=1e-6)
     (group,) = opt.param_groups
     assert all(p is q for p, q in zip(group["params"], model.parameters(), strict=True))
     assert group["param_names"] == [name for name, _ in model.named_parameters()]
@@ -119,8 +136,7 @@ def test_a_group_has_the_settings_that_its_parameters_need(planned):
         {"params": others, "betas": (0.5, 0.6), "eps": 1e-5, "weight_decay": 0.0, "lr": 3e-4},
         {"params": both, "betas": (0.7, 0.8), "adamw_weight_decay": 0.3},
     ])  # fmt: skip
-    if planned:
-        train(model, opt, tokens(), range(1))
+    train(model, opt, BATCHES, range(int(planned)))
     first, second, third = opt.param_groups
     for group, named in zip(opt.param_groups, (matrices, others, both)):
         assert group["param_names"] == [name for name, _ in named]
@@ -129,8 +145,9 @@ def test_a_group_has_the_settings_that_its_parameters_need(planned):
     assert (first["momentum"], first["eps"], first["name"]) == (0.8, 1e-7, "hidden")
     # As torch.optim.AdamW has it, nothing else.
     assert second.keys() == {"params", "param_names", "lr", "betas", "eps", "weight_decay"}
-    assert (second["lr"], second["betas"], second["eps"]) == (3e-4, (0.5, 0.6), 1e-5)
-    assert second["weight_decay"] == 0.0
+    assert [second[k] for k in ("lr", "betas", "eps", "weight_decay")] == [
+        3e-4, (0.5, 0.6), 1e-5, 0.0,
+    ]  # fmt: skip
     assert third.keys() >= MUON_FIELDS | ADAMW_SIDE and "betas" not in third
     assert (third["adamw_betas"], third["adamw_weight_decay"]) == ((0.7, 0.8), 0.3)
 
@@ -139,40 +156,30 @@ def test_each_group_is_trained_with_its_own_settings():
     """Against one optimizer of torch and one reference for each group."""
     model = TinyGPT()
     twin = clone(model)
+    of_muon: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.0, "momentum": 0.5}
+    of_adamw: dict[str, Any] = {"lr": 3e-3, "betas": (0.5, 0.6), "eps": 1e-5, "weight_decay": 0.2}
     matrices, others = by_role(model)
-    opt = muon([
-        {"params": matrices, "lr": 0.05, "weight_decay": 0.0, "momentum": 0.5},
-        {"params": others, "lr": 3e-3, "betas": (0.5, 0.6), "eps": 1e-5, "weight_decay": 0.2},
-    ])  # fmt: skip
-    _, plain_others = by_role(twin)
-    adamw = torch.optim.AdamW(
-        plain(plain_others), lr=3e-3, betas=(0.5, 0.6), eps=1e-5, weight_decay=0.2
-    )
-    for p in plain(plain_others):
-        p.requires_grad_(False)  # so that the reference leaves them to AdamW
-    reference = ReferenceMuon(twin, lr=0.05, weight_decay=0.0, momentum=0.5, ns_dtype=torch.float32)
-    for p in plain(plain_others):
-        p.requires_grad_(True)
-    train(model, opt, tokens(), range(5))
-    train(twin, (reference, adamw), tokens(), range(5))
-    assert_within(weights(model), weights(twin), 1e-5)
+    opt = muon([{"params": matrices, **of_muon}, {"params": others, **of_adamw}])
+    left = nn.ParameterList(plain(by_role(twin)[1]))
+    left.requires_grad_(False)  # so that the reference leaves them to AdamW
+    reference = ReferenceMuon(twin, **of_muon, ns_dtype=torch.float32)
+    left.requires_grad_(True)
+    adamw = torch.optim.AdamW(left, **of_adamw)
+    same_steps((model, opt), (twin, (reference, adamw)), range(5), within=1e-5)
 
 
 def test_schedulers_of_two_groups_scale_each_by_its_own_function():
     model = TinyGPT()
     twin = clone(model)
-    opt = muon([{"params": named} for named in by_role(model)])
+    opt, other = (muon([{"params": named} for named in by_role(m)]) for m in (model, twin))
     schedule = LambdaLR(opt, [lambda step: 1 / (1 + step), lambda step: 0.5**step])
-    other = muon([{"params": named} for named in by_role(twin)])
     for step in range(4):
         rates = [0.02 / (1 + step), 0.02 * 0.5**step]
         assert [g["lr"] for g in opt.param_groups] == pytest.approx(rates, rel=1e-12)
-        train(model, opt, tokens(), [step])
-        schedule.step()
         for group, lr in zip(other.param_groups, rates):
             group["lr"] = lr
-        train(twin, other, tokens(), [step])
-    assert_within(weights(model), weights(twin), 1e-6)
+        same_steps((model, opt), (twin, other), [step], within=1e-6)
+        schedule.step()
 
 
 def test_adamws_rate_keeps_its_proportion_under_a_scheduler():
@@ -180,18 +187,14 @@ def test_adamws_rate_keeps_its_proportion_under_a_scheduler():
     twin = clone(model)
     opt = muon(model, adamw_lr=5e-3)
     assert opt.param_groups[0]["adamw_lr_ratio"] == pytest.approx(0.25)
-    schedule = CosineAnnealingLR(opt, T_max=4)
     other = muon([{"params": named} for named in by_role(twin)])
-    schedules = [CosineAnnealingLR(other, T_max=4)]
-    other.param_groups[1]["lr"] = other.param_groups[1]["initial_lr"] = 5e-3
-    schedules[0].base_lrs[1] = 5e-3
+    other.param_groups[1]["lr"] = 5e-3
+    schedules = [CosineAnnealingLR(each, T_max=4) for each in (opt, other)]
     for step in range(4):
-        train(model, opt, tokens(), [step])
-        train(twin, other, tokens(), [step])
-        schedule.step()
-        schedules[0].step()
+        same_steps((model, opt), (twin, other), [step], within=1e-6)
+        for schedule in schedules:
+            schedule.step()
     assert other.param_groups[1]["lr"] == pytest.approx(0.25 * other.param_groups[0]["lr"])
-    assert_within(weights(model), weights(twin), 1e-6)
 
 
 def test_a_rate_of_zero_has_no_proportion_to_adamws():
@@ -209,46 +212,36 @@ def test_groups_of_bare_parameters_say_their_roles(roles):
     model = TinyGPT()
     twin = clone(model)
     groups = [{"params": plain(named), **role} for named, role in zip(by_role(model), roles)]
-    groups[1] |= {"lr": 3e-4, "betas": (0.9, 0.99)}
-    opt = muon(groups)
-    assert [("momentum" in g, "betas" in g) for g in opt.param_groups] == [
-        (True, False), (False, True),
-    ]  # fmt: skip
-    assert not any(g.keys() & {"use_muon", "algorithm", "param_names"} for g in opt.param_groups)
     named = [{"params": named} for named in by_role(twin)]
-    named[1] |= {"lr": 3e-4, "betas": (0.9, 0.99)}
-    other = muon(named)
-    train(model, opt, tokens(), range(3))
-    train(twin, other, tokens(), range(3))
-    assert_bitwise(weights(model), weights(twin))
-    assert opt.stats()["update_rms"].values() and all(
-        ("momentum_buffer" in opt.state[p]) == is_matrix(name)
-        for name, p in model.named_parameters()
-    )
+    for each in (groups, named):
+        each[1] |= {"lr": 3e-4, "betas": (0.9, 0.99)}
+    opt = muon(groups)
+    assert ["momentum" in g for g in opt.param_groups] == [True, False]
+    assert ["betas" in g for g in opt.param_groups] == [False, True]
+    assert not any(g.keys() & {"use_muon", "algorithm", "param_names"} for g in opt.param_groups)
+    same_steps((model, opt), (twin, muon(named)))
+    assert opt.stats()["update_rms"]
+    for name, p in model.named_parameters():
+        assert ("momentum_buffer" in opt.state[p]) == is_matrix(name)
 
 
 def test_a_role_wins_over_the_rules_of_names():
     model = TinyGPT()
     others = [e for e in model.named_parameters() if e[0] != "lm_head.weight"]
-    opt = muon([
-        {"params": [("lm_head.weight", model.lm_head.weight)], "algorithm": "muon"},
-        {"params": others},
-    ])  # fmt: skip
-    train(model, opt, tokens(), range(1))
+    head = {"params": [("lm_head.weight", model.lm_head.weight)], "algorithm": "muon"}
+    opt = muon([head, {"params": others}])
+    train(model, opt, BATCHES, range(1))
     assert "momentum_buffer" in opt.state[model.lm_head.weight]
     assert "exp_avg" in opt.state[model.embed.weight]
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        lambda m: list(m.parameters()),
-        lambda m: [{"params": list(m.parameters())}],
-        lambda m: [
-            {"params": plain(by_role(m)[0]), "use_muon": True}, {"params": plain(by_role(m)[1])},
-        ],
+@pytest.mark.parametrize("form", [
+    lambda m: list(m.parameters()),
+    lambda m: [{"params": list(m.parameters())}],
+    lambda m: [
+        {"params": plain(by_role(m)[0]), "use_muon": True}, {"params": plain(by_role(m)[1])},
     ],
-)  # fmt: skip
+])  # fmt: skip
 def test_bare_parameters_without_roles_are_refused_with_the_fix(form):
     with pytest.raises(OwnershipError, match=r"without names.*pass the model.*algorithm="):
         muon(form(TinyGPT()))  # which nobody keeps
@@ -261,45 +254,35 @@ def test_a_role_that_is_none_is_refused():
 
 def test_names_stay_as_they_were_given_and_plans_do_not_have_wrappers_in_them():
     model = TinyGPT()
-    named = [(f"module._orig_mod.{name}", p) for name, p in model.named_parameters()]
-    opt = muon(named)
-    assert opt.param_groups[0]["param_names"] == [name for name, _ in named]
+    names = [name for name, _ in model.named_parameters()]
+    given = [f"module._orig_mod.{name}" for name in names]
+    opt = muon(list(zip(given, model.parameters())))
+    assert opt.param_groups[0]["param_names"] == given
     assert opt.ownership.owner_of("blocks.1.up.weight") == 0
-    assert [p.name for p in opt.ownership.plan.specs.parameters] == [
-        name for name, _ in model.named_parameters()
-    ]
-    assert opt.param_groups[0]["param_names"] == [name for name, _ in named]
+    assert [p.name for p in opt.ownership.plan.specs.parameters] == names
+    assert opt.param_groups[0]["param_names"] == given
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-@pytest.mark.parametrize("bare", [
-    pytest.param(False, id="named"),
-    pytest.param(True, id="bare"),
-])  # fmt: skip
-def test_empty_groups_are_groups_like_any_other(place, bare):
+@NAMED
+def test_empty_groups_are_groups_like_any_other(place, names):
     """transformers' Trainer has one for what is not decayed, which may be nothing."""
     model = TinyGPT()
     twin = clone(model)
-
-    def groups(model: nn.Module) -> list[dict[str, Any]]:
-        roles = ({"use_muon": True}, {"use_muon": False}) if bare else ({}, {})
-        return [
-            {"params": plain(named) if bare else named, **role}
-            for named, role in zip(by_role(model), roles)
-        ]
-
-    given = groups(model)
+    roles = ({}, {}) if names else ({"use_muon": True}, {"use_muon": False})
+    given, whole = (
+        [{"params": n if names else plain(n), **r} for n, r in zip(by_role(m), roles)]
+        for m in (model, twin)
+    )
     given.insert(place, {"params": []})
     opt = muon(given)
     assert len(opt.param_groups) == 3 and opt.param_groups[place]["params"] == []
     schedule = CosineAnnealingLR(opt, T_max=10)
-    train(model, opt, tokens(), range(2))
-    train(twin, muon(groups(twin)), tokens(), range(2))
-    assert_bitwise(weights(model), weights(twin))
+    same_steps((model, opt), (twin, muon(whole)), range(2))
     schedule.step()
     assert len({g["lr"] for g in opt.param_groups}) == 1
     opt.load_state_dict(through_a_file(opt.state_dict()))
-    train(model, opt, tokens(), range(2, 3))
+    train(model, opt, BATCHES, [2])
 
 
 # ---- whose word counts -------------------------------------------------------------------
@@ -312,8 +295,8 @@ def by_layer(model: nn.Module) -> list[Named]:
     return [*blocks, [e for e in named if not e[0].startswith("blocks.")]]
 
 
-def by_hand(model: nn.Module, rates: list[dict[str, tuple[float, float]]]) -> None:
-    """Two steps of the reference and torch's AdamW, group by group, each with (lr, decay)."""
+def by_hand(model: nn.Module, rates: list[dict[str, tuple[float, float]]]) -> list[Any]:
+    """The reference and torch's AdamW, group by group, each with (lr, decay)."""
     opts: list[torch.optim.Optimizer] = []
     for named, rate in zip(by_layer(model), rates):
         matrices = [p for name, p in named if is_matrix(name)]
@@ -326,42 +309,35 @@ def by_hand(model: nn.Module, rates: list[dict[str, tuple[float, float]]]) -> No
             nn.ParameterList(matrices).requires_grad_(True)
             opts.append(ReferenceMuon(model, lr=lr, weight_decay=decay, ns_dtype=torch.float32))
     model.requires_grad_(True)
-    train(model, opts, tokens(), range(2))
+    return opts
 
 
-@pytest.mark.parametrize(
-    ("said", "rates"),
-    [
-        ({}, {"muon": (0.02, 0.1), "adamw": (1e-3, 0.05)}),
-        ({"lr": 1e-4}, {"muon": (1e-4, 0.1), "adamw": (1e-4, 0.05)}),
-        ({"weight_decay": 0.0}, {"muon": (0.02, 0.0), "adamw": (1e-3, 0.0)}),
-        ({"adamw_lr": 5e-3}, {"muon": (0.02, 0.1), "adamw": (5e-3, 0.05)}),
-        ({"lr": 1e-4, "adamw_lr": 2e-4}, {"muon": (1e-4, 0.1), "adamw": (2e-4, 0.05)}),
-        (
-            {"weight_decay": 0.3, "adamw_weight_decay": 0.2},
-            {"muon": (0.02, 0.3), "adamw": (1e-3, 0.2)},
-        ),
-    ],
-)
-def test_what_a_group_says_wins_for_all_of_its_parameters(said, rates):
+@pytest.mark.parametrize(("said", "of_muon", "of_adamw"), [
+    ({}, (0.02, 0.1), (1e-3, 0.05)),
+    ({"lr": 1e-4}, (1e-4, 0.1), (1e-4, 0.05)),
+    ({"weight_decay": 0.0}, (0.02, 0.0), (1e-3, 0.0)),
+    ({"adamw_lr": 5e-3}, (0.02, 0.1), (5e-3, 0.05)),
+    ({"lr": 1e-4, "adamw_lr": 2e-4}, (1e-4, 0.1), (2e-4, 0.05)),
+    ({"weight_decay": 0.3, "adamw_weight_decay": 0.2}, (0.02, 0.3), (1e-3, 0.2)),
+])  # fmt: skip
+def test_what_a_group_says_wins_for_all_of_its_parameters(said, of_muon, of_adamw):
     """Over the constructor, in groups of both kinds and in one that goes to AdamW alone."""
     model = TinyGPT()
     twin = clone(model)
     constructor = {"muon": (0.02, 0.1), "adamw": (1e-3, 0.05)}
+    rates = {"muon": of_muon, "adamw": of_adamw}
     groups = [{"params": named} for named in by_layer(model)]
     opt = muon([groups[0], groups[1] | said, groups[2] | said], adamw_lr=1e-3,
                adamw_weight_decay=0.05)  # fmt: skip
-    train(model, opt, tokens(), range(2))
-    by_hand(twin, [constructor, rates, rates])
-    assert_within(weights(model), weights(twin), 1e-6)
+    reference = by_hand(twin, [constructor, rates, rates])
+    same_steps((model, opt), (twin, reference), range(2), within=1e-6)
 
 
 @PLANNED
 def test_betas_of_a_group_of_both_are_adamws(planned):
     model = TinyGPT()
     opt = muon([{"params": list(model.named_parameters()), "betas": (0.5, 0.6)}])
-    if planned:
-        train(model, opt, tokens(), range(1))
+    train(model, opt, BATCHES, range(int(planned)))
     assert opt.param_groups[0]["adamw_betas"] == (0.5, 0.6) and "betas" not in opt.param_groups[0]
 
 
@@ -410,55 +386,48 @@ def test_a_key_of_the_other_algorithm_is_an_error(role, key, value, hint):
     *UNREAD, ("adamw_lr", 0.1, "adamw_lr_ratio"), ("betas", (0.5, 0.5), "did you mean 'adamw_bet"),
 ])  # fmt: skip
 def test_a_key_that_nobody_reads_is_an_error_of_the_next_step(planned, key, value, hint):
-    model = TinyGPT()
-    opt = muon(model)
-    if planned:
-        train(model, opt, tokens(), range(1))
+    model, opt = trained(int(planned))
     before = weights(model)
     opt.param_groups[0][key] = value
     with pytest.raises(OwnershipError, match=rf"'{key}', which nobody reads.*{hint}"):
-        train(model, opt, tokens(), range(1))
+        train(model, opt, BATCHES, range(1))
     assert_bitwise(weights(model), before)
     del opt.param_groups[0][key]
-    train(model, opt, tokens(), range(1))
+    train(model, opt, BATCHES, range(1))
 
 
 @PLANNED
 def test_what_others_note_in_a_group_is_theirs(planned):
     model = TinyGPT()
-    matrices, others = by_role(model)
-    opt = muon([{"params": matrices, **HARMLESS}, {"params": others, **HARMLESS}])
-    if planned:
-        train(model, opt, tokens(), range(1))
+    opt = muon([{"params": named, **HARMLESS} for named in by_role(model)])
+    train(model, opt, BATCHES, range(int(planned)))
     for group in opt.param_groups:
         assert (group["name"], group["_mine"], group["lr_scale"]) == ("layer 3", 3, 0.5)
         assert not group.keys() & {"foreach", "maximize", "decoupled_weight_decay"}
         group |= HARMLESS | {"swa_lr": 0.1, "wd_mult": 2.0}
-    train(model, opt, tokens(), range(1, 3))
+    train(model, opt, BATCHES, range(1, 3))
     state = through_a_file(opt.state_dict())
     state["param_groups"][1] |= {"fused": True, "foreach": True}  # how torch's AdamW computed
     opt.load_state_dict(state)
-    train(model, opt, tokens(), range(3, 4))
+    train(model, opt, BATCHES, [3])
     state["param_groups"][1]["maximize"] = True
     with pytest.raises(OwnershipError, match=r"its param_groups\[1\].*'maximize'"):
         opt.load_state_dict(state)
 
 
-@pytest.mark.parametrize("kind", ["OneCycleLR", "CyclicLR"])
-def test_schedulers_that_cycle_momentum_cycle_that_of_matrices(kind):
+@pytest.mark.parametrize("schedule", [
+    lambda opt: OneCycleLR(opt, max_lr=0.02, total_steps=8),
+    lambda opt: CyclicLR(opt, 1e-3, 0.02, step_size_up=3),
+], ids=["OneCycleLR", "CyclicLR"])  # fmt: skip
+def test_schedulers_that_cycle_momentum_cycle_that_of_matrices(schedule):
     model = TinyGPT()
     matrices, others = by_role(model)
     both = [matrices.pop(), others.pop()]
     opt = muon([{"params": named} for named in (matrices, others, both)])
-    schedule: Any
-    if kind == "OneCycleLR":
-        schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.02, total_steps=8)
-    else:
-        schedule = torch.optim.lr_scheduler.CyclicLR(opt, 1e-3, 0.02, step_size_up=3)
-    seen = []
+    scheduler, seen = schedule(opt), []
     for step in range(4):
-        train(model, opt, tokens(), [step])
-        schedule.step()
+        train(model, opt, BATCHES, [step])
+        scheduler.step()
         seen.append([opt.param_groups[g]["momentum"] for g in (0, 2)])
     assert len({tuple(row) for row in seen}) > 2 and all(a == b for a, b in seen)
     assert opt.param_groups[1]["betas"] == opt.param_groups[2]["adamw_betas"] == (0.9, 0.95)
@@ -469,11 +438,9 @@ SIDES = pytest.mark.parametrize("side", ["adamw_betas", "adamw_eps", "adamw_lr_r
 
 @SIDES
 def test_a_mixed_group_that_lost_a_setting_of_adamw_changes_nothing(side):
-    model = TinyGPT()
-    opt = muon(model)
-    train(model, opt, tokens(), range(1))
+    model, opt = trained()
     kept = opt.param_groups[0].pop(side)
-    mean_square(model, tokens()(1)).backward()
+    mean_square(model, BATCHES(1)).backward()
     before = weights(model)
     with pytest.raises(OwnershipError, match=f"has lost .*'{side}'"):
         opt.step()
@@ -486,7 +453,7 @@ def test_a_mixed_group_that_lost_a_setting_of_adamw_changes_nothing(side):
 def test_a_group_of_adamw_that_lost_a_setting_is_told_which():
     model = TinyGPT()
     opt = muon([{"params": named} for named in by_role(model)])
-    train(model, opt, tokens(), range(1))
+    train(model, opt, BATCHES, range(1))
     opt.param_groups[1].pop("betas")
     with pytest.raises(OwnershipError, match=r"param_groups\[1\] has lost \['betas'\]"):
         opt.step()
@@ -494,18 +461,16 @@ def test_a_group_of_adamw_that_lost_a_setting_is_told_which():
 
 @SIDES
 def test_planning_gives_a_group_what_it_lost(side):
-    model = TinyGPT()
-    opt = muon(model, adamw_betas=(0.5, 0.6))
+    model, opt = trained(0, adamw_betas=(0.5, 0.6))
     kept = opt.param_groups[0].pop(side)
-    train(model, opt, tokens(), range(1))
+    train(model, opt, BATCHES, range(1))
     assert opt.param_groups[0][side] == kept
 
 
 def test_a_parameter_that_is_gone_before_the_first_step_is_told_with_the_fix():
-    model = TinyGPT()
-    opt = muon(model)
+    model, opt = trained(0)
     opt.param_groups[0]["params"].pop()
-    mean_square(model, tokens()(0)).backward()
+    mean_square(model, BATCHES(0)).backward()
     with pytest.raises(OwnershipError, match="param_groups"):
         opt.step()
 
@@ -513,47 +478,25 @@ def test_a_parameter_that_is_gone_before_the_first_step_is_told_with_the_fix():
 # ---- groups that are added ---------------------------------------------------------------
 
 
-def hyperparameters(opt: dmuon.Muon) -> list[dict[str, Any]]:
-    return [{k: v for k, v in group.items() if k != "params"} for group in opt.param_groups]
-
-
-def matrices_and_others(model: nn.Module, bare: bool) -> list[dict[str, Any]]:
-    matrices, others = by_role(model)
-    first, second = {"params": matrices, "momentum": 0.5}, {"params": others, "lr": 3e-4}
-    if bare:
-        first |= {"params": plain(matrices), "algorithm": "muon"}
-        second |= {"params": plain(others), "algorithm": "adamw"}
-    return [first, second]
-
-
-BARE = pytest.mark.parametrize("bare", [False, True], ids=["named", "bare"])
-
-
-@BARE
+@NAMED
 @pytest.mark.parametrize("order", [1, -1], ids=["others added", "matrices added"])
-def test_a_group_may_be_added_before_planning(bare, order):
+def test_a_group_may_be_added_before_planning_and_is_as_one_that_was_given(names, order):
     model = TinyGPT()
     twin = clone(model)
-    together = muon(matrices_and_others(twin, bare)[::order])
-    first, second = matrices_and_others(model, bare)[::order]
-    opt = muon([first])
-    opt.add_param_group(second)
-    train(model, opt, tokens(), range(3))
-    train(twin, together, tokens(), range(3))
-    assert_bitwise(weights(model), weights(twin))
 
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        matrices, others = by_role(model)
+        made = [{"params": matrices, "momentum": 0.5}, {"params": others, "lr": 3e-4}]
+        if not names:
+            made[0] |= {"params": plain(matrices), "algorithm": "muon"}
+            made[1] |= {"params": plain(others), "algorithm": "adamw"}
+        return made[::order]
 
-@BARE
-@pytest.mark.parametrize("order", [
-    pytest.param(1, id="others"),
-    pytest.param(-1, id="matrices"),
-])  # fmt: skip
-def test_a_group_that_is_added_is_as_one_that_was_given(bare, order):
-    together = muon(matrices_and_others(TinyGPT(), bare)[::order])
-    first, second = matrices_and_others(TinyGPT(), bare)[::order]
-    opt = muon([first])
+    first, second = groups(model)
+    together, opt = muon(groups(twin)), muon([first])
     opt.add_param_group(second)
     assert hyperparameters(opt) == hyperparameters(together)
+    same_steps((model, opt), (twin, together))
 
 
 @pytest.mark.parametrize("wrong", [
@@ -561,15 +504,12 @@ def test_a_group_that_is_added_is_as_one_that_was_given(bare, order):
     lambda m: {"params": [("a.weight", nn.Parameter(torch.ones(3, 4)))], "lr": -1.0},
 ], ids=["twice", "setting"])  # fmt: skip
 def test_a_group_that_was_refused_leaves_nothing_behind(wrong):
-    model = TinyGPT()
+    model, opt = trained(0)
     twin = clone(model)
-    opt = muon(model)
     with pytest.raises(ValueError, match="more than one|lr must be"):
         opt.add_param_group(wrong(model))
     assert len(opt.param_groups) == 1
-    train(model, opt, tokens(), range(2))
-    train(twin, muon(twin), tokens(), range(2))
-    assert_bitwise(weights(model), weights(twin))
+    same_steps((model, opt), (twin, muon(twin)), range(2))
 
 
 # ---- copies ------------------------------------------------------------------------------
@@ -585,13 +525,9 @@ def test_an_optimizer_that_has_not_planned_is_copied_as_any_other(copied):
     matrices, others = by_role(model)
     opt = muon([{"params": matrices, "momentum": 0.5}, {"params": others, "betas": (0.1, 0.2)}])
     twin, other = copied((model, opt))
-    assert all(
-        p is not q for g, h in zip(opt.param_groups, other.param_groups)
-        for p, q in zip(g["params"], h["params"])
-    )  # fmt: skip
-    train(model, opt, tokens(), range(3))
-    train(twin, other, tokens(), range(3))
-    assert_bitwise(weights(twin), weights(model))
+    for group, its in zip(opt.param_groups, other.param_groups):
+        assert all(p is not q for p, q in zip(group["params"], its["params"]))
+    same_steps((model, opt), (twin, other))
     same_state(other.state_dict()["state"], opt.state_dict()["state"])
 
 
@@ -602,108 +538,82 @@ def test_a_copy_knows_the_roles_and_pieces_that_its_parameters_were_given(copied
     others = [p for p in model.parameters() if all(p is not q for q in matrices)]
     opt = muon([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}])
     twin, other = copied((model, opt))
-    train(model, opt, inputs((4, WIDTH)), range(2))
-    train(twin, other, inputs((4, WIDTH)), range(2))
+    for each in ((model, opt), (twin, other)):
+        train(*each, inputs((4, WIDTH)), range(2))
     assert_bitwise(weights(twin), weights(model))
     model = Mixed()
-    opt = muon(model, dedicate={"splits": Mixed.splits, "heads": Mixed.heads})
-    twin, other = copied((model, opt))
+    twin, other = copied((model, muon(model, dedicate=MIXED)))
     train(twin, other, inputs((4, WIDTH)), range(1))
     assert len(other.ownership.owner_of("qkv.weight")) == 3
 
 
 @COPIES
 def test_a_copy_keeps_a_state_that_was_loaded(copied):
-    first = TinyGPT()
-    donor = muon(first)
-    train(first, donor, tokens(), range(2))
+    first, donor = trained(2)
     model = clone(first)
     opt = muon(model)
     opt.load_state_dict(through_a_file(donor.state_dict()))
     twin, other = copied((model, opt))
-    expected = train(first, donor, tokens(), range(2, 4))
-    assert train(twin, other, tokens(), range(2, 4)) == expected
-    assert train(model, opt, tokens(), range(2, 4)) == expected
+    expected = train(first, donor, BATCHES, range(2, 4))
+    for each in ((twin, other), (model, opt)):
+        assert train(*each, BATCHES, range(2, 4)) == expected
     assert other.stats()["steps"] == opt.stats()["steps"] == 4
 
 
 @COPIES
 def test_an_optimizer_that_has_planned_says_what_to_do_instead(copied):
-    model = TinyGPT()
-    opt = muon(model)
-    train(model, opt, tokens(), range(1))
+    model, opt = trained()
     with pytest.raises(OwnershipError, match=r"save opt\.state_dict\(\).*before its first step"):
         copied(opt)
-    train(model, opt, tokens(), range(1, 2))
+    train(model, opt, BATCHES, [1])
 
 
 # ---- states ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("groups", [list, lambda m: m, lambda m: by_role(m)])
+@pytest.mark.parametrize("groups", [
+    lambda m: m.named_parameters(), lambda m: m, lambda m: [{"params": n} for n in by_role(m)],
+])  # fmt: skip
 def test_a_state_loaded_before_the_first_step_is_one_loaded_after_it(groups, dtype):
-    def build(model: nn.Module) -> dmuon.Muon:
-        given = groups(model.named_parameters() if groups is list else model)
-        if isinstance(given, tuple):
-            given = [{"params": named} for named in given]
-        return muon(given, master_weights=dtype is torch.bfloat16)
+    def build() -> Pair:
+        model = TinyGPT().to(dtype)
+        return model, muon(groups(model), master_weights=dtype is torch.bfloat16)
 
-    model = TinyGPT().to(dtype)
-    opt = build(model)
+    model, opt = build()
     schedule = CosineAnnealingLR(opt, T_max=10)
     for step in range(3):
-        train(model, opt, tokens(), [step])
+        train(model, opt, BATCHES, [step])
         schedule.step()
     saved = through_a_file((model.state_dict(), opt.state_dict()))
-    results = []
+    expected = train(model, opt, BATCHES, range(3, 6))
     for steps in ([], range(7, 9)):
-        other = TinyGPT().to(dtype)
-        resumed = build(other)
-        train(other, resumed, tokens(), steps)
+        other, resumed = build()
+        train(other, resumed, BATCHES, steps)
         other.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
         assert resumed.stats()["steps"] == 3
-        assert resumed.param_groups[0]["lr"] == opt.param_groups[0]["lr"] != 0.02
+        assert resumed.param_groups[0]["lr"] == saved[1]["param_groups"][0]["lr"] != 0.02
         same_state(resumed.state_dict()["state"], saved[1]["state"])
-        losses = train(other, resumed, tokens(), range(3, 6))
-        results.append((losses, weights(other), resumed.state_dict()["state"]))
-    expected = train(model, opt, tokens(), range(3, 6))
-    for losses, found, state in results:
-        assert losses == expected
-        assert_bitwise(found, weights(model))
-        same_state(state, opt.state_dict()["state"])
+        assert train(other, resumed, BATCHES, range(3, 6)) == expected
+        assert_bitwise(weights(other), weights(model))
+        same_state(resumed.state_dict()["state"], opt.state_dict()["state"])
 
 
-def test_a_state_loaded_before_the_first_step_shares_nothing_with_it():
-    model = TinyGPT()
-    donor = muon(model)
-    train(model, donor, tokens(), range(2))
-    twin = clone(model)
-    opt = muon(twin)
-    opt.load_state_dict(donor.state_dict())
-    kept = copy.deepcopy(donor.state_dict())
-    train(model, donor, tokens(), range(2, 4))
-    same_state(opt.state_dict()["state"], kept["state"])
-
-
-def test_a_state_that_was_loaded_is_saved_again_before_the_first_step():
-    model = TinyGPT()
-    donor = muon(model)
-    train(model, donor, tokens(), range(2))
-    saved = through_a_file(donor.state_dict())
+def test_a_state_loaded_before_the_first_step_shares_nothing_and_is_saved_again():
+    model, donor = trained(2)
+    kept = through_a_file(donor.state_dict())
     opt = muon(TinyGPT(), lr=1.0)
-    opt.load_state_dict(saved)
+    opt.load_state_dict(donor.state_dict())
+    train(model, donor, BATCHES, range(2, 4))
     again = through_a_file(opt.state_dict())
-    same_state(again["state"], saved["state"])
-    assert again["param_groups"] == saved["param_groups"]
+    same_state(again["state"], kept["state"])
+    assert again["param_groups"] == kept["param_groups"]
 
 
 def test_a_state_is_torchs_own_and_can_be_loaded_without_trust():
     """One momentum for a matrix and torch.optim.AdamW's entry for all else; no other types."""
-    model = TinyGPT()
-    opt = muon(model)
-    train(model, opt, tokens(), range(2))
+    model, opt = trained(2)
     state = opt.state_dict()
     assert state.keys() == {"state", "param_groups"}
     loaded = through_a_file(state)
@@ -718,12 +628,9 @@ def test_a_state_is_torchs_own_and_can_be_loaded_without_trust():
 
 @PLANNED
 def test_a_state_that_was_read_into_nothing_is_refused_and_the_named_fix_works(planned, tmp_path):
-    model = TinyGPT()
-    opt = muon(model)
-    train(model, opt, tokens(), range(3))
+    model, opt = trained(3)
     dcp.save({"model": model.state_dict(), "opt": opt.state_dict()}, checkpoint_id=tmp_path)
-    twin = TinyGPT()
-    other = muon(twin)
+    twin, other = trained(0)
     empty = {"model": twin.state_dict(), "opt": other.state_dict()}
     other.load_state_dict(empty["opt"])  # which is of no step
     dcp.load(empty, checkpoint_id=tmp_path)
@@ -739,7 +646,7 @@ def test_a_state_that_was_read_into_nothing_is_refused_and_the_named_fix_works(p
     made = {"opt": other.state_dict()}  # `set_optimizer_state_dict` has made it
     dcp.load(made, checkpoint_id=tmp_path)
     other.load_state_dict(made["opt"])
-    assert train(twin, other, tokens(), range(3, 5)) == train(model, opt, tokens(), range(3, 5))
+    assert train(twin, other, BATCHES, range(3, 5)) == train(model, opt, BATCHES, range(3, 5))
 
 
 @pytest.mark.parametrize("options", [{}, {"full_state_dict": True},
@@ -747,29 +654,25 @@ def test_a_state_that_was_read_into_nothing_is_refused_and_the_named_fix_works(p
 @PLANNED
 def test_states_go_through_torchs_distributed_checkpoint(planned, options):
     how = StateDictOptions(**options)
-    model = TinyGPT()
     settings: dict[str, Any] = {"ns_coefficients": (2.0, -1.5, 0.5), "adamw_betas": (0.7, 0.8)}
+    model, twin = TinyGPT(), TinyGPT()
     opt = muon([{"params": named} for named in by_role(model)], **settings)
-    train(model, opt, tokens(), range(2))
+    train(model, opt, BATCHES, range(2))
     of_model, of_optimizer = through_a_file(get_state_dict(model, opt, options=how))
-    twin = TinyGPT()
     other = muon([{"params": named} for named in by_role(twin)], **settings, lr=1.0)
     if planned:
-        train(twin, other, tokens(), range(7, 8))
+        train(twin, other, BATCHES, [7])
     set_state_dict(
         twin, other, model_state_dict=of_model, optim_state_dict=of_optimizer, options=how
     )
     assert other.stats()["steps"] == 2
     # As text: torch makes lists of tuples.
     assert json.dumps(hyperparameters(other)) == json.dumps(hyperparameters(opt))
-    assert train(twin, other, tokens(), range(2, 4)) == train(model, opt, tokens(), range(2, 4))
-    assert_bitwise(weights(twin), weights(model))
+    same_steps((twin, other), (model, opt), range(2, 4))
 
 
 def test_a_state_of_another_model_is_refused_before_planning_too():
-    donor = TinyGPT()
-    saved = muon(donor)
-    train(donor, saved, tokens(), range(1))
+    _, saved = trained()
     wide = TinyGPT(vocabulary=12)
     opt = muon(wide)
     with pytest.raises(OwnershipError, match=r"embed\.weight.*another model"):
@@ -777,7 +680,7 @@ def test_a_state_of_another_model_is_refused_before_planning_too():
     with pytest.raises(OwnershipError, match=r"this optimizer has"):
         opt.load_state_dict(muon(TinyGPT(blocks=1)).state_dict())
     assert not opt.state
-    train(wide, opt, tokens(), range(1))
+    train(wide, opt, BATCHES, range(1))
 
 
 def test_names_in_a_state_do_not_say_how_parameters_are_updated():
@@ -789,71 +692,62 @@ def test_names_in_a_state_do_not_say_how_parameters_are_updated():
         embed = [e for e in named if "embed" in e[0]]
         rest = [e for e in named if "embed" not in e[0]]
         found.append(muon([{"params": embed, "algorithm": "muon"}, {"params": rest}]))
-    train(model, found[0], tokens(), range(2))
+    train(model, found[0], BATCHES, range(2))
     found[1].load_state_dict(through_a_file(found[0].state_dict()))
     other.load_state_dict(model.state_dict())
-    for made, opt in ((model, found[0]), (other, found[1])):
-        train(made, opt, tokens(), range(2, 4))
-    assert_bitwise(weights(other), weights(model))
+    same_steps((model, found[0]), (other, found[1]), range(2, 4))
     assert found[1].param_groups[0]["param_names"][0].startswith("b.")
 
 
 @PLANNED
 def test_a_state_with_the_same_names_in_another_order_is_taken_by_name(planned):
-    model, other = TinyGPT(), TinyGPT()
+    model = TinyGPT()
     saved = muon(model.named_parameters())
-    train(model, saved, tokens(), range(2))
-    other.load_state_dict(model.state_dict())
+    train(model, saved, BATCHES, range(2))
+    other = clone(model)
     opt = muon(reversed(list(other.named_parameters())))
     if planned:
         opt.report()
     opt.load_state_dict(saved.state_dict())
-    for made, each in ((model, saved), (other, opt)):
-        train(made, each, tokens(), range(2, 4))
-    assert_bitwise(weights(other), weights(model))
+    same_steps((model, saved), (other, opt), range(2, 4))
 
 
 def test_keys_that_are_names_say_whose_an_entry_is():
     """As torch's get_optimizer_state_dict has them, in whatever order they are listed."""
-    model = TinyGPT()
-    opt = muon(model)
-    train(model, opt, tokens(), range(2))
+    model, opt = trained(2)
     state = copy.deepcopy(get_state_dict(model, opt)[1])
     state["param_groups"][0]["params"].reverse()
-    other = clone(model)
-    again = muon(other)
+    again = muon(clone(model))
     again.load_state_dict(state)
     same_state(again.state_dict()["state"], opt.state_dict()["state"])
+
+
+def refuses(planned: bool, state: Any, told: str) -> None:
+    """A state is refused with this message, nothing has changed, and training goes on."""
+    model, opt = trained(int(planned))
+    before = copy.deepcopy(opt.state_dict())
+    with pytest.raises(OwnershipError, match=told):
+        opt.load_state_dict(state)
+    assert opt.state_dict()["param_groups"] == before["param_groups"]
+    same_state(opt.state_dict()["state"], before["state"])
+    train(model, opt, BATCHES, range(1))
 
 
 @PLANNED
 def test_a_state_of_another_algorithm_is_refused_and_changes_nothing(planned):
     model = TinyGPT()
     adamw = torch.optim.AdamW(model.named_parameters(), lr=1e-4)
-    train(model, adamw, tokens(), range(1))
-    for select in (None, lambda name, p: "blocks.1" in name and p.ndim == 2):
-        donor = TinyGPT()
-        saved: Any = adamw
-        if select is not None:
-            saved = muon(donor, dedicate={"select": select})
-            train(donor, saved, tokens(), range(1))
-        made = TinyGPT()
-        opt = muon(made)
-        if planned:
-            train(made, opt, tokens(), range(1))
-        before = copy.deepcopy(opt.state_dict())
-        with pytest.raises(OwnershipError, match="updated by muon here and needs 'momentum_buffer"):
-            opt.load_state_dict(saved.state_dict())
-        assert opt.state_dict()["param_groups"] == before["param_groups"]
-        same_state(opt.state_dict()["state"], before["state"])
-        train(made, opt, tokens(), range(1))
+    train(model, adamw, BATCHES, range(1))
+    _, donor = trained(dedicate={"select": lambda name, p: "blocks.1" in name and p.ndim == 2})
+    for saved in (adamw, donor):
+        refuses(planned, saved.state_dict(), "updated by muon here and needs 'momentum_buffer")
 
 
-def _with(path: tuple[Any, ...], value: Any) -> Any:
-    """A change of a state; ``path`` leads to what becomes ``value``."""
+def _with(*path: Any) -> Any:
+    """A change of a state; ``path`` leads to a place, and ends with what it becomes."""
+    *way, last, value = path
 
     def change(state: dict[str, Any]) -> None:
-        *way, last = path
         for key in way:
             state = state[key]
         state[last] = value
@@ -861,8 +755,11 @@ def _with(path: tuple[Any, ...], value: Any) -> Any:
     return change
 
 
-def _without_last_full(state: dict[str, Any]) -> None:
-    del state["param_groups"][0]["muon_last_full"]
+def _without(key: str) -> Any:
+    def remove(state: dict[str, Any]) -> None:
+        state["state"] = {n: e for n, e in state["state"].items() if key not in e}
+
+    return remove
 
 
 def _of_others(state: dict[str, Any]) -> None:
@@ -870,100 +767,75 @@ def _of_others(state: dict[str, Any]) -> None:
     group["param_names"] = [f"other{n}.weight" for n in range(len(group["param_names"]))]
 
 
-def _an_extra_entry(state: dict[str, Any]) -> None:
-    state["state"][99] = state["state"][0]
+def _momentum(value: Any) -> Any:
+    return _with("state", 3, "momentum_buffer", value)
 
 
-def _without(key: str) -> Any:
-    def remove(state: dict[str, Any]) -> None:
-        entries = state["state"]
-        state["state"] = {n: e for n, e in entries.items() if key not in e}
-
-    return remove
+def _setting(name: str, value: Any) -> Any:
+    return _with("param_groups", 0, name, value)
 
 
 _MOMENTUM = torch.zeros(2 * WIDTH, WIDTH)
+_NAN = torch.full((11, WIDTH), math.nan)
 # By their places in TinyGPT: 0 is its embedding, 1 and 2 are a norm's, 3 is a matrix.
 _BAD = {
-    "a step that is text": (_with(("state", 0, "step"), "three"), "step='three'"),
-    "a step for each row": (_with(("state", 0, "step"), torch.zeros(3)), "must be a number >= 0"),
-    "a negative step": (_with(("state", 0, "step"), torch.tensor(-1.0)), "must be a number >= 0"),
-    "integers": (_with(("state", 3, "momentum_buffer"), _MOMENTUM.int()), "torch.int32"),
-    "complex numbers": (
-        _with(("state", 3, "momentum_buffer"), _MOMENTUM.to(torch.complex64)),
-        "torch.complex64",
+    "a step that is text": (_with("state", 0, "step", "three"), "step='three'"),
+    "a step for each row": (_with("state", 0, "step", torch.zeros(3)), "must be a number >= 0"),
+    "a negative step": (_with("state", 0, "step", torch.tensor(-1.0)), "must be a number >= 0"),
+    "integers": (_momentum(_MOMENTUM.int()), "torch.int32"),
+    "complex numbers": (_momentum(_MOMENTUM.to(torch.complex64)), "torch.complex64"),
+    "an lr that is text": (_setting("lr", "abc"), r"param_groups\[0\] lr must be"),
+    "a negative lr": (_setting("lr", -1.0), r"param_groups\[0\] lr must be"),
+    "one beta": (_setting("adamw_betas", (0.9,)), "adamw_betas must be"),
+    "no coefficients": (_setting("ns_coefficients", "nonsense"), "nonsense"),
+    "a count that is text": (_setting("muon_step", "x"), "found step=x"),
+    "a full step to come": (_setting("muon_last_full", 10**6), "last_full=1000000"),
+    "no last full step": (
+        lambda state: state["param_groups"][0].pop("muon_last_full"), "lacks \\['last_full",
     ),
-    "an lr that is text": (
-        _with(("param_groups", 0, "lr"), "abc"),
-        r"param_groups\[0\] lr must be",
-    ),
-    "a negative lr": (_with(("param_groups", 0, "lr"), -1.0), r"param_groups\[0\] lr must be"),
-    "one beta": (_with(("param_groups", 0, "adamw_betas"), (0.9,)), "adamw_betas must be"),
-    "no coefficients": (_with(("param_groups", 0, "ns_coefficients"), "nonsense"), "nonsense"),
-    "a count that is text": (_with(("param_groups", 0, "muon_step"), "x"), "found step=x"),
-    "a full step to come": (
-        _with(("param_groups", 0, "muon_last_full"), 10**6),
-        "last_full=1000000",
-    ),
-    "no last full step": (_without_last_full, "lacks \\['last_full"),
     "other parameters": (_of_others, "is of other parameters"),
-    "an extra entry": (_an_extra_entry, r"has entries of \['99'\]"),
+    "an extra entry": (_with("state", 99, {}), r"has entries of \['99'\]"),
     "an infinite momentum": (
-        _with(("state", 3, "momentum_buffer"), _MOMENTUM + math.inf),
+        _momentum(_MOMENTUM + math.inf),
         r"not finite: momentum_buffer of blocks\.0\.up\.weight, in .*\. With them",
     ),
     "a momentum that becomes infinite here": (
-        _with(("state", 3, "momentum_buffer"), _MOMENTUM.double() + 1e300),
+        _momentum(_MOMENTUM.double() + 1e300),
         r"not finite: momentum_buffer of blocks\.0\.up\.weight, in the dtype that keeps them",
     ),
     "a momentum of numpy's": (
-        _with(("state", 3, "momentum_buffer"), _MOMENTUM.numpy()),
+        _momentum(_MOMENTUM.numpy()),
         r"momentum_buffer of shape ndarray for parameter 'blocks\.0\.up",
     ),
     "a momentum without values": (
-        _with(("state", 3, "momentum_buffer"), _MOMENTUM.to("meta")),
+        _momentum(_MOMENTUM.to("meta")),
         r"momentum_buffer on the meta device for parameter 'blocks\.0\.up",
     ),
     "a moment that is nan": (
-        _with(("state", 0, "exp_avg_sq"), torch.full((11, WIDTH), math.nan)),
-        r"not finite: exp_avg_sq of embed\.weight",
+        _with("state", 0, "exp_avg_sq", _NAN), r"not finite: exp_avg_sq of embed\.weight",
     ),
     "no momentum": (_without("momentum_buffer"), "of 2 steps and has no momentum of any matrix"),
     "no entry": (lambda state: state["state"].clear(), "get_optimizer_state_dict"),
-}
+}  # fmt: skip
 
 
 @PLANNED
 @pytest.mark.parametrize("bad", _BAD)
 def test_a_state_with_one_bad_value_is_refused_and_changes_nothing(planned, bad):
     change, told = _BAD[bad]
-    donor = TinyGPT()
-    saved = muon(donor)
-    train(donor, saved, tokens(), range(2))
-    state = copy.deepcopy(saved.state_dict())
+    state = copy.deepcopy(trained(2)[1].state_dict())
     assert state["state"][3]["momentum_buffer"].shape == _MOMENTUM.shape
     # Every other value differs from what the optimizer has.
     for entry in state["state"].values():
         for value in entry.values():
             value.add_(1.0)
     change(state)
-    made = TinyGPT()
-    opt = muon(made)
-    if planned:
-        train(made, opt, tokens(), range(1))
-    before = copy.deepcopy(opt.state_dict())
-    with pytest.raises(OwnershipError, match=told):
-        opt.load_state_dict(state)
-    assert opt.state_dict()["param_groups"] == before["param_groups"]
-    same_state(opt.state_dict()["state"], before["state"])
-    train(made, opt, tokens(), range(1))
+    refuses(planned, state, told)
 
 
 def test_entries_that_a_state_has_lost_are_told():
     """They may be of parameters without a gradient so far, so this is no error."""
-    model = TinyGPT()
-    opt = muon(model)
-    train(model, opt, tokens(), range(1))
+    _, opt = trained()
     state = copy.deepcopy(opt.state_dict())
     state["state"][3] = {}
     with pytest.warns(RuntimeWarning, match=r"nothing of 1 trainable .*their momentum, or AdamW"):
@@ -972,32 +844,26 @@ def test_entries_that_a_state_has_lost_are_told():
 
 @PLANNED
 def test_get_state_dict_before_the_first_step_is_no_step(planned):
-    model = TinyGPT()
-    models = [model, clone(model)]
-    opts = [muon(each) for each in models]
+    model, opt = trained(0)
+    twin = clone(model)
     if planned:
-        opts[0].report()
-    get_state_dict(models[0], opts[0])
-    assert opts[0].param_groups[0]["muon_step"] == opts[0].stats()["steps"] == 0
-    for model, opt in zip(models, opts, strict=True):
-        train(model, opt, tokens(), range(3))
-    assert_bitwise(weights(models[0]), weights(models[1]))
-    same_state(opts[0].state_dict()["state"], opts[1].state_dict()["state"])
+        opt.report()
+    get_state_dict(model, opt)
+    assert opt.param_groups[0]["muon_step"] == opt.stats()["steps"] == 0
+    other = muon(twin)
+    same_steps((model, opt), (twin, other))
+    same_state(opt.state_dict()["state"], other.state_dict()["state"])
 
 
 @pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
 def test_a_first_step_of_a_warm_up_from_zero_is_one(lr):
-    model = TinyGPT()
-    opt = muon(model, lr=lr)
-    train(model, opt, tokens(), range(1))
+    _, opt = trained(lr=lr)
     assert opt.stats()["steps"] == opt.param_groups[0]["muon_step"] == 1
 
 
 def test_masters_begin_as_loaded_weights_where_a_checkpoint_has_none(tmp_path):
     """docs/checkpoints.md"""
-    donor = TinyGPT()
-    saved = muon(donor)
-    train(donor, saved, tokens(), range(2))
+    donor, saved = trained(2)
     whole, state = get_state_dict(donor, saved)
     dcp.save({"model": whole, "optimizer": state}, checkpoint_id=tmp_path)
     model = TinyGPT().bfloat16()
@@ -1009,43 +875,34 @@ def test_masters_begin_as_loaded_weights_where_a_checkpoint_has_none(tmp_path):
     }
     dcp.load({"model": found, "optimizer": state}, checkpoint_id=tmp_path)
     set_state_dict(model, opt, model_state_dict=found, optim_state_dict=state)
-    twin = clone(model)
-    for name, p in twin.named_parameters():
-        assert torch.equal(p, dict(donor.named_parameters())[name].bfloat16())
     entries = opt.state_dict()["state"]
-    for i, (name, p) in enumerate(twin.named_parameters()):
-        assert "master_weight" in entries[i], (name, entries[i].keys())
+    for i, (name, p) in enumerate(model.named_parameters()):
+        assert torch.equal(p, dict(donor.named_parameters())[name].bfloat16())
         assert torch.equal(entries[i]["master_weight"], p.float()), name
-    train(model, opt, tokens(), range(2, 4))
+    train(model, opt, BATCHES, range(2, 4))
 
 
 @pytest.mark.filterwarnings("ignore:dmuon. the optimizer state has nothing of")
 @PLANNED
 @pytest.mark.parametrize("masters", [False, True])
-def test_what_a_state_lacks_begins_anew(planned, masters):
+@pytest.mark.parametrize("lacking", ["all", "some"])
+def test_what_a_state_lacks_begins_anew(planned, masters, lacking):
     """A framework's round trip of a state before the first step; a stage with a frozen part."""
     model = TinyGPT().bfloat16() if masters else TinyGPT()
-    settings: dict[str, Any] = {"master_weights": masters}
-    staged = muon(model, **settings)
-    train(model, staged, tokens(), range(2))
-    for lacking in ("all", "some"):
+    _, staged = trained(2, model, master_weights=masters)
+    if lacking == "all":
+        state = copy.deepcopy(muon(clone(model), master_weights=masters).state_dict())
+        assert not state["state"]
+    else:
         state = copy.deepcopy(staged.state_dict())
-        if lacking == "all":
-            state = copy.deepcopy(muon(clone(model), **settings).state_dict())
-            assert not state["state"]
-        else:
-            state["state"] = {k: v for k, v in state["state"].items() if k % 3}
-        made = [clone(model), clone(model)]
-        opts = [muon(each, **settings) for each in made]
-        if planned:
-            opts[0].report()
-        for opt in opts:
+        state["state"] = {k: v for k, v in state["state"].items() if k % 3}
+    pairs = [(m, muon(m, master_weights=masters)) for m in (clone(model), clone(model))]
+    if planned:
+        pairs[0][1].report()
+    for each, (_, opt) in enumerate(pairs):
+        if not (each and lacking == "all"):  # as if it had never been loaded
             opt.load_state_dict(copy.deepcopy(state))
-        if lacking == "all":  # as if it had never been loaded
-            opts[1] = muon(made[1], **settings)
-        for each, opt in zip(made, opts, strict=True):
-            train(each, opt, tokens(), range(2, 4))
-        assert_bitwise(weights(made[0]), weights(made[1]))
+    same_steps(*pairs, range(2, 4))
 
 
 # ---- states of torch's optimizers --------------------------------------------------------
@@ -1053,18 +910,9 @@ def test_what_a_state_lacks_begins_anew(planned, masters):
 # torch.optim.Muon's iteration.
 TORCHS: dict[str, Any] = {
     "ns_coefficients": (3.4445, -4.775, 2.0315), "adjust_lr_fn": "match_rms_adamw", "eps": 1e-7,
-    "ns_steps": 5,
+    "ns_steps": 5, "momentum": 0.9,
 }  # fmt: skip
 LR, DECAY, BETAS = 0.02, 0.1, (0.8, 0.9)
-
-
-def torchs_own(model: nn.Module, names: bool) -> list[torch.optim.Optimizer]:
-    matrices, others = (n if names else plain(n) for n in by_role(model))
-    return [
-        torch.optim.Muon(matrices, lr=LR, weight_decay=DECAY, momentum=0.9, **TORCHS),
-        # In the fused form, as `dmuon.Muon` calls it.
-        torch.optim.AdamW(others, lr=LR, weight_decay=DECAY, betas=BETAS, eps=1e-8, fused=True),
-    ]
 
 
 def set_gradients(step: int, *models: nn.Module) -> None:
@@ -1072,24 +920,37 @@ def set_gradients(step: int, *models: nn.Module) -> None:
     for model in models:
         generator = torch.Generator().manual_seed(step)
         for p in model.parameters():
-            p.grad = torch.randn(p.shape, generator=generator)
+            p.grad = torch.randn(p.shape, generator=generator) if p.requires_grad else None
+
+
+def of_torch(
+    model: nn.Module, names: bool, steps: int = 1, order: int = 1
+) -> list[torch.optim.Optimizer]:
+    """torch's two optimizers of what is trained of a `TinyGPT`, after some steps."""
+    kinds = ([e for e in named if e[1].requires_grad][::order] for named in by_role(model))
+    matrices, others = (named if names else plain(named) for named in kinds)
+    made = [
+        torch.optim.Muon(matrices, lr=LR, weight_decay=DECAY, **TORCHS),
+        # In the fused form, as `dmuon.Muon` calls it.
+        torch.optim.AdamW(others, lr=LR, weight_decay=DECAY, betas=BETAS, eps=1e-8, fused=True),
+    ]
+    for step in range(steps):
+        set_gradients(step, model)
+        for optimizer in made:
+            optimizer.step()
+    return made
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["muon first", "adamw first"])
-@pytest.mark.parametrize("names", [True, False], ids=["named", "bare"])
+@NAMED
 @PLANNED
 def test_states_of_torchs_optimizers_are_continued(planned, names, order):
     model = TinyGPT()
-    theirs = torchs_own(model, names)
-    for step in range(3):
-        set_gradients(step, model)
-        for optimizer in theirs:
-            optimizer.step()
+    theirs = of_torch(model, names, steps=3)
     twin = clone(model)
     opt = muon(
-        twin, lr=LR, weight_decay=DECAY, momentum=0.9, adamw_betas=BETAS, **TORCHS,
-        ns_dtype=torch.bfloat16,
-    )  # fmt: skip
+        twin, lr=LR, weight_decay=DECAY, adamw_betas=BETAS, **TORCHS, ns_dtype=torch.bfloat16
+    )
     if planned:
         set_gradients(99, twin)
         opt.step()
@@ -1101,9 +962,7 @@ def test_states_of_torchs_optimizers_are_continued(planned, names, order):
             optimizer.step()
     entries = theirs[0].state | theirs[1].state
     for (name, p), q in zip(model.named_parameters(), twin.parameters()):
-        assert opt.state[q].keys() == entries[p].keys()
-        for key, value in entries[p].items():
-            torch.testing.assert_close(opt.state[q][key], value, rtol=0, atol=0)
+        same_state({0: opt.state[q]}, {0: entries[p]})
         if not is_matrix(name):
             torch.testing.assert_close(q, p, rtol=0, atol=0)
             continue
@@ -1112,73 +971,37 @@ def test_states_of_torchs_optimizers_are_continued(planned, names, order):
         assert difference < 0.05 * LR * 0.2 * 3, name
 
 
-def test_names_tell_whose_states_of_torchs_optimizers_are():
-    """In another order than here; all but names and values is alike for the equal shapes."""
+@pytest.mark.parametrize(("names", "order", "frozen"), [
+    (True, -1, False), (True, 1, True), (False, 1, True),
+], ids=["in another order", "named, some frozen", "bare, some frozen"])  # fmt: skip
+def test_whose_states_of_torchs_optimizers_are(names, order, frozen):
+    """By name in another order than here; all but names and values is alike for equal shapes. What
+    was frozen has none. Hyperparameters stay."""
     model = TinyGPT()
+    model.embed.requires_grad_(not frozen)
+    theirs = of_torch(model, names, order=order)
     twin = clone(model)
-    matrices, others = (named[::-1] for named in by_role(model))
-    theirs = [torch.optim.Muon(matrices, lr=LR), torch.optim.AdamW(others, lr=LR)]
-    set_gradients(0, model)
-    for optimizer in theirs:
-        optimizer.step()
-    opt = muon(twin)
-    opt.load_state_dict([o.state_dict() for o in theirs])
-    entries = theirs[0].state | theirs[1].state
-    same_state(
-        dict(zip(twin.state_dict(), (opt.state[p] for p in twin.parameters()))),
-        {name: entries[p] for name, p in model.named_parameters()},
-    )
-
-
-@pytest.mark.parametrize("names", [True, False], ids=["named", "bare"])
-def test_states_of_torchs_optimizers_may_lack_what_is_frozen(names):
-    model = TinyGPT()
-    model.embed.requires_grad_(False)
-    theirs = [
-        torch.optim.Muon(plain(by_role(model)[0]), lr=LR),
-        torch.optim.AdamW([p for p in plain(by_role(model)[1]) if p.requires_grad], lr=LR),
-    ]
-    if names:
-        matrices, others = by_role(model)
-        trained = [(name, p) for name, p in others if p.requires_grad]
-        theirs = [torch.optim.Muon(matrices, lr=LR), torch.optim.AdamW(trained, lr=LR)]
-    train(model, theirs, tokens(), range(1))
-    twin = clone(model)
-    opt = muon(twin)
+    opt = muon(twin, lr=0.5, momentum=0.7)
+    before = hyperparameters(opt)
     opt.load_state_dict([o.state_dict() for o in theirs])
     entries = theirs[0].state | theirs[1].state
     for p, q in zip(model.parameters(), twin.parameters()):
         if p.requires_grad:
             same_state({0: opt.state[q]}, {0: entries[p]})
-
-
-def test_settings_stay_where_states_of_torchs_optimizers_are_loaded():
-    model = TinyGPT()
-    theirs = torchs_own(model, names=True)
-    set_gradients(0, model)
-    for optimizer in theirs:
-        optimizer.step()
-    opt = muon(model, lr=0.5, momentum=0.7)
-    before = hyperparameters(opt)
-    opt.load_state_dict([o.state_dict() for o in theirs])
     assert hyperparameters(opt) == before
 
 
-def test_states_of_torchs_optimizers_that_lack_a_parameter_are_refused():
+@NAMED
+def test_states_of_torchs_optimizers_that_lack_a_parameter_are_refused(names):
     model = TinyGPT()
-    for names in (True, False):
-        theirs = torchs_own(model, names)
-        set_gradients(0, model)
-        for optimizer in theirs:
-            optimizer.step()
-        opt = muon(model)
-        with pytest.raises(OwnershipError, match=r"on one side only: .*blocks\.0\.down\.weight"):
-            opt.load_state_dict([theirs[1].state_dict()])
-        both = [o.state_dict() for o in (*theirs, theirs[0])]
-        if not names:
-            with pytest.raises(OwnershipError, match=r"0 matrices are left"):
-                opt.load_state_dict(both)
-        assert not opt.state
+    theirs = [o.state_dict() for o in of_torch(model, names)]
+    opt = muon(model)
+    with pytest.raises(OwnershipError, match=r"on one side only: .*blocks\.0\.down\.weight"):
+        opt.load_state_dict([theirs[1]])
+    if not names:
+        with pytest.raises(OwnershipError, match=r"0 matrices are left"):
+            opt.load_state_dict([*theirs, theirs[0]])
+    assert not opt.state
 
 
 # ---- parameters that are exchanged -------------------------------------------------------
@@ -1188,43 +1011,29 @@ def exchanged(p: Tensor) -> nn.Parameter:
     return nn.Parameter(p.detach().clone())
 
 
-def replace_all(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
-    """As `fully_shard`, accelerate and quantizers do; old parameter -> new."""
+def replace_all(model: nn.Module, opt: dmuon.Muon | None = None) -> None:
+    """As `fully_shard`, accelerate and quantizers do; in the groups too, where there are some."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False)):
             made[p] = exchanged(p)
             setattr(module, name, made[p])
-    return made
+    for group in opt.param_groups if opt else ():
+        group["params"] = [made[p] for p in group["params"]]
 
 
-@pytest.mark.parametrize(
-    "form", [lambda m: list(m.named_parameters()), lambda m: m], ids=["named", "module"]
-)
+@pytest.mark.parametrize("form", [
+    lambda m: list(m.named_parameters()),
+    lambda m: m,
+    lambda m: [{"params": plain(n), "use_muon": r} for n, r in zip(by_role(m), (True, False))],
+], ids=["named", "module", "roles alone"])  # fmt: skip
 def test_parameters_exchanged_in_the_groups_before_the_first_step_are_followed(form):
     model = TinyGPT()
     twin = clone(model)
     opt = muon(form(model))
-    made = replace_all(model)
-    for group in opt.param_groups:
-        group["params"] = [made[p] for p in group["params"]]
-    train(model, opt, tokens(), range(3))
-    train(twin, muon(twin), tokens(), range(3))
-    assert_bitwise(weights(model), weights(twin))
+    replace_all(model, opt)
+    same_steps((model, opt), (twin, muon(twin)))
     assert opt.state.keys() == set(model.parameters())
-
-
-def test_parameters_of_groups_with_roles_alone_are_followed_too():
-    model = TinyGPT()
-    twin = clone(model)
-    matrices, others = (plain(named) for named in by_role(model))
-    opt = muon([{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}])
-    made = replace_all(model)
-    for group in opt.param_groups:
-        group["params"] = [made[p] for p in group["params"]]
-    train(model, opt, tokens(), range(3))
-    train(twin, muon(twin), tokens(), range(3))
-    assert_bitwise(weights(model), weights(twin))
 
 
 @pytest.mark.parametrize("replace", [
@@ -1233,34 +1042,25 @@ def test_parameters_of_groups_with_roles_alone_are_followed_too():
     lambda m: setattr(m.lm_head, "weight", m.embed.weight),
 ], ids=["all", "one", "tied"])  # fmt: skip
 def test_parameters_of_the_module_replaced_before_the_first_step_are_followed(replace):
-    model = TinyGPT()
-    opt = muon(model)
+    model, opt = trained(0)
     replace(model)
     twin = clone(model)
-    train(model, opt, tokens(), range(3))
-    train(twin, ReferenceMuon(twin, **SETTINGS), tokens(), range(3))
-    assert_within(weights(model), weights(twin), 1e-5)
+    same_steps((model, opt), (twin, ReferenceMuon(twin, **SETTINGS)), within=1e-5)
     assert opt.state.keys() >= set(model.parameters())
 
 
-@pytest.mark.parametrize("form", [
-    lambda m: list(m.named_parameters()), lambda m: m
-], ids=["named", "module"])  # fmt: skip
+@FORMS
 def test_a_state_loaded_before_parameters_are_exchanged_is_theirs(form):
     model = TinyGPT()
     opt = muon(form(model))
-    train(model, opt, tokens(), range(2))
+    train(model, opt, BATCHES, range(2))
     saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
-    expected = train(model, opt, tokens(), range(2, 5))
     other = TinyGPT()
     resumed = muon(form(other))
     resumed.load_state_dict(saved[1])
-    made = replace_all(other)
-    for group in resumed.param_groups:
-        group["params"] = [made[p] for p in group["params"]]
+    replace_all(other, resumed)
     other.load_state_dict(saved[0])
-    assert train(other, resumed, tokens(), range(2, 5)) == expected
-    assert_bitwise(weights(other), weights(model))
+    same_steps((other, resumed), (model, opt), range(2, 5))
 
 
 def test_a_parameter_unfrozen_before_the_first_step_is_trained():
@@ -1269,9 +1069,7 @@ def test_a_parameter_unfrozen_before_the_first_step_is_trained():
     opt = muon(model)
     model.blocks[0].requires_grad_(True)
     twin = clone(model)
-    train(model, opt, tokens(), range(2))
-    train(twin, ReferenceMuon(twin, **SETTINGS), tokens(), range(2))
-    assert_within(weights(model), weights(twin), 1e-5)
+    same_steps((model, opt), (twin, ReferenceMuon(twin, **SETTINGS)), range(2), within=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -1281,8 +1079,8 @@ def test_a_parameter_unfrozen_before_the_first_step_is_trained():
 def test_what_was_frozen_has_its_own_rates_under_a_schedule(form, frozen):
     """A group's fields are those that its frozen parameters need too: a scheduler that begins with
     the optimizer scales what they will be trained by."""
-    model, twin = TinyGPT(), TinyGPT()
-    twin.load_state_dict(model.state_dict())
+    model = TinyGPT()
+    twin = clone(model)
     found = []
     for made, some in ((model, frozen), (twin, None)):
         matrices, others = by_role(made)
@@ -1293,9 +1091,9 @@ def test_what_was_frozen_has_its_own_rates_under_a_schedule(form, frozen):
         schedule = LambdaLR(opt, lambda step: (step + 1) / 3)
         made.requires_grad_(True)
         for step in range(3):
-            train(made, opt, tokens(), range(step, step + 1))
+            train(made, opt, BATCHES, [step])
             schedule.step()
-        found.append([{k: v for k, v in g.items() if k != "params"} for g in opt.param_groups])
+        found.append(hyperparameters(opt))
     assert found[0] == found[1]
     assert_bitwise(weights(model), weights(twin))
 
@@ -1320,7 +1118,7 @@ def reference_with_late(model: nn.Module, is_late: Callable[[str], bool]) -> Non
     is left out."""
     opt = ReferenceMuon(model, **SETTINGS)
     for step in range(5):
-        mean_square(model, tokens()(step)).backward()
+        mean_square(model, BATCHES(step)).backward()
         for name, p in model.named_parameters():
             if step < 2 and is_late(name):
                 p.grad = None
@@ -1354,12 +1152,12 @@ def test_parameters_that_come_late_are_trained_from_then_on(piece, how, caplog):
     model = TinyGPT()
     twin = clone(model)
     opt, begin = given_late(how, model, PIECES[piece])
-    train(model, opt, tokens(), range(2))
+    train(model, opt, BATCHES, range(2))
     ownership = opt.ownership
     solved = ownership.plan.seconds
     begin()
     with caplog.at_level("INFO", "dmuon"):
-        train(model, opt, tokens(), range(2, 5))
+        train(model, opt, BATCHES, range(2, 5))
     (told,) = caplog.messages
     assert "planned again in" in told
     reference_with_late(twin, PIECES[piece])
@@ -1377,7 +1175,7 @@ def test_what_was_planned_goes_on_as_it_was():
     """Momentum, moments and masters to the bit, the schedule, and what was counted."""
     model = TinyGPT().bfloat16()
     opt, begin = given_late("unfrozen", model, PIECES["block"], master_weights=True)
-    train(model, opt, tokens(), range(2))
+    train(model, opt, BATCHES, range(2))
     model.blocks[0].up.weight.grad = torch.full_like(model.blocks[0].up.weight, torch.nan)
     with pytest.warns(RuntimeWarning, match="skipped"):
         opt.step()
@@ -1398,8 +1196,8 @@ def test_what_was_planned_goes_on_as_it_was():
 
 
 def test_what_is_frozen_again_keeps_its_state_and_goes_on():
-    model, twin = TinyGPT(), TinyGPT()
-    twin.load_state_dict(model.state_dict())
+    model = TinyGPT()
+    twin = clone(model)
     opt, begin = given_late("unfrozen", model, PIECES["vectors"])
     reference = ReferenceMuon(twin, **SETTINGS)
     late = {name for name, _ in model.named_parameters() if PIECES["vectors"](name)}
@@ -1410,8 +1208,8 @@ def test_what_is_frozen_again_keeps_its_state_and_goes_on():
             model.blocks[0].up.weight.requires_grad_(True)
         if step == 2:
             freeze(model, lambda name: name in late)
-        train(model, opt, tokens(), [step])
-        mean_square(twin, tokens()(step)).backward()
+        train(model, opt, BATCHES, [step])
+        mean_square(twin, BATCHES(step)).backward()
         for name, p in twin.named_parameters():
             first = name in late and PIECES["vectors"](name) and step == 0
             if first or (name in late and step in (2, 3)):
@@ -1423,78 +1221,73 @@ def test_what_is_frozen_again_keeps_its_state_and_goes_on():
 
 def test_a_state_that_is_loaded_reaches_what_comes_late():
     """A checkpoint of a run in which everything was trained."""
-    model = TinyGPT()
-    donor = muon(model)
-    train(model, donor, tokens(), range(2))
+    model, donor = trained(2)
     saved = copy.deepcopy((model.state_dict(), donor.state_dict()))
-    expected = train(model, donor, tokens(), range(2, 4))
+    expected = train(model, donor, BATCHES, range(2, 4))
     other = TinyGPT()
     opt, begin = given_late("unfrozen", other, PIECES["block"])
-    train(other, opt, tokens(), range(1))
+    train(other, opt, BATCHES, range(1))
     other.load_state_dict(saved[0])
     opt.load_state_dict(saved[1])
     begin()
-    assert train(other, opt, tokens(), range(2, 4)) == pytest.approx(expected, rel=1e-6)
+    assert train(other, opt, BATCHES, range(2, 4)) == pytest.approx(expected, rel=1e-6)
     assert_within(weights(other), weights(model), 1e-6)
 
 
 def test_planning_again_that_fails_leaves_all_as_it_was():
     model = TinyGPT()
     opt, begin = given_late("groups", model, PIECES["block"])
-    train(model, opt, tokens(), range(2))
+    train(model, opt, BATCHES, range(2))
     before = weights(model)
     begin()
     for change in ({"momentum": "high"}, {"betas": (0.5, 0.5)}):
         kept = dict(opt.param_groups[1])
         opt.param_groups[1].update(change)
         with pytest.raises((TypeError, ValueError), match="momentum must be|betas"):
-            train(model, opt, tokens(), [2])
+            train(model, opt, BATCHES, [2])
         opt.zero_grad()
         assert_bitwise(weights(model), before)
         for key in change:
             del opt.param_groups[1][key]
         opt.param_groups[1].update(kept)
-    train(model, opt, tokens(), [2])
+    train(model, opt, BATCHES, [2])
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_new_optimizer_of_the_same_parameters_takes_over(whole):
-    model, twin = TinyGPT(), TinyGPT()
-    twin.load_state_dict(model.state_dict())
+    model = TinyGPT()
+    twin = clone(model)
     first = muon(model if whole else model.named_parameters())
-    train(model, first, tokens(), range(2))
+    train(model, first, BATCHES, range(2))
     second = muon(model if whole else model.named_parameters())
     second.load_state_dict(first.state_dict())
-    train(model, second, tokens(), range(2, 4))
-    one = muon(twin)
-    train(twin, one, tokens(), range(4))
+    train(model, second, BATCHES, range(2, 4))
+    train(twin, muon(twin), BATCHES, range(4))
     assert_bitwise(weights(model), weights(twin))
     with pytest.raises(OwnershipError, match="closed"):
         first.step()
 
 
 def test_a_report_may_be_asked_for_in_inference_mode():
-    model = TinyGPT()
-    opt = muon(model)
+    model, opt = trained(0)
     with torch.inference_mode():
         assert opt.report()
-    train(model, opt, tokens(), range(2))
+    train(model, opt, BATCHES, range(2))
 
 
 # ---- what users do around an optimizer ----------------------------------------------------
 
 
-def clipped_by(clip: Callable[..., Any]) -> Callable[[nn.Module], Tensor]:
-    return lambda model: clip(model.parameters() if "torch" in clip.__module__ else model, 0.1)
-
-
-@pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_norm_, dmuon.clip_grad_norm_])
+@pytest.mark.parametrize("clip", [
+    lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1),
+    lambda m: dmuon.clip_grad_norm_(m, 0.1),
+], ids=["torch", "dmuon"])  # fmt: skip
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_can_be_read_clipped_accumulated_and_cleared_by_torch(clip, set_to_none):
     model = Mixed()
     twin = clone(model)
-    opt = muon(model, dedicate={"splits": Mixed.splits, "heads": Mixed.heads})
-    reference = ReferenceMuon(twin, splits=Mixed.splits, heads=Mixed.heads, **SETTINGS)
+    opt = muon(model, dedicate=MIXED)
+    reference = ReferenceMuon(twin, **MIXED, **SETTINGS)
     batches = inputs((4, WIDTH))
     for step in range(4):
         for each in (model, twin):
@@ -1503,10 +1296,8 @@ def test_gradients_can_be_read_clipped_accumulated_and_cleared_by_torch(clip, se
                     mean_square(each, batches(10 * step + part)).backward()
         for p, q in zip(model.parameters(), twin.parameters()):
             torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-5)
-        norms = [
-            clipped_by(clip)(model), torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
-        ]  # fmt: skip
-        assert norms[0].item() == pytest.approx(norms[1].item(), rel=1e-5)
+        norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        assert clip(model).item() == pytest.approx(norm.item(), rel=1e-5)
         opt.step()
         reference.step()
         assert all(p.grad is not None for p in model.parameters())
@@ -1522,7 +1313,7 @@ def test_what_is_asked_of_planning_is_checked_and_used():
     model = Mixed()
     with pytest.raises(TypeError, match=r"dmuon\.dedicate_params \(.*splits.*found \['split'\]"):
         muon(model, dedicate={"split": {}})
-    opt = muon(model, dedicate={"splits": Mixed.splits, "heads": Mixed.heads, "solver": "greedy"})
+    opt = muon(model, dedicate=MIXED | {"solver": "greedy"})
     assert opt.ownership.plan.solver == "greedy"
     assert len(opt.ownership.owner_of("qkv.weight")) == 3
     opt.ownership.close()
@@ -1541,10 +1332,9 @@ def test_what_takes_gradients_in_backward_is_to_be_asked_for_before(dedicate):
 
 
 def test_dedicate_params_may_come_after_the_optimizer():
-    model = TinyGPT()
-    opt = muon(model)
+    model, opt = trained(0)
     own = dmuon.dedicate_params(model, solver="round_robin")
-    train(model, opt, tokens(), range(1))
+    train(model, opt, BATCHES, range(1))
     assert opt.ownership is own
 
 
@@ -1556,21 +1346,18 @@ def test_an_optimizer_of_the_matrices_alone_leaves_the_others_to_another():
     adamw = torch.optim.AdamW(
         plain(others), lr=0.02, weight_decay=0.1, betas=(0.9, 0.95), fused=True
     )
-    train(model, (opt, adamw), tokens(), range(3))
-    train(twin, muon(twin), tokens(), range(3))
-    assert_bitwise(weights(model), weights(twin))
+    same_steps((model, (opt, adamw)), (twin, muon(twin)))
     assert opt.state.keys() == set(plain(matrices))
 
 
 def test_everything_can_be_called_before_the_first_step():
-    model = TinyGPT()
-    opt = muon(model)
+    model, opt = trained(0)
     opt.synchronize()
     assert opt.stats() == {"steps": 0, "update_rms": {}}
-    mean_square(model, tokens()(0)).backward()
+    mean_square(model, BATCHES(0)).backward()
     opt.zero_grad()
     assert all(p.grad is None for p in model.parameters())
     assert opt.state_dict()["state"] == {}
     assert "4 matrices on 1 rank," in str(opt.report())
     assert set(opt.ownership.owned_by(0)) == {n for n, _ in by_role(model)[0]}
-    train(model, opt, tokens(), range(1))
+    train(model, opt, BATCHES, range(1))

@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 import dmuon
 from dmuon import devices, measure
 from dmuon.comm.transport import LocalTransport
-from dmuon.config import KernelOptions, MuonDefaults, PlannerOptions
+from dmuon.config import KernelOptions, PlannerOptions
 from dmuon.kernels.choice import backend_version, candidates, fixed_choice, why_not
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.kernels.runner import Orthogonalizer
@@ -41,10 +42,10 @@ from dmuon.measure import (
     median_times,
     progress_bar,
 )
+from dmuon.rule import Rule
 from dmuon.scheduler.costs import CostTable, ShapeKey
 from dmuon.tools.profile import add_profile_arguments, parse_shapes, run
 from dmuon.types import KernelChoice
-from dmuon.update import scaled_momentum
 from tests.unit.models import AllDifferent, TinyGPT
 
 MODEL = CostTable.analytic("cpu")
@@ -55,7 +56,7 @@ CPU, F32 = torch.device("cpu"), torch.float32
 class FakeTimer:
     """A device on which a case takes ``seconds(case, kernel)``, and its clock; notes every run."""
 
-    device, ns_dtype = CPU, F32
+    device, ns_dtype, first_turns = CPU, F32, 1
 
     def __init__(self, seconds: Callable[[Case, str], float]) -> None:
         self.seconds = seconds
@@ -571,12 +572,12 @@ def test_measuring_does_not_disturb_and_is_not_disturbed(tmp_path):
 @pytest.mark.parametrize("momentum", [True, False])
 def test_what_is_timed_is_what_the_optimizer_runs(momentum):
     """The same calls with the same operands, but for the values, as `Muon` with its defaults."""
-    real, calls = Orthogonalizer.run, []
+    real, advance, calls = Orthogonalizer.run, Rule.operand, []
 
-    def work(buffer, grad, group, *, out, fused=False):
-        settings = {name: group[name] for name in MuonDefaults.__slots__ if "lr" not in name}
+    def work(rule, buffer, grad, hyper, *, out, working=None, fused=False):
+        settings = replace(hyper, lr=0.0, decay=0.0)
         calls.append((*((t.shape, t.dtype) for t in (buffer, grad, out)), settings, fused))
-        scaled_momentum(buffer, grad, group, out=out, fused=fused)
+        return advance(rule, buffer, grad, hyper, out=out, working=working, fused=fused)
 
     def iterate(runner, call, x):
         calls.append((call, x.shape, x.dtype))
@@ -591,8 +592,7 @@ def test_what_is_timed_is_what_the_optimizer_runs(momentum):
     runs = [(Case((10, 13, "float32"), 1), "")]
     assert timer.reserve(runs) == runs
     with (
-        mock.patch("dmuon.measure.scaled_momentum", work),
-        mock.patch("dmuon.step.owner.scaled_momentum", work),
+        mock.patch.object(Rule, "operand", work),
         mock.patch.object(Orthogonalizer, "run", iterate),
     ):
         timer.run(*runs[0])

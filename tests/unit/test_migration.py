@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import dmuon
-from dmuon.update import adjusted_lr
+from dmuon.rule import adjusted_lr
 
 PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
 JORDAN = [(3.4445, -4.7750, 2.0315)] * 5

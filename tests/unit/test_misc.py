@@ -18,6 +18,7 @@ import torch
 import dmuon
 import dmuon.types
 from dmuon.config import (
+    ADAMW_RULES,
     AdamWDefaults,
     DedicatedOptions,
     KernelOptions,
@@ -25,8 +26,8 @@ from dmuon.config import (
     PlannerOptions,
     ReplicatedOptions,
     ShardedOptions,
-    check_adamw_group,
     check_muon_group,
+    checked,
 )
 from dmuon.kernels.newton_schulz import newton_schulz, resolve_ns_dtype
 from dmuon.types import DmuonError
@@ -44,7 +45,8 @@ def muon_group(**changes: object) -> dict:
 
 
 def adamw_group(**changes: object) -> dict:
-    return check_adamw_group(dataclasses.asdict(AdamWDefaults(lr=1e-3, weight_decay=0.1)) | changes)
+    group = dataclasses.asdict(AdamWDefaults(lr=1e-3, weight_decay=0.1)) | changes
+    return checked(ADAMW_RULES, group, owner="AdamW ")
 
 
 def test_numbers_are_kept_as_pythons_own():
@@ -264,5 +266,5 @@ def test_there_are_examples_in_docstrings():
     examples = {
         m: sum(len(t.examples) for t in finder.find(importlib.import_module(m))) for m in SUBMODULES
     }
-    assert examples["dmuon.update"] and examples["dmuon.scheduler.specs"]
+    assert examples["dmuon.rule"] and examples["dmuon.scheduler.specs"]
     assert sum(count > 0 for count in examples.values()) >= 15

@@ -1,8 +1,8 @@
-"""The Python of README.md and docs/ runs, page by page, as a reader would run it.
+"""Run the Python code of README.md and docs/, page by page, as a reader would.
 
-Each page has one namespace: its blocks follow each other, after a model and data that pages may
-take for granted (`prelude`), on a gloo group of one process where a page makes one. A block that
-cannot run has a comment right above it that says why: ``<!-- not run: needs two GPUs -->``.
+Each page has one namespace. Its blocks run in order, after the model and data that pages may use
+without defining them (`prelude`), in a gloo group of one process if the page makes one. A block
+that cannot run has a comment right above it that says why: ``<!-- not run: needs two GPUs -->``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def blocks(text: str) -> list[Block]:
 
 
 def prelude() -> dict[str, Any]:
-    """What pages may take for granted."""
+    """Names that pages may use without defining them."""
     tokens = [torch.randint(11, (4, 6)) for _ in range(2)]
     return {
         "torch": torch,
@@ -62,7 +62,7 @@ def prelude() -> dict[str, Any]:
     }
 
 
-# What single pages take for granted beside that.
+# Definitions that single pages need in addition.
 SHARDING = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -112,7 +112,7 @@ GIVEN = {
 
 
 def run(page: str, text: str) -> int:
-    """Run a page's blocks, and give their number; what they raise names the page and the line."""
+    """Run a page's blocks and return their number; errors name the page and the line."""
     namespace, count = prelude(), 0
     exec(GIVEN.get(page, ""), namespace)
     for block in blocks(text):
@@ -125,14 +125,14 @@ def run(page: str, text: str) -> int:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """As torchrun starts one process; a page may leave a group, and files, behind."""
+    """One process as torchrun starts it; a page may leave a group, and files, behind."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     variables = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
     for name, value in {**variables, "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.chdir(tmp_path)
-    # The code is the reader's; to compile it into kernels would take most of this suite's time.
+    # Compiling the readers' code into kernels would take most of the time of these tests.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     yield
     if dist.is_initialized():

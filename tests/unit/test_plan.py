@@ -22,7 +22,7 @@ from dmuon.scheduler.costs import (
     ANALYTIC_DEVICES,
     CostTable,
 )
-from dmuon.scheduler.greedy import longest_first, longest_first_by_weight, round_robin
+from dmuon.scheduler.greedy import longest_first, round_robin
 from dmuon.scheduler.plan import Batch, OwnershipPlan, fitted_plan
 from dmuon.scheduler.problem import Problem, Shape, build_problem
 from dmuon.scheduler.select import collect
@@ -94,12 +94,6 @@ def test_round_robin_takes_turns_and_longest_first_evens_out():
     assert problem.loads(longest_first(problem)).tolist() == [8 * 10**9] * 2
     problem = problem_of([A, B] * 4, 3, linear)
     assert round_robin(problem, range(8)).tolist() == [[2, 1], [1, 2], [1, 1]]
-
-
-def test_longest_first_by_weight_balances_say_elements_whatever_they_cost():
-    problem = problem_of([A] * 2 + [B] * 4, 2, {A: (1.0,) * 4, B: (9.0,) * 4})
-    elements = [shape.key[0] * shape.key[1] for shape in problem.shapes]
-    assert (longest_first_by_weight(problem, elements) @ elements).tolist() == [112, 112]
 
 
 def test_moving_batched_matrices_together_beats_moving_them_one_by_one():
@@ -242,7 +236,7 @@ def test_what_is_no_plan_is_refused_as_one():
     for text in (
         *("", "plan", "null", "[]", "{}", "3", '"text"', broken()[:-20]),
         *(broken(specs=None), broken(batches=None), broken(seconds=None), broken(batches=7)),
-        *(broken(status="perfect"), broken(solver="oracle")),
+        broken(status="perfect"),
         *(broken(layout="scattered"), broken(topology={}), broken(topology=topology)),
         *(broken(batches=[[0, [0]]]), broken(alternatives=[1])),
         broken(batches=[[0, [0, 1], 1.0, "fast"]]),

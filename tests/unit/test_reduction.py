@@ -150,7 +150,7 @@ def test_backward_keeps_a_few_buckets_where_none_is_seen_to_arrive(recorded):
     recorded.clear()
 
     def count(_: Tensor) -> None:
-        buffers = [flight.buffer for live in reducer._buckets for flight in live.flights]
+        buffers = [live.buffer for bucket in reducer._buckets for live in bucket.segments]
         alive.append(sum(buffer.flat.untyped_storage().nbytes() for buffer in buffers))
 
     for p in model.parameters():

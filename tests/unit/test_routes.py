@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from dmuon.comm.buckets import (
     EVERYONE,
     Slices,
+    allocate,
     cut_by_bytes,
     gradient_bucket,
-    packed,
     publish_buckets,
 )
 from dmuon.scheduler.plan import Batch, OwnershipPlan, Unit, units_of
@@ -277,8 +277,8 @@ DTYPES = st.sampled_from([torch.bfloat16, torch.float32, torch.float64])
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), DTYPES), max_size=5))
-def test_packed_tensors_are_apart_and_aligned(sizes):
-    whole, parts = packed(sizes, torch.device("cpu"))
+def test_allocated_tensors_do_not_overlap_and_are_aligned(sizes):
+    whole, parts = allocate(sizes, torch.device("cpu"))
     end = whole.data_ptr()
     for (numel, dtype), part in zip(sizes, parts, strict=True):
         assert (part.numel(), part.dtype) == (numel, dtype)

@@ -16,10 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from dmuon.catalogue.hf_config import architecture_of
-from dmuon.catalogue.modules import build
+from dmuon.catalogue.hf_config import build
 from dmuon.catalogue.presets import PRESETS
-from dmuon.scheduler.select import RULES, Member, collect, collect_members
+from dmuon.scheduler.select import RULES, Member, collect
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm
 
@@ -43,7 +42,7 @@ FAMILIES = (
 
 
 def skeleton(family: str) -> nn.Module:
-    return build(architecture_of(_SIZES | {"model_type": family}))
+    return build(_SIZES | {"model_type": family})
 
 
 # ---- transformers' own modules -----------------------------------------------------------
@@ -133,7 +132,7 @@ def rules() -> list[str]:
 
 
 def catalogue() -> list[str]:
-    vla = {"vla (pi0)": build(PRESETS["vla"].architecture)}
+    vla = {"vla (pi0)": build(PRESETS["vla"].config)}
     return table((*FAMILIES, *vla), lambda family: vla.get(family) or skeleton(family))
 
 
@@ -213,9 +212,8 @@ def test_real_models_are_routed(family):
     reasons = {p.name: p.reason for p in specs.parameters if p.algorithm is Algorithm.ADAMW}
     assert all(text in reasons[name] for name, text in others.items())
     # Names alone tell the same, but for which side of a square weight the outputs are on.
-    named = collect_members(
-        [Member(n, p) for n, p in model.named_parameters(remove_duplicate=False)]
-    )
+    members = [Member(n, p) for n, p in model.named_parameters(remove_duplicate=False)]
+    named = collect(members, allow_meta=True)
     assert [(p.name, p.algorithm) for p in named.parameters] == [
         (p.name, p.algorithm) for p in specs.parameters
     ]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from dmuon.scheduler.select import Member, collect, collect_members, trainable_parameters
+from dmuon.scheduler.select import Member, collect, trainable_parameters
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm, DmuonError, SelectionError
 from tests.unit.models import Block, numbered, routes, tree
@@ -21,7 +21,9 @@ MUON, ADAMW = Algorithm.MUON, Algorithm.ADAMW
 
 def by_name(named: Iterable[tuple[str, Tensor]], frozen: bool = False) -> ModelSpecs:
     """Of parameters that no module is known to hold."""
-    return collect_members([Member(name, p) for name, p in named], frozen=frozen)
+    return collect(
+        [Member(name, p) for name, p in named], frozen=frozen, partial=True, allow_meta=True
+    )
 
 
 def with_matrix(**modules: nn.Module) -> nn.Module:
@@ -354,6 +356,15 @@ def test_a_pattern_is_matched_against_the_stripped_name():
         ({"splits": {"b.weight": [6, 6]}}, r"splits\['b.weight'\].*a.weight"),
         ({"heads": {"pos_embed": 2}}, r"heads\['pos_embed'\].*a.weight"),
         ({"splits": {"a.*": [6, 6]}, "heads": {"*.weight": 3}}, r"disagree"),
+        (  # what one pattern says of the form does not hold for the next
+            {
+                "splits": {
+                    "a.*": {"sizes": [6, 6], "dim": 0, "transposed": True},
+                    "*.weight": {"sizes": [6, 6], "dim": 0},
+                }
+            },
+            r"disagree",
+        ),
         ({"select": "weight"}, r"select must be a function \(name, parameter\) -> bool"),
         *(
             ({"select": lambda name, p, answer=answer: answer}, r"select\('\w+', parameter\)")
@@ -623,18 +634,18 @@ def test_a_group_that_names_its_algorithm_wins_over_rules_and_select():
     named = [(f"p{i}", torch.zeros(4, 6, requires_grad=True)) for i in range(3)]
     said = (MUON, ADAMW, None, None)
     members = [Member(name, p, a) for (name, p), a in zip([*named, named[0]], said, strict=True)]
-    specs = collect_members(members, select=lambda name, p: True)
+    specs = collect(members, select=lambda name, p: True)
     assert [(p.name, p.algorithm) for p in specs.parameters] == [
         ("p0", MUON), ("p1", ADAMW), ("p2", MUON)
     ]  # fmt: skip
     with pytest.raises(SelectionError, match=r"'bias'.*algorithm=\"adamw\""):
-        collect_members([Member("bias", torch.zeros(4, requires_grad=True), MUON)])
+        collect([Member("bias", torch.zeros(4, requires_grad=True), MUON)])
 
 
 @settings(max_examples=20)
 @given(models())
 def test_names_keep_the_order_of_the_modules_parameters(model):
     named = model.named_parameters(remove_duplicate=False)
-    specs = collect_members([Member(name, p, None, model) for name, p in named])
+    specs = collect([Member(name, p, None, model) for name, p in named])
     expected = [(name, tuple(p.shape)) for name, p in trainable_parameters(model)]
     assert [(p.name, p.shape) for p in specs.parameters] == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ from dmuon.scheduler.bound import (
     cover,
     frontier,
     simple_bound,
-    work_tables,
 )
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.columns import Budget, Columns, available_engines, minimize_last
@@ -314,19 +312,6 @@ def vla_on(owners):
     return problem, greedy(problem, [])
 
 
-def test_listing_patterns_counts_as_work():
-    """On 8 owners there are too many: what no search uses is not listed."""
-    problem, counts = vla_on(8)
-    makespan = problem.makespan(counts)
-    _, dual = simple_bound(problem, makespan)
-    for states, most_bytes in ((1_000, 60e6), (20_000, 150e6)):
-        tracemalloc.start()
-        found = cover(problem, makespan - 1, dual, most_states=states)
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert found == Cover(None, False) and peak < most_bytes
-
-
 # A price that falls with the batch: every pattern known at first is above the bound.
 FALLING = [
     Instance(((8, 8, "float32"),) * 3, world, {(8, 8, "float32"): prices}, OwnerLimits())
@@ -521,28 +506,6 @@ def test_equal_input_gives_an_equal_plan_before_the_clock_does():
 
 
 # ---- what proofs rest on -----------------------------------------------------------------
-
-
-@slow
-@given(
-    st.lists(st.floats(0.01, 9.0), min_size=1, max_size=5),
-    st.integers(2, 12),
-    st.sampled_from([1, 2, 3, 5, 8, 13, 40, 10**11]),
-)
-def test_work_counts_no_less_in_parts_than_in_one_piece(row, count, units):
-    key = SHAPES[0]
-    problem = build_problem(specs_of([key] * count).matrices, 2, OwnerLimits(), {key: row})
-    with mock.patch("dmuon.scheduler.bound._WORK", units):
-        (table,) = work_tables(problem)
-    for k in range(count + 1):
-        assert all(table[a] + table[k - a] >= table[k] for a in range(k + 1))
-
-
-def test_a_fixed_load_is_a_bound_by_itself():
-    limits = OwnerLimits(fixed_ms=(0.0, 50.0))
-    problem = build_problem(specs_of(SHAPES).matrices, 2, limits, dict.fromkeys(SHAPES, (1.0,)))
-    nothing = Dual((0,) * 3, (0,) * 3)
-    assert problem.ms(bound_of(problem, nothing, 10**12)) == 50.0
 
 
 @slow

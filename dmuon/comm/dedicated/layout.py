@@ -2,10 +2,10 @@
 
 ::
 
-    forward    before a group of modules runs: its weights <---broadcast--- owners; then dropped
-    backward   weights again; gradients ---reduce---> owners as soon as a group has all of its own
+    forward    before a layer runs: its weights <---broadcast--- owners; freed afterwards
+    backward   weights again; gradients ---reduce---> owners as soon as a layer has all of its own
     step       owner: momentum, Newton-Schulz, its own weights. One small all-reduce
-    next       the first groups' broadcasts leave as soon as their owners are done
+    next       the first layers' broadcasts leave as soon as their owners are done
 
 With replicas (HSDP) weights travel inside a replica, from the owner or, elsewhere, from its
 holder; gradients go to the holders first and from there to the owner; the step ends with one
@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -32,11 +33,11 @@ from dmuon.comm.dedicated.prefetch import (
     Prefetcher,
     check_first_forward,
     hook_module,
-    hook_state,
+    hook_state_dicts,
 )
-from dmuon.comm.dedicated.storage import Storage, module_groups
-from dmuon.comm.hooks import area, fsdp_roots, wait_points
-from dmuon.comm.layout import Apply, Compute, Gradients, OwnerRuntime, ParameterWatch
+from dmuon.comm.dedicated.storage import Storage, layers_of
+from dmuon.comm.hooks import ParameterWatch, area, fsdp_roots, wait_points
+from dmuon.comm.layout import Apply, Compute, OwnerRuntime
 from dmuon.comm.pipeline import Pipeline
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.reducer import (
@@ -47,21 +48,21 @@ from dmuon.comm.reducer import (
     set_rows,
     unstacker,
 )
-from dmuon.comm.routes import Part, bucket_route
+from dmuon.comm.routes import bucket_route
+from dmuon.comm.states import PassState
 from dmuon.comm.transport import Meter
 from dmuon.config import DedicatedOptions, ShardedOptions
 from dmuon.dtensors import is_distributed, local_shard, local_tensor, mesh_axes
 from dmuon.scheduler.plan import Unit
-from dmuon.scheduler.shards import LocalShard, RankShards, ShardMap
 from dmuon.scheduler.specs import Box
 from dmuon.types import OwnershipError
 
-_Parts = list[tuple[int, int, Tensor]]  # position in a unit, matrix, its part
+_Parts = list[tuple[int, int, Tensor]]  # (position in a unit, matrix, its part here)
 
 
 class _Assembly:
-    """The step under tensor parallelism, of units whose gradients have one dtype, and what is
-    published of them one, that of ``like``."""
+    """The step under tensor parallelism, of units with gradients of one dtype whose results are
+    published in one, that of ``like``."""
 
     def __init__(
         self,
@@ -74,43 +75,32 @@ class _Assembly:
         like: Tensor,
     ) -> None:
         self._units = units
-        specs, together = slices.plan.specs, tuple(range(slices.grid.shape[2]))
-        # A parameter that is whole everywhere is one that each of these ranks replicates.
-        reports = [
-            RankShards.of(
-                t,
-                [
-                    LocalShard(together, (t,), Box.at_origin(spec.shape))
-                    if boxes is None
-                    else LocalShard(together, (), boxes[t])
-                    for spec, boxes in zip(specs.parameters, slices.boxes, strict=True)
-                ],
-            )
-            for t in together
-        ]
-        copies, holders = ((together,),) * len(specs.parameters), (together,) * len(specs.matrices)
-        shards = ShardMap(specs, tuple(reports), copies, holders)
         near = [replace(u, owner=slices.owner_place(u.matrices[0])[2]) for u in units]
         options = ShardedOptions()
         buckets = cut_buckets(
             near, range(len(near)), options.bucket_bytes, options.min_buckets, like.element_size()
         )
-        routes = [bucket_route(shards, near, b, groups.tensors.rank) for b in buckets]
+        routes = [bucket_route(slices.shards, near, b, groups.tensors.rank) for b in buckets]
         self._pipeline = Pipeline(
             routes, near, groups.tensors, meter, options.buffers, like, inbound=reduced
         )
         # What is kept never moves, so views of it are made once.
         self._sources: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._landed: list[list[tuple[int, _Parts]]] = []
+        self._results: list[list[tuple[int, _Parts]]] = []
         for bucket in self._pipeline.buckets:
             sent = [
                 (view, owned.here[i])
-                for _, parts in _views(bucket.send, bucket.route.held.parts)
-                for _, i, view in parts
+                for part in bucket.route.held.parts
+                for i, view in zip(part.matrices, part.within(bucket.send), strict=True)
             ]
             self._sources.append(([view for view, _ in sent], [grad for _, grad in sent]))
-            views = [_views(flat, message.parts) for flat, message in bucket.landings]
-            self._landed.append([view for found in views for view in found])
+            self._results.append(
+                [
+                    (part.unit, list(zip(count(part.position), part.matrices, part.within(flat))))
+                    for flat, message in bucket.landings
+                    for part in message.parts
+                ]
+            )
 
     def run(
         self,
@@ -128,21 +118,11 @@ class _Assembly:
             return compute(self._units[u], gradients)
 
         def apply(b: int) -> None:
-            for u, parts in self._landed[b]:
+            for u, parts in self._results[b]:
                 update(self._units[u], parts)
 
         self._pipeline.run(fill, assembled, apply, lambda: None)
-        self._pipeline.land(range(len(self._landed)))
-
-
-def _views(flat: Tensor, parts: Sequence[Part]) -> list[tuple[int, _Parts]]:
-    """The pieces in a message's buffer: (unit, pieces)."""
-    found = []
-    for part in parts:
-        views = flat.narrow(0, part.start, part.numel).view(part.shape).unbind()
-        places = range(part.position, part.position + len(views))
-        found.append((part.unit, list(zip(places, part.matrices, views, strict=True))))
-    return found
+        self._pipeline.apply_pending(range(len(self._results)))
 
 
 class DedicatedRuntime(OwnerRuntime):
@@ -158,41 +138,31 @@ class DedicatedRuntime(OwnerRuntime):
         tensor_axes: frozenset[str],
         device: torch.device,
     ) -> None:
-        super().__init__(slices, model, process_groups.world, device)
+        super().__init__(slices, model, parameters, process_groups.world, device)
         self.keeps_whole = slices.grid.shape[2] == 1
         self.process_groups = process_groups
         self._options = options
         self._tensor_axes = tensor_axes
-        self._place = slices.grid.place(process_groups.world.rank)
-        self.parameters = list(parameters)
         self._muon = frozenset(self.plan.specs.muon_parameters())
         self._assemblies: list[_Assembly] = []
-        self._counted: frozenset[int] = frozenset()
-        # By a unit's first matrix: RMS of its updates, its weights here, what unstacks its updates.
-        self._rms: dict[int, Tensor] = {}
+        # By a unit's first matrix: its weights here, and its `unstacker`.
         self._applied: dict[int, list[Tensor]] = {}
         self._unstack: dict[int, Callable[[Tensor], list[Tensor]]] = {}
         index = {id(p): i for i, p in enumerate(parameters) if i in self._muon}
-        # Modules are not kept: an ownership refers to none, for the model refers to it.
-        modules = module_groups(model, options.groups, index)
-        groups, blocks = list(modules.values()), set(modules) - {model}
-        group_of = {p: g for g, group in enumerate(groups) for p in group.parameters}
-        points = []
-        for point in wait_points(model, blocks):
-            needs = sorted({group_of[index[i]] for i in point.parameters if i in index})
-            if needs or point.is_root:
-                points.append((point, needs))
+        # Modules are not kept: an ownership refers to none, because the model refers to it.
+        modules = layers_of(model, options.groups, index)
+        layers, others = list(modules.values()), set(modules) - {model}
+        layer_of = {p: g for g, layer in enumerate(layers) for p in layer.parameters}
         self.storage = Storage(
-            slices, model, self.parameters, groups, process_groups, self.meter, options, device
+            slices, model, self.parameters, layers, process_groups, self.meter, options, self.rows
         )
         self.prefetcher = Prefetcher(self.storage, options)
-        for point, needs in points:
-            inside = () if point.in_block else tuple(area(point.module, blocks))
-            self._removers += hook_module(self.prefetcher, point, needs, inside)
-        for module in model.modules():
-            names = {n: index[id(p)] for n, p in module._parameters.items() if id(p) in index}
-            if any(id(p) in index for p in module.parameters()):
-                self._removers += hook_state(self.prefetcher, module, names)
+        for point in wait_points(model, others):
+            needs = sorted({layer_of[index[i]] for i in point.parameters if i in index})
+            if needs or point.is_root:
+                inside = () if point.in_layer else tuple(area(point.module, others))
+                self._removers += hook_module(self.prefetcher, point, needs, inside)
+        self._removers += hook_state_dicts(self.prefetcher, model, index)
         self._end_watch = check_first_forward(self.storage, model)
         self._removers.append(self._end_watch)
 
@@ -213,13 +183,13 @@ class DedicatedRuntime(OwnerRuntime):
             raise self._not_bound()
         storage, prefetcher = self.storage, self.prefetcher
         storage.ready()
-        inside = prefetcher.forward.open  # of a forward pass: it goes on afterwards
+        in_forward = prefetcher.state is PassState.FORWARD  # which goes on afterwards
         prefetcher.begin_access()
         try:
             with storage.whole(module):
                 yield
         finally:
-            if not inside:
+            if not in_forward:
                 prefetcher.drop()  # what was launched ahead may have been written to
 
     def weights(self, unit: Unit) -> list[Tensor]:
@@ -228,15 +198,15 @@ class DedicatedRuntime(OwnerRuntime):
 
     def stored(self, box: Box, parameter: int) -> list[tuple[int, Box, Tensor]]:
         rank, shape = self.transport.rank, self.plan.specs.parameters[parameter].shape
-        places = self._slices.places(parameter, in_slices=True, replicas=True)
+        keepers = self._slices.keepers(parameter, in_slices=True, replicas=True)
         return [
             (i, part, self.storage.weight_of(i))
-            for i, r, part in places
+            for i, r, part in keepers
             if r == rank and part.numel and self.plan.specs.matrices[i].box(shape) == box
         ]
 
     def synchronize(self) -> None:
-        """Wait for what is being published to the holders."""
+        """Wait for the weights that are being published to the holders."""
         self.storage.wait_published()
 
     def close(self) -> None:
@@ -269,7 +239,7 @@ class DedicatedRuntime(OwnerRuntime):
             self._assemblies = self._make_assemblies(owned, payload_dtype)
         buckets = self._buckets()
         self.reducer = GradientReducer(
-            self._slices, self.parameters, self.process_groups, self.meter, buckets, owned
+            self.parameters, self.process_groups, self.meter, buckets, owned
         )
         others = [(i, p) for i, p in enumerate(self.parameters) if i not in self._muon]
         distributed = [(i, p) for i, p in others if is_distributed(p)]
@@ -299,22 +269,23 @@ class DedicatedRuntime(OwnerRuntime):
         return found
 
     def _buckets(self) -> list[GradientBucket]:
-        """One a group in the order of backward; the root's, and all that is no matrix, last.
+        """One per layer in the order of backward; last the root's, with all adamw parameters.
 
-        Parameters that neither dmuon nor tensor parallelism has distributed are all-reduced here;
-        the others are the framework's. Nothing tells of a gain or bias that no gradient will come,
-        so in a group's bucket it would hold that one up.
+        Those that neither dmuon nor tensor parallelism has distributed are all-reduced here; the
+        others are the framework's. Nothing tells that a gain or bias will get no gradient, so in a
+        layer's bucket it would hold that one up.
         """
-        rest = {
+        adamw = {
             i: local_tensor(p).numel()
             for i, p in enumerate(self.parameters)
             if i not in self._muon and set(mesh_axes(p)) <= self._tensor_axes
         }
-        members = [g.parameters for g in reversed(self.storage.groups) if not g.is_root]
-        root = (p for g in self.storage.groups if g.is_root for p in g.parameters)
-        members.append((*root, *rest))
-        dtype, tensor = self._options.reduce_dtype, self._place[2]
-        return [gradient_bucket(self._slices, m, rest, tensor, dtype) for m in members if m]
+        layers = self.storage.layers
+        members = [layer.parameters for layer in reversed(layers) if not layer.is_root]
+        root = (p for layer in layers if layer.is_root for p in layer.parameters)
+        members.append((*root, *adamw))
+        dtype, tensor = self._options.reduce_dtype, self._slices.grid.place(self.transport.rank)[2]
+        return [gradient_bucket(self._slices, m, adamw, tensor, dtype) for m in members if m]
 
     # ---- gradients ---------------------------------------------------------------------------
 
@@ -325,42 +296,25 @@ class DedicatedRuntime(OwnerRuntime):
             root.set_requires_gradient_sync(sync)
         return previous
 
-    def raise_noted(self) -> None:
-        self._bound.raise_noted()
-
     def reduce_gradients(self) -> None:
         reducer = self._bound
 
         def check() -> None:
-            self._check_model()
+            if self._watch is not None:
+                self._watch.check()
             self.storage.check()
 
         self.prefetcher.recover()
-        self.prefetcher.pass_by()
+        self.prefetcher.join_passes()
         reducer.ensure(check)
-
-    def gradients(self) -> Gradients:
-        """Matrices' gradients lie with their owners, FSDP2's in shards, the others everywhere."""
-        reducer = self._bound
-        counted, common = reducer.owned.collected(reducer.present), []
-        stored = list(counted)
-        for i, p in enumerate(self.parameters):
-            grad = None if i in self._muon else reducer.gradient_of(i)
-            if grad is None:
-                continue
-            stored.append(grad)
-            if not is_distributed(p):
-                common.append(grad)
-            elif i in self._counted:
-                counted.append(grad)
-        return Gradients(counted, common, stored)
 
     def _counts(self, p: Tensor) -> bool:
         """Whether this rank's shard of ``p`` is the first of its kind in the mesh."""
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         if any(local_shard("", p, rank).replica):
             return False
-        axes, (replica, shard, tensor) = set(mesh_axes(p)), self._place
+        axes = set(mesh_axes(p))
+        replica, shard, tensor = self._slices.grid.place(self.transport.rank)
         over_tensors, over_data = bool(axes & self._tensor_axes), bool(axes - self._tensor_axes)
         return (over_tensors or tensor == 0) and (over_data or (replica, shard) == (0, 0))
 
@@ -372,15 +326,13 @@ class DedicatedRuntime(OwnerRuntime):
     # ---- step --------------------------------------------------------------------------------
 
     def step(self, compute: Compute, apply: Apply) -> None:
-        reducer = self._bound
+        reducer, matrices = self._bound, self.plan.specs.matrices
         owned, present = reducer.owned, reducer.present
         self.prefetcher.begin_step()
-        matrices = self.plan.specs.matrices
 
         def computed(unit: Unit, gradients: Tensor) -> Tensor | None:
-            """What is published of a unit, ``[b, rows, cols]``; undefined where nothing came."""
-            where = [k for k, i in enumerate(unit.matrices) if present[matrices[i].parameter]]
-            rms = self._rms[unit.matrices[0]]
+            """The payload of a unit, ``[b, rows, cols]``; undefined where no gradient came."""
+            where, rms = self._with_gradients(unit), self._rms[unit.matrices[0]]
             if len(where) < len(unit.matrices):
                 rms.zero_()
             if not where:
@@ -409,16 +361,8 @@ class DedicatedRuntime(OwnerRuntime):
                 payload = computed(unit, owned.stack(unit))
                 if payload is not None:
                     views = self._unstack[unit.matrices[0]](payload)
-                    update(unit, list(zip(range(len(views)), unit.matrices, views, strict=True)))
+                    update(unit, list(zip(count(), unit.matrices, views)))
                 todo.difference_update(unit.matrices)
                 self.prefetcher.launch_ahead(todo)
         self.prefetcher.launch_ahead(set())
         reducer.clear()
-
-    def update_rms(self) -> dict[str, Tensor]:
-        matrices = self.plan.specs.matrices
-        return {
-            matrices[i].name: rms
-            for unit in self._bound.owned.mine
-            for i, rms in zip(unit.matrices, self._rms[unit.matrices[0]].unbind(), strict=True)
-        }

@@ -1,22 +1,22 @@
-"""Weights to where they are used: before a group of modules runs, and again before its backward.
+"""Weights to where they are used: before a layer of modules runs, and again before its backward.
 
-Each forward pass broadcasts every group once, in the order of registration, each backward pass in
-the reverse order; an *order* knows how far it has come. A rank that skips a module, or calls two in
-another order, still issues the same broadcasts in the same order as the others::
+Each forward pass broadcasts every layer once, in the order of registration, each backward pass in
+the reverse order. A rank that skips a module, or calls two in another order, still issues the same
+broadcasts in the same order as the others::
 
     forward    b0 b1 | run 0 | b2 | run 1 | b3 | run 2 ...      prefetch = 1
     backward   b3 b2 | run 3 | b1 | run 2 | ...
 
-Backward passes by group g right before the broadcast of its place g + prefetch + 1, on every rank:
-there the gradients of g leave if it is known that none will come, and on a rank that has them all
-they have left by then.
+Backward passes by layer g right before the broadcast number g + prefetch + 1, on every rank: there
+the gradients of g leave if it is known that none will come. On a rank that has them all they have
+left by then.
 
-What a rank has not asked for when the pass ends, it receives then, and drops. A group that is asked
-for again after it has been dropped is sent once more, on all ranks that run the same program; from
-the next pass on it is kept until its last call.
+If a rank has not asked for a layer when the pass ends, it receives it then, and drops it. A layer
+that is asked for again after it has been dropped is sent once more, on all ranks that run the same
+program; from the next pass on it is kept until its last call.
 
 A module's outputs carry a tensor hook that fires before its backward begins. Hooks live on modules
-and in autograd's graph, so they refer to the `Prefetcher`, whom they tell everything, weakly.
+and in autograd's graph, so they refer weakly to the `Prefetcher`, which they tell everything.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dmuon.comm.dedicated.storage import Group, Storage
+from dmuon.comm.dedicated.storage import Layer, Storage
 from dmuon.comm.hooks import Hook, Remove, WaitPoint
 from dmuon.comm.reducer import GradientReducer, at_end_of_backward
+from dmuon.comm.states import PassState, WeightState
 from dmuon.config import DedicatedOptions
 from dmuon.types import DmuonError, OwnershipError
 
@@ -42,72 +44,88 @@ _ANNOUNCED = "_dmuon_announced"  # set on what a module keeps from one pass to t
 # ---- passes over the model -------------------------------------------------------------------
 
 
-class _Order:
-    """In which order a pass launches groups, how many of them it has (``cursor``), and whether it
-    has begun and not ended (``open``)."""
+@dataclasses.dataclass(slots=True)
+class _Calls:
+    """How a layer has been called, and what autograd has made of it.
 
-    def __init__(self, groups: Sequence[int], phase: str) -> None:
-        self.groups = groups
-        self.phase = phase
-        self.place = {g: i for i, g in enumerate(groups)}
-        self.cursor = 0
-        self.open = False
+    ``ran``: since the last step, also without autograd, as a checkpointed forward does.
+    ``expected``: forward calls in a pass, as in the last one; at first, occurrences in the model.
+    ``recorded``: uses that autograd recorded and whose backward has not come yet.
+    """
+
+    expected: int
+    ran: bool = False
+    running: int = 0  # forward calls that have not ended
+    ended: int = 0  # forward calls in this pass that have
+    recorded: int = 0
+    gradients: int = 0  # that have come in this backward pass
+    awaited: int = 1  # how many of them there will be
 
 
 class Prefetcher:
-    """Has weights there when passes over the model need them, and sends gradients in turn.
+    """Makes weights available before passes over the model need them, and sends gradients in turn.
 
-    The root's group is needed first in both passes. There is a ``reducer`` once an optimizer has
-    bound itself; unless it is to ``sync`` it waits. ``steps`` counts how often weights have
-    changed, ``backwards`` the backward passes since then.
+    The root's layer is needed first in both passes. There is a ``reducer`` once an optimizer has
+    bound itself. ``steps`` counts how often weights have changed, ``backwards`` the backward passes
+    since then.
     """
 
     def __init__(self, storage: Storage, options: DedicatedOptions) -> None:
         self.storage = storage
-        self.groups = storage.groups
+        self.layers = storage.layers
+        self.state = PassState.IDLE
         self.steps = 0
         self.backwards = 0
         self.reducer: GradientReducer | None = None
-        self.load: _Load | None = None  # the call that is open, or was cut off
-        self._prefetch = options.prefetch
-        self._free = options.free_after_forward
-        first = [g for g, group in enumerate(self.groups) if group.is_root]
-        others = [g for g, group in enumerate(self.groups) if not group.is_root]
-        self._first = len(first)
-        self.forward = _Order([*first, *others], "forward")
-        self.backward = _Order([*first, *reversed(others)], "backward")
-        self._ahead = 0  # groups whose new weights have left, in the order of forward
+        self._options = options
+        self._calls = [_Calls(layer.occurrences) for layer in self.layers]
+        self._number = {p: g for g, layer in enumerate(self.layers) for p in layer.parameters}
+        self._first = sum(layer.is_root for layer in self.layers)
+        self._ahead = 0  # layers whose new weights left with the step, in the order of forward
+        self._launched = 0  # layers that were broadcast in this pass
+        self._passed = 0  # layers that this backward pass is done with
         self._needed: set[int] = set()  # asked for in this backward pass, and not freed
-        self._passed = 0  # how many groups of it are passed
         self._recorded = False  # a forward pass by autograd, since the last step
 
     # ---- broadcasts --------------------------------------------------------------------------
 
-    def _next(self, order: _Order, *, ending: bool = False) -> Group:
-        if order is self.backward:
+    def _turn(self, n: int) -> int:
+        """The layer whose turn in this pass is number ``n``; also the turn of layer ``n``."""
+        if self.state is PassState.FORWARD or n < self._first:
+            return n
+        return len(self.layers) + self._first - 1 - n
+
+    def _launch_next(self, *, ending: bool = False) -> Layer:
+        if self.state is PassState.BACKWARD:
             self._pass(ending=ending)
-        group = self.groups[order.groups[order.cursor]]
-        order.cursor += 1
-        if self._free or not group.valid:
-            self.storage.launch(group, order.phase)
-        return group
+        layer = self.layers[self._turn(self._launched)]
+        self._launched += 1
+        if self._options.free_after_forward or layer.state is WeightState.FREED:
+            self.storage.launch(layer, self.state.label)
+        return layer
 
-    def _ask(self, order: _Order, g: int) -> None:
+    def _use(self, g: int) -> None:
         """Launch ``g``, what comes before it, and what is prefetched behind it; have ``g``."""
-        last = min(order.place[g] + self._prefetch, len(order.groups) - 1)
-        while order.cursor <= last:
-            self._next(order)
-        if not self.groups[g].valid:
-            self.storage.launch(self.groups[g], order.phase)  # again: it was dropped in this pass
-        self.groups[g].use()
+        last = min(self._turn(g) + self._options.prefetch, len(self.layers) - 1)
+        while self._launched <= last:
+            self._launch_next()
+        layer = self.layers[g]
+        if layer.state is WeightState.FREED:  # again: it was dropped in this pass
+            self.storage.launch(layer, self.state.label)
+        layer.use()
+        self._calls[g].ran = True
 
-    def _complete(self, order: _Order) -> None:
+    def _begin(self, state: PassState, launched: int = 0) -> None:
+        self.state = self.state.to(state)
+        self._launched = launched
+
+    def _end(self) -> None:
         """Take part in the broadcasts of what was not asked for."""
-        while order.cursor < len(order.groups):
-            group = self._next(order, ending=True)
-            if self._free and not group.in_use:
-                group.free()
-        order.open = False
+        while self._launched < len(self.layers):
+            layer = self._launch_next(ending=True)
+            if self._options.free_after_forward and not layer.in_use:
+                layer.free()
+        self.state = self.state.to(PassState.IDLE)
 
     # ---- forward -----------------------------------------------------------------------------
 
@@ -116,151 +134,150 @@ class Prefetcher:
         self.recover()
         self.storage.check()
         self.end_forward()
-        self._open_forward()
+        self._begin_forward()
 
-    def _open_forward(self) -> None:
+    def _begin_forward(self) -> None:
         self.storage.ready()
-        self.forward.open = True
-        self.forward.cursor = 0 if self.storage.has_replicas else self._ahead
+        self._begin(PassState.FORWARD, 0 if self.storage.has_replicas else self._ahead)
         self._ahead = 0
-        for group in self.groups:
-            group.running = group.calls = 0
+        for calls in self._calls:
+            calls.running = calls.ended = 0
 
     def enter(self, g: int) -> None:
-        """A module of the group is about to run."""
-        if not self.forward.open:
-            self._open_forward()
-        self._ask(self.forward, g)
-        self.groups[g].ran = True
-        self.groups[g].running += 1
+        """A module of the layer is about to run."""
+        if self.state is PassState.IDLE:
+            self._begin_forward()
+        self._use(g)
+        self._calls[g].running += 1
 
     def touch(self, g: int) -> None:
-        """A part of the group's modules runs, normally inside them."""
-        if not self.groups[g].running:  # called by itself, so nobody announces its backward
+        """A part of the layer's modules runs, normally inside them."""
+        if not self._calls[g].running:  # called by itself, so nobody announces its backward
             recorded = torch.is_grad_enabled()
             self.enter(g)
-            self.leave(g, recorded=recorded, keep=recorded, free=False)
+            self.leave(g, recorded=recorded, hold=recorded, free=False)
 
-    def leave(self, g: int, *, recorded: bool, keep: bool, free: bool = True) -> None:
-        """It has run. ``recorded``: by autograd; ``keep``: its backward may come unannounced; not
+    def leave(self, g: int, *, recorded: bool, hold: bool, free: bool = True) -> None:
+        """It has run. ``recorded``: by autograd; ``hold``: its backward may come unannounced; not
         ``free``: it is only about to run, and nothing will tell when it has."""
-        group = self.groups[g]
-        if recorded:
-            group.epochs += not group.recorded
-            group.recorded = self._recorded = True
-        group.running -= 1
-        group.keep = group.keep or keep
-        if group.running > 0:
+        layer, calls = self.layers[g], self._calls[g]
+        if recorded and layer.in_use:  # not so after a backward inside of this forward
+            calls.recorded += layer.record(hold=hold)
+            self._recorded = True
+        calls.running -= 1
+        if calls.running > 0:
             return
-        group.calls += 1
-        if free and self._free and group.calls >= group.expected and not group.keep:
-            group.free()
+        calls.ended += 1
+        if free and calls.ended >= calls.expected:
+            self._free_after_forward(layer)
+
+    def _free_after_forward(self, layer: Layer) -> None:
+        if self._options.free_after_forward and layer.state is not WeightState.HELD:
+            layer.free()
 
     def end_forward(self) -> None:
         """Every rank has issued every broadcast of the pass when this returns."""
-        if not self.forward.open:
+        if self.state is not PassState.FORWARD:
             return
-        for group in self.groups:
-            group.expected = group.calls or group.expected
-            group.running = 0
-            if self._free and group.valid and not group.keep:
-                group.free()
-        self._complete(self.forward)
+        for layer, calls in zip(self.layers, self._calls, strict=True):
+            calls.expected = calls.ended or calls.expected
+            calls.running = 0
+            self._free_after_forward(layer)
+        self._end()
 
     # ---- backward ----------------------------------------------------------------------------
 
     def ensure_backward(self) -> None:
         """Begin the backward pass if this is the first that is heard of it."""
-        if self.backward.open:
+        if self.state is PassState.BACKWARD:
             return
-        self._open_backward()
+        self._begin_backward()
         reducer, casts = self.reducer, self.storage.casts
-        for group in self.groups:
-            # Changing the dtype of a parameter's data makes autograd accumulate apart.
-            parts = [max(1, group.epochs) if casts(p) else 1 for p in group.parameters]
-            group.awaited = sum(parts)
+        for layer, calls in zip(self.layers, self._calls, strict=True):
+            # If the dtype of a parameter's data changes, autograd accumulates each use apart.
+            parts = [max(1, calls.recorded) if casts(p) else 1 for p in layer.parameters]
+            calls.awaited = sum(parts)
             if reducer is not None:
-                reducer.expected.update(zip(group.parameters, parts, strict=True))
+                reducer.expected.update(zip(layer.parameters, parts, strict=True))
         if reducer is not None and reducer.sync:
             reducer.begin()
         # Nested backward calls (re-entrant checkpointing) each end once; it may be over then.
         at_end_of_backward(self.recover)
 
-    def _open_backward(self) -> None:
+    def _begin_backward(self) -> None:
         self.end_forward()
-        self.backward.open = True
-        self.backward.cursor = 0
+        self._begin(PassState.BACKWARD)
         self._passed = self._first
         self._needed.clear()
-        for group in self.groups:
-            group.arrived = 0
+        for calls in self._calls:
+            calls.gradients = 0
 
     def need(self, g: int) -> None:
-        """The backward of the group is about to run."""
+        """The backward of the layer is about to run."""
         for i in [i for i in self._needed if i != g]:
-            if self.groups[i].arrived >= self.groups[i].awaited:
-                self.groups[i].free()
+            if self._calls[i].gradients >= self._calls[i].awaited:
+                self.layers[i].free()
                 self._needed.discard(i)
         self._needed.add(g)
-        self.groups[g].ran = True
-        self._ask(self.backward, g)
+        self._use(g)
         self._pass()
 
     def _pass(self, *, ending: bool = False) -> None:
-        """Send gradients of the groups that backward has passed by, at their places among the
+        """Send gradients of the layers that backward has passed by, at their places among the
         broadcasts, where the ranks that have all of theirs send them.
 
-        Zeros of a group that has not run since the step; as the pass is ``ending``, what there is
+        Zeros of a layer that has not run since the step; as the pass is ``ending``, what there is
         of any.
         """
-        end = max(self._passed, self.backward.cursor - self._prefetch)
-        passed = [self.groups[g] for g in self.backward.groups[self._passed : end]]
+        end = max(self._passed, self._launched - self._options.prefetch)
+        passed = [self._turn(n) for n in range(self._passed, end)]
         self._passed = end
         if self.reducer is None or not self.reducer.open:
             return
-        for group in passed:
+        for g in passed:
+            parameters = self.layers[g].parameters
             if ending:
-                self.reducer.give_up(group.parameters)
-            elif not group.ran:
-                pinned = self.storage.is_pinned
-                self.reducer.give_up([p for p in group.parameters if not pinned(p)])
+                self.reducer.give_up(parameters)
+            elif not self._calls[g].ran:
+                self.reducer.give_up([p for p in parameters if not self.storage.is_read(p)])
 
     def accumulated(self, parameter: int) -> None:
         """Autograd has accumulated into the parameter's ``grad``."""
         self.ensure_backward()
-        group = self.storage.group_of.get(parameter)
-        if group is not None:
-            group.arrived += 1
+        g = self._number.get(parameter)
+        if g is not None:
+            self._calls[g].gradients += 1
         if self.reducer is not None and self.reducer.open:
             self.reducer.accumulated(parameter)
 
     def recover(self) -> None:
-        """Autograd is done, or has raised: the other ranks count on the rest of the pass.
+        """Autograd is done, or has raised: the other ranks count on the remaining collectives.
 
-        Every rank has issued every broadcast of it when this returns; nothing stays materialized.
+        Every rank has issued every broadcast of the pass when this returns; nothing stays
+        materialized.
         """
-        if not self.backward.open:
+        if self.state is not PassState.BACKWARD:
             return
-        self._close_backward()
+        self._end_backward()
         if self.reducer is not None:
             self.reducer.finish()
-        for group in self.groups:
-            # Each parameter got a gradient of so many uses.
-            used = -(-group.arrived // len(group.parameters))
-            group.epochs = max(0, group.epochs - used)
+        for layer, calls in zip(self.layers, self._calls, strict=True):
+            # Each parameter got one gradient per use, so this many uses are done.
+            used = -(-calls.gradients // len(layer.parameters))
+            calls.recorded = max(0, calls.recorded - used)
 
-    def _close_backward(self) -> None:
-        for group in self.groups:
-            if self._free and group.valid:
-                group.free()
+    def _end_backward(self) -> None:
+        if self._options.free_after_forward:
+            for layer in self.layers:
+                layer.free()
         self._passed = self._first
-        self._complete(self.backward)
+        self._end()
         self.drop()
         self.backwards += 1
 
     # ---- between passes ----------------------------------------------------------------------
 
-    def pass_by(self) -> None:
+    def join_passes(self) -> None:
         """Join the other ranks' passes since the step if no backward ran here.
 
         They count on this rank's part all the same, and in the same order: of a backward pass, and
@@ -270,22 +287,22 @@ class Prefetcher:
             return
         if self.reducer is not None:
             self.reducer.begin_owed()
-        if not self.forward.open and not self._recorded:
-            self._open_forward()
-        self._open_backward()
-        self._close_backward()
+        if self.state is PassState.IDLE and not self._recorded:
+            self._begin_forward()
+        self._begin_backward()
+        self._end_backward()
 
     def drop(self) -> None:
-        """Free every group: the weights may have changed, or are no longer needed."""
-        for group in self.groups:
-            if group.valid or group.in_use:
-                group.free()
-        self.forward.open = self.backward.open = False
+        """Free every layer: the weights may have changed, or are no longer needed."""
+        for layer in self.layers:
+            if layer.state is not WeightState.FREED:
+                layer.free()
+        self.state = self.state.to(PassState.IDLE)
         self._ahead = 0
 
     def begin_access(self) -> None:
         """Someone is about to read or write the weights directly."""
-        if not self.forward.open:
+        if self.state is not PassState.FORWARD:
             self.recover()
             self.storage.check()
         self.storage.wait_published()
@@ -297,24 +314,24 @@ class Prefetcher:
         self.steps += 1
         self.backwards = 0
         self._recorded = False
-        for group in self.groups:
-            group.ran = False
-            group.epochs = 0
+        for calls in self._calls:
+            calls.ran = False
+            calls.recorded = 0
 
     def launch_ahead(self, todo: Set[int]) -> None:
-        """Publish what is updated, up to the first group with a matrix of ``todo``: all groups to
+        """Publish what is updated, up to the first layer with a matrix of ``todo``: all layers to
         the holders or, without replicas, the first ones that the next forward pass needs."""
-        groups = self.forward.groups
+        layers = self.layers
         if not self.storage.has_replicas:
-            groups = groups[: self._first + self._prefetch + 1]
-        for g in groups[self._ahead :]:
-            if not self.groups[g].matrices.isdisjoint(todo):
+            layers = layers[: self._first + self._options.prefetch + 1]
+        for layer in layers[self._ahead :]:
+            if not layer.matrices.isdisjoint(todo):
                 return
             self._ahead += 1
             if self.storage.has_replicas:
-                self.storage.publish(self.groups[g])
+                self.storage.publish(layer)
             else:
-                self.storage.launch(self.groups[g], "forward")
+                self.storage.launch(layer, PassState.FORWARD.label)
 
 
 # ---- hooks on modules ------------------------------------------------------------------------
@@ -345,9 +362,9 @@ def _kept_tensors(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
 
 
 def _announce(
-    prefetcher: Prefetcher, groups: Sequence[int], area: Sequence[nn.Module], output: Any
+    prefetcher: Prefetcher, layers: Sequence[int], area: Sequence[nn.Module], output: Any
 ) -> bool:
-    """Have the weights there before the backward of ``output``; whether that can be.
+    """Fetch the weights before the backward of ``output``; returns whether that can be.
 
     Backward may also begin at what the modules of ``area`` keep.
     """
@@ -368,7 +385,7 @@ def _announce(
                 "done, so there is no second derivative. Use layout='replicated' for it"
             )
         prefetcher.ensure_backward()
-        for g in groups:
+        for g in layers:
             prefetcher.need(g)
 
     found = [t for t in _tensors_in(output) if t.requires_grad]
@@ -382,10 +399,10 @@ def _announce(
 
 
 def hook_module(
-    prefetcher: Prefetcher, point: WaitPoint, groups: Sequence[int], area: Sequence[nn.Module]
+    prefetcher: Prefetcher, point: WaitPoint, layers: Sequence[int], area: Sequence[nn.Module]
 ) -> list[Remove]:
-    """Hooks of one module, which needs ``groups``; ``area`` is itself and what lies below it in no
-    other group."""
+    """Hooks of one module, which needs ``layers``; ``area`` is itself and what lies below it in no
+    other layer."""
     module = point.module
     weak, weak_module = weakref.ref(prefetcher), weakref.ref(module)
 
@@ -408,68 +425,83 @@ def hook_module(
             if not torch.compiler.is_compiling():
                 opaque(module, *args)
 
-        return Hook(unless_compiled if point.in_block else opaque, check_whole)
+        return Hook(unless_compiled if point.in_layer else opaque, check_whole)
 
     def before(prefetcher: Prefetcher, _: Any) -> None:
-        in_backward = prefetcher.backward.open  # for the recomputation of a checkpointed forward
+        # In backward it is the recomputation of a checkpointed forward.
+        in_backward = prefetcher.state is PassState.BACKWARD
         if point.is_root and not in_backward:
             prefetcher.begin_forward()
-        enter = prefetcher.touch if point.in_block else prefetcher.enter
-        for g in groups:
+        enter = prefetcher.touch if point.in_layer else prefetcher.enter
+        for g in layers:
             (prefetcher.need if in_backward else enter)(g)
 
     def after(prefetcher: Prefetcher, output: Any) -> None:
-        if prefetcher.backward.open:
+        if prefetcher.state is PassState.BACKWARD:
             return
         recorded = torch.is_grad_enabled()
-        announced = _announce(prefetcher, groups, area, output) if recorded else False
-        for g in groups:
-            prefetcher.leave(g, recorded=recorded, keep=recorded and not announced)
+        announced = _announce(prefetcher, layers, area, output) if recorded else False
+        for g in layers:
+            prefetcher.leave(g, recorded=recorded, hold=recorded and not announced)
         if point.is_root:
             prefetcher.end_forward()
 
-    handles = [module.register_forward_pre_hook(hook(before), prepend=not point.in_block)]
-    if not point.in_block:
+    handles = [module.register_forward_pre_hook(hook(before), prepend=not point.in_layer)]
+    if not point.in_layer:
         handles.append(module.register_forward_hook(hook(after)))
     return [handle.remove for handle in handles]
+
+
+# ---- state dicts of modules ------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class _Load:
     """A call of ``load_state_dict`` of ``module``, while torch goes through what lies below it.
 
-    ``errors`` is the call's own list of what does not fit. ``any_apart`` says whether there are
-    dedicated parameters below that are not whole, ``found`` which of them the state dict has.
+    ``errors`` is the call's own list of what does not fit. ``is_collective``: there are parameters
+    below that are kept elsewhere; ``found``: those that the state dict has.
     """
 
     module: weakref.ref[nn.Module]
     errors: list[str]
-    any_apart: bool = False
+    is_collective: bool = False
     found: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
-def hook_state(prefetcher: Prefetcher, module: nn.Module, names: Mapping[str, int]) -> list[Remove]:
-    """Have state dicts of ``module`` hold its own dedicated parameters, by ``names`` their numbers,
-    as rows on all ranks, and load them from any form; collective calls. Inside ``materialized``
-    they are whole, as in any module.
+class _StateDicts:
+    """Hooks that put dedicated parameters into state dicts of modules, as rows on all ranks, and
+    load them from any form; collective calls. Inside ``materialized`` they are whole, as in any
+    module.
 
     What is loaded is kept when all of it has been looked at, on all ranks: at the end of the
-    outermost call. So every module that has dedicated parameters below it has these hooks.
+    outermost call.
     """
-    weak = weakref.ref(prefetcher)
 
-    def save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        prefetcher = weak()
-        if prefetcher is None:
+    def __init__(self, prefetcher: Prefetcher) -> None:
+        self._prefetcher = weakref.ref(prefetcher)
+        self._call: _Load | None = None  # the call that is open, or was cut off
+
+    def save(
+        self,
+        names: Mapping[str, int],
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        metadata: Any,
+    ) -> None:
+        prefetcher = self._prefetcher()
+        found = {} if prefetcher is None else prefetcher.storage.kept_elsewhere(names)
+        if prefetcher is None or not found:
             return
-        found = prefetcher.storage.apart(names)
-        if found:
-            prefetcher.storage.meet("model.state_dict()")
-            prefetcher.begin_access()
+        prefetcher.storage.meet("model.state_dict()")
+        prefetcher.begin_access()
         for name, p in found.items():
             state_dict[prefix + name] = prefetcher.storage.saved(p)
 
     def load(
+        self,
+        names: Mapping[str, int],
         module: nn.Module,
         state_dict: dict[str, Any],
         prefix: str,
@@ -479,15 +511,15 @@ def hook_state(prefetcher: Prefetcher, module: nn.Module, names: Mapping[str, in
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        prefetcher = weak()
+        prefetcher = self._prefetcher()
         if prefetcher is None:
             return
-        call, storage = prefetcher.load, prefetcher.storage
-        if call is None or call.errors is not errors:  # torch has one list for a call
-            call = prefetcher.load = _Load(weakref.ref(module), errors)
-        apart = storage.apart(names)
-        call.any_apart = call.any_apart or bool(apart)
-        for name, p in apart.items():
+        if self._call is None or self._call.errors is not errors:  # torch has one list per call
+            self._call = _Load(weakref.ref(module), errors)
+        call, storage = self._call, prefetcher.storage
+        elsewhere = storage.kept_elsewhere(names)
+        call.is_collective = call.is_collective or bool(elsewhere)
+        for name, p in elsewhere.items():
             key = prefix + name
             if key not in state_dict:
                 continue
@@ -499,27 +531,38 @@ def hook_state(prefetcher: Prefetcher, module: nn.Module, names: Mapping[str, in
             flaw = storage.flaw(p, state_dict[key])
             errors += [flaw] if flaw else []
             call.found[p] = state_dict[key]
-            # What torch copies then is what is there.
+            # So torch copies what is there already.
             state_dict[key] = module.get_parameter(name)
 
-    def loaded(module: nn.Module, keys: Any) -> None:
-        prefetcher = weak()
-        call = prefetcher.load if prefetcher is not None else None
+    def loaded(self, module: nn.Module, keys: Any) -> None:
+        prefetcher, call = self._prefetcher(), self._call
         if prefetcher is None or call is None or call.module() is not module:
             return
-        prefetcher.load = None
-        if call.any_apart:
+        self._call = None
+        if call.is_collective:
             prefetcher.begin_access()
             prefetcher.storage.load(call.found, call.errors)
             prefetcher.drop()  # what was launched ahead is old
 
-    handles = [
-        module.register_load_state_dict_pre_hook(Hook(load)),
-        module.register_load_state_dict_post_hook(Hook(loaded)),
-    ]
-    if names:
-        handles.append(module.register_state_dict_post_hook(Hook(save)))
-    return [handle.remove for handle in handles]
+
+def hook_state_dicts(
+    prefetcher: Prefetcher, model: nn.Module, index: Mapping[int, int]
+) -> list[Remove]:
+    """The hooks of `_StateDicts`, on every module with dedicated parameters in it or below.
+    ``index`` gives their numbers by id."""
+    hooks, removers = _StateDicts(prefetcher), []
+    for module in model.modules():
+        if not any(id(p) in index for p in module.parameters()):
+            continue
+        names = {n: index[id(p)] for n, p in module._parameters.items() if id(p) in index}
+        handles = [
+            module.register_load_state_dict_pre_hook(Hook(partial(hooks.load, names))),
+            module.register_load_state_dict_post_hook(Hook(hooks.loaded)),
+        ]
+        if names:
+            handles.append(module.register_state_dict_post_hook(Hook(partial(hooks.save, names))))
+        removers += [handle.remove for handle in handles]
+    return removers
 
 
 def check_first_forward(storage: Storage, root: nn.Module) -> Remove:

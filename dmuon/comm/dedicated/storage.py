@@ -1,18 +1,17 @@
 """Where the weights of the `dedicated` layout are kept, and the buffers in which they are used.
 
-What modules use together, a *group*, is broadcast in a few *weight buckets*: one for each shard
-coordinate that keeps whole parameters of it, and one for each parameter that several keep pieces
-of. Spans with one owner follow each other, so they leave in one broadcast::
+The modules that use weights together are a *layer*. Its weights are broadcast in a few buckets: one
+for each shard coordinate that keeps whole parameters of it, and one for each parameter that several
+of them keep. Spans of one owner follow each other, so they leave in one broadcast::
 
     bucket 0   | a.weight  c.weight |                 kept at shard 0: one broadcast
     bucket 1   | b.weight |                           kept at shard 1
     bucket 2   | experts[0:3] | experts[3:5] |        kept at shards 0 and 1: two broadcasts
 
-A *slot* is the tensor whose data is switched: the `Parameter` itself, or the local tensor inside a
-`DTensor`. Between uses it shows what is kept: the whole weight where it is, elsewhere a placeholder
-``(0, ...)``. In use it is a view of its bucket's buffer.
+Between uses a parameter shows what is kept here: the whole weight, or a placeholder ``(0, ...)``.
+In use it shows a view of its bucket's buffer. `WeightState` lists the states of a layer.
 
-With replicas (HSDP) the owner's weights go once a step to the holders in the other replicas first;
+With replicas (HSDP) the owner's weights go to the holders in the other replicas first, once a step;
 forward and backward broadcast inside a replica.
 """
 
@@ -23,7 +22,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,35 +29,37 @@ from torch import Tensor, nn
 
 from dmuon.comm.buckets import Buffer, Slices, WeightBucket, weight_buckets
 from dmuon.comm.consensus import attempt
-from dmuon.comm.hooks import outermost_members, parameter_ids
+from dmuon.comm.hooks import outermost_members, parameter_ids, replaced
 from dmuon.comm.process_groups import ProcessGroups, start_from_first
-from dmuon.comm.rows import Places, RowShards
-from dmuon.comm.transport import Meter, Work
+from dmuon.comm.routes import Keepers, RowShards
+from dmuon.comm.states import WeightState
+from dmuon.comm.transport import Meter, Work, wait_all
 from dmuon.config import DedicatedOptions
 from dmuon.dtensors import is_distributed, stored_tensor
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.specs import canonical_name
 from dmuon.types import OwnershipError
 
-# ---- one group -------------------------------------------------------------------------------
+# ---- one layer -------------------------------------------------------------------------------
 
 
 def _placeholder(shape: Sequence[int], like: Tensor) -> Tensor:
     return like.new_empty((0, *shape[1:]))
 
 
-class _Slot:
-    """One parameter's local tensor ``tensor``, and what it shows.
+class _Weight:
+    """One parameter. ``tensor`` is the one whose data is switched: the parameter itself, or the
+    local tensor inside a `DTensor`.
 
-    ``kept`` between uses: the whole weight where it is kept, else the placeholder; ``pinned``
-    replaces it while the weight is there for direct reading, for ``pins`` readers. ``view`` in use:
-    a part of ``bucket`` from element ``start`` on.
+    ``kept`` is shown between uses: the whole weight where it is kept, else a placeholder.
+    ``readable`` replaces it while ``readers`` of `Storage.whole` have the weight there. ``view`` is
+    shown in use: a part of ``bucket`` from element ``start`` on.
     """
 
-    __slots__ = ("bucket", "kept", "pinned", "pins", "start", "tensor", "view")
+    __slots__ = ("bucket", "kept", "readable", "readers", "start", "tensor", "view")
 
     def __init__(
-        self, tensor: Tensor, shape: tuple[int, ...], bucket: _LiveBucket, start: int
+        self, tensor: Tensor, shape: tuple[int, ...], bucket: _WeightBuffer, start: int
     ) -> None:
         numel = math.prod(shape)
         values = tensor.detach()
@@ -72,19 +72,19 @@ class _Slot:
         else:
             self.kept = bucket.stored(start, numel).view(shape) if numel else values.view(shape)
         self.view = bucket.buffer.flat.narrow(0, start, numel).view(shape)
-        self.pinned: Tensor | None = None
-        self.pins = 0
+        self.readable: Tensor | None = None
+        self.readers = 0
         self.show_kept()
 
     def show_kept(self) -> None:
-        self.tensor.data = self.kept if self.pinned is None else self.pinned
+        self.tensor.data = self.kept if self.readable is None else self.readable
 
 
-class _LiveBucket:
+class _WeightBuffer:
     """A bucket on this rank, at shard coordinate ``shard``; weights are used in ``dtype``.
 
-    What this rank keeps lies in the buffer itself where it keeps all in the dtype of use, else in
-    tensors of their own.
+    If this rank keeps all of it in the dtype of use, it does so in the buffer itself, else in
+    tensors beside it.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class _LiveBucket:
         flat = torch.empty(bucket.numel, dtype=dtype, device=device)
         self.buffer = Buffer(flat, lasting=lasting)
         self.nothing = torch.empty(0, dtype=kept_dtype, device=device)
-        mine = [(piece.start, piece.numel) for piece in bucket.sends if piece.shard == shard]
+        mine = [(span.start, span.numel) for span in bucket.sends if span.shard == shard]
         if self.is_keeper:
             mine = [(0, bucket.numel)]
         self._kept = [
@@ -104,10 +104,10 @@ class _LiveBucket:
         ]
         # Views are made while there is memory behind them; they outlive its release.
         self.sends: list[tuple[int, Tensor, Tensor | None]] = []  # (shard, buffer, source here)
-        for piece in bucket.sends:
-            copied = piece.shard == shard and not lasting
-            source = self.stored(piece.start, piece.numel) if copied else None
-            self.sends.append((piece.shard, flat.narrow(0, piece.start, piece.numel), source))
+        for span in bucket.sends:
+            copied = span.shard == shard and not lasting
+            source = self.stored(span.start, span.numel) if copied else None
+            self.sends.append((span.shard, flat.narrow(0, span.start, span.numel), source))
 
     def keep(self, start: int, values: Tensor) -> None:
         """Store what is kept here of ``values``, the bucket's elements from ``start`` on."""
@@ -117,7 +117,7 @@ class _LiveBucket:
                 kept[low - first : high - first].copy_(values[low - start : high - start])
 
     def stored(self, start: int, numel: int) -> Tensor:
-        """What is kept here of the bucket's elements ``start .. start + numel``."""
+        """The bucket's elements ``start .. start + numel``, which are kept here."""
         for first, kept in self._kept:
             if first <= start and start + numel <= first + len(kept):
                 return kept.narrow(0, start - first, numel)
@@ -126,77 +126,71 @@ class _LiveBucket:
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class Layer:
     """Modules whose weights travel together: by default what users pass to `fully_shard`, a member
-    of an outermost container. What is in no such block is the root's, and stays while it runs.
+    of an outermost container. The root's layer has what is in no other, and stays while it runs.
 
-    ``parameters`` are numbers of dedicated parameters, in registration order; one that several use
-    (tied weights) belongs to the first. ``works``: broadcasts under way; ``valid``: the buffers
-    hold the current weights, or will once these are done; ``in_use``: the slots show the buffers.
-    ``publishes``: what goes to the holders in other replicas, (replica of the owner, what is kept
-    here).
+    ``parameters`` are numbers of dedicated parameters, in registration order; one that several
+    layers use (tied weights) belongs to the first. ``occurrences`` is how often the model has it.
+    ``publishes`` goes to the holders in other replicas: (replica of the owner, what is kept here).
     """
 
     name: str
     parameters: tuple[int, ...]
     is_root: bool
-    expected: int  # forward calls in a round, as far as known: first, places in the model
+    occurrences: int
     matrices: frozenset[int] = frozenset()
-    buckets: list[_LiveBucket] = field(default_factory=list)
-    slots: list[_Slot] = field(default_factory=list)
+    state: WeightState = WeightState.FREED
+    buckets: list[_WeightBuffer] = field(default_factory=list)
+    weights: list[_Weight] = field(default_factory=list)
     publishes: list[tuple[int, Tensor]] = field(default_factory=list)
-    publishing: list[Work] = field(default_factory=list)
-    works: list[Work] = field(default_factory=list)
-    valid: bool = False
-    in_use: bool = False
-    running: int = 0  # forward calls under way
-    calls: int = 0  # forward calls that ended in this round
-    arrived: int = 0  # gradients in this backward
-    awaited: int = 1  # how many of them there will be
-    keep: bool = False  # until the end of backward, for nothing would announce that
-    epochs: int = 0  # recorded uses whose backward has not come yet
-    recorded: bool = False  # in this use
-    ran: bool = False  # since the last step, also without autograd: a checkpointed forward does
+    broadcasts: list[Work] = field(default_factory=list)  # to where weights are used, under way
+    publishing: list[Work] = field(default_factory=list)  # to the holders, under way
 
-    def wait(self) -> None:
-        """Have what was launched."""
-        for work in self.works:
-            work.wait()
-        self.works.clear()
+    @property
+    def in_use(self) -> bool:
+        """Whether the parameters show the buffers."""
+        return self.state not in (WeightState.FREED, WeightState.LAUNCHED)
 
     def wait_published(self) -> None:
-        """Have what the owners published, where this rank holds it."""
-        for work in self.publishing:
-            work.wait()
-        self.publishing.clear()
+        """Wait until this rank, if it holds weights of the layer, has the owners' new values."""
+        wait_all(self.publishing)
 
     def use(self) -> None:
-        """Show the buffers in the slots."""
-        self.wait()
+        """Wait for the weights and show them."""
+        wait_all(self.broadcasts)
         if not self.in_use:
-            for slot in self.slots:
-                slot.tensor.data = slot.view
-            self.in_use = True
-            self.recorded = False
+            self.state = self.state.to(WeightState.IN_USE)
+            for weight in self.weights:
+                weight.tensor.data = weight.view
+
+    def record(self, *, hold: bool) -> bool:
+        """Autograd has recorded a use; returns whether it is the first since `use`. ``hold``: keep
+        the weights until backward is done."""
+        first = self.state is WeightState.IN_USE
+        if first:
+            self.state = self.state.to(WeightState.RECORDED)
+        if hold:
+            self.state = self.state.to(WeightState.HELD)
+        return first
 
     def free(self) -> None:
-        """Show what is kept; the buffers' memory is given back."""
-        self.wait()
+        """Show what is kept, and give the buffers' memory back."""
+        wait_all(self.broadcasts)
         if self.in_use:
-            for slot in self.slots:
-                slot.show_kept()
-            self.in_use = False
-        for live in self.buckets:
-            live.buffer.release()
-        self.valid = self.keep = self.recorded = False
+            for weight in self.weights:
+                weight.show_kept()
+        self.state = self.state.to(WeightState.FREED)
+        for bucket in self.buckets:
+            bucket.buffer.release()
 
 
-def module_groups(
+def layers_of(
     root: nn.Module, chooses: Callable[[str, nn.Module], bool] | None, index: Mapping[int, int]
-) -> dict[nn.Module, Group]:
-    """The groups with at least one parameter, in registration order; the root's is the first.
+) -> dict[nn.Module, Layer]:
+    """The layers with at least one parameter, in registration order; the root's is the first.
 
-    ``chooses(name, module)`` says which modules are groups, instead of the default. ``index`` gives
+    ``chooses(name, module)`` says which modules are layers, instead of the default. ``index`` gives
     the numbers of the dedicated parameters by id.
     """
     if chooses is None:
@@ -215,7 +209,7 @@ def module_groups(
         mine = tuple(p for p in numbers if p not in seen)
         seen.update(mine)
         if mine:
-            found[module] = Group(where[0] or "root", mine, module is root, len(where))
+            found[module] = Layer(where[0] or "root", mine, module is root, len(where))
     return found
 
 
@@ -223,11 +217,11 @@ def module_groups(
 
 
 class Storage:
-    """What one rank keeps of the dedicated parameters, in ``groups`` in the order of their modules.
+    """The dedicated parameters on one rank, in ``layers`` in the order of their modules.
 
-    ``parameters`` are the planned ones, a list that is kept up to date. Making one takes over the
-    weights: what this rank keeps goes into buckets, and placeholders take the place of the rest; of
-    a model on the meta device when it has left it.
+    ``parameters`` are the planned ones, a list that is kept up to date. Making a `Storage` takes
+    over the weights: what this rank keeps goes into buckets, and placeholders take the place of the
+    others; for a model on the meta device this happens when it has left it.
     """
 
     def __init__(
@@ -235,15 +229,15 @@ class Storage:
         slices: Slices,
         model: nn.Module,
         parameters: list[nn.Parameter],
-        groups: Sequence[Group],
+        layers: Sequence[Layer],
         process_groups: ProcessGroups,
         meter: Meter,
         options: DedicatedOptions,
-        device: torch.device,
+        rows: RowShards,
     ) -> None:
         self.parameters = parameters
-        self.groups = groups
-        self.group_of = {p: group for group in groups for p in group.parameters}
+        self.layers = layers
+        self.layer_of = {p: layer for layer in layers for p in layer.parameters}
         self.has_replicas = slices.grid.shape[0] > 1
         self._slices = slices
         self._specs = slices.plan.specs
@@ -251,46 +245,43 @@ class Storage:
         self._process_groups = process_groups
         self._meter = meter
         self._options = options
-        self._device = device
+        self._rows = rows
         _, self._shard, self._tensor = slices.grid.place(process_groups.world.rank)
-        self._slots: dict[int, _Slot] = {}
-        for group in groups:
-            group.matrices = frozenset(i for p in group.parameters for i in slices.matrices_of[p])
+        self._weights: dict[int, _Weight] = {}
+        for layer in layers:
+            layer.matrices = frozenset(i for p in layer.parameters for i in slices.matrices_of[p])
         self._on_meta = any(p.device.type == "meta" for p in parameters)
-        if self._on_meta:
-            self._shed_on_meta()
-        else:
+        if not self._on_meta:
             self._take_over()
+            return
+        # Placeholders on the meta device, so that `to_empty` allocates what is kept here only.
+        for p in self.layer_of:
+            spans = slices.spans(p, self._tensor)
+            if spans and all(span.shard != self._shard for span in spans):
+                local = stored_tensor(parameters[p])
+                local.data = _placeholder(local.shape, local)
 
     @torch.no_grad()
     def _take_over(self) -> None:
-        for group in self.groups:
-            for bucket in weight_buckets(self._slices, group.parameters, self._tensor):
+        for layer in self.layers:
+            for bucket in weight_buckets(self._slices, layer.parameters, self._tensor):
                 dtype = self._options.param_dtype or getattr(torch, bucket.dtype)
-                live, start = _LiveBucket(bucket, dtype, self._shard, self._device), 0
+                live, start = _WeightBuffer(bucket, dtype, self._shard, self._rows.device), 0
                 for p in bucket.parameters:
                     shape = self._slices.shape(p, self._tensor)
-                    self._slots[p] = _Slot(stored_tensor(self.parameters[p]), shape, live, start)
+                    local = stored_tensor(self.parameters[p])
+                    self._weights[p] = _Weight(local, shape, live, start)
                     start += math.prod(shape)
                 live.buffer.release()
-                group.buckets.append(live)
-                group.publishes += [
-                    (piece.replica, live.stored(piece.start, piece.numel))
-                    for piece in bucket.publishes
-                    if piece.shard == self._shard and self.has_replicas
+                layer.buckets.append(live)
+                layer.publishes += [
+                    (span.replica, live.stored(span.start, span.numel))
+                    for span in bucket.publishes
+                    if span.shard == self._shard and self.has_replicas
                 ]
-            group.slots = [self._slots[p] for p in group.parameters]
+            layer.weights = [self._weights[p] for p in layer.parameters]
 
     # ---- the meta device, and frameworks that make new parameters ----------------------------
-
-    @torch.no_grad()
-    def _shed_on_meta(self) -> None:
-        """Placeholders on the meta device: `to_empty` then allocates what is kept here only."""
-        for p in self.group_of:
-            spans = self._slices.spans(p, self._tensor)
-            if spans and all(span.shard != self._shard for span in spans):
-                local = stored_tensor(self.parameters[p])
-                local.data = _placeholder(local.shape, local)
 
     def find_parameters(self) -> None:
         """Find the parameters as they are now: `fully_shard` and `to_empty` make new ones.
@@ -306,7 +297,7 @@ class Storage:
             now.get(spec.name, known)
             for spec, known in zip(self._specs.parameters, self.parameters, strict=True)
         ]
-        for i in sorted(self.group_of):
+        for i in sorted(self.layer_of):
             if found[i] is not self.parameters[i] and (
                 not self._on_meta or is_distributed(found[i])
             ):
@@ -323,15 +314,16 @@ class Storage:
                 )
         self._on_meta = False
         if self._options.broadcast_parameters:
-            rest = [p for i, p in enumerate(found) if i not in self.group_of]
-            tensors = [t for t in [*rest, *model.buffers()] if not is_distributed(t)]
+            others = [p for i, p in enumerate(found) if i not in self.layer_of]
+            tensors = [t for t in [*others, *model.buffers()] if not is_distributed(t)]
             start_from_first((t, self._process_groups.world) for t in tensors)
         self._take_over()
-        for group in self.groups:
-            self.publish(group)
+        for layer in self.layers:
+            self.publish(layer)
 
     def ready(self) -> None:
-        """Have taken over the weights; OwnershipError if they are still on the meta device."""
+        """Take over the weights now at the latest; OwnershipError if they are still on the meta
+        device."""
         if self._on_meta:
             self.find_parameters()
 
@@ -339,26 +331,27 @@ class Storage:
 
     def casts(self, parameter: int) -> bool:
         """Whether a parameter is used in another dtype than it is kept in."""
-        slot = self._slots[parameter]
-        return slot.view.dtype is not slot.kept.dtype
+        weight = self._weights[parameter]
+        return weight.view.dtype is not weight.kept.dtype
 
     def weight_of(self, matrix: int) -> Tensor:
         """This rank's part of a matrix, in its parameter's dims: a view of what is kept here."""
-        slot = self._slots[self._specs.matrices[matrix].parameter]
-        part = self._slices.part(matrix, self._tensor)
-        return slot.bucket.stored(slot.start + part.start, part.numel).view(part.box.shape)
+        weight = self._weights[self._specs.matrices[matrix].parameter]
+        part = self._slices.held(matrix, self._tensor)
+        stored = weight.bucket.stored(weight.start + part.start, part.numel)
+        return stored.view(part.box.shape)
 
     def check(self) -> None:
         """Show again what is kept where weights were moved.
 
         Raises:
             OwnershipError: a weight has another shape, dtype or device than it is kept in, or was
-                replaced by other values, which ranks without it cannot have followed.
+                replaced by other values, which ranks without it cannot have received.
         """
-        for p, slot in self._slots.items():
-            if slot.pinned is not None or self.group_of[p].in_use:
+        for p, weight in self._weights.items():
+            if weight.readable is not None or self.layer_of[p].in_use:
                 continue
-            data, kept = slot.tensor, slot.kept
+            data, kept = weight.tensor, weight.kept
             alike = (data.dtype, data.device) == (kept.dtype, kept.device)
             if alike and data.data_ptr() == kept.data_ptr():
                 continue
@@ -371,36 +364,37 @@ class Storage:
                     "before dmuon.dedicate_params(model), and change values in place inside "
                     "`with own.materialized(model):`"
                 )
-            slot.show_kept()
+            weight.show_kept()
 
     # ---- what travels ------------------------------------------------------------------------
 
     @torch.no_grad()
-    def launch(self, group: Group, phase: str) -> None:
-        """Broadcast the weights of a group along the shards."""
-        group.wait_published()
-        group.wait()
-        for live in group.buckets:
-            live.buffer.hold()
-            for shard, target, source in live.sends:
+    def launch(self, layer: Layer, phase: str) -> None:
+        """Broadcast the weights of a layer along the shards."""
+        layer.wait_published()
+        wait_all(layer.broadcasts)
+        for bucket in layer.buckets:
+            bucket.buffer.hold()
+            for shard, target, source in bucket.sends:
                 if source is not None:
                     target.copy_(source)
                 self._meter.add("weights", target)
-                transport, tag = self._process_groups.weights, f"{phase} {group.name}"
-                group.works.append(transport.broadcast(target, shard, tag=tag))
-        group.valid = True
+                transport, tag = self._process_groups.weights, f"{phase} {layer.name}"
+                layer.broadcasts.append(transport.broadcast(target, shard, tag=tag))
+        if not layer.in_use:
+            layer.state = layer.state.to(WeightState.LAUNCHED)
 
-    def publish(self, group: Group) -> None:
-        """Launch the broadcasts of a group's new weights to their holders."""
-        for replica, stored in group.publishes:
+    def publish(self, layer: Layer) -> None:
+        """Launch the broadcasts of a layer's new weights to their holders."""
+        for replica, stored in layer.publishes:
             self._meter.add("weights to holders", stored)
             transport = self._process_groups.replicas
-            work = transport.broadcast(stored, replica, tag=f"publish {group.name}")
-            group.publishing.append(work)
+            work = transport.broadcast(stored, replica, tag=f"publish {layer.name}")
+            layer.publishing.append(work)
 
     def wait_published(self) -> None:
-        for group in self.groups:
-            group.wait_published()
+        for layer in self.layers:
+            layer.wait_published()
 
     # ---- direct reading ----------------------------------------------------------------------
 
@@ -408,76 +402,77 @@ class Storage:
     def _gather(self, parameters: Sequence[int]) -> list[Tensor]:
         """Whole weights (tensor-parallel slices) in the dtype in which they are kept.
 
-        What is kept whole comes as it is, not as a copy. A collective call along shards.
+        A weight that is kept whole here is given as it is, not as a copy. A collective call along
+        shards.
         """
         found, works = [], []
         for p in parameters:
-            slot = self._slots[p]
-            is_keeper, whole = slot.bucket.is_keeper, slot.kept
+            weight = self._weights[p]
+            is_keeper, whole = weight.bucket.is_keeper, weight.kept
             if not is_keeper:
                 whole = whole.new_empty(self._slices.shape(p, self._tensor))
             for span in self._slices.spans(p, self._tensor):
                 piece = whole.view(-1).narrow(0, span.start, span.numel)
                 if span.shard == self._shard and not is_keeper:
-                    piece.copy_(slot.bucket.stored(slot.start + span.start, span.numel))
+                    piece.copy_(weight.bucket.stored(weight.start + span.start, span.numel))
                 transport = self._process_groups.weights
                 works.append(transport.broadcast(piece, span.shard, tag="materialized"))
             found.append(whole)
-        for work in works:
-            work.wait()
+        wait_all(works)
         return found
 
     def _below(self, module: nn.Module) -> list[int]:
         """The dedicated parameters of a module."""
-        index = {id(self.parameters[p]): p for p in self.group_of}
+        index = {id(self.parameters[p]): p for p in self.layer_of}
         return [index[id(p)] for p in module.parameters() if id(p) in index]
 
     @contextmanager
     def whole(self, module: nn.Module) -> Iterator[None]:
         """Inside, the parameters of ``module`` are whole; a collective call, may be nested."""
         numbers = self._below(module)
-        fresh = [p for p in numbers if not self._slots[p].pins]
+        fresh = [p for p in numbers if not self._weights[p].readers]
         for p, values in zip(fresh, self._gather(fresh), strict=True):
-            self._slots[p].pinned = values
-            if not self.group_of[p].in_use:
-                self._slots[p].show_kept()
+            self._weights[p].readable = values
+            if not self.layer_of[p].in_use:
+                self._weights[p].show_kept()
         for p in numbers:
-            self._slots[p].pins += 1
+            self._weights[p].readers += 1
         try:
             yield
         finally:
             for p in numbers:
-                self._unpin(p)
+                self._end_reading(p)
 
     @torch.no_grad()
-    def _unpin(self, parameter: int) -> None:
-        """A placeholder again; what was written is kept where it is kept."""
-        slot = self._slots[parameter]
-        slot.pins -= 1
-        if slot.pins:
+    def _end_reading(self, parameter: int) -> None:
+        """With the last reader: what was written is kept where it belongs; a placeholder again."""
+        weight = self._weights[parameter]
+        weight.readers -= 1
+        if weight.readers:
             return
-        values, slot.pinned = slot.pinned, None
-        if values is not None and not slot.bucket.is_keeper:
-            slot.bucket.keep(slot.start, values.view(-1))
-        if not self.group_of[parameter].in_use:
-            slot.show_kept()
+        values, weight.readable = weight.readable, None
+        if values is not None and not weight.bucket.is_keeper:
+            weight.bucket.keep(weight.start, values.view(-1))
+        if not self.layer_of[parameter].in_use:
+            weight.show_kept()
 
     # ---- state dicts -------------------------------------------------------------------------
 
-    def is_pinned(self, parameter: int) -> bool:
-        return self._slots[parameter].pins > 0
+    def is_read(self, parameter: int) -> bool:
+        """Whether it is inside `whole`."""
+        return self._weights[parameter].readers > 0
 
-    def apart(self, names: Mapping[str, int]) -> dict[str, int]:
-        """Those of the parameters that are not whole on this rank now; all ranks come alike."""
+    def kept_elsewhere(self, names: Mapping[str, int]) -> dict[str, int]:
+        """Those of the parameters that are not whole on this rank now; the same on all ranks."""
         self.ready()
         if self._process_groups.weights.world == 1:
             return {}
-        return {name: p for name, p in names.items() if not self.is_pinned(p)}
+        return {name: p for name, p in names.items() if not self.is_read(p)}
 
     def check_whole(self, module: nn.Module) -> None:
         """Raise OwnershipError if placeholders would be copied."""
         below = self._below(module)
-        for p in self.apart({self._specs.parameters[p].name: p for p in below}):
+        for p in self.kept_elsewhere({self._specs.parameters[p].name: p for p in below}):
             raise OwnershipError(
                 f"{p!r} is stored by its owner only; the other ranks have a placeholder. Call "
                 "copy.deepcopy or pickle on every rank, inside `with own.materialized(model):`"
@@ -486,9 +481,9 @@ class Storage:
     def saved(self, parameter: int) -> Tensor:
         """A weight as rows on all ranks; a collective call."""
         spec = self._specs.parameters[parameter]
-        places = self._slices.places(parameter, in_slices=True, replicas=False)
+        keepers = self._slices.keepers(parameter, in_slices=True, replicas=False)
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        return self._rows.spread(spec.shape, dtype, places, self._pieces(places))
+        return self._rows.spread(spec.shape, dtype, keepers, self._mine(keepers))
 
     def flaw(self, parameter: int, value: Any) -> str | None:
         """Why this cannot be a whole weight, if so."""
@@ -496,7 +491,7 @@ class Storage:
         if isinstance(value, Tensor) and value.shape == spec.shape:
             return None
         if isinstance(value, Tensor) and not value.numel():
-            # What torch's set_model_state_dict gives for a key that is not in a full state.
+            # torch's set_model_state_dict gives this for a key that is not in a full state.
             return f"Missing key {spec.name!r}: a placeholder was given in its place"
         found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         return f"size mismatch for {spec.name}: {found} was saved, {list(spec.shape)} is here"
@@ -515,33 +510,29 @@ class Storage:
                 raise RuntimeError("model.load_state_dict(): " + "; ".join(flaws))
             return [f"{self._specs.parameters[p].name}: {type(v)}" for p, v in found.items()]
 
+        self.meet("model.load_state_dict()")
         world = self._process_groups.world
-        world.meet("model.load_state_dict()")
         attempt(world, check, what="model.load_state_dict()", digest="\n".join)
         for p, value in found.items():
-            places = self._slices.places(p, in_slices=True, replicas=True)
-            self._rows.collect(value, places, self._pieces(places))
+            keepers = self._slices.keepers(p, in_slices=True, replicas=True)
+            self._rows.collect(value, keepers, self._mine(keepers))
 
-    def _pieces(self, places: Places) -> dict[int, Tensor]:
-        """What this rank keeps of them, by matrix."""
+    def _mine(self, keepers: Keepers) -> dict[int, Tensor]:
+        """The tensors that this rank keeps of them, by matrix."""
         rank = self._process_groups.world.rank
-        return {i: self.weight_of(i) for i, r, box in places if r == rank and box.numel}
+        return {i: self.weight_of(i) for i, r, box in keepers if r == rank and box.numel}
 
     def meet(self, call: str) -> None:
         self._process_groups.world.meet(call)
 
-    @cached_property
-    def _rows(self) -> RowShards:
-        return RowShards(self._process_groups.world, self._device)
-
     def restore(self) -> None:
-        """Give every rank the whole weights for good, group by group; a collective call."""
+        """Give every rank the whole weights for good, layer by layer; a collective call."""
         if self._on_meta:
             return
         self.wait_published()
-        for group in self.groups:
-            for slot, whole in zip(group.slots, self._gather(group.parameters), strict=True):
-                slot.tensor.data = whole
+        for layer in self.layers:
+            for weight, whole in zip(layer.weights, self._gather(layer.parameters), strict=True):
+                weight.tensor.data = whole
 
 
 def _replaced(name: str, p: nn.Parameter) -> OwnershipError:
@@ -551,7 +542,4 @@ def _replaced(name: str, p: nn.Parameter) -> OwnershipError:
             "ignored_params=own.dedicated_params to every fully_shard call, or make the calls "
             "inside `with own.ignored_by_fully_shard():`"
         )
-    return OwnershipError(
-        f"{name!r} is another parameter object now than at dedicate_params: change values in "
-        "place, inside `with own.materialized(module):`"
-    )
+    return replaced(name)

@@ -1,0 +1,321 @@
+"""A saved state of `Muon`: every check of what `load_state_dict` is given.
+
+`read_state` takes it through these checks, in this order, and changes nothing::
+
+    form        a dict with entries and param groups, or a list of such dicts
+    parameters  which entry belongs to which parameter: by name where there are names, else by order
+    entries     the keys, shapes, dtypes and values of each
+    groups      the hyperparameters, and where the schedule is
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmuon.config import FINITE, checked
+from dmuon.dtensors import local_tensor
+from dmuon.groups import PROGRESS, Group, NamedGroups, as_here, check_group, describe
+from dmuon.period import Schedule
+from dmuon.rule import momentum_dtypes, rule_of
+from dmuon.scheduler.specs import MatrixSpec, ParameterSpec, canonical_name
+from dmuon.tensors import not_finite
+from dmuon.types import Algorithm, OwnershipError, first_of
+
+# The keys that an entry must have, as in torch.optim, by what updates its parameter.
+_NEEDED = {
+    Algorithm.MUON: ("momentum_buffer",),
+    Algorithm.ADAMW: ("exp_avg", "exp_avg_sq", "step"),
+}
+# Those with tensors of the parameter's shape.
+_TENSORS = "momentum_buffer", "exp_avg", "exp_avg_sq", "master_weight"
+
+
+class SavedState(NamedTuple):
+    """A state that fits: param groups, entries by parameter, and where the schedule was (None: the
+    state does not say)."""
+
+    groups: list[Group]
+    entries: dict[Any, Any]
+    progress: dict[str, Any] | None
+
+    def text(self) -> str:
+        """In lines, what must be alike on all ranks."""
+        lines: list[str] = []
+        for number, group in enumerate(self.groups):
+            lines += describe(group, number, len(group["params"]))
+        for entry in self.entries.values():
+            lines.append(f"{sorted((k, type(v).__name__) for k, v in entry.items())}")
+        return "\n".join(lines)
+
+
+def read_state(
+    given: Any,
+    here: Sequence[Group],
+    parameters: NamedGroups,
+    schedule: Schedule,
+    *,
+    master_weights: bool,
+) -> SavedState:
+    """The state ``given`` for an optimizer with the param groups ``here``.
+
+    Raises:
+        OwnershipError: it does not fit.
+    """
+    is_list = isinstance(given, list | tuple)
+    for state in given if is_list else [given]:
+        _check_form(state)
+    named = parameters.named(here)
+    if is_list:
+        # Hyperparameters stay as they are here.
+        groups = [group | {"params": [*range(len(group["params"]))]} for group in here]
+        entries = _joined(given, named, parameters)
+    else:
+        groups = [dict(group) for group in given["param_groups"]]
+        entries = _by_parameter(given, here, named)
+    entries = {p: entry for p, entry in entries.items() if entry}
+    routes = parameters.if_trained | parameters.routes
+    values: list[tuple[str, Tensor]] = []
+    group_of = {p: group for group in here for p in group["params"]}
+    for name, p in named:
+        if p in entries and p.requires_grad and name in routes:
+            spec, matrices = routes[name]
+            asked = group_of[p].get("momentum_dtype")
+            dtype, _ = momentum_dtypes(asked, p.dtype, master_weights)
+            values += _values_of(entries[p], p, spec, dtype, master_weights)
+            values += _kept_by_rule(entries[p], group_of[p], spec, matrices)
+    bad = not_finite(values)
+    if bad:
+        raise OwnershipError(
+            f"the optimizer state has values that are not finite: {first_of(bad)}, in the "
+            "dtype that keeps them here. With them no step could ever be taken again: load an "
+            "older checkpoint"
+        )
+    progress = _read_groups(groups, here, parameters.algorithms, schedule)
+    taken = 0 if progress is None else int(progress["step"])
+    if taken and not is_list and not any("momentum_buffer" in e for e in entries.values()):
+        raise OwnershipError(
+            f"the optimizer state is of {taken} steps and has no momentum of any matrix. What "
+            "dcp.load is given must have the entries that it shall read, and those of an "
+            "optimizer are made by its first step, or by get_optimizer_state_dict(model, opt) "
+            "of torch.distributed.checkpoint.state_dict: load into what that gives"
+        )
+    return SavedState(groups, entries, progress)
+
+
+def _check_form(given: Any) -> None:
+    def are(kind: Any, values: Iterable[Any]) -> bool:
+        return all(isinstance(value, kind) for value in values)
+
+    flaw = None
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
+        found = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+        flaw = f"it must be a dict with 'state' and 'param_groups', found {found}"
+    elif not isinstance(given["state"], Mapping) or not are(Mapping, given["state"].values()):
+        flaw = "'state' must be a dict with a dict for each parameter"
+    elif (
+        not isinstance(given["param_groups"], list | tuple)
+        or not are(Mapping, given["param_groups"])
+        or not are(list | tuple, (group.get("params") for group in given["param_groups"]))
+    ):
+        flaw = "'param_groups' must be a list of dicts, each with a list as 'params'"
+    if flaw is not None:
+        raise OwnershipError(f"this is not what opt.state_dict() of a dmuon.Muon gave: {flaw}")
+
+
+# ---- which entry belongs to which parameter ----------------------------------------------
+
+
+def _by_parameter(
+    given: Mapping[str, Any], here: Sequence[Group], named: Sequence[tuple[str, Any]]
+) -> dict[Any, Any]:
+    """The entries of one state. Its keys are numbers, or names where torch's distributed checkpoint
+    made them."""
+    groups, entries = given["param_groups"], given["state"]
+    keys = [key for group in groups for key in group["params"]]
+    if len(keys) != len(named) or len(groups) != len(here):
+        raise OwnershipError(
+            f"the optimizer state has {len(keys)} parameters in {len(groups)} groups; this "
+            f"optimizer has {len(named)} in {len(here)}: make it with the "
+            "groups of then; the states of several optimizers (torch.optim.Muon, AdamW) "
+            "are loaded together, as a list"
+        )
+    labels = [name for group in groups for name in group.get("param_names", ())]
+    ours = _unprefixed([name for name, _ in named])
+    if all(isinstance(key, str) for key in keys) and {*_unprefixed(keys)} == {*ours}:
+        labels = keys
+    order = [p for _, p in named]
+    if len(labels) == len(keys) and all(group.get("param_names") for group in here):
+        theirs = _unprefixed(labels)
+        if {*theirs} != {*ours}:
+            raise OwnershipError(
+                "the optimizer state is of other parameters: it has, for instance, "
+                f"{sorted({*theirs} - {*ours})[:3]} and not "
+                f"{sorted({*ours} - {*theirs})[:3]}. It was saved by another model; "
+                "if only names have changed, remove 'param_names' from its param_groups, "
+                "and the order of the parameters counts"
+            )
+        by_name = dict(zip(ours, order))
+        order = [by_name[name] for name in theirs]
+    foreign = sorted(map(str, entries.keys() - {*keys}))
+    if foreign:
+        raise OwnershipError(
+            f"the optimizer state has entries of {foreign[:3]}, which none of its "
+            "param_groups lists: it was put together from several, or changed since"
+        )
+    return {p: entries[key] for key, p in zip(keys, order) if key in entries}
+
+
+def _joined(
+    given: Sequence[Mapping[str, Any]], named: Sequence[tuple[str, Any]], parameters: NamedGroups
+) -> dict[Any, Any]:
+    """The entries of several states, as of `torch.optim.Muon` and `torch.optim.AdamW`, which have
+    the parameters between them. Where the states have no names, each optimizer's parameters are
+    taken in their order: those with momentum for matrices, and the others for the rest."""
+    routes = parameters.routes
+    trained = {name: p for name, p in named if name in routes}  # others were frozen
+    groups = [(state, group) for state in given for group in state["param_groups"]]
+    found: dict[str, Any] = {}
+    if all("param_names" in group for _, group in groups):
+        for state, group in groups:
+            for name, key in zip(group["param_names"], group["params"], strict=True):
+                found[canonical_name(name)] = state["state"].get(key, {})
+    else:
+        for state in given:
+            keys = [key for group in state["param_groups"] for key in group["params"]]
+            entries = [state["state"].get(key, {}) for key in keys]
+            is_muon = any("momentum_buffer" in entry for entry in entries)
+            left = [n for n in trained if bool(routes[n][1]) == is_muon and n not in found]
+            if len(entries) > len(left):
+                raise OwnershipError(
+                    f"one of the optimizer states has {len(entries)} parameters; "
+                    f"{len(left)} {'matrices' if is_muon else 'others'} are left for them. Give "
+                    "both optimizers model.named_parameters(), then names decide"
+                )
+            found |= zip(left, entries)
+    if found.keys() != trained.keys():
+        raise OwnershipError(
+            "the optimizer states together must be of the parameters of this optimizer; these are "
+            f"on one side only: {sorted(found.keys() ^ trained.keys())[:5]}"
+        )
+    return {p: found[name] for name, p in trained.items()}
+
+
+def _unprefixed(names: Sequence[str]) -> list[str]:
+    """Names of parameters without what all of them begin with.
+
+    >>> _unprefixed(["model.a.weight", "model.b.weight"]), _unprefixed(["a.weight", "b.weight"])
+    (['a.weight', 'b.weight'], ['a.weight', 'b.weight'])
+    """
+    parts = [canonical_name(name).split(".") for name in names]
+    levels = zip(*(path[:-1] for path in parts))
+    common = len([*takewhile(lambda level: len({*level}) == 1, levels)])
+    return [".".join(path[common:]) for path in parts]
+
+
+# ---- entries and groups ------------------------------------------------------------------
+
+
+def _values_of(
+    entry: Mapping[str, Any],
+    p: Tensor,
+    spec: ParameterSpec,
+    momentum: torch.dtype,
+    master_weights: bool,
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one entry as they are kept here, which must be finite, momentum in that dtype.
+    A parameter without an entry had no gradient so far."""
+    where = f"for parameter {spec.name!r}"
+    needed = _NEEDED[spec.algorithm]
+    names = ", ".join(map(repr, needed))
+    if not entry.keys() >= {*needed}:
+        raise OwnershipError(
+            f"the optimizer state has {sorted(entry)} {where}, which is updated by "
+            f"{spec.algorithm.value} here and needs {names}: it was saved by another "
+            "optimizer, or with other routes"
+        )
+    for key in filter(entry.__contains__, _TENSORS):
+        value = entry[key]
+        if not isinstance(value, Tensor) or value.shape != spec.shape:
+            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise OwnershipError(
+                f"the optimizer state has {key} of shape {found} {where} of shape "
+                f"{list(spec.shape)}: it was saved by another model, or the parameters were listed "
+                "in another order"
+            )
+        if not value.is_floating_point():
+            raise OwnershipError(
+                f"the optimizer state has {key} of {value.dtype} {where}: it must be of a floating "
+                "dtype"
+            )
+        local = local_tensor(value)
+        if local.is_meta and local.numel():
+            raise OwnershipError(
+                f"the optimizer state has {key} on the meta device {where}, where it has no "
+                "values: load it from the checkpoint first"
+            )
+        if local.numel():
+            dtype = torch.promote_types(p.dtype, torch.float32) if master_weights else p.dtype
+            dtype = momentum if key == "momentum_buffer" else dtype
+            is_wider = torch.finfo(local.dtype).max > torch.finfo(dtype).max
+            yield f"{key} of {spec.name}", local.to(dtype) if is_wider else local
+    step = entry.get("step", 0)
+    try:
+        checked({"step": FINITE}, {"step": step.item() if isinstance(step, Tensor) else step})
+    except (TypeError, ValueError, RuntimeError):
+        raise OwnershipError(
+            f"the optimizer state has step={step!r} {where}: it must be a number >= 0"
+        ) from None
+
+
+def _kept_by_rule(
+    entry: Mapping[str, Any], group: Group, spec: ParameterSpec, matrices: Sequence[MatrixSpec]
+) -> Iterator[tuple[str, Tensor]]:
+    """What the variant of a group keeps of a parameter: a row, of all of its matrices."""
+    for kept in rule_of(group).state:
+        value = entry.get(kept.name)
+        if value is None:  # it begins at zero
+            continue
+        expected = sum(math.prod(kept.shape(*matrix.shape)) for matrix in matrices)
+        if not isinstance(value, Tensor) or tuple(value.shape) != (expected,):
+            found = list(value.shape) if isinstance(value, Tensor) else value
+            raise OwnershipError(
+                f"the optimizer state has {kept.name} of shape {found} for parameter "
+                f"{spec.name!r}, expected {[expected]}: it was saved with other splits, or by "
+                "another variant"
+            )
+        local = local_tensor(value)
+        if local.numel():
+            yield f"{kept.name} of {spec.name}", local
+
+
+def _read_groups(
+    groups: list[Group],
+    here: Sequence[Group],
+    algorithms: Sequence[Collection[Algorithm]],
+    schedule: Schedule,
+) -> dict[str, Any] | None:
+    """Where the schedule was. Gives ``groups`` the hyperparameters that they lack, as those of
+    torch's optimizers do."""
+    progress = None
+    for number, (group, now) in enumerate(zip(groups, here, strict=True)):
+        # Names are those of here: they say how parameters are routed.
+        if group.get("param_names") != now.get("param_names"):
+            group.pop("param_names", None)
+        try:
+            if progress is None and PROGRESS["step"] in group:
+                found = {k: group[name] for k, name in PROGRESS.items() if name in group}
+                schedule.read(found)
+                progress = found
+            groups[number] = as_here(group, now)
+            check_group(groups[number], number, algorithms[number])
+        except (TypeError, ValueError) as error:
+            raise OwnershipError(
+                f"the optimizer state does not fit: in its param_groups[{number}] {error}"
+            ) from error
+    return progress

@@ -1,0 +1,208 @@
+"""Variants of the rule in every layout: as the reference has them, and through checkpoints."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import dmuon
+from dmuon.dtensors import whole_tensor
+from dmuon.reference import ReferenceMuon
+from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
+from dmuon.types import OwnershipError
+from tests.distributed.harness import Pools, distributed
+from tests.distributed.test_checkpoints import (
+    BATCHES,
+    CASES,
+    MUON,
+    SAVED_AT,
+    STEPS,
+    Training,
+    whole_state,
+)
+
+
+class Damped(dmuon.Rule):
+    """A user's: what is large again and again is damped, by a moment per element."""
+
+    state = (dmuon.StateSpec("size", "element"), dmuon.StateSpec("count", "matrix"))
+
+    def __init__(self, beta: float = 0.5) -> None:
+        self.beta = beta
+
+    def accept(self, update: Tensor, state: Any) -> Tensor:
+        state["count"].add_(1)
+        state["size"].lerp_(update.abs().float(), 1 - self.beta)
+        return update / (1 + state["size"] * state["count"].view(-1, 1, 1)).to(update.dtype)
+
+
+# Momentum in bfloat16 rounds to another neighbour where gradients differ in their last bit.
+SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
+    "normuon": (
+        {"variant": "normuon", "cautious_weight_decay": True, "weight_decay": 2.0},
+        5e-6,
+    ),
+    "narrow": ({"variant": Damped(0.7), "momentum_dtype": "bfloat16"}, 2e-3),
+}
+NAMES = list(CASES)
+
+
+def reference(settings: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights of one process after all steps."""
+    torch.manual_seed(0)
+    model = ParallelModel(width=14, hidden=6, layers=1, experts=4)
+    opt = ReferenceMuon(model, **MUON | settings)
+    for step in range(SAVED_AT + STEPS):
+        for group in opt.param_groups + opt.adamw.param_groups:
+            group["lr"] = MUON["lr" if group in opt.param_groups else "adamw_lr"] / (1 + step)
+        opt.zero_grad()
+        pairs = [batch(100 * step + n, 0) for n in range(BATCHES)]
+        tokens, targets = (torch.cat([pair[i][:1] for pair in pairs]) for i in (0, 1))
+        loss_of(model, (tokens, targets)).backward()
+        opt.step()
+    return {n: w.clone() for n, w in model.state_dict().items()}
+
+
+def far(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max(float((found[n] - w).abs().max()) for n, w in expected.items())
+
+
+def save(rank: int, world: int, name: str, folder: str, kind: str) -> float:
+    """A checkpoint on the way; how far the weights are from the reference's at the end."""
+    settings, _ = SETTINGS[kind]
+    training = Training(CASES[name], **settings)
+    training.train(range(SAVED_AT))
+    training.save(f"{folder}/{name}")
+    saved = whole_state(training)
+    if rank == 0:
+        torch.save(saved, f"{folder}/{name}.state.pt")
+    training.train(range(SAVED_AT, SAVED_AT + STEPS))
+    found = training.weights()
+    if rank == 0:
+        torch.save(found, f"{folder}/{name}.pt")
+    training.close()
+    return far(found, reference(settings))
+
+
+def load(rank: int, world: int, name: str, folder: str, kind: str, others: list[str]) -> float:
+    """Every checkpoint is taken over to the bit; how far going on from the last one leads."""
+    training = Training(CASES[name], seed=1, **SETTINGS[kind][0])
+    training.train(range(1))  # it has learnt something else
+    for other in others:
+        training.load(f"{folder}/{other}")
+        expected = torch.load(f"{folder}/{other}.state.pt")
+        for n, entry in whole_state(training)[1]["state"].items():
+            assert entry.keys() == expected[1]["state"][n].keys(), (name, other, n)
+            for key, value in entry.items():
+                assert torch.equal(value, expected[1]["state"][n][key]), (name, other, n, key)
+    training.train(range(SAVED_AT, SAVED_AT + STEPS))
+    found = far(training.weights(), torch.load(f"{folder}/{others[-1]}.pt"))
+    training.close()
+    return found
+
+
+save.body = save
+load.body = load
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_variants_follow_the_reference_and_their_state_goes_between_layouts(
+    pools: Pools, tmp_path: Any, kind: str
+) -> None:
+    """Each layout loads the checkpoints of three others, and goes on from its own to the bit."""
+    _, tolerance = SETTINGS[kind]
+    folder = str(tmp_path)
+    for name, case in CASES.items():
+        arguments = {"name": name, "folder": folder, "kind": kind}
+        distances = pools(case.world).run(__name__, "save", arguments)
+        assert max(distances) <= tolerance, (name, distances)
+    for number, name in enumerate(NAMES):
+        others = [NAMES[(number + n) % len(NAMES)] for n in (3, 5, 8, 0)]
+        arguments = {"name": name, "folder": folder, "kind": kind, "others": others}
+        distances = pools(CASES[name].world).run(__name__, "load", arguments)
+        assert distances == [0.0] * len(distances), (name, distances)
+
+
+def test_the_variants_are_no_muon() -> None:
+    """Each option moves weights further than a distributed run may be from its reference."""
+    options: dict[str, dict[str, Any]] = {}
+    for settings, _ in SETTINGS.values():
+        options |= {name: {name: value} for name, value in settings.items()}
+    options["cautious_weight_decay"] |= options.pop("weight_decay")
+    plain, decayed = reference({}), reference({"weight_decay": 2.0})
+    for name, settings in options.items():
+        expected = decayed if name == "cautious_weight_decay" else plain
+        assert far(reference(settings), expected) > 1e-4, name
+
+
+@distributed(2)
+def test_what_a_variant_cannot_do_is_refused(rank: int, world: int) -> None:
+    mesh = init_device_mesh(torch.get_default_device().type, (world,))
+
+    def sharded() -> torch.nn.Module:
+        model = ParallelModel(width=14, hidden=6, layers=1, experts=4)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    def step(opt: dmuon.Muon, model: torch.nn.Module) -> None:
+        loss_of(model, batch(0, rank)).backward()
+        opt.step()
+
+    model = sharded()
+    opt = dmuon.Muon(model, variant="normuon", period=3)
+    with pytest.raises(OwnershipError, match=r"NorMuon.*needs whole rows.*period=1"):
+        step(opt, model)
+    model = sharded()
+    dmuon.dedicate_params(model, mesh, planner=dmuon.PlannerOptions(co_owners=2))
+    with pytest.raises(OwnershipError, match=r"has co-owners.*co_owners='off'"):
+        dmuon.Muon(model, variant="normuon")
+    # What state there is cannot change later.
+    model = sharded()
+    opt = dmuon.Muon(model)
+    step(opt, model)
+    opt.param_groups[0]["variant"] = "normuon"
+    with pytest.raises(OwnershipError, match=r"'variant'.*None.*'normuon' now"):
+        step(opt, model)
+
+
+@distributed(2)
+def test_a_skipped_step_leaves_what_a_variant_keeps(rank: int, world: int) -> None:
+    """Of a step that is not finite nothing stays, and of a matrix without gradient neither."""
+    mesh = init_device_mesh(torch.get_default_device().type, (world,))
+    torch.manual_seed(0)
+    model = ParallelModel(width=14, hidden=6, layers=1, experts=4)
+    fully_shard(model, mesh=mesh)
+    opt = dmuon.Muon(model, variant="normuon")
+
+    def moments() -> dict[Any, Tensor]:
+        entries = opt.state_dict()["state"]
+        return {k: whole_tensor(e["row_moment"]) for k, e in entries.items() if "row_moment" in e}
+
+    def backward() -> None:
+        opt.zero_grad()
+        loss_of(model, batch(0, rank)).backward()
+
+    backward()
+    opt.step()
+    before = moments()
+    assert before and all(bool((m > 0).all()) for m in before.values())
+    backward()
+    if rank == 1:
+        next(p for p in model.parameters() if p.ndim == 2).grad.mul_(float("nan"))
+    with pytest.warns(RuntimeWarning, match="was skipped") if rank == 0 else nullcontext():
+        opt.step()
+    assert all(torch.equal(m, before[k]) for k, m in moments().items())
+    backward()
+    name = "blocks.0.mix.weight"
+    dict(model.named_parameters())[name].grad = None
+    opt.step()
+    names = opt.state_dict()["param_groups"][0]["param_names"]
+    for k, m in moments().items():
+        assert torch.equal(m, before[k]) is (names[k] == name), names[k]

@@ -1,0 +1,383 @@
+"""Muon's rule on plain tensors: momentum, rates, decay, masters, variants; what goes to Triton."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.optim._muon import _adjust_lr as torch_adjust_lr
+
+from dmuon.kernels.newton_schulz import normalize, normalize_
+from dmuon.reference import ReferenceMuon
+from dmuon.rule import (
+    Hyper,
+    NorMuon,
+    Rule,
+    StateSpec,
+    adjusted_lr,
+    follow_weights,
+    is_fused,
+    momentum_dtypes,
+    momentum_update,
+    rule_of,
+    update_rms,
+)
+from dmuon.tensors import wide_norms
+from tests.accelerator import host_cannot_read
+
+RULE = Rule()
+EMA = Hyper(0.1, 0.5, None, momentum=0.9)
+SGD = Hyper(0.1, 0.5, None, momentum=0.9, mode="sgd", dampening=0.25)
+EVERY = pytest.mark.parametrize("hyper", [EMA, SGD], ids=["ema", "sgd"])
+LARGE = (1 << 10, 1 << 10)
+NESTEROV = pytest.mark.parametrize("nesterov", [False, True])
+
+
+def gradients(steps: int, *shape: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, generator=generator) for _ in range(steps)]
+
+
+# ---- momentum ----------------------------------------------------------------------------
+
+
+@EVERY
+@NESTEROV
+def test_momentum_in_two_halves_is_the_same(hyper, nesterov):
+    """The operand first, the buffer later: as a step does that may still be called off."""
+    hyper = replace(hyper, nesterov=nesterov)
+    buffer, grad = gradients(2, 4, 3)
+    expected_buffer = buffer.clone()
+    expected = momentum_update(expected_buffer, grad, hyper)
+    before, out = buffer.clone(), torch.empty(4, 3)
+    RULE.operands([out], [buffer], [grad], hyper)
+    assert torch.equal(buffer, before)
+    RULE.advance([buffer], [grad], hyper)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(buffer, expected_buffer, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("nesterov", "dampening"), [(False, 0.0), (True, 0.0), (False, 0.25)])
+def test_sgd_momentum_is_that_of_torch_sgd(nesterov, dampening):
+    p = nn.Parameter(torch.zeros(4, 3))
+    sgd = torch.optim.SGD([p], 1.0, 0.9, nesterov=nesterov, dampening=dampening)
+    first, *others = gradients(5, 4, 3)
+    p.grad = first.clone()
+    sgd.step()
+    buffer = first.clone()  # torch starts its buffer from the first gradient undamped
+    for grad in others:
+        before = p.detach().clone()
+        p.grad = grad.clone()
+        sgd.step()
+        hyper = replace(SGD, nesterov=nesterov, dampening=dampening)
+        operand = momentum_update(buffer, grad, hyper)
+        torch.testing.assert_close(sgd.state[p]["momentum_buffer"], buffer, rtol=0, atol=0)
+        torch.testing.assert_close(p.detach(), before - operand, rtol=0, atol=0)
+
+
+@EVERY
+@NESTEROV
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stack_is_updated_as_each_of_its_matrices(hyper, nesterov, dtype):
+    hyper = replace(hyper, nesterov=nesterov)
+    # Of 256 elements each: torch rounds the end of a bf16 tensor unlike its vectorized middle.
+    stack = torch.zeros(3, 16, 16, dtype=dtype)
+    each = list(stack.clone())
+    for grad in gradients(2, 3, 16, 16):
+        grad = grad.to(dtype)
+        operands = momentum_update(stack, grad, hyper)
+        for i, buffer in enumerate(each):
+            operand = momentum_update(buffer, grad[i], hyper)
+            assert torch.equal(operands[i], operand) and torch.equal(stack[i], buffer)
+
+
+# ---- learning rate, decay, update --------------------------------------------------------
+
+
+@pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
+@pytest.mark.parametrize("shape", [(8, 2), (2, 8), (5, 5), (25, 100), (1, 7)])
+def test_the_rate_is_adjusted_as_torch_adjusts_it(adjust, shape):
+    assert adjusted_lr(0.02, adjust, *shape) == torch_adjust_lr(0.02, adjust, torch.Size(shape))
+    if adjust == "match_rms_adamw":
+        assert adjusted_lr(0.02, 0.2, *shape) == adjusted_lr(0.02, adjust, *shape)
+
+
+def test_the_unclamped_rate_is_what_torch_and_torchtitan_have():
+    """pytorch/pytorch#187402; torch 2.13 does not have it yet."""
+    shapes = {(8, 2): 2.0, (2, 8): 0.5, (5, 5): 1.0}
+    assert {s: adjusted_lr(1.0, "spectral_unclamped", *s) for s in shapes} == shapes
+    for tall in [(8, 2), (5, 5), (7, 3)]:
+        original = adjusted_lr(0.02, "original", *tall)
+        assert adjusted_lr(0.02, "spectral_unclamped", *tall) == original
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("update_dtype", [torch.float32, torch.bfloat16])
+def test_updates_are_applied_as_torch_muon_applies_them(dtype, update_dtype):
+    targets = [g.to(dtype) for g in gradients(3, 4, 5)]
+    updates = [g.to(update_dtype) for g in gradients(6, 4, 5)[3:]]
+    expected = [t.clone() for t in targets]
+    for target, update in zip(expected, updates):
+        target.mul_(1 - 0.1 * 0.02)
+        target.add_(update, alpha=-0.03)
+    RULE.apply(targets, updates, replace(EMA, decay=1 - 0.1 * 0.02), lr=0.03)
+    assert all(map(torch.equal, targets, expected))
+
+
+def test_updates_of_views_and_other_strides_are_applied_in_place():
+    whole = torch.zeros(6, 4)
+    channels_last = torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last)
+    update = torch.arange(24.0)
+    targets = [whole[:3], whole[3:].t(), channels_last]
+    updates = [update[:12].view(3, 4), update[12:].view(4, 3), update.view(2, 3, 2, 2)]
+    RULE.apply(targets, updates, EMA, kept=1.0, lr=1.0)
+    torch.testing.assert_close(whole[:3], -updates[0])
+    torch.testing.assert_close(whole[3:], -updates[1].t())
+    torch.testing.assert_close(channels_last, -updates[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_rms_is_per_matrix_and_scaled(dtype):
+    updates = torch.stack([torch.full((3, 4), 2.0), torch.zeros(3, 4), -torch.ones(3, 4)])
+    rms = update_rms(updates.to(dtype), 0.5)
+    assert rms.dtype == torch.float32
+    torch.testing.assert_close(rms, torch.tensor([1.0, 0.0, 0.5]))
+
+
+def test_an_orthogonal_update_has_the_rms_of_adamw():
+    rows, cols = 16, 40
+    orthogonal = torch.linalg.qr(gradients(1, cols, rows)[0]).Q.t()[None]
+    for adjust, expected in {"match_rms_adamw": 0.2, 0.35: 0.35}.items():
+        rms = update_rms(orthogonal, adjusted_lr(1.0, adjust, rows, cols))
+        assert rms.item() == pytest.approx(expected)
+
+
+# ---- masters -------------------------------------------------------------------------------
+
+SHAPES = [(), (3,), (0, 4), (64, 96), (300, 512), (3, 200, 300)]  # joined, alone, and in parts
+
+
+def follow_blindly(masters, weights):
+    with host_cannot_read():
+        follow_weights(masters, weights)
+
+
+BOTH = pytest.mark.parametrize("follow", [follow_weights, follow_blindly])
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_follow_what_is_written_to_weights_and_nothing_else(dtype, follow):
+    torch.manual_seed(0)
+    masters = [torch.randn(shape) for shape in SHAPES]
+    masters[2] = masters[2].mT
+    masters[4] = torch.randn(512, 300).mT  # as an owner may hold it
+    weights = [m.to(dtype) for m in masters]
+    # Of another dtype in one list; and no master at all.
+    masters += [torch.randn(5), torch.randn(6)]
+    weights += [masters[-2].to(torch.bfloat16), masters[-1]]
+    before = [m.clone() for m in masters]
+    follow(masters, weights)
+    for now, was in zip(masters, before, strict=True):
+        assert torch.equal(now, was)
+    for n, weight in enumerate(weights[:-1]):
+        expected, changed = masters[n].clone(), torch.rand(weight.shape) < 0.1
+        changed.view(-1)[-1:] = True
+        weight[changed] = weight[changed] * 2 + 10
+        expected[changed] = weight[changed].float()
+        follow(masters, weights)
+        assert torch.equal(masters[n], expected), n
+        assert masters[n].stride() == before[n].stride()
+    assert torch.equal(masters[-1], before[-1])
+
+
+@BOTH
+def test_what_is_no_number_counts_too(follow):
+    """A weight that overflowed has a finite master; a nan or inf that somebody wrote is taken, and
+    a number in its place. Zeros of both signs are one."""
+    inf, nan = math.inf, math.nan
+    master = torch.tensor([7e4, 1.0, 1.0, nan, nan, -1e-9, 1.0, inf])
+    weight = torch.tensor([inf, nan, inf, nan, 2.0, 0.0, 0.0, 3.0], dtype=torch.float16)
+    expected = torch.tensor([7e4, nan, inf, nan, 2.0, -1e-9, 0.0, 3.0])
+    follow([master], [weight])
+    assert torch.equal(master.nan_to_num(0.5), expected.nan_to_num(0.5))
+    assert torch.equal(master.isnan(), expected.isnan())
+
+
+# ---- norms ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_norms_of_lists_are_right_over_the_whole_range(dtype):
+    """Where the host cannot look whether squares fit, they are squared in float64."""
+    sizes = [(3, 5), (4097,), (64, 128), (1,), (7, 0)]
+    tensors = [torch.randn(size, dtype=torch.float64) for size in sizes]
+    for power in (-30, -22, 0, 22, 30):
+        given = [(t * 10.0**power).to(dtype) for t in tensors]
+        given.append(given[0].double())  # another dtype in the list
+        for order in (1.0, 2.0, 3.0, math.inf):
+            held = [t for t in given if t.numel()]
+            for norm, t in zip(wide_norms(held, order), held, strict=True):
+                expected = torch.linalg.vector_norm(t.double(), order)
+                assert norm.dtype is torch.float64 and norm.ndim == 0
+                assert abs(norm - expected) <= 1e-12 * expected
+
+
+# ---- what goes to Triton ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "nesterov", "dtype"),
+    [("ema", True, torch.bfloat16), ("ema", False, torch.float32), ("sgd", True, torch.float32)],
+)
+def test_momentum_is_scaled_into_the_operand(mode, nesterov, dtype):
+    hyper = replace(EMA, mode=mode, nesterov=nesterov)
+    grad, buffer = torch.randn(2, 2, 6, 9)
+    expected = buffer.clone()
+    operand = momentum_update(expected, grad, hyper)
+    out = torch.empty(2, 6, 9, dtype=dtype)
+    RULE.operand(buffer, grad, hyper, out=out)
+    assert torch.equal(buffer, expected)
+    within = 2 * torch.finfo(dtype).eps  # of two formulas of Nesterov
+    torch.testing.assert_close(normalize_(out), normalize(operand, dtype), rtol=within, atol=1e-7)
+
+
+def test_the_fused_form_gets_the_groups_settings(monkeypatch):
+    seen = []
+
+    def fake(buffer, grad, **settings):
+        seen.append(settings)
+
+    monkeypatch.setattr("dmuon.kernels.triton_elementwise.momentum_norm_cast", fake)
+    out = torch.empty(2, 6, 9)
+    RULE.operand(torch.zeros(2, 6, 9), torch.ones(2, 6, 9), EMA, out=out, fused=True)
+    settings = {"momentum": 0.9, "nesterov": False, "dampening": 0.0, "eps": 1e-7}
+    assert seen == [settings | {"mode": "ema", "out": out}]
+    wide = torch.zeros(2, 6, 9, dtype=torch.float64)
+    RULE.operand(wide, torch.ones(2, 6, 9), EMA, out=out, fused=True)
+    assert len(seen) == 1 and bool(out.isfinite().all())
+
+
+def test_large_weights_are_updated_in_one_pass(monkeypatch):
+    seen = []
+
+    def fake(weight, update, *, decay, lr):
+        seen.append(weight.shape)
+        weight.mul_(decay).sub_(update, alpha=lr)
+
+    monkeypatch.setattr("dmuon.kernels.triton_elementwise.apply_update", fake)
+
+    def updated(shape, dtype=torch.float32, decay=0.5, fused=True):
+        weight = torch.ones(shape, dtype=dtype)
+        RULE.apply([weight], [torch.ones(shape)], EMA, kept=decay, lr=0.25, fused=fused)
+        assert torch.equal(weight, torch.full(shape, 0.25, dtype=dtype))
+        return len(seen)
+
+    assert updated(LARGE) == 1
+    assert updated((4, 6)) == 1  # small ones go by lists
+    assert updated(LARGE, fused=False) == 1
+    assert updated(LARGE, dtype=torch.float64) == 1
+    assert updated(LARGE, decay=torch.tensor(0.5)) == 2
+    assert updated(LARGE, decay=torch.tensor([0.5])) == 3
+    weight = torch.ones(LARGE)  # nor what is stored otherwise
+    RULE.apply([weight.mT], [torch.ones(LARGE)], EMA, kept=0.5, lr=0.25, fused=True)
+    assert len(seen) == 3 and torch.equal(weight, torch.full(LARGE, 0.25))
+    weight = torch.ones(LARGE)
+    cautious = replace(EMA, cautious=True)
+    RULE.apply([weight], [torch.ones(LARGE)], cautious, kept=0.5, lr=0.25, fused=True)
+    assert len(seen) == 3 and torch.equal(weight, torch.full(LARGE, 0.25))
+
+
+def test_only_a_planned_triton_kernel_on_cuda_is_fused():
+    class OnCuda:
+        device = torch.device("cuda", 0)
+
+    assert is_fused("gram[2]/triton-128x64-w8-s3/float16", OnCuda())
+    assert not is_fused("gram[2]/torch/float16", OnCuda())
+    assert not is_fused("", OnCuda())
+    assert not is_fused("gram[2]/triton-128x64-w8-s3/float16", torch.empty(1))
+
+
+# ---- variants ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 5, 8), (2, 8, 5), (1, 1, 7)])
+def test_normuon_is_its_formula_in_float64(dtype, shape):
+    b, rows, _ = shape
+    moment, expected = torch.zeros(b, rows), torch.zeros(b, rows, dtype=torch.float64)
+    for update in gradients(4, *shape):
+        update = update.to(dtype)
+        x = update.double()
+        expected = 0.95 * expected + 0.05 * x.square().mean(2)
+        changed = x / (expected.sqrt() + 1e-8)[:, :, None]
+        changed *= x.norm(dim=(1, 2), keepdim=True) / changed.norm(dim=(1, 2), keepdim=True)
+        NorMuon().accepted(update, {"row_moment": moment})
+        eps = max(torch.finfo(dtype).eps, 1e-6)
+        torch.testing.assert_close(update.double(), changed, rtol=4 * eps, atol=1e-12)
+        torch.testing.assert_close(moment.double(), expected, rtol=1e-5, atol=0)
+
+
+def test_normuon_makes_rows_equal_and_keeps_the_norm_and_what_was_skipped():
+    update = torch.randn(2, 6, 9) * torch.logspace(-3, 3, 6)[:, None]
+    update[1] = 0.0
+    norm, moment = update[0].norm(), torch.ones(2, 6)
+    rule = NorMuon(beta2=0.0)
+    rule.accepted(update, {"row_moment": moment})
+    sizes = update[0].norm(dim=1)
+    torch.testing.assert_close(sizes, sizes.mean().expand(6), rtol=1e-4, atol=0)
+    torch.testing.assert_close(update[0].norm(), norm)
+    assert not update[1].any() and torch.equal(moment[1], torch.ones(6))
+
+
+@pytest.mark.parametrize("kept", [None, torch.tensor([1.0, 0.5])])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cautious_decay_takes_only_what_the_update_shrinks(dtype, kept):
+    weight = torch.tensor([2.0, -2.0, 2.0, -2.0, 2.0, 1e-30], dtype=dtype)
+    update = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 1e-30])
+    targets = [weight.clone(), weight.clone()]
+    RULE.apply(targets, [update] * 2, replace(EMA, cautious=True), lr=0.0, kept=kept)
+    decayed = torch.where(torch.tensor([True, False, False, True, True, True]), 0.5, 1.0)
+    assert torch.equal(targets[1], (weight * decayed).to(dtype))
+    assert torch.equal(targets[0], weight if kept is not None else targets[1])
+
+
+def test_narrow_momentum_is_advanced_wide():
+    assert momentum_dtypes("bfloat16", torch.float32, False) == (torch.bfloat16, torch.float32)
+    assert momentum_dtypes("float32", torch.bfloat16, False) == (torch.float32, torch.float32)
+    assert momentum_dtypes("bfloat16", torch.bfloat16, True) == (torch.bfloat16, torch.float32)
+    assert momentum_dtypes(None, torch.bfloat16, False) == (torch.bfloat16, torch.bfloat16)
+    buffer, grad = gradients(2, 1, 6, 9)
+    narrow, wide = buffer.bfloat16(), buffer.bfloat16().float()
+    outs = torch.empty(2, 1, 6, 9)
+    hyper = replace(EMA, nesterov=True)
+    RULE.operand(narrow, grad, hyper, out=outs[0], working=torch.float32)
+    RULE.operand(wide, grad, hyper, out=outs[1])
+    assert torch.equal(outs[0], outs[1]) and torch.equal(narrow, wide.bfloat16())
+
+
+def test_a_rule_says_what_it_is():
+    class Signs(Rule):
+        def accept(self, update, state):
+            return update.sign()
+
+    assert rule_of({"variant": None}).is_plain and not Signs().is_plain
+    assert repr(NorMuon()) == "NorMuon(beta2=0.95)"
+    assert isinstance(rule_of({"variant": "normuon"}), NorMuon)
+    update = torch.tensor([[[3.0, -2.0]]])
+    Signs().accepted(update, {})
+    assert update.tolist() == [[[1.0, -1.0]]]
+    for variant, message in [("adam", "'normuon'"), (Signs, "call it"), (3, "found 3")]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            rule_of({"variant": variant})
+    with pytest.raises(ValueError, match="'row', 'element' or 'matrix'"):
+        StateSpec("x", "column")
+    with pytest.raises(ValueError, match="is taken"):
+        StateSpec("momentum_buffer")
+    with pytest.raises(ValueError, match="beta2"):
+        NorMuon(beta2=1.0)
+    with pytest.raises(ValueError, match="'adam'"):
+        ReferenceMuon([nn.Parameter(torch.ones(2, 2))], variant="adam")
