@@ -1,4 +1,4 @@
-"""The one home of what a device can do, and how.
+"""All that differs between types of devices.
 
     of(device) -> Device           facts, memory, events, streams and graphs of a device
     Stopwatch, HostCopy, SideStream   built on these
@@ -52,7 +52,7 @@ Capture = Callable[[Callable[[], object]], Callable[[], object]]
 
 
 class Device:
-    """What an accelerator can do. It has no state of its own, so it is made where it is needed.
+    """An accelerator. It has no state of its own, so it is made where it is needed.
 
     ``host_can_read``: reading a tensor costs no wait for the device. ``is_cpu``: tensors lie in the
     memory of the host, and work is done when a call returns. ``chunk_bytes``: how much a pass over
@@ -125,7 +125,7 @@ class Device:
         return SideStream(self.device)
 
     def graphs(self) -> Capture | None:
-        """What captures graphs, in memory that they share; None where there are no graphs."""
+        """A function that captures graphs, in memory that they share; None without graphs."""
         return None
 
     def capability(self) -> tuple[int, int]:
@@ -251,7 +251,7 @@ TYPES: dict[str, type[Device]] = {
 
 
 def of(device: torch.device | str) -> Device:
-    """What a device can do."""
+    """The `Device` of a torch device."""
     device = device if isinstance(device, torch.device) else torch.device(device)
     return TYPES.get(device.type, Device)(device)
 
@@ -339,7 +339,7 @@ class SideStream:
             yield
 
     def join(self) -> None:
-        """Have the current stream wait for everything queued here."""
+        """Make the current stream wait for everything queued here."""
         torch.accelerator.current_stream(self.stream.device).wait_stream(self.stream)
 
 

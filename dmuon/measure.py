@@ -1,9 +1,9 @@
 """Measuring: one loop that times Newton-Schulz as owners run it chooses kernels and fills costs.
 
-every rank   which device, which Newton-Schulz dtype             -> exchange
+every rank   its device and Newton-Schulz dtype                  -> exchange
 first rank   choose kernels: cached, or measured                 -> exchange
-every rank   what its cache says of these kernels                -> exchange
-             measure, all at once, what anyone lacks             -> exchange, the slowest counts
+every rank   times of these kernels in its cache                 -> exchange
+             measure, all at once, what any rank lacks           -> exchange, the slowest counts
              write the cache
 """
 
@@ -95,8 +95,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class SliceCase(Case):
-    """A batch of matrices of which this rank has a slice, as each of its ``co_owners`` has one;
-    ``split``: see `ops.SliceOps`."""
+    """A batch of matrices of which each of ``co_owners`` ranks has a slice; ``split``: see
+    `ops.SliceOps`."""
 
     co_owners: int = 2
     split: bool = False
@@ -107,15 +107,15 @@ class SliceCase(Case):
 
 
 Run = tuple[Case, str]  # with a kernel, "" for the fixed rule's
-Progress = Callable[[int, Case], object]  # is told how many have been dealt with, and the next
+Progress = Callable[[int, Case], object]  # gets the number of runs done, and the next case
 
 
 def cases_of(
     keys: Iterable[ShapeKey], max_batch: int, batch_numel: int = BATCH_NUMEL
 ) -> tuple[Case, ...]:
-    """What planning for these matrices needs to know, sorted: batches of powers of two, and the
-    largest one itself (see `largest_batch`). Only equal keys are batched together, but a shape and
-    its transpose have one price.
+    """The cases that planning for these matrices needs, sorted: batches of powers of two, and the
+    largest one (see `largest_batch`). Only equal keys are batched together, but a shape and its
+    transpose have one price.
 
     >>> [(c.batch, c.count) for c in cases_of([(4, 6, "float32")] * 3 + [(6, 4, "float32")], 16)]
     [(1, 4), (2, 4), (3, 4)]
@@ -138,8 +138,8 @@ def cases_of(
 
 
 class Pace:
-    """What a run will take: as it did before, or what the model says, corrected by what is known
-    of others; and the ``clock``, in seconds."""
+    """Estimates how long a run will take: as long as before, or as the model says, corrected by the
+    known times of others. ``clock`` gives seconds."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Pace:
         self.clock = clock
 
     def is_late(self, case: Case, deadline: float, runs: int = 1) -> bool:
-        """Whether so many runs are expected to end after the deadline."""
+        """Whether this number of runs is expected to end after the deadline."""
         ms = self.known.get(case)
         if ms is None:
             table = replace(self._model, entries=_by_shape(self.known))
@@ -160,8 +160,9 @@ class Pace:
         return runs * ms / 1e3 > deadline - self.clock()
 
     def in_order(self, cases: Iterable[Case]) -> list[Case]:
-        """Batches of one first, what weighs most before what weighs less, then larger; before all
-        of them the smallest, if nothing is known, to learn how fast the device is."""
+        """Single matrices before larger batches, each by the time of all matrices of its shape,
+        longest first. Where nothing is known the smallest case comes before all others, to learn
+        how fast the device is."""
         ms = {case: self._model.batch_ms(case.key, 1) for case in cases}
         ordered = sorted(ms, key=lambda case: (case.batch, -case.count * ms[case], case.key))
         if ordered and not self.known:
@@ -181,14 +182,14 @@ def median_times(
     broken: set[Run] | None = None,
 ) -> dict[Run, float]:
     """The median milliseconds of each run, in their order as far as the ``deadline`` allows.
-    Those of optional kernels that raise are added to ``broken``, with a warning.
+    Runs of optional kernels that raise are added to ``broken``, with a warning.
 
-    Nothing is begun that is not expected to end in time, so at most one run overruns.
+    No run begins that is not expected to end in time, so at most one run overruns.
 
-    Everything is run once before anything is run again, up to `PASSES` times: so each run finds
-    caches and memory as in a training step, where no batch follows itself, and a second in which
-    the machine is slow spoils one number of everything, not all numbers of one. The first pass
-    warms up: it counts only for what is not run again.
+    Everything is run once before anything is run again, up to `PASSES` times. So each run finds
+    caches and memory as in a training step, where no batch follows itself, and a slow second of the
+    machine spoils one number of each run instead of all numbers of one. The first pass warms up: it
+    counts only for runs that are not repeated.
     """
     times: dict[Run, list[float]] = {}
     medians: dict[Run, float] = {}
@@ -213,7 +214,7 @@ def median_times(
                 continue
             if number > 0:
                 times.setdefault(run, []).append(ms)
-            # No clock is better than this, and files are for people too.
+            # No clock is more exact than six digits.
             medians[run] = float(f"{statistics.median(times.get(run, [ms])):.6g}")
             pace.known[run[0]] = medians[run]
         todo = [run for run in todo if run in medians]
@@ -233,7 +234,7 @@ def _is_optional(kernel: str) -> bool:
 
 
 def _warn_left_out(kernel: str, failure: Exception) -> None:
-    """Not where a tile needs more than the device has, which is why tiles are tried."""
+    """Warn, unless a tile needs more memory than the device has: tiles are tried to learn that."""
     if type(failure).__name__ != "OutOfResources":
         backend = kernel.split("/")[1].partition("-")[0]
         warnings.warn(
@@ -249,11 +250,12 @@ def _is_stable(times: Sequence[float]) -> bool:
 
 
 class OwnerTimer:
-    """Runs what an owner does in `Muon.step` for one batch, with `Muon`'s default settings.
+    """Times an owner's work in `Muon.step` for one batch, with `Muon`'s default settings.
 
     ``momentum``: momentum update, normalization and Newton-Schulz, else Newton-Schulz alone on
-    normalized matrices. As in an optimizer all calls share one workspace, and on CUDA each is
-    compiled and captured before its first time is taken. ``sharing`` processes share the memory.
+    normalized matrices. As in an optimizer all calls share one workspace, and on an accelerator
+    each is compiled and captured before its first time is taken. ``sharing`` processes share the
+    memory.
     """
 
     def __init__(
@@ -280,8 +282,8 @@ class OwnerTimer:
         return Call(case.shape, self._triples, kernel)
 
     def reserve(self, runs: Iterable[Run]) -> list[Run]:
-        """Have memory for these, one at a time; those that need no more than a quarter of what is
-        free, in their order."""
+        """Allocate memory in which these can run one at a time. Returns, in their order, those that
+        need no more than a quarter of the free memory."""
         limit = _MEMORY_SHARE * devices.of(self.device).memory()[0] / self._sharing
         fitting = [run for run in runs if self._bytes(*run) <= limit]
         self._memory, self._warm = {}, set()
@@ -290,8 +292,8 @@ class OwnerTimer:
 
     def _allocate(self, fitting: Sequence[Run]) -> None:
         self._runner.reserve([self._call(*run) for run in fitting])
-        # A generator of our own, and every factory told its device and dtype: the user's random
-        # state and defaults neither change nor matter.
+        # An own generator and explicit devices and dtypes: the user's random state and defaults
+        # neither change nor matter.
         generator = devices.of(self.device).generator(0)
         for dtype in {case.key[2] for case, _ in fitting}:
             most = max(math.prod(case.shape) for case, _ in fitting if case.key[2] == dtype)
@@ -335,7 +337,7 @@ class OwnerTimer:
 
 
 class SliceTimer(OwnerTimer):
-    """Runs what a co-owner computes on its slices, exchanges aside."""
+    """Times a co-owner's products on its slices, without exchanges."""
 
     def _allocate(self, fitting: Sequence[Run]) -> None:
         most = max((math.prod(case.shape) for case, _ in fitting), default=0)
@@ -354,7 +356,7 @@ class SliceTimer(OwnerTimer):
 
     def _bytes(self, case: Case, kernel: str) -> int:
         b, rows, width = case.shape
-        # A slice twice over; squares, parts of sums and what travels, in float32 at most.
+        # A slice twice; squares, parts of sums and messages, in float32 at most.
         return 4 * b * (2 * rows * width + 10 * rows * rows)
 
     def _once(self, case: Case, kernel: str) -> Stopwatch:
@@ -370,7 +372,7 @@ class SliceTimer(OwnerTimer):
 
 
 class _Copied:
-    """An exchange with nobody. What comes is numbers, because time may depend on them."""
+    """An exchange with nobody. It receives what it sends, because times may depend on values."""
 
     def __init__(self, to: Tensor, source: Tensor) -> None:
         to.copy_(source)
@@ -390,10 +392,10 @@ def gate_errors(
     is_over: Callable[[], bool] = lambda: False,
 ) -> dict[KernelChoice, float]:
     """Relative Frobenius error of each choice on Gaussian matrices, against the standard form in
-    float32 or wider; inf for a nan, and where an optional kernel raises anything: it does not
-    compile, or needs more than the device has. Ends early when ``is_over``.
+    float32 or wider. It is inf for a nan, and for an optional kernel that raises because it does
+    not compile or needs more memory than the device has. Ends early when ``is_over``.
 
-    Of a batch there are two matrices, so that a kernel that confuses them is found.
+    A batch is represented by two matrices, so that a kernel that confuses them is found.
     """
     dtype: torch.dtype = getattr(torch, choices[0].dtype)
     wide = torch.promote_types(dtype, torch.float32)
@@ -432,11 +434,11 @@ def choose_kernels(
     *,
     progress: Progress = lambda done, case: None,
 ) -> dict[Case, str]:
-    """The kernels that measurements chose: the cached ones that are still offered, and the fastest
-    of those that compute the right thing, as far as ``options.tune_budget_s`` seconds reach.
+    """The kernels that measurements chose: cached ones that are still offered, else the fastest
+    that pass `gate_errors`, as far as ``options.tune_budget_s`` seconds reach.
 
-    The others are left to the fixed rule, which also wins where nothing is clearly faster.
-    ``cached`` were measured under the same ``options``.
+    The other cases are left to the fixed rule, which also wins where nothing is clearly faster.
+    ``cached`` were measured with the same ``options``.
 
     Raises:
         ValueError: the options ask for what cannot run on this device.
@@ -468,7 +470,7 @@ def choose_kernels(
 def _fastest(
     case: Case, choices: Sequence[KernelChoice], timer: OwnerTimer, pace: Pace, deadline: float
 ) -> KernelChoice | None:
-    """The choice for a case; None where time or memory do not suffice to measure it."""
+    """The choice for a case; None where there is too little time or memory to measure it."""
     count = len(choices) * (_MIN_TIMES + 3)
     if pace.is_late(case, deadline, count):
         return None
@@ -501,11 +503,11 @@ def compile_ahead(
     device: torch.device,
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Have the Triton kernels of all cases compiled, as many at once as there are processors.
+    """Compile the Triton kernels of all cases, as many at once as there are processors.
 
-    A second or more per kernel, of which Triton spends most in an assembler of its own. What raises
-    does so again at the gate. Nothing depends on a size but whether tiles divide it, so that small
-    matrices do.
+    Each takes a second or more, mostly in the assembler that Triton starts. What raises here raises
+    again in `gate_errors`. Compiled code depends only on whether tiles divide a size, so small
+    matrices are enough.
     """
 
     def compile_one(run: tuple[Case, KernelChoice]) -> None:
@@ -532,7 +534,7 @@ def compile_ahead(
 def _arguments(
     case: Case, dtype: torch.dtype, device: torch.device, options: KernelOptions
 ) -> tuple[Any, ...]:
-    """Of `candidates` and `fixed_choice`."""
+    """The arguments of `candidates` and `fixed_choice`."""
     steps = MuonDefaults().ns_steps
     return (*case.key[:2], dtype, device, steps, options.method, options.backend)
 
@@ -614,7 +616,7 @@ class _Session:
         self.old = cached or self.model
 
     def exchanged(self, work: Callable[[], T]) -> list[T]:
-        """What ``work`` gave on each rank; if it failed on one, all raise."""
+        """The result of ``work`` on each rank; if it failed on one, all raise."""
         what = "dmuon: measuring costs"
         mine = attempt(self.transport, work, what=what, digest=lambda _: "")
         return self.transport.gather_objects(mine)
@@ -676,14 +678,14 @@ def measured_costs(
     timer: Callable[..., OwnerTimer] = OwnerTimer,
     batch_bytes: int = BATCH_BYTES,
 ) -> CostTable:
-    """What batches of matrices with these (rows, cols, dtype) cost on the slowest rank, and with
-    which kernels.
+    """The costs on the slowest rank of batches of matrices with these (rows, cols, dtype), and the
+    kernels that run them.
 
     A collective call; the table is equal on all ranks. The mesh's first rank chooses kernels
     (at most ``kernels.tune_budget_s`` seconds), then all measure, for about
-    ``options.profile_budget_s`` seconds at most; neither what the caches have. ``momentum`` is that
-    of `CostTable`. ``fresh`` ignores what is cached. ``timer`` makes the timers. ``batch_bytes``:
-    the most operands of a batch of several matrices, in the Newton-Schulz dtype.
+    ``options.profile_budget_s`` seconds at most. Nothing is measured that is cached, unless
+    ``fresh``. ``momentum`` is that of `CostTable`. ``timer`` makes the timers. ``batch_bytes``: the
+    largest size of a batch of several matrices, in the Newton-Schulz dtype.
 
     Raises:
         Exception: what measuring raised here; ConsensusError if that was on another rank.
@@ -742,13 +744,13 @@ def measured_slices(
     ns_dtype: str | torch.dtype = "auto",
     batch_bytes: int = BATCH_BYTES,
 ) -> CostTable:
-    """``table`` with what slices of matrices with these keys cost co-owners: their products, and
-    what an exchange takes in each of ``groups``, by the number of co-owners (None: this rank is in
-    no set of so many).
+    """``table`` with the costs of co-owners for slices of matrices with these keys: products, and
+    exchanges in each of ``groups``, by the number of co-owners (None: this rank is in no set of
+    that many).
 
-    A collective call; the table is equal on all ranks, and the slowest counts. Products are timed,
-    for about ``options.profile_budget_s`` seconds at most, where the cache has no time; exchanges
-    always, because who exchanges differs from job to job.
+    A collective call; the table is equal on all ranks, and the slowest counts. Products that are
+    not cached are timed, for about ``options.profile_budget_s`` seconds at most. Exchanges are
+    always timed, because jobs differ in the ranks that exchange.
 
     Raises:
         Exception: what measuring raised here; ConsensusError if that was on another rank.
@@ -811,7 +813,7 @@ _EXCHANGED = (1 << 12, 1 << 18, 1 << 21)  # bytes to each of the others
 def _links(
     session: _Session, groups: Mapping[int, Transport | None], device: torch.device
 ) -> dict[int, Link]:
-    """What exchanges take in the slowest of the groups, by the number of co-owners."""
+    """The speed of exchanges in the slowest group, by the number of co-owners."""
 
     def measure() -> dict[int, list[float]]:
         return {k: _exchange_ms(g, device) for k, g in groups.items() if g is not None}
@@ -842,8 +844,8 @@ def _exchange_ms(group: Transport, device: torch.device) -> list[float]:
 
 
 def _fitted(ms: Sequence[float], others: int) -> Link:
-    """Latency and bandwidth of exchanges of `_EXCHANGED` bytes with so many others, as they fit
-    best in proportion to what each took.
+    """Latency and bandwidth of exchanges of `_EXCHANGED` bytes with this number of other ranks, by
+    a least-squares fit of relative errors.
 
     >>> link = _fitted([0.5 + nbytes / 2**20 for nbytes in _EXCHANGED], 1)
     >>> round(1e3 * link.latency_s, 6), round(link.bandwidth / 2**20, 3)
@@ -864,7 +866,7 @@ def _by_shape(values: Mapping[Case, T]) -> dict[ShapeKey, dict[int, T]]:
 
 
 def _of_cases(table: Mapping[ShapeKey, Mapping[int, T]], cases: Iterable[Case]) -> dict[Case, T]:
-    """What `_by_shape` gave, for these cases."""
+    """The inverse of `_by_shape`, for these cases."""
     return {c: table[c.key][c.batch] for c in cases if c.batch in table.get(c.key, ())}
 
 
@@ -875,8 +877,8 @@ def _of_cases(table: Mapping[ShapeKey, Mapping[int, T]], cases: Iterable[Case]) 
 def progress_bar(
     total: int, what: str, *, shown: bool = True, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Progress]:
-    """A line on standard error, if it takes more than two seconds and someone watches; drawn when
-    something is told, because a thread that draws would disturb what is measured."""
+    """A line on standard error, if it takes more than two seconds and standard error is a terminal.
+    It is drawn on each call, because a thread that draws would disturb the measurement."""
     visible_at = clock() + (_SHOW_AFTER_S if shown and sys.stderr.isatty() else math.inf)
     clear = ""
 

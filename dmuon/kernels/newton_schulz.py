@@ -98,7 +98,7 @@ def resolve_coefficients(
             known = ", ".join(repr(name) for name in COEFFICIENT_SETS)
             raise ValueError(
                 f"unknown coefficient set {coefficients!r}; use one of {known}, one (a, b, c), "
-                "or one triple a step"
+                "or one triple per step"
             )
         triples = COEFFICIENT_SETS[coefficients]
         return (triples + triples[-1:] * (steps - len(triples)))[:steps]
@@ -107,7 +107,7 @@ def resolve_coefficients(
         return (_triple(items),) * steps
     if len(items) != steps:
         raise ValueError(
-            f"{len(items)} coefficient triples for steps={steps}; give one triple a step, "
+            f"{len(items)} coefficient triples for steps={steps}; give one triple per step, "
             f"or set steps={len(items)}"
         )
     return tuple(_triple(item) for item in items)
@@ -206,14 +206,14 @@ def prepared(
     ops: MatmulOps,
     take: Take,
     *,
-    apart: bool = False,
+    one_by_one: bool = False,
 ) -> Callable[[], Tensor]:
     """Newton-Schulz on a batch, in memory that ``take(shape, dtype)`` gives once. Run it for each
     new batch, without recording gradients and outside of autocast.
 
     `x` is ``[b, rows, cols]``, contiguous, normalized when it runs, and overwritten. The result is
     in it or beside it, at the same place in every run. Nothing depends on values, so a run can be
-    captured in a graph. ``apart``: one matrix after the other, each in the same aligned memory,
+    captured in a graph. ``one_by_one``: matrices use the same aligned memory one after the other,
     because some libraries round depending on the batch and the address. Raises ValueError unless
     `x` is contiguous.
     """
@@ -233,11 +233,11 @@ def prepared(
 
         return run_whole
     # A batch of one costs up to twice as much as a matrix on a CPU.
-    is_split = apart or len(x) == 1 or (ops.batch_rows is not None and m > ops.batch_rows)
+    is_split = one_by_one or len(x) == 1 or (ops.batch_rows is not None and m > ops.batch_rows)
     members = x.unbind() if is_split else (x,)
     shape, square = ((rows, cols), (m, m)) if is_split else (tuple(x.shape), (len(x), m, m))
     dtype = ops.held or x.dtype
-    held = take(shape, dtype) if apart or dtype is not x.dtype else None
+    held = take(shape, dtype) if one_by_one or dtype is not x.dtype else None
     spare = take(shape, dtype)
     count = 4 if any(high - low > 1 for low, high in segments) else 2
     squares = [take(square, dtype) for _ in range(count)]
@@ -420,8 +420,9 @@ def newton_schulz(
     dtype: what to iterate in, "auto", a torch dtype or its name, see `resolve_ns_dtype`.
     backend: the products, one of `dmuon.kernels.choice.BACKENDS`, or "auto".
 
-    Raises TypeError for what is not a dense real floating-point tensor, ValueError for the rest,
-    also where a backend cannot run on this device or a dtype diverges with these restarts.
+    Raises TypeError for anything but a dense real floating-point tensor, ValueError for other
+    mistakes, also for a backend that cannot run on this device, or restarts with which the
+    iteration diverges in this dtype.
     """
     _check_input(x)
     if unpack_dual(x).tangent is not None:

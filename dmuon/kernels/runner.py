@@ -289,8 +289,8 @@ class Orthogonalizer:
             return partial(normalize_, x)
         ops = ops_of(choice, self.device, min(call.shape[1:]))
         segments = segments_of(choice, len(call.coefficients))
-        apart = self.options.is_fixed
-        run = prepared(x, call.coefficients, segments, ops, take, apart=apart)
+        one_by_one = self.options.is_fixed
+        run = prepared(x, call.coefficients, segments, ops, take, one_by_one=one_by_one)
 
         def normalize_and_run() -> Tensor:
             normalize_(x)

@@ -120,10 +120,10 @@ def scale_kernel(
     """``out``: the operand over a power of two that leaves its norm in [2, 8), or over eps where
     the norm is less, with the tiles of `momentum_kernel`."""
     program = tl.program_id(0)
-    lane = tl.arange(0, PARTS)
-    here = (program // parts).to(tl.int64) * parts + lane
-    peaks = tl.load(peaks_ptr + here, mask=lane < parts, other=0.0)
-    sums = tl.load(sums_ptr + here, mask=lane < parts, other=0.0)
+    part = tl.arange(0, PARTS)
+    here = (program // parts).to(tl.int64) * parts + part
+    peaks = tl.load(peaks_ptr + here, mask=part < parts, other=0.0)
+    sums = tl.load(sums_ptr + here, mask=part < parts, other=0.0)
     peak = tl.max(peaks, axis=0)
     peak = tl.where(peak > 0.0, peak, 1.0)
     shares = peaks / peak

@@ -211,8 +211,8 @@ def _store(pointers, value, rows_left, cols_left, MASK: tl.constexpr):
 @triton.jit
 def _lower(value):
     """The lower half of a diagonal tile, mirrored: rounding differs between its halves."""
-    lane = tl.arange(0, value.shape[0])
-    return tl.where(lane[:, None] >= lane[None, :], value, tl.trans(value))
+    index = tl.arange(0, value.shape[0])
+    return tl.where(index[:, None] >= index[None, :], value, tl.trans(value))
 
 
 @triton.jit
@@ -250,14 +250,14 @@ def symm_kernel(
     program = tl.program_id(0)
     batch = (program // triangle).to(tl.int64)
     row, col = tile_of(program % triangle, tiles)
-    lane = tl.arange(0, BLOCK)
-    lane_k = tl.arange(0, BLOCK_K)
+    index = tl.arange(0, BLOCK)
+    index_k = tl.arange(0, BLOCK_K)
     down, right = row.to(tl.int64) * BLOCK, col.to(tl.int64) * BLOCK
     rows_left, cols_left = m - row * BLOCK, m - col * BLOCK
 
-    span, span_k = lane, lane_k
+    span, span_k = index, index_k
     if WIDE:  # strides with which the offsets inside one tile pass 2^31
-        span, span_k = lane.to(tl.int64), lane_k.to(tl.int64)
+        span, span_k = index.to(tl.int64), index_k.to(tl.int64)
     a = a_ptr + batch * a_batch + down * a_row
     a += span[:, None] * a_row + span_k[None, :] * a_col
     b = bt_ptr + batch * bt_batch + right * bt_row
@@ -282,7 +282,7 @@ def symm_kernel(
     mirrored = inside + right * out_row + down
     dtype = out_ptr.dtype.element_ty
     if row == col:
-        on_diagonal = lane[:, None] == lane[None, :]
+        on_diagonal = index[:, None] == index[None, :]
         if HAS_PLAIN:
             # As a vector, so that the float32 tile need not be kept until the second result.
             shifted = tl.sum(tl.where(on_diagonal, value, 0.0), axis=1) + diag

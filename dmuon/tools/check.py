@@ -105,8 +105,8 @@ class _Job(NamedTuple):
 
 
 def _jobs(args: argparse.Namespace) -> list[_Job]:
-    """What is compared, layout by layout; cases of more than ``--nproc`` processes are left out."""
-    # Only here, for FSDP takes a second to import, which the other commands do not need.
+    """The comparisons, layout by layout, without cases of more than ``--nproc`` processes."""
+    # Only here, because importing FSDP takes a second, which the other commands do not need.
     from dmuon.tools.parallel_models import CASES, DEDICATED_CASES, replicated_case
 
     full, half = (_FULL, _FULL), (_FULL, _HALF)
@@ -135,7 +135,7 @@ def _as_many(case: ParallelCase) -> int:
 
 
 def _plant_fault() -> None:
-    """Have the last rank change matrices by a fifth too much."""
+    """Make the last rank change matrices by a fifth too much."""
     adjusted = Hyper.adjusted
     if dist.get_rank() == dist.get_world_size() - 1:
         Hyper.adjusted = lambda *of: 1.2 * adjusted(*of)  # type: ignore[method-assign]
@@ -179,7 +179,7 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
 
 def _options(layout: str, dtype: torch.dtype, reduces: bool) -> Any:
     if layout == "replicated":
-        # In half precision the rounding of what travels would hide what is to be checked.
+        # Messages in half precision would hide the differences that are to be found.
         wide = torch.float32 if dtype.itemsize < 4 else None
         return ReplicatedOptions(
             reduce_to_owner=reduces, reduce_dtype=wide, timeout_s=_TIMEOUT_S

@@ -62,7 +62,7 @@ class EquivalenceRow:
     weights), and ``tolerance`` what is allowed. ``worst`` says which parameter at which step on
     which rank. ``case`` names the model and ``seed`` its data where a report has several.
     ``bitwise``: whether every matrix was, after every step, what a single process makes of it, to
-    the bit; None where kernels are "auto" and nobody promises that.
+    the bit; None where kernels are "auto", which promise no such thing.
     """
 
     layout: str
@@ -78,13 +78,17 @@ class EquivalenceRow:
     yardstick: float
     tolerance: float
     worst: str
-    passed: bool
     case: str = ""
     seed: int = 0
     bitwise: bool | None = None
 
+    @property
+    def passed(self) -> bool:
+        """Whether the difference is within the tolerance, and bits are equal where promised."""
+        return self.difference <= self.tolerance and self.bitwise is not False
+
     def _cells(self) -> dict[str, str]:
-        """What a table shows, by heading."""
+        """The row of a table, by heading."""
         largest = max(self.max_abs_diff, self.max_loss_diff)
         numbers = {
             "max abs diff": largest,
@@ -108,15 +112,15 @@ class EquivalenceReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every row did."""
         return all(row.passed for row in self.rows)
 
     def __bool__(self) -> bool:
         return self.passed
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: the verdict and a dict a row."""
-        return {"passed": self.passed, "rows": [asdict(row) for row in self.rows]}
+        """Plain data: the verdict and a dict per row."""
+        rows = [asdict(row) | {"passed": row.passed} for row in self.rows]
+        return {"passed": self.passed, "rows": rows}
 
     def __str__(self) -> str:
         from rich import box
@@ -305,7 +309,7 @@ class Measured:
             difference = math.inf
         if difference > self.value:
             self.value, self.where = difference, where
-        # Of an update that is zero nothing can be told.
+        # A reference update of zero gives no yardstick.
         self.yardstick = max(self.yardstick, moved if moved < math.inf else 0.0)
 
     @property
@@ -319,7 +323,7 @@ class Measured:
 
 
 class _Bits(Verifier):
-    """Notes which matrices are not, after a step, to the bit what every rank makes of them itself.
+    """Finds matrices that differ after a step from what each rank computes by itself, to the bit.
 
     ``different``: their names, the same on all ranks.
     """
@@ -361,8 +365,7 @@ class _Trial:
         self.own = own
         self.model = wrapped
         self.twin = twin
-        self.data_rank, self.data_ranks = _data_rank(own.plan.topology, own.rank, data_axes)
-        used, self.summed = _roundings(options, own.plan.topology.world)
+        self.data = _data_rank(own.plan.topology, own.rank, data_axes)
         self.parameters = list(own.parameters)
         with own.materialized(wrapped):
             _copy_weights(wrapped, twin)
@@ -379,14 +382,16 @@ class _Trial:
         forms = _forms(own.plan, dtype_name(self.ns_dtype))
         self.reference = _Reference(twin, names, self.ns_dtype, masters, shared, forms)
         self.moved = _Reference(copy.deepcopy(twin), names, self.ns_dtype, masters, shared, forms)
-        # Uses weights as dmuon does where it casts them for that.
-        self.cast: nn.Module | None = None
-        self.cast_weights: list[nn.Parameter] = []
+        # A third model and its weights, for options with which dmuon casts weights to use them.
+        self.cast: tuple[nn.Module, list[nn.Parameter]] | None
+        matrices = {m.parameter for m in own.plan.specs.matrices}
+        self.roundings = _Roundings(options, own, self.parameters, self.ns_dtype)
+        used, self.cast = self.roundings.used, None
         if used is not None:
-            self.cast = copy.deepcopy(twin)
-            self.cast_weights = _in_order(self.cast, names)
-            for i in {m.parameter for m in own.plan.specs.matrices}:
-                self.cast_weights[i].data = self.cast_weights[i].data.to(used)
+            cast_twin = copy.deepcopy(twin)
+            self.cast = cast_twin, _in_order(cast_twin, names)
+            for i in matrices:
+                self.cast[1][i].data = self.cast[1][i].data.to(used)
         index = {name: i for i, name in enumerate(names)}
         specs = collect(twin)
         self.pieces: list[Piece] = [
@@ -394,40 +399,26 @@ class _Trial:
         ]
         others = [p.name for p in specs.parameters if p.algorithm is Algorithm.ADAMW]
         self.pieces += [(name, index[name], lambda t: t) for name in others]
-        self.publishes_updates = own.plan.layout is Layout.REDUCED and not muon_kwargs.get(
-            "master_weights"
-        )
         self._updated: list[bool] = []  # which parameters the last step changed
         self._before: list[Tensor] = []  # the whole weights before it
-        # One rounding of what? Of the coarsest that a gradient goes through: Newton-Schulz rounds
-        # a matrix to its dtype, wherever the last bits of a sum put it.
-        matrices = {m.parameter for m in own.plan.specs.matrices}
-        self.roundings = [
-            _coarsest(p.dtype, used, self.summed, self.ns_dtype if i in matrices else None)
-            for i, p in enumerate(self.parameters)
-        ]
-        self.forward_in_half = any(_coarsest(p.dtype, used).itemsize < 4 for p in self.parameters)
-        self.absolute = all(dtype.itemsize >= 4 for dtype in (*self.roundings, self.ns_dtype))
-        # Nobody is asked to know an update better than to one unit in its entries' last place.
-        self.least = torch.finfo(_coarsest(*self.roundings)).eps
         self.findings = {"weights": Measured(_ABSOLUTE), "losses": Measured(_ABSOLUTE)}
 
     # ---- a step --------------------------------------------------------------------------
 
     def run(self, steps: int, loss_fn: Loss, batches: Batches) -> EquivalenceRow:
         """Train, compare, and judge the worst findings of all ranks; a collective call."""
-        # Each rank moves gradients by itself, for a yardstick of one sample can be short by chance.
+        # Each rank moves gradients by itself, because one sample can be too small by chance.
         generator = torch.Generator().manual_seed(self.own.rank)
         for step in range(steps):
-            loss = loss_fn(self.model, batches(step, self.data_rank))
-            # Only now, for reading waits for everything that was published, and a forward pass that
-            # does not wait by itself would go unseen. Backward may overwrite what was published.
+            loss = loss_fn(self.model, batches(step, self.data[0]))
+            # Only now, because reading waits for everything that was published: earlier it would
+            # hide a forward pass that does not wait. Backward may overwrite what was published.
             self._compare_published(step - 1)
             loss.backward()
             self._compare_weights(step - 1)
             expected = self._joint_backward(loss_fn, batches, step, generator)
             found = float(whole_tensor(loss))
-            difference = abs(found - expected[self.data_rank])
+            difference = abs(found - expected[self.data[0]])
             self.findings["losses"].see(difference, 0.0, f"loss at step {step}")
             self._updated = [t.grad is not None for t in self.reference.weights]
             self.opt.step()
@@ -443,30 +434,31 @@ class _Trial:
     def _joint_backward(
         self, loss_fn: Loss, batches: Batches, step: int, generator: torch.Generator
     ) -> list[float]:
-        """Give both references the mean gradient over all data ranks' inputs; returns their losses.
+        """Give both references the mean gradient over all data ranks' inputs; return their losses.
 
-        The reference's is summed in float32 or better whatever the parameters' dtype, because an
-        oracle must not round. The moved one's is summed as dmuon's may be, and where dmuon casts
-        weights to use them it is that of cast weights.
+        The reference sums gradients in float32 or better whatever the parameters' dtype, because an
+        oracle must not round. The moved reference sums as dmuon may, and where dmuon casts weights
+        to use them it takes the gradients of cast weights.
         """
         sums: list[Tensor | None] = [None] * len(self.parameters)
         rounded = list(sums)
         losses = []
-        for r in range(self.data_ranks):
+        count, roundings = self.data[1], self.roundings
+        for r in range(count):
             inputs = batches(step, r)
             loss, grads = _gradients(self.twin, self.reference.weights, loss_fn, inputs)
             losses.append(loss)
             sums = [_sum(s, g, _wide(g)) for s, g in zip(sums, grads, strict=True)]
             if self.cast is not None:
-                _, grads = _gradients(self.cast, self.cast_weights, loss_fn, inputs)
-            rounded = [_sum(s, g, self.summed) for s, g in zip(rounded, grads, strict=True)]
+                _, grads = _gradients(*self.cast, loss_fn, inputs)
+            rounded = [_sum(s, g, roundings.summed) for s, g in zip(rounded, grads, strict=True)]
         for i, (p, moved) in enumerate(zip(self.reference.weights, self.moved.weights)):
             total, in_turn = sums[i], rounded[i]
             if total is None or in_turn is None:
                 continue
-            p.grad = (total / self.data_ranks).to(p.dtype)
-            mean = in_turn.to(total.dtype) / self.data_ranks
-            moved.grad = _moved(mean, self.roundings[i], generator).to(p.dtype)
+            p.grad = (total / count).to(p.dtype)
+            mean = in_turn.to(total.dtype) / count
+            moved.grad = _moved(mean, roundings.each[i], generator).to(p.dtype)
         return losses
 
     def _see(
@@ -479,12 +471,12 @@ class _Trial:
     ) -> None:
         """Note `_difference` of ours, and of the moved reference, from the reference."""
         for criterion, found, by_moving in zip((_UPDATE, _NORM), ours, moved, strict=True):
-            new = Measured(criterion, self.least, kind=f"{kind}, {criterion}")
+            new = Measured(criterion, self.roundings.least, kind=f"{kind}, {criterion}")
             self.findings.setdefault(f"{name}, {criterion}", new).see(found, by_moving, where)
 
     def _compare_published(self, step: int) -> None:
-        """What this rank received, before it is rounded into weights, with the reference's."""
-        if step < 0 or not self.publishes_updates:
+        """Compare the updates that this rank received, before they are rounded into weights."""
+        if step < 0 or self.own.plan.layout is not Layout.REDUCED or self.reference.has_masters:
             return
         published = cast(ReplicatedRuntime, self.own.runtime).published()
         matrices = [m for m in self.own.plan.specs.matrices if self._updated[m.parameter]]
@@ -500,7 +492,7 @@ class _Trial:
 
     @torch.no_grad()
     def _compare_weights(self, step: int) -> None:
-        """The weights after a step, and the next step's start; a collective call."""
+        """Compare the weights after a step, and begin the next one; a collective call."""
         with self.own.materialized(self.model):
             after = [whole_tensor(p).clone() for p in self.parameters]
         if step >= 0:
@@ -526,9 +518,9 @@ class _Trial:
                     where,
                 )
         for side in (self.reference, self.moved):
-            side.begin(None if self.absolute else after)
+            side.begin(None if self.roundings.absolute else after)
         if self.cast is not None:
-            torch._foreach_copy_([w.detach() for w in self.cast_weights], after)
+            torch._foreach_copy_([w.detach() for w in self.cast[1]], after)
         self._before = after
 
     # ---- the verdict ---------------------------------------------------------------------
@@ -545,9 +537,10 @@ class _Trial:
         losses = max((f["losses"] for f in findings), key=lambda m: m.value)
         moved = max(f["weights"].yardstick for f in findings)
         weights, losses = replace(weights, yardstick=moved), replace(losses, yardstick=moved)
-        limits = [weights] if self.absolute or not updates else updates
+        absolute = self.roundings.absolute
+        limits = [weights] if absolute or not updates else updates
         # Where forward runs in float32 and each step starts from equal weights, losses are equal.
-        if not self.forward_in_half and (self.absolute or losses.value > ABSOLUTE):
+        if not self.roundings.forward_in_half and (absolute or losses.value > ABSOLUTE):
             limits = [*limits, losses]
         deciding = max(limits, key=lambda measured: measured.exhausted)
         plan = self.own.plan
@@ -573,7 +566,6 @@ class _Trial:
             yardstick=deciding.yardstick,
             tolerance=deciding.tolerance,
             worst=deciding.where,
-            passed=deciding.value <= deciding.tolerance and bitwise is not False,
             bitwise=bitwise,
         )
 
@@ -612,6 +604,7 @@ class _Reference:
                 p.data = p.data.float()
         self.weights = _in_order(model, names)
         self._held = _in_order(held, names)
+        self.has_masters = masters
         self.before: list[Tensor] = []  # the weights before the step
         self.updates: list[Tensor] = []  # in the order of its matrices
         self._forms = forms
@@ -659,12 +652,33 @@ class _Reference:
 # ---- weights and gradients ---------------------------------------------------------------
 
 
-def _roundings(options: object, world: int) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """In which dtypes dmuon uses weights and sums gradients, None for the parameters' own."""
-    used = options.param_dtype if isinstance(options, DedicatedOptions) else None
-    if world == 1 or not isinstance(options, DedicatedOptions | ReplicatedOptions):
-        return used, None
-    return used, options.reduce_dtype
+class _Roundings:
+    """The dtypes to which gradients are rounded on their way.
+
+    ``used``, ``summed``: in which dtypes dmuon uses weights and sums gradients, None for the
+    parameters' own. ``each``: the coarsest dtype that the gradient of each parameter goes through,
+    because Newton-Schulz rounds a matrix to its dtype, wherever the last bits of a sum put it.
+    """
+
+    def __init__(
+        self, options: object, own: Ownership, parameters: Sequence[Tensor], ns_dtype: torch.dtype
+    ) -> None:
+        plan = own.plan
+        self.used = options.param_dtype if isinstance(options, DedicatedOptions) else None
+        self.summed: torch.dtype | None = None
+        if isinstance(options, DedicatedOptions | ReplicatedOptions) and plan.topology.world > 1:
+            self.summed = options.reduce_dtype
+        matrices = {m.parameter for m in plan.specs.matrices}
+        self.each = [
+            _coarsest(p.dtype, self.used, self.summed, ns_dtype if i in matrices else None)
+            for i, p in enumerate(parameters)
+        ]
+        forward = [_coarsest(p.dtype, self.used) for p in parameters]
+        self.forward_in_half = any(dtype.itemsize < 4 for dtype in forward)
+        # Without half precision anywhere, weights are compared to an absolute tolerance.
+        self.absolute = all(dtype.itemsize >= 4 for dtype in (*self.each, ns_dtype))
+        # No update can be known better than to one unit in the last place of its entries.
+        self.least = torch.finfo(_coarsest(*self.each)).eps
 
 
 def _in_order(model: nn.Module, names: list[str]) -> list[nn.Parameter]:

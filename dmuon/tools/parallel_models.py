@@ -71,7 +71,7 @@ class _Mlp(nn.Module):
 def _moved(
     tensor: Tensor, mesh: DeviceMesh, there: Placement, here: Placement, gradient: Placement
 ) -> Tensor:
-    """What a rank holds of ``tensor``, placed ``there``, when it is placed ``here``."""
+    """The local part of ``tensor`` after moving it from the placement ``there`` to ``here``."""
     whole = DTensor.from_local(tensor, mesh, [there], run_check=False)
     return whole.redistribute(placements=[here]).to_local(grad_placements=[gradient])
 
@@ -208,7 +208,7 @@ def _expert_parallel(model: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Module:
         experts.mesh = mesh["ep"]
         fully_shard(experts, mesh=mesh["fsdp"], shard_placement_fn=lambda p: Shard(dim))
         # Experts have seen the tokens of all ranks, so that is what the mean is over. As a sum
-        # and a division, for gloo has no scaled sum.
+        # and a division, because gloo has no scaled sum.
         experts.set_force_sum_reduction_for_comms(True)
         experts.set_gradient_divide_factor(float(mesh.size()))
         fully_shard(block, mesh=everyone)

@@ -39,7 +39,7 @@ _BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | 
 
 
 def positive(number: type[int] | type[float]) -> Callable[[str], Any]:
-    """Reads a finite number above zero, for ``type=`` of an option."""
+    """A reader of finite numbers above zero, for ``type=`` of an option."""
 
     def read(text: str) -> int | float:
         value = number(text)
@@ -52,33 +52,23 @@ def positive(number: type[int] | type[float]) -> Callable[[str], Any]:
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command; what is wrong with a text is one line."""
+    """Add the options of the command."""
     defaults = PlannerOptions()
     group = parser.add_argument_group("what to plan for")
     what = group.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--model",
-        help="a preset, the path of a Hugging Face config.json, or module:function that returns "
-        f"a model. Presets: {', '.join(PRESETS)}",
+    model = (
+        "a preset, the path of a Hugging Face config.json, or module:function that returns a "
+        f"model. Presets: {', '.join(PRESETS)}"
     )
-    what.add_argument(
-        "--verify", metavar="PLAN.json", help="only check the certificate of a saved plan"
-    )
-    group.add_argument("--dtype", help=f"dtype of the parameters: {', '.join(ITEM_SIZE)}")
-    group.add_argument(
-        "--splits",
-        action="append",
-        default=[],
-        metavar="PATTERN=R,R",
-        help="rows of the matrices that a fused parameter holds; may be repeated",
-    )
-    group.add_argument(
-        "--heads",
-        action="append",
-        default=[],
-        metavar="PATTERN=N",
-        help="number of equal pieces of a parameter's rows; may be repeated",
-    )
+    what.add_argument("--model", help=model)
+    verify = "only check the certificate of a saved plan"
+    what.add_argument("--verify", metavar="PLAN.json", help=verify)
+    add = group.add_argument
+    add("--dtype", help=f"dtype of the parameters: {', '.join(ITEM_SIZE)}")
+    splits = "rows of the matrices that a fused parameter holds; may be repeated"
+    add("--splits", action="append", default=[], metavar="PATTERN=R,R", help=splits)
+    heads = "number of equal pieces of a parameter's rows; may be repeated"
+    add("--heads", action="append", default=[], metavar="PATTERN=N", help=heads)
 
     add = parser.add_argument_group("owners").add_argument
     add("--mesh", metavar="NxG", help="nodes x GPUs, such as 4x8; also 64 or 2x4x8")
@@ -87,34 +77,19 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--memory", metavar="SIZE", help="most optimizer state on one owner, such as 80GiB")
 
     add = parser.add_argument_group("planning").add_argument
-    add(
-        "--costs",
-        default="analytic:h200",
-        help="analytic:h200, analytic:a100, ... or the path of a cost table (default: %(default)s)",
+    table = "analytic:h200, analytic:a100, ... or the path of a cost table (default: %(default)s)"
+    add("--costs", default="analytic:h200", help=table)
+    shared = (
+        "ranks that share a matrix, where momentum lies with the parameters: auto where the step "
+        "becomes 5%% faster (default: none, momentum lies with owners)"
     )
-    add(
-        "--co-owners",
-        type=_co_owners,
-        metavar="auto|off|2|4|8",
-        help="ranks that share a matrix, where momentum lies with the parameters: auto where the "
-        "step becomes 5%% faster (default: none, momentum lies with owners)",
-    )
+    add("--co-owners", type=_co_owners, metavar="auto|off|2|4|8", help=shared)
     add("--solver", help=f"one of {', '.join(SOLVERS)} (default: auto)")
     add("--compare", action="store_true", help=f"run {', '.join(COMPARED)} side by side")
-    add(
-        "--time-limit",
-        type=positive(float),
-        default=defaults.time_limit_s,
-        metavar="SECONDS",
-        help="bound on the solver (default: %(default)g)",
-    )
-    add(
-        "--max-batch",
-        type=positive(int),
-        default=defaults.max_batch,
-        metavar="B",
-        help="most matrices in one batch (default: %(default)s)",
-    )
+    seconds, limit = positive(float), "bound on the solver (default: %(default)g)"
+    add("--time-limit", type=seconds, default=defaults.time_limit_s, metavar="SECONDS", help=limit)
+    most = "most matrices in one batch (default: %(default)s)"
+    add("--max-batch", type=positive(int), default=defaults.max_batch, metavar="B", help=most)
 
     add = parser.add_argument_group("output").add_argument
     add("--json", metavar="PATH", help="write the numbers there; - for standard output alone")
@@ -162,14 +137,6 @@ def _pattern(option: str, text: str) -> tuple[str, list[int]]:
     if not pattern or not re.fullmatch(r"[0-9]{1,18}(,[0-9]{1,18})*", values):
         raise PlanError(f"{option} {text!r} is not of the form PATTERN=NUMBER[,NUMBER...]")
     return pattern, [int(value) for value in values.split(",")]
-
-
-def _heads(texts: Sequence[str]) -> dict[str, int]:
-    found = dict(_pattern("--heads", text) for text in texts)
-    for pattern, counts in found.items():
-        if len(counts) != 1:
-            raise PlanError(f"--heads {pattern!r} takes one number, found {counts}")
-    return {pattern: counts[0] for pattern, counts in found.items()}
 
 
 def _topology(args: argparse.Namespace) -> Topology:
@@ -230,7 +197,12 @@ def _read_request(args: argparse.Namespace) -> Request:
     momentum = layout.keeps_state_at_owners
     costs = resolve_costs(args.costs, topology.device_type, momentum=momentum)
     splits = dict(_pattern("--splits", text) for text in args.splits)
-    specs = model_specs(args.model, args.dtype, splits=splits, heads=_heads(args.heads))
+    heads = dict(_pattern("--heads", text) for text in args.heads)
+    for pattern, counts in heads.items():
+        if len(counts) != 1:
+            raise PlanError(f"--heads {pattern!r} takes one number, found {counts}")
+    numbers = {pattern: count for pattern, (count,) in heads.items()}
+    specs = model_specs(args.model, args.dtype, splits=splits, heads=numbers)
     return Request(args.model, specs, topology, costs, options, layout)
 
 
@@ -274,19 +246,19 @@ def _plan(args: argparse.Namespace) -> int:
         _out(f"{_header(request)}\n\n{report}")
         _save(args.json, lambda: _json(report.to_dict()))
     _save(args.save, plan.to_json)
-    _write(args.html, report.to_html)
+    if args.html is not None:
+        _wrote(args.html, lambda: report.to_html(args.html))
     return 0
 
 
 def _save(path: str | None, text: Callable[[], str]) -> None:
-    _write(path, lambda path: write_text(path, text() + "\n"))
+    if path is not None:
+        _wrote(path, lambda: write_text(path, text() + "\n"))
 
 
-def _write(path: str | None, write: Callable[[str], object]) -> None:
-    if path is None:
-        return
+def _wrote(path: str, write: Callable[[], object]) -> None:
     try:
-        write(path)
+        write()
     except OSError as error:  # since `_check_writable` a disk is full, or a folder has gone
         raise PlanError(f"cannot write {path!r}: {error.strerror or error}") from error
     sys.stderr.write(f"wrote {path}\n")
@@ -315,22 +287,6 @@ def _check_writable(path: str) -> None:
 # ---- several solvers ---------------------------------------------------------------------
 
 
-def _row(request: Request, solver: str, plan: OwnershipPlan | None, bound: float) -> dict[str, Any]:
-    """One row with the keys of the benchmarks; the gap is to the best bound of all solvers."""
-    report = None if plan is None else build_report(plan)
-    return {
-        "model": request.model,
-        "owners": request.topology.world,
-        "solver": solver,
-        "makespan_ms": report and report.makespan_ms,
-        "lower_bound_ms": bound,
-        "gap": report and (report.makespan_ms / bound - 1 if bound else 0.0),
-        "imbalance": report and report.imbalance,
-        "status": "no plan" if plan is None else plan.status,
-        "seconds": plan and plan.seconds,
-    }
-
-
 def _compare(args: argparse.Namespace) -> int:
     request = _read_request(args)
     plans: dict[str, OwnershipPlan] = {}
@@ -348,7 +304,21 @@ def _compare(args: argparse.Namespace) -> int:
     if not plans:
         raise PlanError("no solver found a plan. " + note)
     bound = max(plan.lower_bound_ms for plan in plans.values())
-    rows = [_row(request, solver, plans.get(solver), bound) for solver in COMPARED]
+    rows = []
+    for solver in COMPARED:
+        found = plans.get(solver)
+        report = None if found is None else build_report(found)
+        row = {"model": request.model, "owners": request.topology.world, "solver": solver}
+        row |= {
+            "makespan_ms": report and report.makespan_ms,
+            "lower_bound_ms": bound,
+            # To the best bound of all solvers.
+            "gap": report and (report.makespan_ms / bound - 1 if bound else 0.0),
+            "imbalance": report and report.imbalance,
+            "status": "no plan" if found is None else found.status,
+            "seconds": found and found.seconds,
+        }
+        rows.append(row)
     if args.json == "-":
         _out(_json({"rows": rows}))
         return 0

@@ -144,8 +144,9 @@ def _rendered(table: CostTable, cases: Sequence[Case], seconds: float) -> str:
     origins = Counter(table.origin(case.key, case.batch) for case in cases)
     counts = ", ".join(f"{count} {origin}" for origin, count in sorted(origins.items()))
     rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("shape", "dtype", "batch", "ms", "ms a matrix", "GFLOP/s", "origin", "kernel"):
-        left = heading in ("shape", "dtype", "origin", "kernel")
+    words = ("shape", "dtype", "origin", "kernel")
+    for heading in (*words[:2], "batch", "ms", "ms per matrix", "GFLOP/s", *words[2:]):
+        left = heading in words
         rows.add_column(heading, justify="left" if left else "right")
     previous = None
     for (m, n, dtype), batch in ((case.key, case.batch) for case in cases):

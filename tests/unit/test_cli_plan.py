@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -64,14 +65,11 @@ def test_it_prints_the_report_of_the_plan_that_solve_makes(capsys):
     ]
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_what_is_said_of_a_preset_fits_a_terminal(name):
-    longest = "mesh 1250 x 8 (node, gpu) on 1250 nodes"
-    assert len(f"{name}: 000.00 B parameters (bfloat16), {longest}") <= 100
-    assert len(f"shapes: {PRESETS[name].source}") <= 100
-
-
 def test_everything_printed_fits_100_columns(capsys):
+    for name, preset in PRESETS.items():
+        longest = "mesh 1250 x 8 (node, gpu) on 1250 nodes"
+        assert len(f"{name}: 000.00 B parameters (bfloat16), {longest}") <= 100
+        assert len(f"shapes: {preset.source}") <= 100
     for argv in (SMALL, [*SMALL[:-2], "--compare", "--time-limit", "1"]):
         out = succeed(capsys, *argv)
         assert all(len(line) <= 100 for line in out.splitlines())
@@ -110,23 +108,17 @@ def saved(capsys: pytest.CaptureFixture[str], path: Path, *argv: str) -> Ownersh
 @pytest.mark.parametrize(
     ("options", "topology"),
     [
-        (["--mesh", "4x8"], Topology((4, 8), ("node", "gpu"), 8, "cuda")),
-        (["--mesh", "16"], Topology((16,), ("dp",), 16, "cuda")),
-        (["--mesh", "2x2x4"], Topology((2, 2, 4), ("group", "node", "gpu"), 4, "cuda")),
-        (["--mesh", "2X4"], Topology((2, 4), ("node", "gpu"), 4, "cuda")),
-        (["--mesh", "16", "--ranks-per-node", "4"], Topology((16,), ("dp",), 4, "cuda")),
-        (
-            ["--mesh", "2x4", "--axes", "replicate, shard"],
-            Topology((2, 4), ("replicate", "shard"), 4, "cuda"),
-        ),
-        (["--mesh", "4", "--costs", "analytic:cpu"], Topology((4,), ("dp",), 4, "cpu")),
+        ("--mesh 4x8", Topology((4, 8), ("node", "gpu"), 8, "cuda")),
+        ("--mesh 2x2x4", Topology((2, 2, 4), ("group", "node", "gpu"), 4, "cuda")),
+        ("--mesh 2X4", Topology((2, 4), ("node", "gpu"), 4, "cuda")),
+        ("--mesh 16 --ranks-per-node 4", Topology((16,), ("dp",), 4, "cuda")),
+        ("--mesh 2x4 --axes replicate,shard", Topology((2, 4), ("replicate", "shard"), 4, "cuda")),
+        ("--mesh 4 --costs analytic:cpu", Topology((4,), ("dp",), 4, "cpu")),
     ],
 )
 def test_the_mesh_becomes_the_topology(capsys, tmp_path, options, topology):
-    plan = saved(
-        capsys, tmp_path / "p.json", "plan", "--model", "gpt2", "--solver", "greedy", *options
-    )
-    assert plan.topology == topology
+    argv = ["plan", "--model", "gpt2", "--solver", "greedy", *options.split()]
+    assert saved(capsys, tmp_path / "p.json", *argv).topology == topology
 
 
 def test_options_reach_the_plan(capsys, tmp_path):
@@ -149,14 +141,6 @@ def test_a_memory_cap_is_kept_or_refused(capsys):
     assert "1048576" in err
 
 
-def test_the_default_solver_beats_round_robin(capsys):
-    argv = [a for a in COMPARE if a != "--compare"] + ["--json", "-"]
-    best = json.loads(succeed(capsys, *argv))
-    baseline = json.loads(succeed(capsys, *argv, "--solver", "round_robin"))
-    assert baseline["solver"] == "round_robin"
-    assert best["makespan_ms"] < baseline["makespan_ms"]
-
-
 def test_a_cost_table_is_read_from_its_file(capsys, tmp_path):
     keys = {m.key for m in model_specs("gpt2").matrices}
     entries = {key: {b: float(max(key[:2]) * b) for b in range(1, 17)} for key in keys}
@@ -171,9 +155,15 @@ def test_a_cost_table_is_read_from_its_file(capsys, tmp_path):
 COMPARE = ["plan", "--model", "qwen2.5-0.5b", "--mesh", "2x4", "--compare", "--time-limit", "1"]
 
 
-def test_a_comparison_has_a_row_a_solver_with_the_keys_of_the_benchmarks(capsys):
-    rows = json.loads(succeed(capsys, *COMPARE, "--json", "-"))["rows"]
+def test_a_comparison_is_one_table_and_a_row_per_solver_with_the_keys_of_the_benchmarks(
+    capsys, tmp_path
+):
+    path = tmp_path / "rows.json"
+    _, out, err = run(capsys, *COMPARE, "--json", str(path))
+    assert err == f"wrote {path}\n"
+    rows = json.loads(path.read_text())["rows"]
     assert [row["solver"] for row in rows] == ["round_robin", "greedy", "milp"]
+    lines = [line.split() for line in out.splitlines()]
     for row in rows:
         assert row.keys() == {
             "model", "owners", "solver", "makespan_ms", "lower_bound_ms", "gap", "imbalance",
@@ -181,22 +171,12 @@ def test_a_comparison_has_a_row_a_solver_with_the_keys_of_the_benchmarks(capsys)
         }  # fmt: skip
         assert (row["model"], row["owners"]) == ("qwen2.5-0.5b", 8)
         assert row["gap"] == row["makespan_ms"] / row["lower_bound_ms"] - 1 >= -1e-9
+        (line,) = [found for found in lines if found[:1] == [row["solver"]]]
+        assert (line[1], line[3]) == (f"{row['makespan_ms']:.3f}", f"{row['gap']:.2%}")
+        assert row["status"] in line
     assert len({row["lower_bound_ms"] for row in rows}) == 1
     round_robin, greedy, milp = (row["makespan_ms"] for row in rows)
     assert milp <= greedy * (1 + 1e-9) < round_robin
-
-
-def test_a_comparison_is_one_table(capsys, tmp_path):
-    path = tmp_path / "rows.json"
-    _, out, err = run(capsys, *COMPARE, "--json", str(path))
-    assert err == f"wrote {path}\n"
-    rows = json.loads(path.read_text())["rows"]
-    lines = [line.split() for line in out.splitlines()]
-    for row in rows:
-        (line,) = [found for found in lines if found[:1] == [row["solver"]]]
-        assert line[1] == f"{row['makespan_ms']:.3f}"
-        assert line[3] == f"{row['gap']:.2%}"
-        assert row["status"] in line
     assert out.startswith("qwen2.5-0.5b: 494.03 M parameters (bfloat16), mesh 2 x 4")
     assert "168 matrices, costs analytic:h200" in out
 
@@ -231,13 +211,9 @@ def test_a_solver_without_a_plan_is_a_row_with_its_reason(capsys, monkeypatch):
     assert re.search(r"^ *milp +- +- .*no plan", out, re.M)
     assert "milp: milp is at a loss" in out
     assert "round_robin: greedy ran" in out
-
-
-def test_a_comparison_without_any_plan_is_an_error(capsys, monkeypatch):
     monkeypatch.setattr(command, "solve", failing(*COMPARED))
     status, out, err = run(capsys, *COMPARE)
-    assert (status, out) == (2, "")
-    assert "milp is at a loss" in err
+    assert (status, out) == (2, "") and "milp is at a loss" in err
 
 
 # ---- verification ------------------------------------------------------------------------
@@ -269,6 +245,7 @@ GPT2 = ["--model", "gpt2", "--mesh", "4", "--time-limit", "0.5"]
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
+        (None, "command"),
         ([], "--model"),
         (["--mesh", "4x8"], "--model"),
         (["--model", "gpt2"], "needs --mesh"),
@@ -315,7 +292,7 @@ GPT2 = ["--model", "gpt2", "--mesh", "4", "--time-limit", "0.5"]
 def test_a_mistake_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, argv, complaint):
     monkeypatch.chdir(tmp_path)
     try:
-        status = main(["plan", *argv])
+        status = main(["plan", *argv] if argv is not None else [])
     except SystemExit as error:  # from argparse
         status = error.code
     captured = capsys.readouterr()
@@ -337,57 +314,32 @@ def test_a_file_that_is_no_plan_or_no_table_is_a_mistake(capsys, tmp_path, conte
         assert len(err.splitlines()) == 1
 
 
-def test_a_command_is_needed(capsys):
-    with pytest.raises(SystemExit) as error:
-        main([])
-    assert error.value.code == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
 # ---- texts -------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(1, 8), min_size=1, max_size=5))
-def test_sizes_joined_by_x_are_a_mesh(sizes):
-    assert mesh_shape("x".join(map(str, sizes))) == tuple(sizes)
+sizes = st.lists(st.integers(1, 8), min_size=1, max_size=5).map(lambda s: "x".join(map(str, s)))
 
 
-@given(st.text("0123456789xX -.", max_size=12))
+@given(sizes | st.text("0123456789xX -.", max_size=12))
 def test_any_text_is_a_mesh_or_a_mistake(text):
     try:
         shape = mesh_shape(text)
     except PlanError as error:
-        assert "--mesh" in str(error)
+        assert "--mesh" in str(error) and not re.fullmatch("[1-8](x[1-8]){0,4}", text)
         return
     assert "x".join(map(str, shape)) == re.sub(r"(^|x)0+(?=\d)", r"\1", text.strip().lower())
-    world = 1
-    for size in shape:
-        world *= size
-    assert 1 <= world <= MAX_RANKS
+    assert 1 <= math.prod(shape) <= MAX_RANKS
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("0", 0),
-        ("12345", 12345),
-        ("80GiB", 80 * 2**30),
-        ("80 GiB", 80 * 2**30),
-        ("80gib", 80 * 2**30),
-        ("1.5KiB", 1536),
-        ("2GB", 2 * 10**9),
-        ("3TB", 3 * 10**12),
-        ("7B", 7),
-    ],
-)
-def test_sizes_in_memory(text, count):
-    assert memory_bytes(text) == count
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "80G", "80 PiB", "80GiBB", "1.GiB", "٣"])
-def test_what_is_no_size_in_memory(text):
-    with pytest.raises(PlanError, match="--memory"):
-        memory_bytes(text)
+def test_sizes_in_memory():
+    for text, count in (
+        ("0", 0), ("12345", 12345), ("80GiB", 80 * 2**30), ("80 GiB", 80 * 2**30),
+        ("80gib", 80 * 2**30), ("1.5KiB", 1536), ("2GB", 2 * 10**9), ("3TB", 3 * 10**12), ("7B", 7),
+    ):  # fmt: skip
+        assert memory_bytes(text) == count
+    for text in ("", "GiB", "-1", "1e9", "80G", "80 PiB", "80GiBB", "1.GiB", "٣"):
+        with pytest.raises(PlanError, match="--memory"):
+            memory_bytes(text)
 
 
 # ---- a process of its own ----------------------------------------------------------------
@@ -402,22 +354,15 @@ def start(*argv: str) -> subprocess.Popen[bytes]:
     )
 
 
-# argparse itself drops the error where standard output is not buffered.
-@pytest.mark.parametrize(
-    ("argv", "statuses"),
-    [
-        ([*SMALL, "--json", "-"], [CLOSED_PIPE]),
-        (SMALL, [CLOSED_PIPE]),
-        (["plan", "--help"], [0, CLOSED_PIPE]),
-    ],
-)
-def test_a_closed_pipe_ends_quietly(argv, statuses):
+@pytest.mark.parametrize("argv", [[*SMALL, "--json", "-"], ["plan", "--help"]])
+def test_a_closed_pipe_ends_quietly(argv):
     process = start(*argv)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     assert process.stderr.read().decode() == ""
     process.stderr.close()
-    assert process.wait() in statuses
+    # argparse itself drops the error where standard output is not buffered.
+    assert process.wait() in ([0] * ("--help" in argv) + [CLOSED_PIPE])
 
 
 def test_the_command_runs_as_a_module():

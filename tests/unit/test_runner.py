@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import pickle
-import types
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -15,7 +13,6 @@ import torch
 from torch import Tensor
 
 import dmuon
-from dmuon import devices
 from dmuon.config import KernelOptions
 from dmuon.kernels import runner as runner_module
 from dmuon.kernels.choice import fixed_choice
@@ -134,7 +131,6 @@ def test_a_runner_gives_what_the_iteration_gives(built, shape, kernel, with_grap
     [
         ((3, 6, 9), "standard/torch/float32"),
         ((1, 9, 6), "gram[1,3]/torch/bfloat16"),
-        ((2, 530, 520), "gram[2]/torch_strips/float32"),
         ((2, 530, 520), "gram[1,2,3]/torch_rounded/bfloat16"),
     ],
 )
@@ -143,12 +139,11 @@ def test_everything_lies_in_the_workspace(built, shape, kernel):
     call = Call(shape, POLAR, kernel)
     runner.reserve([call])
     result = runner.run(call, runner.operand(call).copy_(normalized(*shape)))
-    ((operand, *memory),) = built
-    pieces = sorted((t.data_ptr(), t.numel() * t.element_size()) for t in (operand, *memory))
-    for (start, nbytes), (following, _) in pairwise(pieces):
-        assert start + nbytes <= following, "nothing overlaps"
+    (memory,) = built
+    pieces = sorted((t.data_ptr(), t.nbytes) for t in memory)
+    assert all(a + nbytes <= b for (a, nbytes), (b, _) in pairwise(pieces)), "nothing overlaps"
     assert pieces[-1][0] + pieces[-1][1] <= pieces[0][0] + runner.nbytes, "nor lies outside"
-    assert result.data_ptr() in {t.data_ptr() for t in (operand, *memory)}
+    assert result.data_ptr() in {t.data_ptr() for t in memory}
 
 
 def test_what_was_reserved_is_prepared_again_where_it_moved(built):
@@ -175,9 +170,8 @@ def test_operands_of_the_caller_are_told_apart(built):
     buckets = [*torch.empty(2, 2, 6, 9)]
     runner.reserve([], [(call, x) for x in buckets])
     for seed in range(4):
-        for x in buckets:
-            check(runner, call, x, seed)
-        check(runner, part, torch.empty(1, 6, 9), seed)
+        for one, x in ((call, buckets[0]), (call, buckets[1]), (part, torch.empty(1, 6, 9))):
+            check(runner, one, x, seed)
     assert recorder.captured == 2 and len(built) == 2 + 4
 
 
@@ -252,63 +246,21 @@ def test_a_planned_kernel_gives_way_where_it_does_not_fit():
 
 
 def test_graphs_are_captured_when_memory_is_reserved():
-    """Not in a step: capturing waits for the device. Of one call after the other, each run once."""
-    recorder, events = Recorder(), []
-
-    def capture(call):
-        events.append("captured")
-        return recorder(call)
-
-    runner = Orthogonalizer(CPU, F32, capture=capture)
+    """Not in a step, because capturing waits for the device."""
+    recorder = Recorder()
+    runner = Orthogonalizer(CPU, F32, capture=recorder)
     own, lasting = Call((2, 6, 9), POLAR, STANDARD), Call((1, 6, 9), POLAR, GRAM)
     x = torch.full(lasting.shape, math.nan)
     for _ in range(2):  # bound anew, and captured anew
         runner.reserve([own], [(lasting, x)], capture=True)
-        assert runner.report() == {
-            "ran": {},
-            "workspace_bytes": runner.nbytes,
-            "cuda_graphs": "2 of 2 captured",
-        }
-        before = len(events)
+        assert runner.report()["cuda_graphs"] == "2 of 2 captured" and not runner.report()["ran"]
+        before = recorder.captured
         for seed in range(3):
             check(runner, own, runner.operand(own), seed)
             check(runner, lasting, x, seed)
-        assert len(events) == before, "nothing is captured in a step"
-    assert len(events) == 4 and recorder.replayed == 12
+        assert recorder.captured == before, "nothing is captured in a step"
+    assert recorder.captured == 4 and recorder.replayed == 12
     assert set(runner.report()["ran"].values()) == {STANDARD, GRAM}
-    # Where there is no CUDA, a capture fails once, loudly, and steps run eagerly.
-    runner = Orthogonalizer(CPU, F32, capture=devices.CudaGraphs(CPU))
-    with pytest.warns(RuntimeWarning, match="CUDA graphs are off") as caught:
-        runner.reserve([own, lasting], capture=True)
-    assert len(caught) == 1
-    check(runner, own, runner.operand(own), 0)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g))])
-def test_all_graphs_share_a_pool_and_copies_have_their_own(monkeypatch, duplicate):
-    pools = []
-    graph = types.SimpleNamespace(replay=lambda: None)
-
-    def capturing(graph, *, pool, stream, capture_error_mode):
-        assert (stream, capture_error_mode) == ("stream", "thread_local")
-        pools.append(pool)
-        return contextlib.nullcontext()
-
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
-    monkeypatch.setattr(torch.cuda, "graph", capturing)
-    monkeypatch.setattr(devices, "_capture_stream", lambda index: "stream")
-    graphs = devices.CudaGraphs(CPU)
-    twin = duplicate(graphs)
-    for one in (graphs, graphs, twin, twin, duplicate(graphs)):
-        one(lambda: None)
-    assert pools[0] is pools[1] and pools[2] is pools[3] and len(set(map(id, pools))) == 3
-    runner = Orthogonalizer(CPU, F32, capture=graphs)
-    for _ in range(2):  # what was captured before is gone
-        runner.reserve([Call((1, 6, 9), POLAR, STANDARD)], capture=True)
-    assert len(set(map(id, pools))) == 5
 
 
 def test_a_failed_capture_is_loud_and_training_goes_on():
@@ -332,16 +284,13 @@ def test_a_failed_capture_is_loud_and_training_goes_on():
 # ---- options, plans, optimizers ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_wrong_options_are_refused_when_planned_with():
+    for options, message in (
         ({"method": "fast"}, "method must be one of auto, standard, gram"),
         ({"backend": "cutlass"}, "must be 'auto' or one of torch, .*'cutlass'"),
-    ],
-)
-def test_wrong_options_are_refused_when_planned_with(options, message):
-    with pytest.raises(ValueError, match=message):
-        dmuon.dedicate_params(torch.nn.Linear(4, 6), kernels=KernelOptions(**options))
+    ):
+        with pytest.raises(ValueError, match=message):
+            dmuon.dedicate_params(torch.nn.Linear(4, 6), kernels=KernelOptions(**options))
     with pytest.raises(TypeError, match="kernels must be KernelOptions, found str"):
         dmuon.dedicate_params(torch.nn.Linear(4, 6), kernels="fast")
 
