@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dmuon.kernels.newton_schulz import normalize, normalize_, resolve_coefficients
-from dmuon.update import momentum_update
+from tests.internals import momentum_update
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 POLAR = resolve_coefficients("polar_express", 5)

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.comm.transport import C10dTransport
 from dmuon.config import KernelOptions, PlannerOptions
 from dmuon.kernels import ops
 from dmuon.kernels.choice import candidates
@@ -28,6 +27,7 @@ from dmuon.types import ConsensusError
 from tests.distributed.harness import distributed
 from tests.distributed.models import Net, batch, loss_of, seeded
 from tests.fixed_costs import analytic_costs
+from tests.internals import C10dTransport
 
 pytestmark = pytest.mark.cpu_only("measures a CPU")
 

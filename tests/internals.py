@@ -1,0 +1,32 @@
+"""The private names that tests reach for, in one place: a rename in the package is one line here.
+
+Tests patch these to plant faults, to watch what is sent, or to be told what planning sees.
+"""
+
+from dmuon.api import Given, Request, assemble, mesh_topology
+from dmuon.comm.consensus import solve_on_first
+from dmuon.comm.dedicated.storage import Group as DedicatedStorage
+from dmuon.comm.sharded import ShardedRuntime
+from dmuon.comm.transport import (
+    C10dTransport,
+    LocalTransport,
+    SideStream,
+    Transport,
+    Work,
+    host_can_read,
+    timeout_of,
+)
+from dmuon.comm.transport import _Issued as IssuedWork
+from dmuon.kernels.runner import Orthogonalizer
+from dmuon.step.engine import WARM_UP
+from dmuon.step.owner import OwnerEngine
+from dmuon.step.owner import _OwnerState as OwnerState
+from dmuon.step.sharded import ShardedEngine, ShardState
+from dmuon.update import momentum_update
+
+__all__ = [
+    "WARM_UP", "C10dTransport", "DedicatedStorage", "Given", "IssuedWork", "LocalTransport",
+    "Orthogonalizer", "OwnerEngine", "OwnerState", "Request", "ShardState", "ShardedEngine",
+    "ShardedRuntime", "SideStream", "Transport", "Work", "assemble", "host_can_read",
+    "mesh_topology", "momentum_update", "solve_on_first", "timeout_of",
+]  # fmt: skip
