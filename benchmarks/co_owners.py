@@ -10,7 +10,6 @@ turns. ``--picture PATH JSON`` draws the modelled rows, ``--only modelled`` leav
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import time
@@ -23,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import dmuon
 from benchmarks.ranks import Row, Rows, on_ranks
-from benchmarks.results import command, table, write
+from benchmarks.results import command, read_rows, table, write
 from benchmarks.timing import over_ranks, ratio, spread, take_turns
 from dmuon.catalogue.presets import model_specs
 from dmuon.config import PlannerOptions
@@ -203,8 +202,7 @@ def main() -> None:
     parser.add_argument("--table", metavar="JSON", help="print the modelled rows of a file")
     args = parser.parse_args()
     if args.picture or args.table:
-        with open(args.table or args.picture[1]) as file:
-            rows = json.load(file)["rows"]
+        rows = read_rows(args.table or args.picture[1])
         draw(rows, args.picture[0]) if args.picture else print(pages(rows))
         return
     rows = [] if args.only == "measured" else modelled()

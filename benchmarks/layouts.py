@@ -23,7 +23,6 @@ all that a training loop holds between steps, so with buffers and what is sent a
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import weakref
 from collections import defaultdict
@@ -52,8 +51,8 @@ from benchmarks.layout_theory import (
 )
 from benchmarks.models import Stack, Training, shard
 from benchmarks.ranks import Row, Rows, on_ranks
-from benchmarks.results import command, table, write
-from benchmarks.timing import ratio, spread, take_turns
+from benchmarks.results import command, read_rows, table, write
+from benchmarks.timing import ratio, take_turns, timed_row
 from dmuon.api import Given, Request, assemble, mesh_topology
 from dmuon.comm.transport import C10dTransport, Transport
 
@@ -355,17 +354,12 @@ def work(rank: int, rounds: int) -> Rows:
         kind = contender.kind
         whole, *phases = zip(*times[name], strict=True)
         baseline = kind.baseline.label(world)
-        row: Row = {
-            "set": f"{LAYERS} layers, w={WIDTH}",
-            "optimizer": kind.optimizer,
-            "layout": kind.layout,
+        row = timed_row(f"{LAYERS} layers, w={WIDTH}", kind.optimizer, kind.layout, world, whole)
+        row |= {
             "name": name,
             "mesh": "x".join(map(str, kind.mesh_shape(world))),
-            "world": world,
-            **spread(whole),
             "baseline": baseline,
             "ratio_to_adamw": ratio(whole, [laps[0] for laps in times[baseline]]),
-            "rounds": rounds,
         }
         row |= {f"{phase}_ms": statistics.median(ms) for phase, ms in zip(PHASES, phases)}
         rows.append(row | facts[name])
@@ -407,8 +401,7 @@ def main() -> None:
     parser.add_argument("--table", metavar="PATH", help="print these results as Markdown and stop")
     args = parser.parse_args()
     if args.table:
-        with open(args.table) as file:
-            print(page(json.load(file)["rows"]))
+        print(page(read_rows(args.table)))
         return
     rows = on_ranks(args.world, work, args.rounds)
     write(args.json, rows)

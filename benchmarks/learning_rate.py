@@ -8,25 +8,13 @@ clipping are the demo's. ``--picture PATH out.json`` draws a finished file inste
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 from argparse import Namespace
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-from rich.console import Console
 
 import dmuon
+from benchmarks.demo import COLORS, Run, demo, job_of, row_of
 from benchmarks.ranks import Rows, on_ranks
-from benchmarks.results import command, write
-
-# The examples are scripts: their folder is on the path when they run, and so it must be here.
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-import train_gpt as demo
-from _results import COLORS, Run
+from benchmarks.results import command, read_rows, write
 
 LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 APART = (1e-2, 1e-3)  # of the matrices, and of what goes to AdamW
@@ -46,36 +34,20 @@ def trained(job: demo.Job, adamw_lr: float | None) -> Run:
 
 def work(rank: int, args: Namespace) -> Rows:
     """Each rate with each optimizer, and `APART`, seed after seed."""
-    ranks = demo.Ranks(rank, dist.get_world_size(), torch.device("cpu"))
-    text, console = demo.load_standard_library(), Console(quiet=True)
     rows: Rows = []
     for seed in range(args.seeds):
         for lr, adamw_lr in [*((lr, None) for lr in LRS), APART]:
-            given = Namespace(steps=args.steps, seed=seed, dtype="float32", layout="replicated")
-            given.lr = given.adamw_lr = lr
-            job = demo.Job(given, ranks, console, text, demo.GPTConfig())
+            rates = {"lr": lr, "adamw_lr": lr}
+            job = job_of(rank, steps=args.steps, seed=seed, layout="replicated", **rates)
             runs = [trained(job, adamw_lr)]
             if adamw_lr is None:
                 runs.append(demo.train_with_adamw(job))
             for run in runs:
-                rows.append(row_of(run, seed) | ({"adamw_lr": adamw_lr} if adamw_lr else {}))
+                row = row_of(run, seed) | {"tokens": run.tokens}
+                rows.append(row | ({"adamw_lr": adamw_lr} if adamw_lr else {}))
                 about = "{optimizer:6} {lr:g} seed {seed}: {validation_loss:.4f}, {seconds:.0f} s"
                 print(about.format(**rows[-1]), flush=True)
     return rows
-
-
-def row_of(run: Run, seed: int) -> dict[str, object]:
-    return {
-        "set": "demo loss",
-        "optimizer": run.name,
-        "lr": run.lr,
-        "seed": seed,
-        "steps": len(run.losses),
-        "tokens": run.tokens,
-        "validation_loss": run.validation_loss,
-        "train_loss": run.train_loss,
-        "seconds": run.seconds,
-    }
 
 
 def draw(rows: Rows, path: str) -> None:
@@ -109,7 +81,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.picture:
         path, source = args.picture
-        draw(json.loads(Path(source).read_text(encoding="utf-8"))["rows"], path)
+        draw(read_rows(source), path)
         return
     write(args.json, on_ranks(1, work, args))
 

@@ -15,7 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 import dmuon
 from benchmarks.timing import Laps, over_ranks
 
-__all__ = ["Alike", "Stack", "Training", "shard"]
+__all__ = ["FIXED", "Alike", "Stack", "Training", "shard"]
+
+
+# So that others plan alike: costs of the model, and kernels by the fixed rule.
+FIXED: dict[str, Any] = {
+    "costs": "analytic:cpu",
+    "kernels": dmuon.KernelOptions(tune_budget_s=0),
+}
 
 
 class Layer(nn.Module):

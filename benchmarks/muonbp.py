@@ -10,22 +10,12 @@ costs in time and traffic: `benchmarks.steps`.
 from __future__ import annotations
 
 import math
-import sys
 from argparse import Namespace
 from dataclasses import replace
-from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from rich.console import Console
-
+from benchmarks.demo import demo, job_of, row_of
 from benchmarks.ranks import Rows, on_ranks
 from benchmarks.results import command, write
-
-# The examples are scripts: their folder is on the path when they run, and so it must be here.
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-import train_gpt as demo
 
 WORLD = 4
 PERIODS = (1, 2, 5, math.inf)
@@ -34,14 +24,11 @@ STEP_SIZES = {"two": None, "low": 1 / math.sqrt(WORLD)}
 
 def work(rank: int, args: Namespace) -> Rows:
     """AdamW, and every period with every kind of step sizes; plain Muon takes no block step."""
-    ranks = demo.Ranks(rank, dist.get_world_size(), torch.device("cpu"))
-    text, console = demo.load_standard_library(), Console(quiet=True)
     kinds = [(None, "two"), (1, "two"), *((p, s) for p in PERIODS[1:] for s in args.step_sizes)]
     rows: Rows = []
     for seed in range(args.seeds):
-        given = Namespace(steps=args.steps, seed=seed, dtype="float32", layout="sharded")
-        given.lr, given.adamw_lr = demo.LR, demo.ADAMW_LR
-        job = demo.Job(given, ranks, console, text, demo.GPTConfig())
+        rates = {"lr": demo.LR, "adamw_lr": demo.ADAMW_LR}
+        job = job_of(rank, steps=args.steps, seed=seed, layout="sharded", **rates)
         for period, sizes in kinds:
             if period is None:
                 run = demo.train_with_adamw(job)
@@ -49,19 +36,11 @@ def work(rank: int, args: Namespace) -> Rows:
                 given = Namespace(**vars(job.arguments))
                 given.period, given.block_lr_ratio = period, STEP_SIZES[sizes]
                 run, _ = demo.train_with_dmuon(replace(job, arguments=given))
-            row = {
-                "set": "demo loss",
-                "optimizer": run.name,
+            row = row_of(run, seed) | {
                 "layout": "sharded",
-                "world": ranks.world,
+                "world": WORLD,
                 "period": "inf" if period == math.inf else period,
                 "step_sizes": sizes,
-                "lr": run.lr,
-                "seed": seed,
-                "steps": len(run.losses),
-                "validation_loss": run.validation_loss,
-                "train_loss": run.train_loss,
-                "seconds": run.seconds,
                 "validation": run.validation,
             }
             rows.append(row)

@@ -108,6 +108,18 @@ def write_json(path: str, found: dict[str, Any]) -> None:
     os.replace(path + ".part", path)
 
 
+def read_rows(path: str) -> list[Row]:
+    """The rows of a document."""
+    with open(path) as file:
+        rows: list[Row] = json.load(file)["rows"]
+    return rows
+
+
+def show(rows: Sequence[Row], told: Callable[[Row], str]) -> None:
+    """Each row in words, at once."""
+    print(*map(told, rows), sep="\n", flush=True)
+
+
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> str:
     """A Markdown table; its first ``left`` columns hold words, the others numbers.
 

@@ -16,7 +16,6 @@ others a plain module; AdamW on a plain module has gradients that nobody average
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -27,17 +26,15 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import init_device_mesh
 
-import dmuon
-from benchmarks.models import Alike, Stack, Training, shard
+from benchmarks.models import FIXED, Alike, Stack, Training, shard
 from benchmarks.ranks import joined
-from benchmarks.results import write
-from benchmarks.timing import Laps, ratio, spread, take_turns
+from benchmarks.results import Row, command, show, write
+from benchmarks.timing import Laps, ratio, take_turns, timed_row
 
 HERE = Path(__file__).parents[1]
 LAYOUTS = ("sharded", "replicated", "dedicated")
@@ -61,10 +58,8 @@ def contender(case: str, optimizer: str, layout: str) -> Training:
         shard(model, blocks, mesh=init_device_mesh("cpu", (world,)))
     if optimizer == "AdamW":
         return Training(model, (4, width), [torch.optim.AdamW(model.parameters(), foreach=True)])
-    plan: dict[str, Any] = {"layout": layout, "costs": "analytic:cpu"}
-    plan["kernels"] = dmuon.KernelOptions(tune_budget_s=0)
     muon = {"ns_dtype": torch.float32, "publish": "sync"}
-    return Training.of_muon(model, (4, width), plan, **muon)
+    return Training.of_muon(model, (4, width), {"layout": layout, **FIXED}, **muon)
 
 
 # ---- processes that take turns -------------------------------------------------------------
@@ -142,9 +137,7 @@ class Side:
 # ---- measuring -----------------------------------------------------------------------------
 
 
-def measure(
-    case: str, layouts: Sequence[str], checkouts: Sequence[Path], rounds: int
-) -> list[dict[str, Any]]:
+def measure(case: str, layouts: Sequence[str], checkouts: Sequence[Path], rounds: int) -> list[Row]:
     """Rows of one case, first those of this checkout."""
     field = [(optimizer, name) for name in layouts for optimizer in ("dmuon", "AdamW")]
     field = [one for one in field if one != ("AdamW", "dedicated")]  # plain, as replicated's
@@ -163,17 +156,12 @@ def measure(
     for which, checkout in enumerate(checkouts):
         for (optimizer, layout), name in zip(field, names):
             whole, _, step, _ = zip(*times[f"{which}: {name}"])
-            row: dict[str, Any] = {
-                "set": case,
-                "optimizer": optimizer,
-                "layout": layout,
-                "world": CASES[case][0],
+            row = timed_row(case, optimizer, layout, CASES[case][0], step)
+            row |= {
                 "checkout": "here" if which == 0 else checkout.name,
-                **spread(step),
                 "whole_ms": statistics.median(whole),
                 "matrices": matrices,
-                "us_per_matrix": 1e3 * statistics.median(step) / matrices,
-                "rounds": rounds,
+                "us_per_matrix": 1e3 * row["median_ms"] / matrices,
             }
             model = "sharded" if layout == "sharded" else "replicated"
             if adamw := times.get(f"{which}: AdamW {model}"):
@@ -186,7 +174,7 @@ def measure(
     return rows
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row: Row) -> str:
     """A row in words."""
     text = (
         f"{row['set']:16} {row['checkout']:10} {row['optimizer']:5} {row['layout']:10} "
@@ -201,8 +189,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", metavar="PATH", help="write the rows there, - for stdout")
+    parser = command(__doc__)
     parser.add_argument("--sets", nargs="+", choices=CASES, default=list(CASES)[:-1])
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
     parser.add_argument("--rounds", type=int, help="of each set, after a few to warm up")
@@ -213,13 +200,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.against is not None and not (args.against / "dmuon" / "__init__.py").is_file():
         parser.error(f"--against {args.against}: there is no dmuon/ in it; name a checkout's root")
     checkouts = [HERE] + ([] if args.against is None else [args.against.resolve()])
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for case in args.sets:
         found = measure(case, args.layouts, checkouts, args.rounds or CASES[case][1])
-        print(*map(line, found), sep="\n", flush=True)
+        show(found, line)
         rows += found
-    if args.json:
-        write(args.json, rows)
+    write(args.json, rows)
     mine = [row for row in rows if row["optimizer"] == "dmuon" and "ratio_to_other" in row]
     slow = [row for row in mine if row["ratio_to_other"] > args.limit]
     for row in slow:

@@ -41,10 +41,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
 from benchmarks import baselines
-from benchmarks.models import Alike, Stack, Training, shard
+from benchmarks.models import FIXED, Alike, Stack, Training, shard
 from benchmarks.ranks import Row, Rows, on_ranks
-from benchmarks.results import command, dtype_name, write
-from benchmarks.timing import Laps, over_ranks, ratio, spread, take_turns
+from benchmarks.results import command, dtype_name, show, write
+from benchmarks.timing import Laps, over_ranks, ratio, take_turns, timed_row
 from dmuon import devices
 
 WARM_UP = 2
@@ -70,14 +70,8 @@ def row_of(
     """What all rows have in common."""
     sent = torch.tensor(0.0 if training is None else float(training.sent_bytes()))
     dist.all_reduce(sent)
-    row: Row = {
-        "set": set_name,
-        "optimizer": name,
-        "layout": layout,
-        "world": dist.get_world_size(),
-        **spread(ms),
-    }
-    return row | {"bytes": round(float(sent) / dist.get_world_size()), "rounds": len(ms)}
+    row = timed_row(set_name, name, layout, world := dist.get_world_size(), ms)
+    return row | {"bytes": round(float(sent) / world)}
 
 
 # ---- on FSDP2 and on replicas --------------------------------------------------------------
@@ -244,10 +238,8 @@ def on_matrices(
         dim = 0 if rows <= cols else 1
         mesh = init_device_mesh("cpu", (world,))
         shard(model, mesh=mesh, shard_placement_fn=lambda p: Shard(dim))
-    plan: dict[str, Any] = {"layout": layout, "costs": "analytic:cpu"}
-    plan["kernels"] = dmuon.KernelOptions(tune_budget_s=0)
     muon = {"ns_dtype": dtype, "publish": "sync", "period": math.inf if form == "block step" else 1}
-    training = Training.of_muon(model, (4, cols), plan, **muon)
+    training = Training.of_muon(model, (4, cols), {"layout": layout, **FIXED}, **muon)
     return training.step_turn, training.close
 
 
@@ -290,9 +282,8 @@ _SHOWN = ("ratio_to_floor", "ratio_to_adamw", "ratio_to_round_robin", "ratio", "
 
 
 def work(rank: int, args: argparse.Namespace, question: str) -> Rows:
-    dtype = (
-        devices.of("cpu").ns_dtype() if args.ns_dtype == "auto" else getattr(torch, args.ns_dtype)
-    )
+    is_auto = args.ns_dtype == "auto"
+    dtype = devices.of("cpu").ns_dtype() if is_auto else getattr(torch, args.ns_dtype)
     rows = QUESTIONS[question](args, dtype)
     return [{"question": question, "ns_dtype": dtype_name(dtype)} | row for row in rows]
 
@@ -320,7 +311,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: Rows = []
     for question in args.ask:
         found = on_ranks(2 if question == "tall" else args.world, work, args, question)
-        print(question, *map(line, found), sep="\n", flush=True)
+        print(question)
+        show(found, line)
         rows += found
     write(args.json, rows)
     slow = [

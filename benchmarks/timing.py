@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Laps", "Times", "laps", "over_ranks", "ratio", "spread", "take_turns"]
+__all__ = ["Laps", "Times", "laps", "over_ranks", "ratio", "spread", "take_turns", "timed_row"]
 
 Laps = tuple[float, ...]
 """Milliseconds of one turn, by phase."""
@@ -111,6 +111,14 @@ def spread(values_ms: Sequence[float], tail: int = 10) -> dict[str, float]:
         f"p{tail}_ms": low,
         f"p{100 - tail}_ms": high,
     }
+
+
+def timed_row(
+    name: str, optimizer: str, layout: str, world: int, values_ms: Sequence[float]
+) -> dict[str, Any]:
+    """What all rows of timed steps have in common."""
+    row = {"set": name, "optimizer": optimizer, "layout": layout, "world": world}
+    return row | spread(values_ms) | {"rounds": len(values_ms)}
 
 
 def ratio(these: Sequence[float], those: Sequence[float]) -> float:

@@ -46,11 +46,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
 import dmuon.api
-from dmuon.comm.transport import C10dTransport, _Issued
-from dmuon.kernels.runner import Orthogonalizer
 from tests.distributed.test_checkpoints import CASES as SMALL
-from tests.distributed.test_checkpoints import Case, Training
+from tests.distributed.test_checkpoints import Training
+from tests.distributed.twins import Layout
 from tests.fixed_costs import analytic_costs
+from tests.internals import C10dTransport, IssuedWork, Orthogonalizer
 
 STEPS, EVERY, AT = 5, 2, 3  # of a run; between checkpoints; the step in which a rank dies
 TIMEOUT_S = 10.0  # of process groups
@@ -104,7 +104,7 @@ def _wait(tag: str) -> Callable[..., None]:
     """Where the others wait for one that this rank has issued."""
 
     def plant(kill: Callable[[], None], training: Training) -> None:
-        _before(_Issued, "wait", lambda w: kill() if w._tag.startswith(tag) else None)
+        _before(IssuedWork, "wait", lambda w: kill() if w._tag.startswith(tag) else None)
 
     return plant
 
@@ -183,7 +183,7 @@ POINTS = {
 
 # ---- a job -----------------------------------------------------------------------------------
 
-CASES: dict[str, Case] = {
+CASES: dict[str, Layout] = {
     **SMALL,
     "dedicated3": replace(SMALL["dedicated"], mesh=(3,)),
     "dedicated4": replace(SMALL["dedicated"], mesh=(4,)),
@@ -193,7 +193,7 @@ CASES: dict[str, Case] = {
 def training_of(name: str, changes: dict[str, Any], timeout_s: float) -> Training:
     """A model and its optimizer, with short timeouts."""
     case = CASES[name]
-    if case.own is None:
+    if not case.own:
         kind = dmuon.ReplicatedOptions if name == "ddp" else dmuon.ShardedOptions
         changes = {"dedicate": {"options": kind(timeout_s=timeout_s)}, **changes}
     else:

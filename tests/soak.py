@@ -14,7 +14,6 @@ must not have grown since the first round through all layouts.
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import math
 import os
@@ -23,9 +22,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from itertools import cycle
@@ -33,25 +31,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.device_mesh import DeviceMesh
 
 import dmuon
 from dmuon.dtensors import local_tensor
-from dmuon.kernels.newton_schulz import newton_schulz
-from dmuon.reference import ReferenceMuon
-from dmuon.rule import adjusted_lr
 from tests.distributed.models import Net, batch, loss_of
+from tests.distributed.twins import BlockReference, Layout, Trained, in_ddp, mesh_of, sharded
 from tests.poison import Poison
 
 STEPS = 40  # of a phase
@@ -62,47 +49,24 @@ ADAMW = 0.1  # its learning rate over Muon's
 
 # ---- layouts ---------------------------------------------------------------------------------
 
-
-def _ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    return DistributedDataParallel(model, find_unused_parameters=True)
-
-
-def _fsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh)
-    return model
-
-
-@dataclass(frozen=True)
-class Layout:
-    wrap: Callable[[nn.Module, DeviceMesh], nn.Module] = lambda model, mesh: model
-    own: dict[str, Any] | None = None
-    replicas: bool = False  # on a mesh of two axes
-    shards: bool = False  # so that there are block steps
-
-    def mesh(self, world: int) -> DeviceMesh:
-        return _mesh(world, self.replicas)
-
-
-@cache
-def _mesh(world: int, replicas: bool) -> DeviceMesh:
-    """One of a kind: a mesh has process groups that nobody gives back."""
-    shape, names = ((2, world // 2), ("replicate", "shard")) if replicas else ((world,), ("dp",))
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
-
-
 REDUCED = {"options": dmuon.ReplicatedOptions(reduce_to_owner=True)}
 DEDICATED = {"layout": "dedicated"}
 LAYOUTS = {
-    "fsdp2": Layout(_fsdp, shards=True),
-    "replicated": Layout(_ddp),
+    "fsdp2": sharded(build=Net),
+    "replicated": Layout(wrap=in_ddp),
     "dedicated": Layout(own=DEDICATED),
-    "reduce_to_owner": Layout(_ddp, own=REDUCED),
+    "reduce_to_owner": Layout(wrap=in_ddp, own=REDUCED),
 }
 OF_FOUR = {
-    "hsdp": Layout(_fsdp, replicas=True, shards=True),
-    "dedicated hsdp": Layout(own=DEDICATED, replicas=True),
+    "hsdp": sharded(2, 2, build=Net),
+    "dedicated hsdp": Layout((2, 2), ("replicate", "shard"), own=DEDICATED),
 }
+
+
+@cache
+def _mesh(shape: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
+    """One of a kind: a mesh has process groups that nobody gives back."""
+    return mesh_of(shape, axes)
 
 
 # ---- the twin --------------------------------------------------------------------------------
@@ -111,97 +75,82 @@ OF_FOUR = {
 class Twin:
     """The same model in one process; ``rows`` are its ranks in block steps."""
 
-    def __init__(self, model: dict[str, Tensor], optim: dict[str, Any], rows: int) -> None:
+    def __init__(self, state: dict[str, Any], rows: int, period: int, t: int) -> None:
         self.model = Net(**WIDTHS)
-        self.model.load_state_dict(model)
-        self.ref = ReferenceMuon(self.model, lr=0.02, adamw_lr=0.02 * ADAMW, ns_dtype=torch.float32)
-        self.rows = rows
+        self.model.load_state_dict(state["model"])
+        holders = {p: _chunks(p, rows) for p in self.model.parameters()}
+        rates = {"lr": 0.02, "adamw_lr": 0.02 * ADAMW, "ns_dtype": torch.float32}
+        self.ref = BlockReference(self.model, holders, period, **rates)
+        for _ in range(t):
+            self.ref.schedule.advance()
         for name, p in self.model.named_parameters():
-            entry = optim["state"].get(name, {})
-            state = self.ref.state if "momentum_buffer" in entry else self.ref.adamw.state
+            entry = state["optim"]["state"].get(name, {})
+            kept = self.ref.state if "momentum_buffer" in entry else self.ref.adamw.state
             if entry:
-                state[p] = {key: torch.as_tensor(v).clone() for key, v in entry.items()}
+                kept[p] = {key: torch.as_tensor(v).clone() for key, v in entry.items()}
 
-    @torch.no_grad()
-    def step(self, lr: float, full: bool) -> None:
+    def step(self, lr: float) -> None:
         self.ref.param_groups[0]["lr"] = lr
         self.ref.adamw.param_groups[0]["lr"] = lr * ADAMW
-        if full:
-            self.ref.step()
-            return
-        for p in self.ref._views:
-            if p.grad is None:
-                continue
-            state = self.ref.state[p]
-            buffer = state.setdefault("momentum_buffer", torch.zeros_like(p))
-            buffer.lerp_(p.grad, 0.05)
-            operand = p.grad.lerp(buffer, 0.95)
-            for weight, block in zip(p.chunk(self.rows), operand.chunk(self.rows), strict=True):
-                update = newton_schulz(block, dtype=torch.float32)
-                rate = adjusted_lr(lr, "match_rms_adamw", *block.shape)
-                weight.mul_(1 - lr * 0.1).sub_(update, alpha=rate)
-        self.ref.adamw.step()
+        self.ref.step()
+
+
+def _chunks(p: Tensor, rows: int) -> Tensor:
+    """The number of the rank that has each element."""
+    found = torch.zeros_like(p.detach())
+    for number, part in enumerate(found.chunk(rows)):
+        part.fill_(number)
+    return found
 
 
 # ---- a phase ---------------------------------------------------------------------------------
 
 
-class Phase:
+class Phase(Trained):
     """One layout for some steps; ``dice`` fall alike on all ranks."""
 
     def __init__(self, name: str, dice: random.Random, saved: Any, t: int) -> None:
         self.name, self.dice, self.t = name, dice, t
-        self.layout = (LAYOUTS | OF_FOUR)[name]
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        mesh = self.layout.mesh(self.world)
+        self.laid = (LAYOUTS | OF_FOUR)[name]
+        self.world = dist.get_world_size()
+        shape = self.laid.mesh or (self.world,)
+        mesh = _mesh(shape, self.laid.axes)
         torch.manual_seed(dice.randrange(1 << 30))
-        self.model = self.layout.wrap(Net(**WIDTHS), mesh)
-        self.bare = getattr(self.model, "module", self.model)
-        if self.layout.own is not None:
-            dmuon.dedicate_params(self.model, mesh, costs="analytic", **self.layout.own)
-        self.period = dice.choice([1, 2, 3]) if self.layout.shards else 1
-        self.opt = dmuon.Muon(
-            self.model,
+        model, in_shards = Net(**WIDTHS), not self.laid.from_first
+        self.period = dice.choice([1, 2, 3]) if in_shards else 1
+        super().__init__(
+            replace(self.laid, mesh=shape),
+            model,
+            mesh,
+            {"costs": "analytic"},
             lr=0.02,
             adamw_lr=0.02 * ADAMW,
             ns_dtype=torch.float32,
             period=self.period,
             publish=dice.choice(["sync", "async"]),
-            dedicate={} if self.layout.own is not None else {"costs": "analytic"},
         )
         self.opt.report()  # plans: torch would have an optimizer without state take a step
         if saved is not None:
-            self.load(*saved)
+            self.load_from(*saved)
             assert self.opt.stats()["steps"] == t, (self.opt.stats()["steps"], t)
-            for found, expected in zip(self.state(), saved[:2], strict=True):
-                assert_equal(found, expected, f"loading into {name}")
-        rows = mesh.size(mesh.ndim - 1) if self.layout.shards else 1
-        self.twin = Twin(*self.state(), rows)
+            assert_equal(self.whole(), saved[0], f"loading into {name}")
+        rows = mesh.size(mesh.ndim - 1) if in_shards else 1
+        self.twin = Twin(self.whole(), rows, self.period, t)
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Whole, copied."""
-        full = StateDictOptions(full_state_dict=True)
-        return copy.deepcopy(get_state_dict(self.model, self.opt, options=full))
-
-    def load(self, model: dict[str, Tensor], optim: dict[str, Any], folder: str | None) -> None:
-        options = StateDictOptions(full_state_dict=True)
-        optim = {**optim, "param_groups": [dict(g) for g in optim["param_groups"]]}
-        for group in optim["param_groups"]:
-            group.pop("muon_period", None)  # a phase has its own
+    def load_from(self, whole: dict[str, Any], folder: str | None) -> None:
         if folder is not None:
-            options = StateDictOptions()
-            model, found = get_state_dict(self.model, self.opt)
-            dcp.load({"model": model, "optim": found}, checkpoint_id=folder)
-            optim = found
-        set_model_state_dict(self.model, dict(model), options=options)
-        set_optimizer_state_dict(self.model, self.opt, optim, options=options)
+            self.load(folder)
+            return
+        optim = whole["optim"]
+        groups = [{k: v for k, v in g.items() if k != "muon_period"} for g in optim["param_groups"]]
+        state = {"model": whole["model"], "optim": {**optim, "param_groups": groups}}
+        self.put(state, full_state_dict=True)  # a phase has its own period
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.step()
-        model, _ = self.state()
         twin = self.twin.model.state_dict()
-        for name, weight in model.items():
+        for name, weight in self.whole()["model"].items():
             off = float((weight - twin[name]).abs().max())
             assert off <= TOLERANCE, f"{name} is {off} off after {self.name} at step {self.t}"
 
@@ -211,7 +160,7 @@ class Phase:
         parts = dice.choice([1, 1, 1, 2, 3])
         # Where the framework reduces, all ranks must have the same gradients missing.
         uses = [dice.random() < 0.5] * self.world
-        if self.layout.own is not None and isinstance(self.model, Net):
+        if self.laid.own and isinstance(self.model, Net):
             uses = [dice.random() < 0.5 for _ in range(self.world)]
         culprit = dice.randrange(self.world) if full and dice.random() < 0.03 else None
         poisoned = dice.choice(["mid", "blocks.1.down", "blocks.0.norm"])
@@ -241,14 +190,14 @@ class Phase:
             group["lr"] = lr
         self.opt.step()
         if culprit is None:
-            self.twin.step(lr, full)
+            self.twin.step(lr)
         else:
             assert self.opt.stats()["finite"] is False
+            self.twin.ref.schedule.advance()
         if dice.random() < 0.02:  # what is saved while updates travel is what is saved afterwards
-            early = self.state()
+            early = self.whole()
             self.opt.synchronize()
-            for found, expected in zip(self.state(), early, strict=True):
-                assert_equal(found, expected, "saving")
+            assert_equal(self.whole(), early, "saving")
         self.opt.zero_grad()
         self.twin.model.zero_grad()
         self.t += 1
@@ -266,9 +215,6 @@ class Phase:
         (loss_of(model, batch(number, rank, 2)) / parts).backward()
         if handle is not None:
             handle.remove()
-
-    def close(self) -> None:
-        self.opt.ownership.close()
 
 
 def assert_equal(found: Any, expected: Any, what: str) -> None:
@@ -318,9 +264,8 @@ def soak(rank: int, world: int, *, seed: int, steps: int, seconds: float, say: b
             t, path = phase.t, None
             if number % 3 == 0:
                 path = f"{shared[0]}/{number % 6}"
-                model, optim = get_state_dict(phase.model, phase.opt)
-                dcp.save({"model": model, "optim": optim}, checkpoint_id=path)
-            saved = *phase.state(), path
+                phase.save(path)
+            saved = phase.whole(), path
             phase.close()
             del phase
             if number == 2 * len(names) - 1:
@@ -338,9 +283,6 @@ def soak(rank: int, world: int, *, seed: int, steps: int, seconds: float, say: b
         assert now <= count + ALLOWED[what], f"{what} grew from {count} to {now}"
     if say and rank == 0:
         print(f"{t} steps in {time.monotonic() - begin:.0f} s: as in one process; {resources()}")
-
-
-soak.body = soak  # for `tests.distributed.harness`
 
 
 def _process(rank: int, world: int, store: str, arguments: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dmuon.comm.transport import Transport, Work
+from tests.internals import Transport, Work
 
 __all__ = ["Clock", "ClockTransport", "DelayingTransport", "Event", "RecordingTransport"]
 

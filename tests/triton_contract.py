@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dmuon.kernels.newton_schulz import normalize, normalize_, resolve_coefficients
-from dmuon.rule import Hyper, momentum_update
+from tests.internals import Hyper, momentum_update
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 POLAR = resolve_coefficients("polar_express", 5)
@@ -163,7 +163,7 @@ def test_unusual_operands(kernels):
 def check_momentum(
     kernels: Kernels, buffer: Tensor, grad: Tensor, out: Tensor, *, eps: float = 1e-7, **how: Any
 ) -> None:
-    """Against the formulas of `dmuon.rule` in float64, with room for one rounding each."""
+    """Against the formulas of `dmuon.update` in float64, with room for one rounding each."""
     advanced, kept = buffer.double(), grad.clone()
     momentum_update(advanced, grad.double(), Hyper(0.0, 1.0, None, **how))
     advanced = advanced.to(buffer.dtype).double()

@@ -79,7 +79,8 @@ def _serve(rank: int, world: int, pipe: Connection, device: str = "cpu") -> None
         module, name, kwargs = message
         try:
             torch.manual_seed(0)
-            result = _imported(module, name).body(rank, world, **kwargs)
+            function = _imported(module, name)
+            result = getattr(function, "body", function)(rank, world, **kwargs)
             pipe.send(("ok", result, _threads()))
         except BaseException:
             pipe.send(("failed", traceback.format_exc(), 0))
@@ -162,7 +163,10 @@ class Pool:
         self._fresh = self._busiest
 
     def run(self, module: str, name: str, kwargs: dict[str, Any]) -> list[Any]:
-        """Call the body of a test on every rank; results by rank, or AssertionError."""
+        """Call the body of a test, or a function ``(rank, world, **kwargs)``, on every rank.
+
+        Returns results by rank, or raises AssertionError.
+        """
         if self._busiest > self._fresh:  # the test before has left groups behind
             self._meet()
         return self._ask((module, name, kwargs))

@@ -1,30 +1,49 @@
-"""Small models, data and helpers for the distributed tests."""
+"""Small models and their data for the distributed tests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-import dmuon
-from dmuon.api import Given, Request, assemble, mesh_topology
-from dmuon.comm.transport import C10dTransport, Transport
-from dmuon.config import PlannerOptions
-from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.select import trainable_parameters
-from dmuon.scheduler.topology import Topology
+from dmuon.tools import parallel_models
+from dmuon.tools.parallel_models import VOCAB, loss_of
 
-VOCAB = 50
+__all__ = [
+    "VOCAB", "Block", "Casting", "Checkpointed", "Net", "Ordered", "Pieces", "Used", "Vocabulary",
+    "ZooBlocks", "batch", "loss_of", "net_of", "seeded", "weights", "wrap",
+]  # fmt: skip
+
+
+def batch(step: int, rank: int, size: int = 4) -> tuple[Tensor, Tensor]:
+    """Tokens and targets ``[size, 16]``, different for every step and rank."""
+    tokens, targets = parallel_models.batch(step, rank)
+    return tokens[:size], targets[:size]
+
+
+def seeded(kind: Callable[..., nn.Module] | None = None, seed: int = 0, **kwargs: Any) -> Any:
+    torch.manual_seed(seed)
+    return (kind or Net)(**kwargs)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.detach().clone() for n, p in trainable_parameters(model)}
+
+
+def wrap(model: nn.Module, ddp: bool = True, **kwargs: Any) -> nn.Module:
+    kwargs.setdefault("find_unused_parameters", True)  # Net.spare
+    return DistributedDataParallel(model, **kwargs) if ddp else model
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int = 24, hidden: int = 56) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, hidden)
@@ -35,7 +54,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Odd widths, wide, tall and square matrices, a block that can be left out."""
+    """Odd widths, wide, tall and square matrices, a layer that can be left out."""
 
     def __init__(self, width: int = 24, hidden: int = 56, layers: int = 3) -> None:
         super().__init__()
@@ -61,11 +80,87 @@ def net_of(block: Callable[[], nn.Module], layers: int = 3) -> Net:
     return model
 
 
-class Zoo(nn.Module):
-    """What a model can be made of: convolutions, experts, fused projections."""
+class Used(Net):
+    """Every parameter is used, which DDP without find_unused_parameters requires."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.use_spare = True
+
+
+class Ordered(Net):
+    """Runs the blocks in ``order``; ``detached`` cuts the gradient off before the last of them."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.order: Sequence[int] = range(len(self.blocks))
+        self.detached = False
+
+    def body(self, x: Tensor) -> Tensor:
+        for place, i in enumerate(self.order):
+            if self.detached and place == len(self.order) - 1:
+                x = x.detach()
+            x = self.blocks[i](x)
+        return x + self.spare(x) if self.use_spare else x
+
+
+class Checkpointed(Net):
+    """The blocks ``which`` are run again in backward."""
+
+    def __init__(self, reentrant: bool, which: Sequence[int] = (0, 1, 2)) -> None:
+        super().__init__()
+        self.again = partial(checkpoint, use_reentrant=reentrant)
+        self.which = which
+
+    def body(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = self.again(block, x) if i in self.which else block(x)
+        return x
+
+
+class _OfBlocks(nn.Module):
+    """An embedding, blocks, a head."""
+
+    def __init__(self, width: int, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList(blocks)
+        self.lm_head = nn.Linear(width, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(x)
+
+
+class Pieces(_OfBlocks):
+    """Parameters of several matrices each, so that one parameter has several owners."""
+
+    def __init__(self) -> None:
+        super().__init__(16, [PiecesBlock() for _ in range(2)])
+
+
+class PiecesBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.qkv = nn.Linear(16, 28)
+        self.o_proj = nn.Linear(28, 16, bias=False)
+        self.w1 = nn.Parameter(torch.randn(5, 6, 16) * 0.3)
+        self.w2 = nn.Parameter(torch.randn(5, 16, 6) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.o_proj(torch.tanh(self.qkv(self.norm(x))))
+        hidden = F.gelu(torch.einsum("bti,ehi->beth", x, self.w1))
+        return x + torch.einsum("beth,eih->bti", hidden, self.w2)
+
+
+class ZooBlocks(_OfBlocks):
+    """Convolutions, experts and attention, in blocks and beside them."""
+
+    def __init__(self) -> None:
+        super().__init__(6, [ConvBlock(), ConvBlock()])
         self.conv = nn.Conv1d(6, 10, 3, padding=1)
         self.deconv = nn.ConvTranspose1d(10, 6, 3, padding=1)
         # No bias: the gradient of a key bias is zero but for rounding, which AdamW blows up.
@@ -73,8 +168,6 @@ class Zoo(nn.Module):
         self.w1 = nn.Parameter(torch.randn(5, 7, 6) * 0.3)
         self.w2 = nn.Parameter(torch.randn(5, 6, 7) * 0.3)
         self.A_log = nn.Parameter(torch.zeros(3, 6))
-        self.tok = nn.Embedding(VOCAB, 6)
-        self.lm_head = nn.Linear(6, VOCAB)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tok(tokens)
@@ -82,76 +175,72 @@ class Zoo(nn.Module):
         x = x + self.attention(x, x, x, need_weights=False)[0]
         hidden = F.gelu(torch.einsum("bti,ehi->beth", x, self.w1))
         x = x + torch.einsum("beth,eih->bti", hidden, self.w2) + self.A_log.sum(0)
-        return self.lm_head(x)
+        return self.lm_head(x) + super().forward(tokens)
 
 
-def batch(step: int, rank: int, size: int = 4) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, different for every step and rank."""
-    generator = torch.Generator(torch.get_default_device()).manual_seed(7919 * step + rank + 1)
-    tokens = torch.randint(0, VOCAB, (size, 9), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
+class ConvBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Conv2d(6, 8, (1, 3), padding=(0, 1))
+        self.back = nn.ConvTranspose1d(8, 6, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = F.gelu(self.wide(x.mT[:, :, None, :]))
+        return x + self.back(image[:, :, 0, :]).mT
 
 
-def loss_of(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
-    logits = model(inputs[0])
-    return F.cross_entropy(logits.float().flatten(0, 1), inputs[1].flatten())
+class Casting(Ordered):
+    """No biases, and inputs follow the weights' dtype: runs plain under ``param_dtype``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(CastingBlock() for _ in range(3))
+        self.mid, self.spare = nn.Identity(), nn.Identity()
+        self.lm_head = nn.Linear(24, VOCAB)
 
 
-def seeded(kind: type[nn.Module] = Net, seed: int = 0, **kwargs: Any) -> nn.Module:
-    torch.manual_seed(seed)
-    return kind(**kwargs)
+class CastingBlock(Block):
+    def __init__(self) -> None:
+        super().__init__(24, 40)
+        self.norm, self.up.bias = nn.Identity(), None
+        self.dtypes: set[torch.dtype] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.dtypes.add(self.up.weight.dtype)
+        hidden = F.gelu(self.up(x.to(self.up.weight.dtype)))
+        return x + self.down(hidden).to(x.dtype)
 
 
-def wrap(model: nn.Module, ddp: bool, **kwargs: Any) -> nn.Module:
-    kwargs.setdefault("find_unused_parameters", True)  # Net.spare
-    return DistributedDataParallel(model, **kwargs) if ddp else model
+class Vocabulary(nn.Module):
+    """GPT-2's vocabulary in an embedding and a head, and between them an uneven MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(50257, 6)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 25), nn.GELU(), nn.Linear(25, 6))])
+        self.lm_head = nn.Linear(6, 50257, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens)
+        return self.lm_head(x + self.blocks[0](x))
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {n: p.detach().clone() for n, p in trainable_parameters(model)}
+# ---- ways to call a `Net` ------------------------------------------------------------------
 
 
-def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max(float((a[n].double() - b[n].double()).abs().max()) for n in a if a[n].numel())
+def without_root(model: Any, inputs: tuple[Tensor, Tensor]) -> Tensor:
+    """The root's forward, spelled out: no hook of the root runs."""
+    x = model.tok(inputs[0])
+    for block in model.blocks:
+        x = block(x)
+    logits = model.lm_head(model.mid(x))
+    return F.cross_entropy(logits.flatten(0, 1), inputs[1].flatten())
 
 
-def assert_equal_on_all_ranks(model: nn.Module) -> None:
-    """Bitwise, for every parameter."""
-    for name, p in trainable_parameters(model):
-        first = p.detach().clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(p.detach(), first), f"{name} differs from rank 0's"
-
-
-def dedicate(
-    model: nn.Module,
-    wrapper: Callable[..., Any] | None = None,
-    mesh: DeviceMesh | None = None,
-    **kwargs: Any,
-) -> tuple[dmuon.Ownership, Any]:
-    """`dedicate_params` over a wrapped transport, for recordings and delays.
-
-    The transports of a mesh's other process groups share the events of the one that is returned.
-    """
-    inner = C10dTransport(list(range(dist.get_world_size())))
-    transport = inner if wrapper is None else wrapper(inner)
-
-    def topology() -> Topology:
-        if mesh is None:
-            return Topology.flat(inner.world)
-        return mesh_topology(mesh, inner.world, list(model.parameters()), None, PlannerOptions())
-
-    def new_group(partition: Sequence[tuple[int, ...]]) -> Transport:
-        group = inner.subgroup(partition)
-        return group if wrapper is None else wrapper(group, events=transport.events)
-
-    if kwargs.get("layout", "replicated") == "replicated":
-        # A plain model, whose gradients dmuon averages.
-        kwargs = {"options": dmuon.ReplicatedOptions(reduce_to_owner=True)} | kwargs
-    return assemble(Given(model), Request(**kwargs), transport, topology, new_group), transport
-
-
-def reference_for(model: nn.Module, **kwargs: Any) -> ReferenceMuon:
-    kwargs.setdefault("ns_dtype", torch.float32)
-    return ReferenceMuon(model, **kwargs)
+def children_alone(model: Any, inputs: tuple[Tensor, Tensor]) -> Tensor:
+    """Nor hooks of blocks."""
+    x = model.tok(inputs[0])
+    for block in model.blocks:
+        x = x + block.down(F.gelu(block.up(block.norm(x))))
+    logits = model.lm_head(model.mid(x))
+    return F.cross_entropy(logits.flatten(0, 1), inputs[1].flatten())

@@ -16,17 +16,14 @@ import torch
 import dmuon
 import dmuon.tools.equivalence
 from dmuon.__main__ import main
-from dmuon.comm.dedicated import storage as dedicated_storage
-from dmuon.comm.transport import C10dTransport
-from dmuon.kernels.runner import Orthogonalizer
 from dmuon.tools import check as command
 from dmuon.tools.equivalence import YARDSTICKS, _moved
 from dmuon.tools.parallel_models import CASES, DEDICATED_CASES
 from dmuon.tools.parallel_models import batch as parallel_batch
 from dmuon.tools.parallel_models import loss_of as parallel_loss
 from tests.distributed.harness import distributed
-from tests.distributed.models import Net, batch, loss_of, seeded
-from tests.distributed.owners import Casting
+from tests.distributed.models import Casting, Net, batch, loss_of, seeded
+from tests.internals import C10dTransport, DedicatedStorage, Orthogonalizer
 
 FP32, BF16 = torch.float32, torch.bfloat16
 FIXED = dmuon.KernelOptions(method="gram", backend="torch")
@@ -35,67 +32,60 @@ FIXED = dmuon.KernelOptions(method="gram", backend="torch")
 # ---- faults ------------------------------------------------------------------------------
 
 
+def planted(owner, name, fault):
+    """A fault in a method: ``fault(honest, rank, self, ...)`` is called in its place."""
+
+    def plant(monkeypatch, rank):
+        honest = getattr(owner, name)
+        method = lambda *args, **kwargs: fault(honest, rank, *args, **kwargs)  # noqa: E731
+        monkeypatch.setattr(owner, name, method)
+
+    return plant
+
+
 def scaled(factor, *ranks):
     """These ranks, or the second one, compute wrong updates."""
 
-    def fault(monkeypatch, rank):
-        honest = Orthogonalizer.run
-        if rank in (ranks or (1,)):
-            monkeypatch.setattr(Orthogonalizer, "run", lambda *a: factor * honest(*a))
+    def run(honest, rank, *args):
+        return factor * honest(*args) if rank in (ranks or (1,)) else honest(*args)
 
-    return fault
+    return planted(Orthogonalizer, "run", run)
 
 
-def lost_gradient(tag):
+def lost_gradient(lost):
     """What rank 1 gives to a reduction is zero."""
 
-    def fault(monkeypatch, rank):
-        honest = C10dTransport.reduce
+    def reduce(honest, rank, self, tensor, dst, *, tag):
+        given = tensor.zero_() if tag == lost and rank == 1 else tensor
+        return honest(self, given, dst, tag=tag)
 
-        def reduce(self, tensor, dst, *, tag):
-            return honest(
-                self, tensor.zero_() if tag == lost and rank == 1 else tensor, dst, tag=tag
-            )
-
-        lost = tag
-        monkeypatch.setattr(C10dTransport, "reduce", reduce)
-
-    return fault
+    return planted(C10dTransport, "reduce", reduce)
 
 
 def lost_broadcast(prefix):
     """What rank 1 should receive never gets there."""
 
-    def fault(monkeypatch, rank):
-        honest = C10dTransport.broadcast
+    def broadcast(honest, rank, self, tensor, src, *, tag):
+        lost = tag.startswith(prefix) and rank == 1 and src != self.rank
+        return honest(self, tensor.clone() if lost else tensor, src, tag=tag)
 
-        def broadcast(self, tensor, src, *, tag):
-            lost = tag.startswith(prefix) and rank == 1 and src != self.rank
-            return honest(self, tensor.clone() if lost else tensor, src, tag=tag)
-
-        monkeypatch.setattr(C10dTransport, "broadcast", broadcast)
-
-    return fault
+    return planted(C10dTransport, "broadcast", broadcast)
 
 
 def wrong_broadcast(prefix, change):
     """Rank 1 receives something else: ``change(what arrived, what arrived the time before)``."""
+    seen = {}
 
-    def fault(monkeypatch, rank):
-        honest, seen = C10dTransport.broadcast, {}
+    def broadcast(honest, rank, self, tensor, src, *, tag):
+        work = honest(self, tensor, src, tag=tag)
+        if tag.startswith(prefix) and rank == 1 and src != self.rank:
+            work.wait()
+            arrived, key = tensor.clone(), (tag, src, tensor.numel())
+            tensor.data.copy_(change(arrived, seen.get(key, arrived)))
+            seen[key] = arrived
+        return work
 
-        def broadcast(self, tensor, src, *, tag):
-            work = honest(self, tensor, src, tag=tag)
-            if tag.startswith(prefix) and rank == 1 and src != self.rank:
-                work.wait()
-                arrived, key = tensor.clone(), (tag, src, tensor.numel())
-                tensor.data.copy_(change(arrived, seen.get(key, arrived)))
-                seen[key] = arrived
-            return work
-
-        monkeypatch.setattr(C10dTransport, "broadcast", broadcast)
-
-    return fault
+    return planted(C10dTransport, "broadcast", broadcast)
 
 
 class OnWait:
@@ -110,38 +100,30 @@ class OnWait:
         self.tensor.data.copy_(self.arrived)
 
 
-def delivered_on_wait(monkeypatch, rank):
-    """No fault: weights for holders arrive at the last moment."""
-    honest = C10dTransport.broadcast
+def _at_the_last_moment(honest, rank, self, tensor, src, *, tag):
+    if not tag.startswith("publish") or src == self.rank:
+        return honest(self, tensor, src, tag=tag)
+    arrived = tensor.clone()
+    return OnWait(honest(self, arrived, src, tag=tag), tensor, arrived)
 
-    def broadcast(self, tensor, src, *, tag):
-        if not tag.startswith("publish") or src == self.rank:
-            return honest(self, tensor, src, tag=tag)
-        arrived = tensor.clone()
-        return OnWait(honest(self, arrived, src, tag=tag), tensor, arrived)
 
-    monkeypatch.setattr(C10dTransport, "broadcast", broadcast)
+# No fault: weights for holders arrive at the last moment.
+delivered_on_wait = planted(C10dTransport, "broadcast", _at_the_last_moment)
 
 
 def forward_does_not_wait(monkeypatch, rank):
     delivered_on_wait(monkeypatch, rank)
-    monkeypatch.setattr(dedicated_storage.Layer, "wait_published", lambda self: None)
+    monkeypatch.setattr(DedicatedStorage, "wait_published", lambda self: None)
 
 
 def lost_message(tag):
     """Rank 1 receives zeros in an exchange."""
 
-    def fault(monkeypatch, rank):
-        honest = C10dTransport.all_to_all
+    def all_to_all(honest, rank, self, output, *args, **kwargs):
+        lost = kwargs["tag"] == tag and rank == 1
+        return honest(self, output.zero_().clone() if lost else output, *args, **kwargs)
 
-        def all_to_all(self, output, *args, **kwargs):
-            if kwargs["tag"] == tag and rank == 1:
-                return honest(self, output.zero_().clone(), *args, **kwargs)
-            return honest(self, output, *args, **kwargs)
-
-        monkeypatch.setattr(C10dTransport, "all_to_all", all_to_all)
-
-    return fault
+    return planted(C10dTransport, "all_to_all", all_to_all)
 
 
 def assert_caught(plant, rank, compare, *args, **kwargs):
@@ -209,15 +191,13 @@ def test_one_rounding_is_no_difference_but_other_bits(rank, world, kernels):
 @distributed(2)
 def test_a_scaled_gradient_is_caught_with_sgd_momentum_and_clipping_free_reference(rank, world):
     """Muon is blind to one common scale; AdamW's part and the loss are not."""
+
+    def all_reduce(honest, rank, self, tensor, *, tag, maximum=False):
+        given = tensor.mul_(2) if tag == "rest" else tensor
+        return honest(self, given, tag=tag, maximum=maximum)
+
     with pytest.MonkeyPatch.context() as monkeypatch:
-        honest = C10dTransport.all_reduce
-
-        def all_reduce(self, tensor, *, tag, maximum=False):
-            return honest(
-                self, tensor.mul_(2) if tag == "rest" else tensor, tag=tag, maximum=maximum
-            )
-
-        monkeypatch.setattr(C10dTransport, "all_reduce", all_reduce)
+        planted(C10dTransport, "all_reduce", all_reduce)(monkeypatch, rank)
         report = dmuon.check_step_equivalence(
             lambda: seeded(Net), loss_of, batch, steps=3, lr=0.02, adamw_eps=1e-3, ns_dtype=FP32
         )
@@ -263,31 +243,26 @@ def agrees(name, layout, **kwargs):
 
 # Every rank builds other weights for the `dedicated` layout, where the first rank's count.
 @pytest.mark.parametrize(
-    ("layout", "name"),
-    [("sharded", "tp"), ("dedicated", "plain"), ("dedicated", "fsdp2")],
-)
-@distributed(2)
-def test_parallel_models_on_two_ranks(rank, world, layout, name):
-    agrees(name, layout, steps=4, seed=rank if layout == "dedicated" else 0)
-
-
-@pytest.mark.parametrize(
-    ("layout", "name"),
+    ("layout", "name", "steps"),
     [
-        ("sharded", "hsdp+tp"),
-        ("sharded", "ep+fsdp, split experts"),
-        ("dedicated", "hsdp"),
-        ("dedicated", "tp+fsdp"),
+        ("sharded", "tp", 4),
+        ("dedicated", "plain", 4),
+        ("dedicated", "fsdp2", 4),
+        ("sharded", "hsdp+tp", 3),
+        ("sharded", "ep+fsdp, split experts", 3),
+        ("dedicated", "hsdp", 3),
+        ("dedicated", "tp+fsdp", 3),
+        ("dedicated", "hsdp 2x3", 2),
     ],
 )
-@distributed(4)
-def test_parallel_models_on_four_ranks(rank, world, layout, name):
-    agrees(name, layout, steps=3, seed=rank if layout == "dedicated" else 0)
+def test_parallel_models(pools, layout, name, steps):
+    asked = {"layout": layout, "name": name, "steps": steps}
+    pools(BY_NAME[name].world).run(__name__, "agrees_on_each_rank", asked)
 
 
-@distributed(6)
-def test_two_replicas_of_three_ranks(rank, world):
-    agrees("hsdp 2x3", "dedicated", steps=2, layers=1, seed=rank)
+def agrees_on_each_rank(rank, world, layout, name, steps):
+    layers = 1 if world == 6 else 2
+    agrees(name, layout, steps=steps, layers=layers, seed=rank if layout == "dedicated" else 0)
 
 
 @distributed(2)
@@ -381,32 +356,27 @@ SHARDED_FAULTS = {
 }
 
 
-def sums_in_another_order(monkeypatch, rank):
-    """Rank 1 takes part in the sums of matrices of one shape in another order."""
-    honest = Orthogonalizer.run_together
+def _in_another_order(honest, rank, self, calls, norms):
+    """Rank 1 takes part in the sums of matrices of one shape in another order than the others."""
 
-    def run_together(self, calls, norms):
-        order = sorted(range(len(calls)), key=lambda n: (tuple(calls[n][1].shape), -n))
-        assert order != sorted(order, key=lambda n: (tuple(calls[n][1].shape), n))
-        back = [calls[n] for n in order], [norms[n] for n in order]
-        found = dict(zip(order, honest(self, *back), strict=True))
-        return [found[n] for n in range(len(calls))]
+    def by_shape(sign):
+        return sorted(range(len(calls)), key=lambda n: (tuple(calls[n][1].shape), sign * n))
 
-    def in_order_of_shapes(self, calls, norms):
-        order = sorted(range(len(calls)), key=lambda n: (tuple(calls[n][1].shape), n))
-        sorted_ = [calls[n] for n in order], [norms[n] for n in order]
-        found = dict(zip(order, honest(self, *sorted_), strict=True))
-        return [found[n] for n in range(len(calls))]
+    assert by_shape(1) != by_shape(-1)
+    order = by_shape(-1 if rank == 1 else 1)
+    given = [calls[n] for n in order], [norms[n] for n in order]
+    found = dict(zip(order, honest(self, *given), strict=True))
+    return [found[n] for n in range(len(calls))]
 
-    run = run_together if rank == 1 else in_order_of_shapes
-    monkeypatch.setattr(Orthogonalizer, "run_together", run)
+
+sums_in_another_order = planted(Orthogonalizer, "run_together", _in_another_order)
 
 
 def stale_slice(monkeypatch, rank):
     """Rank 1 computes on what came for its slices the time before."""
-    honest, seen = Orthogonalizer.run_together, {}
+    seen = {}
 
-    def run_together(self, calls, norms):
+    def run_together(honest, rank, self, calls, norms):
         for _, x in calls:
             now, where = x.clone(), (x.data_ptr(), x.shape)
             if rank == 1:
@@ -414,7 +384,7 @@ def stale_slice(monkeypatch, rank):
             seen[where] = now
         return honest(self, calls, norms)
 
-    monkeypatch.setattr(Orthogonalizer, "run_together", run_together)
+    planted(Orthogonalizer, "run_together", run_together)(monkeypatch, rank)
 
 
 # What of the exchange, and how many co-owners each matrix has.
@@ -436,9 +406,6 @@ def shared_fault_is_caught(rank, world, fault):
     assert_caught(plant, rank, check, name, **shared)
 
 
-shared_fault_is_caught.body = shared_fault_is_caught
-
-
 @pytest.mark.parametrize("fault", SHARED_FAULTS)
 def test_planted_faults_of_co_owners_are_caught(pools, fault):
     pools(BY_NAME[SHARED_FAULTS[fault][0]].world).run(
@@ -455,10 +422,6 @@ def test_planted_faults_in_sharded_models_are_caught(rank, world, fault):
         assert_caught(plant, rank, check, name, layers=1, steps=1, ns_dtype=dtype)
 
 
-def earlier(arrived, before):
-    return before
-
-
 def larger(arrived, before):
     return 1.07 * arrived
 
@@ -466,12 +429,10 @@ def larger(arrived, before):
 DEDICATED_FAULTS = {
     "slightly wrong": ("plain", scaled(1.07)),
     "lost gradient": ("plain", lost_gradient("gradients")),
-    "stale weights": ("plain", wrong_broadcast("forward", earlier)),
+    "stale weights": ("plain", wrong_broadcast("forward", lambda arrived, before: before)),
     "scaled weights in forward": ("fsdp2", wrong_broadcast("forward", larger)),
     "scaled weights in backward": ("fsdp2", wrong_broadcast("backward", larger)),
-}
-DEDICATED_FAULTS_ON_FOUR = {
-    "slightly wrong": ("tp+dp", scaled(1.07)),
+    "slightly wrong slices": ("tp+dp", scaled(1.07)),
     "slightly wrong, narrow": ("fsdp4", scaled(1.07)),
     "lost slices": ("tp+dp", lost_message("gather")),
     "lost update": ("tp+dp", lost_message("scatter")),
@@ -481,23 +442,18 @@ DEDICATED_FAULTS_ON_FOUR = {
 }
 
 
-def dedicated_fault_is_caught(fault, name, plant, rank):
+def dedicated_fault_is_caught(rank, world, fault):
+    name, plant = DEDICATED_FAULTS[fault]
     for dtype in (FP32, BF16) if fault.startswith("slightly") else (FP32,):
-        # Two steps, for weights that arrive late are right in the first one.
+        # Two steps, because weights that arrive late are right in the first one.
         settings = {"layout": "dedicated", "layers": 1, "steps": 2, "ns_dtype": dtype}
         assert_caught(plant, rank, check, name, **settings)
 
 
 @pytest.mark.parametrize("fault", DEDICATED_FAULTS)
-@distributed(2)
-def test_planted_faults_in_dedicated_models_are_caught(rank, world, fault):
-    dedicated_fault_is_caught(fault, *DEDICATED_FAULTS[fault], rank)
-
-
-@pytest.mark.parametrize("fault", DEDICATED_FAULTS_ON_FOUR)
-@distributed(4)
-def test_planted_faults_on_meshes_of_dedicated_models_are_caught(rank, world, fault):
-    dedicated_fault_is_caught(fault, *DEDICATED_FAULTS_ON_FOUR[fault], rank)
+def test_planted_faults_in_dedicated_models_are_caught(pools, fault):
+    world = BY_NAME[DEDICATED_FAULTS[fault][0]].world
+    pools(world).run(__name__, "dedicated_fault_is_caught", {"fault": fault})
 
 
 @distributed(4)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
-import math
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -34,9 +28,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.dtensors import is_distributed, local_tensor, whole_tensor
+from dmuon.dtensors import is_distributed
 from dmuon.tools.parallel_models import ParallelModel, _expert_parallel, _shard, batch, loss_of
 from tests.distributed.harness import Pools
+from tests.distributed.twins import REDUCING, Layout, Trained, assert_bitwise
 
 MUON = {"lr": 0.02, "adamw_lr": 1e-3, "ns_dtype": torch.float32}
 SAVED_AT, STEPS = 3, 5  # steps before and after
@@ -62,52 +57,34 @@ def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return _shard(model, mesh) if "dp" in mesh.mesh_dim_names else model
 
 
-REDUCED = {"options": dmuon.ReplicatedOptions(reduce_to_owner=True)}
-DEDICATED = {"layout": "dedicated"}
-
-
-@dataclass(frozen=True)
-class Case:
-    """How a model is laid out over ``mesh``, with ``axes``; ``own``: arguments of
-    dedicate_params, and ``rest``: what then shards what dmuon leaves."""
-
-    mesh: tuple[int, ...]
-    axes: tuple[str, ...] = ("dp",)
-    wrap: Callable[[nn.Module, DeviceMesh], nn.Module] = lambda model, mesh: model
-    own: dict[str, Any] | None = None
-    shard_rest: bool = False
-
-    @property
-    def world(self) -> int:
-        return math.prod(self.mesh)
-
-
-HSDP = {"mesh": (2, 2), "axes": ("replicate", "shard")}
+REDUCED: dict[str, Any] = {"options": REDUCING}
+DEDICATED: dict[str, Any] = {"layout": "dedicated"}
+HSDP: dict[str, Any] = {"mesh": (2, 2), "axes": ("replicate", "shard")}
 CASES = {
-    "single": Case((1,)),
-    "ddp": Case((2,), wrap=_ddp),
-    "reduce_to_owner": Case((2,), own=REDUCED),
-    "reduce_to_owner ddp": Case((3,), wrap=_ddp, own=REDUCED),
-    "dedicated": Case((2,), own=DEDICATED),
-    "dedicated fsdp": Case((3,), own=DEDICATED, shard_rest=True),
-    "dedicated hsdp": Case(**HSDP, own=DEDICATED),
-    "fsdp2": Case((2,), wrap=_shard),
-    "fsdp3": Case((3,), wrap=_shard),
-    "fsdp4": Case((4,), wrap=_shard),
-    "hsdp": Case(**HSDP, wrap=_shard),
-    "tp": Case((2,), ("tp",), wrap=_tensor_parallel),
-    "tp+fsdp": Case((2, 2), ("dp", "tp"), wrap=_tensor_parallel),
-    "ep": Case((2, 2), ("fsdp", "ep"), wrap=partial(_expert_parallel, dim=0)),
+    "single": Layout((1,)),
+    "ddp": Layout((2,), wrap=_ddp),
+    "reduce_to_owner": Layout((2,), own=REDUCED),
+    "reduce_to_owner ddp": Layout((3,), wrap=_ddp, own=REDUCED),
+    "dedicated": Layout((2,), own=DEDICATED),
+    "dedicated fsdp": Layout((3,), own=DEDICATED, shard_rest=True),
+    "dedicated hsdp": Layout(**HSDP, own=DEDICATED),
+    "fsdp2": Layout((2,), wrap=_shard),
+    "fsdp3": Layout((3,), wrap=_shard),
+    "fsdp4": Layout((4,), wrap=_shard),
+    "hsdp": Layout(**HSDP, wrap=_shard),
+    "tp": Layout((2,), ("tp",), wrap=_tensor_parallel),
+    "tp+fsdp": Layout((2, 2), ("dp", "tp"), wrap=_tensor_parallel),
+    "ep": Layout((2, 2), ("fsdp", "ep"), wrap=partial(_expert_parallel, dim=0)),
 }
 WORLDS = sorted({case.world for case in CASES.values()})
 
 
-class Training:
-    """A model with its optimizer in one of the layouts, beside a scheduler."""
+class Training(Trained):
+    """With a scheduler, on data that are the same for each number of ranks."""
 
     def __init__(
         self,
-        case: Case,
+        laid: Layout,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
         mesh: DeviceMesh | None = None,
@@ -115,56 +92,23 @@ class Training:
     ) -> None:
         torch.manual_seed(seed)
         model = ParallelModel(width=14, hidden=6, layers=1, experts=4).to(dtype)
-        mesh = mesh or init_device_mesh(
-            torch.get_default_device().type, case.mesh, mesh_dim_names=case.axes
-        )
-        self.model = case.wrap(model, mesh)
-        if case.own is not None:
-            own = dmuon.dedicate_params(self.model, mesh, **case.own)
-            if case.shard_rest:
-                fully_shard(self.model, mesh=mesh, ignored_params=own.dedicated_params)
-        self.opt = dmuon.Muon(self.model, **MUON | changes)
+        planning = changes.pop("dedicate", None)
+        super().__init__(laid, model, mesh, planning, **MUON | changes)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.opt, lambda t: 1 / (1 + t))
-        at = mesh.get_coordinate()
-        assert at is not None
-        data = [d for d, axis in enumerate(case.axes) if axis != "tp"]
-        self._rank, self._ranks = 0, 1
-        for d in data:
-            self._rank = self._rank * case.mesh[d] + at[d]
-            self._ranks *= case.mesh[d]
 
     def train(self, steps: range) -> None:
         for step in steps:
             self.opt.zero_grad()
             all_of_it = [batch(100 * step + n, 0) for n in range(BATCHES)]
-            mine = all_of_it[self._rank :: self._ranks]
+            mine = all_of_it[self.rank :: self.ranks]
             tokens, targets = (torch.cat([pair[i][:1] for pair in mine]) for i in (0, 1))
             loss_of(self.model, (tokens, targets)).backward()
             self.opt.step()
             self.schedule.step()
 
-    def state(self) -> dict[str, Any]:
-        model, optim = get_state_dict(self.model, self.opt)
-        return {"model": model, "optim": optim}
-
-    def save(self, folder: str) -> None:
-        dcp.save(self.state(), checkpoint_id=folder)
-
     def load(self, folder: str) -> None:
-        state = self.state()
-        dcp.load(state, checkpoint_id=folder)
-        set_state_dict(
-            self.model, self.opt, model_state_dict=state["model"], optim_state_dict=state["optim"]
-        )
+        super().load(folder)
         self.schedule.last_epoch = SAVED_AT
-
-    def weights(self) -> dict[str, Tensor]:
-        """Whole, by name."""
-        model = getattr(self.model, "module", self.model)
-        return {n: whole_tensor(w).clone() for n, w in model.state_dict().items()}
-
-    def close(self) -> None:
-        self.opt.ownership.close()
 
 
 # ---- every layout's in every layout ----------------------------------------------------------
@@ -197,10 +141,6 @@ def load(
         found[other] = max(float((weights[n] - w).abs().max()) for n, w in expected.items())
     training.close()
     return found
-
-
-save.body = save
-load.body = load
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +176,7 @@ def resume_ddp(rank: int, world: int, folder: str) -> dict[str, float]:
 
     found = {}
     for way in ("nothing", "backward", "unused"):
-        case = Case((world,), wrap=ddp)
+        case = Layout((world,), wrap=ddp)
         training = Training(case)
         training.train(range(SAVED_AT))
         training.save(f"{folder}/{way}")
@@ -255,9 +195,6 @@ def resume_ddp(rank: int, world: int, folder: str) -> dict[str, float]:
     return found
 
 
-resume_ddp.body = resume_ddp
-
-
 def test_going_on_under_ddp_on_three_ranks(pools: Pools, tmp_path: Path) -> None:
     """Sums of three are rounded as they are cut: docs/frameworks/ddp.md."""
     for found in pools(3).run(__name__, "resume_ddp", {"folder": str(tmp_path)}):
@@ -270,11 +207,6 @@ def test_going_on_under_ddp_on_three_ranks(pools: Pools, tmp_path: Path) -> None
 MASTERS = ["ddp", "reduce_to_owner", "dedicated", "fsdp2"]
 
 
-def whole_state(training: Training) -> tuple[dict[str, Any], dict[str, Any]]:
-    options = StateDictOptions(full_state_dict=True)
-    return copy.deepcopy(get_state_dict(training.model, training.opt, options=options))
-
-
 def masters_travel(rank: int, world: int, folder: str) -> None:
     """Half-precision weights and what is kept behind them, from every layout to every other."""
     settings: dict[str, Any] = {"dtype": torch.bfloat16, "master_weights": True}
@@ -283,27 +215,17 @@ def masters_travel(rank: int, world: int, folder: str) -> None:
         training = Training(CASES[name], **settings)
         training.train(range(2))
         training.save(f"{folder}/{name}")
-        expected[name] = whole_state(training)
-        entry = expected[name][1]["state"]["blocks.0.mix.weight"]
+        expected[name] = training.whole()
+        entry = expected[name]["optim"]["state"]["blocks.0.mix.weight"]
         assert entry["master_weight"].dtype == entry["momentum_buffer"].dtype == torch.float32
         training.close()
     for name in MASTERS:
         training = Training(CASES[name], seed=1, **settings)
         for other in MASTERS:
             training.load(f"{folder}/{other}")
-            weights, optim = whole_state(training)
-            for n, weight in expected[other][0].items():
-                assert torch.equal(weights[n], weight), (name, other, n)
-            for n, entry in expected[other][1]["state"].items():
-                assert optim["state"][n].keys() == entry.keys(), (name, other, n)
-                for key, value in entry.items():
-                    assert torch.equal(optim["state"][n][key], value), (name, other, n, key)
-            assert optim["param_groups"] == expected[other][1]["param_groups"]
+            assert_bitwise(training.whole(), expected[other], f"{name} {other}")
             training.train(range(1))
         training.close()
-
-
-masters_travel.body = masters_travel
 
 
 def test_masters_travel_between_layouts(pools: Pools, tmp_path_factory: Any) -> None:
@@ -332,15 +254,13 @@ def through_options(rank: int, world: int, name: str) -> None:
     first.train(range(SAVED_AT))
     saved = {}
     for form, (saving, _) in OPTIONS.items():
-        found = get_state_dict(first.model, first.opt, options=StateDictOptions(**saving))
-        saved[form] = copy.deepcopy(found)
+        saved[form] = found = copy.deepcopy(first.state(**saving))
         if form == "from rank 0":
-            assert bool(found[0]) == bool(found[1]) == (rank == 0)
+            assert bool(found["model"]) == bool(found["optim"]) == (rank == 0)
         if form == "full":
-            model, optim = found
-            assert not any(is_distributed(w) for w in model.values())
-            assert model["blocks.0.mix.weight"].shape == (14, 14)
-            entry = optim["state"]["blocks.0.mlp.experts.w1"]
+            assert not any(is_distributed(w) for w in found["model"].values())
+            assert found["model"]["blocks.0.mix.weight"].shape == (14, 14)
+            entry = found["optim"]["state"]["blocks.0.mlp.experts.w1"]
             assert entry["momentum_buffer"].shape == (4, 6, 14)
     first.train(range(SAVED_AT, SAVED_AT + 2))
     expected = first.weights()
@@ -348,48 +268,28 @@ def through_options(rank: int, world: int, name: str) -> None:
     again = Training(CASES[name], seed=1)
     again.train(range(1))
     for form, loading in [*((f, options[1]) for f, options in OPTIONS.items()), ("plain", FULL)]:
-        model, optim = saved["full" if form == "plain" else form]
-        options = StateDictOptions(**loading)
-        set_model_state_dict(again.model, dict(model), options=options)
+        state = saved["full" if form == "plain" else form]
         if form == "plain":  # as from `torch.load`
-            again.opt.load_state_dict(optim)
+            options = StateDictOptions(**loading)
+            set_model_state_dict(again.model, dict(state["model"]), options=options)
+            again.opt.load_state_dict(state["optim"])
         else:
-            set_optimizer_state_dict(again.model, again.opt, optim, options=options)
+            again.put(state, **loading)
         again.schedule.last_epoch = SAVED_AT
         again.train(range(SAVED_AT, SAVED_AT + 2))
-        weights = again.weights()
-        for n, w in expected.items():
-            assert torch.equal(weights[n], w), (form, n)
+        assert_bitwise(again.weights(), expected, form)
     again.close()
 
 
-through_options.body = through_options
-OWNERS = [name for name, case in CASES.items() if case.own is not None]
+OWNERS = [name for name, laid in CASES.items() if laid.own]
 
 
-@pytest.mark.parametrize("name", ["ddp", *OWNERS, "tp+fsdp"])
+@pytest.mark.parametrize("name", ["ddp", *OWNERS, "fsdp2", "tp+fsdp"])
 def test_torchs_options_give_and_take_the_state(pools: Pools, name: str) -> None:
     pools(CASES[name].world).run(__name__, "through_options", {"name": name})
 
 
 # ---- files, and saves beside training ----------------------------------------------------
-
-
-def assert_same(found: Any, expected: Any, what: str) -> None:
-    """Bitwise, wherever the tensors lie."""
-    assert type(found) is type(expected), what
-    if isinstance(expected, Tensor):
-        assert torch.equal(local_tensor(found), local_tensor(expected)), what
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys(), what
-        for key, value in expected.items():
-            assert_same(found[key], value, f"{what}, {key}")
-    elif isinstance(expected, tuple | list):
-        assert len(found) == len(expected), what
-        for one, other in zip(found, expected):
-            assert_same(one, other, what)
-    else:
-        assert found == expected, what
 
 
 def through_a_file(value: Any) -> Any:
@@ -407,7 +307,7 @@ def beside_training(rank: int, world: int, name: str, folder: str) -> None:
     group = dist.new_group()  # what the save exchanges must not cross with what training does
     future = dcp.async_save(first.state(), checkpoint_id=folder, process_group=group)
     first.opt.synchronize()
-    expected = whole_state(first)
+    expected = first.whole()
     first.train(range(SAVED_AT, STEPS))
     straight = first.weights()
     future.result()
@@ -415,9 +315,9 @@ def beside_training(rank: int, world: int, name: str, folder: str) -> None:
 
     again = Training(CASES[name], seed=1, publish="async")
     again.load(folder)
-    assert_same(whole_state(again), expected, name)
+    assert_bitwise(again.whole(), expected, name)
     again.train(range(SAVED_AT, STEPS))
-    assert_same(again.weights(), straight, name)
+    assert_bitwise(again.weights(), straight, name)
 
     for what, value in {
         "whole": expected,
@@ -425,14 +325,13 @@ def beside_training(rank: int, world: int, name: str, folder: str) -> None:
         "of the optimizer": first.opt.state_dict(),
         "of the model": first.model.state_dict(),
     }.items():
-        assert_same(through_a_file(value), value, f"{name}, {what}")
+        assert_bitwise(through_a_file(value), value, f"{name}, {what}")
     again.opt.load_state_dict(through_a_file(first.opt.state_dict()))
-    assert_same(whole_state(again)[1], whole_state(first)[1], name)
+    assert_bitwise(again.whole()["optim"], first.whole()["optim"], name)
     first.close()
     again.close()
 
 
-beside_training.body = beside_training
 KINDS = ["ddp", "reduce_to_owner", "dedicated fsdp", "dedicated hsdp", "fsdp2", "tp+fsdp", "ep"]
 
 
@@ -460,27 +359,19 @@ def in_mid_period(
     if first:
         state = {**training.state(), "schedule": training.schedule.state_dict()}
         dcp.load(state, checkpoint_id=folder)
-        set_state_dict(
-            training.model,
-            training.opt,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optim"],
-        )
+        training.put(state)
         training.schedule.load_state_dict(state["schedule"])
         saved = torch.load(f"{folder}/whole.pt", weights_only=True)
-        assert_same(whole_state(training), saved, name)
+        assert_bitwise(training.whole(), saved, name)
     for step in range(first, last):
         assert training.opt.param_groups[0]["lr"] == MUON["lr"] * 0.5 ** (step // 3)
         training.train(range(step, step + 1))
         assert training.opt.stats()["full_step"] is (step in FULL_STEPS[period]), step
     dcp.save({**training.state(), "schedule": training.schedule.state_dict()}, checkpoint_id=folder)
-    whole = whole_state(training)
+    whole = training.whole()
     if rank == 0:
         torch.save(whole, f"{folder}/whole.pt")
     training.close()
-
-
-in_mid_period.body = in_mid_period
 
 
 @pytest.mark.parametrize("period", PERIODS)

@@ -13,19 +13,10 @@ import pytest
 import torch.distributed as dist
 
 import dmuon
-from dmuon.comm.transport import C10dTransport, Work
 from tests.distributed.harness import distributed
-from tests.distributed.models import Net
-from tests.distributed.owners import (
-    FSDP,
-    KEPT,
-    PLAIN,
-    REPLICATED,
-    Ordered,
-    both,
-    gathered,
-    layouts,
-)
+from tests.distributed.models import Net, Ordered
+from tests.distributed.twins import FSDP, KEPT, PLAIN, REDUCED, both, gathered, layouts
+from tests.internals import C10dTransport, Work
 from tests.transports import DelayingTransport, Event, RecordingTransport
 
 # One collective: the number of its process group, the ranks in it, and what it does.
@@ -123,7 +114,7 @@ def assert_one_order(logs: list[list[Entry]]) -> None:
 def logged(build=Net, layout=PLAIN, *, seed=0, work=Late, **kwargs):
     """A model with its twin, and the log of its collectives; on four ranks two replicas of two."""
     recorders, world = Recorders(seed, work), dist.get_world_size()
-    mesh = (2, world // 2) if world > 2 and layout != REPLICATED else (world,)
+    mesh = (2, world // 2) if world > 2 and layout != REDUCED else (world,)
     with both(build, layout, mesh=mesh, transport=recorders, **kwargs) as pair:
         recorders.log.clear()
         yield pair, recorders.log
@@ -134,7 +125,7 @@ CASES = [
     (FSDP, {}),
     (PLAIN, {"prefetch": 0}),
     (KEPT, {}),
-    (REPLICATED, {"bucket_bytes": 4096, "publish_bucket_bytes": 4096}),
+    (REDUCED, {"bucket_bytes": 4096, "publish_bucket_bytes": 4096}),
 ]
 
 
@@ -147,7 +138,7 @@ def test_no_collective_depends_on_what_is_completed(rank, world):
                 logs = gathered(log)
                 tags = {event.tag for entry in logs for _, _, event in entry}
                 assert {"flags", "gradients"} <= tags
-                replicas = world > 2 and layout != REPLICATED
+                replicas = world > 2 and layout != REDUCED
                 assert ("gradients across replicas" in tags) == replicas
                 assert_one_order(logs)
                 pair.check()
@@ -257,10 +248,10 @@ PATTERNS = {
 }
 
 
-@layouts(PLAIN, REPLICATED)
+@layouts(PLAIN, REDUCED)
 @distributed(2)
 def test_collectives_are_the_same_on_every_rank_whatever_the_gradients(rank, world, layout):
-    small = {"bucket_bytes": 4096, "publish_bucket_bytes": 4096} if layout == REPLICATED else {}
+    small = {"bucket_bytes": 4096, "publish_bucket_bytes": 4096} if layout == REDUCED else {}
     for uses_spare in PATTERNS.values():
         with both(Net, layout, options=small, transport=RecordingTransport) as pair:
             pair.events.clear()

@@ -14,11 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_state_dict,
-)
 
 from dmuon.dtensors import local_tensor
 from dmuon.types import ConsensusError, OwnershipError
@@ -103,8 +98,7 @@ def refuses(rank: int, world: int, name: str, folder: str) -> None:
             dcp.load(state, checkpoint_id=place)
         assert str(caught.value), damage
         unchanged(damage)
-    options = StateDictOptions(full_state_dict=True)
-    whole = get_optimizer_state_dict(training.model, training.opt, options=options)
+    whole = training.whole()["optim"]
     for what, change in WRONG.items():
         wrong = copy.deepcopy(whole)
         told = change(wrong)
@@ -131,13 +125,7 @@ def refuses(rank: int, world: int, name: str, folder: str) -> None:
     with pytest.raises((OwnershipError, ConsensusError), match="not finite: momentum_buffer"):
         training.opt.load_state_dict(parts)
     unchanged("not finite on the last rank alone")
-    dcp.load(state := training.state(), checkpoint_id=f"{folder}/whole")
-    set_state_dict(
-        training.model,
-        training.opt,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optim"],
-    )
+    training.load(f"{folder}/whole")
     training.train(range(2, 4))
     training.close()
 
@@ -187,8 +175,6 @@ WRONG = {
     "not finite": _not_finite,
     "no momentum": _no_momentum,
 }
-
-refuses.body = refuses
 
 
 @pytest.mark.parametrize("name", NAMES)

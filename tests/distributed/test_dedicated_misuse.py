@@ -9,24 +9,26 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
 from dmuon.reference import ReferenceMuon
 from dmuon.types import ConsensusError, DmuonError, OwnershipError
 from tests.distributed.harness import distributed
-from tests.distributed.models import Net, batch, largest_difference, seeded, weights
-from tests.distributed.owners import (
-    DDP,
+from tests.distributed.models import Net, batch, seeded, weights
+from tests.distributed.twins import (
     FSDP,
     MUON,
     PLAIN,
-    REPLICATED,
+    REDUCED,
+    REDUCED_DDP,
     Both,
     both,
     gathered,
+    largest_difference,
     mesh_of,
-    shard_rest,
+    shard_units,
     whole,
 )
 from tests.transports import RecordingTransport
@@ -73,7 +75,7 @@ def test_ignored_by_fully_shard_hides_the_parameters_and_puts_them_back(rank, wo
     assert [n for n, _ in model.named_parameters()] == names
     assert all(dict(model.named_parameters())[n] is p for n, p in kept.items())
     opt, ref = dmuon.Muon(model, **MUON), ReferenceMuon(twin, **MUON)
-    pair = Both(model, twin, own, opt, ref, None, rank, world)
+    pair = Both(model, twin, opt, [ref], mesh_of((world,)))
     pair.train(range(2))
     pair.check()
     own.close()
@@ -94,6 +96,23 @@ def test_what_the_layout_cannot_be_laid_over(rank, world):
     own = dmuon.dedicate_params(seeded(), mesh_of((world,)), layout="replicated")
     with pytest.raises(OwnershipError, match="belongs to layout='dedicated'"):
         own.ignored_by_fully_shard().__enter__()
+    own.close()
+
+
+@distributed(4)
+def test_what_is_refused_under_tp(rank, world):
+    mesh = mesh_of((2, 2), ("dp", "tp"))
+    model = seeded()
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    with pytest.raises(OwnershipError, match="pass the whole mesh"):
+        dmuon.dedicate_params(model, layout="dedicated")
+    with pytest.raises(OwnershipError, match="param_dtype"):
+        options = dmuon.DedicatedOptions(param_dtype=torch.bfloat16)
+        dmuon.dedicate_params(model, mesh, layout="dedicated", options=options)
+    own = dmuon.dedicate_params(model, mesh, layout="dedicated")
+    with pytest.raises(OwnershipError, match="a slice of a weight only"):
+        dmuon.Muon(model, **MUON, master_weights=True)
     own.close()
 
 
@@ -210,8 +229,8 @@ def test_a_parameter_that_was_replaced(rank, world):
     for layout, names in {
         PLAIN: ("mid.weight", "blocks.1.up.weight", "blocks.0.norm.weight"),
         FSDP: ("mid.weight", "blocks.1.up.weight"),
-        REPLICATED: ("mid.weight", "blocks.0.norm.weight"),
-        DDP: ("mid.weight", "blocks.0.norm.weight"),
+        REDUCED: ("mid.weight", "blocks.0.norm.weight"),
+        REDUCED_DDP: ("mid.weight", "blocks.0.norm.weight"),
     }.items():
         for name in names:
             with both(Net, layout, transport=RecordingTransport) as pair:
@@ -275,8 +294,8 @@ def fail_in(phase):
         (PLAIN, "forward", "all"),
         (PLAIN, "forward", "one"),
         (PLAIN, "backward", "all"),
-        (REPLICATED, "backward", "all"),
-        (REPLICATED, "backward", "one"),
+        (REDUCED, "backward", "all"),
+        (REDUCED, "backward", "one"),
     ],
 )
 @distributed(2)
@@ -313,7 +332,7 @@ def test_a_model_made_on_the_meta_device(rank, world, kind):
         model = seeded()
     own = dmuon.dedicate_params(model, mesh, layout="dedicated")
     if kind == "fsdp":
-        shard_rest(model, own, mesh)
+        shard_units(model, mesh, ignored_params=own.dedicated_params)
     with pytest.raises(OwnershipError, match="to_empty"):
         dmuon.Muon(model, **MUON)
     model.to_empty(device="cpu")
@@ -324,12 +343,12 @@ def test_a_model_made_on_the_meta_device(rank, world, kind):
     torch.manual_seed(100 + rank)  # every rank draws its own numbers
     for module in model.modules():
         getattr(module, "reset_parameters", lambda: None)()
-    pair = Both(model, seeded(), own, dmuon.Muon(model, **MUON), None, None, rank, world)
+    pair = Both(model, seeded(), dmuon.Muon(model, **MUON), [], mesh)
     start = pair.whole()
     for everyone in zip(*(each.values() for each in gathered(start))):
         assert all(torch.equal(everyone[0], other) for other in everyone)
     pair.copy_weights()
-    pair.ref = ReferenceMuon(pair.twin, **MUON)
+    pair.refs = [ReferenceMuon(pair.twin, **MUON)]
     pair.train(range(2))
     pair.check()
     own.close()

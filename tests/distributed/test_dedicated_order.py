@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dmuon.comm.transport import Work
 from tests.distributed.harness import distributed
-from tests.distributed.owners import KEPT, PLAIN, both, gathered
+from tests.distributed.models import Net
+from tests.distributed.twins import KEPT, LAYOUTS, PLAIN, both, gathered
+from tests.internals import Work
 from tests.transports import Clock, ClockTransport, Event, RecordingTransport
 
 
@@ -138,6 +141,35 @@ def test_the_events_of_one_step_with_replicas(rank, world):
     assert reduced == 3
 
 
+def in_two(model, mesh):
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+@distributed(4)
+def test_slices_travel_once_to_the_owner_and_back(rank, world):
+    """The bytes of a step, for 8 matrices of which 6 are cut in two."""
+    laid = replace(LAYOUTS[PLAIN], mesh=(2, 2), axes=("dp", "tp"), wrap=in_two)
+    with both(Net, laid, transport=RecordingTransport) as pair:
+        for step in range(2):
+            pair.events.clear()
+            pair.backward(step)
+            pair.opt.step()
+        sent = {"gather": 0, "scatter": 0, "updates": 0}
+        for event in pair.events:
+            if event.tag in sent:
+                sent[event.tag] += event.nbytes
+        total = torch.tensor(list(sent.values()))
+        dist.all_reduce(total)
+        cut = 6 * 24 * 56 * 4
+        whole_ones = (18 + 24) * 24 * 4  # `mid`, and `spare` even without a gradient
+        # A broadcast is an event of both ranks.
+        assert total.tolist() == [cut // 2, cut // 2, 2 * whole_ones]
+        everywhere = [e.tag for e in pair.events if "publish" in e.tag or "across" in e.tag]
+        assert everywhere == []  # one replica only
+
+
 @distributed(2)
 def test_broadcasts_and_reductions_hide_behind_computing(rank, world):
     """Of eleven delayed collectives a step, three are on the critical path.
@@ -213,7 +245,7 @@ def memory_of_a_step(mesh, layout, prefetch, after=1) -> tuple[dict[str, list[fl
     """What is alive at each layer of a step ``after`` others, in matrices; who is stored here."""
     others, options = tensors(), {"prefetch": prefetch}
     with both(WIDE, layout, mesh=mesh, options=options, transport=Prompt) as pair:
-        pair.twin = pair.ref = None
+        pair.twin, pair.refs = None, []
         stored = [p.numel() > 0 for p in pair.model.parameters()]
         for _ in range(after):
             a_step(pair)

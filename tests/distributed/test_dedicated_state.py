@@ -13,14 +13,13 @@ from dmuon.dtensors import is_distributed
 from dmuon.reference import ReferenceMuon
 from dmuon.types import DmuonError
 from tests.distributed.harness import distributed
-from tests.distributed.models import Net, seeded, weights
-from tests.distributed.owners import (
+from tests.distributed.models import Net, Pieces, seeded, weights
+from tests.distributed.twins import (
     DEDICATED,
     FSDP,
     IN_TURN,
     MUON,
     PLAIN,
-    Pieces,
     assert_bitwise,
     both,
     layouts,
@@ -178,11 +177,10 @@ def test_closing_at_any_time_and_dedicating_again(rank, world):
         pair.own.close()  # before any step
         assert_ordinary(pair.model, pair.twin)
         for begin in (0, 2):
-            pair.own = dmuon.dedicate_params(
-                pair.model, mesh_of((world,)), layout="dedicated", solver="greedy"
-            )
+            again = {"layout": "dedicated", "solver": "greedy"}
+            dmuon.dedicate_params(pair.model, mesh_of((world,)), **again)
             pair.opt = dmuon.Muon(pair.model, **MUON)
-            pair.ref = ReferenceMuon(pair.twin, **MUON)
+            pair.refs = [ReferenceMuon(pair.twin, **MUON)]
             pair.train(range(begin, begin + 2))
             pair.backward(9)  # gradients that no step takes
             pair.own.close()

@@ -9,27 +9,37 @@ form, which an accelerator takes, rounds differently, and so would the gradients
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import dmuon
-from dmuon.comm.transport import host_can_read
 from dmuon.dtensors import local_tensor, whole_tensor
-from dmuon.tools.parallel_models import ParallelCase, replicated_case
+from dmuon.tools.parallel_models import ParallelModel
 from tests.accelerator import host_cannot_read, nothing_read
-from tests.distributed import owners as of_owners
 from tests.distributed.harness import distributed
-from tests.distributed.models import batch, loss_of, reference_for, seeded, weights, wrap
-from tests.distributed.sharded import BY_NAME, MUON, Pair, dedicated, pair, reference
-from tests.distributed.test_drop_in import average
-from tests.distributed.test_muonbp import check_against_oracle
+from tests.distributed.models import Ordered
+from tests.distributed.test_muonbp import follow_in_blocks
+from tests.distributed.twins import (
+    BARE,
+    FSDP,
+    FSDP2,
+    LAYOUTS,
+    PLAIN,
+    REDUCED,
+    REDUCED_DDP,
+    Both,
+    Layout,
+    both,
+)
+from tests.internals import host_can_read
 
 pytestmark = pytest.mark.cpu_only("a CPU that pretends to be an accelerator")
 
@@ -97,24 +107,7 @@ def assert_same(found: Values, expected: Values, *, rounded: bool = False) -> No
         )  # fmt: skip
 
 
-# ---- replicated and dedicated --------------------------------------------------------------
-
-
-@contextmanager
-def owners(kind: str, rank: int, world: int, **muon: Any) -> Iterator[Any]:
-    """(model as it is called, the bare model, ownership, optimizer, whole weights)."""
-    bare = seeded(of_owners.Ordered, layers=4)
-    model = wrap(bare, kind == "ddp")
-    if kind in ("plain", "ddp"):
-        own = dmuon.dedicate_params(model, options=dmuon.ReplicatedOptions(reduce_to_owner=True))
-    else:
-        mesh = of_owners.mesh_of((2, 2) if kind == "dedicated hsdp" else (world,))
-        own = dmuon.dedicate_params(bare, mesh, layout="dedicated")
-        if kind != "dedicated plain":
-            of_owners.shard_rest(bare, own, mesh)
-    opt = dmuon.Muon(model, **(MUON | muon))
-    yield model, bare, own, opt
-    own.close()
+# ---- momentum at owners --------------------------------------------------------------------
 
 
 def uses(model: nn.Module, what: What, rank: int, world: int) -> None:
@@ -124,98 +117,96 @@ def uses(model: nn.Module, what: What, rank: int, world: int) -> None:
 
 
 def run_owners(
-    kind: str, steps: list[What], rank: int, world: int, *, compare: bool, **muon: Any
+    layout: Layout | str, steps: list[What], *, compare: bool, **muon: Any
 ) -> tuple[Values, Values]:
     """Train; the weights and this rank's state after the last step."""
-    twin = seeded(of_owners.Ordered, layers=4)
-    ref = reference_for(twin, **(MUON | muon))
-    with owners(kind, rank, world, **muon) as (model, bare, own, opt):
-        partial = 0
+    build = partial(Ordered, layers=4)
+    with both(build, layout, muon=muon, only={"publish": "sync"}) as pair:
+        partial_units = 0
         for step, what in enumerate(steps):
-            skipped = [r == 0 and what.absent_rank for r in range(world)]
+            pair.prepare = lambda model, _, rank, what=what: uses(
+                model, what, rank, pair.data_world
+            )
+            skips = what.absent_rank and pair.data_rank == 0
             for part in range(what.parts):
-                uses(bare, what, rank, world)
                 last = part == what.parts - 1
-                with nullcontext() if last else dmuon.no_sync(model):
-                    if not skipped[rank]:
-                        loss = loss_of(model, batch(10 * step + part, rank)) / what.parts
-                        poisoned = bare.get_parameter(what.bad) if what.bad and rank == 0 else None
-                        hook = poisoned.register_hook(spoiled) if poisoned is not None else None
-                        loss.backward()
+                with nullcontext() if last else dmuon.no_sync(pair.model):
+                    if not skips:
+                        poisoned = what.bad and pair.data_rank == 0
+                        weight = pair.bare.get_parameter(what.bad) if poisoned else None
+                        hook = None if weight is None else weight.register_hook(spoiled)
+                        pair.backward(10 * step + part, what.parts)
                         if hook is not None:
                             hook.remove()
-                for r in range(world if compare else 0):
-                    uses(twin, what, r, world)
-                    if not skipped[r]:
-                        loss = loss_of(twin, batch(10 * step + part, r)) / (what.parts * world)
-                        loss.backward()
+                if compare:
+                    without = 0 if what.absent_rank else None
+                    pair.joint_backward(10 * step + part, what.parts, without)
             if what.clip:
                 with watched(what):
-                    found = dmuon.clip_grad_norm_(model, 0.3)
+                    found = dmuon.clip_grad_norm_(pair.model, 0.3)
                 if compare:
-                    expected = nn.utils.clip_grad_norm_(twin.parameters(), 0.3)
+                    expected = nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.3)
                     assert abs(float(found) / float(expected) - 1) <= 1e-5
-            partial += what.missing != "nowhere" and any(
-                len(u.matrices) > 1 for u in own.runtime.units
-            )
+            units = pair.own.runtime.units
+            partial_units += what.missing != "nowhere" and any(len(u.matrices) > 1 for u in units)
             with watched(what):
-                opt.step()
-                opt.zero_grad()
+                pair.step()
                 if step % 2:
-                    opt.synchronize()
-            ref.step()
-            ref.zero_grad()
-        assert partial, "no unit has several matrices, of which one would be missing"
-        opt.synchronize()
-        found_weights = of_owners.whole(bare, own)
+                    pair.opt.synchronize()
+            pair.ref.step()
+            pair.twin.zero_grad()
+        assert partial_units, "no unit has several matrices, of which one would be missing"
+        pair.opt.synchronize()
         if compare:
-            for name, value in weights(twin).items():
-                difference = float((found_weights[name] - value).abs().max())
-                assert difference <= 1e-5, f"{name} is {difference} off"
-            stats = opt.stats()
+            pair.check()
+            stats = pair.opt.stats()
             assert stats["ns_ms"] >= 0 and all(v >= 0 for v in stats["update_rms"].values())
-        return found_weights, state_of(opt)
+        return pair.whole(), state_of(pair.opt)
 
 
 def spoiled(grad: Tensor) -> Tensor:
     return grad * math.inf
 
 
+HSDP_REST = replace(LAYOUTS[FSDP], mesh=(2, 2), axes=("replicate", "shard"))
+OWNERS = {
+    REDUCED: (REDUCED, True),
+    REDUCED_DDP: (REDUCED_DDP, False),
+    "dedicated, one rank": (PLAIN, False),
+    PLAIN: (PLAIN, True),
+    FSDP: (FSDP, False),
+    "dedicated hsdp": (HSDP_REST, False),
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "world", "bitwise"),
-    [
-        ("plain", 2, True),
-        ("ddp", 2, False),
-        ("dedicated plain", 1, False),
-        ("dedicated plain", 2, True),
-        ("dedicated fsdp", 2, False),
-        ("dedicated hsdp", 4, False),
-    ],
+    ("name", "world"),
+    [(name, 1 if "one" in name else 4 if "hsdp" in name else 2) for name in OWNERS],
 )
 @distributed()
-def test_owners_need_no_host(rank, world, kind, bitwise):
+def test_owners_need_no_host(rank, world, name):
+    layout, bitwise = OWNERS[name]
     steps = list(STEPS)
-    if kind in ("dedicated fsdp", "dedicated hsdp"):
+    if name in (FSDP, "dedicated hsdp"):
         # FSDP2 wants every rank to run the same modules.
         steps = [step for step in steps if step.missing != "on the last"]
     alone = [What(absent_rank=True), What()] if bitwise else []
     with host_cannot_read():
-        run_owners(kind, [*steps, *alone], rank, world, compare=True)
+        run_owners(layout, [*steps, *alone], compare=True)
     if not bitwise:
         return
     steps += [What(bad="blocks.2.up.weight")]
-    expected = run_owners(kind, steps, rank, world, compare=False, **WITHOUT_ADAMW)
+    expected = run_owners(layout, steps, compare=False, **WITHOUT_ADAMW)
     with host_cannot_read():
-        found = run_owners(kind, steps, rank, world, compare=False, **WITHOUT_ADAMW)
+        found = run_owners(layout, steps, compare=False, **WITHOUT_ADAMW)
     for mine, theirs in zip(found, expected, strict=True):
         assert_same(mine, theirs)
 
 
 # ---- sharded -------------------------------------------------------------------------------
 
-SHARED = {"planner": dmuon.PlannerOptions(co_owners=2)}
-REPLICATED = replicated_case(2)  # plain, so that the test averages
-FSDP1 = replace(BY_NAME["fsdp2"], name="fsdp1", mesh_shape=(1,))
+SHARED = {"request": {"planner": dmuon.PlannerOptions(co_owners=2)}}
+WHOLE = replace(LAYOUTS[BARE], build=ParallelModel)  # on every rank
 LOST = ("blocks.1.mlp.up.weight", "blocks.1.norm.weight")  # a matrix and one of AdamW's
 SHARDED_STEPS = [
     What(parts=2),
@@ -232,17 +223,17 @@ SHARDED_STEPS = [
 SCALE = 8.0
 
 
-def lose(both: Pair, what: What, *, compare: bool) -> None:
+def lose(pair: Both, what: What, *, compare: bool) -> None:
     """Drop gradients of the model, and what they are to the whole ones, of the twin."""
-    ours, twins = dict(both.model.named_parameters()), dict(both.twin.named_parameters())
+    ours, twins = dict(pair.model.named_parameters()), dict(pair.twin.named_parameters())
     for name in LOST:
         p, q = ours[name], twins[name]
-        held = torch.ones_like(p.detach())
+        kept = torch.ones_like(p.detach())
         if what.missing == "everywhere" or is_last(p):
             p.grad = None
-            local_tensor(held).zero_()
+            local_tensor(kept).zero_()
         if compare:
-            whole = whole_tensor(held)
+            whole = whole_tensor(kept)
             q.grad = q.grad * whole if whole.any() else None
 
 
@@ -256,67 +247,66 @@ def is_last(p: Tensor) -> bool:
 
 
 def run_sharded(
-    case: ParallelCase,
+    layout: Layout | str,
     steps: list[What],
-    rank: int,
     *,
     compare: bool,
     dtype: torch.dtype = torch.float32,
-    **muon: Any,
+    request: dict[str, Any] | None = None,
+    muon: dict[str, Any] | None = None,
+    **only: Any,
 ) -> tuple[Values, Values]:
-    both = pair(case, change=lambda model: model.to(dtype))
-    with dedicated(both.model, **muon) as (_, opt):
-        ref = reference(both.twin) if compare else None
-        skipped = 0
+    change, averages = (lambda model: model.to(dtype)), layout is WHOLE
+    case = {"request": request, "muon": muon, "only": only, "averages": averages}
+    with both(layout=layout, change=change, **case) as pair:
+        opt, skipped = pair.opt, 0
         for step, what in enumerate(steps):
             for part in range(what.parts):
-                both.backward(10 * step + part)
+                pair.averages = averages and part == what.parts - 1
+                pair.backward(10 * step + part)
                 if compare:
-                    both.joint_backward(10 * step + part)
-            if case is REPLICATED:
-                average(*both.model.parameters())
+                    pair.joint_backward(10 * step + part)
             if what.missing != "nowhere":
-                lose(both, what, compare=compare)
+                lose(pair, what, compare=compare)
             if what.clip == "torch":
-                nn.utils.clip_grad_norm_(both.model.parameters(), 0.3)
+                nn.utils.clip_grad_norm_(pair.model.parameters(), 0.3)
             elif what.clip:
                 with watched(what):
-                    dmuon.clip_grad_norm_(both.model, 0.3)
+                    dmuon.clip_grad_norm_(pair.model, 0.3)
             if what.clip and compare:
-                nn.utils.clip_grad_norm_(both.twin.parameters(), 0.3)
-            if what.bad and rank == 0:
-                local_tensor(both.model.get_parameter(what.bad).grad).view(-1)[0] = math.nan
+                nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.3)
+            if what.bad and dist.get_rank() == 0:
+                local_tensor(pair.model.get_parameter(what.bad).grad).view(-1)[0] = math.nan
             if what.found_inf is not None:
-                for p in both.model.parameters():
+                for p in pair.model.parameters():
                     p.grad *= SCALE
                 opt.grad_scale, opt.found_inf = torch.tensor(SCALE), torch.tensor(what.found_inf)
             if what.bad or what.found_inf:
                 skipped += 1
-                both.twin.zero_grad()  # nothing changes anywhere
+                pair.twin.zero_grad()  # nothing changes anywhere
             with watched(what, steps[step - 1] if step else None):
-                opt.step()
-                opt.zero_grad()
+                pair.step()
                 if step % 2:
                     opt.synchronize()
             opt.grad_scale = opt.found_inf = None
-            if ref is not None:
-                ref.step()
-            both.twin.zero_grad()
+            if compare:
+                pair.ref.step()
+            pair.twin.zero_grad()
         opt.synchronize()
         if compare:
-            assert both.difference()[0] <= 1e-5, both.difference()
+            pair.check()
             assert opt.stats()["skipped"] == skipped and opt.stats()["finite"]
-        return both.whole(), state_of(opt)
+        return pair.whole(), state_of(opt)
 
 
 @pytest.mark.parametrize(
-    ("case", "world", "period", "settings"),
+    ("layout", "world", "period", "settings"),
     [
         ("fsdp2", 2, 1, {}),
         ("fsdp2", 2, 3, {}),
         ("fsdp2", 2, 2, {"master_weights": True, "dtype": torch.bfloat16}),
         # Operands lie in the narrower dtype, where no host reads.
-        ("fsdp2", 2, 1, {"ns_dtype": torch.bfloat16}),
+        ("fsdp2", 2, 1, {"muon": {"ns_dtype": torch.bfloat16}}),
         ("tp", 2, 3, {}),
         ("hsdp", 4, 2, {}),
         ("fsdp2", 2, 1, SHARED),
@@ -324,33 +314,31 @@ def run_sharded(
     ],
 )
 @distributed()
-def test_sharded_steps_need_no_host(rank, world, case, period, settings):
+def test_sharded_steps_need_no_host(rank, world, layout, period, settings):
     """The same with and without a host that reads."""
     # torch's clipping takes no mixture of meshes.
-    steps = [s for s in SHARDED_STEPS if s.clip != "torch" or case != "tp"]
-    settings = settings | WITHOUT_ADAMW | {"period": period}
-    expected = run_sharded(BY_NAME[case], steps, rank, compare=False, **settings)
+    steps = [s for s in SHARDED_STEPS if s.clip != "torch" or layout != "tp"]
+    muon = WITHOUT_ADAMW | settings.get("muon", {})
+    settings = settings | {"muon": muon, "period": period}
+    expected = run_sharded(layout, steps, compare=False, **settings)
     with host_cannot_read():
-        found = run_sharded(BY_NAME[case], steps, rank, compare=False, **settings)
+        found = run_sharded(layout, steps, compare=False, **settings)
     for mine, theirs in zip(found, expected, strict=True):
-        assert_same(mine, theirs, rounded=period != 1 or "planner" in settings)
+        assert_same(mine, theirs, rounded=period != 1 or "request" in settings)
 
 
 @pytest.mark.parametrize(
-    ("case", "world", "settings"),
-    [
-        *((FSDP1, 1, {}), (BY_NAME["fsdp2"], 2, {}), (BY_NAME["fsdp2"], 2, SHARED)),
-        *(("replicated", 2, {}), ("replicated", 2, SHARED)),
-    ],
+    ("layout", "world", "settings"),
+    [("fsdp2", 1, {}), ("fsdp2", 2, {}), ("fsdp2", 2, SHARED), (BARE, 2, {}), (BARE, 2, SHARED)],
 )
 @distributed()
-def test_sharded_steps_equal_the_reference(rank, world, case, settings):
-    case = REPLICATED if case == "replicated" else case  # found again in this process
+def test_sharded_steps_equal_the_reference(rank, world, layout, settings):
+    laid = WHOLE if layout == BARE else replace(LAYOUTS[layout], mesh=(world,))
     with host_cannot_read():
-        run_sharded(case, SHARDED_STEPS, rank, compare=True, **settings)
+        run_sharded(laid, SHARDED_STEPS, compare=True, **settings)
 
 
 @distributed(2)
 def test_block_steps_need_no_host_and_equal_the_oracle(rank, world):
     with host_cannot_read():
-        check_against_oracle("fsdp2", 3, 0.7, 5)
+        follow_in_blocks(3, 0.7, 5, layout=FSDP2)

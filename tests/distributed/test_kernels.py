@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from unittest import mock
 
@@ -10,22 +9,30 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.dtensors import whole_tensor
 from dmuon.kernels import runner
 from dmuon.kernels.newton_schulz import prepared
-from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.costs import CostTable
 from tests.distributed.harness import distributed
+from tests.distributed.twins import (
+    BARE,
+    LAYOUTS,
+    MUON,
+    PLAIN,
+    REDUCED,
+    REDUCING,
+    assert_bitwise,
+    both,
+    gathered,
+    laid_out,
+    layouts,
+    sharded,
+)
 from tests.products import Products
 
 pytestmark = pytest.mark.cpu_only("kernels of CPUs")
 
-MUON = {"lr": 0.02, "adamw_lr": 1e-3, "ns_dtype": torch.float32}
-LAYOUTS = pytest.mark.parametrize("layout", ["replicated", "sharded", "dedicated"])
 GRAM = "gram[2]/torch/float32"
 SIDE = 6
 SIZES = (20, 9, 6)
@@ -47,15 +54,11 @@ class Widths(nn.Module):
         return x
 
 
-def data(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(
-        4,
-        SIDE,
-        generator=torch.Generator(torch.get_default_device()).manual_seed(100 * step + rank),
-    )
-
-
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def loss_of(model: nn.Module, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Of numbers that the tokens of a batch seed."""
+    generator = torch.Generator(torch.get_default_device())
+    generator.manual_seed(int((inputs[0] * torch.arange(16)).sum()))
+    x = torch.randn(4, SIDE, generator=generator)
     return (model(x) - 2 * x.roll(1, 0)).square().mean()
 
 
@@ -65,101 +68,83 @@ def gram_costs(kernel: str = GRAM) -> CostTable:
     return CostTable("by hand", entries, kernels=kernels)
 
 
-def made(layout: str, **planning):
-    """Model, twin, ownership; FSDP2 where the layout wants it."""
-    torch.manual_seed(0)
-    model = Widths()
-    twin = copy.deepcopy(model)
-    if layout == "sharded":
-        fully_shard(
-            model, mesh=init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
-        )
-    if layout == "replicated":
-        planning["options"] = dmuon.ReplicatedOptions(reduce_to_owner=True)
-    return model, twin, dmuon.dedicate_params(model, layout=layout, **planning)
+SHARDED = sharded(build=Widths)
 
 
-def follow(model, twin, own, opt, references, steps, world, skips=False):
-    """Train both; the largest difference of a weight. ``skips``: matrices lack gradients."""
-    for step in range(steps):
-        model.skipped = twin.skipped = step % 2 if skips and step else None
-        loss_of(model, data(step, dist.get_rank())).backward()
-        opt.step()
-        opt.zero_grad()
-        for r in range(world):
-            (loss_of(twin, data(step, r)) / world).backward()
-        for reference in references:
-            reference.step()
-            reference.zero_grad()
-    opt.synchronize()
-    with own.materialized(model):
-        pairs = zip(model.parameters(), twin.parameters(), strict=True)
-        return max(float((whole_tensor(p) - q).detach().abs().max()) for p, q in pairs)
+def planned_as(layout, *, build=Widths, **case):
+    """`both` with these costs (or a plan)."""
+    request = {"solver": "auto", **case.pop("request", {})}
+    laid = SHARDED if layout == "sharded" else LAYOUTS[layout]
+    return both(build, laid, loss_of=loss_of, request=request, **case)
 
 
-def ran(own, opt) -> set[tuple[str, str]]:
+def ran(pair) -> set[tuple[str, str]]:
     """(shapes, kernel) that ran anywhere."""
-    everyone = own.runtime.transport.gather_objects(opt.stats()["kernels"]["ran"])
+    everyone = gathered(pair.opt.stats()["kernels"]["ran"])
     return {item for mine in everyone for item in mine.items()}
 
 
+def groups(model):
+    named = list(model.named_parameters())
+    ups = [(n, p) for n, p in named if n.startswith("up")]
+    downs = [(n, p) for n, p in named if n.startswith("down")]
+    return [{"params": ups, "lr": 0.01, "ns_steps": 4}, {"params": downs}]
+
+
 @pytest.mark.parametrize(
-    ("layout", "period"), [("replicated", 1), ("sharded", 1), ("sharded", 3), ("dedicated", 1)]
+    ("layout", "period"), [(REDUCED, 1), ("sharded", 1), ("sharded", 3), (PLAIN, 1)]
 )
 @distributed(2)
 def test_planned_calls_equal_the_reference_and_are_prepared_once(rank, world, layout, period):
     """Also where param groups differ, and where matrices without gradients leave smaller batches:
     their calls are prepared when they first come."""
     for skips in (False, True):
-        model, twin, own = made(layout, costs=gram_costs())
-        ups = {"lr": 0.01, "ns_steps": 4}
-        groups = [
-            {"params": list(model.up.parameters()), **ups},
-            {"params": list(model.down.parameters())},
-        ]
-        opt = dmuon.Muon(groups, **MUON, period=period)
-        nbytes = opt.stats()["kernels"]["workspace_bytes"]
-        reference = [ReferenceMuon(twin.up, **(MUON | ups)), ReferenceMuon(twin.down, **MUON)]
-        # The reference takes no block steps.
-        difference = follow(model, twin, own, opt, reference, 6, world, skips)
-        assert period > 1 or difference <= 1e-5
-        assert period > 1 or {kernel for _, kernel in ran(own, opt)} == {GRAM}
-        with mock.patch.object(runner, "prepared", wraps=prepared) as built:
-            follow(model, twin, own, opt, reference, 6, world, skips)
-        assert not built.called
-        assert opt.stats()["kernels"]["workspace_bytes"] == nbytes
-        own.close()
+
+        def prepare(model, step, rank, skips=skips):
+            model.skipped = step % 2 if skips and step % 6 else None
+
+        case = {"request": {"costs": gram_costs()}, "only": {"period": period}, "prepare": prepare}
+        with planned_as(layout, groups=groups, **case) as pair:
+            nbytes = pair.opt.stats()["kernels"]["workspace_bytes"]
+            pair.train(range(6))
+            pair.opt.synchronize()
+            if period == 1:  # of groups there is no reference with block steps
+                pair.check()
+                assert {kernel for _, kernel in ran(pair)} == {GRAM}
+            with mock.patch.object(runner, "prepared", wraps=prepared) as built:
+                pair.train(range(6))
+            assert not built.called
+            assert pair.opt.stats()["kernels"]["workspace_bytes"] == nbytes
 
 
-@LAYOUTS
+@layouts(REDUCED, "sharded", PLAIN)
 @distributed(2)
 def test_the_planned_kernel_is_the_one_that_runs(rank, world, layout):
     for kernel in ("standard/torch/float32", "gram[1,3]/torch_strips/float32"):
         saved, results = None, []
         for _ in range(3):  # a restart from the saved plan runs the same, bit for bit
             plan = saved and dmuon.OwnershipPlan.from_json(saved)
-            planning = {"plan": plan} if plan else {"costs": gram_costs(kernel)}
-            model, twin, own = made(layout, **planning)
-            opt = dmuon.Muon(model, **MUON)
-            assert follow(model, twin, own, opt, [ReferenceMuon(twin, **MUON)], 2, world) <= 1e-5
-            assert {k for _, k in ran(own, opt)} == {kernel}
-            with own.materialized(model):
-                results.append([whole_tensor(p).clone() for p in model.parameters()])
-            saved = own.plan.to_json()
-            own.close()
-        for others in results[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(results[0], others, strict=True))
+            request = {"plan": plan} if plan else {"costs": gram_costs(kernel)}
+            with planned_as(layout, request=request) as pair:
+                pair.train(range(2))
+                pair.check()
+                assert {k for _, k in ran(pair)} == {kernel}
+                results.append(pair.whole())
+                saved = pair.own.plan.to_json()
+        assert_bitwise(results[1:], results[:1] * 2)
 
 
 @distributed(2)
 def test_what_cannot_run_here_or_differs_is_refused_on_every_rank(rank, world):
-    model, _, own = made("replicated", costs=gram_costs("gram[2]/triton-128x64-w4-s3/float32"))
+    model = laid_out(BARE, Widths)[0]
+    costs = gram_costs("gram[2]/triton-128x64-w4-s3/float32")
+    own = dmuon.dedicate_params(model, options=REDUCING, costs=costs)
     with pytest.raises(ValueError, match=r"the plan runs gram\[2\]/triton.*on cpu"):
         dmuon.Muon(model, **MUON)
     own.close()
-    options = dmuon.KernelOptions(method=("standard", "gram")[rank])
+    kernels = dmuon.KernelOptions(method=("standard", "gram")[rank])
     with pytest.raises(ValueError, match=r"disagree.*KernelOptions\(method='(standard|gram)'"):
-        made("replicated", kernels=options)
+        dmuon.dedicate_params(model, options=REDUCING, kernels=kernels)
 
 
 class Alike(nn.Module):
@@ -176,41 +161,32 @@ class Alike(nn.Module):
         return x
 
 
-@distributed(2)
 @pytest.mark.parametrize(
-    ("layout", "dtype"),
+    ("layout", "dtype", "period"),
     [
-        ("replicated", torch.float32),
-        ("sharded", torch.bfloat16),
-        ("dedicated", torch.bfloat16),
-        ("block steps", torch.bfloat16),
+        (REDUCED, torch.float32, 1),
+        ("sharded", torch.bfloat16, 1),
+        (PLAIN, torch.bfloat16, 1),
+        ("sharded", torch.bfloat16, math.inf),
     ],
 )
-def test_products_get_memory_that_they_are_fast_on(rank, world, layout, dtype):
+@distributed(2)
+def test_products_get_memory_that_they_are_fast_on(rank, world, layout, dtype, period):
     """Batches of tall matrices included: strided results were up to 900 times slower on a CPU."""
-    torch.manual_seed(0)
-    model = Alike()
-    sharded = layout in ("sharded", "block steps")
-    if sharded:
-        fully_shard(model, mesh=init_device_mesh(torch.get_default_device().type, (world,)))
     entries = {(6, n, "float32"): {1: 1.0, 2: 1.2, 3: 1.3, 6: 1.5} for n in (20, 24)}
-    own = dmuon.dedicate_params(
-        model,
-        layout="sharded" if sharded else layout,
-        options=dmuon.ReplicatedOptions(reduce_to_owner=True) if layout == "replicated" else None,
-        costs=CostTable("by hand", entries),
-        kernels=dmuon.KernelOptions(backend="torch"),  # real products in this dtype
-    )
-    period = math.inf if layout == "block steps" else 1
-    opt = dmuon.Muon(model, lr=0.01, ns_dtype=dtype, period=period)
-    for step in range(3):
-        loss_of(model, data(step, rank)).backward()
-        with Products() as seen:
-            opt.step()
-            opt.synchronize()
-        assert not seen.slow, seen.slow
-        counts = torch.tensor([seen.batched, seen.tall])
-        dist.all_reduce(counts)  # an owner may have wide ones alone
-        assert counts.all(), "nothing was tested"
-        opt.zero_grad()
-    own.close()
+    request = {
+        "costs": CostTable("by hand", entries),
+        "kernels": dmuon.KernelOptions(backend="torch"),  # real products in this dtype
+    }
+    case = {"request": request, "muon": {"ns_dtype": dtype}, "only": {"period": period}}
+    with planned_as(layout, build=Alike, **case) as pair:
+        for step in range(3):
+            pair.backward(step)
+            with Products() as seen:
+                pair.opt.step()
+                pair.opt.synchronize()
+            assert not seen.slow, seen.slow
+            counts = torch.tensor([seen.batched, seen.tall])
+            dist.all_reduce(counts)  # an owner may have wide ones alone
+            assert counts.all(), "nothing was tested"
+            pair.opt.zero_grad()

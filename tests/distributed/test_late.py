@@ -12,18 +12,23 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from dmuon.dtensors import whole_tensor
-from dmuon.reference import ReferenceMuon
 from dmuon.types import ConsensusError, OwnershipError
 from tests.accelerator import host_cannot_read
 from tests.distributed.harness import distributed
-from tests.distributed.models import Net, batch, loss_of, seeded, wrap
-from tests.distributed.owners import MUON, assert_bitwise, assert_close
-from tests.distributed.test_drop_in import Used, average
+from tests.distributed.models import Net, Used, batch, loss_of, seeded, wrap
+from tests.distributed.twins import (
+    BARE,
+    DDP,
+    FSDP2,
+    MUON,
+    assert_bitwise,
+    assert_close,
+    both,
+    sharded,
+)
 
 # A norm, a bias, an embedding; matrices that have new shapes, and some that share one.
 LATE: dict[str, tuple[str, ...]] = {
@@ -37,29 +42,25 @@ LATE: dict[str, tuple[str, ...]] = {
 
 
 class Late:
-    """A model in one kind of parallelism whose parameters ``names`` are trained later, beside the
-    reference, which has no gradient of them until then."""
+    """A pair whose parameters ``names`` are trained later; the twin has no gradient of them until
+    then."""
 
-    def __init__(self, kind: str, how: str, names: tuple[str, ...], rank: int, world: int, **muon):
-        self.kind, self.how, self.names, self.rank, self.world = kind, how, names, rank, world
-        self.bare, self.twin = seeded(Used), seeded(Used)
-        if kind == "fsdp2":
-            mesh = init_device_mesh("cpu", (world,))
-            for block in self.bare.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(self.bare, mesh=mesh)
-        self.model = wrap(self.bare, kind == "ddp")
+    def __init__(self, kind: str, how: str, names: tuple[str, ...], **only: Any) -> None:
+        self.how, self.names, self.begun = how, names, False
+        layout = sharded(build=Used) if kind == FSDP2 else kind
+        late = {"wrap": wrap} if kind == DDP else {}
+        with both(Used, layout, alone=True, **late) as self.pair:
+            pass
+        self.bare, self.twin = self.pair.bare, self.pair.twin
         self.late = [(n, p) for n, p in self.bare.named_parameters() if n in names]
         for _, p in self.late:
             p.requires_grad_(False)
-        given: Any = self.model
+        given: Any = self.pair.model
         if how == "group":
             given = [(n, p) for n, p in self.bare.named_parameters() if n not in names]
         if how == "dedicated before":
-            dmuon.dedicate_params(self.model)
-        self.opt = dmuon.Muon(given, **(MUON | muon))
-        self.ref = ReferenceMuon(self.twin, **MUON)
-        self.begun = False
+            dmuon.dedicate_params(self.pair.model)
+        self.opt = self.pair.opt = dmuon.Muon(given, **(MUON | only))
 
     def begin(self) -> None:
         self.begun = True
@@ -68,23 +69,13 @@ class Late:
         if self.how == "group":
             self.opt.add_param_group({"params": self.late})
 
-    def backward(self, step: int) -> None:
-        loss_of(self.model, batch(step, self.rank)).backward()
-        if self.kind == "plain":
-            average(*self.bare.parameters())
-
     def train(self, steps: range) -> None:
         for step in steps:
-            self.backward(step)
-            self.opt.step()
-            self.opt.zero_grad()
-            for rank in range(self.world):
-                (loss_of(self.twin, batch(step, rank)) / self.world).backward()
+            self.pair.both_backward(step)
             for name, p in self.twin.named_parameters():
                 if name in self.names and not self.begun:
                     p.grad = None
-            self.ref.step()
-            self.ref.zero_grad()
+            self.pair.advance()
 
     def weights(self) -> dict[str, Tensor]:
         return {n: whole_tensor(p.detach()).clone() for n, p in self.bare.named_parameters()}
@@ -93,19 +84,16 @@ class Late:
         assert_close(self.weights(), {n: p.detach() for n, p in self.twin.named_parameters()})
 
 
-KINDS = pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp2"])
-
-
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [*product(("plain", "ddp", "fsdp2"), ("unfrozen", "group")), ("fsdp2", "dedicated before")],
+    [*product((BARE, DDP, FSDP2), ("unfrozen", "group")), (FSDP2, "dedicated before")],
 )
 @distributed(2)
 def test_they_are_trained_from_then_on(rank, world, kind, how):
     for which, names in LATE.items():
         if (which, how) == ("all matrices", "dedicated before"):
             continue
-        late = Late(kind, how, names, rank, world)
+        late = Late(kind, how, names)
         late.train(range(2))
         before = {p: late.opt.state[p] for p in late.opt.state}
         kept = {p: dict(entry) for p, entry in before.items()}
@@ -124,7 +112,7 @@ def test_they_are_trained_from_then_on(rank, world, kind, how):
 
 @distributed(2)
 def test_their_state_is_saved_and_loaded(rank, world):
-    late = Late("fsdp2", "group", LATE["matrices"], rank, world)
+    late = Late(FSDP2, "group", LATE["matrices"])
     late.train(range(1))
     late.begin()
     late.train(range(1, 3))
@@ -135,22 +123,19 @@ def test_their_state_is_saved_and_loaded(rank, world):
     expected = late.weights()
     late.bare.load_state_dict(saved[0])
     late.opt.load_state_dict(saved[1])
-    for step in range(3, 5):
-        late.backward(step)
-        late.opt.step()
-        late.opt.zero_grad()
+    late.pair.train_alone(range(3, 5))
     assert_bitwise(late.weights(), expected)
     late.opt.ownership.close()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", [DDP, FSDP2])
 @pytest.mark.parametrize("how", ["unfrozen", "group"])
 @distributed(2)
 def test_on_one_rank_alone_they_are_an_error_on_all(rank, world, kind, how):
     """Nothing changes, and when the others have followed, training goes on."""
-    late = Late(kind, how, LATE["matrices"], rank, world)
+    late = Late(kind, how, LATE["matrices"])
     late.train(range(2))
-    late.backward(2)
+    late.pair.backward(2)
     before = late.weights()
     if rank == 1:
         late.begin()
@@ -169,12 +154,12 @@ def test_on_one_rank_alone_they_are_an_error_on_all(rank, world, kind, how):
 
 @distributed(2)
 def test_groups_that_differ_can_be_mended(rank, world):
-    late = Late("ddp", "group", LATE["matrices"], rank, world)
+    late = Late(DDP, "group", LATE["matrices"])
     late.train(range(2))
     late.begin()
     group = late.opt.param_groups[-1]
     lr, group["lr"] = group["lr"], 0.1 + rank
-    late.backward(2)
+    late.pair.backward(2)
     with pytest.raises(ConsensusError, match=r"'param_groups\[1\]: lr=1\.1' where rank 0 has"):
         late.opt.step()
     late.opt.zero_grad()
@@ -186,7 +171,7 @@ def test_groups_that_differ_can_be_mended(rank, world):
 
 @distributed(2)
 def test_parameters_that_differ_are_named(rank, world):
-    late = Late("plain", "group", LATE["matrices"], rank, world)
+    late = Late(BARE, "group", LATE["matrices"])
     late.train(range(1))
     late.late = late.late[rank : rank + 1]  # a weight, its bias
     late.begin()
@@ -199,8 +184,8 @@ def test_parameters_that_differ_are_named(rank, world):
 
 @distributed(2)
 def test_what_fails_while_parameters_are_looked_for_fails_on_all(rank, world):
-    late = Late("plain", "unfrozen", LATE["vectors"], rank, world)
-    late.backward(0)
+    late = Late(BARE, "unfrozen", LATE["vectors"])
+    late.pair.backward(0)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(dmuon.groups, "held_by_modules", Mock(side_effect=MemoryError("full")))
@@ -211,21 +196,21 @@ def test_what_fails_while_parameters_are_looked_for_fails_on_all(rank, world):
     late.check()
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", [DDP, FSDP2])
 @distributed(2)
 def test_where_the_host_cannot_read(rank, world, kind):
     """All ranks plan again at once; where one is alone, the others learn it at the next step."""
     with host_cannot_read():
-        late = Late(kind, "unfrozen", LATE["matrices"], rank, world)
+        late = Late(kind, "unfrozen", LATE["matrices"])
         late.train(range(2))
         late.begin()
         late.train(range(2, 4))
         late.check()
         late.opt.ownership.close()
-        late = Late(kind, "unfrozen", LATE["matrices"], rank, world)
+        late = Late(kind, "unfrozen", LATE["matrices"])
         late.train(range(2))
         before = late.weights()
-        late.backward(2)
+        late.pair.backward(2)
         if rank == 1:
             late.begin()
         with pytest.raises(OwnershipError, match="not on every") if rank == 1 else nullcontext():
@@ -234,7 +219,7 @@ def test_where_the_host_cannot_read(rank, world, kind):
         if rank == 0:
             late.begin()
         late.opt.zero_grad()
-        late.backward(2)
+        late.pair.backward(2)
         with pytest.raises(ConsensusError, match="rank 1 refuses"):
             late.opt.step()
         late.opt.ownership.close()
@@ -242,7 +227,7 @@ def test_where_the_host_cannot_read(rank, world, kind):
 
 @distributed(2)
 def test_block_steps_go_on_until_the_next_full_step(rank, world):
-    late = Late("fsdp2", "unfrozen", LATE["matrices"], rank, world, period=3)
+    late = Late(FSDP2, "unfrozen", LATE["matrices"], period=3)
     late.train(range(4))
     late.begin()
     before = late.weights()
@@ -255,7 +240,7 @@ def test_block_steps_go_on_until_the_next_full_step(rank, world):
     assert not any(torch.equal(before[n], after[n]) for n in LATE["matrices"])
     assert late.opt.stats()["steps"] == 8
     late.opt.ownership.close()
-    late = Late("fsdp2", "unfrozen", LATE["matrices"], rank, world, period=float("inf"))
+    late = Late(FSDP2, "unfrozen", LATE["matrices"], period=float("inf"))
     late.train(range(1))
     late.begin()
     with pytest.raises(OwnershipError, match="period=math.inf"):

@@ -16,31 +16,34 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import dmuon
 import dmuon.optim
-from dmuon.comm.sharded import ShardedRuntime
 from dmuon.dtensors import whole_tensor
-from dmuon.kernels.runner import Orthogonalizer
 from dmuon.ownership import ownership_of
-from dmuon.step.at_owners import OwnerEngine, OwnerState
-from dmuon.step.on_params import ShardedEngine
-from dmuon.step.operands import ShardState
 from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
 from dmuon.types import ConsensusError, OwnershipError
 from tests.distributed.harness import Pools
-from tests.distributed.test_checkpoints import CASES, MUON, Training, assert_same
+from tests.distributed.test_checkpoints import CASES, Training
+from tests.distributed.twins import MUON, assert_bitwise, mesh_of
+from tests.internals import (
+    Orthogonalizer,
+    OwnerEngine,
+    OwnerState,
+    ShardedEngine,
+    ShardedRuntime,
+    ShardState,
+)
 
 pytestmark = pytest.mark.cpu_only("counts gloo's threads and files")
 
 KINDS = ["ddp", "reduce_to_owner ddp", "dedicated fsdp", "dedicated hsdp", "fsdp2", "tp"]
 
 
-def mesh_of(name: str) -> DeviceMesh:
+def mesh_for(name: str) -> DeviceMesh:
     """Made once a test: torch keeps the process groups of a mesh."""
-    case = CASES[name]
-    return init_device_mesh(torch.get_default_device().type, case.mesh, mesh_dim_names=case.axes)
+    return mesh_of(CASES[name].mesh, CASES[name].axes)
 
 
 def resources() -> dict[str, Any]:
@@ -76,7 +79,7 @@ def our_hooks(training: Training) -> list[str]:
 
 
 def come_and_go(rank: int, world: int, name: str) -> None:
-    mesh, hooks, seen = mesh_of(name), [], []
+    mesh, hooks, seen = mesh_for(name), [], []
     groups = resources()["groups"]
     for round in range(6):
         closed = round in (0, 1, 5)  # the first one also sets up what torch keeps
@@ -102,9 +105,6 @@ def come_and_go(rank: int, world: int, name: str) -> None:
     assert hooks, "those of a running optimizer are seen"
 
 
-come_and_go.body = come_and_go
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_nothing_is_left_of_models_that_are_closed_or_dropped(pools: Pools, name: str) -> None:
     pools(CASES[name].world).run(__name__, "come_and_go", {"name": name})
@@ -115,7 +115,7 @@ def test_nothing_is_left_of_models_that_are_closed_or_dropped(pools: Pools, name
 
 def rerun(rank: int, world: int, name: str, fails: bool) -> None:
     """The cell that makes a model runs twenty times, or as often with an error of the user's."""
-    mesh, seen, error = mesh_of(name), [], None
+    mesh, seen, error = mesh_for(name), [], None
 
     def oops(*_: Any) -> None:
         raise ZeroDivisionError("of the user's")
@@ -144,12 +144,9 @@ def rerun(rank: int, world: int, name: str, fails: bool) -> None:
     straight = Training(CASES[name], mesh=mesh)
     for training in (again, straight):
         training.train(range(2))
-    assert_same(again.weights(), straight.weights(), name)
+    assert_bitwise(again.weights(), straight.weights(), name)
     again.close()
     straight.close()
-
-
-rerun.body = rerun
 
 
 @pytest.mark.parametrize(
@@ -162,12 +159,12 @@ def test_a_cell_that_runs_again_and_again(pools: Pools, name: str, fails: bool) 
 
 def second_cell(rank: int, world: int, name: str) -> None:
     """The cell that makes the optimizer runs again over the same model."""
-    case, mesh = CASES[name], mesh_of(name)
+    case, mesh = CASES[name], mesh_for(name)
     expected = Training(case, mesh=mesh)
     expected.train(range(4))
     training = Training(case, mesh=mesh)
     training.train(range(2))
-    if case.own is None:  # the optimizer planned by itself, and ends the one before
+    if not case.own:  # the optimizer planned by itself, and ends the one before
         state = copy.deepcopy(training.opt.state_dict())
         training.opt = dmuon.Muon(training.model, **MUON)
         training.opt.load_state_dict(state)
@@ -183,12 +180,9 @@ def second_cell(rank: int, world: int, name: str) -> None:
         with pytest.raises(OwnershipError, match=r"own\.close\(\) and dmuon\.dedicate_params"):
             dmuon.Muon(training.model, **MUON)
     training.train(range(2, 4))
-    assert_same(training.weights(), expected.weights(), name)
+    assert_bitwise(training.weights(), expected.weights(), name)
     training.close()
     expected.close()
-
-
-second_cell.body = second_cell
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "ddp", "reduce_to_owner", "dedicated"])
@@ -219,11 +213,8 @@ def side_by_side(rank: int, world: int) -> None:
         for training in together.values():
             training.train(range(step, step + 1))
     for name, training in together.items():
-        assert_same(training.weights(), alone[name], name)
+        assert_bitwise(training.weights(), alone[name], name)
         training.close()
-
-
-side_by_side.body = side_by_side
 
 
 def test_optimizers_side_by_side(pools: Pools) -> None:
@@ -232,21 +223,21 @@ def test_optimizers_side_by_side(pools: Pools) -> None:
 
 def in_turn(rank: int, world: int, name: str, others: list[str]) -> None:
     """Dedicated, closed and dedicated again, in one layout and then in others."""
-    case, mesh = CASES[name], mesh_of(name)
+    case, mesh = CASES[name], mesh_for(name)
     straight, training = Training(case, mesh=mesh), Training(case, mesh=mesh)
     for number, other in enumerate([name, name, *others]):
         straight.train(range(number, number + 1))
         training.train(range(number, number + 1))
         found, expected = training.weights(), straight.weights()
         if number < 3:
-            assert_same(found, expected, name)
+            assert_bitwise(found, expected, name)
         for n, weight in expected.items():
             assert float((found[n] - weight).abs().max()) <= 1e-6, (other, n)
         state = copy.deepcopy(training.opt.state_dict())
         groups = [dict(group) for group in training.opt.param_groups]
         training.close()
         own = CASES[other].own
-        if own is not None:
+        if own:
             dmuon.dedicate_params(training.model, mesh, **own)
         training.opt = dmuon.Muon(training.model, **MUON)
         training.opt.load_state_dict(state)
@@ -257,9 +248,6 @@ def in_turn(rank: int, world: int, name: str, others: list[str]) -> None:
             group["lr"] = before["lr"]
     straight.close()
     training.close()
-
-
-in_turn.body = in_turn
 
 
 @pytest.mark.parametrize(
@@ -312,14 +300,14 @@ def planted(owner: Any, name: str, error: Exception | None) -> Iterator[None]:
 
 
 def fail_alone(rank: int, world: int, name: str) -> None:
-    case, mesh = CASES[name], mesh_of(name)
+    case, mesh = CASES[name], mesh_for(name)
 
     def fresh() -> nn.Module:
         torch.manual_seed(0)
         return case.wrap(ParallelModel(width=14, hidden=6, layers=1, experts=4), mesh)
 
     def step(model: nn.Module, opt: dmuon.Muon | None) -> dmuon.Muon:
-        if case.own is not None:
+        if case.own:
             dmuon.dedicate_params(model, mesh, **case.own)
             opt = dmuon.Muon(model, **MUON)
         assert opt is not None
@@ -328,7 +316,7 @@ def fail_alone(rank: int, world: int, name: str) -> None:
         return opt
 
     def optimizer(model: nn.Module) -> dmuon.Muon | None:
-        return dmuon.Muon(model, **MUON) if case.own is None else None
+        return dmuon.Muon(model, **MUON) if not case.own else None
 
     model = fresh()
     opt = step(model, optimizer(model))
@@ -357,9 +345,6 @@ def fail_alone(rank: int, world: int, name: str) -> None:
         found = [whole_tensor(p) for p in model.parameters()]
         assert all(map(torch.equal, found, expected)), place
         opt.ownership.close()
-
-
-fail_alone.body = fail_alone
 
 
 @pytest.mark.parametrize("name", FAILING)

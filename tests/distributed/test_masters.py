@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,14 +15,24 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import dmuon
 from dmuon.dtensors import local_tensor, whole_tensor
-from tests.distributed.fsdp import fsdp
+from dmuon.tools.parallel_models import ParallelModel
 from tests.distributed.harness import distributed
-from tests.distributed.models import Net
-from tests.distributed.owners import DDP, FSDP, PLAIN, REPLICATED, WHOLE, both, layouts
-from tests.distributed.sharded import Pair, dedicated, pair
+from tests.distributed.twins import (
+    AT_OWNERS,
+    DDP,
+    FSDP,
+    FSDP2,
+    HSDP,
+    PLAIN,
+    REDUCED,
+    REDUCED_DDP,
+    Both,
+    assert_bitwise,
+    both,
+    sharded,
+)
 
 BF16 = torch.bfloat16
-Weights = dict[str, Tensor]
 
 
 def halved(p: Tensor) -> None:
@@ -43,61 +54,47 @@ def refilled(p: Tensor) -> None:
     local_tensor(p).copy_(local_tensor(p).float().cos().mul(0.1))
 
 
-EDITS = [halved, clamped, refilled, pruned]
-
-
 def masters_of(opt: dmuon.Muon) -> list[Tensor]:
     """What a checkpoint holds of them; a collective call."""
     entries = opt.state_dict()["state"].values()
-    return [whole_tensor(e["master_weight"]).clone() for e in entries if "master_weight" in e]
+    found = [whole_tensor(e["master_weight"]).clone() for e in entries if "master_weight" in e]
+    assert found
+    return found
 
 
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(found) == len(expected) > 0
-    for one, other in zip(found, expected):
-        assert torch.equal(one, other)
-
-
-def edits_count(
-    model: nn.Module,
-    opt: dmuon.Muon,
-    train: Callable[[], Any],
-    weights: Callable[[], Weights],
-    access: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> None:
-    """``weights`` whole, a collective call; inside ``access`` they may be written to."""
+def edits_count(pair: Both, access: Callable[[], Any]) -> None:
+    """Inside ``access`` weights may be written to."""
+    steps = iter(range(100))
 
     def write(action: Callable[[Tensor], Any]) -> None:
-        opt.synchronize()
+        pair.opt.synchronize()
         with torch.no_grad(), access():
-            for p in model.parameters():
+            for p in pair.model.parameters():
                 action(p)
 
-    for _ in range(2):
-        train()
-    masters = masters_of(opt)
+    pair.train_alone([next(steps), next(steps)])
+    masters = masters_of(pair.opt)
     # To other weights and back: no bit of a master is lost, and a checkpoint follows.
     kept: list[Tensor] = []
     write(lambda p: kept.append(p.data.clone()))
     write(lambda p: p.data.zero_())
-    assert not any(m.any() for m in masters_of(opt))
+    assert not any(m.any() for m in masters_of(pair.opt))
     write(lambda p: p.copy_(kept.pop(0)))
-    assert_same(masters_of(opt), masters)
-    train()
-    masters = masters_of(opt)
+    assert_bitwise(masters_of(pair.opt), masters)
+    pair.train_alone([next(steps)])
+    masters = masters_of(pair.opt)
     # Steps of no size show what they start from.
-    for group in opt.param_groups:
+    for group in pair.opt.param_groups:
         group["lr"] = 0.0
-    for edit in EDITS:
-        before = weights()
+    for edit in (halved, clamped, refilled, pruned):
+        before = pair.whole()
         write(edit)
-        after, saved = weights(), masters_of(opt)
+        after, saved = pair.whole(), masters_of(pair.opt)
         assert any(not torch.equal(after[n], before[n]) for n in after)
-        train()
-        opt.synchronize()
-        for name, value in weights().items():
-            assert torch.equal(value, after[name]), (edit.__name__, name)
-        assert_same(masters_of(opt), saved)
+        pair.train_alone([next(steps)])
+        pair.opt.synchronize()
+        assert_bitwise(pair.whole(), after, edit.__name__)
+        assert_bitwise(masters_of(pair.opt), saved)
         for old, new in zip(masters, saved):
             same = old.to(BF16) == new.to(BF16)
             assert torch.equal(old[same], new[same])  # what was not written to keeps its bits
@@ -106,54 +103,32 @@ def edits_count(
     assert all(m.count_nonzero() < m.numel() for m in masters)
 
 
-@layouts(PLAIN, FSDP, REPLICATED, DDP, WHOLE)
-@distributed(2)
-def test_what_is_written_to_weights_counts(rank, world, layout):
-    publish = "sync" if layout in (FSDP, DDP) else "async"
-    only = {"master_weights": True, "publish": publish, "verify_every": 1}
-    with both(Net, layout, change=half, only=only) as now:
-
-        def access() -> AbstractContextManager[Any]:
-            return now.own.materialized(now.model)
-
-        steps = iter(range(100))
-        edits_count(now.model, now.opt, lambda: now.train_alone([next(steps)]), now.whole, access)
-
-
-@pytest.mark.parametrize("name", ["fsdp2", "tp"])
-@distributed(2)
-def test_what_is_written_to_shards_counts(rank, world, name):
-    shards_count(pair(name, change=half))
-
-
-@pytest.mark.parametrize("name", ["hsdp", "tp+fsdp"])
-@distributed(4)
-def test_what_is_written_to_shards_of_two_axes_counts(rank, world, name):
-    shards_count(pair(name, change=half), publish="sync")
-
-
-@distributed(2)
-def test_what_is_written_to_offloaded_shards_counts(rank, world):
-    shards_count(fsdp(change=half, offload_policy=CPUOffloadPolicy(pin_memory=False)), period=2)
-
-
 def half(model: nn.Module) -> None:
     model.to(BF16)
 
 
-def shards_count(now: Pair, **settings: Any) -> None:
-    with dedicated(now.model, master_weights=True, verify_every=1, **settings) as (_, opt):
-        steps = iter(range(100))
+OFFLOADED = sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
+CASES: dict[str, tuple[int, Any, dict[str, Any]]] = {
+    **{name: (2, name, {}) for name in (PLAIN, REDUCED, FSDP2, "tp")},
+    **{name: (2, name, {"publish": "sync"}) for name in (FSDP, REDUCED_DDP, DDP)},
+    **{name: (4, name, {"publish": "sync"}) for name in (HSDP, "tp+fsdp")},
+    "offloaded": (2, OFFLOADED, {"period": 2}),
+}
 
-        def train() -> None:
-            now.backward(next(steps))
-            opt.step()
-            opt.zero_grad()
 
-        edits_count(now.model, opt, train, now.whole)
-        if now.case.name == "fsdp2":
-            full = {n: torch.full(v.shape, 0.25, dtype=BF16) for n, v in now.whole().items()}
-            set_model_state_dict(now.model, full, options=StateDictOptions(full_state_dict=True))
-            train()
-            opt.synchronize()
-            assert all((v == 0.25).all() for v in now.whole().values())
+@pytest.mark.parametrize(("name", "world"), [(name, case[0]) for name, case in CASES.items()])
+@distributed()
+def test_what_is_written_to_weights_counts(rank, world, name):
+    _, layout, only = CASES[name]
+    only = {"master_weights": True, "verify_every": 1} | only
+    build = partial(ParallelModel, layers=1) if world == 4 else None
+    with both(build, layout, change=half, only=only) as pair:
+        whole = name in (*AT_OWNERS, DDP)
+        materialized = lambda: pair.own.materialized(pair.model)  # noqa: E731
+        edits_count(pair, materialized if whole else nullcontext)
+        if name == FSDP2:
+            full = {n: torch.full(v.shape, 0.25, dtype=BF16) for n, v in pair.whole().items()}
+            set_model_state_dict(pair.model, full, options=StateDictOptions(full_state_dict=True))
+            pair.train_alone([50])
+            pair.opt.synchronize()
+            assert all((v == 0.25).all() for v in pair.whole().values())

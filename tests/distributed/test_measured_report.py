@@ -6,18 +6,23 @@ import pytest
 import torch
 
 import dmuon
-from dmuon.step.engine import WARM_UP
 from tests.distributed.harness import distributed
-from tests.distributed.models import Net, batch, dedicate, loss_of, seeded
+from tests.distributed.models import Net, batch, loss_of, seeded
+from tests.distributed.twins import REDUCING, planned
+from tests.internals import WARM_UP
 from tests.transports import DelayingTransport, RecordingTransport
 
 pytestmark = pytest.mark.cpu_only("measures a CPU")
 
 
+def planned_for(model, wrapper=RecordingTransport):
+    return planned(model, wrapper, options=REDUCING)
+
+
 def trained(rank, steps, wrapper=RecordingTransport, model=None, **kwargs):
     """A model after some steps, with the events of each step."""
     model = seeded(Net) if model is None else model
-    own, transport = dedicate(model, wrapper)
+    own, transport = planned_for(model, wrapper)
     opt = dmuon.Muon(model, lr=0.02, **kwargs)
     events = []
     for step in range(steps):
@@ -84,7 +89,7 @@ def test_the_exchange_is_one_small_collective_at_fixed_steps(rank, world):
 def test_ranks_that_lack_gradients_still_take_part(rank, world):
     """Rank 0 skips a backward, `spare` has a gradient on one rank in one step only."""
     model = seeded(Net)
-    own, transport = dedicate(model, RecordingTransport)
+    own, transport = planned_for(model)
     opt = dmuon.Muon(model)
     for step in range(5):
         model.use_spare = step == 3 and rank == 1
@@ -101,7 +106,7 @@ def test_ranks_that_lack_gradients_still_take_part(rank, world):
 @distributed(2)
 def test_without_any_gradient_there_is_nothing_to_report(rank, world):
     model = seeded(Net)
-    own, transport = dedicate(model, RecordingTransport)
+    own, transport = planned_for(model)
     opt = dmuon.Muon(model)
     for _ in range(4):
         opt.step()
@@ -148,7 +153,7 @@ def test_closing_right_after_an_exchange(rank, world, steps):
     own.close()
     assert transport.waited == 1, "nothing is in flight when the group goes"
     assert opt.report().measured_ms is not None
-    again, _ = dedicate(model)
+    again, _ = planned_for(model)
     assert again.report().measured_ms is None, "a new ownership knows nothing yet"
     again.close()
 
@@ -164,7 +169,7 @@ class Halves(torch.nn.Module):
 @distributed(2)
 def test_several_ownerships_are_measured_apart(rank, world):
     both = seeded(Halves)
-    owns = [dedicate(part, RecordingTransport)[0] for part in (both.a, both.b)]
+    owns = [planned_for(part)[0] for part in (both.a, both.b)]
     opt = dmuon.Muon(both)
     mine = []
     for step in range(4):

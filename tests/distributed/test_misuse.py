@@ -13,32 +13,32 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
 import dmuon.api
-from dmuon.comm.consensus import solve_on_first
-from dmuon.comm.transport import host_can_read, timeout_of
 from dmuon.dtensors import flaw_of_device, local_tensor, whole_tensor
 from dmuon.types import ConsensusError, OwnershipError
 from tests.accelerator import host_cannot_read
 from tests.distributed.harness import TIMEOUT_S, distributed
 from tests.distributed.models import Net, batch, loss_of, seeded, wrap
+from tests.distributed.twins import REDUCING, assert_bitwise, mesh_of
+from tests.internals import host_can_read, solve_on_first, timeout_of
 
 # Plain models whose gradients dmuon averages.
-REDUCING = {"options": dmuon.ReplicatedOptions(reduce_to_owner=True)}
+REDUCED = {"options": REDUCING}
 
 
 def _asked(layout: str) -> dict:
-    return REDUCING if layout == "replicated" else {"layout": layout}
+    return REDUCED if layout == "replicated" else {"layout": layout}
 
 
 @contextmanager
 def planned(model: nn.Module | None = None, **planning):
     """A dedicated model and its ownership, closed at the end."""
     model = seeded(Net) if model is None else model
-    own = dmuon.dedicate_params(model, **(REDUCING | planning))
+    own = dmuon.dedicate_params(model, **(REDUCED | planning))
     yield model, own
     own.close()
 
@@ -100,8 +100,6 @@ def test_models_that_cannot_be_planned(rank, world):
 
 @distributed(2)
 def test_mesh_of_the_wrong_device(rank, world):
-    from torch.distributed.device_mesh import DeviceMesh
-
     mesh = DeviceMesh(torch.get_default_device().type, list(range(world)))
     object.__setattr__(mesh, "_device_type", "cuda")  # there is no such device here
     if mesh.device_type != "cuda":
@@ -125,7 +123,7 @@ def test_the_current_device_was_not_set(rank, world):
         wrapped = wrap(seeded(Net), kind_of_model == "ddp")
         if kind_of_model == "fsdp2":
             fully_shard(wrapped)
-        planning = REDUCING if kind_of_model == "plain" else {}
+        planning = REDUCED if kind_of_model == "plain" else {}
         with monkeypatch.context() as patch:
             patch.setattr(dmuon.api, "flaw_of_device", lambda named: flaw)
             patch.setattr(dist, "all_gather_object", lambda *_, **__: pytest.fail("sent"))
@@ -140,9 +138,7 @@ def test_the_current_device_was_not_set(rank, world):
 @distributed(4)
 def test_a_mesh_whose_groups_wait_longer_than_the_default_group(rank, world):
     """On one rank, with the line that sets it."""
-    mesh = init_device_mesh(
-        torch.get_default_device().type, (2, 2), mesh_dim_names=("replicate", "shard")
-    )
+    mesh = mesh_of((2, 2))
     told = []
     for _ in range(2):
         model = nn.Sequential(nn.Linear(8, 8))
@@ -162,7 +158,7 @@ def test_a_mesh_whose_groups_wait_longer_than_the_default_group(rank, world):
 @distributed(4)
 def test_own_groups_wait_as_the_default_group_does(rank, world, timeout_s):
     """While they plan, as long as torch's new groups; or as long as was asked for."""
-    seen, mesh = [], init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    seen, mesh = [], mesh_of((2, 2))
     with pytest.MonkeyPatch.context() as patch:
 
         def solved(transport, solve):
@@ -210,7 +206,7 @@ def test_optimizer_mistakes(rank, world, mistake, only_one):
 def test_ddp_without_find_unused_parameters_says_so(rank, world):
     model = seeded(Net)
     wrapped = wrap(model, True, find_unused_parameters=False, bucket_cap_mb=0.001)
-    own = dmuon.dedicate_params(wrapped, **REDUCING)
+    own = dmuon.dedicate_params(wrapped, **REDUCED)
     opt = dmuon.Muon(wrapped)
     model.use_spare = True
     loss_of(wrapped, batch(0, rank)).backward()
@@ -255,21 +251,13 @@ def test_states_that_differ_between_ranks_are_an_error_on_all_and_change_nothing
             wrong["state"][number]["momentum_buffer"] = torch.zeros(3, 3)
         with pytest.raises((OwnershipError, ConsensusError), match=r"shape \[3, 3\]"):
             opt.load_state_dict(wrong)
-        assert_same_state(opt.state_dict(), before)
+        assert_bitwise(opt.state_dict(), before)
         wrong = copy.deepcopy(before)
         wrong["param_groups"][0]["lr"] = 0.5 + rank
         with pytest.raises(ConsensusError, match="ranks disagree"):
             opt.load_state_dict(wrong)
-        assert_same_state(opt.state_dict(), before)
+        assert_bitwise(opt.state_dict(), before)
         one_step(model, opt, rank, 1)
-
-
-def assert_same_state(found: dict, expected: dict) -> None:
-    assert found["param_groups"] == expected["param_groups"]
-    for key, entry in expected["state"].items():
-        for name, value in entry.items():
-            now = local_tensor(found["state"][key][name])
-            assert torch.equal(now, local_tensor(value)), (key, name)
 
 
 DIFFERENT = {
@@ -304,7 +292,7 @@ def test_optimizer_settings_that_differ_between_ranks(rank, world):
 def test_one_rank_tells_of_updates_that_are_rounded_away(rank, world, layout):
     model = seeded(Net).bfloat16()
     if layout == "sharded":
-        fully_shard(model, mesh=init_device_mesh(torch.get_default_device().type, (world,)))
+        fully_shard(model, mesh=mesh_of((world,)))
     own = dmuon.dedicate_params(model, **_asked(layout))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -340,7 +328,7 @@ def test_a_gradient_set_by_hand_after_backward_is_refused(rank, world):
 def test_a_wrapped_ddp_is_refused(rank, world):
     model = nn.Sequential(wrap(seeded(Net), True))
     with pytest.raises(ValueError, match="DistributedDataParallel itself"):
-        dmuon.dedicate_params(model, **REDUCING)
+        dmuon.dedicate_params(model, **REDUCED)
 
 
 @distributed(2)
@@ -362,9 +350,7 @@ def refusing_step(kind: str, on: str, key: str, rank: int, when: str) -> tuple:
     """(what a step raised, whether weights changed), where rank 1 sets a wrong value."""
     model = seeded(Net)
     if kind == "sharded":
-        fully_shard(
-            model, mesh=init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
-        )
+        fully_shard(model, mesh=mesh_of((dist.get_world_size(),)))
     with host_cannot_read() if on == "accelerator" else nullcontext():
         own = dmuon.dedicate_params(model, **_asked(kind))
         opt = dmuon.Muon(model, publish="sync")
@@ -430,7 +416,7 @@ def test_a_setting_that_turns_wrong_where_the_host_cannot_read(rank, world):
 def test_a_period_that_differs_between_ranks(rank, world):
     """Full steps of different numbers meet: an error on every rank."""
     model = seeded(Net)
-    fully_shard(model, mesh=init_device_mesh(torch.get_default_device().type, (world,)))
+    fully_shard(model, mesh=mesh_of((world,)))
     own = dmuon.dedicate_params(model)
     opt = dmuon.Muon(model, period=period_of_rank)
     one_step(model, opt, rank)
@@ -493,7 +479,7 @@ def differing_steps(kind: str, rank: int, world: int) -> None:
     bare = seeded(Net)
     model = wrap(bare, kind == "ddp")
     if kind == "sharded":
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        fully_shard(model, mesh=mesh_of((world,)))
     if kind in ("replicated", "dedicated"):
         dmuon.dedicate_params(model, **_asked(kind))
     opt = dmuon.Muon(model, ns_dtype=torch.float32)

@@ -24,25 +24,35 @@ import dmuon
 from dmuon.reference import ReferenceMuon
 from dmuon.types import DmuonError
 from tests.distributed.harness import distributed
-from tests.distributed.models import Block, Net, batch, loss_of, net_of, seeded, weights
-from tests.distributed.owners import (
-    DDP,
+from tests.distributed.models import (
+    VOCAB,
+    Block,
+    Checkpointed,
+    Net,
+    Ordered,
+    batch,
+    children_alone,
+    loss_of,
+    net_of,
+    seeded,
+    weights,
+    without_root,
+)
+from tests.distributed.twins import (
     DEDICATED,
     FSDP,
     KEPT,
     MUON,
     PLAIN,
-    REPLICATED,
-    Checkpointed,
-    Ordered,
+    REDUCED,
+    REDUCED_DDP,
+    Rows,
     assert_close,
     both,
-    children_alone,
     follow,
     gathered,
     layouts,
     whole,
-    without_root,
 )
 
 # ---- the order of calls ----------------------------------------------------------------------
@@ -147,7 +157,7 @@ class Square(Block):
 
 
 def tied_head(model):
-    model.mid, model.lm_head = nn.Identity(), nn.Linear(24, 50, bias=False)
+    model.mid, model.lm_head = nn.Identity(), nn.Linear(24, VOCAB, bias=False)
     model.lm_head.weight = model.tok.weight
 
 
@@ -344,12 +354,8 @@ def ways_alternate(pair, step):
 
 # ---- all of them -----------------------------------------------------------------------------
 
-PROGRAMS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {}
-
-
-def program(name: str, *names: str, **case: Any) -> None:
-    """Train this in these layouts, see `follow`."""
-    PROGRAMS[name] = names, case
+PROGRAMS = Rows()
+program = PROGRAMS.add
 
 
 GROUPS = {
@@ -360,15 +366,15 @@ GROUPS = {
 }
 
 for name in ORDERS:
-    program(name, PLAIN, KEPT, REPLICATED, **ordered(name), steps=4)
+    program(name, PLAIN, KEPT, REDUCED, **ordered(name), steps=4)
 for name in ("backwards", "in turn", "twice with others between"):
     for n in (0, 3):
         options = {"prefetch": n}
         program(f"{name}, FSDP2, prefetch={n}", FSDP, **ordered(name), steps=4, options=options)
 for f in WAYS:
-    program(f.__name__, PLAIN, KEPT, REPLICATED, loss_of=f)
-program("ways alternate", PLAIN, KEPT, REPLICATED, round=ways_alternate)
-program("a part later", PLAIN, KEPT, REPLICATED, build=PartLater)
+    program(f.__name__, PLAIN, KEPT, REDUCED, loss_of=f)
+program("ways alternate", PLAIN, KEPT, REDUCED, round=ways_alternate)
+program("a part later", PLAIN, KEPT, REDUCED, build=PartLater)
 program("losses kept as attributes", PLAIN, change=keep_losses, loss_of=loss_with_kept)
 for name, f in GROUPS.items():
     program(f"groups: {name}", PLAIN, FSDP, options={"groups": f})
@@ -376,9 +382,9 @@ for name in ("linears", "nested"):
     groups = {"groups": GROUPS[name]}
     program(f"groups: {name}, any order", PLAIN, **ordered("some and several"), options=groups)
     program(f"groups: {name}, children alone", PLAIN, loss_of=children_alone, options=groups)
-program("a block at two places", PLAIN, KEPT, REPLICATED, change=shared)
-program("two tied blocks", PLAIN, KEPT, FSDP, REPLICATED, change=tied)
-program("a tied head", PLAIN, REPLICATED, change=tied_head)
+program("a block at two places", PLAIN, KEPT, REDUCED, change=shared)
+program("two tied blocks", PLAIN, KEPT, FSDP, REDUCED, change=tied)
+program("a tied head", PLAIN, REDUCED, change=tied_head)
 program(
     "a block tied to the root",
     PLAIN,
@@ -393,10 +399,10 @@ program("nor of the first block", PLAIN, change=frozen_first_block)
 
 for again in (False, True):
     kind = "reentrant" if again else "saved"
-    program(f"{kind} blocks", *DEDICATED, REPLICATED, build=partial(Checkpointed, again))
-    program(f"{kind} block", PLAIN, REPLICATED, build=partial(Checkpointed, again, (1,)))
+    program(f"{kind} blocks", *DEDICATED, REDUCED, build=partial(Checkpointed, again))
+    program(f"{kind} block", PLAIN, REDUCED, build=partial(Checkpointed, again, (1,)))
     program(
-        f"{kind} inside", PLAIN, REPLICATED, build=partial(net_of, partial(InnerCheckpoint, again))
+        f"{kind} inside", PLAIN, REDUCED, build=partial(net_of, partial(InnerCheckpoint, again))
     )
     for n in (0, 3):
         wrap = partial(checkpoint_blocks, reentrant=again)
@@ -411,11 +417,11 @@ program(
     "the same, accumulated", PLAIN, build=Segments, change=without_biases, round=some_in_no_sync
 )
 
-program("backward only in no_sync", PLAIN, REPLICATED, DDP, round=inside_no_sync)
-program("gradients dropped", PLAIN, REPLICATED, round=after_dropped_gradients)
+program("backward only in no_sync", PLAIN, REDUCED, REDUCED_DDP, round=inside_no_sync)
+program("gradients dropped", PLAIN, REDUCED, round=after_dropped_gradients)
 for forward in (False, True):
     lazy = partial(a_rank_without_backward, forward=forward)
-    program(f"a rank without backward, {forward=}", PLAIN, KEPT, REPLICATED, round=lazy, steps=4)
+    program(f"a rank without backward, {forward=}", PLAIN, KEPT, REDUCED, round=lazy, steps=4)
 for how in ("at once", "in turn", "last first", "graph retained"):
     program(f"two losses {how}", *DEDICATED, round=partial(two_losses, how=how))
 last_first = {"change": without_biases, "round": partial(two_losses, how="last first")}
@@ -427,12 +433,10 @@ program("evaluated at any time", *DEDICATED, round=evaluated_at_any_time)
 program("losses thrown away", PLAIN, KEPT, round=losses_thrown_away)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-@distributed(2)
+@PROGRAMS.each()
+@distributed()
 def test_programs_follow_the_reference(rank, world, name):
-    names, case = PROGRAMS[name]
-    for layout in names:
-        follow(layout=layout, **case)
+    PROGRAMS.follow(name)
 
 
 @distributed(4)
@@ -577,7 +581,7 @@ def some_ranks_use_spare(model, step, rank):
     model.use_spare = (step + rank) % 2 == 0
 
 
-@layouts(*DEDICATED, REPLICATED)
+@layouts(*DEDICATED, REDUCED)
 @distributed(2)
 def test_collectives_of_the_user_between_ours(rank, world, layout):
     """In backward while ours are in flight: in another group, so none cross, whoever is late."""
@@ -635,7 +639,7 @@ def test_two_models_in_one_optimizer_of_each_pipeline_stage(rank, world, freed, 
         seen = {}
         tokens, targets = batch(part, data_rank)
         for i, chunk in chunks.items():
-            x = tokens if i == 0 else receive((4, 8, 24), peer)
+            x = tokens if i == 0 else receive((4, 16, 24), peer)
             y = chunk(x)
             if i < 3:
                 send(y, peer)

@@ -16,24 +16,15 @@ import hashlib
 import io
 import math
 import tempfile
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -42,12 +33,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 import dmuon
-from dmuon.period import Schedule
-from dmuon.reference import ReferenceMuon
 from dmuon.tools.parallel_models import _shard
 from tests.distributed.harness import Pools
-from tests.distributed.test_checkpoints import DEDICATED, HSDP, REDUCED, Case
-from tests.soak import _ddp
+from tests.distributed.test_checkpoints import DEDICATED, HSDP, REDUCED
+from tests.distributed.twins import BlockReference, Layout, Trained, in_ddp
 
 SAMPLES = 12  # of all ranks in a step: as many for each of 1, 2, 3 and 4
 TOLERANCE = 1e-6
@@ -76,16 +65,6 @@ class Piece:
             "conv": (self.rows, self.cols, 3),
             "vector": (self.rows,),
         }.get(self.kind, (self.rows, self.cols))
-
-    def matrices(self) -> Iterator[tuple[tuple[int, int], ...]]:
-        """The range in each dim of the weight that is one matrix."""
-        whole = [(0, size) for size in self.shape]
-        cut = {"experts": 1, "fused": self.rows}.get(self.kind)
-        if cut is None:
-            yield tuple(whole)
-        else:
-            for first in range(0, self.shape[0], cut):
-                yield ((first, first + cut), *whole[1:])
 
 
 class Layer(nn.Module):
@@ -166,17 +145,17 @@ def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 LAYOUTS = {
-    "single": Case((1,)),
-    **{f"fsdp{n}": Case((n,), wrap=_shard) for n in (2, 3, 4)},
-    **{f"ddp{n}": Case((n,), wrap=_ddp) for n in (2, 3)},
-    **{f"reduce_to_owner{n}": Case((n,), own=REDUCED) for n in (2, 3)},
-    "reduce_to_owner ddp": Case((2,), wrap=_ddp, own=REDUCED),
-    **{f"dedicated{n}": Case((n,), own=DEDICATED) for n in (2, 3)},
-    "dedicated fsdp": Case((2,), own=DEDICATED, shard_rest=True),
-    "tp": Case((2,), ("tp",), wrap=_tensor_parallel),
-    "hsdp": Case(**HSDP, wrap=_shard),
-    "dedicated hsdp": Case(**HSDP, own=DEDICATED),
-    "tp+fsdp": Case((2, 2), ("dp", "tp"), wrap=_tensor_parallel),
+    "single": Layout((1,)),
+    **{f"fsdp{n}": Layout((n,), wrap=_shard) for n in (2, 3, 4)},
+    **{f"ddp{n}": Layout((n,), wrap=in_ddp) for n in (2, 3)},
+    **{f"reduce_to_owner{n}": Layout((n,), own=REDUCED) for n in (2, 3)},
+    "reduce_to_owner ddp": Layout((2,), wrap=in_ddp, own=REDUCED),
+    **{f"dedicated{n}": Layout((n,), own=DEDICATED) for n in (2, 3)},
+    "dedicated fsdp": Layout((2,), own=DEDICATED, shard_rest=True),
+    "tp": Layout((2,), ("tp",), wrap=_tensor_parallel),
+    "hsdp": Layout(**HSDP, wrap=_shard),
+    "dedicated hsdp": Layout(**HSDP, own=DEDICATED),
+    "tp+fsdp": Layout((2, 2), ("dp", "tp"), wrap=_tensor_parallel),
 }
 SHARDED = [name for name, case in LAYOUTS.items() if case.wrap in (_shard, _tensor_parallel)]
 
@@ -325,46 +304,28 @@ def examples(draw: st.DrawFn) -> Example:
 # ---- one process, undisturbed ------------------------------------------------------------
 
 
-class Oracle(ReferenceMuon):
-    """With block steps, as the ranks of a sharded layout take them."""
-
-    def __init__(self, example: Example, model: Model) -> None:
-        super().__init__(model, splits=example.splits(), **example.settings())
-        self.example = example
-        self.parameters = [next(block.parameters()) for block in model.blocks]
-
-    @torch.no_grad()
-    def step_in_blocks(self, name: str) -> None:
-        whole = self._orthogonalize
-        for i, (piece, p) in enumerate(zip(self.example.pieces, self.parameters)):
-            if p not in self._views or p.grad is None:
-                continue
-            buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-            for matrix in piece.matrices():
-                held = [
-                    [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, matrix)]
-                    for box in boxes(piece, i, name)
-                ]
-                held = [box for box in held if all(a < b for a, b in box)]
-                ratio = (self.example.ratio or 1.0) if len(held) > 1 else 1.0
-                self._orthogonalize = lambda x, ratio=ratio: whole(x) * ratio
-                for box in held:
-                    index = tuple(slice(a, b) for a, b in box)
-                    views = [t[index] for t in (p, p.grad, buffer)]
-                    if piece.kind == "experts":
-                        views = [view[0] for view in views]
-                    self._update(*views, self.param_groups[0])
-        self._orthogonalize = whole
-        if self.adamw is not None:
-            self.adamw.step()
+def holders(example: Example, model: Model, name: str) -> dict[Tensor, Tensor]:
+    """Of `BlockReference`: which rank of a layout holds what."""
+    found = {}
+    for i, piece in enumerate(example.pieces):
+        p = next(model.blocks[i].parameters())
+        found[p] = torch.zeros(p.shape)
+        for number, box in enumerate(boxes(piece, i, name)):
+            found[p][tuple(slice(a, b) for a, b in box)] = number
+    return found
 
 
 def expected_of(example: Example) -> dict[str, Any]:
     """Losses, and at the end weights and state by name."""
     model = example.model().float()
-    oracle = Oracle(example, model)
-    schedule, losses = Schedule(example.period), []
+    block = {"period": example.period, "block_lr_ratio": example.ratio}
+    oracle = BlockReference(model, {}, **block, splits=example.splits(), **example.settings())
+    losses = []
     for step in range(len(example.uses)):
+        if example.period > 1:
+            oracle.holders = holders(
+                example, model, example.first if step < example.save else example.then
+            )
         oracle.param_groups[0]["lr"] = lr = LR / (1 + step)
         if oracle.adamw is not None:
             oracle.adamw.param_groups[0]["lr"] = lr / 10
@@ -372,11 +333,7 @@ def expected_of(example: Example) -> dict[str, Any]:
         loss = torch.stack([model(inputs, 1 / 8) for inputs in parts]).sum()
         loss.backward()
         losses.append(float(loss.detach()))
-        if schedule.is_full(step):
-            oracle.step()
-        else:
-            oracle.step_in_blocks(example.first if step < example.save else example.then)
-        schedule.advance()
+        oracle.step()
         oracle.zero_grad()
     state = {**oracle.state, **(oracle.adamw.state if oracle.adamw is not None else {})}
     return {
@@ -389,37 +346,21 @@ def expected_of(example: Example) -> dict[str, Any]:
 # ---- in a layout -------------------------------------------------------------------------
 
 
-class Training:
+class Training(Trained):
     def __init__(self, example: Example, name: str) -> None:
-        self.example, case = example, LAYOUTS[name]
-        mesh = init_device_mesh(
-            torch.get_default_device().type, case.mesh, mesh_dim_names=case.axes
-        )
-        self.model = case.wrap(example.model(), mesh)
-        planning = {"splits": example.splits(), "costs": "analytic"}
-        if case.own is not None:
-            own = dmuon.dedicate_params(self.model, mesh, **planning, **case.own)
-            planning = {}
-            if case.shard_rest:
-                fully_shard(self.model, mesh=mesh, ignored_params=own.dedicated_params)
-        self.opt = dmuon.Muon(
-            self.model,
+        self.example, laid = example, LAYOUTS[name]
+        super().__init__(
+            laid,
+            example.model(),
+            planning={"splits": example.splits(), "costs": "analytic"},
             **example.settings(),
             period=example.period,
             block_lr_ratio=example.ratio,
             publish=example.publish,
             master_weights=example.half,
-            dedicate=planning,
         )
-        self.own = self.opt.ownership
         # FSDP2 and DistributedDataParallel have all ranks run the same layers.
-        self.alike = case.own is None or case.shard_rest or case.wrap is _ddp
-        self.rank, self.ranks = 0, 1
-        at = mesh.get_coordinate()
-        assert at is not None
-        for place, axis, size in zip(at, case.axes, case.mesh):
-            if axis != "tp":
-                self.rank, self.ranks = self.rank * size + place, self.ranks * size
+        self.alike = not laid.own or laid.shard_rest or laid.wrap is in_ddp
 
     def train(self, steps: range) -> list[float]:
         example, losses = self.example, []
@@ -443,34 +384,20 @@ class Training:
             losses.append(total)
         return losses
 
-    def state(self) -> dict[str, Any]:
-        model, optim = get_state_dict(self.model, self.opt)
-        return {"model": model, "optim": optim}
+    def save_as(self, folder: str, whole: bool) -> bytes:
+        if whole:
+            return packed(self.whole())
+        self.save(folder)
+        return b""
 
-    def save(self, folder: str, whole: bool) -> bytes:
-        if not whole:
-            dcp.save(self.state(), checkpoint_id=folder)
-            return b""
-        return packed(self.whole())
-
-    def load(self, folder: str, file: bytes) -> None:
-        options = StateDictOptions()
-        if file:
-            state = unpacked(file)
-            from_first = self.example.door == "rank 0"
-            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_first)
-            if from_first and torch.distributed.get_rank():
-                state = {"model": {}, "optim": {}}
-        else:
-            state = self.state()
-            dcp.load(state, checkpoint_id=folder)
-        set_model_state_dict(self.model, state["model"], options=options)
-        set_optimizer_state_dict(self.model, self.opt, state["optim"], options=options)
-
-    def whole(self) -> dict[str, Any]:
-        options = StateDictOptions(full_state_dict=True)
-        model, optim = get_state_dict(self.model, self.opt, options=options)
-        return {"model": model, "optim": optim}
+    def load_from(self, folder: str, file: bytes) -> None:
+        if not file:
+            self.load(folder)
+            return
+        state, from_first = unpacked(file), self.example.door == "rank 0"
+        if from_first and torch.distributed.get_rank():
+            state = {"model": {}, "optim": {}}
+        self.put(state, full_state_dict=True, broadcast_from_rank0=from_first)
 
 
 def packed(value: Any) -> bytes:
@@ -489,17 +416,14 @@ def run(
     """Train up to the save, or load and train on; this rank's losses, and rank 0's state."""
     training = Training(example, example.then if loads else example.first)
     if loads:
-        training.load(folder, file)
+        training.load_from(folder, file)
         losses = training.train(range(example.save, len(example.uses)))
         state = packed(training.whole())
     else:
         losses = training.train(range(example.save))
-        state = training.save(folder, example.door != "dcp")
-    training.own.close()
+        state = training.save_as(folder, example.door != "dcp")
+    training.close()
     return losses, state if rank == 0 else hashlib.sha256(state).digest()
-
-
-run.body = run  # for `tests.distributed.harness`
 
 
 # ---- the property ------------------------------------------------------------------------

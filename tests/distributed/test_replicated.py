@@ -10,39 +10,34 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.comm.transport import C10dTransport
-from dmuon.types import ConsensusError, DmuonError
-from tests.accelerator import host_cannot_read
+from dmuon.types import ConsensusError
 from tests.distributed.harness import distributed
 from tests.distributed.models import (
     Net,
-    assert_equal_on_all_ranks,
     batch,
-    largest_difference,
+    children_alone,
     loss_of,
     seeded,
     weights,
-)
-from tests.distributed.owners import (
-    MUON,
-    PLAIN,
-    REPLICATED,
-    both,
-    children_alone,
-    follow,
-    gathered,
-    layouts,
-    mesh_of,
     without_root,
 )
+from tests.distributed.twins import (
+    MUON,
+    PLAIN,
+    REDUCED,
+    REDUCING,
+    both,
+    follow,
+    gathered,
+    largest_difference,
+    layouts,
+)
+from tests.internals import C10dTransport
 from tests.transports import Clock, ClockTransport, RecordingTransport
 
-REDUCING = dmuon.ReplicatedOptions(reduce_to_owner=True)
 # One matrix a batch and a batch a bucket, so that there is something to overlap.
 SINGLY = {
     "options": {"bucket_bytes": 2048, "publish_bucket_bytes": 2048},
@@ -79,11 +74,11 @@ class _Watched:
 def after_a_step(publish="async"):
     """A model just after `step`, and what its weights will be."""
     settings = {"muon": {"lr": 0.05}, **SINGLY}
-    with both(Net, REPLICATED, only={"publish": "sync"}, **settings) as pair:
+    with both(Net, REDUCED, only={"publish": "sync"}, **settings) as pair:
         pair.train([0])
         expected = weights(pair.model)
     settings |= {"only": {"publish": publish}, "transport": LazyTransport}
-    with both(Net, REPLICATED, **settings) as pair:
+    with both(Net, REDUCED, **settings) as pair:
         pair.backward(0)
         pair.opt.step()
         yield pair, expected
@@ -138,7 +133,7 @@ def test_reading_right_after_step_sees_published_values(rank, world):
 
 @distributed(2)
 def test_closing_gives_ddp_back(rank, world):
-    """DDP takes one communication hook for life; ours steps aside and comes back."""
+    """REDUCED_DDP takes one communication hook for life; ours steps aside and comes back."""
     model = seeded(Net)
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     for _ in range(2):
@@ -154,21 +149,21 @@ def test_closing_gives_ddp_back(rank, world):
         mine = model.blocks[0].up.weight.grad.clone()
         total = mine.clone()
         dist.all_reduce(total)
-        assert torch.allclose(mine, total / world, atol=1e-7), "DDP averages by itself"
+        assert torch.allclose(mine, total / world, atol=1e-7), "REDUCED_DDP averages by itself"
         wrapped.zero_grad()
 
 
 @distributed(2)
 def test_models_that_bypass_wait_points_are_trained_right(rank, world):
     for way in (without_root, children_alone):
-        follow(Net, REPLICATED, transport=LazyTransport, loss_of=way, **SINGLY)
+        follow(Net, REDUCED, transport=LazyTransport, loss_of=way, **SINGLY)
 
 
 @distributed(2)
 def test_slow_collectives_cost_the_critical_path_not_their_sum(rank, world):
     clock = Clock()
     slow = {"transport": partial(ClockTransport, clock=clock, delay_s=1.0), **SINGLY}
-    with both(lambda: Net(layers=6), REPLICATED, only={"publish": "sync"}, **slow) as pair:
+    with both(lambda: Net(layers=6), REDUCED, only={"publish": "sync"}, **slow) as pair:
         pair.train([0])
         pair.backward(1)
         pair.events.clear()
@@ -180,7 +175,7 @@ def test_slow_collectives_cost_the_critical_path_not_their_sum(rank, world):
 
 @distributed(2)
 def test_bytes_handed_to_collectives_follow_the_shapes(rank, world):
-    with both(Net, REPLICATED, muon={"ns_dtype": torch.bfloat16}) as pair:
+    with both(Net, REDUCED, muon={"ns_dtype": torch.bfloat16}) as pair:
         pair.backward(0)
         pair.opt.step()
         stats = pair.opt.stats()
@@ -194,135 +189,10 @@ def test_bytes_handed_to_collectives_follow_the_shapes(rank, world):
         assert stats["ns_ms"] > 0
 
 
-# ---- gradients -------------------------------------------------------------------------------
-
-
-@layouts(PLAIN, REPLICATED)
-@distributed(2)
-def test_clipping_a_non_finite_norm(rank, world, layout):
-    with both(Net, layout) as pair:
-        loss = pair.loss(pair.model, 0, rank)
-        (loss * (float("inf") if rank == 1 else 1.0)).backward()
-        with pytest.raises(RuntimeError, match="total norm"):
-            dmuon.clip_grad_norm_(pair.model, 1.0, error_if_nonfinite=True)
-        assert not torch.isfinite(dmuon.clip_grad_norm_(pair.model, 1.0))
-        pair.opt.zero_grad()
-        pair.backward(1)
-        assert torch.isfinite(dmuon.clip_grad_norm_(pair.model, 1.0, error_if_nonfinite=True))
-
-
-class SparseAtWill(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(20, 6))
-        self.out = nn.Linear(6, 5)
-        self.sparse = False
-
-    def forward(self, tokens):
-        return self.out(F.embedding(tokens, self.table, sparse=self.sparse))
-
-
-@distributed(2)
-def test_a_sparse_gradient_on_one_rank_is_an_error_on_every_rank(rank, world):
-    with both(SparseAtWill, REPLICATED) as pair:
-        pair.model.sparse = rank == 1
-        with pytest.raises(DmuonError, match=r"'table'.*dense"):
-            pair.model(torch.arange(4)).sum().backward()
-        pair.model.sparse = False
-        pair.opt.zero_grad()
-        pair.model(torch.arange(4)).sum().backward()  # and the next round is in order
-        pair.opt.step()
-        pair.opt.synchronize()
-        assert_equal_on_all_ranks(pair.model)
-
-
-@layouts(PLAIN, REPLICATED)
-@distributed(2)
-def test_a_sparse_gradient_where_no_host_can_read_is_an_error_at_the_next_step(rank, world, layout):
-    """On both ranks, though only one of them misses a gradient and reads the flags."""
-    with host_cannot_read(), both(SparseAtWill, layout) as pair:
-
-        def advance(sparse_on=None):
-            pair.model.sparse = rank == sparse_on
-            pair.model(torch.arange(4) + rank).square().sum().backward()
-            for r in range(world):
-                (pair.twin(torch.arange(4) + r).square().sum() / world).backward()
-                if r == sparse_on:
-                    pair.twin.table.grad = None  # counts as missing
-            pair.ref.step(), pair.ref.zero_grad()
-            pair.opt.step()
-
-        advance(sparse_on=0)  # nobody raises yet
-        pair.opt.zero_grad()
-        with pytest.raises(DmuonError, match=r"'table'.*not dense.*sparse=False") as caught:
-            advance()
-        assert len(set(gathered(str(caught.value)))) == 1
-        pair.opt.step(), pair.opt.zero_grad()  # told once; the gradients are in order
-        advance()
-        pair.check()
-
-
 # ---- around a model --------------------------------------------------------------------------
 
 
-class Used(Net):
-    """Every parameter is used, as DDP without find_unused_parameters wants it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.use_spare = True
-
-
-@distributed(2)
-def test_ddp_options_a_mesh_and_compiled_models(rank, world):
-    ways = [
-        {"gradient_as_bucket_view": True},
-        {"static_graph": True},
-        {"bucket_cap_mb": 0.005},
-        {"bucket_cap_mb": 0.005, "gradient_as_bucket_view": True, "find_unused_parameters": True},
-        {"device_mesh": mesh_of((world,))},
-    ]
-    for way in ways:
-        mesh = way.get("device_mesh")
-        follow(Used, REPLICATED, wrap=partial(DistributedDataParallel, **way), mesh=mesh)
-    follow(Used, REPLICATED, wrap=partial(torch.compile, backend="eager"))
-    torch.compiler.reset()
-
-
-class TwoMatrices(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tok = nn.Embedding(50, 6)
-        self.a = nn.Linear(6, 9, bias=False)
-        self.b = nn.Linear(9, 50, bias=False)
-        self.w_empty = nn.Parameter(torch.empty(0, 4))
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, tokens):
-        return self.b(self.a(self.tok(tokens))) * self.scale
-
-
-class OnlyMatrices(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(9, 7, bias=False)
-        self.b = nn.Linear(7, 12, bias=False)
-
-    def forward(self, tokens):
-        return self.b(self.a(F.one_hot(tokens, 50).float()[..., :9]))
-
-
-def norm_loss(model, inputs):
-    return model(inputs[0]).square().sum(-1).add(1).sqrt().mean()
-
-
-@distributed(4)
-def test_models_of_unusual_make_up(rank, world):
-    follow(TwoMatrices, REPLICATED)  # more ranks than matrices
-    follow(OnlyMatrices, REPLICATED, loss_of=norm_loss)
-
-
-@layouts(PLAIN, REPLICATED)
+@layouts(PLAIN, REDUCED)
 @distributed(2)
 def test_the_handle_may_be_dropped_and_the_model_still_dies(rank, world, layout):
     model = seeded(Net)

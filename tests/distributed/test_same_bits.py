@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-from dmuon.dtensors import local_shard, whole_tensor
+from dmuon.dtensors import distributed_as, local_shard
 from tests.distributed.harness import Pools
+from tests.distributed.twins import Layout, Trained, whole
 
 STEPS = 4
 # Several of a shape, so that batches of 1, 2, 3, ... occur, and matrices beside their transposes.
@@ -76,18 +74,43 @@ def gradients_of(step: int) -> dict[str, Tensor]:
     generator = torch.Generator(torch.get_default_device()).manual_seed(100 + step)
     found = {}
     for name, shape in SHAPES.items():
-        whole = (
-            torch.randn(shape, generator=generator)
-            .mul_(9)
-            .round_()
-            .clamp_(-42, 42)
-            .mul_(3 * 2.0**-8)
-        )
-        found[name] = whole * 2.0 ** (-7 * (step % 3))
+        small = torch.randn(shape, generator=generator).mul_(9).round_().clamp_(-42, 42)
+        found[name] = small.mul_(3 * 2.0**-8) * 2.0 ** (-7 * (step % 3))
     return found
 
 
-# (ranks, form): how the model lies on its mesh.
+def in_tp(model: nn.Module, mesh: Any) -> nn.Module:
+    for number, module in enumerate(model.children()):
+        p = module.weight
+        if p.ndim > 1:
+            part = distribute_tensor(p.detach(), mesh["tp"], [Shard(number % p.ndim)])
+            module.weight = nn.Parameter(part)
+    return model
+
+
+def in_both(model: nn.Module, mesh: Any) -> nn.Module:
+    return fully_shard(in_tp(model, mesh), mesh=mesh["dp"])
+
+
+def of(world: int, form: str) -> Layout:
+    """How the model lies on its mesh."""
+    grid, replicas = (world // 2, 2), ((2, world // 2), ("replicate", "shard"))
+    reduced = dmuon.ReplicatedOptions(reduce_to_owner=True, publish_bucket_bytes=40_000)
+    dedicated: dict[str, Any] = {"layout": "dedicated"}
+    return {
+        "plain": Layout((world,)),
+        "fsdp": Layout((world,), wrap=lambda model, mesh: fully_shard(model, mesh=mesh)),
+        "hsdp": Layout(*replicas, wrap=lambda model, mesh: fully_shard(model, mesh=mesh)),
+        "tp": Layout((world,), ("tp",), wrap=in_tp),
+        "tp+fsdp": Layout(grid, ("dp", "tp"), wrap=in_both),
+        "dp+tp": Layout(grid, ("dp", "tp"), wrap=in_tp, own=dedicated),
+        "ddp": Layout((world,), wrap=lambda model, mesh: DistributedDataParallel(model)),
+        "reduced": Layout((world,), own={"options": reduced}),
+        "dedicated": Layout((world,), own=dedicated),
+        "dedicated hsdp": Layout(*replicas, own=dedicated),
+    }[form]
+
+
 FORMS = {
     1: ["plain", "fsdp", "reduced", "dedicated"],
     2: ["fsdp", "tp", "plain", "ddp", "reduced", "dedicated"],
@@ -97,86 +120,18 @@ FORMS = {
 }
 
 
-def _tensor_parallel(model: nn.Module, mesh: Any) -> None:
-    for number, module in enumerate(model.children()):
-        p = module.weight
-        if p.ndim > 1:
-            part = distribute_tensor(p.detach(), mesh, [Shard(number % p.ndim)])
-            module.weight = nn.Parameter(part)
-
-
-@contextmanager
-def _made(
-    form: str, world: int, dtype: torch.dtype, **kwargs: Any
-) -> Iterator[tuple[nn.Module, nn.Module, Any]]:
-    """The model, what is called, and its ownership."""
-    model: nn.Module = Parts().to(dtype)
-    called, layout, options, mesh = model, "auto", None, None
-    dims = ("replicate", "shard")
-    if form == "fsdp":
-        mesh = init_device_mesh(torch.get_default_device().type, (world,), mesh_dim_names=("dp",))
-        fully_shard(model, mesh=mesh)
-    elif form == "hsdp":
-        mesh = init_device_mesh(
-            torch.get_default_device().type, (2, world // 2), mesh_dim_names=dims
-        )
-        fully_shard(model, mesh=mesh)
-    elif form == "tp":
-        mesh = init_device_mesh(torch.get_default_device().type, (world,), mesh_dim_names=("tp",))
-        _tensor_parallel(model, mesh)
-    elif form in ("tp+fsdp", "dp+tp"):
-        mesh = init_device_mesh(
-            torch.get_default_device().type, (world // 2, 2), mesh_dim_names=("dp", "tp")
-        )
-        _tensor_parallel(model, mesh["tp"])
-        if form == "tp+fsdp":
-            fully_shard(model, mesh=mesh["dp"])
-        else:
-            layout = "dedicated"
-    elif form == "ddp":
-        called = DistributedDataParallel(model)
-    elif form == "reduced":
-        options = dmuon.ReplicatedOptions(reduce_to_owner=True, publish_bucket_bytes=40_000)
-    elif form == "dedicated":
-        layout = "dedicated"
-    elif form == "dedicated hsdp":
-        layout = "dedicated"
-        mesh = init_device_mesh(
-            torch.get_default_device().type, (2, world // 2), mesh_dim_names=dims
-        )
-    own = dmuon.dedicate_params(
-        called if form == "ddp" else model,
-        mesh,
-        layout=layout,
-        options=options,
-        splits=SPLITS,
-        costs="analytic",
-        **kwargs,
-    )
-    yield model, called, own
-    own.close()
-
-
-def _set_gradients(
-    model: nn.Module, called: nn.Module, form: str, whole: dict[str, Tensor], rank: int
-) -> None:
-    if form in ("reduced", "dedicated", "dedicated hsdp", "dp+tp", "ddp"):
-        called(whole).backward()
+def _set_gradients(trained: Trained, laid: Layout, whole: dict[str, Tensor], rank: int) -> None:
+    if laid.own or isinstance(trained.model, DistributedDataParallel):
+        trained.model(whole).backward()  # which averages
         return
-    for name, module in model.named_children():
+    for name, module in trained.model.named_children():
         p, grad = module.weight, whole[name]
         if isinstance(p, DTensor):
             box = local_shard(name, p, rank).box
             local = grad[box.slices()].clone().view(p.to_local().shape)
-            grad = DTensor.from_local(
-                local,
-                p.device_mesh,
-                p.placements,
-                run_check=False,
-                shape=p.shape,
-                stride=p.stride(),
-            )
-        p.grad = grad
+            p.grad = distributed_as(p, local)
+        else:
+            p.grad = grad
 
 
 def weights_of(
@@ -192,21 +147,21 @@ def weights_of(
 ) -> dict[str, str]:
     """A hash of every full weight after some steps."""
     kernels = dmuon.KernelOptions(method=method, backend="torch")
-    request = {"kernels": kernels} | (request or {})
-    with _made(form, world, dtype, **request) as (model, called, own):
-        opt = dmuon.Muon(called, **({"lr": 0.02, "ns_dtype": ns_dtype} | muon))
-        for step in range(STEPS):
-            gradients = {n: g.to(dtype) for n, g in gradients_of(step).items()}
-            _set_gradients(model, called, form, gradients, rank)
-            opt.step()
-            opt.zero_grad()
-        opt.synchronize()
-        with own.materialized(model):
-            found = {}
-            for name, module in model.named_children():
-                whole = whole_tensor(module.weight).contiguous()
-                assert bool(whole.isfinite().all()), name
-                found[name] = hashlib.sha256(whole.view(torch.uint8).numpy().tobytes()).hexdigest()
+    planning = {"kernels": kernels, "splits": SPLITS, "costs": "analytic"} | (request or {})
+    laid, settings = of(world, form), {"lr": 0.02, "ns_dtype": ns_dtype} | muon
+    trained = Trained(laid, Parts().to(dtype), planning=planning, **settings)
+    for step in range(STEPS):
+        gradients = {n: g.to(dtype) for n, g in gradients_of(step).items()}
+        _set_gradients(trained, laid, gradients, rank)
+        trained.opt.step()
+        trained.opt.zero_grad()
+    trained.opt.synchronize()
+    found = {}
+    for name, weight in whole(trained.bare, trained.opt.ownership).items():
+        assert bool(weight.isfinite().all()), name
+        data = weight.contiguous().view(torch.uint8).numpy().tobytes()
+        found[name] = hashlib.sha256(data).hexdigest()
+    trained.close()
     return found
 
 
@@ -222,8 +177,6 @@ def _arguments(form: str, number: int) -> dict[str, Any]:
     ns_dtype, method, others = SETTINGS[number]
     return {"form": form, "ns_dtype": ns_dtype, "method": method} | others
 
-
-weights_of.body = weights_of  # type: ignore[attr-defined]
 
 F32, BF16 = torch.float32, torch.bfloat16
 SETTINGS: list[Setting] = [

@@ -8,32 +8,31 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from dmuon.dtensors import local_tensor
-from dmuon.kernels.runner import Orthogonalizer
 from dmuon.tools.parallel_models import CASES as SHARDED
 from dmuon.tools.parallel_models import batch as tokens
 from dmuon.tools.parallel_models import loss_of as loss
 from dmuon.types import CorruptionError
 from tests.distributed.harness import distributed
-from tests.distributed.models import Net, batch, loss_of, seeded
-from tests.distributed.owners import (
+from tests.distributed.models import Net, Pieces, batch, loss_of, seeded
+from tests.distributed.twins import (
     DDP,
     FSDP,
     IN_TURN,
     KEPT,
     PLAIN,
-    REPLICATED,
-    WHOLE,
-    Pieces,
+    REDUCED,
+    REDUCED_DDP,
     both,
     layouts,
     mesh_of,
 )
+from tests.internals import Orthogonalizer
 
 
-@layouts(PLAIN, KEPT, FSDP, REPLICATED, DDP, WHOLE)
+@layouts(PLAIN, KEPT, FSDP, REDUCED, REDUCED_DDP, DDP)
 @distributed(2)
 def test_right_steps_pass(rank, world, layout):
-    dtype = torch.bfloat16 if layout in (KEPT, DDP) else torch.float32
+    dtype = torch.bfloat16 if layout in (KEPT, REDUCED_DDP) else torch.float32
     for build, more in ((Net, {}), (Pieces, IN_TURN)):
         muon, checked = {"ns_dtype": dtype}, {"verify_every": 1}
         with both(build, layout, muon=muon, only=checked, **more) as pair:
@@ -101,7 +100,7 @@ def corrupted(pair, rank, launch):
     return broken
 
 
-@layouts(REPLICATED, WHOLE)
+@layouts(REDUCED, DDP)
 @distributed(2, 3)
 def test_a_replica_that_changed_is_named(rank, world, layout):
     with both(Net, layout, only={"verify_every": 2}) as pair:
@@ -166,7 +165,7 @@ def wrong_results(run):
     return broken
 
 
-@pytest.mark.parametrize("layout", [PLAIN, FSDP, REPLICATED, WHOLE, "fsdp2"])
+@pytest.mark.parametrize("layout", [PLAIN, FSDP, REDUCED, DDP, "fsdp2"])
 @distributed(2)
 def test_an_owner_that_computes_wrongly_is_named(rank, world, layout):
     def watch(opt, step):

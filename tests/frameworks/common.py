@@ -197,6 +197,38 @@ def mean_over_ranks(loss: Tensor) -> float:
     return total.item()
 
 
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    schedule: Any,
+    rank: int,
+    world: int,
+    *,
+    resume: bool = False,
+    save: Callable[[], Any] = lambda: None,
+    backward: Callable[[Tensor], Any] = Tensor.backward,
+    clip: Callable[[], Any] | None = None,
+) -> list[float]:
+    """The same loop on a rank's examples; the losses. It saves half-way, or with ``resume`` begins
+    there."""
+    losses = []
+    for step in range(SAVED if resume else 0, STEPS):
+        loss = loss_of(model, batch(step, rank, world))
+        backward(loss)
+        clip() if clip is not None else nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(loss))
+        if step + 1 == SAVED and not resume:
+            save()
+    return losses
+
+
+def schedule_of(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
 # ---- processes ---------------------------------------------------------------------------
 
 
@@ -244,6 +276,13 @@ def accelerate_on_cpu(fsdp: bool = False) -> Iterator[None]:
     finally:
         AcceleratorState.__init__ = init
         reset()
+
+
+def saved_and_resumed(pools: Any, body: Any, folder: Any, **arguments: Any) -> None:
+    """``body`` on two processes, which save; then from there on two processes and on one."""
+    for world, resume in ((2, False), (2, True), (1, True)):
+        given = {"folder": str(folder), "resume": resume, **arguments}
+        pools(world).run(body.__module__, body.__name__, given)
 
 
 def muon(what: Any, **changes: Any) -> dmuon.Muon:

@@ -45,7 +45,7 @@ def train(
     model: nn.Module = common.net()
     optimizer: Any = common.muon(model if given == "module" else model.named_parameters())
     whole = [weakref.ref(p) for p in model.parameters()]
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, common.factor)
+    schedule = common.schedule_of(optimizer)
     if order == "model first":
         model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     else:
@@ -94,9 +94,7 @@ def runs(rank, world, folder, resume, plugin=None, **arguments):
 
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
 def test_ddp(pools, tmp_path, order):
-    for world, resume in ((2, False), (2, True), (1, True)):
-        arguments = {"folder": str(tmp_path), "resume": resume, "order": order}
-        pools(world).run(__name__, "runs", arguments)
+    common.saved_and_resumed(pools, runs, tmp_path, order=order)
 
 
 def test_accumulation_without_sync(pools, tmp_path):
@@ -116,6 +114,4 @@ def test_accumulation_without_sync(pools, tmp_path):
     ids=["module", "named", "whole checkpoint", "activation checkpointing", "loaded on rank 0"],
 )
 def test_fsdp2(pools, tmp_path, plugin, given):
-    for world, resume in ((2, False), (2, True), (1, True)):
-        arguments = {"folder": str(tmp_path), "resume": resume, "plugin": plugin, "given": given}
-        pools(world).run(__name__, "runs", arguments)
+    common.saved_and_resumed(pools, runs, tmp_path, plugin=plugin, given=given)

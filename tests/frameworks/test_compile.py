@@ -38,16 +38,7 @@ def runs(rank, world, how, wrap):
     if how == "outside":
         model = compiled(model, how)
     optimizer = common.muon(model)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, common.factor)
-    losses = []
-    for step in range(common.STEPS):
-        loss = common.loss_of(model, common.batch(step, rank, world))
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), common.CLIP)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(common.mean_over_ranks(loss))
+    losses = common.train(model, optimizer, common.schedule_of(optimizer), rank, world)
     common.assert_same((losses, common.weights(model)), expected)
     torch.compiler.reset()
 

@@ -41,7 +41,7 @@ class Module(lightning.LightningModule):
         optimizer = common.muon(
             self.named_parameters() if self.given == "named parameters" else self
         )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, common.factor)
+        schedule = common.schedule_of(optimizer)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
@@ -118,15 +118,13 @@ def runs(rank, world, folder, resume, sharded=False, **arguments):
 
 
 def test_ddp(pools, tmp_path):
-    for world, resume in ((2, False), (2, True), (1, True)):
-        pools(world).run(__name__, "runs", {"folder": str(tmp_path), "resume": resume})
+    common.saved_and_resumed(pools, runs, tmp_path)
 
 
 @pytest.mark.parametrize("save_distributed_checkpoint", [True, False])
 def test_fsdp2(pools, tmp_path, save_distributed_checkpoint):
-    arguments = {"sharded": True, "save_distributed_checkpoint": save_distributed_checkpoint}
-    for world, resume in ((2, False), (2, True), (1, True)):
-        pools(world).run(__name__, "runs", {"folder": str(tmp_path), "resume": resume, **arguments})
+    how = {"sharded": True, "save_distributed_checkpoint": save_distributed_checkpoint}
+    common.saved_and_resumed(pools, runs, tmp_path, **how)
 
 
 @distributed()
@@ -138,28 +136,23 @@ def fabric_runs(rank, world, folder, resume):
         fabric.launch()
         model: nn.Module = common.net()
         inner = common.muon(model)
-        schedule = torch.optim.lr_scheduler.LambdaLR(inner, common.factor)
+        schedule = common.schedule_of(inner)
         model, optimizer = fabric.setup(model, inner)
         state = {"model": model, "optimizer": optimizer, "schedule": schedule}
         if resume:
             fabric.load(f"{folder}/state.ckpt", state)
-        losses = []
-        for step in range(common.SAVED if resume else 0, common.STEPS):
-            loss = common.loss_of(model, common.batch(step, rank, world))
-            fabric.backward(loss)
-            fabric.clip_gradients(model, optimizer, max_norm=common.CLIP)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            losses.append(common.mean_over_ranks(loss))
-            if step + 1 == common.SAVED and not resume:
-                fabric.save(f"{folder}/state.ckpt", state)
+        how = {
+            "resume": resume,
+            "save": lambda: fabric.save(f"{folder}/state.ckpt", state),
+            "backward": fabric.backward,
+            "clip": lambda: fabric.clip_gradients(model, optimizer, max_norm=common.CLIP),
+        }
+        losses = common.train(model, optimizer, schedule, rank, world, **how)
         common.assert_same((losses, common.weights(model.module)), expected)
 
 
 def test_fabric(pools, tmp_path):
-    for world, resume in ((2, False), (2, True), (1, True)):
-        pools(world).run(__name__, "fabric_runs", {"folder": str(tmp_path), "resume": resume})
+    common.saved_and_resumed(pools, fabric_runs, tmp_path)
 
 
 class Unfreezes(BaseFinetuning):

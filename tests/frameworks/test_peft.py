@@ -36,29 +36,27 @@ def runs(rank, world, folder, resume):
     frozen = {n: p.detach().clone() for n, p in inner.named_parameters() if not p.requires_grad}
     model = DistributedDataParallel(inner) if world > 1 else inner
     optimizer = common.muon(model)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, common.factor)
+    schedule = common.schedule_of(optimizer)
     if resume:
         inner.load_adapter(folder, "default", is_trainable=True)
         optimizer.load_state_dict(torch.load(f"{folder}/optimizer.pt", weights_only=True))
         schedule.load_state_dict(torch.load(f"{folder}/schedule.pt", weights_only=True))
-    losses = []
-    for step in range(common.SAVED if resume else 0, common.STEPS):
-        loss = common.loss_of(model, common.batch(step, rank, world))
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(common.mean_over_ranks(loss))
-        if step + 1 == common.SAVED and not resume and rank == 0:
+
+    def save() -> None:
+        if rank == 0:
             inner.save_pretrained(folder)
             torch.save(optimizer.state_dict(), f"{folder}/optimizer.pt")
             torch.save(schedule.state_dict(), f"{folder}/schedule.pt")
+
+    def clip() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+
+    how = {"resume": resume, "save": save, "clip": clip}
+    losses = common.train(model, optimizer, schedule, rank, world, **how)
     common.assert_same((losses, common.weights(inner)), expected)
     now = dict(inner.named_parameters())
     assert frozen and all(torch.equal(now[name], before) for name, before in frozen.items())
 
 
 def test_lora(pools, tmp_path):
-    for world, resume in ((2, False), (2, True), (1, True)):
-        pools(world).run(__name__, "runs", {"folder": str(tmp_path), "resume": resume})
+    common.saved_and_resumed(pools, runs, tmp_path)

@@ -6,6 +6,7 @@ The convention is tried without torchtitan too, which needs more packages than a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -93,32 +94,19 @@ def runs(rank, world, folder, resume, build):
     model = sharded(world)
     optimizer, saved = {"convention": by_convention, "torchtitan": by_torchtitan}[build](model)
     inner = optimizer if build == "convention" else next(iter(optimizer))
-    schedule = torch.optim.lr_scheduler.LambdaLR(inner, common.factor)
+    schedule = common.schedule_of(inner)
     state = {"model": model.state_dict(), "optimizer": saved, "schedule": schedule}
     if resume:
         dcp.load(state, checkpoint_id=folder)
-    losses = []
-    for step in range(common.SAVED if resume else 0, common.STEPS):
-        loss = common.loss_of(model, common.batch(step, rank, world))
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), common.CLIP)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(common.mean_over_ranks(loss))
-        if step + 1 == common.SAVED and not resume:
-            dcp.save(state, checkpoint_id=folder)
+    save = partial(dcp.save, state, checkpoint_id=folder)
+    losses = common.train(model, optimizer, schedule, rank, world, resume=resume, save=save)
     common.assert_same((losses, common.weights(model)), expected)
 
 
 def test_the_convention(pools, tmp_path):
-    for world, resume in ((2, False), (2, True), (1, True)):
-        arguments = {"folder": str(tmp_path), "resume": resume, "build": "convention"}
-        pools(world).run(__name__, "runs", arguments)
+    common.saved_and_resumed(pools, runs, tmp_path, build="convention")
 
 
 def test_the_container(pools, tmp_path):
     pytest.importorskip("torchtitan.components.optimizer", exc_type=ImportError)
-    for world, resume in ((2, False), (2, True), (1, True)):
-        arguments = {"folder": str(tmp_path), "resume": resume, "build": "torchtitan"}
-        pools(world).run(__name__, "runs", arguments)
+    common.saved_and_resumed(pools, runs, tmp_path, build="torchtitan")

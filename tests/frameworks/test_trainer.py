@@ -138,15 +138,11 @@ FSDP2 = {
 
 @pytest.mark.parametrize("how", ["factory", "instance"])
 def test_ddp(pools, tmp_path, how):
-    for world, resume in ((2, False), (2, True), (1, True)):
-        arguments = {"folder": str(tmp_path), "resume": resume, "how": how}
-        pools(world).run(__name__, "runs", arguments)
+    common.saved_and_resumed(pools, runs, tmp_path, how=how)
 
 
 def test_fsdp2(pools, tmp_path):
-    for world, resume in ((2, False), (2, True), (1, True)):
-        arguments = {"folder": str(tmp_path), "resume": resume, "fsdp": True}
-        pools(world).run(__name__, "runs", arguments)
+    common.saved_and_resumed(pools, runs, tmp_path, fsdp=True)
 
 
 def test_gradual_unfreezing(pools, tmp_path):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu_parts import LAYOUTS, Setting, one_process, step_row
-from dmuon.comm.transport import LocalTransport, SideStream, Work
+from tests.internals import LocalTransport, SideStream, Work
 from tests.unit.models import reduced_in_backward
 
 

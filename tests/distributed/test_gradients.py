@@ -1,0 +1,462 @@
+"""Gradients in all ways: added up, clipped, scaled, missing on some ranks or on all."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dmuon
+from dmuon.dtensors import local_tensor, whole_tensor
+from dmuon.scheduler.select import trainable_parameters
+from dmuon.tools.parallel_models import CASES
+from dmuon.types import DmuonError
+from tests.accelerator import host_cannot_read
+from tests.distributed.harness import distributed
+from tests.distributed.models import Net, Ordered, Used, batch
+from tests.distributed.twins import (
+    DDP,
+    FSDP,
+    FSDP2,
+    HSDP,
+    KEPT,
+    LAYOUTS,
+    PLAIN,
+    REDUCED,
+    REDUCED_DDP,
+    assert_equal_on_all_ranks,
+    both,
+    gathered,
+    is_same,
+    layouts,
+    sharded,
+)
+
+EACH = (PLAIN, FSDP, REDUCED, REDUCED_DDP, DDP, FSDP2)
+TOLERANCE = 1e-5
+
+
+def laid(name, build=Net):
+    """The layout, with a `Net` also on FSDP2."""
+    return sharded(build=build) if name == FSDP2 else replace(LAYOUTS[name], build=build)
+
+
+# ---- sums and means --------------------------------------------------------------------------
+
+
+class Sums(nn.Module):
+    """Every weight's gradient is ``scale``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SumsBlock(3 + i) for i in range(5))
+
+    def forward(self, scale):
+        return sum((block(scale) for block in self.blocks), torch.zeros(()))
+
+
+class SumsBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, 7))
+        self.scale = nn.Parameter(torch.randn(width))
+
+    def forward(self, scale):
+        return scale * (self.weight.sum() + self.scale.sum())
+
+
+@distributed(2, 4)
+def test_owners_alone_have_momentum_of_the_exact_mean(rank, world):
+    """Of two backwards, which add up, and exactly, because one half is a power of two."""
+    grids = [(layout, (world,)) for layout in (PLAIN, REDUCED, REDUCED_DDP)]
+    for layout, mesh in grids + [(PLAIN, (2, 2))] * (world == 4):
+        with both(Sums, layout, mesh=mesh, muon={"momentum": 0.5}) as pair:
+            mean = (world + 1) / 2 + 8
+            for scale in (rank + 1.0, 8.0):
+                pair.model(torch.tensor(scale)).backward()
+            parameters = dict(pair.bare.named_parameters())
+            for name, p in parameters.items():
+                alone = name in pair.matrices
+                assert p.grad is None if alone else torch.equal(p.grad, torch.full_like(p, mean))
+            pair.opt.step()
+            state = {n: pair.opt.state[p] for n, p in parameters.items()}
+            buffers = {n: s["momentum_buffer"] for n, s in state.items() if "momentum_buffer" in s}
+            buffers = {n: buffer for n, buffer in buffers.items() if len(buffer)}
+            assert set(buffers) == set(pair.own.owned_by(rank))
+            for name, found in buffers.items():
+                expected = torch.full(pair.own.shape_of(name), 0.5 * mean)
+                assert torch.equal(found, expected), name
+            everyone = sorted(n for each in gathered(list(buffers)) for n in each)
+            assert everyone == sorted(pair.matrices)
+
+
+def quiet(pair, how, layout):
+    """What a micro-batch before the last one runs in."""
+    if how == "dmuon's no_sync":
+        return dmuon.no_sync(pair.model)
+    if how == "the framework's" and layout == FSDP2:
+        pair.model.set_requires_gradient_sync(False)
+    return pair.model.no_sync() if how == "the framework's" and layout == DDP else nullcontext()
+
+
+WAYS = ["each alone", "dmuon's no_sync", "one batch", "the framework's"]
+
+
+@pytest.mark.parametrize("how", WAYS)
+@layouts(*EACH)
+@distributed(2)
+def test_three_micro_batches_are_one_batch(rank, world, layout, how):
+    if how == "the framework's" and layout not in (DDP, FSDP2):
+        return
+    # Where the optimizer plans by itself, no_sync comes before planning once.
+    with both(Used, laid(layout), alone=layout == DDP) as pair:
+        for step in (0, 3):
+            parts = range(step, step + 3)
+            if how == "one batch":
+                joined = tuple(map(torch.cat, zip(*(batch(part, rank) for part in parts))))
+                pair.loss_of(pair.model, joined).backward()
+            for part in parts if how != "one batch" else ():
+                waits = part != parts[-1]
+                if layout == FSDP2:
+                    pair.model.set_requires_gradient_sync(True)
+                with quiet(pair, how, layout) if waits else nullcontext():
+                    pair.backward(part, 3)
+                if layout in (PLAIN, FSDP, REDUCED, REDUCED_DDP):
+                    local = [p for n, p in trainable_parameters(pair.model) if n in pair.matrices]
+                    waits = waits and how == "dmuon's no_sync"
+                    stays = any(p.grad is not None for p in local)
+                    assert stays == waits, "gradients of matrices stay here until they sync"
+                elif layout == FSDP2 and waits and how in ("dmuon's no_sync", "the framework's"):
+                    assert all(p.grad is None for p in pair.model.parameters())
+            for part in parts:
+                pair.joint_backward(part, 3)
+            pair.advance()
+        pair.check(2e-6)
+
+
+@distributed(2)
+def test_no_sync_puts_back_what_was_set(rank, world):
+    with both(layout=FSDP2) as pair:
+        with dmuon.no_sync(pair.model), dmuon.no_sync(pair.model):
+            pair.backward(0)
+        pair.both_backward(0)
+        for p, twin in zip(pair.model.parameters(), pair.twin.parameters(), strict=True):
+            assert torch.allclose(whole_tensor(p.grad), 2 * twin.grad, atol=1e-6)
+
+
+# ---- clipping --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("case", "world"), [(case.name, case.world) for case in CASES])
+@distributed()
+def test_clip_grad_norm_counts_every_element_once(rank, world, case):
+    """Of gradients that are those of one process on all data."""
+    with both(layout=case) as pair:
+        twins = dict(pair.twin.named_parameters())
+        pair.both_backward(0)
+        limit = 1e9  # changes nothing
+        for order in (math.inf, 2.0):
+            found = dmuon.clip_grad_norm_(pair.model, limit, order)
+            expected = nn.utils.clip_grad_norm_(twins.values(), limit, order)
+            assert abs(float(found) / float(expected) - 1) <= TOLERANCE, (order, limit)
+            norms = gathered(float(found))
+            assert len(set(norms)) == 1, f"different on each rank: {norms}"
+            limit = float(expected) / 2
+        for name, p in pair.model.named_parameters():
+            assert torch.allclose(whole_tensor(p.grad), twins[name].grad, atol=1e-7), name
+            assert float(twins[name].grad.abs().max()) > 1e-5, f"nothing to compare in {name}"
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"), [*((name, 2) for name in EACH), (PLAIN, 4), (FSDP, 4), (HSDP, 4)]
+)
+@distributed()
+def test_clipping_is_that_of_the_joint_batch(rank, world, layout):
+    mesh = (2, 2) if world == 4 else None
+    # Clipped gradients come near AdamW's usual eps.
+    with both(layout=layout, mesh=mesh, muon={"adamw_eps": 1e-3}) as pair:
+        for step, norm_type in enumerate([1.0, 2.0, float("inf")]):
+            pair.both_backward(step)
+            found = dmuon.clip_grad_norm_(pair.model, 0.3, norm_type)
+            expected = nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.3, norm_type)
+            assert abs(float(found) / float(expected) - 1) <= TOLERANCE
+            assert set(gathered(found.item())) == {found.item()}
+            again = dmuon.clip_grad_norm_(pair.model, 10.0, norm_type)
+            assert abs(float(again) - min(float(expected), 0.3)) <= TOLERANCE
+            pair.advance()
+        pair.check()
+
+
+@layouts(DDP, FSDP2)
+@distributed(2)
+def test_torchs_clipping_and_dmuons_by_turns(rank, world, layout):
+    """Each comes first once, before anything is planned."""
+    ways = [
+        lambda pair, bite: nn.utils.clip_grad_norm_(pair.model.parameters(), bite),
+        lambda pair, bite: dmuon.clip_grad_norm_(pair.model, bite),
+        lambda pair, bite: dmuon.clip_grad_norm_(pair.bare, bite),
+    ]
+    for first in (0, 1):
+        with both(Used, laid(layout), alone=True) as pair:
+            for step in range(4):
+                pair.both_backward(step)
+                norm = float(nn.utils.get_total_norm([p.grad for p in pair.twin.parameters()]))
+                found = ways[(first + step) % 3](pair, norm / 3)
+                found = float(whole_tensor(found))
+                nn.utils.clip_grad_norm_(pair.twin.parameters(), norm / 3)
+                assert abs(found / norm - 1) <= 1e-5
+                assert gathered(found) == [found] * world
+                pair.advance()
+            pair.check()
+
+
+@layouts(PLAIN, REDUCED, FSDP2)
+@distributed(2)
+def test_clipping_a_non_finite_norm(rank, world, layout):
+    with both(layout=layout) as pair:
+        loss = pair.loss(pair.model, 0, rank)
+        (loss * (math.inf if rank == 1 else 1.0)).backward()
+        before = {n: local_tensor(p.grad).clone() for n, p in held(pair.model)}
+        with pytest.raises(RuntimeError, match="total norm"):
+            dmuon.clip_grad_norm_(pair.model, 1.0, error_if_nonfinite=True)
+        assert all(torch.equal(local_tensor(p.grad), before[n]) for n, p in finite(pair.model))
+        assert not torch.isfinite(dmuon.clip_grad_norm_(pair.model, 1.0))
+        pair.opt.zero_grad()
+        pair.backward(1)
+        assert torch.isfinite(dmuon.clip_grad_norm_(pair.model, 1.0, error_if_nonfinite=True))
+
+
+def held(model):
+    return [(n, p) for n, p in model.named_parameters() if p.grad is not None]
+
+
+def finite(model):
+    return [(n, p) for n, p in held(model) if bool(local_tensor(p.grad).isfinite().all())]
+
+
+# ---- GradScaler ------------------------------------------------------------------------------
+
+SCALES = [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11]  # the third step is skipped
+
+
+def spoil(model, name, value):
+    """Put ``value`` into this rank's part of a gradient, on rank 1 alone."""
+    if dist.get_rank() == 1:
+        local_tensor(model.get_parameter(name).grad).view(-1)[-1] = value
+
+
+@pytest.mark.parametrize(
+    ("layout", "where", "unscale", "period"),
+    [
+        *((DDP, where, un, 1) for where in ("loss", "matrix", "other") for un in (True, False)),
+        *((FSDP2, "matrix", *how) for how in ((True, 1), (False, 1), (True, 3))),
+    ],
+)
+@distributed(2)
+def test_grad_scaler_skips_alike(rank, world, layout, where, unscale, period):
+    """An inf in rank 1's loss, which DDP spreads, or in p.grad on that rank alone. Of shards torch
+    shares the verdict, so that block steps obey it too; of DDP's gradients it does not."""
+    device = torch.get_default_device().type
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=2)
+    scales = []
+    with both(Used, laid(layout, Used), only={"period": period}) as pair:
+        theirs = next(n for n in pair.matrices if pair.own.owner_of(n) == 0)  # another rank's
+        for step in range(len(SCALES)):
+            bad = step == 2
+            factor = math.inf if bad and where == "loss" and rank == 1 else 1.0
+            scaler.scale(pair.loss(pair.model, step, rank) * factor).backward()
+            if bad and where != "loss":
+                spoil(pair.bare, theirs if where == "matrix" else "blocks.1.norm.weight", math.inf)
+            if bad:
+                pair.opt.synchronize()
+                before = pair.snapshot()
+            else:
+                pair.joint_backward(step)
+            if unscale:
+                scaler.unscale_(pair.opt)
+                dmuon.clip_grad_norm_(pair.model, 0.1)
+                nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.1)
+            scaler.step(pair.opt)
+            scaler.update()
+            pair.opt.zero_grad()
+            stats = pair.opt.stats()
+            if bad:
+                assert is_same(pair.snapshot(), before)
+                assert stats["finite"] is False and stats["skipped"] == 1
+                if layout == DDP and where != "loss":
+                    return  # torch lowers the scale of that rank alone
+            else:
+                pair.ref.step()
+                pair.twin.zero_grad()
+                assert stats["finite"] is True
+            scales.append(scaler.get_scale())
+        found = gathered(scales)
+        assert found == [SCALES] * world, f"scales by rank and step: {found}"
+        pair.check() if period == 1 else None
+
+
+# ---- gradients that are not there ------------------------------------------------------------
+
+
+def on_one_rank(model, step, rank):
+    """One rank uses the spare module, in turn, and the other all the blocks."""
+    model.use_spare = rank == step % 2
+    model.order = [0, 2] if rank == step % 2 else [0, 1, 2]
+
+
+def on_no_rank(model, step, rank):
+    """Blocks that no rank uses in some steps, and one that is never used."""
+    model.order = [0, 1] if step % 2 else [0]
+
+
+def cut_off(model, step, rank):
+    """A rank whose backward ends early: what lies before has no gradients there."""
+    model.detached = rank == step % 2
+
+
+def reaches_almost_nothing(model, step, rank):
+    model.order = [] if rank == 1 else [0, 1, 2]
+
+
+@layouts(PLAIN, KEPT, REDUCED, REDUCED_DDP, DDP)
+@distributed(2)
+def test_missing_gradients(rank, world, layout):
+    for prepare in (on_one_rank, on_no_rank, cut_off, reaches_almost_nothing):
+        with both(Ordered, layout, prepare=prepare) as pair:
+            before = pair.whole()
+            pair.train(range(4))
+            pair.check()
+            after = pair.whole()
+            for name in ("blocks.1.up.weight", "blocks.2.up.weight"):
+                untouched = prepare is on_no_rank and name.startswith("blocks.2")
+                assert torch.equal(before[name], after[name]) == untouched, name
+            if layout in (REDUCED, REDUCED_DDP, DDP):
+                assert_equal_on_all_ranks(pair.model)
+
+
+USERS = ((), (0,), (1,), (0, 1))
+
+
+@layouts(PLAIN, REDUCED, DDP, FSDP2)
+@distributed(2)
+def test_a_parameter_that_nobody_uses_stays_as_it_is(rank, world, layout):
+    """Without weight decay as well; where some ranks use it, it is trained on all."""
+
+    def prepare(model, step, data_rank):
+        model.use_spare = data_rank in USERS[step % 4]
+
+    with both(Net, laid(layout), prepare=prepare) as pair:
+        for step in range(5):
+            if layout == FSDP2:
+                pair.model.set_reduce_scatter_unused_params(len(USERS[step % 4]) == 1)
+            before = pair.whole()
+            pair.train([step])
+            after = pair.whole()
+            for name in ("spare.weight", "spare.bias"):
+                assert torch.equal(before[name], after[name]) is (not USERS[step % 4]), name
+        pair.check()
+
+
+def drop(pair, names, victim):
+    """Take gradients away from one rank by hand; they count as zero there."""
+    twins = dict(pair.twin.named_parameters())
+    for name, p in pair.model.named_parameters():
+        if name in names:
+            if dist.get_rank() == victim:
+                p.grad = None
+            per_rank = -(-p.shape[0] // dist.get_world_size())
+            twins[name].grad[victim * per_rank : (victim + 1) * per_rank] = 0
+
+
+@distributed(2)
+def test_a_gradient_missing_on_one_rank_counts_as_zero(rank, world):
+    names = ("blocks.0.mix.weight", "blocks.1.mlp.up.weight", "tok.weight", "blocks.0.norm.bias")
+    with both(layout=FSDP2) as pair:
+        for step in range(4):
+            pair.both_backward(step)
+            if step:
+                drop(pair, names, victim=step % 2)
+            norm = dmuon.clip_grad_norm_(pair.model, 0.1)
+            expected = nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.1)
+            assert abs(float(norm) - float(expected)) <= 1e-5
+            pair.advance()
+        pair.check()
+
+
+@pytest.mark.parametrize("co_owners", ["off", 4])
+@distributed(4)
+def test_missing_gradients_of_empty_shards_and_of_co_owners(rank, world, co_owners):
+    """`narrow.up.weight` has 3 rows on 4 ranks: the last one stores nothing."""
+    planner = {"planner": dmuon.PlannerOptions(co_owners=co_owners)}
+    with both(layout="fsdp4", request=planner) as pair:
+        params, twins = (dict(m.named_parameters()) for m in (pair.model, pair.twin))
+        narrow = local_tensor(params["blocks.0.narrow.up.weight"])
+        assert (narrow.numel() == 0) == (rank == 3)
+        for step in range(4):
+            pair.both_backward(step)
+            drop(pair, ["blocks.0.narrow.up.weight"], victim=3)  # changes nothing
+            drop(pair, ["blocks.1.narrow.up.weight"], victim=0)
+            drop(pair, [f"blocks.{step % 2}.mix.weight"], victim=step)
+            nowhere = f"blocks.{step % 2}.mlp.up.weight"
+            params[nowhere].grad = twins[nowhere].grad = None
+            pair.advance()
+        pair.check()
+
+
+# ---- sparse gradients ------------------------------------------------------------------------
+
+
+class SparseAtWill(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(20, 6))
+        self.out = nn.Linear(6, 5)
+        self.sparse = False
+
+    def forward(self, tokens):
+        return self.out(nn.functional.embedding(tokens, self.table, sparse=self.sparse))
+
+
+@distributed(2)
+def test_a_sparse_gradient_on_one_rank_is_an_error_on_every_rank(rank, world):
+    with both(SparseAtWill, REDUCED) as pair:
+        pair.model.sparse = rank == 1
+        with pytest.raises(DmuonError, match=r"'table'.*dense"):
+            pair.model(torch.arange(4)).sum().backward()
+        pair.model.sparse = False
+        pair.opt.zero_grad()
+        pair.model(torch.arange(4)).sum().backward()  # and the next round is in order
+        pair.opt.step()
+        pair.opt.synchronize()
+        assert_equal_on_all_ranks(pair.model)
+
+
+@layouts(PLAIN, REDUCED)
+@distributed(2)
+def test_a_sparse_gradient_where_no_host_can_read_is_an_error_at_the_next_step(rank, world, layout):
+    """On both ranks, though only one of them misses a gradient and reads the flags."""
+    with host_cannot_read(), both(SparseAtWill, layout) as pair:
+
+        def advance(sparse_on=None):
+            pair.model.sparse = rank == sparse_on
+            pair.model(torch.arange(4) + rank).square().sum().backward()
+            for r in range(world):
+                (pair.twin(torch.arange(4) + r).square().sum() / world).backward()
+                if r == sparse_on:
+                    pair.twin.table.grad = None  # counts as missing
+            pair.ref.step(), pair.ref.zero_grad()
+            pair.opt.step()
+
+        advance(sparse_on=0)  # nobody raises yet
+        pair.opt.zero_grad()
+        with pytest.raises(DmuonError, match=r"'table'.*not dense.*sparse=False") as caught:
+            advance()
+        assert len(set(gathered(str(caught.value)))) == 1
+        pair.opt.step(), pair.opt.zero_grad()  # told once; the gradients are in order
+        advance()
+        pair.check()

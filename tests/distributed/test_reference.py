@@ -1,0 +1,592 @@
+"""The update is never changed: every layout against Muon in one process on everybody's data.
+
+The first half is a table: a row is a layout (or several), a model, a mesh, and settings of any
+kind. What needs more than "the same weights" has a test of its own below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.func import functional_call
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
+
+import dmuon
+from dmuon.dtensors import whole_tensor
+from dmuon.scheduler.select import trainable_parameters
+from dmuon.tools.parallel_models import CASES, ParallelModel
+from tests.distributed.harness import distributed
+from tests.distributed.models import (
+    Casting,
+    Net,
+    Pieces,
+    Used,
+    ZooBlocks,
+    batch,
+    loss_of,
+    seeded,
+    weights,
+)
+from tests.distributed.twins import (
+    AT_OWNERS,
+    DDP,
+    FSDP,
+    FSDP2,
+    HSDP,
+    IN_TURN,
+    KEPT,
+    LAYOUTS,
+    PLAIN,
+    REDUCED,
+    REDUCED_DDP,
+    Rows,
+    assert_bitwise,
+    assert_close,
+    average_gradients,
+    both,
+    layouts,
+    mesh_of,
+    shard_units,
+    sharded,
+    vocabulary,
+)
+from tests.fused import FusedModel
+from tests.transports import DelayingTransport
+
+BF16 = torch.bfloat16
+EACH = (PLAIN, REDUCED, DDP, FSDP2)  # one of each kind
+ROWS = Rows()
+
+# ---- settings --------------------------------------------------------------------------------
+
+SETTINGS = [
+    {"momentum_mode": "sgd", "nesterov": True, "momentum": 0.9},
+    {"momentum_mode": "sgd", "nesterov": False, "dampening": 0.1},
+    {"nesterov": False, "adjust_lr_fn": "original", "momentum": 0.3},
+    {"ns_coefficients": "quintic", "ns_steps": 3, "weight_decay": 0.0},
+]
+for settings in SETTINGS:
+    ROWS.add(str(settings), *EACH, muon=settings)
+
+# ---- models and meshes -----------------------------------------------------------------------
+
+ROWS.add("a plain model", *AT_OWNERS, DDP, build=Net, steps=5)
+ROWS.add("convolutions, experts, attention", *AT_OWNERS, DDP, sharded(), build=ZooBlocks)
+ROWS.add("on one rank", PLAIN, FSDP, REDUCED, sharded(), world=1, build=Net)
+for case in CASES:
+    ROWS.add(f"mesh {case.name}", case.name)
+ROWS.add("replicas of pieces", FSDP, world=4, mesh=(2, 2), build=Pieces, **IN_TURN)
+
+
+def in_mixed_batches(pair, step):
+    matrices, batches = pair.own.plan.specs.matrices, pair.own.plan.batches
+    assert any(len({matrices[i].shape for i in b.matrices}) > 1 for b in batches)
+    pair.both_backward(step)
+
+
+# Each matrix is updated by its own rows and columns, also where it shares a batch with transposes.
+for adjust in ("original", None):
+    for build in (Net, Pieces, ZooBlocks):
+        for world in (1, 2):
+            name = f"{build.__name__} adjusted by {adjust}, {world=}"
+            more = {"round": in_mixed_batches} if build is Net and world == 1 else {}
+            ROWS.add(
+                name, PLAIN, REDUCED, world=world, build=build, steps=2,
+                muon={"adjust_lr_fn": adjust}, **more,
+            )  # fmt: skip
+
+
+def in_another_order() -> DeviceMesh:
+    names = ("replicate", "shard")
+    device = torch.get_default_device().type
+    return DeviceMesh(device, [[0, 2], [1, 3]], mesh_dim_names=names)
+
+
+ROWS.add("another order of ranks", PLAIN, FSDP, REDUCED, world=4, mesh=in_another_order)
+SHARED = {"planner": dmuon.PlannerOptions(co_owners=2)}
+ROWS.add("another order, co-owners", HSDP, mesh=in_another_order, request=SHARED)
+
+FUSED = {"splits": FusedModel.splits, "heads": FusedModel.heads}
+for adjust in ("original", "match_rms_adamw"):
+    fused = {"build": FusedModel, "select": FUSED, "muon": {"adjust_lr_fn": adjust}}
+    ROWS.add(f"fused weights stored (in, out), {adjust}", "fsdp4", steps=6, **fused)
+
+# ---- tensor parallelism in the dedicated layout ----------------------------------------------
+
+
+def parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Columns and rows; torch's styles take rows that do not divide only if columns are joined."""
+    styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    if model.blocks[0].up.weight.shape[0] % 2:
+        styles = {"up": ColwiseParallel(output_layouts=Replicate())}
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], styles)
+    return model
+
+
+def clipped(pair, step):
+    """Of `both`: each step's norm is the twin's."""
+    pair.both_backward(step)
+    found = float(dmuon.clip_grad_norm_(pair.model, 0.5))
+    expected = float(nn.utils.clip_grad_norm_(pair.twin.parameters(), 0.5))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def with_tp(name, *shape):
+    axes = ("replicate", "shard", "tp")[-len(shape) :] if len(shape) == 3 else ("dp", "tp")
+    return replace(LAYOUTS[name], mesh=shape, axes=axes, wrap=parallel)
+
+
+for degree, hidden in ((2, 56), (2, 57), (4, 56)):
+    laid = [with_tp(name, 4 // degree, degree) for name in (PLAIN, KEPT, FSDP)]
+    build = partial(Net, hidden=hidden)
+    ROWS.add(f"{degree} x {hidden} columns", *laid, build=build, round=clipped)
+ROWS.add("replicas, shards and columns", with_tp(PLAIN, 2, 2, 2))
+
+# ---- what FSDP2 offers -----------------------------------------------------------------------
+
+
+class Recomputed(ParallelModel):
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.lm_head(x)
+
+
+class Tied(ParallelModel):
+    """The head is the embedding, and keys are queries."""
+
+    def __init__(self):
+        super().__init__()
+        self.lm_head.weight = self.tok.weight
+        for block in self.blocks:
+            block.attention.k_proj.weight = block.attention.q_proj.weight
+
+
+def wrapped(model):
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = checkpoint_wrapper(block)
+
+
+def root_alone(model, mesh):
+    return fully_shard(model, mesh=mesh)
+
+
+def together(model, mesh):
+    """Both blocks are one unit: running the first gathers the second."""
+    fully_shard(list(model.blocks), mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def inside(model, mesh):
+    """Units in units, and blocks that are no unit."""
+    for block in model.blocks:
+        fully_shard(block.mlp, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def while_pending(pair, step):
+    """Each forward reads weights that were pending after the step before; a stale one would show
+    in the next gradient."""
+    assert not step or pair.pending, "nothing to wait for"
+    pair.both_backward(step)
+
+
+LATE = {"transport": partial(DelayingTransport, delay_s=0.005), "round": while_pending}
+OFFLOAD = CPUOffloadPolicy(pin_memory=False)
+ROWS.add("units stay gathered", sharded(reshard_after_forward=False), **LATE)
+ROWS.add("CPU offload", sharded(offload_policy=OFFLOAD), **LATE)
+ROWS.add("resharded to a smaller mesh", sharded(reshard_after_forward=2), world=4, steps=2)
+for shard in (root_alone, together, inside):
+    ROWS.add(f"sharded {shard.__name__}", replace(sharded(), wrap=shard), **LATE)
+ROWS.add("checkpoint in forward", sharded(build=Recomputed), **LATE)
+ROWS.add("checkpoint_wrapper", sharded(), change=wrapped, **LATE)
+
+
+@ROWS.each()
+@distributed()
+def test_training_follows_the_reference(rank, world, name):
+    ROWS.follow(name)
+
+
+# ---- what also says something of the plan ----------------------------------------------------
+
+
+@layouts(*AT_OWNERS, DDP, FSDP2)
+@distributed(2)
+def test_a_parameter_may_have_several_owners(rank, world, layout):
+    with both(Pieces, sharded() if layout == FSDP2 else layout, **IN_TURN) as pair:
+        for name, pieces in {"qkv.weight": 3, "o_proj.weight": 4, "w1": 5, "w2": 5}.items():
+            owners = pair.own.owner_of(f"blocks.0.{name}")
+            assert len(owners) == pieces and set(owners) == {0, 1}, name
+        pair.train(range(3))
+        pair.check()
+
+
+@distributed(2)
+def test_names_are_those_of_the_model_and_tied_weights_are_one(rank, world):
+    with both(layout=sharded(), change=wrapped) as pair:
+        assert pair.own.owner_of("blocks.1.mix.weight") in range(world)
+        assert not any("wrapped" in name for r in range(world) for name in pair.own.owned_by(r))
+    with both(layout=sharded(build=Tied), **LATE) as pair:
+        named = {p.name: p for p in pair.own.plan.specs.parameters}
+        assert "tied" in named["tok.weight"].reason and "lm_head.weight" not in named
+        assert "blocks.0.attention.q_proj.weight" in pair.matrices
+        assert "blocks.0.attention.k_proj.weight" not in pair.matrices
+        pair.train(range(3))
+        pair.check()
+
+
+@distributed(4)
+def test_fused_weights_are_cut_along_their_outputs(rank, world):
+    with both(FusedModel, "fsdp4", select=FUSED) as pair:
+        shapes = {m.name: m.shape for m in pair.own.plan.specs.matrices}
+        assert shapes["blocks.1.c_attn.weight[:, 10:20]"] == (10, 10)
+        assert shapes["blocks.0.experts.gate_up_proj[1][:, 0:6]"] == (6, 10)
+        assert shapes["blocks.0.c_proj.weight[5:10]"] == (10, 5)
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (2, 2, 2)], ids=str)
+@distributed(8)
+def test_uneven_parts_of_uneven_parts(rank, world, shape):
+    select = {"select": lambda name, p: name != "wte.weight" and p.ndim == 2}
+    with both(layout=vocabulary(*shape), select=select) as pair:
+        pair.train(range(2))
+        found = pair.whole()
+        head, expected = found.pop("lm_head.weight"), weights(pair.twin)
+        off = float((head - expected.pop("lm_head.weight")).abs().max())
+        assert off <= 5e-3, "its gradient is nearly of rank 1, which amplifies rounding; else 0.5"
+        assert_close(found, expected)
+
+
+@distributed(4)
+def test_two_ownerships_on_halves_of_the_ranks(rank, world):
+    mesh = mesh_of((2, 2), ("stage", "dp"))
+    report = dmuon.check_step_equivalence(
+        lambda: seeded(Net), loss_of, batch, mesh, steps=2, lr=0.02, ns_dtype=torch.float32
+    )
+    assert report.passed and report.rows[0].mesh == "2x2"
+    stage, data_rank = divmod(rank, 2)
+    with both(lambda: Net(layers=1 + stage), REDUCED, mesh=mesh["dp"]) as pair:
+        assert pair.own.plan.topology.world == 2 and pair.own.rank == pair.data_rank == data_rank
+        pair.train(range(2))
+        pair.check()
+
+
+@distributed(4)
+def test_the_kinds_of_shards_that_are_meant_to_occur_do(rank, world):
+    with both(layout="tp+fsdp") as pair:
+        block = pair.model.blocks[0]
+        outer, inner = block.mlp.up.weight.placements
+        assert type(outer) is not Shard and outer.dim == 0, "strided"
+        assert inner == Shard(0)
+        assert block.attention.o_proj.weight.placements == (Shard(0), Shard(1))
+        assert block.mix.weight.placements == (Shard(0),)
+    with both(layout="fsdp4") as pair:
+        narrow = pair.model.blocks[0].narrow.up.weight
+        assert narrow.to_local().shape[0] == (1 if rank < 3 else 0)
+    for name, local in (("ep+fsdp", (1, 6, 50)), ("ep+fsdp, split experts", (2, 3, 50))):
+        with both(layout=name) as pair:
+            assert pair.model.blocks[0].mlp.experts.w1.to_local().shape == local
+    tp = replace(LAYOUTS["tp"], mesh=(4,))
+    with both(partial(ParallelModel, hidden=16), tp) as pair:
+        plain = {n for n, p in pair.model.named_parameters() if not isinstance(p, DTensor)}
+        assert {"tok.weight", "lm_head.weight", "blocks.0.mix.weight"} <= plain
+
+
+# ---- groups and schedules --------------------------------------------------------------------
+
+# The first block and the embedding, the second block, all else.
+OF_GROUPS = [
+    {"lr": 0.03, "weight_decay": 0.3, "ns_steps": 5, "adamw_lr": 1e-3},
+    {"lr": 0.01, "weight_decay": 0.0, "ns_steps": 3, "momentum": 0.8, "nesterov": False},
+    {"lr": 0.005, "adamw_lr": 2e-3, "adamw_weight_decay": 0.2},
+]
+SCHEDULES = (lambda t: 1 / (1 + t)), (lambda t: 1 - 0.05 * t), (lambda t: 0.5**t)
+
+
+def groups(model):
+    members = [[], [], []]
+    for name, p in model.named_parameters():
+        place = {"tok": 0, "blocks.0": 0, "blocks.1": 1}
+        members[next((n for key, n in place.items() if name.startswith(key)), 2)].append((name, p))
+    return [{"params": m, **own} for m, own in zip(members, OF_GROUPS, strict=True)]
+
+
+@layouts(PLAIN, FSDP, REDUCED, DDP, FSDP2)
+@distributed(2)
+def test_param_groups_and_schedules(rank, world, layout):
+    """A group's rate, decay, momentum and iterations win, and each group has a schedule."""
+    with both(layout=layout, groups=groups) as pair:
+        schedules = [LambdaLR(pair.opt, list(SCHEDULES))]
+        schedules += [LambdaLR(ref, SCHEDULES[ref.number]) for ref in pair.refs]
+        for step in range(4):
+            pair.train([step])
+            assert layout != FSDP2 or pair.pending, "rates change before updates are applied"
+            for schedule in schedules:
+                schedule.step()
+        pair.check()
+        rates = [own["lr"] * factor(4) for own, factor in zip(OF_GROUPS, SCHEDULES, strict=True)]
+        found = [group["lr"] for group in pair.opt.param_groups]
+        assert found[:2] == rates[:2], (found, rates)  # a group without matrices shows AdamW's
+
+
+# ---- switches --------------------------------------------------------------------------------
+
+# A batch may be two buckets, and batches of other sizes round otherwise.
+SINGLY = {"planner": dmuon.PlannerOptions(max_batch=1)}
+SMALL = {"bucket_bytes": 4096, "publish_bucket_bytes": 4096}
+OF_OWNERS = [
+    {"options": {"free_after_forward": False}},
+    {"options": {"prefetch": 0}},
+    {"options": {"prefetch": 3, "free_after_forward": False}},
+    {"options": {"prefetch": 3}, "only": {"publish": "sync"}},
+]
+REDUCING = [{"options": SMALL}, {"options": SMALL, "only": {"publish": "sync"}}]
+BUFFERS = [
+    {"options": {"buffers": n, "bucket_bytes": 1}, "only": {"publish": publish}}
+    for n, publish in ((2, "sync"), (2, "async"), (1, "async"), (3, "sync"))
+]
+SWITCHES = [
+    *[(name, 2, None, OF_OWNERS) for name in (PLAIN, FSDP)],
+    *[(name, 2, None, REDUCING) for name in (REDUCED, REDUCED_DDP)],
+    (PLAIN, 4, (2, 2), OF_OWNERS[2:3]),
+    (HSDP, 4, None, BUFFERS),
+]
+
+
+@pytest.mark.parametrize(("layout", "world", "mesh", "switches"), SWITCHES, ids=lambda x: None)
+@distributed()
+def test_switches_change_nothing_bitwise(rank, world, layout, mesh, switches):
+    expected = None
+    for switch in ({}, *switches):
+        with both(layout=layout, mesh=mesh, request=SINGLY, **switch) as pair:
+            pair.train_alone(range(3))
+            if layout == HSDP:
+                publish = switch.get("only", {}).get("publish", "async")
+                assert pair.pending is (publish == "async")
+                assert not switch or len(pair.own.runtime.pipeline.buckets) > 3
+            found = pair.whole()
+        expected = expected or found
+        assert_bitwise(found, expected)
+
+
+# ---- dtypes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduce", [torch.float32, None], ids=["reduce32", "reduce16"])
+@layouts(PLAIN, REDUCED)
+@distributed(2)
+def test_bfloat16_parameters_with_master_weights(rank, world, layout, reduce):
+    """The twin is in float32; its gradients are those of a bfloat16 copy of the real weights."""
+    half = {"change": lambda model: model.to(BF16), "only": {"master_weights": True}}
+    with both(Net, layout, options={"reduce_dtype": reduce}, **half) as pair:
+        working = Net().to(BF16)
+        pair.twin.float()
+        for step in range(4):
+            pair.backward(step)
+            working.load_state_dict(pair.whole(), strict=False)
+            working.zero_grad()
+            loss_of(working, batch(step, rank)).backward()
+            for p, twin in zip(working.parameters(), pair.twin.parameters(), strict=True):
+                twin.grad = None if p.grad is None else p.grad.float()
+            average_gradients(pair.twin)
+            pair.advance()
+        tolerance = 1e-5 if reduce is torch.float32 else 5e-3
+        assert pair.opt.state_dict()["state"]  # makes the masters visible
+        found, expected = pair.whole(), weights(pair.twin)
+        seen = 0
+        for name, p in trainable_parameters(pair.model):
+            assert torch.allclose(found[name].float(), expected[name], 2**-7, tolerance), name
+            master = pair.opt.state[p].get("master_weight")
+            if master is not None and len(master) and name in pair.own.owned_by(rank):
+                seen += 1
+                assert float((master - expected[name]).abs().max()) <= tolerance, name
+                assert torch.equal(master.bfloat16(), found[name]), name
+        assert seen >= len(pair.own.owned_by(rank)) > 0
+
+
+def as_bfloat16(twin, names):
+    """A model like ``twin`` whose matrices are rounded, gradients going to the twin's weights."""
+
+    def run(tokens):
+        rounded = {n: p.bfloat16() for n, p in twin.named_parameters() if n in names}
+        return functional_call(twin, rounded, (tokens,))
+
+    return run
+
+
+def called_twice(model, step, rank):
+    model.order = [0, 1, 2, 0]
+
+
+def tied(model):
+    model.blocks[2].up.weight = model.blocks[0].up.weight
+
+
+def two_forwards(model, inputs):
+    return loss_of(model, inputs) + loss_of(model, (inputs[0].flip(1), inputs[1]))
+
+
+# Several uses are accumulated one by one, because the weight's dtype has changed in between; their
+# sum is rounded to bfloat16 in another order than in the twin.
+USES = {
+    "once": ({}, 1e-5),
+    "summed in bfloat16": ({"options": {"reduce_dtype": BF16}}, 5e-3),
+    "summed in float32": ({"options": {"reduce_dtype": torch.float32}}, 1e-5),
+    "called twice": ({"prepare": called_twice}, 1e-3),
+    "tied": ({"change": tied}, 1e-3),
+    "two forwards": ({"loss_of": two_forwards}, 1e-3),
+}
+
+
+def rounded_backward(pair, step, names):
+    """Of a rank's data, then the mean of all."""
+    pair.backward(step)
+    pair.prepare(pair.twin, step, pair.data_rank)
+    rounded = as_bfloat16(pair.twin, names)
+    pair.loss_of(rounded, batch(step, pair.data_rank)).backward()
+    average_gradients(pair.twin)
+
+
+@layouts(PLAIN, KEPT)
+@distributed(2)
+def test_weights_used_in_bfloat16(rank, world, layout):
+    for kind, (settings, tolerance) in USES.items():
+        options = {"param_dtype": BF16} | settings.get("options", {})
+        with both(Casting, layout, **(settings | {"options": options})) as pair:
+            for step in range(2):
+                pair.copy_weights()
+                rounded_backward(pair, step, set(pair.matrices))
+                pair.advance()
+                pair.check(tolerance)
+            assert all(block.dtypes == {BF16} for block in pair.model.blocks), kind
+            assert {p.dtype for p in pair.own.dedicated_params} == {torch.float32}
+
+
+@distributed(2)
+def test_mixed_precision_of_both(rank, world):
+    """FSDP2 casts inputs and the rest, dmuon the matrices: blocks run in bfloat16."""
+    options = {"param_dtype": BF16, "reduce_dtype": torch.float32}
+    policy = MixedPrecisionPolicy(BF16, torch.float32)
+    with both(Net, FSDP, options=options, fsdp={"mp_policy": policy}) as pair:
+        before = weights(pair.twin)
+        for step in range(3):
+            rounded_backward(pair, step, set(before))
+            pair.advance()
+        found, expected = pair.whole(), weights(pair.twin)
+        for name, weight in found.items():
+            change = expected[name] - before[name]
+            if float(change.norm()):
+                assert (weight - expected[name]).norm() <= 0.05 * change.norm(), name
+
+
+@pytest.mark.parametrize("masters", [False, True], ids=["float32 shards", "bfloat16 shards"])
+@distributed(2)
+def test_shards_that_compute_in_bfloat16(rank, world, masters):
+    """By FSDP2's policy, or with master weights behind parameters of low precision; the twin takes
+    the gradients as they are."""
+    policy = {"mp_policy": MixedPrecisionPolicy(BF16, torch.float32)}
+    laid = sharded(**({} if masters else policy))
+    change = (lambda model: model.to(BF16)) if masters else (lambda model: None)
+    with both(layout=laid, change=change, only={"master_weights": masters}) as pair:
+        pair.twin.float()
+        for step in range(3):
+            pair.backward(step)
+            for p, twin in zip(pair.model.parameters(), pair.twin.parameters(), strict=True):
+                twin.grad = None if p.grad is None else whole_tensor(p.grad).to(twin.dtype)
+            pair.advance()
+            # A forward pass right after `step` sees what it sees once everything has arrived.
+            with torch.no_grad():
+                first = pair.loss(pair.model, step + 1, rank)
+                pair.opt.synchronize()
+                assert torch.equal(first, pair.loss(pair.model, step + 1, rank))
+            pair.model.reshard()  # without a backward the root stays gathered
+        for (name, p), twin in zip(pair.model.named_parameters(), pair.twin.parameters()):
+            kept = whole_tensor(pair.opt.state[p]["master_weight"] if masters else p)
+            assert float((kept - twin).abs().max()) <= 1e-5, name
+            assert torch.equal(whole_tensor(p), kept.to(p.dtype)), name
+
+
+# ---- around a model --------------------------------------------------------------------------
+
+
+@distributed(2)
+def test_ddp_options_a_mesh_and_compiled_models(rank, world):
+    ddp = torch.nn.parallel.DistributedDataParallel
+    ways = [
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"bucket_cap_mb": 0.005},
+        {"bucket_cap_mb": 0.005, "gradient_as_bucket_view": True, "find_unused_parameters": True},
+        {"device_mesh": mesh_of((world,))},
+    ]
+    wraps = [partial(ddp, **way) for way in ways] + [partial(torch.compile, backend="eager")]
+    for wrap in wraps:
+        with both(Used, REDUCED, wrap=wrap) as pair:
+            pair.train(range(3))
+            pair.check()
+    torch.compiler.reset()
+
+
+class TwoMatrices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(61, 6)
+        self.a = nn.Linear(6, 9, bias=False)
+        self.b = nn.Linear(9, 61, bias=False)
+        self.w_empty = nn.Parameter(torch.empty(0, 4))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, tokens):
+        return self.b(self.a(self.tok(tokens))) * self.scale
+
+
+class OnlyMatrices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(9, 7, bias=False)
+        self.b = nn.Linear(7, 12, bias=False)
+
+    def forward(self, tokens):
+        return self.b(self.a(nn.functional.one_hot(tokens, 61).float()[..., :9]))
+
+
+def norm_loss(model, inputs):
+    return model(inputs[0]).square().sum(-1).add(1).sqrt().mean()
+
+
+@distributed(4)
+def test_models_of_unusual_make_up(rank, world):
+    for case in ({"build": TwoMatrices}, {"build": OnlyMatrices, "loss_of": norm_loss}):
+        with both(layout=REDUCED, **case) as pair:  # more ranks than matrices
+            pair.train(range(3))
+            pair.check()
+
+
+@distributed(2)
+def test_frozen_parameters_let_gradients_through(rank, world):
+    def freeze(model):
+        model.blocks[0].up.weight.requires_grad_(False)
+        model.blocks[1].requires_grad_(False)
+        model.mid.weight.requires_grad_(False)
+
+    for layout in (*AT_OWNERS, DDP, replace(sharded(build=Net), wrap=shard_units)):
+        with both(Net, layout, change=freeze) as pair:
+            assert all(p.requires_grad for p in pair.own.dedicated_params)
+            before = {n: p.clone() for n, p in pair.twin.named_parameters() if not p.requires_grad}
+            pair.train(range(3))
+            pair.check()
+            frozen = {n: p for n, p in pair.bare.named_parameters() if n in before}
+            assert_bitwise({n: whole_tensor(p) for n, p in frozen.items()}, before)

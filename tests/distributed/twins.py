@@ -1,0 +1,695 @@
+"""A model in one of the layouts, beside a twin in one process: the one fixture of these tests.
+
+::
+
+    with both(Net, "dedicated kept", mesh=(2, 2)) as pair:
+        pair.train(range(3))   # the twin on everybody's data, by the reference
+        pair.check()           # the same weights
+
+    follow(layout="hsdp", muon={"momentum_mode": "sgd"})    # the same in a line
+
+Newton-Schulz runs in float32, and what differs is at most 1e-5.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import dmuon
+from dmuon.dtensors import local_tensor, whole_tensor
+from dmuon.period import Schedule
+from dmuon.reference import ReferenceMuon
+from dmuon.scheduler.select import trainable_parameters
+from dmuon.scheduler.topology import Topology
+from dmuon.tools.parallel_models import CASES, ParallelCase, ParallelModel
+from tests.distributed.models import Net, Vocabulary, batch, loss_of, weights, wrap
+from tests.internals import C10dTransport, Given, Request, Transport, assemble, mesh_topology
+from tests.transports import Event
+
+# AdamW amplifies rounding where gradients are nearly zero, the more the larger its rate and the
+# smaller its eps.
+MUON: dict[str, Any] = {
+    "lr": 0.02, "adamw_lr": 1e-3, "adamw_eps": 1e-6, "ns_dtype": torch.float32
+}  # fmt: skip
+TOLERANCE = 1e-5
+
+# ---- layouts ---------------------------------------------------------------------------------
+
+Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
+_REPLICATED = dmuon.ReplicatedOptions()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model lies over a mesh of ``mesh`` ranks (all of them on one axis if None).
+
+    ``wrap``: what the framework does before dmuon plans; ``own``: arguments of `dedicate_params`;
+    ``shard_rest``: FSDP2 shards what dmuon does not keep. Data differ along every axis but "tp".
+    """
+
+    mesh: tuple[int, ...] | None = None
+    axes: tuple[str, ...] = ("dp",)
+    wrap: Wrap = lambda model, mesh: model
+    own: Mapping[str, Any] = field(default_factory=dict)
+    shard_rest: bool = False
+    options: Any = _REPLICATED
+    build: Callable[[], nn.Module] = Net
+    from_first: bool = True  # every rank may start from other weights: those of the first count
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.mesh or (2,))
+
+
+_SHARDED: dict[str, Any] = {"options": dmuon.ShardedOptions(), "from_first": False}
+
+
+def _sharded(case: ParallelCase) -> Layout:
+    return Layout(case.mesh_shape, case.axes, case.parallelize, build=case.build, **_SHARDED)
+
+
+def _at_owners(options: Any, **more: Any) -> Layout:
+    asked = {"layout": "dedicated"} if isinstance(options, dmuon.DedicatedOptions) else {}
+    return Layout(own={**asked, "options": options}, options=options, **more)
+
+
+def in_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return wrap(model)
+
+
+# The `dedicated` layout, beside plain parameters and beside FSDP2's; its weights may be kept
+# between forward and backward. The `replicated` layout with momentum at the owners
+# (reduce_to_owner), on a plain module or under DistributedDataParallel, and with momentum
+# everywhere, under that or on a plain module, whose gradients the test averages. The others are
+# those of `dmuon.tools.parallel_models`, all of them sharded.
+PLAIN, KEPT, FSDP = "dedicated", "dedicated kept", "dedicated fsdp"
+REDUCED, REDUCED_DDP, DDP, BARE = "reduced", "reduced ddp", "ddp", "plain"
+FSDP2, HSDP = "fsdp2", "hsdp"
+
+REDUCING = dmuon.ReplicatedOptions(reduce_to_owner=True)
+LAYOUTS = {
+    PLAIN: _at_owners(dmuon.DedicatedOptions()),
+    KEPT: _at_owners(dmuon.DedicatedOptions(free_after_forward=False)),
+    FSDP: _at_owners(dmuon.DedicatedOptions(), shard_rest=True),
+    REDUCED: _at_owners(REDUCING),
+    REDUCED_DDP: _at_owners(REDUCING, wrap=in_ddp),
+    DDP: Layout(wrap=in_ddp),
+    BARE: Layout(from_first=False),
+    **{case.name: _sharded(case) for case in CASES},
+}
+DEDICATED = (PLAIN, KEPT, FSDP)
+AT_OWNERS = (*DEDICATED, REDUCED, REDUCED_DDP)
+
+
+# One owner after the other, where a good plan would keep equal shapes together: of `Pieces`.
+IN_TURN: dict[str, Any] = {
+    "select": {"splits": {"*qkv.weight": (8, 8, 12)}, "heads": {"*o_proj.weight": 4}},
+    "request": {"solver": "round_robin"},
+}
+
+
+def layouts(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("layout", names)
+
+
+def mesh_of(shape: Sequence[int], axes: Sequence[str] | None = None) -> DeviceMesh:
+    """Over all ranks, on torch's default device."""
+    names = axes or (("replicate", "shard") if len(shape) == 2 else ("dp",))
+    device = torch.get_default_device().type
+    return init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Without the axis of tensor parallelism."""
+    names = mesh.mesh_dim_names or ()
+    return mesh[tuple(name for name in names if name != "tp")] if "tp" in names else mesh
+
+
+def data_place(mesh: DeviceMesh) -> tuple[int, int]:
+    """This rank's number among those that have other data, and how many there are."""
+    rank, world, at = 0, 1, mesh.get_coordinate()
+    assert at is not None
+    for place, size, axis in zip(at, mesh.shape, mesh.mesh_dim_names or ("dp",) * mesh.ndim):
+        if axis != "tp":
+            rank, world = rank * size + place, world * size
+    return rank, world
+
+
+def sharded(*shape: int, build: Callable[[], nn.Module] = ParallelModel, **policy: Any) -> Layout:
+    """FSDP2 (HSDP, of two sizes), every block and the root a unit; ``policy``: arguments of
+    `fully_shard`."""
+    axes = ("dp",) if len(shape) < 2 else ("replicate", "shard")
+    shard = partial(shard_units, **policy)
+    return Layout(shape or None, axes, shard, build=build, **_SHARDED)
+
+
+def shard_units(model: nn.Module, mesh: DeviceMesh, **policy: Any) -> nn.Module:
+    """FSDP2 on the blocks, then on the root."""
+    for module in (*getattr(model, "blocks", ()), model):
+        fully_shard(module, mesh=mesh, **policy)
+    return model
+
+
+def vocabulary(*shape: int) -> Layout:
+    """`Vocabulary` on a mesh of data, data and tensor, or replicas, data and tensor parallelism."""
+    plan = {
+        "wte": RowwiseParallel(input_layouts=Replicate()),
+        "blocks.0.0": ColwiseParallel(use_local_output=False),
+        "blocks.0.2": RowwiseParallel(),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+
+    axes = ("dp",) if len(shape) == 1 else ("replicate", "dp", "tp")[-len(shape) :]
+
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        if "tp" in axes:
+            parallelize_module(model, mesh["tp"], plan)
+        return shard_units(model, data_mesh(mesh))
+
+    return Layout(shape, axes, parallelize, build=Vocabulary, **_SHARDED)
+
+
+# ---- the reference -----------------------------------------------------------------------------
+
+
+class BlockReference(ReferenceMuon):
+    """MuonBP in one process: in a block step each rank's part of a matrix is a matrix of its own.
+
+    ``holders``: for each parameter a tensor of its shape with the number of the rank that holds
+    the element; one of several replicas. A matrix that one rank holds always takes full steps.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        holders: Mapping[Tensor, Tensor],
+        period: Any = 1,
+        block_lr_ratio: float | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(model, **settings)
+        self.schedule, self.holders, self.ratio = Schedule(period), holders, block_lr_ratio or 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        full = self.schedule.is_full(self.schedule.t)
+        self.schedule.advance()
+        return super().step() if full else self.step_in_blocks()
+
+    @torch.no_grad()
+    def step_in_blocks(self) -> None:
+        orthogonalize = self._orthogonalize
+        for p, views in self._views.items():
+            if p.grad is None:
+                continue
+            buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+            for view in views:
+                ranks = view(self.holders[p])
+                numbers = ranks.unique().tolist()
+                ratio = self.ratio if len(numbers) > 1 else 1.0
+                self._orthogonalize = lambda x, ratio=ratio: orthogonalize(x) * ratio
+                for number in numbers:
+                    box = _box(ranks == number)
+                    blocks = (view(t)[box] for t in (p, p.grad, buffer))
+                    self._update(*blocks, self.param_groups[0])
+        self._orthogonalize = orthogonalize
+        if self.adamw is not None:
+            self.adamw.step()
+
+
+def _box(mask: Tensor) -> tuple[slice, ...]:
+    """Where it is true: a rectangle."""
+    places = mask.nonzero()
+    ends = zip(places.amin(0).tolist(), places.amax(0).tolist(), strict=True)
+    box = tuple(slice(first, last + 1) for first, last in ends)
+    assert bool(mask[box].all()), "a rank's part of a matrix is no rectangle"
+    return box
+
+
+def holders_of(model: nn.Module) -> dict[str, Tensor]:
+    """Which rank holds which element of each parameter; a collective call."""
+    found = {}
+    for name, p in trainable_parameters(model):
+        ranks = torch.zeros_like(p.detach())
+        local_tensor(ranks).fill_(dist.get_rank())
+        found[name] = whole_tensor(ranks).clone()
+    return found
+
+
+def grouped_references(
+    groups: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], matrices: Any
+) -> list[Any]:
+    """What param groups of ``(name, parameter)`` must amount to: Muon and AdamW for each, with its
+    ``number``."""
+    found: list[Any] = []
+    for number, group in enumerate(groups):
+        own = {key: value for key, value in group.items() if key != "params"}
+        rate = own.get("adamw_lr", own.get("lr", settings.get("adamw_lr", settings["lr"])))
+        decay = own.get("adamw_weight_decay", own.get("weight_decay", 0.1))
+        muon = [p for name, p in group["params"] if name in matrices]
+        adamw = [p for name, p in group["params"] if name not in matrices]
+        shared = {k: v for k, v in (dict(settings) | own).items() if not k.startswith("adamw")}
+        made = [ReferenceMuon(muon, **shared)] if muon else []
+        options = {"lr": rate, "betas": (0.9, 0.95), "weight_decay": decay}
+        options["eps"] = settings.get("adamw_eps", 1e-8)
+        made += [torch.optim.AdamW(adamw, **options)] if adamw else []
+        for reference in made:
+            reference.number = number
+        found += made
+    return found
+
+
+def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Replace gradients by their means over all ranks, in one all-reduce; None where no rank has
+    one."""
+    params = list(model.parameters())
+    held = [p.grad is not None for p in params]
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+    flat = torch.cat([torch.tensor(held), *(part.double().flatten() for part in parts)])
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
+    anywhere, *means = flat.split([len(params), *(p.numel() for p in params)])
+    for p, mean, found in zip(params, means, anywhere.tolist(), strict=True):
+        p.grad = mean.view_as(p).to(p.dtype) if found else None
+
+
+# ---- comparing -----------------------------------------------------------------------------------
+
+
+def whole(model: nn.Module, own: dmuon.Ownership | None = None) -> dict[str, Tensor]:
+    """Copies of the full weights; a collective call."""
+    with nullcontext() if own is None else own.materialized(model):
+        return {n: whole_tensor(p).clone() for n, p in trainable_parameters(model)}
+
+
+def snapshot(model: nn.Module, opt: torch.optim.Optimizer) -> list[Tensor]:
+    """Copies of what this rank stores of weights and optimizer state."""
+    found = [local_tensor(p).clone() for p in model.parameters()]
+    for p in model.parameters():
+        for value in opt.state[p].values() if p in opt.state else ():
+            found.append(local_tensor(torch.as_tensor(value)).clone())
+    return found
+
+
+def gathered(value: Any) -> list[Any]:
+    """``value`` of every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def assert_close(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = TOLERANCE
+) -> None:
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        difference = (weight.double() - expected[name].double()).abs()
+        assert bool((difference <= tolerance).all()), f"{name} is {difference.max()} off"
+
+
+def assert_bitwise(found: Any, expected: Any, what: str = "") -> None:
+    """Mappings, sequences and tensors, wherever these lie."""
+    if isinstance(expected, Tensor):
+        assert torch.equal(local_tensor(found), local_tensor(expected)), what
+    elif isinstance(expected, Mapping):
+        assert found.keys() == expected.keys(), what
+        for key, value in expected.items():
+            assert_bitwise(found[key], value, f"{what} {key}")
+    elif isinstance(expected, tuple | list):
+        assert len(found) == len(expected), what
+        for one, other in zip(found, expected, strict=True):
+            assert_bitwise(one, other, what)
+    else:
+        assert found == expected, what
+
+
+def is_same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def largest_difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[n].double() - b[n].double()).abs().max()) for n in a if a[n].numel())
+
+
+def assert_equal_on_all_ranks(model: nn.Module) -> None:
+    """Bitwise, for every parameter."""
+    for name, p in trainable_parameters(model):
+        first = p.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(p.detach(), first), f"{name} differs from rank 0's"
+
+
+# ---- the fixture -----------------------------------------------------------------------------
+
+Loss = Callable[[nn.Module, Any], Tensor]
+# (model, step, data rank): sets up what differs from step to step and from rank to rank.
+Prepare = Callable[[nn.Module, int, int], Any]
+
+
+@dataclass
+class Both:
+    """``model`` on every rank and its ``twin``.
+
+    ``context`` is what their forwards run in, ``round`` what comes before both optimizers' step.
+    """
+
+    model: nn.Module
+    twin: nn.Module
+    opt: dmuon.Muon
+    refs: list[Any]
+    mesh: DeviceMesh
+    transport: Any = None  # the wrapped one, if any
+    loss_of: Loss = loss_of
+    prepare: Prepare = lambda model, step, rank: None
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    round: Callable[[Both, int], Any] = lambda pair, step: pair.both_backward(step)
+    averages: bool = False  # the gradients of ranks, after each backward, by hand
+
+    def __post_init__(self) -> None:
+        self.data_rank, self.data_world = data_place(self.mesh)
+        part = self.mesh.size() < dist.get_world_size()
+        self._group = self.mesh.get_group() if part else None
+
+    @property
+    def own(self) -> dmuon.Ownership:
+        return self.opt.ownership
+
+    @property
+    def ref(self) -> Any:
+        (only,) = self.refs
+        return only
+
+    @property
+    def bare(self) -> Any:
+        return getattr(self.model, "module", self.model)
+
+    @property
+    def events(self) -> list[Event]:
+        return self.transport.events
+
+    @property
+    def matrices(self) -> dict[str, int]:
+        """Their sizes by name."""
+        return {m.name: m.numel for m in self.own.plan.specs.matrices}
+
+    @property
+    def pending(self) -> bool:
+        """Whether a sharded model has updates that nobody has waited for."""
+        return bool(self.own.runtime.pipeline.pending)
+
+    def loss(self, model: nn.Module, step: int, rank: int) -> Tensor:
+        self.prepare(getattr(model, "module", model), step, rank)
+        with self.context():
+            return self.loss_of(model, batch(step, rank))
+
+    def backward(self, step: int, parts: int = 1) -> None:
+        (self.loss(self.model, step, self.data_rank) / parts).backward()
+        if self.averages:
+            average_gradients(self.model)
+
+    def joint_backward(self, step: int, parts: int = 1, without: int | None = None) -> None:
+        """The twin's gradients of everybody's data, but those of the data rank ``without``.
+
+        A collective call, in which each rank computes its part; with ``without``, none, because
+        that rank may not have run a backward of the model that the others wait for.
+        """
+        if without is not None:
+            for rank in range(self.data_world):
+                if rank != without:
+                    (self.loss(self.twin, step, rank) / (self.data_world * parts)).backward()
+            return
+        earlier = [p.grad for p in self.twin.parameters()]
+        self.twin.zero_grad()
+        (self.loss(self.twin, step, self.data_rank) / parts).backward()
+        average_gradients(self.twin, self._group)
+        for p, before in zip(self.twin.parameters(), earlier, strict=True):
+            if before is not None:
+                p.grad = before if p.grad is None else before.add_(p.grad)
+
+    def both_backward(self, step: int) -> None:
+        self.backward(step)
+        self.joint_backward(step)
+
+    def step(self) -> None:
+        """The model's, without its twin."""
+        self.opt.step()
+        self.opt.zero_grad()
+
+    def advance(self) -> None:
+        self.step()
+        for ref in self.refs:
+            ref.step()
+        self.twin.zero_grad()
+
+    def train(self, steps: Sequence[int]) -> None:
+        for step in steps:
+            self.round(self, step)
+            self.advance()
+
+    def train_alone(self, steps: Sequence[int]) -> None:
+        """The model without its twin."""
+        for step in steps:
+            self.backward(step)
+            self.step()
+
+    def whole(self) -> dict[str, Tensor]:
+        return whole(self.bare, self.own)
+
+    def check(self, tolerance: float = TOLERANCE) -> None:
+        assert_close(self.whole(), weights(self.twin), tolerance)
+
+    def copy_weights(self) -> None:
+        """Set the twin to the model's weights, so that one step is compared, and no trajectory."""
+        found = self.whole()
+        with torch.no_grad():
+            for name, p in trainable_parameters(self.twin):
+                p.copy_(found[name])
+
+    def assert_same_loss(self, step: int) -> None:
+        with torch.no_grad():
+            found = self.loss(self.model, step, self.data_rank)
+            expected = self.loss(self.twin, step, self.data_rank)
+        assert abs(float(found) - float(expected)) <= TOLERANCE
+
+    def snapshot(self) -> list[Tensor]:
+        return snapshot(self.bare, self.opt)
+
+
+def planned(
+    model: nn.Module,
+    transport: Callable[..., Any] | None = None,
+    mesh: DeviceMesh | None = None,
+    **asked: Any,
+) -> tuple[dmuon.Ownership, Any]:
+    """`dedicate_params`, over a wrapped transport if there is one; and that transport.
+
+    The transports of a mesh's other process groups share the events of the one that is returned.
+    """
+    if transport is None:
+        return dmuon.dedicate_params(model, mesh, **asked), None
+    inner = C10dTransport(list(range(dist.get_world_size())))
+    outer = transport(inner)
+
+    def topology() -> Topology:
+        if mesh is None:
+            return Topology.flat(inner.world)
+        parameters = list(model.parameters())
+        return mesh_topology(mesh, inner.world, parameters, None, dmuon.PlannerOptions())
+
+    def new_group(partition: Sequence[tuple[int, ...]]) -> Transport:
+        return transport(inner.subgroup(partition), events=outer.events)
+
+    return assemble(Given(model), Request(**asked), outer, topology, new_group), outer
+
+
+def laid_out(
+    layout: str | Layout = FSDP2,
+    build: Callable[[], nn.Module] | None = None,
+    *,
+    mesh: Sequence[int] | DeviceMesh | Callable[[], DeviceMesh] | None = None,
+    seed: int = 100,
+    change: Callable[[nn.Module], Any] = lambda model: None,
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
+) -> tuple[Any, Any, DeviceMesh]:
+    """(model, twin, mesh), before dmuon sees them; see `both`."""
+    laid = LAYOUTS[layout] if isinstance(layout, str) else layout
+    grid: Any = mesh() if callable(mesh) else mesh
+    if not isinstance(grid, DeviceMesh):
+        shape = tuple(grid or laid.mesh or (dist.get_world_size(),))
+        # Of another mesh than the layout's own the axes are the usual ones.
+        grid = mesh_of(shape, laid.axes if len(shape) == len(laid.axes) else None)
+    torch.manual_seed(seed)
+    twin = (build or laid.build)()
+    torch.manual_seed(seed + (data_place(grid)[0] if laid.from_first else 0))
+    model = (build or laid.build)()
+    change(twin), change(model)
+    return (laid.wrap(model, grid) if wrap is None else wrap(model)), twin, grid
+
+
+@contextmanager
+def both(
+    build: Callable[[], nn.Module] | None = None,
+    layout: str | Layout = PLAIN,
+    *,
+    options: dict[str, Any] | None = None,
+    select: dict[str, Any] | None = None,
+    request: dict[str, Any] | None = None,
+    muon: dict[str, Any] | None = None,
+    only: dict[str, Any] | None = None,
+    groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
+    fsdp: dict[str, Any] | None = None,
+    transport: Callable[..., Any] | None = None,
+    alone: bool = False,
+    **more: Any,
+) -> Iterator[Both]:
+    """A model in this layout beside its twin, both with their optimizers.
+
+    Every rank starts from weights of its own where those of the first count.
+    ``options``: fields of the layout's options; ``select``: `select`, `splits` and `heads`;
+    ``request``: other arguments of `dedicate_params`; ``muon``: hyperparameters for both
+    optimizers, ``only``: for `Muon` alone, its ``period`` and ``block_lr_ratio`` also for the
+    twin; ``groups``: param groups, of named parameters; ``fsdp``: other arguments of `fully_shard`
+    for the rest; ``alone``: the optimizer plans by itself. ``more``: fields of `Both`, and
+
+    - ``mesh``: another than the layout's own, ``seed``;
+    - ``change``, done to model and twin, and ``wrap``, done to the model instead of what the
+      layout's framework does, both before planning.
+    """
+    laid = LAYOUTS[layout] if isinstance(layout, str) else layout
+    made = {key: more.pop(key) for key in ("mesh", "seed", "change", "wrap") if key in more}
+    model, twin, mesh = laid_out(laid, build, **made)
+    select, settings = select or {}, MUON | (muon or {})
+    only = {"publish": "async"} | (only or {})  # what can go wrong with "sync" can with "async" too
+    asked = {"solver": "greedy", **laid.own, **select, **(request or {})}
+    if options:
+        asked["options"] = replace(laid.options, **options)
+    own, outer = None, None
+    if not alone:
+        # Of the layouts of a framework the parameters or DDP tell the mesh.
+        takes_mesh = bool(laid.own) and not (made.get("mesh") is None and laid.wrap is in_ddp)
+        own, outer = planned(model, transport, mesh if takes_mesh else None, **asked)
+        if laid.shard_rest:
+            rest = {"ignored_params": own.dedicated_params, **(fsdp or {})}
+            shard_units(model, data_mesh(mesh), **rest)
+    bare = getattr(model, "module", model)
+    opt = dmuon.Muon(model if groups is None else groups(bare), **settings, **only)
+    if groups is not None:
+        names = {m.name for m in opt.ownership.plan.specs.matrices}
+        refs = grouped_references(groups(twin), settings, names)
+    elif only.get("period", 1) != 1:
+        placed, named = holders_of(bare), trainable_parameters(twin)
+        block = {key: only[key] for key in ("period", "block_lr_ratio") if key in only}
+        holders = {p: placed[name] for name, p in named}
+        refs = [BlockReference(twin, holders, **block, **settings, **select)]
+    else:
+        refs = [ReferenceMuon(twin, **settings, **select)]
+    more.setdefault("averages", laid is LAYOUTS[BARE])
+    try:
+        yield Both(model, twin, opt, refs, mesh, outer, **more)
+    finally:
+        if own is not None:
+            own.close()
+
+
+def follow(build: Callable[[], nn.Module] | None = None, *args: Any, **kwargs: Any) -> None:
+    """Train both for ``steps`` (3) steps and compare."""
+    steps = kwargs.pop("steps", 3)
+    with both(build, *args, **kwargs) as pair:
+        pair.train(range(steps))
+        pair.check()
+
+
+class Trained:
+    """A model with its optimizer in a layout, without a twin, that is saved and loaded."""
+
+    def __init__(
+        self,
+        laid: Layout,
+        model: nn.Module,
+        mesh: DeviceMesh | None = None,
+        planning: Mapping[str, Any] | None = None,
+        **muon: Any,
+    ) -> None:
+        assert laid.mesh is not None
+        mesh = mesh or mesh_of(laid.mesh, laid.axes)
+        self.rank, self.ranks = data_place(mesh)
+        self.model, asked = laid.wrap(model, mesh), dict(planning or {})
+        if laid.own:
+            own = dmuon.dedicate_params(self.model, mesh, **laid.own, **asked)
+            asked = {}
+            if laid.shard_rest:
+                fully_shard(self.model, mesh=mesh, ignored_params=own.dedicated_params)
+        self.opt = dmuon.Muon(self.model, **muon, dedicate=asked or None)
+
+    @property
+    def bare(self) -> Any:
+        return getattr(self.model, "module", self.model)
+
+    def state(self, **options: Any) -> dict[str, Any]:
+        """Of model and optimizer, by `StateDictOptions` of this kind."""
+        found = get_state_dict(self.model, self.opt, options=StateDictOptions(**options))
+        return dict(zip(("model", "optim"), found, strict=True))
+
+    def whole(self) -> dict[str, Any]:
+        return copy.deepcopy(self.state(full_state_dict=True))
+
+    def put(self, state: Mapping[str, Any], **options: Any) -> None:
+        """Load what `state` gave."""
+        chosen = StateDictOptions(**options)
+        set_model_state_dict(self.model, dict(state["model"]), options=chosen)
+        set_optimizer_state_dict(self.model, self.opt, state["optim"], options=chosen)
+
+    def save(self, folder: str) -> None:
+        dcp.save(self.state(), checkpoint_id=folder)
+
+    def load(self, folder: str) -> None:
+        state = self.state()
+        dcp.load(state, checkpoint_id=folder)
+        self.put(state)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole, by name."""
+        return {n: whole_tensor(w).clone() for n, w in self.bare.state_dict().items()}
+
+    def close(self) -> None:
+        self.opt.ownership.close()
+
+
+class Rows(dict[str, tuple[int, tuple[str | Layout, ...], dict[str, Any]]]):
+    """A table of what must follow the reference: by name, on how many ranks, in which layouts, and
+    the arguments of `follow`, among them any of `dmuon.Muon` (``muon``, ``only``)."""
+
+    def add(self, name: str, *layouts: str | Layout, world: int = 0, **case: Any) -> None:
+        first = LAYOUTS[layouts[0]] if isinstance(layouts[0], str) else layouts[0]
+        self[name] = world or first.world, layouts, case
+
+    def each(self) -> pytest.MarkDecorator:
+        return pytest.mark.parametrize(("name", "world"), [(n, row[0]) for n, row in self.items()])
+
+    def follow(self, name: str) -> None:
+        _, names, case = self[name]
+        for layout in names:
+            follow(layout=layout, **case)
