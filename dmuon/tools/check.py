@@ -49,6 +49,12 @@ _HALF_PRECISION = ("fsdp4", "tp+fsdp")
 _SHARED = ("fsdp2", "hsdp", "tp+fsdp", "hsdp+tp")  # also with co-owners
 _FIXED = KernelOptions(method="gram", backend="torch")
 _LAYOUTS = ("replicated", "sharded", "dedicated")
+_VARIED = ("fsdp2", "hsdp", "tp+fsdp", "ep+fsdp", "plain", "tp+dp")  # also with each variant
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "normuon": {"variant": "normuon"},
+    "cautious": {"cautious_weight_decay": True, "weight_decay": 1.0},
+    "bf16 momentum": {"momentum_dtype": "bfloat16"},
+}
 
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +100,7 @@ class _Job(NamedTuple):
     """Rows of one model on one mesh: (dtype of the parameters, dtype of Newton-Schulz) each.
 
     ``reduces``: the `replicated` layout with ``reduce_to_owner``. ``co_owners``: so many ranks
-    share each matrix.
+    share each matrix. ``variant``: one of `_VARIANTS`.
     """
 
     layout: str
@@ -102,6 +108,7 @@ class _Job(NamedTuple):
     dtypes: Sequence[tuple[torch.dtype, torch.dtype]]
     reduces: bool = False
     co_owners: int | None = None
+    variant: str = ""
 
 
 def _jobs(args: argparse.Namespace) -> list[_Job]:
@@ -126,6 +133,12 @@ def _jobs(args: argparse.Namespace) -> list[_Job]:
         for case in CASES:
             if (args.nproc is None or case.world <= args.nproc) and case.name in _SHARED:
                 jobs.append(_Job("sharded", case, [full, half], co_owners=_as_many(case)))
+    if not args.bitwise:  # a variant may round a batch otherwise than a matrix
+        varied = [jobs[0], *(job for job in jobs[1:] if job.reduces or job.case.name in _VARIED)]
+        for variant in _VARIANTS:
+            jobs += [
+                job._replace(dtypes=[full], variant=variant) for job in varied if not job.co_owners
+            ]
     return [job for job in jobs if args.layout in (job.layout, "all")]
 
 
@@ -144,7 +157,7 @@ def _plant_fault() -> None:
 def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
     from dmuon.tools.parallel_models import batch, loss_of
 
-    layout, case, _, reduces, co_owners = job
+    layout, case, _, reduces, co_owners, variant = job
     mesh = case.make_mesh()
     for (dtype, ns_dtype), seed in product(job.dtypes, range(args.seeds)):
 
@@ -173,8 +186,10 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
             ns_dtype=ns_dtype,
             # AdamW divides by |g| + eps: where g is all but zero, its last bits would decide.
             adamw_eps=1e-4,
+            **_VARIANTS.get(variant, {}),
         )
-        yield from (replace(row, case=case.name, seed=seed) for row in report.rows)
+        name = " ".join(filter(None, (case.name, variant)))
+        yield from (replace(row, case=name, seed=seed) for row in report.rows)
 
 
 def _options(layout: str, dtype: torch.dtype, reduces: bool) -> Any:
