@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dmuon import devices
 from dmuon.api import Given, Request, plan_given
 from dmuon.comm.consensus import attempt_in_all
 from dmuon.comm.layout import OwnerRuntime
@@ -944,7 +945,7 @@ def _check_switches(run: _Run, ownerships: Sequence[Ownership]) -> None:
 def _check_kernels(ownership: Ownership, dtype: torch.dtype, groups: list[Group]) -> None:
     """Raise ValueError if a kernel that was asked for, or that the plan names, cannot run here."""
     options, device, plan = ownership.kernels, ownership.runtime.device, ownership.plan
-    if options.cuda_graphs and device.type != "cuda":
+    if options.cuda_graphs and devices.of(device).graphs() is None:
         raise ValueError(
             f"KernelOptions.cuda_graphs=True needs a CUDA device, found {device}: leave it None"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,11 +76,8 @@ class ReferenceMuon(Optimizer):
         else:
             self._views = {p: [lambda t: t] for p in model_or_params}
         super().__init__(list(self._views), group)
-        self._orthogonalize = orthogonalize or (
-            lambda x: newton_schulz(
-                x, steps=ns_steps, coefficients=ns_coefficients, dtype=ns_dtype, eps=eps
-            )
-        )
+        how: dict[str, Any] = {"steps": ns_steps, "coefficients": ns_coefficients, "eps": eps}
+        self._orthogonalize = orthogonalize or partial(newton_schulz, dtype=ns_dtype, **how)
         self.adamw = None
         if others:
             self.adamw = AdamW(

@@ -42,11 +42,12 @@ class Damped(dmuon.Rule):
         return update / (1 + state["size"] * state["count"].view(-1, 1, 1)).to(update.dtype)
 
 
-# Momentum in bfloat16 rounds to another neighbour where gradients differ in their last bit.
+# Momentum in bfloat16 rounds to another neighbour where gradients differ in their last bit. Where an
+# update is all but zero, rounding decides whether an element decays: one such step is tolerated.
 SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
     "normuon": (
-        {"variant": "normuon", "cautious_weight_decay": True, "weight_decay": 2.0},
-        5e-6,
+        {"variant": "normuon", "cautious_weight_decay": True, "weight_decay": 8e-4},
+        1e-5,
     ),
     "narrow": ({"variant": Damped(0.7), "momentum_dtype": "bfloat16"}, 2e-3),
 }
@@ -135,11 +136,12 @@ def test_the_variants_are_no_muon() -> None:
     options: dict[str, dict[str, Any]] = {}
     for settings, _ in SETTINGS.values():
         options |= {name: {name: value} for name, value in settings.items()}
-    options["cautious_weight_decay"] |= options.pop("weight_decay")
-    plain, decayed = reference({}), reference({"weight_decay": 2.0})
+    decay = options.pop("weight_decay")
+    options["cautious_weight_decay"] |= decay
+    plain, decayed = reference({}), reference(decay)
     for name, settings in options.items():
-        expected = decayed if name == "cautious_weight_decay" else plain
-        assert far(reference(settings), expected) > 1e-4, name
+        expected, least = (decayed, 1.5e-5) if "cautious" in name else (plain, 1e-4)
+        assert far(reference(settings), expected) > least, name
 
 
 @distributed(2)
