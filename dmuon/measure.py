@@ -606,14 +606,18 @@ class _Session:
         self._leads = [rank[:4] for rank in ranks].index(
             ranks[transport.rank][:4]
         ) == transport.rank
-        cached, self._problem = None, None
+        self.old = self._cached(fresh) or self.model
+
+    def _cached(self, fresh: bool) -> CostTable | None:
+        self._problem: str | None = None
         if self._folder is None:
             self._problem = (
                 "costs are not cached: there is no home directory and no cache_dir was given"
             )
-        elif not fresh:
-            cached, self._problem = costs.read_cache(self._folder, self._key)
-        self.old = cached or self.model
+        if self._folder is None or fresh:
+            return None
+        found, self._problem = costs.read_cache(self._folder, self._key)
+        return found
 
     def exchanged(self, work: Callable[[], T]) -> list[T]:
         """The result of ``work`` on each rank; if it failed on one, all raise."""

@@ -220,29 +220,28 @@ class SliceOps(MatmulOps):
         take: Callable[[tuple[int, ...], torch.dtype], Tensor],
     ) -> None:
         self.held, self._inner, self._peers, self._split = inner.held, inner, peers, split
-        self._dtype, self._one_by_one = dtype, batch == 1 or inner.batch_rows is not None
         k, me = peers.count, peers.index
         count = 2 * k * max(1, min(_MAX_STRIPS, rows // (2 * k * _LEAST_STRIP)))
         strips = list(pairwise(rows * i // count for i in range(count + 1)))
-        self._strips = [  # dealt out from both ends, in turn
+        by_rank = [  # from both ends, in turn
             [strips[i] for i in range(count) if min(i, count - 1 - i) % k == j] for j in range(k)
         ]
-        self._own, self._both = self._strips[me], k == 2
-        self._others = [strips for j, strips in enumerate(self._strips) if j != me]
+        self._own = by_rank[me]
+        self._others = [strips for j, strips in enumerate(by_rank) if j != me]
         self._batch, self._every = batch, strips
-        most = max(self._numel(mine) for mine in self._strips)
-        # Strips of this rank, for all the others, and theirs.
-        self._out, self._in = take((k - 1, most), dtype), take((k - 1, most), dtype)
-        self._came = [self._tiles(row, s) for row, s in zip(self._in, self._others, strict=True)]
-        self._mine = self._made = self._tiles(self._out[0], self._own)
+        most = max(self._numel(mine) for mine in by_rank)
+        # Messages: strips of this rank, for all the others, and theirs.
+        sent, came = self._rows = take((k - 1, most), dtype), take((k - 1, most), dtype)
+        self._came = [self._tiles(row, s) for row, s in zip(came, self._others, strict=True)]
+        self._mine = self._made = self._tiles(sent[0], self._own)
         if self.held is not None:
             self._made = self._tiles(take((most,), self.held), self._own)
         # Parts of sums, for the others and from them; and sums.
         kind = SUM_DTYPE.get(dtype, dtype)
         is_wide = kind is not dtype
-        self._parts = self._out, self._in
-        if is_wide or self._both:
-            most = self._numel(strips) if self._both else most
+        self._parts = self._rows
+        if is_wide or k == 2:
+            most = self._numel(strips) if k == 2 else most
             self._parts = take((k - 1, most), kind), take((k - 1, most), kind)
         self._gram = take((batch, rows, rows), kind) if is_wide else None
         self._sum = take((most,), torch.promote_types(dtype, torch.float32))
@@ -267,7 +266,7 @@ class SliceOps(MatmulOps):
 
     def _each(self, product: Callable[..., None], *operands: Tensor | None, **how: Any) -> None:
         """A batched product; on a CPU matrix by matrix."""
-        if not self._one_by_one:
+        if self._batch > 1 and self._inner.batch_rows is None:
             product(*operands, **how)
             return
         tensors = {name: value for name, value in how.items() if isinstance(value, Tensor)}
@@ -318,22 +317,22 @@ class SliceOps(MatmulOps):
 
     def _round(self, values: Tensor) -> None:
         if self.held is not None:
-            values.copy_(values.to(self._dtype))
+            values.copy_(values.to(self._rows[0].dtype))
 
     # ---- exchanges ---------------------------------------------------------------------------
 
     def _summed(self, part: Tensor, out: Tensor) -> Iterator[None]:
-        sent, came = self._parts
-        for row, strips in zip(sent, [self._every] if self._both else self._others, strict=True):
+        (sent, came), is_pair = self._parts, self._peers.count == 2
+        for row, strips in zip(sent, [self._every] if is_pair else self._others, strict=True):
             torch._foreach_copy_(self._tiles(row, strips), _lower(part, strips))
         work = self._peers.exchange(came, sent, "gram")
         yield
         work.wait()
-        strips = self._every if self._both else self._own
+        strips = self._every if is_pair else self._own
         tiles = self._tiles(self._sum, strips)
         torch.sum(came, 0, dtype=self._sum.dtype, out=self._sum)
         torch._foreach_add_(tiles, _lower(part, strips))
-        if self._both:
+        if is_pair:
             self._unpack(out, strips, tiles)
             self._round(out)
             return
@@ -358,10 +357,11 @@ class SliceOps(MatmulOps):
         after()
 
     def _gathered(self, out: Tensor, mine: list[Tensor]) -> Iterator[None]:
-        """Collect all strips in ``out``; the first row of ``_out`` holds those of this rank."""
-        for row in self._out[1:]:
-            row.copy_(self._out[0])
-        work = self._peers.exchange(self._in, self._out, "rows")
+        """Collect all strips in ``out``; the first row that is sent holds those of this rank."""
+        sent, came = self._rows
+        for row in sent[1:]:
+            row.copy_(sent[0])
+        work = self._peers.exchange(came, sent, "rows")
         self._unpack(out, self._own, mine)
         yield
         work.wait()
