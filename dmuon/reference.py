@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -77,7 +76,7 @@ class ReferenceMuon(Optimizer):
             self._views = {p: [lambda t: t] for p in model_or_params}
         super().__init__(list(self._views), group)
         how: dict[str, Any] = {"steps": ns_steps, "coefficients": ns_coefficients, "eps": eps}
-        self._orthogonalize = orthogonalize or partial(newton_schulz, dtype=ns_dtype, **how)
+        self._orthogonalize = orthogonalize or (lambda x: newton_schulz(x, dtype=ns_dtype, **how))
         self.adamw = None
         if others:
             self.adamw = AdamW(

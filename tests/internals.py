@@ -26,6 +26,6 @@ from dmuon.step.operands import ShardState
 __all__ = [
     "WARM_UP", "C10dTransport", "DedicatedStorage", "Given", "Hyper", "IssuedWork",
     "LocalTransport", "Orthogonalizer", "OwnerEngine", "OwnerState", "Request", "ShardState",
-    "ShardedEngine", "ShardedRuntime", "SideStream", "Transport", "Work", "assemble", "host_can_read",
-    "mesh_topology", "momentum_update", "solve_on_first", "timeout_of",
+    "ShardedEngine", "ShardedRuntime", "SideStream", "Transport", "Work", "assemble",
+    "host_can_read", "mesh_topology", "momentum_update", "solve_on_first", "timeout_of",
 ]  # fmt: skip

@@ -385,7 +385,9 @@ class _Trial:
         # A third model and its weights, for options with which dmuon casts weights to use them.
         self.cast: tuple[nn.Module, list[nn.Parameter]] | None
         matrices = {m.parameter for m in own.plan.specs.matrices}
-        self.roundings = _Roundings(options, own, self.parameters, self.ns_dtype)
+        momentum = self.opt.param_groups[0].get("momentum_dtype")
+        rounded = self.ns_dtype, self.ns_dtype if momentum is None else getattr(torch, momentum)
+        self.roundings = _Roundings(options, own, self.parameters, rounded)
         used, self.cast = self.roundings.used, None
         if used is not None:
             cast_twin = copy.deepcopy(twin)
@@ -657,11 +659,16 @@ class _Roundings:
 
     ``used``, ``summed``: in which dtypes dmuon uses weights and sums gradients, None for the
     parameters' own. ``each``: the coarsest dtype that the gradient of each parameter goes through,
-    because Newton-Schulz rounds a matrix to its dtype, wherever the last bits of a sum put it.
+    because Newton-Schulz rounds a matrix to its dtype, and momentum may be kept in a narrow one,
+    wherever the last bits of a sum put it (``of_matrices``).
     """
 
     def __init__(
-        self, options: object, own: Ownership, parameters: Sequence[Tensor], ns_dtype: torch.dtype
+        self,
+        options: object,
+        own: Ownership,
+        parameters: Sequence[Tensor],
+        of_matrices: Sequence[torch.dtype],
     ) -> None:
         plan = own.plan
         self.used = options.param_dtype if isinstance(options, DedicatedOptions) else None
@@ -670,13 +677,13 @@ class _Roundings:
             self.summed = options.reduce_dtype
         matrices = {m.parameter for m in plan.specs.matrices}
         self.each = [
-            _coarsest(p.dtype, self.used, self.summed, ns_dtype if i in matrices else None)
+            _coarsest(p.dtype, self.used, self.summed, *(of_matrices if i in matrices else ()))
             for i, p in enumerate(parameters)
         ]
         forward = [_coarsest(p.dtype, self.used) for p in parameters]
         self.forward_in_half = any(dtype.itemsize < 4 for dtype in forward)
         # Without half precision anywhere, weights are compared to an absolute tolerance.
-        self.absolute = all(dtype.itemsize >= 4 for dtype in (*self.each, ns_dtype))
+        self.absolute = all(dtype.itemsize >= 4 for dtype in (*self.each, *of_matrices))
         # No update can be known better than to one unit in the last place of its entries.
         self.least = torch.finfo(_coarsest(*self.each)).eps
 

@@ -42,8 +42,8 @@ class Damped(dmuon.Rule):
         return update / (1 + state["size"] * state["count"].view(-1, 1, 1)).to(update.dtype)
 
 
-# Momentum in bfloat16 rounds to another neighbour where gradients differ in their last bit. Where an
-# update is all but zero, rounding decides whether an element decays: one such step is tolerated.
+# Momentum in bfloat16 rounds to another neighbour where gradients differ in their last bit. Where
+# an update is all but zero, rounding decides whether an element decays: one such step is tolerated.
 SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
     "normuon": (
         {"variant": "normuon", "cautious_weight_decay": True, "weight_decay": 8e-4},
