@@ -18,27 +18,37 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 import dmuon.api
-from dmuon.dtensors import flaw_of_device, local_tensor, whole_tensor
+from dmuon.dtensors import flaw_of_device
 from dmuon.types import ConsensusError, OwnershipError
 from tests.accelerator import host_cannot_read
 from tests.distributed.harness import TIMEOUT_S, distributed
 from tests.distributed.models import Net, batch, loss_of, seeded, wrap
-from tests.distributed.twins import REDUCING, assert_bitwise, mesh_of
-from tests.internals import host_can_read, solve_on_first, timeout_of
+from tests.distributed.twins import (
+    DDP,
+    PLAIN,
+    REDUCED,
+    REDUCING,
+    assert_bitwise,
+    both,
+    is_same,
+    mesh_of,
+    sharded,
+)
+from tests.internals import solve_on_first, timeout_of
 
 # Plain models whose gradients dmuon averages.
-REDUCED = {"options": REDUCING}
+ASKING = {"options": REDUCING}
 
 
 def _asked(layout: str) -> dict:
-    return REDUCED if layout == "replicated" else {"layout": layout}
+    return ASKING if layout == "replicated" else {"layout": layout}
 
 
 @contextmanager
 def planned(model: nn.Module | None = None, **planning):
     """A dedicated model and its ownership, closed at the end."""
     model = seeded(Net) if model is None else model
-    own = dmuon.dedicate_params(model, **(REDUCED | planning))
+    own = dmuon.dedicate_params(model, **(ASKING | planning))
     yield model, own
     own.close()
 
@@ -123,7 +133,7 @@ def test_the_current_device_was_not_set(rank, world):
         wrapped = wrap(seeded(Net), kind_of_model == "ddp")
         if kind_of_model == "fsdp2":
             fully_shard(wrapped)
-        planning = REDUCED if kind_of_model == "plain" else {}
+        planning = ASKING if kind_of_model == "plain" else {}
         with monkeypatch.context() as patch:
             patch.setattr(dmuon.api, "flaw_of_device", lambda named: flaw)
             patch.setattr(dist, "all_gather_object", lambda *_, **__: pytest.fail("sent"))
@@ -206,7 +216,7 @@ def test_optimizer_mistakes(rank, world, mistake, only_one):
 def test_ddp_without_find_unused_parameters_says_so(rank, world):
     model = seeded(Net)
     wrapped = wrap(model, True, find_unused_parameters=False, bucket_cap_mb=0.001)
-    own = dmuon.dedicate_params(wrapped, **REDUCED)
+    own = dmuon.dedicate_params(wrapped, **ASKING)
     opt = dmuon.Muon(wrapped)
     model.use_spare = True
     loss_of(wrapped, batch(0, rank)).backward()
@@ -328,7 +338,7 @@ def test_a_gradient_set_by_hand_after_backward_is_refused(rank, world):
 def test_a_wrapped_ddp_is_refused(rank, world):
     model = nn.Sequential(wrap(seeded(Net), True))
     with pytest.raises(ValueError, match="DistributedDataParallel itself"):
-        dmuon.dedicate_params(model, **REDUCED)
+        dmuon.dedicate_params(model, **ASKING)
 
 
 @distributed(2)
@@ -346,34 +356,34 @@ def test_gradients_set_by_hand_without_a_backward_are_averaged(rank, world):
 WRONG = {"lr": float("nan"), "momentum": 2.0, "ns_steps": "5", "maximize": True}
 
 
-def refusing_step(kind: str, on: str, key: str, rank: int, when: str) -> tuple:
-    """(what a step raised, whether weights changed), where rank 1 sets a wrong value."""
-    model = seeded(Net)
-    if kind == "sharded":
-        fully_shard(model, mesh=mesh_of((dist.get_world_size(),)))
-    with host_cannot_read() if on == "accelerator" else nullcontext():
-        own = dmuon.dedicate_params(model, **_asked(kind))
-        opt = dmuon.Muon(model, publish="sync")
-        one_step(model, opt, rank)
-        before = {name: local_tensor(p).clone() for name, p in model.named_parameters()}
-        right = dict(opt.param_groups[0])
+# The layouts in which settings are compared, each with a `Net`.
+LAID = {"ddp": DDP, "sharded": sharded(build=Net), "replicated": REDUCED, "dedicated": PLAIN}
+
+
+@contextmanager
+def refusing_step(kind: str, on: str, key: str, rank: int, when: str):
+    """(pair, what a step raised), where rank 1 sets a wrong value; nothing may have changed."""
+    with (
+        host_cannot_read() if on == "accelerator" else nullcontext(),
+        both(Net, LAID[kind], only={"publish": "sync"}) as pair,
+    ):
+        (group,) = pair.opt.param_groups
+        pair.train_alone([0])
+        before, right = pair.snapshot(), dict(group)
         if when == "before backward" and rank == 1:
-            opt.param_groups[0][key] = WRONG[key]
-        opt.zero_grad()
-        loss_of(model, batch(1, rank)).backward()
+            group[key] = WRONG[key]
+        pair.backward(1)
         if rank == 1:
-            opt.param_groups[0][key] = WRONG[key]
+            group[key] = WRONG[key]
         raised = None
         try:
-            opt.step()
+            pair.opt.step()
         except (TypeError, ValueError) as error:
             raised = error
-        changed = any(
-            not torch.equal(local_tensor(p), before[name]) for name, p in model.named_parameters()
-        )
-        opt.param_groups[0].pop(key, None)
-        opt.param_groups[0].update(right)
-    return model, opt, own, raised, changed
+        assert is_same(pair.snapshot(), before)
+        group.pop(key, None)
+        group.update(right)
+        yield pair, raised
 
 
 @pytest.mark.parametrize("key", WRONG)
@@ -388,28 +398,24 @@ def refusing_step(kind: str, on: str, key: str, rank: int, when: str) -> tuple:
 @distributed(2)
 def test_a_setting_that_turns_wrong_on_one_rank(rank, world, kind, when, key):
     """Every rank raises, nothing has changed, and the next step can be taken."""
-    model, opt, own, raised, changed = refusing_step(kind, "host", key, rank, when)
-    assert not changed
-    if rank == 1:
-        assert f"{key} must be" in str(raised) or "'maximize', which nobody reads" in str(raised)
-    else:
-        assert isinstance(raised, ConsensusError)
-        assert "rank 1 refuses" in str(raised)
-    one_step(model, opt, rank, 2)
-    own.close()
+    with refusing_step(kind, "host", key, rank, when) as (pair, raised):
+        if rank == 1:
+            told = str(raised)
+            assert f"{key} must be" in told or "'maximize', which nobody reads" in told
+        else:
+            assert isinstance(raised, ConsensusError)
+            assert "rank 1 refuses" in str(raised)
+        pair.train_alone([2])
 
 
 @distributed(3)
 def test_a_setting_that_turns_wrong_where_the_host_cannot_read(rank, world):
     """The others learn it on the way: the step changes nothing, and the next one raises."""
-    model, opt, own, raised, changed = refusing_step(
-        "sharded", "accelerator", "lr", rank, "before step"
-    )
-    assert not changed
-    assert (raised is not None) == (rank == 1)
-    with host_cannot_read(), pytest.raises(ConsensusError, match="rank 1 refuses"):
-        one_step(model, opt, rank, 2)
-    own.close()
+    how = ("sharded", "accelerator", "lr", rank, "before step")
+    with refusing_step(*how) as (pair, raised):
+        assert (raised is not None) == (rank == 1)
+        with pytest.raises(ConsensusError, match="rank 1 refuses"):
+            pair.train_alone([2])
 
 
 @distributed(2)
@@ -469,60 +475,48 @@ CHANGED = {
     "dampening": 0.1,
     "adamw_lr_ratio": 0.5,
     "adamw_betas": (0.8, 0.95),
-    "adamw_eps": 1e-6,
+    "adamw_eps": 1e-5,
     "adamw_weight_decay": 0.3,
 }
 
 
-def differing_steps(kind: str, rank: int, world: int) -> None:
-    """Each hyperparameter is another one on the last rank, for one step."""
-    bare = seeded(Net)
-    model = wrap(bare, kind == "ddp")
-    if kind == "sharded":
-        fully_shard(model, mesh=mesh_of((world,)))
-    if kind in ("replicated", "dedicated"):
-        dmuon.dedicate_params(model, **_asked(kind))
-    opt = dmuon.Muon(model, ns_dtype=torch.float32)
-    one_step(model, opt, rank)
-    (group,) = opt.param_groups
-    assert {k for k in group if k not in ("params", "param_names")} == {
-        *CHANGED, "muon_step", "muon_last_full", "muon_period",
-    }  # fmt: skip
-    on_host = host_can_read(torch.device("cpu"))
-    with opt.ownership.materialized(bare):
-        before = {n: whole_tensor(p).clone() for n, p in bare.named_parameters()}
-    for step, (key, value) in enumerate(CHANGED.items(), 1):
-        known = {k: group[k] for k in CHANGED}
-        if rank == world - 1:
-            group[key] = value
-            if key == "dampening":
-                group["momentum_mode"] = "sgd"
-        told = rf"different hyperparameters: .*{key} of opt\.param_groups\[0\] is .* on rank 0, .*"
-        opt.zero_grad()
-        loss_of(model, batch(step, rank)).backward()
-        if not on_host:  # it changes nothing, and the next step tells
-            opt.step()
-            group.update(known)
-        with pytest.raises(ConsensusError, match=rf"{told} on rank {world - 1}\. Set") as caught:
-            opt.step()
-        group.update(known)
-        text = str(caught.value)
-        assert repr(value) in text and repr(known[key]) in text, text
-        names = [k for k in CHANGED if f" {k} of opt" in text]
-        assert names == [key] or (key == "dampening" and "momentum_mode" in names), names
-        with opt.ownership.materialized(bare):
-            for name, p in bare.named_parameters():
-                assert torch.equal(whole_tensor(p), before[name]), (key, name)
-    one_step(model, opt, rank, 30)
-    opt.ownership.close()
-
-
 @pytest.mark.parametrize("on", ["host", "accelerator"])
-@pytest.mark.parametrize("kind", ["ddp", "sharded", "replicated", "dedicated"])
+@pytest.mark.parametrize("kind", LAID)
 @distributed(2)
 def test_every_hyperparameter_that_differs_is_named_on_all_ranks(rank, world, kind, on):
-    with host_cannot_read() if on == "accelerator" else nullcontext():
-        differing_steps(kind, rank, world)
+    """Each is another one on the last rank, for one step."""
+    with (
+        host_cannot_read() if on == "accelerator" else nullcontext(),
+        both(Net, LAID[kind], only={"publish": "sync"}) as pair,
+    ):
+        pair.train_alone([0])
+        (group,) = pair.opt.param_groups
+        own = {"muon_step", "muon_last_full", "muon_period"}
+        assert {k for k in group if k not in ("params", "param_names")} == {*CHANGED, *own}
+        before = pair.whole()
+        for step, (key, value) in enumerate(CHANGED.items(), 1):
+            known = {k: group[k] for k in CHANGED}
+            if rank == world - 1:
+                group[key] = value
+                if key == "dampening":
+                    group["momentum_mode"] = "sgd"
+            pair.opt.zero_grad()
+            pair.backward(step)
+            if on != "host":  # it changes nothing, and the next step tells
+                pair.opt.step()
+                group.update(known)
+            told = rf"hyperparameters: .*{key} of opt\.param_groups\[0\] is .* on rank 0, .*"
+            match = rf"different {told} on rank {world - 1}\. Set"
+            with pytest.raises(ConsensusError, match=match) as caught:
+                pair.opt.step()
+            group.update(known)
+            text = str(caught.value)
+            assert repr(value) in text and repr(known[key]) in text, text
+            names = [k for k in CHANGED if f" {k} of opt" in text]
+            assert names == [key] or (key == "dampening" and "momentum_mode" in names), names
+            assert_bitwise(pair.whole(), before, key)
+        pair.opt.zero_grad()
+        pair.train_alone([30])
 
 
 @distributed(3)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from dmuon.dtensors import local_tensor
-from dmuon.tools.parallel_models import CASES as SHARDED
-from dmuon.tools.parallel_models import batch as tokens
-from dmuon.tools.parallel_models import loss_of as loss
 from dmuon.types import CorruptionError
 from tests.distributed.harness import distributed
 from tests.distributed.models import Net, Pieces, batch, loss_of, seeded
 from tests.distributed.twins import (
     DDP,
     FSDP,
+    FSDP2,
     IN_TURN,
     KEPT,
     PLAIN,
@@ -24,7 +21,7 @@ from tests.distributed.twins import (
     REDUCED_DDP,
     both,
     layouts,
-    mesh_of,
+    sharded,
 )
 from tests.internals import Orthogonalizer
 
@@ -42,49 +39,37 @@ def test_right_steps_pass(rank, world, layout):
                 pair.check()
 
 
-CASES = [case for case in SHARDED if case.name in ("hsdp", "tp+fsdp", "ep+fsdp")]
-
-
 @pytest.mark.parametrize("k", ["off", 2])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@layouts("hsdp", "tp+fsdp", "ep+fsdp")
 @distributed(4)
-def test_right_steps_pass_in_shards(rank, world, case, k):
-    torch.manual_seed(0)
-    mesh = case.make_mesh(torch.get_default_device().type)
-    model = case.parallelize(case.build(), mesh)
-    opt = dmuon.Muon(
-        model, lr=0.02, verify_every=3, period=2, ns_dtype=torch.bfloat16,
-        dedicate={"planner": dmuon.PlannerOptions(co_owners=k)},
-    )  # fmt: skip
-    at = mesh.get_coordinate()
-    data = [at[case.axes.index(axis)] for axis in case.data_axes]
-    number = sum(c * 7**n for n, c in enumerate(data))
-    for step in range(10):
-        opt.zero_grad()
-        loss(model, tokens(step, number)).backward()
-        opt.step()
-    assert opt._run.verified == 3
-    opt.ownership.close()
+def test_right_steps_pass_in_shards(rank, world, layout, k):
+    checked = {"verify_every": 3, "period": 2}
+    case = {"muon": {"ns_dtype": torch.bfloat16}, "only": checked, "request": shared(k)}
+    with both(layout=layout, **case) as pair:
+        pair.train_alone(range(10))
+        assert pair.opt._run.verified == 3
+
+
+def shared(k):
+    return {"planner": dmuon.PlannerOptions(co_owners=k), "solver": "auto"}
 
 
 @distributed(2)
 def test_co_owners_one_of_whom_computes_wrongly_are_named(rank, world):
-    case = next(case for case in SHARDED if case.name == "fsdp2")
-    torch.manual_seed(0)
-    model = case.parallelize(case.build(), case.make_mesh(torch.get_default_device().type))
-    shared = {"planner": dmuon.PlannerOptions(co_owners=2)}
-    opt = dmuon.Muon(model, lr=0.02, verify_every=1, ns_dtype=torch.float32, dedicate=shared)
     honest = Orthogonalizer.run_together
 
     def broken(self, calls, norms):
         updates = honest(self, calls, norms)
         return [update.mul_(1.5) for update in updates] if rank == 1 else updates
 
-    with pytest.MonkeyPatch.context() as patch:
+    with (
+        both(layout=FSDP2, only={"verify_every": 1}, request=shared(2)) as pair,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(Orthogonalizer, "run_together", broken)
-        loss(model, tokens(0, rank)).backward()
+        pair.backward(0)
         with pytest.raises(CorruptionError, match="by one of its co-owners, ranks 0, 1"):
-            opt.step()
+            pair.opt.step()
 
 
 def corrupted(pair, rank, launch):
@@ -165,32 +150,20 @@ def wrong_results(run):
     return broken
 
 
-@pytest.mark.parametrize("layout", [PLAIN, FSDP, REDUCED, DDP, "fsdp2"])
+@layouts(PLAIN, FSDP, REDUCED, DDP, FSDP2)
 @distributed(2)
 def test_an_owner_that_computes_wrongly_is_named(rank, world, layout):
-    def watch(opt, step):
-        (engine,) = opt._run.engines
-        culprit = 1
-        if rank == culprit:
+    laid, told = sharded(build=Net) if layout == FSDP2 else layout, ""
+    with both(Net, laid, only={"verify_every": 1}) as pair:
+        (engine,) = pair.opt._run.engines
+        if rank == 1:
             engine._kernels.run = wrong_results(engine._kernels.run)
-        for number in range(40):
-            step(number)
+        for step in range(40):
+            pair.backward(step)
             try:
-                opt.step()
+                pair.opt.step()
             except CorruptionError as error:
-                return str(error)
-            opt.zero_grad()
-        return ""
-
-    if layout == "fsdp2":
-        model = seeded(Net)
-        for block in (*model.blocks, model):
-            fully_shard(block, mesh=mesh_of((world,)))
-        opt = dmuon.Muon(model, lr=0.02, verify_every=1, ns_dtype=torch.float32)
-        opt.report()
-        told = watch(opt, lambda step: loss_of(model, batch(step, rank)).backward())
-        opt.ownership.close()
-    else:
-        with both(Net, layout, only={"verify_every": 1}) as pair:
-            told = watch(pair.opt, pair.backward)
+                told = str(error)
+                break
+            pair.opt.zero_grad()
     assert "rank 1" in told, told

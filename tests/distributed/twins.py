@@ -597,7 +597,8 @@ def both(
     bare = getattr(model, "module", model)
     opt = dmuon.Muon(model if groups is None else groups(bare), **settings, **only)
     if groups is not None:
-        names = {m.name for m in opt.ownership.plan.specs.matrices}
+        chosen = ReferenceMuon(twin, **select)._views
+        names = {name for name, p in trainable_parameters(twin) if p in chosen}
         refs = grouped_references(groups(twin), settings, names)
     elif only.get("period", 1) != 1:
         placed, named = holders_of(bare), trainable_parameters(twin)
