@@ -25,11 +25,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from dmuon import devices
 from dmuon.comm.buckets import Slices, slice_boxes
 from dmuon.comm.consensus import attempt, solve_on_first
 from dmuon.comm.dedicated.layout import DedicatedRuntime
 from dmuon.comm.hooks import fsdp_roots, refuse_fsdp1, reshard, uncompiled
 from dmuon.comm.layout import LayoutRuntime
+from dmuon.comm.owners_runtime import ReducedRuntime
+from dmuon.comm.params_runtime import ParamsRuntime, open_peers
 from dmuon.comm.process_groups import (
     Grid,
     NewGroup,
@@ -38,8 +41,6 @@ from dmuon.comm.process_groups import (
     is_initialized,
     start_from_first,
 )
-from dmuon.comm.replicated import ReplicatedRuntime
-from dmuon.comm.sharded import ShardedRuntime, open_peers
 from dmuon.comm.transport import (
     C10dTransport,
     LocalTransport,
@@ -407,11 +408,8 @@ class _Found:
     def device(self) -> torch.device:
         """Where Newton-Schulz runs; for a model on the meta device, where its mesh lies."""
         device = compute_device(self.parameters)
-        if device.type != "meta":
-            return device
-        if self.topology.device_type == "cpu":
-            return torch.device("cpu")
-        return torch.device(self.topology.device_type, torch.accelerator.current_device_index())
+        is_meta = device.type == "meta"
+        return devices.current_device(self.topology.device_type) if is_meta else device
 
     @property
     def batch_bytes(self) -> int:
@@ -720,7 +718,7 @@ def _runtime(
     if isinstance(options, ReplicatedOptions) and options.reduce_to_owner:
         assert model is not None
         ddp = found.given.ddp
-        made = partial(ReplicatedRuntime, plan, model, named, transport, options, ddp)
+        made = partial(ReducedRuntime, plan, model, named, transport, options, ddp)
     elif not isinstance(options, DedicatedOptions):
         if isinstance(options, ReplicatedOptions):
             options = ShardedOptions(
@@ -731,7 +729,7 @@ def _runtime(
         at = compute_device(named), peers
         for one in (transport, *peers.values()):
             connect(one, at[0])
-        made = partial(ShardedRuntime, plan, shards, model, named, transport, options, *at)
+        made = partial(ParamsRuntime, plan, shards, model, named, transport, options, *at)
     else:
         assert model is not None
         axes = frozenset(axis for p in named for axis in mesh_axes(p))
@@ -816,8 +814,7 @@ def mesh_topology(
 ) -> Topology:
     device = compute_device(parameters)
     if device.type == "meta":
-        here = torch.accelerator.current_accelerator() or torch.device("cpu")
-        device = here if mesh is None else torch.device(mesh.device_type)
+        device = devices.default_device() if mesh is None else torch.device(mesh.device_type)
     if mesh is not None and mesh.device_type != device.type:
         raise OwnershipError(
             f"the mesh is of {mesh.device_type!r} devices but the model is on {device}: move the "

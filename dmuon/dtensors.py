@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dmuon import devices
 from dmuon.scheduler.shards import LocalShard, local_box
 from dmuon.scheduler.specs import Box, dtype_name
 from dmuon.types import OwnershipError
@@ -258,7 +259,7 @@ def compute_device(parameters: Sequence[Tensor]) -> torch.device:
     for p in parameters:
         mesh: DeviceMesh | None = getattr(p, "device_mesh", None)
         if mesh is not None and mesh.device_type != device.type:
-            return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+            return devices.current_device(mesh.device_type)
     return device
 
 

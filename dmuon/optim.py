@@ -30,10 +30,10 @@ from torch.optim import Optimizer
 from dmuon import devices
 from dmuon.api import Given, Request, plan_given
 from dmuon.comm.consensus import attempt_in_all
-from dmuon.comm.layout import OwnerRuntime
+from dmuon.comm.owners_runtime import OwnersRuntime
+from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.comm.process_groups import check_launched, check_planned_together
-from dmuon.comm.sharded import ShardedRuntime
-from dmuon.comm.transport import C10dTransport, host_can_read
+from dmuon.comm.transport import C10dTransport
 from dmuon.config import (
     SWITCH_RULES,
     AdamWDefaults,
@@ -43,6 +43,7 @@ from dmuon.config import (
     instead,
     is_idle,
 )
+from dmuon.devices import host_can_read
 from dmuon.dtensors import local_tensor
 from dmuon.groups import (
     PROGRESS,
@@ -64,9 +65,9 @@ from dmuon.rule import Hyper, Rule
 from dmuon.saved_state import SavedState, read_state
 from dmuon.scheduler.select import routes_of
 from dmuon.scheduler.specs import ModelSpecs, ParameterSpec, canonical_name
-from dmuon.step.at_owners import OwnerEngine
+from dmuon.step.at_owners import OwnersEngine
 from dmuon.step.engine import Amp, Engine, Settings
-from dmuon.step.on_params import ShardedEngine
+from dmuon.step.on_params import ParamsEngine
 from dmuon.types import (
     Coefficients,
     KernelChoice,
@@ -407,9 +408,9 @@ class Muon(Optimizer):
             """No collective call: a rank that fails, for lack of memory perhaps, fails alone."""
             run.engines = []
             for o in ownerships:
-                kind: type[Engine] = OwnerEngine
-                if isinstance(o.runtime, ShardedRuntime):
-                    kind = ShardedEngine
+                kind: type[Engine] = OwnersEngine
+                if isinstance(o.runtime, ParamsRuntime):
+                    kind = ParamsEngine
                 run.engines.append(kind(o.runtime, o.telemetry, o.kernels, self, settings))
             run.ownerships, run.settings = ownerships, settings
             self._note_progress(self.param_groups)
@@ -934,7 +935,7 @@ def _check_switches(run: _Run, ownerships: Sequence[Ownership]) -> None:
                 "step; leave them at 1 and None"
             )
     for runtime in (o.runtime for o in ownerships if run.switches["master_weights"]):
-        if isinstance(runtime, OwnerRuntime) and not runtime.keeps_whole:
+        if isinstance(runtime, OwnersRuntime) and not runtime.keeps_whole:
             raise OwnershipError(
                 f"master_weights=True: in the {runtime.plan.layout.value!r} layout under tensor "
                 "parallelism an owner keeps a slice of a weight only. Keep the parameters in "

@@ -6,26 +6,39 @@ Tests patch these to plant faults, to watch what is sent, or to be told what pla
 from dmuon.api import Given, Request, assemble, mesh_topology
 from dmuon.comm.consensus import solve_on_first
 from dmuon.comm.dedicated.storage import Layer as DedicatedStorage
-from dmuon.comm.sharded import ShardedRuntime
-from dmuon.comm.transport import (
-    C10dTransport,
-    LocalTransport,
-    Transport,
-    Work,
-    timeout_of,
-)
+from dmuon.comm.params_runtime import ParamsRuntime
+from dmuon.comm.transport import C10dTransport, LocalTransport, Transport, Work, timeout_of
 from dmuon.comm.transport import _Issued as IssuedWork
 from dmuon.devices import SideStream, host_can_read
 from dmuon.kernels.runner import Orthogonalizer
 from dmuon.rule import Hyper, momentum_update
-from dmuon.step.at_owners import OwnerEngine, OwnerState
-from dmuon.step.engine import WARM_UP
-from dmuon.step.on_params import ShardedEngine
-from dmuon.step.operands import ShardState
+from dmuon.step.at_owners import OwnersEngine, OwnerState
+from dmuon.step.on_params import ParamsEngine
+from dmuon.step.operands import BlockState
+from dmuon.step.telemetry import WARM_UP
 
 __all__ = [
-    "WARM_UP", "C10dTransport", "DedicatedStorage", "Given", "Hyper", "IssuedWork",
-    "LocalTransport", "Orthogonalizer", "OwnerEngine", "OwnerState", "Request", "ShardState",
-    "ShardedEngine", "ShardedRuntime", "SideStream", "Transport", "Work", "assemble",
-    "host_can_read", "mesh_topology", "momentum_update", "solve_on_first", "timeout_of",
+    "WARM_UP",
+    "BlockState",
+    "C10dTransport",
+    "DedicatedStorage",
+    "Given",
+    "Hyper",
+    "IssuedWork",
+    "LocalTransport",
+    "Orthogonalizer",
+    "OwnerState",
+    "OwnersEngine",
+    "ParamsEngine",
+    "ParamsRuntime",
+    "Request",
+    "SideStream",
+    "Transport",
+    "Work",
+    "assemble",
+    "host_can_read",
+    "mesh_topology",
+    "momentum_update",
+    "solve_on_first",
+    "timeout_of",
 ]  # fmt: skip

@@ -36,15 +36,8 @@ from dmuon.comm.buckets import EVERYONE, Buffer, GradientBucket, Segment, Slices
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.routes import Part, places
 from dmuon.comm.states import RoundState
-from dmuon.comm.transport import (
-    HostCopy,
-    Meter,
-    Transport,
-    Work,
-    host_can_read,
-    side_stream,
-    wait_all,
-)
+from dmuon.comm.transport import Meter, Transport, Work, side_stream, wait_all
+from dmuon.devices import HostCopy, host_can_read
 from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Form, ModelSpecs

@@ -14,9 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dmuon.devices import HostCopy as HostCopy
 from dmuon.devices import SideStream, host_can_read, of
-from dmuon.devices import Stopwatch as Stopwatch
 from dmuon.types import ConsensusError, OwnershipError
 
 
@@ -239,7 +237,8 @@ class C10dTransport:
                     f"init_process_group(device_id=...) has all {dist.get_world_size()} ranks join "
                     f"in making any process group, and this mesh has only {callers} of them and "
                     "not one axis, whose group could be split: leave device_id out and call "
-                    "torch.cuda.set_device(local_rank) before, or pass a mesh of one axis"
+                    "torch.accelerator.set_device_index(local_rank) before, or pass a mesh of one "
+                    "axis"
                 )
             numbers = [[known.index(rank) for rank in part] for part in parts]
         with self.located(_PLANNING):

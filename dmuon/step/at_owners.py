@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmuon.comm.layout import OwnerRuntime
+from dmuon.comm.owners_runtime import OwnersRuntime
 from dmuon.comm.reducer import oriented, rows_of, set_rows, unstacker
 from dmuon.devices import host_can_read
 from dmuon.dtensors import gradient_like, local_tensor, whole_tensor
@@ -51,7 +51,7 @@ class OwnerState:
     """
 
     def __init__(
-        self, runtime: OwnerRuntime, dtypes: Mapping[int, torch.dtype], with_masters: bool
+        self, runtime: OwnersRuntime, dtypes: Mapping[int, torch.dtype], with_masters: bool
     ) -> None:
         self._runtime = runtime
         self._specs = runtime.plan.specs
@@ -123,10 +123,10 @@ def _some(stack: Tensor, at: Sequence[int]) -> list[Tensor]:
     return [stack] if len(at) == len(stack) else [stack[n] for n in at]
 
 
-class OwnerEngine(Engine):
-    """The engine of `OwnerRuntime`."""
+class OwnersEngine(Engine):
+    """The engine of `OwnersRuntime`."""
 
-    _runtime: OwnerRuntime
+    _runtime: OwnersRuntime
 
     def _bind(self) -> None:
         runtime, masters = self._runtime, self._settings.master_weights

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.comm.routes import Message, Part, parts_of, places
-from dmuon.comm.sharded import ShardedRuntime
 from dmuon.comm.transport import Work
 from dmuon.devices import host_can_read
 from dmuon.dtensors import distributed_as, local_tensor, whole_tensor
@@ -42,7 +42,7 @@ from dmuon.scheduler.costs import largest_batch
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Box, Form
 from dmuon.step.engine import SUSPECTS, Amp, Engine, load_entry
-from dmuon.step.operands import Operands, ShardState, at, fill_scaled
+from dmuon.step.operands import BlockState, Operands, at, fill_scaled
 from dmuon.step.verdict import Verdict, VerdictMessage, own_verdict, suspects
 from dmuon.step.verify import Stored
 from dmuon.tensors import scale_all
@@ -127,10 +127,10 @@ def _present(grads: Gradients) -> dict[int, Tensor]:
     return {i: grad for i, grad in enumerate(grads) if grad is not None}
 
 
-class ShardedEngine(Engine):
-    """The engine of `ShardedRuntime`."""
+class ParamsEngine(Engine):
+    """The engine of `ParamsRuntime`."""
 
-    _runtime: ShardedRuntime
+    _runtime: ParamsRuntime
 
     def _bind(self) -> None:
         runtime, masters = self._runtime, self._settings.master_weights
@@ -141,7 +141,7 @@ class ShardedEngine(Engine):
         hooks = self._settings.publish == "async"
         runtime.bind(self._group_of, self._settings.ns_dtype, hooks)
         self._check_variants()
-        self._state = ShardState(
+        self._state = BlockState(
             runtime, self._optimizer, self._group_of, self._momentum_dtypes, masters
         )
         self._bind_full_step()

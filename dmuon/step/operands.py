@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dmuon import devices
-from dmuon.comm.sharded import ShardedRuntime
+from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.devices import host_can_read
 from dmuon.dtensors import stored_tensor
 from dmuon.kernels.newton_schulz import into_range
@@ -48,7 +48,7 @@ class Block:
     counts: bool
 
 
-def _blocks(runtime: ShardedRuntime, groups: Sequence[int]) -> Iterator[Block]:
+def _blocks(runtime: ParamsRuntime, groups: Sequence[int]) -> Iterator[Block]:
     shards, rank, plan = runtime.shards, runtime.transport.rank, runtime.plan
     for i, matrix in enumerate(plan.specs.matrices):
         piece = shards.piece(i, rank)
@@ -69,7 +69,7 @@ def _blocks(runtime: ShardedRuntime, groups: Sequence[int]) -> Iterator[Block]:
         )
 
 
-class ShardState:
+class BlockState:
     """Blocks with views of weights and momentum, lists in the order of ``blocks``.
 
     With ``masters`` ``targets`` are float32 weights behind parameters of lower precision, which
@@ -79,7 +79,7 @@ class ShardState:
 
     def __init__(
         self,
-        runtime: ShardedRuntime,
+        runtime: ParamsRuntime,
         optimizer: Optimizer,
         groups: Sequence[int],
         dtypes: Callable[[int], tuple[torch.dtype, torch.dtype]],
@@ -226,7 +226,7 @@ class Operands:
 
     def __init__(
         self,
-        state: ShardState,
+        state: BlockState,
         rules: Sequence[Rule],
         order: Sequence[int],
         others: Sequence[int] = (),

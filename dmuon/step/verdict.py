@@ -27,18 +27,19 @@ import torch
 from torch import Tensor
 
 from dmuon.comm.consensus import different, refused
-from dmuon.comm.transport import HostCopy, Transport, host_can_read
+from dmuon.comm.transport import Transport
+from dmuon.devices import HostCopy, host_can_read
 from dmuon.dtensors import sample
 from dmuon.groups import Accepted
 from dmuon.period import Schedule
 from dmuon.scheduler.shards import ShardMap
 from dmuon.scheduler.specs import ModelSpecs
+from dmuon.step.telemetry import is_exchange_step
 from dmuon.types import ConsensusError, OwnershipError
 
 # Numbers are compared modulo this: sums of their squares are exact in float64 up to 32,768 ranks.
 _NUMBERS = 1 << 19
 _SAMPLED = 16  # elements of a gradient that are compared
-_EVERY = 256
 _MOST_SPREAD = 1e-4  # of their mean square, over ranks: one percent, which no rounding makes
 # The last fields of a message, from `Fields.end` on.
 _BAD, _REFUSE, _RANK, _NUMBER, _SQUARE, _NEW, _BELOW, _LAST = range(8)
@@ -61,15 +62,6 @@ class Verdict:
     bad: Tensor | None = None
     stays: Mapping[int, bool | Tensor] = field(default_factory=dict)
     others: Tensor | None = None
-
-
-def is_exchange_step(step: int) -> bool:
-    """Whether the ranks exchange their times at the end of this step, counted from 1.
-
-    >>> [step for step in range(1, 800) if is_exchange_step(step)]
-    [4, 16, 64, 256, 512, 768]
-    """
-    return step in (4, 16, 64) or (step > 0 and step % _EVERY == 0)
 
 
 class Fields:

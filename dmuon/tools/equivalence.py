@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dmuon.api import dedicate_params
 from dmuon.comm.consensus import attempt
+from dmuon.comm.owners_runtime import ReducedRuntime
 from dmuon.comm.process_groups import check_launched
-from dmuon.comm.replicated import ReplicatedRuntime
 from dmuon.comm.transport import Transport
 from dmuon.config import DedicatedOptions, KernelOptions, PlannerOptions, ReplicatedOptions
 from dmuon.dtensors import is_distributed, whole_tensor
@@ -480,7 +480,7 @@ class _Trial:
         """Compare the updates that this rank received, before they are rounded into weights."""
         if step < 0 or self.own.plan.layout is not Layout.REDUCED or self.reference.has_masters:
             return
-        published = cast(ReplicatedRuntime, self.own.runtime).published()
+        published = cast(ReducedRuntime, self.own.runtime).published()
         matrices = [m for m in self.own.plan.specs.matrices if self._updated[m.parameter]]
         results = zip(self.reference.updates, self.moved.updates, strict=True)
         for matrix, (theirs, moved) in zip(matrices, results, strict=True):

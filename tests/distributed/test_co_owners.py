@@ -41,7 +41,7 @@ from tests.distributed.twins import (
     laid_out,
     planned,
 )
-from tests.internals import ShardedRuntime
+from tests.internals import ParamsRuntime
 
 STEPS = 5
 LAID: dict[str, Layout] = {
@@ -211,7 +211,7 @@ def test_all_ranks_follow_the_order_of_the_plan(rank, world, case):
 
 @distributed(4)
 def test_the_sums_of_all_are_under_way_before_the_first_is_waited_for(rank, world):
-    log, honest = [], ShardedRuntime.exchange
+    log, honest = [], ParamsRuntime.exchange
 
     def exchange(self, ranks, to, source, tag):
         log.append("sent")
@@ -225,7 +225,7 @@ def test_the_sums_of_all_are_under_way_before_the_first_is_waited_for(rank, worl
         return Waited()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardedRuntime, "exchange", exchange)
+        patch.setattr(ParamsRuntime, "exchange", exchange)
         with both(layout="fsdp4", request=shared(4, max_batch=1)) as pair:
             pair.train_alone([0])
             count = pair.own.runtime.bound().buckets[0].shared

@@ -28,12 +28,12 @@ from tests.distributed.harness import Pools
 from tests.distributed.test_checkpoints import CASES, Training
 from tests.distributed.twins import MUON, assert_bitwise, mesh_of
 from tests.internals import (
+    BlockState,
     Orthogonalizer,
-    OwnerEngine,
+    OwnersEngine,
     OwnerState,
-    ShardedEngine,
-    ShardedRuntime,
-    ShardState,
+    ParamsEngine,
+    ParamsRuntime,
 )
 
 pytestmark = pytest.mark.cpu_only("counts gloo's threads and files")
@@ -271,12 +271,12 @@ FAILING = ["ddp", "fsdp2", "reduce_to_owner", "dedicated"]
 
 def places_of(runtime: type) -> dict[str, tuple[Any, str]]:
     """Where memory may run out: what makes runtimes, state, buffers, hooks and workspaces."""
-    is_sharded = runtime is ShardedRuntime
+    is_sharded = runtime is ParamsRuntime
     return {
         "runtime": (runtime, "__init__"),
-        "engine": (ShardedEngine if is_sharded else OwnerEngine, "_bind"),
+        "engine": (ParamsEngine if is_sharded else OwnersEngine, "_bind"),
         "bind": (runtime, "bind"),
-        "state": (ShardState if is_sharded else OwnerState, "__init__"),
+        "state": (BlockState if is_sharded else OwnerState, "__init__"),
         "workspace": (Orthogonalizer, "reserve"),
         "warnings": (dmuon.optim, "_flaw_of_rounding"),
     }

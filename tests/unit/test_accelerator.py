@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 import dmuon.api
 from dmuon.comm.reducer import rows_of, set_rows
-from dmuon.comm.transport import Stopwatch, host_can_read
+from dmuon.devices import Stopwatch, host_can_read
 from dmuon.tensors import scale_all
 from tests.accelerator import host_cannot_read, nothing_read
 from tests.distributed import harness

@@ -12,7 +12,7 @@ from torch import nn
 from dmuon import dedicate_params
 from dmuon.comm.transport import LocalTransport, Meter
 from dmuon.scheduler.costs import CostTable
-from dmuon.step.engine import StepTelemetry, is_exchange_step
+from dmuon.step.telemetry import StepTelemetry, is_exchange_step
 
 CPU = torch.device("cpu")
 

@@ -37,7 +37,7 @@ from dmuon.comm.dedicated.prefetch import (
 )
 from dmuon.comm.dedicated.storage import Storage, layers_of
 from dmuon.comm.hooks import ParameterWatch, area, fsdp_roots, wait_points
-from dmuon.comm.layout import Apply, Compute, OwnerRuntime
+from dmuon.comm.owners_runtime import Apply, Compute, OwnersRuntime
 from dmuon.comm.pipeline import Pipeline
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.reducer import (
@@ -125,7 +125,7 @@ class _Assembly:
         self._pipeline.apply_pending(range(len(self._results)))
 
 
-class DedicatedRuntime(OwnerRuntime):
+class DedicatedRuntime(OwnersRuntime):
     """See the module's docstring. ``tensor_axes`` are the mesh axes of tensor parallelism."""
 
     def __init__(

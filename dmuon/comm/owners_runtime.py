@@ -1,4 +1,5 @@
-"""`replicated` with ``reduce_to_owner``: whole weights everywhere, momentum at owners (ZeRO-1).
+"""Momentum at owners: the base of both such layouts, and `replicated` with ``reduce_to_owner``,
+where every rank has whole weights (ZeRO-1).
 
 ::
 
@@ -15,6 +16,7 @@ update, so that every rank can report it without another collective::
 from __future__ import annotations
 
 import weakref
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -34,10 +36,11 @@ from dmuon.comm.buckets import (
     publish_buckets,
 )
 from dmuon.comm.hooks import Coverage, ParameterWatch, attach, wait_points
-from dmuon.comm.layout import Apply, Compute, OwnerRuntime
+from dmuon.comm.layout import Gradients, LayoutRuntime
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.reducer import (
     GradientReducer,
+    OwnedGradients,
     at_end_of_backward,
     hook_ddp,
     hook_gradients,
@@ -46,13 +49,143 @@ from dmuon.comm.reducer import (
     set_rows,
     unstacker,
 )
+from dmuon.comm.routes import Keepers
 from dmuon.comm.transport import Transport, Work
 from dmuon.config import ReplicatedOptions
-from dmuon.dtensors import LocalParameters
-from dmuon.scheduler.plan import OwnershipPlan, Unit
+from dmuon.dtensors import LocalParameters, is_distributed
+from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
 from dmuon.scheduler.shards import matrix_box
 from dmuon.scheduler.specs import ITEM_SIZE, Box
 from dmuon.types import DmuonError
+
+# (unit, gradients [b, rows, cols] of the matrices at these positions of it, the positions) to
+# (what is published [b, rows, cols], RMS of the updates [b]), both valid until the next call.
+Compute = Callable[[Unit, Tensor, list[int]], tuple[Tensor, Tensor]]
+# (unit, positions in it, views of the parameters, views of what was published)
+Apply = Callable[[Unit, list[int], list[Tensor], list[Tensor]], None]
+
+
+class OwnersRuntime(LayoutRuntime):
+    """A `LayoutRuntime` whose momentum and gradients lie with the owners.
+
+    An owner calls `Compute` for its units; every rank that stores a part of a matrix calls `Apply`
+    for it, in any order, before the parameters are read again. ``keeps_whole``: an owner stores its
+    matrices whole. ``reducer`` is there once an optimizer has bound itself.
+    """
+
+    keeps_whole = True
+
+    def __init__(
+        self,
+        slices: Slices,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        transport: Transport,
+        device: torch.device,
+    ) -> None:
+        super().__init__(slices.plan, model, transport, device)
+        self.parameters: list[nn.Parameter] = list(parameters)
+        self.reducer: GradientReducer | None = None
+        self._slices = slices
+        self._counted: frozenset[int] = frozenset()  # distributed parameters; see `Gradients`
+        self._watch: ParameterWatch | None = None
+        self._rms: dict[int, Tensor] = {}  # of updates ``[b]``, by a unit's first matrix
+
+    @abstractmethod
+    def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
+        """Prepare for an optimizer: the param group of each matrix, and the dtype of what is
+        published of a parameter by its dtype. OwnershipError if there is one already."""
+
+    def _collect_at(
+        self, groups: Sequence[int], reduce_dtype: torch.dtype | None
+    ) -> OwnedGradients:
+        """The first part of `bind`: units, and where their gradients are collected."""
+        self.units = units_of(self.plan, groups, apart=self.apart)
+        return OwnedGradients(
+            self._slices, self.units, self.transport.rank, reduce_dtype, self.device
+        )
+
+    def matrices_of(self, parameter: int) -> list[int]:
+        return self._slices.matrices_of[parameter]
+
+    def owned_places(self, parameter: int, *, in_slices: bool = False) -> Keepers:
+        """The owners of a parameter's matrices, each with its box (see `Slices.keepers`)."""
+        return self._slices.keepers(parameter, in_slices=in_slices, replicas=False)
+
+    @abstractmethod
+    def stored(self, box: Box, parameter: int) -> list[tuple[int, Box, Tensor]]:
+        """The weights that this rank stores of the matrix that is this box of a parameter: (matrix,
+        box in the parameter, a view)."""
+
+    @property
+    def _bound(self) -> GradientReducer:
+        if self.reducer is None:
+            raise self._not_bound()
+        return self.reducer
+
+    def raise_noted(self) -> None:
+        """Raise what earlier rounds found that no host could read then: on every rank alike, before
+        anything is sent."""
+        self._bound.flags.raise_noted()
+
+    def gradients(self) -> Gradients:
+        """Matrices' gradients lie with their owners, FSDP2's in shards, the others everywhere."""
+        reducer, common = self._bound, []
+        counted = reducer.owned.collected(reducer.present)
+        stored = list(counted)
+        for i, p in enumerate(self.parameters):
+            grad = None if self._slices.matrices_of.get(i) else reducer.gradient_of(i)
+            if grad is None:
+                continue
+            stored.append(grad)
+            if not is_distributed(p):
+                common.append(grad)
+            elif i in self._counted:
+                counted.append(grad)
+        return Gradients(counted, common, stored)
+
+    def set_sync(self, sync: bool) -> bool:
+        return self._bound.set_sync(sync)
+
+    def zero_grad(self) -> None:
+        if self.reducer is not None:
+            self.reducer.clear()
+
+    def gradients_changed(self) -> None:
+        self._bound.note_averaged()
+
+    def skip(self) -> None:
+        """Make `step` change nothing, on all ranks alike."""
+        present = self._bound.present
+        present[:] = [False] * len(present)
+
+    def _with_gradients(self, unit: Unit) -> list[int]:
+        """Positions of the matrices of a unit that have a gradient on any rank: the same on all."""
+        present, matrices = self._bound.present, self.plan.specs.matrices
+        return [k for k, i in enumerate(unit.matrices) if present[matrices[i].parameter]]
+
+    @abstractmethod
+    def step(self, compute: Compute, apply: Apply) -> None:
+        """Compute what is owned here and launch all publishing."""
+
+    @abstractmethod
+    def weights(self, unit: Unit) -> list[Tensor]:
+        """The weights of a unit that lie whole on this rank, ``[m, ...]`` each."""
+
+    def update_rms(self) -> dict[str, Tensor]:
+        """RMS of the last update of each matrix known here, by name; waits for pending ones."""
+        self.synchronize()
+        specs = self.plan.specs.matrices
+        return {
+            specs[i].name: rms
+            for unit in self.units
+            if unit.matrices[0] in self._rms
+            for i, rms in zip(unit.matrices, self._rms[unit.matrices[0]].unbind(), strict=True)
+        }
+
+    def _unbind(self) -> None:
+        self._remove_hooks()
+        self.reducer = None
 
 
 @dataclass(slots=True)
@@ -81,7 +214,7 @@ class _Broadcast:
     where: Sequence[list[int]] = ()
 
 
-class ReplicatedRuntime(OwnerRuntime):
+class ReducedRuntime(OwnersRuntime):
     """See the module's docstring. ``ddp`` is the wrapper whose buckets trigger the reduction."""
 
     def __init__(

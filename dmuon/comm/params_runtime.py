@@ -43,7 +43,7 @@ from dmuon.scheduler.shards import ShardMap
 from dmuon.types import Layout
 
 
-class ShardedRuntime(LayoutRuntime):
+class ParamsRuntime(LayoutRuntime):
     """See the module's docstring. ``device`` is where Newton-Schulz runs; with CPU offload the
     parameters lie elsewhere."""
 
