@@ -49,12 +49,13 @@ from benchmarks.timing import laps
 from dmuon.config import KernelOptions
 from dmuon.dtensors import whole_tensor
 from dmuon.kernels.choice import default_restarts, offered_backends, offered_tiles, why_not
-from dmuon.kernels.newton_schulz import newton_schulz, normalize, resolve_coefficients
+from dmuon.kernels.newton_schulz import newton_schulz, resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.measure import ERROR_LIMITS, Case, gate_errors
 from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.shards import ShardMap
+from dmuon.tensors import normalize
 from dmuon.types import KernelChoice
 
 ROOT = Path(__file__).parents[1]

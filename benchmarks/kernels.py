@@ -47,9 +47,10 @@ from benchmarks.timing import Laps, Times, laps, ratio, spread, take_turns
 from dmuon import measure
 from dmuon.config import KernelOptions, PlannerOptions
 from dmuon.kernels.choice import default_backend, default_restarts, fixed_choice, multiplications
-from dmuon.kernels.newton_schulz import newton_schulz, normalize, resolve_coefficients
+from dmuon.kernels.newton_schulz import newton_schulz, resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable, analytic_class
+from dmuon.tensors import normalize
 from dmuon.types import KernelChoice
 
 STEPS = 5

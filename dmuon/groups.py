@@ -45,7 +45,7 @@ from dmuon.scheduler.select import (
     routes_of,
 )
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec, canonical_name
-from dmuon.types import Algorithm, DmuonError, OwnershipError, SelectionError
+from dmuon.types import Algorithm, DmuonError, HyperDigest, OwnershipError, SelectionError
 
 Group = dict[str, Any]
 Route = tuple[ParameterSpec, tuple[MatrixSpec, ...]]
@@ -600,11 +600,8 @@ def _texts(values: Group) -> dict[str, str]:
 
 
 class Accepted:
-    """The planned param groups, checked again at each step where they may have changed.
-
-    ``params``: the parameters of each. ``texts``: the hyperparameters by group and name; ``number``
-    stands for all of them: alike on all ranks that have the same. ``eps``: by group with matrices.
-    """
+    """The planned param groups, checked again at each step where they may have changed; ``params``
+    are the parameters of each, ``digest`` what ranks compare."""
 
     def __init__(
         self, groups: Sequence[Group], algorithms: Sequence[Collection[Algorithm]]
@@ -614,13 +611,7 @@ class Accepted:
         self._algorithms = algorithms
         # Keys and hyperparameters that are known to be right.
         self._known: list[tuple[set[str], Group]] = [(set(), {}) for _ in algorithms]
-        self._numbers = [0] * len(algorithms)
-        self.texts: list[dict[str, str]] = [{} for _ in algorithms]
-        self.eps: dict[int, float] = {}
-
-    @property
-    def number(self) -> int:
-        return sum(self._numbers)
+        self.digest = HyperDigest([0] * len(algorithms), [{} for _ in algorithms])
 
     def check(self, groups: Sequence[Group], count: int) -> None:
         """Check ``groups``, of which there must be ``count``, and make their numbers Python's own.
@@ -655,8 +646,7 @@ class Accepted:
             # Tensors and lists can change in place.
             lasting = all(isinstance(v, float | int | str | tuple | None) for v in kept.values())
             self._known[number] = ({*group} if lasting else set()), kept
-            self.texts[number] = _texts(kept)
+            texts = self.digest.texts[number] = _texts(kept)
             if "ns_steps" in kept:
-                self.eps[number] = kept["eps"]
-            text = repr(self.texts[number]).encode()
-            self._numbers[number] = zlib.crc32(text, number)
+                self.digest.eps[number] = kept["eps"]
+            self.digest.numbers[number] = zlib.crc32(repr(texts).encode(), number)

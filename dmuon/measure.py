@@ -44,7 +44,7 @@ from dmuon.kernels.choice import (
     ops_of,
     why_not,
 )
-from dmuon.kernels.newton_schulz import normalize, resolve_coefficients, resolve_ns_dtype
+from dmuon.kernels.newton_schulz import resolve_coefficients, resolve_ns_dtype
 from dmuon.kernels.ops import SUM_DTYPE, Peers
 from dmuon.kernels.runner import Call, Orthogonalizer, SliceCall
 from dmuon.rule import Hyper, Rule
@@ -59,6 +59,7 @@ from dmuon.scheduler.costs import (
     largest_batch,
 )
 from dmuon.scheduler.specs import dtype_name
+from dmuon.tensors import normalize
 from dmuon.types import KernelChoice
 
 T = TypeVar("T")

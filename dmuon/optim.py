@@ -329,9 +329,9 @@ class Muon(Optimizer):
     def _outgrown(self) -> Exception | None:
         """`NewParameters` if this step has to plan again, or the error if it cannot."""
         run = self._run
-        assert run.settings is not None
+        assert run.accepted is not None
         name = next((n for n, p in run.frozen if p.requires_grad), None)
-        added = len(run.groups.names) - len(run.settings.accepted.params)
+        added = len(run.groups.names) - len(run.accepted.params)
         if name is None and not added:
             return None
         what = f"opt.add_param_group was called {added} times since owners were planned"
@@ -398,7 +398,7 @@ class Muon(Optimizer):
         masters = switches["master_weights"]
         accepted = Accepted(self.param_groups, run.groups.algorithms)
         settings = Settings(
-            ns_dtype, masters, run.schedule, accepted, switches["block_lr_ratio"],
+            ns_dtype, masters, run.schedule, accepted.digest, switches["block_lr_ratio"],
             switches["publish"], switches["nonfinite"], backend,
         )  # fmt: skip
         if not again:
@@ -412,7 +412,7 @@ class Muon(Optimizer):
                 if isinstance(o.runtime, ParamsRuntime):
                     kind = ParamsEngine
                 run.engines.append(kind(o.runtime, o.telemetry, o.kernels, self, settings))
-            run.ownerships, run.settings = ownerships, settings
+            run.ownerships, run.settings, run.accepted = ownerships, settings, accepted
             self._note_progress(self.param_groups)
             flaws = [_flaw_of_dtype(ownerships, ns_dtype)]
             if not masters and not again:
@@ -582,9 +582,9 @@ class Muon(Optimizer):
     def _check_groups(self) -> Exception | None:
         """The error of ``param_groups``, if there is one."""
         run = self._run
-        assert run.settings is not None
+        assert run.accepted is not None
         try:
-            run.settings.accepted.check(self.param_groups, len(run.groups.names))
+            run.accepted.check(self.param_groups, len(run.groups.names))
         except (TypeError, ValueError) as error:
             return error
         return None
@@ -821,6 +821,7 @@ class _Run:
         self.engines: list[Engine] = []
         self.ownerships: list[Ownership] = []
         self.settings: Settings | None = None
+        self.accepted: Accepted | None = None
         self.bytes: Counter[str] = Counter()
         self.verified = 0
         self.verify_due = False

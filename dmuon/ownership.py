@@ -16,7 +16,7 @@ from dmuon.config import KernelOptions
 from dmuon.report.data import LoadBalanceReport, build_report
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.specs import canonical_name
-from dmuon.step.telemetry import StepTelemetry
+from dmuon.step.engine import StepTelemetry
 from dmuon.types import Layout, OwnershipError
 
 # By the id of a parameter: an ownership keeps its parameters, so ids are theirs while it lives. No

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from dmuon import devices
 from dmuon.devices import host_can_read
-from dmuon.kernels.newton_schulz import norms_of, scaled
-from dmuon.tensors import scale_all
+from dmuon.tensors import norms_of, scale_all, scaled
 
 # Below this one launch per tensor costs more than two passes over a list of tensors.
 _FUSED_NUMEL = 1 << 20

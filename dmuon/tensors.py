@@ -1,4 +1,10 @@
-"""Lists of tensors, worked on together: scaling, norms, and whether all is finite."""
+"""Many tensors at once: scaling, norms, whether all is finite; and how matrices are normalized.
+
+Normalizing is in two halves, because shards of a matrix travel in the dtype of Newton-Schulz. Who
+holds a part multiplies it by a power of two (`into_range`) and casts it, who has the whole divides
+by its norm (`normalize_`). So the result depends neither on how a matrix was cut nor on how norms
+were summed.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +17,7 @@ from torch import Tensor
 
 from dmuon.devices import host_can_read
 
+_SAFE_NORMS = 1e-10, 1e15  # of float32 matrices whose entries can be squared as they are
 _PIECE = 4096  # elements whose squares a float32 sum takes; their norms are joined in float64
 
 
@@ -108,3 +115,87 @@ def not_finite(named: Sequence[tuple[str, Tensor]]) -> list[str]:
         marks = finite_marks([tensor for _, tensor in some]).tolist()
         found += [name for (name, _), mark in zip(some, marks) if not math.isfinite(mark)]
     return found
+
+
+# ---- normalizing matrices ----------------------------------------------------------------
+
+
+@torch.no_grad()
+def normalize(
+    x: Tensor, dtype: torch.dtype, eps: float = 1e-7, *, out: Tensor | None = None
+) -> Tensor:
+    """`x / max(||x||_F, eps)` for every matrix of `[..., m, n]`, as torch.optim.Muon computes it:
+    `x` is rounded to `dtype`, and that is divided by its norm.
+
+    It is scaled by a power of two before, so that nothing overflows or vanishes. A matrix with an
+    inf or a nan becomes nan throughout, a zero matrix stays zero. The result is written to ``out``
+    if there is one, of x's shape and of `dtype`.
+    """
+    return normalize_(scaled(x, dtype, eps, out=out))
+
+
+def scaled(
+    x: Tensor,
+    dtype: torch.dtype,
+    eps: float,
+    *,
+    out: Tensor | None = None,
+    norms: Tensor | None = None,
+) -> Tensor:
+    """The first half of `normalize`; ``norms`` are those of `norms_of`, where they are known."""
+    if x.numel() == 0:
+        return x.to(dtype) if out is None else out
+    if may_look(x, dtype):
+        norms = norms_of(x) if norms is None else norms
+        if are_safe(norms, eps):
+            scales = into_range(norms, eps)
+            if out is not None and out.dtype is x.dtype:
+                return torch.mul(x, scales, out=out)
+            y = x * scales
+            return y.to(dtype) if out is None else out.copy_(y)
+    wide = torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
+    y = x.to(wide)
+    peak = torch.maximum(y.amax((-2, -1), keepdim=True), -y.amin((-2, -1), keepdim=True))
+    peak.masked_fill_(peak == 0, 1.0)
+    tiny = torch.finfo(wide).tiny  # like its reciprocal, a power of two and a normal number
+    scale = (torch.frexp(peak).mantissa / peak).clamp_(tiny, 1 / tiny)  # nan where peak is inf
+    y = y * scale
+    y.mul_(into_range(norms_of(y), scale.mul_(eps)))
+    return y.to(dtype) if out is None else out.copy_(y)
+
+
+def into_range(norms: Tensor, eps: float | Tensor) -> Tensor:
+    """The factors by which matrices of these norms are multiplied before `normalize_`: the power of
+    two that brings the norm into [2, 4), or 1 / eps below eps; nan where it is not finite."""
+    return torch.where(norms < eps, 1 / eps, torch.frexp(norms).mantissa.mul_(4).div_(norms))
+
+
+def normalize_(x: Tensor, norms: Tensor | None = None) -> Tensor:
+    """Divide every matrix of `[..., m, n]` by its norm where that is above 1, in place; or by these
+    ``norms`` of matrices of which `x` is a part."""
+    norms = (norms_of(x) if norms is None else norms).clamp(min=1)
+    if x.is_cpu and x.dtype.itemsize < 4:  # in place it would take two copies in float32
+        return x.copy_(x.float().div_(norms))
+    return torch.div(x, norms, out=x)
+
+
+def may_look(x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the host may read norms to see if scaling is needed: where that costs no wait, not in
+    a compiled graph, and where `x` and `dtype` have one range."""
+    if torch.compiler.is_compiling() or not host_can_read(x.device):
+        return False
+    return x.dtype is torch.float32 and dtype in (torch.float32, torch.bfloat16)
+
+
+def are_safe(norms: Tensor, eps: float) -> bool:
+    """Whether no square overflows, and none vanishes that matters. False for a nan."""
+    least, most = max(eps, _SAFE_NORMS[0]), _SAFE_NORMS[1]
+    return all(least <= value <= most for value in norms.view(-1).tolist())
+
+
+def norms_of(y: Tensor) -> Tensor:
+    """The norms `[..., 1, 1]` of the matrices of `[..., m, n]`. Row by row, because one float32 sum
+    over a large matrix is off by 0.5%."""
+    wide = torch.promote_types(y.dtype, torch.float32)
+    rows = torch.linalg.vector_norm(y, dim=-1, keepdim=True, dtype=wide)
+    return torch.linalg.vector_norm(rows, dim=-2, keepdim=True)

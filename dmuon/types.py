@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -16,6 +16,16 @@ Select = Callable[[str, Tensor], bool]
 # By name pattern: what docs/routing.md says of splits and heads.
 Splits = Mapping[str, Sequence[int] | Mapping[str, Any]]
 Heads = Mapping[str, int | Mapping[str, Any]]
+
+
+@dataclass(slots=True)
+class HyperDigest:
+    """The hyperparameters of all param groups, as ranks compare them at every full step: a number
+    and the texts by name of each group; ``eps`` by group with matrices."""
+
+    numbers: list[int]
+    texts: list[dict[str, str]]
+    eps: dict[int, float] = field(default_factory=dict)
 
 
 class Layout(str, Enum):

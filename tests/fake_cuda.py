@@ -335,7 +335,7 @@ def rank_of(
             (Tensor, "__getitem__", _get),
             (Tensor, "__setitem__", _set),
             (Tensor, "copy_", _copy),
-            (dmuon.step.telemetry, "Stopwatch", _Watch),
+            (dmuon.step.engine, "Stopwatch", _Watch),
             (dmuon.step.verdict, "HostCopy", _HostCopy),
             (devices.CudaGraphs, "__call__", lambda graphs, call: _Replay(call)),
             (dmuon.kernels.choice, "offered_backends", lambda *args: ("torch",)),

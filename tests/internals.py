@@ -13,9 +13,9 @@ from dmuon.devices import SideStream, host_can_read
 from dmuon.kernels.runner import Orthogonalizer
 from dmuon.rule import Hyper, momentum_update
 from dmuon.step.at_owners import OwnersEngine, OwnerState
+from dmuon.step.engine import WARM_UP
 from dmuon.step.on_params import ParamsEngine
 from dmuon.step.operands import BlockState
-from dmuon.step.telemetry import WARM_UP
 
 __all__ = [
     "WARM_UP",

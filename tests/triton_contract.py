@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmuon.kernels.newton_schulz import normalize, normalize_, resolve_coefficients
+from dmuon.kernels.newton_schulz import resolve_coefficients
+from dmuon.tensors import normalize, normalize_
 from tests.internals import Hyper, momentum_update
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32

@@ -168,7 +168,7 @@ def momentum_norm_cast(
 
     ``buffer`` is updated in place and keeps its dtype. ``out`` gets the operand of Newton-Schulz
     (`dmuon.rule.momentum_update` in float32, ``mode`` "ema" or "sgd"), each matrix over a power
-    of two, ready for `dmuon.kernels.newton_schulz.normalize_`. The same input gives the same bits.
+    of two, ready for `dmuon.tensors.normalize_`. The same input gives the same bits.
     Tensors may have different dtypes (float16, bfloat16, float32) and share no memory.
     """
     check(buffer.shape, buffer, grad, out)

@@ -146,7 +146,7 @@ class OwnersEngine(Engine):
         transport, matrices = runtime.transport, list(self._owned.here)
         self._message = VerdictMessage(
             *(specs, None, transport, runtime.device),
-            *(self._settings.schedule, self._settings.accepted, self._group_of),
+            *(self._settings.schedule, self._settings.digest, self._group_of),
             *(matrices, [True] * len(matrices)),
         )
         # Whether finite gradients can be too large for the dtype of momentum, which lies elsewhere

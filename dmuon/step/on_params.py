@@ -34,7 +34,6 @@ from dmuon.comm.routes import Message, Part, parts_of, places
 from dmuon.comm.transport import Work
 from dmuon.devices import host_can_read
 from dmuon.dtensors import distributed_as, local_tensor, whole_tensor
-from dmuon.kernels.newton_schulz import into_range
 from dmuon.kernels.ops import Peers
 from dmuon.kernels.runner import SliceCall
 from dmuon.rule import MOMENTUM, merged_master, update_rms
@@ -45,7 +44,7 @@ from dmuon.step.engine import SUSPECTS, Amp, Engine, load_entry
 from dmuon.step.operands import BlockState, Operands, at, fill_scaled
 from dmuon.step.verdict import Verdict, VerdictMessage, own_verdict, suspects
 from dmuon.step.verify import Stored
-from dmuon.tensors import scale_all
+from dmuon.tensors import into_range, scale_all
 from dmuon.types import DmuonError, Layout, NewParameters, OwnershipError
 
 _BLOCK_BATCH = 16  # blocks of one shape that are orthogonalized together
@@ -196,7 +195,7 @@ class ParamsEngine(Engine):
             runtime.transport,
             runtime.device,
             self._settings.schedule,
-            self._settings.accepted,
+            self._settings.digest,
             self._group_of,
             [b.matrix for b in blocks],
             [b.counts for b in blocks],

@@ -22,9 +22,8 @@ from dmuon import devices
 from dmuon.comm.params_runtime import ParamsRuntime
 from dmuon.devices import host_can_read
 from dmuon.dtensors import stored_tensor
-from dmuon.kernels.newton_schulz import into_range
 from dmuon.rule import MASTER, MOMENTUM, Hyper, Rule
-from dmuon.tensors import finite_marks, norms_into, scale_all, scale_into, squares_fit
+from dmuon.tensors import finite_marks, into_range, norms_into, scale_all, scale_into, squares_fit
 
 Bad = TypeVar("Bad", Tensor, Tensor | None)
 

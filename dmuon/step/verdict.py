@@ -30,12 +30,10 @@ from dmuon.comm.consensus import different, refused
 from dmuon.comm.transport import Transport
 from dmuon.devices import HostCopy, host_can_read
 from dmuon.dtensors import sample
-from dmuon.groups import Accepted
-from dmuon.period import Schedule
+from dmuon.period import Schedule, is_exchange_step
 from dmuon.scheduler.shards import ShardMap
 from dmuon.scheduler.specs import ModelSpecs
-from dmuon.step.telemetry import is_exchange_step
-from dmuon.types import ConsensusError, OwnershipError
+from dmuon.types import ConsensusError, HyperDigest, OwnershipError
 
 # Numbers are compared modulo this: sums of their squares are exact in float64 up to 32,768 ranks.
 _NUMBERS = 1 << 19
@@ -145,7 +143,7 @@ class VerdictMessage:
         transport: Transport,
         device: torch.device,
         schedule: Schedule,
-        accepted: Accepted,
+        digest: HyperDigest,
         group_of: Sequence[int],
         matrices: Sequence[int],
         counts: Sequence[bool],
@@ -153,7 +151,7 @@ class VerdictMessage:
         alike: bool = False,
     ) -> None:
         self._specs, self._transport = specs, transport
-        self._schedule, self._accepted, self._group_of = schedule, accepted, group_of
+        self._schedule, self._digest, self._group_of = schedule, digest, group_of
         self._fields = Fields(specs, shards, transport.rank, device, matrices, counts)
         self._has_norms, self._on_host = shards is not None, host_can_read(device)
         self._alike = [p.name for p in specs.parameters] if alike and transport.world > 1 else []
@@ -209,7 +207,7 @@ class VerdictMessage:
 
     def _eps_of(self, matrices: Sequence[int], like: Tensor) -> float | Tensor:
         """The eps of these matrices: one for all, or one each."""
-        eps = self._accepted.eps
+        eps = self._digest.eps
         if len({*eps.values()}) == 1:
             return next(iter(eps.values()))
         each = [eps[self._group_of[i]] for i in matrices]
@@ -233,8 +231,8 @@ class VerdictMessage:
 
     def _blank(self) -> Tensor:
         end, vector = self._fields.end, self._empty.clone()
-        self._said = self._schedule.t, [*self._accepted.texts]
-        number = (self._schedule.t + self._accepted.number) % _NUMBERS
+        self._said = self._schedule.t, [*self._digest.texts]
+        number = (self._schedule.t + sum(self._digest.numbers)) % _NUMBERS
         vector[end + _NUMBER].fill_(number)
         vector[end + _SQUARE].fill_(number * number)
         if not self._on_host:
@@ -391,7 +389,7 @@ class VerdictMessage:
 
     def _note_below_eps(self, squares: Sequence[float], others: int) -> None:
         """Which matrices have a norm below eps; ``others``: how many whose norms do not travel."""
-        eps, found = self._accepted.eps, self.found
+        eps, found = self._digest.eps, self.found
         found.below = []
         least = min(filter(None, squares), default=math.inf) if self._has_norms else math.inf
         if least < max(eps.values(), default=0.0) ** 2:

@@ -8,8 +8,9 @@ import torch
 pytest.importorskip("triton", reason="Triton kernels need Triton")
 
 from dmuon.kernels import triton_elementwise, triton_small, triton_syrk
-from dmuon.kernels.newton_schulz import newton_schulz, normalize, normalize_
+from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.kernels.triton_syrk import TILES, Tile, tiles_for
+from dmuon.tensors import normalize, normalize_
 from tests.co_owners import by_co_owners
 from tests.triton_contract import *  # noqa: F403
 from tests.triton_contract import (

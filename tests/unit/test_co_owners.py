@@ -17,13 +17,7 @@ from dmuon.comm.buckets import cut_buckets
 from dmuon.comm.routes import BucketRoute, Message, bucket_route, places
 from dmuon.config import PlannerOptions
 from dmuon.kernels.choice import fixed_choice, ops_of, segments_of
-from dmuon.kernels.newton_schulz import (
-    finished,
-    iterate,
-    newton_schulz,
-    normalize,
-    resolve_coefficients,
-)
+from dmuon.kernels.newton_schulz import finished, iterate, newton_schulz, resolve_coefficients
 from dmuon.kernels.ops import Peers, RoundedOps, SliceOps
 from dmuon.kernels.runner import Call, Orthogonalizer, SliceCall
 from dmuon.report.data import build_report
@@ -36,6 +30,7 @@ from dmuon.scheduler.shards import OwnerLimits, ShardMap
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs, ParameterSpec
 from dmuon.scheduler.topology import Topology
+from dmuon.tensors import normalize
 from dmuon.types import Algorithm, Layout, PlanError
 from tests.co_owners import Work, by_co_owners
 from tests.unit.models import specs_of

@@ -21,8 +21,9 @@ from dmuon.kernels.choice import (
     segments_of,
     why_not,
 )
-from dmuon.kernels.newton_schulz import newton_schulz, normalize, prepared, resolve_coefficients
+from dmuon.kernels.newton_schulz import newton_schulz, prepared, resolve_coefficients
 from dmuon.kernels.ops import MatmulOps, RoundedOps, StripsOps
+from dmuon.tensors import normalize
 from dmuon.types import KernelChoice
 from tests.products import Products
 

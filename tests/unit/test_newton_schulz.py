@@ -21,12 +21,12 @@ from dmuon.kernels.choice import choose_method, default_restarts, segments_of
 from dmuon.kernels.newton_schulz import (
     COEFFICIENT_SETS,
     newton_schulz,
-    normalize,
     prepared,
     resolve_coefficients,
     resolve_ns_dtype,
 )
 from dmuon.kernels.ops import MatmulOps
+from dmuon.tensors import normalize
 from dmuon.types import KernelChoice
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16

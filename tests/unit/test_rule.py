@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.optim._muon import _adjust_lr as torch_adjust_lr
 
-from dmuon.kernels.newton_schulz import normalize, normalize_
 from dmuon.reference import ReferenceMuon
 from dmuon.rule import (
     Hyper,
@@ -25,7 +24,7 @@ from dmuon.rule import (
     rule_of,
     update_rms,
 )
-from dmuon.tensors import wide_norms
+from dmuon.tensors import normalize, normalize_, wide_norms
 from tests.accelerator import host_cannot_read
 
 RULE = Rule()

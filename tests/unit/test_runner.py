@@ -16,9 +16,10 @@ import dmuon
 from dmuon.config import KernelOptions
 from dmuon.kernels import runner as runner_module
 from dmuon.kernels.choice import fixed_choice
-from dmuon.kernels.newton_schulz import normalize, prepared, resolve_coefficients
+from dmuon.kernels.newton_schulz import prepared, resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.scheduler.costs import CostTable
+from dmuon.tensors import normalize
 from dmuon.types import PlanError
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16

@@ -11,8 +11,9 @@ from torch import nn
 
 from dmuon import dedicate_params
 from dmuon.comm.transport import LocalTransport, Meter
+from dmuon.period import is_exchange_step
 from dmuon.scheduler.costs import CostTable
-from dmuon.step.telemetry import StepTelemetry, is_exchange_step
+from dmuon.step.engine import StepTelemetry
 
 CPU = torch.device("cpu")
 
