@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import dmuon
 from dmuon.dtensors import whole_tensor
 from dmuon.reference import ReferenceMuon
 from dmuon.tools.parallel_models import ParallelModel, batch, loss_of
-from dmuon.types import OwnershipError
+from dmuon.types import CorruptionError, OwnershipError
 from tests.distributed.harness import Pools, distributed
 from tests.distributed.test_checkpoints import (
     BATCHES,
@@ -24,7 +25,6 @@ from tests.distributed.test_checkpoints import (
     SAVED_AT,
     STEPS,
     Training,
-    whole_state,
 )
 
 
@@ -81,7 +81,7 @@ def save(rank: int, world: int, name: str, folder: str, kind: str) -> float:
     training = Training(CASES[name], **settings)
     training.train(range(SAVED_AT))
     training.save(f"{folder}/{name}")
-    saved = whole_state(training)
+    saved = training.whole()
     if rank == 0:
         torch.save(saved, f"{folder}/{name}.state.pt")
     training.train(range(SAVED_AT, SAVED_AT + STEPS))
@@ -99,18 +99,14 @@ def load(rank: int, world: int, name: str, folder: str, kind: str, others: list[
     for other in others:
         training.load(f"{folder}/{other}")
         expected = torch.load(f"{folder}/{other}.state.pt")
-        for n, entry in whole_state(training)[1]["state"].items():
-            assert entry.keys() == expected[1]["state"][n].keys(), (name, other, n)
+        for n, entry in training.whole()["optim"]["state"].items():
+            assert entry.keys() == expected["optim"]["state"][n].keys(), (name, other, n)
             for key, value in entry.items():
-                assert torch.equal(value, expected[1]["state"][n][key]), (name, other, n, key)
+                assert torch.equal(value, expected["optim"]["state"][n][key]), (name, other, n, key)
     training.train(range(SAVED_AT, SAVED_AT + STEPS))
     found = far(training.weights(), torch.load(f"{folder}/{others[-1]}.pt"))
     training.close()
     return found
-
-
-save.body = save
-load.body = load
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
@@ -208,3 +204,69 @@ def test_a_skipped_step_leaves_what_a_variant_keeps(rank: int, world: int) -> No
     names = opt.state_dict()["param_groups"][0]["param_names"]
     for k, m in moments().items():
         assert torch.equal(m, before[k]) is (names[k] == name), names[k]
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "dedicated", "ddp"])
+@distributed(2)
+def test_corruption_is_told_from_a_variant(rank: int, world: int, name: str) -> None:
+    """`verify_every` knows what the variant makes of an update, and still finds a wrong weight."""
+    training = Training(CASES[name], variant="normuon", verify_every=1)
+    training.train(range(2))
+    engine = training.opt._run.engines[0]
+    apply = type(engine)._apply
+
+    def wrong(*args: Any) -> None:
+        apply(*args)
+        for target in next(a for a in args if isinstance(a, list) and isinstance(a[0], Tensor)):
+            target.add_(0.1)
+
+    if name == "dedicated":
+        with patch.object(type(engine), "_apply", wrong), pytest.raises(CorruptionError):
+            training.train(range(2, 3))
+
+
+@distributed(2)
+def test_each_group_has_its_own_variant(rank: int, world: int) -> None:
+    """Also a matrix that is unfrozen later: what is kept of the others stays."""
+    model = ParallelModel(width=14, hidden=6, layers=1, experts=4)
+    model.blocks[0].mix.weight.requires_grad_(False)
+    fully_shard(model, mesh=init_device_mesh(torch.get_default_device().type, (world,)))
+    named = dict(model.named_parameters())
+    late = named["blocks.0.mix.weight"]
+    attention = [(n, p) for n, p in named.items() if "attention" in n]
+    others = [(n, p) for n, p in named.items() if "attention" not in n]
+    groups = [{"params": attention, "variant": "normuon"}, {"params": others}]
+    opt = dmuon.Muon(groups, variant=Damped())
+
+    def step() -> dict[str, set[str]]:
+        loss_of(model, batch(0, rank)).backward()
+        opt.step()
+        opt.zero_grad()
+        names = [n for group in opt.param_groups for n in group["param_names"]]
+        state = opt.state_dict()["state"]
+        return {names[i]: {*entry} - {"momentum_buffer"} for i, entry in state.items()}
+
+    kept = step()
+    q = "blocks.0.attention.q_proj.weight"
+    assert kept[q] == {"row_moment"} and kept["blocks.0.narrow.up.weight"] == {"size", "count"}
+    assert "blocks.0.mix.weight" not in kept
+    assert opt.state_dict()["param_groups"][1]["variant"] == "Damped(beta=0.5)"
+    late.requires_grad_(True)
+    assert step()["blocks.0.mix.weight"] == {"size", "count"}
+    counts = [whole_tensor(e["count"]) for e in opt.state_dict()["state"].values() if "count" in e]
+    assert sorted({float(c) for count in counts for c in count}) == [1.0, 2.0]
+
+
+@distributed(2)
+def test_what_a_variant_keeps_cannot_be_saved_by_one_rank(rank: int, world: int) -> None:
+    own = dmuon.ReplicatedOptions(timeout_s=2.0)
+    torch.manual_seed(0)
+    model = ParallelModel(width=14, hidden=6, layers=1, experts=4)
+    dmuon.dedicate_params(model, options=own)
+    opt = dmuon.Muon(model, variant="normuon")
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    opt.step()
+    if rank == 0:
+        with pytest.raises(OwnershipError, match=r"opt\.state_dict\(\) is a collective call"):
+            opt.state_dict()
