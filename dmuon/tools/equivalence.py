@@ -112,6 +112,7 @@ class EquivalenceReport:
 
     @property
     def passed(self) -> bool:
+        """Whether every row did."""
         return all(row.passed for row in self.rows)
 
     def __bool__(self) -> bool:
