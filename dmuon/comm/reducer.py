@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -665,15 +666,13 @@ def hook_gradients(
     # the parameters would keep all of them for ever.
     weak = weakref.WeakMethod(accumulated)
 
-    def make(number: int) -> Callable[[Tensor], None]:
-        def on_gradient(_: Tensor) -> None:
-            accumulated = weak()
-            if accumulated is not None:
-                accumulated(number)
+    def on_gradient(number: int, _: Tensor) -> None:
+        accumulated = weak()
+        if accumulated is not None:
+            accumulated(number)
 
-        return on_gradient
-
-    return [p.register_post_accumulate_grad_hook(make(i)).remove for i, p in parameters]
+    hooks = [(p, partial(on_gradient, number)) for number, p in parameters]
+    return [p.register_post_accumulate_grad_hook(hook).remove for p, hook in hooks]
 
 
 class _CommHook:

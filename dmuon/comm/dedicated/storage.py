@@ -301,7 +301,14 @@ class Storage:
             if found[i] is not self.parameters[i] and (
                 not self._on_meta or is_distributed(found[i])
             ):
-                raise _replaced(self._specs.parameters[i].name, found[i])
+                name = self._specs.parameters[i].name
+                if not is_distributed(found[i]):
+                    raise replaced(name)
+                raise OwnershipError(
+                    f"fully_shard has taken parameter {name!r}, which dmuon dedicates to its "
+                    "owner: pass ignored_params=own.dedicated_params to every fully_shard call, or "
+                    "make the calls inside `with own.ignored_by_fully_shard():`"
+                )
         self.parameters[:] = found
         if not self._on_meta:
             return
@@ -529,13 +536,3 @@ class Storage:
         for layer in self.layers:
             for weight, whole in zip(layer.weights, self._gather(layer.parameters), strict=True):
                 weight.tensor.data = whole
-
-
-def _replaced(name: str, p: nn.Parameter) -> OwnershipError:
-    if is_distributed(p):
-        return OwnershipError(
-            f"fully_shard has taken parameter {name!r}, which dmuon dedicates to its owner: pass "
-            "ignored_params=own.dedicated_params to every fully_shard call, or make the calls "
-            "inside `with own.ignored_by_fully_shard():`"
-        )
-    return replaced(name)
