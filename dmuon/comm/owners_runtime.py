@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,7 +55,6 @@ from dmuon.comm.transport import Transport, Work
 from dmuon.config import ReplicatedOptions
 from dmuon.dtensors import LocalParameters, is_distributed
 from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
-from dmuon.scheduler.shards import matrix_box
 from dmuon.scheduler.specs import ITEM_SIZE, Box
 from dmuon.types import DmuonError
 
@@ -176,12 +176,11 @@ class OwnersRuntime(LayoutRuntime):
         """RMS of the last update of each matrix known here, by name; waits for pending ones."""
         self.synchronize()
         specs = self.plan.specs.matrices
-        return {
-            specs[i].name: rms
-            for unit in self.units
-            if unit.matrices[0] in self._rms
-            for i, rms in zip(unit.matrices, self._rms[unit.matrices[0]].unbind(), strict=True)
-        }
+        found: dict[str, Tensor] = {}
+        for unit in self.units:
+            rms = self._rms.get(unit.matrices[0], ())
+            found |= {specs[i].name: value for i, value in zip(unit.matrices, rms)}
+        return found
 
     def _unbind(self) -> None:
         self._remove_hooks()
@@ -262,7 +261,8 @@ class ReducedRuntime(OwnersRuntime):
             for unit, payload, its_rms in zip(units, payloads, rms.split(counts), strict=True):
                 stack = payload.view(unit.shape)
                 parameters = [specs.matrices[i].parameter for i in unit.matrices]
-                views, pointers = unstacker(specs, unit)(stack), self._pointers_of(parameters)
+                views = unstacker(specs, unit)(stack)
+                pointers = [self.parameters[p].data_ptr() for p in parameters]
                 targets = self._targets(unit)
                 published.append(
                     _Published(unit, stack, views, its_rms, parameters, targets, pointers)
@@ -275,29 +275,22 @@ class ReducedRuntime(OwnersRuntime):
         self.reducer = GradientReducer(self.parameters, groups_of_all, self.meter, buckets, owned)
         self._install_hooks(self.reducer)
 
-    def _pointers_of(self, parameters: Iterable[int]) -> list[int]:
-        return [self.parameters[p].data_ptr() for p in parameters]
-
     def _targets(self, unit: Unit) -> list[Tensor]:
-        specs, found = self.plan.specs, []
-        for i in unit.matrices:
-            p = specs.matrices[i].parameter
-            box = matrix_box(specs.matrices[i], specs.parameters[p].shape).box
-            found.append(self.parameters[p].detach()[box.slices()])
-        return found
+        specs = [self.plan.specs.matrices[i] for i in unit.matrices]
+        wholes = [self.parameters[spec.parameter].detach() for spec in specs]
+        return [p[spec.box(tuple(p.shape)).slices()] for spec, p in zip(specs, wholes)]
 
     def _install_hooks(self, reducer: GradientReducer) -> None:
         model, ddp = self._model(), None if self._ddp is None else self._ddp()
         assert model is not None
         if ddp is None:
-            tracked = enumerate(self.parameters)
-            self._removers += hook_gradients(tracked, self._accumulated)
+            self._removers += hook_gradients(enumerate(self.parameters), self._accumulated)
         else:
             self._removers += hook_ddp(ddp, self._handed_over)
         self._watch = ParameterWatch(model, self.parameters)
         broadcasts_of: dict[int, set[int]] = defaultdict(set)
         for b, bucket in enumerate(self._broadcasts):
-            for p in (p for live in bucket.units for p in live.parameters):
+            for p in chain.from_iterable(live.parameters for live in bucket.units):
                 broadcasts_of[id(self.parameters[p])].add(b)
         points = wait_points(model)
         self._coverage = coverage = Coverage(points, broadcasts_of)
@@ -414,7 +407,7 @@ class ReducedRuntime(OwnersRuntime):
             bucket.seen_rms.copy_(bucket.rms)
 
     def _apply(self, live: _Published, where: list[int], apply: Apply) -> None:
-        pointers = self._pointers_of(live.parameters)
+        pointers = [self.parameters[p].data_ptr() for p in live.parameters]
         if pointers != live.pointers:  # someone has assigned to p.data
             live.pointers, live.targets = pointers, self._targets(live.unit)
         targets, views = live.targets, live.views
@@ -432,10 +425,9 @@ class ReducedRuntime(OwnersRuntime):
         return [specs[i].view(self.parameters[specs[i].parameter].detach()) for i in unit.matrices]
 
     def stored(self, box: Box, parameter: int) -> list[tuple[int, Box, Tensor]]:
-        whole = self.parameters[parameter].detach()
-        shape = tuple(whole.shape)
+        whole, specs = self.parameters[parameter].detach(), self.plan.specs.matrices
         mine = self.matrices_of(parameter)
-        i = next(i for i in mine if self.plan.specs.matrices[i].box(shape) == box)
+        i = next(i for i in mine if specs[i].box(tuple(whole.shape)) == box)
         return [(i, box, whole[box.slices()])]
 
     def published(self) -> dict[str, Tensor]:

@@ -49,10 +49,8 @@ from dmuon.types import DmuonError, OwnershipError
 
 def rows_of(stack: Tensor, where: list[int]) -> Tensor:
     """The matrices of ``[b, m, n]`` at these increasing positions; the stack itself if all."""
-    if len(where) == len(stack):
-        return stack
     # No index: copying it to an accelerator would wait for the device.
-    return torch.stack([stack[k] for k in where])
+    return stack if len(where) == len(stack) else torch.stack([stack[k] for k in where])
 
 
 def set_rows(stack: Tensor, where: list[int], rows: Tensor) -> None:
@@ -542,12 +540,12 @@ class GradientReducer:
             return False
         return grad._version == version if exactly else grad._version >= version
 
-    def _check_averaged(self) -> None:
+    def _check_changes(self, accumulated: bool) -> None:
         """Clear after ``model.zero_grad()``; raise OwnershipError if only the gradients in
-        ``p.grad`` were changed."""
-        if self.state is not RoundState.DONE or not self._noted:
+        ``p.grad`` were changed, or a matrix's was set, after the round (see `ensure`)."""
+        if self.state is not RoundState.DONE:
             return
-        if all(self.parameters[p].grad is None for p in self._noted):
+        if self._noted and all(self.parameters[p].grad is None for p in self._noted):
             self.clear()
             return
         for p in self._noted:
@@ -560,11 +558,6 @@ class GradientReducer:
                     "torch.nn.utils.clip_grad_norm_, clear with opt.zero_grad(), or leave "
                     "reduce_to_owner out, with which every rank has whole gradients"
                 )
-
-    def _check_matrices(self, accumulated: bool) -> None:
-        """A gradient in a matrix's ``p.grad`` was set after the round; see `ensure`."""
-        if self.state is not RoundState.DONE:
-            return
         matrices = (p for p in self._bucket_of if self._is_matrix(p))
         left = next((p for p in matrices if self.parameters[p].grad is not None), None)
         if left is not None and not accumulated:
@@ -608,8 +601,7 @@ class GradientReducer:
         flaw: DmuonError | None = None
         try:
             check()
-            self._check_averaged()
-            self._check_matrices(accumulated)
+            self._check_changes(accumulated)
         except DmuonError as error:  # perhaps on this rank alone
             flaw = error
         self.begin_owed()
@@ -714,8 +706,4 @@ def hook_ddp(
             ) from error
         _comm_hooks[ddp] = hook
     hook.on_bucket = on_bucket
-
-    def remove() -> None:
-        hook.on_bucket = None
-
-    return [remove]
+    return [partial(setattr, hook, "on_bucket", None)]
