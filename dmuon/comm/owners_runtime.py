@@ -196,8 +196,8 @@ class _Published:
     views: list[Tensor]  # of the payload, in the parameters' dims
     rms: Tensor  # [b] float32
     parameters: list[int]
-    targets: list[Tensor]
-    pointers: list[int]  # where the parameters of the targets are stored
+    targets: Sequence[Tensor] = ()
+    pointers: Sequence[int] = ()  # where the parameters of the targets are stored
 
 
 @dataclass(slots=True)
@@ -262,11 +262,7 @@ class ReducedRuntime(OwnersRuntime):
                 stack = payload.view(unit.shape)
                 parameters = [specs.matrices[i].parameter for i in unit.matrices]
                 views = unstacker(specs, unit)(stack)
-                pointers = [self.parameters[p].data_ptr() for p in parameters]
-                targets = self._targets(unit)
-                published.append(
-                    _Published(unit, stack, views, its_rms, parameters, targets, pointers)
-                )
+                published.append(_Published(unit, stack, views, its_rms, parameters))
             seen = torch.zeros_like(rms)
             self._rms |= {u.matrices[0]: part for u, part in zip(units, seen.split(counts))}
             self._broadcasts.append(_Broadcast(owner, published, Buffer(flat), rms, seen))
@@ -274,11 +270,6 @@ class ReducedRuntime(OwnersRuntime):
         groups_of_all = ProcessGroups.flat(self.transport)
         self.reducer = GradientReducer(self.parameters, groups_of_all, self.meter, buckets, owned)
         self._install_hooks(self.reducer)
-
-    def _targets(self, unit: Unit) -> list[Tensor]:
-        specs = [self.plan.specs.matrices[i] for i in unit.matrices]
-        wholes = [self.parameters[spec.parameter].detach() for spec in specs]
-        return [p[spec.box(tuple(p.shape)).slices()] for spec, p in zip(specs, wholes)]
 
     def _install_hooks(self, reducer: GradientReducer) -> None:
         model, ddp = self._model(), None if self._ddp is None else self._ddp()
@@ -365,12 +356,9 @@ class ReducedRuntime(OwnersRuntime):
     # ---- step --------------------------------------------------------------------------------
 
     def step(self, compute: Compute, apply: Apply) -> None:
-        """Compute what is owned here and launch every broadcast, in the buckets' order.
-
-        Which parameters have a gradient on any rank is the same on every rank, so all leave the
-        same buckets out.
-        """
         reducer = self._bound
+        # Which parameters have a gradient on any rank is the same on every rank, so all leave the
+        # same buckets out.
         for b, bucket in enumerate(self._broadcasts):
             where = [self._with_gradients(live.unit) for live in bucket.units]
             if not any(where):
@@ -408,17 +396,16 @@ class ReducedRuntime(OwnersRuntime):
 
     def _apply(self, live: _Published, where: list[int], apply: Apply) -> None:
         pointers = [self.parameters[p].data_ptr() for p in live.parameters]
-        if pointers != live.pointers:  # someone has assigned to p.data
-            live.pointers, live.targets = pointers, self._targets(live.unit)
-        targets, views = live.targets, live.views
-        if len(where) != len(targets):
-            targets, views = [targets[k] for k in where], [views[k] for k in where]
-        apply(live.unit, where, targets, views)
+        if pointers != live.pointers:  # the first time, or someone has assigned to p.data
+            specs = [self.plan.specs.matrices[i] for i in live.unit.matrices]
+            wholes = [self.parameters[p].detach() for p in live.parameters]
+            live.targets = [p[m.box(tuple(p.shape)).slices()] for m, p in zip(specs, wholes)]
+            live.pointers = pointers
+        targets = [live.targets[k] for k in where]
+        apply(live.unit, where, targets, [live.views[k] for k in where])
 
     def synchronize(self) -> None:
         self._wait_for(range(len(self._broadcasts)))
-
-    # ---- reading -----------------------------------------------------------------------------
 
     def weights(self, unit: Unit) -> list[Tensor]:
         specs = self.plan.specs.matrices

@@ -162,8 +162,6 @@ class Pipeline:
         ]
         self.only_publishes = bool(routes) and all(bucket.shares for bucket in self.buckets)
 
-    # ---- a step --------------------------------------------------------------------------
-
     def run(
         self,
         fill: Callable[[int], None],

@@ -340,16 +340,13 @@ class GradientReducer:
                 grad.record_stream(self._side.stream)
         self._under_way: list[_LiveSegment] = []
         replicas, shard = slices.grid.shape[0], slices.grid.place(process_groups.world.rank)[1]
-        self._buckets = [
-            _LiveBucket(
-                bucket,
-                [
-                    _LiveSegment(s, owned if s.shard == shard else None, replicas, device)
-                    for s in bucket.segments
-                ],
+
+        def live(segment: Segment) -> _LiveSegment:
+            return _LiveSegment(
+                segment, owned if segment.shard == shard else None, replicas, device
             )
-            for bucket in buckets
-        ]
+
+        self._buckets = [_LiveBucket(b, [live(s) for s in b.segments]) for b in buckets]
         self._round = _Round(len(parameters), self._buckets)
         bucket_of = {p: b for b, bucket in enumerate(self._buckets) for p in bucket.targets}
         self._bucket_of = dict(sorted(bucket_of.items()))
@@ -616,12 +613,9 @@ class GradientReducer:
             self._side.join()
         # All of it may include averaged gradients, of a round that ended with an error.
         segments = self._under_way if arrived is None else arrived
-        into: list[Tensor] = []
-        parts: list[Tensor] = []
         for live in segments:
             wait_all(live.works)
-            into += live.deliveries[0]
-            parts += live.deliveries[1]
+        into, parts = ([t for s in segments for t in s.deliveries[k]] for k in (0, 1))
         if into:
             first = self.rounds == (0 if self.open else 1)
             (torch._foreach_copy_ if first else torch._foreach_add_)(into, parts)

@@ -468,9 +468,8 @@ class Storage:
     def kept_elsewhere(self, names: Mapping[str, int]) -> dict[str, int]:
         """Those of the parameters that are not whole on this rank now; the same on all ranks."""
         self.ready()
-        if self._process_groups.weights.world == 1:
-            return {}
-        return {name: p for name, p in names.items() if not self.is_read(p)}
+        is_alone = self._process_groups.weights.world == 1
+        return {name: p for name, p in names.items() if not (is_alone or self.is_read(p))}
 
     def check_whole(self, module: nn.Module) -> None:
         """Raise OwnershipError if placeholders would be copied."""
