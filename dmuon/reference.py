@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.optim import AdamW, Optimizer
 
 from dmuon.config import MuonDefaults, check_muon_group
 from dmuon.kernels.newton_schulz import newton_schulz
-from dmuon.rule import Rule, adjusted_lr
+from dmuon.rule import Rule
 from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.types import Coefficients, Heads, Select, Splits
 
@@ -138,13 +139,22 @@ class ReferenceMuon(Optimizer):
             w.sub_(torch.where(update * w >= 0, decay * w, 0.0))
         else:
             w.mul_(1 - decay)
-        w.add_(update, alpha=-adjusted_lr(lr, group["adjust_lr_fn"], *matrix.shape))
+        w.add_(update, alpha=-lr * _adjustment(group["adjust_lr_fn"], *matrix.shape))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all parameters."""
         super().zero_grad(set_to_none)
         if self.adamw is not None:
             self.adamw.zero_grad(set_to_none)
+
+
+def _adjustment(name: str | float | None, rows: int, cols: int) -> float:
+    """What multiplies the learning rate of a matrix, as `torch.optim.Muon` has it."""
+    if name == "spectral_unclamped":
+        return math.sqrt(rows / cols)
+    if name in (None, "original"):
+        return math.sqrt(max(1.0, rows / cols))
+    return (0.2 if name == "match_rms_adamw" else float(name)) * math.sqrt(max(rows, cols))
 
 
 def _normuon(matrix: Tensor, kept: dict[str, Tensor]) -> Tensor:
