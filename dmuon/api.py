@@ -332,11 +332,7 @@ def _priced_plan(
 
 
 def _plan_by(
-    costs: Any,
-    request: Request,
-    found: _Found,
-    limits: OwnerLimits | None,
-    transport: Transport,
+    costs: Any, request: Request, found: _Found, limits: OwnerLimits | None, transport: Transport
 ) -> OwnershipPlan:
     """The plan by these costs, made on the first rank; a collective call."""
 
@@ -512,9 +508,7 @@ def _inspect(
 
 
 def _layout(
-    request: Request,
-    named: Sequence[tuple[str, nn.Parameter]],
-    ddp: DistributedDataParallel | None,
+    request: Request, named: Sequence[tuple[str, nn.Parameter]], ddp: DistributedDataParallel | None
 ) -> Layout:
     """The layout, "auto" resolved, when the model and the options are of it."""
     known = [member.value for member in Layout if member is not Layout.REDUCED]

@@ -240,13 +240,7 @@ class Meta(Device):
         return torch.float32
 
 
-TYPES: dict[str, type[Device]] = {
-    "cpu": Cpu,
-    GPU: Cuda,
-    "mps": Mps,
-    "hpu": Gaudi,
-    "meta": Meta,
-}
+TYPES: dict[str, type[Device]] = {"cpu": Cpu, GPU: Cuda, "mps": Mps, "hpu": Gaudi, "meta": Meta}
 """By the type of a `torch.device`. What is not here is a `Device`, such as "xpu" and "npu"."""
 
 

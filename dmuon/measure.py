@@ -71,12 +71,7 @@ _MARGIN = 0.97  # of the fixed choice's time: noise does not decide
 _MEMORY_SHARE = 0.25  # of what is free
 _SHOW_AFTER_S = 2.0
 
-ERROR_LIMITS = {
-    torch.float64: 1e-8,
-    torch.float32: 1e-3,
-    torch.float16: 5e-2,
-    torch.bfloat16: 2e-1,
-}
+ERROR_LIMITS = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 """Relative Frobenius error that a kernel may have on a Gaussian matrix: several times what each
 dtype's safe forms measure, and far below what a wrong result gives."""
 

@@ -28,10 +28,7 @@ from dmuon.tensors import not_finite
 from dmuon.types import Algorithm, OwnershipError, first_of
 
 # The keys that an entry must have, as in torch.optim, by what updates its parameter.
-_NEEDED = {
-    Algorithm.MUON: ("momentum_buffer",),
-    Algorithm.ADAMW: ("exp_avg", "exp_avg_sq", "step"),
-}
+_NEEDED = {Algorithm.MUON: ("momentum_buffer",), Algorithm.ADAMW: ("exp_avg", "exp_avg_sq", "step")}
 # Those with tensors of the parameter's shape.
 _TENSORS = "momentum_buffer", "exp_avg", "exp_avg_sq", "master_weight"
 
