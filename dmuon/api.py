@@ -59,6 +59,7 @@ from dmuon.config import (
     ShardedOptions,
 )
 from dmuon.dtensors import (
+    axis_names,
     compute_device,
     covering_mesh,
     flaw_of_device,
@@ -67,6 +68,7 @@ from dmuon.dtensors import (
     local_shard,
     local_tensor,
     mesh_axes,
+    ranks_of,
     replica,
     sample,
 )
@@ -235,13 +237,12 @@ def _plan(given: Given, request: Request, mesh: DeviceMesh | None) -> Ownership:
         mesh = covering_mesh(named)
     timeout_s = getattr(request.options, "timeout_s", None)
     transport = _transport(mesh, given.ddp, timeout_s, flaw_of_device(named))
-    parameters = [p for _, p in named]
-    ownership = assemble(
-        given,
-        request,
-        transport,
-        lambda: mesh_topology(mesh, transport.world, parameters, given.ddp, request.planner),
-    )
+
+    def topology() -> Topology:
+        parameters = [p for _, p in named]
+        return mesh_topology(mesh, transport.world, parameters, given.ddp, request.planner)
+
+    ownership = assemble(given, request, transport, topology)
     ownership.asked = request, mesh
     if transport.rank == 0:
         groups = groups_of(mesh, named) if given.ddp is None else {"DDP": given.ddp.process_group}
@@ -368,9 +369,8 @@ def _with_slices(
     shared = [i for batch in free.batches if batch.co_owners for i in batch.matrices]
     every = range(transport.world)
     groups: dict[int, Transport | None] = {}
+    asked, sizes = request.planner.co_owners, {row.co_owners for row in free.shared_prices}
     with ExitStack() as done:
-        asked = request.planner.co_owners
-        sizes = {row.co_owners for row in free.shared_prices}
         for k in sorted(sizes if asked == "auto" else sizes & {asked}):
             blocks = blocks_of(every, free.topology, k)
             left = tuple(sorted(set(every).difference(*blocks)))
@@ -380,8 +380,7 @@ def _with_slices(
         keys = [free.specs.matrices[i].key for i in shared]
         return measured_slices(
             transport, costs, keys, groups, found.device, request.planner,
-            kernels=request.kernels, ns_dtype=request.ns_dtype,
-            batch_bytes=found.batch_bytes,
+            kernels=request.kernels, ns_dtype=request.ns_dtype, batch_bytes=found.batch_bytes,
         )  # fmt: skip
 
 
@@ -418,22 +417,26 @@ class _Found:
 
     def text(self, request: Request) -> str:
         """In lines, what must be alike on all ranks."""
-        options = self.options
-        arguments: dict[str, Any] = {"layout": self.layout.value, "options": options}
+        options, costs = self.options, request.costs
+        if isinstance(costs, CostTable):
+            digest = hashlib.sha256(costs.to_json().encode()).hexdigest()
+            costs = f"{costs.source} (table {digest[:12]})"
+        arguments: dict[str, Any] = {
+            "layout": self.layout.value,
+            "options": options,
+            # Each rank may keep its cache where it likes.
+            "planner": replace(request.planner, cache_dir=None),
+            "costs": os.fspath(costs) if isinstance(costs, (str, os.PathLike)) else type(costs),
+            "solver": request.solver,
+            "kernels": request.kernels,
+            "plan": None if request.plan is None else request.plan.fingerprint(),
+        }
         if isinstance(options, DedicatedOptions) and options.groups is not None:
             assert self.given.inner is not None
             # Of a function what it chooses, because its own text differs between ranks.
             modules = [(canonical_name(n), m) for n, m in self.given.inner.named_modules() if n]
             arguments["options"] = replace(options, groups=None)
             arguments["groups"] = [n for n, m in modules if options.groups(n, m)]
-        arguments |= {
-            # Each rank may keep its cache where it likes.
-            "planner": replace(request.planner, cache_dir=None),
-            "costs": _costs_text(request.costs),
-            "solver": request.solver,
-            "kernels": request.kernels,
-            "plan": None if request.plan is None else request.plan.fingerprint(),
-        }
         code = f"code=dmuon {code_hash()}, torch {torch.__version__}"
         lines = [code, str(self.topology)]
         specs: list[Any] = [*self.specs.parameters, *self.specs.matrices]
@@ -453,15 +456,6 @@ def code_hash() -> str:
     """Twelve hexadecimal digits that change with any source file of this package."""
     sources = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
-
-
-def _costs_text(costs: Any) -> str:
-    if isinstance(costs, CostTable):
-        digest = hashlib.sha256(costs.to_json().encode()).hexdigest()
-        return f"{costs.source} (table {digest[:12]})"
-    if isinstance(costs, (str, os.PathLike)):
-        return os.fspath(costs)
-    return str(type(costs))
 
 
 def _starts_from_first(given: Given, options: object) -> bool:
@@ -489,7 +483,7 @@ def _inspect(
     if not isinstance(request.planner, PlannerOptions):
         raise TypeError(f"planner must be PlannerOptions, found {type(request.planner).__name__}")
     if ddp is not None:
-        _check_ddp(ddp, ddp.module, transport)
+        _check_ddp(ddp, transport)
     mesh = topology()
     if request.plan is not None:
         _check_saved(request.plan, request.planner)
@@ -518,24 +512,21 @@ def _layout(
     layout = Layout(request.layout)
     if layout is Layout.AUTO:
         layout = Layout.REPLICATED if distributed is None else Layout.SHARDED
-    conflict = None
     if layout is Layout.REPLICATED and distributed is not None:
-        conflict = (
+        raise DmuonError(
             f"layout='replicated' but parameter {distributed!r} is a DTensor: use "
             "layout='sharded' (or 'auto')"
         )
-    elif layout is Layout.SHARDED and ddp is not None:
-        conflict = (
+    if layout is Layout.SHARDED and ddp is not None:
+        raise DmuonError(
             "layout='sharded' does not take DistributedDataParallel; replicate with a 2-D mesh "
             "in fully_shard (HSDP), or use layout='replicated'"
         )
-    elif layout is Layout.SHARDED and distributed is None:
-        conflict = (
+    if layout is Layout.SHARDED and distributed is None:
+        raise DmuonError(
             "layout='sharded' but no parameter is a DTensor: call fully_shard or "
             "parallelize_module before dmuon.dedicate_params, or use layout='replicated'"
         )
-    if conflict is not None:
-        raise DmuonError(conflict)
     expected = _OPTIONS[layout]
     if request.options is not None and not isinstance(request.options, expected):
         raise TypeError(
@@ -568,7 +559,7 @@ def _check_wrapping(inner: nn.Module, ddp: DistributedDataParallel | None, layou
         )
 
 
-def _check_ddp(ddp: DistributedDataParallel, inner: nn.Module, transport: Transport) -> None:
+def _check_ddp(ddp: DistributedDataParallel, transport: Transport) -> None:
     world = dist.get_world_size(ddp.process_group)
     if world != transport.world:
         raise OwnershipError(
@@ -577,7 +568,7 @@ def _check_ddp(ddp: DistributedDataParallel, inner: nn.Module, transport: Transp
         )
     reduced = {id(p) for p in ddp.parameters() if p.requires_grad}
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
-    for name, p in inner.named_parameters():
+    for name, p in ddp.module.named_parameters():
         if p.requires_grad and (id(p) not in reduced or name in ignored):
             raise OwnershipError(
                 f"parameter {name!r} is ignored by DistributedDataParallel, so its gradient would "
@@ -591,11 +582,9 @@ def _check_axes(
     """In the `dedicated` layout distributed parameters lie on tensor-parallel axes of the mesh."""
     world = dist.get_world_size() if is_initialized() else 1
     for name, p in named:
-        axes = mesh_axes(p)
-        if not axes:
+        if not (axes := mesh_axes(p)):
             continue
-        missing = [axis for axis in axes if axis not in topology.axes]
-        if missing or topology.world < world:
+        if not {*axes} <= {*topology.axes} or topology.world < world:
             raise OwnershipError(
                 f"parameter {name!r} lies on the mesh axes {list(axes)}; pass the whole mesh of "
                 "named axes, data-parallel ones included: dmuon.dedicate_params(model, mesh, "
@@ -677,8 +666,7 @@ def _check_kernels(options: object, plan: OwnershipPlan | None) -> None:
         )
     for kernel in {batch.kernel for batch in (plan.batches if plan else ())} - {""}:
         choice = KernelChoice.parse(kernel)
-        form = kernel.partition("/")[0]
-        same_form = options.method in ("auto", choice.method, form)
+        same_form = options.method in ("auto", choice.method, kernel.partition("/")[0])
         if not same_form or options.backend not in ("auto", choice.backend):
             raise PlanError(
                 f"the saved plan runs {kernel}, and kernels= asks for method={options.method!r}, "
@@ -711,8 +699,7 @@ def _runtime(
         start_from_first([(t, transport) for t in [*model.parameters(), *model.buffers()]])
     if isinstance(options, ReplicatedOptions) and options.reduce_to_owner:
         assert model is not None
-        ddp = found.given.ddp
-        made = partial(ReducedRuntime, plan, model, named, transport, options, ddp)
+        made = partial(ReducedRuntime, plan, model, named, transport, options, found.given.ddp)
     elif not isinstance(options, DedicatedOptions):
         if isinstance(options, ReplicatedOptions):
             options = ShardedOptions(
@@ -793,7 +780,7 @@ def _warn_of_timeouts(groups: Mapping[str, dist.ProcessGroup]) -> None:
 def _ranks(mesh: DeviceMesh | None, ddp: DistributedDataParallel | None) -> list[int]:
     """The global ranks that plan together, in their order."""
     if mesh is not None:
-        return mesh.mesh.flatten().tolist()  # type: ignore[no-any-return]
+        return ranks_of(mesh)
     if ddp is not None:
         return dist.get_process_group_ranks(ddp.process_group)
     return list(range(dist.get_world_size() if is_initialized() else 1))
@@ -815,12 +802,8 @@ def mesh_topology(
             f"model to {mesh.device_type!r}, or make the mesh with "
             f"init_device_mesh({device.type!r}, ...)"
         )
-    ranks = list(range(world)) if mesh is None and ddp is None else _ranks(mesh, ddp)
-    shape: tuple[int, ...] = (world,)
-    axes: tuple[str, ...] = ("dp",)
-    if mesh is not None:
-        shape = tuple(mesh.shape)
-        axes = tuple(mesh.mesh_dim_names or (f"axis{i}" for i in range(mesh.ndim)))
+    ranks = range(world) if mesh is None and ddp is None else _ranks(mesh, ddp)
+    shape, axes = ((world,), ("dp",)) if mesh is None else (tuple(mesh.shape), axis_names(mesh))
     # A mesh may be a part of all ranks, with gaps: its ranks lie where the launcher put them.
     per_node = planner.ranks_per_node
     if per_node is None and is_initialized():

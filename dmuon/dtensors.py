@@ -97,12 +97,14 @@ def copy_state(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
 
 
+def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The names of the axes of a mesh, made up where it has none."""
+    return tuple(mesh.mesh_dim_names or (f"axis{i}" for i in range(mesh.ndim)))
+
+
 def mesh_axes(tensor: Tensor) -> tuple[str, ...]:
     """The names of the mesh axes that a `DTensor` lies on; none for a plain tensor."""
-    if not is_distributed(tensor):
-        return ()
-    mesh: DeviceMesh = tensor.device_mesh  # type: ignore[attr-defined]
-    return tuple(mesh.mesh_dim_names or (f"axis{i}" for i in range(mesh.ndim)))
+    return axis_names(tensor.device_mesh) if is_distributed(tensor) else ()  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,13 +191,10 @@ def gradient_like(grad: Tensor, parameter: Tensor) -> Tensor:
     Autograd may leave a gradient `Partial` (a gain under sequence parallelism); making it whole is
     a collective over the parameter's mesh, which every optimizer on `DTensor` issues.
     """
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(grad, DTensor) or not isinstance(parameter, DTensor):
+    given, wanted = LayoutStamp.of(grad), LayoutStamp.of(parameter)
+    if None in (given.placements, wanted.placements) or given.placements == wanted.placements:
         return grad
-    if grad.placements == parameter.placements:
-        return grad
-    return grad.redistribute(parameter.device_mesh, parameter.placements)
+    return grad.redistribute(wanted.mesh, wanted.placements)  # type: ignore[attr-defined]
 
 
 def local_shard(name: str, parameter: Tensor, rank: int) -> LocalShard:
@@ -234,7 +233,7 @@ def local_shard(name: str, parameter: Tensor, rank: int) -> LocalShard:
             "distribute_tensor"
         )
     replica = tuple(c for c, cut in zip(coordinate, cuts, strict=True) if cut is None)
-    return LocalShard(tuple(sorted(_ranks(mesh))), replica, box)
+    return LocalShard(tuple(sorted(ranks_of(mesh))), replica, box)
 
 
 def sample(tensor: Tensor, count: int) -> Tensor:
@@ -248,7 +247,8 @@ def replica(parameter: Tensor, rank: int, world: int) -> LocalShard:
     return LocalShard(tuple(range(world)), (rank,), Box.at_origin(tuple(parameter.shape)))
 
 
-def _ranks(mesh: DeviceMesh) -> list[int]:
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    """The global ranks of a mesh, in its order."""
     ranks: list[int] = mesh.mesh.flatten().tolist()
     return ranks
 
@@ -293,9 +293,9 @@ def groups_of(
     meshes += [p.device_mesh for _, p in named if is_distributed(p)]  # type: ignore[attr-defined]
     found: dict[str, dist.ProcessGroup] = {}
     for one in dict.fromkeys(meshes):
-        axes = one.mesh_dim_names or [f"axis{i}" for i in range(one.ndim)]
         with suppress(RuntimeError):  # a mesh without process groups
-            found |= {axis: one.get_group(i) for i, axis in enumerate(axes) if one.size(i) > 1}
+            axes = enumerate(axis_names(one))
+            found |= {axis: one.get_group(i) for i, axis in axes if one.size(i) > 1}
     return found
 
 
@@ -311,9 +311,9 @@ def covering_mesh(named: list[tuple[str, nn.Parameter]]) -> DeviceMesh | None:
     if not meshes:
         return None
     largest: DeviceMesh = max((mesh for _, mesh in meshes), key=lambda m: (m.size(), m.ndim))
-    inside = set(_ranks(largest))
+    inside = set(ranks_of(largest))
     for name, mesh in meshes:
-        if not inside.issuperset(_ranks(mesh)):
+        if not inside.issuperset(ranks_of(mesh)):
             raise OwnershipError(
                 f"parameter {name!r} lies on mesh {mesh}, which is no part of the largest mesh of "
                 f"this model, {largest}: pass the mesh of all its ranks, "
