@@ -101,9 +101,7 @@ COUNT = Allowed("an integer >= 1", _integer, lambda value: value >= 1)
 NS_STEPS = Allowed("an integer from 1 to 100", _integer, lambda value: 1 <= value <= 100)
 STEP = Allowed("an integer from 0 to 2**62", _integer, lambda value: 0 <= value <= 1 << 62)
 BETAS = Allowed(
-    "two numbers >= 0 and < 1",
-    _betas,
-    lambda betas: len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas),
+    "two numbers >= 0 and < 1", _betas, lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v)
 )
 COEFFICIENTS = Allowed(
     "a name, one triple (a, b, c) or one triple per step", _of_type(str, Iterable)
@@ -127,9 +125,7 @@ AT_LEAST_ZERO = Allowed("a number >= 0", _number, lambda value: value >= 0)
 PATH = Allowed("a path", _of_type(str, os.PathLike))
 GROUPS = Allowed("a function (name, module) -> bool", _of_type(Callable))
 FLOAT_DTYPE = Allowed(
-    "a floating dtype such as torch.bfloat16",
-    _of_type(torch.dtype),
-    lambda dtype: dtype.is_floating_point,
+    "a floating dtype such as torch.bfloat16", _of_type(torch.dtype), lambda v: v.is_floating_point
 )
 SECONDS = Allowed("a number > 0 and <= 1e9", _number, lambda value: 0 < value <= 1e9).or_none()
 CO_OWNERS = Allowed("'auto', 'off', 2, 4 or 8", _of_type(str, int), lambda v: v in _CO_OWNERS)
