@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from dmuon.config import COUNT, FINITE_PERIOD, PERIOD, PERIOD_OF_STEP, STEP, checked
@@ -40,7 +40,7 @@ class LinearPeriod:
 
     def __post_init__(self) -> None:
         rules = {"start": FINITE_PERIOD, "end": FINITE_PERIOD, "steps": COUNT}
-        checked(rules, asdict(self), owner="LinearPeriod.")
+        checked(rules, {n: getattr(self, n) for n in rules}, owner="LinearPeriod.")
 
     def __call__(self, t: int) -> float:
         """The period at step ``t``."""
