@@ -59,6 +59,7 @@ from dmuon.config import (
     ShardedOptions,
 )
 from dmuon.dtensors import (
+    Named,
     axis_names,
     compute_device,
     covering_mesh,
@@ -112,7 +113,7 @@ class Given:
     whose module may be known too. ``before``: the ownership that is to be replaced."""
 
     model: nn.Module | None
-    named: Sequence[tuple[str, nn.Parameter]] | None = None
+    named: Named | None = None
     route: Callable[[], ModelSpecs] | None = None
     before: Ownership | None = None
 
@@ -132,7 +133,7 @@ class Given:
         """The module without `DistributedDataParallel` around it."""
         return self.model if self.ddp is None else self.ddp.module
 
-    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+    def trainable(self) -> Named:
         """In the order of the specs."""
         if self.named is not None:
             return [(name, p) for name, p in self.named if p.requires_grad]
@@ -273,27 +274,27 @@ def assemble(
             what=given.called,
             digest=lambda found: found.text(request),
         )
-        reports = [] if found.held is None else transport.gather_objects(found.held)
-        shards, limits = None, None
+        if found.held is not None:
+            found = replace(found, reports=transport.gather_objects(found.held))
         if not found.layout.keeps_state_at_owners:
             # Pure: every rank comes to the same result, or to the same error.
-            shards = assemble_shards(found.specs, reports)
-            found = replace(found, specs=shards.specs)
+            shards = assemble_shards(found.specs, found.reports)
             limits = shards.limits(request.planner.owner_memory_bytes)
+            found = replace(found, specs=shards.specs, shards=shards, limits=limits)
             if given.before is not None:
                 request = replace(request, plan=refitted(given.before.plan, found.specs, limits))
         if request.plan is not None:
             plan = fitted_plan(request.plan, found.specs, found.topology, found.layout)
-            _check_domains(plan, limits)
+            _check_domains(plan, found.limits)
             request = replace(request, plan=plan)
-        plan = _priced_plan(request, found, limits, transport, new_group)
+        plan = _priced_plan(request, found, transport, new_group)
 
         def open_group(partition: Sequence[Sequence[int]]) -> Transport:
             opened.append(new_group(partition))
             undo.callback(opened[-1].close)
             return opened[-1]
 
-        runtime = _runtime(request, found, plan, shards, reports, transport, open_group)
+        runtime = _runtime(found, plan, transport, open_group)
         undo.pop_all()
     for one in opened:
         if isinstance(one, C10dTransport):
@@ -304,16 +305,12 @@ def assemble(
 
 
 def _priced_plan(
-    request: Request,
-    found: _Found,
-    limits: OwnerLimits | None,
-    transport: Transport,
-    new_group: NewGroup,
+    request: Request, found: _Found, transport: Transport, new_group: NewGroup
 ) -> OwnershipPlan:
     """The plan, by the costs that were asked for; a collective call."""
     request = replace(request, planner=_planner(request))
     if request.plan is not None or request.costs != "measured":
-        return _plan_by(request.costs, request, found, limits, transport)
+        return _plan_by(request.costs, request, found, transport)
     keys = [m.key for m in found.specs.matrices]
     # Elsewhere owners run Newton-Schulz alone.
     momentum = found.layout.keeps_state_at_owners
@@ -322,19 +319,17 @@ def _priced_plan(
         ns_dtype=request.ns_dtype, momentum=momentum, batch_bytes=found.batch_bytes,
     )  # fmt: skip
     if not costs.entries or request.planner.co_owners == "off":
-        return _plan_by(costs, request, found, limits, transport)
+        return _plan_by(costs, request, found, transport)
     # Would it pay to share matrices if exchanges were free? Only then they are measured.
     free = replace(costs, links=dict.fromkeys(SIZES, Link(0.0, 1e30)))
-    plan = _plan_by(free, request, found, limits, transport)
+    plan = _plan_by(free, request, found, transport)
     if not plan.has_co_owners:
         return replace(plan, shared_prices=(), shared_ms=None)
-    costs = _with_slices(costs, plan, transport, new_group, found, request)
-    return _plan_by(costs, request, found, limits, transport)
+    costs = _with_slices(costs, plan, request, found, transport, new_group)
+    return _plan_by(costs, request, found, transport)
 
 
-def _plan_by(
-    costs: Any, request: Request, found: _Found, limits: OwnerLimits | None, transport: Transport
-) -> OwnershipPlan:
+def _plan_by(costs: Any, request: Request, found: _Found, transport: Transport) -> OwnershipPlan:
     """The plan by these costs, made on the first rank; a collective call."""
 
     def solved() -> str:
@@ -343,8 +338,8 @@ def _plan_by(
         plan = request.plan or solve(
             found.specs, found.topology,
             resolve_costs(costs, found.topology.device_type, momentum=momentum),
-            layout=found.layout, solver=request.solver, options=request.planner, limits=limits,
-            batch_numel=found.batch_bytes // ns_dtype.itemsize,
+            layout=found.layout, solver=request.solver, options=request.planner,
+            limits=found.limits, batch_numel=found.batch_bytes // ns_dtype.itemsize,
         )  # fmt: skip
         return plan.to_json()
 
@@ -360,10 +355,10 @@ def _plan_by(
 def _with_slices(
     costs: CostTable,
     free: OwnershipPlan,
+    request: Request,
+    found: _Found,
     transport: Transport,
     new_group: NewGroup,
-    found: _Found,
-    request: Request,
 ) -> CostTable:
     """Measured costs with those of the slices of what ``free`` shares; a collective call."""
     shared = [i for batch in free.batches if batch.co_owners for i in batch.matrices]
@@ -389,7 +384,8 @@ def _with_slices(
 
 @dataclass(frozen=True)
 class _Found:
-    """``held``: what this rank holds of each parameter, in the layouts that look at it."""
+    """``held``: what this rank holds of each parameter, in the layouts that look at it.
+    ``reports``, ``shards`` and ``limits`` follow from that of all ranks."""
 
     given: Given
     parameters: list[nn.Parameter]
@@ -398,6 +394,9 @@ class _Found:
     specs: ModelSpecs
     topology: Topology
     held: RankShards | None
+    reports: Sequence[RankShards] = ()
+    shards: ShardMap | None = None
+    limits: OwnerLimits | None = None
 
     @property
     def device(self) -> torch.device:
@@ -467,13 +466,12 @@ def _starts_from_first(given: Given, options: object) -> bool:
 def _inspect(
     given: Given, request: Request, transport: Transport, topology: Callable[[], Topology]
 ) -> _Found:
-    inner, ddp = given.inner, given.ddp
+    inner, named = given.inner, given.trainable()
     if given.named is None and not isinstance(inner, nn.Module):
         raise TypeError(f"dedicate_params takes an nn.Module, found {type(inner).__name__}")
-    named = given.trainable()
-    layout = _layout(request, named, ddp)
+    layout = _layout(request, given)
     if inner is not None:
-        _check_wrapping(inner, ddp, layout)
+        _check_wrapping(inner, given.ddp, layout)
         if any(ownership is not given.before for ownership in ownerships_of(inner)):
             raise OwnershipError(
                 "this model is dedicated already: call close() on its Ownership before "
@@ -482,8 +480,8 @@ def _inspect(
     specs = given.specs(request, layout)
     if not isinstance(request.planner, PlannerOptions):
         raise TypeError(f"planner must be PlannerOptions, found {type(request.planner).__name__}")
-    if ddp is not None:
-        _check_ddp(ddp, transport)
+    if given.ddp is not None:
+        _check_ddp(given.ddp, transport)
     mesh = topology()
     if request.plan is not None:
         _check_saved(request.plan, request.planner)
@@ -501,14 +499,12 @@ def _inspect(
     return _Found(given, [p for _, p in named], layout, options, specs, mesh, held)
 
 
-def _layout(
-    request: Request, named: Sequence[tuple[str, nn.Parameter]], ddp: DistributedDataParallel | None
-) -> Layout:
+def _layout(request: Request, given: Given) -> Layout:
     """The layout, "auto" resolved, when the model and the options are of it."""
     known = [member.value for member in Layout if member is not Layout.REDUCED]
     if request.layout not in known:
         raise DmuonError(f"layout must be one of {known}, found {request.layout!r}")
-    distributed = next((n for n, p in named if is_distributed(p)), None)
+    distributed = next((n for n, p in given.trainable() if is_distributed(p)), None)
     layout = Layout(request.layout)
     if layout is Layout.AUTO:
         layout = Layout.REPLICATED if distributed is None else Layout.SHARDED
@@ -517,7 +513,7 @@ def _layout(
             f"layout='replicated' but parameter {distributed!r} is a DTensor: use "
             "layout='sharded' (or 'auto')"
         )
-    if layout is Layout.SHARDED and ddp is not None:
+    if layout is Layout.SHARDED and given.ddp is not None:
         raise DmuonError(
             "layout='sharded' does not take DistributedDataParallel; replicate with a 2-D mesh "
             "in fully_shard (HSDP), or use layout='replicated'"
@@ -576,9 +572,7 @@ def _check_ddp(ddp: DistributedDataParallel, transport: Transport) -> None:
             )
 
 
-def _check_axes(
-    named: Sequence[tuple[str, nn.Parameter]], topology: Topology, options: object
-) -> None:
+def _check_axes(named: Named, topology: Topology, options: object) -> None:
     """In the `dedicated` layout distributed parameters lie on tensor-parallel axes of the mesh."""
     world = dist.get_world_size() if is_initialized() else 1
     for name, p in named:
@@ -679,13 +673,7 @@ def _check_kernels(options: object, plan: OwnershipPlan | None) -> None:
 
 
 def _runtime(
-    request: Request,
-    found: _Found,
-    plan: OwnershipPlan,
-    shards: ShardMap | None,
-    reports: Sequence[RankShards],
-    transport: Transport,
-    new_group: NewGroup,
+    found: _Found, plan: OwnershipPlan, transport: Transport, new_group: NewGroup
 ) -> LayoutRuntime:
     """The machinery of the layout; hooks are installed when an optimizer binds to it.
 
@@ -702,20 +690,19 @@ def _runtime(
         made = partial(ReducedRuntime, plan, model, named, transport, options, found.given.ddp)
     elif not isinstance(options, DedicatedOptions):
         if isinstance(options, ReplicatedOptions):
-            options = ShardedOptions(
-                bucket_bytes=options.publish_bucket_bytes, timeout_s=options.timeout_s
-            )
-        assert shards is not None
+            size, timeout_s = options.publish_bucket_bytes, options.timeout_s
+            options = ShardedOptions(bucket_bytes=size, timeout_s=timeout_s)
+        assert found.shards is not None
         peers = open_peers(plan, transport.rank, new_group)
         at = compute_device(named), peers
         for one in (transport, *peers.values()):
             connect(one, at[0])
-        made = partial(ParamsRuntime, plan, shards, model, named, transport, options, *at)
+        made = partial(ParamsRuntime, plan, found.shards, model, named, transport, options, *at)
     else:
         assert model is not None
         axes = frozenset(axis for p in named for axis in mesh_axes(p))
         grid = Grid.of(plan.topology, axes)
-        slices = Slices(plan, grid, slice_boxes(plan.specs, grid, reports))
+        slices = Slices(plan, grid, slice_boxes(plan.specs, grid, found.reports))
         groups = ProcessGroups.open(grid, transport, new_group)
         connect(groups.tensors, found.device)
         if options.broadcast_parameters and all(p.device.type != "meta" for p in named):

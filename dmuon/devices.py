@@ -191,11 +191,8 @@ class Cuda(Device):
         if not torch.cuda.is_available():
             return "PyTorch finds no GPU; check the driver, or install a torch for CUDA or ROCm"
         if torch.version.hip is None and self.capability() < (8, 0):
-            found = ".".join(map(str, self.capability()))
-            return (
-                f"{self.device} has compute capability {found}; use a GPU with 8.0 (Ampere) or "
-                "above"
-            )
+            found = "{} has compute capability {}.{}".format(self.device, *self.capability())
+            return f"{found}; use a GPU with 8.0 (Ampere) or above"
         return None
 
 

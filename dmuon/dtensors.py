@@ -19,6 +19,9 @@ from dmuon.scheduler.shards import LocalShard, local_box
 from dmuon.scheduler.specs import Box, dtype_name
 from dmuon.types import OwnershipError
 
+Named = Sequence[tuple[str, nn.Parameter]]
+"""Parameters with their names."""
+
 
 def is_distributed(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a `DTensor`."""
@@ -58,9 +61,8 @@ def distributed_as(parameter: Tensor, local: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return local
     mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+    size, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 def sharded_rows(local: Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> Tensor:
@@ -88,13 +90,12 @@ def copy_state(target: Tensor, source: Tensor) -> None:
     """
     mine, saved = LayoutStamp.of(target), LayoutStamp.of(source)
     if (mine.placements, mine.mesh) == (saved.placements, saved.mesh):
-        target, source = local_tensor(target), local_tensor(source)
+        source = local_tensor(source)
     else:
         source = whole_tensor(source)
         if mine.placements is not None and target.ndim:
             source = source[local_shard("state", target, dist.get_rank()).box.slices()]
-        target = local_tensor(target)
-    target.copy_(source)
+    local_tensor(target).copy_(source)
 
 
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -178,10 +179,9 @@ class LocalParameters:
                     "layout); dmuon needs dense gradients (for an embedding: sparse=False)"
                 )
             placements = getattr(grad, "placements", None)
-            if placements is None or placements is stamp.placements:
-                continue
-            p = self.parameters[n]
-            p.grad = grads[n] = gradient_like(grad, p)  # type: ignore[arg-type]
+            if placements is not None and placements is not stamp.placements:
+                p = self.parameters[n]
+                p.grad = grads[n] = gradient_like(grad, p)  # type: ignore[arg-type]
         return [grad if grad is None else stored_tensor(grad) for grad in grads]
 
 
@@ -263,7 +263,7 @@ def compute_device(parameters: Sequence[Tensor]) -> torch.device:
     return device
 
 
-def flaw_of_device(named: Sequence[tuple[str, Tensor]]) -> str | None:
+def flaw_of_device(named: Named) -> str | None:
     """That a parameter lies on another device than the current one; None where none does, or where
     there is no other process.
 
@@ -285,9 +285,7 @@ def flaw_of_device(named: Sequence[tuple[str, Tensor]]) -> str | None:
     return None
 
 
-def groups_of(
-    mesh: DeviceMesh | None, named: Sequence[tuple[str, Tensor]]
-) -> dict[str, dist.ProcessGroup]:
+def groups_of(mesh: DeviceMesh | None, named: Named) -> dict[str, dist.ProcessGroup]:
     """The process groups of the axes of a mesh, and of those that parameters lie on, by axis."""
     meshes = [] if mesh is None else [mesh]
     meshes += [p.device_mesh for _, p in named if is_distributed(p)]  # type: ignore[attr-defined]
@@ -299,7 +297,7 @@ def groups_of(
     return found
 
 
-def covering_mesh(named: list[tuple[str, nn.Parameter]]) -> DeviceMesh | None:
+def covering_mesh(named: Named) -> DeviceMesh | None:
     """The mesh of a parameter that contains every other parameter's; None without a `DTensor`.
 
     Of several with the same ranks the one with the most axes, then the first.

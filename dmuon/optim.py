@@ -823,9 +823,8 @@ def _ownerships_in(
     """The open ownerships of what was given, each once: those that `dedicate_params` made, or those
     that optimizers made for themselves."""
     entries = (e[1] if is_pair(e) else e for group in groups for e in group["params"])
-    found = [ownership_of(e) for e in entries if isinstance(e, Tensor)]
-    if isinstance(model, nn.Module):
-        found = [*ownerships_of(model), *found]
+    of_model = ownerships_of(model) if isinstance(model, nn.Module) else []
+    found = [*of_model, *(ownership_of(e) for e in entries if isinstance(e, Tensor))]
     ownerships = [o for o in dict.fromkeys(found) if o and o.by_optimizer is by_optimizers]
     for ownership in ownerships if not by_optimizers else ():
         ownership.find_parameters()
