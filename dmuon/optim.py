@@ -70,8 +70,6 @@ from dmuon.step.engine import Amp, Engine, Settings
 from dmuon.step.on_params import ParamsEngine
 from dmuon.types import Coefficients, KernelChoice, Layout, NewParameters, OwnershipError, first_of
 
-_log = logging.getLogger("dmuon")
-
 
 class Muon(Optimizer):
     """Muon on the matrices of a model, AdamW on everything else.
@@ -364,8 +362,8 @@ class Muon(Optimizer):
             self._bind(run.ownerships)
         run.engines[0].skips = engine.skips
         if ownership.rank == 0:
-            seconds = time.perf_counter() - began
-            _log.info("planned again in %.2f s, because %s", seconds, why)
+            seconds, log = time.perf_counter() - began, logging.getLogger("dmuon")
+            log.info("planned again in %.2f s, because %s", seconds, why)
 
     def _bind(self, ownerships: list[Ownership]) -> None:
         """Make the engines: a collective call."""
