@@ -133,7 +133,8 @@ class Muon(Optimizer):
             2510.12402). Per group; matrices only.
         momentum_dtype: "bfloat16" keeps momentum of float32 weights in half of the memory; it is
             advanced in their dtype. None: that of the weights, float32 with masters. Per group.
-        adamw_lr, adamw_weight_decay: for AdamW's parameters; None means ``lr``, ``weight_decay``.
+        adamw_lr: for AdamW's parameters; None means ``lr``.
+        adamw_weight_decay: for AdamW's parameters; None means ``weight_decay``.
         dedicate: keyword arguments of `dmuon.dedicate_params` for when it plans itself, such as
             ``{"splits": {"*.qkv.weight": [512, 128, 128]}}``.
         others: keywords of other optimizers: ``betas`` are ``adamw_betas``; a value that is False

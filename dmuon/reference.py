@@ -103,16 +103,21 @@ class ReferenceMuon(Optimizer):
                 asked = group["momentum_dtype"]
                 dtype = p.grad.dtype if asked is None else getattr(torch, asked)
                 state["momentum_buffer"] = torch.zeros_like(p.grad, dtype=dtype)
-                self._kept[p] = [{} for _ in views]
-            for view, kept in zip(views, self._kept[p], strict=True):
-                self._update(view(p), view(p.grad), view(state["momentum_buffer"]), kept, group)
+            for view, kept in zip(views, self._kept.setdefault(p, [{} for _ in views])):
+                self._update(view(p), view(p.grad), view(state["momentum_buffer"]), group, kept)
         if self.adamw is not None:
             self.adamw.step()
         return loss
 
     def _update(
-        self, w: Tensor, g: Tensor, buf: Tensor, kept: dict[str, Tensor], group: dict[str, Any]
+        self,
+        w: Tensor,
+        g: Tensor,
+        buf: Tensor,
+        group: dict[str, Any],
+        kept: dict[str, Tensor] | None = None,
     ) -> None:
+        kept = {} if kept is None else kept  # by a variant
         lr, mu = group["lr"], group["momentum"]
         momentum = buf.to(g.dtype)  # itself, where its dtype is the gradient's
         if group["momentum_mode"] == "ema":

@@ -364,7 +364,11 @@ def cut_buckets(
     fullest = max(sum(units[u].numel for u in mine) * item for mine in by_owner.values())
     most = max(len(mine) for mine in by_owner.values())
     count = min(max(min_buckets, math.ceil(fullest / bucket_bytes)), most)
-    edges = _edges(count)
+    weights = [2.0] * count
+    if count > 2:
+        weights[0] = weights[-1] = 1.0
+    # Where, as parts of an owner's time, one bucket ends and the next begins.
+    edges = [edge / sum(weights) for edge in accumulate(weights[:-1])]
     middles: list[tuple[float, int]] = []
     for mine in by_owner.values():
         weights = [units[u].ms for u in mine]
@@ -391,18 +395,6 @@ def cut_buckets(
     for u, b in sorted(bucket_of.items()):
         buckets[together.get(units[u].matrices, b)].append(u)
     return tuple(tuple(bucket) for bucket in buckets if bucket)
-
-
-def _edges(count: int) -> list[float]:
-    """Where, as parts of an owner's time, one bucket ends and the next begins.
-
-    >>> _edges(3)
-    [0.25, 0.75]
-    """
-    weights = [2.0] * count
-    if count > 2:
-        weights[0] = weights[-1] = 1.0
-    return [edge / sum(weights) for edge in accumulate(weights[:-1])]
 
 
 # ---- memory ----------------------------------------------------------------------------------

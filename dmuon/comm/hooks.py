@@ -148,11 +148,7 @@ class Coverage:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Takes the place of a hook in a copied or pickled model, which has no runtime behind it."""
-
-
-def _make_nothing() -> Callable[..., None]:
-    return _nothing
+    """The action of a hook in a copied or pickled model, which has no runtime behind it."""
 
 
 class Hook:
@@ -172,7 +168,7 @@ class Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._before_copy()
-        return (_make_nothing, ())
+        return Hook, (_nothing,)
 
 
 def attach(point: WaitPoint, wait: Callable[[], None], drain: Callable[[], None]) -> list[Remove]:
@@ -210,7 +206,7 @@ def hidden_parameters(model: nn.Module, parameters: Collection[nn.Parameter]) ->
     orders: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
     for module in model.modules():
         names = dict(module._parameters)
-        taken = [name for name, p in names.items() if p is not None and id(p) in hidden]
+        taken = [name for name, p in names.items() if id(p) in hidden]
         if taken:
             orders.append((module, names))
         for name in taken:
@@ -338,14 +334,10 @@ def fsdp_wait_points(model: nn.Module) -> list[WaitPoint]:
     """A wait point for each module that makes FSDP2 gather a unit: it needs the whole unit."""
     modules = _fsdp_modules(model.modules())
     every = set(modules)
-    units: dict[int, list[Any]] = defaultdict(list)
-    for module in modules:
-        units[id(module._get_fsdp_state())].append(module)
-    points = []
-    for members in units.values():
-        needed = frozenset(i for m in members for i in parameter_ids(m, every))
-        points += [WaitPoint(m, needed) for m in members]
-    return points
+    needed: dict[int, set[int]] = defaultdict(set)  # by unit, which may have several modules
+    for m in modules:
+        needed[id(m._get_fsdp_state())].update(parameter_ids(m, every))
+    return [WaitPoint(m, frozenset(needed[id(m._get_fsdp_state())])) for m in modules]
 
 
 def fsdp_roots(model: nn.Module) -> list[Any]:
@@ -364,7 +356,7 @@ class Gathers:
         self._device_module = torch.get_device_module(device)
 
     def _modules(self) -> list[Any]:
-        return [m for m in (reference() for reference in self._references) if m is not None]
+        return [m for reference in self._references if (m := reference()) is not None]
 
     def _states(self) -> list[Any]:
         return [m._get_fsdp_state() for m in self._modules()]
@@ -372,9 +364,9 @@ class Gathers:
     def ahead(self) -> bool:
         """Whether any unit gathers others ahead of time, or the order of gathering is unknown."""
         # Where torch keeps the list elsewhere, it is assumed to be in use.
-        if any(getattr(s, "_states_to_forward_prefetch", True) for s in self._states()):
-            return True
-        return bool(self._references) and not self._streams()
+        return any(getattr(s, "_states_to_forward_prefetch", True) for s in self._states()) or (
+            bool(self._references) and not self._streams()
+        )
 
     def by_other_methods(self) -> bool:
         """Whether `register_fsdp_forward_method` made a method gather, which calls no hook."""

@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,7 +55,6 @@ from dmuon.comm.transport import Transport, Work
 from dmuon.config import ReplicatedOptions
 from dmuon.dtensors import LocalParameters, is_distributed
 from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
-from dmuon.scheduler.shards import matrix_box
 from dmuon.scheduler.specs import ITEM_SIZE, Box
 from dmuon.types import DmuonError
 
@@ -176,12 +176,11 @@ class OwnersRuntime(LayoutRuntime):
         """RMS of the last update of each matrix known here, by name; waits for pending ones."""
         self.synchronize()
         specs = self.plan.specs.matrices
-        return {
-            specs[i].name: rms
-            for unit in self.units
-            if unit.matrices[0] in self._rms
-            for i, rms in zip(unit.matrices, self._rms[unit.matrices[0]].unbind(), strict=True)
-        }
+        found: dict[str, Tensor] = {}
+        for unit in self.units:
+            rms = self._rms.get(unit.matrices[0], ())
+            found |= {specs[i].name: value for i, value in zip(unit.matrices, rms)}
+        return found
 
     def _unbind(self) -> None:
         self._remove_hooks()
@@ -197,8 +196,8 @@ class _Published:
     views: list[Tensor]  # of the payload, in the parameters' dims
     rms: Tensor  # [b] float32
     parameters: list[int]
-    targets: list[Tensor]
-    pointers: list[int]  # where the parameters of the targets are stored
+    targets: Sequence[Tensor] = ()
+    pointers: Sequence[int] = ()  # where the parameters of the targets are stored
 
 
 @dataclass(slots=True)
@@ -262,11 +261,8 @@ class ReducedRuntime(OwnersRuntime):
             for unit, payload, its_rms in zip(units, payloads, rms.split(counts), strict=True):
                 stack = payload.view(unit.shape)
                 parameters = [specs.matrices[i].parameter for i in unit.matrices]
-                views, pointers = unstacker(specs, unit)(stack), self._pointers_of(parameters)
-                targets = self._targets(unit)
-                published.append(
-                    _Published(unit, stack, views, its_rms, parameters, targets, pointers)
-                )
+                views = unstacker(specs, unit)(stack)
+                published.append(_Published(unit, stack, views, its_rms, parameters))
             seen = torch.zeros_like(rms)
             self._rms |= {u.matrices[0]: part for u, part in zip(units, seen.split(counts))}
             self._broadcasts.append(_Broadcast(owner, published, Buffer(flat), rms, seen))
@@ -275,29 +271,17 @@ class ReducedRuntime(OwnersRuntime):
         self.reducer = GradientReducer(self.parameters, groups_of_all, self.meter, buckets, owned)
         self._install_hooks(self.reducer)
 
-    def _pointers_of(self, parameters: Iterable[int]) -> list[int]:
-        return [self.parameters[p].data_ptr() for p in parameters]
-
-    def _targets(self, unit: Unit) -> list[Tensor]:
-        specs, found = self.plan.specs, []
-        for i in unit.matrices:
-            p = specs.matrices[i].parameter
-            box = matrix_box(specs.matrices[i], specs.parameters[p].shape).box
-            found.append(self.parameters[p].detach()[box.slices()])
-        return found
-
     def _install_hooks(self, reducer: GradientReducer) -> None:
         model, ddp = self._model(), None if self._ddp is None else self._ddp()
         assert model is not None
         if ddp is None:
-            tracked = enumerate(self.parameters)
-            self._removers += hook_gradients(tracked, self._accumulated)
+            self._removers += hook_gradients(enumerate(self.parameters), self._accumulated)
         else:
             self._removers += hook_ddp(ddp, self._handed_over)
         self._watch = ParameterWatch(model, self.parameters)
         broadcasts_of: dict[int, set[int]] = defaultdict(set)
         for b, bucket in enumerate(self._broadcasts):
-            for p in (p for live in bucket.units for p in live.parameters):
+            for p in chain.from_iterable(live.parameters for live in bucket.units):
                 broadcasts_of[id(self.parameters[p])].add(b)
         points = wait_points(model)
         self._coverage = coverage = Coverage(points, broadcasts_of)
@@ -372,12 +356,9 @@ class ReducedRuntime(OwnersRuntime):
     # ---- step --------------------------------------------------------------------------------
 
     def step(self, compute: Compute, apply: Apply) -> None:
-        """Compute what is owned here and launch every broadcast, in the buckets' order.
-
-        Which parameters have a gradient on any rank is the same on every rank, so all leave the
-        same buckets out.
-        """
         reducer = self._bound
+        # Which parameters have a gradient on any rank is the same on every rank, so all leave the
+        # same buckets out.
         for b, bucket in enumerate(self._broadcasts):
             where = [self._with_gradients(live.unit) for live in bucket.units]
             if not any(where):
@@ -414,28 +395,26 @@ class ReducedRuntime(OwnersRuntime):
             bucket.seen_rms.copy_(bucket.rms)
 
     def _apply(self, live: _Published, where: list[int], apply: Apply) -> None:
-        pointers = self._pointers_of(live.parameters)
-        if pointers != live.pointers:  # someone has assigned to p.data
-            live.pointers, live.targets = pointers, self._targets(live.unit)
-        targets, views = live.targets, live.views
-        if len(where) != len(targets):
-            targets, views = [targets[k] for k in where], [views[k] for k in where]
-        apply(live.unit, where, targets, views)
+        pointers = [self.parameters[p].data_ptr() for p in live.parameters]
+        if pointers != live.pointers:  # the first time, or someone has assigned to p.data
+            specs = [self.plan.specs.matrices[i] for i in live.unit.matrices]
+            wholes = [self.parameters[p].detach() for p in live.parameters]
+            live.targets = [p[m.box(tuple(p.shape)).slices()] for m, p in zip(specs, wholes)]
+            live.pointers = pointers
+        targets = [live.targets[k] for k in where]
+        apply(live.unit, where, targets, [live.views[k] for k in where])
 
     def synchronize(self) -> None:
         self._wait_for(range(len(self._broadcasts)))
-
-    # ---- reading -----------------------------------------------------------------------------
 
     def weights(self, unit: Unit) -> list[Tensor]:
         specs = self.plan.specs.matrices
         return [specs[i].view(self.parameters[specs[i].parameter].detach()) for i in unit.matrices]
 
     def stored(self, box: Box, parameter: int) -> list[tuple[int, Box, Tensor]]:
-        whole = self.parameters[parameter].detach()
-        shape = tuple(whole.shape)
+        whole, specs = self.parameters[parameter].detach(), self.plan.specs.matrices
         mine = self.matrices_of(parameter)
-        i = next(i for i in mine if self.plan.specs.matrices[i].box(shape) == box)
+        i = next(i for i in mine if specs[i].box(tuple(whole.shape)) == box)
         return [(i, box, whole[box.slices()])]
 
     def published(self) -> dict[str, Tensor]:

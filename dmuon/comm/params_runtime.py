@@ -19,7 +19,6 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from dmuon.comm.buckets import cut_buckets
 from dmuon.comm.hooks import (
     Coverage,
     Gathers,
@@ -34,7 +33,6 @@ from dmuon.comm.hooks import (
 from dmuon.comm.layout import Gradients, LayoutRuntime
 from dmuon.comm.pipeline import Pipeline
 from dmuon.comm.process_groups import NewGroup
-from dmuon.comm.routes import bucket_route
 from dmuon.comm.transport import Transport, Work
 from dmuon.config import BATCH_BUCKETS, ShardedOptions
 from dmuon.dtensors import LocalParameters
@@ -84,17 +82,9 @@ class ParamsRuntime(LayoutRuntime):
         options = self._options
         self.batch_numel = BATCH_BUCKETS * options.bucket_bytes // ns_dtype.itemsize
         travelling = [u for u, unit in enumerate(self.units) if not self.is_local(unit)]
-        cuts = cut_buckets(
-            self.units, travelling, options.bucket_bytes, options.min_buckets,
-            ns_dtype.itemsize,
-        )  # fmt: skip
-        routes = [
-            bucket_route(self.shards, self.units, members, self.transport.rank) for members in cuts
-        ]
         like = torch.empty(0, dtype=ns_dtype, device=self.device)
-        self.pipeline = Pipeline(
-            routes, self.units, self.transport, self.meter, options.buffers, like
-        )
+        how = self.transport, self.meter, options, like
+        self.pipeline = Pipeline(self.shards, self.units, travelling, *how)
         model = self._model()
         if hooks and model is not None:
             self._install_hooks(model, self.pipeline)
@@ -118,30 +108,26 @@ class ParamsRuntime(LayoutRuntime):
     def _install_hooks(self, model: nn.Module, pipeline: Pipeline) -> None:
         buckets_of: dict[int, set[int]] = defaultdict(set)
         for b, bucket in enumerate(pipeline.buckets):
-            for part in (part for _, message in bucket.landings for part in message.parts):
-                for i in part.matrices:
-                    p = self.parameters[self.plan.specs.matrices[i].parameter]
-                    buckets_of[id(p)].add(b)
+            parts = (part for _, message in bucket.landings for part in message.parts)
+            for i in chain.from_iterable(part.matrices for part in parts):
+                buckets_of[id(self.parameters[self.plan.specs.matrices[i].parameter])].add(b)
         points = [*wait_points(model), *fsdp_wait_points(model)]
-        self._gathers = Gathers(model, self.device)
+        self._gathers = gathers = Gathers(model, self.device)
         self._coverage = coverage = Coverage(points, buckets_of)
-        for number, point in enumerate(points):
-            wait = partial(self._wait, coverage, self._gathers, number, coverage.needed(number))
-            self._removers += attach(point, wait, self.synchronize)
-        self._removers += drain_before_unshard(model, self.synchronize)
 
-    def _wait(
-        self, coverage: Coverage, gathers: Gathers, point: int, needed: Sequence[int]
-    ) -> None:
-        """A module of wait point number ``point``, which needs these buckets, is about to run."""
-        coverage.passed(point)
-        pipeline = self.pipeline
-        if pipeline is None or not pipeline.pending:
-            return
-        with torch.no_grad():
-            # A unit that gathers others ahead of time reads them before their own hooks run.
-            pipeline.apply_pending(pipeline.pending if gathers.ahead() else needed)
-        gathers.readers_wait()
+        def wait(number: int, needed: Sequence[int]) -> None:
+            coverage.passed(number)
+            if not pipeline.pending:
+                return
+            with torch.no_grad():
+                # A unit that gathers others ahead of time reads them before their own hooks run.
+                pipeline.apply_pending(pipeline.pending if gathers.ahead() else needed)
+            gathers.readers_wait()
+
+        for number, point in enumerate(points):
+            before = partial(wait, number, coverage.needed(number))
+            self._removers += attach(point, before, self.synchronize)
+        self._removers += drain_before_unshard(model, self.synchronize)
 
     def close(self) -> None:
         self.synchronize()

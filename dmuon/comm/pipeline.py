@@ -23,9 +23,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from dmuon.comm.routes import BucketRoute, Message, places
+from dmuon.comm.buckets import cut_buckets
+from dmuon.comm.routes import BucketRoute, Message, bucket_route, places
 from dmuon.comm.transport import Meter, Transport, Work, wait_all
+from dmuon.config import ShardedOptions
 from dmuon.scheduler.plan import Unit
+from dmuon.scheduler.shards import ShardMap
 
 _INBOUND = 3  # of the buffers of a bucket
 
@@ -113,7 +116,8 @@ def _views(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[T
 
 
 class Pipeline:
-    """Moves the buckets of one rank; ``like`` gives the dtype and device of what travels.
+    """Cuts ``units``, of which those at ``travelling`` travel at all, into buckets, and moves the
+    buckets of one rank; ``like`` gives the dtype and device of what travels.
 
     ``inbound`` is the dtype on the way to the owners, where it is another. ``nbytes`` are those of
     its buffers: "inbound" and "outbound" have room, slot by slot, for what the rank holds and what
@@ -123,17 +127,21 @@ class Pipeline:
 
     def __init__(
         self,
-        routes: Sequence[BucketRoute],
+        shards: ShardMap,
         units: Sequence[Unit],
+        travelling: Sequence[int],
         transport: Transport,
         meter: Meter,
-        slots: int,
+        options: ShardedOptions,
         like: Tensor,
         inbound: torch.dtype | None = None,
     ) -> None:
+        size = options.bucket_bytes, options.min_buckets, like.element_size()
+        cuts = cut_buckets(units, travelling, *size)
+        routes = [bucket_route(shards, units, members, transport.rank) for members in cuts]
         self._transport = transport
         self._meter = meter
-        self._slots = slots
+        self._slots = slots = options.buffers
         self._pending: dict[int, Callable[[int], None]] = {}
         inbound = inbound or like.dtype
         largest = max((sum(units[u].numel for u in r.units) for r in routes), default=0)
@@ -153,8 +161,6 @@ class Pipeline:
             for b, route in enumerate(routes)
         ]
         self.only_publishes = bool(routes) and all(bucket.shares for bucket in self.buckets)
-
-    # ---- a step --------------------------------------------------------------------------
 
     def run(
         self,

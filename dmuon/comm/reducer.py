@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -48,10 +49,8 @@ from dmuon.types import DmuonError, OwnershipError
 
 def rows_of(stack: Tensor, where: list[int]) -> Tensor:
     """The matrices of ``[b, m, n]`` at these increasing positions; the stack itself if all."""
-    if len(where) == len(stack):
-        return stack
     # No index: copying it to an accelerator would wait for the device.
-    return torch.stack([stack[k] for k in where])
+    return stack if len(where) == len(stack) else torch.stack([stack[k] for k in where])
 
 
 def set_rows(stack: Tensor, where: list[int], rows: Tensor) -> None:
@@ -341,16 +340,13 @@ class GradientReducer:
                 grad.record_stream(self._side.stream)
         self._under_way: list[_LiveSegment] = []
         replicas, shard = slices.grid.shape[0], slices.grid.place(process_groups.world.rank)[1]
-        self._buckets = [
-            _LiveBucket(
-                bucket,
-                [
-                    _LiveSegment(s, owned if s.shard == shard else None, replicas, device)
-                    for s in bucket.segments
-                ],
+
+        def live(segment: Segment) -> _LiveSegment:
+            return _LiveSegment(
+                segment, owned if segment.shard == shard else None, replicas, device
             )
-            for bucket in buckets
-        ]
+
+        self._buckets = [_LiveBucket(b, [live(s) for s in b.segments]) for b in buckets]
         self._round = _Round(len(parameters), self._buckets)
         bucket_of = {p: b for b, bucket in enumerate(self._buckets) for p in bucket.targets}
         self._bucket_of = dict(sorted(bucket_of.items()))
@@ -541,12 +537,12 @@ class GradientReducer:
             return False
         return grad._version == version if exactly else grad._version >= version
 
-    def _check_averaged(self) -> None:
+    def _check_changes(self, accumulated: bool) -> None:
         """Clear after ``model.zero_grad()``; raise OwnershipError if only the gradients in
-        ``p.grad`` were changed."""
-        if self.state is not RoundState.DONE or not self._noted:
+        ``p.grad`` were changed, or a matrix's was set, after the round (see `ensure`)."""
+        if self.state is not RoundState.DONE:
             return
-        if all(self.parameters[p].grad is None for p in self._noted):
+        if self._noted and all(self.parameters[p].grad is None for p in self._noted):
             self.clear()
             return
         for p in self._noted:
@@ -559,11 +555,6 @@ class GradientReducer:
                     "torch.nn.utils.clip_grad_norm_, clear with opt.zero_grad(), or leave "
                     "reduce_to_owner out, with which every rank has whole gradients"
                 )
-
-    def _check_matrices(self, accumulated: bool) -> None:
-        """A gradient in a matrix's ``p.grad`` was set after the round; see `ensure`."""
-        if self.state is not RoundState.DONE:
-            return
         matrices = (p for p in self._bucket_of if self._is_matrix(p))
         left = next((p for p in matrices if self.parameters[p].grad is not None), None)
         if left is not None and not accumulated:
@@ -607,8 +598,7 @@ class GradientReducer:
         flaw: DmuonError | None = None
         try:
             check()
-            self._check_averaged()
-            self._check_matrices(accumulated)
+            self._check_changes(accumulated)
         except DmuonError as error:  # perhaps on this rank alone
             flaw = error
         self.begin_owed()
@@ -623,12 +613,9 @@ class GradientReducer:
             self._side.join()
         # All of it may include averaged gradients, of a round that ended with an error.
         segments = self._under_way if arrived is None else arrived
-        into: list[Tensor] = []
-        parts: list[Tensor] = []
         for live in segments:
             wait_all(live.works)
-            into += live.deliveries[0]
-            parts += live.deliveries[1]
+        into, parts = ([t for s in segments for t in s.deliveries[k]] for k in (0, 1))
         if into:
             first = self.rounds == (0 if self.open else 1)
             (torch._foreach_copy_ if first else torch._foreach_add_)(into, parts)
@@ -665,15 +652,13 @@ def hook_gradients(
     # the parameters would keep all of them for ever.
     weak = weakref.WeakMethod(accumulated)
 
-    def make(number: int) -> Callable[[Tensor], None]:
-        def on_gradient(_: Tensor) -> None:
-            accumulated = weak()
-            if accumulated is not None:
-                accumulated(number)
+    def on_gradient(number: int, _: Tensor) -> None:
+        accumulated = weak()
+        if accumulated is not None:
+            accumulated(number)
 
-        return on_gradient
-
-    return [p.register_post_accumulate_grad_hook(make(i)).remove for i, p in parameters]
+    hooks = [(p, partial(on_gradient, number)) for number, p in parameters]
+    return [p.register_post_accumulate_grad_hook(hook).remove for p, hook in hooks]
 
 
 class _CommHook:
@@ -715,8 +700,4 @@ def hook_ddp(
             ) from error
         _comm_hooks[ddp] = hook
     hook.on_bucket = on_bucket
-
-    def remove() -> None:
-        hook.on_bucket = None
-
-    return [remove]
+    return [partial(setattr, hook, "on_bucket", None)]

@@ -21,8 +21,9 @@ rank holds of a matrix, and a *piece* the part of it that goes to one owner.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, groupby, pairwise
 from operator import add, itemgetter
@@ -210,63 +211,55 @@ def _message(shards: ShardMap, pieces: _Pieces) -> Message:
     return Message(tuple(parts), tuple(splits))
 
 
-@dataclass(slots=True)
-class _Contents:
-    """The pieces in the messages of a bucket at ``rank``, which are named as in `BucketRoute`."""
+# (message, named as in `BucketRoute`, peer, what it has of a matrix)
+_Contents = Iterator[tuple[str, int, MatrixPart]]
 
-    shards: ShardMap
-    rank: int
-    held: _Pieces = field(default_factory=list)
-    owned: _Pieces = field(default_factory=list)
-    published: _Pieces = field(default_factory=list)
-    copies_out: _Pieces = field(default_factory=list)
-    copies_in: _Pieces = field(default_factory=list)
-    blocks: _Pieces = field(default_factory=list)
-    updates: _Pieces = field(default_factory=list)
 
-    def publish(self, u: int, unit: Unit, position: int) -> None:
-        """Add a matrix that every rank holds whole."""
-        part, block = self._of(unit, position, self.rank)
-        self.published.append((unit.owner, u, part))
-        if unit.owner == unit.first_owner:
-            self.updates.append((0, u, block))
-        if unit.owner == self.rank:
-            self.held.append((self.rank, u, part))
-            self.blocks.append((0, u, block))
+def _parts_at(
+    shards: ShardMap, unit: Unit, position: int, rank: int
+) -> tuple[MatrixPart, MatrixPart]:
+    """All that a rank holds of a matrix, and before it the part of this that the unit has."""
+    i, cut = unit.matrices[position], slice_of(shards, unit, position)
+    turned, box = unit.holds_transpose(position), shards.piece(i, rank).box
+    part = position, i, cut.shape, turned, box.intersection(cut).within(cut)
+    return part, (position, i, shards.boxes[i].box.shape, turned, box)
 
-    def exchange(self, u: int, unit: Unit, position: int) -> None:
-        """Add a matrix that the ranks of one replica hold in pieces."""
-        shards, rank, i = self.shards, self.rank, unit.matrices[position]
-        # Co-owners work on what the replica of the first one holds.
-        replica, is_first = shards.replica_of(i, unit.first_owner), unit.owner == unit.first_owner
-        if unit.owner == rank:
-            for piece in shards.pieces(i):
-                part, _ = self._of(unit, position, piece.rank)
-                if piece.replica == replica and part[-1].numel:
-                    self.owned.append((piece.rank, u, part))
-        mine = shards.piece(i, rank)
-        if not mine.numel:
-            return
-        part, block = self._of(unit, position, rank)
-        is_sender = mine.replica == replica
-        if is_sender and part[-1].numel:
-            self.held.append((unit.owner, u, part))
-        if is_sender and is_first:
-            self.blocks.append((0, u, block))
-        if not is_first or not shards.is_replicated(i):
-            return
+
+def _published(shards: ShardMap, unit: Unit, position: int, rank: int) -> _Contents:
+    """Of a matrix that every rank holds whole."""
+    part, block = _parts_at(shards, unit, position, rank)
+    yield "published", unit.owner, part
+    if unit.owner == unit.first_owner:
+        yield "updates", 0, block
+    if unit.owner == rank:
+        yield "held", rank, part
+        yield "blocks", 0, block
+
+
+def _exchanged(shards: ShardMap, unit: Unit, position: int, rank: int) -> _Contents:
+    """Of a matrix that the ranks of one replica hold in pieces."""
+    i = unit.matrices[position]
+    # Co-owners work on what the replica of the first one holds.
+    replica, is_first = shards.replica_of(i, unit.first_owner), unit.owner == unit.first_owner
+    for piece in shards.pieces(i) if unit.owner == rank else ():
+        part, _ = _parts_at(shards, unit, position, piece.rank)
+        if piece.replica == replica and part[-1].numel:
+            yield "owned", piece.rank, part
+    mine = shards.piece(i, rank)
+    if not mine.numel:
+        return
+    part, block = _parts_at(shards, unit, position, rank)
+    is_sender = mine.replica == replica
+    if is_sender and part[-1].numel:
+        yield "held", unit.owner, part
+    if is_sender and is_first:
+        yield "blocks", 0, block
+    if is_first and shards.is_replicated(i):
         for peer, other in shards.partners(i, rank):
             if is_sender:
-                self.copies_out.append((peer, u, block))
+                yield "copies_out", peer, block
             elif other == replica:
-                self.copies_in.append((peer, u, block))
-
-    def _of(self, unit: Unit, position: int, rank: int) -> tuple[MatrixPart, MatrixPart]:
-        """All that a rank holds of a matrix, and before it the part of this that the unit has."""
-        i, cut = unit.matrices[position], slice_of(self.shards, unit, position)
-        turned, box = unit.holds_transpose(position), self.shards.piece(i, rank).box
-        part = position, i, cut.shape, turned, box.intersection(cut).within(cut)
-        return part, (position, i, self.shards.boxes[i].box.shape, turned, box)
+                yield "copies_in", peer, block
 
 
 def bucket_route(
@@ -275,35 +268,35 @@ def bucket_route(
     """What ``rank`` sends and receives for a bucket."""
     matrices = [i for u in bucket for i in units[u].matrices]
     everywhere = all(map(shards.is_everywhere, matrices))
-    contents = _Contents(shards, rank)
-    add = contents.publish if everywhere else contents.exchange
+    contents: dict[str, _Pieces] = defaultdict(list)
     for u in bucket:
         for position in range(len(units[u].matrices)):
-            add(u, units[u], position)
-    held, published = _message(shards, contents.held), _message(shards, contents.published)
-    came = published if everywhere else held
+            found = (_published if everywhere else _exchanged)(shards, units[u], position, rank)
+            for name, peer, part in found:
+                contents[name].append((peer, u, part))
+
+    def message(name: str) -> Message:
+        return _message(shards, contents[name])
+
+    held = message("held")
+    came = message("published") if everywhere else held
     route = BucketRoute(
         units=tuple(u for u in bucket if units[u].owner == rank),
         held=held,
-        owned=held if everywhere else _message(shards, contents.owned),
-        copies_out=_message(shards, contents.copies_out),
-        copies_in=_message(shards, contents.copies_in),
+        owned=held if everywhere else message("owned"),
+        copies_out=message("copies_out"),
+        copies_in=message("copies_in"),
         replicates=not everywhere and any(map(shards.is_replicated, matrices)),
         blocks=held,
         updates=came,
-        published=published if everywhere else None,
+        published=came if everywhere else None,
     )
     if not any(units[u].co_owners for u in bucket):
         return route
-    blocks = _message(shards, contents.blocks)
-    updates = _message(shards, contents.updates) if everywhere else blocks
-    return replace(
-        route,
-        blocks=blocks,
-        updates=updates,
-        cuts=_cuts(shards, units, held, blocks),
-        joins=_cuts(shards, units, came, updates),
-    )
+    blocks = message("blocks")
+    updates = message("updates") if everywhere else blocks
+    cuts, joins = _cuts(shards, units, held, blocks), _cuts(shards, units, came, updates)
+    return replace(route, blocks=blocks, updates=updates, cuts=cuts, joins=joins)
 
 
 def _cuts(

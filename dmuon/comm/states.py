@@ -34,19 +34,17 @@ class State(Enum):
 class WeightState(State):
     """The state of the weights of a layer in the `dedicated` layout.
 
-    ========  ===============  =============  =============================  ===============
-    state     parameters show  buffers have   what has happened              may become
-    ========  ===============  =============  =============================  ===============
-    FREED     what is kept     no memory      nothing, or all uses ended     LAUNCHED
-    LAUNCHED  what is kept     weights, soon  the broadcasts were issued     IN_USE, FREED
-    IN_USE    the buffers      weights        forward or backward runs       RECORDED, FREED
-    RECORDED  the buffers      weights        autograd recorded a use        HELD, FREED
-    HELD      the buffers      weights        as RECORDED, and nothing will  FREED
-                                              announce the backward, so they
-                                              stay until it is done
-    ========  ===============  =============  =============================  ===============
+    ::
 
-    A layer in use may be broadcast again into the same buffers; this changes no state.
+        state     parameters show  buffers have   what has happened           may become
+        FREED     what is kept     no memory      nothing, or all uses ended  LAUNCHED
+        LAUNCHED  what is kept     weights, soon  the broadcasts were issued  IN_USE, FREED
+        IN_USE    the buffers      weights        forward or backward runs    RECORDED, FREED
+        RECORDED  the buffers      weights        autograd recorded a use     HELD, FREED
+        HELD      the buffers      weights        the same                    FREED
+
+    In HELD nothing will announce the backward, so they stay until it is done. A layer in use may be
+    broadcast again into the same buffers; this changes no state.
     """
 
     FREED = "freed", "LAUNCHED"
@@ -59,13 +57,12 @@ class WeightState(State):
 class PassState(State):
     """Which pass over the model has begun and not ended, on this rank.
 
-    ========  ============================================================  =================
-    state     what every rank issues while in it                            may become
-    ========  ============================================================  =================
-    IDLE      nothing                                                       FORWARD, BACKWARD
-    FORWARD   the broadcast of each layer, in the order of registration     IDLE
-    BACKWARD  the broadcast of each layer in reverse, gradients in between  IDLE
-    ========  ============================================================  =================
+    ::
+
+        state     what every rank issues while in it                            may become
+        IDLE      nothing                                                       FORWARD, BACKWARD
+        FORWARD   the broadcast of each layer, in the order of registration     IDLE
+        BACKWARD  the broadcast of each layer in reverse, gradients in between  IDLE
 
     A pass goes back to IDLE once all of its collectives are issued, so none follows another
     directly.
@@ -79,15 +76,14 @@ class PassState(State):
 class RoundState(State):
     """Where the reduction of gradients is, since they were last cleared.
 
-    =========  ============================================================  ================
-    state      meaning                                                       may become
-    =========  ============================================================  ================
-    NONE       no round has been made                                        OPEN
-    OPEN       a backward pass runs, or has raised                           DONE, OPEN_OWED
-    OPEN_OWED  the same, and another round must follow                       OWED
-    DONE       a round has ended; ``p.grad`` holds nothing it has not seen   OPEN, OWED, NONE
-    OWED       ``p.grad`` may hold gradients that no round has seen          OPEN, NONE
-    =========  ============================================================  ================
+    ::
+
+        state      meaning                                                      may become
+        NONE       no round has been made                                       OPEN
+        OPEN       a backward pass runs, or has raised                          DONE, OPEN_OWED
+        OPEN_OWED  the same, and another round must follow                      OWED
+        DONE       a round has ended; ``p.grad`` holds nothing it has not seen  OPEN, OWED, NONE
+        OWED       ``p.grad`` may hold gradients that no round has seen         OPEN, NONE
     """
 
     NONE = "none", "OPEN"

@@ -315,9 +315,10 @@ class ParamsEngine(Engine):
         self._outcome = outcome or _Outcome(is_full, finite=False)
         skipped = self._note(self._outcome.finite)
         if is_full:
+            self.skips.late = 0
             if host_can_read(self._runtime.device):
                 self._tell(self._amp)
-            self.skips.late, self.skips.names = 0, []
+            self.skips.names = []
         elif self._settings.nonfinite == "raise":
             self.skips.late = self.skips.late + skipped
 

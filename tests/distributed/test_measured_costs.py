@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
+from dmuon import devices
 from dmuon.config import KernelOptions, PlannerOptions
-from dmuon.kernels import ops
 from dmuon.kernels.choice import candidates
 from dmuon.measure import Case, OwnerTimer, measured_costs
 from dmuon.scheduler import costs
@@ -111,7 +111,7 @@ def test_ranks_that_find_bfloat16_fast_and_slow_measure_the_same_products(rank, 
         known = {"return_value": torch.bfloat16}
         with (
             mock.patch("dmuon.measure.resolve_ns_dtype", **known),
-            mock.patch.object(ops, "_has_bf16", [rank == 0]),
+            mock.patch.object(devices, "_has_bf16", [rank == 0]),
         ):
             table = costs_of(transport, folder, timer)
         kernels = {kernel for by in table.kernels.values() for kernel in by.values()}

@@ -473,6 +473,7 @@ CHANGED = {
     "adjust_lr_fn": None,
     "momentum_mode": "sgd",
     "dampening": 0.1,
+    "cautious_weight_decay": True,
     "adamw_lr_ratio": 0.5,
     "adamw_betas": (0.8, 0.95),
     "adamw_eps": 1e-5,
@@ -491,7 +492,7 @@ def test_every_hyperparameter_that_differs_is_named_on_all_ranks(rank, world, ki
     ):
         pair.train_alone([0])
         (group,) = pair.opt.param_groups
-        own = {"muon_step", "muon_last_full", "muon_period"}
+        own = {"muon_step", "muon_last_full", "muon_period", "variant", "momentum_dtype"}
         assert {k for k in group if k not in ("params", "param_names")} == {*CHANGED, *own}
         before = pair.whole()
         for step, (key, value) in enumerate(CHANGED.items(), 1):

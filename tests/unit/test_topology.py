@@ -335,7 +335,9 @@ def test_a_mesh_of_some_ranks_and_several_axes_is_refused(monkeypatch):
 
     def plan(rank: int) -> None:
         whole = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "replicate", "shard"))
-        with pytest.raises(OwnershipError, match=r"device_id.*only 4 of.*set_device\(local_rank\)"):
+        with pytest.raises(
+            OwnershipError, match=r"device_id.*only 4 of.*set_device_index\(local_rank\)"
+        ):
             _transport(whole["replicate", "shard"], None, None)
         rehearsal.joins[rank].clear()
         assert _transport(whole, None, None).world == 8

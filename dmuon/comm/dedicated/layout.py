@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dmuon.comm.buckets import GradientBucket, Slices, cut_buckets, gradient_bucket
+from dmuon.comm.buckets import GradientBucket, Slices, gradient_bucket
 from dmuon.comm.dedicated.prefetch import (
     Prefetcher,
     check_first_forward,
@@ -48,7 +48,6 @@ from dmuon.comm.reducer import (
     set_rows,
     unstacker,
 )
-from dmuon.comm.routes import bucket_route
 from dmuon.comm.states import PassState
 from dmuon.comm.transport import Meter
 from dmuon.config import DedicatedOptions, ShardedOptions
@@ -76,14 +75,8 @@ class _Assembly:
     ) -> None:
         self._units = units
         near = [replace(u, owner=slices.owner_place(u.matrices[0])[2]) for u in units]
-        options = ShardedOptions()
-        buckets = cut_buckets(
-            near, range(len(near)), options.bucket_bytes, options.min_buckets, like.element_size()
-        )
-        routes = [bucket_route(slices.shards, near, b, groups.tensors.rank) for b in buckets]
-        self._pipeline = Pipeline(
-            routes, near, groups.tensors, meter, options.buffers, like, inbound=reduced
-        )
+        how = groups.tensors, meter, ShardedOptions(), like, reduced
+        self._pipeline = Pipeline(slices.shards, near, range(len(near)), *how)
         # What is kept never moves, so views of it are made once.
         self._sources: list[tuple[list[Tensor], list[Tensor]]] = []
         self._results: list[list[tuple[int, _Parts]]] = []
@@ -114,14 +107,11 @@ class _Assembly:
             if self._sources[b][0]:
                 torch._foreach_copy_(*self._sources[b])
 
-        def assembled(u: int, gradients: Tensor) -> Tensor | None:
-            return compute(self._units[u], gradients)
-
         def apply(b: int) -> None:
             for u, parts in self._results[b]:
                 update(self._units[u], parts)
 
-        self._pipeline.run(fill, assembled, apply, lambda: None)
+        self._pipeline.run(fill, lambda u, g: compute(self._units[u], g), apply, lambda: None)
         self._pipeline.apply_pending(range(len(self._results)))
 
 

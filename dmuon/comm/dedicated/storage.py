@@ -301,7 +301,14 @@ class Storage:
             if found[i] is not self.parameters[i] and (
                 not self._on_meta or is_distributed(found[i])
             ):
-                raise _replaced(self._specs.parameters[i].name, found[i])
+                name = self._specs.parameters[i].name
+                if not is_distributed(found[i]):
+                    raise replaced(name)
+                raise OwnershipError(
+                    f"fully_shard has taken parameter {name!r}, which dmuon dedicates to its "
+                    "owner: pass ignored_params=own.dedicated_params to every fully_shard call, or "
+                    "make the calls inside `with own.ignored_by_fully_shard():`"
+                )
         self.parameters[:] = found
         if not self._on_meta:
             return
@@ -461,9 +468,8 @@ class Storage:
     def kept_elsewhere(self, names: Mapping[str, int]) -> dict[str, int]:
         """Those of the parameters that are not whole on this rank now; the same on all ranks."""
         self.ready()
-        if self._process_groups.weights.world == 1:
-            return {}
-        return {name: p for name, p in names.items() if not self.is_read(p)}
+        is_alone = self._process_groups.weights.world == 1
+        return {name: p for name, p in names.items() if not (is_alone or self.is_read(p))}
 
     def check_whole(self, module: nn.Module) -> None:
         """Raise OwnershipError if placeholders would be copied."""
@@ -529,13 +535,3 @@ class Storage:
         for layer in self.layers:
             for weight, whole in zip(layer.weights, self._gather(layer.parameters), strict=True):
                 weight.tensor.data = whole
-
-
-def _replaced(name: str, p: nn.Parameter) -> OwnershipError:
-    if is_distributed(p):
-        return OwnershipError(
-            f"fully_shard has taken parameter {name!r}, which dmuon dedicates to its owner: pass "
-            "ignored_params=own.dedicated_params to every fully_shard call, or make the calls "
-            "inside `with own.ignored_by_fully_shard():`"
-        )
-    return replaced(name)
