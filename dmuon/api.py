@@ -59,6 +59,8 @@ from dmuon.config import (
     ShardedOptions,
 )
 from dmuon.dtensors import (
+    Named,
+    axis_names,
     compute_device,
     covering_mesh,
     flaw_of_device,
@@ -67,6 +69,7 @@ from dmuon.dtensors import (
     local_shard,
     local_tensor,
     mesh_axes,
+    ranks_of,
     replica,
     sample,
 )
@@ -110,7 +113,7 @@ class Given:
     whose module may be known too. ``before``: the ownership that is to be replaced."""
 
     model: nn.Module | None
-    named: Sequence[tuple[str, nn.Parameter]] | None = None
+    named: Named | None = None
     route: Callable[[], ModelSpecs] | None = None
     before: Ownership | None = None
 
@@ -130,7 +133,7 @@ class Given:
         """The module without `DistributedDataParallel` around it."""
         return self.model if self.ddp is None else self.ddp.module
 
-    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+    def trainable(self) -> Named:
         """In the order of the specs."""
         if self.named is not None:
             return [(name, p) for name, p in self.named if p.requires_grad]
@@ -235,13 +238,12 @@ def _plan(given: Given, request: Request, mesh: DeviceMesh | None) -> Ownership:
         mesh = covering_mesh(named)
     timeout_s = getattr(request.options, "timeout_s", None)
     transport = _transport(mesh, given.ddp, timeout_s, flaw_of_device(named))
-    parameters = [p for _, p in named]
-    ownership = assemble(
-        given,
-        request,
-        transport,
-        lambda: mesh_topology(mesh, transport.world, parameters, given.ddp, request.planner),
-    )
+
+    def topology() -> Topology:
+        parameters = [p for _, p in named]
+        return mesh_topology(mesh, transport.world, parameters, given.ddp, request.planner)
+
+    ownership = assemble(given, request, transport, topology)
     ownership.asked = request, mesh
     if transport.rank == 0:
         groups = groups_of(mesh, named) if given.ddp is None else {"DDP": given.ddp.process_group}
@@ -272,27 +274,27 @@ def assemble(
             what=given.called,
             digest=lambda found: found.text(request),
         )
-        reports = [] if found.held is None else transport.gather_objects(found.held)
-        shards, limits = None, None
+        if found.held is not None:
+            found = replace(found, reports=transport.gather_objects(found.held))
         if not found.layout.keeps_state_at_owners:
             # Pure: every rank comes to the same result, or to the same error.
-            shards = assemble_shards(found.specs, reports)
-            found = replace(found, specs=shards.specs)
+            shards = assemble_shards(found.specs, found.reports)
             limits = shards.limits(request.planner.owner_memory_bytes)
+            found = replace(found, specs=shards.specs, shards=shards, limits=limits)
             if given.before is not None:
                 request = replace(request, plan=refitted(given.before.plan, found.specs, limits))
         if request.plan is not None:
             plan = fitted_plan(request.plan, found.specs, found.topology, found.layout)
-            _check_domains(plan, limits)
+            _check_domains(plan, found.limits)
             request = replace(request, plan=plan)
-        plan = _priced_plan(request, found, limits, transport, new_group)
+        plan = _priced_plan(request, found, transport, new_group)
 
         def open_group(partition: Sequence[Sequence[int]]) -> Transport:
             opened.append(new_group(partition))
             undo.callback(opened[-1].close)
             return opened[-1]
 
-        runtime = _runtime(request, found, plan, shards, reports, transport, open_group)
+        runtime = _runtime(found, plan, transport, open_group)
         undo.pop_all()
     for one in opened:
         if isinstance(one, C10dTransport):
@@ -303,16 +305,12 @@ def assemble(
 
 
 def _priced_plan(
-    request: Request,
-    found: _Found,
-    limits: OwnerLimits | None,
-    transport: Transport,
-    new_group: NewGroup,
+    request: Request, found: _Found, transport: Transport, new_group: NewGroup
 ) -> OwnershipPlan:
     """The plan, by the costs that were asked for; a collective call."""
     request = replace(request, planner=_planner(request))
     if request.plan is not None or request.costs != "measured":
-        return _plan_by(request.costs, request, found, limits, transport)
+        return _plan_by(request.costs, request, found, transport)
     keys = [m.key for m in found.specs.matrices]
     # Elsewhere owners run Newton-Schulz alone.
     momentum = found.layout.keeps_state_at_owners
@@ -321,23 +319,17 @@ def _priced_plan(
         ns_dtype=request.ns_dtype, momentum=momentum, batch_bytes=found.batch_bytes,
     )  # fmt: skip
     if not costs.entries or request.planner.co_owners == "off":
-        return _plan_by(costs, request, found, limits, transport)
+        return _plan_by(costs, request, found, transport)
     # Would it pay to share matrices if exchanges were free? Only then they are measured.
     free = replace(costs, links=dict.fromkeys(SIZES, Link(0.0, 1e30)))
-    plan = _plan_by(free, request, found, limits, transport)
+    plan = _plan_by(free, request, found, transport)
     if not plan.has_co_owners:
         return replace(plan, shared_prices=(), shared_ms=None)
-    costs = _with_slices(costs, plan, transport, new_group, found, request)
-    return _plan_by(costs, request, found, limits, transport)
+    costs = _with_slices(costs, plan, request, found, transport, new_group)
+    return _plan_by(costs, request, found, transport)
 
 
-def _plan_by(
-    costs: Any,
-    request: Request,
-    found: _Found,
-    limits: OwnerLimits | None,
-    transport: Transport,
-) -> OwnershipPlan:
+def _plan_by(costs: Any, request: Request, found: _Found, transport: Transport) -> OwnershipPlan:
     """The plan by these costs, made on the first rank; a collective call."""
 
     def solved() -> str:
@@ -346,8 +338,8 @@ def _plan_by(
         plan = request.plan or solve(
             found.specs, found.topology,
             resolve_costs(costs, found.topology.device_type, momentum=momentum),
-            layout=found.layout, solver=request.solver, options=request.planner, limits=limits,
-            batch_numel=found.batch_bytes // ns_dtype.itemsize,
+            layout=found.layout, solver=request.solver, options=request.planner,
+            limits=found.limits, batch_numel=found.batch_bytes // ns_dtype.itemsize,
         )  # fmt: skip
         return plan.to_json()
 
@@ -363,18 +355,17 @@ def _plan_by(
 def _with_slices(
     costs: CostTable,
     free: OwnershipPlan,
+    request: Request,
+    found: _Found,
     transport: Transport,
     new_group: NewGroup,
-    found: _Found,
-    request: Request,
 ) -> CostTable:
     """Measured costs with those of the slices of what ``free`` shares; a collective call."""
     shared = [i for batch in free.batches if batch.co_owners for i in batch.matrices]
     every = range(transport.world)
     groups: dict[int, Transport | None] = {}
+    asked, sizes = request.planner.co_owners, {row.co_owners for row in free.shared_prices}
     with ExitStack() as done:
-        asked = request.planner.co_owners
-        sizes = {row.co_owners for row in free.shared_prices}
         for k in sorted(sizes if asked == "auto" else sizes & {asked}):
             blocks = blocks_of(every, free.topology, k)
             left = tuple(sorted(set(every).difference(*blocks)))
@@ -384,8 +375,7 @@ def _with_slices(
         keys = [free.specs.matrices[i].key for i in shared]
         return measured_slices(
             transport, costs, keys, groups, found.device, request.planner,
-            kernels=request.kernels, ns_dtype=request.ns_dtype,
-            batch_bytes=found.batch_bytes,
+            kernels=request.kernels, ns_dtype=request.ns_dtype, batch_bytes=found.batch_bytes,
         )  # fmt: skip
 
 
@@ -394,7 +384,8 @@ def _with_slices(
 
 @dataclass(frozen=True)
 class _Found:
-    """``held``: what this rank holds of each parameter, in the layouts that look at it."""
+    """``held``: what this rank holds of each parameter, in the layouts that look at it.
+    ``reports``, ``shards`` and ``limits`` follow from that of all ranks."""
 
     given: Given
     parameters: list[nn.Parameter]
@@ -403,6 +394,9 @@ class _Found:
     specs: ModelSpecs
     topology: Topology
     held: RankShards | None
+    reports: Sequence[RankShards] = ()
+    shards: ShardMap | None = None
+    limits: OwnerLimits | None = None
 
     @property
     def device(self) -> torch.device:
@@ -422,22 +416,26 @@ class _Found:
 
     def text(self, request: Request) -> str:
         """In lines, what must be alike on all ranks."""
-        options = self.options
-        arguments: dict[str, Any] = {"layout": self.layout.value, "options": options}
+        options, costs = self.options, request.costs
+        if isinstance(costs, CostTable):
+            digest = hashlib.sha256(costs.to_json().encode()).hexdigest()
+            costs = f"{costs.source} (table {digest[:12]})"
+        arguments: dict[str, Any] = {
+            "layout": self.layout.value,
+            "options": options,
+            # Each rank may keep its cache where it likes.
+            "planner": replace(request.planner, cache_dir=None),
+            "costs": os.fspath(costs) if isinstance(costs, (str, os.PathLike)) else type(costs),
+            "solver": request.solver,
+            "kernels": request.kernels,
+            "plan": None if request.plan is None else request.plan.fingerprint(),
+        }
         if isinstance(options, DedicatedOptions) and options.groups is not None:
             assert self.given.inner is not None
             # Of a function what it chooses, because its own text differs between ranks.
             modules = [(canonical_name(n), m) for n, m in self.given.inner.named_modules() if n]
             arguments["options"] = replace(options, groups=None)
             arguments["groups"] = [n for n, m in modules if options.groups(n, m)]
-        arguments |= {
-            # Each rank may keep its cache where it likes.
-            "planner": replace(request.planner, cache_dir=None),
-            "costs": _costs_text(request.costs),
-            "solver": request.solver,
-            "kernels": request.kernels,
-            "plan": None if request.plan is None else request.plan.fingerprint(),
-        }
         code = f"code=dmuon {code_hash()}, torch {torch.__version__}"
         lines = [code, str(self.topology)]
         specs: list[Any] = [*self.specs.parameters, *self.specs.matrices]
@@ -459,15 +457,6 @@ def code_hash() -> str:
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
 
 
-def _costs_text(costs: Any) -> str:
-    if isinstance(costs, CostTable):
-        digest = hashlib.sha256(costs.to_json().encode()).hexdigest()
-        return f"{costs.source} (table {digest[:12]})"
-    if isinstance(costs, (str, os.PathLike)):
-        return os.fspath(costs)
-    return str(type(costs))
-
-
 def _starts_from_first(given: Given, options: object) -> bool:
     """All ranks get the weights of the first."""
     asked = isinstance(options, ReplicatedOptions) and options.broadcast_parameters
@@ -477,13 +466,12 @@ def _starts_from_first(given: Given, options: object) -> bool:
 def _inspect(
     given: Given, request: Request, transport: Transport, topology: Callable[[], Topology]
 ) -> _Found:
-    inner, ddp = given.inner, given.ddp
+    inner, named = given.inner, given.trainable()
     if given.named is None and not isinstance(inner, nn.Module):
         raise TypeError(f"dedicate_params takes an nn.Module, found {type(inner).__name__}")
-    named = given.trainable()
-    layout = _layout(request, named, ddp)
+    layout = _layout(request, given)
     if inner is not None:
-        _check_wrapping(inner, ddp, layout)
+        _check_wrapping(inner, given.ddp, layout)
         if any(ownership is not given.before for ownership in ownerships_of(inner)):
             raise OwnershipError(
                 "this model is dedicated already: call close() on its Ownership before "
@@ -492,8 +480,8 @@ def _inspect(
     specs = given.specs(request, layout)
     if not isinstance(request.planner, PlannerOptions):
         raise TypeError(f"planner must be PlannerOptions, found {type(request.planner).__name__}")
-    if ddp is not None:
-        _check_ddp(ddp, ddp.module, transport)
+    if given.ddp is not None:
+        _check_ddp(given.ddp, transport)
     mesh = topology()
     if request.plan is not None:
         _check_saved(request.plan, request.planner)
@@ -511,37 +499,30 @@ def _inspect(
     return _Found(given, [p for _, p in named], layout, options, specs, mesh, held)
 
 
-def _layout(
-    request: Request,
-    named: Sequence[tuple[str, nn.Parameter]],
-    ddp: DistributedDataParallel | None,
-) -> Layout:
+def _layout(request: Request, given: Given) -> Layout:
     """The layout, "auto" resolved, when the model and the options are of it."""
     known = [member.value for member in Layout if member is not Layout.REDUCED]
     if request.layout not in known:
         raise DmuonError(f"layout must be one of {known}, found {request.layout!r}")
-    distributed = next((n for n, p in named if is_distributed(p)), None)
+    distributed = next((n for n, p in given.trainable() if is_distributed(p)), None)
     layout = Layout(request.layout)
     if layout is Layout.AUTO:
         layout = Layout.REPLICATED if distributed is None else Layout.SHARDED
-    conflict = None
     if layout is Layout.REPLICATED and distributed is not None:
-        conflict = (
+        raise DmuonError(
             f"layout='replicated' but parameter {distributed!r} is a DTensor: use "
             "layout='sharded' (or 'auto')"
         )
-    elif layout is Layout.SHARDED and ddp is not None:
-        conflict = (
+    if layout is Layout.SHARDED and given.ddp is not None:
+        raise DmuonError(
             "layout='sharded' does not take DistributedDataParallel; replicate with a 2-D mesh "
             "in fully_shard (HSDP), or use layout='replicated'"
         )
-    elif layout is Layout.SHARDED and distributed is None:
-        conflict = (
+    if layout is Layout.SHARDED and distributed is None:
+        raise DmuonError(
             "layout='sharded' but no parameter is a DTensor: call fully_shard or "
             "parallelize_module before dmuon.dedicate_params, or use layout='replicated'"
         )
-    if conflict is not None:
-        raise DmuonError(conflict)
     expected = _OPTIONS[layout]
     if request.options is not None and not isinstance(request.options, expected):
         raise TypeError(
@@ -574,7 +555,7 @@ def _check_wrapping(inner: nn.Module, ddp: DistributedDataParallel | None, layou
         )
 
 
-def _check_ddp(ddp: DistributedDataParallel, inner: nn.Module, transport: Transport) -> None:
+def _check_ddp(ddp: DistributedDataParallel, transport: Transport) -> None:
     world = dist.get_world_size(ddp.process_group)
     if world != transport.world:
         raise OwnershipError(
@@ -583,7 +564,7 @@ def _check_ddp(ddp: DistributedDataParallel, inner: nn.Module, transport: Transp
         )
     reduced = {id(p) for p in ddp.parameters() if p.requires_grad}
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", set())
-    for name, p in inner.named_parameters():
+    for name, p in ddp.module.named_parameters():
         if p.requires_grad and (id(p) not in reduced or name in ignored):
             raise OwnershipError(
                 f"parameter {name!r} is ignored by DistributedDataParallel, so its gradient would "
@@ -591,17 +572,13 @@ def _check_ddp(ddp: DistributedDataParallel, inner: nn.Module, transport: Transp
             )
 
 
-def _check_axes(
-    named: Sequence[tuple[str, nn.Parameter]], topology: Topology, options: object
-) -> None:
+def _check_axes(named: Named, topology: Topology, options: object) -> None:
     """In the `dedicated` layout distributed parameters lie on tensor-parallel axes of the mesh."""
     world = dist.get_world_size() if is_initialized() else 1
     for name, p in named:
-        axes = mesh_axes(p)
-        if not axes:
+        if not (axes := mesh_axes(p)):
             continue
-        missing = [axis for axis in axes if axis not in topology.axes]
-        if missing or topology.world < world:
+        if not {*axes} <= {*topology.axes} or topology.world < world:
             raise OwnershipError(
                 f"parameter {name!r} lies on the mesh axes {list(axes)}; pass the whole mesh of "
                 "named axes, data-parallel ones included: dmuon.dedicate_params(model, mesh, "
@@ -683,8 +660,7 @@ def _check_kernels(options: object, plan: OwnershipPlan | None) -> None:
         )
     for kernel in {batch.kernel for batch in (plan.batches if plan else ())} - {""}:
         choice = KernelChoice.parse(kernel)
-        form = kernel.partition("/")[0]
-        same_form = options.method in ("auto", choice.method, form)
+        same_form = options.method in ("auto", choice.method, kernel.partition("/")[0])
         if not same_form or options.backend not in ("auto", choice.backend):
             raise PlanError(
                 f"the saved plan runs {kernel}, and kernels= asks for method={options.method!r}, "
@@ -697,13 +673,7 @@ def _check_kernels(options: object, plan: OwnershipPlan | None) -> None:
 
 
 def _runtime(
-    request: Request,
-    found: _Found,
-    plan: OwnershipPlan,
-    shards: ShardMap | None,
-    reports: Sequence[RankShards],
-    transport: Transport,
-    new_group: NewGroup,
+    found: _Found, plan: OwnershipPlan, transport: Transport, new_group: NewGroup
 ) -> LayoutRuntime:
     """The machinery of the layout; hooks are installed when an optimizer binds to it.
 
@@ -717,24 +687,22 @@ def _runtime(
         start_from_first([(t, transport) for t in [*model.parameters(), *model.buffers()]])
     if isinstance(options, ReplicatedOptions) and options.reduce_to_owner:
         assert model is not None
-        ddp = found.given.ddp
-        made = partial(ReducedRuntime, plan, model, named, transport, options, ddp)
+        made = partial(ReducedRuntime, plan, model, named, transport, options, found.given.ddp)
     elif not isinstance(options, DedicatedOptions):
         if isinstance(options, ReplicatedOptions):
-            options = ShardedOptions(
-                bucket_bytes=options.publish_bucket_bytes, timeout_s=options.timeout_s
-            )
-        assert shards is not None
+            size, timeout_s = options.publish_bucket_bytes, options.timeout_s
+            options = ShardedOptions(bucket_bytes=size, timeout_s=timeout_s)
+        assert found.shards is not None
         peers = open_peers(plan, transport.rank, new_group)
         at = compute_device(named), peers
         for one in (transport, *peers.values()):
             connect(one, at[0])
-        made = partial(ParamsRuntime, plan, shards, model, named, transport, options, *at)
+        made = partial(ParamsRuntime, plan, found.shards, model, named, transport, options, *at)
     else:
         assert model is not None
         axes = frozenset(axis for p in named for axis in mesh_axes(p))
         grid = Grid.of(plan.topology, axes)
-        slices = Slices(plan, grid, slice_boxes(plan.specs, grid, reports))
+        slices = Slices(plan, grid, slice_boxes(plan.specs, grid, found.reports))
         groups = ProcessGroups.open(grid, transport, new_group)
         connect(groups.tensors, found.device)
         if options.broadcast_parameters and all(p.device.type != "meta" for p in named):
@@ -799,7 +767,7 @@ def _warn_of_timeouts(groups: Mapping[str, dist.ProcessGroup]) -> None:
 def _ranks(mesh: DeviceMesh | None, ddp: DistributedDataParallel | None) -> list[int]:
     """The global ranks that plan together, in their order."""
     if mesh is not None:
-        return mesh.mesh.flatten().tolist()  # type: ignore[no-any-return]
+        return ranks_of(mesh)
     if ddp is not None:
         return dist.get_process_group_ranks(ddp.process_group)
     return list(range(dist.get_world_size() if is_initialized() else 1))
@@ -821,12 +789,8 @@ def mesh_topology(
             f"model to {mesh.device_type!r}, or make the mesh with "
             f"init_device_mesh({device.type!r}, ...)"
         )
-    ranks = list(range(world)) if mesh is None and ddp is None else _ranks(mesh, ddp)
-    shape: tuple[int, ...] = (world,)
-    axes: tuple[str, ...] = ("dp",)
-    if mesh is not None:
-        shape = tuple(mesh.shape)
-        axes = tuple(mesh.mesh_dim_names or (f"axis{i}" for i in range(mesh.ndim)))
+    ranks = range(world) if mesh is None and ddp is None else _ranks(mesh, ddp)
+    shape, axes = ((world,), ("dp",)) if mesh is None else (tuple(mesh.shape), axis_names(mesh))
     # A mesh may be a part of all ranks, with gaps: its ranks lie where the launcher put them.
     per_node = planner.ranks_per_node
     if per_node is None and is_initialized():

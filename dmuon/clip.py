@@ -15,10 +15,7 @@ from dmuon.tensors import scale_all, wide_norms
 
 @torch.no_grad()
 def clip_grad_norm_(
-    model: nn.Module,
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
     """Scale all gradients of ``model`` so that their joint norm is at most ``max_norm``.
 

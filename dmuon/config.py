@@ -22,7 +22,7 @@ MiB = 1 << 20
 # ---- what a setting may be ---------------------------------------------------------------
 
 
-class Rule(NamedTuple):
+class Allowed(NamedTuple):
     """``read`` gives a value as it is kept and raises TypeError for a wrong type; ``fits`` says
     whether what it gave is in range. ``expected`` says both in words."""
 
@@ -30,9 +30,9 @@ class Rule(NamedTuple):
     read: Callable[[Any], Any]
     fits: Callable[[Any], bool] = lambda value: True
 
-    def or_none(self) -> Rule:
+    def or_none(self) -> Allowed:
         """The same, and None."""
-        return Rule(
+        return Allowed(
             f"{self.expected} or None",
             lambda value: None if value is None else self.read(value),
             lambda value: value is None or self.fits(value),
@@ -75,9 +75,9 @@ def _betas(value: Any) -> tuple[float, ...]:
     return tuple(_number(beta) for beta in value)
 
 
-def _one_of(values: tuple[str | None, ...]) -> Rule:
+def _one_of(values: tuple[str | None, ...]) -> Allowed:
     names = ", ".join(map(repr, values))
-    return Rule(f"one of {names}", _of_type(str, type(values[0])), lambda value: value in values)
+    return Allowed(f"one of {names}", _of_type(str, type(values[0])), lambda value: value in values)
 
 
 def _is_rate(value: Any) -> bool:
@@ -87,53 +87,53 @@ def _is_rate(value: Any) -> bool:
 
 
 _CO_OWNERS = "auto", "off", 2, 4, 8
-FINITE = Rule("a finite number >= 0", _number, _is_rate)
-RATE = Rule("a finite number >= 0", _rate, _is_rate)
-POSITIVE = Rule("a number > 0", _number, lambda value: value > 0)
-FINITE_POSITIVE = Rule("a finite number > 0", _number, lambda value: 0 < value < math.inf)
+FINITE = Allowed("a finite number >= 0", _number, _is_rate)
+RATE = Allowed("a finite number >= 0", _rate, _is_rate)
+POSITIVE = Allowed("a number > 0", _number, lambda value: value > 0)
+FINITE_POSITIVE = Allowed("a finite number > 0", _number, lambda value: 0 < value < math.inf)
 # Below, its reciprocal is infinite in float32, and zeros would become nan.
-EPS = Rule(
+EPS = Allowed(
     "a finite number >= 1.2e-38 (what is normal in float32)",
     _number,
     lambda value: torch.finfo(torch.float32).tiny <= value < math.inf,
 )
-COUNT = Rule("an integer >= 1", _integer, lambda value: value >= 1)
-NS_STEPS = Rule("an integer from 1 to 100", _integer, lambda value: 1 <= value <= 100)
-STEP = Rule("an integer from 0 to 2**62", _integer, lambda value: 0 <= value <= 1 << 62)
-BETAS = Rule(
-    "two numbers >= 0 and < 1",
-    _betas,
-    lambda betas: len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas),
+COUNT = Allowed("an integer >= 1", _integer, lambda value: value >= 1)
+NS_STEPS = Allowed("an integer from 1 to 100", _integer, lambda value: 1 <= value <= 100)
+STEP = Allowed("an integer from 0 to 2**62", _integer, lambda value: 0 <= value <= 1 << 62)
+BETAS = Allowed(
+    "two numbers >= 0 and < 1", _betas, lambda v: len(v) == 2 and all(0 <= beta < 1 for beta in v)
 )
-COEFFICIENTS = Rule("a name, one triple (a, b, c) or one triple per step", _of_type(str, Iterable))
+COEFFICIENTS = Allowed(
+    "a name, one triple (a, b, c) or one triple per step", _of_type(str, Iterable)
+)
 ADJUSTMENTS = "original", "match_rms_adamw", "spectral_unclamped"
-ADJUSTMENT = Rule(
+ADJUSTMENT = Allowed(
     f"None, one of {', '.join(map(repr, ADJUSTMENTS))}, or the RMS of an update, such as 0.2",
     lambda v: v if v is None or isinstance(v, str) else _number(v),
     lambda v: v is None or (v in ADJUSTMENTS if isinstance(v, str) else 0 < v < math.inf),
 )
-FLAG = Rule("True or False", _of_type(bool))
-TEXT = Rule("a string", _of_type(str))
-VARIANT = Rule("a variant", lambda value: value)  # see `dmuon.rule.rule_of`
+FLAG = Allowed("True or False", _of_type(bool))
+TEXT = Allowed("a string", _of_type(str))
+VARIANT = Allowed("a variant", lambda value: value)  # see `dmuon.rule.rule_of`
 _MOMENTUM_DTYPES = "bfloat16", "float32"
-MOMENTUM_DTYPE = Rule(
+MOMENTUM_DTYPE = Allowed(
     f"None or one of {', '.join(map(repr, _MOMENTUM_DTYPES))}",
     lambda value: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value,
     lambda value: value is None or value in _MOMENTUM_DTYPES,
 )
-AT_LEAST_ZERO = Rule("a number >= 0", _number, lambda value: value >= 0)
-PATH = Rule("a path", _of_type(str, os.PathLike))
-GROUPS = Rule("a function (name, module) -> bool", _of_type(Callable))
-FLOAT_DTYPE = Rule(
-    "a floating dtype such as torch.bfloat16",
-    _of_type(torch.dtype),
-    lambda dtype: dtype.is_floating_point,
+AT_LEAST_ZERO = Allowed("a number >= 0", _number, lambda value: value >= 0)
+PATH = Allowed("a path", _of_type(str, os.PathLike))
+GROUPS = Allowed("a function (name, module) -> bool", _of_type(Callable))
+FLOAT_DTYPE = Allowed(
+    "a floating dtype such as torch.bfloat16", _of_type(torch.dtype), lambda v: v.is_floating_point
 )
-SECONDS = Rule("a number > 0 and <= 1e9", _number, lambda value: 0 < value <= 1e9).or_none()
-CO_OWNERS = Rule("'auto', 'off', 2, 4 or 8", _of_type(str, int), lambda v: v in _CO_OWNERS)
-FINITE_PERIOD = Rule("a finite number >= 1", _number, lambda value: 1 <= value < math.inf)
-PERIOD_OF_STEP = Rule("a number >= 1 (math.inf: no full step)", _number, lambda value: value >= 1)
-PERIOD = Rule(
+SECONDS = Allowed("a number > 0 and <= 1e9", _number, lambda value: 0 < value <= 1e9).or_none()
+CO_OWNERS = Allowed("'auto', 'off', 2, 4 or 8", _of_type(str, int), lambda v: v in _CO_OWNERS)
+FINITE_PERIOD = Allowed("a finite number >= 1", _number, lambda value: 1 <= value < math.inf)
+PERIOD_OF_STEP = Allowed(
+    "a number >= 1 (math.inf: no full step)", _number, lambda value: value >= 1
+)
+PERIOD = Allowed(
     "a whole number of steps >= 1 (1: plain Muon), math.inf, or a function of the step",
     lambda value: value if callable(value) else _number(value),
     lambda value: callable(value) or (value >= 1 and value in (math.inf, value // 1)),
@@ -141,7 +141,7 @@ PERIOD = Rule(
 
 
 def checked(
-    rules: Mapping[str, Rule], values: Mapping[str, Any], *, owner: str = "", place: str = ""
+    rules: Mapping[str, Allowed], values: Mapping[str, Any], *, owner: str = "", place: str = ""
 ) -> dict[str, Any]:
     """The values that there are rules for, as they are kept: numbers as Python's own.
 
@@ -163,7 +163,7 @@ def checked(
     return kept
 
 
-def _complaint(name: str, rule: Rule, value: Any, place: str) -> str:
+def _complaint(name: str, rule: Allowed, value: Any, place: str) -> str:
     found = f"{name} must be {rule.expected}, found {value!r}{place}"
     numbers = "number" in rule.expected or "integer" in rule.expected
     if isinstance(value, str) and numbers:
@@ -173,13 +173,13 @@ def _complaint(name: str, rule: Rule, value: Any, place: str) -> str:
     return found
 
 
-def _default(value: T, rule: Rule) -> T:
+def _default(value: T, rule: Allowed) -> T:
     """A dataclass field with its default and what else it may be."""
     made: T = field(default=value, metadata={"rule": rule})
     return made
 
 
-def _rules(options: type) -> dict[str, Rule]:
+def _rules(options: type) -> dict[str, Allowed]:
     return {f.name: f.metadata["rule"] for f in fields(options)}
 
 
@@ -312,7 +312,7 @@ class DedicatedOptions(_Checked):
     first rank. ``timeout_s``: see `ReplicatedOptions`.
     """
 
-    prefetch: int = _default(1, Rule("an integer >= 0", _integer, lambda value: value >= 0))
+    prefetch: int = _default(1, Allowed("an integer >= 0", _integer, lambda value: value >= 0))
     free_after_forward: bool = _default(True, FLAG)
     groups: Callable[[str, torch.nn.Module], bool] | None = _default(None, GROUPS.or_none())
     param_dtype: torch.dtype | None = _default(None, FLOAT_DTYPE.or_none())

@@ -58,24 +58,19 @@ class Device:
     memory of the host, and work is done when a call returns. ``chunk_bytes``: how much a pass over
     many tensors takes at a time, so that the next pass finds it in the caches. ``has_triton``: our
     Triton kernels are written for such devices; `why_no_triton` says whether they run here.
-    ``has_graphs``: `graphs` captures what is launched.
     """
 
     host_can_read = False
     is_cpu = False
     has_triton = False
-    has_graphs = False
     chunk_bytes = 1 << 28
-
-    __slots__ = ("device",)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def name(self) -> str:
         """The hardware, and how much of it this process has: what measurements are kept under."""
-        module = torch.get_device_module(self.device)
-        found = getattr(module, "get_device_name", None)
+        found = getattr(torch.get_device_module(self.device), "get_device_name", None)
         return self.device.type if found is None else str(found(self.device))
 
     def ns_dtype(self) -> torch.dtype:
@@ -146,8 +141,6 @@ class Cpu(Device):
     is_cpu = True
     chunk_bytes = 1 << 18
 
-    __slots__ = ()
-
     def name(self) -> str:
         """A number of threads belongs to it: it decides the time as much as the model does."""
         model = platform.processor() or platform.machine() or "CPU"
@@ -187,9 +180,6 @@ class Cuda(Device):
     """A GPU of NVIDIA, or one of AMD, which torch calls the same."""
 
     has_triton = True
-    has_graphs = True
-
-    __slots__ = ()
 
     def graphs(self) -> Capture | None:
         return CudaGraphs(self.device)
@@ -201,18 +191,13 @@ class Cuda(Device):
         if not torch.cuda.is_available():
             return "PyTorch finds no GPU; check the driver, or install a torch for CUDA or ROCm"
         if torch.version.hip is None and self.capability() < (8, 0):
-            found = ".".join(map(str, self.capability()))
-            return (
-                f"{self.device} has compute capability {found}; use a GPU with 8.0 (Ampere) or "
-                "above"
-            )
+            found = "{} has compute capability {}.{}".format(self.device, *self.capability())
+            return f"{found}; use a GPU with 8.0 (Ampere) or above"
         return None
 
 
 class Mps(Device):
     """A GPU of Apple: one stream, and it shares the memory of the host."""
-
-    __slots__ = ()
 
     def memory(self) -> tuple[float, float]:
         total = torch.mps.recommended_max_memory()
@@ -225,8 +210,6 @@ class Mps(Device):
 class Gaudi(Device):
     """An accelerator of Intel's that computes in bfloat16 first of all."""
 
-    __slots__ = ()
-
     def ns_dtype(self) -> torch.dtype:
         return torch.bfloat16
 
@@ -234,19 +217,11 @@ class Gaudi(Device):
 class Meta(Device):
     """No device: tensors without values."""
 
-    __slots__ = ()
-
     def ns_dtype(self) -> torch.dtype:
         return torch.float32
 
 
-TYPES: dict[str, type[Device]] = {
-    "cpu": Cpu,
-    GPU: Cuda,
-    "mps": Mps,
-    "hpu": Gaudi,
-    "meta": Meta,
-}
+TYPES: dict[str, type[Device]] = {"cpu": Cpu, GPU: Cuda, "mps": Mps, "hpu": Gaudi, "meta": Meta}
 """By the type of a `torch.device`. What is not here is a `Device`, such as "xpu" and "npu"."""
 
 

@@ -19,6 +19,9 @@ from dmuon.scheduler.shards import LocalShard, local_box
 from dmuon.scheduler.specs import Box, dtype_name
 from dmuon.types import OwnershipError
 
+Named = Sequence[tuple[str, nn.Parameter]]
+"""Parameters with their names."""
+
 
 def is_distributed(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a `DTensor`."""
@@ -58,9 +61,8 @@ def distributed_as(parameter: Tensor, local: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return local
     mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+    size, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 def sharded_rows(local: Tensor, mesh: DeviceMesh, shape: Sequence[int]) -> Tensor:
@@ -88,21 +90,22 @@ def copy_state(target: Tensor, source: Tensor) -> None:
     """
     mine, saved = LayoutStamp.of(target), LayoutStamp.of(source)
     if (mine.placements, mine.mesh) == (saved.placements, saved.mesh):
-        target, source = local_tensor(target), local_tensor(source)
+        source = local_tensor(source)
     else:
         source = whole_tensor(source)
         if mine.placements is not None and target.ndim:
             source = source[local_shard("state", target, dist.get_rank()).box.slices()]
-        target = local_tensor(target)
-    target.copy_(source)
+    local_tensor(target).copy_(source)
+
+
+def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The names of the axes of a mesh, made up where it has none."""
+    return tuple(mesh.mesh_dim_names or (f"axis{i}" for i in range(mesh.ndim)))
 
 
 def mesh_axes(tensor: Tensor) -> tuple[str, ...]:
     """The names of the mesh axes that a `DTensor` lies on; none for a plain tensor."""
-    if not is_distributed(tensor):
-        return ()
-    mesh: DeviceMesh = tensor.device_mesh  # type: ignore[attr-defined]
-    return tuple(mesh.mesh_dim_names or (f"axis{i}" for i in range(mesh.ndim)))
+    return axis_names(tensor.device_mesh) if is_distributed(tensor) else ()  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +179,9 @@ class LocalParameters:
                     "layout); dmuon needs dense gradients (for an embedding: sparse=False)"
                 )
             placements = getattr(grad, "placements", None)
-            if placements is None or placements is stamp.placements:
-                continue
-            p = self.parameters[n]
-            p.grad = grads[n] = gradient_like(grad, p)  # type: ignore[arg-type]
+            if placements is not None and placements is not stamp.placements:
+                p = self.parameters[n]
+                p.grad = grads[n] = gradient_like(grad, p)  # type: ignore[arg-type]
         return [grad if grad is None else stored_tensor(grad) for grad in grads]
 
 
@@ -189,13 +191,10 @@ def gradient_like(grad: Tensor, parameter: Tensor) -> Tensor:
     Autograd may leave a gradient `Partial` (a gain under sequence parallelism); making it whole is
     a collective over the parameter's mesh, which every optimizer on `DTensor` issues.
     """
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(grad, DTensor) or not isinstance(parameter, DTensor):
+    given, wanted = LayoutStamp.of(grad), LayoutStamp.of(parameter)
+    if None in (given.placements, wanted.placements) or given.placements == wanted.placements:
         return grad
-    if grad.placements == parameter.placements:
-        return grad
-    return grad.redistribute(parameter.device_mesh, parameter.placements)
+    return grad.redistribute(wanted.mesh, wanted.placements)  # type: ignore[attr-defined]
 
 
 def local_shard(name: str, parameter: Tensor, rank: int) -> LocalShard:
@@ -234,7 +233,7 @@ def local_shard(name: str, parameter: Tensor, rank: int) -> LocalShard:
             "distribute_tensor"
         )
     replica = tuple(c for c, cut in zip(coordinate, cuts, strict=True) if cut is None)
-    return LocalShard(tuple(sorted(_ranks(mesh))), replica, box)
+    return LocalShard(tuple(sorted(ranks_of(mesh))), replica, box)
 
 
 def sample(tensor: Tensor, count: int) -> Tensor:
@@ -248,7 +247,8 @@ def replica(parameter: Tensor, rank: int, world: int) -> LocalShard:
     return LocalShard(tuple(range(world)), (rank,), Box.at_origin(tuple(parameter.shape)))
 
 
-def _ranks(mesh: DeviceMesh) -> list[int]:
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    """The global ranks of a mesh, in its order."""
     ranks: list[int] = mesh.mesh.flatten().tolist()
     return ranks
 
@@ -263,7 +263,7 @@ def compute_device(parameters: Sequence[Tensor]) -> torch.device:
     return device
 
 
-def flaw_of_device(named: Sequence[tuple[str, Tensor]]) -> str | None:
+def flaw_of_device(named: Named) -> str | None:
     """That a parameter lies on another device than the current one; None where none does, or where
     there is no other process.
 
@@ -285,21 +285,19 @@ def flaw_of_device(named: Sequence[tuple[str, Tensor]]) -> str | None:
     return None
 
 
-def groups_of(
-    mesh: DeviceMesh | None, named: Sequence[tuple[str, Tensor]]
-) -> dict[str, dist.ProcessGroup]:
+def groups_of(mesh: DeviceMesh | None, named: Named) -> dict[str, dist.ProcessGroup]:
     """The process groups of the axes of a mesh, and of those that parameters lie on, by axis."""
     meshes = [] if mesh is None else [mesh]
     meshes += [p.device_mesh for _, p in named if is_distributed(p)]  # type: ignore[attr-defined]
     found: dict[str, dist.ProcessGroup] = {}
     for one in dict.fromkeys(meshes):
-        axes = one.mesh_dim_names or [f"axis{i}" for i in range(one.ndim)]
         with suppress(RuntimeError):  # a mesh without process groups
-            found |= {axis: one.get_group(i) for i, axis in enumerate(axes) if one.size(i) > 1}
+            axes = enumerate(axis_names(one))
+            found |= {axis: one.get_group(i) for i, axis in axes if one.size(i) > 1}
     return found
 
 
-def covering_mesh(named: list[tuple[str, nn.Parameter]]) -> DeviceMesh | None:
+def covering_mesh(named: Named) -> DeviceMesh | None:
     """The mesh of a parameter that contains every other parameter's; None without a `DTensor`.
 
     Of several with the same ranks the one with the most axes, then the first.
@@ -311,9 +309,9 @@ def covering_mesh(named: list[tuple[str, nn.Parameter]]) -> DeviceMesh | None:
     if not meshes:
         return None
     largest: DeviceMesh = max((mesh for _, mesh in meshes), key=lambda m: (m.size(), m.ndim))
-    inside = set(_ranks(largest))
+    inside = set(ranks_of(largest))
     for name, mesh in meshes:
-        if not inside.issuperset(_ranks(mesh)):
+        if not inside.issuperset(ranks_of(mesh)):
             raise OwnershipError(
                 f"parameter {name!r} lies on mesh {mesh}, which is no part of the largest mesh of "
                 f"this model, {largest}: pass the mesh of all its ranks, "

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from dmuon import devices
 from dmuon.comm.consensus import attempt
-from dmuon.comm.transport import Transport
+from dmuon.comm.transport import LocalTransport, Transport, Work
 from dmuon.config import BATCH_BYTES, KernelOptions, MuonDefaults, PlannerOptions
 from dmuon.devices import Stopwatch
 from dmuon.kernels import newton_schulz as ns
@@ -71,12 +71,7 @@ _MARGIN = 0.97  # of the fixed choice's time: noise does not decide
 _MEMORY_SHARE = 0.25  # of what is free
 _SHOW_AFTER_S = 2.0
 
-ERROR_LIMITS = {
-    torch.float64: 1e-8,
-    torch.float32: 1e-3,
-    torch.float16: 5e-2,
-    torch.bfloat16: 2e-1,
-}
+ERROR_LIMITS = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 """Relative Frobenius error that a kernel may have on a Gaussian matrix: several times what each
 dtype's safe forms measure, and far below what a wrong result gives."""
 
@@ -168,8 +163,7 @@ class Pace:
         ordered = sorted(ms, key=lambda case: (case.batch, -case.count * ms[case], case.key))
         if ordered and not self.known:
             smallest = min(ordered, key=lambda case: (case.batch, ms[case], case.key))
-            ordered.remove(smallest)
-            ordered.insert(0, smallest)
+            ordered.sort(key=lambda case: case != smallest)
         return ordered
 
 
@@ -341,17 +335,19 @@ class SliceTimer(OwnerTimer):
     """Times a co-owner's products on its slices, without exchanges."""
 
     def _allocate(self, fitting: Sequence[Run]) -> None:
+        def alone(to: Tensor, source: Tensor, tag: str) -> Work:
+            """Receives what it sends, because times may depend on values."""
+            return LocalTransport().all_to_all(to, source, [], [], tag=tag)
+
         most = max((math.prod(case.shape) for case, _ in fitting), default=0)
-        generator = devices.of(self.device).generator(0)
         self._values = torch.empty(most, dtype=self.ns_dtype, device=self.device)
-        self._values.normal_(generator=generator)
+        self._values.normal_(generator=devices.of(self.device).generator(0))
         work = torch.empty_like(self._values)
         self._slices: dict[Case, list[tuple[SliceCall, Tensor]]] = {}
         for case, kernel in fitting:
             assert isinstance(case, SliceCase)
             x = work[: math.prod(case.shape)].view(case.shape)
-            alone = Peers(0, case.co_owners, lambda to, source, tag: _Copied(to, source))
-            call = SliceCall(self._call(case, kernel), alone, case.split)
+            call = SliceCall(self._call(case, kernel), Peers(0, case.co_owners, alone), case.split)
             self._slices[case] = [(call, x)]
         self._runner.reserve([], [], self._slices.values())
 
@@ -370,16 +366,6 @@ class SliceTimer(OwnerTimer):
         self._runner.run_together(calls, [norms])
         watch.stop()
         return watch
-
-
-class _Copied:
-    """An exchange with nobody. It receives what it sends, because times may depend on values."""
-
-    def __init__(self, to: Tensor, source: Tensor) -> None:
-        to.copy_(source)
-
-    def wait(self) -> None:
-        """It is done."""
 
 
 # ---- choosing kernels --------------------------------------------------------------------
@@ -596,28 +582,25 @@ class _Session:
             self.sharing = sum(rank[0] == host for rank in ranks)
             name = f"{name}, {self.sharing} process{'es' if self.sharing > 1 else ''}"
         # What was chosen among a few kernels, or timed without graphs, says nothing of the others.
-        version = (
-            f"{backend_version(device)}-{ns.KERNEL_VERSION}-{kernels.method}-{kernels.backend}"
-        )
-        version += "-eager" if own.graphs() and kernels.cuda_graphs is False else ""
+        parts = [backend_version(device), ns.KERNEL_VERSION, kernels.method, kernels.backend]
+        parts += ["eager"] if own.graphs() and kernels.cuda_graphs is False else []
+        version = "-".join(map(str, parts))
         steps, dtype = MuonDefaults().ns_steps, dtype_name(self.ns_dtype)
         self.model = CostTable(f"measured on {name}", {}, row, steps, "measured", momentum=momentum)
         self._key = costs.CacheKey(name, torch.__version__, version, dtype, steps, momentum)
         # The first rank with this cache writes it for all that share it.
-        self._leads = [rank[:4] for rank in ranks].index(
-            ranks[transport.rank][:4]
-        ) == transport.rank
+        caches = [rank[:4] for rank in ranks]
+        self._leads = caches.index(caches[transport.rank]) == transport.rank
         self.old = self._cached(fresh) or self.model
 
     def _cached(self, fresh: bool) -> CostTable | None:
         self._problem: str | None = None
+        found = None
         if self._folder is None:
-            self._problem = (
-                "costs are not cached: there is no home directory and no cache_dir was given"
-            )
-        if self._folder is None or fresh:
-            return None
-        found, self._problem = costs.read_cache(self._folder, self._key)
+            flaw = "there is no home directory and no cache_dir was given"
+            self._problem = f"costs are not cached: {flaw}"
+        elif not fresh:
+            found, self._problem = costs.read_cache(self._folder, self._key)
         return found
 
     def exchanged(self, work: Callable[[], T]) -> list[T]:
@@ -654,7 +637,7 @@ class _Session:
                     runs, timer, pace, deadline=deadline, progress=shown, broken=broken
                 )
             # A new time replaces the cached one, whichever is larger.
-            return {**cached, **{case: ms for (case, _), ms in new.items()}}, broken
+            return dict(cached) | {case: ms for (case, _), ms in new.items()}, broken
 
         return self.exchanged(measure)
 
@@ -721,10 +704,9 @@ def measured_costs(
     # A kernel that failed on a rank has no time, and nobody runs it.
     broken = {case for _, failed in by_rank for case, _ in failed}
     slowest: dict[Case, float] = {}
-    for times, _ in by_rank:
-        for case, ms in times.items():
-            if case not in broken:
-                slowest[case] = max(ms, slowest.get(case, ms))
+    for case, ms in chain.from_iterable(times.items() for times, _ in by_rank):
+        if case not in broken:
+            slowest[case] = max(ms, slowest.get(case, ms))
     names |= {case: rule[case] for case in broken}
     table = replace(session.model, entries=_by_shape(slowest), kernels=_by_shape(names))
     devices.of(device).release_memory()
@@ -771,10 +753,8 @@ def measured_slices(
         if k <= case.key[1]
     ]
     names: dict[Case, str] = {case: table.slice_kernel(case.key) for case in cases}
-    cached: dict[Case, float] = {}
-    for case in cases:
-        if (ms := old.slices.get(_slice_key(case), {}).get(case.batch)) is not None:
-            cached[case] = ms
+    found = {case: old.slices.get(_slice_key(case), {}).get(case.batch) for case in cases}
+    cached: dict[Case, float] = {case: ms for case, ms in found.items() if ms is not None}
     make = partial(SliceTimer, device, dtype, sharing=session.sharing, options=session.kernels)
     model, title = replace(session.model, entries=table.entries), "dmuon measures slices"
     by_rank = session.times(names, cached, make, model, options.profile_budget_s, title)
@@ -826,8 +806,7 @@ def _links(
     by_rank = session.exchanged(measure)
     found = {}
     for k in groups:
-        each = [ms[k] for ms in by_rank if k in ms]
-        if each:
+        if each := [ms[k] for ms in by_rank if k in ms]:
             found[k] = _fitted([max(ms) for ms in zip(*each, strict=True)], k - 1)
     return found
 

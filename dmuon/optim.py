@@ -14,12 +14,12 @@ import logging
 import math
 import time
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from inspect import signature
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -64,20 +64,11 @@ from dmuon.report.data import LoadBalanceReport
 from dmuon.rule import Hyper, Rule
 from dmuon.saved_state import SavedState, read_state
 from dmuon.scheduler.select import routes_of
-from dmuon.scheduler.specs import ModelSpecs, ParameterSpec, canonical_name
+from dmuon.scheduler.specs import ModelSpecs, ParameterSpec, canonical_name, dtype_name
 from dmuon.step.at_owners import OwnersEngine
 from dmuon.step.engine import Amp, Engine, Settings
 from dmuon.step.on_params import ParamsEngine
-from dmuon.types import (
-    Coefficients,
-    KernelChoice,
-    Layout,
-    NewParameters,
-    OwnershipError,
-    first_of,
-)
-
-_log = logging.getLogger("dmuon")
+from dmuon.types import Coefficients, KernelChoice, Layout, NewParameters, OwnershipError, first_of
 
 
 class Muon(Optimizer):
@@ -255,13 +246,13 @@ class Muon(Optimizer):
             super().add_param_group(param_group)
             return
         (group,) = run.groups.read(read_groups([param_group]), {}, {})
-        own = {*group}
+        added = self.defaults.keys() - group.keys()  # by torch, to every group
         try:
             super().add_param_group(group)
         except Exception:
             del run.groups.names[-1], run.groups.algorithms[-1]
             raise
-        for name in self.defaults.keys() - own:  # which torch adds to every group
+        for name in added:
             self.param_groups[-1].pop(name)
         self._note_progress(self.param_groups[-1:])
 
@@ -281,29 +272,24 @@ class Muon(Optimizer):
     def _plan(self) -> _Run:
         """Plan if that has not been done: a collective call."""
         run = self._run
-        if run.engines:
-            return run
-        # dedicate_params may have been called since.
-        ownerships = _ownerships_in(run.groups.passed, self.param_groups)
-        # Whatever mode a report is asked for in, training goes on with what is made here.
-        with torch.inference_mode(False), torch.no_grad():
-            if not ownerships:
-                ownerships = [self._new_ownership()]
-            self._bind(ownerships)
+        if not run.engines:
+            # dedicate_params may have been called since.
+            ownerships = _ownerships_in(run.groups.passed, self.param_groups)
+            # Whatever mode a report is asked for in, training goes on with what is made here.
+            with torch.inference_mode(False), torch.no_grad():
+                self._bind(ownerships or [self._new_ownership()])
         return run
 
     def _new_ownership(self, before: Ownership | None = None) -> Ownership:
         """An ownership of the parameters that are in the groups now, which replaces ``before``."""
         run = self._run
-        flaw: Exception | None = None
-        model, named = None, []
+        model, flaw = None, None
         try:
             self._named()
             model = run.groups.exchange(self.param_groups)
             named = self._named()
         except Exception as error:  # perhaps on this rank alone
-            named = [("", p) for group in self.param_groups for p in group["params"]]
-            flaw = error
+            flaw, named = error, [("", p) for group in self.param_groups for p in group["params"]]
         # Another optimizer of these parameters ends here, as where one is trained after another.
         for other in _ownerships_in(model, self.param_groups, by_optimizers=True):
             if other is not before:
@@ -314,9 +300,8 @@ class Muon(Optimizer):
                 raise flaw
             return run.groups.specs(named)
 
-        request, mesh = run.asked
-        request = replace(request, ns_dtype=run.switches["ns_dtype"])
-        ownership = plan_given(Given(model, named, route, before), request, mesh)
+        request = replace(run.asked[0], ns_dtype=run.switches["ns_dtype"])
+        ownership = plan_given(Given(model, named, route, before), request, run.asked[1])
         if not ownership.plan.specs.matrices and ownership.rank == 0:
             warnings.warn(
                 "dmuon: no matrix is trained yet, so AdamW updates all parameters; Muon begins "
@@ -327,10 +312,15 @@ class Muon(Optimizer):
         ownership.by_optimizer = True
         return ownership
 
-    def _outgrown(self) -> Exception | None:
-        """`NewParameters` if this step has to plan again, or the error if it cannot."""
+    def _refusal(self) -> Exception | None:
+        """The error of ``param_groups``, if a scheduler or a user has set something wrong;
+        `NewParameters` if this step has to plan again, or the error if it cannot."""
         run = self._run
         assert run.accepted is not None
+        try:
+            run.accepted.check(self.param_groups, len(run.groups.names))
+        except (TypeError, ValueError) as error:
+            return error
         name = next((n for n, p in run.frozen if p.requires_grad), None)
         added = len(run.groups.names) - len(run.accepted.params)
         if name is None and not added:
@@ -373,8 +363,8 @@ class Muon(Optimizer):
             self._bind(run.ownerships)
         run.engines[0].skips = engine.skips
         if ownership.rank == 0:
-            seconds = time.perf_counter() - began
-            _log.info("planned again in %.2f s, because %s", seconds, why)
+            seconds, log = time.perf_counter() - began, logging.getLogger("dmuon")
+            log.info("planned again in %.2f s, because %s", seconds, why)
 
     def _bind(self, ownerships: list[Ownership]) -> None:
         """Make the engines: a collective call."""
@@ -394,9 +384,8 @@ class Muon(Optimizer):
         for group, full in zip(self.param_groups, made, strict=True):
             group.update(full)
         run.frozen = [(n, p) for n, p in self._named() if not p.requires_grad]
-        switches = run.switches
+        switches, masters = run.switches, run.switches["master_weights"]
         ns_dtype, backend = _agreed(ownerships, switches["ns_dtype"])
-        masters = switches["master_weights"]
         accepted = Accepted(self.param_groups, run.groups.algorithms)
         settings = Settings(
             ns_dtype, masters, run.schedule, accepted.digest, switches["block_lr_ratio"],
@@ -409,9 +398,8 @@ class Muon(Optimizer):
             """No collective call: a rank that fails, for lack of memory perhaps, fails alone."""
             run.engines = []
             for o in ownerships:
-                kind: type[Engine] = OwnersEngine
-                if isinstance(o.runtime, ParamsRuntime):
-                    kind = ParamsEngine
+                on_params = isinstance(o.runtime, ParamsRuntime)
+                kind: type[Engine] = ParamsEngine if on_params else OwnersEngine
                 run.engines.append(kind(o.runtime, o.telemetry, o.kernels, self, settings))
             run.ownerships, run.settings, run.accepted = ownerships, settings, accepted
             self._note_progress(self.param_groups)
@@ -458,11 +446,11 @@ class Muon(Optimizer):
         """In lines, what must be alike on all ranks of an optimizer with the groups ``made``."""
         # A rank may have a placeholder where another has the weight.
         shapes = {p: spec.shape for p, spec in _planned(ownerships)}
-        lines = [f"{k}={v}" for k, v in self._run.switches.items()]
-        lines.append(f"period={self._run.schedule.describe()}")
-        for number, (old, new) in enumerate(zip(self.param_groups, made, strict=True)):
-            found = [shapes.get(p, tuple(p.shape)) for p in old["params"]]
-            lines += describe(new, number, found)
+        values = self._run.switches | {"period": self._run.schedule.describe()}
+        lines = [f"{k}={v}" for k, v in values.items()]
+        for number, group in enumerate(made):
+            found = [shapes.get(p, tuple(p.shape)) for p in self.param_groups[number]["params"]]
+            lines += describe(group, number, found)
         return "\n".join(lines)
 
     def _unbind(self, ownerships: Sequence[Ownership]) -> None:
@@ -511,13 +499,12 @@ class Muon(Optimizer):
                 run.in_closure = False
         verifies = self._verifies()
         try:
-            # A scheduler or a user may have set something else.
-            self._launch(self._check_groups() or self._outgrown(), verifies)
+            self._launch(self._refusal(), verifies)
         except NewParameters as reason:
             if not reason.agreed:
                 raise
             self._plan_again(str(reason).partition(", but")[0])
-            self._launch(self._check_groups(), verifies)
+            self._launch(self._refusal(), verifies)
         for engine in run.engines:
             engine.update_others()
         for engine in run.engines:
@@ -579,16 +566,6 @@ class Muon(Optimizer):
         run.verify_due = False
         run.verified += 1
         return True
-
-    def _check_groups(self) -> Exception | None:
-        """The error of ``param_groups``, if there is one."""
-        run = self._run
-        assert run.accepted is not None
-        try:
-            run.accepted.check(self.param_groups, len(run.groups.names))
-        except (TypeError, ValueError) as error:
-            return error
-        return None
 
     def _note_progress(self, groups: Iterable[Group]) -> None:
         """Keep where the schedule is in the groups with matrices."""
@@ -658,7 +635,7 @@ class Muon(Optimizer):
         }
         return {
             "steps": run.schedule.t,
-            "ns_dtype": str(run.settings.ns_dtype).removeprefix("torch."),
+            "ns_dtype": dtype_name(run.settings.ns_dtype),
             "ns_ms": sum(o.telemetry.watch.milliseconds() for o in run.ownerships),
             "bytes": dict(run.bytes),
             **joint,
@@ -711,7 +688,7 @@ class Muon(Optimizer):
             ConsensusError: another rank refuses it, or ranks load different states; nothing is
                 changed.
         """
-        run = self._run
+        run, what = self._run, "opt.load_state_dict()"
         self.synchronize()
 
         def read() -> SavedState:
@@ -723,24 +700,19 @@ class Muon(Optimizer):
 
         transports = [o.runtime.transport for o in run.ownerships]
         for transport in transports:
-            transport.meet("opt.load_state_dict()")
-        what = "opt.load_state_dict()"
+            transport.meet(what)
         saved = attempt_in_all(transports, read, what=what, digest=SavedState.text)
         # The base class casts state to the parameter's dtype; ours must come back exactly, and
         # stays where it is.
-        kept = dict(self.state)
+        kept, entries = dict(self.state), saved.entries
         super().load_state_dict({"state": {}, "param_groups": saved.groups})
         if run.engines:
             self.state.update(kept)
-            self._load(saved.entries)
-            later = saved.entries.keys() - kept.keys()
-        else:
-            later = {*saved.entries}
+            self._load(entries)
+        later = entries.keys() - (kept.keys() if run.engines else ())
         # What is planned later takes its state over then; the given one may go on changing.
         run.loaded = {
-            name: {
-                k: v.clone() if isinstance(v, Tensor) else v for k, v in saved.entries[p].items()
-            }
+            name: {k: v.clone() if isinstance(v, Tensor) else v for k, v in entries[p].items()}
             for name, p in self._named()
             if p in later
         }
@@ -748,7 +720,7 @@ class Muon(Optimizer):
         if saved.progress is not None:
             run.schedule.load(saved.progress)
         self._note_progress(self.param_groups)
-        self._warn_of_lost(saved.entries)
+        self._warn_of_lost(entries)
 
     def _warn_of_lost(self, saved: Mapping[Tensor, Any]) -> None:
         """Say on one rank whose state begins anew, beside that of others."""
@@ -765,8 +737,8 @@ class Muon(Optimizer):
 
     def _show_loaded(self) -> None:
         """Show what was loaded before planning in ``state``."""
-        if self._run.loaded and not self._run.engines:
-            loaded = self._run.loaded
+        loaded = self._run.loaded
+        if loaded and not self._run.engines:
             self.state.clear()
             self.state.update((p, loaded[n]) for n, p in self._named() if n in loaded)
 
@@ -850,9 +822,8 @@ def _ownerships_in(
     """The open ownerships of what was given, each once: those that `dedicate_params` made, or those
     that optimizers made for themselves."""
     entries = (e[1] if is_pair(e) else e for group in groups for e in group["params"])
-    found = [ownership_of(e) for e in entries if isinstance(e, Tensor)]
-    if isinstance(model, nn.Module):
-        found = [*ownerships_of(model), *found]
+    of_model = ownerships_of(model) if isinstance(model, nn.Module) else []
+    found = [*of_model, *(ownership_of(e) for e in entries if isinstance(e, Tensor))]
     ownerships = [o for o in dict.fromkeys(found) if o and o.by_optimizer is by_optimizers]
     for ownership in ownerships if not by_optimizers else ():
         ownership.find_parameters()
@@ -865,8 +836,7 @@ def _request(
     """The request and the mesh of ``dedicate``; TypeError for unknown keywords."""
     asked = dict(dedicate or {})
     known = ["mesh", *(f.name for f in fields(Request) if f.name != "ns_dtype")]
-    unknown = sorted(asked.keys() - {*known})
-    if unknown:
+    if unknown := sorted(asked.keys() - {*known}):
         raise TypeError(
             f"dedicate= takes keyword arguments of dmuon.dedicate_params ({', '.join(known)}), "
             f"found {unknown}"
@@ -908,8 +878,7 @@ def _check_members(groups: Sequence[Group], ownerships: Sequence[Ownership]) -> 
                     "dedicate_params: was it added or unfrozen since? Call own.close() and "
                     "dmuon.dedicate_params(model) again"
                 )
-    missing = [name for p, name in names.items() if p not in seen]
-    if missing:
+    if missing := [name for p, name in names.items() if p not in seen]:
         raise OwnershipError(
             f"{len(missing)} dedicated parameters were not passed to dmuon.Muon: "
             f"{', '.join(missing[:5])}. Pass all of them, or freeze them (requires_grad_(False)) "
@@ -953,10 +922,8 @@ def _check_kernels(ownership: Ownership, dtype: torch.dtype, groups: list[Group]
             f"KernelOptions.cuda_graphs=True needs a CUDA device, found {device}: leave it None"
         )
     steps = {group["ns_steps"] for group in groups if "ns_steps" in group}
-    shapes = {m.shape for m in plan.specs.matrices}
-    for rows, cols in shapes:
-        for count in steps:
-            fixed_choice(rows, cols, dtype, device, count, options.method, options.backend)
+    for shape, count in product({m.shape for m in plan.specs.matrices}, steps):
+        fixed_choice(*shape, dtype, device, count, options.method, options.backend)
     for kernel in {batch.kernel for batch in plan.batches} - {""}:
         choice = KernelChoice.parse(kernel)
         planned: torch.dtype = getattr(torch, choice.dtype)
@@ -965,8 +932,7 @@ def _check_kernels(ownership: Ownership, dtype: torch.dtype, groups: list[Group]
                 f"the plan runs {kernel}, with which the iteration diverges: it was not made by "
                 "this version of dmuon. Plan again (without plan=)"
             )
-        reason = why_not(choice.backend, device, planned)
-        if reason is not None:
+        if (reason := why_not(choice.backend, device, planned)) is not None:
             raise ValueError(
                 f"the plan runs {kernel} on {device}, which is not possible: {reason}. Plan again "
                 "on this hardware (without plan=)"
@@ -984,15 +950,13 @@ def _agreed(ownerships: list[Ownership], ns_dtype: str | torch.dtype) -> tuple[t
 
 def _flaw_of_dtype(ownerships: list[Ownership], dtype: torch.dtype) -> str | None:
     """A warning, on one rank, if kernels were chosen for another Newton-Schulz dtype."""
-    name = str(dtype).removeprefix("torch.")
     batches = chain.from_iterable(o.plan.batches for o in ownerships if o.rank == 0)
-    kernels = {batch.kernel for batch in batches} - {""}
-    others = sorted({KernelChoice.parse(kernel).dtype for kernel in kernels} - {name})
-    if not others:
+    found = {KernelChoice.parse(batch.kernel).dtype for batch in batches if batch.kernel}
+    if not (others := sorted(found - {dtype_name(dtype)})):
         return None
     return (
         f"dmuon: the plan's kernels were chosen for {' and '.join(others)}, and Newton-Schulz runs "
-        f"in {name}: the fixed rule chooses instead. Leave ns_dtype out to use them"
+        f"in {dtype_name(dtype)}: the fixed rule chooses instead. Leave ns_dtype out to use them"
     )
 
 
@@ -1015,44 +979,39 @@ def _flaw_of_rounding(ownerships: list[Ownership], groups: list[Group]) -> str |
     ``m x n`` matrix have the RMS ``1 / sqrt(max(m, n))``. Reads the weights once.
     """
     group_of = {p: g for g, group in enumerate(groups) for p in group["params"]}
-    updates: dict[tuple[int, torch.dtype], list[tuple[float, int]]] = {}
-    weights: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    updates: dict[tuple[int, torch.dtype], list[tuple[float, int]]] = defaultdict(list)
+    weights: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
     for ownership in ownerships:
         plan = ownership.plan
         # In the dedicated layout the first rank may store no matrix.
         if ownership.rank != (min(plan.owners) if plan.layout is Layout.DEDICATED else 0):
             continue
-        stored = {}
-        for i in plan.specs.muon_parameters():
-            p = ownership.parameters[i]
+        for p, (_, matrices) in zip(ownership.parameters, routes_of(plan.specs).values()):
             local = local_tensor(p)
-            if p.dtype.itemsize < 4 and local.numel():
-                stored[i] = group_of[p], p.dtype
-                weights.setdefault(stored[i], []).append(local)
-        for matrix in plan.specs.matrices:
-            if matrix.parameter in stored:
-                key = stored[matrix.parameter]
-                lr = Hyper.of(groups[key[0]]).adjusted(*matrix.shape)
-                rms = lr / math.sqrt(max(matrix.shape))
-                updates.setdefault(key, []).append((rms, matrix.numel))
+            if matrices and p.dtype.itemsize < 4 and local.numel():
+                number = group_of[p]
+                hyper = Hyper.of(groups[number])
+                weights[number, p.dtype].append(local)
+                for m in matrices:
+                    rms = hyper.adjusted(*m.shape) / math.sqrt(max(m.shape))
+                    updates[number, p.dtype].append((rms, m.numel))
     lost = []
     for key, sizes in updates.items():
         update = math.sqrt(sum(r * r * n for r, n in sizes) / sum(n for _, n in sizes))
         norms = [torch.linalg.vector_norm(w, dtype=torch.float32) for w in weights[key]]
         count = sum(w.numel() for w in weights[key])
         weight = float(torch.linalg.vector_norm(torch.stack(norms))) / math.sqrt(count)
-        if 0 < weight < math.inf and 0 < update < _half_ulp(weight, key[1]):
-            lost.append((update / _half_ulp(weight, key[1]), update, weight, key))
+        if 0 < weight < math.inf and 0 < update < (ulp := _half_ulp(weight, key[1])):
+            lost.append((update / ulp, update, weight, key))
     if not lost:
         return None
     _, update, weight, (number, dtype) = min(lost, key=lambda entry: entry[0])
-    name = str(dtype).removeprefix("torch.")
     return (
-        f"dmuon: with lr={float(groups[number]['lr']):g} a typical update of a {name} matrix is "
-        f"{update:.2g}, and half a unit in the last place of its typical weight, {weight:.2g}, is "
-        f"{_half_ulp(weight, dtype):.2g}: most updates are rounded away and change nothing. Pass "
-        "master_weights=True, which keeps float32 weights behind the parameters, or keep the "
-        "parameters in float32 and compute under torch.autocast"
+        f"dmuon: with lr={float(groups[number]['lr']):g} a typical update of a "
+        f"{dtype_name(dtype)} matrix is {update:.2g}, and half a unit in the last place of its "
+        f"typical weight, {weight:.2g}, is {_half_ulp(weight, dtype):.2g}: most updates are "
+        "rounded away and change nothing. Pass master_weights=True, which keeps float32 weights "
+        "behind the parameters, or keep the parameters in float32 and compute under torch.autocast"
     )
 
 

@@ -100,11 +100,8 @@ class Ownership:
         if name in self._matrix_index:
             return self.plan.owners[self._matrix_index[name]]
         parameter = self._index.get(name, -1)
-        owners = tuple(
-            owner
-            for m, owner in zip(self.plan.specs.matrices, self.plan.owners, strict=True)
-            if m.parameter == parameter
-        )
+        matrices = zip(self.plan.specs.matrices, self.plan.owners, strict=True)
+        owners = tuple(owner for m, owner in matrices if m.parameter == parameter)
         if not owners:
             why = self.plan.specs.parameters[parameter].reason if parameter >= 0 else "unknown"
             raise KeyError(f"{fqn!r} is not a matrix ({why})")

@@ -40,8 +40,7 @@ class LinearPeriod:
 
     def __post_init__(self) -> None:
         rules = {"start": FINITE_PERIOD, "end": FINITE_PERIOD, "steps": COUNT}
-        values = {name: getattr(self, name) for name in rules}
-        checked(rules, values, owner="LinearPeriod.")
+        checked(rules, {n: getattr(self, n) for n in rules}, owner="LinearPeriod.")
 
     def __call__(self, t: int) -> float:
         """The period at step ``t``."""
@@ -117,8 +116,7 @@ class Schedule:
 
     def read(self, state: Mapping[str, Any]) -> tuple[int, int]:
         """(step, last full step) of what `state` gave. Changes nothing."""
-        missing = self.state().keys() - state.keys()
-        if missing:
+        if missing := self.state().keys() - state.keys():
             raise ValueError(
                 f"the state of a period schedule lacks {sorted(missing)}; it has {sorted(state)}"
             )

@@ -28,10 +28,7 @@ from dmuon.tensors import not_finite
 from dmuon.types import Algorithm, OwnershipError, first_of
 
 # The keys that an entry must have, as in torch.optim, by what updates its parameter.
-_NEEDED = {
-    Algorithm.MUON: ("momentum_buffer",),
-    Algorithm.ADAMW: ("exp_avg", "exp_avg_sq", "step"),
-}
+_NEEDED = {Algorithm.MUON: ("momentum_buffer",), Algorithm.ADAMW: ("exp_avg", "exp_avg_sq", "step")}
 # Those with tensors of the parameter's shape.
 _TENSORS = "momentum_buffer", "exp_avg", "exp_avg_sq", "master_weight"
 
@@ -85,8 +82,7 @@ def read_state(
             dtype, _ = momentum_dtypes(asked, p.dtype, master_weights)
             values += _values_of(entries[p], p, spec, dtype, master_weights)
             values += _kept_by_rule(entries[p], group_of[p], spec, matrices)
-    bad = not_finite(values)
-    if bad:
+    if bad := not_finite(values):
         raise OwnershipError(
             f"the optimizer state has values that are not finite: {first_of(bad)}, in the "
             "dtype that keeps them here. With them no step could ever be taken again: load an "
@@ -137,9 +133,8 @@ def _by_parameter(
     if len(keys) != len(named) or len(groups) != len(here):
         raise OwnershipError(
             f"the optimizer state has {len(keys)} parameters in {len(groups)} groups; this "
-            f"optimizer has {len(named)} in {len(here)}: make it with the "
-            "groups of then; the states of several optimizers (torch.optim.Muon, AdamW) "
-            "are loaded together, as a list"
+            f"optimizer has {len(named)} in {len(here)}: make it with the groups of then; the "
+            "states of several optimizers (torch.optim.Muon, AdamW) are loaded together, as a list"
         )
     labels = [name for group in groups for name in group.get("param_names", ())]
     ours = _unprefixed([name for name, _ in named])
@@ -151,15 +146,13 @@ def _by_parameter(
         if {*theirs} != {*ours}:
             raise OwnershipError(
                 "the optimizer state is of other parameters: it has, for instance, "
-                f"{sorted({*theirs} - {*ours})[:3]} and not "
-                f"{sorted({*ours} - {*theirs})[:3]}. It was saved by another model; "
-                "if only names have changed, remove 'param_names' from its param_groups, "
-                "and the order of the parameters counts"
+                f"{sorted({*theirs} - {*ours})[:3]} and not {sorted({*ours} - {*theirs})[:3]}. It "
+                "was saved by another model; if only names have changed, remove 'param_names' from "
+                "its param_groups, and the order of the parameters counts"
             )
         by_name = dict(zip(ours, order))
         order = [by_name[name] for name in theirs]
-    foreign = sorted(map(str, entries.keys() - {*keys}))
-    if foreign:
+    if foreign := sorted(map(str, entries.keys() - {*keys})):
         raise OwnershipError(
             f"the optimizer state has entries of {foreign[:3]}, which none of its "
             "param_groups lists: it was put together from several, or changed since"
@@ -193,8 +186,7 @@ def _joined(
                     "both optimizers model.named_parameters(), then names decide"
                 )
             found |= zip(left, entries)
-    differing = sorted(found.keys() ^ trained.keys())
-    if differing:
+    if differing := sorted(found.keys() ^ trained.keys()):
         raise OwnershipError(
             "the optimizer states together must be of the parameters of this optimizer; these are "
             f"on one side only: {differing[:5]}"
@@ -228,12 +220,11 @@ def _values_of(
     A parameter without an entry had no gradient so far."""
     where = f"for parameter {spec.name!r}"
     needed = _NEEDED[spec.algorithm]
-    names = ", ".join(map(repr, needed))
     if not entry.keys() >= {*needed}:
         raise OwnershipError(
             f"the optimizer state has {sorted(entry)} {where}, which is updated by "
-            f"{spec.algorithm.value} here and needs {names}: it was saved by another "
-            "optimizer, or with other routes"
+            f"{spec.algorithm.value} here and needs {', '.join(map(repr, needed))}: it was saved "
+            "by another optimizer, or with other routes"
         )
     for key in filter(entry.__contains__, _TENSORS):
         value = entry[key]
@@ -305,9 +296,8 @@ def _read_groups(
             group.pop("param_names", None)
         try:
             if progress is None and PROGRESS["step"] in group:
-                found = {k: group[name] for k, name in PROGRESS.items() if name in group}
-                schedule.read(found)
-                progress = found
+                progress = {k: group[name] for k, name in PROGRESS.items() if name in group}
+                schedule.read(progress)
             groups[number] = as_here(group, now)
             check_group(groups[number], number, algorithms[number])
         except (TypeError, ValueError) as error:

@@ -26,7 +26,7 @@ def test_any_accelerator_has_half_precision_and_is_not_read():
         assert device.ns_dtype().itemsize == 2 and not device.is_cpu
         assert not devices.host_can_read(device.device)
     assert devices.of("hpu").ns_dtype() is torch.bfloat16, "its float16 is not for matrices"
-    assert {name for name in devices.TYPES if devices.of(name).has_graphs} == {devices.GPU}
+    assert {name for name in devices.TYPES if devices.of(name).graphs()} == {devices.GPU}
     assert devices.of("xpu").graphs() is None and "this is xpu" in devices.of("xpu").why_no_triton()
 
 
