@@ -1,7 +1,6 @@
 """dmuon: an owner-centric distributed runtime for the Muon optimizer."""
 
 from dmuon.api import dedicate_params
-from dmuon.clip import clip_grad_norm_
 from dmuon.config import (
     DedicatedOptions,
     KernelOptions,
@@ -11,7 +10,7 @@ from dmuon.config import (
 )
 from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.optim import Muon, hf_factory
-from dmuon.ownership import Ownership, no_sync
+from dmuon.ownership import Ownership, clip_grad_norm_, no_sync
 from dmuon.period import LinearPeriod
 from dmuon.report.data import LoadBalanceReport
 from dmuon.rule import Rule, StateSpec
