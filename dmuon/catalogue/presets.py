@@ -220,14 +220,12 @@ def _from_function(text: str, dtype: str | None) -> nn.Module:
 def _unknown(text: str) -> PlanError:
     # Published names come with an owner and a suffix: "Qwen/Qwen2.5-7B-Instruct".
     name = text.rsplit("/", 1)[-1].lower()
-    close = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.5)
-    if close:
-        return PlanError(
-            f"no preset and no file {text!r}; did you mean {', '.join(close)}? "
-            "python -m dmuon plan --help lists all presets"
-        )
+    close = ", ".join(difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.5))
     return PlanError(
-        f"no preset and no file {text!r}. Presets: {', '.join(PRESETS)}; or the path of a "
+        f"no preset and no file {text!r}; did you mean {close}? "
+        "python -m dmuon plan --help lists all presets"
+        if close
+        else f"no preset and no file {text!r}. Presets: {', '.join(PRESETS)}; or the path of a "
         "Hugging Face config.json, or module:function"
     )
 
@@ -236,21 +234,16 @@ def _load(text: str, dtype: str | None) -> nn.Module:
     preset = PRESETS.get(text.lower())
     if preset is not None:
         return build(preset.config, dtype)
-    if os.path.isdir(text):
-        return build(read_config(Path(text, "config.json")), dtype)
     if os.path.exists(text) or text.endswith(".json"):
-        return build(read_config(Path(text)), dtype)
+        path = Path(text, "config.json") if os.path.isdir(text) else Path(text)
+        return build(read_config(path), dtype)
     if all(part.strip() for part in text.partition(":")):
         return _from_function(text, dtype)
     raise _unknown(text)
 
 
 def model_specs(
-    text: str,
-    dtype: str | None = None,
-    *,
-    splits: Splits | None = None,
-    heads: Heads | None = None,
+    text: str, dtype: str | None = None, *, splits: Splits | None = None, heads: Heads | None = None
 ) -> ModelSpecs:
     """The parameters and matrices of the model that ``text`` names.
 
@@ -263,13 +256,11 @@ def model_specs(
         PlanError: nothing of that name, an unreadable configuration, or a function that fails.
         DmuonError: the parameters cannot be routed (see `collect`).
     """
+    known = ", ".join(ITEM_SIZE)
     if dtype is not None and dtype not in ITEM_SIZE:
-        raise PlanError(f"unknown dtype {dtype!r}, expected one of {', '.join(ITEM_SIZE)}")
+        raise PlanError(f"unknown dtype {dtype!r}, expected one of {known}")
     specs = collect(_load(text, dtype), splits=splits, heads=heads, allow_meta=True)
-    for parameter in specs.parameters:
-        if parameter.dtype not in ITEM_SIZE:
-            raise PlanError(
-                f"parameter {parameter.name!r} has dtype {parameter.dtype}, expected one of "
-                + ", ".join(ITEM_SIZE)
-            )
+    for p in specs.parameters:
+        if p.dtype not in ITEM_SIZE:
+            raise PlanError(f"parameter {p.name!r} has dtype {p.dtype}, expected one of {known}")
     return specs

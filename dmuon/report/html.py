@@ -154,9 +154,8 @@ def _rect(x: float, y: float, width: float, height: float, look: str) -> str:
 
 
 def _text(x: float, y: float, words: str, css: str, anchor: str = "start") -> str:
-    return (
-        f'<text x="{x:.2f}%" y="{y}" class="{css}" text-anchor="{anchor}">{_escape(words)}</text>'
-    )
+    look = f'class="{css}" text-anchor="{anchor}"'
+    return f'<text x="{x:.2f}%" y="{y}" {look}>{_escape(words)}</text>'
 
 
 def _picture(height: float, label: str, parts: Iterable[str]) -> str:
@@ -178,19 +177,17 @@ def page(
     (heading, SVG, caption). All but the SVG is escaped here.
     """
     parts = [f"<h1>Load balance</h1><p class='dim'>{_escape(title)}</p><div class='tiles'>"]
-    parts += [
-        f'<div class="tile"><b>{_escape(value)}</b><span>{_escape(label)}</span></div>'
-        for label, value in tiles
-    ]
+    for label, value in tiles:
+        parts.append(
+            f'<div class="tile"><b>{_escape(value)}</b><span>{_escape(label)}</span></div>'
+        )
     parts.append("</div>")
     if verdict is not None:
         css = "verdict warn" if verdict[1] else "verdict"
         parts.append(f'<p class="{css}">{_escape(verdict[0])}</p>')
     for heading, picture, caption in pictures:
-        parts.append(
-            f"<section><h2>{_escape(heading)}</h2><figure>{picture}"
-            f"<figcaption>{_escape(caption)}</figcaption></figure></section>"
-        )
+        figure = f"<figure>{picture}<figcaption>{_escape(caption)}</figcaption></figure>"
+        parts.append(f"<section><h2>{_escape(heading)}</h2>{figure}</section>")
     listed = "".join(f"<dt>{_escape(k)}</dt><dd>{_escape(v)}</dd>" for k, v in facts)
     parts.append(f"<section><h2>Plan</h2><dl>{listed}</dl></section>")
     parts += map(_table, tables)
@@ -209,13 +206,11 @@ def _table(table: Table) -> str:
     css = [' class="name"' if h in table.left else ' class="n"' for h in table.headings]
 
     def line(tag: str, cells: Sequence[str]) -> str:
-        # A long name is broken behind a dot.
-        texts = (
-            _escape(cell).replace(".", ".<wbr/>") if "name" in c else _escape(cell)
-            for c, cell in zip(css, cells, strict=True)
-        )
-        made = (f"<{tag}{c}>{cell}</{tag}>" for c, cell in zip(css, texts, strict=True))
-        return f"<tr>{''.join(made)}</tr>"
+        made = ""
+        for c, cell in zip(css, map(_escape, cells), strict=True):
+            # A long name is broken behind a dot.
+            made += f"<{tag}{c}>{cell.replace('.', '.<wbr/>') if 'name' in c else cell}</{tag}>"
+        return f"<tr>{made}</tr>"
 
     body = "".join(line("td", row) for row in table.rows)
     return (

@@ -64,7 +64,7 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--layout",
-        choices=("replicated", "sharded", "dedicated", "all"),
+        choices=(*_LAYOUTS, "all"),
         default="replicated",
         help="replicated: a plain module and DistributedDataParallel; sharded: FSDP2, HSDP, tensor "
         "and expert parallelism and their products, on 2, 4 and 8 processes; dedicated: a plain "
@@ -126,15 +126,15 @@ def _jobs(args: argparse.Namespace) -> list[_Job]:
         _Job("replicated", ddp, [full], reduces=True),
         _Job("replicated", replicated_case(nproc), [full, half, (_HALF, _HALF)], reduces=True),
     ]
-    for layout, cases in (("sharded", CASES), ("dedicated", DEDICATED_CASES)):
-        for case in cases:
-            if args.nproc is None or case.world <= args.nproc:
-                jobs.append(_Job(layout, case, [full] + [half] * (case.name in _HALF_PRECISION)))
+    cases = [("sharded", case) for case in CASES] + [("dedicated", c) for c in DEDICATED_CASES]
+    cases = [(layout, c) for layout, c in cases if c.world <= (args.nproc or c.world)]
+    for layout, case in cases:
+        jobs.append(_Job(layout, case, [full] + [half] * (case.name in _HALF_PRECISION)))
     if not args.bitwise and nproc > 1:  # co-owners add in an order of their own
-        jobs.append(_Job("replicated", ddp, [full, half], co_owners=_as_many(ddp)))
-        for case in CASES:
-            if (args.nproc is None or case.world <= args.nproc) and case.name in _SHARED:
-                jobs.append(_Job("sharded", case, [full, half], co_owners=_as_many(case)))
+        shared = [(layout, c) for layout, c in cases if layout == "sharded" and c.name in _SHARED]
+        for layout, case in [("replicated", ddp), *shared]:
+            most = max((size for size in SIZES if size <= case.world), default=1)
+            jobs.append(_Job(layout, case, [full, half], co_owners=most))
     if not args.bitwise:  # a variant may round a batch otherwise than a matrix
         varied = [jobs[0], *(job for job in jobs[1:] if job.reduces or job.case.name in _VARIED)]
         for variant in _VARIANTS:
@@ -142,18 +142,6 @@ def _jobs(args: argparse.Namespace) -> list[_Job]:
                 job._replace(dtypes=[full], variant=variant) for job in varied if not job.co_owners
             ]
     return [job for job in jobs if args.layout in (job.layout, "all")]
-
-
-def _as_many(case: ParallelCase) -> int:
-    """Co-owners of a case: all ranks, as far as may share a matrix."""
-    return max((size for size in SIZES if size <= case.world), default=1)
-
-
-def _plant_fault() -> None:
-    """Make the last rank change matrices by a fifth too much."""
-    adjusted = Hyper.adjusted
-    if dist.get_rank() == dist.get_world_size() - 1:
-        Hyper.adjusted = lambda *of: 1.2 * adjusted(*of)  # type: ignore[method-assign]
 
 
 def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
@@ -171,6 +159,15 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
         def batches(step: int, data_rank: int, seed: int = seed) -> tuple[Tensor, Tensor]:
             return batch(_DATA_OF_A_SEED * seed + step, data_rank)
 
+        options: Any = DedicatedOptions(timeout_s=_TIMEOUT_S)
+        if layout == "sharded":
+            options = ShardedOptions(timeout_s=_TIMEOUT_S)
+        elif layout == "replicated":
+            # Messages in half precision would hide the differences that are to be found.
+            wide = torch.float32 if dtype.itemsize < 4 else None
+            options = ReplicatedOptions(
+                reduce_to_owner=reduces, reduce_dtype=wide, timeout_s=_TIMEOUT_S
+            )
         report = check_step_equivalence(
             build,
             loss_of,
@@ -180,7 +177,7 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
             tensor_parallel=lambda model: case.tensor_parallel(model, mesh),
             layout=layout,
             steps=args.steps,
-            options=_options(layout, dtype, reduces),
+            options=options,
             kernels=_FIXED if args.bitwise else KernelOptions(),
             planner=PlannerOptions(co_owners=co_owners or "off"),
             data_axes=case.data_axes,
@@ -192,16 +189,6 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
         )
         name = " ".join(filter(None, (case.name, variant)))
         yield from (replace(row, case=name, seed=seed) for row in report.rows)
-
-
-def _options(layout: str, dtype: torch.dtype, reduces: bool) -> Any:
-    if layout == "replicated":
-        # Messages in half precision would hide the differences that are to be found.
-        wide = torch.float32 if dtype.itemsize < 4 else None
-        return ReplicatedOptions(
-            reduce_to_owner=reduces, reduce_dtype=wide, timeout_s=_TIMEOUT_S
-        )  # fmt: skip
-    return (ShardedOptions if layout == "sharded" else DedicatedOptions)(timeout_s=_TIMEOUT_S)
 
 
 def _check_worker(rank: int, world: int, args: argparse.Namespace, folder: str) -> None:
@@ -217,8 +204,9 @@ def _check_worker(rank: int, world: int, args: argparse.Namespace, folder: str) 
     )
     # Some rows ask for a dtype that measured kernels are not for; the table says which ran.
     warnings.filterwarnings("ignore", "dmuon: the plan's kernels were chosen for")
-    if args.plant_fault:
-        _plant_fault()
+    if args.plant_fault and rank == world - 1:
+        adjusted = Hyper.adjusted
+        Hyper.adjusted = lambda *of: 1.2 * adjusted(*of)  # type: ignore[method-assign]
     try:
         rows: list[EquivalenceRow] = []
         for job in _jobs(args):
@@ -258,8 +246,8 @@ def _compare(args: argparse.Namespace, worlds: Collection[int]) -> EquivalenceRe
             )
             with open(os.path.join(folder, f"rows{world}.json")) as file:
                 rows += (EquivalenceRow(**row) for row in json.load(file))
-    order = {layout: i for i, layout in enumerate(_LAYOUTS)}
-    return EquivalenceReport(tuple(sorted(rows, key=lambda row: order[row.layout.split()[0]])))
+    rows.sort(key=lambda row: _LAYOUTS.index(row.layout.split()[0]))
+    return EquivalenceReport(tuple(rows))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,7 +8,6 @@ entry moved by a rounding, and what that does to an update is the update's *yard
 from __future__ import annotations
 
 import copy
-import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,6 +30,7 @@ from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.optim import Muon
 from dmuon.ownership import Ownership
 from dmuon.reference import ReferenceMuon
+from dmuon.report.text import grid, printed
 from dmuon.rule import merged_master
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.select import collect, trainable_parameters
@@ -89,16 +89,11 @@ class EquivalenceRow:
 
     def _cells(self) -> dict[str, str]:
         """The row of a table, by heading."""
-        largest = max(self.max_abs_diff, self.max_loss_diff)
-        numbers = {
-            "max abs diff": largest,
-            "update diff": self.max_update_diff,
-            "decides": self.difference,
-            "yardstick": self.yardstick,
-        }
         words = {"layout": self.layout, "case": self.case, "ranks": self.mesh, "dtype": self.dtype}
         words |= {"NS": self.ns_dtype, "steps": str(self.steps), "seed": str(self.seed)}
-        words |= {heading: f"{number:.1e}" for heading, number in numbers.items()}
+        words["max abs diff"] = f"{max(self.max_abs_diff, self.max_loss_diff):.1e}"
+        words |= {"update diff": f"{self.max_update_diff:.1e}", "decides": f"{self.difference:.1e}"}
+        words["yardstick"] = f"{self.yardstick:.1e}"
         words["tolerance"] = f"{self.tolerance:.1e} {self.criterion}"
         words["bitwise"] = "" if self.bitwise is None else "yes" if self.bitwise else "NO"
         return words | {"verdict": "equal" if self.passed else "DIFFERS"}
@@ -123,27 +118,19 @@ class EquivalenceReport:
         return {"passed": self.passed, "rows": rows}
 
     def __str__(self) -> str:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         lines = [row._cells() for row in self.rows]
         # A column that is empty, or the first seed, in every row says nothing.
         shown = [h for h in lines[0] if any(line[h] not in ("", "0") for line in lines)]
-        for heading in shown:
-            table.add_column(heading, no_wrap=True)
+        table = grid(shown, shown, no_wrap=True)
         for line in lines:
             table.add_row(*(line[heading] for heading in shown))
-        out = io.StringIO()
-        console = Console(file=out, width=WIDTH, color_system=None, highlight=False, markup=False)
-        console.print(table)
+        notes = []
         for row in self.rows:
             if not row.passed:
                 what = ", ".join(filter(None, (row.layout, row.case, row.mesh)))
                 bits = ", other bits than of one process" if row.bitwise is False else ""
-                console.print(f"{what}, NS {row.ns_dtype}: worst at {row.worst}{bits}")
-        return out.getvalue().rstrip()
+                notes.append(f"{what}, NS {row.ns_dtype}: worst at {row.worst}{bits}")
+        return printed(table, *notes, width=WIDTH, color_system=None)
 
 
 # ---- the comparison ----------------------------------------------------------------------
@@ -224,8 +211,8 @@ def check_step_equivalence(
     request = {"layout": layout, "options": options, "kernels": kernels, "planner": planner}
     wrapped, own = _distribute(model, mesh, parallelize, request)
     try:
-        bitwise = kernels.is_fixed
-        trial = _Trial(own, twin, wrapped, data_axes, options, muon_kwargs, bitwise=bitwise)
+        bits = _Bits() if kernels.is_fixed else None
+        trial = _Trial(own, twin, wrapped, data_axes, options, muon_kwargs, bits)
         return EquivalenceReport((trial.run(steps, loss_fn, batches),))
     finally:
         own.close()
@@ -240,9 +227,10 @@ def _distribute(
     """The model as it is trained, and its ownership, made in the order that the layout needs."""
     if request["layout"] != Layout.DEDICATED:
         wrapped = model if parallelize is None else parallelize(model)
-        is_plain = not any(map(is_distributed, wrapped.parameters()))
-        is_alone = is_plain and not isinstance(wrapped, DistributedDataParallel)
-        if request["options"] is None and is_alone:  # nobody else averages
+        others_average = isinstance(wrapped, DistributedDataParallel) or any(
+            map(is_distributed, wrapped.parameters())
+        )
+        if request["options"] is None and not others_average:
             request = request | {"options": ReplicatedOptions(reduce_to_owner=True)}
         return wrapped, dedicate_params(wrapped, mesh, **request)
     own = dedicate_params(model, mesh, **request)
@@ -316,11 +304,6 @@ class Measured:
     def tolerance(self) -> float:
         return ABSOLUTE if self.criterion == _ABSOLUTE else YARDSTICKS * self.yardstick
 
-    @property
-    def exhausted(self) -> float:
-        """Difference over tolerance."""
-        return self.value / self.tolerance
-
 
 class _Bits(Verifier):
     """Finds matrices that differ after a step from what each rank computes by itself, to the bit.
@@ -359,48 +342,41 @@ class _Trial:
         data_axes: Sequence[str] | None,
         options: object,
         muon_kwargs: dict[str, Any],
-        *,
-        bitwise: bool,
+        bits: _Bits | None,
     ) -> None:
-        self.own = own
-        self.model = wrapped
-        self.twin = twin
+        self.own, self.model, self.twin, self.bits = own, wrapped, twin, bits
         self.data = _data_rank(own.plan.topology, own.rank, data_axes)
         self.parameters = list(own.parameters)
         with own.materialized(wrapped):
             _copy_weights(wrapped, twin)
-        self.opt = Muon(wrapped, **muon_kwargs, verify_every=1 if bitwise else None)
-        self.bits = _Bits() if bitwise else None
-        if self.bits is not None:
+        self.opt = Muon(wrapped, **muon_kwargs, verify_every=None if bits is None else 1)
+        if bits is not None:
             for engine in self.opt._run.engines:
-                engine.verifier = self.bits
+                engine.verifier = bits
         self.ns_dtype: torch.dtype = getattr(torch, self.opt.stats()["ns_dtype"])
         distributed = ("publish", "master_weights", "period", "block_lr_ratio", "ns_dtype")
         shared = {k: v for k, v in muon_kwargs.items() if k not in distributed}
         names = [spec.name for spec in own.plan.specs.parameters]
         masters = bool(muon_kwargs.get("master_weights"))
-        forms = _forms(own.plan, dtype_name(self.ns_dtype))
-        self.reference = _Reference(twin, names, self.ns_dtype, masters, shared, forms)
-        self.moved = _Reference(copy.deepcopy(twin), names, self.ns_dtype, masters, shared, forms)
-        # A third model and its weights, for options with which dmuon casts weights to use them.
-        self.cast: tuple[nn.Module, list[nn.Parameter]] | None
-        matrices = {m.parameter for m in own.plan.specs.matrices}
+        how = names, self.ns_dtype, masters, shared, _forms(own.plan, dtype_name(self.ns_dtype))
+        self.reference, self.moved = _Reference(twin, *how), _Reference(copy.deepcopy(twin), *how)
         momentum = self.opt.param_groups[0].get("momentum_dtype")
         rounded = self.ns_dtype, self.ns_dtype if momentum is None else getattr(torch, momentum)
         self.roundings = _Roundings(options, own, self.parameters, rounded)
-        used, self.cast = self.roundings.used, None
-        if used is not None:
+        # A third model and its weights, for options with which dmuon casts weights to use them.
+        self.cast: tuple[nn.Module, list[nn.Parameter]] | None = None
+        if self.roundings.used is not None:
             cast_twin = copy.deepcopy(twin)
             self.cast = cast_twin, _in_order(cast_twin, names)
-            for i in matrices:
-                self.cast[1][i].data = self.cast[1][i].data.to(used)
+            for p in {self.cast[1][m.parameter] for m in own.plan.specs.matrices}:
+                p.data = p.data.to(self.roundings.used)
         index = {name: i for i, name in enumerate(names)}
         specs = collect(twin)
         self.pieces: list[Piece] = [
             (m.name, index[specs.parameters[m.parameter].name], m.view) for m in specs.matrices
         ]
-        others = [p.name for p in specs.parameters if p.algorithm is Algorithm.ADAMW]
-        self.pieces += [(name, index[name], lambda t: t) for name in others]
+        others = [p for p in specs.parameters if p.algorithm is Algorithm.ADAMW]
+        self.pieces += [(p.name, index[p.name], lambda t: t) for p in others]
         self._updated: list[bool] = []  # which parameters the last step changed
         self._before: list[Tensor] = []  # the whole weights before it
         self.findings = {"weights": Measured(_ABSOLUTE), "losses": Measured(_ABSOLUTE)}
@@ -443,24 +419,25 @@ class _Trial:
         to use them it takes the gradients of cast weights.
         """
         sums: list[Tensor | None] = [None] * len(self.parameters)
-        rounded = list(sums)
-        losses = []
-        count, roundings = self.data[1], self.roundings
+        rounded, losses, count = list(sums), [], self.data[1]
         for r in range(count):
             inputs = batches(step, r)
             loss, grads = _gradients(self.twin, self.reference.weights, loss_fn, inputs)
             losses.append(loss)
-            sums = [_sum(s, g, _wide(g)) for s, g in zip(sums, grads, strict=True)]
+            wide = [
+                g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads
+            ]
+            sums = list(map(_sum, sums, wide))
             if self.cast is not None:
                 _, grads = _gradients(*self.cast, loss_fn, inputs)
-            rounded = [_sum(s, g, roundings.summed) for s, g in zip(rounded, grads, strict=True)]
-        for i, (p, moved) in enumerate(zip(self.reference.weights, self.moved.weights)):
-            total, in_turn = sums[i], rounded[i]
-            if total is None or in_turn is None:
-                continue
-            p.grad = (total / count).to(p.dtype)
-            mean = in_turn.to(total.dtype) / count
-            moved.grad = _moved(mean, roundings.each[i], generator).to(p.dtype)
+            summed = [g if g is None else g.to(self.roundings.summed or g.dtype) for g in grads]
+            rounded = list(map(_sum, rounded, summed))
+        weights = zip(self.reference.weights, self.moved.weights, strict=True)
+        for (p, moved), total, in_turn, dtype in zip(weights, sums, rounded, self.roundings.each):
+            if total is not None and in_turn is not None:
+                p.grad = (total / count).to(p.dtype)
+                mean = in_turn.to(total.dtype) / count
+                moved.grad = _moved(mean, dtype, generator).to(p.dtype)
         return losses
 
     def _see(
@@ -482,15 +459,14 @@ class _Trial:
             return
         published = cast(ReducedRuntime, self.own.runtime).published()
         matrices = [m for m in self.own.plan.specs.matrices if self._updated[m.parameter]]
-        results = zip(self.reference.updates, self.moved.updates, strict=True)
-        for matrix, (theirs, moved) in zip(matrices, results, strict=True):
+        updates = self.reference.updates, self.moved.updates
+        for matrix, theirs, moved in zip(matrices, *updates, strict=True):
             where = f"update of {matrix.name} at step {step}"
             # A step that was skipped, because something in it was not finite, published nothing.
-            ours = _difference(
-                published.get(matrix.name, torch.full_like(theirs, math.nan)), theirs
-            )
+            ours = published.get(matrix.name, torch.full_like(theirs, math.nan))
+            both = _difference(ours, theirs), _difference(moved, theirs)
             kind = f"published {[*theirs.shape]}"
-            self._see(f"published {matrix.name}", kind, ours, _difference(moved, theirs), where)
+            self._see(f"published {matrix.name}", kind, *both, where)
 
     @torch.no_grad()
     def _compare_weights(self, step: int) -> None:
@@ -505,20 +481,19 @@ class _Trial:
                 where = f"{name} at step {step}"
                 theirs, moved = (view(side.weights[i]) for side in (self.reference, self.moved))
                 weights = self.findings["weights"]
-                weights.see(_largest(ours - theirs), _largest(moved - theirs), where)
+                by_moving = float((moved - theirs).abs().max())
+                weights.see(float((ours - theirs).abs().max()), by_moving, where)
                 expected = theirs.double() - view(self.reference.before[i]).double()
                 # What storing the weights in their dtype may cost is not a difference of the
                 # updates: each side rounds to half a unit in the last place.
                 free = torch.finfo(theirs.dtype).eps * float(theirs.double().norm())
                 change = ours.double() - view(self._before[i]).double()
                 moved_change = moved.double() - view(self.moved.before[i]).double()
-                self._see(
-                    name,
-                    str([*theirs.shape]),
+                both = (
                     _difference(change, expected, free),
                     _difference(moved_change, expected, free),
-                    where,
                 )
+                self._see(name, str([*theirs.shape]), *both, where)
         for side in (self.reference, self.moved):
             side.begin(None if self.roundings.absolute else after)
         if self.cast is not None:
@@ -528,7 +503,7 @@ class _Trial:
     # ---- the verdict ---------------------------------------------------------------------
 
     def _row(self, findings: list[Findings], steps: int) -> EquivalenceRow:
-        everything = [measured for found in findings for measured in found.values()]
+        everything = chain.from_iterable(found.values() for found in findings)
         updates = [measured for measured in everything if measured.criterion != _ABSOLUTE]
         longest: dict[str, float] = {}
         for measured in updates:
@@ -544,7 +519,7 @@ class _Trial:
         # Where forward runs in float32 and each step starts from equal weights, losses are equal.
         if not self.roundings.forward_in_half and (absolute or losses.value > ABSOLUTE):
             limits = [*limits, losses]
-        deciding = max(limits, key=lambda measured: measured.exhausted)
+        deciding = max(limits, key=lambda measured: measured.value / measured.tolerance)
         plan = self.own.plan
         sizes, axes = "x".join(map(str, plan.topology.shape)), " x ".join(plan.topology.axes)
         replicated = plan.layout in (Layout.REPLICATED, Layout.REDUCED)
@@ -553,7 +528,6 @@ class _Trial:
         forms += [Layout.REDUCED.value] * (plan.layout is Layout.REDUCED)
         most = max((len(batch.co_owners) for batch in plan.batches), default=0)
         forms += [f"{most} co-owners"] * bool(most)
-        bitwise = None if self.bits is None else not self.bits.different
         return EquivalenceRow(
             layout=layout + (f" ({', '.join(forms)})" if forms else ""),
             mesh=sizes if replicated else f"{sizes} {axes}",
@@ -568,7 +542,7 @@ class _Trial:
             yardstick=deciding.yardstick,
             tolerance=deciding.tolerance,
             worst=deciding.where,
-            bitwise=bitwise,
+            bitwise=None if self.bits is None else not self.bits.different,
         )
 
 
@@ -727,16 +701,8 @@ def _gradients(
     return float(loss.detach()), grads
 
 
-def _wide(grad: Tensor | None) -> torch.dtype | None:
-    return None if grad is None else torch.promote_types(grad.dtype, torch.float32)
-
-
-def _sum(so_far: Tensor | None, grad: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """In ``dtype``, None for that of the gradient."""
-    if grad is None:
-        return so_far
-    grad = grad.to(dtype or grad.dtype)
-    return grad if so_far is None else so_far + grad
+def _sum(so_far: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    return so_far if grad is None else grad if so_far is None else so_far + grad
 
 
 def _moved(grad: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -756,10 +722,6 @@ def _moved(grad: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tens
 def _coarsest(*dtypes: torch.dtype | None) -> torch.dtype:
     given = [dtype for dtype in dtypes if dtype is not None]
     return max(given, key=lambda dtype: torch.finfo(dtype).eps)
-
-
-def _largest(difference: Tensor) -> float:
-    return float(difference.abs().max())
 
 
 def _difference(ours: Tensor, theirs: Tensor, free: float = 0.0) -> tuple[float, float]:

@@ -17,6 +17,7 @@ from dmuon.catalogue.presets import PRESETS, model_specs
 from dmuon.config import CO_OWNERS, PlannerOptions
 from dmuon.devices import GPU
 from dmuon.report.data import build_report
+from dmuon.report.text import count_text, grid, printed
 from dmuon.scheduler.costs import CostTable, resolve_costs
 from dmuon.scheduler.json_files import read_text, write_text
 from dmuon.scheduler.plan import OwnershipPlan
@@ -28,12 +29,6 @@ from dmuon.types import DmuonError, Layout, PlanError
 WIDTH = 100  # columns of what is printed to anything but a terminal
 COMPARED = ("round_robin", "greedy", "milp")
 _AXES = {1: ("dp",), 2: ("node", "gpu"), 3: ("group", "node", "gpu")}
-_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
-    "KIB": 1 << 10,
-    "MIB": 1 << 20,
-    "GIB": 1 << 30,
-    "TIB": 1 << 40,
-}
 
 # ---- arguments ---------------------------------------------------------------------------
 
@@ -118,10 +113,11 @@ def memory_bytes(text: str) -> int:
     >>> memory_bytes("80GiB")
     85899345920
     """
-    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]+)?) *([KMGT]?I?B|)", text.strip().upper())
-    if match is None or match[2] not in _BYTES:
+    match = re.fullmatch(r"([0-9]{1,18}(\.[0-9]+)?) *(([KMGT])(I?)B|B)?", text.strip().upper())
+    if match is None:
         raise PlanError(f"--memory {text!r} is no size: give bytes, or 80GiB, 512MiB, 2GB")
-    return int(Fraction(match[1]) * _BYTES[match[2]])
+    unit = (1024 if match[5] else 1000) ** " KMGT".index(match[4] or " ")
+    return int(Fraction(match[1]) * unit)
 
 
 def _co_owners(text: str) -> str | int:
@@ -166,18 +162,11 @@ class Request:
     topology: Topology
     costs: CostTable
     options: PlannerOptions
-
-    layout: Layout = Layout.REDUCED
+    layout: Layout
 
     def solve(self, solver: str) -> OwnershipPlan:
-        return solve(
-            self.specs,
-            self.topology,
-            self.costs,
-            layout=self.layout,
-            solver=solver,
-            options=self.options,
-        )
+        what = self.specs, self.topology, self.costs
+        return solve(*what, layout=self.layout, solver=solver, options=self.options)
 
 
 def _read_request(args: argparse.Namespace) -> Request:
@@ -194,8 +183,7 @@ def _read_request(args: argparse.Namespace) -> Request:
     )
     # Momentum then lies with the shards, as it must where matrices are shared.
     layout = Layout.REDUCED if args.co_owners is None else Layout.SHARDED
-    momentum = layout.keeps_state_at_owners
-    costs = resolve_costs(args.costs, topology.device_type, momentum=momentum)
+    costs = resolve_costs(args.costs, topology.device_type, momentum=layout.keeps_state_at_owners)
     splits = dict(_pattern("--splits", text) for text in args.splits)
     heads = dict(_pattern("--heads", text) for text in args.heads)
     for pattern, counts in heads.items():
@@ -210,19 +198,15 @@ def _read_request(args: argparse.Namespace) -> Request:
 
 
 def _header(request: Request) -> str:
-    topology, specs = request.topology, request.specs
-    everything = specs.parameters + specs.frozen
-    dtypes = sorted({p.dtype for p in everything})
-    mesh = " x ".join(str(size) for size in topology.shape)
-    nodes = f"{topology.nodes} node{'s' * (topology.nodes != 1)}"
-    lines = [
-        f"{request.model}: {_count(sum(p.numel for p in everything))} parameters "
-        f"({', '.join(dtypes)}), mesh {mesh} ({', '.join(topology.axes)}) on {nodes}"
-    ]
+    topology, everything = request.topology, request.specs.parameters + request.specs.frozen
+    dtypes = ", ".join(sorted({p.dtype for p in everything}))
+    mesh = " x ".join(map(str, topology.shape))
     preset = PRESETS.get(request.model.lower())
-    if preset is not None:
-        lines.append(f"shapes: {preset.source}")
-    return "\n".join(lines)
+    return (
+        f"{request.model}: {_count(sum(p.numel for p in everything))} parameters ({dtypes}), "
+        f"mesh {mesh} ({', '.join(topology.axes)}) on {count_text(topology.nodes, 'node')}"
+        + (f"\nshapes: {preset.source}" if preset else "")
+    )
 
 
 def _count(number: float) -> str:
@@ -323,24 +307,19 @@ def _compare(args: argparse.Namespace) -> int:
         _out(_json({"rows": rows}))
         return 0
     summary = f"{len(request.specs.matrices)} matrices, costs {request.costs.source}"
-    _out("\n".join([_header(request), summary, _rendered(_comparison(rows)), *notes]))
+    _out("\n".join([_header(request), summary, _comparison(rows), *notes]))
     _save(args.json, lambda: _json({"rows": rows}))
     return 0
 
 
-def _comparison(rows: Sequence[dict[str, Any]]) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    left = ("solver", "status")
-    headings = ("makespan ms", "lower bound ms", "gap", "imbalance", "seconds")
-    for heading in (left[0], *headings, left[1]):
-        table.add_column(heading, justify="left" if heading in left else "right")
+def _comparison(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as text, with colours where standard output is a terminal."""
+    numbers = ("makespan ms", "lower bound ms", "gap", "imbalance", "seconds")
+    table = grid(["solver", *numbers, "status"], ("solver", "status"))
     best = min(row["makespan_ms"] for row in rows if row["makespan_ms"] is not None)
     for row in rows:
         if row["makespan_ms"] is None:
-            table.add_row(row["solver"], *["-"] * len(headings), row["status"], style="dim")
+            table.add_row(row["solver"], *["-"] * len(numbers), row["status"], style="dim")
             continue
         table.add_row(
             row["solver"],
@@ -352,10 +331,8 @@ def _comparison(rows: Sequence[dict[str, Any]]) -> Any:
             row["status"],
             style="bold green" if row["makespan_ms"] == best else None,
         )
-    return table
-
-
-# ---- a saved plan ------------------------------------------------------------------------
+    text = printed(table, width=None if sys.stdout.isatty() else WIDTH)
+    return "\n".join(map(str.rstrip, text.splitlines()))
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -380,16 +357,6 @@ def _json(data: object) -> str:
 
 def _out(text: str) -> None:
     sys.stdout.write(text + "\n")
-
-
-def _rendered(table: Any) -> str:
-    """A table as text, with colours where standard output is a terminal."""
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False)
-    with console.capture() as capture:
-        console.print(table, crop=False)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
 
 def _check_combination(args: argparse.Namespace) -> None:

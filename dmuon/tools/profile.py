@@ -15,6 +15,7 @@ from dmuon import devices
 from dmuon.comm.transport import LocalTransport
 from dmuon.config import BATCH_BYTES, PlannerOptions
 from dmuon.measure import Case, cases_of, measured_costs
+from dmuon.report.text import grid, printed
 from dmuon.scheduler.costs import CostTable, ShapeKey, newton_schulz_flops
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.types import DmuonError, PlanError
@@ -137,20 +138,13 @@ def parse_shapes(text: str) -> list[tuple[int, int]]:
 
 
 def _rendered(table: CostTable, cases: Sequence[Case], seconds: float) -> str:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     origins = Counter(table.origin(case.key, case.batch) for case in cases)
     counts = ", ".join(f"{count} {origin}" for origin, count in sorted(origins.items()))
-    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     words = ("shape", "dtype", "origin", "kernel")
-    for heading in (*words[:2], "batch", "ms", "ms per matrix", "GFLOP/s", *words[2:]):
-        left = heading in words
-        rows.add_column(heading, justify="left" if left else "right")
+    rows = grid((*words[:2], "batch", "ms", "ms per matrix", "GFLOP/s", *words[2:]), words)
     previous = None
-    for (m, n, dtype), batch in ((case.key, case.batch) for case in cases):
-        key = m, n, dtype
+    for case in cases:
+        (m, n, dtype), key, batch = case.key, case.key, case.batch
         ms, origin = table.batch_ms(key, batch), table.origin(key, batch)
         rate = batch * newton_schulz_flops(m, n, table.ns_steps) / 1e6 / ms if ms else 0.0
         if key != previous and previous is not None:
@@ -163,10 +157,7 @@ def _rendered(table: CostTable, cases: Sequence[Case], seconds: float) -> str:
             style=None if origin == "measured" else "dim",
         )
         previous = key
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
-    with console.capture() as capture:
-        console.print(f"Newton-Schulz {table.source}", soft_wrap=True)
-        console.print(f"{counts}, in {seconds:.1f} s")
-        console.print(rows)
-        console.print("GFLOP/s: of the standard iteration's operations, whatever form ran.")
-    return capture.get().rstrip()
+    note = "GFLOP/s: of the standard iteration's operations, whatever form ran."
+    width = None if sys.stdout.isatty() else _WIDTH
+    text = printed(f"{counts}, in {seconds:.1f} s", rows, note, width=width)
+    return f"Newton-Schulz {table.source}\n{text}"
