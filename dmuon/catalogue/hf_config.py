@@ -155,16 +155,6 @@ def _causal(c: _Config, trunk: nn.Module, tied: bool = False) -> nn.Module:
     return _join(model=trunk, lm_head=_head(c, embedding, tied))
 
 
-def _head_dim(c: _Config, default: int | None) -> int:
-    heads = c.size("num_attention_heads")
-    if default is None and c.data.get("head_dim") is None and c.hidden % heads:
-        raise PlanError(
-            f"the model configuration has no 'head_dim', and 'hidden_size' = {c.hidden} is no "
-            f"multiple of 'num_attention_heads' = {heads}"
-        )
-    return c.size("head_dim", default or c.hidden // heads)
-
-
 def _attention(
     c: _Config,
     head_dim: int | None = None,
@@ -176,7 +166,13 @@ def _attention(
 ) -> nn.Module:
     """Grouped-query attention. ``biased`` is the default of the key attention_bias, which families
     with a ``qkv_bias`` of their own do not have."""
-    heads, size = c.size("num_attention_heads"), _head_dim(c, head_dim)
+    heads = c.size("num_attention_heads")
+    if head_dim is None and c.data.get("head_dim") is None and c.hidden % heads:
+        raise PlanError(
+            f"the model configuration has no 'head_dim', and 'hidden_size' = {c.hidden} is no "
+            f"multiple of 'num_attention_heads' = {heads}"
+        )
+    size = c.size("head_dim", head_dim or c.hidden // heads)
     queries, keys = heads * size, c.size("num_key_value_heads", heads) * size
     bias = c.flag("attention_bias", biased) if qkv_bias is None else qkv_bias
     output = (queries, c.hidden, bias and qkv_bias is None)

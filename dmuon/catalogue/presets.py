@@ -34,22 +34,14 @@ class Preset:
     source: str
 
 
-def _config(
-    kind: str,
-    vocabulary: int,
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    width: int,
-    head_dim: int,
-    **more: Any,
-) -> dict[str, Any]:
-    return {
-        "model_type": kind, "vocab_size": vocabulary, "hidden_size": hidden,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
-        "intermediate_size": width, "head_dim": head_dim, **more,
-    }  # fmt: skip
+_SIZES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "intermediate_size", "head_dim",
+)  # fmt: skip
+
+
+def _config(kind: str, *sizes: int, **more: Any) -> dict[str, Any]:
+    return {"model_type": kind, **dict(zip(_SIZES, sizes, strict=True)), **more}
 
 
 # ---- dense -------------------------------------------------------------------------------
@@ -217,19 +209,6 @@ def _from_function(text: str, dtype: str | None) -> nn.Module:
     return model if dtype is None else model.to(getattr(torch, dtype))
 
 
-def _unknown(text: str) -> PlanError:
-    # Published names come with an owner and a suffix: "Qwen/Qwen2.5-7B-Instruct".
-    name = text.rsplit("/", 1)[-1].lower()
-    close = ", ".join(difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.5))
-    return PlanError(
-        f"no preset and no file {text!r}; did you mean {close}? "
-        "python -m dmuon plan --help lists all presets"
-        if close
-        else f"no preset and no file {text!r}. Presets: {', '.join(PRESETS)}; or the path of a "
-        "Hugging Face config.json, or module:function"
-    )
-
-
 def _load(text: str, dtype: str | None) -> nn.Module:
     preset = PRESETS.get(text.lower())
     if preset is not None:
@@ -239,7 +218,14 @@ def _load(text: str, dtype: str | None) -> nn.Module:
         return build(read_config(path), dtype)
     if all(part.strip() for part in text.partition(":")):
         return _from_function(text, dtype)
-    raise _unknown(text)
+    # Published names come with an owner and a suffix: "Qwen/Qwen2.5-7B-Instruct".
+    name = text.rsplit("/", 1)[-1].lower()
+    close = ", ".join(difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.5))
+    hint = f"; did you mean {close}? python -m dmuon plan --help lists all presets"
+    ways = "or the path of a Hugging Face config.json, or module:function"
+    if not close:
+        hint = f". Presets: {', '.join(PRESETS)}; {ways}"
+    raise PlanError(f"no preset and no file {text!r}{hint}")
 
 
 def model_specs(

@@ -165,13 +165,12 @@ class TritonOps(MatmulOps):
 class WholeOps(MatmulOps):
     """``triton_small``: the whole iteration of a matrix in one program."""
 
-    def __init__(self, prepare: Callable[..., Callable[[], None]]) -> None:
-        self._prepare = prepare
-
     def whole(
         self, x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]
     ) -> Callable[[], None]:
-        return self._prepare(x, coefficients, restarts)
+        from dmuon.kernels.triton_small import prepared_iteration
+
+        return prepared_iteration(x, coefficients, restarts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +261,6 @@ class SliceOps(MatmulOps):
         steps, self._steps = self._steps, None
         return steps or ()
 
-    # ---- products ----------------------------------------------------------------------------
-
     def _each(self, product: Callable[..., None], *operands: Tensor | None, **how: Any) -> None:
         """A batched product; on a CPU matrix by matrix."""
         if self._batch > 1 and self._inner.batch_rows is None:
@@ -318,8 +315,6 @@ class SliceOps(MatmulOps):
     def _round(self, values: Tensor) -> None:
         if self.held is not None:
             values.copy_(values.to(self._rows[0].dtype))
-
-    # ---- exchanges ---------------------------------------------------------------------------
 
     def _summed(self, part: Tensor, out: Tensor) -> Iterator[None]:
         (sent, came), is_pair = self._parts, self._peers.count == 2

@@ -274,7 +274,12 @@ class LoadBalanceReport:
         """How the owners of consecutive matrices share nodes and columns: "plan", and "row_major"
         as if the ranks took turns in order; None on a single node.
         """
-        topology, owners = self.plan.topology, launch_owners(self.plan)
+        plan, topology = self.plan, self.plan.topology
+        # The matrices that travel, which one that a single rank may own does not, in about the
+        # order in which they do.
+        moving = [i for i in range(len(plan.owners)) if not plan.limits.is_forced(i)]
+        moving.sort(key=lambda i: natural_key(plan.specs.matrices[i].name))
+        owners = [plan.owners[i] for i in moving]
         if topology.nodes < 2 or not owners:
             return None
         in_turn = [i % topology.world for i in range(len(owners))]
@@ -364,16 +369,6 @@ def _excess(most: float, mean: float) -> float:
 @lru_cache(maxsize=8)  # it may take as long as planning, and reports are made again and again
 def _certified(plan: OwnershipPlan) -> Certificate:
     return certify(plan)
-
-
-def launch_owners(plan: OwnershipPlan) -> list[int]:
-    """The owner of each matrix that travels, in about the order in which they do.
-
-    A matrix that a single rank may own does not travel.
-    """
-    free = [i for i in range(len(plan.owners)) if not plan.limits.is_forced(i)]
-    free.sort(key=lambda i: natural_key(plan.specs.matrices[i].name))
-    return [plan.owners[i] for i in free]
 
 
 def _key_of(plan: OwnershipPlan, batch: Batch) -> ShapeKey:

@@ -56,9 +56,6 @@ def _escape(text: str) -> str:
     return html.escape(printable(text))
 
 
-# ---- pictures ----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Bar:
     """How far a load lies from the bound, as a fraction; None is an idle rank.
@@ -160,9 +157,6 @@ def _text(x: float, y: float, words: str, css: str, anchor: str = "start") -> st
 
 def _picture(height: float, label: str, parts: Iterable[str]) -> str:
     return f'<svg role="img" aria-label="{label}" height="{height}">{"".join(parts)}</svg>'
-
-
-# ---- the page ----------------------------------------------------------------------------
 
 
 def page(

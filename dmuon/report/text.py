@@ -39,9 +39,6 @@ class Table:
     reasons: int = 0
 
 
-# ---- numbers -----------------------------------------------------------------------------
-
-
 def ms_text(ms: float, top: float) -> str:
     """Milliseconds with as many decimals as a table whose largest entry is ``top`` needs.
 
@@ -70,9 +67,6 @@ def count_text(number: int, noun: str, plural: str = "") -> str:
     ('1 rank', '2 matrices')
     """
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
-
-
-# ---- names -------------------------------------------------------------------------------
 
 
 def fold_names(names: Iterable[str]) -> list[tuple[str, int]]:
@@ -121,9 +115,6 @@ def _braces(numbers: Sequence[int]) -> str:
         f"{a}..{b}" if b > a + 1 else f"{a},{b}" if b > a else f"{a}" for a, b in runs[:_MOST_RUNS]
     ]
     return "{" + ",".join(shown + ["..."] * (len(runs) > _MOST_RUNS)) + "}"
-
-
-# ---- a terminal --------------------------------------------------------------------------
 
 
 def render(title: str, facts: Iterable[Fact], tables: Iterable[Table]) -> RenderableType:

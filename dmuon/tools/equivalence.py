@@ -381,8 +381,6 @@ class _Trial:
         self._before: list[Tensor] = []  # the whole weights before it
         self.findings = {"weights": Measured(_ABSOLUTE), "losses": Measured(_ABSOLUTE)}
 
-    # ---- a step --------------------------------------------------------------------------
-
     def run(self, steps: int, loss_fn: Loss, batches: Batches) -> EquivalenceRow:
         """Train, compare, and judge the worst findings of all ranks; a collective call."""
         # Each rank moves gradients by itself, because one sample can be too small by chance.
@@ -499,8 +497,6 @@ class _Trial:
         if self.cast is not None:
             torch._foreach_copy_([w.detach() for w in self.cast[1]], after)
         self._before = after
-
-    # ---- the verdict ---------------------------------------------------------------------
 
     def _row(self, findings: list[Findings], steps: int) -> EquivalenceRow:
         everything = chain.from_iterable(found.values() for found in findings)
@@ -632,9 +628,8 @@ class _Roundings:
     """The dtypes to which gradients are rounded on their way.
 
     ``used``, ``summed``: in which dtypes dmuon uses weights and sums gradients, None for the
-    parameters' own. ``each``: the coarsest dtype that the gradient of each parameter goes through,
-    because Newton-Schulz rounds a matrix to its dtype, and momentum may be kept in a narrow one,
-    wherever the last bits of a sum put it (``of_matrices``).
+    parameters' own. ``each``: the coarsest dtype that the gradient of each parameter goes through;
+    those of matrices also ``of_matrices``, the dtypes of Newton-Schulz and of momentum.
     """
 
     def __init__(
@@ -667,12 +662,6 @@ def _in_order(model: nn.Module, names: list[str]) -> list[nn.Parameter]:
     return [by_name[name] for name in names]
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, frozen ones and buffers too, by canonical name."""
-    found = chain(model.named_parameters(), model.named_buffers())
-    return {canonical_name(n): t for n, t in found} | dict(trainable_parameters(model))
-
-
 @torch.no_grad()
 def _copy_weights(source: nn.Module, target: nn.Module) -> None:
     """Give a plain module the weights of its parallelized like; a collective call."""
@@ -683,8 +672,13 @@ def _copy_weights(source: nn.Module, target: nn.Module) -> None:
             f"parallelize turned the parameters {sorted(expected - found)} of the model into "
             f"{sorted(found - expected)}: it must keep their names"
         )
-    ours = _tensors(target)
-    for name, tensor in _tensors(source).items():
+
+    def tensors(model: nn.Module) -> dict[str, Tensor]:  # frozen ones and buffers too
+        found = chain(model.named_parameters(), model.named_buffers())
+        return {canonical_name(n): t for n, t in found} | dict(trainable_parameters(model))
+
+    ours = tensors(target)
+    for name, tensor in tensors(source).items():
         if name in ours:
             ours[name].copy_(whole_tensor(tensor))
 

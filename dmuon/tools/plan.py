@@ -30,8 +30,6 @@ WIDTH = 100  # columns of what is printed to anything but a terminal
 COMPARED = ("round_robin", "greedy", "milp")
 _AXES = {1: ("dp",), 2: ("node", "gpu"), 3: ("group", "node", "gpu")}
 
-# ---- arguments ---------------------------------------------------------------------------
-
 
 def positive(number: type[int] | type[float]) -> Callable[[str], Any]:
     """A reader of finite numbers above zero, for ``type=`` of an option."""
@@ -150,9 +148,6 @@ def _topology(args: argparse.Namespace) -> Topology:
         raise PlanError(f"--mesh {args.mesh}: {error}") from error
 
 
-# ---- the request -------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
     """Everything that planning needs, read from the command line."""
@@ -194,9 +189,6 @@ def _read_request(args: argparse.Namespace) -> Request:
     return Request(args.model, specs, topology, costs, options, layout)
 
 
-# ---- one plan ----------------------------------------------------------------------------
-
-
 def _header(request: Request) -> str:
     topology, everything = request.topology, request.specs.parameters + request.specs.frozen
     dtypes = ", ".join(sorted({p.dtype for p in everything}))
@@ -231,16 +223,17 @@ def _plan(args: argparse.Namespace) -> int:
         _save(args.json, lambda: _json(report.to_dict()))
     _save(args.save, plan.to_json)
     if args.html is not None:
-        _wrote(args.html, lambda: report.to_html(args.html))
+        wrote(args.html, lambda: report.to_html(args.html))
     return 0
 
 
 def _save(path: str | None, text: Callable[[], str]) -> None:
     if path is not None:
-        _wrote(path, lambda: write_text(path, text() + "\n"))
+        wrote(path, lambda: write_text(path, text() + "\n"))
 
 
-def _wrote(path: str, write: Callable[[], object]) -> None:
+def wrote(path: str, write: Callable[[], object]) -> None:
+    """Write a file and say so; PlanError where it cannot be."""
     try:
         write()
     except OSError as error:  # since `_check_writable` a disk is full, or a folder has gone
@@ -266,9 +259,6 @@ def _check_writable(path: str) -> None:
     else:
         return
     raise PlanError(f"cannot write {path!r}: {reason}")
-
-
-# ---- several solvers ---------------------------------------------------------------------
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -348,9 +338,6 @@ def _verify(args: argparse.Namespace) -> int:
     return 0 if certificate.ok and certificate.proven else 1
 
 
-# ---- the command -------------------------------------------------------------------------
-
-
 def _json(data: object) -> str:
     return json.dumps(data, indent=1)
 
@@ -360,17 +347,14 @@ def _out(text: str) -> None:
 
 
 def _check_combination(args: argparse.Namespace) -> None:
-    given = {
-        f"--{name}": getattr(args, name) is not None
-        for name in ("mesh", "solver", "json", "html", "save")
-    } | {"--compare": args.compare}
-    alone = [name for name, there in given.items() if there]
-    if args.verify is not None and alone:
-        raise PlanError(f"--verify takes a saved plan and nothing else: drop {', '.join(alone)}")
-    if args.compare:
-        single = [name for name in ("--solver", "--html", "--save") if given[name]]
-        if single:
-            raise PlanError(f"--compare makes several plans: drop it, or drop {', '.join(single)}")
+    names = ("mesh", "solver", "json", "html", "save")
+    given = [f"--{name}" for name in names if getattr(args, name) is not None]
+    given += ["--compare"] * args.compare
+    if args.verify is not None and given:
+        raise PlanError(f"--verify takes a saved plan and nothing else: drop {', '.join(given)}")
+    single = ", ".join(name for name in given if name in ("--solver", "--html", "--save"))
+    if args.compare and single:
+        raise PlanError(f"--compare makes several plans: drop it, or drop {single}")
     for path in (args.json, args.html, args.save):
         if path not in (None, "-"):
             _check_writable(path)

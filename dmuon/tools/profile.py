@@ -18,6 +18,7 @@ from dmuon.measure import Case, cases_of, measured_costs
 from dmuon.report.text import grid, printed
 from dmuon.scheduler.costs import CostTable, ShapeKey, newton_schulz_flops
 from dmuon.scheduler.specs import ITEM_SIZE
+from dmuon.tools.plan import wrote
 from dmuon.types import DmuonError, PlanError
 
 _BUDGET_S = 60.0
@@ -101,11 +102,7 @@ def _profile(args: argparse.Namespace) -> None:
         return
     sys.stdout.write(_rendered(table, cases, seconds) + "\n")
     if args.out is not None:
-        try:
-            table.save(args.out)
-        except OSError as error:
-            raise PlanError(f"cannot write {args.out!r}: {error.strerror}") from error
-        sys.stderr.write(f"wrote {args.out}\n")
+        wrote(args.out, lambda: table.save(args.out))
 
 
 def _keys(args: argparse.Namespace) -> list[ShapeKey]:
