@@ -25,6 +25,7 @@ from dmuon.scheduler.json_files import parse, read_text
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.types import PlanError
 
+Names = tuple[str, str, str]
 MAX_SIZE = 10_000_000  # of any number in a configuration; beyond it something is wrong
 
 
@@ -235,7 +236,7 @@ def _mixture(
     c: _Config,
     count: int,
     width: int,
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    projections: Names = ("gate_proj", "up_proj", "down_proj"),
     router_name: str = "gate",
     correction_bias: bool = False,
 ) -> nn.Module:
@@ -335,14 +336,7 @@ def _latent_attention(c: _Config) -> nn.Module:
 
 
 def _mixer(
-    c: _Config,
-    inner: int,
-    keys: tuple[str, str, str],
-    state: int,
-    *,
-    rank: int = 0,
-    heads: int = 0,
-    groups: int = 1,
+    c: _Config, inner: int, keys: Names, state: int, rank: int = 0, heads: int = 0, groups: int = 1
 ) -> nn.Module:
     """Mamba (arXiv 2312.00752, section 3.4) with the ``rank`` of the step size; or, with ``heads``,
     Mamba-2 (arXiv 2405.21060, section 7).

@@ -44,9 +44,6 @@ def _config(kind: str, *sizes: int, **more: Any) -> dict[str, Any]:
     return {"model_type": kind, **dict(zip(_SIZES, sizes, strict=True)), **more}
 
 
-# ---- dense -------------------------------------------------------------------------------
-
-
 def _gpt2(name: str, hidden: int, layers: int) -> Preset:
     config = {
         "model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": hidden,
@@ -107,8 +104,6 @@ _DENSE = {
     "qwen3-32b": _qwen3("32B", 5120, 64, 64, 8, 25600, 128),
 }
 
-# ---- mixtures of experts -----------------------------------------------------------------
-
 _LATENT = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
@@ -156,8 +151,6 @@ _EXPERTS = {
     ),
 }  # fmt: skip
 
-# ---- robots ------------------------------------------------------------------------------
-
 _PI0 = {
     "model_type": "pi0",
     "vision_config": {
@@ -173,8 +166,6 @@ _PI0_SOURCE = "pi0 paper (Black et al. 2024): PaliGemma (SigLIP, Gemma 2B) and a
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {**_DENSE, **_EXPERTS, "vla": Preset(_PI0, _PI0_SOURCE)}
 )
-
-# ---- any model ---------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -14,7 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import RenderableType
 
 from dmuon.report import html
 from dmuon.report.text import (
@@ -33,9 +35,6 @@ from dmuon.scheduler.json_files import write_text
 from dmuon.scheduler.placement import Contention, contention, natural_key
 from dmuon.scheduler.plan import Batch, OwnershipPlan
 from dmuon.types import Algorithm
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 # Below these a new plan is not worth a restart: measured times vary by as much.
 REPLAN_FRACTION, REPLAN_MS = 0.05, 0.05
@@ -763,7 +762,7 @@ def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
             stroke = found / speed / zero - 1
             title += f", measured {text(found)} ms"
         deviation = r.ms / zero - 1 if r.ms or r.matrices else None
-        bars.append(html.Bar(f"rank {r.rank}", deviation, title, stroke))
+        bars.append((f"rank {r.rank}", title, deviation, stroke))
     what = "lower bound" if report.lower_bound_ms else "mean"
     caption = f"Predicted load relative to the {what} of {text(zero)} ms, the vertical line."
     if many:

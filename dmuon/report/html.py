@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from dmuon.report.text import Fact, Table
 from dmuon.types import printable
@@ -56,17 +55,9 @@ def _escape(text: str) -> str:
     return html.escape(printable(text))
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """How far a load lies from the bound, as a fraction; None is an idle rank.
-
-    ``measured`` is the same of what was measured, drawn as a short stroke.
-    """
-
-    name: str
-    deviation: float | None
-    title: str
-    measured: float | None = None
+# The name and title of a rank; how far its load lies from the bound, as a fraction, None if it is
+# idle; and the same of what was measured, drawn as a short stroke.
+Bar = tuple[str, str, float | None, float | None]
 
 
 def loads_picture(bars: Sequence[Bar]) -> str:
@@ -74,19 +65,19 @@ def loads_picture(bars: Sequence[Bar]) -> str:
 
     The scale is that of the deviations, so that small ones can be seen.
     """
-    known = [v for bar in bars for v in (bar.deviation, bar.measured) if v is not None]
+    known = [value for bar in bars for value in bar[2:] if value is not None]
     low, high = min([0.0, *known]), max([0.0, *known])
     per_unit = (_RIGHT - _LEFT) / ((high - low) or 1.0)
     zero, height = _LEFT - low * per_unit, len(bars) * _ROW
     parts = []
-    for i, bar in enumerate(bars):
-        y, deviation = i * _ROW, bar.deviation
-        parts.append(f"<g><title>{_escape(bar.title)}</title>" + _text(0, y + 13, bar.name, "dim"))
+    for i, (name, title, deviation, measured) in enumerate(bars):
+        y = i * _ROW
+        parts.append(f"<g><title>{_escape(title)}</title>" + _text(0, y + 13, name, "dim"))
         if deviation is not None:
             left, css = zero + min(deviation, 0.0) * per_unit, "more" if deviation > 0 else "less"
             parts.append(_rect(left, y + 3, abs(deviation) * per_unit, _ROW - 6, f'class="{css}"'))
-        if bar.measured is not None:
-            at = zero + bar.measured * per_unit
+        if measured is not None:
+            at = zero + measured * per_unit
             parts.append(_rect(at - 0.25, y + 1, 0.5, _ROW - 2, 'class="measured"'))
         number = "idle" if deviation is None else f"{deviation:+.2%}"
         parts.append(_text(100, y + 13, number, "", "end") + "</g>")

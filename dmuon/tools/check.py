@@ -137,10 +137,8 @@ def _jobs(args: argparse.Namespace) -> list[_Job]:
             jobs.append(_Job(layout, case, [full, half], co_owners=most))
     if not args.bitwise:  # a variant may round a batch otherwise than a matrix
         varied = [jobs[0], *(job for job in jobs[1:] if job.reduces or job.case.name in _VARIED)]
-        for variant in _VARIANTS:
-            jobs += [
-                job._replace(dtypes=[full], variant=variant) for job in varied if not job.co_owners
-            ]
+        varied = [job._replace(dtypes=[full]) for job in varied if not job.co_owners]
+        jobs += [job._replace(variant=variant) for variant in _VARIANTS for job in varied]
     return [job for job in jobs if args.layout in (job.layout, "all")]
 
 
@@ -195,26 +193,19 @@ def _check_worker(rank: int, world: int, args: argparse.Namespace, folder: str) 
     torch.set_num_threads(1)  # the ranks share this machine's cores
     # DTensor warns of slow gathers, of which comparing whole tensors has many.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store{world}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=_TIMEOUT_S),
-    )
+    store, limit = f"file://{folder}/store{world}", timedelta(seconds=_TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=limit)
     # Some rows ask for a dtype that measured kernels are not for; the table says which ran.
     warnings.filterwarnings("ignore", "dmuon: the plan's kernels were chosen for")
     if args.plant_fault and rank == world - 1:
         adjusted = Hyper.adjusted
         Hyper.adjusted = lambda *of: 1.2 * adjusted(*of)  # type: ignore[method-assign]
     try:
-        rows: list[EquivalenceRow] = []
-        for job in _jobs(args):
-            if job.case.world == world:
-                rows += _rows(args, job)
+        jobs = [job for job in _jobs(args) if job.case.world == world]
+        rows = [asdict(row) for job in jobs for row in _rows(args, job)]
         if rank == 0:
             with open(os.path.join(folder, f"rows{world}.json"), "w") as file:
-                json.dump([asdict(row) for row in rows], file)
+                json.dump(rows, file)
     finally:
         # DistributedDataParallel holds the group; let go of it first, so that the group's threads
         # end here and not in the interpreter's exit.

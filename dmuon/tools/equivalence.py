@@ -325,6 +325,7 @@ class _Bits(Verifier):
 
 
 _ABSOLUTE, _UPDATE, _NORM = "absolute", "of an update", "of an update's norm"
+Pair = tuple[float, float]  # a `_difference`
 Findings = dict[str, Measured]  # by what was compared: "weights", "losses", names of matrices
 
 
@@ -362,7 +363,7 @@ class _Trial:
         self.reference, self.moved = _Reference(twin, *how), _Reference(copy.deepcopy(twin), *how)
         momentum = self.opt.param_groups[0].get("momentum_dtype")
         rounded = self.ns_dtype, self.ns_dtype if momentum is None else getattr(torch, momentum)
-        self.roundings = _Roundings(options, own, self.parameters, rounded)
+        self.roundings = _Roundings(options, own, rounded)
         # A third model and its weights, for options with which dmuon casts weights to use them.
         self.cast: tuple[nn.Module, list[nn.Parameter]] | None = None
         if self.roundings.used is not None:
@@ -438,14 +439,7 @@ class _Trial:
                 moved.grad = _moved(mean, dtype, generator).to(p.dtype)
         return losses
 
-    def _see(
-        self,
-        name: str,
-        kind: str,
-        ours: tuple[float, float],
-        moved: tuple[float, float],
-        where: str,
-    ) -> None:
+    def _see(self, name: str, kind: str, ours: Pair, moved: Pair, where: str) -> None:
         """Note `_difference` of ours, and of the moved reference, from the reference."""
         for criterion, found, by_moving in zip((_UPDATE, _NORM), ours, moved, strict=True):
             new = Measured(criterion, self.roundings.least, kind=f"{kind}, {criterion}")
@@ -582,17 +576,12 @@ class _Reference:
         self._forms = forms
         self._due: Iterator[str] = iter(())  # the forms of this step's matrices
 
+        how = {"steps": settings.get("ns_steps", 5), "eps": settings.get("eps", 1e-7)}
+        how["coefficients"] = settings.get("ns_coefficients", "polar_express")
+
         def orthogonalize(x: Tensor) -> Tensor:
-            update = newton_schulz(
-                x,
-                steps=settings.get("ns_steps", 5),
-                coefficients=settings.get("ns_coefficients", "polar_express"),
-                method=next(self._due),
-                dtype=ns_dtype,
-                eps=settings.get("eps", 1e-7),
-            )
-            self.updates.append(update)
-            return update
+            self.updates.append(newton_schulz(x, method=next(self._due), dtype=ns_dtype, **how))
+            return self.updates[-1]
 
         self._optimizer = ReferenceMuon(held, orthogonalize=orthogonalize, **settings)
 
@@ -632,14 +621,8 @@ class _Roundings:
     those of matrices also ``of_matrices``, the dtypes of Newton-Schulz and of momentum.
     """
 
-    def __init__(
-        self,
-        options: object,
-        own: Ownership,
-        parameters: Sequence[Tensor],
-        of_matrices: Sequence[torch.dtype],
-    ) -> None:
-        plan = own.plan
+    def __init__(self, options: object, own: Ownership, of_matrices: Sequence[torch.dtype]) -> None:
+        plan, parameters = own.plan, list(own.parameters)
         self.used = options.param_dtype if isinstance(options, DedicatedOptions) else None
         self.summed: torch.dtype | None = None
         if isinstance(options, DedicatedOptions | ReplicatedOptions) and plan.topology.world > 1:
@@ -718,7 +701,7 @@ def _coarsest(*dtypes: torch.dtype | None) -> torch.dtype:
     return max(given, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _difference(ours: Tensor, theirs: Tensor, free: float = 0.0) -> tuple[float, float]:
+def _difference(ours: Tensor, theirs: Tensor, free: float = 0.0) -> Pair:
     """Frobenius norm of the difference of two updates, and the difference of their norms.
 
     Both without what is ``free``, and relative to the second's norm. The first sees what points

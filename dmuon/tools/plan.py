@@ -18,6 +18,7 @@ from dmuon.config import CO_OWNERS, PlannerOptions
 from dmuon.devices import GPU
 from dmuon.report.data import build_report
 from dmuon.report.text import count_text, grid, printed
+from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable, resolve_costs
 from dmuon.scheduler.json_files import read_text, write_text
 from dmuon.scheduler.plan import OwnershipPlan
@@ -216,20 +217,20 @@ def _plan(args: argparse.Namespace) -> int:
     request = _read_request(args)
     plan = request.solve(args.solver or "auto")
     report = build_report(plan)
-    if args.json == "-":
-        _out(_json(report.to_dict()))
-    else:
-        _out(f"{_header(request)}\n\n{report}")
-        _save(args.json, lambda: _json(report.to_dict()))
-    _save(args.save, plan.to_json)
+    _show(f"{_header(request)}\n\n{report}", report.to_dict(), args.json)
+    if args.save is not None:
+        wrote(args.save, lambda: write_text(args.save, plan.to_json() + "\n"))
     if args.html is not None:
         wrote(args.html, lambda: report.to_html(args.html))
     return 0
 
 
-def _save(path: str | None, text: Callable[[], str]) -> None:
-    if path is not None:
-        wrote(path, lambda: write_text(path, text() + "\n"))
+def _show(text: str, numbers: object, json_path: str | None) -> None:
+    """Print the text, and write the numbers; or print these alone."""
+    as_json = json.dumps(numbers, indent=1) + "\n"
+    sys.stdout.write(as_json if json_path == "-" else text + "\n")
+    if json_path not in (None, "-"):
+        wrote(json_path, lambda: write_text(json_path, as_json))
 
 
 def wrote(path: str, write: Callable[[], object]) -> None:
@@ -293,57 +294,38 @@ def _compare(args: argparse.Namespace) -> int:
             "seconds": found and found.seconds,
         }
         rows.append(row)
-    if args.json == "-":
-        _out(_json({"rows": rows}))
-        return 0
     summary = f"{len(request.specs.matrices)} matrices, costs {request.costs.source}"
-    _out("\n".join([_header(request), summary, _comparison(rows), *notes]))
-    _save(args.json, lambda: _json({"rows": rows}))
+    lines = [_header(request), summary, _comparison(rows), *notes]
+    _show("\n".join(lines), {"rows": rows}, args.json)
     return 0
 
 
 def _comparison(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as text, with colours where standard output is a terminal."""
-    numbers = ("makespan ms", "lower bound ms", "gap", "imbalance", "seconds")
-    table = grid(["solver", *numbers, "status"], ("solver", "status"))
+    numbers = {"makespan_ms": ".3f", "lower_bound_ms": ".3f", "gap": ".2%", "imbalance": ".2%"}
+    numbers["seconds"] = ".2f"
+    headings = [name.replace("_", " ") for name in ("solver", *numbers, "status")]
+    table = grid(headings, ("solver", "status"))
     best = min(row["makespan_ms"] for row in rows if row["makespan_ms"] is not None)
     for row in rows:
-        if row["makespan_ms"] is None:
-            table.add_row(row["solver"], *["-"] * len(numbers), row["status"], style="dim")
-            continue
-        table.add_row(
-            row["solver"],
-            f"{row['makespan_ms']:.3f}",
-            f"{row['lower_bound_ms']:.3f}",
-            f"{row['gap']:.2%}",
-            f"{row['imbalance']:.2%}",
-            f"{row['seconds']:.2f}",
-            row["status"],
-            style="bold green" if row["makespan_ms"] == best else None,
-        )
+        style, cells = "dim", ["-"] * len(numbers)
+        if row["makespan_ms"] is not None:
+            style = "bold green" if row["makespan_ms"] == best else ""
+            cells = [format(row[name], how) for name, how in numbers.items()]
+        table.add_row(row["solver"], *cells, row["status"], style=style)
     text = printed(table, width=None if sys.stdout.isatty() else WIDTH)
     return "\n".join(map(str.rstrip, text.splitlines()))
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from dmuon.scheduler.certificate import certify
-
     try:
         certificate = certify(OwnershipPlan.from_json(read_text(args.verify)))
     except OSError as error:
         raise PlanError(f"cannot read {args.verify!r}: {error.strerror}") from error
     except ValueError as error:
         raise PlanError(f"cannot verify {args.verify!r}: {error}") from error
-    _out(str(certificate))
+    print(certificate)
     return 0 if certificate.ok and certificate.proven else 1
-
-
-def _json(data: object) -> str:
-    return json.dumps(data, indent=1)
-
-
-def _out(text: str) -> None:
-    sys.stdout.write(text + "\n")
 
 
 def _check_combination(args: argparse.Namespace) -> None:

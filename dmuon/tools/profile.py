@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from dmuon import devices
+from dmuon.catalogue.presets import model_specs
 from dmuon.comm.transport import LocalTransport
 from dmuon.config import BATCH_BYTES, PlannerOptions
 from dmuon.measure import Case, cases_of, measured_costs
@@ -108,8 +109,6 @@ def _profile(args: argparse.Namespace) -> None:
 def _keys(args: argparse.Namespace) -> list[ShapeKey]:
     """The matrices to measure for: the model's, or enough of each shape for every batch size."""
     if args.model is not None:
-        from dmuon.catalogue.presets import model_specs
-
         keys = [matrix.key for matrix in model_specs(args.model, args.dtype).matrices]
         if not keys:
             raise PlanError(f"--model {args.model} has no matrices")
