@@ -214,7 +214,11 @@ def ops_of(choice: KernelChoice, device: torch.device | str, rows: int = 1) -> M
 
         tile = parse_tile(choice.tile) if choice.tile else None
         return ops.TritonOps(partial(symm_mm, tile=tile))
-    return ops.WholeOps() if choice.backend == "triton_small" else MatmulOps()
+    if choice.backend == "triton_small":
+        from dmuon.kernels.triton_small import prepared_iteration
+
+        return ops.WholeOps(prepared_iteration)
+    return MatmulOps()
 
 
 def backend_version(device: torch.device | str) -> str:

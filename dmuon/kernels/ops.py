@@ -165,12 +165,13 @@ class TritonOps(MatmulOps):
 class WholeOps(MatmulOps):
     """``triton_small``: the whole iteration of a matrix in one program."""
 
+    def __init__(self, prepare: Callable[..., Callable[[], None]]) -> None:
+        self._prepare = prepare
+
     def whole(
         self, x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]
     ) -> Callable[[], None]:
-        from dmuon.kernels.triton_small import prepared_iteration
-
-        return prepared_iteration(x, coefficients, restarts)
+        return self._prepare(x, coefficients, restarts)
 
 
 @dataclass(frozen=True, slots=True)

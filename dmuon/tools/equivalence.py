@@ -107,6 +107,7 @@ class EquivalenceReport:
 
     @property
     def passed(self) -> bool:
+        """Whether every row passed."""
         return all(row.passed for row in self.rows)
 
     def __bool__(self) -> bool:
