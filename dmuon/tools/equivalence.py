@@ -576,7 +576,6 @@ class _Reference:
         self.updates: list[Tensor] = []  # in the order of its matrices
         self._forms = forms
         self._due: Iterator[str] = iter(())  # the forms of this step's matrices
-
         how = {"steps": settings.get("ns_steps", 5), "eps": settings.get("eps", 1e-7)}
         how["coefficients"] = settings.get("ns_coefficients", "polar_express")
 

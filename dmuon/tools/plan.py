@@ -217,7 +217,7 @@ def _plan(args: argparse.Namespace) -> int:
     request = _read_request(args)
     plan = request.solve(args.solver or "auto")
     report = build_report(plan)
-    _show(f"{_header(request)}\n\n{report}", report.to_dict(), args.json)
+    _show(lambda: f"{_header(request)}\n\n{report}", report.to_dict, args.json)
     if args.save is not None:
         wrote(args.save, lambda: write_text(args.save, plan.to_json() + "\n"))
     if args.html is not None:
@@ -225,12 +225,12 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show(text: str, numbers: object, json_path: str | None) -> None:
-    """Print the text, and write the numbers; or print these alone."""
-    as_json = json.dumps(numbers, indent=1) + "\n"
-    sys.stdout.write(as_json if json_path == "-" else text + "\n")
-    if json_path not in (None, "-"):
-        wrote(json_path, lambda: write_text(json_path, as_json))
+def _show(text: Callable[[], str], numbers: Callable[[], object], path: str | None) -> None:
+    """Print the text, and write the numbers as JSON to a path; for "-" print these alone."""
+    as_json = "" if path is None else json.dumps(numbers(), indent=1) + "\n"
+    sys.stdout.write(as_json if path == "-" else text() + "\n")
+    if path is not None and path != "-":
+        wrote(path, lambda: write_text(path, as_json))
 
 
 def wrote(path: str, write: Callable[[], object]) -> None:
@@ -296,7 +296,7 @@ def _compare(args: argparse.Namespace) -> int:
         rows.append(row)
     summary = f"{len(request.specs.matrices)} matrices, costs {request.costs.source}"
     lines = [_header(request), summary, _comparison(rows), *notes]
-    _show("\n".join(lines), {"rows": rows}, args.json)
+    _show(lambda: "\n".join(lines), lambda: {"rows": rows}, args.json)
     return 0
 
 
