@@ -70,20 +70,15 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
         "and expert parallelism and their products, on 2, 4 and 8 processes; dedicated: a plain "
         "module, tensor parallelism, and FSDP2 or HSDP for what owners do not keep, on 2 and 4",
     )
-    add(
-        "--nproc",
-        type=positive(int),
-        help="processes of the replicated layout (default 4); meshes of more processes are left "
-        "out in the other layouts (default: none is)",
+    nproc = (
+        "processes of the replicated layout (default 4); meshes of more processes are left out in "
+        "the other layouts (default: none is)"
     )
+    add("--nproc", type=positive(int), help=nproc)
     add("--steps", type=positive(int), default=10)
     add("--lr", type=float, default=0.02)
-    add(
-        "--seeds",
-        type=positive(int),
-        default=1,
-        help="make each comparison with that many weights and data; a row each (default 1)",
-    )
+    seeds = "make each comparison with that many weights and data; a row each (default 1)"
+    add("--seeds", type=positive(int), default=1, help=seeds)
     add(
         "--bitwise",
         action="store_true",
@@ -91,11 +86,8 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
         "them, too",
     )
     add("--json", metavar="PATH", help="write the rows there; - for standard output")
-    add(
-        "--plant-fault",
-        action="store_true",
-        help="let one rank change weights by a fifth too much, to see that the check can fail",
-    )
+    fault = "let one rank change weights by a fifth too much, to see that the check can fail"
+    add("--plant-fault", action="store_true", help=fault)
 
 
 class _Job(NamedTuple):

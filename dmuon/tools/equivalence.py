@@ -195,11 +195,10 @@ def check_step_equivalence(
     gets the same gradients, summed in the dtype in which dmuon sums them and each entry moved by
     one rounding; the most that this changes an update of the matrix's shape in any step is its
     yardstick, at least one unit in the last place of the coarsest dtype, and 4 yardsticks are
-    allowed. A smaller
-    error in an update's direction passes there: compare with ``ns_dtype=torch.float32``, too, where
-    it does not. Losses must agree to 1e-5, if forward runs in float32. Weights are read after the
-    forward and backward pass that follows a step: reading waits for what was published, which the
-    pass must do by itself.
+    allowed. A smaller error in an update's direction passes there: compare with
+    ``ns_dtype=torch.float32``, too, where it does not. Losses must agree to 1e-5, if forward runs
+    in float32. Weights are read after the forward and backward pass that follows a step: reading
+    waits for what was published, which the pass must do by itself.
 
     The reference shares the choice of matrices and the Newton-Schulz iteration with dmuon; those
     are tested on their own against `torch.optim.Muon` and the singular value decomposition.
@@ -501,10 +500,11 @@ class _Trial:
             longest[measured.kind] = max(longest.get(measured.kind, 0.0), measured.yardstick)
         for measured in updates:
             measured.yardstick = longest[measured.kind]
-        weights = max((f["weights"] for f in findings), key=lambda m: m.value)
-        losses = max((f["losses"] for f in findings), key=lambda m: m.value)
         moved = max(f["weights"].yardstick for f in findings)
-        weights, losses = replace(weights, yardstick=moved), replace(losses, yardstick=moved)
+        weights, losses = (
+            replace(max((f[name] for f in findings), key=lambda m: m.value), yardstick=moved)
+            for name in ("weights", "losses")
+        )
         absolute = self.roundings.absolute
         limits = [weights] if absolute or not updates else updates
         # Where forward runs in float32 and each step starts from equal weights, losses are equal.
@@ -566,11 +566,9 @@ class _Reference:
         held = copy.deepcopy(model) if masters else model
         if masters:
             parameters = [p for _, p in trainable_parameters(held)]
-            for matrix in collect(held).matrices:
-                p = parameters[matrix.parameter]
+            for p in {parameters[matrix.parameter] for matrix in collect(held).matrices}:
                 p.data = p.data.float()
-        self.weights = _in_order(model, names)
-        self._held = _in_order(held, names)
+        self.weights, self._held = _in_order(model, names), _in_order(held, names)
         self.has_masters = masters
         self.before: list[Tensor] = []  # the weights before the step
         self.updates: list[Tensor] = []  # in the order of its matrices

@@ -48,9 +48,8 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-batch", type=int, default=most, metavar="B", help="default: %(default)s matrices")
     seconds = "what is not reached in this time is estimated (default: %(default)g)"
     add("--budget", type=float, default=_BUDGET_S, metavar="SECONDS", help=seconds)
-    add(
-        "--device", metavar="TYPE", help="such as cpu, cuda, xpu (default: the accelerator, or cpu)"
-    )
+    device = "such as cpu, cuda, xpu (default: the accelerator, or cpu)"
+    add("--device", metavar="TYPE", help=device)
     add("--threads", type=int, metavar="N", help="threads of a CPU measurement, as in training")
     add("--fresh", action="store_true", help="measure again what is cached already")
     add("--cache-dir", metavar="DIR", help="default: the user's cache directory")
@@ -68,8 +67,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         _profile(args)
     except (DmuonError, ValueError) as error:  # options are checked where they are used
-        message = " ".join(str(error).split())
-        sys.stderr.write(f"python -m dmuon profile: error: {message}\n")
+        sys.stderr.write(f"python -m dmuon profile: error: {' '.join(str(error).split())}\n")
         return 2
     finally:
         torch.set_num_threads(threads)
@@ -84,18 +82,15 @@ def _profile(args: argparse.Namespace) -> None:
         raise PlanError(
             f"--device {args.device}: torch finds no such device here; try --device {device.type}"
         )
-    options = PlannerOptions(
-        max_batch=args.max_batch, profile_budget_s=args.budget, cache_dir=args.cache_dir
-    )
+    limits = {"max_batch": args.max_batch, "profile_budget_s": args.budget}
+    options = PlannerOptions(**limits, cache_dir=args.cache_dir)
     if args.threads is not None:
         if args.threads < 1:
             raise PlanError(f"--threads must be at least 1, found {args.threads}")
         torch.set_num_threads(args.threads)
     keys, begin = _keys(args), time.perf_counter()
-    momentum = args.layout != "sharded"
-    table = measured_costs(
-        LocalTransport(), keys, device, options, momentum=momentum, fresh=args.fresh
-    )
+    how = {"momentum": args.layout != "sharded", "fresh": args.fresh}
+    table = measured_costs(LocalTransport(), keys, device, options, **how)
     seconds = time.perf_counter() - begin
     cases = cases_of(keys, options.max_batch, BATCH_BYTES // devices.of(device).ns_dtype().itemsize)
     if args.out == "-":
