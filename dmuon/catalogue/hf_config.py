@@ -25,6 +25,7 @@ from dmuon.scheduler.json_files import parse, read_text
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.types import PlanError
 
+Names = tuple[str, str, str]
 MAX_SIZE = 10_000_000  # of any number in a configuration; beyond it something is wrong
 
 
@@ -112,12 +113,8 @@ def _embedding(count: int, hidden: int) -> nn.Embedding:
     return nn.Embedding(count, hidden, _weight=torch.empty(count, hidden, device="meta"))
 
 
-def _rms_norm(size: int) -> nn.Module:
-    return nn.RMSNorm(size, device="meta")
-
-
-def _layer_norm(size: int) -> nn.Module:
-    return nn.LayerNorm(size, device="meta")
+_rms_norm = partial(nn.RMSNorm, device="meta")
+_layer_norm = partial(nn.LayerNorm, device="meta")
 
 
 # ---- transformers ------------------------------------------------------------------------
@@ -159,16 +156,6 @@ def _causal(c: _Config, trunk: nn.Module, tied: bool = False) -> nn.Module:
     return _join(model=trunk, lm_head=_head(c, embedding, tied))
 
 
-def _head_dim(c: _Config, default: int | None) -> int:
-    heads = c.size("num_attention_heads")
-    if default is None and c.data.get("head_dim") is None and c.hidden % heads:
-        raise PlanError(
-            f"the model configuration has no 'head_dim', and 'hidden_size' = {c.hidden} is no "
-            f"multiple of 'num_attention_heads' = {heads}"
-        )
-    return c.size("head_dim", default or c.hidden // heads)
-
-
 def _attention(
     c: _Config,
     head_dim: int | None = None,
@@ -180,7 +167,13 @@ def _attention(
 ) -> nn.Module:
     """Grouped-query attention. ``biased`` is the default of the key attention_bias, which families
     with a ``qkv_bias`` of their own do not have."""
-    heads, size = c.size("num_attention_heads"), _head_dim(c, head_dim)
+    heads = c.size("num_attention_heads")
+    if head_dim is None and c.data.get("head_dim") is None and c.hidden % heads:
+        raise PlanError(
+            f"the model configuration has no 'head_dim', and 'hidden_size' = {c.hidden} is no "
+            f"multiple of 'num_attention_heads' = {heads}"
+        )
+    size = c.size("head_dim", head_dim or c.hidden // heads)
     queries, keys = heads * size, c.size("num_key_value_heads", heads) * size
     bias = c.flag("attention_bias", biased) if qkv_bias is None else qkv_bias
     output = (queries, c.hidden, bias and qkv_bias is None)
@@ -243,7 +236,7 @@ def _mixture(
     c: _Config,
     count: int,
     width: int,
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    projections: Names = ("gate_proj", "up_proj", "down_proj"),
     router_name: str = "gate",
     correction_bias: bool = False,
 ) -> nn.Module:
@@ -258,10 +251,10 @@ def _mixture(
 
 
 def _mixtral(c: _Config) -> nn.Module:
-    count, width = c.size("num_local_experts"), c.size("intermediate_size")
+    sizes = c.size("num_local_experts"), c.size("intermediate_size")
 
     def layer(_: int) -> nn.Module:
-        experts = _mixture(c, count, width, ("w1", "w3", "w2"))
+        experts = _mixture(c, *sizes, ("w1", "w3", "w2"))
         return _join(self_attn=_attention(c), block_sparse_moe=experts)
 
     return _causal(c, _trunk(c, layer))
@@ -293,20 +286,14 @@ def _qwen_moe(c: _Config, shared: bool = False, **attention: Any) -> nn.Module:
 
     def layer(index: int) -> nn.Module:
         made = _join(self_attn=_attention(c, **attention))
-        if index in dense or (index + 1) % step:
-            made.mlp = _mlp(c)
-            return made
-        made.mlp = mlp = _mixture(c, count, width)
-        if shared:
+        is_dense = index in dense or (index + 1) % step
+        made.mlp = mlp = _mlp(c) if is_dense else _mixture(c, count, width)
+        if shared and not is_dense:
             mlp.shared_expert = _mlp(c, c.size("shared_expert_intermediate_size"))
             mlp.shared_expert_gate = _Linear(c.hidden, 1)
         return made
 
     return _causal(c, _trunk(c, layer))
-
-
-def _qwen2_moe(c: _Config) -> nn.Module:
-    return _qwen_moe(c, shared=True, qkv_bias=c.flag("qkv_bias", True))
 
 
 def _deepseek(c: _Config, correction_bias: bool = False) -> nn.Module:
@@ -315,14 +302,12 @@ def _deepseek(c: _Config, correction_bias: bool = False) -> nn.Module:
     first, step = c.size("first_k_dense_replace", 0, least=0), c.size("moe_layer_freq", 1)
 
     def layer(index: int) -> nn.Module:
-        made = _join(self_attn=_latent_attention(c))
         if index < first or index % step:
-            made.mlp = _mlp(c)
-            return made
-        made.mlp = mlp = _mixture(c, count, width, correction_bias=correction_bias)
+            return _join(self_attn=_latent_attention(c), mlp=_mlp(c))
+        mlp = _mixture(c, count, width, correction_bias=correction_bias)
         if shared:
             mlp.shared_experts = _mlp(c, shared)
-        return made
+        return _join(self_attn=_latent_attention(c), mlp=mlp)
 
     return _causal(c, _trunk(c, layer))
 
@@ -351,14 +336,7 @@ def _latent_attention(c: _Config) -> nn.Module:
 
 
 def _mixer(
-    c: _Config,
-    inner: int,
-    keys: tuple[str, str, str],
-    state: int,
-    *,
-    rank: int = 0,
-    heads: int = 0,
-    groups: int = 1,
+    c: _Config, inner: int, keys: Names, state: int, rank: int = 0, heads: int = 0, groups: int = 1
 ) -> nn.Module:
     """Mamba (arXiv 2312.00752, section 3.4) with the ``rank`` of the step size; or, with ``heads``,
     Mamba-2 (arXiv 2405.21060, section 7).
@@ -402,14 +380,12 @@ def _check_heads(c: _Config, inner: int, heads: int, key: str, default: int) -> 
 
 def _mamba(c: _Config, version: int = 1) -> nn.Module:
     inner = c.size("expand", 2) * c.hidden
-    sizes: dict[str, int]
     if version == 1:
         sizes = {"state": c.size("state_size", 16), "rank": _rank(c, "time_step_rank")}
     else:
-        heads = c.size("num_heads", 128)
-        _check_heads(c, inner, heads, "head_dim", 64)
-        groups = c.size("n_groups", 8)
-        sizes = {"state": c.size("state_size", 128), "heads": heads, "groups": groups}
+        sizes = {"heads": c.size("num_heads", 128), "groups": c.size("n_groups", 8)}
+        _check_heads(c, inner, sizes["heads"], "head_dim", 64)
+        sizes["state"] = c.size("state_size", 128)
 
     def layer(_: int) -> nn.Module:
         keys = "conv_kernel", "use_bias", "use_conv_bias"
@@ -430,22 +406,18 @@ def _jamba(c: _Config) -> nn.Module:
     rank = _rank(c, "mamba_dt_rank")
     count, width = c.size("num_experts", 16), c.size("intermediate_size")
     every, first = c.size("attn_layer_period", 8), c.size("attn_layer_offset", 4, least=0)
-    moe_every, moe_first = (
-        c.size("expert_layer_period", 2), c.size("expert_layer_offset", 1, least=0),
-    )  # fmt: skip
+    moe_every = c.size("expert_layer_period", 2)
+    moe_first = c.size("expert_layer_offset", 1, least=0)
 
     def layer(index: int) -> nn.Module:
-        made = nn.Module()
-        if index % every == first:
-            made.self_attn = _attention(c, qkv_bias=False)
-        else:
-            made.mamba = mixer = _mixer(c, inner, _HYBRID_KEYS, state, rank=rank)
-            mixer.dt_layernorm = _rms_norm(rank)
-            mixer.b_layernorm, mixer.c_layernorm = _rms_norm(state), _rms_norm(state)
         is_dense = count == 1 or index % moe_every != moe_first
-        experts = None if is_dense else _mixture(c, count, width, router_name="router")
-        made.feed_forward = experts or _mlp(c)
-        return made
+        forward = _mlp(c) if is_dense else _mixture(c, count, width, router_name="router")
+        if index % every == first:
+            return _join(self_attn=_attention(c, qkv_bias=False), feed_forward=forward)
+        mixer = _mixer(c, inner, _HYBRID_KEYS, state, rank=rank)
+        mixer.dt_layernorm = _rms_norm(rank)
+        mixer.b_layernorm, mixer.c_layernorm = _rms_norm(state), _rms_norm(state)
+        return _join(mamba=mixer, feed_forward=forward)
 
     return _causal(c, _trunk(c, layer, _HYBRID_NORMS, "final_layernorm"))
 
@@ -458,13 +430,10 @@ def _bamba(c: _Config) -> nn.Module:
     attending = c.indices("attn_layer_indices")
 
     def layer(index: int) -> nn.Module:
-        made = nn.Module()
         if index in attending:
-            made.self_attn = _attention(c)
-        else:
-            made.mamba = _mixer(c, inner, _HYBRID_KEYS, state, heads=heads, groups=groups)
-        made.feed_forward = _mlp(c)
-        return made
+            return _join(self_attn=_attention(c), feed_forward=_mlp(c))
+        mixer = _mixer(c, inner, _HYBRID_KEYS, state, heads=heads, groups=groups)
+        return _join(mamba=mixer, feed_forward=_mlp(c))
 
     return _causal(c, _trunk(c, layer, _HYBRID_NORMS, "final_layernorm"))
 
@@ -574,7 +543,7 @@ MODEL_TYPES: Mapping[str, Callable[[_Config], nn.Module]] = MappingProxyType(
         "phi3": partial(_llama, fused=True),
         "pi0": _pi0,
         "qwen2": partial(_llama, qkv_bias=True),
-        "qwen2_moe": _qwen2_moe,
+        "qwen2_moe": lambda c: _qwen_moe(c, shared=True, qkv_bias=c.flag("qkv_bias", True)),
         "qwen3": partial(_llama, head_dim=128, qk_norm=True),
         "qwen3_moe": partial(_qwen_moe, qk_norm=True),
     }
@@ -603,10 +572,8 @@ def dtype_of(config: Mapping[str, Any]) -> str:
     """The dtype that the configuration names, bfloat16 if it names none."""
     name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if not isinstance(name, str) or name not in ITEM_SIZE:
-        raise PlanError(
-            f"the model configuration has dtype {name!r}; pass --dtype, one of "
-            + ", ".join(ITEM_SIZE)
-        )
+        known = ", ".join(ITEM_SIZE)
+        raise PlanError(f"the model configuration has dtype {name!r}; pass --dtype, one of {known}")
     return name
 
 

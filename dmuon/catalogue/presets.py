@@ -34,25 +34,14 @@ class Preset:
     source: str
 
 
-def _config(
-    kind: str,
-    vocabulary: int,
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    width: int,
-    head_dim: int,
-    **more: Any,
-) -> dict[str, Any]:
-    return {
-        "model_type": kind, "vocab_size": vocabulary, "hidden_size": hidden,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
-        "intermediate_size": width, "head_dim": head_dim, **more,
-    }  # fmt: skip
+_SIZES = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "intermediate_size", "head_dim",
+)  # fmt: skip
 
 
-# ---- dense -------------------------------------------------------------------------------
+def _config(kind: str, *sizes: int, **more: Any) -> dict[str, Any]:
+    return {"model_type": kind, **dict(zip(_SIZES, sizes, strict=True)), **more}
 
 
 def _gpt2(name: str, hidden: int, layers: int) -> Preset:
@@ -115,8 +104,6 @@ _DENSE = {
     "qwen3-32b": _qwen3("32B", 5120, 64, 64, 8, 25600, 128),
 }
 
-# ---- mixtures of experts -----------------------------------------------------------------
-
 _LATENT = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
@@ -164,8 +151,6 @@ _EXPERTS = {
     ),
 }  # fmt: skip
 
-# ---- robots ------------------------------------------------------------------------------
-
 _PI0 = {
     "model_type": "pi0",
     "vision_config": {
@@ -181,8 +166,6 @@ _PI0_SOURCE = "pi0 paper (Black et al. 2024): PaliGemma (SigLIP, Gemma 2B) and a
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {**_DENSE, **_EXPERTS, "vla": Preset(_PI0, _PI0_SOURCE)}
 )
-
-# ---- any model ---------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -217,40 +200,27 @@ def _from_function(text: str, dtype: str | None) -> nn.Module:
     return model if dtype is None else model.to(getattr(torch, dtype))
 
 
-def _unknown(text: str) -> PlanError:
-    # Published names come with an owner and a suffix: "Qwen/Qwen2.5-7B-Instruct".
-    name = text.rsplit("/", 1)[-1].lower()
-    close = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.5)
-    if close:
-        return PlanError(
-            f"no preset and no file {text!r}; did you mean {', '.join(close)}? "
-            "python -m dmuon plan --help lists all presets"
-        )
-    return PlanError(
-        f"no preset and no file {text!r}. Presets: {', '.join(PRESETS)}; or the path of a "
-        "Hugging Face config.json, or module:function"
-    )
-
-
 def _load(text: str, dtype: str | None) -> nn.Module:
     preset = PRESETS.get(text.lower())
     if preset is not None:
         return build(preset.config, dtype)
-    if os.path.isdir(text):
-        return build(read_config(Path(text, "config.json")), dtype)
     if os.path.exists(text) or text.endswith(".json"):
-        return build(read_config(Path(text)), dtype)
+        path = Path(text, "config.json") if os.path.isdir(text) else Path(text)
+        return build(read_config(path), dtype)
     if all(part.strip() for part in text.partition(":")):
         return _from_function(text, dtype)
-    raise _unknown(text)
+    # Published names come with an owner and a suffix: "Qwen/Qwen2.5-7B-Instruct".
+    name = text.rsplit("/", 1)[-1].lower()
+    close = ", ".join(difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.5))
+    hint = f"; did you mean {close}? python -m dmuon plan --help lists all presets"
+    ways = "or the path of a Hugging Face config.json, or module:function"
+    if not close:
+        hint = f". Presets: {', '.join(PRESETS)}; {ways}"
+    raise PlanError(f"no preset and no file {text!r}{hint}")
 
 
 def model_specs(
-    text: str,
-    dtype: str | None = None,
-    *,
-    splits: Splits | None = None,
-    heads: Heads | None = None,
+    text: str, dtype: str | None = None, *, splits: Splits | None = None, heads: Heads | None = None
 ) -> ModelSpecs:
     """The parameters and matrices of the model that ``text`` names.
 
@@ -263,13 +233,11 @@ def model_specs(
         PlanError: nothing of that name, an unreadable configuration, or a function that fails.
         DmuonError: the parameters cannot be routed (see `collect`).
     """
+    known = ", ".join(ITEM_SIZE)
     if dtype is not None and dtype not in ITEM_SIZE:
-        raise PlanError(f"unknown dtype {dtype!r}, expected one of {', '.join(ITEM_SIZE)}")
+        raise PlanError(f"unknown dtype {dtype!r}, expected one of {known}")
     specs = collect(_load(text, dtype), splits=splits, heads=heads, allow_meta=True)
-    for parameter in specs.parameters:
-        if parameter.dtype not in ITEM_SIZE:
-            raise PlanError(
-                f"parameter {parameter.name!r} has dtype {parameter.dtype}, expected one of "
-                + ", ".join(ITEM_SIZE)
-            )
+    for p in specs.parameters:
+        if p.dtype not in ITEM_SIZE:
+            raise PlanError(f"parameter {p.name!r} has dtype {p.dtype}, expected one of {known}")
     return specs

@@ -31,26 +31,18 @@ _SMALL = 512  # with fewer rows the number of operations counts too
 Segments = tuple[tuple[int, int], ...]
 """Ranges of steps; X is formed anew after each."""
 
-# ---- forms -----------------------------------------------------------------------------------
-
 
 def segments_of(choice: KernelChoice, steps: int) -> Segments:
     """The segments of a choice; the standard form goes back to X after every step."""
-    restarts = choice.restarts if choice.method == "gram" else _every(steps)
-    return tuple(pairwise((0, *restarts, steps))) if steps else ()
+    return _segments(choice.restarts if choice.method == "gram" else _every(steps), steps)
 
 
 def _every(steps: int) -> tuple[int, ...]:
     return tuple(range(1, steps))
 
 
-def _lengths(restarts: tuple[int, ...], steps: int) -> list[int]:
-    """The steps of each segment.
-
-    >>> _lengths((1, 3), 5)
-    [1, 2, 2]
-    """
-    return [high - low for low, high in pairwise((0, *restarts, steps))] if steps else []
+def _segments(restarts: tuple[int, ...], steps: int) -> Segments:
+    return tuple(pairwise((0, *restarts, steps))) if steps else ()
 
 
 def default_restarts(dtype: torch.dtype, steps: int) -> tuple[int, ...]:
@@ -66,8 +58,8 @@ def is_safe(restarts: tuple[int, ...], dtype: torch.dtype, steps: int) -> bool:
     Rounding leaves R slightly indefinite, and each further step multiplies a negative eigenvalue
     by about a^2.
     """
-    lengths = _lengths(restarts, steps)
-    return min(lengths, default=1) > 0 and max(lengths, default=1) <= _longest(dtype, steps)
+    most = _longest(dtype, steps)
+    return all(0 < high - low <= most for low, high in _segments(restarts, steps))
 
 
 def _longest(dtype: torch.dtype, steps: int) -> int:
@@ -80,7 +72,7 @@ def multiplications(m: int, n: int, restarts: tuple[int, ...], steps: int, symme
     A segment of s steps: 4n + (8s - 6)m without symmetric products, and with them 3n + (4s - 3)m. A
     segment of one step is a standard one, 4n + 2m or 3n + m.
     """
-    lengths = _lengths(restarts, steps)
+    lengths = [high - low for low, high in _segments(restarts, steps)]
     if symmetric:
         return sum(3 * n + (4 * s - 3) * m for s in lengths)
     return sum(4 * n + (8 * s - 6) * m for s in lengths)
@@ -113,9 +105,6 @@ def restarts_of(method: object) -> tuple[int, ...] | None:
             f"'gram[2]', found {method!r}"
         )
     return None if given is None else tuple(map(int, given[1].split(",")))
-
-
-# ---- backends --------------------------------------------------------------------------------
 
 
 def default_backend(device: torch.device | str, dtype: torch.dtype) -> str:
@@ -244,9 +233,6 @@ def backend_version(device: torch.device | str) -> str:
         return f"triton{triton.__version__}-{source_hash()}"
     except Exception:  # see `why_not`
         return "torch"
-
-
-# ---- choices ---------------------------------------------------------------------------------
 
 
 def fixed_choice(

@@ -262,8 +262,6 @@ class SliceOps(MatmulOps):
         steps, self._steps = self._steps, None
         return steps or ()
 
-    # ---- products ----------------------------------------------------------------------------
-
     def _each(self, product: Callable[..., None], *operands: Tensor | None, **how: Any) -> None:
         """A batched product; on a CPU matrix by matrix."""
         if self._batch > 1 and self._inner.batch_rows is None:
@@ -318,8 +316,6 @@ class SliceOps(MatmulOps):
     def _round(self, values: Tensor) -> None:
         if self.held is not None:
             values.copy_(values.to(self._rows[0].dtype))
-
-    # ---- exchanges ---------------------------------------------------------------------------
 
     def _summed(self, part: Tensor, out: Tensor) -> Iterator[None]:
         (sent, came), is_pair = self._parts, self._peers.count == 2

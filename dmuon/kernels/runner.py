@@ -55,8 +55,7 @@ class _Memory:
     beyond its end, where memory is allocated."""
 
     def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
-        self.taken = 0
+        self.memory, self.taken = memory, 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         nbytes = prod(shape) * dtype.itemsize
@@ -101,9 +100,7 @@ class Orthogonalizer:
         capture: Capture | None = None,
         backend: str = "auto",
     ) -> None:
-        self.device = device
-        self.dtype = dtype
-        self.options = options
+        self.device, self.dtype, self.options = device, dtype, options
         self._backend = backend if options.backend == "auto" else options.backend
         self._capture = capture
         if capture is None and options.cuda_graphs is not False:

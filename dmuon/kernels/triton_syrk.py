@@ -30,8 +30,6 @@ GROUP = tl.constexpr(8)
 _WIDE_STRIDE = 2**22
 
 
-# ---- what the Triton kernels share on the host ------------------------------------------------
-
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -85,9 +83,6 @@ def check(shape: tuple[int, ...], *tensors: Tensor) -> None:
                 f"a Triton kernel needs {list(shape)} in float16, bfloat16 or float32 on "
                 f"{tensors[0].device}, found {list(x.shape)} {x.dtype} on {x.device}"
             )
-
-
-# ---- how it is cut into tiles ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +151,6 @@ def parse_tile(text: str) -> Tile:
     if text not in by_text:
         raise ValueError(f"a tile is one of {', '.join(by_text)}, found {text!r}: plan again")
     return by_text[text]
-
-
-# ---- the kernel ------------------------------------------------------------------------------
 
 
 @triton.jit

@@ -14,7 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import RenderableType
 
 from dmuon.report import html
 from dmuon.report.text import (
@@ -33,9 +35,6 @@ from dmuon.scheduler.json_files import write_text
 from dmuon.scheduler.placement import Contention, contention, natural_key
 from dmuon.scheduler.plan import Batch, OwnershipPlan
 from dmuon.types import Algorithm
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 # Below these a new plan is not worth a restart: measured times vary by as much.
 REPLAN_FRACTION, REPLAN_MS = 0.05, 0.05
@@ -274,7 +273,12 @@ class LoadBalanceReport:
         """How the owners of consecutive matrices share nodes and columns: "plan", and "row_major"
         as if the ranks took turns in order; None on a single node.
         """
-        topology, owners = self.plan.topology, launch_owners(self.plan)
+        plan, topology = self.plan, self.plan.topology
+        # The matrices that travel, which one that a single rank may own does not, in about the
+        # order in which they do.
+        moving = [i for i in range(len(plan.owners)) if not plan.limits.is_forced(i)]
+        moving.sort(key=lambda i: natural_key(plan.specs.matrices[i].name))
+        owners = [plan.owners[i] for i in moving]
         if topology.nodes < 2 or not owners:
             return None
         in_turn = [i % topology.world for i in range(len(owners))]
@@ -285,8 +289,11 @@ class LoadBalanceReport:
         """Measured against predicted; None before any training step."""
         return None if self.measured_ms is None else _compare(self.plan, self.measured_ms)
 
+    def _tables(self) -> list[Table]:
+        return [_rank_table(self), _shape_table(self), _parameter_table(self.plan)]
+
     def __rich__(self) -> RenderableType:
-        return render(_title(self.plan), _facts(self), _tables(self))
+        return render(_title(self.plan), _facts(self), self._tables())
 
     def __str__(self) -> str:
         return plain(self.__rich__())
@@ -305,6 +312,7 @@ class LoadBalanceReport:
         of_plan = ("solver", "engine", "status", "hit_time_limit", "note", "seconds")
         of_report = ("makespan_ms", "lower_bound_ms", "gap", "imbalance")
         memory = {"min": min(state), "mean": sum(state) / len(state), "max": max(state)}
+        kernels = _kernel_uses(plan)
         return {
             "layout": plan.layout.value,
             "owners": plan.topology.world,
@@ -317,10 +325,7 @@ class LoadBalanceReport:
             **{name: getattr(self, name) for name in of_report},
             "certificate": asdict(self.certificate) | {"verdict": str(self.certificate)},
             "alternatives_ms": dict(plan.alternatives),
-            "kernels": [
-                {"kernel": kernel, "batches": batches, "matrices": matrices}
-                for kernel, batches, matrices in _kernel_uses(plan)
-            ],
+            "kernels": [dict(zip(("kernel", "batches", "matrices"), use)) for use in kernels],
             "idle": list(self.idle),
             "memory": memory | {"cap": plan.limits.memory_bytes},
             "bottleneck": self.bottleneck and asdict(self.bottleneck),
@@ -360,20 +365,9 @@ def _excess(most: float, mean: float) -> float:
 # ---- numbers out of a plan ---------------------------------------------------------------
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=8)  # it may take as long as planning, and reports are made again and again
 def _certified(plan: OwnershipPlan) -> Certificate:
-    # Kept, because it may take as long as planning, and reports are made again and again.
     return certify(plan)
-
-
-def launch_owners(plan: OwnershipPlan) -> list[int]:
-    """The owner of each matrix that travels, in about the order in which they do.
-
-    A matrix that a single rank may own does not travel.
-    """
-    free = [i for i in range(len(plan.owners)) if not plan.limits.is_forced(i)]
-    free.sort(key=lambda i: natural_key(plan.specs.matrices[i].name))
-    return [plan.owners[i] for i in free]
 
 
 def _key_of(plan: OwnershipPlan, batch: Batch) -> ShapeKey:
@@ -411,10 +405,11 @@ def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBal
             what = _key_of(plan, batch), len(batch.matrices), f"{batch.kernel} {len(batch.ranks)}"
             runs[rank][what] += 1
     same: dict[frozenset[Any], list[float]] = defaultdict(list)
-    for run, ms in zip(runs, measured_ms, strict=True):
-        same[frozenset(run.items())].append(ms)
+    works = [frozenset(run.items()) for run in runs]
+    for work, ms in zip(works, measured_ms, strict=True):
+        same[work].append(ms)
     # The time of each rank if it were as fast as the mean of those that do the same work.
-    alike = [sum(same[frozenset(run.items())]) / len(same[frozenset(run.items())]) for run in runs]
+    alike = [sum(same[work]) / len(same[work]) for work in works]
     loads = tuple(m + f for m, f in zip(measured_ms, fixed, strict=True))
     makespan = max(loads)
     busiest = loads.index(makespan)
@@ -535,11 +530,9 @@ def _bottleneck_text(report: LoadBalanceReport) -> str:
     found, text = report.bottleneck, report.ms_text
     if found is None:
         return "no matrix to orthogonalize"
-    others = len(found.matrices) - 1
-    what, more = (
-        (f"batch, {others + 1} matrices", f" and {others} more") if others else ("matrix", "")
-    )
-    end = ""
+    others, what, more, end = len(found.matrices) - 1, "matrix", "", ""
+    if others:
+        what, more = f"batch, {others + 1} matrices", f" and {others} more"
     if not found.movable:
         end = ". All of its matrices are whole on that rank alone, so no plan can move them"
     elif found.floor and not others and not report.shared:
@@ -575,11 +568,9 @@ def _co_owners_text(report: LoadBalanceReport) -> str:
         )
     if parts and plan.alone_ms is not None:
         saved = 1 - plan.makespan_ms / plan.alone_ms if plan.alone_ms else 0.0
-        what = "saves" if saved >= 0 else "costs"
-        parts.append(
-            f"with one owner per matrix the makespan is {text(plan.alone_ms)} ms; sharing {what} "
-            f"{abs(saved):.0%}"
-        )
+        what = f"{'saves' if saved >= 0 else 'costs'} {abs(saved):.0%}"
+        alone = text(plan.alone_ms)
+        parts.append(f"with one owner per matrix the makespan is {alone} ms; sharing {what}")
     return "; ".join(parts)
 
 
@@ -631,9 +622,8 @@ def _memory_text(plan: OwnershipPlan) -> str:
 
 
 def _parameters_text(plan: OwnershipPlan) -> str:
-    sizes: dict[Algorithm, list[int]] = {algorithm: [] for algorithm in Algorithm}
-    for p in plan.specs.parameters + plan.specs.frozen:
-        sizes[p.algorithm].append(p.numel)
+    everything = plan.specs.parameters + plan.specs.frozen
+    sizes = {a: [p.numel for p in everything if p.algorithm is a] for a in Algorithm}
     return "; ".join(
         f"{algorithm.value} {count_text(len(found), 'parameter')} of {sum(found):,} elements"
         for algorithm, found in sizes.items()
@@ -661,10 +651,6 @@ def _verdict(report: LoadBalanceReport, measured: MeasuredBalance) -> str:
 # ---- tables ------------------------------------------------------------------------------
 
 
-def _tables(report: LoadBalanceReport) -> list[Table]:
-    return [_rank_table(report), _shape_table(report), _parameter_table(report.plan)]
-
-
 def _rank_table(report: LoadBalanceReport) -> Table:
     """Every rank, or the busiest and the idlest with the mean of all."""
     bound, measured, count = report.lower_bound_ms, report.measured, len(report.ranks)
@@ -674,13 +660,8 @@ def _rank_table(report: LoadBalanceReport) -> Table:
     def row(name: str, matrices: str, ranks: Sequence[RankLoad], ratio: float | None) -> list[str]:
         ms = sum(r.ms for r in ranks) / len(ranks)
         state = bytes_text(sum(r.state_bytes for r in ranks) / len(ranks))
-        cells = [
-            name,
-            matrices,
-            report.ms_text(ms),
-            f"{ms / bound - 1:+.2%}" if bound else "",
-            state,
-        ]
+        deviation = f"{ms / bound - 1:+.2%}" if bound else ""
+        cells = [name, matrices, report.ms_text(ms), deviation, state]
         if measured:
             found = sum(measured.loads_ms[r.rank] for r in ranks) / len(ranks)
             cells += [report.ms_text(found), "" if ratio is None else f"{ratio:.2f}"]
@@ -728,13 +709,11 @@ def _parameter_table(plan: OwnershipPlan) -> Table:
     alike: dict[tuple[Algorithm, tuple[int, ...], str], list[str]] = defaultdict(list)
     for p in plan.specs.parameters + plan.specs.frozen:
         alike[p.algorithm, p.shape, p.reason].append(p.name)
-    order = list(Algorithm)
+    order = sorted(alike, key=lambda key: list(Algorithm).index(key[0]))
     rows = [
         [pattern, str(count), " x ".join(map(str, shape)), algorithm.value, reason]
-        for (algorithm, shape, reason), names in sorted(
-            alike.items(), key=lambda item: order.index(item[0][0])
-        )
-        for pattern, count in fold_names(names)
+        for algorithm, shape, reason in order
+        for pattern, count in fold_names(alike[algorithm, shape, reason])
     ]
     if len(rows) > _MOST_NAMES:
         more = f"{len(rows) - _MOST_NAMES} more patterns: see to_dict()"
@@ -759,7 +738,9 @@ def _page(report: LoadBalanceReport) -> str:
     mesh = html.mesh_picture(report.plan.topology.slots(), report.plan.loads_ms)
     pictures = [("Load per rank", *_loads_picture(report)), ("Load by place", *mesh)]
     verdict = (_verdict(report, measured), measured.replan) if measured else None
-    return html.page(_title(report.plan), tiles, _facts(report), verdict, pictures, _tables(report))
+    return html.page(
+        _title(report.plan), tiles, _facts(report), verdict, pictures, report._tables()
+    )
 
 
 def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
@@ -781,7 +762,7 @@ def _loads_picture(report: LoadBalanceReport) -> tuple[str, str]:
             stroke = found / speed / zero - 1
             title += f", measured {text(found)} ms"
         deviation = r.ms / zero - 1 if r.ms or r.matrices else None
-        bars.append(html.Bar(f"rank {r.rank}", deviation, title, stroke))
+        bars.append((f"rank {r.rank}", title, deviation, stroke))
     what = "lower bound" if report.lower_bound_ms else "mean"
     caption = f"Predicted load relative to the {what} of {text(zero)} ms, the vertical line."
     if many:

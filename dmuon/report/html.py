@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from dmuon.report.text import Fact, Table
 from dmuon.types import printable
@@ -56,20 +55,9 @@ def _escape(text: str) -> str:
     return html.escape(printable(text))
 
 
-# ---- pictures ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """How far a load lies from the bound, as a fraction; None is an idle rank.
-
-    ``measured`` is the same of what was measured, drawn as a short stroke.
-    """
-
-    name: str
-    deviation: float | None
-    title: str
-    measured: float | None = None
+# The name and title of a rank; how far its load lies from the bound, as a fraction, None if it is
+# idle; and the same of what was measured, drawn as a short stroke.
+Bar = tuple[str, str, float | None, float | None]
 
 
 def loads_picture(bars: Sequence[Bar]) -> str:
@@ -77,19 +65,19 @@ def loads_picture(bars: Sequence[Bar]) -> str:
 
     The scale is that of the deviations, so that small ones can be seen.
     """
-    known = [v for bar in bars for v in (bar.deviation, bar.measured) if v is not None]
+    known = [value for bar in bars for value in bar[2:] if value is not None]
     low, high = min([0.0, *known]), max([0.0, *known])
     per_unit = (_RIGHT - _LEFT) / ((high - low) or 1.0)
     zero, height = _LEFT - low * per_unit, len(bars) * _ROW
     parts = []
-    for i, bar in enumerate(bars):
-        y, deviation = i * _ROW, bar.deviation
-        parts.append(f"<g><title>{_escape(bar.title)}</title>" + _text(0, y + 13, bar.name, "dim"))
+    for i, (name, title, deviation, measured) in enumerate(bars):
+        y = i * _ROW
+        parts.append(f"<g><title>{_escape(title)}</title>" + _text(0, y + 13, name, "dim"))
         if deviation is not None:
             left, css = zero + min(deviation, 0.0) * per_unit, "more" if deviation > 0 else "less"
             parts.append(_rect(left, y + 3, abs(deviation) * per_unit, _ROW - 6, f'class="{css}"'))
-        if bar.measured is not None:
-            at = zero + bar.measured * per_unit
+        if measured is not None:
+            at = zero + measured * per_unit
             parts.append(_rect(at - 0.25, y + 1, 0.5, _ROW - 2, 'class="measured"'))
         number = "idle" if deviation is None else f"{deviation:+.2%}"
         parts.append(_text(100, y + 13, number, "", "end") + "</g>")
@@ -154,16 +142,12 @@ def _rect(x: float, y: float, width: float, height: float, look: str) -> str:
 
 
 def _text(x: float, y: float, words: str, css: str, anchor: str = "start") -> str:
-    return (
-        f'<text x="{x:.2f}%" y="{y}" class="{css}" text-anchor="{anchor}">{_escape(words)}</text>'
-    )
+    look = f'class="{css}" text-anchor="{anchor}"'
+    return f'<text x="{x:.2f}%" y="{y}" {look}>{_escape(words)}</text>'
 
 
 def _picture(height: float, label: str, parts: Iterable[str]) -> str:
     return f'<svg role="img" aria-label="{label}" height="{height}">{"".join(parts)}</svg>'
-
-
-# ---- the page ----------------------------------------------------------------------------
 
 
 def page(
@@ -178,19 +162,17 @@ def page(
     (heading, SVG, caption). All but the SVG is escaped here.
     """
     parts = [f"<h1>Load balance</h1><p class='dim'>{_escape(title)}</p><div class='tiles'>"]
-    parts += [
-        f'<div class="tile"><b>{_escape(value)}</b><span>{_escape(label)}</span></div>'
-        for label, value in tiles
-    ]
+    for label, value in tiles:
+        parts.append(
+            f'<div class="tile"><b>{_escape(value)}</b><span>{_escape(label)}</span></div>'
+        )
     parts.append("</div>")
     if verdict is not None:
         css = "verdict warn" if verdict[1] else "verdict"
         parts.append(f'<p class="{css}">{_escape(verdict[0])}</p>')
     for heading, picture, caption in pictures:
-        parts.append(
-            f"<section><h2>{_escape(heading)}</h2><figure>{picture}"
-            f"<figcaption>{_escape(caption)}</figcaption></figure></section>"
-        )
+        figure = f"<figure>{picture}<figcaption>{_escape(caption)}</figcaption></figure>"
+        parts.append(f"<section><h2>{_escape(heading)}</h2>{figure}</section>")
     listed = "".join(f"<dt>{_escape(k)}</dt><dd>{_escape(v)}</dd>" for k, v in facts)
     parts.append(f"<section><h2>Plan</h2><dl>{listed}</dl></section>")
     parts += map(_table, tables)
@@ -209,13 +191,11 @@ def _table(table: Table) -> str:
     css = [' class="name"' if h in table.left else ' class="n"' for h in table.headings]
 
     def line(tag: str, cells: Sequence[str]) -> str:
-        # A long name is broken behind a dot.
-        texts = (
-            _escape(cell).replace(".", ".<wbr/>") if "name" in c else _escape(cell)
-            for c, cell in zip(css, cells, strict=True)
-        )
-        made = (f"<{tag}{c}>{cell}</{tag}>" for c, cell in zip(css, texts, strict=True))
-        return f"<tr>{''.join(made)}</tr>"
+        made = ""
+        for c, cell in zip(css, map(_escape, cells), strict=True):
+            # A long name is broken behind a dot.
+            made += f"<{tag}{c}>{cell.replace('.', '.<wbr/>') if 'name' in c else cell}</{tag}>"
+        return f"<tr>{made}</tr>"
 
     body = "".join(line("td", row) for row in table.rows)
     return (

@@ -5,11 +5,11 @@ Nothing here knows of plans; `data` says what there is to show.
 
 from __future__ import annotations
 
-import io
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -37,9 +37,6 @@ class Table:
     rows: Sequence[Sequence[str]]
     left: tuple[str, ...] = ()
     reasons: int = 0
-
-
-# ---- numbers -----------------------------------------------------------------------------
 
 
 def ms_text(ms: float, top: float) -> str:
@@ -70,9 +67,6 @@ def count_text(number: int, noun: str, plural: str = "") -> str:
     ('1 rank', '2 matrices')
     """
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
-
-
-# ---- names -------------------------------------------------------------------------------
 
 
 def fold_names(names: Iterable[str]) -> list[tuple[str, int]]:
@@ -123,9 +117,6 @@ def _braces(numbers: Sequence[int]) -> str:
     return "{" + ",".join(shown + ["..."] * (len(runs) > _MOST_RUNS)) + "}"
 
 
-# ---- a terminal --------------------------------------------------------------------------
-
-
 def render(title: str, facts: Iterable[Fact], tables: Iterable[Table]) -> RenderableType:
     """The report for a `rich.console.Console`, which may add colour."""
     listed = RichTable.grid(padding=(0, 2))
@@ -136,7 +127,7 @@ def render(title: str, facts: Iterable[Fact], tables: Iterable[Table]) -> Render
     parts: list[RenderableType] = [title, "", listed]
     for table in tables:
         table = replace(table, rows=[[*map(printable, row)] for row in table.rows])
-        parts += ["", _rich_list(table) if table.reasons else _rich_table(table)]
+        parts += ["", (_rich_list if table.reasons else _rich_table)(table)]
     return Group(*parts)
 
 
@@ -158,28 +149,31 @@ def _rich_list(table: Table) -> Text:
 
 
 def _rich_table(table: Table) -> RichTable:
-    made = RichTable(
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
-        title=table.title,
-        title_justify="left",
-        title_style="bold",
-        header_style="",
-    )
-    for heading in table.headings:
-        made.add_column(
-            heading, justify="left" if heading in table.left else "right", overflow="fold"
-        )
+    made = grid(table.headings, table.left, overflow="fold")
+    made.show_edge, made.collapse_padding, made.header_style = False, True, ""
+    made.title, made.title_justify, made.title_style = table.title, "left", "bold"
     for row in table.rows:
         made.add_row(*map(Text, row))
     return made
 
 
+def printed(*shown: RenderableType, width: int | None, **console: Any) -> str:
+    """Text of so many columns, or as many as the terminal has, in colour if standard output is."""
+    out = Console(width=width, highlight=False, markup=False, **console)
+    with out.capture() as capture:
+        for one in shown:
+            out.print(one, crop=False)
+    return capture.get().rstrip()
+
+
 def plain(shown: RenderableType) -> str:
     """Text of `WIDTH` columns without colour codes."""
-    out = io.StringIO()
-    console = Console(file=out, width=WIDTH, color_system=None, highlight=False, markup=False)
-    console.print(shown, crop=False)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip()
+    return "\n".join(map(str.rstrip, printed(shown, width=WIDTH, color_system=None).splitlines()))
+
+
+def grid(headings: Iterable[str], left: Collection[str], **columns: Any) -> RichTable:
+    """A table without rows; ``left`` are the headings of columns that are no numbers."""
+    made = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
+        made.add_column(heading, justify="left" if heading in left else "right", **columns)
+    return made

@@ -64,26 +64,21 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--layout",
-        choices=("replicated", "sharded", "dedicated", "all"),
+        choices=(*_LAYOUTS, "all"),
         default="replicated",
         help="replicated: a plain module and DistributedDataParallel; sharded: FSDP2, HSDP, tensor "
         "and expert parallelism and their products, on 2, 4 and 8 processes; dedicated: a plain "
         "module, tensor parallelism, and FSDP2 or HSDP for what owners do not keep, on 2 and 4",
     )
-    add(
-        "--nproc",
-        type=positive(int),
-        help="processes of the replicated layout (default 4); meshes of more processes are left "
-        "out in the other layouts (default: none is)",
+    nproc = (
+        "processes of the replicated layout (default 4); meshes of more processes are left out in "
+        "the other layouts (default: none is)"
     )
+    add("--nproc", type=positive(int), help=nproc)
     add("--steps", type=positive(int), default=10)
     add("--lr", type=float, default=0.02)
-    add(
-        "--seeds",
-        type=positive(int),
-        default=1,
-        help="make each comparison with that many weights and data; a row each (default 1)",
-    )
+    seeds = "make each comparison with that many weights and data; a row each (default 1)"
+    add("--seeds", type=positive(int), default=1, help=seeds)
     add(
         "--bitwise",
         action="store_true",
@@ -91,11 +86,8 @@ def add_check_arguments(parser: argparse.ArgumentParser) -> None:
         "them, too",
     )
     add("--json", metavar="PATH", help="write the rows there; - for standard output")
-    add(
-        "--plant-fault",
-        action="store_true",
-        help="let one rank change weights by a fifth too much, to see that the check can fail",
-    )
+    fault = "let one rank change weights by a fifth too much, to see that the check can fail"
+    add("--plant-fault", action="store_true", help=fault)
 
 
 class _Job(NamedTuple):
@@ -126,34 +118,20 @@ def _jobs(args: argparse.Namespace) -> list[_Job]:
         _Job("replicated", ddp, [full], reduces=True),
         _Job("replicated", replicated_case(nproc), [full, half, (_HALF, _HALF)], reduces=True),
     ]
-    for layout, cases in (("sharded", CASES), ("dedicated", DEDICATED_CASES)):
-        for case in cases:
-            if args.nproc is None or case.world <= args.nproc:
-                jobs.append(_Job(layout, case, [full] + [half] * (case.name in _HALF_PRECISION)))
+    cases = [("sharded", case) for case in CASES] + [("dedicated", c) for c in DEDICATED_CASES]
+    cases = [(layout, c) for layout, c in cases if c.world <= (args.nproc or c.world)]
+    for layout, case in cases:
+        jobs.append(_Job(layout, case, [full] + [half] * (case.name in _HALF_PRECISION)))
     if not args.bitwise and nproc > 1:  # co-owners add in an order of their own
-        jobs.append(_Job("replicated", ddp, [full, half], co_owners=_as_many(ddp)))
-        for case in CASES:
-            if (args.nproc is None or case.world <= args.nproc) and case.name in _SHARED:
-                jobs.append(_Job("sharded", case, [full, half], co_owners=_as_many(case)))
+        shared = [(layout, c) for layout, c in cases if layout == "sharded" and c.name in _SHARED]
+        for layout, case in [("replicated", ddp), *shared]:
+            most = max((size for size in SIZES if size <= case.world), default=1)
+            jobs.append(_Job(layout, case, [full, half], co_owners=most))
     if not args.bitwise:  # a variant may round a batch otherwise than a matrix
         varied = [jobs[0], *(job for job in jobs[1:] if job.reduces or job.case.name in _VARIED)]
-        for variant in _VARIANTS:
-            jobs += [
-                job._replace(dtypes=[full], variant=variant) for job in varied if not job.co_owners
-            ]
+        varied = [job._replace(dtypes=[full]) for job in varied if not job.co_owners]
+        jobs += [job._replace(variant=variant) for variant in _VARIANTS for job in varied]
     return [job for job in jobs if args.layout in (job.layout, "all")]
-
-
-def _as_many(case: ParallelCase) -> int:
-    """Co-owners of a case: all ranks, as far as may share a matrix."""
-    return max((size for size in SIZES if size <= case.world), default=1)
-
-
-def _plant_fault() -> None:
-    """Make the last rank change matrices by a fifth too much."""
-    adjusted = Hyper.adjusted
-    if dist.get_rank() == dist.get_world_size() - 1:
-        Hyper.adjusted = lambda *of: 1.2 * adjusted(*of)  # type: ignore[method-assign]
 
 
 def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
@@ -171,6 +149,15 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
         def batches(step: int, data_rank: int, seed: int = seed) -> tuple[Tensor, Tensor]:
             return batch(_DATA_OF_A_SEED * seed + step, data_rank)
 
+        options: Any = DedicatedOptions(timeout_s=_TIMEOUT_S)
+        if layout == "sharded":
+            options = ShardedOptions(timeout_s=_TIMEOUT_S)
+        elif layout == "replicated":
+            # Messages in half precision would hide the differences that are to be found.
+            wide = torch.float32 if dtype.itemsize < 4 else None
+            options = ReplicatedOptions(
+                reduce_to_owner=reduces, reduce_dtype=wide, timeout_s=_TIMEOUT_S
+            )
         report = check_step_equivalence(
             build,
             loss_of,
@@ -180,7 +167,7 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
             tensor_parallel=lambda model: case.tensor_parallel(model, mesh),
             layout=layout,
             steps=args.steps,
-            options=_options(layout, dtype, reduces),
+            options=options,
             kernels=_FIXED if args.bitwise else KernelOptions(),
             planner=PlannerOptions(co_owners=co_owners or "off"),
             data_axes=case.data_axes,
@@ -194,39 +181,23 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
         yield from (replace(row, case=name, seed=seed) for row in report.rows)
 
 
-def _options(layout: str, dtype: torch.dtype, reduces: bool) -> Any:
-    if layout == "replicated":
-        # Messages in half precision would hide the differences that are to be found.
-        wide = torch.float32 if dtype.itemsize < 4 else None
-        return ReplicatedOptions(
-            reduce_to_owner=reduces, reduce_dtype=wide, timeout_s=_TIMEOUT_S
-        )  # fmt: skip
-    return (ShardedOptions if layout == "sharded" else DedicatedOptions)(timeout_s=_TIMEOUT_S)
-
-
 def _check_worker(rank: int, world: int, args: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)  # the ranks share this machine's cores
     # DTensor warns of slow gathers, of which comparing whole tensors has many.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store{world}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=_TIMEOUT_S),
-    )
+    store, limit = f"file://{folder}/store{world}", timedelta(seconds=_TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=limit)
     # Some rows ask for a dtype that measured kernels are not for; the table says which ran.
     warnings.filterwarnings("ignore", "dmuon: the plan's kernels were chosen for")
-    if args.plant_fault:
-        _plant_fault()
+    if args.plant_fault and rank == world - 1:
+        adjusted = Hyper.adjusted
+        Hyper.adjusted = lambda *of: 1.2 * adjusted(*of)  # type: ignore[method-assign]
     try:
-        rows: list[EquivalenceRow] = []
-        for job in _jobs(args):
-            if job.case.world == world:
-                rows += _rows(args, job)
+        jobs = [job for job in _jobs(args) if job.case.world == world]
+        rows = [asdict(row) for job in jobs for row in _rows(args, job)]
         if rank == 0:
             with open(os.path.join(folder, f"rows{world}.json"), "w") as file:
-                json.dump([asdict(row) for row in rows], file)
+                json.dump(rows, file)
     finally:
         # DistributedDataParallel holds the group; let go of it first, so that the group's threads
         # end here and not in the interpreter's exit.
@@ -258,8 +229,8 @@ def _compare(args: argparse.Namespace, worlds: Collection[int]) -> EquivalenceRe
             )
             with open(os.path.join(folder, f"rows{world}.json")) as file:
                 rows += (EquivalenceRow(**row) for row in json.load(file))
-    order = {layout: i for i, layout in enumerate(_LAYOUTS)}
-    return EquivalenceReport(tuple(sorted(rows, key=lambda row: order[row.layout.split()[0]])))
+    rows.sort(key=lambda row: _LAYOUTS.index(row.layout.split()[0]))
+    return EquivalenceReport(tuple(rows))
 
 
 def run(args: argparse.Namespace) -> int:

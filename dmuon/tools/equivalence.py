@@ -8,7 +8,6 @@ entry moved by a rounding, and what that does to an update is the update's *yard
 from __future__ import annotations
 
 import copy
-import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,6 +30,7 @@ from dmuon.kernels.newton_schulz import newton_schulz
 from dmuon.optim import Muon
 from dmuon.ownership import Ownership
 from dmuon.reference import ReferenceMuon
+from dmuon.report.text import grid, printed
 from dmuon.rule import merged_master
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.select import collect, trainable_parameters
@@ -89,16 +89,11 @@ class EquivalenceRow:
 
     def _cells(self) -> dict[str, str]:
         """The row of a table, by heading."""
-        largest = max(self.max_abs_diff, self.max_loss_diff)
-        numbers = {
-            "max abs diff": largest,
-            "update diff": self.max_update_diff,
-            "decides": self.difference,
-            "yardstick": self.yardstick,
-        }
         words = {"layout": self.layout, "case": self.case, "ranks": self.mesh, "dtype": self.dtype}
         words |= {"NS": self.ns_dtype, "steps": str(self.steps), "seed": str(self.seed)}
-        words |= {heading: f"{number:.1e}" for heading, number in numbers.items()}
+        words["max abs diff"] = f"{max(self.max_abs_diff, self.max_loss_diff):.1e}"
+        words |= {"update diff": f"{self.max_update_diff:.1e}", "decides": f"{self.difference:.1e}"}
+        words["yardstick"] = f"{self.yardstick:.1e}"
         words["tolerance"] = f"{self.tolerance:.1e} {self.criterion}"
         words["bitwise"] = "" if self.bitwise is None else "yes" if self.bitwise else "NO"
         return words | {"verdict": "equal" if self.passed else "DIFFERS"}
@@ -112,7 +107,7 @@ class EquivalenceReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every row did."""
+        """Whether every row passed."""
         return all(row.passed for row in self.rows)
 
     def __bool__(self) -> bool:
@@ -124,27 +119,19 @@ class EquivalenceReport:
         return {"passed": self.passed, "rows": rows}
 
     def __str__(self) -> str:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         lines = [row._cells() for row in self.rows]
         # A column that is empty, or the first seed, in every row says nothing.
         shown = [h for h in lines[0] if any(line[h] not in ("", "0") for line in lines)]
-        for heading in shown:
-            table.add_column(heading, no_wrap=True)
+        table = grid(shown, shown, no_wrap=True)
         for line in lines:
             table.add_row(*(line[heading] for heading in shown))
-        out = io.StringIO()
-        console = Console(file=out, width=WIDTH, color_system=None, highlight=False, markup=False)
-        console.print(table)
+        notes = []
         for row in self.rows:
             if not row.passed:
                 what = ", ".join(filter(None, (row.layout, row.case, row.mesh)))
                 bits = ", other bits than of one process" if row.bitwise is False else ""
-                console.print(f"{what}, NS {row.ns_dtype}: worst at {row.worst}{bits}")
-        return out.getvalue().rstrip()
+                notes.append(f"{what}, NS {row.ns_dtype}: worst at {row.worst}{bits}")
+        return printed(table, *notes, width=WIDTH, color_system=None)
 
 
 # ---- the comparison ----------------------------------------------------------------------
@@ -208,11 +195,10 @@ def check_step_equivalence(
     gets the same gradients, summed in the dtype in which dmuon sums them and each entry moved by
     one rounding; the most that this changes an update of the matrix's shape in any step is its
     yardstick, at least one unit in the last place of the coarsest dtype, and 4 yardsticks are
-    allowed. A smaller
-    error in an update's direction passes there: compare with ``ns_dtype=torch.float32``, too, where
-    it does not. Losses must agree to 1e-5, if forward runs in float32. Weights are read after the
-    forward and backward pass that follows a step: reading waits for what was published, which the
-    pass must do by itself.
+    allowed. A smaller error in an update's direction passes there: compare with
+    ``ns_dtype=torch.float32``, too, where it does not. Losses must agree to 1e-5, if forward runs
+    in float32. Weights are read after the forward and backward pass that follows a step: reading
+    waits for what was published, which the pass must do by itself.
 
     The reference shares the choice of matrices and the Newton-Schulz iteration with dmuon; those
     are tested on their own against `torch.optim.Muon` and the singular value decomposition.
@@ -225,8 +211,8 @@ def check_step_equivalence(
     request = {"layout": layout, "options": options, "kernels": kernels, "planner": planner}
     wrapped, own = _distribute(model, mesh, parallelize, request)
     try:
-        bitwise = kernels.is_fixed
-        trial = _Trial(own, twin, wrapped, data_axes, options, muon_kwargs, bitwise=bitwise)
+        bits = _Bits() if kernels.is_fixed else None
+        trial = _Trial(own, twin, wrapped, data_axes, options, muon_kwargs, bits)
         return EquivalenceReport((trial.run(steps, loss_fn, batches),))
     finally:
         own.close()
@@ -241,9 +227,10 @@ def _distribute(
     """The model as it is trained, and its ownership, made in the order that the layout needs."""
     if request["layout"] != Layout.DEDICATED:
         wrapped = model if parallelize is None else parallelize(model)
-        is_plain = not any(map(is_distributed, wrapped.parameters()))
-        is_alone = is_plain and not isinstance(wrapped, DistributedDataParallel)
-        if request["options"] is None and is_alone:  # nobody else averages
+        others_average = isinstance(wrapped, DistributedDataParallel) or any(
+            map(is_distributed, wrapped.parameters())
+        )
+        if request["options"] is None and not others_average:
             request = request | {"options": ReplicatedOptions(reduce_to_owner=True)}
         return wrapped, dedicate_params(wrapped, mesh, **request)
     own = dedicate_params(model, mesh, **request)
@@ -317,11 +304,6 @@ class Measured:
     def tolerance(self) -> float:
         return ABSOLUTE if self.criterion == _ABSOLUTE else YARDSTICKS * self.yardstick
 
-    @property
-    def exhausted(self) -> float:
-        """Difference over tolerance."""
-        return self.value / self.tolerance
-
 
 class _Bits(Verifier):
     """Finds matrices that differ after a step from what each rank computes by itself, to the bit.
@@ -343,6 +325,7 @@ class _Bits(Verifier):
 
 
 _ABSOLUTE, _UPDATE, _NORM = "absolute", "of an update", "of an update's norm"
+Pair = tuple[float, float]  # a `_difference`
 Findings = dict[str, Measured]  # by what was compared: "weights", "losses", names of matrices
 
 
@@ -360,53 +343,44 @@ class _Trial:
         data_axes: Sequence[str] | None,
         options: object,
         muon_kwargs: dict[str, Any],
-        *,
-        bitwise: bool,
+        bits: _Bits | None,
     ) -> None:
-        self.own = own
-        self.model = wrapped
-        self.twin = twin
+        self.own, self.model, self.twin, self.bits = own, wrapped, twin, bits
         self.data = _data_rank(own.plan.topology, own.rank, data_axes)
         self.parameters = list(own.parameters)
         with own.materialized(wrapped):
             _copy_weights(wrapped, twin)
-        self.opt = Muon(wrapped, **muon_kwargs, verify_every=1 if bitwise else None)
-        self.bits = _Bits() if bitwise else None
-        if self.bits is not None:
+        self.opt = Muon(wrapped, **muon_kwargs, verify_every=None if bits is None else 1)
+        if bits is not None:
             for engine in self.opt._run.engines:
-                engine.verifier = self.bits
+                engine.verifier = bits
         self.ns_dtype: torch.dtype = getattr(torch, self.opt.stats()["ns_dtype"])
         distributed = ("publish", "master_weights", "period", "block_lr_ratio", "ns_dtype")
         shared = {k: v for k, v in muon_kwargs.items() if k not in distributed}
         names = [spec.name for spec in own.plan.specs.parameters]
         masters = bool(muon_kwargs.get("master_weights"))
-        forms = _forms(own.plan, dtype_name(self.ns_dtype))
-        self.reference = _Reference(twin, names, self.ns_dtype, masters, shared, forms)
-        self.moved = _Reference(copy.deepcopy(twin), names, self.ns_dtype, masters, shared, forms)
-        # A third model and its weights, for options with which dmuon casts weights to use them.
-        self.cast: tuple[nn.Module, list[nn.Parameter]] | None
-        matrices = {m.parameter for m in own.plan.specs.matrices}
+        how = names, self.ns_dtype, masters, shared, _forms(own.plan, dtype_name(self.ns_dtype))
+        self.reference, self.moved = _Reference(twin, *how), _Reference(copy.deepcopy(twin), *how)
         momentum = self.opt.param_groups[0].get("momentum_dtype")
         rounded = self.ns_dtype, self.ns_dtype if momentum is None else getattr(torch, momentum)
-        self.roundings = _Roundings(options, own, self.parameters, rounded)
-        used, self.cast = self.roundings.used, None
-        if used is not None:
+        self.roundings = _Roundings(options, own, rounded)
+        # A third model and its weights, for options with which dmuon casts weights to use them.
+        self.cast: tuple[nn.Module, list[nn.Parameter]] | None = None
+        if self.roundings.used is not None:
             cast_twin = copy.deepcopy(twin)
             self.cast = cast_twin, _in_order(cast_twin, names)
-            for i in matrices:
-                self.cast[1][i].data = self.cast[1][i].data.to(used)
+            for p in {self.cast[1][m.parameter] for m in own.plan.specs.matrices}:
+                p.data = p.data.to(self.roundings.used)
         index = {name: i for i, name in enumerate(names)}
         specs = collect(twin)
         self.pieces: list[Piece] = [
             (m.name, index[specs.parameters[m.parameter].name], m.view) for m in specs.matrices
         ]
-        others = [p.name for p in specs.parameters if p.algorithm is Algorithm.ADAMW]
-        self.pieces += [(name, index[name], lambda t: t) for name in others]
+        others = [p for p in specs.parameters if p.algorithm is Algorithm.ADAMW]
+        self.pieces += [(p.name, index[p.name], lambda t: t) for p in others]
         self._updated: list[bool] = []  # which parameters the last step changed
         self._before: list[Tensor] = []  # the whole weights before it
         self.findings = {"weights": Measured(_ABSOLUTE), "losses": Measured(_ABSOLUTE)}
-
-    # ---- a step --------------------------------------------------------------------------
 
     def run(self, steps: int, loss_fn: Loss, batches: Batches) -> EquivalenceRow:
         """Train, compare, and judge the worst findings of all ranks; a collective call."""
@@ -444,34 +418,28 @@ class _Trial:
         to use them it takes the gradients of cast weights.
         """
         sums: list[Tensor | None] = [None] * len(self.parameters)
-        rounded = list(sums)
-        losses = []
-        count, roundings = self.data[1], self.roundings
+        rounded, losses, count = list(sums), [], self.data[1]
         for r in range(count):
             inputs = batches(step, r)
             loss, grads = _gradients(self.twin, self.reference.weights, loss_fn, inputs)
             losses.append(loss)
-            sums = [_sum(s, g, _wide(g)) for s, g in zip(sums, grads, strict=True)]
+            wide = [
+                g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads
+            ]
+            sums = list(map(_sum, sums, wide))
             if self.cast is not None:
                 _, grads = _gradients(*self.cast, loss_fn, inputs)
-            rounded = [_sum(s, g, roundings.summed) for s, g in zip(rounded, grads, strict=True)]
-        for i, (p, moved) in enumerate(zip(self.reference.weights, self.moved.weights)):
-            total, in_turn = sums[i], rounded[i]
-            if total is None or in_turn is None:
-                continue
-            p.grad = (total / count).to(p.dtype)
-            mean = in_turn.to(total.dtype) / count
-            moved.grad = _moved(mean, roundings.each[i], generator).to(p.dtype)
+            summed = [g if g is None else g.to(self.roundings.summed or g.dtype) for g in grads]
+            rounded = list(map(_sum, rounded, summed))
+        weights = zip(self.reference.weights, self.moved.weights, strict=True)
+        for (p, moved), total, in_turn, dtype in zip(weights, sums, rounded, self.roundings.each):
+            if total is not None and in_turn is not None:
+                p.grad = (total / count).to(p.dtype)
+                mean = in_turn.to(total.dtype) / count
+                moved.grad = _moved(mean, dtype, generator).to(p.dtype)
         return losses
 
-    def _see(
-        self,
-        name: str,
-        kind: str,
-        ours: tuple[float, float],
-        moved: tuple[float, float],
-        where: str,
-    ) -> None:
+    def _see(self, name: str, kind: str, ours: Pair, moved: Pair, where: str) -> None:
         """Note `_difference` of ours, and of the moved reference, from the reference."""
         for criterion, found, by_moving in zip((_UPDATE, _NORM), ours, moved, strict=True):
             new = Measured(criterion, self.roundings.least, kind=f"{kind}, {criterion}")
@@ -486,15 +454,14 @@ class _Trial:
             return
         published = cast(ReducedRuntime, self.own.runtime).published()
         matrices = [m for m in self.own.plan.specs.matrices if self._updated[m.parameter]]
-        results = zip(self.reference.updates, self.moved.updates, strict=True)
-        for matrix, (theirs, moved) in zip(matrices, results, strict=True):
+        updates = self.reference.updates, self.moved.updates
+        for matrix, theirs, moved in zip(matrices, *updates, strict=True):
             where = f"update of {matrix.name} at step {step}"
             # A step that was skipped, because something in it was not finite, published nothing.
-            ours = _difference(
-                published.get(matrix.name, torch.full_like(theirs, math.nan)), theirs
-            )
+            ours = published.get(matrix.name, torch.full_like(theirs, math.nan))
+            both = _difference(ours, theirs), _difference(moved, theirs)
             kind = f"published {[*theirs.shape]}"
-            self._see(f"published {matrix.name}", kind, ours, _difference(moved, theirs), where)
+            self._see(f"published {matrix.name}", kind, *both, where)
 
     @torch.no_grad()
     def _compare_weights(self, step: int) -> None:
@@ -509,46 +476,44 @@ class _Trial:
                 where = f"{name} at step {step}"
                 theirs, moved = (view(side.weights[i]) for side in (self.reference, self.moved))
                 weights = self.findings["weights"]
-                weights.see(_largest(ours - theirs), _largest(moved - theirs), where)
+                by_moving = float((moved - theirs).abs().max())
+                weights.see(float((ours - theirs).abs().max()), by_moving, where)
                 expected = theirs.double() - view(self.reference.before[i]).double()
                 # What storing the weights in their dtype may cost is not a difference of the
                 # updates: each side rounds to half a unit in the last place.
                 free = torch.finfo(theirs.dtype).eps * float(theirs.double().norm())
                 change = ours.double() - view(self._before[i]).double()
                 moved_change = moved.double() - view(self.moved.before[i]).double()
-                self._see(
-                    name,
-                    str([*theirs.shape]),
+                both = (
                     _difference(change, expected, free),
                     _difference(moved_change, expected, free),
-                    where,
                 )
+                self._see(name, str([*theirs.shape]), *both, where)
         for side in (self.reference, self.moved):
             side.begin(None if self.roundings.absolute else after)
         if self.cast is not None:
             torch._foreach_copy_([w.detach() for w in self.cast[1]], after)
         self._before = after
 
-    # ---- the verdict ---------------------------------------------------------------------
-
     def _row(self, findings: list[Findings], steps: int) -> EquivalenceRow:
-        everything = [measured for found in findings for measured in found.values()]
+        everything = chain.from_iterable(found.values() for found in findings)
         updates = [measured for measured in everything if measured.criterion != _ABSOLUTE]
         longest: dict[str, float] = {}
         for measured in updates:
             longest[measured.kind] = max(longest.get(measured.kind, 0.0), measured.yardstick)
         for measured in updates:
             measured.yardstick = longest[measured.kind]
-        weights = max((f["weights"] for f in findings), key=lambda m: m.value)
-        losses = max((f["losses"] for f in findings), key=lambda m: m.value)
         moved = max(f["weights"].yardstick for f in findings)
-        weights, losses = replace(weights, yardstick=moved), replace(losses, yardstick=moved)
+        weights, losses = (
+            replace(max((f[name] for f in findings), key=lambda m: m.value), yardstick=moved)
+            for name in ("weights", "losses")
+        )
         absolute = self.roundings.absolute
         limits = [weights] if absolute or not updates else updates
         # Where forward runs in float32 and each step starts from equal weights, losses are equal.
         if not self.roundings.forward_in_half and (absolute or losses.value > ABSOLUTE):
             limits = [*limits, losses]
-        deciding = max(limits, key=lambda measured: measured.exhausted)
+        deciding = max(limits, key=lambda measured: measured.value / measured.tolerance)
         plan = self.own.plan
         sizes, axes = "x".join(map(str, plan.topology.shape)), " x ".join(plan.topology.axes)
         replicated = plan.layout in (Layout.REPLICATED, Layout.REDUCED)
@@ -557,7 +522,6 @@ class _Trial:
         forms += [Layout.REDUCED.value] * (plan.layout is Layout.REDUCED)
         most = max((len(batch.co_owners) for batch in plan.batches), default=0)
         forms += [f"{most} co-owners"] * bool(most)
-        bitwise = None if self.bits is None else not self.bits.different
         return EquivalenceRow(
             layout=layout + (f" ({', '.join(forms)})" if forms else ""),
             mesh=sizes if replicated else f"{sizes} {axes}",
@@ -572,7 +536,7 @@ class _Trial:
             yardstick=deciding.yardstick,
             tolerance=deciding.tolerance,
             worst=deciding.where,
-            bitwise=bitwise,
+            bitwise=None if self.bits is None else not self.bits.different,
         )
 
 
@@ -605,28 +569,20 @@ class _Reference:
         held = copy.deepcopy(model) if masters else model
         if masters:
             parameters = [p for _, p in trainable_parameters(held)]
-            for matrix in collect(held).matrices:
-                p = parameters[matrix.parameter]
+            for p in {parameters[matrix.parameter] for matrix in collect(held).matrices}:
                 p.data = p.data.float()
-        self.weights = _in_order(model, names)
-        self._held = _in_order(held, names)
+        self.weights, self._held = _in_order(model, names), _in_order(held, names)
         self.has_masters = masters
         self.before: list[Tensor] = []  # the weights before the step
         self.updates: list[Tensor] = []  # in the order of its matrices
         self._forms = forms
         self._due: Iterator[str] = iter(())  # the forms of this step's matrices
+        how = {"steps": settings.get("ns_steps", 5), "eps": settings.get("eps", 1e-7)}
+        how["coefficients"] = settings.get("ns_coefficients", "polar_express")
 
         def orthogonalize(x: Tensor) -> Tensor:
-            update = newton_schulz(
-                x,
-                steps=settings.get("ns_steps", 5),
-                coefficients=settings.get("ns_coefficients", "polar_express"),
-                method=next(self._due),
-                dtype=ns_dtype,
-                eps=settings.get("eps", 1e-7),
-            )
-            self.updates.append(update)
-            return update
+            self.updates.append(newton_schulz(x, method=next(self._due), dtype=ns_dtype, **how))
+            return self.updates[-1]
 
         self._optimizer = ReferenceMuon(held, orthogonalize=orthogonalize, **settings)
 
@@ -662,19 +618,12 @@ class _Roundings:
     """The dtypes to which gradients are rounded on their way.
 
     ``used``, ``summed``: in which dtypes dmuon uses weights and sums gradients, None for the
-    parameters' own. ``each``: the coarsest dtype that the gradient of each parameter goes through,
-    because Newton-Schulz rounds a matrix to its dtype, and momentum may be kept in a narrow one,
-    wherever the last bits of a sum put it (``of_matrices``).
+    parameters' own. ``each``: the coarsest dtype that the gradient of each parameter goes through;
+    those of matrices also ``of_matrices``, the dtypes of Newton-Schulz and of momentum.
     """
 
-    def __init__(
-        self,
-        options: object,
-        own: Ownership,
-        parameters: Sequence[Tensor],
-        of_matrices: Sequence[torch.dtype],
-    ) -> None:
-        plan = own.plan
+    def __init__(self, options: object, own: Ownership, of_matrices: Sequence[torch.dtype]) -> None:
+        plan, parameters = own.plan, list(own.parameters)
         self.used = options.param_dtype if isinstance(options, DedicatedOptions) else None
         self.summed: torch.dtype | None = None
         if isinstance(options, DedicatedOptions | ReplicatedOptions) and plan.topology.world > 1:
@@ -697,12 +646,6 @@ def _in_order(model: nn.Module, names: list[str]) -> list[nn.Parameter]:
     return [by_name[name] for name in names]
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, frozen ones and buffers too, by canonical name."""
-    found = chain(model.named_parameters(), model.named_buffers())
-    return {canonical_name(n): t for n, t in found} | dict(trainable_parameters(model))
-
-
 @torch.no_grad()
 def _copy_weights(source: nn.Module, target: nn.Module) -> None:
     """Give a plain module the weights of its parallelized like; a collective call."""
@@ -713,8 +656,13 @@ def _copy_weights(source: nn.Module, target: nn.Module) -> None:
             f"parallelize turned the parameters {sorted(expected - found)} of the model into "
             f"{sorted(found - expected)}: it must keep their names"
         )
-    ours = _tensors(target)
-    for name, tensor in _tensors(source).items():
+
+    def tensors(model: nn.Module) -> dict[str, Tensor]:  # frozen ones and buffers too
+        found = chain(model.named_parameters(), model.named_buffers())
+        return {canonical_name(n): t for n, t in found} | dict(trainable_parameters(model))
+
+    ours = tensors(target)
+    for name, tensor in tensors(source).items():
         if name in ours:
             ours[name].copy_(whole_tensor(tensor))
 
@@ -731,16 +679,8 @@ def _gradients(
     return float(loss.detach()), grads
 
 
-def _wide(grad: Tensor | None) -> torch.dtype | None:
-    return None if grad is None else torch.promote_types(grad.dtype, torch.float32)
-
-
-def _sum(so_far: Tensor | None, grad: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """In ``dtype``, None for that of the gradient."""
-    if grad is None:
-        return so_far
-    grad = grad.to(dtype or grad.dtype)
-    return grad if so_far is None else so_far + grad
+def _sum(so_far: Tensor | None, grad: Tensor | None) -> Tensor | None:
+    return so_far if grad is None else grad if so_far is None else so_far + grad
 
 
 def _moved(grad: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
@@ -762,11 +702,7 @@ def _coarsest(*dtypes: torch.dtype | None) -> torch.dtype:
     return max(given, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _largest(difference: Tensor) -> float:
-    return float(difference.abs().max())
-
-
-def _difference(ours: Tensor, theirs: Tensor, free: float = 0.0) -> tuple[float, float]:
+def _difference(ours: Tensor, theirs: Tensor, free: float = 0.0) -> Pair:
     """Frobenius norm of the difference of two updates, and the difference of their norms.
 
     Both without what is ``free``, and relative to the second's norm. The first sees what points

@@ -26,16 +26,9 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 VOCAB = 61
-
-
-# ---- models ------------------------------------------------------------------------------
 
 
 class _Attention(nn.Module):
@@ -44,9 +37,9 @@ class _Attention(nn.Module):
     def __init__(self, width: int, heads: int, head_dim: int) -> None:
         super().__init__()
         self.head_dim = head_dim
-        self.q_proj = nn.Linear(width, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(width, heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(width, heads * head_dim, bias=False)
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(width, heads * head_dim, bias=False) for _ in range(3)
+        )
         self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,14 +145,10 @@ def loss_of(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def batch(step: int, data_rank: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets ``[4, 16]`` on torch's default device, different for every step and data
-    rank."""
+    """Tokens and targets ``[4, 16]`` on torch's default device, of a step and a data rank."""
     generator = torch.Generator(torch.get_default_device()).manual_seed(104729 * step + data_rank)
     tokens = torch.randint(0, VOCAB, (4, 17), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
-
-
-# ---- ways to parallelize them ------------------------------------------------------------
 
 
 def _as_it_is(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -183,14 +172,10 @@ def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     # Between the two halves of an MLP activations stay DTensors, which know uneven parts.
     uneven = partial(ColwiseParallel, use_local_output=False)
     plan = {
-        "attention.q_proj": ColwiseParallel(),
-        "attention.k_proj": ColwiseParallel(),
-        "attention.v_proj": ColwiseParallel(),
+        **{f"attention.{name}_proj": ColwiseParallel() for name in "qkv"},
         "attention.o_proj": RowwiseParallel(),
-        "mlp.up": uneven(),
-        "mlp.down": RowwiseParallel(),
-        "narrow.up": uneven(),
-        "narrow.down": RowwiseParallel(),
+        **{f"{mlp}.up": uneven() for mlp in ("mlp", "narrow")},
+        **{f"{mlp}.down": RowwiseParallel() for mlp in ("mlp", "narrow")},
     }
     for block in model.blocks:  # type: ignore[union-attr]
         parallelize_module(block, mesh["tp"], plan)
@@ -274,9 +259,7 @@ CASES: tuple[ParallelCase, ...] = (
     _TP_FSDP,
     _EP_FSDP,
     replace(
-        _EP_FSDP,
-        name="ep+fsdp, split experts",
-        data_parallel=partial(_expert_parallel, dim=1),
+        _EP_FSDP, name="ep+fsdp, split experts", data_parallel=partial(_expert_parallel, dim=1)
     ),
     replace(
         _TP_FSDP, name="hsdp+tp", mesh_shape=(2, 2, 2), axes=(*_REPLICAS, "tp"), data_axes=_REPLICAS

@@ -17,6 +17,8 @@ from dmuon.catalogue.presets import PRESETS, model_specs
 from dmuon.config import CO_OWNERS, PlannerOptions
 from dmuon.devices import GPU
 from dmuon.report.data import build_report
+from dmuon.report.text import count_text, grid, printed
+from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable, resolve_costs
 from dmuon.scheduler.json_files import read_text, write_text
 from dmuon.scheduler.plan import OwnershipPlan
@@ -28,14 +30,6 @@ from dmuon.types import DmuonError, Layout, PlanError
 WIDTH = 100  # columns of what is printed to anything but a terminal
 COMPARED = ("round_robin", "greedy", "milp")
 _AXES = {1: ("dp",), 2: ("node", "gpu"), 3: ("group", "node", "gpu")}
-_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
-    "KIB": 1 << 10,
-    "MIB": 1 << 20,
-    "GIB": 1 << 30,
-    "TIB": 1 << 40,
-}
-
-# ---- arguments ---------------------------------------------------------------------------
 
 
 def positive(number: type[int] | type[float]) -> Callable[[str], Any]:
@@ -118,10 +112,11 @@ def memory_bytes(text: str) -> int:
     >>> memory_bytes("80GiB")
     85899345920
     """
-    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]+)?) *([KMGT]?I?B|)", text.strip().upper())
-    if match is None or match[2] not in _BYTES:
+    match = re.fullmatch(r"([0-9]{1,18}(\.[0-9]+)?) *(([KMGT])(I?)B|B)?", text.strip().upper())
+    if match is None:
         raise PlanError(f"--memory {text!r} is no size: give bytes, or 80GiB, 512MiB, 2GB")
-    return int(Fraction(match[1]) * _BYTES[match[2]])
+    unit = (1024 if match[5] else 1000) ** " KMGT".index(match[4] or " ")
+    return int(Fraction(match[1]) * unit)
 
 
 def _co_owners(text: str) -> str | int:
@@ -154,9 +149,6 @@ def _topology(args: argparse.Namespace) -> Topology:
         raise PlanError(f"--mesh {args.mesh}: {error}") from error
 
 
-# ---- the request -------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
     """Everything that planning needs, read from the command line."""
@@ -166,18 +158,11 @@ class Request:
     topology: Topology
     costs: CostTable
     options: PlannerOptions
-
-    layout: Layout = Layout.REDUCED
+    layout: Layout
 
     def solve(self, solver: str) -> OwnershipPlan:
-        return solve(
-            self.specs,
-            self.topology,
-            self.costs,
-            layout=self.layout,
-            solver=solver,
-            options=self.options,
-        )
+        what = self.specs, self.topology, self.costs
+        return solve(*what, layout=self.layout, solver=solver, options=self.options)
 
 
 def _read_request(args: argparse.Namespace) -> Request:
@@ -194,8 +179,7 @@ def _read_request(args: argparse.Namespace) -> Request:
     )
     # Momentum then lies with the shards, as it must where matrices are shared.
     layout = Layout.REDUCED if args.co_owners is None else Layout.SHARDED
-    momentum = layout.keeps_state_at_owners
-    costs = resolve_costs(args.costs, topology.device_type, momentum=momentum)
+    costs = resolve_costs(args.costs, topology.device_type, momentum=layout.keeps_state_at_owners)
     splits = dict(_pattern("--splits", text) for text in args.splits)
     heads = dict(_pattern("--heads", text) for text in args.heads)
     for pattern, counts in heads.items():
@@ -206,23 +190,16 @@ def _read_request(args: argparse.Namespace) -> Request:
     return Request(args.model, specs, topology, costs, options, layout)
 
 
-# ---- one plan ----------------------------------------------------------------------------
-
-
 def _header(request: Request) -> str:
-    topology, specs = request.topology, request.specs
-    everything = specs.parameters + specs.frozen
-    dtypes = sorted({p.dtype for p in everything})
-    mesh = " x ".join(str(size) for size in topology.shape)
-    nodes = f"{topology.nodes} node{'s' * (topology.nodes != 1)}"
-    lines = [
-        f"{request.model}: {_count(sum(p.numel for p in everything))} parameters "
-        f"({', '.join(dtypes)}), mesh {mesh} ({', '.join(topology.axes)}) on {nodes}"
-    ]
+    topology, everything = request.topology, request.specs.parameters + request.specs.frozen
+    dtypes = ", ".join(sorted({p.dtype for p in everything}))
+    mesh = " x ".join(map(str, topology.shape))
     preset = PRESETS.get(request.model.lower())
-    if preset is not None:
-        lines.append(f"shapes: {preset.source}")
-    return "\n".join(lines)
+    return (
+        f"{request.model}: {_count(sum(p.numel for p in everything))} parameters ({dtypes}), "
+        f"mesh {mesh} ({', '.join(topology.axes)}) on {count_text(topology.nodes, 'node')}"
+        + (f"\nshapes: {preset.source}" if preset else "")
+    )
 
 
 def _count(number: float) -> str:
@@ -240,23 +217,24 @@ def _plan(args: argparse.Namespace) -> int:
     request = _read_request(args)
     plan = request.solve(args.solver or "auto")
     report = build_report(plan)
-    if args.json == "-":
-        _out(_json(report.to_dict()))
-    else:
-        _out(f"{_header(request)}\n\n{report}")
-        _save(args.json, lambda: _json(report.to_dict()))
-    _save(args.save, plan.to_json)
+    _show(lambda: f"{_header(request)}\n\n{report}", report.to_dict, args.json)
+    if args.save is not None:
+        wrote(args.save, lambda: write_text(args.save, plan.to_json() + "\n"))
     if args.html is not None:
-        _wrote(args.html, lambda: report.to_html(args.html))
+        wrote(args.html, lambda: report.to_html(args.html))
     return 0
 
 
-def _save(path: str | None, text: Callable[[], str]) -> None:
-    if path is not None:
-        _wrote(path, lambda: write_text(path, text() + "\n"))
+def _show(text: Callable[[], str], numbers: Callable[[], object], path: str | None) -> None:
+    """Print the text, and write the numbers as JSON to a path; for "-" print these alone."""
+    as_json = "" if path is None else json.dumps(numbers(), indent=1) + "\n"
+    sys.stdout.write(as_json if path == "-" else text() + "\n")
+    if path is not None and path != "-":
+        wrote(path, lambda: write_text(path, as_json))
 
 
-def _wrote(path: str, write: Callable[[], object]) -> None:
+def wrote(path: str, write: Callable[[], object]) -> None:
+    """Write a file and say so; PlanError where it cannot be."""
     try:
         write()
     except OSError as error:  # since `_check_writable` a disk is full, or a folder has gone
@@ -282,9 +260,6 @@ def _check_writable(path: str) -> None:
     else:
         return
     raise PlanError(f"cannot write {path!r}: {reason}")
-
-
-# ---- several solvers ---------------------------------------------------------------------
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -319,91 +294,49 @@ def _compare(args: argparse.Namespace) -> int:
             "seconds": found and found.seconds,
         }
         rows.append(row)
-    if args.json == "-":
-        _out(_json({"rows": rows}))
-        return 0
     summary = f"{len(request.specs.matrices)} matrices, costs {request.costs.source}"
-    _out("\n".join([_header(request), summary, _rendered(_comparison(rows)), *notes]))
-    _save(args.json, lambda: _json({"rows": rows}))
+    lines = [_header(request), summary, _comparison(rows), *notes]
+    _show(lambda: "\n".join(lines), lambda: {"rows": rows}, args.json)
     return 0
 
 
-def _comparison(rows: Sequence[dict[str, Any]]) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    left = ("solver", "status")
-    headings = ("makespan ms", "lower bound ms", "gap", "imbalance", "seconds")
-    for heading in (left[0], *headings, left[1]):
-        table.add_column(heading, justify="left" if heading in left else "right")
+def _comparison(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as text, with colours where standard output is a terminal."""
+    numbers = {"makespan_ms": ".3f", "lower_bound_ms": ".3f", "gap": ".2%", "imbalance": ".2%"}
+    numbers["seconds"] = ".2f"
+    headings = [name.replace("_", " ") for name in ("solver", *numbers, "status")]
+    table = grid(headings, ("solver", "status"))
     best = min(row["makespan_ms"] for row in rows if row["makespan_ms"] is not None)
     for row in rows:
-        if row["makespan_ms"] is None:
-            table.add_row(row["solver"], *["-"] * len(headings), row["status"], style="dim")
-            continue
-        table.add_row(
-            row["solver"],
-            f"{row['makespan_ms']:.3f}",
-            f"{row['lower_bound_ms']:.3f}",
-            f"{row['gap']:.2%}",
-            f"{row['imbalance']:.2%}",
-            f"{row['seconds']:.2f}",
-            row["status"],
-            style="bold green" if row["makespan_ms"] == best else None,
-        )
-    return table
-
-
-# ---- a saved plan ------------------------------------------------------------------------
+        style, cells = "dim", ["-"] * len(numbers)
+        if row["makespan_ms"] is not None:
+            style = "bold green" if row["makespan_ms"] == best else ""
+            cells = [format(row[name], how) for name, how in numbers.items()]
+        table.add_row(row["solver"], *cells, row["status"], style=style)
+    text = printed(table, width=None if sys.stdout.isatty() else WIDTH)
+    return "\n".join(map(str.rstrip, text.splitlines()))
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from dmuon.scheduler.certificate import certify
-
     try:
         certificate = certify(OwnershipPlan.from_json(read_text(args.verify)))
     except OSError as error:
         raise PlanError(f"cannot read {args.verify!r}: {error.strerror}") from error
     except ValueError as error:
         raise PlanError(f"cannot verify {args.verify!r}: {error}") from error
-    _out(str(certificate))
+    print(certificate)
     return 0 if certificate.ok and certificate.proven else 1
 
 
-# ---- the command -------------------------------------------------------------------------
-
-
-def _json(data: object) -> str:
-    return json.dumps(data, indent=1)
-
-
-def _out(text: str) -> None:
-    sys.stdout.write(text + "\n")
-
-
-def _rendered(table: Any) -> str:
-    """A table as text, with colours where standard output is a terminal."""
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False)
-    with console.capture() as capture:
-        console.print(table, crop=False)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
-
-
 def _check_combination(args: argparse.Namespace) -> None:
-    given = {
-        f"--{name}": getattr(args, name) is not None
-        for name in ("mesh", "solver", "json", "html", "save")
-    } | {"--compare": args.compare}
-    alone = [name for name, there in given.items() if there]
-    if args.verify is not None and alone:
-        raise PlanError(f"--verify takes a saved plan and nothing else: drop {', '.join(alone)}")
-    if args.compare:
-        single = [name for name in ("--solver", "--html", "--save") if given[name]]
-        if single:
-            raise PlanError(f"--compare makes several plans: drop it, or drop {', '.join(single)}")
+    names = ("mesh", "solver", "json", "html", "save")
+    given = [f"--{name}" for name in names if getattr(args, name) is not None]
+    given += ["--compare"] * args.compare
+    if args.verify is not None and given:
+        raise PlanError(f"--verify takes a saved plan and nothing else: drop {', '.join(given)}")
+    single = ", ".join(name for name in given if name in ("--solver", "--html", "--save"))
+    if args.compare and single:
+        raise PlanError(f"--compare makes several plans: drop it, or drop {single}")
     for path in (args.json, args.html, args.save):
         if path not in (None, "-"):
             _check_writable(path)

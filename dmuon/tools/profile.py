@@ -12,11 +12,14 @@ from collections.abc import Sequence
 import torch
 
 from dmuon import devices
+from dmuon.catalogue.presets import model_specs
 from dmuon.comm.transport import LocalTransport
 from dmuon.config import BATCH_BYTES, PlannerOptions
 from dmuon.measure import Case, cases_of, measured_costs
+from dmuon.report.text import grid, printed
 from dmuon.scheduler.costs import CostTable, ShapeKey, newton_schulz_flops
 from dmuon.scheduler.specs import ITEM_SIZE
+from dmuon.tools.plan import wrote
 from dmuon.types import DmuonError, PlanError
 
 _BUDGET_S = 60.0
@@ -45,9 +48,8 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-batch", type=int, default=most, metavar="B", help="default: %(default)s matrices")
     seconds = "what is not reached in this time is estimated (default: %(default)g)"
     add("--budget", type=float, default=_BUDGET_S, metavar="SECONDS", help=seconds)
-    add(
-        "--device", metavar="TYPE", help="such as cpu, cuda, xpu (default: the accelerator, or cpu)"
-    )
+    device = "such as cpu, cuda, xpu (default: the accelerator, or cpu)"
+    add("--device", metavar="TYPE", help=device)
     add("--threads", type=int, metavar="N", help="threads of a CPU measurement, as in training")
     add("--fresh", action="store_true", help="measure again what is cached already")
     add("--cache-dir", metavar="DIR", help="default: the user's cache directory")
@@ -65,8 +67,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         _profile(args)
     except (DmuonError, ValueError) as error:  # options are checked where they are used
-        message = " ".join(str(error).split())
-        sys.stderr.write(f"python -m dmuon profile: error: {message}\n")
+        sys.stderr.write(f"python -m dmuon profile: error: {' '.join(str(error).split())}\n")
         return 2
     finally:
         torch.set_num_threads(threads)
@@ -81,18 +82,15 @@ def _profile(args: argparse.Namespace) -> None:
         raise PlanError(
             f"--device {args.device}: torch finds no such device here; try --device {device.type}"
         )
-    options = PlannerOptions(
-        max_batch=args.max_batch, profile_budget_s=args.budget, cache_dir=args.cache_dir
-    )
+    limits = {"max_batch": args.max_batch, "profile_budget_s": args.budget}
+    options = PlannerOptions(**limits, cache_dir=args.cache_dir)
     if args.threads is not None:
         if args.threads < 1:
             raise PlanError(f"--threads must be at least 1, found {args.threads}")
         torch.set_num_threads(args.threads)
     keys, begin = _keys(args), time.perf_counter()
-    momentum = args.layout != "sharded"
-    table = measured_costs(
-        LocalTransport(), keys, device, options, momentum=momentum, fresh=args.fresh
-    )
+    how = {"momentum": args.layout != "sharded", "fresh": args.fresh}
+    table = measured_costs(LocalTransport(), keys, device, options, **how)
     seconds = time.perf_counter() - begin
     cases = cases_of(keys, options.max_batch, BATCH_BYTES // devices.of(device).ns_dtype().itemsize)
     if args.out == "-":
@@ -100,18 +98,12 @@ def _profile(args: argparse.Namespace) -> None:
         return
     sys.stdout.write(_rendered(table, cases, seconds) + "\n")
     if args.out is not None:
-        try:
-            table.save(args.out)
-        except OSError as error:
-            raise PlanError(f"cannot write {args.out!r}: {error.strerror}") from error
-        sys.stderr.write(f"wrote {args.out}\n")
+        wrote(args.out, lambda: table.save(args.out))
 
 
 def _keys(args: argparse.Namespace) -> list[ShapeKey]:
     """The matrices to measure for: the model's, or enough of each shape for every batch size."""
     if args.model is not None:
-        from dmuon.catalogue.presets import model_specs
-
         keys = [matrix.key for matrix in model_specs(args.model, args.dtype).matrices]
         if not keys:
             raise PlanError(f"--model {args.model} has no matrices")
@@ -137,20 +129,13 @@ def parse_shapes(text: str) -> list[tuple[int, int]]:
 
 
 def _rendered(table: CostTable, cases: Sequence[Case], seconds: float) -> str:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     origins = Counter(table.origin(case.key, case.batch) for case in cases)
     counts = ", ".join(f"{count} {origin}" for origin, count in sorted(origins.items()))
-    rows = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     words = ("shape", "dtype", "origin", "kernel")
-    for heading in (*words[:2], "batch", "ms", "ms per matrix", "GFLOP/s", *words[2:]):
-        left = heading in words
-        rows.add_column(heading, justify="left" if left else "right")
+    rows = grid((*words[:2], "batch", "ms", "ms per matrix", "GFLOP/s", *words[2:]), words)
     previous = None
-    for (m, n, dtype), batch in ((case.key, case.batch) for case in cases):
-        key = m, n, dtype
+    for case in cases:
+        (m, n, dtype), key, batch = case.key, case.key, case.batch
         ms, origin = table.batch_ms(key, batch), table.origin(key, batch)
         rate = batch * newton_schulz_flops(m, n, table.ns_steps) / 1e6 / ms if ms else 0.0
         if key != previous and previous is not None:
@@ -163,10 +148,7 @@ def _rendered(table: CostTable, cases: Sequence[Case], seconds: float) -> str:
             style=None if origin == "measured" else "dim",
         )
         previous = key
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
-    with console.capture() as capture:
-        console.print(f"Newton-Schulz {table.source}", soft_wrap=True)
-        console.print(f"{counts}, in {seconds:.1f} s")
-        console.print(rows)
-        console.print("GFLOP/s: of the standard iteration's operations, whatever form ran.")
-    return capture.get().rstrip()
+    note = "GFLOP/s: of the standard iteration's operations, whatever form ran."
+    width = None if sys.stdout.isatty() else _WIDTH
+    text = printed(f"{counts}, in {seconds:.1f} s", rows, note, width=width)
+    return f"Newton-Schulz {table.source}\n{text}"
