@@ -200,11 +200,7 @@ class Link:
 # Not measured: NVLink 4 at 80% of its data sheet's rate in one direction, a 400 Gbit/s network card
 # a GPU; processes on one CPU by gloo.
 LINKS: Mapping[str, Link] = MappingProxyType(
-    {
-        "nvlink": Link(1.5e-5, 3.5e11),
-        "network": Link(4e-5, 4.5e10),
-        "cpu": Link(3e-4, 1.5e9),
-    }
+    {"nvlink": Link(1.5e-5, 3.5e11), "network": Link(4e-5, 4.5e10), "cpu": Link(3e-4, 1.5e9)}
 )
 
 

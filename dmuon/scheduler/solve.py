@@ -33,14 +33,7 @@ from dmuon.scheduler.costs import BATCH_NUMEL, CostTable, largest_batch
 from dmuon.scheduler.greedy import baselines, greedy, improve
 from dmuon.scheduler.placement import launch_order, layer_of, place
 from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof
-from dmuon.scheduler.problem import (
-    UNLIMITED,
-    Counts,
-    OwnerClass,
-    Problem,
-    build_problem,
-    relaxed,
-)
+from dmuon.scheduler.problem import UNLIMITED, Counts, OwnerClass, Problem, build_problem, relaxed
 from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
