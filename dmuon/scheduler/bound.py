@@ -342,10 +342,8 @@ class Holdings:
         while low < high:
             middle = (low + high) // 2
             most = zip(self.problem.classes, self.most(middle), strict=True)
-            if sum(c.size * worth for c, worth in most) >= self.total:
-                high = middle
-            else:
-                low = middle + 1
+            is_open = sum(c.size * worth for c, worth in most) >= self.total
+            low, high = (low, middle) if is_open else (middle + 1, high)
         return high
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -73,17 +73,14 @@ def blocks_of(ranks: Sequence[int], topology: Topology, size: int) -> list[Block
     >>> blocks_of(range(6), Topology.flat(6, ranks_per_node=3), 2)
     [(0, 1), (3, 4)]
     """
-    nodes: dict[int, list[int]] = {}
+    nodes: dict[int, list[int]] = defaultdict(list)
     for rank in sorted(ranks):
-        nodes.setdefault(topology.node(rank), []).append(rank)
-    inside = [
-        tuple(mine[i : i + size]) for mine in nodes.values()
-        for i in range(0, len(mine) - size + 1, size)
-    ]  # fmt: skip
-    if inside:
-        return inside
-    every = sorted(ranks)
-    return [tuple(every[i : i + size]) for i in range(0, len(every) - size + 1, size)]
+        nodes[topology.node(rank)].append(rank)
+    inside, across = (
+        [tuple(s[i : i + size]) for s in sets for i in range(0, len(s) - size + 1, size)]
+        for sets in (nodes.values(), [sorted(ranks)])
+    )
+    return inside or across
 
 
 class CoOwners:
@@ -184,10 +181,7 @@ class CoOwners:
         while best is not None and best.makespan - low > best.makespan // _CLOSE:
             middle = (low + best.makespan) // 2
             found = self.fit(middle, only)
-            if found is None:
-                low = middle + 1
-            else:
-                best = found
+            low, best = (middle + 1, best) if found is None else (low, found)
         return best
 
     # ---- what no way gets below ------------------------------------------------------------
@@ -205,10 +199,7 @@ class CoOwners:
             return makespan
         while high - low > low // _EXACT:
             middle = (low + high) // 2
-            if self._is_possible(middle):
-                high = middle
-            else:
-                low = middle + 1
+            low, high = (low, middle) if self._is_possible(middle) else (middle + 1, high)
         return low
 
     def _is_possible(self, limit: int) -> bool:
@@ -295,13 +286,14 @@ def shared_prices(
     batch_numel: int,
 ) -> tuple[SharedPrice, ...]:
     """The price of every shape for each of 2, 4, 8 co-owners, where it has as many columns."""
-    found = []
+    found, on_cpu = [], costs.device in (None, ANALYTIC_DEVICES["cpu"])
     for (key, k), (count, blocks) in sharable(specs, topology, limits).items():
-        link = _link(costs, topology, blocks)
+        # The slowest link that these blocks go over.
+        inside = all(len({topology.node(rank) for rank in block}) == 1 for block in blocks)
+        link = "cpu" if on_cpu else "nvlink" if inside else "network"
         rows, cols, _ = canonical_key(key)
         most = largest_batch(rows, -(-cols // k), max_batch, batch_numel)
-        batches = range(1, min(count, most) + 1)
-        prices = [costs.shared_ms(key, b, k, link) for b in batches]
+        prices = [costs.shared_ms(key, b, k, link) for b in range(1, min(count, most) + 1)]
         ms, split, origin = zip(*prices, strict=True)
         found.append(SharedPrice(key, k, ms, split, origin, costs.slice_kernel(key)))
     return tuple(found)
@@ -312,10 +304,10 @@ def sharable(
 ) -> dict[tuple[ShapeKey, int], tuple[int, list[Block]]]:
     """By shape and number of co-owners: how many matrices can be shared by so many, and all blocks
     of that size."""
-    counts: dict[ShapeKey, int] = {}
-    for i, matrix in enumerate(specs.matrices):
-        if not limits.is_forced(i) and can_be_shared(specs, matrix):
-            counts[matrix.key] = counts.get(matrix.key, 0) + 1
+    counts = Counter(
+        matrix.key for i, matrix in enumerate(specs.matrices)
+        if not limits.is_forced(i) and can_be_shared(specs, matrix)
+    )  # fmt: skip
     domains = limits.domains or (tuple(range(topology.world)),)
     found = {}
     for k in SIZES:
@@ -324,14 +316,6 @@ def sharable(
             if max(key[:2]) >= k:
                 found[key, k] = count, blocks
     return found
-
-
-def _link(costs: CostTable, topology: Topology, blocks: Sequence[Block]) -> str:
-    """The slowest link that these blocks go over."""
-    if costs.device in (None, ANALYTIC_DEVICES["cpu"]):
-        return "cpu"
-    inside = all(len({topology.node(rank) for rank in block}) == 1 for block in blocks)
-    return "nvlink" if inside else "network"
 
 
 def check_size(specs: ModelSpecs, limits: OwnerLimits, world: int, size: int) -> None:

@@ -84,7 +84,8 @@ def solve(
     begin = time.perf_counter()
     budget = Budget(options.time_limit_s)
     if limits is None:
-        whole = specs.adamw_state_bytes() if layout is Layout.REDUCED else 0
+        adamw = (specs.parameters[i] for i in specs.adamw_parameters())
+        whole = sum(p.numel * p.state_item for p in adamw) if layout is Layout.REDUCED else 0
         fixed = (whole,) * topology.world if whole else ()
         limits = OwnerLimits(fixed_bytes=fixed, memory_bytes=options.owner_memory_bytes)
     rows = price_rows(specs, costs, options.max_batch, batch_numel)
@@ -138,22 +139,17 @@ def price_rows(
     rows = []
     for key, count in sorted(Counter(m.key for m in specs.matrices).items()):
         sizes = range(1, min(count, largest_batch(*key[:2], max_batch, batch_numel)) + 1)
+        ms = tuple(float(costs.batch_ms(key, b)) for b in sizes)
+        origin = tuple(costs.origin(key, b) for b in sizes)
         kernels = tuple(costs.kernel(key, b) for b in sizes)
-        rows.append(
-            PriceRow(
-                key,
-                tuple(float(costs.batch_ms(key, b)) for b in sizes),
-                tuple(costs.origin(key, b) for b in sizes),
-                kernels if any(kernels) else (),
-            )
-        )
+        rows.append(PriceRow(key, ms, origin, kernels if any(kernels) else ()))
     return tuple(rows)
 
 
 # ---- counts ------------------------------------------------------------------------------
 
 
-def _round_robin(problem: Problem, simple: dict[str, Counts], budget: Budget) -> Found:
+def _round_robin(problem: Problem, simple: dict[str, Counts], _: Budget) -> Found:
     if "round_robin" not in simple:
         raise PlanError(
             "solver='round_robin' finds no plan inside owner_memory_bytes: use solver='auto'"
@@ -225,10 +221,10 @@ def _solved(problem: Problem, plain: Found, budget: Budget) -> Found:
             best = _closed(problem, best, _LAST_WORK, budget)
     makespan = problem.makespan(best.counts)
     best = replace(best, bound=certified(problem, best.proof, best.bound))
-    better = makespan < problem.makespan(plain.counts) or best.bound > plain.bound
-    if not better:
+    solver = "milp" if engine else "search"
+    if makespan >= problem.makespan(plain.counts) and best.bound <= plain.bound:
+        solver = "greedy"
         notes.append("this is the greedy plan")
-    solver = "greedy" if not better else "milp" if engine else "search"
     return replace(best, solver=solver, engine=engine, note="; ".join(notes))
 
 
@@ -242,9 +238,8 @@ def _closed(problem: Problem, found: Found, work: int, budget: Budget) -> Found:
             makespan = problem.makespan(counts)
             continue
         if tried.complete:
-            found = replace(
-                found, bound=makespan, proof=replace(found.proof, impossible=makespan - 1)
-            )
+            proof = replace(found.proof, impossible=makespan - 1)
+            found = replace(found, bound=makespan, proof=proof)
         break
     return replace(found, counts=counts)
 
@@ -257,13 +252,9 @@ def _shares(problem: Problem, domains: Sequence[Sequence[OwnerClass]]) -> Counts
     """
     shares = np.zeros((len(domains), len(problem.shapes)), np.int64)
     sizes = [sum(c.size for c in domain) for domain in domains]
-    loads = [
-        sum(c.fixed * c.size for c in domain) / n for domain, n in zip(domains, sizes, strict=True)
-    ]
-    may = [
-        [p for p, domain in enumerate(domains) if domain[0].allowed[s]]
-        for s in range(shares.shape[1])
-    ]
+    loads = [sum(c.fixed * c.size for c in some) / n for some, n in zip(domains, sizes)]
+    allowed = zip(*(domain[0].allowed for domain in domains))  # by shape
+    may = [[p for p, yes in enumerate(those) if yes] for those in allowed]
     for s in sorted(range(len(may)), key=lambda s: (len(may[s]) > 1, s)):
         shape = problem.shapes[s]
         usual = -(-shape.count // sum(sizes[p] for p in may[s]))  # of an owner, about
@@ -331,8 +322,7 @@ def _with_co_owners(
         PlanError: a number of co-owners was asked for that is not possible.
     """
     specs, topology, limits, asked = plan.specs, plan.topology, plan.limits, options.co_owners
-    is_number = isinstance(asked, int)
-    if is_number and plan.layout.keeps_state_at_owners:
+    if isinstance(asked, int) and plan.layout.keeps_state_at_owners:
         raise PlanError(
             f"co_owners={asked} needs momentum that lies with the parameters, and in the "
             f"{plan.layout.value!r} layout each matrix and its momentum lie with one owner: use "
@@ -351,7 +341,7 @@ def _with_co_owners(
     pays = sharing.makespan * costs.contention < (1 - GAIN) * makespan
     if asked == "off" and not pays:
         return plan
-    if not is_number and not (asked == "auto" and pays):
+    if not isinstance(asked, int) and not (asked == "auto" and pays):
         return replace(plan, shared_prices=prices, shared_ms=problem.ms(sharing.makespan))
     shared = _shared_batches(ways, sharing, order)
     remaining = build_problem(
@@ -425,11 +415,9 @@ def _tight(problem: Problem, budget: Budget) -> Counts:
         assert counts is not None
         return counts
     nbytes = in_bytes.makespan(found.counts)
-    known = (
-        f"the smallest feasible cap is {nbytes} bytes{_mebibytes(nbytes)}"
-        if found.bound >= nbytes
-        else f"a cap of {nbytes} bytes is feasible, and none below {found.bound} is"
-    )
+    known = f"a cap of {nbytes} bytes is feasible, and none below {found.bound} is"
+    if found.bound >= nbytes:
+        known = f"the smallest feasible cap is {nbytes} bytes{_mebibytes(nbytes)}"
     matrices = int(problem.demand.sum()) + sum(shape.count for _, shape in problem.forced)
     raise PlanError(
         f"owner_memory_bytes={cap} is too small for the optimizer state of {matrices} matrices on "
