@@ -299,13 +299,9 @@ class Holdings:
                 made = Frontier(np.zeros(1, np.int64), np.array([most]), False, least[allowed])
             else:
                 made = frontier(
-                    mine,
-                    max(limit, 0),
-                    bounding=not real,
-                    least=least[allowed],
-                    max_points=points,
-                    max_work=share,
-                )
+                    mine, max(limit, 0), bounding=not real, least=least[allowed],
+                    max_points=points, max_work=share,
+                )  # fmt: skip
             left -= made.work
             self.frontiers[allowed] = made
 
@@ -404,12 +400,9 @@ def simple_bound(problem: Problem, limit: int) -> tuple[int, Dual]:
         work[mine] += int(shape.ticks[-1])
     none = (0,) * len(shapes)
     duals = [Dual(none, (1,) * len(shapes))]
-    busiest = sorted(work, key=lambda mine: -work[mine] / ranks[mine])
-    duals += [
-        Dual(none, tuple(int(mine <= those) for mine in owners))
-        for those in busiest[:_MOST_SIMPLE]
-        if len(those) < len(problem.classes)
-    ]
+    for those in sorted(work, key=lambda mine: -work[mine] / ranks[mine])[:_MOST_SIMPLE]:
+        if len(those) < len(problem.classes):
+            duals.append(Dual(none, tuple(int(mine <= those) for mine in owners)))
 
     def pigeonhole(s: int) -> int:
         shape, mine = problem.shapes[s], owners[s]
@@ -536,23 +529,18 @@ def _patterns(
     return rows[np.lexsort((*rows.T, -_total(worth.most, rows)))]
 
 
+@dataclass
 class _Search:
     """The search: states [states, shapes] after each owner, and their parents."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        limit: int,
-        worths: Sequence[_Worth],
-        patterns: Sequence[Ints],
-        monotone: bool,
-        most_work: int,
-        most_states: int,
-    ) -> None:
-        self.problem, self.limit, self.worths, self.patterns = problem, limit, worths, patterns
-        self.monotone, self.work, self.most_states = monotone, most_work, most_states
-        self.complete = True
-        self._strides = np.cumprod([1, *(problem.demand[:-1] + 1).tolist()], dtype=np.int64)
+    problem: Problem
+    limit: int
+    worths: Sequence[_Worth]
+    patterns: Sequence[Ints]
+    monotone: bool
+    work: int
+    most_states: int
+    complete: bool = True
 
     def run(self) -> Cover:
         problem = self.problem
@@ -593,7 +581,8 @@ class _Search:
                 left, index = self._children(states[part], patterns[some], held)
                 parts.append((left, part[index // len(some)], some[index % len(some)]))
         left, parent, pattern = (np.concatenate(column) for column in zip(*parts, strict=True))
-        _, once = np.unique(left @ self._strides, return_index=True)
+        strides = np.cumprod([1, *(self.problem.demand[:-1] + 1).tolist()], dtype=np.int64)
+        _, once = np.unique(left @ strides, return_index=True)
         order = once[np.argsort(_total(self.worths[0].left, left[once]), kind="stable")]
         if len(order) > self.most_states:
             order, self.complete = order[: self.most_states], False

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from dmuon.scheduler.json_files import (
     cut,
@@ -37,8 +37,6 @@ from dmuon.scheduler.json_files import (
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.types import KernelChoice, PlanError
 
-K = TypeVar("K")
-V = TypeVar("V")
 ShapeKey = tuple[int, int, str]  # rows, cols, dtype of the parameter
 SliceKey = tuple[int, int, str, int, bool]
 
@@ -337,8 +335,7 @@ class CostTable:
         return ms, origin
 
     def _between(self, known: Mapping[int, float], batch: int) -> tuple[float, str]:
-        """The time of a batch from times by ascending batch size; below all of them as if the batch
-        were filled up."""
+        """The time of a batch from times by ascending batch size; one below all is filled up."""
         if batch in known:
             return known[batch], self.entry_origin
         sizes = list(known)
@@ -452,9 +449,7 @@ class CostTable:
         return _read(path, f"costs={os.fspath(path)!r}")[0]
 
 
-def _merged(
-    old: Mapping[K, Mapping[int, V]], new: Mapping[K, Mapping[int, V]]
-) -> dict[K, dict[int, V]]:
+def _merged(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> dict[Any, dict[int, Any]]:
     return {key: {**old.get(key, {}), **new.get(key, {})} for key in {**old, **new}}
 
 

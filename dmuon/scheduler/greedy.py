@@ -214,8 +214,7 @@ class _State:
         return ticks, possible
 
     def _representatives(self, b: int) -> Ints:
-        """One rank of each set of ranks that are alike, the least loaded first: more than some
-        would cost time for little."""
+        """Some ranks that are not alike, the least loaded first."""
         rows = np.column_stack((self.problem.class_of, self.counts))
         _, first = np.unique(rows @ self._weights, return_index=True)
         first = first[self.loads[first] < self.loads[b]]
@@ -241,11 +240,8 @@ class _State:
         return False
 
     def _even_split(self, a: int, b: int, both: Ints) -> Ints | None:
-        """The share of rank ``a``, if there is one that makes the busier of the two less busy.
-
-        The trade-off between the two loads is a knapsack: the value of k matrices with ``a`` is
-        what ``b`` then saves.
-        """
+        """The share of rank ``a``, if there is one that makes the busier of the two less busy: a
+        knapsack, in which the value of k matrices with ``a`` is what ``b`` then saves."""
         problem, options = self.problem, []
         fixed_a, fixed_b = int(problem.fixed[a]), int(problem.fixed[b])
         most = int(self.loads[a]) - 1

@@ -245,11 +245,8 @@ def _closed(problem: Problem, found: Found, work: int, budget: Budget) -> Found:
 
 
 def _shares(problem: Problem, domains: Sequence[Sequence[OwnerClass]]) -> Counts:
-    """[domains, shapes]: how many of each shape a domain takes, so that all owners work alike.
-
-    What only one domain may take comes first, then the costliest, each to the domain whose owners
-    are least busy with it.
-    """
+    """[domains, shapes]: how many of each shape a domain takes, so that all owners work alike. What
+    only one domain may take comes first, then the costliest, each where owners are least busy."""
     shares = np.zeros((len(domains), len(problem.shapes)), np.int64)
     sizes = [sum(c.size for c in domain) for domain in domains]
     loads = [sum(c.fixed * c.size for c in some) / n for some, n in zip(domains, sizes)]
@@ -389,10 +386,8 @@ def _shared_batches(ways: CoOwners, sharing: Sharing, order: Sequence[int]) -> l
 
 
 def _tight(problem: Problem, budget: Budget) -> Counts:
-    """Counts where the memory cap leaves little.
-
-    They start from how the fullest rank stores least, whatever the time: the same assignment
-    problem, with bytes for ticks.
+    """Counts where the memory cap leaves little. They start from how the fullest rank stores least,
+    whatever the time: the same assignment problem, with bytes in place of ticks.
 
     Raises:
         PlanError: nothing fits; states the smallest cap that does, as far as it is known.
@@ -479,10 +474,8 @@ def _batches(
         for i in sorted(shape.members, key=position.__getitem__):
             held[owners[i]].append(i)
         for owner, mine in held.items():
-            start = 0
             for size in shape.batches(len(mine)):
-                ms = problem.ms(shape.batch_ticks[size - 1])
-                kernel = rows[shape.key].kernel(size)
-                made.append(Batch(owner, tuple(mine[start : start + size]), ms, kernel))
-                start += size
+                some, mine = tuple(mine[:size]), mine[size:]
+                ms, kernel = problem.ms(shape.batch_ticks[size - 1]), rows[shape.key].kernel(size)
+                made.append(Batch(owner, some, ms, kernel))
     return tuple(sorted(made, key=lambda b: (position[b.matrices[0]], b.owner)))
