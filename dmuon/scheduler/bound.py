@@ -602,15 +602,13 @@ class _Search:
         return left, index
 
     def _found(self, steps: Sequence[tuple[int, int, Ints, Ints]]) -> Cover:
-        counts = np.zeros((self.problem.world, len(self.problem.shapes)), np.int64)
-        at = 0
+        counts, at = np.zeros((self.problem.world, len(self.problem.shapes)), np.int64), 0
         for c, rank, parent, pattern in reversed(steps):
             counts[rank] = self.patterns[c][pattern[at]]
             at = int(parent[at])
         spread(self.problem, counts)
-        if self.problem.is_feasible(counts) and self.problem.makespan(counts) <= self.limit:
-            return Cover(counts, True)
-        return Cover(None, False)
+        fits = self.problem.is_feasible(counts) and self.problem.makespan(counts) <= self.limit
+        return Cover(counts if fits else None, fits)
 
 
 def spread(problem: Problem, counts: Counts) -> None:

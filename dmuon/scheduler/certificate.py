@@ -209,7 +209,11 @@ def _wrong_prices(plan: OwnershipPlan) -> Iterator[str]:
     name, _, device = source.partition(":")
     if name == "analytic" and device in ANALYTIC_DEVICES:
         tables = [CostTable.analytic(device, momentum=m) for m in (True, False)]
-        if not any(_are_prices(plan, table) for table in tables):
+        given = [(row.key, b, ms) for row in plan.prices for b, ms in enumerate(row.ms, 1)]
+        if not any(
+            all(math.isclose(ms, t.batch_ms(key, b), rel_tol=1e-9) for key, b, ms in given)
+            for t in tables
+        ):
             yield f"the prices are not those of {source!r}"
         if plan.shared_prices and not any(_are_shared_prices(plan, table) for table in tables):
             yield f"the prices of co-owners are not those of {source!r}"
@@ -217,14 +221,6 @@ def _wrong_prices(plan: OwnershipPlan) -> Iterator[str]:
         priced = {(row.key, row.co_owners) for row in plan.shared_prices}
         for key, k in sharable(plan.specs, plan.topology, plan.limits).keys() - priced:
             yield f"{k} co-owners of {key[0]} x {key[1]} have no price, so nothing bounds them"
-
-
-def _are_prices(plan: OwnershipPlan, costs: CostTable) -> bool:
-    return all(
-        math.isclose(ms, costs.batch_ms(row.key, batch), rel_tol=1e-9)
-        for row in plan.prices
-        for batch, ms in enumerate(row.ms, 1)
-    )
 
 
 def _are_shared_prices(plan: OwnershipPlan, costs: CostTable) -> bool:

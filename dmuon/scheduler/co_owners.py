@@ -98,12 +98,12 @@ class CoOwners:
         self.problem, self.prices = problem, prices
         rows = {(row.key, row.co_owners): row for row in prices}
         self.sizes: list[list[int]] = []
-        self._price: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.price: dict[tuple[int, int], tuple[int, ...]] = {}  # ticks of batches of 1, 2, ...
         self._blocks: dict[tuple[int, int], list[Block]] = {}
         found: dict[tuple[int, int], list[Block]] = {}
         for s, shape in enumerate(problem.shapes):
             sizes = [1]
-            self._price[s, 1] = shape.batch_ticks
+            self.price[s, 1] = shape.batch_ticks
             every = range(topology.world) if shape.domain < 0 else limits.domains[shape.domain]
             if all(can_be_shared(specs, specs.matrices[i]) for i in shape.members):
                 sizes += [k for k in SIZES if (shape.key, k) in rows and k <= len(every)]
@@ -113,8 +113,8 @@ class CoOwners:
                 self._blocks[s, k] = found[shape.domain, k]
                 if k > 1:
                     ms = rows[shape.key, k].ms[: shape.count]
-                    self._price[s, k] = tuple(problem.ticks(value) for value in ms)
-            sizes.sort(key=lambda k: k * self._price[s, k][0])
+                    self.price[s, k] = tuple(problem.ticks(value) for value in ms)
+            sizes.sort(key=lambda k: k * self.price[s, k][0])
             self.sizes.append(sizes)
         # For bounds: the classes that may have each shape; for each of its sizes the least ticks of
         # an owner, and the least work of all of them together for one matrix, in parts of a tick.
@@ -122,11 +122,11 @@ class CoOwners:
             frozenset(c for c, o in enumerate(problem.classes) if o.allowed[s])
             for s in range(len(problem.shapes))
         ]
-        self._unit = math.lcm(*range(1, 1 + max(map(len, self._price.values()), default=1)))
+        self._unit = math.lcm(*range(1, 1 + max(map(len, self.price.values()), default=1)))
         self._work = [
             [
                 (min(price), min(k * t * self._unit // b for b, t in enumerate(price, 1)))
-                for k, price in ((k, self._price[s, k]) for k in sizes)
+                for k, price in ((k, self.price[s, k]) for k in sizes)
             ]
             for s, sizes in enumerate(self.sizes)
         ]
@@ -134,7 +134,7 @@ class CoOwners:
 
     def _ticks(self, s: int, k: int) -> Ints:
         """`Shape.ticks` with k co-owners."""
-        return cheapest(self._price[s, k], self.problem.shapes[s].count)[0]
+        return cheapest(self.price[s, k], self.problem.shapes[s].count)[0]
 
     # ---- what to share -------------------------------------------------------------------
 
@@ -224,8 +224,8 @@ class CoOwners:
         return all(self._have_room(shapes, work, free) for shapes in [[s] for s in most] + together)
 
     def _are_halved(self) -> bool:
-        """True if all shapes have the same blocks, and every rank is in one block of the largest
-        size, each half of which is a block of half the size, and so on."""
+        """True if all shapes have the same blocks, and every rank is in one of the largest size,
+        each half of which is a block of half the size, and so on."""
         blocks = {k: set(found) for (_, k), found in self._blocks.items()}
         alike = all(set(found) == blocks[k] for (_, k), found in self._blocks.items())
         sizes = sorted(blocks)

@@ -178,8 +178,7 @@ class Columns:
                 proving = Holdings(self.problem, dual, limit, points=points)
                 self.left -= proving.work
             proven = proving.bound()
-            climbed = proven > self.bound
-            if climbed:
+            if climbed := proven > self.bound:
                 self.bound, self.dual = proven, dual
             new = self._price(real, self.bound)
             if not climbed and (theta <= 1 + 1e-9 or not new):

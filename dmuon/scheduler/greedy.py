@@ -232,8 +232,7 @@ class _State:
         for o in self._representatives(b)[: min(self.splits, _SPLIT_WITH)].tolist():
             self.splits -= 1
             both = self.counts[b] + self.counts[o]
-            mine = self._even_split(b, o, both)
-            if mine is not None:
+            if (mine := self._even_split(b, o, both)) is not None:
                 self._set(b, mine)
                 self._set(o, both - mine)
                 return True

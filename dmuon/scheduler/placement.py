@@ -63,11 +63,9 @@ def place(
     patterns = [shared[rank] for rank in order]
     topology = topology or Topology.flat(len(order))
     # Where owners take alike, nothing is better than the owner order; where not, to evade.
+    handed = _hand_out(shapes, layers, patterns, order, topology)
     placed = []
-    for positions in (
-        _in_order(shapes, layers, patterns),
-        _hand_out(shapes, layers, patterns, order, topology),
-    ):
+    for positions in (_in_order(shapes, layers, patterns), handed):
         if positions is not None:
             _separate(shapes, layers, positions)
             placed.append([order[position] for position in positions])

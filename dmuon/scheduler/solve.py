@@ -338,7 +338,7 @@ def _with_co_owners(
     pays = sharing.makespan * costs.contention < (1 - GAIN) * makespan
     if asked == "off" and not pays:
         return plan
-    if not isinstance(asked, int) and not (asked == "auto" and pays):
+    if asked == "off" or (asked == "auto" and not pays):
         return replace(plan, shared_prices=prices, shared_ms=problem.ms(sharing.makespan))
     shared = _shared_batches(ways, sharing, order)
     remaining = build_problem(
@@ -352,10 +352,10 @@ def _with_co_owners(
         simple["greedy"] = sharing.alone[:, columns]
     found = SOLVERS[solver](remaining, simple, budget)
     found = replace(found, bound=ways.bound(remaining.makespan(found.counts)))
-    batches = _batches(specs, topology, remaining, found.counts, order, plan.prices, shared)
     outcome = _outcome(remaining, found, budget) | {"proof": None}
-    alone_ms = problem.ms(makespan)
-    return replace(plan, batches=batches, shared_prices=prices, alone_ms=alone_ms, **outcome)
+    outcome["alone_ms"] = problem.ms(makespan)
+    batches = _batches(specs, topology, remaining, found.counts, order, plan.prices, shared)
+    return replace(plan, batches=batches, shared_prices=prices, **outcome)
 
 
 def _shared_batches(ways: CoOwners, sharing: Sharing, order: Sequence[int]) -> list[Batch]:
@@ -373,8 +373,7 @@ def _shared_batches(ways: CoOwners, sharing: Sharing, order: Sequence[int]) -> l
         for i, (_, at) in zip(members, turns, strict=False):
             taken[at].append(i)
         for (block, _), mine in zip(parts, taken, strict=True):
-            row = row_of[shape.key, len(block)]
-            price = tuple(problem.ticks(ms) for ms in row.ms[: shape.count])
+            row, price = row_of[shape.key, len(block)], ways.price[s, len(block)]
             for b in replace(shape, batch_ticks=price).batches(len(mine)):
                 some, mine = tuple(mine[:b]), mine[b:]
                 ms, split = problem.ms(price[b - 1]), row.split[b - 1]
@@ -452,8 +451,8 @@ def _batches(
     prices: Sequence[PriceRow],
     shared: Sequence[Batch] = (),
 ) -> tuple[Batch, ...]:
-    """Counts made concrete, with consecutive matrices on different owners, and every owner's
-    matrices cut into the cheapest batches; these and the ``shared`` ones, earliest layers first."""
+    """Counts made concrete: consecutive matrices on different owners, each owner's in the cheapest
+    batches; these and the ``shared`` ones, earliest layers first."""
     owners = {i: rank for rank, shape in problem.forced for i in shape.members}
     shape_of = {i: s for s, shape in enumerate(problem.shapes) for i in shape.members}
     free = [i for i in order if i in shape_of]
