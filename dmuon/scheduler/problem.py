@@ -95,8 +95,7 @@ class Shape:
 
     def batches(self, k: int) -> tuple[int, ...]:
         """Sizes of a cheapest split of k matrices, largest first."""
-        sizes = []
-        first = cheapest(self.batch_ticks, self.count)[1]
+        sizes, first = [], cheapest(self.batch_ticks, self.count)[1]
         while k:
             sizes.append(int(first[k]))
             k -= sizes[-1]
@@ -172,10 +171,7 @@ class Problem:
 
     def loads(self, counts: Counts) -> Ints:
         """Ticks of every rank."""
-        return self.fixed + sum(
-            (shape.ticks[counts[:, s]] for s, shape in enumerate(self.shapes)),
-            np.zeros(self.world, np.int64),
-        )
+        return self.fixed + sum(k.ticks[counts[:, s]] for s, k in enumerate(self.shapes))
 
     def makespan(self, counts: Counts) -> int:
         return int(self.loads(counts).max())

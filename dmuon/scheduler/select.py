@@ -485,7 +485,7 @@ def _matrices(use: _Use, index: int, cut: _Cut) -> list[MatrixSpec]:
 
 def _check(uses: list[_Use], allow_meta: bool) -> None:
     """Refuse trainable parameters that nothing here can update."""
-    first: _Use | None = None
+    first = next((use for use in uses if not use.parameter.is_meta), None)
     for use in uses:
         name, p = use.name, use.parameter
         if isinstance(p, nn.parameter.UninitializedParameter):
@@ -508,10 +508,7 @@ def _check(uses: list[_Use], allow_meta: bool) -> None:
                 f"{name!r} is the weight of an embedding with sparse=True, whose sparse "
                 "gradients cannot be averaged with the others: build it with sparse=False"
             )
-        if p.is_meta:
-            continue
-        first = first or use
-        if p.device != first.parameter.device:
+        if first is not None and not p.is_meta and p.device != first.parameter.device:
             raise DmuonError(
                 f"parameter {name!r} is on {p.device} but {first.name!r} is on "
                 f"{first.parameter.device}: move the model to one device before "
