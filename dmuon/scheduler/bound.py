@@ -32,12 +32,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from dmuon.scheduler.plan import Dual, Proof
-from dmuon.scheduler.problem import Counts, Problem, relaxed
-
-Ints = npt.NDArray[np.int64]
+from dmuon.scheduler.problem import Counts, Ints, Problem, relaxed
 
 MAX_POINTS = 8_000  # of a knapsack, kept after each shape
 _MOST_WORK = 16_000_000  # pairs formed in one knapsack: about a second
@@ -73,7 +70,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class _Points:
-    """Pairs, both ascending, and the point of the stage before and the choice that made each."""
+    """Pairs, both ascending; the point of the stage before and the choice that made each."""
 
     cost: Ints
     value: Ints
@@ -85,6 +82,9 @@ class _Points:
 
     def at(self, index: Ints) -> _Points:
         return _Points(self.cost[index], self.value[index], self.parent[index], self.taken[index])
+
+
+_NOTHING = _Points(*np.zeros((4, 1), np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +109,7 @@ class Frontier:
 
     def choice(self, limit: int) -> Ints | None:
         """The most valuable counts of each shape within the limit; None if all are worth too
-        little.
-
-        Only for a frontier that is not bounding.
-        """
+        little. Only for a frontier that is not bounding."""
         at = int(np.searchsorted(self.cost, limit, side="right")) - 1
         if at < 0:
             return None
@@ -150,7 +147,7 @@ def frontier(
     never too small; otherwise into the most valuable real one, so that `Frontier.choice` exists.
     ``max_work`` bounds the pairs formed: what an option leaves of its share is for those after it.
     """
-    points, exact, work = _nothing(), True, 0
+    points, exact, work = _NOTHING, True, 0
     each = [density(option, limit) for option in options]
     later = np.maximum.accumulate([0.0, *each[:0:-1]])[::-1].tolist()
     densest = max(each, default=0.0)
@@ -168,8 +165,7 @@ def frontier(
         return points.at(np.flatnonzero(points.value + ahead[i].value[at] >= least))
 
     for i, (option, dense) in enumerate(zip(options, later, strict=False)):
-        choices = _useful(option.cost, option.value, limit, least, densest)
-        taken = _Points(option.cost[choices], option.value[choices], choices, choices)
+        taken = _choices(option, limit, least, densest)
         pairs = max(1, (max_work - work) // (len(options) - i))
         points = promising(points, i, pairs // max(len(taken), 1))
         if len(points) * len(taken) > pairs:
@@ -190,24 +186,23 @@ def frontier(
     return Frontier(points.cost, points.value, exact, least, kept, work)
 
 
-def _nothing() -> _Points:
-    zero = np.zeros(1, np.int64)
-    return _Points(zero, zero, zero, zero)
-
-
 def _ahead(
     options: Sequence[Option], limit: int, most: int, max_work: int
 ) -> tuple[list[_Points], int]:
     """For each option, and for none, an upper bound of what it and all later ones are worth within
     a cost, in at most ``most`` points each; and the number of pairs that were formed."""
-    found, work = [_nothing()], 0
+    found, work = [_NOTHING], 0
     for option in reversed(options):
-        choices = _useful(option.cost, option.value, limit, 0, math.inf)
-        taken = _Points(option.cost[choices], option.value[choices], choices, choices)
+        taken = _choices(option, limit, 0, math.inf)
         taken = _thin(taken, True, max(1, max_work // (len(options) * len(found[0]))))
         work += len(found[0]) * len(taken)
         found.insert(0, _thin(_products(found[0], taken, limit, 0, math.inf), True, most))
     return found, work
+
+
+def _choices(option: Option, limit: int, least: int, dense: float) -> _Points:
+    kept = _useful(option.cost, option.value, limit, least, dense)
+    return _Points(option.cost[kept], option.value[kept], kept, kept)
 
 
 def _products(points: _Points, taken: _Points, limit: int, least: int, dense: float) -> _Points:
@@ -240,11 +235,9 @@ def _thin(points: _Points, bounding: bool, most: int) -> _Points:
     edges = np.linspace(int(points.cost[0]), int(points.cost[-1]) + 1, most + 1)[:-1]
     first = np.unique(np.searchsorted(points.cost, edges.astype(np.int64), side="left"))
     last = np.append(first[1:], len(points)) - 1
-    if not bounding:
-        last = np.unique(np.append(0, last))  # the cheapest stays: nothing taken, at first
-        first = last
-    thin = points.at(last)
-    return replace(thin, cost=points.cost[first])
+    if not bounding:  # the cheapest stays: nothing taken, at first
+        first = last = np.unique(np.append(0, last))
+    return replace(points.at(last), cost=points.cost[first])
 
 
 # ---- what duals show -------------------------------------------------------------------------
@@ -306,13 +299,9 @@ class Holdings:
                 made = Frontier(np.zeros(1, np.int64), np.array([most]), False, least[allowed])
             else:
                 made = frontier(
-                    mine,
-                    max(limit, 0),
-                    bounding=not real,
-                    least=least[allowed],
-                    max_points=points,
-                    max_work=share,
-                )
+                    mine, max(limit, 0), bounding=not real, least=least[allowed],
+                    max_points=points, max_work=share,
+                )  # fmt: skip
             left -= made.work
             self.frontiers[allowed] = made
 
@@ -335,11 +324,13 @@ class Holdings:
 
     def most(self, limit: int) -> list[int]:
         """By class, an upper bound of what an owner holds that is busy for at most ``limit``."""
-        found = []
-        for c in self.problem.classes:
-            best = int(self.frontiers[c.allowed].best_values(np.array([limit - c.fixed]))[0])
-            found.append(min(best, self._fluid(c.allowed, limit - c.fixed)))
-        return found
+        return [
+            min(
+                int(self.frontiers[c.allowed].best_values(np.array([limit - c.fixed]))[0]),
+                self._fluid(c.allowed, limit - c.fixed),
+            )
+            for c in self.problem.classes
+        ]
 
     def bound(self) -> int:
         """The least makespan up to the limit that is not ruled out."""
@@ -347,10 +338,8 @@ class Holdings:
         while low < high:
             middle = (low + high) // 2
             most = zip(self.problem.classes, self.most(middle), strict=True)
-            if sum(c.size * worth for c, worth in most) >= self.total:
-                high = middle
-            else:
-                low = middle + 1
+            is_open = sum(c.size * worth for c, worth in most) >= self.total
+            low, high = (low, middle) if is_open else (middle + 1, high)
         return high
 
 
@@ -385,11 +374,8 @@ def certified(problem: Problem, proof: Proof, bound: int) -> int:
 
 
 def proven(problem: Problem, proof: Proof, limit: int) -> int:
-    """The makespan in ticks that a proof shows, at most ``limit``, computed anew.
-
-    Raises:
-        ValueError: as `Holdings`.
-    """
+    """The makespan in ticks that a proof shows, at most ``limit``, computed anew; ValueError as
+    `Holdings`."""
     simpler = relaxed(problem)
     bound = bound_of(simpler, proof.dual, limit)
     if bound <= proof.impossible < limit:
@@ -402,7 +388,6 @@ def proven(problem: Problem, proof: Proof, limit: int) -> int:
 
 def simple_bound(problem: Problem, limit: int) -> tuple[int, Dual]:
     """The best bound that needs no solver, at most ``limit``: work shared out evenly, or one shape.
-
     All work is shared by all owners, and the work that only some owners may do by those. One shape
     alone counts matrices (the pigeonhole principle; for more owners than matrices, the costliest
     single matrix); only the few most promising shapes are looked at.
@@ -415,12 +400,9 @@ def simple_bound(problem: Problem, limit: int) -> tuple[int, Dual]:
         work[mine] += int(shape.ticks[-1])
     none = (0,) * len(shapes)
     duals = [Dual(none, (1,) * len(shapes))]
-    busiest = sorted(work, key=lambda mine: -work[mine] / ranks[mine])
-    duals += [
-        Dual(none, tuple(int(mine <= those) for mine in owners))
-        for those in busiest[:_MOST_SIMPLE]
-        if len(those) < len(problem.classes)
-    ]
+    for those in sorted(work, key=lambda mine: -work[mine] / ranks[mine])[:_MOST_SIMPLE]:
+        if len(those) < len(problem.classes):
+            duals.append(Dual(none, tuple(int(mine <= those) for mine in owners)))
 
     def pigeonhole(s: int) -> int:
         shape, mine = problem.shapes[s], owners[s]
@@ -443,10 +425,6 @@ class Cover:
 
     counts: Counts | None
     complete: bool
-
-
-class _TooMany(Exception):
-    pass
 
 
 class _Worth:
@@ -498,25 +476,21 @@ def cover(
         return Cover(None, True)
     monotone = all((np.diff(shape.ticks) >= 0).all() for shape in problem.shapes)
     most_pairs = min(_PAIRS * most_states, _LISTED * most_work)
-    try:
-        patterns = [
-            _patterns(problem, c, limit, worths[0], monotone, most_pairs)
-            for c in range(len(problem.classes))
-        ]
-    except _TooMany:
-        return Cover(None, False)
+    patterns: list[Ints] = []
+    for c in range(len(problem.classes)):
+        found = _patterns(problem, c, limit, worths[0], monotone, most_pairs)
+        if found is None:
+            return Cover(None, False)
+        patterns.append(found)
     return _Search(problem, limit, worths, patterns, monotone, most_work, most_states).run()
 
 
 def _patterns(
     problem: Problem, c: int, limit: int, worth: _Worth, monotone: bool, most_pairs: int
-) -> Ints:
+) -> Ints | None:
     """The patterns that an owner of a class may take [patterns, shapes], the worthiest first. They
-    are maximal, and worth as much as it must hold if all others hold the most they can.
-
-    Raises:
-        _TooMany: more than are worth listing.
-    """
+    are maximal, and worth as much as it must hold if all others hold the most they can. None if
+    they are more than are worth listing."""
     owner, shapes, free = problem.classes[c], problem.shapes, limit - problem.classes[c].fixed
     rows, ticks, got = np.zeros((1, 0), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
     least = worth.needed - worth.held + worth.holds[c]
@@ -529,7 +503,7 @@ def _patterns(
         k = k[shape.ticks[k] <= free]
         most_pairs -= len(ticks) * len(k)
         if most_pairs < 0:
-            raise _TooMany
+            return None
         later, found = max(dense[s + 1 :], default=0.0), []
         size = max(_AT_ONCE // len(k), 1)
         for start in range(0, max(len(rows), 1), size):
@@ -542,7 +516,7 @@ def _patterns(
             found.append((grown, total[at, which], value[at, which]))
         rows, ticks, got = (np.concatenate(parts) for parts in zip(*found, strict=True))
         if len(rows) > 10 * _MOST_PATTERNS:
-            raise _TooMany
+            return None
     stored = rows @ problem.nbytes
     keep = stored <= owner.room
     for s in np.flatnonzero(owner.allowed).tolist() if monotone else ():
@@ -551,29 +525,22 @@ def _patterns(
         keep &= (has == shape.count) | ~longer | (stored + shape.nbytes > owner.room)
     rows = rows[keep]
     if len(rows) > _MOST_PATTERNS:
-        raise _TooMany
-    chosen: Ints = rows[np.lexsort((*rows.T, -_total(worth.most, rows)))]
-    return chosen
+        return None
+    return rows[np.lexsort((*rows.T, -_total(worth.most, rows)))]
 
 
+@dataclass
 class _Search:
     """The search: states [states, shapes] after each owner, and their parents."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        limit: int,
-        worths: Sequence[_Worth],
-        patterns: Sequence[Ints],
-        monotone: bool,
-        most_work: int,
-        most_states: int,
-    ) -> None:
-        self.problem, self.limit, self.worths, self.patterns = problem, limit, worths, patterns
-        self.monotone, self.work, self.most_states = monotone, most_work, most_states
-        self.complete = True
-        strides = np.cumprod([1, *(problem.demand[:-1] + 1).tolist()])
-        self._strides: Ints = strides.astype(np.int64)
+    problem: Problem
+    limit: int
+    worths: Sequence[_Worth]
+    patterns: Sequence[Ints]
+    monotone: bool
+    work: int
+    most_states: int
+    complete: bool = True
 
     def run(self) -> Cover:
         problem = self.problem
@@ -614,7 +581,8 @@ class _Search:
                 left, index = self._children(states[part], patterns[some], held)
                 parts.append((left, part[index // len(some)], some[index % len(some)]))
         left, parent, pattern = (np.concatenate(column) for column in zip(*parts, strict=True))
-        _, once = np.unique(left @ self._strides, return_index=True)
+        strides = np.cumprod([1, *(self.problem.demand[:-1] + 1).tolist()], dtype=np.int64)
+        _, once = np.unique(left @ strides, return_index=True)
         order = once[np.argsort(_total(self.worths[0].left, left[once]), kind="stable")]
         if len(order) > self.most_states:
             order, self.complete = order[: self.most_states], False
@@ -634,15 +602,13 @@ class _Search:
         return left, index
 
     def _found(self, steps: Sequence[tuple[int, int, Ints, Ints]]) -> Cover:
-        counts = np.zeros((self.problem.world, len(self.problem.shapes)), np.int64)
-        at = 0
+        counts, at = np.zeros((self.problem.world, len(self.problem.shapes)), np.int64), 0
         for c, rank, parent, pattern in reversed(steps):
             counts[rank] = self.patterns[c][pattern[at]]
             at = int(parent[at])
         spread(self.problem, counts)
-        if self.problem.is_feasible(counts) and self.problem.makespan(counts) <= self.limit:
-            return Cover(counts, True)
-        return Cover(None, False)
+        fits = self.problem.is_feasible(counts) and self.problem.makespan(counts) <= self.limit
+        return Cover(counts if fits else None, fits)
 
 
 def spread(problem: Problem, counts: Counts) -> None:

@@ -22,10 +22,10 @@ from dmuon.scheduler.co_owners import (
     sharable,
     shared_prices,
 )
-from dmuon.scheduler.costs import ANALYTIC_DEVICES, ORIGINS, CostTable, ShapeKey
+from dmuon.scheduler.costs import ANALYTIC_DEVICES, ORIGINS, CostTable
 from dmuon.scheduler.greedy import baselines
 from dmuon.scheduler.placement import launch_order
-from dmuon.scheduler.plan import OwnershipPlan, SharedPrice
+from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.problem import UNLIMITED, Problem, build_problem
 from dmuon.types import printable
 
@@ -89,10 +89,15 @@ def certify(plan: OwnershipPlan) -> Certificate:
     elif plan.proof is not None:
         with suppress(ValueError):  # duals of another problem prove nothing
             bound = proven(problem, plan.proof, min(makespan, problem.ticks(plan.lower_bound_ms)))
+    matrices = ((m, plan.specs.parameters[m.parameter].shape) for m in plan.specs.matrices)
     checks = (
         wrong_batches,
         _wrong_owners(plan),
-        _wrong_matrices(plan),
+        (
+            f"{m.name} of {m.rows} x {m.cols} is no matrix of a parameter {list(shape)}"
+            for m, shape in matrices
+            if not m.fits(shape)
+        ),
         _wrong_prices(plan),
         _wrong_alternatives(plan, problem),
         _wrong_claims(plan, problem, makespan, bound, shared_bound),
@@ -192,17 +197,6 @@ def _wrong_claims(
     return found
 
 
-def _wrong_matrices(plan: OwnershipPlan) -> Iterator[str]:
-    """Matrices whose rows and columns cannot be those of their parameter."""
-    for matrix in plan.specs.matrices:
-        shape = plan.specs.parameters[matrix.parameter].shape
-        if not matrix.fits(shape):
-            yield (
-                f"{matrix.name} of {matrix.rows} x {matrix.cols} is no matrix of a parameter "
-                f"{list(shape)}"
-            )
-
-
 def _wrong_prices(plan: OwnershipPlan) -> Iterator[str]:
     """Prices that do not come from where the plan says."""
     source = plan.cost_source
@@ -210,14 +204,16 @@ def _wrong_prices(plan: OwnershipPlan) -> Iterator[str]:
     for row in plan.prices:
         for origin in dict.fromkeys(row.origin):
             if origin not in known:
-                yield (
-                    f"the prices of {row.key[0]} x {row.key[1]} say {origin!r}; the costs are "
-                    f"{source!r}"
-                )
+                rows, cols, _ = row.key
+                yield f"the prices of {rows} x {cols} say {origin!r}; the costs are {source!r}"
     name, _, device = source.partition(":")
     if name == "analytic" and device in ANALYTIC_DEVICES:
         tables = [CostTable.analytic(device, momentum=m) for m in (True, False)]
-        if not any(_are_prices(plan, table) for table in tables):
+        given = [(row.key, b, ms) for row in plan.prices for b, ms in enumerate(row.ms, 1)]
+        if not any(
+            all(math.isclose(ms, t.batch_ms(key, b), rel_tol=1e-9) for key, b, ms in given)
+            for t in tables
+        ):
             yield f"the prices are not those of {source!r}"
         if plan.shared_prices and not any(_are_shared_prices(plan, table) for table in tables):
             yield f"the prices of co-owners are not those of {source!r}"
@@ -227,27 +223,16 @@ def _wrong_prices(plan: OwnershipPlan) -> Iterator[str]:
             yield f"{k} co-owners of {key[0]} x {key[1]} have no price, so nothing bounds them"
 
 
-def _are_prices(plan: OwnershipPlan, costs: CostTable) -> bool:
-    return all(
-        math.isclose(ms, costs.batch_ms(row.key, batch), rel_tol=1e-9)
-        for row in plan.prices
-        for batch, ms in enumerate(row.ms, 1)
-    )
-
-
 def _are_shared_prices(plan: OwnershipPlan, costs: CostTable) -> bool:
     most = max(len(row.ms) for row in plan.shared_prices)
     right = shared_prices(plan.specs, plan.topology, plan.limits, costs, most, UNLIMITED)
-    pairs = zip(sorted(plan.shared_prices, key=_name), sorted(right, key=_name), strict=False)
-    return len(right) == len(plan.shared_prices) and all(
-        (a.key, a.co_owners, a.split) == (b.key, b.co_owners, b.split[: len(a.split)])
-        and all(math.isclose(x, y, rel_tol=1e-9) for x, y in zip(a.ms, b.ms, strict=False))
-        for a, b in pairs
+    known = {(row.key, row.co_owners): row for row in right}
+    stored = {(row.key, row.co_owners): row for row in plan.shared_prices}
+    return stored.keys() == known.keys() and all(
+        row.split == known[name].split[: len(row.split)]
+        and all(math.isclose(x, y, rel_tol=1e-9) for x, y in zip(row.ms, known[name].ms))
+        for name, row in stored.items()
     )
-
-
-def _name(row: SharedPrice) -> tuple[ShapeKey, int]:
-    return row.key, row.co_owners
 
 
 def _wrong_alternatives(plan: OwnershipPlan, problem: Problem) -> Iterator[str]:

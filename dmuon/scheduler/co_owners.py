@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -73,17 +73,14 @@ def blocks_of(ranks: Sequence[int], topology: Topology, size: int) -> list[Block
     >>> blocks_of(range(6), Topology.flat(6, ranks_per_node=3), 2)
     [(0, 1), (3, 4)]
     """
-    nodes: dict[int, list[int]] = {}
+    nodes: dict[int, list[int]] = defaultdict(list)
     for rank in sorted(ranks):
-        nodes.setdefault(topology.node(rank), []).append(rank)
-    inside = [
-        tuple(mine[i : i + size]) for mine in nodes.values()
-        for i in range(0, len(mine) - size + 1, size)
-    ]  # fmt: skip
-    if inside:
-        return inside
-    every = sorted(ranks)
-    return [tuple(every[i : i + size]) for i in range(0, len(every) - size + 1, size)]
+        nodes[topology.node(rank)].append(rank)
+    inside, across = (
+        [tuple(s[i : i + size]) for s in sets for i in range(0, len(s) - size + 1, size)]
+        for sets in (nodes.values(), [sorted(ranks)])
+    )
+    return inside or across
 
 
 class CoOwners:
@@ -101,12 +98,12 @@ class CoOwners:
         self.problem, self.prices = problem, prices
         rows = {(row.key, row.co_owners): row for row in prices}
         self.sizes: list[list[int]] = []
-        self._price: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.price: dict[tuple[int, int], tuple[int, ...]] = {}  # ticks of batches of 1, 2, ...
         self._blocks: dict[tuple[int, int], list[Block]] = {}
         found: dict[tuple[int, int], list[Block]] = {}
         for s, shape in enumerate(problem.shapes):
             sizes = [1]
-            self._price[s, 1] = shape.batch_ticks
+            self.price[s, 1] = shape.batch_ticks
             every = range(topology.world) if shape.domain < 0 else limits.domains[shape.domain]
             if all(can_be_shared(specs, specs.matrices[i]) for i in shape.members):
                 sizes += [k for k in SIZES if (shape.key, k) in rows and k <= len(every)]
@@ -116,8 +113,8 @@ class CoOwners:
                 self._blocks[s, k] = found[shape.domain, k]
                 if k > 1:
                     ms = rows[shape.key, k].ms[: shape.count]
-                    self._price[s, k] = tuple(problem.ticks(value) for value in ms)
-            sizes.sort(key=lambda k: k * self._price[s, k][0])
+                    self.price[s, k] = tuple(problem.ticks(value) for value in ms)
+            sizes.sort(key=lambda k: k * self.price[s, k][0])
             self.sizes.append(sizes)
         # For bounds: the classes that may have each shape; for each of its sizes the least ticks of
         # an owner, and the least work of all of them together for one matrix, in parts of a tick.
@@ -125,11 +122,11 @@ class CoOwners:
             frozenset(c for c, o in enumerate(problem.classes) if o.allowed[s])
             for s in range(len(problem.shapes))
         ]
-        self._unit = math.lcm(*range(1, 1 + max(map(len, self._price.values()), default=1)))
+        self._unit = math.lcm(*range(1, 1 + max(map(len, self.price.values()), default=1)))
         self._work = [
             [
                 (min(price), min(k * t * self._unit // b for b, t in enumerate(price, 1)))
-                for k, price in ((k, self._price[s, k]) for k in sizes)
+                for k, price in ((k, self.price[s, k]) for k in sizes)
             ]
             for s, sizes in enumerate(self.sizes)
         ]
@@ -137,7 +134,7 @@ class CoOwners:
 
     def _ticks(self, s: int, k: int) -> Ints:
         """`Shape.ticks` with k co-owners."""
-        return cheapest(self._price[s, k], self.problem.shapes[s].count)[0]
+        return cheapest(self.price[s, k], self.problem.shapes[s].count)[0]
 
     # ---- what to share -------------------------------------------------------------------
 
@@ -184,10 +181,7 @@ class CoOwners:
         while best is not None and best.makespan - low > best.makespan // _CLOSE:
             middle = (low + best.makespan) // 2
             found = self.fit(middle, only)
-            if found is None:
-                low = middle + 1
-            else:
-                best = found
+            low, best = (middle + 1, best) if found is None else (low, found)
         return best
 
     # ---- what no way gets below ------------------------------------------------------------
@@ -205,10 +199,7 @@ class CoOwners:
             return makespan
         while high - low > low // _EXACT:
             middle = (low + high) // 2
-            if self._is_possible(middle):
-                high = middle
-            else:
-                low = middle + 1
+            low, high = (low, middle) if self._is_possible(middle) else (middle + 1, high)
         return low
 
     def _is_possible(self, limit: int) -> bool:
@@ -233,8 +224,8 @@ class CoOwners:
         return all(self._have_room(shapes, work, free) for shapes in [[s] for s in most] + together)
 
     def _are_halved(self) -> bool:
-        """True if all shapes have the same blocks, and every rank is in one block of the largest
-        size, each half of which is a block of half the size, and so on."""
+        """True if all shapes have the same blocks, and every rank is in one of the largest size,
+        each half of which is a block of half the size, and so on."""
         blocks = {k: set(found) for (_, k), found in self._blocks.items()}
         alike = all(set(found) == blocks[k] for (_, k), found in self._blocks.items())
         sizes = sorted(blocks)
@@ -295,13 +286,14 @@ def shared_prices(
     batch_numel: int,
 ) -> tuple[SharedPrice, ...]:
     """The price of every shape for each of 2, 4, 8 co-owners, where it has as many columns."""
-    found = []
+    found, on_cpu = [], costs.device in (None, ANALYTIC_DEVICES["cpu"])
     for (key, k), (count, blocks) in sharable(specs, topology, limits).items():
-        link = _link(costs, topology, blocks)
+        # The slowest link that these blocks go over.
+        inside = all(len({topology.node(rank) for rank in block}) == 1 for block in blocks)
+        link = "cpu" if on_cpu else "nvlink" if inside else "network"
         rows, cols, _ = canonical_key(key)
         most = largest_batch(rows, -(-cols // k), max_batch, batch_numel)
-        batches = range(1, min(count, most) + 1)
-        prices = [costs.shared_ms(key, b, k, link) for b in batches]
+        prices = [costs.shared_ms(key, b, k, link) for b in range(1, min(count, most) + 1)]
         ms, split, origin = zip(*prices, strict=True)
         found.append(SharedPrice(key, k, ms, split, origin, costs.slice_kernel(key)))
     return tuple(found)
@@ -312,10 +304,10 @@ def sharable(
 ) -> dict[tuple[ShapeKey, int], tuple[int, list[Block]]]:
     """By shape and number of co-owners: how many matrices can be shared by so many, and all blocks
     of that size."""
-    counts: dict[ShapeKey, int] = {}
-    for i, matrix in enumerate(specs.matrices):
-        if not limits.is_forced(i) and can_be_shared(specs, matrix):
-            counts[matrix.key] = counts.get(matrix.key, 0) + 1
+    counts = Counter(
+        matrix.key for i, matrix in enumerate(specs.matrices)
+        if not limits.is_forced(i) and can_be_shared(specs, matrix)
+    )  # fmt: skip
     domains = limits.domains or (tuple(range(topology.world)),)
     found = {}
     for k in SIZES:
@@ -324,14 +316,6 @@ def sharable(
             if max(key[:2]) >= k:
                 found[key, k] = count, blocks
     return found
-
-
-def _link(costs: CostTable, topology: Topology, blocks: Sequence[Block]) -> str:
-    """The slowest link that these blocks go over."""
-    if costs.device in (None, ANALYTIC_DEVICES["cpu"]):
-        return "cpu"
-    inside = all(len({topology.node(rank) for rank in block}) == 1 for block in blocks)
-    return "nvlink" if inside else "network"
 
 
 def check_size(specs: ModelSpecs, limits: OwnerLimits, world: int, size: int) -> None:

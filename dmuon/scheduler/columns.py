@@ -178,8 +178,7 @@ class Columns:
                 proving = Holdings(self.problem, dual, limit, points=points)
                 self.left -= proving.work
             proven = proving.bound()
-            climbed = proven > self.bound
-            if climbed:
+            if climbed := proven > self.bound:
                 self.bound, self.dual = proven, dual
             new = self._price(real, self.bound)
             if not climbed and (theta <= 1 + 1e-9 or not new):
@@ -301,10 +300,9 @@ class Columns:
         sizes = np.array([[c.size] for c in problem.classes], float)
         mine = np.zeros((len(sizes), len(patterns)))
         mine[[c for c, _ in patterns], range(len(patterns))] = 1.0
-        works = zip(self._works, taken, self._scale, strict=True)
-        each = np.array([work[k] / scale for work, k, scale in works]).reshape(shapes, -1)
+        each = np.array([w[k] / one for w, k, one in zip(self._works, taken, self._scale)])
         least = [float(work[-1]) for work in self._works] / self._scale
-        rows = np.vstack((taken, mine, each))
+        rows = np.vstack((taken, mine, each.reshape(shapes, -1)))
         theta = np.vstack((np.zeros((shapes, 1)), -sizes, np.zeros((shapes, 1))))
         self.left -= _MASTER * rows.size
         values, duals = minimize_last(
@@ -314,16 +312,11 @@ class Columns:
             self.engine,
             self.budget.left_s() + 1.0,
         )
-        dual = self._integers(duals[:shapes], np.maximum(duals[-shapes:] / self._scale, 0.0))
-        used = [(p, float(y)) for p, y in zip(patterns, values, strict=False) if y > 1e-9]
-        return float(values[-1]), dual, used
-
-    def _integers(self, values: Floats, works: Floats) -> Dual:
-        """A dual in integers; any rounding leaves a valid proof."""
-        total = np.abs(values) @ self.problem.demand
+        # A dual in integers; any rounding leaves a valid proof.
+        prices, works = duals[:shapes], np.maximum(duals[-shapes:] / self._scale, 0.0)
+        total = np.abs(prices) @ problem.demand
         total += works @ np.array([float(table[-1]) for table in self._works])
         scale = _WORTH / float(total) if total > 1e-200 else 0.0
-        return Dual(
-            tuple(round(v * scale) for v in values.tolist()),
-            tuple(round(u * scale) for u in works.tolist()),
-        )
+        dual = Dual(*(tuple(round(v * scale) for v in row.tolist()) for row in (prices, works)))
+        used = [(p, float(y)) for p, y in zip(patterns, values, strict=False) if y > 1e-9]
+        return float(values[-1]), dual, used

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from dmuon.scheduler.json_files import (
     cut,
@@ -37,8 +37,6 @@ from dmuon.scheduler.json_files import (
 from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.types import KernelChoice, PlanError
 
-K = TypeVar("K")
-V = TypeVar("V")
 ShapeKey = tuple[int, int, str]  # rows, cols, dtype of the parameter
 SliceKey = tuple[int, int, str, int, bool]
 
@@ -98,6 +96,16 @@ class AnalyticDevice:
                 f"{self}"
             )
 
+    def ms(self, batch: int, rows: int, operations: float, nbytes: int, launches: int) -> float:
+        """Milliseconds of a batch of matrices of so many ``operations`` each, on the short side
+        ``rows``, that moves ``nbytes``."""
+        # A product fills the device to work / (work + half): one small matrix leaves it idle,
+        # a batch of them does not.
+        work = batch * float(rows) ** 2
+        rate = self.flops * work / (work + self.half_batch_dim**2)
+        compute = batch * operations / rate
+        return 1e3 * (compute + nbytes / self.bandwidth + launches * self.launch_s)
+
 
 # CPU: fitted to measurements of one thread with AMX bf16. GPUs: not measured, but 80% of the
 # data sheet's dense fp16 rate and 90% of its bandwidth. `docs/costs.md` has sources and errors.
@@ -144,15 +152,10 @@ def analytic_ms(
     """Milliseconds of Newton-Schulz on ``batch`` matrices ``(rows, cols, dtype)`` by the model,
     with the momentum update and the normalization if ``momentum``."""
     rows, cols, dtype = key
-    # A product fills the device to work / (work + half): one small matrix leaves it idle,
-    # a batch of them does not.
-    work = batch * float(min(rows, cols)) ** 2
-    rate = device.flops * work / (work + device.half_batch_dim**2)
-    compute = batch * newton_schulz_flops(rows, cols, steps) / rate
     # The operand is written and read in each step; momentum is read and written, the gradient read.
     moved = batch * rows * cols * (2 * 4 * steps + 3 * ITEM_SIZE.get(dtype, 4) * momentum)
-    launches = 3 * steps + 6 * momentum
-    return 1e3 * (compute + moved / device.bandwidth + launches * device.launch_s)
+    operations = newton_schulz_flops(rows, cols, steps)
+    return device.ms(batch, min(rows, cols), operations, moved, 3 * steps + 6 * momentum)
 
 
 def gram_products(steps: int) -> tuple[int, int]:
@@ -170,14 +173,10 @@ def slice_ms(
     device: AnalyticDevice, rows: int, width: int, batch: int, steps: int, part: float = 1.0
 ) -> float:
     """`analytic_ms` of slices in the Gram form, with a ``part`` of the rows x rows products."""
-    work = batch * float(rows) ** 2
-    rate = device.flops * work / (work + device.half_batch_dim**2)
     segments, squares = gram_products(steps)
-    wide, square = 4.0 * segments * width * rows**2, 2.0 * squares * rows**3  # operations
+    wide, square = 4.0 * segments * width * rows**2, 2.0 * squares * rows**3
     moved = batch * rows * width * 2 * 4 * segments
-    launches = 2 * segments + squares
-    compute = batch * (wide + part * square) / rate
-    return 1e3 * (compute + moved / device.bandwidth + launches * device.launch_s)
+    return device.ms(batch, rows, wide + part * square, moved, 2 * segments + squares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,11 +199,7 @@ class Link:
 # Not measured: NVLink 4 at 80% of its data sheet's rate in one direction, a 400 Gbit/s network card
 # a GPU; processes on one CPU by gloo.
 LINKS: Mapping[str, Link] = MappingProxyType(
-    {
-        "nvlink": Link(1.5e-5, 3.5e11),
-        "network": Link(4e-5, 4.5e10),
-        "cpu": Link(3e-4, 1.5e9),
-    }
+    {"nvlink": Link(1.5e-5, 3.5e11), "network": Link(4e-5, 4.5e10), "cpu": Link(3e-4, 1.5e9)}
 )
 
 
@@ -293,9 +288,8 @@ class CostTable:
                 f"costs='analytic:{device}': unknown device class; known: "
                 + ", ".join(sorted(ANALYTIC_DEVICES))
             )
-        row = ANALYTIC_DEVICES[device]
         source = f"analytic:{device}" + (f", {ns_steps} steps" if ns_steps != 5 else "")
-        return cls(source, device=row, ns_steps=ns_steps, momentum=momentum)
+        return cls(source, device=ANALYTIC_DEVICES[device], ns_steps=ns_steps, momentum=momentum)
 
     # ---- prices --------------------------------------------------------------------------
 
@@ -341,8 +335,7 @@ class CostTable:
         return ms, origin
 
     def _between(self, known: Mapping[int, float], batch: int) -> tuple[float, str]:
-        """The time of a batch from times by ascending batch size; below all of them as if the batch
-        were filled up."""
+        """The time of a batch from times by ascending batch size; one below all is filled up."""
         if batch in known:
             return known[batch], self.entry_origin
         sizes = list(known)
@@ -372,16 +365,16 @@ class CostTable:
         found, steps = [], self.ns_steps
         for split in (False, True):
             known = self.slices.get((rows, cols, dtype, k, split), {})
-            if not known:
+            if known:
+                ms, origin = self._between(known, batch)
+            else:
                 # As much of what one owner takes as a slice has of the work, in the same form.
                 ms = alone * slice_ms(device, rows, width, batch, steps, 1 / k if split else 1.0)
                 ms /= slice_ms(device, rows, cols, batch, steps)
                 origin = "estimated" if self.entries else origin
-            else:
-                ms, origin = self._between(known, batch)
             found.append(ms)
-        segments, squares = gram_products(self.ns_steps)
-        path = self.links.get(co_owners) or LINKS[link]
+        segments, squares = gram_products(steps)
+        path = self.links.get(k) or LINKS[link]
         # About half of a square in 2k strips, of which each keeps its own.
         numel = batch * rows**2 / 2 * (1 + 1 / (2 * k)) * (k - 1) / k
         sent, parts = numel * self.ns_item, numel * self.sum_item
@@ -456,9 +449,7 @@ class CostTable:
         return _read(path, f"costs={os.fspath(path)!r}")[0]
 
 
-def _merged(
-    old: Mapping[K, Mapping[int, V]], new: Mapping[K, Mapping[int, V]]
-) -> dict[K, dict[int, V]]:
+def _merged(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> dict[Any, dict[int, Any]]:
     return {key: {**old.get(key, {}), **new.get(key, {})} for key in {**old, **new}}
 
 
@@ -470,8 +461,7 @@ def _is_size(value: object) -> bool:
 
 
 def _is_time(value: object) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and 0 <= value < math.inf  # type: ignore[operator]
+    return type(value) is not bool and isinstance(value, (int, float)) and 0 <= value < math.inf
 
 
 def _named(kernel: object) -> bool:
@@ -519,7 +509,6 @@ _HOW = "python -m dmuon profile --out PATH"
 _MOST_CHARACTERS = 16 << 20  # some 10,000 shapes
 _BATCH_SIZE = re.compile("[1-9][0-9]{0,6}")
 
-
 _FIELDS = {
     "source": str,
     "origin": str,
@@ -529,8 +518,6 @@ _FIELDS = {
     "entries": tuple[Any, ...],
     "kernels": tuple[Any, ...],
 }
-
-
 _SHARING = {
     "slices": tuple[tuple[int, int, str, int, bool, dict[str, Number]], ...],
     "links": tuple[tuple[int, Number, Number], ...],
@@ -677,7 +664,6 @@ def cache_directory() -> Path | None:
 
 
 def cache_path(directory: str | os.PathLike[str], key: CacheKey) -> Path:
-    """The file of ``key``."""
     return Path(directory) / key.file_name()
 
 

@@ -14,9 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dmuon.scheduler.bound import Option, frontier
-from dmuon.scheduler.problem import Counts, Problem
-
-Ints = npt.NDArray[np.int64]
+from dmuon.scheduler.problem import Counts, Ints, Problem
 
 _MOST_MOVES = 4000  # of one local search: a work limit, so that equal input gives equal plans
 _MOST_WORK = 150_000_000  # exchanges looked at
@@ -135,9 +133,9 @@ def baselines(
     ``order`` lists the matrices, as in `round_robin`.
     """
     turns = round_robin(problem, order)
-    found = {"round_robin": turns}
-    if "greedy" in names:
-        found = {"greedy": greedy(problem, [] if turns is None else [turns], spent)} | found
+    starts = [] if turns is None else [turns]
+    found = {"greedy": greedy(problem, starts, spent)} if "greedy" in names else {}
+    found["round_robin"] = turns
     return {name: counts for name, counts in found.items() if counts is not None}
 
 
@@ -177,15 +175,11 @@ class _State:
             return False
         takes = [(0, 0), *self._amounts(others[:_LOOK_INTO].tolist())]
         self.work -= len(gives) * len(takes) * len(others)
-        mine, mine_fits, theirs, theirs_fit = [], [], [], []
-        for changes in (gives, takes):
-            after, fits = self._changes(changes, np.array([b]))
-            mine.append(after)
-            mine_fits.append(fits)
-            after, fits = self._changes([(s, -j) for s, j in changes], others)
-            theirs.append(after)
-            theirs_fit.append(fits)
-        moved = [np.array([j * self.problem.nbytes[s] for s, j in some]) for some in (gives, takes)]
+        both = gives, takes
+        mine, mine_fits = zip(*(self._changes(some, np.array([b])) for some in both))
+        reverse = ([(s, -j) for s, j in some] for some in both)
+        theirs, theirs_fit = zip(*(self._changes(some, others) for some in reverse))
+        moved = [np.array([j * self.problem.nbytes[s] for s, j in some]) for some in both]
         # [gives, takes, others]
         total = (moved[0][:, None] + moved[1][None, :])[:, :, None]
         own = self.loads[b] + mine[0][:, None] + mine[1][None, :]
@@ -199,18 +193,17 @@ class _State:
         if after[g, t, at] >= self.loads[b]:
             return False
         rank, row = int(others[at]), self.counts[b].copy()
-        both = row + self.counts[rank]
+        everything = row + self.counts[rank]
         for s, j in (gives[g], takes[t]):
             row[s] += j
         self._set(b, row)
-        self._set(rank, both - row)
+        self._set(rank, everything - row)
         return True
 
     def _changes(
         self, changes: Sequence[tuple[int, int]], ranks: Ints
     ) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """[changes, ranks]: the ticks of so many more (or fewer) of a shape, and if they are
-        possible."""
+        """[changes, ranks]: the ticks of so many more or fewer of a shape; which are possible."""
         ticks = np.zeros((len(changes), len(ranks)), np.int64)
         possible = np.ones(ticks.shape, np.bool_)
         counts, allowed = self.counts[ranks].T.copy(), self.problem.allowed[ranks].T
@@ -221,8 +214,7 @@ class _State:
         return ticks, possible
 
     def _representatives(self, b: int) -> Ints:
-        """One rank of each set of ranks that are alike, the least loaded first: more than some
-        would cost time for little."""
+        """Some ranks that are not alike, the least loaded first."""
         rows = np.column_stack((self.problem.class_of, self.counts))
         _, first = np.unique(rows @ self._weights, return_index=True)
         first = first[self.loads[first] < self.loads[b]]
@@ -240,19 +232,15 @@ class _State:
         for o in self._representatives(b)[: min(self.splits, _SPLIT_WITH)].tolist():
             self.splits -= 1
             both = self.counts[b] + self.counts[o]
-            mine = self._even_split(b, o, both)
-            if mine is not None:
+            if (mine := self._even_split(b, o, both)) is not None:
                 self._set(b, mine)
                 self._set(o, both - mine)
                 return True
         return False
 
     def _even_split(self, a: int, b: int, both: Ints) -> Ints | None:
-        """The share of rank ``a``, if there is one that makes the busier of the two less busy.
-
-        The trade-off between the two loads is a knapsack: the value of k matrices with ``a`` is
-        what ``b`` then saves.
-        """
+        """The share of rank ``a``, if there is one that makes the busier of the two less busy: a
+        knapsack, in which the value of k matrices with ``a`` is what ``b`` then saves."""
         problem, options = self.problem, []
         fixed_a, fixed_b = int(problem.fixed[a]), int(problem.fixed[b])
         most = int(self.loads[a]) - 1
@@ -266,15 +254,10 @@ class _State:
                 saved[:-1] = -_NEVER  # ``b`` may keep none of it
             options.append(Option(cost, saved))
         everything = sum(int(problem.shapes[s].ticks[both[s]]) for s in there)
-        least = fixed_b + everything - most
         found = frontier(
-            options,
-            most - fixed_a,
-            bounding=False,
-            least=least,
-            max_points=_SPLIT_POINTS,
-            max_work=_SPLIT_WORK,
-        )
+            options, most - fixed_a, bounding=False, least=fixed_b + everything - most,
+            max_points=_SPLIT_POINTS, max_work=_SPLIT_WORK,
+        )  # fmt: skip
         self.work -= found.work
         after = np.maximum(fixed_a + found.cost, fixed_b + everything - found.value)
         for at in np.argsort(after, kind="stable")[:8].tolist():

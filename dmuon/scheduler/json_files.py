@@ -110,7 +110,10 @@ def parse(text: str, most: int = MOST_CHARACTERS) -> Any:
     values = sum(map(text.count, ",[{"))
     if values > _MOST_VALUES:
         raise PlanError(f"found about {values:,} values, expected at most {_MOST_VALUES:,}")
-    levels = _levels(text)
+    plain = text.replace("\\\\", "").replace('\\"', "")  # so that every quote opens or closes
+    outside = re.sub(b'"[^"]*"?', b"", plain.encode("utf-8", "surrogatepass"))
+    steps = map(_STEPS.__getitem__, outside.translate(None, _OTHERS))
+    levels = max(accumulate(steps), default=0)
     if levels > _MOST_LEVELS:
         raise PlanError(
             f"found lists or objects nested {levels:,} deep, expected at most {_MOST_LEVELS}"
@@ -127,14 +130,6 @@ def parse(text: str, most: int = MOST_CHARACTERS) -> Any:
         raise
     except ValueError as error:
         raise PlanError(f"expected JSON, found {_shown(text)} ({error})") from error
-
-
-def _levels(text: str) -> int:
-    """How deep lists and objects are nested, as far as the text is JSON. Takes linear time."""
-    plain = text.replace("\\\\", "").replace('\\"', "")  # so that every quote opens or closes
-    outside = re.sub(b'"[^"]*"?', b"", plain.encode("utf-8", "surrogatepass"))
-    brackets = outside.translate(None, _OTHERS)
-    return max(accumulate(map(_STEPS.__getitem__, brackets)), default=0)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -190,7 +185,11 @@ def decode(hint: Any, data: Any, at: str = "") -> Any:
     if hint in (int, float):
         return _number(hint, data, at, 0, MOST_WHOLE if hint is int else MOST_MS)
     if hint is str:
-        return _text(data, at)
+        if not isinstance(data, str) or len(data) > _MOST_TEXT:
+            _refuse(at, data, f"a text of at most {_MOST_TEXT:,} characters")
+        if not data.isascii() and _SURROGATE.search(data):
+            _refuse(at, data, "characters that can be printed")
+        return data
     if hint is bool:
         if not isinstance(data, bool):
             _refuse(at, data, "true or false")
@@ -204,19 +203,6 @@ def decode(hint: Any, data: Any, at: str = "") -> Any:
         if not isinstance(data, str) or data not in members:
             _refuse(at, data, f"one of {', '.join(map(repr, members))}")
         return members[data]
-    return _dataclass(hint, data, at)
-
-
-def decode_fields(hints: Mapping[str, Any], data: Any, at: str = "") -> dict[str, Any]:
-    """The values of an object by the type hint of each; other keys are left out."""
-    found = dict(_record(data, at))
-    for name in hints:
-        if name not in found:
-            raise PlanError(f"{_path(at, name)} is missing")
-    return {name: decode(hint, found[name], _path(at, name)) for name, hint in hints.items()}
-
-
-def _dataclass(hint: Any, data: Any, at: str) -> Any:
     hints = _hints(hint)
     if isinstance(data, list):
         if len(data) != len(hints):
@@ -228,6 +214,15 @@ def _dataclass(hint: Any, data: Any, at: str) -> Any:
         return hint(*values)
     except ValueError as error:
         raise PlanError(f"{at}: {error}" if at else str(error)) from error
+
+
+def decode_fields(hints: Mapping[str, Any], data: Any, at: str = "") -> dict[str, Any]:
+    """The values of an object by the type hint of each; other keys are left out."""
+    found = dict(_record(data, at))
+    for name in hints:
+        if name not in found:
+            raise PlanError(f"{_path(at, name)} is missing")
+    return {name: decode(hint, found[name], _path(at, name)) for name, hint in hints.items()}
 
 
 @lru_cache
@@ -258,16 +253,8 @@ def _tuple(parts: tuple[Any, ...], data: Any, at: str) -> tuple[Any, ...]:
 def _number(hint: type, data: Any, at: str, low: float, high: float) -> Any:
     hints = (int,) if hint is int else (int, float)
     if type(data) not in hints or not low <= data <= high:
-        expected = f"a whole number from {low:,}" if hint is int else f"a number from {low:g}"
-        _refuse(at, data, f"{expected} to {high:,}" if hint is int else f"{expected} to {high:g}")
-    return data
-
-
-def _text(data: Any, at: str) -> str:
-    if not isinstance(data, str) or len(data) > _MOST_TEXT:
-        _refuse(at, data, f"a text of at most {_MOST_TEXT:,} characters")
-    if not data.isascii() and _SURROGATE.search(data):
-        _refuse(at, data, "characters that can be printed")
+        whole = f"a whole number from {low:,} to {high:,}"
+        _refuse(at, data, whole if hint is int else f"a number from {low:g} to {high:g}")
     return data
 
 

@@ -63,11 +63,9 @@ def place(
     patterns = [shared[rank] for rank in order]
     topology = topology or Topology.flat(len(order))
     # Where owners take alike, nothing is better than the owner order; where not, to evade.
+    handed = _hand_out(shapes, layers, patterns, order, topology)
     placed = []
-    for positions in (
-        _in_order(shapes, layers, patterns),
-        _hand_out(shapes, layers, patterns, order, topology),
-    ):
+    for positions in (_in_order(shapes, layers, patterns), handed):
         if positions is not None:
             _separate(shapes, layers, positions)
             placed.append([order[position] for position in positions])
@@ -85,11 +83,9 @@ def _share_out(
     interchangeable: Sequence[Sequence[int]],
     order: Sequence[int],
 ) -> list[_Pattern]:
-    """The pattern of each rank: a group's go along the owner order, most matrices first.
-
-    Like patterns then fill one stretch of the order. Dealing them out in turn instead would put
-    every second owner, for example, in half of the columns.
-    """
+    """The pattern of each rank: a group's go along the owner order, most matrices first, so that
+    like patterns fill one stretch. In turn, they could put every second owner in half of the
+    columns."""
     shared = [tuple(sorted((shape, n) for shape, n in taken.items() if n)) for taken in counts]
     position = {rank: i for i, rank in enumerate(order)}
     for group in interchangeable:
@@ -164,11 +160,8 @@ def _in_order(
 
 
 def _turns(patterns: Sequence[_Pattern]) -> dict[int, list[int]]:
-    """The positions that take a shape's matrices, the first one last.
-
-    Owners that take equally many go one after the other, in as many rounds, and rounds of all are
-    spread over the shape's matrices.
-    """
+    """The positions that take a shape's matrices, the first one last. Owners that take equally many
+    go one after the other, in as many rounds, which are spread over the shape's matrices."""
     takers: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     for position, pattern in enumerate(patterns):
         for entry in pattern:
@@ -184,10 +177,7 @@ def _turns(patterns: Sequence[_Pattern]) -> dict[int, list[int]]:
 
 
 def _separate(shapes: Sequence[int], layers: Sequence[str], positions: list[int]) -> None:
-    """Exchange two matrices of a shape where a layer has an owner twice, if that mends it.
-
-    ``positions`` is changed in place; how many of each shape an owner takes stays.
-    """
+    """Exchange, in place, two matrices of a shape where a layer has an owner twice."""
     held = Counter(zip(layers, positions, strict=True))
     owners = Counter(layer for layer, _ in held)  # how many each layer has
     most = {layer: min(n, len(set(positions))) for layer, n in Counter(layers).items()}
@@ -249,11 +239,11 @@ def contention(
     owners = owners_in_launch_order
     window = min(window or topology.columns, len(owners))
     slot = {rank: (n, c) for n, row in enumerate(topology.slots()) for c, rank in enumerate(row)}
-    found: list[float] = []
-    for axis in (0, 1):
-        crowds = _crowds([slot[owner][axis] for owner in owners], window)
-        found += max(crowds, default=0), sum(crowds) / max(len(crowds), 1)
-    return Contention(window, int(found[0]), found[1], int(found[2]), found[3])
+    node, column = (_crowds([slot[o][axis] for o in owners], window) for axis in (0, 1))
+    count = max(len(node), 1)
+    return Contention(
+        window, max(node, default=0), sum(node) / count, max(column, default=0), sum(column) / count
+    )
 
 
 def _crowds(places: Sequence[int], window: int) -> list[int]:

@@ -204,11 +204,8 @@ class OwnershipPlan:
     @cached_property
     def owners(self) -> tuple[int, ...]:
         """Owner of each matrix, the first of its co-owners."""
-        owners = [0] * len(self.specs.matrices)
-        for batch in self.batches:
-            for i in batch.matrices:
-                owners[i] = batch.owner
-        return tuple(owners)
+        owners = {i: batch.owner for batch in self.batches for i in batch.matrices}
+        return tuple(owners[i] for i in range(len(self.specs.matrices)))
 
     @cached_property
     def loads_ms(self) -> tuple[float, ...]:
@@ -363,8 +360,7 @@ def fitted_plan(
         topology=topology,
         layout=layout,
         batches=tuple(
-            replace(batch, matrices=tuple(place[i] for i in batch.matrices))
-            for batch in plan.batches
+            replace(b, matrices=tuple(place[i] for i in b.matrices)) for b in plan.batches
         ),
         limits=replace(plan.limits, domain_of=tuple(domains[i] for i in sorted(domains))),
     )
@@ -452,7 +448,6 @@ def units_of(
 
 
 def _cut(plan: OwnershipPlan, batch: Batch, groups: Sequence[int], apart: bool) -> list[Unit]:
-    """A unit for each param group in a batch, in order of their first matrix."""
     alike: dict[tuple[int, bool], list[int]] = defaultdict(list)
     for i in batch.matrices:
         rows, cols = plan.specs.matrices[i].shape
@@ -460,11 +455,9 @@ def _cut(plan: OwnershipPlan, batch: Batch, groups: Sequence[int], apart: bool) 
     units = []
     for (group, _), members in alike.items():
         shapes = [plan.specs.matrices[i].shape for i in members]
-        rows, cols = shapes[0]
-        transposed: tuple[bool, ...] = ()
-        if len(set(shapes)) > 1:
-            rows, cols = sorted(shapes[0])
-            transposed = tuple(shape != (rows, cols) for shape in shapes)
+        is_mixed = len(set(shapes)) > 1
+        rows, cols = sorted(shapes[0]) if is_mixed else shapes[0]
+        transposed = tuple(shape != (rows, cols) for shape in shapes) if is_mixed else ()
         share = batch.ms * len(members) / len(batch.matrices)
         unit = Unit(batch.owner, group, tuple(members), rows, cols, share, batch.kernel, transposed)
         units += _slices(unit, batch) if batch.co_owners else [unit]
@@ -496,7 +489,6 @@ def _check_kernel(kernel: str) -> None:
 
 
 def _check_batches(batches: Sequence[Batch], matrices: Sequence[MatrixSpec], world: int) -> None:
-    """Raise PlanError unless each matrix has one owner and batches can run as such."""
     count = Counter(i for batch in batches for i in batch.matrices)
     known = range(len(matrices))
     wrong = [i for i in known if count[i] != 1] + [i for i in count if i not in known]
@@ -520,7 +512,6 @@ def _check_batches(batches: Sequence[Batch], matrices: Sequence[MatrixSpec], wor
 
 
 def _check_shared(batch: Batch, matrix: MatrixSpec) -> None:
-    """Raise PlanError unless co-owners can share a batch of such matrices."""
     ranks = batch.co_owners
     if len(ranks) < 2 or len(set(ranks)) != len(ranks) or ranks[0] != batch.owner:
         raise PlanError(

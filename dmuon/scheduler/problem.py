@@ -95,8 +95,7 @@ class Shape:
 
     def batches(self, k: int) -> tuple[int, ...]:
         """Sizes of a cheapest split of k matrices, largest first."""
-        sizes = []
-        first = cheapest(self.batch_ticks, self.count)[1]
+        sizes, first = [], cheapest(self.batch_ticks, self.count)[1]
         while k:
             sizes.append(int(first[k]))
             k -= sizes[-1]
@@ -172,10 +171,7 @@ class Problem:
 
     def loads(self, counts: Counts) -> Ints:
         """Ticks of every rank."""
-        return self.fixed + sum(
-            (shape.ticks[counts[:, s]] for s, shape in enumerate(self.shapes)),
-            np.zeros(self.world, np.int64),
-        )
+        return self.fixed + sum(k.ticks[counts[:, s]] for s, k in enumerate(self.shapes))
 
     def makespan(self, counts: Counts) -> int:
         return int(self.loads(counts).max())
@@ -194,26 +190,19 @@ class Problem:
     ) -> tuple[Problem, list[int], list[int]]:
         """(the problem of some ranks of each class and so many matrices of each shape, these ranks,
         these shapes). The part numbers both from 0 on."""
-        shapes = np.flatnonzero(demand).tolist()
+        chosen = np.flatnonzero(demand).tolist()
         numbers = [rank for some in ranks for rank in some]
-        place = {rank: i for i, rank in enumerate(numbers)}
-        part = replace(
-            self,
-            shapes=tuple(
-                replace(self.shapes[s], domain=-1, count=int(demand[s]), members=()) for s in shapes
-            ),
-            classes=tuple(
-                replace(
-                    c,
-                    ranks=tuple(place[rank] for rank in some),
-                    allowed=tuple(c.allowed[s] for s in shapes),
-                )
-                for c, some in zip(self.classes, ranks, strict=True)
-                if some
-            ),
-            forced=(),
+        shapes = tuple(
+            replace(self.shapes[s], domain=-1, count=int(demand[s]), members=()) for s in chosen
         )
-        return part, numbers, shapes
+        classes, first = [], 0
+        for c, some in zip(self.classes, ranks, strict=True):
+            if some:
+                mine, first = range(first, first + len(some)), first + len(some)
+                allowed = tuple(c.allowed[s] for s in chosen)
+                classes.append(replace(c, ranks=tuple(mine), allowed=allowed))
+        part = replace(self, shapes=shapes, classes=tuple(classes), forced=())
+        return part, numbers, chosen
 
 
 def build_problem(
@@ -280,9 +269,8 @@ def _groups(
     """
     members: dict[tuple[ShapeKey, int], list[int]] = defaultdict(list)
     for i, matrix in enumerate(matrices):
-        if i in without:
-            continue
-        members[matrix.key, limits.domain_of[i] if limits.domain_of else -1].append(i)
+        if i not in without:
+            members[matrix.key, limits.domain_of[i] if limits.domain_of else -1].append(i)
     ranks = {-1: ()} | {i: tuple(sorted(domain)) for i, domain in enumerate(limits.domains)}
     name = {group: min(matrices[i].name for i in mine) for group, mine in members.items()}
     order = sorted(members, key=lambda kp: (-batch_ticks[kp[0]][0], kp[0], ranks[kp[1]], name[kp]))
@@ -340,29 +328,17 @@ def relaxed(problem: Problem) -> Problem:
     takes = [[shapes[s] for s, yes in enumerate(c.allowed) if yes] for c in problem.classes]
     if len(set(shapes)) == len(shapes) or any(len(set(mine)) < len(mine) for mine in takes):
         return problem  # none are alike, or alike domains overlap: as one they would say too little
-    first = [shapes.index(number) for number in range(len(set(shapes)))]
-    count = Counter[int]()
-    for s, number in enumerate(shapes):
-        count[number] += problem.shapes[s].count
+    alike: dict[int, list[Shape]] = defaultdict(list)
+    for number, shape in zip(shapes, problem.shapes, strict=True):
+        alike[number].append(shape)
     merged = []
     for number in range(len(set(classes))):
-        alike = [c for c, other in zip(problem.classes, classes, strict=True) if other == number]
-        mine = takes[classes.index(number)]
-        merged.append(
-            replace(
-                alike[0],
-                ranks=tuple(sorted(rank for c in alike for rank in c.ranks)),
-                allowed=tuple(number in mine for number in range(len(first))),
-            )
-        )
-    return replace(
-        problem,
-        shapes=tuple(
-            replace(problem.shapes[s], count=count[n], members=()) for n, s in enumerate(first)
-        ),
-        classes=tuple(merged),
-        forced=(),
-    )
+        those = [c for c, other in zip(problem.classes, classes, strict=True) if other == number]
+        ranks = sorted(rank for c in those for rank in c.ranks)
+        allowed = tuple(shape in takes[classes.index(number)] for shape in alike)
+        merged.append(replace(those[0], ranks=tuple(ranks), allowed=allowed))
+    some = (replace(k[0], count=sum(s.count for s in k), members=()) for k in alike.values())
+    return replace(problem, shapes=tuple(some), classes=tuple(merged), forced=())
 
 
 def _alike(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -87,8 +87,7 @@ class _Use:
 
     @property
     def path(self) -> list[str]:
-        """The names of the modules around it, without numbers at the end (of an
-        `nn.Sequential`)."""
+        """The names of the modules around it, but for numbers at the end (of `nn.Sequential`)."""
         path = self.place.split(".")[self.depth : -1]
         while path and path[-1].isdigit():
             path.pop()
@@ -188,8 +187,7 @@ def _places(model: nn.Module) -> Iterable[tuple[str, Tensor, nn.Module]]:
 
 
 def _depth(model: nn.Module) -> int:
-    """The number of parts at the beginning of all names that are of mere wrappers: of modules that
-    hold nothing beside the model."""
+    """How many parts of all names are, at the beginning, of modules that only wrap the model."""
     held = [(n, m) for n, m in model.named_children() if next(m.parameters(), None) is not None]
     if len(held) != 1 or next(model.parameters(recurse=False), None) is not None:
         return 0
@@ -217,9 +215,9 @@ class Rule:
     same."""
 
     what: str
-    algorithm: Algorithm
     source: str
     reason: Callable[[_Use, _Model], str | None]
+    algorithm: Algorithm = Algorithm.ADAMW
 
 
 def _embedding(use: _Use, _: _Model | None = None) -> str | None:
@@ -302,63 +300,54 @@ _JORDAN = "[Jordan](https://kellerjordan.github.io/posts/muon/)"
 RULES = (
     Rule(
         "bias, gain, anything else with fewer than 2 dims",
-        Algorithm.ADAMW,
         f"{_JORDAN}; `torch.optim.Muon` takes nothing else than 2-D",
         lambda use, _: f"{use.parameter.ndim}-D" if use.parameter.ndim < 2 else None,
     ),
     Rule(
         "parameter without elements",
-        Algorithm.ADAMW,
         "nothing to orthogonalize",
         lambda use, _: None if use.parameter.numel() else "empty",
     ),
     Rule(
         "embedding, and what is tied to it; by its name where the module's type says nothing",
-        Algorithm.ADAMW,
         f"{_JORDAN}; Moonlight, Megatron, DeepSpeed",
         _embedding,
     ),
     Rule(
         "gain of a normalization with several dims",
-        Algorithm.ADAMW,
         "scales elements, maps nothing",
         _gain,
     ),
     Rule(
         "depthwise convolution (Mamba's `conv1d`), grouped transposed convolution",
-        Algorithm.ADAMW,
         "one vector per channel, no matrix; `torch.optim.Muon` refuses it (3-D)",
         _depthwise,
     ),
     Rule(
         "bare parameter that is not named `weight`, `kernel`, `w1`, `..._weight` or `..._proj`: "
         "`A_log`, `cls_token`, `pos_embed`, attention sinks",
-        Algorithm.ADAMW,
         "Mamba's code keeps `A_log` and `D` out of weight decay too",
         _bare,
     ),
     Rule(
         "one row or one column (a gate of a shared expert)",
-        Algorithm.ADAMW,
         "the orthogonalized update of a vector is only its direction",
         _vector,
     ),
     Rule(
         "first layer: patch embedding, convolution of 1 or 3 channels that is not repeated",
-        Algorithm.ADAMW,
         f"{_JORDAN}: the input layer as the embedding",
         _first,
     ),
     Rule(
         "router of a mixture of experts",
-        Algorithm.MUON,
         "[Moonlight](https://arxiv.org/abs/2502.16982), figure 4: routers gain most",
         _router,
+        Algorithm.MUON,
     ),
     Rule(
         "output head: `get_output_embeddings()`; named `lm_head`, `qa_outputs`, `classifier`, ...; "
         "`head`, `output`, `score`, `fc` at the top; as large as an embedding and not repeated",
-        Algorithm.ADAMW,
         f"{_JORDAN}; Moonlight, Megatron, DeepSpeed",
         _head,
     ),
@@ -370,10 +359,10 @@ def _route(use: _Use, model: _Model, select: Select | None) -> tuple[Algorithm, 
         chosen, who = use.algorithm is Algorithm.MUON, "the param group says"
         remedy = 'put it into a param group with algorithm="adamw"'
     elif select is None:
-        reasons = ((rule.algorithm, rule.reason(use, model)) for rule in RULES)
-        return next(
-            ((by, why) for by, why in reasons if why is not None), (Algorithm.MUON, "weight")
-        )
+        for rule in RULES:
+            if (reason := rule.reason(use, model)) is not None:
+                return rule.algorithm, reason
+        return Algorithm.MUON, "weight"
     else:
         chosen, who = select(use.name, use.parameter), "select chose"
         remedy = "return False for it, so that AdamW updates it"
@@ -386,23 +375,16 @@ def _route(use: _Use, model: _Model, select: Select | None) -> tuple[Algorithm, 
             f"{who} Muon for {use.name!r} of shape {tuple(use.parameter.shape)}, but Muon takes "
             f"non-empty matrices (2 or more dims): {remedy}"
         )
-    said = use.algorithm is not None
-    if chosen:
-        return Algorithm.MUON, "its param group says muon" if said else "selected"
-    return Algorithm.ADAMW, "its param group says adamw" if said else "not selected"
+    if use.algorithm is not None:
+        return use.algorithm, f"its param group says {use.algorithm.value}"
+    return (Algorithm.MUON, "selected") if chosen else (Algorithm.ADAMW, "not selected")
 
 
 # ---- pieces of a parameter ---------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How the matrices of a parameter are cut along one of its dims, and how they are read."""
-
-    form: Form
-    dim: int
-    sizes: tuple[int, ...]
-    is_guess: bool = False
+# How the matrices of a parameter are read, and cut along one of its dims: into these sizes.
+_Cut = tuple[Form, int, tuple[int, ...]]
 
 
 def _cuts(
@@ -448,10 +430,10 @@ def _cuts(
                 f"{where} = {list(value)} must be positive {what} counts that add up to the "
                 f"{of}{added}"
             )
-        yield pattern, _Cut(read, dim, tuple(value))
+        yield pattern, (read, dim, tuple(value))
 
 
-def _cut(use: _Use, form: Form, splits: Splits, heads: Heads, used: set[str]) -> _Cut:
+def _cut(use: _Use, form: Form, reason: str, splits: Splits, heads: Heads, used: set[str]) -> _Cut:
     """How the parameter's matrices are cut; fitting patterns go to ``used``."""
     found = [*_cuts(use, form, "splits", splits), *_cuts(use, form, "heads", heads)]
     used.update(pattern for pattern, _ in found)
@@ -462,25 +444,30 @@ def _cut(use: _Use, form: Form, splits: Splits, heads: Heads, used: set[str]) ->
         )
     if found:
         return found[0][1]
-    dim = form.dims(use.parameter.ndim)[0]
     is_guess = use.module is None and form.is_stack and not _EXPERTS.search(use.place)
-    return _Cut(form, dim, (use.parameter.shape[dim],), is_guess)
+    if is_guess and reason == "weight":
+        raise SelectionError(
+            f"parameter {use.name!r} of shape {list(use.parameter.shape)} may be a convolution or "
+            f"a stack of matrices, and no live module holds it: {THREE_WAYS}"
+        )
+    dim = form.dims(use.parameter.ndim)[0]
+    return form, dim, (use.parameter.shape[dim],)
 
 
 def _matrices(use: _Use, index: int, cut: _Cut) -> list[MatrixSpec]:
-    p, form = use.parameter, cut.form
+    p, (form, dim, sizes) = use.parameter, cut
     shape, dtype = list(p.shape), dtype_name(p.dtype)
     lead = len(shape) - 2 if form.is_stack else 0
-    inner, stride = math.prod(shape[lead:]), math.prod(shape[cut.dim + 1 :])
+    inner, stride = math.prod(shape[lead:]), math.prod(shape[dim + 1 :])
     made = []
     for item in range(math.prod(shape[:lead])):
         first = 0
-        for size in cut.sizes:
-            shape[cut.dim] = size
+        for size in sizes:
+            shape[dim] = size
             rows, cols = form.matrix_shape(shape)
             name = use.name + (f"[{item}]" if inner < p.numel() else "")
-            if len(cut.sizes) > 1:
-                name += f"[{':, ' if cut.dim > lead else ''}{first}:{first + size}]"
+            if len(sizes) > 1:
+                name += f"[{':, ' if dim > lead else ''}{first}:{first + size}]"
             start = item * inner + first * stride
             made.append(MatrixSpec(name, index, rows, cols, dtype, start, form))
             first += size
@@ -498,7 +485,7 @@ def _matrices(use: _Use, index: int, cut: _Cut) -> list[MatrixSpec]:
 
 def _check(uses: list[_Use], allow_meta: bool) -> None:
     """Refuse trainable parameters that nothing here can update."""
-    first: _Use | None = None
+    first = next((use for use in uses if not use.parameter.is_meta), None)
     for use in uses:
         name, p = use.name, use.parameter
         if isinstance(p, nn.parameter.UninitializedParameter):
@@ -521,10 +508,7 @@ def _check(uses: list[_Use], allow_meta: bool) -> None:
                 f"{name!r} is the weight of an embedding with sparse=True, whose sparse "
                 "gradients cannot be averaged with the others: build it with sparse=False"
             )
-        if p.is_meta:
-            continue
-        first = first or use
-        if p.device != first.parameter.device:
+        if first is not None and not p.is_meta and p.device != first.parameter.device:
             raise DmuonError(
                 f"parameter {name!r} is on {p.device} but {first.name!r} is on "
                 f"{first.parameter.device}: move the model to one device before "
@@ -612,13 +596,7 @@ def collect(
             algorithm, reason = _route(use, model, select)
             made = []
             if algorithm is Algorithm.MUON:
-                cut = _cut(use, model.form(use), splits, heads, used)
-                if cut.is_guess and reason == "weight":
-                    raise SelectionError(
-                        f"parameter {use.name!r} of shape {list(use.parameter.shape)} may be a "
-                        f"convolution or a stack of matrices, and no live module holds it: "
-                        f"{THREE_WAYS}"
-                    )
+                cut = _cut(use, model.form(use), reason, splits, heads, used)
                 made = _matrices(use, index, cut)
                 reason += "" if len(made) == 1 else f", {len(made)} matrices"
             parameter = use.spec(algorithm, reason)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated
 
@@ -179,6 +179,9 @@ class ShardMap:
     reports: tuple[RankShards, ...]
     copies: tuple[tuple[tuple[int, ...], ...], ...]
     holders: tuple[tuple[int, ...], ...]
+    _partners: dict[tuple[int, tuple[int, ...], int], list[tuple[int, tuple[int, ...]]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def world(self) -> int:
@@ -242,12 +245,6 @@ class ShardMap:
         return self._partners[key]
 
     @cached_property
-    def _partners(
-        self,
-    ) -> dict[tuple[int, tuple[int, ...], int], list[tuple[int, tuple[int, ...]]]]:
-        return {}
-
-    @cached_property
     def _holder_sets(self) -> tuple[frozenset[int], ...]:
         shared = {ranks: frozenset(ranks) for ranks in set(self.holders)}
         return tuple(shared[ranks] for ranks in self.holders)
@@ -264,17 +261,12 @@ class ShardMap:
         """
         known: dict[tuple[object, ...], tuple[int, ...]] = {}
         found = []
-        for matrix, holders, outer in zip(
-            self.specs.matrices, self.holders, self.boxes, strict=True
-        ):
-            lead = outer.box.offset[:-2] if outer.form.is_stack else ()
-            key = (matrix.parameter, holders, lead)
+        for matrix, holders, outer in zip(self.specs.matrices, self.holders, self.boxes):
+            p, lead = matrix.parameter, outer.box.offset[:-2] if outer.form.is_stack else ()
+            key = (p, holders, lead)
             if key not in known:
-                shared = (
-                    (rank, self.shard(rank, matrix.parameter).box.intersection(outer.box))
-                    for rank in holders
-                )
-                known[key] = tuple(rank for rank, box in shared if all(box.shape[: len(lead)]))
+                shared = [(r, self.shard(r, p).box.intersection(outer.box)) for r in holders]
+                known[key] = tuple(r for r, box in shared if all(box.shape[: len(lead)]))
             found.append(known[key])
         return tuple(found)
 
@@ -365,22 +357,19 @@ def assemble(specs: ModelSpecs, reports: Sequence[RankShards]) -> ShardMap:
                 _check_tiling(p.name, p.shape, shards)
                 checked.add((p.shape, shards))
     matrices: list[MatrixSpec] = []
-    holders: list[tuple[int, ...]] = []
     for matrix in specs.matrices:
-        found = copies[matrix.parameter]
-        for number, ranks in enumerate(found, 1):
-            name = f"{matrix.name} (copy {number} of {len(found)})"
-            matrices.append(matrix if len(found) == 1 else replace(matrix, name=name))
-            holders.append(ranks)
+        count = len(copies[matrix.parameter])
+        names = [f"{matrix.name} (copy {n} of {count})" for n in range(1, count + 1)]
+        matrices += [replace(matrix, name=name) for name in names] if count > 1 else [matrix]
+    holders = tuple(ranks for matrix in specs.matrices for ranks in copies[matrix.parameter])
     expanded = replace(specs, matrices=tuple(matrices))
-    return ShardMap(expanded, tuple(reports), tuple(copies), tuple(holders))
+    return ShardMap(expanded, tuple(reports), tuple(copies), holders)
 
 
 def _copies(
     name: str, ranks_of: Sequence[tuple[int, ...]], mesh_rank: dict[int, int]
 ) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks that hold a copy of a parameter each, in order of their first rank, from
-    the ranks that each rank says hold it."""
+    """Sets of ranks that each hold a copy of a parameter, from the ranks that each rank names."""
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank, ranks in enumerate(ranks_of):
         groups[ranks].append(rank)
@@ -424,15 +413,12 @@ def _check_tiling(name: str, shape: tuple[int, ...], shards: Sequence[LocalShard
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """True if any two boxes share an element.
-
-    Sorted by their first offset, a box can only meet those that begin before it ends.
-    """
+    """True if any two boxes share an element."""
     ordered = sorted(boxes, key=lambda box: box.offset)
     for i, box in enumerate(ordered):
         for other in ordered[i + 1 :]:
             if other.offset[0] >= box.ends[0]:
-                break
+                break  # as are all that follow
             if box.intersection(other).numel:
                 return True
     return False

@@ -33,14 +33,7 @@ from dmuon.scheduler.costs import BATCH_NUMEL, CostTable, largest_batch
 from dmuon.scheduler.greedy import baselines, greedy, improve
 from dmuon.scheduler.placement import launch_order, layer_of, place
 from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof
-from dmuon.scheduler.problem import (
-    UNLIMITED,
-    Counts,
-    OwnerClass,
-    Problem,
-    build_problem,
-    relaxed,
-)
+from dmuon.scheduler.problem import UNLIMITED, Counts, OwnerClass, Problem, build_problem, relaxed
 from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
@@ -91,7 +84,8 @@ def solve(
     begin = time.perf_counter()
     budget = Budget(options.time_limit_s)
     if limits is None:
-        whole = specs.adamw_state_bytes() if layout is Layout.REDUCED else 0
+        adamw = (specs.parameters[i] for i in specs.adamw_parameters())
+        whole = sum(p.numel * p.state_item for p in adamw) if layout is Layout.REDUCED else 0
         fixed = (whole,) * topology.world if whole else ()
         limits = OwnerLimits(fixed_bytes=fixed, memory_bytes=options.owner_memory_bytes)
     rows = price_rows(specs, costs, options.max_batch, batch_numel)
@@ -145,22 +139,17 @@ def price_rows(
     rows = []
     for key, count in sorted(Counter(m.key for m in specs.matrices).items()):
         sizes = range(1, min(count, largest_batch(*key[:2], max_batch, batch_numel)) + 1)
+        ms = tuple(float(costs.batch_ms(key, b)) for b in sizes)
+        origin = tuple(costs.origin(key, b) for b in sizes)
         kernels = tuple(costs.kernel(key, b) for b in sizes)
-        rows.append(
-            PriceRow(
-                key,
-                tuple(float(costs.batch_ms(key, b)) for b in sizes),
-                tuple(costs.origin(key, b) for b in sizes),
-                kernels if any(kernels) else (),
-            )
-        )
+        rows.append(PriceRow(key, ms, origin, kernels if any(kernels) else ()))
     return tuple(rows)
 
 
 # ---- counts ------------------------------------------------------------------------------
 
 
-def _round_robin(problem: Problem, simple: dict[str, Counts], budget: Budget) -> Found:
+def _round_robin(problem: Problem, simple: dict[str, Counts], _: Budget) -> Found:
     if "round_robin" not in simple:
         raise PlanError(
             "solver='round_robin' finds no plan inside owner_memory_bytes: use solver='auto'"
@@ -232,10 +221,10 @@ def _solved(problem: Problem, plain: Found, budget: Budget) -> Found:
             best = _closed(problem, best, _LAST_WORK, budget)
     makespan = problem.makespan(best.counts)
     best = replace(best, bound=certified(problem, best.proof, best.bound))
-    better = makespan < problem.makespan(plain.counts) or best.bound > plain.bound
-    if not better:
+    solver = "milp" if engine else "search"
+    if makespan >= problem.makespan(plain.counts) and best.bound <= plain.bound:
+        solver = "greedy"
         notes.append("this is the greedy plan")
-    solver = "greedy" if not better else "milp" if engine else "search"
     return replace(best, solver=solver, engine=engine, note="; ".join(notes))
 
 
@@ -249,28 +238,20 @@ def _closed(problem: Problem, found: Found, work: int, budget: Budget) -> Found:
             makespan = problem.makespan(counts)
             continue
         if tried.complete:
-            found = replace(
-                found, bound=makespan, proof=replace(found.proof, impossible=makespan - 1)
-            )
+            proof = replace(found.proof, impossible=makespan - 1)
+            found = replace(found, bound=makespan, proof=proof)
         break
     return replace(found, counts=counts)
 
 
 def _shares(problem: Problem, domains: Sequence[Sequence[OwnerClass]]) -> Counts:
-    """[domains, shapes]: how many of each shape a domain takes, so that all owners work alike.
-
-    What only one domain may take comes first, then the costliest, each to the domain whose owners
-    are least busy with it.
-    """
+    """[domains, shapes]: how many of each shape a domain takes, so that all owners work alike. What
+    only one domain may take comes first, then the costliest, each where owners are least busy."""
     shares = np.zeros((len(domains), len(problem.shapes)), np.int64)
     sizes = [sum(c.size for c in domain) for domain in domains]
-    loads = [
-        sum(c.fixed * c.size for c in domain) / n for domain, n in zip(domains, sizes, strict=True)
-    ]
-    may = [
-        [p for p, domain in enumerate(domains) if domain[0].allowed[s]]
-        for s in range(shares.shape[1])
-    ]
+    loads = [sum(c.fixed * c.size for c in some) / n for some, n in zip(domains, sizes)]
+    allowed = zip(*(domain[0].allowed for domain in domains))  # by shape
+    may = [[p for p, yes in enumerate(those) if yes] for those in allowed]
     for s in sorted(range(len(may)), key=lambda s: (len(may[s]) > 1, s)):
         shape = problem.shapes[s]
         usual = -(-shape.count // sum(sizes[p] for p in may[s]))  # of an owner, about
@@ -338,8 +319,7 @@ def _with_co_owners(
         PlanError: a number of co-owners was asked for that is not possible.
     """
     specs, topology, limits, asked = plan.specs, plan.topology, plan.limits, options.co_owners
-    is_number = isinstance(asked, int)
-    if is_number and plan.layout.keeps_state_at_owners:
+    if isinstance(asked, int) and plan.layout.keeps_state_at_owners:
         raise PlanError(
             f"co_owners={asked} needs momentum that lies with the parameters, and in the "
             f"{plan.layout.value!r} layout each matrix and its momentum lie with one owner: use "
@@ -358,7 +338,7 @@ def _with_co_owners(
     pays = sharing.makespan * costs.contention < (1 - GAIN) * makespan
     if asked == "off" and not pays:
         return plan
-    if not is_number and not (asked == "auto" and pays):
+    if asked == "off" or (asked == "auto" and not pays):
         return replace(plan, shared_prices=prices, shared_ms=problem.ms(sharing.makespan))
     shared = _shared_batches(ways, sharing, order)
     remaining = build_problem(
@@ -372,10 +352,10 @@ def _with_co_owners(
         simple["greedy"] = sharing.alone[:, columns]
     found = SOLVERS[solver](remaining, simple, budget)
     found = replace(found, bound=ways.bound(remaining.makespan(found.counts)))
-    batches = _batches(specs, topology, remaining, found.counts, order, plan.prices, shared)
     outcome = _outcome(remaining, found, budget) | {"proof": None}
-    alone_ms = problem.ms(makespan)
-    return replace(plan, batches=batches, shared_prices=prices, alone_ms=alone_ms, **outcome)
+    outcome["alone_ms"] = problem.ms(makespan)
+    batches = _batches(specs, topology, remaining, found.counts, order, plan.prices, shared)
+    return replace(plan, batches=batches, shared_prices=prices, **outcome)
 
 
 def _shared_batches(ways: CoOwners, sharing: Sharing, order: Sequence[int]) -> list[Batch]:
@@ -393,8 +373,7 @@ def _shared_batches(ways: CoOwners, sharing: Sharing, order: Sequence[int]) -> l
         for i, (_, at) in zip(members, turns, strict=False):
             taken[at].append(i)
         for (block, _), mine in zip(parts, taken, strict=True):
-            row = row_of[shape.key, len(block)]
-            price = tuple(problem.ticks(ms) for ms in row.ms[: shape.count])
+            row, price = row_of[shape.key, len(block)], ways.price[s, len(block)]
             for b in replace(shape, batch_ticks=price).batches(len(mine)):
                 some, mine = tuple(mine[:b]), mine[b:]
                 ms, split = problem.ms(price[b - 1]), row.split[b - 1]
@@ -406,10 +385,8 @@ def _shared_batches(ways: CoOwners, sharing: Sharing, order: Sequence[int]) -> l
 
 
 def _tight(problem: Problem, budget: Budget) -> Counts:
-    """Counts where the memory cap leaves little.
-
-    They start from how the fullest rank stores least, whatever the time: the same assignment
-    problem, with bytes for ticks.
+    """Counts where the memory cap leaves little. They start from how the fullest rank stores least,
+    whatever the time: the same assignment problem, with bytes in place of ticks.
 
     Raises:
         PlanError: nothing fits; states the smallest cap that does, as far as it is known.
@@ -432,11 +409,9 @@ def _tight(problem: Problem, budget: Budget) -> Counts:
         assert counts is not None
         return counts
     nbytes = in_bytes.makespan(found.counts)
-    known = (
-        f"the smallest feasible cap is {nbytes} bytes{_mebibytes(nbytes)}"
-        if found.bound >= nbytes
-        else f"a cap of {nbytes} bytes is feasible, and none below {found.bound} is"
-    )
+    known = f"a cap of {nbytes} bytes is feasible, and none below {found.bound} is"
+    if found.bound >= nbytes:
+        known = f"the smallest feasible cap is {nbytes} bytes{_mebibytes(nbytes)}"
     matrices = int(problem.demand.sum()) + sum(shape.count for _, shape in problem.forced)
     raise PlanError(
         f"owner_memory_bytes={cap} is too small for the optimizer state of {matrices} matrices on "
@@ -476,8 +451,8 @@ def _batches(
     prices: Sequence[PriceRow],
     shared: Sequence[Batch] = (),
 ) -> tuple[Batch, ...]:
-    """Counts made concrete, with consecutive matrices on different owners, and every owner's
-    matrices cut into the cheapest batches; these and the ``shared`` ones, earliest layers first."""
+    """Counts made concrete: consecutive matrices on different owners, each owner's in the cheapest
+    batches; these and the ``shared`` ones, earliest layers first."""
     owners = {i: rank for rank, shape in problem.forced for i in shape.members}
     shape_of = {i: s for s, shape in enumerate(problem.shapes) for i in shape.members}
     free = [i for i in order if i in shape_of]
@@ -498,10 +473,8 @@ def _batches(
         for i in sorted(shape.members, key=position.__getitem__):
             held[owners[i]].append(i)
         for owner, mine in held.items():
-            start = 0
             for size in shape.batches(len(mine)):
-                ms = problem.ms(shape.batch_ticks[size - 1])
-                kernel = rows[shape.key].kernel(size)
-                made.append(Batch(owner, tuple(mine[start : start + size]), ms, kernel))
-                start += size
+                some, mine = tuple(mine[:size]), mine[size:]
+                ms, kernel = problem.ms(shape.batch_ticks[size - 1]), rows[shape.key].kernel(size)
+                made.append(Batch(owner, some, ms, kernel))
     return tuple(sorted(made, key=lambda b: (position[b.matrices[0]], b.owner)))

@@ -233,18 +233,8 @@ class ModelSpecs:
 
     def adamw_parameters(self) -> tuple[int, ...]:
         """Indices of the parameters that AdamW updates."""
-        return self._indices(Algorithm.ADAMW)
-
-    def adamw_state_bytes(self) -> int:
-        """Bytes of optimizer state of all parameters that AdamW updates, whole."""
-        return sum(
-            self.parameters[i].numel * self.parameters[i].state_item
-            for i in self.adamw_parameters()
-        )
+        return tuple(i for i, p in enumerate(self.parameters) if p.algorithm is Algorithm.ADAMW)
 
     def muon_parameters(self) -> tuple[int, ...]:
         """Indices of the parameters that are made of matrices."""
-        return self._indices(Algorithm.MUON)
-
-    def _indices(self, algorithm: Algorithm) -> tuple[int, ...]:
-        return tuple(i for i, p in enumerate(self.parameters) if p.algorithm is algorithm)
+        return tuple(i for i, p in enumerate(self.parameters) if p.algorithm is Algorithm.MUON)
