@@ -24,7 +24,7 @@ import dmuon
 from benchmarks.ranks import Row, Rows, on_ranks
 from benchmarks.results import command, read_rows, table, write
 from benchmarks.timing import over_ranks, ratio, spread, take_turns
-from dmuon.catalogue.presets import model_specs
+from dmuon.catalogue import model_specs
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable

@@ -106,7 +106,7 @@ SETS: dict[str, tuple[Case, ...]] = {
     ),
     "toy": (Case("toy", ((3, 24, 40),)),),
 }  # fmt: skip
-"""Layers have the shapes of the presets of `dmuon.catalogue.presets`; a weight ``[n, m]`` that is
+"""Layers have the shapes of the presets of `dmuon.catalogue`; a weight ``[n, m]`` that is
 taller than wide counts as its transpose, which is how it runs. What the targets are about comes
 first: a run that is short of time leaves out the last ones."""
 

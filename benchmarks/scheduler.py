@@ -28,7 +28,7 @@ import torch
 from benchmarks.executed import executed_rows
 from benchmarks.ranks import Row
 from benchmarks.results import command, table, write
-from dmuon.catalogue.presets import PRESETS, model_specs
+from dmuon.catalogue import PRESETS, model_specs
 from dmuon.comm.transport import LocalTransport
 from dmuon.config import PlannerOptions
 from dmuon.measure import measured_costs

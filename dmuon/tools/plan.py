@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from dmuon.catalogue.presets import PRESETS, model_specs
+from dmuon.catalogue import PRESETS, model_specs
 from dmuon.config import CO_OWNERS, PlannerOptions
 from dmuon.devices import GPU
 from dmuon.report.data import build_report

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from dmuon import devices
-from dmuon.catalogue.presets import model_specs
+from dmuon.catalogue import model_specs
 from dmuon.comm.transport import LocalTransport
 from dmuon.config import BATCH_BYTES, PlannerOptions
 from dmuon.measure import Case, cases_of, measured_costs

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dmuon.__main__ import CLOSED_PIPE, main
-from dmuon.catalogue.presets import PRESETS, model_specs
+from dmuon.catalogue import PRESETS, model_specs
 from dmuon.report.data import build_report
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.plan import OwnershipPlan

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dmuon.catalogue.presets import model_specs
+from dmuon.catalogue import model_specs
 from dmuon.comm.buckets import cut_buckets
 from dmuon.comm.routes import BucketRoute, Message, bucket_route, places
 from dmuon.config import PlannerOptions

@@ -13,7 +13,7 @@ import torch
 from benchmarks import kernels
 from benchmarks.kernels import DEFAULT_SETS, SETS, Case, Contender, Piece, Setup
 from benchmarks.results import Rows
-from dmuon.catalogue.presets import model_specs
+from dmuon.catalogue import model_specs
 from dmuon.kernels.newton_schulz import newton_schulz
 
 CPU, F32 = torch.device("cpu"), torch.float32

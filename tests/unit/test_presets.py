@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dmuon.catalogue.hf_config import MODEL_TYPES, build, dtype_of
-from dmuon.catalogue.presets import PRESETS, model_specs
+from dmuon.catalogue import MODEL_TYPES, PRESETS, build, dtype_of, model_specs
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm, DmuonError, PlanError, SelectionError

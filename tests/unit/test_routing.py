@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from dmuon.catalogue.hf_config import build
-from dmuon.catalogue.presets import PRESETS
+from dmuon.catalogue import PRESETS, build
 from dmuon.scheduler.select import RULES, Member, collect
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from dmuon.catalogue.presets import model_specs
+from dmuon.catalogue import model_specs
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.bound import (
     Cover,
