@@ -561,7 +561,7 @@ def check_group(group: Group, number: int, algorithms: Collection[Algorithm]) ->
         return checked(ADAMW_RULES, group, owner="AdamW ", place=place)
     kept = check_muon_group(group, place)
     resolve_coefficients(kept["ns_coefficients"], kept["ns_steps"])
-    rule_of(kept)
+    rule_of(kept, place)
     return kept | (checked(MIXED_RULES, group, place=place) if is_adamw else {})
 
 
@@ -609,6 +609,7 @@ class Accepted:
         # What each group must still hold: engines are bound to it.
         self.params = [list(group["params"]) for group in groups]
         self._algorithms = algorithms
+        self._bound = [{k: repr(group[k]) for k in BOUND if k in group} for group in groups]
         # Keys and hyperparameters that are known to be right.
         self._known: list[tuple[set[str], Group]] = [(set(), {}) for _ in algorithms]
         self.digest = HyperDigest([0] * len(algorithms), [{} for _ in algorithms])
@@ -636,11 +637,11 @@ class Accepted:
             if group.keys() == keys and all(group[k] is v for k, v in known.items()):
                 continue
             kept = check_group(group, number, self._algorithms[number])
-            for key in BOUND:
-                if repr(known.get(key, kept.get(key))) != repr(kept.get(key)):
+            for key, text in self._bound[number].items():
+                if repr(kept[key]) != text:
                     raise OwnershipError(
-                        f"opt.param_groups[{number}][{key!r}] was {known[key]!r} when the state "
-                        f"was made, and is {kept[key]!r} now: make a new dmuon.Muon with it"
+                        f"opt.param_groups[{number}][{key!r}] was {text} when owners were planned, "
+                        f"and is {kept[key]!r} now: make a new dmuon.Muon with it"
                     )
             group.update(kept)
             # Tensors and lists can change in place.

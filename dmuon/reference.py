@@ -12,7 +12,7 @@ from torch.optim import AdamW, Optimizer
 
 from dmuon.config import MuonDefaults, check_muon_group
 from dmuon.kernels.newton_schulz import newton_schulz
-from dmuon.rule import Rule
+from dmuon.rule import Rule, rule_of
 from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.types import Coefficients, Heads, Select, Splits
 
@@ -60,6 +60,7 @@ class ReferenceMuon(Optimizer):
             momentum_mode, dampening, variant, cautious_weight_decay, momentum_dtype,
         )  # fmt: skip
         group = check_muon_group(defaults.group())
+        rule_of(group)
         if isinstance(variant, str) and variant != "normuon":
             raise ValueError(f"ReferenceMuon knows variant='normuon', found {variant!r}")
         # What each parameter's matrices are: a view of the parameter (or of its like) a matrix.
@@ -120,7 +121,9 @@ class ReferenceMuon(Optimizer):
     ) -> None:
         kept = {} if kept is None else kept  # by a variant
         lr, mu = group["lr"], group["momentum"]
-        momentum = buf.to(g.dtype)  # itself, where its dtype is the gradient's
+        # Itself, where it is kept in the gradient's dtype.
+        momentum = buf.to(torch.promote_types(buf.dtype, g.dtype))
+        g = g.to(momentum.dtype)
         if group["momentum_mode"] == "ema":
             momentum.lerp_(g, 1 - mu)
             update = g.lerp(momentum, mu) if group["nesterov"] else momentum

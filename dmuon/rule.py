@@ -14,6 +14,7 @@ The formulas are those of `torch.optim.Muon` (``ema``) and of `torch.optim.SGD` 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -135,6 +136,11 @@ class StateSpec:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not isinstance(self.dtype, torch.dtype):
+            raise TypeError(
+                "StateSpec: name must be a string and dtype a torch dtype, found "
+                f"{self.name!r} and {self.dtype!r}"
+            )
         if self.per not in ("row", "element", "matrix"):
             raise ValueError(
                 f"StateSpec {self.name!r}: per must be 'row', 'element' or 'matrix', found "
@@ -183,10 +189,47 @@ class Rule:
         before = {name: kept.clone() for name, kept in state.items()}
         made = self.accept(update, state)
         if made is not update:
+            if not isinstance(made, Tensor) or made.shape != update.shape:
+                found = list(made.shape) if isinstance(made, Tensor) else made
+                raise ValueError(
+                    f"variant {self}: accept must return a tensor of the update's shape "
+                    f"{list(update.shape)}, found {found}"
+                )
             update.copy_(made)
-        for name, kept in state.items():
+        for name, kept in before.items():
             alive = is_alive.view(-1, *(1,) * (kept.ndim - 1))
-            torch.where(alive, kept, before[name], out=kept)
+            torch.where(alive, state[name], kept, out=state[name])
+
+    def rehearse(self, rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`accepted` on a random matrix and on zeros of this shape, with state of its own.
+
+        Raises:
+            ValueError: it fails, or gives what is not finite, or no zeros for zeros. So that errors
+                of a user's are found on all ranks, before a step.
+        """
+        rule, generator = copy.deepcopy(self), devices.of(device).generator(0)
+        update = torch.zeros(2, rows, cols, dtype=dtype, device=device)
+        update[0].normal_(generator=generator)
+        state = {
+            spec.name: torch.zeros(2, *spec.shape(rows, cols), dtype=spec.dtype, device=device)
+            for spec in self.state
+        }
+        try:
+            rule.accepted(update, state)
+        except Exception as error:
+            raise ValueError(
+                f"variant {self} fails on a stack {list(update.shape)} of {dtype}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        for what, flaw in (
+            ("a finite update", not update.isfinite().all()),
+            ("finite state", not all(s.isfinite().all() for s in state.values())),
+            ("zeros for a matrix of zeros", update[1].any()),
+        ):
+            if flaw:
+                raise ValueError(
+                    f"variant {self} must give {what}, and does not on a random matrix"
+                )
 
     # ---- momentum ------------------------------------------------------------------------
 
@@ -397,27 +440,31 @@ class NorMuon(Rule):
 VARIANTS: Mapping[str, type[Rule]] = {"normuon": NorMuon}
 
 
-def rule_of(group: Mapping[str, Any]) -> Rule:
-    """The rule of a param group.
+def rule_of(group: Mapping[str, Any], place: str = "") -> Rule:
+    """The rule of a param group, whose ``place`` errors name.
 
     Raises:
         TypeError, ValueError: its ``variant`` is none.
     """
     variant = group.get("variant")
     if isinstance(variant, Rule):
+        state = variant.state
+        if not isinstance(state, tuple) or not all(isinstance(s, StateSpec) for s in state):
+            raise TypeError(
+                f"variant {variant}{place}: state must be a tuple of dmuon.StateSpec, such as "
+                f'(dmuon.StateSpec("size"),), found {state!r}'
+            )
+        if len({spec.name for spec in state}) < len(state):
+            raise ValueError(f"variant {variant}{place}: two of its states have one name: {state}")
         return variant
     if variant is None:
         return Rule()
-    known = ", ".join(map(repr, VARIANTS))
+    known = f"None, one of {', '.join(map(repr, VARIANTS))}, or an instance of a dmuon.Rule"
     if not isinstance(variant, str):
-        raise TypeError(
-            f"variant must be None, one of {known}, or an instance of a subclass of dmuon.Rule, "
-            f"found {variant!r}" + (": call it" if isinstance(variant, type) else "")
-        )
+        hint = ": call it" if isinstance(variant, type) else ""
+        raise TypeError(f"variant must be {known}, found {variant!r}{place}{hint}")
     if variant not in VARIANTS:
-        raise ValueError(
-            f"variant must be None, one of {known}, or a dmuon.Rule, found {variant!r}"
-        )
+        raise ValueError(f"variant must be {known}, found {variant!r}{place}")
     return VARIANTS[variant]()
 
 

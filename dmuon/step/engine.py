@@ -7,7 +7,7 @@ import statistics
 import warnings
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
@@ -134,7 +134,8 @@ class Engine(ABC):
         self._hypers: list[Hyper] = []
         self._rules = [rule_of(group) for group in groups]
         self._bind()
-        self._kept = KeptByRules(self._rules, self._group_of, runtime)
+        self._kept = KeptByRules(self._rules, self._group_of, runtime, settings.ns_dtype)
+        self._kept.show(optimizer)
 
     @abstractmethod
     def _bind(self) -> None:
@@ -380,10 +381,14 @@ class Engine(ABC):
         return found
 
 
-def load_entry(p: Tensor, state: dict[str, Tensor], saved: Mapping[str, Any]) -> None:
-    """Copy what was saved of a parameter into its state; zeros where it had no gradient before, and
-    a master that was not saved takes the weight."""
+def load_entry(
+    p: Tensor, state: dict[str, Tensor], saved: Mapping[str, Any], but: Collection[str] = ()
+) -> None:
+    """Copy what was saved of a parameter into its state, ``but`` these keys; zeros where it had no
+    gradient before, and a master that was not saved takes the weight."""
     for key, value in state.items():
+        if key in but:
+            continue
         if key in saved:
             copy_state(value, torch.as_tensor(saved[key]))
         elif key == MASTER:
@@ -415,9 +420,17 @@ class KeptByRules:
     """
 
     def __init__(
-        self, rules: Sequence[Rule], group_of: Sequence[int], runtime: LayoutRuntime
+        self,
+        rules: Sequence[Rule],
+        group_of: Sequence[int],
+        runtime: LayoutRuntime,
+        ns_dtype: torch.dtype,
     ) -> None:
         self._rules, self._group_of, self._runtime = rules, group_of, runtime
+        first = {group_of[i]: m for i, m in reversed([*enumerate(runtime.plan.specs.matrices)])}
+        for g, matrix in sorted(first.items()):
+            if not rules[g].is_plain:
+                rules[g].rehearse(*matrix.shape, ns_dtype, runtime.device)
         plan, rank = runtime.plan, runtime.transport.rank
         self._owners = plan.owners
         self._tensors: dict[str, dict[int, Tensor]] = defaultdict(dict)
@@ -434,6 +447,20 @@ class KeptByRules:
     def __bool__(self) -> bool:
         """Whether any matrix, on any rank, has such state."""
         return bool(self._members)
+
+    @property
+    def names(self) -> set[str]:
+        """Of all that is kept, in the optimizer's state."""
+        return {spec.name for rule in self._rules for spec in rule.state}
+
+    def show(self, optimizer: Optimizer) -> None:
+        """Let the optimizer's state have the same keys on every rank, which torch asks it for: what
+        is kept here of a parameter of one matrix, else nothing."""
+        for p, members in self._members.items():
+            for spec in self._rules[self._group_of[members[0]]].state:
+                mine = self._tensors[spec.name].get(members[0]) if len(members) == 1 else None
+                shown = torch.empty(0, dtype=spec.dtype) if mine is None else mine
+                optimizer.state[self._runtime.parameters[p]][spec.name] = shown
 
     def accept(self, unit: Unit, update: Tensor, where: Sequence[int] | None = None) -> None:
         """`Rule.accepted` on the matrices at these positions of a unit (None: all)."""

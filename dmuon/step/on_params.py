@@ -173,8 +173,9 @@ class ParamsEngine(Engine):
                 )
             if not self._settings.schedule.always_full and not shards.is_local(i):
                 raise OwnershipError(
-                    f"variant {rule} needs whole rows, and block steps (MuonBP) would see the part "
-                    f"of {matrix.name!r} that lies on a rank: use period=1, or leave variant= out"
+                    f"variant {rule} needs whole rows, and what it keeps lies with one owner: "
+                    f"MuonBP takes block steps of {matrix.name!r}, which is cut, or lies on "
+                    "several ranks. Use period=1, or leave variant= out"
                 )
 
     def _bind_full_step(self) -> None:
@@ -634,5 +635,5 @@ class ParamsEngine(Engine):
     def load_state(self, saved: Mapping[Tensor, dict[str, Any]]) -> None:
         parameters = self._runtime.parameters
         for p in parameters:
-            load_entry(p, self._optimizer.state[p], saved.get(p, {}))
+            load_entry(p, self._optimizer.state[p], saved.get(p, {}), self._kept.names)
         self._kept.load({i: saved.get(p, {}) for i, p in enumerate(parameters)})

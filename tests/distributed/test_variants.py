@@ -140,6 +140,15 @@ def test_the_variants_are_no_muon() -> None:
         assert far(reference(settings), expected) > least, name
 
 
+WRONG = [
+    (lambda u: u.mean(2, keepdim=True), r"Wrong\(\).*shape \[2, .*found \[2, \d+, 1\]"),
+    (lambda u: None, r"Wrong\(\).*found None"),
+    (lambda u: 1 / 0, r"Wrong\(\) fails on a stack.*ZeroDivisionError"),
+    (lambda u: u / 0, "must give a finite update"),
+    (lambda u: u + 1, "must give zeros for a matrix of zeros"),
+]
+
+
 @distributed(2)
 def test_what_a_variant_cannot_do_is_refused(rank: int, world: int) -> None:
     mesh = init_device_mesh(torch.get_default_device().type, (world,))
@@ -161,13 +170,19 @@ def test_what_a_variant_cannot_do_is_refused(rank: int, world: int) -> None:
     dmuon.dedicate_params(model, mesh, planner=dmuon.PlannerOptions(co_owners=2))
     with pytest.raises(OwnershipError, match=r"has co-owners.*co_owners='off'"):
         dmuon.Muon(model, variant="normuon")
-    # What state there is cannot change later.
-    model = sharded()
-    opt = dmuon.Muon(model)
-    step(opt, model)
-    opt.param_groups[0]["variant"] = "normuon"
-    with pytest.raises(OwnershipError, match=r"'variant'.*None.*'normuon' now"):
-        step(opt, model)
+    # What state there is cannot change once it is made.
+    for planned in (dmuon.Muon.report, lambda opt: step(opt, model)):
+        model = sharded()
+        opt = dmuon.Muon(model)
+        planned(opt)
+        opt.param_groups[0]["variant"] = "normuon"
+        with pytest.raises(OwnershipError, match=r"'variant'.*None.*'normuon' now"):
+            step(opt, model)
+    # What one owner alone would find is found by all, before a step.
+    for accept, message in WRONG:
+        wrong = type("Wrong", (dmuon.Rule,), {"accept": lambda self, u, s, f=accept: f(u)})()
+        with pytest.raises(ValueError, match=message):
+            dmuon.Muon(sharded(), variant=wrong).report()
 
 
 @distributed(2)
@@ -255,6 +270,24 @@ def test_each_group_has_its_own_variant(rank: int, world: int) -> None:
     assert step()["blocks.0.mix.weight"] == {"size", "count"}
     counts = [whole_tensor(e["count"]) for e in opt.state_dict()["state"].values() if "count" in e]
     assert sorted({float(c) for count in counts for c in count}) == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(("name", "world"), [("single", 1), ("fsdp2", 2), ("dedicated", 2)])
+@distributed()
+def test_torchs_options_give_and_take_what_a_variant_keeps(
+    rank: int, world: int, name: str
+) -> None:
+    training = Training(CASES[name], variant="normuon")
+    training.train(range(SAVED_AT))
+    whole = training.whole()["optim"]["state"]
+    for options in ({"flatten_optimizer_state_dict": True}, {"full_state_dict": True}, {}):
+        saved = training.state(**options)
+        other = Training(CASES[name], seed=1, variant="normuon")
+        other.train(range(1))
+        other.put(saved, **options)
+        for n, entry in other.whole()["optim"]["state"].items():
+            assert all(torch.equal(v, whole[n][k]) for k, v in entry.items()), (options, n)
+        other.close()
 
 
 @distributed(2)

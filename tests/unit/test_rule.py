@@ -374,6 +374,11 @@ def test_a_rule_says_what_it_is():
             rule_of({"variant": variant})
     with pytest.raises(ValueError, match="'row', 'element' or 'matrix'"):
         StateSpec("x", "column")
+    with pytest.raises(TypeError, match="torch dtype"):
+        StateSpec("x", dtype="float32")
+    for state, message in [(StateSpec("x"), "a tuple"), ((StateSpec("x"),) * 2, "one name")]:
+        with pytest.raises((TypeError, ValueError), match=message):
+            rule_of({"variant": type("Odd", (Rule,), {"state": state})()})
     with pytest.raises(ValueError, match="is taken"):
         StateSpec("momentum_buffer")
     with pytest.raises(ValueError, match="beta2"):
