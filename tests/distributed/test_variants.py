@@ -171,10 +171,12 @@ def test_what_a_variant_cannot_do_is_refused(rank: int, world: int) -> None:
     with pytest.raises(OwnershipError, match=r"has co-owners.*co_owners='off'"):
         dmuon.Muon(model, variant="normuon")
     # What state there is cannot change once it is made.
-    for planned in (dmuon.Muon.report, lambda opt: step(opt, model)):
+    for is_later in (False, True):
         model = sharded()
         opt = dmuon.Muon(model)
-        planned(opt)
+        opt.report()
+        if is_later:
+            step(opt, model)
         opt.param_groups[0]["variant"] = "normuon"
         with pytest.raises(OwnershipError, match=r"'variant'.*None.*'normuon' now"):
             step(opt, model)
