@@ -143,16 +143,20 @@ class LocalParameters:
         self.version = 0
         self._names = list(names)
         self._stamps = [LayoutStamp.of(p) for p in parameters]
+        self._are_plain = not any(map(is_distributed, parameters))
         self._look_up()
 
+    def _stored(self) -> list[Any]:
+        return self.parameters if self._are_plain else [*map(stored_tensor, self.parameters)]
+
     def _look_up(self) -> None:
-        self._inner = [stored_tensor(p) for p in self.parameters]
+        self._inner = [*self._stored()]
         self._addresses = [t.data_ptr() for t in self._inner]
         self.tensors = [t.detach() for t in self._inner]
 
     def check(self) -> None:
         """Look again, at every step; OwnershipError if a parameter lies otherwise than at first."""
-        inner = [stored_tensor(p) for p in self.parameters]
+        inner = self._stored()
         if all(map(is_, inner, self._inner)) and [*map(Tensor.data_ptr, inner)] == self._addresses:
             return
         for p, name, stamp in zip(self.parameters, self._names, self._stamps, strict=True):
@@ -191,10 +195,10 @@ def gradient_like(grad: Tensor, parameter: Tensor) -> Tensor:
     Autograd may leave a gradient `Partial` (a gain under sequence parallelism); making it whole is
     a collective over the parameter's mesh, which every optimizer on `DTensor` issues.
     """
-    given, wanted = LayoutStamp.of(grad), LayoutStamp.of(parameter)
-    if None in (given.placements, wanted.placements) or given.placements == wanted.placements:
+    given, wanted = getattr(grad, "placements", None), getattr(parameter, "placements", None)
+    if given is None or wanted is None or given == wanted:
         return grad
-    return grad.redistribute(wanted.mesh, wanted.placements)  # type: ignore[attr-defined]
+    return grad.redistribute(parameter.device_mesh, wanted)  # type: ignore[attr-defined]
 
 
 def local_shard(name: str, parameter: Tensor, rank: int) -> LocalShard:

@@ -492,9 +492,10 @@ class GradientReducer:
         complete = all(local[p] for p in self._bucket_of) and not any(unusable)
         anywhere = self.flags.agree(local, unusable, complete=complete)
         self._write_averaged(anywhere)
+        matrices = self.owned.slices.matrices_of
         for p in self._bucket_of:
             self.present[p] = self.present[p] or anywhere[p]
-            if self._is_matrix(p):
+            if p in matrices:
                 # The owner has it now. Left here, a second backward would add to it and
                 # reduce the sum again.
                 self.parameters[p].grad = None
@@ -524,10 +525,11 @@ class GradientReducer:
     def note_averaged(self) -> None:
         """Note the gradients in ``p.grad`` as they are: whoever changes them from now on forgets
         those that owners have."""
+        matrices = self.owned.slices.matrices_of
         self._noted = {
             p: (grad.data_ptr(), grad._version)
             for p in self._bucket_of
-            if not self._is_matrix(p) and (grad := self.parameters[p].grad) is not None
+            if p not in matrices and (grad := self.parameters[p].grad) is not None
         }
 
     def _is_as_noted(self, parameter: int, *, exactly: bool = False) -> bool:
@@ -555,8 +557,9 @@ class GradientReducer:
                     "torch.nn.utils.clip_grad_norm_, clear with opt.zero_grad(), or leave "
                     "reduce_to_owner out, with which every rank has whole gradients"
                 )
-        matrices = (p for p in self._bucket_of if self._is_matrix(p))
-        left = next((p for p in matrices if self.parameters[p].grad is not None), None)
+        matrices, parameters = self.owned.slices.matrices_of, self.parameters
+        held = (p for p in self._bucket_of if p in matrices and parameters[p].grad is not None)
+        left = next(held, None)
         if left is not None and not accumulated:
             raise OwnershipError(
                 f"{self._name(left)!r} has a p.grad that was set after "
