@@ -154,11 +154,13 @@ class Layer:
 
     def wait_published(self) -> None:
         """Wait until this rank, if it holds weights of the layer, has the owners' new values."""
-        wait_all(self.publishing)
+        if self.publishing:
+            wait_all(self.publishing)
 
     def use(self) -> None:
         """Wait for the weights and show them."""
-        wait_all(self.broadcasts)
+        if self.broadcasts:
+            wait_all(self.broadcasts)
         if not self.in_use:
             self.state = self.state.to(WeightState.IN_USE)
             for weight in self.weights:
@@ -356,11 +358,11 @@ class Storage:
                 replaced by other values, which ranks without it cannot have received.
         """
         for p, weight in self._weights.items():
-            if weight.readable is not None or self.layer_of[p].in_use:
-                continue
             data, kept = weight.tensor, weight.kept
-            alike = (data.dtype, data.device) == (kept.dtype, kept.device)
+            alike = data.dtype is kept.dtype and data.device == kept.device
             if alike and data.data_ptr() == kept.data_ptr():
+                continue
+            if weight.readable is not None or self.layer_of[p].in_use:
                 continue
             local = stored_tensor(data.detach())
             if not alike or not torch.equal(local, kept):
