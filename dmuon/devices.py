@@ -253,7 +253,7 @@ def default_device() -> torch.device:
 
 
 class Stopwatch:
-    """Milliseconds between `start` and `stop` on ``device``, summed; read when asked. One a step.
+    """Milliseconds between `start` and `stop` on ``device``, summed; read when asked. One per step.
 
     It records events on the current stream, so timing costs no synchronization until
     `milliseconds` is read.

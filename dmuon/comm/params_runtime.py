@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 
@@ -186,26 +186,15 @@ class ParamsRuntime(LayoutRuntime):
         self.meter.add(tag, vector)
         return self.transport.all_reduce(vector, tag=tag)
 
-    def run(
-        self,
-        fill: Callable[[int], None],
-        compute: Callable[[int, Tensor], Tensor | None],
-        apply: Callable[[int], None],
-        meanwhile: Callable[[], None],
-        may_send: Callable[[], bool] | None = None,
-        share: Callable[[list[tuple[int, Tensor]]], list[Tensor]] | None = None,
-    ) -> bool:
-        """Send every bucket to its owners and back; see `Pipeline.run`."""
-        pipeline = self.bound()
-        if not pipeline.run(fill, compute, apply, meanwhile, may_send, share):
-            return False
+    def apply_missed(self) -> None:
+        """After `Pipeline.run`: apply the updates that no hook of the next forward waits for."""
         if self._coverage is None or self._gathers is None:
-            return True
+            return
+        pipeline = self.bound()
         if self._gathers.by_other_methods():
             pipeline.apply_pending(pipeline.pending)
         # The forward that led here read these without passing their wait point.
         pipeline.apply_pending(self._coverage.take_missed())
-        return True
 
     def pass_by(self) -> None:
         """A step in which nothing travels: forget which hooks the forward before it passed."""

@@ -610,7 +610,7 @@ class StepTelemetry:
             return
         self._planned_ms = None
         warnings.warn(
-            f"dmuon: rank {self._transport.rank} spends {executed:.3g} ms a step on the matrices "
+            f"dmuon: rank {self._transport.rank} spends {executed:.3g} ms per step on the matrices "
             f"that it owns; the plan expected {planned:.3g} ms, and this is {times}. Owners are "
             "balanced by prices that are wrong here. Usual causes: a plan or a cost table from "
             "another machine, an ns_dtype or ns_steps other than what was measured, gradients that "
@@ -630,7 +630,7 @@ class StepTelemetry:
         self._known = vector if known is None else torch.where(vector.isnan(), known, vector)
 
     def measured_ms(self) -> tuple[float, ...] | None:
-        """Milliseconds a step of each rank, as of the last exchange.
+        """Milliseconds per step of each rank, as of the last exchange.
 
         None before there is a number of every rank, or when no rank had anything to do. No
         collective call, but it waits for the exchange under way.

@@ -349,7 +349,7 @@ class ParamsEngine(Engine):
         def fill(b: int) -> None:
             buckets[b].send.zero_()
 
-        runtime.run(
+        runtime.bound().run(
             fill,
             lambda u, operand: operand.zero_(),
             lambda b: None,
@@ -358,6 +358,7 @@ class ParamsEngine(Engine):
                 self._slices(stacks), [torch.ones(len(x), device=x.device) for _, x in stacks]
             ),
         )
+        runtime.apply_missed()
         squares = torch.zeros(len(runtime.plan.specs.matrices), device=runtime.device)
         runtime.all_reduce(squares, "rms").wait()
         self._outcome = _Outcome(finite=False)
@@ -399,7 +400,7 @@ class ParamsEngine(Engine):
                 squares.index_copy_(0, stack.index, own)
             self._update_adamw(self._with_zeros(grads, verdict), verdict)
 
-        if not runtime.run(
+        if not runtime.bound().run(
             partial(self._fill, scales, bad),
             partial(self._compute, squares),
             partial(self._apply_arrived, bad),
@@ -408,6 +409,7 @@ class ParamsEngine(Engine):
             partial(self._share, vector, squares),
         ):
             return None
+        runtime.apply_missed()
         work = runtime.all_reduce(squares, "rms")
         return _Outcome(True, verdict.finite, matrices, squares, work)
 

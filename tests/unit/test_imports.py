@@ -151,7 +151,7 @@ def test_planning_and_kernels_never_touch_process_groups_or_devices():
 # The most that there may be; lower them when less is reached, never the other way.
 MOST = {
     "files": 76,
-    "lines": 26_840,
+    "lines": 26_829,
     "files in a folder": 20,
     "files in a chain of imports": 14,
     "protocols": 2,
