@@ -61,9 +61,10 @@ from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.ownership import Ownership, ownership_of, ownerships_of
 from dmuon.period import Period, Schedule
 from dmuon.report.data import LoadBalanceReport
-from dmuon.rule import Hyper, Rule
+from dmuon.rule import Hyper, Rule, element_bytes, rule_of
 from dmuon.saved_state import SavedState, read_state
 from dmuon.scheduler.select import routes_of
+from dmuon.scheduler.shards import StateSizes
 from dmuon.scheduler.specs import ModelSpecs, ParameterSpec, canonical_name, dtype_name
 from dmuon.step.at_owners import OwnersEngine
 from dmuon.step.engine import Amp, Engine, Settings
@@ -440,7 +441,20 @@ class Muon(Optimizer):
         ns_dtype = resolve_ns_dtype(run.switches["ns_dtype"], ownerships[0].runtime.device)
         for ownership in ownerships:
             _check_kernels(ownership, ns_dtype, made)
+            ownership.count_state(self._state_sizes(ownership, made))
         return made
+
+    def _state_sizes(self, ownership: Ownership, made: Sequence[Group]) -> StateSizes:
+        """Bytes of the state of planned parameters in param groups of these hyperparameters."""
+        specs, masters = ownership.plan.specs, self._run.switches["master_weights"]
+        group_of = {p: full for g, full in zip(self.param_groups, made) for p in g["params"]}
+        own = [group_of.get(p, {}) for p in ownership.parameters]
+        per_element = (
+            element_bytes(group, getattr(torch, spec.dtype), masters, spec.algorithm)
+            for group, spec in zip(own, specs.parameters, strict=True)
+        )
+        at_owners = (rule_of(own[m.parameter]).bytes(*m.shape) for m in specs.matrices)
+        return StateSizes(tuple(per_element), tuple(at_owners))
 
     def _text(self, made: Sequence[Group], ownerships: Sequence[Ownership]) -> str:
         """In lines, what must be alike on all ranks of an optimizer with the groups ``made``."""

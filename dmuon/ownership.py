@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from dmuon.config import KernelOptions
 from dmuon.dtensors import is_distributed, local_tensor, whole_tensor
 from dmuon.report.data import LoadBalanceReport, build_report
 from dmuon.scheduler.plan import OwnershipPlan
+from dmuon.scheduler.shards import StateSizes
 from dmuon.scheduler.specs import canonical_name
 from dmuon.step.engine import StepTelemetry
 from dmuon.tensors import scale_all, wide_norms
-from dmuon.types import Layout, OwnershipError
+from dmuon.types import Layout, OwnershipError, PlanError
 
 # By the id of a parameter: an ownership keeps its parameters, so ids are theirs while it lives. No
 # weak references to parameters: torch refuses to convert a DTensor that has one (`model.to`).
@@ -74,6 +76,26 @@ class Ownership:
         OwnershipError if one that dmuon keeps has been replaced."""
         self.runtime.find_parameters()
         self._register()
+
+    def count_state(self, sizes: StateSizes) -> None:
+        """Let plan and report have the state of the optimizer that binds itself.
+
+        Raises:
+            PlanError: it exceeds ``owner_memory_bytes`` on a rank.
+        """
+        plan, found = self.plan, self.runtime.limits(sizes)
+        known = replace(plan.limits, fixed_bytes=found.fixed_bytes, matrix_bytes=found.matrix_bytes)
+        if known == plan.limits:
+            return
+        plan = replace(plan, limits=known)
+        cap, fullest = known.memory_bytes, max(plan.state_bytes)
+        if cap is not None and fullest > cap:
+            raise PlanError(
+                f"rank {plan.state_bytes.index(fullest)} stores {fullest} bytes of optimizer state "
+                "with these master_weights, momentum_dtype and variant, more than "
+                f"owner_memory_bytes={cap}: raise the cap, keep less state, or use more ranks"
+            )
+        self.plan = plan
 
     def __repr__(self) -> str:
         return (

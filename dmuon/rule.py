@@ -29,6 +29,7 @@ from torch import Tensor
 from dmuon import devices
 from dmuon.devices import host_can_read
 from dmuon.tensors import norms_of, scale_all, scaled
+from dmuon.types import Algorithm
 
 # Below this one launch per tensor costs more than two passes over a list of tensors.
 _FUSED_NUMEL = 1 << 20
@@ -121,6 +122,16 @@ def momentum_dtypes(
     plain = torch.float32 if master_weights else weight
     kept = plain if asked is None else getattr(torch, asked)
     return kept, torch.promote_types(kept, plain)
+
+
+def element_bytes(
+    group: Mapping[str, Any], weight: torch.dtype, master_weights: bool, algorithm: Algorithm
+) -> int:
+    """Bytes of state per element of a weight: its master, and momentum or AdamW's two moments."""
+    master = 4 if master_weights and weight.itemsize < 4 else 0
+    if algorithm is Algorithm.ADAMW:
+        return master + 2 * (master or weight.itemsize)
+    return master + momentum_dtypes(group["momentum_dtype"], weight, master_weights)[0].itemsize
 
 
 # ---- the rule ----------------------------------------------------------------------------
@@ -230,6 +241,10 @@ class Rule:
                 raise ValueError(
                     f"variant {self} must give {what}, and does not on a random matrix"
                 )
+
+    def bytes(self, rows: int, cols: int) -> int:
+        """Bytes of ``state`` of a ``rows x cols`` matrix, which lie with its owner."""
+        return sum(s.dtype.itemsize * math.prod(s.shape(rows, cols)) for s in self.state)
 
     # ---- momentum ------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dmuon.comm.routes import RowShards
 from dmuon.comm.transport import Meter, Transport
 from dmuon.scheduler.plan import OwnershipPlan, Unit
+from dmuon.scheduler.shards import OwnerLimits, StateSizes
 from dmuon.types import OwnershipError
 
 
@@ -94,6 +95,11 @@ class LayoutRuntime(ABC):
     @abstractmethod
     def close(self) -> None:
         """Remove every hook and release the transport."""
+
+    def limits(self, sizes: StateSizes) -> OwnerLimits:
+        """Those of the plan for optimizer state of these sizes."""
+        plan = self.plan
+        return sizes.limits(plan.specs, plan.layout, plan.topology.world, plan.limits.memory_bytes)
 
     @cached_property
     def rows(self) -> RowShards:

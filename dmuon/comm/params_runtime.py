@@ -37,7 +37,7 @@ from dmuon.comm.transport import Transport, Work
 from dmuon.config import BATCH_BUCKETS, ShardedOptions
 from dmuon.dtensors import LocalParameters
 from dmuon.scheduler.plan import OwnershipPlan, Unit, units_of
-from dmuon.scheduler.shards import ShardMap
+from dmuon.scheduler.shards import OwnerLimits, ShardMap, StateSizes
 from dmuon.types import Layout
 
 
@@ -72,6 +72,9 @@ class ParamsRuntime(LayoutRuntime):
         if model is not None and plan.layout is Layout.REPLICATED:
             self._watch = ParameterWatch(model, parameters)
         self._missing: list[bool] = []  # which parameters had no gradient, when last looked at
+
+    def limits(self, sizes: StateSizes) -> OwnerLimits:
+        return self.shards.limits(self.plan.limits.memory_bytes, sizes)
 
     # ---- binding and closing -------------------------------------------------------------
 

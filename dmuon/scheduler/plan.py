@@ -21,12 +21,12 @@ from typing import Annotated, Any
 
 from dmuon.scheduler.costs import ShapeKey
 from dmuon.scheduler.json_files import MOST_WHOLE, cut, decode, different, parse, sha256
-from dmuon.scheduler.shards import OwnerLimits, state_bytes
+from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs
 from dmuon.scheduler.topology import Topology
 from dmuon.types import KernelChoice, Layout, PlanError
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 STATUSES = ("optimal", "feasible", "time_limit")
 _MOST_BATCH_MS = 1e12  # 30 years
 Signed = Annotated[int, (-MOST_WHOLE, MOST_WHOLE)]  # in files
@@ -219,13 +219,11 @@ class OwnershipPlan:
 
     @cached_property
     def state_bytes(self) -> tuple[int, ...]:
-        """Bytes of optimizer state of each rank: momentum, in the parameters' dtypes, and fixed.
-
-        In the sharded layout the fixed bytes alone: momentum lies with the shards, not the owners.
-        """
+        """Bytes of optimizer state of each rank: of the matrices it owns, and fixed, among them
+        momentum where it lies with the parameters."""
         state = [self.limits.fixed_bytes_of(rank) for rank in range(self.topology.world)]
-        for matrix, owner in zip(self.specs.matrices, self.owners, strict=True):
-            state[owner] += state_bytes(matrix, self.layout)
+        for i, (matrix, owner) in enumerate(zip(self.specs.matrices, self.owners, strict=True)):
+            state[owner] += self.limits.state_bytes(i, matrix, self.layout)
         return tuple(state)
 
     @property
@@ -352,7 +350,11 @@ def fitted_plan(
         more = f" (+{len(found) - 12} more)" if len(found) > 12 else ""
         raise PlanError("the saved plan does not fit: " + "; ".join(sorted(found)[:12]) + more)
     place = [number[key] for key in keys]
-    domains = dict(zip(place, plan.limits.domain_of))
+    old_limits = plan.limits
+    domains, sizes = (
+        tuple(values[i] for i in sorted(range(len(values)), key=place.__getitem__))
+        for values in (old_limits.domain_of, old_limits.matrix_bytes)
+    )
     fitted = replace(
         plan,
         # Reasons of routing are kept as in the plan, so that its fingerprint stays.
@@ -362,7 +364,7 @@ def fitted_plan(
         batches=tuple(
             replace(b, matrices=tuple(place[i] for i in b.matrices)) for b in plan.batches
         ),
-        limits=replace(plan.limits, domain_of=tuple(domains[i] for i in sorted(domains))),
+        limits=replace(old_limits, domain_of=domains, matrix_bytes=sizes),
     )
     claim = plan.claim
     if claim is not None and claim.fingerprint == plan.fingerprint():

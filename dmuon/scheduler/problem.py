@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from dmuon.scheduler.costs import ShapeKey
 from dmuon.scheduler.json_files import MOST_MS
-from dmuon.scheduler.shards import OwnerLimits, state_bytes
+from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.specs import MatrixSpec
 from dmuon.types import Layout, SizeError
 
@@ -246,7 +246,8 @@ def build_problem(
             )
     shapes, forced = [], []
     for key, domain, mine in groups:
-        nbytes = state_bytes(matrices[mine[0]], layout)
+        # Of param groups with other state the most, so that a plan keeps inside the cap.
+        nbytes = max(limits.state_bytes(i, matrices[i], layout) for i in mine)
         shape = Shape(key, domain, len(mine), nbytes, batch_ticks[key], mine)
         if domain >= 0 and len(limits.domains[domain]) == 1:
             forced.append((limits.domains[domain][0], shape))

@@ -41,7 +41,9 @@ class OwnerLimits:
     the parameters, that of what the rank holds. It leaves AdamW's time out: in every layout
     that is the same on all ranks, so no plan depends on it, and loads stay what telemetry
     measures.
-    ``memory_bytes`` caps the optimizer state of a rank, fixed bytes included.
+    ``memory_bytes`` caps the optimizer state of a rank, fixed bytes included. ``matrix_bytes`` is
+    the state that each matrix puts on its owner; empty means momentum in the parameter's dtype
+    where momentum lies with the owners, and none elsewhere.
 
     A *domain* is a set of ranks that may own a matrix: those of ``dp`` for dense matrices, those of
     one ``ep`` coordinate for its experts, a single rank for what is whole there. ``domain_of`` is
@@ -54,6 +56,7 @@ class OwnerLimits:
     memory_bytes: Annotated[int, (1, 10**39)] | None = None
     domains: tuple[tuple[int, ...], ...] = ()
     domain_of: tuple[int, ...] = ()
+    matrix_bytes: tuple[int, ...] = ()
 
     def check(self, matrices: int, world: int) -> None:
         """Raise PlanError unless everything has the right length and range."""
@@ -77,10 +80,12 @@ class OwnerLimits:
                 )
         if bool(self.domains) != bool(self.domain_of):
             raise PlanError("OwnerLimits.domains and domain_of belong together: give both or none")
-        if self.domain_of and len(self.domain_of) != matrices:
-            raise PlanError(
-                f"OwnerLimits.domain_of has {len(self.domain_of)} entries for {matrices} matrices"
-            )
+        for name in ("domain_of", "matrix_bytes"):
+            values = getattr(self, name)
+            if values and len(values) != matrices:
+                raise PlanError(
+                    f"OwnerLimits.{name} has {len(values)} entries for {matrices} matrices"
+                )
         if any(not 0 <= domain < len(self.domains) for domain in self.domain_of):
             raise PlanError(
                 "OwnerLimits.domain_of names a domain that is not in OwnerLimits.domains"
@@ -96,13 +101,42 @@ class OwnerLimits:
         """True if a single rank may own it."""
         return bool(self.domain_of) and len(self.domains[self.domain_of[matrix]]) == 1
 
+    def state_bytes(self, number: int, matrix: MatrixSpec, layout: Layout) -> int:
+        """The state that the matrix of this number puts on its owner."""
+        if self.matrix_bytes:
+            return self.matrix_bytes[number]
+        return matrix.numel * ITEM_SIZE[matrix.dtype] if layout.keeps_state_at_owners else 0
 
-def state_bytes(matrix: MatrixSpec, layout: Layout) -> int:
-    """Optimizer state that the owner of a matrix keeps: one momentum, in the parameter's dtype.
 
-    None where momentum lies with the parameters, whoever owns the matrix.
-    """
-    return matrix.numel * ITEM_SIZE[matrix.dtype] if layout.keeps_state_at_owners else 0
+@dataclass(frozen=True, slots=True)
+class StateSizes:
+    """Bytes of optimizer state: per element of each parameter, and what a variant keeps of each
+    matrix with its owner."""
+
+    per_element: tuple[int, ...]
+    at_owners: tuple[int, ...]
+
+    @classmethod
+    def plain(cls, specs: ModelSpecs) -> StateSizes:
+        """Momentum and AdamW's moments in the dtypes of the parameters."""
+        return cls(tuple(p.state_item for p in specs.parameters), (0,) * len(specs.matrices))
+
+    def limits(
+        self, specs: ModelSpecs, layout: Layout, world: int, memory_bytes: int | None
+    ) -> OwnerLimits:
+        """Without domains. With ``reduce_to_owner`` each rank has AdamW's state of the whole model;
+        in `dedicated` it is not known yet who shards the rest."""
+        adamw = [i for i in specs.adamw_parameters() if layout is Layout.REDUCED]
+        whole = sum(specs.parameters[i].numel * self.per_element[i] for i in adamw)
+        each = self.at_owners
+        if layout.keeps_state_at_owners and self != self.plain(specs):
+            momentum = [m.numel * self.per_element[m.parameter] for m in specs.matrices]
+            each = tuple(map(sum, zip(momentum, each, strict=True)))
+        return OwnerLimits(
+            fixed_bytes=(whole,) * world if whole else (),
+            memory_bytes=memory_bytes,
+            matrix_bytes=each if any(each) else (),
+        )
 
 
 # ---- boxes -------------------------------------------------------------------------------
@@ -270,15 +304,16 @@ class ShardMap:
             found.append(known[key])
         return tuple(found)
 
-    def limits(self, memory_bytes: int | None) -> OwnerLimits:
+    def limits(self, memory_bytes: int | None, sizes: StateSizes | None = None) -> OwnerLimits:
         """Who may own what, and the optimizer state of each rank's shards, in bytes."""
-        sizes = [p.state_item for p in self.specs.parameters]
+        sizes = sizes or StateSizes.plain(self.specs)
         fixed = tuple(
-            sum(shard.box.numel * size for shard, size in zip(report.shards, sizes, strict=True))
+            sum(shard.box.numel * size for shard, size in zip(report.shards, sizes.per_element))
             for report in self.reports
         )
         domains = sorted(set(self.domains), key=lambda domain: (len(domain), domain))
-        limits = OwnerLimits(fixed_bytes=fixed, memory_bytes=memory_bytes)
+        own = sizes.at_owners if any(sizes.at_owners) else ()
+        limits = OwnerLimits(fixed_bytes=fixed, memory_bytes=memory_bytes, matrix_bytes=own)
         if domains == [tuple(range(self.world))]:
             return limits
         number = {domain: i for i, domain in enumerate(domains)}

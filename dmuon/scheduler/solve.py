@@ -34,7 +34,7 @@ from dmuon.scheduler.greedy import baselines, greedy, improve
 from dmuon.scheduler.placement import launch_order, layer_of, place
 from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof
 from dmuon.scheduler.problem import UNLIMITED, Counts, OwnerClass, Problem, build_problem, relaxed
-from dmuon.scheduler.shards import OwnerLimits
+from dmuon.scheduler.shards import OwnerLimits, StateSizes
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
 from dmuon.types import Layout, PlanError
@@ -71,8 +71,7 @@ def solve(
 
     Pure; equal input gives an equal plan, in whatever order the matrices come. A matrix that one
     rank alone may own goes there, whatever the solver; it counts in that rank's load and bytes.
-    Without ``limits`` any rank may own anything; with ``reduce_to_owner`` each has AdamW's state of
-    the whole model. (In the dedicated layout it is not known yet who will shard the rest.)
+    Without ``limits`` any rank may own anything, and keeps what `StateSizes.limits` says.
     ``batch_numel``: the most elements of a batch of several matrices.
 
     Raises:
@@ -84,10 +83,8 @@ def solve(
     begin = time.perf_counter()
     budget = Budget(options.time_limit_s)
     if limits is None:
-        adamw = (specs.parameters[i] for i in specs.adamw_parameters())
-        whole = sum(p.numel * p.state_item for p in adamw) if layout is Layout.REDUCED else 0
-        fixed = (whole,) * topology.world if whole else ()
-        limits = OwnerLimits(fixed_bytes=fixed, memory_bytes=options.owner_memory_bytes)
+        sizes = StateSizes.plain(specs)
+        limits = sizes.limits(specs, layout, topology.world, options.owner_memory_bytes)
     rows = price_rows(specs, costs, options.max_batch, batch_numel)
     _check_fixed_bytes(limits, topology.world, layout)
     prices = {row.key: row.ms for row in rows}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -305,3 +306,29 @@ def test_what_a_variant_keeps_cannot_be_saved_by_one_rank(rank: int, world: int)
     if rank == 0:
         with pytest.raises(OwnershipError, match=r"opt\.state_dict\(\) is a collective call"):
             opt.state_dict()
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "ep", "ddp", "reduce_to_owner", "dedicated"])
+@distributed(4)
+def test_the_plan_counts_the_bytes_of_the_state(rank: int, world: int, name: str) -> None:
+    """Masters, narrow momentum and what a variant keeps: as many bytes as are saved."""
+    laid = CASES[name] if name == "ep" else replace(CASES[name], mesh=(world,))
+    settings = {"master_weights": True, "variant": Damped(), "momentum_dtype": "bfloat16"}
+
+    def training(cap: int) -> Training:
+        planner = dmuon.PlannerOptions(owner_memory_bytes=cap)
+        return Training(laid, dtype=torch.bfloat16, dedicate={"planner": planner}, **settings)
+
+    first = training(1 << 20)
+    first.train(range(1))
+    planned = first.opt.ownership.plan.state_bytes
+    everywhere = {"ddp": world, "reduce_to_owner": world, "dedicated": 0}.get(name, 1)
+    expected = 0
+    for entry in first.whole()["optim"]["state"].values():
+        for key, value in entry.items():
+            on_params = "exp_avg" in entry or (name == "ddp" and key not in ("size", "count"))
+            expected += value.nbytes * (everywhere if on_params else 1) * (key != "step")
+    assert sum(planned) == expected
+    first.close()
+    with pytest.raises(ValueError, match=r"stores \d+ bytes.*owner_memory_bytes="):
+        training(max(planned) - 1).opt.report()

@@ -263,8 +263,8 @@ def test_a_matrix_is_a_part_of_its_parameter(changes, message):
 
 
 def test_a_plan_of_another_format_says_which():
-    for version in (99, 1, 7):
-        with pytest.raises(PlanError, match=rf"format {version}, this version reads 9"):
+    for version in (99, 1, 9):
+        with pytest.raises(PlanError, match=rf"format {version}, this version reads 10"):
             OwnershipPlan.from_json(broken(format=version))
 
 
