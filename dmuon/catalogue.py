@@ -19,7 +19,7 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ MAX_SIZE = 10_000_000  # of any number in a configuration; beyond it something i
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """Typed reading of one configuration; errors name the key and the value found."""
+    """Reads one configuration; errors name the key and the value found."""
 
     data: Mapping[str, Any]
 
@@ -586,12 +586,7 @@ def dtype_of(config: Mapping[str, Any]) -> str:
     return name
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        PlanError: the file cannot be read, or is not a JSON object.
-    """
+def _read_config(path: Path) -> dict[str, Any]:
     try:
         data = parse(read_text(path))
     except OSError as error:
@@ -620,69 +615,65 @@ _SIZES = (
 )  # fmt: skip
 
 
-def _config(kind: str, *sizes: int, **more: Any) -> dict[str, Any]:
-    return {"model_type": kind, **dict(zip(_SIZES, sizes, strict=True)), **more}
+def _config(kind: str, *sizes: int, keys: Sequence[str] = _SIZES, **more: Any) -> dict[str, Any]:
+    return {"model_type": kind, **dict(zip(keys, sizes, strict=True)), **more}
 
 
-def _gpt2_like(name: str, hidden: int, layers: int) -> Preset:
-    config = {
-        "model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": hidden,
-        "n_layer": layers,
-    }  # fmt: skip
-    source = f"GPT-2 paper (Radford et al. 2019), table 2; config.json of openai-community/{name}"
-    return Preset(config, source)
+def _family(
+    prefix: str, kind: str, source: str, rows: Mapping[str, tuple[int, ...]], **more: Any
+) -> dict[str, Preset]:
+    """A preset for each row, by its name behind ``prefix``; ``source`` has {} for the name."""
+    return {
+        prefix + name.lower(): Preset(_config(kind, *row, **more), source.format(name))
+        for name, row in rows.items()
+    }
 
 
-def _decoder_preset(small: str, *sizes: int) -> Preset:
-    """``small``: the size of a Llama 3.2, which ties its embedding."""
-    source = "Llama 3 paper (Dubey et al. 2024), table 3"
-    if small:
-        source = f"Llama 3.2 model card; config.json of meta-llama/Llama-3.2-{small}"
-    return Preset(_config("llama", 128256, *sizes, tie_word_embeddings=bool(small)), source)
+_TIED = {"tie_word_embeddings": True}
+_LLAMA32 = "Llama 3.2 model card; config.json of meta-llama/Llama-3.2-{}"
+_GPT2 = "GPT-2 paper (Radford et al. 2019), table 2; config.json of openai-community/{}"
+_QWEN25 = "Qwen2.5 technical report (2024), table 1; config.json of Qwen/Qwen2.5-{}"
+_QWEN3 = "Qwen3 technical report (2025), tables 1 and 2; config.json of Qwen/Qwen3-{}"
 
-
-def _qwen25(size: str, *sizes: int) -> Preset:
-    tied = size in ("0.5B", "1.5B", "3B")
-    vocabulary = 151936 if tied else 152064  # padded
-    return Preset(
-        _config("qwen2", vocabulary, *sizes, tie_word_embeddings=tied),
-        f"Qwen2.5 technical report (2024), table 1; config.json of Qwen/Qwen2.5-{size}",
-    )
-
-
-def _qwen3(size: str, *sizes: int, **experts: int) -> Preset:
-    kind, tied = "qwen3_moe" if experts else "qwen3", size in ("0.6B", "1.7B", "4B")
-    return Preset(
-        _config(kind, 151936, *sizes, tie_word_embeddings=tied, **experts),
-        f"Qwen3 technical report (2025), tables 1 and 2; config.json of Qwen/Qwen3-{size}",
-    )
-
-
-# hidden size, layers, heads, heads of keys, width of the MLP, size of a head
+# Vocabulary, hidden size, layers, heads, heads of keys, width of the MLP, size of a head.
 _DENSE = {
-    "gpt2": _gpt2_like("gpt2", 768, 12),
-    "gpt2-medium": _gpt2_like("gpt2-medium", 1024, 24),
-    "gpt2-large": _gpt2_like("gpt2-large", 1280, 36),
-    "gpt2-xl": _gpt2_like("gpt2-xl", 1600, 48),
-    "llama3-8b": _decoder_preset("", 4096, 32, 32, 8, 14336, 128),
-    "llama3-70b": _decoder_preset("", 8192, 80, 64, 8, 28672, 128),
-    "llama3-405b": _decoder_preset("", 16384, 126, 128, 8, 53248, 128),
-    "llama3.2-1b": _decoder_preset("1B", 2048, 16, 32, 8, 8192, 64),
-    "llama3.2-3b": _decoder_preset("3B", 3072, 28, 24, 8, 8192, 128),
-    "qwen2.5-0.5b": _qwen25("0.5B", 896, 24, 14, 2, 4864, 64),
-    "qwen2.5-1.5b": _qwen25("1.5B", 1536, 28, 12, 2, 8960, 128),
-    "qwen2.5-3b": _qwen25("3B", 2048, 36, 16, 2, 11008, 128),
-    "qwen2.5-7b": _qwen25("7B", 3584, 28, 28, 4, 18944, 128),
-    "qwen2.5-14b": _qwen25("14B", 5120, 48, 40, 8, 13824, 128),
-    "qwen2.5-32b": _qwen25("32B", 5120, 64, 40, 8, 27648, 128),
-    "qwen2.5-72b": _qwen25("72B", 8192, 80, 64, 8, 29568, 128),
-    "qwen3-0.6b": _qwen3("0.6B", 1024, 28, 16, 8, 3072, 128),
-    "qwen3-1.7b": _qwen3("1.7B", 2048, 28, 16, 8, 6144, 128),
-    "qwen3-4b": _qwen3("4B", 2560, 36, 32, 8, 9728, 128),
-    "qwen3-8b": _qwen3("8B", 4096, 36, 32, 8, 12288, 128),
-    "qwen3-14b": _qwen3("14B", 5120, 40, 40, 8, 17408, 128),
-    "qwen3-32b": _qwen3("32B", 5120, 64, 64, 8, 25600, 128),
-}
+    **_family("", "gpt2", _GPT2, {
+        "gpt2": (50257, 768, 12),
+        "gpt2-medium": (50257, 1024, 24),
+        "gpt2-large": (50257, 1280, 36),
+        "gpt2-xl": (50257, 1600, 48),
+    }, keys=("vocab_size", "n_embd", "n_layer"), n_positions=1024),
+    **_family("llama3-", "llama", "Llama 3 paper (Dubey et al. 2024), table 3", {
+        "8B": (128256, 4096, 32, 32, 8, 14336, 128),
+        "70B": (128256, 8192, 80, 64, 8, 28672, 128),
+        "405B": (128256, 16384, 126, 128, 8, 53248, 128),
+    }),
+    **_family("llama3.2-", "llama", _LLAMA32, {
+        "1B": (128256, 2048, 16, 32, 8, 8192, 64),
+        "3B": (128256, 3072, 28, 24, 8, 8192, 128),
+    }, **_TIED),
+    **_family("qwen2.5-", "qwen2", _QWEN25, {
+        "0.5B": (151936, 896, 24, 14, 2, 4864, 64),
+        "1.5B": (151936, 1536, 28, 12, 2, 8960, 128),
+        "3B": (151936, 2048, 36, 16, 2, 11008, 128),
+    }, **_TIED),
+    **_family("qwen2.5-", "qwen2", _QWEN25, {
+        "7B": (152064, 3584, 28, 28, 4, 18944, 128),
+        "14B": (152064, 5120, 48, 40, 8, 13824, 128),
+        "32B": (152064, 5120, 64, 40, 8, 27648, 128),
+        "72B": (152064, 8192, 80, 64, 8, 29568, 128),
+    }),
+    **_family("qwen3-", "qwen3", _QWEN3, {
+        "0.6B": (151936, 1024, 28, 16, 8, 3072, 128),
+        "1.7B": (151936, 2048, 28, 16, 8, 6144, 128),
+        "4B": (151936, 2560, 36, 32, 8, 9728, 128),
+    }, **_TIED),
+    **_family("qwen3-", "qwen3", _QWEN3, {
+        "8B": (151936, 4096, 36, 32, 8, 12288, 128),
+        "14B": (151936, 5120, 40, 40, 8, 17408, 128),
+        "32B": (151936, 5120, 64, 64, 8, 25600, 128),
+    }),
+}  # fmt: skip
 
 _LATENT = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
@@ -690,12 +681,12 @@ _LATENT = {
 
 
 _EXPERTS = {
-    "qwen3-30b-a3b": _qwen3(
-        "30B-A3B", 2048, 48, 32, 4, 6144, 128, num_experts=128, moe_intermediate_size=768
-    ),
-    "qwen3-235b-a22b": _qwen3(
-        "235B-A22B", 4096, 94, 64, 4, 12288, 128, num_experts=128, moe_intermediate_size=1536
-    ),
+    **_family("qwen3-", "qwen3_moe", _QWEN3, {
+        "30B-A3B": (151936, 2048, 48, 32, 4, 6144, 128),
+    }, num_experts=128, moe_intermediate_size=768),
+    **_family("qwen3-", "qwen3_moe", _QWEN3, {
+        "235B-A22B": (151936, 4096, 94, 64, 4, 12288, 128),
+    }, num_experts=128, moe_intermediate_size=1536),
     "mixtral-8x7b": Preset(
         _config("mixtral", 32000, 4096, 32, 32, 8, 14336, 128, num_local_experts=8),
         "Mixtral of Experts paper (Jiang et al. 2024), table 1",
@@ -748,33 +739,23 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 )
 
 
-@contextlib.contextmanager
-def _visible_folder(folder: str) -> Iterator[None]:
-    """Modules of this folder can be imported; what they print goes to standard error."""
+def _from_function(text: str, dtype: str | None) -> nn.Module:
+    """What a function of a module makes, also of a module in the current folder."""
+    module_name, _, function_name = text.partition(":")
+    folder, doing = os.getcwd(), f"importing {module_name!r}"
     sys.path.insert(0, folder)
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            yield
+            module = importlib.import_module(module_name)
+            doing, function = text, getattr(module, function_name, None)
+            model = function() if callable(function) else None
+    except (Exception, SystemExit) as error:  # of the user's code: an answer, not a fault of ours
+        raise PlanError(f"{doing} failed: {error!r}") from error
     finally:
         with contextlib.suppress(ValueError):
             sys.path.remove(folder)
-
-
-def _from_function(text: str, dtype: str | None) -> nn.Module:
-    module_name, _, function_name = text.partition(":")
-    # Any error of the user's code is an answer to the user, not a fault of ours.
-    with _visible_folder(os.getcwd()):
-        try:
-            module = importlib.import_module(module_name)
-        except (Exception, SystemExit) as error:
-            raise PlanError(f"importing {module_name!r} failed: {error!r}") from error
-        function = getattr(module, function_name, None)
-        if not callable(function):
-            raise PlanError(f"module {module_name!r} has no function {function_name!r}")
-        try:
-            model = function()
-        except (Exception, SystemExit) as error:
-            raise PlanError(f"{text} failed: {error!r}") from error
+    if not callable(function):
+        raise PlanError(f"module {module_name!r} has no function {function_name!r}")
     if not isinstance(model, nn.Module):
         raise PlanError(f"{text} returned {type(model).__name__}, expected a torch.nn.Module")
     return model if dtype is None else model.to(getattr(torch, dtype))
@@ -786,7 +767,7 @@ def _load(text: str, dtype: str | None) -> nn.Module:
         return build(preset.config, dtype)
     if os.path.exists(text) or text.endswith(".json"):
         path = Path(text, "config.json") if os.path.isdir(text) else Path(text)
-        return build(read_config(path), dtype)
+        return build(_read_config(path), dtype)
     if all(part.strip() for part in text.partition(":")):
         return _from_function(text, dtype)
     # Published names come with an owner and a suffix: "Qwen/Qwen2.5-7B-Instruct".

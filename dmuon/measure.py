@@ -78,28 +78,25 @@ dtype's safe forms measure, and far below what a wrong result gives."""
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A batch of ``batch`` matrices of a (wide) shape, of which the model has ``count``."""
+    """A batch of ``batch`` matrices of a (wide) shape, of which the model has ``count``.
+
+    Of these matrices each of ``co_owners`` ranks has a slice; ``split``: see `ops.SliceOps`.
+    """
 
     key: ShapeKey
     batch: int
     count: int = 1
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.batch, *self.key[:2]
-
-
-@dataclass(frozen=True, slots=True)
-class SliceCase(Case):
-    """A batch of matrices of which each of ``co_owners`` ranks has a slice; ``split``: see
-    `ops.SliceOps`."""
-
-    co_owners: int = 2
+    co_owners: int = 1
     split: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
         return self.batch, self.key[0], -(-self.key[1] // self.co_owners)
+
+    @property
+    def row(self) -> ShapeKey | SliceKey:
+        """Its key in a `CostTable`."""
+        return self.key if self.co_owners == 1 else (*self.key, self.co_owners, self.split)
 
 
 Run = tuple[Case, str]  # with a kernel, "" for the fixed rule's
@@ -134,8 +131,8 @@ def cases_of(
 
 
 class Pace:
-    """Estimates how long a run will take: as long as before, or as the model says, corrected by the
-    known times of others. ``clock`` gives seconds."""
+    """How long a run will take: as long as before, or as the model says, corrected by the known
+    times of others. ``clock`` gives seconds."""
 
     def __init__(
         self,
@@ -151,7 +148,8 @@ class Pace:
         """Whether this number of runs is expected to end after the deadline."""
         ms = self.known.get(case)
         if ms is None:
-            table = replace(self._model, entries=_by_shape(self.known))
+            wholes = {Case(other.key, other.batch): ms for other, ms in self.known.items()}
+            table = replace(self._model, entries=_by_row(wholes))
             ms = table.batch_ms(case.key, case.batch)
         return runs * ms / 1e3 > deadline - self.clock()
 
@@ -174,10 +172,9 @@ def median_times(
     *,
     deadline: float = math.inf,
     progress: Progress = lambda done, case: None,
-    broken: set[Run] | None = None,
 ) -> dict[Run, float]:
-    """The median milliseconds of each run, in their order as far as the ``deadline`` allows.
-    Runs of optional kernels that raise are added to ``broken``, with a warning.
+    """The median milliseconds of each run, in their order as far as the ``deadline`` allows; inf,
+    with a warning, for an optional kernel that raises.
 
     No run begins that is not expected to end in time, so at most one run overruns.
 
@@ -201,18 +198,15 @@ def median_times(
             except torch.OutOfMemoryError:
                 continue
             except Exception as failure:
-                if broken is None or not _is_optional(run[1]):
-                    raise
-                _warn_left_out(run[1], failure)
-                broken.add(run)
-                medians.pop(run, None)
+                _leave_out(run[1], failure)
+                medians[run] = math.inf
                 continue
             if number > 0:
                 times.setdefault(run, []).append(ms)
             # No clock is more exact than six digits.
             medians[run] = float(f"{statistics.median(times.get(run, [ms])):.6g}")
             pace.known[run[0]] = medians[run]
-        todo = [run for run in todo if run in medians]
+        todo = [run for run in todo if medians.get(run, math.inf) < math.inf]
         if times and all(len(t) >= _MIN_TIMES and _is_stable(t) for t in times.values()):
             break
     return medians
@@ -228,8 +222,11 @@ def _is_optional(kernel: str) -> bool:
     return "/triton" in kernel
 
 
-def _warn_left_out(kernel: str, failure: Exception) -> None:
-    """Warn, unless a tile needs more memory than the device has: tiles are tried to learn that."""
+def _leave_out(kernel: str, failure: Exception) -> None:
+    """Warn of an optional kernel that raised, unless a tile needs more memory than the device has:
+    tiles are tried to learn that. Any other failure is raised again."""
+    if not _is_optional(kernel):
+        raise failure
     if type(failure).__name__ != "OutOfResources":
         backend = kernel.split("/")[1].partition("-")[0]
         warnings.warn(
@@ -277,8 +274,8 @@ class OwnerTimer:
         return Call(case.shape, self._triples, kernel)
 
     def reserve(self, runs: Iterable[Run]) -> list[Run]:
-        """Allocate memory in which these can run one at a time. Returns, in their order, those that
-        need no more than a quarter of the free memory."""
+        """Allocate memory in which these can run one at a time. Returns those that need no more
+        than a quarter of the free memory."""
         limit = _MEMORY_SHARE * devices.of(self.device).memory()[0] / self._sharing
         fitting = [run for run in runs if self._bytes(*run) <= limit]
         self._memory, self._warm = {}, set()
@@ -345,7 +342,6 @@ class SliceTimer(OwnerTimer):
         work = torch.empty_like(self._values)
         self._slices: dict[Case, list[tuple[SliceCall, Tensor]]] = {}
         for case, kernel in fitting:
-            assert isinstance(case, SliceCase)
             x = work[: math.prod(case.shape)].view(case.shape)
             call = SliceCall(self._call(case, kernel), Peers(0, case.co_owners, alone), case.split)
             self._slices[case] = [(call, x)]
@@ -402,11 +398,10 @@ def gate_errors(
             break
         try:
             error = float((result(x.clone(), str(choice)) - expected).norm() / expected.norm())
+        except torch.OutOfMemoryError:
+            raise
         except Exception as failure:
-            is_memory = isinstance(failure, torch.OutOfMemoryError)
-            if is_memory or not _is_optional(str(choice)):
-                raise
-            _warn_left_out(str(choice), failure)
+            _leave_out(str(choice), failure)
             error = math.inf
         errors[choice] = math.inf if math.isnan(error) else error
     return errors
@@ -476,13 +471,14 @@ def _fastest(
     # Checking compiles too, which may take long.
     if pace.is_late(case, deadline, count) or timer.reserve(runs) != runs:
         return None
-    broken: set[Run] = set()
-    times = median_times(runs, timer, pace, broken=broken)
-    right = [choice for choice in right if (case, str(choice)) not in broken]
-    if not right or len(times) < len(right):
+    times = median_times(runs, timer, pace)
+    if len(times) < len(runs):
         return None
-    best = min(right, key=lambda choice: (times[case, str(choice)], str(choice)))
-    return best if times[case, str(best)] < _MARGIN * times[case, str(right[0])] else right[0]
+    ms = {choice: times[run] for choice, run in zip(right, runs) if times[run] < math.inf}
+    if not ms:
+        return None
+    best, first = min(ms, key=lambda choice: (ms[choice], str(choice))), next(iter(ms))
+    return best if ms[best] < _MARGIN * ms[first] else first
 
 
 def compile_ahead(
@@ -552,7 +548,7 @@ class _Session:
         self._folder = None if given is None else os.fspath(given)
         own = devices.of(device)
 
-        def here() -> tuple[str, str | None, str, torch.dtype, str, str | None]:
+        def here() -> tuple[Any, ...]:
             dtype = resolve_ns_dtype(ns_dtype, device)
             is_open = own.has_triton and kernels.backend == "auto"
             reason = why_not("triton", device, torch.float32) if is_open else None
@@ -591,22 +587,18 @@ class _Session:
         # The first rank with this cache writes it for all that share it.
         caches = [rank[:4] for rank in ranks]
         self._leads = caches.index(caches[transport.rank]) == transport.rank
-        self.old = self._cached(fresh) or self.model
-
-    def _cached(self, fresh: bool) -> CostTable | None:
+        cached: CostTable | None = None
         self._problem: str | None = None
-        found = None
         if self._folder is None:
             flaw = "there is no home directory and no cache_dir was given"
             self._problem = f"costs are not cached: {flaw}"
         elif not fresh:
-            found, self._problem = costs.read_cache(self._folder, self._key)
-        return found
+            cached, self._problem = costs.read_cache(self._folder, self._key)
+        self.old = cached or self.model
 
     def exchanged(self, work: Callable[[], T]) -> list[T]:
         """The result of ``work`` on each rank; if it failed on one, all raise."""
-        what = "dmuon: measuring costs"
-        mine = attempt(self.transport, work, what=what, digest=lambda _: "")
+        mine = attempt(self.transport, work, what="dmuon: measuring costs", digest=lambda _: "")
         return self.transport.gather_objects(mine)
 
     def times(
@@ -617,29 +609,29 @@ class _Session:
         model: CostTable,
         budget_s: float,
         title: str,
-    ) -> list[tuple[dict[Case, float], set[Run]]]:
-        """By rank the milliseconds of each case with the kernel of this name, and the runs that
-        failed: what is ``cached`` on all ranks, and what all measure at once, for about
+    ) -> dict[Case, float]:
+        """The milliseconds of each case with the kernel of this name on the slowest rank, inf where
+        the kernel fails: what is ``cached`` on all ranks, and what all measure at once, for about
         ``budget_s`` seconds at most."""
-        known = self.exchanged(lambda: dict(cached))
-        lacking = [case for case in names if any(case not in times for times in known)]
-        if not lacking:
-            return [(times, set()) for times in known]
+        by_rank = self.exchanged(lambda: dict(cached))
+        lacking = [case for case in names if any(case not in times for times in by_rank)]
 
-        def measure() -> tuple[dict[Case, float], set[Run]]:
-            broken: set[Run] = set()
+        def measure() -> dict[Case, float]:
             timer, pace = make(), Pace(model, cached)
             deadline = pace.clock() + budget_s
             bar = progress_bar(PASSES * len(lacking), title, shown=self.transport.rank == 0)
             with torch.no_grad(), bar as shown:
                 runs = timer.reserve([(case, names[case]) for case in pace.in_order(lacking)])
-                new = median_times(
-                    runs, timer, pace, deadline=deadline, progress=shown, broken=broken
-                )
+                new = median_times(runs, timer, pace, deadline=deadline, progress=shown)
             # A new time replaces the cached one, whichever is larger.
-            return dict(cached) | {case: ms for (case, _), ms in new.items()}, broken
+            return dict(cached) | {case: ms for (case, _), ms in new.items()}
 
-        return self.exchanged(measure)
+        if lacking:
+            by_rank = self.exchanged(measure)
+        slowest: dict[Case, float] = {}
+        for case, ms in chain.from_iterable(times.items() for times in by_rank):
+            slowest[case] = max(ms, slowest.get(case, ms))
+        return slowest
 
     def write(self, new: CostTable) -> None:
         """Keep what is new; warn of problems."""
@@ -700,19 +692,16 @@ def measured_costs(
         if timed[case] == names[case]  # measured with the kernel that is to run
     }
     title = "dmuon measures Newton-Schulz"
-    by_rank = session.times(names, cached, make, session.model, options.profile_budget_s, title)
+    times = session.times(names, cached, make, session.model, options.profile_budget_s, title)
     # A kernel that failed on a rank has no time, and nobody runs it.
-    broken = {case for _, failed in by_rank for case, _ in failed}
-    slowest: dict[Case, float] = {}
-    for case, ms in chain.from_iterable(times.items() for times, _ in by_rank):
-        if case not in broken:
-            slowest[case] = max(ms, slowest.get(case, ms))
-    names |= {case: rule[case] for case in broken}
-    table = replace(session.model, entries=_by_shape(slowest), kernels=_by_shape(names))
+    failed = {case for case, ms in times.items() if ms == math.inf}
+    names |= {case: rule[case] for case in failed}
+    entries = _by_row({case: ms for case, ms in times.items() if case not in failed})
+    table = replace(session.model, entries=entries, kernels=_by_row(names))
     devices.of(device).release_memory()
     # What the rule chose because time was short is not kept, so that it is chosen another time.
-    kept = {case: name for case, name in tuned.items() if case not in broken}
-    session.write(replace(table, kernels=_by_shape(kept)))
+    kept = {case: name for case, name in tuned.items() if case not in failed}
+    session.write(replace(table, kernels=_by_row(kept)))
     return table
 
 
@@ -747,22 +736,17 @@ def measured_slices(
     on_cpu = devices.of(device).is_cpu
     most = 1 if on_cpu else options.max_batch  # a CPU multiplies slices matrix by matrix
     cases = [
-        SliceCase(case.key, case.batch, case.count, k, split)
+        replace(case, co_owners=k, split=split)
         for k, split in product(groups, (False, True))
         for case in cases_of(keys, most, k * batch_bytes // dtype.itemsize)
         if k <= case.key[1]
     ]
-    names: dict[Case, str] = {case: table.slice_kernel(case.key) for case in cases}
-    found = {case: old.slices.get(_slice_key(case), {}).get(case.batch) for case in cases}
-    cached: dict[Case, float] = {case: ms for case, ms in found.items() if ms is not None}
+    names = {case: table.slice_kernel(case.key) for case in cases}
+    cached = _of_cases(old.slices, cases)
     make = partial(SliceTimer, device, dtype, sharing=session.sharing, options=session.kernels)
     model, title = replace(session.model, entries=table.entries), "dmuon measures slices"
-    by_rank = session.times(names, cached, make, model, options.profile_budget_s, title)
-    slices: dict[SliceKey, dict[int, float]] = defaultdict(dict)
-    for case in cases:
-        each = [times[case] for times, _ in by_rank if case in times]
-        if len(each) == len(by_rank):
-            slices[_slice_key(case)][case.batch] = max(each)
+    times = session.times(names, cached, make, model, options.profile_budget_s, title)
+    slices = _by_row({case: ms for case, ms in times.items() if ms < math.inf})
 
     def contention() -> float:
         """How much longer the costliest matrix takes while all ranks work than while one does."""
@@ -770,7 +754,7 @@ def measured_slices(
             return 1.0
         if len(cached) == len(cases):
             return old.contention
-        key = max({key[:3] for key in slices}, key=lambda key: table.batch_ms(key, 1))
+        key = max((key[:3] for key in slices), key=lambda key: table.batch_ms(key, 1))
         timer = OwnerTimer(device, dtype, momentum=table.momentum, options=kernels)
         runs = timer.reserve([(Case(key, 1), table.kernel(key, 1))])
         times = [timer.run(*run) for run in runs * (_MIN_TIMES + 1)][1:]
@@ -778,7 +762,7 @@ def measured_slices(
 
     shared = replace(
         table,
-        slices=dict(slices),
+        slices=slices,
         links=_links(session, groups, device),
         ns_item=dtype.itemsize,
         sum_item=SUM_DTYPE.get(dtype, dtype).itemsize,
@@ -786,10 +770,6 @@ def measured_slices(
     )
     session.write(replace(shared, links={}, kernels={}, entries={}))
     return shared
-
-
-def _slice_key(case: SliceCase) -> SliceKey:
-    return (*case.key, case.co_owners, case.split)
 
 
 _EXCHANGED = (1 << 12, 1 << 18, 1 << 21)  # bytes to each of the others
@@ -842,16 +822,17 @@ def _fitted(ms: Sequence[float], others: int) -> Link:
     return Link(max(float(latency), 1e-6) / 1e3, 1e3 / max(float(slope), 1e-12))
 
 
-def _by_shape(values: Mapping[Case, T]) -> dict[ShapeKey, dict[int, T]]:
-    found: dict[ShapeKey, dict[int, T]] = defaultdict(dict)
+def _by_row(values: Mapping[Case, T]) -> dict[Any, dict[int, T]]:
+    """As a `CostTable` has values: by shape (and slice) and batch size."""
+    found: dict[Any, dict[int, T]] = defaultdict(dict)
     for case, value in values.items():
-        found[case.key][case.batch] = value
+        found[case.row][case.batch] = value
     return dict(found)
 
 
-def _of_cases(table: Mapping[ShapeKey, Mapping[int, T]], cases: Iterable[Case]) -> dict[Case, T]:
-    """The inverse of `_by_shape`, for these cases."""
-    return {c: table[c.key][c.batch] for c in cases if c.batch in table.get(c.key, ())}
+def _of_cases(table: Mapping[Any, Mapping[int, T]], cases: Iterable[Case]) -> dict[Case, T]:
+    """The inverse of `_by_row`, for these cases."""
+    return {c: table[c.row][c.batch] for c in cases if c.batch in table.get(c.row, ())}
 
 
 # ---- progress ------------------------------------------------------------------------------

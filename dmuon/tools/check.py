@@ -32,9 +32,9 @@ from dmuon.config import (
 )
 from dmuon.rule import Hyper
 from dmuon.scheduler.co_owners import SIZES
-from dmuon.scheduler.json_files import write_text
 from dmuon.tools.equivalence import EquivalenceReport, EquivalenceRow, check_step_equivalence
-from dmuon.tools.plan import positive
+from dmuon.tools.plan import positive, show
+from dmuon.types import DmuonError
 
 if TYPE_CHECKING:
     from dmuon.tools.parallel_models import ParallelCase
@@ -59,8 +59,8 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def add_check_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     add = parser.add_argument
     add(
         "--layout",
@@ -234,19 +234,15 @@ def _compare(args: argparse.Namespace, worlds: Collection[int]) -> EquivalenceRe
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare, print the table or JSON; 1 if anything differs, 2 if there is nothing to do."""
+    """Compare, print the table or JSON; 1 if anything differs."""
     worlds = sorted({job.case.world for job in _jobs(args)})
     if not worlds:
-        sys.stderr.write(
-            f"python -m dmuon check: error: --nproc {args.nproc} leaves no mesh to check with "
-            f"--layout {args.layout}: give 2 or more, or leave it out\n"
+        raise DmuonError(
+            f"--nproc {args.nproc} leaves no mesh to check with --layout {args.layout}: give 2 or "
+            "more, or leave it out"
         )
-        return 2
     report = _compare(args, worlds)
-    text = json.dumps(report.to_dict(), indent=1)
-    print(text if args.json == "-" else report, flush=True)
-    if args.json not in (None, "-"):
-        write_text(args.json, text)
+    show(lambda: str(report), report.to_dict, args.json)
     if not report.passed:
         print("dmuon differs from the reference", file=sys.stderr)
     return 0 if report.passed else 1

@@ -25,7 +25,7 @@ from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.solve import SOLVERS, solve
 from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs
 from dmuon.scheduler.topology import MAX_RANKS, Topology
-from dmuon.types import DmuonError, Layout, PlanError
+from dmuon.types import Layout, PlanError
 
 WIDTH = 100  # columns of what is printed to anything but a terminal
 COMPARED = ("round_robin", "greedy", "milp")
@@ -45,7 +45,7 @@ def positive(number: type[int] | type[float]) -> Callable[[str], Any]:
     return read
 
 
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     defaults = PlannerOptions()
     group = parser.add_argument_group("what to plan for")
@@ -217,7 +217,7 @@ def _plan(args: argparse.Namespace) -> int:
     request = _read_request(args)
     plan = request.solve(args.solver or "auto")
     report = build_report(plan)
-    _show(lambda: f"{_header(request)}\n\n{report}", report.to_dict, args.json)
+    show(lambda: f"{_header(request)}\n\n{report}", report.to_dict, args.json)
     if args.save is not None:
         wrote(args.save, lambda: write_text(args.save, plan.to_json() + "\n"))
     if args.html is not None:
@@ -225,8 +225,12 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show(text: Callable[[], str], numbers: Callable[[], object], path: str | None) -> None:
-    """Print the text, and write the numbers as JSON to a path; for "-" print these alone."""
+def show(text: Callable[[], str], numbers: Callable[[], object], path: str | None) -> None:
+    """Print the text, and write the numbers as JSON to a path; for "-" print these alone.
+
+    Raises:
+        PlanError: the file cannot be written.
+    """
     as_json = "" if path is None else json.dumps(numbers(), indent=1) + "\n"
     sys.stdout.write(as_json if path == "-" else text() + "\n")
     if path is not None and path != "-":
@@ -296,7 +300,7 @@ def _compare(args: argparse.Namespace) -> int:
         rows.append(row)
     summary = f"{len(request.specs.matrices)} matrices, costs {request.costs.source}"
     lines = [_header(request), summary, _comparison(rows), *notes]
-    _show(lambda: "\n".join(lines), lambda: {"rows": rows}, args.json)
+    show(lambda: "\n".join(lines), lambda: {"rows": rows}, args.json)
     return 0
 
 
@@ -343,15 +347,8 @@ def _check_combination(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, compare or verify; 1 if a certificate does not hold, 2 for a mistake of the user.
-
-    A file that cannot be read, or not be a plan, is a mistake too.
-    """
-    try:
-        _check_combination(args)
-        if args.verify is not None:
-            return _verify(args)
-        return _compare(args) if args.compare else _plan(args)
-    except DmuonError as error:
-        sys.stderr.write(f"python -m dmuon plan: error: {' '.join(str(error).split())}\n")
-        return 2
+    """Plan, compare or verify; 1 if a certificate does not hold."""
+    _check_combination(args)
+    if args.verify is not None:
+        return _verify(args)
+    return _compare(args) if args.compare else _plan(args)
