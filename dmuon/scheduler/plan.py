@@ -71,18 +71,7 @@ class PriceRow:
     kernels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        rows, cols, dtype = self.key
-        for batch, ms in enumerate(self.ms, 1):
-            if not 0 <= ms <= _MOST_BATCH_MS:
-                raise PlanError(
-                    f"the cost of {batch} matrices of {rows} x {cols} {dtype} must be between 0 "
-                    f"and {_MOST_BATCH_MS:g} milliseconds, found {ms}: measure again, or correct "
-                    "the cost table"
-                )
-        if not self.ms or len(self.origin) != len(self.ms):
-            raise PlanError(f"each price needs an origin: {len(self.ms)} and {len(self.origin)}")
-        if len(self.kernels) not in (0, len(self.ms)):
-            raise PlanError(f"{len(self.ms)} prices need as many kernels, or none: {self.kernels}")
+        _check_prices(self, self.origin, *([self.kernels] if self.kernels else []))
         for kernel in self.kernels:
             _check_kernel(kernel)
 
@@ -94,8 +83,8 @@ class PriceRow:
 @dataclass(frozen=True, slots=True)
 class SharedPrice:
     """The prices of one shape with co-owners: the milliseconds of each of them, exchanges included,
-    for batches of 1, 2, 3, ...; ``split`` says of each whether they also share the
-    products of short side x short side. ``origin`` as in `PriceRow`; ``kernel`` runs all."""
+    for batches of 1, 2, 3, ...; ``split`` as in `Batch`, ``origin`` as in `PriceRow`, of each
+    price. ``kernel`` runs all."""
 
     key: ShapeKey
     co_owners: Annotated[int, (2, 1 << 20)]
@@ -105,15 +94,20 @@ class SharedPrice:
     kernel: str = ""
 
     def __post_init__(self) -> None:
-        if not self.ms or not len(self.ms) == len(self.split) == len(self.origin):
-            raise PlanError(f"each price of co-owners needs an origin and a split: {self.key}")
-        for ms in self.ms:
-            if not 0 <= ms <= _MOST_BATCH_MS:
-                raise PlanError(
-                    f"the cost of {self.key} for {self.co_owners} co-owners must be between 0 and "
-                    f"{_MOST_BATCH_MS:g} milliseconds, found {ms}"
-                )
+        _check_prices(self, self.split, self.origin)
         _check_kernel(self.kernel)
+
+
+def _check_prices(row: PriceRow | SharedPrice, *of_each: Sequence[object]) -> None:
+    if not row.ms or any(len(column) != len(row.ms) for column in of_each):
+        raise PlanError(f"expected as many origins, kernels and splits as prices, found {row}")
+    for batch, ms in enumerate(row.ms, 1):
+        if not 0 <= ms <= _MOST_BATCH_MS:
+            raise PlanError(
+                "the cost of {} matrices of {} x {} {}".format(batch, *row.key)
+                + f" must be between 0 and {_MOST_BATCH_MS:g} milliseconds, found {ms}: measure "
+                "again, or correct the cost table"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +120,7 @@ class Dual:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The proof that no plan is faster. ``dual`` proves the makespan that `bound.bound_of` computes
-    from it.
+    """The proof that no plan is faster: `bound.bound_of` computes a makespan from ``dual``.
 
     ``impossible``: no plan takes so many ticks or fewer, as `bound.cover` finds by trying
     everything; -1 where nothing was tried or the dual alone shows as much.
@@ -219,10 +212,7 @@ class OwnershipPlan:
 
     @cached_property
     def state_bytes(self) -> tuple[int, ...]:
-        """Bytes of optimizer state of each rank: momentum, in the parameters' dtypes, and fixed.
-
-        In the sharded layout the fixed bytes alone: momentum lies with the shards, not the owners.
-        """
+        """Bytes of optimizer state of each rank: what it keeps as an owner, and fixed bytes."""
         state = [self.limits.fixed_bytes_of(rank) for rank in range(self.topology.world)]
         for matrix, owner in zip(self.specs.matrices, self.owners, strict=True):
             state[owner] += state_bytes(matrix, self.layout)
@@ -395,8 +385,7 @@ class Unit:
 
     They are stacked ``[b, rows, cols]``. A matrix and its transpose are of one shape; where a unit
     has both, it is stacked short side first, and ``transposed`` says for each matrix whether its
-    slot holds the transpose (empty: none does). ``kernel`` is what runs them, as `KernelChoice`
-    writes it, "" for the fixed rule.
+    slot holds the transpose (empty: none does). ``kernel`` as in `Batch`.
 
     Of matrices with ``co_owners`` each of these has a unit: ``rows`` is the short side and ``cols``
     the part of the long one that its ``owner`` has, from ``start`` on.
@@ -438,10 +427,10 @@ def units_of(
     """The planned batches as executed: cut where their matrices are in different param groups.
 
     ``groups`` gives the param group of each matrix. A cut batch shares its predicted time out by
-    the number of matrices. Owners execute them in order of registration, because the next
-    forward pass needs the results in that order. Batches with the most co-owners come first, so
-    that no rank waits while others work alone. ``apart``: a matrix and a transposed one are cut,
-    too, so that each is computed as it is, whatever its batch.
+    the number of matrices. Units are in order of registration, in which the next forward pass needs
+    the results, but those with the most co-owners come first, so that no rank waits while others
+    work alone. ``apart``: a matrix and a transposed one are cut, too, so that each is computed as
+    it is, whatever its batch.
     """
     batches = sorted(plan.batches, key=lambda b: (-len(b.ranks), min(b.matrices), b.owner))
     return tuple(unit for batch in batches for unit in _cut(plan, batch, groups, apart))

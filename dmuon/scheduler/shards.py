@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated
 
-from dmuon.scheduler.specs import ITEM_SIZE, Box, Form, MatrixSpec, ModelSpecs
+from dmuon.scheduler.specs import ITEM_SIZE, Box, MatrixSpec, ModelSpecs
 from dmuon.types import Layout, OwnershipError, PlanError
 
 _MOST_FIXED = 1 << 60  # milliseconds or bytes
@@ -105,24 +105,7 @@ def state_bytes(matrix: MatrixSpec, layout: Layout) -> int:
     return matrix.numel * ITEM_SIZE[matrix.dtype] if layout.keeps_state_at_owners else 0
 
 
-# ---- boxes -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixBox:
-    """A matrix as a box of its parameter."""
-
-    box: Box
-    form: Form
-
-    def matrix_shape(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Rows and columns of a part of the matrix that has ``shape`` in the parameter's dims."""
-        return self.form.matrix_shape(shape)
-
-
-def matrix_box(matrix: MatrixSpec, shape: tuple[int, ...]) -> MatrixBox:
-    """The box of ``matrix`` in a parameter of this shape."""
-    return MatrixBox(matrix.box(shape), matrix.form)
+# ---- who holds what ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +124,7 @@ class LocalShard:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of a matrix that ``rank`` holds; ``box`` counts from the matrix's corner."""
+    """The ``box`` of a matrix, from its corner, that ``rank`` holds."""
 
     rank: int
     replica: tuple[int, ...]
@@ -161,8 +144,8 @@ class RankShards:
 
     @classmethod
     def of(cls, global_rank: int, shards: Iterable[LocalShard]) -> RankShards:
-        """Equal shards become one object: most parameters of a model are sharded alike, and what
-        travels between ranks holds each object once."""
+        """Equal shards become one object, which travels between ranks once: most parameters of a
+        model are sharded alike."""
         one: dict[LocalShard, LocalShard] = {}
         return cls(global_rank, tuple(one.setdefault(shard, shard) for shard in shards))
 
@@ -188,10 +171,10 @@ class ShardMap:
         return len(self.reports)
 
     @cached_property
-    def boxes(self) -> tuple[MatrixBox, ...]:
+    def boxes(self) -> tuple[Box, ...]:
         """The box of each matrix in its parameter."""
         shapes = [p.shape for p in self.specs.parameters]
-        return tuple(matrix_box(m, shapes[m.parameter]) for m in self.specs.matrices)
+        return tuple(m.box(shapes[m.parameter]) for m in self.specs.matrices)
 
     def shard(self, rank: int, parameter: int) -> LocalShard:
         """The part of a parameter that ``rank`` stores."""
@@ -199,7 +182,7 @@ class ShardMap:
 
     def piece(self, matrix: int, rank: int) -> Piece:
         """The part of a matrix that ``rank`` holds, which may be empty."""
-        outer = self.boxes[matrix].box
+        outer = self.boxes[matrix]
         if rank not in self._holder_sets[matrix]:
             return Piece(rank, (), Box.at_origin((0,) * len(outer.shape)))
         shard = self.shard(rank, self.specs.matrices[matrix].parameter)
@@ -262,10 +245,10 @@ class ShardMap:
         known: dict[tuple[object, ...], tuple[int, ...]] = {}
         found = []
         for matrix, holders, outer in zip(self.specs.matrices, self.holders, self.boxes):
-            p, lead = matrix.parameter, outer.box.offset[:-2] if outer.form.is_stack else ()
+            p, lead = matrix.parameter, outer.offset[:-2] if matrix.form.is_stack else ()
             key = (p, holders, lead)
             if key not in known:
-                shared = [(r, self.shard(r, p).box.intersection(outer.box)) for r in holders]
+                shared = [(r, self.shard(r, p).box.intersection(outer)) for r in holders]
                 known[key] = tuple(r for r, box in shared if all(box.shape[: len(lead)]))
             found.append(known[key])
         return tuple(found)
@@ -337,7 +320,7 @@ def local_box(
 # ---- from reports ------------------------------------------------------------------------
 
 
-def assemble(specs: ModelSpecs, reports: Sequence[RankShards]) -> ShardMap:
+def shard_map(specs: ModelSpecs, reports: Sequence[RankShards]) -> ShardMap:
     """Join the reports of all ranks; the same result, or the same error, on every rank.
 
     Raises:
@@ -413,7 +396,7 @@ def _check_tiling(name: str, shape: tuple[int, ...], shards: Sequence[LocalShard
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """True if any two boxes share an element."""
+    """True if two boxes share an element."""
     ordered = sorted(boxes, key=lambda box: box.offset)
     for i, box in enumerate(ordered):
         for other in ordered[i + 1 :]:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,18 +38,17 @@ from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.scheduler.specs import Box, canonical_name, dtype_name
 from dmuon.scheduler.topology import Topology
 from dmuon.step.verify import Finding, Verifier, matrices_of
-from dmuon.types import Algorithm, DmuonError, Layout
+from dmuon.types import DmuonError, Layout
 
 ABSOLUTE = 1e-5  # weights and losses, where nothing is rounded to half precision
 # What an update may differ by, in yardsticks. Sums in another order and kernels that round
 # elsewhere carry up to 1.2 yardsticks far (measured, with the kernels of five kinds of CPU).
 YARDSTICKS = 4.0
 
+WIDTH = 200  # characters, room for the widest table; it takes no more than it needs
+
 Loss = Callable[[nn.Module, Any], Tensor]
 Batches = Callable[[int, int], Any]
-# What is compared by itself: (name, index of the parameter, view of its whole tensor).
-Piece = tuple[str, int, Callable[[Tensor], Tensor]]
-WIDTH = 200  # characters, room for the widest table; it takes no more than it needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +89,22 @@ class EquivalenceRow:
 
     def _cells(self) -> dict[str, str]:
         """The row of a table, by heading."""
-        words = {"layout": self.layout, "case": self.case, "ranks": self.mesh, "dtype": self.dtype}
-        words |= {"NS": self.ns_dtype, "steps": str(self.steps), "seed": str(self.seed)}
-        words["max abs diff"] = f"{max(self.max_abs_diff, self.max_loss_diff):.1e}"
-        words |= {"update diff": f"{self.max_update_diff:.1e}", "decides": f"{self.difference:.1e}"}
-        words["yardstick"] = f"{self.yardstick:.1e}"
-        words["tolerance"] = f"{self.tolerance:.1e} {self.criterion}"
-        words["bitwise"] = "" if self.bitwise is None else "yes" if self.bitwise else "NO"
-        return words | {"verdict": "equal" if self.passed else "DIFFERS"}
+        return {
+            "layout": self.layout,
+            "case": self.case,
+            "ranks": self.mesh,
+            "dtype": self.dtype,
+            "NS": self.ns_dtype,
+            "steps": str(self.steps),
+            "seed": str(self.seed),
+            "max abs diff": f"{max(self.max_abs_diff, self.max_loss_diff):.1e}",
+            "update diff": f"{self.max_update_diff:.1e}",
+            "decides": f"{self.difference:.1e}",
+            "yardstick": f"{self.yardstick:.1e}",
+            "tolerance": f"{self.tolerance:.1e} {self.criterion}",
+            "bitwise": {None: "", True: "yes", False: "NO"}[self.bitwise],
+            "verdict": "equal" if self.passed else "DIFFERS",
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +115,6 @@ class EquivalenceReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every row passed."""
         return all(row.passed for row in self.rows)
 
     def __bool__(self) -> bool:
@@ -172,13 +179,11 @@ def check_step_equivalence(
             see what dmuon keeps; None leaves all gradients to dmuon.
         tensor_parallel: applied before ``parallelize``, and in the `dedicated` layout before
             `dedicate_params`, as tensor parallelism must be there.
-        layout: for `dedicate_params`.
         steps: how many steps to compare.
-        options: for `dedicate_params`.
+        layout, options, planner: for `dedicate_params`.
         kernels: for `dedicate_params`. With a fixed choice (neither ``method`` nor ``backend`` is
             "auto") every rank also makes each update by itself, from whole gradient and momentum,
             and what it stores must be equal to the bit.
-        planner: for `dedicate_params`; with ``co_owners`` ranks share matrices.
         data_axes: the mesh axes along which data differ; all but "tp" by default. Data ranks are
             numbered along them in mesh order; ranks that differ in other axes only are one.
         muon_kwargs: for `dmuon.Muon` and, except what concerns distribution, `ReferenceMuon`.
@@ -269,11 +274,11 @@ def _data_rank(
             f"data_axes names {unknown}, but the mesh has the axes {list(topology.axes)}: name "
             "some of these"
         )
-    index, count, below = 0, 1, topology.world
-    for axis, size in zip(topology.axes, topology.shape):
-        below //= size
+    index, count = 0, 1
+    places = np.unravel_index(rank, topology.shape)
+    for axis, size, place in zip(topology.axes, topology.shape, places, strict=True):
         if axis in chosen:
-            index, count = index * size + rank // below % size, count * size
+            index, count = index * size + int(place), count * size
     return index, count
 
 
@@ -283,16 +288,16 @@ def _data_rank(
 @dataclass
 class Measured:
     """The largest difference of some quantity, and its yardstick: the most that moved gradients
-    changed it, at first the least that it can be."""
+    changed it, at first the least that it can be. All of one ``kind`` have one yardstick."""
 
     criterion: str
     yardstick: float = 0.0
     value: float = 0.0
     where: str = "-"
-    kind: str = ""  # what has one yardstick
+    kind: str = ""
 
     def see(self, difference: float, moved: float, where: str) -> None:
-        """Note a difference, and what moved gradients changed, where both were."""
+        """Note a difference, and what moved gradients changed."""
         if math.isnan(difference):  # the worst that there is, and lost in a comparison
             difference = math.inf
         if difference > self.value:
@@ -325,7 +330,6 @@ class _Bits(Verifier):
 
 
 _ABSOLUTE, _UPDATE, _NORM = "absolute", "of an update", "of an update's norm"
-Pair = tuple[float, float]  # a `_difference`
 Findings = dict[str, Measured]  # by what was compared: "weights", "losses", names of matrices
 
 
@@ -371,13 +375,14 @@ class _Trial:
             self.cast = cast_twin, _in_order(cast_twin, names)
             for p in {self.cast[1][m.parameter] for m in own.plan.specs.matrices}:
                 p.data = p.data.to(self.roundings.used)
-        index = {name: i for i, name in enumerate(names)}
         specs = collect(twin)
-        self.pieces: list[Piece] = [
-            (m.name, index[specs.parameters[m.parameter].name], m.view) for m in specs.matrices
+        number = [names.index(p.name) for p in specs.parameters]
+        # What is compared by itself: (name, index of the parameter, view of its whole tensor).
+        self.pieces: list[tuple[str, int, Callable[[Tensor], Tensor]]] = [
+            (m.name, number[m.parameter], m.view) for m in specs.matrices
         ]
-        others = [p for p in specs.parameters if p.algorithm is Algorithm.ADAMW]
-        self.pieces += [(p.name, index[p.name], lambda t: t) for p in others]
+        others = specs.adamw_parameters()
+        self.pieces += [(specs.parameters[i].name, number[i], lambda t: t) for i in others]
         self._updated: list[bool] = []  # which parameters the last step changed
         self._before: list[Tensor] = []  # the whole weights before it
         self.findings = {"weights": Measured(_ABSOLUTE), "losses": Measured(_ABSOLUTE)}
@@ -439,10 +444,14 @@ class _Trial:
                 moved.grad = _moved(mean, dtype, generator).to(p.dtype)
         return losses
 
-    def _see(self, name: str, kind: str, ours: Pair, moved: Pair, where: str) -> None:
+    def _see(
+        self, name: str, where: str, ours: Tensor, theirs: Tensor, moved: Tensor, free: float = 0.0
+    ) -> None:
         """Note `_difference` of ours, and of the moved reference, from the reference."""
-        for criterion, found, by_moving in zip((_UPDATE, _NORM), ours, moved, strict=True):
-            new = Measured(criterion, self.roundings.least, kind=f"{kind}, {criterion}")
+        both = _difference(ours, theirs, free), _difference(moved, theirs, free)
+        for criterion, found, by_moving in zip((_UPDATE, _NORM), *both, strict=True):
+            kind = f"{name.partition(' ')[0]} {[*theirs.shape]}, {criterion}"
+            new = Measured(criterion, self.roundings.least, kind=kind)
             self.findings.setdefault(f"{name}, {criterion}", new).see(found, by_moving, where)
 
     def _compare_published(self, step: int) -> None:
@@ -459,9 +468,7 @@ class _Trial:
             where = f"update of {matrix.name} at step {step}"
             # A step that was skipped, because something in it was not finite, published nothing.
             ours = published.get(matrix.name, torch.full_like(theirs, math.nan))
-            both = _difference(ours, theirs), _difference(moved, theirs)
-            kind = f"published {[*theirs.shape]}"
-            self._see(f"published {matrix.name}", kind, *both, where)
+            self._see(f"published {matrix.name}", where, ours, theirs, moved)
 
     @torch.no_grad()
     def _compare_weights(self, step: int) -> None:
@@ -484,11 +491,7 @@ class _Trial:
                 free = torch.finfo(theirs.dtype).eps * float(theirs.double().norm())
                 change = ours.double() - view(self._before[i]).double()
                 moved_change = moved.double() - view(self.moved.before[i]).double()
-                both = (
-                    _difference(change, expected, free),
-                    _difference(moved_change, expected, free),
-                )
-                self._see(name, str([*theirs.shape]), *both, where)
+                self._see(f"weight {name}", where, change, expected, moved_change, free)
         for side in (self.reference, self.moved):
             side.begin(None if self.roundings.absolute else after)
         if self.cast is not None:
@@ -498,9 +501,7 @@ class _Trial:
     def _row(self, findings: list[Findings], steps: int) -> EquivalenceRow:
         everything = chain.from_iterable(found.values() for found in findings)
         updates = [measured for measured in everything if measured.criterion != _ABSOLUTE]
-        longest: dict[str, float] = {}
-        for measured in updates:
-            longest[measured.kind] = max(longest.get(measured.kind, 0.0), measured.yardstick)
+        longest = {m.kind: m.yardstick for m in sorted(updates, key=lambda m: m.yardstick)}
         for measured in updates:
             measured.yardstick = longest[measured.kind]
         moved = max(f["weights"].yardstick for f in findings)
@@ -702,7 +703,7 @@ def _coarsest(*dtypes: torch.dtype | None) -> torch.dtype:
     return max(given, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _difference(ours: Tensor, theirs: Tensor, free: float = 0.0) -> Pair:
+def _difference(ours: Tensor, theirs: Tensor, free: float) -> tuple[float, float]:
     """Frobenius norm of the difference of two updates, and the difference of their norms.
 
     Both without what is ``free``, and relative to the second's norm. The first sees what points
