@@ -245,9 +245,8 @@ class OwnerTimer:
     """Times an owner's work in `Muon.step` for one batch, with `Muon`'s default settings.
 
     ``momentum``: momentum update, normalization and Newton-Schulz, else Newton-Schulz alone on
-    normalized matrices. As in an optimizer all calls share one workspace, and on an accelerator
-    each is compiled and captured before its first time is taken. ``sharing`` processes share the
-    memory.
+    normalized matrices. As in an optimizer all calls share one workspace. ``sharing`` processes
+    share the memory.
     """
 
     def __init__(
@@ -301,8 +300,8 @@ class OwnerTimer:
 
     @torch.no_grad()
     def run(self, case: Case, kernel: str) -> float:
-        """Milliseconds of one update of a batch that is reserved. OutOfMemoryError where there is
-        not enough."""
+        """Milliseconds of one update of a batch that is reserved, on an accelerator after it was
+        compiled and captured. OutOfMemoryError where there is not enough."""
         turns = 1 if (case, kernel) in self._warm else first_turns(self.device)
         self._warm.add((case, kernel))
         # Events are recorded on the current device's stream, which may be another's.
@@ -416,11 +415,10 @@ def choose_kernels(
     *,
     progress: Progress = lambda done, case: None,
 ) -> dict[Case, str]:
-    """The kernels that measurements chose: cached ones that are still offered, else the fastest
+    """The kernels that measurements chose: ``cached`` ones that are still offered, else the fastest
     that pass `gate_errors`, as far as ``options.tune_budget_s`` seconds reach.
 
     The other cases are left to the fixed rule, which also wins where nothing is clearly faster.
-    ``cached`` were measured with the same ``options``.
 
     Raises:
         ValueError: the options ask for what cannot run on this device.
@@ -486,12 +484,9 @@ def compile_ahead(
     device: torch.device,
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Compile the Triton kernels of all cases, as many at once as there are processors.
-
-    Each takes a second or more, mostly in the assembler that Triton starts. What raises here raises
-    again in `gate_errors`. Compiled code depends only on whether tiles divide a size, so small
-    matrices are enough.
-    """
+    """Compile the Triton kernels of all cases, as many at once as there are processors, because
+    each takes a second or more. What raises here raises again in `gate_errors`. Compiled code
+    depends only on whether tiles divide a size, so small matrices are enough."""
 
     def compile_one(run: tuple[Case, KernelChoice]) -> None:
         if not is_over():
@@ -724,12 +719,8 @@ def measured_slices(
     exchanges in each of ``groups``, by the number of co-owners (None: this rank is in no set of
     that many).
 
-    A collective call; the table is equal on all ranks, and the slowest counts. Products that are
-    not cached are timed, for about ``options.profile_budget_s`` seconds at most. Exchanges are
-    always timed, because jobs differ in the ranks that exchange.
-
-    Raises:
-        Exception: what measuring raised here; ConsensusError if that was on another rank.
+    A collective call as `measured_costs`, with the same errors. Exchanges are timed each time,
+    because jobs differ in the ranks that exchange.
     """
     session = _Session(transport, device, options, kernels, ns_dtype, table.momentum)
     dtype, old = session.ns_dtype, session.old
@@ -833,9 +824,6 @@ def _by_row(values: Mapping[Case, T]) -> dict[Any, dict[int, T]]:
 def _of_cases(table: Mapping[Any, Mapping[int, T]], cases: Iterable[Case]) -> dict[Case, T]:
     """The inverse of `_by_row`, for these cases."""
     return {c: table[c.row][c.batch] for c in cases if c.batch in table.get(c.row, ())}
-
-
-# ---- progress ------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -77,12 +77,9 @@ Overhead = Annotated[float, (0, 1e9)]
 
 @dataclass(frozen=True, slots=True)
 class AnalyticDevice:
-    """A device class: matmul rate, bytes moved per second, and the cost of one kernel launch.
-
-    ``flops`` is the rate that dense products in the NS dtype reach, ``bandwidth`` is in bytes per
-    second, and ``launch_s`` is the overhead of one kernel. ``half_batch_dim`` is the matrix dim at
-    which one product reaches half of ``flops`` (small matrices underfill the device).
-    """
+    """A device class: ``flops`` that dense products in the NS dtype reach, ``bandwidth`` in bytes
+    per second, ``launch_s`` of one kernel, and ``half_batch_dim``, the matrix dim at which one
+    product reaches half of ``flops`` (small matrices underfill the device)."""
 
     flops: Rate
     bandwidth: Rate
@@ -199,17 +196,16 @@ LINKS: Mapping[str, Link] = MappingProxyType(
 class CostTable:
     """Costs in milliseconds: table entries, and estimates from them.
 
-    ``entries`` maps ``(rows, cols, dtype)`` to a mapping from batch size to milliseconds. A shape
-    costs the same as its transpose, and the table keeps its wide form: of a shape given both ways
-    the larger time counts. A batch between two entries is interpolated linearly; beyond the largest
-    each matrix costs what it costs there. A shape without any entry is estimated by the
-    ``device``'s analytic model, times the median ratio of the entries to that model; with
-    ``device`` None it has no price. ``entry_origin`` says how the entries came about.
+    ``entries`` maps ``(rows, cols, dtype)`` to milliseconds by batch size. A shape costs the same
+    as its transpose, and the table keeps its wide form: of a shape given both ways the larger time
+    counts. A batch between two entries is interpolated linearly; beyond the largest each matrix
+    costs what it costs there. A shape without any entry is estimated by the ``device``'s analytic
+    model, times the median ratio of the entries to that model; with ``device`` None it has no
+    price. ``entry_origin`` says how the entries came about.
 
-    ``kernels`` names, by shape and batch size, the kernel that took the time of an entry, or would
-    run a batch whose time was not reached. ``momentum``: whether prices are of all that an owner
-    does where it keeps the momentum (momentum update, normalization, Newton-Schulz), or of
-    Newton-Schulz alone, as in the `sharded` layout.
+    ``kernels`` names likewise the kernel that took the time of an entry, or would run a batch whose
+    time was not reached. ``momentum``: whether prices are of all that an owner does where it keeps
+    the momentum (momentum update, normalization, Newton-Schulz), or of Newton-Schulz alone.
 
     For matrices with co-owners: ``slices`` maps (rows, cols, dtype, co-owners, split) to the time
     of a co-owner's products, by batch size. With split they also share the products of short side x
@@ -341,11 +337,8 @@ class CostTable:
     def shared_ms(
         self, key: ShapeKey, batch: int, co_owners: int, link: str
     ) -> tuple[float, bool, str]:
-        """(milliseconds of a batch for so many co-owners, split, origin of the price). With split
-        they share the products of short side x short side, too.
-
-        All exchanges are counted in full. ``link`` names one of `LINKS`, where ``links`` has none.
-        """
+        """(milliseconds of a batch for so many co-owners, split, origin of the price), with all
+        exchanges in full. ``link`` names one of `LINKS`, where ``links`` has none."""
         rows, cols, dtype = canonical_key(key)
         width, k = -(-cols // co_owners), co_owners
         alone, origin = self._price(key, batch)
@@ -374,8 +367,7 @@ class CostTable:
         return min(each, split_ms), split_ms < each, origin
 
     def slice_kernel(self, key: ShapeKey) -> str:
-        """The kernel that runs slices: that of a whole matrix if it is of the Gram form, else ""
-        for the fixed rule."""
+        """That of a whole matrix if it is of the Gram form, else "" for the fixed rule."""
         kernel = self.kernel(key, 1)
         return kernel if kernel.startswith("gram") else ""
 
@@ -394,11 +386,8 @@ class CostTable:
         return names.get(sizes[min(bisect_left(sizes, batch), len(sizes) - 1)], "")
 
     def updated(self, newer: CostTable) -> CostTable:
-        """This table with the entries and kernels of ``newer`` over its own.
-
-        An entry replaces the kernel of the one before it too: one that comes without a kernel has
-        none afterwards.
-        """
+        """This table with the entries and kernels of ``newer`` over its own; an entry without a
+        kernel replaces an earlier kernel, too."""
         kept = {
             key: {b: kernel for b, kernel in by.items() if b not in newer.entries.get(key, ())}
             for key, by in self.kernels.items()
@@ -480,9 +469,8 @@ def _named(kernel: object) -> bool:
 
 
 def resolve_costs(costs: Any, device_type: str, *, momentum: bool = True) -> CostTable:
-    """The prices that the ``costs=`` argument of `dedicate_params` names.
-
-    ``momentum`` is that of `CostTable`, for a model of the device; a table is what it is.
+    """The prices that the ``costs=`` argument of `dedicate_params` names; ``momentum`` is that of a
+    model of the device.
 
     Raises:
         PlanError: an unknown name or type, or a file that is no cost table.
@@ -497,15 +485,14 @@ def resolve_costs(costs: Any, device_type: str, *, momentum: bool = True) -> Cos
         return CostTable.load(costs)
     if costs == "measured":
         raise PlanError(
-            "costs='measured' needs the devices that will train: dedicate_params measures on "
-            f"them. To plan elsewhere, write a table there with {_HOW} and pass its path, or pass "
-            "'analytic:<device>'"
+            "costs='measured' needs the devices that will train: to plan elsewhere, write a table "
+            f"there with {_HOW} and pass its path, or pass 'analytic:<device>'"
         )
     found = repr(costs) if isinstance(costs, str) else type(costs).__name__
+    known = ", ".join(sorted(ANALYTIC_DEVICES))
     raise PlanError(
-        f"costs={found} is unknown: pass 'measured', 'analytic', 'analytic:<device>' with one "
-        f"of {', '.join(sorted(ANALYTIC_DEVICES))}, the path of a cost table (.json), or a "
-        "CostTable"
+        f"costs={found} is unknown: pass 'measured', 'analytic', 'analytic:<device>' with one of "
+        f"{known}, the path of a cost table (.json), or a CostTable"
     )
 
 
@@ -599,18 +586,14 @@ def _by_batch(rows: Iterable[Sequence[Any]], name: str) -> dict[Any, dict[int, A
 
 
 # ---- the cache ---------------------------------------------------------------------------
-# One file a device and version, shared by all processes of a user. A file is a cost table that
-# names the key it belongs to, and has a digest: one that is damaged is ignored and measured again.
-# Nothing that goes wrong here stops training: functions return the problem in words.
+# One file per device and version, shared by all processes of a user: a cost table with its key and
+# a digest. Nothing that goes wrong here stops training: functions return the problem in words.
 
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """Everything that a measured time depends on besides shape, parameter dtype and batch size.
-
-    ``device`` names the hardware and how much of it a process has; ``kernels`` the backend and
-    the version of the kernels; ``momentum`` is that of `CostTable`.
-    """
+    """Everything that a measured time depends on besides shape, parameter dtype and batch size:
+    ``device`` is the hardware and how much of it a process has, ``kernels`` backend and version."""
 
     device: str
     torch: str
@@ -647,11 +630,8 @@ def cache_path(directory: str | os.PathLike[str], key: CacheKey) -> Path:
 def read_cache(
     directory: str | os.PathLike[str], key: CacheKey
 ) -> tuple[CostTable | None, str | None]:
-    """The table cached for ``key``, and what was wrong if the file cannot be used.
-
-    A kernel that it names was chosen by measurement; a time without one is that of the kernel that
-    the fixed rule says.
-    """
+    """The table cached for ``key``, and what was wrong if the file cannot be used. A kernel that it
+    names was chosen by measurement; a time without one is of the fixed rule's."""
     path = cache_path(directory, key)
     if not os.path.lexists(path):
         return None, None
@@ -671,8 +651,8 @@ def read_cache(
 def add_to_cache(directory: str | os.PathLike[str], key: CacheKey, table: CostTable) -> str | None:
     """Merge ``table`` into the file of ``key``, over what it has; a problem, or None.
 
-    The file is replaced in one step, so that readers see the old or the new one. Of two processes
-    that write at the same moment the later one counts; what the other added is measured again.
+    Of two processes that write at the same moment the later one counts; what the other added is
+    measured again.
     """
     path = cache_path(directory, key)
     try:

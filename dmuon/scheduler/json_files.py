@@ -168,9 +168,8 @@ def sha256(data: Mapping[str, Any], default: Callable[[Any], Any] | None = None)
 def decode(hint: Any, data: Any, at: str = "") -> Any:
     """An object of the type that a hint names, made from parsed JSON; ``at`` is its path.
 
-    A dataclass is an object with all of its fields, or a list of them in order. Whole numbers go
-    from 0 to `MOST_WHOLE` and others from 0 to `MOST_MS` unless the hint is ``Annotated`` with a
-    range, both ends included.
+    A dataclass is an object with all of its fields, or a list of them in order. Numbers go from 0
+    to `MOST_WHOLE`, or `MOST_MS` with a fraction, unless the hint is ``Annotated`` with a range.
 
     Raises:
         PlanError: begins with the path of what is wrong.

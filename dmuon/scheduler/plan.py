@@ -39,9 +39,9 @@ class Batch:
     ``matrices`` are indices into `ModelSpecs.matrices`; ``ms`` is the predicted time. ``kernel`` is
     what runs it, as `KernelChoice` writes it, or "" for the fixed rule at run time.
 
-    ``co_owners`` are the ranks that share it, the owner first, a slice of the longer dim each
-    (empty: it has one owner); ``ms`` is then that of each. ``split``: they also share the products
-    of short side x short side, by rows.
+    ``co_owners`` are the ranks that share it, the owner first, a slice of the longer dim and
+    ``ms`` each (empty: it has one owner). ``split``: they also share the products of short side x
+    short side, by rows.
     """
 
     owner: int
@@ -59,11 +59,8 @@ class Batch:
 @dataclass(frozen=True, slots=True)
 class PriceRow:
     """The prices of one shape in planning: milliseconds of batches of 1, 2, 3, ... matrices.
-
-    ``origin`` says of each where it comes from: "measured", "interpolated", "estimated" (not
-    reached by the measurement), "analytic" or "given". ``kernels`` names for each the kernel that
-    the price is of; empty where none is named.
-    """
+    ``origin`` says of each where it comes from (`costs.ORIGINS`), ``kernels``, if any, which kernel
+    it is of."""
 
     key: ShapeKey
     ms: tuple[float, ...]
@@ -142,11 +139,10 @@ class Claim:
 class OwnershipPlan:
     """Who owns which matrix, in which batches, and how good that is.
 
-    Owners execute ``batches`` in order of their first matrix. ``lower_bound_ms`` is proven: no
-    assignment has a smaller makespan under the same costs, and ``proof`` lets anyone recompute that
-    without a solver (see `certificate`). ``alternatives`` holds the makespan of other solvers for
-    comparison. ``engine`` names the MILP solver that ran, ``note`` says why something else was done
-    than what was asked for, and ``hit_time_limit`` marks a plan that depends on the clock.
+    ``lower_bound_ms``: no assignment has a smaller makespan under the same costs, as ``proof`` lets
+    anyone recompute without a solver (see `certificate`). ``alternatives`` are the makespans of
+    other solvers. ``engine`` names the MILP solver that ran, ``note`` says why something else was
+    done than what was asked for, and ``hit_time_limit`` marks a plan that depends on the clock.
     ``prices`` are the costs it was made with, ``limits`` what bound the owners. ``claim`` is None
     in a plan by hand.
 
@@ -228,8 +224,6 @@ class OwnershipPlan:
         mine = sorted(i for b in self.batches if rank in b.ranks for i in b.matrices)
         return tuple(self.specs.matrices[i].name for i in mine)
 
-    # ---- identity and JSON ---------------------------------------------------------------
-
     @cached_property
     def _fingerprint(self) -> str:
         specs = self.specs
@@ -267,8 +261,7 @@ class OwnershipPlan:
 
         Raises:
             PlanError: not a plan, one of another format version, one that was changed since it was
-                written, or larger than any plan is (64 million characters, 100,000 ranks); says
-                which field, and what was found there.
+                written, or larger than any plan is; says which field, and what was found there.
         """
         try:
             data = parse(text)
@@ -278,9 +271,8 @@ class OwnershipPlan:
             plan: OwnershipPlan = decode(cls, data)
             if data.get("digest") != digest(data):
                 raise PlanError(
-                    "its digest is not that of its content, so it was changed or damaged after it "
-                    "was written: plan again, or change the plan in code (dataclasses.replace) "
-                    "and write its to_json()"
+                    "its digest is not that of its content, so it was changed or damaged since: "
+                    "plan again, or change the plan in code (dataclasses.replace) and write that"
                 )
             return plan
         except ValueError as error:
@@ -307,8 +299,8 @@ def fitted_plan(
     """``plan`` for a model and its mesh: the same owners and batches, by the names of matrices.
 
     The order of parameters does not count, nor do mesh axes of size 1, nor how many axes a mesh has
-    if the other has one: its ranks are numbered alike. A plan for one of the layouts where momentum
-    lies with owners fits the other, and so it is with those where it lies on parameters.
+    if the other has one: its ranks are numbered alike. Nor does the layout, as long as momentum
+    lies with owners in both, or with parameters in both.
 
     Raises:
         PlanError: it was made for another model, mesh or layout; says what differs.

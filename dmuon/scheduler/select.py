@@ -234,12 +234,6 @@ def _embedding(use: _Use) -> str | None:
     return None
 
 
-def _gain(use: _Use) -> str | None:
-    if isinstance(use.module, _NORMS):
-        return f"gain of a normalization ({type(use.module).__name__})"
-    return None
-
-
 def _depthwise(use: _Use) -> str | None:
     module, p = use.module, use.parameter
     if isinstance(module, _TRANSPOSED):
@@ -316,7 +310,11 @@ REASONS = (
     Reason(
         "gain of a normalization with several dims",
         "scales elements, maps nothing",
-        _gain,
+        lambda use: (
+            f"gain of a normalization ({type(use.module).__name__})"
+            if isinstance(use.module, _NORMS)
+            else None
+        ),
     ),
     Reason(
         "depthwise convolution (Mamba's `conv1d`), grouped transposed convolution",
@@ -417,16 +415,13 @@ def _cuts(use: _Use, setting: str, patterns: Splits | Heads) -> Iterator[tuple[s
             if not isinstance(value, int) or value < 1 or total % value:
                 raise SelectionError(f"{where} = {value!r} does not divide the {of}")
             value = (total // value,) * value
-        elif isinstance(value, str) or not isinstance(value, Sequence):
-            raise SelectionError(
-                f"{where} must be a list of {what} counts that add up to the {of}, found {value!r}"
-            )
-        are_counts = all(isinstance(size, int) and size > 0 for size in value)
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        are_counts = is_list and all(isinstance(size, int) and size > 0 for size in value)
         if not are_counts or sum(value) != total:
             added = f"; they add up to {sum(value)}" if are_counts else ""
             raise SelectionError(
-                f"{where} = {list(value)} must be positive {what} counts that add up to the "
-                f"{of}{added}"
+                f"{where} must be a list of positive {what} counts that add up to the {of}{added}, "
+                f"found {value!r}"
             )
         yield pattern, (read, dim, tuple(value))
 
@@ -499,8 +494,8 @@ def _check(uses: list[_Use], allow_meta: bool) -> None:
             )
         if p.is_complex():
             raise DmuonError(
-                f"parameter {name!r} is complex ({p.dtype}); Newton-Schulz and AdamW here take "
-                "real parameters. Freeze it, or store torch.view_as_real of it"
+                f"parameter {name!r} is complex ({p.dtype}), expected a real one: freeze it, or "
+                "store torch.view_as_real of it"
             )
         if any(isinstance(m, _EMBEDDINGS) and m.sparse for m, _ in use.places):
             raise SelectionError(
@@ -510,8 +505,7 @@ def _check(uses: list[_Use], allow_meta: bool) -> None:
         if first is not None and not p.is_meta and p.device != first.parameter.device:
             raise DmuonError(
                 f"parameter {name!r} is on {p.device} but {first.name!r} is on "
-                f"{first.parameter.device}: move the model to one device before "
-                "dmuon.dedicate_params(model)"
+                f"{first.parameter.device}: move the model to one device first"
             )
     if not uses:
         raise DmuonError(
@@ -536,11 +530,11 @@ class Member:
     around: nn.Module | None = None
 
 
+# By the name of each trainable parameter: itself, and its matrices.
 Routes = Mapping[str, tuple[ParameterSpec, tuple[MatrixSpec, ...]]]
 
 
 def routes_of(specs: ModelSpecs) -> Routes:
-    """By the name of each trainable parameter: itself, and its matrices."""
     matrices: dict[int, list[MatrixSpec]] = defaultdict(list)
     for matrix in specs.matrices:
         matrices[matrix.parameter].append(matrix)

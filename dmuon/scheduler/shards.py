@@ -27,6 +27,9 @@ from dmuon.scheduler.specs import ITEM_SIZE, Box, MatrixSpec, ModelSpecs
 from dmuon.types import Layout, OwnershipError, PlanError
 
 _MOST_FIXED = 1 << 60  # milliseconds or bytes
+_INTERLEAVED = (
+    "Interleaved shards cannot be routed; shard it with fully_shard or parallelize_module"
+)
 
 
 # ---- who may own what -------------------------------------------------------------------
@@ -113,8 +116,7 @@ class LocalShard:
     """The ``box`` of a parameter that one rank holds.
 
     ``ranks`` are the global ranks that hold the parameter together, sorted (a plain tensor: this
-    rank alone). ``replica`` are this rank's coordinates along the mesh axes that replicate: ranks
-    with equal coordinates hold the whole parameter between them.
+    rank alone). ``replica`` are this rank's coordinates along the mesh axes that replicate.
     """
 
     ranks: tuple[int, ...]
@@ -238,10 +240,8 @@ class ShardMap:
 
     @cached_property
     def domains(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that may own each matrix.
-
-        All that hold the parameter together; of a stack of matrices, those that hold this one.
-        """
+        """The ranks that may own each matrix: all that hold the parameter together; of a stack of
+        matrices, those that hold this one."""
         known: dict[tuple[object, ...], tuple[int, ...]] = {}
         found = []
         for matrix, holders, outer in zip(self.specs.matrices, self.holders, self.boxes):
@@ -267,9 +267,6 @@ class ShardMap:
         number = {domain: i for i, domain in enumerate(domains)}
         domain_of = tuple(number[domain] for domain in self.domains)
         return replace(limits, domains=tuple(domains), domain_of=domain_of)
-
-
-# ---- from placements ----------------------------------------------------------------------
 
 
 def local_box(
@@ -303,8 +300,7 @@ def local_box(
                 raise OwnershipError(
                     f"parameter {name!r} is sharded with a stride: mesh axis {axis} cuts dim {dim} "
                     f"after it was cut into {before}, but the axes to its right cut it into "
-                    f"{pieces[-1]}. Interleaved shards cannot be routed; shard it with "
-                    "fully_shard or parallelize_module"
+                    f"{pieces[-1]}. {_INTERLEAVED}"
                 )
             order.insert(pieces.index(before), axis)
     offset, size = [0] * len(shape), list(shape)
@@ -315,9 +311,6 @@ def local_box(
             offset[dim] += start
             size[dim] = min(chunk, size[dim] - start)
     return Box(tuple(offset), tuple(size))
-
-
-# ---- from reports ------------------------------------------------------------------------
 
 
 def shard_map(specs: ModelSpecs, reports: Sequence[RankShards]) -> ShardMap:
@@ -360,9 +353,8 @@ def _copies(
         missing = [r for r in ranks if r not in mesh_rank]
         if missing:
             raise OwnershipError(
-                f"parameter {name!r} also lies on global ranks {missing[:8]}, which are no part of "
-                f"the mesh of {len(ranks_of)} ranks: pass a mesh of all of them to "
-                "dmuon.dedicate_params(model, mesh)"
+                f"parameter {name!r} also lies on global ranks {missing[:8]}, outside the mesh of "
+                f"{len(ranks_of)} ranks: pass a mesh of all to dmuon.dedicate_params(model, mesh)"
             )
         expected = sorted(mesh_rank[r] for r in ranks)
         if reporters != expected:
@@ -386,8 +378,7 @@ def _check_tiling(name: str, shape: tuple[int, ...], shards: Sequence[LocalShard
             raise OwnershipError(
                 f"the shards of parameter {name!r} of shape {list(shape)} on ranks "
                 f"{list(shards[0].ranks)[:8]} do not tile it with boxes: found {boxes[:4]}. "
-                "Interleaved shards cannot be routed; shard it with fully_shard or "
-                "parallelize_module"
+                + _INTERLEAVED
             )
     if len({frozenset(boxes) for boxes in replicas.values()}) > 1:
         raise OwnershipError(

@@ -129,10 +129,8 @@ class ParameterSpec:
 
     def __post_init__(self) -> None:
         if len(self.shape) > _MOST_DIMS or self.numel > _MOST_ELEMENTS:
-            raise PlanError(
-                f"a parameter has at most {_MOST_DIMS} dims and {_MOST_ELEMENTS:,} elements, found "
-                f"{self.shape[:_MOST_DIMS]}"
-            )
+            most = f"{_MOST_DIMS} dims and {_MOST_ELEMENTS:,} elements"
+            raise PlanError(f"expected a parameter of at most {most}, found {self.shape[:8]}")
 
     @property
     def numel(self) -> int:
@@ -225,10 +223,10 @@ class ModelSpecs:
             if parameter.algorithm is not Algorithm.MUON or not inside or min(matrix.shape) < 1:
                 raise PlanError(f"matrix {matrix.name!r} is no part of parameter {parameter}")
             if matrix.dtype != parameter.dtype or matrix.dtype not in ITEM_SIZE:
+                expected = f"{parameter.dtype!r}, and one of {', '.join(ITEM_SIZE)}"
                 raise PlanError(
-                    f"matrix {matrix.name!r}: expected the dtype of its parameter, "
-                    f"{parameter.dtype!r}, and one of {', '.join(ITEM_SIZE)}, found "
-                    f"{matrix.dtype!r}"
+                    f"matrix {matrix.name!r}: expected the dtype of its parameter, {expected}, "
+                    f"found {matrix.dtype!r}"
                 )
 
     def adamw_parameters(self) -> tuple[int, ...]:

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from dmuon.types import DmuonError
 
 MAX_RANKS = 100_000
-_MOST_AXES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +32,8 @@ class Topology:
     """The ranks among which matrices are shared out, numbered 0 .. world-1 in mesh order.
 
     ``shape`` and ``axes`` are the mesh's sizes and axis names. ``ranks_per_node`` consecutive
-    ranks sit on one node, the last node may have fewer. Where that does not describe the mesh,
-    ``node_of`` gives the node of every rank, and ``ranks_per_node`` is the size of the largest
-    node; `on_nodes` makes either kind.
+    ranks sit on one node, the last node may have fewer; or ``node_of`` gives the node of every
+    rank, and ``ranks_per_node`` is the size of the largest node.
 
     >>> Topology.flat(4).world
     4
@@ -50,8 +48,8 @@ class Topology:
     node_of: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.shape) <= _MOST_AXES or min(self.shape) < 1:
-            raise ValueError(f"a mesh has 1 to {_MOST_AXES} sizes >= 1, found {self.shape[:8]}")
+        if not 1 <= len(self.shape) <= 64 or min(self.shape) < 1:
+            raise ValueError(f"a mesh has 1 to 64 sizes >= 1, found {self.shape[:8]}")
         if self.world > MAX_RANKS:
             raise ValueError(f"a mesh has at most {MAX_RANKS:,} ranks, found sizes {self.shape}")
         if len(set(self.axes)) != len(self.axes):
@@ -67,11 +65,9 @@ class Topology:
         sizes = Counter(self.node_of)
         if sizes.keys() != set(range(len(sizes))):
             raise ValueError(f"node_of must number the nodes from 0 on, found {sorted(sizes)[:8]}")
-        if max(sizes.values()) != self.ranks_per_node:
-            raise ValueError(
-                f"ranks_per_node is {self.ranks_per_node} but the largest node of node_of has "
-                f"{max(sizes.values())} ranks"
-            )
+        if (largest := max(sizes.values())) != self.ranks_per_node:
+            found = f"ranks_per_node is {self.ranks_per_node}"
+            raise ValueError(f"{found} but the largest node of node_of has {largest} ranks")
 
     @classmethod
     def flat(
@@ -121,7 +117,6 @@ class Topology:
         return min(self.ranks_per_node, self.world)
 
     def node(self, rank: int) -> int:
-        """The node that ``rank`` sits on."""
         return self.node_of[rank] if self.node_of else rank // self.ranks_per_node
 
     def slots(self) -> tuple[tuple[int, ...], ...]:
@@ -136,10 +131,8 @@ class Topology:
         return tuple(map(tuple, rows))
 
     def owner_order(self) -> tuple[int, ...]:
-        """All ranks, so that consecutive ones share neither a node nor a column.
-
-        Slots that a smaller node does not have are passed over; what `diagonal_slots` promises
-        of consecutive positions holds for nodes of equal size.
+        """All ranks, so that consecutive ones share neither a node nor a column, as
+        `diagonal_slots` promises for nodes of equal size.
 
         >>> Topology.flat(8, ranks_per_node=4).owner_order()
         (0, 5, 2, 7, 4, 1, 6, 3)
@@ -178,18 +171,17 @@ def diagonal_slots(nodes: int, columns: int) -> list[tuple[int, int]]:
 
 
 def local_world_size() -> int | None:
-    """The number of ranks per node, as ``torchrun`` tells its processes; None without torchrun.
+    """The number of ranks per node that ``torchrun`` tells its processes; None without torchrun.
 
     Raises:
-        DmuonError: LOCAL_WORLD_SIZE is set to something else than a positive integer.
+        DmuonError: LOCAL_WORLD_SIZE is no positive integer.
     """
     text = os.environ.get("LOCAL_WORLD_SIZE")
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise DmuonError(
-            f"the environment variable LOCAL_WORLD_SIZE={text!r} must be a positive integer, the "
-            "number of ranks on this node: correct it (torchrun sets it itself), or pass "
-            "planner=PlannerOptions(ranks_per_node=...), which is used instead"
+            f"the environment variable LOCAL_WORLD_SIZE={text!r} must be a positive integer: "
+            "correct it (torchrun sets it itself), or pass PlannerOptions(ranks_per_node=...)"
         )
     return int(text)

@@ -58,11 +58,10 @@ class EquivalenceRow:
     ``max_abs_diff`` is the largest difference of any weight element after any step,
     ``max_loss_diff`` of any loss; ``max_update_diff`` the largest relative Frobenius difference of
     one matrix's update. ``difference`` is what decides, ``criterion`` says of what it is,
-    ``yardstick`` how far moving gradients by a rounding carries the same quantity (of a loss: the
-    weights), and ``tolerance`` what is allowed. ``worst`` says which parameter at which step on
-    which rank. ``case`` names the model and ``seed`` its data where a report has several.
-    ``bitwise``: whether every matrix was, after every step, what a single process makes of it, to
-    the bit; None where kernels are "auto", which promise no such thing.
+    ``yardstick`` how far moving gradients by a rounding carries it (of a loss: the weights).
+    ``worst``: which parameter at which step on which rank. ``bitwise``: whether every matrix was
+    always, to the bit, what a single process makes of it; None where kernels are "auto", which
+    promise no such thing.
     """
 
     layout: str
@@ -129,11 +128,9 @@ class EquivalenceReport:
         lines = [row._cells() for row in self.rows]
         # A column that is empty, or the first seed, in every row says nothing.
         shown = [h for h in lines[0] if any(line[h] not in ("", "0") for line in lines)]
-        table = grid(shown, shown, no_wrap=True)
-        for line in lines:
+        table, notes = grid(shown, shown, no_wrap=True), []
+        for line, row in zip(lines, self.rows, strict=True):
             table.add_row(*(line[heading] for heading in shown))
-        notes = []
-        for row in self.rows:
             if not row.passed:
                 what = ", ".join(filter(None, (row.layout, row.case, row.mesh)))
                 bits = ", other bits than of one process" if row.bitwise is False else ""
@@ -165,18 +162,17 @@ def check_step_equivalence(
     Call it on every rank of an initialized group (or in a single process).
 
     Args:
-        build_model: makes the model, unparallelized. The reference starts from the weights that
-            the parallelized model has (rank 0's in the `replicated` and the `dedicated` layout;
-            FSDP2 takes each shard from its own rank).
+        build_model: makes the model, unparallelized. The reference starts from the weights of
+            the parallelized model.
         loss_fn: ``(model, inputs) -> loss``, a mean over the inputs.
         batches: ``(step, data_rank) -> inputs``; make them differ from data rank to data rank. The
             reference takes the mean of the data ranks' losses, which is the loss of the joint
             batch when all have as many inputs.
         mesh: for `dedicate_params`.
-        parallelize: wraps or parallelizes the model: `DistributedDataParallel`, a function that
-            calls `fully_shard` or `parallelize_module`; identity by default. In the `dedicated`
-            layout it gets the model after `dedicate_params`, and `fully_shard` inside it does not
-            see what dmuon keeps; None leaves all gradients to dmuon.
+        parallelize: `DistributedDataParallel`, a function that calls `fully_shard` or
+            `parallelize_module`; identity by default. In the `dedicated` layout it gets the model
+            after `dedicate_params`, and `fully_shard` inside it does not see what dmuon keeps;
+            None leaves all gradients to dmuon.
         tensor_parallel: applied before ``parallelize``, and in the `dedicated` layout before
             `dedicate_params`, as tensor parallelism must be there.
         steps: how many steps to compare.
@@ -192,21 +188,17 @@ def check_step_equivalence(
         ValueError: ``data_axes`` names no axis of the mesh, ``parallelize`` renamed parameters, or
             several processes were launched and no process group was made.
 
-    Where NS runs in the weights' own precision (or better) the weights and losses must agree to
-    1e-5. In half precision a difference of 1e-7 in a gradient can flip roundings worth percents of
-    an update, so there each step starts from the same weights, and each matrix's change beyond what
-    rounding to its dtype explains (with ``reduce_to_owner`` also each published update) is
-    judged: its direction, by the Frobenius norm of the difference, and its norm. A second reference
-    gets the same gradients, summed in the dtype in which dmuon sums them and each entry moved by
-    one rounding; the most that this changes an update of the matrix's shape in any step is its
-    yardstick, at least one unit in the last place of the coarsest dtype, and 4 yardsticks are
-    allowed. A smaller error in an update's direction passes there: compare with
-    ``ns_dtype=torch.float32``, too, where it does not. Losses must agree to 1e-5, if forward runs
-    in float32. Weights are read after the forward and backward pass that follows a step: reading
-    waits for what was published, which the pass must do by itself.
+    Where NS runs in the weights' own precision (or better) the weights must agree to 1e-5, and so
+    must losses where forward runs in float32. In half precision a difference of 1e-7 in a gradient
+    can flip roundings worth percents of an update, so there each step starts from the same weights,
+    and each matrix's change beyond what rounding to its dtype explains (with ``reduce_to_owner``
+    also each published update) is judged: its direction, by the Frobenius norm of the difference,
+    and its norm. The most that moving gradients by a rounding changes an update of the matrix's
+    shape in any step is its yardstick, at least one unit in the last place of the coarsest dtype;
+    4 yardsticks are allowed. A smaller error passes: compare with ``ns_dtype=torch.float32``, too.
 
-    The reference shares the choice of matrices and the Newton-Schulz iteration with dmuon; those
-    are tested on their own against `torch.optim.Muon` and the singular value decomposition.
+    The reference shares the choice of matrices and the Newton-Schulz iteration with dmuon, which
+    have tests of their own.
     """
     check_launched("dmuon.check_step_equivalence")
     model = build_model()
@@ -311,10 +303,8 @@ class Measured:
 
 
 class _Bits(Verifier):
-    """Finds matrices that differ after a step from what each rank computes by itself, to the bit.
-
-    ``different``: their names, the same on all ranks.
-    """
+    """Finds matrices that differ after a step from what each rank computes by itself, to the bit:
+    ``different``, the same on all ranks."""
 
     def __init__(self) -> None:
         self.different: set[str] = set()
@@ -334,10 +324,7 @@ Findings = dict[str, Measured]  # by what was compared: "weights", "losses", nam
 
 
 class _Trial:
-    """``wrapped`` trained by dmuon, and ``twin`` by the reference.
-
-    Takes the memory of two more copies of the model and of their optimizers' states.
-    """
+    """``wrapped`` trained by dmuon, ``twin`` by the reference, and a copy by the moved one."""
 
     def __init__(
         self,
@@ -418,9 +405,8 @@ class _Trial:
     ) -> list[float]:
         """Give both references the mean gradient over all data ranks' inputs; return their losses.
 
-        The reference sums gradients in float32 or better whatever the parameters' dtype, because an
-        oracle must not round. The moved reference sums as dmuon may, and where dmuon casts weights
-        to use them it takes the gradients of cast weights.
+        The reference sums gradients in float32 or better, because an oracle must not round. The
+        moved reference sums as dmuon may, where dmuon casts weights those of cast weights.
         """
         sums: list[Tensor | None] = [None] * len(self.parameters)
         rounded, losses, count = list(sums), [], self.data[1]
@@ -542,10 +528,8 @@ class _Trial:
 
 
 def _forms(plan: OwnershipPlan, ns_dtype: str) -> list[tuple[int, str]]:
-    """For each matrix its parameter and the form of Newton-Schulz that its owner runs.
-
-    In half precision two forms differ by more than rounding explains: they are compared elsewhere.
-    """
+    """For each matrix its parameter and the form of Newton-Schulz that its owner runs, because in
+    half precision two forms differ by more than rounding explains."""
     kernels = {i: batch.kernel for batch in plan.batches for i in batch.matrices}
     chosen = {i: "gram" for batch in plan.batches if batch.co_owners for i in batch.matrices}
     chosen |= {i: k.partition("/")[0] for i, k in kernels.items() if k.endswith(f"/{ns_dtype}")}
@@ -612,15 +596,12 @@ class _Reference:
                 p.copy_(held)
 
 
-# ---- weights and gradients ---------------------------------------------------------------
-
-
 class _Roundings:
     """The dtypes to which gradients are rounded on their way.
 
-    ``used``, ``summed``: in which dtypes dmuon uses weights and sums gradients, None for the
-    parameters' own. ``each``: the coarsest dtype that the gradient of each parameter goes through;
-    those of matrices also ``of_matrices``, the dtypes of Newton-Schulz and of momentum.
+    ``used``, ``summed``: in which dmuon uses weights and sums gradients, None for the parameters'
+    own. ``each``: the coarsest that the gradient of each parameter goes through; of matrices
+    that includes ``of_matrices``, the dtypes of Newton-Schulz and of momentum.
     """
 
     def __init__(self, options: object, own: Ownership, of_matrices: Sequence[torch.dtype]) -> None:
@@ -685,11 +666,8 @@ def _sum(so_far: Tensor | None, grad: Tensor | None) -> Tensor | None:
 
 
 def _moved(grad: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """``grad`` with each entry moved by a rounding to ``dtype``, zeros excepted.
-
-    The difference of two roundings of one number, each of which may be off by half a unit in the
-    last place: less than a unit, and half of that in the mean over many entries.
-    """
+    """``grad`` with each entry moved by a rounding to ``dtype``, zeros excepted: by the difference
+    of two roundings, each of which may be off by half a unit in the last place."""
     first, second = (
         torch.rand(grad.shape, dtype=grad.dtype, generator=generator) for _ in range(2)
     )
@@ -704,11 +682,9 @@ def _coarsest(*dtypes: torch.dtype | None) -> torch.dtype:
 
 
 def _difference(ours: Tensor, theirs: Tensor, free: float) -> tuple[float, float]:
-    """Frobenius norm of the difference of two updates, and the difference of their norms.
-
-    Both without what is ``free``, and relative to the second's norm. The first sees what points
-    elsewhere; the second what is too long or too short, and rounding changes it ten times less.
-    """
+    """Frobenius norm of the difference of two updates, and the difference of their norms, which
+    rounding changes ten times less. Both without what is ``free``, and relative to the second's
+    norm."""
     ours, theirs = ours.double(), theirs.double()
     size = float(theirs.norm())
 

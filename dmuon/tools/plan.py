@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -38,7 +39,7 @@ def positive(number: type[int] | type[float]) -> Callable[[str], Any]:
     def read(text: str) -> int | float:
         value = number(text)
         if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"must be positive, found {text}")
+            raise ArgumentTypeError(f"must be positive, found {text}")
         return value
 
     read.__name__ = number.__name__  # argparse names it where a text is no number
@@ -60,15 +61,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--dtype", help=f"dtype of the parameters: {', '.join(ITEM_SIZE)}")
     splits = "rows of the matrices that a fused parameter holds; may be repeated"
-    add("--splits", action="append", default=[], metavar="PATTERN=R,R", help=splits)
+    more = {"action": "append", "default": []}
+    add("--splits", **more, type=_splits, metavar="PATTERN=R,R", help=splits)
     heads = "number of equal pieces of a parameter's rows; may be repeated"
-    add("--heads", action="append", default=[], metavar="PATTERN=N", help=heads)
+    add("--heads", **more, type=_heads, metavar="PATTERN=N", help=heads)
 
     add = parser.add_argument_group("owners").add_argument
-    add("--mesh", metavar="NxG", help="nodes x GPUs, such as 4x8; also 64 or 2x4x8")
+    add("--mesh", type=mesh_shape, metavar="NxG", help="nodes x GPUs: 4x8; also 64 or 2x4x8")
     add("--axes", metavar="A,B", help="names of the mesh's axes (default: node,gpu)")
     add("--ranks-per-node", type=positive(int), metavar="N", help="default: the mesh's last size")
-    add("--memory", metavar="SIZE", help="most optimizer state on one owner, such as 80GiB")
+    most = "most optimizer state on one owner, such as 80GiB"
+    add("--memory", type=memory_bytes, metavar="SIZE", help=most)
 
     add = parser.add_argument_group("planning").add_argument
     table = "analytic:h200, analytic:a100, ... or the path of a cost table (default: %(default)s)"
@@ -97,13 +100,11 @@ def mesh_shape(text: str) -> tuple[int, ...]:
     (4, 8)
     """
     if not re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9}){0,7}", text.strip(), re.IGNORECASE):
-        raise PlanError(
-            f"--mesh {text!r} is no mesh: give sizes with an x between them, such as 4x8"
-        )
+        raise ArgumentTypeError(f"{text!r} is no mesh: give sizes with an x between them: 4x8")
     shape = tuple(int(size) for size in text.lower().split("x"))
     world = math.prod(shape)
     if not 1 <= world <= MAX_RANKS:
-        raise PlanError(f"--mesh {text} has {world:,} ranks, expected 1 to {MAX_RANKS:,}")
+        raise ArgumentTypeError(f"{text} has {world:,} ranks, expected 1 to {MAX_RANKS:,}")
     return shape
 
 
@@ -114,30 +115,40 @@ def memory_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"([0-9]{1,18}(\.[0-9]+)?) *(([KMGT])(I?)B|B)?", text.strip().upper())
     if match is None:
-        raise PlanError(f"--memory {text!r} is no size: give bytes, or 80GiB, 512MiB, 2GB")
+        raise ArgumentTypeError(f"{text!r} is no size: give bytes, or 80GiB, 512MiB, 2GB")
     unit = (1024 if match[5] else 1000) ** " KMGT".index(match[4] or " ")
-    return int(Fraction(match[1]) * unit)
+    size = int(Fraction(match[1]) * unit)
+    if size < 1:
+        raise ArgumentTypeError(f"{text} is less than a byte")
+    return size
 
 
 def _co_owners(text: str) -> str | int:
     value = int(text) if text.isdigit() else text
     CO_OWNERS.read(value)
     if not CO_OWNERS.fits(value):
-        raise argparse.ArgumentTypeError(f"must be {CO_OWNERS.expected}, found {text!r}")
+        raise ArgumentTypeError(f"must be {CO_OWNERS.expected}, found {text!r}")
     return value
 
 
-def _pattern(option: str, text: str) -> tuple[str, list[int]]:
+def _splits(text: str) -> tuple[str, list[int]]:
     pattern, _, values = text.rpartition("=")
     if not pattern or not re.fullmatch(r"[0-9]{1,18}(,[0-9]{1,18})*", values):
-        raise PlanError(f"{option} {text!r} is not of the form PATTERN=NUMBER[,NUMBER...]")
+        raise ArgumentTypeError(f"{text!r} is not of the form PATTERN=NUMBER[,NUMBER...]")
     return pattern, [int(value) for value in values.split(",")]
+
+
+def _heads(text: str) -> tuple[str, int]:
+    pattern, (count, *more) = _splits(text)
+    if more:
+        raise ArgumentTypeError(f"{pattern!r} takes one number, found {[count, *more]}")
+    return pattern, count
 
 
 def _topology(args: argparse.Namespace) -> Topology:
     if args.mesh is None:
         raise PlanError("--model needs --mesh, such as --mesh 4x8")
-    shape = mesh_shape(args.mesh)
+    shape = args.mesh
     axes = _AXES.get(len(shape)) or tuple(f"axis{i}" for i in range(len(shape)))
     if args.axes is not None:
         axes = tuple(name.strip() for name in args.axes.split(","))
@@ -146,7 +157,7 @@ def _topology(args: argparse.Namespace) -> Topology:
     try:
         return Topology(shape, axes, ranks_per_node, device_type)
     except ValueError as error:
-        raise PlanError(f"--mesh {args.mesh}: {error}") from error
+        raise PlanError(f"--mesh: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,12 +178,9 @@ class Request:
 
 def _read_request(args: argparse.Namespace) -> Request:
     topology = _topology(args)
-    memory = None if args.memory is None else memory_bytes(args.memory)
-    if memory == 0:
-        raise PlanError(f"--memory {args.memory} is less than a byte")
     options = PlannerOptions(
         time_limit_s=args.time_limit,
-        owner_memory_bytes=memory,
+        owner_memory_bytes=args.memory,
         max_batch=args.max_batch,
         ranks_per_node=topology.ranks_per_node,
         co_owners=args.co_owners or "off",
@@ -180,13 +188,8 @@ def _read_request(args: argparse.Namespace) -> Request:
     # Momentum then lies with the shards, as it must where matrices are shared.
     layout = Layout.REDUCED if args.co_owners is None else Layout.SHARDED
     costs = resolve_costs(args.costs, topology.device_type, momentum=layout.keeps_state_at_owners)
-    splits = dict(_pattern("--splits", text) for text in args.splits)
-    heads = dict(_pattern("--heads", text) for text in args.heads)
-    for pattern, counts in heads.items():
-        if len(counts) != 1:
-            raise PlanError(f"--heads {pattern!r} takes one number, found {counts}")
-    numbers = {pattern: count for pattern, (count,) in heads.items()}
-    specs = model_specs(args.model, args.dtype, splits=splits, heads=numbers)
+    splits, heads = dict(args.splits), dict(args.heads)
+    specs = model_specs(args.model, args.dtype, splits=splits, heads=heads)
     return Request(args.model, specs, topology, costs, options, layout)
 
 
