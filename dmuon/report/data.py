@@ -20,13 +20,14 @@ from rich.console import RenderableType
 
 from dmuon.report import html
 from dmuon.report.text import (
+    WIDTH,
     Fact,
     Table,
     bytes_text,
     count_text,
     fold_names,
     ms_text,
-    plain,
+    printed,
     render,
 )
 from dmuon.scheduler.certificate import Certificate, certify
@@ -292,7 +293,7 @@ class LoadBalanceReport:
         return render(_title(self.plan), _facts(self), self._tables())
 
     def __str__(self) -> str:
-        return plain(self.__rich__())
+        return printed(self.__rich__(), width=WIDTH)
 
     def to_html(self, path: str | Path) -> None:
         """Write one self-contained page with pictures; it appears whole or not at all.

@@ -135,7 +135,7 @@ class EquivalenceReport:
                 what = ", ".join(filter(None, (row.layout, row.case, row.mesh)))
                 bits = ", other bits than of one process" if row.bitwise is False else ""
                 notes.append(f"{what}, NS {row.ns_dtype}: worst at {row.worst}{bits}")
-        return printed(table, *notes, width=WIDTH, color_system=None)
+        return printed(table, *notes, width=WIDTH)
 
 
 # ---- the comparison ----------------------------------------------------------------------

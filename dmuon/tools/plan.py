@@ -18,7 +18,7 @@ from dmuon.catalogue import PRESETS, model_specs
 from dmuon.config import CO_OWNERS, PlannerOptions
 from dmuon.devices import GPU
 from dmuon.report.data import build_report
-from dmuon.report.text import count_text, grid, printed
+from dmuon.report.text import WIDTH, count_text, grid, printed
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable, resolve_costs
 from dmuon.scheduler.json_files import read_text, write_text
@@ -28,7 +28,6 @@ from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs
 from dmuon.scheduler.topology import MAX_RANKS, Topology
 from dmuon.types import Layout, PlanError
 
-WIDTH = 100  # columns of what is printed to anything but a terminal
 COMPARED = ("round_robin", "greedy", "milp")
 _AXES = {1: ("dp",), 2: ("node", "gpu"), 3: ("group", "node", "gpu")}
 
@@ -308,7 +307,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _comparison(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text, with colours where standard output is a terminal."""
+    """The rows as text, with colours in a terminal."""
     numbers = {"makespan_ms": ".3f", "lower_bound_ms": ".3f", "gap": ".2%", "imbalance": ".2%"}
     numbers["seconds"] = ".2f"
     headings = [name.replace("_", " ") for name in ("solver", *numbers, "status")]
@@ -320,8 +319,7 @@ def _comparison(rows: Sequence[dict[str, Any]]) -> str:
             style = "bold green" if row["makespan_ms"] == best else ""
             cells = [format(row[name], how) for name, how in numbers.items()]
         table.add_row(row["solver"], *cells, row["status"], style=style)
-    text = printed(table, width=None if sys.stdout.isatty() else WIDTH)
-    return "\n".join(map(str.rstrip, text.splitlines()))
+    return printed(table, width=WIDTH, plain=False)
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -136,6 +136,5 @@ def _rendered(table: CostTable, cases: Sequence[Case], seconds: float) -> str:
         )
         previous = key
     note = "GFLOP/s: of the standard iteration's operations, whatever form ran."
-    width = None if sys.stdout.isatty() else _WIDTH
-    text = printed(f"{counts}, in {seconds:.1f} s", rows, note, width=width)
+    text = printed(f"{counts}, in {seconds:.1f} s", rows, note, width=_WIDTH, plain=False)
     return f"Newton-Schulz {table.source}\n{text}"

@@ -24,6 +24,7 @@ from dmuon.scheduler.solve import solve
 from dmuon.scheduler.topology import MAX_RANKS, Topology
 from dmuon.tools import plan as command
 from dmuon.tools.plan import COMPARED, memory_bytes, mesh_shape
+from dmuon.types import PlanError
 from tests.unit.models import sealed
 
 REPOSITORY = Path(__file__).parents[2]
