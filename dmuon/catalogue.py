@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
-from dmuon.scheduler.json_files import parse, read_text
+from dmuon.scheduler.json_files import decode, parse, read_text
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs
 from dmuon.types import Heads, PlanError, Splits
@@ -48,65 +48,43 @@ class _Config:
     data: Mapping[str, Any]
 
     def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number; ``default`` stands in for an absent key or a null."""
+        """A whole number; ``default`` stands in for an absent key, null and "auto"."""
         value = self.data.get(key)
-        value = default if value is None else value
+        value = default if value in (None, "auto") else value
         if value is None:
             raise PlanError(f"the model configuration has no {key!r}")
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or not least <= value <= MAX_SIZE:
-            raise _wrong(key, value, f"a whole number from {least} to {MAX_SIZE}")
-        return value
+        return self._read(Annotated[int, (least, MAX_SIZE)], key, value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self.data.get(key, default)
-        if not isinstance(value, bool):
-            raise _wrong(key, value, "true or false")
-        return value
+        return self._read(bool, key, self.data.get(key, default))
 
     def indices(self, key: str) -> frozenset[int]:
-        value = self.data.get(key) or []
-        if not isinstance(value, list) or any(not isinstance(i, int) for i in value):
-            raise _wrong(key, value, "a list of layers")
-        return frozenset(value)
+        return frozenset(self._read(tuple[int, ...], key, self.data.get(key) or []))
 
     def part(self, key: str) -> _Config:
         """The configuration of a part of the model."""
-        value = self.data.get(key)
-        if not isinstance(value, Mapping):
-            raise _wrong(key, value, "an object")
-        return _Config(value)
+        return _Config(self._read(dict[str, Any], key, self.data.get(key)))
+
+    def _read(self, hint: Any, key: str, value: object) -> Any:
+        return decode(hint, value, f"the model configuration: {key}")
 
     @property
     def hidden(self) -> int:
         return self.size("hidden_size")
 
 
-def _wrong(key: str, value: object, expected: str) -> PlanError:
-    return PlanError(f"the model configuration has {key!r} = {value!r}, expected {expected}")
-
-
 # ---- parts -------------------------------------------------------------------------------
 
 
-class _Linear(nn.Linear):
-    """Without initialization: on the meta device there is nothing to initialize."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
-        super().__init__(inputs, outputs, bias=bias, device="meta")
-
-    def reset_parameters(self) -> None:
-        pass
+def _linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias, device="meta")
 
 
 def _join(**parts: nn.Module | nn.Parameter | tuple[int, int] | tuple[int, int, bool]) -> nn.Module:
-    """A module that holds the given parts under the given names, in this order.
-
-    ``(inputs, outputs)`` or ``(inputs, outputs, bias)`` stands for a linear layer.
-    """
+    """A module of these parts; ``(inputs, outputs[, bias])`` stands for a linear layer."""
     module = nn.Module()
     for name, part in parts.items():
-        setattr(module, name, _Linear(*part) if isinstance(part, tuple) else part)
+        setattr(module, name, _linear(*part) if isinstance(part, tuple) else part)
     return module
 
 
@@ -119,6 +97,7 @@ def _parameter(*shape: int) -> nn.Parameter:
 
 
 def _embedding(count: int, hidden: int) -> nn.Embedding:
+    # With a weight, because to initialize one on the meta device takes seconds.
     return nn.Embedding(count, hidden, _weight=torch.empty(count, hidden, device="meta"))
 
 
@@ -153,7 +132,7 @@ def _trunk(
 
 def _head(c: _Config, embedding: nn.Embedding, tied: bool) -> nn.Module:
     """The output head; ``tied`` is the default of the key that shares the embedding's weight."""
-    head = _Linear(embedding.embedding_dim, c.size("vocab_size"))
+    head = _linear(embedding.embedding_dim, c.size("vocab_size"))
     if c.flag("tie_word_embeddings", tied):
         head.weight = embedding.weight
     return head
@@ -253,7 +232,7 @@ def _mixture(
     gate, up, down = projections
     stacks = {name: _parameter(count, width, c.hidden) for name in (gate, up)}
     stacks[down] = _parameter(count, c.hidden, width)
-    router = _Linear(c.hidden, count)
+    router = _linear(c.hidden, count)
     if correction_bias:
         router.e_score_correction_bias = _parameter(count)
     return _join(experts=_join(**stacks), **{router_name: router})
@@ -299,7 +278,7 @@ def _qwen_moe(c: _Config, shared: bool = False, **attention: Any) -> nn.Module:
         made.mlp = mlp = _mlp(c) if is_dense else _mixture(c, count, width)
         if shared and not is_dense:
             mlp.shared_expert = _mlp(c, c.size("shared_expert_intermediate_size"))
-            mlp.shared_expert_gate = _Linear(c.hidden, 1)
+            mlp.shared_expert_gate = _linear(c.hidden, 1)
         return made
 
     return _causal(c, _trunk(c, layer))
@@ -334,10 +313,10 @@ def _latent_attention(c: _Config) -> nn.Module:
         )
     else:
         attention = _join(q_proj=(c.hidden, heads * (nope + rope)))
-    attention.kv_a_proj_with_mqa = _Linear(c.hidden, rank + rope, bias)
+    attention.kv_a_proj_with_mqa = _linear(c.hidden, rank + rope, bias)
     attention.kv_a_layernorm = _rms_norm(rank)
-    attention.kv_b_proj = _Linear(rank, heads * (nope + value))
-    attention.o_proj = _Linear(heads * value, c.hidden, bias)
+    attention.kv_b_proj = _linear(rank, heads * (nope + value))
+    attention.o_proj = _linear(heads * value, c.hidden, bias)
     return attention
 
 
@@ -350,8 +329,7 @@ def _mixer(
     """Mamba (arXiv 2312.00752, section 3.4) with the ``rank`` of the step size; or, with ``heads``,
     Mamba-2 (arXiv 2405.21060, section 7).
 
-    ``keys`` are those of the length of the convolution, which is one filter per channel, and of the
-    biases of the projections and of the convolution.
+    ``keys``: the length of the convolution, and the biases of the projections and of it.
     """
     kernel, bias, kernel_bias = c.size(keys[0], 4), c.flag(keys[1]), c.flag(keys[2], True)
     channels = inner + (2 * groups * state if heads else 0)
@@ -360,21 +338,15 @@ def _mixer(
     )
     mixer = _join(conv1d=convolution, out_proj=(inner, c.hidden, bias))
     if heads:
-        mixer.in_proj = _Linear(c.hidden, inner + channels + heads, bias)
+        mixer.in_proj = _linear(c.hidden, inner + channels + heads, bias)
         mixer.dt_bias, mixer.A_log, mixer.D = (_parameter(heads) for _ in range(3))
         mixer.norm = _rms_norm(inner)
         return mixer
     mixer.A_log, mixer.D = _parameter(inner, state), _parameter(inner)
-    mixer.in_proj = _Linear(c.hidden, 2 * inner, bias)
-    mixer.x_proj = _Linear(inner, rank + 2 * state)
-    mixer.dt_proj = _Linear(rank, inner, True)
+    mixer.in_proj = _linear(c.hidden, 2 * inner, bias)
+    mixer.x_proj = _linear(inner, rank + 2 * state)
+    mixer.dt_proj = _linear(rank, inner, True)
     return mixer
-
-
-def _rank(c: _Config, key: str) -> int:
-    """The rank of the step size: "auto" is a sixteenth of the hidden size, rounded up."""
-    auto = -(-c.hidden // 16)
-    return auto if c.data.get(key, "auto") == "auto" else c.size(key, auto)
 
 
 def _check_heads(c: _Config, inner: int, heads: int, key: str, default: int) -> None:
@@ -390,7 +362,8 @@ def _check_heads(c: _Config, inner: int, heads: int, key: str, default: int) -> 
 def _mamba(c: _Config, version: int = 1) -> nn.Module:
     inner = c.size("expand", 2) * c.hidden
     if version == 1:
-        sizes = {"state": c.size("state_size", 16), "rank": _rank(c, "time_step_rank")}
+        rank = c.size("time_step_rank", -(-c.hidden // 16))
+        sizes = {"state": c.size("state_size", 16), "rank": rank}
     else:
         sizes = {"heads": c.size("num_heads", 128), "groups": c.size("n_groups", 8)}
         _check_heads(c, inner, sizes["heads"], "head_dim", 64)
@@ -412,7 +385,7 @@ _HYBRID_NORMS = ("input_layernorm", "pre_ff_layernorm")
 
 def _jamba(c: _Config) -> nn.Module:
     inner, state = c.size("mamba_expand", 2) * c.hidden, c.size("mamba_d_state", 16)
-    rank = _rank(c, "mamba_dt_rank")
+    rank = c.size("mamba_dt_rank", -(-c.hidden // 16))
     count, width = c.size("num_experts", 16), c.size("intermediate_size")
     every, first = c.size("attn_layer_period", 8), c.size("attn_layer_offset", 4, least=0)
     moe_every = c.size("expert_layer_period", 2)
@@ -434,8 +407,7 @@ def _jamba(c: _Config) -> nn.Module:
 def _bamba(c: _Config) -> nn.Module:
     inner, state = c.size("mamba_expand", 2) * c.hidden, c.size("mamba_d_state", 256)
     heads, groups = c.size("mamba_n_heads", 128), c.size("mamba_n_groups", 1)
-    if c.data.get("mamba_d_head", "auto") != "auto":
-        _check_heads(c, inner, heads, "mamba_d_head", inner // heads)
+    _check_heads(c, inner, heads, "mamba_d_head", inner // heads)
     attending = c.indices("attn_layer_indices")
 
     def layer(index: int) -> nn.Module:
@@ -503,10 +475,7 @@ def _siglip(c: _Config) -> nn.Module:
 
 
 def _pi0(c: _Config) -> nn.Module:
-    """A vision-language model beside a smaller expert for robot actions.
-
-    The expert has layers of its own, and its tokens attend to those of the language model.
-    """
+    """A vision-language model, and a smaller expert for robot actions, which attends to it."""
     vision, text, expert = map(c.part, ("vision_config", "text_config", "expert_config"))
     width, actions = expert.hidden, c.size("action_dim")
 

@@ -107,24 +107,17 @@ def cases_of(
     keys: Iterable[ShapeKey], max_batch: int, batch_numel: int = BATCH_NUMEL
 ) -> tuple[Case, ...]:
     """The cases that planning for these matrices needs, sorted: batches of powers of two, and the
-    largest one (see `largest_batch`). Only equal keys are batched together, but a shape and its
-    transpose have one price.
+    largest one (see `largest_batch`).
 
-    >>> [(c.batch, c.count) for c in cases_of([(4, 6, "float32")] * 3 + [(6, 4, "float32")], 16)]
-    [(1, 4), (2, 4), (3, 4)]
+    >>> [(c.batch, c.count) for c in cases_of([(4, 6, "float32")] * 2 + [(6, 4, "float32")], 16)]
+    [(1, 3), (2, 3), (3, 3)]
     """
-    largest: dict[ShapeKey, int] = {}
-    counts: Counter[ShapeKey] = Counter()
-    for key, count in Counter(keys).items():
-        wide = canonical_key(key)
-        counts[wide] += count
-        most = largest_batch(*key[:2], max_batch, batch_numel)
-        largest[wide] = max(largest.get(wide, 1), min(count, most))
-    return tuple(
-        Case(key, batch, counts[key])
-        for key, most in sorted(largest.items())
-        for batch in sorted({*(2**i for i in range(most.bit_length())), most})
-    )
+    cases: list[Case] = []
+    for key, count in sorted(Counter(map(canonical_key, keys)).items()):
+        most = min(count, largest_batch(*key[:2], max_batch, batch_numel))
+        sizes = {*(2**i for i in range(most.bit_length())), most}
+        cases += [Case(key, batch, count) for batch in sorted(sizes)]
+    return tuple(cases)
 
 
 # ---- the timing loop ---------------------------------------------------------------------
@@ -584,10 +577,7 @@ class _Session:
         self._leads = caches.index(caches[transport.rank]) == transport.rank
         cached: CostTable | None = None
         self._problem: str | None = None
-        if self._folder is None:
-            flaw = "there is no home directory and no cache_dir was given"
-            self._problem = f"costs are not cached: {flaw}"
-        elif not fresh:
+        if self._folder is not None and not fresh:
             cached, self._problem = costs.read_cache(self._folder, self._key)
         self.old = cached or self.model
 
@@ -633,7 +623,9 @@ class _Session:
         if not self._leads:
             return
         problem = self._problem
-        if self._folder is not None and self.old.updated(new) != self.old:
+        if self._folder is None:
+            problem = "costs are not cached: there is no home directory and no cache_dir was given"
+        elif self.old.updated(new) != self.old:
             lost = costs.add_to_cache(self._folder, self._key, new)
             problem = problem or lost
         if problem is not None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -109,11 +110,9 @@ class _Use:
     def form(self) -> Form:
         """How it reads as matrices."""
         if self.is_convolution:
-            return Form.FLAT_IN_OUT if isinstance(self.module, _TRANSPOSED) else Form.FLAT
-        is_in_out = not isinstance(self.module, _KNOWN) and self._is_in_out()
-        if self.parameter.ndim == 2:
-            return Form.FLAT_IN_OUT if is_in_out else Form.FLAT
-        return Form.STACK_IN_OUT if is_in_out else Form.STACK
+            return Form.FLAT.stored(in_out=isinstance(self.module, _TRANSPOSED))
+        form = Form.FLAT if self.parameter.ndim == 2 else Form.STACK
+        return form.stored(in_out=not isinstance(self.module, _KNOWN) and self._is_in_out())
 
     def _is_in_out(self) -> bool:
         """True if the shapes in the module show that it stores its weights ``(in, out)``.
@@ -383,12 +382,14 @@ def _route(use: _Use, select: Select | None) -> tuple[Algorithm, str]:
 
 # How the matrices of a parameter are read, and cut along one of its dims: into these sizes.
 _Cut = tuple[Form, int, tuple[int, ...]]
+_Settings = Mapping[str, Splits | Heads]  # "splits" and "heads"
+_EXAMPLES = {"splits": [512, 128, 128], "heads": 8}
 
 
 def _cuts(use: _Use, setting: str, patterns: Splits | Heads) -> Iterator[tuple[str, _Cut]]:
     """(pattern, cut) of each pattern of ``splits`` or ``heads`` that fits."""
     shape, form = use.parameter.shape, use.form
-    key, example = ("sizes", "[512, 128, 128]") if setting == "splits" else ("heads", "8")
+    key = "sizes" if setting == "splits" else setting
     for pattern, given in patterns.items():
         if not fnmatchcase(use.name, pattern):
             continue
@@ -396,11 +397,10 @@ def _cuts(use: _Use, setting: str, patterns: Splits | Heads) -> Iterator[tuple[s
         where = f"{setting}[{pattern!r}]"
         if key not in said or not said.keys() <= {key, "dim", "transposed"}:
             raise SelectionError(
-                f"{where} must be {example} or a dict of {key!r} and, if needed, 'dim' and "
-                f"'transposed', found {given!r}"
+                f"{where} must be {_EXAMPLES[setting]} or a dict of {key!r} and, if needed, 'dim' "
+                f"and 'transposed', found {given!r}"
             )
-        turned = said.get("transposed", form.is_in_out)
-        read = Form(f"{form.value.removesuffix('_in_out')}{'_in_out' if turned else ''}")
+        read = form.stored(in_out=bool(said.get("transposed", form.is_in_out)))
         dims = read.dims(len(shape))
         dim = said.get("dim", dims[0])
         if dim not in (*dims, *(d - len(shape) for d in dims)):
@@ -408,7 +408,7 @@ def _cuts(use: _Use, setting: str, patterns: Splits | Heads) -> Iterator[tuple[s
                 f"{where}: dim must be one of {sorted(dims)}, the dims of the matrices in "
                 f"{use.name!r} {list(shape)}, found {dim!r}"
             )
-        dim, value = dim % len(shape), said[key]
+        dim, value = dim % len(shape), cast(Any, said[key])
         total, what = shape[dim], "row" if dim == dims[0] else "column"
         of = f"{total} {what}s of {use.name!r}"
         if setting == "heads":
@@ -426,9 +426,9 @@ def _cuts(use: _Use, setting: str, patterns: Splits | Heads) -> Iterator[tuple[s
         yield pattern, (read, dim, tuple(value))
 
 
-def _cut(use: _Use, reason: str, splits: Splits, heads: Heads, used: set[str]) -> _Cut:
+def _cut(use: _Use, reason: str, settings: _Settings, used: set[str]) -> _Cut:
     """How the parameter's matrices are cut; fitting patterns go to ``used``."""
-    found = [*_cuts(use, "splits", splits), *_cuts(use, "heads", heads)]
+    found = [*_cuts(use, "splits", settings["splits"]), *_cuts(use, "heads", settings["heads"])]
     used.update(pattern for pattern, _ in found)
     if len({cut for _, cut in found}) > 1:
         raise SelectionError(
@@ -577,8 +577,8 @@ def collect(
     everything = _in_model(given) if isinstance(given, nn.Module) else _in_groups(given, frozen)
     taken = [use for use in everything if use.parameter.requires_grad is not frozen]
     _check(taken, allow_meta)
-    _check_settings(select, splits, heads)
-    splits, heads = splits or {}, heads or {}
+    settings: _Settings = {"splits": splits or {}, "heads": heads or {}}
+    _check_settings(select, settings)
     used: set[str] = set()
     parameters: list[ParameterSpec] = []
     matrices: list[MatrixSpec] = []
@@ -589,13 +589,13 @@ def collect(
             algorithm, reason = _route(use, select)
             made = []
             if algorithm is Algorithm.MUON:
-                made = _matrices(use, index, _cut(use, reason, splits, heads, used))
+                made = _matrices(use, index, _cut(use, reason, settings, used))
                 reason += "" if len(made) == 1 else f", {len(made)} matrices"
             parameter = use.spec(algorithm, reason)
         parameters.append(parameter)
         matrices += made
     if not partial:
-        _check_selected(parameters, matrices, {"splits": splits, "heads": heads}, used)
+        _check_selected(parameters, matrices, settings, used)
     left = tuple(
         use.spec(Algorithm.FROZEN, "requires_grad is False")
         for use in everything
@@ -637,24 +637,19 @@ def _as_before(use: _Use, index: int, routes: Routes) -> tuple[ParameterSpec, li
     return spec, [replace(m, parameter=index, dtype=spec.dtype) for m in matrices]
 
 
-def _check_settings(select: Select | None, splits: Splits | None, heads: Heads | None) -> None:
+def _check_settings(select: Select | None, settings: _Settings) -> None:
     if select is not None and not callable(select):
-        raise SelectionError(
-            f"select must be a function (name, parameter) -> bool, found {select!r}"
-        )
-    for setting, example, given in (("splits", [512, 128, 128], splits), ("heads", 8, heads)):
-        if given is not None and not isinstance(given, Mapping):
+        raise SelectionError(f"select must be a function (name, parameter) -> bool, not {select!r}")
+    for setting, given in settings.items():
+        if not isinstance(given, Mapping):
             raise SelectionError(
                 f"{setting} must map name patterns to row counts, found {given!r}: pass "
-                f"{setting}={{'*.qkv_proj.weight': {example}}}"
+                f"{setting}={{'*.qkv_proj.weight': {_EXAMPLES[setting]}}}"
             )
 
 
 def _check_selected(
-    parameters: Sequence[ParameterSpec],
-    matrices: Sequence[MatrixSpec],
-    settings: Mapping[str, Splits | Heads],
-    used: set[str],
+    parameters: list[ParameterSpec], matrices: list[MatrixSpec], settings: _Settings, used: set[str]
 ) -> None:
     """Raise SelectionError where there is no matrix, or a pattern that fits none."""
     if not matrices:

@@ -101,6 +101,10 @@ class Form(str, Enum):
     def is_in_out(self) -> bool:
         return self in (Form.FLAT_IN_OUT, Form.STACK_IN_OUT)
 
+    def stored(self, *, in_out: bool) -> Form:
+        """The same, inputs first or outputs first."""
+        return Form(self.value.removesuffix("_in_out") + "_in_out" * in_out)
+
     def dims(self, ndim: int) -> tuple[int, int]:
         """Where the rows lie in a parameter of ``ndim`` dims, and (the first of) the columns."""
         first = ndim - 2 if self.is_stack else 0

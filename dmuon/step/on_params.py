@@ -249,10 +249,10 @@ class ParamsEngine(Engine):
         self._block_operands = self._operands
         if self._settings.schedule.always_full:
             return
-        state, matrices = self._state, self._runtime.shards.specs.matrices
+        state, specs = self._state, self._runtime.shards.specs
         alike: dict[tuple[int, bool, Form, tuple[int, ...]], list[int]] = defaultdict(list)
         for k, b in enumerate(state.blocks):
-            form, shape = matrices[b.matrix].form, tuple(state.momentum[k].shape)
+            form, shape = specs.matrices[b.matrix].form, tuple(state.momentum[k].shape)
             alike[b.group, b.is_whole, form, shape].append(k)
         order = [*chain.from_iterable(alike.values())]
         self._block_operands = Operands(state, self._rules, order)

@@ -12,6 +12,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from dmuon.catalogue import PRESETS, model_specs
@@ -60,10 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--dtype", help=f"dtype of the parameters: {', '.join(ITEM_SIZE)}")
     splits = "rows of the matrices that a fused parameter holds; may be repeated"
-    more = {"action": "append", "default": []}
-    add("--splits", **more, type=_splits, metavar="PATTERN=R,R", help=splits)
+    many = partial(add, action="append", default=[])
+    many("--splits", type=_splits, metavar="PATTERN=R,R", help=splits)
     heads = "number of equal pieces of a parameter's rows; may be repeated"
-    add("--heads", **more, type=_heads, metavar="PATTERN=N", help=heads)
+    many("--heads", type=_heads, metavar="PATTERN=N", help=heads)
 
     add = parser.add_argument_group("owners").add_argument
     add("--mesh", type=mesh_shape, metavar="NxG", help="nodes x GPUs: 4x8; also 64 or 2x4x8")
