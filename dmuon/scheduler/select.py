@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -165,14 +166,6 @@ class _Model:
             self.uses.setdefault(id(p), _Use(name, p, self)).places.append((module, name))
             path, _, local = name.rpartition(".")
             self.beside[path][local] = p
-        self.paths = {
-            p[:i] for p in self.beside for i in range(len(p) + 1) if p[i : i + 1] in (".", "")
-        }
-        self.vocabularies = {
-            tuple(use.parameter.shape): use.name
-            for use in self.uses.values()
-            if use.parameter.ndim == 2 and _embedding(use) and not _POSITIONS_NAME.search(use.place)
-        }
         self.outputs: set[int] = set()
         for module in modules:
             head = getattr(module, "get_output_embeddings", None)
@@ -180,6 +173,21 @@ class _Model:
                 head = head() if callable(head) else None
             if isinstance(head, nn.Module):
                 self.outputs |= {id(p) for p in head.parameters()}
+
+    @cached_property
+    def paths(self) -> set[str]:
+        """The names of all modules around parameters."""
+        parts = [path.split(".") for path in self.beside]
+        return {".".join(part[:i]) for part in parts for i in range(1, len(part) + 1)}
+
+    @cached_property
+    def vocabularies(self) -> dict[tuple[int, ...], str]:
+        """Names of embeddings by their shapes."""
+        return {
+            tuple(use.parameter.shape): use.name
+            for use in self.uses.values()
+            if use.parameter.ndim == 2 and _embedding(use) and not _POSITIONS_NAME.search(use.place)
+        }
 
 
 def _places(model: nn.Module) -> Iterable[tuple[str, Tensor, nn.Module]]:
@@ -388,11 +396,11 @@ _EXAMPLES = {"splits": [512, 128, 128], "heads": 8}
 
 def _cuts(use: _Use, setting: str, patterns: Splits | Heads) -> Iterator[tuple[str, _Cut]]:
     """(pattern, cut) of each pattern of ``splits`` or ``heads`` that fits."""
-    shape, form = use.parameter.shape, use.form
     key = "sizes" if setting == "splits" else setting
     for pattern, given in patterns.items():
         if not fnmatchcase(use.name, pattern):
             continue
+        shape, form = use.parameter.shape, use.form
         said = given if isinstance(given, Mapping) else {key: given}
         where = f"{setting}[{pattern!r}]"
         if key not in said or not said.keys() <= {key, "dim", "transposed"}:
