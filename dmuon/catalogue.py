@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -118,16 +119,10 @@ def _trunk(
     last_norm: str = "norm",
 ) -> nn.Module:
     """The layers, each with its ``norms``, and the norm after the last of them."""
-
-    def with_norms(index: int) -> nn.Module:
-        made = layer(index)
-        for name in norms:
-            made.add_module(name, _rms_norm(c.hidden))
-        return made
-
-    trunk = _join(layers=_repeat(c.size("num_hidden_layers"), with_norms))
-    trunk.add_module(last_norm, _rms_norm(c.hidden))
-    return trunk
+    layers = _repeat(c.size("num_hidden_layers"), layer)
+    for made, name in product(layers, norms):
+        made.add_module(name, _rms_norm(c.hidden))
+    return _join(layers=layers, **{last_norm: _rms_norm(c.hidden)})
 
 
 def _head(c: _Config, embedding: nn.Embedding, tied: bool) -> nn.Module:
@@ -208,7 +203,7 @@ def _mllama(c: _Config) -> nn.Module:
     def layer(index: int) -> nn.Module:
         if index not in crossed:
             return _join(self_attn=_attention(c), mlp=_mlp(c))
-        gates = {f"cross_attn_{name}_gate": _parameter(1) for name in ("attn", "mlp")}
+        gates = {"cross_attn_attn_gate": _parameter(1), "cross_attn_mlp_gate": _parameter(1)}
         return _join(cross_attn=_attention(c, qk_norm=True), **gates, mlp=_mlp(c))
 
     trunk = _trunk(c, layer)
@@ -225,23 +220,18 @@ def _mixture(
     count: int,
     width: int,
     projections: Names = ("gate_proj", "up_proj", "down_proj"),
-    router_name: str = "gate",
-    correction_bias: bool = False,
+    router: str = "gate",
 ) -> nn.Module:
     """Experts and their router; ``projections`` name gate, up and down."""
     gate, up, down = projections
     stacks = {name: _parameter(count, width, c.hidden) for name in (gate, up)}
     stacks[down] = _parameter(count, c.hidden, width)
-    router = _linear(c.hidden, count)
-    if correction_bias:
-        router.e_score_correction_bias = _parameter(count)
-    return _join(experts=_join(**stacks), **{router_name: router})
+    return _join(experts=_join(**stacks), **{router: (c.hidden, count)})
 
 
 def _mixtral(c: _Config) -> nn.Module:
-    sizes = c.size("num_local_experts"), c.size("intermediate_size")
-
     def layer(_: int) -> nn.Module:
+        sizes = c.size("num_local_experts"), c.size("intermediate_size")
         experts = _mixture(c, *sizes, ("w1", "w3", "w2"))
         return _join(self_attn=_attention(c), block_sparse_moe=experts)
 
@@ -292,7 +282,9 @@ def _deepseek(c: _Config, correction_bias: bool = False) -> nn.Module:
     def layer(index: int) -> nn.Module:
         if index < first or index % step:
             return _join(self_attn=_latent_attention(c), mlp=_mlp(c))
-        mlp = _mixture(c, count, width, correction_bias=correction_bias)
+        mlp = _mixture(c, count, width)
+        if correction_bias:
+            mlp.gate.e_score_correction_bias = _parameter(count)
         if shared:
             mlp.shared_experts = _mlp(c, shared)
         return _join(self_attn=_latent_attention(c), mlp=mlp)
@@ -305,19 +297,20 @@ def _latent_attention(c: _Config) -> nn.Module:
     heads, bias = c.size("num_attention_heads"), c.flag("attention_bias")
     nope, rope, value = map(c.size, ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     query_rank, rank = c.size("q_lora_rank", 0, least=0), c.size("kv_lora_rank")
+    queries: dict[str, Any] = {"q_proj": (c.hidden, heads * (nope + rope))}
     if query_rank:
-        attention = _join(
-            q_a_proj=(c.hidden, query_rank, bias),
-            q_a_layernorm=_rms_norm(query_rank),
-            q_b_proj=(query_rank, heads * (nope + rope)),
-        )
-    else:
-        attention = _join(q_proj=(c.hidden, heads * (nope + rope)))
-    attention.kv_a_proj_with_mqa = _linear(c.hidden, rank + rope, bias)
-    attention.kv_a_layernorm = _rms_norm(rank)
-    attention.kv_b_proj = _linear(rank, heads * (nope + value))
-    attention.o_proj = _linear(heads * value, c.hidden, bias)
-    return attention
+        queries = {
+            "q_a_proj": (c.hidden, query_rank, bias),
+            "q_a_layernorm": _rms_norm(query_rank),
+            "q_b_proj": (query_rank, heads * (nope + rope)),
+        }
+    return _join(
+        **queries,
+        kv_a_proj_with_mqa=(c.hidden, rank + rope, bias),
+        kv_a_layernorm=_rms_norm(rank),
+        kv_b_proj=(rank, heads * (nope + value)),
+        o_proj=(heads * value, c.hidden, bias),
+    )
 
 
 # ---- state spaces ------------------------------------------------------------------------
@@ -373,9 +366,8 @@ def _mamba(c: _Config, version: int = 1) -> nn.Module:
         keys = "conv_kernel", "use_bias", "use_conv_bias"
         return _join(norm=_rms_norm(c.hidden), mixer=_mixer(c, inner, keys, **sizes))
 
-    embedding = _embedding(c.size("vocab_size"), c.hidden)
-    layers = _repeat(c.size("num_hidden_layers"), layer)
-    backbone = _join(embeddings=embedding, layers=layers, norm_f=_rms_norm(c.hidden))
+    backbone = _trunk(c, layer, (), "norm_f")
+    embedding = backbone.embeddings = _embedding(c.size("vocab_size"), c.hidden)
     return _join(backbone=backbone, lm_head=_head(c, embedding, version == 1))
 
 
@@ -393,7 +385,7 @@ def _jamba(c: _Config) -> nn.Module:
 
     def layer(index: int) -> nn.Module:
         is_dense = count == 1 or index % moe_every != moe_first
-        forward = _mlp(c) if is_dense else _mixture(c, count, width, router_name="router")
+        forward = _mlp(c) if is_dense else _mixture(c, count, width, router="router")
         if index % every == first:
             return _join(self_attn=_attention(c, qkv_bias=False), feed_forward=forward)
         mixer = _mixer(c, inner, _HYBRID_KEYS, state, rank=rank)
@@ -764,7 +756,7 @@ def model_specs(
         DmuonError: the parameters cannot be routed (see `collect`).
     """
     known = ", ".join(ITEM_SIZE)
-    if dtype is not None and dtype not in ITEM_SIZE:
+    if dtype not in (None, *ITEM_SIZE):
         raise PlanError(f"unknown dtype {dtype!r}, expected one of {known}")
     specs = collect(_load(text, dtype), splits=splits, heads=heads, allow_meta=True)
     for p in specs.parameters:

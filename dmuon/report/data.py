@@ -79,9 +79,9 @@ class ShapeUse:
 
 @dataclass(frozen=True, slots=True)
 class SharedShape:
-    """``count`` matrices of one shape that ``co_owners`` ranks share each; ``blocks`` are these
-    ranks. ``ms`` is the time of a batch on each of them, ``alone_ms`` that of one matrix on one
-    owner. The ranks also share the products of short side x short side of ``split`` matrices."""
+    """``count`` matrices of one shape that ``co_owners`` ranks share each: one of the ``blocks``.
+    ``ms`` is the time of a batch on each rank, ``alone_ms`` that of one matrix on one owner; of
+    ``split`` matrices they also share the products of short side x short side."""
 
     rows: int
     cols: int
@@ -96,11 +96,9 @@ class SharedShape:
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """The busiest rank, and its costliest batch of ``rows x cols`` matrices.
-
-    ``floor``: no plan is faster than the owner of one matrix of the costliest shape. ``movable``:
-    some matrix of this rank could have another owner.
-    """
+    """The busiest rank, and its costliest batch of ``rows x cols`` matrices. ``floor``: no plan is
+    faster than the owner of one matrix of the costliest shape. ``movable``: some matrix of this
+    rank could have another owner."""
 
     rank: int
     ms: float
@@ -141,10 +139,8 @@ class MeasuredBalance:
 @dataclass(frozen=True)
 class LoadBalanceReport:
     """The balance of a plan: `str()` for a terminal, `to_html` for a browser, `to_dict` as data.
-
     ``measured_ms`` are the ranks' milliseconds of momentum and Newton-Schulz per step, None before
-    training steps. State is as in `OwnershipPlan.state_bytes`.
-    """
+    training steps."""
 
     plan: OwnershipPlan
     measured_ms: tuple[float, ...] | None = None
@@ -296,7 +292,7 @@ class LoadBalanceReport:
         return printed(self.__rich__(), width=WIDTH)
 
     def to_html(self, path: str | Path) -> None:
-        """Write one self-contained page with pictures; it appears whole or not at all.
+        """Write one self-contained page with pictures, whole or not at all.
 
         Raises:
             FileNotFoundError: the directory does not exist.
@@ -342,9 +338,7 @@ class LoadBalanceReport:
 
 
 def build_report(plan: OwnershipPlan, measured: Sequence[float] | None = None) -> LoadBalanceReport:
-    """The report of a plan.
-
-    ``measured`` are the milliseconds of momentum and Newton-Schulz that each rank needs a step.
+    """The report of a plan; ``measured`` are the milliseconds per step of each rank.
 
     Raises:
         ValueError: ``measured`` has not one time for each rank.
@@ -430,11 +424,9 @@ def _matters(ms: float, makespan_ms: float) -> bool:
 def _measured_floor(
     plan: OwnershipPlan, predicted: Sequence[float], measured: Sequence[float]
 ) -> float:
-    """A bound for every plan at the measured speed, however evenly it shares the work out.
-
-    The costliest matrix; and the plan's own lower bound, because if every batch takes at least
-    ``slowest`` times its prediction, then so does every plan.
-    """
+    """A bound for every plan at the measured speed: the costliest matrix, and the plan's own lower
+    bound, because if every batch takes at least ``slowest`` times its prediction, so does every
+    plan."""
     speed: dict[ShapeKey, float] = {}
     for batch in plan.batches:
         key, p, m = _key_of(plan, batch), predicted[batch.owner], measured[batch.owner]

@@ -68,9 +68,8 @@ def read_text(path: str | os.PathLike[str], most: int = MOST_CHARACTERS) -> str:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file in UTF-8 so that nobody ever sees a part of it.
-
-    What writers that were killed have left of this file is removed after an hour.
+    """Write a file in UTF-8 so that nobody ever sees a part of it. What killed writers have left of
+    it is removed after an hour.
 
     Raises:
         OSError: it cannot be written, or its directory does not exist; the file is as it was.

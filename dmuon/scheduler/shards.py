@@ -154,7 +154,7 @@ class RankShards:
 
 @dataclass(frozen=True)
 class ShardMap:
-    """The shards of all ranks. Ranks are counted in the order of ``reports``.
+    """The shards of all ranks, which are counted in the order of ``reports``.
 
     ``specs`` holds one matrix for every copy of every matrix of the model. ``copies`` are the
     groups of ranks that hold a copy of each parameter together, ``holders`` those of each matrix.

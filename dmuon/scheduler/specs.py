@@ -32,10 +32,7 @@ def canonical_name(name: str) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """
-    >>> dtype_name(torch.float32)
-    'float32'
-    """
+    """ "float32" of `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -83,10 +80,8 @@ class Box:
 
 
 class Form(str, Enum):
-    """How a box of a parameter reads as a matrix of (outputs, inputs).
-
-    ``..._in_out`` are stored the other way round, inputs first: as `x @ W` needs it.
-    """
+    """How a box of a parameter reads as a matrix of (outputs, inputs). ``..._in_out`` are stored
+    inputs first, as `x @ W` needs it."""
 
     FLAT = "flat"  # dim 0 is the rows, all other dims together the columns
     FLAT_IN_OUT = "flat_in_out"  # FLAT after dims 0 and 1 swap, as in transposed convolutions
@@ -148,11 +143,9 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class MatrixSpec:
-    """One operand of Newton-Schulz: ``rows x cols`` elements of one parameter.
-
-    It is a box of its parameter, read by ``form``; the box begins at element ``start`` of the
-    parameter in row-major order. ``parameter`` is an index into `ModelSpecs.parameters`.
-    """
+    """One operand of Newton-Schulz: a box of a parameter, read by ``form``. The box begins at
+    element ``start`` of the parameter in row-major order; ``parameter`` is an index into
+    `ModelSpecs.parameters`."""
 
     name: str
     parameter: int
@@ -172,10 +165,8 @@ class MatrixSpec:
 
     @property
     def key(self) -> tuple[int, int, str]:
-        """(short side, long side, dtype), which decide its cost and its batches.
-
-        A matrix and its transpose take the same work, so they are one shape.
-        """
+        """(short side, long side, dtype), which decide its cost and its batches: a matrix and its
+        transpose take the same work, so they are one shape."""
         return (min(self.shape), max(self.shape), self.dtype)
 
     def box(self, shape: Sequence[int]) -> Box:

@@ -84,13 +84,9 @@ class Topology:
         nodes: Sequence[int],
         device_type: str = "cpu",
     ) -> Topology:
-        """A mesh of which rank ``i`` sits on the node called ``nodes[i]``.
+        """A mesh of which rank ``i`` sits on the node called ``nodes[i]``. Nodes are numbered as
+        they appear, so equal groupings give equal topologies.
 
-        Nodes are numbered as they appear, so equal groupings give equal topologies.
-
-        >>> Topology.on_nodes((8,), ("dp",), [0, 0, 0, 0, 1, 1, 1, 1]) == Topology.flat(
-        ...     8, ranks_per_node=4)
-        True
         >>> Topology.on_nodes((4,), ("dp",), [7, 3, 7, 3]).node_of
         (0, 1, 0, 1)
         """
@@ -120,7 +116,7 @@ class Topology:
         return self.node_of[rank] if self.node_of else rank // self.ranks_per_node
 
     def slots(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each node, in rank order; the place in the row is the rank's column.
+        """The ranks of each node by column.
 
         >>> Topology.flat(5, ranks_per_node=2).slots()
         ((0, 1), (2, 3), (4,))
@@ -150,12 +146,9 @@ def diagonal_slots(nodes: int, columns: int) -> list[tuple[int, int]]:
 
         column = w mod G        node = (w + floor(w/L)) mod N        L = lcm(N, G)
 
-    Of any m consecutive positions, also across the end (from the last position on to the first),
-
-    - at most ``ceil(m/G)`` share a column: G consecutive ones are in G different columns;
-    - at most ``ceil(m/N) + 1`` share a node (row by row: ``min(m, G)``).
-
-    `docs/placement.md` says why, and why the XOR order is not used where N > G.
+    Of any m consecutive positions, also from the last on to the first, at most ``ceil(m/G)`` share
+    a column and at most ``ceil(m/N) + 1`` a node (row by row: ``min(m, G)``); docs/placement.md
+    says why.
 
     >>> diagonal_slots(2, 3)
     [(0, 0), (1, 1), (0, 2), (1, 0), (0, 1), (1, 2)]
