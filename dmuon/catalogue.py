@@ -284,7 +284,7 @@ def _deepseek(c: _Config, correction_bias: bool = False) -> nn.Module:
             return _join(self_attn=_latent_attention(c), mlp=_mlp(c))
         mlp = _mixture(c, count, width)
         if correction_bias:
-            mlp.gate.e_score_correction_bias = _parameter(count)
+            mlp.get_submodule("gate").e_score_correction_bias = _parameter(count)
         if shared:
             mlp.shared_experts = _mlp(c, shared)
         return _join(self_attn=_latent_attention(c), mlp=mlp)
@@ -531,9 +531,8 @@ def build(config: Mapping[str, Any], dtype: str | None = None) -> nn.Module:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise PlanError(
-            f"no rule for model_type {kind!r}; known: {', '.join(MODEL_TYPES)}. For any other "
-            "model pass --model module:function, a function that returns the model (best built "
-            "under torch.device('meta'))"
+            f"no rule for model_type {kind!r}; known: {', '.join(MODEL_TYPES)}. For any other pass "
+            "--model module:function, a function that returns the model (best on the meta device)"
         )
     return MODEL_TYPES[kind](_Config(config)).to(getattr(torch, dtype or dtype_of(config)))
 

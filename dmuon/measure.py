@@ -25,6 +25,7 @@ from functools import partial
 from itertools import chain, product
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -763,10 +764,9 @@ def _links(
 ) -> dict[int, Link]:
     """The speed of exchanges in the slowest group, by the number of co-owners."""
 
-    def measure() -> dict[int, list[float]]:
-        return {k: _exchange_ms(g, device) for k, g in groups.items() if g is not None}
-
-    by_rank = session.exchanged(measure)
+    by_rank = session.exchanged(
+        lambda: {k: _exchange_ms(g, device) for k, g in groups.items() if g is not None}
+    )
     found = {}
     for k in groups:
         if each := [ms[k] for ms in by_rank if k in ms]:
@@ -798,10 +798,7 @@ def _fitted(ms: Sequence[float], others: int) -> Link:
     >>> round(1e3 * link.latency_s, 6), round(link.bandwidth / 2**20, 3)
     (0.5, 1000.0)
     """
-    sizes = torch.tensor(_EXCHANGED, dtype=torch.float64) * others
-    times = torch.tensor(ms, dtype=torch.float64)
-    terms = torch.stack([torch.ones_like(sizes), sizes], 1) / times[:, None]
-    latency, slope = torch.linalg.lstsq(terms, torch.ones(len(ms), 1).double()).solution.flatten()
+    slope, latency = np.polyfit(np.array(_EXCHANGED) * others, ms, 1, w=1 / np.array(ms))
     return Link(max(float(latency), 1e-6) / 1e3, 1e3 / max(float(slope), 1e-12))
 
 

@@ -268,10 +268,8 @@ class CostTable:
     def analytic(cls, device: str = "cpu", ns_steps: int = 5, momentum: bool = True) -> CostTable:
         """The FLOP model of a device class (see `ANALYTIC_DEVICES`)."""
         if device not in ANALYTIC_DEVICES:
-            raise PlanError(
-                f"costs='analytic:{device}': unknown device class; known: "
-                + ", ".join(sorted(ANALYTIC_DEVICES))
-            )
+            known = ", ".join(sorted(ANALYTIC_DEVICES))
+            raise PlanError(f"costs='analytic:{device}': unknown device class; known: {known}")
         source = f"analytic:{device}" + (f", {ns_steps} steps" if ns_steps != 5 else "")
         return cls(source, device=ANALYTIC_DEVICES[device], ns_steps=ns_steps, momentum=momentum)
 

@@ -140,10 +140,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _integer(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
-        raise PlanError(
-            f"found a number of {len(digits)} digits ({digits[:8]}...), expected at most "
-            f"{_MOST_DIGITS}"
-        )
+        found = f"{len(digits)} digits ({digits[:8]}...)"
+        raise PlanError(f"found a number of {found}, expected at most {_MOST_DIGITS}")
     return int(digits)
 
 

@@ -495,17 +495,13 @@ def _check_batches(batches: Sequence[Batch], matrices: Sequence[MatrixSpec], wor
 def _check_shared(batch: Batch, matrix: MatrixSpec) -> None:
     ranks = batch.co_owners
     if len(ranks) < 2 or len(set(ranks)) != len(ranks) or ranks[0] != batch.owner:
-        raise PlanError(
-            f"co_owners must be two ranks or more, the owner first, found {ranks[:8]} for owner "
-            f"{batch.owner}"
-        )
+        found = f"{ranks[:8]} for owner {batch.owner}"
+        raise PlanError(f"co_owners must be two ranks or more, the owner first, found {found}")
     if len(ranks) > max(matrix.shape):
         raise PlanError(
-            f"{matrix.name!r} has {len(ranks)} co-owners, which is more than its longer side "
+            f"{matrix.name!r} has {len(ranks)} co-owners, more than its longer side "
             f"{max(matrix.shape)} has columns: use fewer"
         )
     if batch.kernel.startswith("standard"):
-        raise PlanError(
-            f"{matrix.name!r} has co-owners, who run the Gram form, but its kernel is "
-            f"{batch.kernel!r}"
-        )
+        found = f"its kernel is {batch.kernel!r}"
+        raise PlanError(f"{matrix.name!r} has co-owners, who run the Gram form, but {found}")

@@ -477,7 +477,7 @@ def _matrices(use: _Use, index: int, cut: _Cut) -> list[MatrixSpec]:
     if len(made) > 1 and not p.is_contiguous():
         raise SelectionError(
             f"{use.name!r} holds {len(made)} matrices but its storage is not contiguous (strides "
-            f"{p.stride()}): make it contiguous before dmuon.dedicate_params(model)"
+            f"{p.stride()}): make it contiguous first"
         )
     return made
 
@@ -492,13 +492,12 @@ def _check(uses: list[_Use], allow_meta: bool) -> None:
         name, p = use.name, use.parameter
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise DmuonError(
-                f"parameter {name!r} is uninitialized (a lazy module): run one forward pass "
-                "before dmuon.dedicate_params(model)"
+                f"parameter {name!r} is uninitialized (a lazy module): run one forward pass first"
             )
         if p.is_meta and not allow_meta:
             raise DmuonError(
-                f"parameter {name!r} is on the meta device: materialize the model "
-                "(model.to_empty(device=...) and initialize it) before dmuon.dedicate_params(model)"
+                f"parameter {name!r} is on the meta device: materialize the model first "
+                "(model.to_empty(device=...), then initialize it)"
             )
         if p.is_complex():
             raise DmuonError(
@@ -507,8 +506,7 @@ def _check(uses: list[_Use], allow_meta: bool) -> None:
             )
         if any(isinstance(m, _EMBEDDINGS) and m.sparse for m, _ in use.places):
             raise SelectionError(
-                f"{name!r} is the weight of an embedding with sparse=True, whose sparse "
-                "gradients cannot be averaged with the others: build it with sparse=False"
+                f"{name!r} is the weight of an embedding with sparse=True: pass sparse=False"
             )
         if first is not None and not p.is_meta and p.device != first.parameter.device:
             raise DmuonError(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from operator import add, sub
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -175,14 +176,11 @@ class MatrixSpec:
         >>> MatrixSpec("w[1][:, 2:5]", 0, 3, 4, "float32", 22, Form.STACK_IN_OUT).box((6, 4, 5))
         Box(offset=(1, 0, 2), shape=(1, 4, 3))
         """
-        offset, left = [], self.start
-        for dim in range(len(shape)):
-            start, left = divmod(left, math.prod(shape[dim + 1 :]))
-            offset.append(start)
+        offset = tuple(map(int, np.unravel_index(self.start, shape)))
         others = [1] * (len(shape) - 2) if self.form.is_stack else list(shape[2:])
-        pair = [self.rows, self.cols // (1 if self.form.is_stack else math.prod(others))]
+        pair = [self.rows, self.cols // math.prod(others)]
         pair = pair[::-1] if self.form.is_in_out else pair
-        return Box(tuple(offset), tuple(others + pair if self.form.is_stack else pair + others))
+        return Box(offset, tuple(others + pair if self.form.is_stack else pair + others))
 
     def fits(self, shape: Sequence[int]) -> bool:
         """True if a parameter of this shape can contain it."""

@@ -149,15 +149,13 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
         def batches(step: int, data_rank: int, seed: int = seed) -> tuple[Tensor, Tensor]:
             return batch(_DATA_OF_A_SEED * seed + step, data_rank)
 
-        options: Any = DedicatedOptions(timeout_s=_TIMEOUT_S)
-        if layout == "sharded":
-            options = ShardedOptions(timeout_s=_TIMEOUT_S)
-        elif layout == "replicated":
-            # Messages in half precision would hide the differences that are to be found.
-            wide = torch.float32 if dtype.itemsize < 4 else None
-            options = ReplicatedOptions(
-                reduce_to_owner=reduces, reduce_dtype=wide, timeout_s=_TIMEOUT_S
-            )
+        # Messages in half precision would hide the differences that are to be found.
+        wide = torch.float32 if dtype.itemsize < 4 else None
+        options: dict[str, Any] = {
+            "replicated": ReplicatedOptions(reduce_to_owner=reduces, reduce_dtype=wide),
+            "sharded": ShardedOptions(),
+            "dedicated": DedicatedOptions(),
+        }
         report = check_step_equivalence(
             build,
             loss_of,
@@ -167,7 +165,7 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
             tensor_parallel=lambda model: case.tensor_parallel(model, mesh),
             layout=layout,
             steps=args.steps,
-            options=options,
+            options=replace(options[layout], timeout_s=_TIMEOUT_S),
             kernels=_FIXED if args.bitwise else KernelOptions(),
             planner=PlannerOptions(co_owners=co_owners or "off"),
             data_axes=case.data_axes,

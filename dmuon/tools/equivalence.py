@@ -502,16 +502,16 @@ class _Trial:
             limits = [*limits, losses]
         deciding = max(limits, key=lambda measured: measured.value / measured.tolerance)
         plan = self.own.plan
-        sizes, axes = "x".join(map(str, plan.topology.shape)), " x ".join(plan.topology.axes)
-        replicated = plan.layout in (Layout.REPLICATED, Layout.REDUCED)
-        layout = Layout.REPLICATED.value if replicated else plan.layout.value
+        mesh, layout = "x".join(map(str, plan.topology.shape)), Layout.REPLICATED.value
+        if plan.layout not in (Layout.REPLICATED, Layout.REDUCED):
+            mesh, layout = f"{mesh} {' x '.join(plan.topology.axes)}", plan.layout.value
         forms = ["DDP"] * isinstance(self.model, DistributedDataParallel)
         forms += [Layout.REDUCED.value] * (plan.layout is Layout.REDUCED)
         most = max((len(batch.co_owners) for batch in plan.batches), default=0)
         forms += [f"{most} co-owners"] * bool(most)
         return EquivalenceRow(
             layout=layout + (f" ({', '.join(forms)})" if forms else ""),
-            mesh=sizes if replicated else f"{sizes} {axes}",
+            mesh=mesh,
             dtype=", ".join(sorted({dtype_name(p.dtype) for p in self.parameters})),
             ns_dtype=dtype_name(self.ns_dtype),
             steps=steps,

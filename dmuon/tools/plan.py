@@ -10,7 +10,6 @@ import re
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -18,14 +17,14 @@ from typing import Any
 from dmuon.catalogue import PRESETS, model_specs
 from dmuon.config import CO_OWNERS, PlannerOptions
 from dmuon.devices import GPU
-from dmuon.report.data import build_report
+from dmuon.report.data import LoadBalanceReport, build_report
 from dmuon.report.text import WIDTH, count_text, grid, printed
 from dmuon.scheduler.certificate import certify
-from dmuon.scheduler.costs import CostTable, resolve_costs
+from dmuon.scheduler.costs import resolve_costs
 from dmuon.scheduler.json_files import read_text, write_text
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.solve import SOLVERS, solve
-from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs
+from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.scheduler.topology import MAX_RANKS, Topology
 from dmuon.types import Layout, PlanError
 
@@ -160,23 +159,8 @@ def _topology(args: argparse.Namespace) -> Topology:
         raise PlanError(f"--mesh: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Everything that planning needs, read from the command line."""
-
-    model: str
-    specs: ModelSpecs
-    topology: Topology
-    costs: CostTable
-    options: PlannerOptions
-    layout: Layout
-
-    def solve(self, solver: str) -> OwnershipPlan:
-        what = self.specs, self.topology, self.costs
-        return solve(*what, layout=self.layout, solver=solver, options=self.options)
-
-
-def _read_request(args: argparse.Namespace) -> Request:
+def _planner(args: argparse.Namespace) -> Callable[[str], OwnershipPlan]:
+    """Makes the plan that is asked for, with the solver of a name."""
     topology = _topology(args)
     options = PlannerOptions(
         time_limit_s=args.time_limit,
@@ -190,16 +174,17 @@ def _read_request(args: argparse.Namespace) -> Request:
     costs = resolve_costs(args.costs, topology.device_type, momentum=layout.keeps_state_at_owners)
     splits, heads = dict(args.splits), dict(args.heads)
     specs = model_specs(args.model, args.dtype, splits=splits, heads=heads)
-    return Request(args.model, specs, topology, costs, options, layout)
+    what = specs, topology, costs
+    return lambda solver: solve(*what, layout=layout, solver=solver, options=options)
 
 
-def _header(request: Request) -> str:
-    topology, everything = request.topology, request.specs.parameters + request.specs.frozen
+def _header(model: str, plan: OwnershipPlan) -> str:
+    topology, everything = plan.topology, plan.specs.parameters + plan.specs.frozen
     dtypes = ", ".join(sorted({p.dtype for p in everything}))
     mesh = " x ".join(map(str, topology.shape))
-    preset = PRESETS.get(request.model.lower())
+    preset = PRESETS.get(model.lower())
     return (
-        f"{request.model}: {_count(sum(p.numel for p in everything))} parameters ({dtypes}), "
+        f"{model}: {_count(sum(p.numel for p in everything))} parameters ({dtypes}), "
         f"mesh {mesh} ({', '.join(topology.axes)}) on {count_text(topology.nodes, 'node')}"
         + (f"\nshapes: {preset.source}" if preset else "")
     )
@@ -217,10 +202,9 @@ def _count(number: float) -> str:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    request = _read_request(args)
-    plan = request.solve(args.solver or "auto")
+    plan = _planner(args)(args.solver or "auto")
     report = build_report(plan)
-    show(lambda: f"{_header(request)}\n\n{report}", report.to_dict, args.json)
+    show(lambda: f"{_header(args.model, plan)}\n\n{report}", report.to_dict, args.json)
     if args.save is not None:
         wrote(args.save, lambda: write_text(args.save, plan.to_json() + "\n"))
     if args.html is not None:
@@ -270,39 +254,39 @@ def _check_writable(path: str) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    request = _read_request(args)
-    plans: dict[str, OwnershipPlan] = {}
+    planner = _planner(args)
+    reports: dict[str, LoadBalanceReport] = {}
     notes = []
     for solver in COMPARED:
         try:
-            plan = plans[solver] = request.solve(solver)
+            plan = planner(solver)
         except PlanError as error:
             note = str(error)
         else:
+            reports[solver] = build_report(plan)
             ran = "" if plan.solver == solver else f"{plan.solver} ran"
             note = ": ".join(filter(None, (ran, plan.note)))
         if note:
             notes.append(f"{solver}: {note}")
-    if not plans:
+    if not reports:
         raise PlanError("no solver found a plan. " + note)
-    bound = max(plan.lower_bound_ms for plan in plans.values())
+    bound = max(report.lower_bound_ms for report in reports.values())
     rows = []
     for solver in COMPARED:
-        found = plans.get(solver)
-        report = None if found is None else build_report(found)
-        row = {"model": request.model, "owners": request.topology.world, "solver": solver}
+        report = reports.get(solver)
+        row = {"model": args.model, "owners": plan.topology.world, "solver": solver}
         row |= {
             "makespan_ms": report and report.makespan_ms,
             "lower_bound_ms": bound,
             # To the best bound of all solvers.
             "gap": report and (report.makespan_ms / bound - 1 if bound else 0.0),
             "imbalance": report and report.imbalance,
-            "status": "no plan" if found is None else found.status,
-            "seconds": found and found.seconds,
+            "status": report.plan.status if report else "no plan",
+            "seconds": report and report.plan.seconds,
         }
         rows.append(row)
-    summary = f"{len(request.specs.matrices)} matrices, costs {request.costs.source}"
-    lines = [_header(request), summary, _comparison(rows), *notes]
+    summary = f"{len(plan.owners)} matrices, costs {plan.cost_source}"
+    lines = [_header(args.model, plan), summary, _comparison(rows), *notes]
     show(lambda: "\n".join(lines), lambda: {"rows": rows}, args.json)
     return 0
 
