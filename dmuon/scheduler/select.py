@@ -184,7 +184,7 @@ class _Model:
     def vocabularies(self) -> dict[tuple[int, ...], str]:
         """Names of embeddings by their shapes."""
         return {
-            tuple(use.parameter.shape): use.name
+            tuple(use.parameter.shape): use.place
             for use in self.uses.values()
             if use.parameter.ndim == 2 and _embedding(use) and not _POSITIONS_NAME.search(use.place)
         }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any, cast
 
@@ -280,13 +280,12 @@ def _data_rank(
 @dataclass
 class Measured:
     """The largest difference of some quantity, and its yardstick: the most that moved gradients
-    changed it, at first the least that it can be. All of one ``kind`` have one yardstick."""
+    changed it, at first the least that it can be."""
 
     criterion: str
     yardstick: float = 0.0
     value: float = 0.0
     where: str = "-"
-    kind: str = ""
 
     def see(self, difference: float, moved: float, where: str) -> None:
         """Note a difference, and what moved gradients changed."""
@@ -320,7 +319,7 @@ class _Bits(Verifier):
 
 
 _ABSOLUTE, _UPDATE, _NORM = "absolute", "of an update", "of an update's norm"
-Findings = dict[str, Measured]  # by what was compared: "weights", "losses", names of matrices
+Findings = dict[str, Measured]  # by what has one yardstick: "weights", "losses", updates by shape
 
 
 class _Trial:
@@ -431,14 +430,14 @@ class _Trial:
         return losses
 
     def _see(
-        self, name: str, where: str, ours: Tensor, theirs: Tensor, moved: Tensor, free: float = 0.0
+        self, kind: str, where: str, ours: Tensor, theirs: Tensor, moved: Tensor, free: float = 0.0
     ) -> None:
         """Note `_difference` of ours, and of the moved reference, from the reference."""
         both = _difference(ours, theirs, free), _difference(moved, theirs, free)
         for criterion, found, by_moving in zip((_UPDATE, _NORM), *both, strict=True):
-            kind = f"{name.partition(' ')[0]} {[*theirs.shape]}, {criterion}"
-            new = Measured(criterion, self.roundings.least, kind=kind)
-            self.findings.setdefault(f"{name}, {criterion}", new).see(found, by_moving, where)
+            key = f"{kind} {[*theirs.shape]}, {criterion}"
+            new = Measured(criterion, self.roundings.least)
+            self.findings.setdefault(key, new).see(found, by_moving, where)
 
     def _compare_published(self, step: int) -> None:
         """Compare the updates that this rank received, before they are rounded into weights."""
@@ -454,7 +453,7 @@ class _Trial:
             where = f"update of {matrix.name} at step {step}"
             # A step that was skipped, because something in it was not finite, published nothing.
             ours = published.get(matrix.name, torch.full_like(theirs, math.nan))
-            self._see(f"published {matrix.name}", where, ours, theirs, moved)
+            self._see("published", where, ours, theirs, moved)
 
     @torch.no_grad()
     def _compare_weights(self, step: int) -> None:
@@ -477,7 +476,7 @@ class _Trial:
                 free = torch.finfo(theirs.dtype).eps * float(theirs.double().norm())
                 change = ours.double() - view(self._before[i]).double()
                 moved_change = moved.double() - view(self.moved.before[i]).double()
-                self._see(f"weight {name}", where, change, expected, moved_change, free)
+                self._see("stored", where, change, expected, moved_change, free)
         for side in (self.reference, self.moved):
             side.begin(None if self.roundings.absolute else after)
         if self.cast is not None:
@@ -485,16 +484,11 @@ class _Trial:
         self._before = after
 
     def _row(self, findings: list[Findings], steps: int) -> EquivalenceRow:
-        everything = chain.from_iterable(found.values() for found in findings)
-        updates = [measured for measured in everything if measured.criterion != _ABSOLUTE]
-        longest = {m.kind: m.yardstick for m in sorted(updates, key=lambda m: m.yardstick)}
-        for measured in updates:
-            measured.yardstick = longest[measured.kind]
-        moved = max(f["weights"].yardstick for f in findings)
-        weights, losses = (
-            replace(max((f[name] for f in findings), key=lambda m: m.value), yardstick=moved)
-            for name in ("weights", "losses")
-        )
+        worst: Findings = {}
+        for key, measured in chain.from_iterable(found.items() for found in findings):
+            worst.setdefault(key, measured).see(measured.value, measured.yardstick, measured.where)
+        weights, losses = worst.pop("weights"), worst.pop("losses")
+        losses.yardstick, updates = weights.yardstick, list(worst.values())
         absolute = self.roundings.absolute
         limits = [weights] if absolute or not updates else updates
         # Where forward runs in float32 and each step starts from equal weights, losses are equal.
