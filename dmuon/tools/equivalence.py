@@ -206,7 +206,7 @@ def check_step_equivalence(
     if tensor_parallel is not None:
         model = tensor_parallel(model)
     request = {"layout": layout, "options": options, "kernels": kernels, "planner": planner}
-    wrapped, own = _distribute(model, mesh, parallelize, request)
+    wrapped, own = _distribute(model, mesh, parallelize or (lambda model: model), request)
     try:
         bits = _Bits() if kernels.is_fixed else None
         trial = _Trial(own, twin, wrapped, data_axes, options, muon_kwargs, bits)
@@ -218,12 +218,12 @@ def check_step_equivalence(
 def _distribute(
     model: nn.Module,
     mesh: DeviceMesh | None,
-    parallelize: Callable[[nn.Module], nn.Module] | None,
+    parallelize: Callable[[nn.Module], nn.Module],
     request: dict[str, Any],
 ) -> tuple[nn.Module, Ownership]:
     """The model as it is trained, and its ownership, made in the order that the layout needs."""
     if request["layout"] != Layout.DEDICATED:
-        wrapped = model if parallelize is None else parallelize(model)
+        wrapped = parallelize(model)
         others_average = isinstance(wrapped, DistributedDataParallel) or any(
             map(is_distributed, wrapped.parameters())
         )
@@ -231,8 +231,6 @@ def _distribute(
             request = request | {"options": ReplicatedOptions(reduce_to_owner=True)}
         return wrapped, dedicate_params(wrapped, mesh, **request)
     own = dedicate_params(model, mesh, **request)
-    if parallelize is None:
-        return model, own
 
     def wrap() -> nn.Module:
         with own.ignored_by_fully_shard():
@@ -441,7 +439,7 @@ class _Trial:
 
     def _compare_published(self, step: int) -> None:
         """Compare the updates that this rank received, before they are rounded into weights."""
-        if step < 0 or self.own.plan.layout is not Layout.REDUCED or self.reference.has_masters:
+        if step < 0 or self.own.plan.layout is not Layout.REDUCED or self.reference.masters:
             return
         # The reference notes updates as Newton-Schulz gives them.
         if any(group.get("variant") is not None for group in self.opt.param_groups):
@@ -551,7 +549,7 @@ class _Reference:
             for p in {parameters[matrix.parameter] for matrix in collect(held).matrices}:
                 p.data = p.data.float()
         self.weights, self._held = _in_order(model, names), _in_order(held, names)
-        self.has_masters = masters
+        self.masters = [(p, h) for p, h in zip(self.weights, self._held) if h is not p]
         self.before: list[Tensor] = []  # the weights before the step
         self.updates: list[Tensor] = []  # in the order of its matrices
         self._forms = forms
@@ -569,25 +567,22 @@ class _Reference:
     def begin(self, weights: list[Tensor] | None) -> None:
         """The next step starts from these weights; None for those of the step before."""
         if weights is not None:
-            for p, held, weight in zip(self.weights, self._held, weights, strict=True):
+            for p, weight in zip(self.weights, weights, strict=True):
                 p.copy_(weight)
-                if held is not p:
-                    held.copy_(merged_master(held, weight))
+            for p, master in self.masters:
+                master.copy_(merged_master(master, p))
         self.before = [w.clone() for w in self.weights]
 
     @torch.no_grad()
     def step(self) -> None:
-        pairs = list(zip(self.weights, self._held, strict=True))
-        for p, held in pairs:
-            if held is not p:
-                held.grad, p.grad = None if p.grad is None else p.grad.to(held.dtype), None
+        for p, master in self.masters:
+            master.grad, p.grad = None if p.grad is None else p.grad.to(master.dtype), None
         self.updates.clear()
         self._due = iter([form for i, form in self._forms if self._held[i].grad is not None])
         self._optimizer.step()
         self._optimizer.zero_grad()
-        for p, held in pairs:
-            if held is not p:
-                p.copy_(held)
+        for p, master in self.masters:
+            p.copy_(master)
 
 
 class _Roundings:
