@@ -546,16 +546,14 @@ def dtype_of(config: Mapping[str, Any]) -> str:
     return name
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> Mapping[str, Any]:
     try:
-        data = parse(read_text(path))
+        found: Mapping[str, Any] = decode(dict[str, Any], parse(read_text(path)))
     except OSError as error:
         raise PlanError(f"cannot read {str(path)!r}: {error.strerror}") from error
     except ValueError as error:
-        raise PlanError(f"{str(path)!r} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise PlanError(f"{str(path)!r} holds a JSON {type(data).__name__}, expected an object")
-    return data
+        raise PlanError(f"{str(path)!r} is no configuration: {error}") from error
+    return found
 
 
 # ---- presets -----------------------------------------------------------------------------

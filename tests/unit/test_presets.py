@@ -372,11 +372,11 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path):
         with pytest.raises(PlanError, match=r"(config|missing).json.*No such file"):
             model_specs(str(missing))
     for content, complaint in (
-        (b"{", "is not JSON"),
-        (b"[1]", "JSON list"),
-        (b"null", "JSON NoneType"),
-        (b"[" * 100_000, "JSON"),
-        (b"\xff\xfe\x00", "is not JSON"),
+        (b"{", "is no configuration: expected JSON"),
+        (b"[1]", "expected an object, found a list"),
+        (b"null", "expected an object, found None"),
+        (b"[" * 100_000, "nested"),
+        (b"\xff\xfe\x00", "is no configuration"),
     ):
         path.write_bytes(content)
         with pytest.raises(PlanError, match=complaint):
