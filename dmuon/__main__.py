@@ -8,9 +8,8 @@ import sys
 import traceback
 from typing import NoReturn
 
-from dmuon.tools import check
-from dmuon.tools import plan as planning
-from dmuon.tools import profile as profiling
+from dmuon.tools import check, plan, profile
+from dmuon.types import DmuonError
 
 CRASHED = 3  # a defect of ours; Python's own status for that is 1, which has a meaning here
 CLOSED_PIPE = 141  # what a shell reports for a program that a closed pipe has ended
@@ -25,8 +24,7 @@ class _Parser(argparse.ArgumentParser):
 
 COMMANDS = {
     "plan": (
-        planning,
-        planning.add_plan_arguments,
+        plan,
         "balance the matrices of a model over a mesh, without either of them",
         "Plans which rank owns which matrix and prints the load balance with a proven lower bound. "
         "Needs neither the model's weights nor the machine. Exit status 0; with --verify 1 if the "
@@ -34,8 +32,7 @@ COMMANDS = {
         "large; 3 for a crash of the command itself.",
     ),
     "profile": (
-        profiling,
-        profiling.add_profile_arguments,
+        profile,
         "measure what Newton-Schulz costs here",
         "Measures batches of each shape on this machine's device and prints the times; with --out "
         "writes the cost table for `plan --costs`. Exit status 2 for a mistake, 3 for a crash of "
@@ -43,7 +40,6 @@ COMMANDS = {
     ),
     "check": (
         check,
-        check.add_check_arguments,
         "compare dmuon on several processes with Muon in one",
         "Trains small models with dmuon on several processes, with different data on each data "
         "rank, and with a plain reference Muon on the joint batch, and compares all weights and "
@@ -55,18 +51,15 @@ COMMANDS = {
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m dmuon", description="Tools of dmuon.")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, (module, add_arguments, text, description) in COMMANDS.items():
+    for name, (module, text, description) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=description)
-        add_arguments(command)
+        module.add_arguments(command)
         command.set_defaults(run=module.run)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status.
-
-    Errors of the user are the commands' own to report; whatever else is raised is a crash.
-    """
+    """Run one command; returns the exit status."""
     try:
         try:
             args = _parser().parse_args(argv)
@@ -78,6 +71,10 @@ def main(argv: list[str] | None = None) -> int:
         # The reader is gone (`| head`). What is still buffered must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED_PIPE
+    except DmuonError as error:  # a mistake of the user, or a file that is no plan
+        message = " ".join(str(error).split())
+        sys.stderr.write(f"python -m dmuon {args.command}: error: {message}\n")
+        return 2
     except Exception:  # a verdict must never look like a crash, nor a crash like a verdict
         traceback.print_exc()
         sys.stderr.write("python -m dmuon: crashed; please report what is above\n")

@@ -81,8 +81,7 @@ from dmuon.scheduler.co_owners import SIZES, blocks_of, can_be_shared
 from dmuon.scheduler.costs import CostTable, Link, resolve_costs
 from dmuon.scheduler.plan import OwnershipPlan, fitted_plan, refitted
 from dmuon.scheduler.select import collect, trainable_parameters
-from dmuon.scheduler.shards import OwnerLimits, RankShards, ShardMap
-from dmuon.scheduler.shards import assemble as assemble_shards
+from dmuon.scheduler.shards import OwnerLimits, RankShards, ShardMap, shard_map
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import ModelSpecs, canonical_name
 from dmuon.scheduler.topology import Topology, local_world_size
@@ -278,7 +277,7 @@ def assemble(
             found = replace(found, reports=transport.gather_objects(found.held))
         if not found.layout.keeps_state_at_owners:
             # Pure: every rank comes to the same result, or to the same error.
-            shards = assemble_shards(found.specs, found.reports)
+            shards = shard_map(found.specs, found.reports)
             limits = shards.limits(request.planner.owner_memory_bytes)
             found = replace(found, specs=shards.specs, shards=shards, limits=limits)
             if given.before is not None:

@@ -19,17 +19,18 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
-from dmuon.scheduler.json_files import parse, read_text
+from dmuon.scheduler.json_files import decode, parse, read_text
 from dmuon.scheduler.select import collect
 from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs
 from dmuon.types import Heads, PlanError, Splits
@@ -43,70 +44,48 @@ MAX_SIZE = 10_000_000  # of any number in a configuration; beyond it something i
 
 @dataclass(frozen=True, slots=True)
 class _Config:
-    """Typed reading of one configuration; errors name the key and the value found."""
+    """Reads one configuration; errors name the key and the value found."""
 
     data: Mapping[str, Any]
 
     def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number; ``default`` stands in for an absent key or a null."""
+        """A whole number; ``default`` stands in for an absent key, null and "auto"."""
         value = self.data.get(key)
-        value = default if value is None else value
+        value = default if value in (None, "auto") else value
         if value is None:
             raise PlanError(f"the model configuration has no {key!r}")
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or not least <= value <= MAX_SIZE:
-            raise _wrong(key, value, f"a whole number from {least} to {MAX_SIZE}")
-        return value
+        return self._read(Annotated[int, (least, MAX_SIZE)], key, value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self.data.get(key, default)
-        if not isinstance(value, bool):
-            raise _wrong(key, value, "true or false")
-        return value
+        return self._read(bool, key, self.data.get(key, default))
 
     def indices(self, key: str) -> frozenset[int]:
-        value = self.data.get(key) or []
-        if not isinstance(value, list) or any(not isinstance(i, int) for i in value):
-            raise _wrong(key, value, "a list of layers")
-        return frozenset(value)
+        return frozenset(self._read(tuple[int, ...], key, self.data.get(key) or []))
 
     def part(self, key: str) -> _Config:
         """The configuration of a part of the model."""
-        value = self.data.get(key)
-        if not isinstance(value, Mapping):
-            raise _wrong(key, value, "an object")
-        return _Config(value)
+        return _Config(self._read(dict[str, Any], key, self.data.get(key)))
+
+    def _read(self, hint: Any, key: str, value: object) -> Any:
+        return decode(hint, value, f"the model configuration: {key}")
 
     @property
     def hidden(self) -> int:
         return self.size("hidden_size")
 
 
-def _wrong(key: str, value: object, expected: str) -> PlanError:
-    return PlanError(f"the model configuration has {key!r} = {value!r}, expected {expected}")
-
-
 # ---- parts -------------------------------------------------------------------------------
 
 
-class _Linear(nn.Linear):
-    """Without initialization: on the meta device there is nothing to initialize."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
-        super().__init__(inputs, outputs, bias=bias, device="meta")
-
-    def reset_parameters(self) -> None:
-        pass
+def _linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias, device="meta")
 
 
 def _join(**parts: nn.Module | nn.Parameter | tuple[int, int] | tuple[int, int, bool]) -> nn.Module:
-    """A module that holds the given parts under the given names, in this order.
-
-    ``(inputs, outputs)`` or ``(inputs, outputs, bias)`` stands for a linear layer.
-    """
+    """A module of these parts; ``(inputs, outputs[, bias])`` stands for a linear layer."""
     module = nn.Module()
     for name, part in parts.items():
-        setattr(module, name, _Linear(*part) if isinstance(part, tuple) else part)
+        setattr(module, name, _linear(*part) if isinstance(part, tuple) else part)
     return module
 
 
@@ -119,6 +98,7 @@ def _parameter(*shape: int) -> nn.Parameter:
 
 
 def _embedding(count: int, hidden: int) -> nn.Embedding:
+    # With a weight, because to initialize one on the meta device takes seconds.
     return nn.Embedding(count, hidden, _weight=torch.empty(count, hidden, device="meta"))
 
 
@@ -139,21 +119,15 @@ def _trunk(
     last_norm: str = "norm",
 ) -> nn.Module:
     """The layers, each with its ``norms``, and the norm after the last of them."""
-
-    def with_norms(index: int) -> nn.Module:
-        made = layer(index)
-        for name in norms:
-            made.add_module(name, _rms_norm(c.hidden))
-        return made
-
-    trunk = _join(layers=_repeat(c.size("num_hidden_layers"), with_norms))
-    trunk.add_module(last_norm, _rms_norm(c.hidden))
-    return trunk
+    layers = _repeat(c.size("num_hidden_layers"), layer)
+    for made, name in product(layers, norms):
+        made.add_module(name, _rms_norm(c.hidden))
+    return _join(layers=layers, **{last_norm: _rms_norm(c.hidden)})
 
 
 def _head(c: _Config, embedding: nn.Embedding, tied: bool) -> nn.Module:
     """The output head; ``tied`` is the default of the key that shares the embedding's weight."""
-    head = _Linear(embedding.embedding_dim, c.size("vocab_size"))
+    head = _linear(embedding.embedding_dim, c.size("vocab_size"))
     if c.flag("tie_word_embeddings", tied):
         head.weight = embedding.weight
     return head
@@ -229,7 +203,7 @@ def _mllama(c: _Config) -> nn.Module:
     def layer(index: int) -> nn.Module:
         if index not in crossed:
             return _join(self_attn=_attention(c), mlp=_mlp(c))
-        gates = {f"cross_attn_{name}_gate": _parameter(1) for name in ("attn", "mlp")}
+        gates = {"cross_attn_attn_gate": _parameter(1), "cross_attn_mlp_gate": _parameter(1)}
         return _join(cross_attn=_attention(c, qk_norm=True), **gates, mlp=_mlp(c))
 
     trunk = _trunk(c, layer)
@@ -246,23 +220,18 @@ def _mixture(
     count: int,
     width: int,
     projections: Names = ("gate_proj", "up_proj", "down_proj"),
-    router_name: str = "gate",
-    correction_bias: bool = False,
+    router: str = "gate",
 ) -> nn.Module:
     """Experts and their router; ``projections`` name gate, up and down."""
     gate, up, down = projections
     stacks = {name: _parameter(count, width, c.hidden) for name in (gate, up)}
     stacks[down] = _parameter(count, c.hidden, width)
-    router = _Linear(c.hidden, count)
-    if correction_bias:
-        router.e_score_correction_bias = _parameter(count)
-    return _join(experts=_join(**stacks), **{router_name: router})
+    return _join(experts=_join(**stacks), **{router: (c.hidden, count)})
 
 
 def _mixtral(c: _Config) -> nn.Module:
-    sizes = c.size("num_local_experts"), c.size("intermediate_size")
-
     def layer(_: int) -> nn.Module:
+        sizes = c.size("num_local_experts"), c.size("intermediate_size")
         experts = _mixture(c, *sizes, ("w1", "w3", "w2"))
         return _join(self_attn=_attention(c), block_sparse_moe=experts)
 
@@ -299,7 +268,7 @@ def _qwen_moe(c: _Config, shared: bool = False, **attention: Any) -> nn.Module:
         made.mlp = mlp = _mlp(c) if is_dense else _mixture(c, count, width)
         if shared and not is_dense:
             mlp.shared_expert = _mlp(c, c.size("shared_expert_intermediate_size"))
-            mlp.shared_expert_gate = _Linear(c.hidden, 1)
+            mlp.shared_expert_gate = _linear(c.hidden, 1)
         return made
 
     return _causal(c, _trunk(c, layer))
@@ -313,7 +282,9 @@ def _deepseek(c: _Config, correction_bias: bool = False) -> nn.Module:
     def layer(index: int) -> nn.Module:
         if index < first or index % step:
             return _join(self_attn=_latent_attention(c), mlp=_mlp(c))
-        mlp = _mixture(c, count, width, correction_bias=correction_bias)
+        mlp = _mixture(c, count, width)
+        if correction_bias:
+            mlp.get_submodule("gate").e_score_correction_bias = _parameter(count)
         if shared:
             mlp.shared_experts = _mlp(c, shared)
         return _join(self_attn=_latent_attention(c), mlp=mlp)
@@ -326,19 +297,20 @@ def _latent_attention(c: _Config) -> nn.Module:
     heads, bias = c.size("num_attention_heads"), c.flag("attention_bias")
     nope, rope, value = map(c.size, ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     query_rank, rank = c.size("q_lora_rank", 0, least=0), c.size("kv_lora_rank")
+    queries: dict[str, Any] = {"q_proj": (c.hidden, heads * (nope + rope))}
     if query_rank:
-        attention = _join(
-            q_a_proj=(c.hidden, query_rank, bias),
-            q_a_layernorm=_rms_norm(query_rank),
-            q_b_proj=(query_rank, heads * (nope + rope)),
-        )
-    else:
-        attention = _join(q_proj=(c.hidden, heads * (nope + rope)))
-    attention.kv_a_proj_with_mqa = _Linear(c.hidden, rank + rope, bias)
-    attention.kv_a_layernorm = _rms_norm(rank)
-    attention.kv_b_proj = _Linear(rank, heads * (nope + value))
-    attention.o_proj = _Linear(heads * value, c.hidden, bias)
-    return attention
+        queries = {
+            "q_a_proj": (c.hidden, query_rank, bias),
+            "q_a_layernorm": _rms_norm(query_rank),
+            "q_b_proj": (query_rank, heads * (nope + rope)),
+        }
+    return _join(
+        **queries,
+        kv_a_proj_with_mqa=(c.hidden, rank + rope, bias),
+        kv_a_layernorm=_rms_norm(rank),
+        kv_b_proj=(rank, heads * (nope + value)),
+        o_proj=(heads * value, c.hidden, bias),
+    )
 
 
 # ---- state spaces ------------------------------------------------------------------------
@@ -350,8 +322,7 @@ def _mixer(
     """Mamba (arXiv 2312.00752, section 3.4) with the ``rank`` of the step size; or, with ``heads``,
     Mamba-2 (arXiv 2405.21060, section 7).
 
-    ``keys`` are those of the length of the convolution, which is one filter per channel, and of the
-    biases of the projections and of the convolution.
+    ``keys``: the length of the convolution, and the biases of the projections and of it.
     """
     kernel, bias, kernel_bias = c.size(keys[0], 4), c.flag(keys[1]), c.flag(keys[2], True)
     channels = inner + (2 * groups * state if heads else 0)
@@ -360,21 +331,15 @@ def _mixer(
     )
     mixer = _join(conv1d=convolution, out_proj=(inner, c.hidden, bias))
     if heads:
-        mixer.in_proj = _Linear(c.hidden, inner + channels + heads, bias)
+        mixer.in_proj = _linear(c.hidden, inner + channels + heads, bias)
         mixer.dt_bias, mixer.A_log, mixer.D = (_parameter(heads) for _ in range(3))
         mixer.norm = _rms_norm(inner)
         return mixer
     mixer.A_log, mixer.D = _parameter(inner, state), _parameter(inner)
-    mixer.in_proj = _Linear(c.hidden, 2 * inner, bias)
-    mixer.x_proj = _Linear(inner, rank + 2 * state)
-    mixer.dt_proj = _Linear(rank, inner, True)
+    mixer.in_proj = _linear(c.hidden, 2 * inner, bias)
+    mixer.x_proj = _linear(inner, rank + 2 * state)
+    mixer.dt_proj = _linear(rank, inner, True)
     return mixer
-
-
-def _rank(c: _Config, key: str) -> int:
-    """The rank of the step size: "auto" is a sixteenth of the hidden size, rounded up."""
-    auto = -(-c.hidden // 16)
-    return auto if c.data.get(key, "auto") == "auto" else c.size(key, auto)
 
 
 def _check_heads(c: _Config, inner: int, heads: int, key: str, default: int) -> None:
@@ -390,7 +355,8 @@ def _check_heads(c: _Config, inner: int, heads: int, key: str, default: int) -> 
 def _mamba(c: _Config, version: int = 1) -> nn.Module:
     inner = c.size("expand", 2) * c.hidden
     if version == 1:
-        sizes = {"state": c.size("state_size", 16), "rank": _rank(c, "time_step_rank")}
+        rank = c.size("time_step_rank", -(-c.hidden // 16))
+        sizes = {"state": c.size("state_size", 16), "rank": rank}
     else:
         sizes = {"heads": c.size("num_heads", 128), "groups": c.size("n_groups", 8)}
         _check_heads(c, inner, sizes["heads"], "head_dim", 64)
@@ -400,9 +366,8 @@ def _mamba(c: _Config, version: int = 1) -> nn.Module:
         keys = "conv_kernel", "use_bias", "use_conv_bias"
         return _join(norm=_rms_norm(c.hidden), mixer=_mixer(c, inner, keys, **sizes))
 
-    embedding = _embedding(c.size("vocab_size"), c.hidden)
-    layers = _repeat(c.size("num_hidden_layers"), layer)
-    backbone = _join(embeddings=embedding, layers=layers, norm_f=_rms_norm(c.hidden))
+    backbone = _trunk(c, layer, (), "norm_f")
+    embedding = backbone.embeddings = _embedding(c.size("vocab_size"), c.hidden)
     return _join(backbone=backbone, lm_head=_head(c, embedding, version == 1))
 
 
@@ -412,7 +377,7 @@ _HYBRID_NORMS = ("input_layernorm", "pre_ff_layernorm")
 
 def _jamba(c: _Config) -> nn.Module:
     inner, state = c.size("mamba_expand", 2) * c.hidden, c.size("mamba_d_state", 16)
-    rank = _rank(c, "mamba_dt_rank")
+    rank = c.size("mamba_dt_rank", -(-c.hidden // 16))
     count, width = c.size("num_experts", 16), c.size("intermediate_size")
     every, first = c.size("attn_layer_period", 8), c.size("attn_layer_offset", 4, least=0)
     moe_every = c.size("expert_layer_period", 2)
@@ -420,7 +385,7 @@ def _jamba(c: _Config) -> nn.Module:
 
     def layer(index: int) -> nn.Module:
         is_dense = count == 1 or index % moe_every != moe_first
-        forward = _mlp(c) if is_dense else _mixture(c, count, width, router_name="router")
+        forward = _mlp(c) if is_dense else _mixture(c, count, width, router="router")
         if index % every == first:
             return _join(self_attn=_attention(c, qkv_bias=False), feed_forward=forward)
         mixer = _mixer(c, inner, _HYBRID_KEYS, state, rank=rank)
@@ -434,8 +399,7 @@ def _jamba(c: _Config) -> nn.Module:
 def _bamba(c: _Config) -> nn.Module:
     inner, state = c.size("mamba_expand", 2) * c.hidden, c.size("mamba_d_state", 256)
     heads, groups = c.size("mamba_n_heads", 128), c.size("mamba_n_groups", 1)
-    if c.data.get("mamba_d_head", "auto") != "auto":
-        _check_heads(c, inner, heads, "mamba_d_head", inner // heads)
+    _check_heads(c, inner, heads, "mamba_d_head", inner // heads)
     attending = c.indices("attn_layer_indices")
 
     def layer(index: int) -> nn.Module:
@@ -503,10 +467,7 @@ def _siglip(c: _Config) -> nn.Module:
 
 
 def _pi0(c: _Config) -> nn.Module:
-    """A vision-language model beside a smaller expert for robot actions.
-
-    The expert has layers of its own, and its tokens attend to those of the language model.
-    """
+    """A vision-language model, and a smaller expert for robot actions, which attends to it."""
     vision, text, expert = map(c.part, ("vision_config", "text_config", "expert_config"))
     width, actions = expert.hidden, c.size("action_dim")
 
@@ -570,9 +531,8 @@ def build(config: Mapping[str, Any], dtype: str | None = None) -> nn.Module:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
         raise PlanError(
-            f"no rule for model_type {kind!r}; known: {', '.join(MODEL_TYPES)}. For any other "
-            "model pass --model module:function, a function that returns the model (best built "
-            "under torch.device('meta'))"
+            f"no rule for model_type {kind!r}; known: {', '.join(MODEL_TYPES)}. For any other pass "
+            "--model module:function, a function that returns the model (best on the meta device)"
         )
     return MODEL_TYPES[kind](_Config(config)).to(getattr(torch, dtype or dtype_of(config)))
 
@@ -586,21 +546,14 @@ def dtype_of(config: Mapping[str, Any]) -> str:
     return name
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        PlanError: the file cannot be read, or is not a JSON object.
-    """
+def _read_config(path: Path) -> Mapping[str, Any]:
     try:
-        data = parse(read_text(path))
+        found: Mapping[str, Any] = decode(dict[str, Any], parse(read_text(path)))
     except OSError as error:
         raise PlanError(f"cannot read {str(path)!r}: {error.strerror}") from error
     except ValueError as error:
-        raise PlanError(f"{str(path)!r} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise PlanError(f"{str(path)!r} holds a JSON {type(data).__name__}, expected an object")
-    return data
+        raise PlanError(f"{str(path)!r} is no configuration: {error}") from error
+    return found
 
 
 # ---- presets -----------------------------------------------------------------------------
@@ -620,69 +573,65 @@ _SIZES = (
 )  # fmt: skip
 
 
-def _config(kind: str, *sizes: int, **more: Any) -> dict[str, Any]:
-    return {"model_type": kind, **dict(zip(_SIZES, sizes, strict=True)), **more}
+def _config(kind: str, *sizes: int, keys: Sequence[str] = _SIZES, **more: Any) -> dict[str, Any]:
+    return {"model_type": kind, **dict(zip(keys, sizes, strict=True)), **more}
 
 
-def _gpt2_like(name: str, hidden: int, layers: int) -> Preset:
-    config = {
-        "model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": hidden,
-        "n_layer": layers,
-    }  # fmt: skip
-    source = f"GPT-2 paper (Radford et al. 2019), table 2; config.json of openai-community/{name}"
-    return Preset(config, source)
+def _family(
+    prefix: str, kind: str, source: str, rows: Mapping[str, tuple[int, ...]], **more: Any
+) -> dict[str, Preset]:
+    """A preset for each row, by its name behind ``prefix``; ``source`` has {} for the name."""
+    return {
+        prefix + name.lower(): Preset(_config(kind, *row, **more), source.format(name))
+        for name, row in rows.items()
+    }
 
 
-def _decoder_preset(small: str, *sizes: int) -> Preset:
-    """``small``: the size of a Llama 3.2, which ties its embedding."""
-    source = "Llama 3 paper (Dubey et al. 2024), table 3"
-    if small:
-        source = f"Llama 3.2 model card; config.json of meta-llama/Llama-3.2-{small}"
-    return Preset(_config("llama", 128256, *sizes, tie_word_embeddings=bool(small)), source)
+_TIED = {"tie_word_embeddings": True}
+_LLAMA32 = "Llama 3.2 model card; config.json of meta-llama/Llama-3.2-{}"
+_GPT2 = "GPT-2 paper (Radford et al. 2019), table 2; config.json of openai-community/{}"
+_QWEN25 = "Qwen2.5 technical report (2024), table 1; config.json of Qwen/Qwen2.5-{}"
+_QWEN3 = "Qwen3 technical report (2025), tables 1 and 2; config.json of Qwen/Qwen3-{}"
 
-
-def _qwen25(size: str, *sizes: int) -> Preset:
-    tied = size in ("0.5B", "1.5B", "3B")
-    vocabulary = 151936 if tied else 152064  # padded
-    return Preset(
-        _config("qwen2", vocabulary, *sizes, tie_word_embeddings=tied),
-        f"Qwen2.5 technical report (2024), table 1; config.json of Qwen/Qwen2.5-{size}",
-    )
-
-
-def _qwen3(size: str, *sizes: int, **experts: int) -> Preset:
-    kind, tied = "qwen3_moe" if experts else "qwen3", size in ("0.6B", "1.7B", "4B")
-    return Preset(
-        _config(kind, 151936, *sizes, tie_word_embeddings=tied, **experts),
-        f"Qwen3 technical report (2025), tables 1 and 2; config.json of Qwen/Qwen3-{size}",
-    )
-
-
-# hidden size, layers, heads, heads of keys, width of the MLP, size of a head
+# Vocabulary, hidden size, layers, heads, heads of keys, width of the MLP, size of a head.
 _DENSE = {
-    "gpt2": _gpt2_like("gpt2", 768, 12),
-    "gpt2-medium": _gpt2_like("gpt2-medium", 1024, 24),
-    "gpt2-large": _gpt2_like("gpt2-large", 1280, 36),
-    "gpt2-xl": _gpt2_like("gpt2-xl", 1600, 48),
-    "llama3-8b": _decoder_preset("", 4096, 32, 32, 8, 14336, 128),
-    "llama3-70b": _decoder_preset("", 8192, 80, 64, 8, 28672, 128),
-    "llama3-405b": _decoder_preset("", 16384, 126, 128, 8, 53248, 128),
-    "llama3.2-1b": _decoder_preset("1B", 2048, 16, 32, 8, 8192, 64),
-    "llama3.2-3b": _decoder_preset("3B", 3072, 28, 24, 8, 8192, 128),
-    "qwen2.5-0.5b": _qwen25("0.5B", 896, 24, 14, 2, 4864, 64),
-    "qwen2.5-1.5b": _qwen25("1.5B", 1536, 28, 12, 2, 8960, 128),
-    "qwen2.5-3b": _qwen25("3B", 2048, 36, 16, 2, 11008, 128),
-    "qwen2.5-7b": _qwen25("7B", 3584, 28, 28, 4, 18944, 128),
-    "qwen2.5-14b": _qwen25("14B", 5120, 48, 40, 8, 13824, 128),
-    "qwen2.5-32b": _qwen25("32B", 5120, 64, 40, 8, 27648, 128),
-    "qwen2.5-72b": _qwen25("72B", 8192, 80, 64, 8, 29568, 128),
-    "qwen3-0.6b": _qwen3("0.6B", 1024, 28, 16, 8, 3072, 128),
-    "qwen3-1.7b": _qwen3("1.7B", 2048, 28, 16, 8, 6144, 128),
-    "qwen3-4b": _qwen3("4B", 2560, 36, 32, 8, 9728, 128),
-    "qwen3-8b": _qwen3("8B", 4096, 36, 32, 8, 12288, 128),
-    "qwen3-14b": _qwen3("14B", 5120, 40, 40, 8, 17408, 128),
-    "qwen3-32b": _qwen3("32B", 5120, 64, 64, 8, 25600, 128),
-}
+    **_family("", "gpt2", _GPT2, {
+        "gpt2": (50257, 768, 12),
+        "gpt2-medium": (50257, 1024, 24),
+        "gpt2-large": (50257, 1280, 36),
+        "gpt2-xl": (50257, 1600, 48),
+    }, keys=("vocab_size", "n_embd", "n_layer"), n_positions=1024),
+    **_family("llama3-", "llama", "Llama 3 paper (Dubey et al. 2024), table 3", {
+        "8B": (128256, 4096, 32, 32, 8, 14336, 128),
+        "70B": (128256, 8192, 80, 64, 8, 28672, 128),
+        "405B": (128256, 16384, 126, 128, 8, 53248, 128),
+    }),
+    **_family("llama3.2-", "llama", _LLAMA32, {
+        "1B": (128256, 2048, 16, 32, 8, 8192, 64),
+        "3B": (128256, 3072, 28, 24, 8, 8192, 128),
+    }, **_TIED),
+    **_family("qwen2.5-", "qwen2", _QWEN25, {
+        "0.5B": (151936, 896, 24, 14, 2, 4864, 64),
+        "1.5B": (151936, 1536, 28, 12, 2, 8960, 128),
+        "3B": (151936, 2048, 36, 16, 2, 11008, 128),
+    }, **_TIED),
+    **_family("qwen2.5-", "qwen2", _QWEN25, {
+        "7B": (152064, 3584, 28, 28, 4, 18944, 128),
+        "14B": (152064, 5120, 48, 40, 8, 13824, 128),
+        "32B": (152064, 5120, 64, 40, 8, 27648, 128),
+        "72B": (152064, 8192, 80, 64, 8, 29568, 128),
+    }),
+    **_family("qwen3-", "qwen3", _QWEN3, {
+        "0.6B": (151936, 1024, 28, 16, 8, 3072, 128),
+        "1.7B": (151936, 2048, 28, 16, 8, 6144, 128),
+        "4B": (151936, 2560, 36, 32, 8, 9728, 128),
+    }, **_TIED),
+    **_family("qwen3-", "qwen3", _QWEN3, {
+        "8B": (151936, 4096, 36, 32, 8, 12288, 128),
+        "14B": (151936, 5120, 40, 40, 8, 17408, 128),
+        "32B": (151936, 5120, 64, 64, 8, 25600, 128),
+    }),
+}  # fmt: skip
 
 _LATENT = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
@@ -690,12 +639,12 @@ _LATENT = {
 
 
 _EXPERTS = {
-    "qwen3-30b-a3b": _qwen3(
-        "30B-A3B", 2048, 48, 32, 4, 6144, 128, num_experts=128, moe_intermediate_size=768
-    ),
-    "qwen3-235b-a22b": _qwen3(
-        "235B-A22B", 4096, 94, 64, 4, 12288, 128, num_experts=128, moe_intermediate_size=1536
-    ),
+    **_family("qwen3-", "qwen3_moe", _QWEN3, {
+        "30B-A3B": (151936, 2048, 48, 32, 4, 6144, 128),
+    }, num_experts=128, moe_intermediate_size=768),
+    **_family("qwen3-", "qwen3_moe", _QWEN3, {
+        "235B-A22B": (151936, 4096, 94, 64, 4, 12288, 128),
+    }, num_experts=128, moe_intermediate_size=1536),
     "mixtral-8x7b": Preset(
         _config("mixtral", 32000, 4096, 32, 32, 8, 14336, 128, num_local_experts=8),
         "Mixtral of Experts paper (Jiang et al. 2024), table 1",
@@ -748,33 +697,23 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 )
 
 
-@contextlib.contextmanager
-def _visible_folder(folder: str) -> Iterator[None]:
-    """Modules of this folder can be imported; what they print goes to standard error."""
+def _from_function(text: str, dtype: str | None) -> nn.Module:
+    """What a function of a module makes, also of a module in the current folder."""
+    module_name, _, function_name = text.partition(":")
+    folder, doing = os.getcwd(), f"importing {module_name!r}"
     sys.path.insert(0, folder)
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            yield
+            module = importlib.import_module(module_name)
+            doing, function = text, getattr(module, function_name, None)
+            model = function() if callable(function) else None
+    except (Exception, SystemExit) as error:  # of the user's code: an answer, not a fault of ours
+        raise PlanError(f"{doing} failed: {error!r}") from error
     finally:
         with contextlib.suppress(ValueError):
             sys.path.remove(folder)
-
-
-def _from_function(text: str, dtype: str | None) -> nn.Module:
-    module_name, _, function_name = text.partition(":")
-    # Any error of the user's code is an answer to the user, not a fault of ours.
-    with _visible_folder(os.getcwd()):
-        try:
-            module = importlib.import_module(module_name)
-        except (Exception, SystemExit) as error:
-            raise PlanError(f"importing {module_name!r} failed: {error!r}") from error
-        function = getattr(module, function_name, None)
-        if not callable(function):
-            raise PlanError(f"module {module_name!r} has no function {function_name!r}")
-        try:
-            model = function()
-        except (Exception, SystemExit) as error:
-            raise PlanError(f"{text} failed: {error!r}") from error
+    if not callable(function):
+        raise PlanError(f"module {module_name!r} has no function {function_name!r}")
     if not isinstance(model, nn.Module):
         raise PlanError(f"{text} returned {type(model).__name__}, expected a torch.nn.Module")
     return model if dtype is None else model.to(getattr(torch, dtype))
@@ -786,7 +725,7 @@ def _load(text: str, dtype: str | None) -> nn.Module:
         return build(preset.config, dtype)
     if os.path.exists(text) or text.endswith(".json"):
         path = Path(text, "config.json") if os.path.isdir(text) else Path(text)
-        return build(read_config(path), dtype)
+        return build(_read_config(path), dtype)
     if all(part.strip() for part in text.partition(":")):
         return _from_function(text, dtype)
     # Published names come with an owner and a suffix: "Qwen/Qwen2.5-7B-Instruct".
@@ -814,7 +753,7 @@ def model_specs(
         DmuonError: the parameters cannot be routed (see `collect`).
     """
     known = ", ".join(ITEM_SIZE)
-    if dtype is not None and dtype not in ITEM_SIZE:
+    if dtype not in (None, *ITEM_SIZE):
         raise PlanError(f"unknown dtype {dtype!r}, expected one of {known}")
     specs = collect(_load(text, dtype), splits=splits, heads=heads, allow_meta=True)
     for p in specs.parameters:

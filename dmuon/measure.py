@@ -25,6 +25,7 @@ from functools import partial
 from itertools import chain, product
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -78,28 +79,25 @@ dtype's safe forms measure, and far below what a wrong result gives."""
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A batch of ``batch`` matrices of a (wide) shape, of which the model has ``count``."""
+    """A batch of ``batch`` matrices of a (wide) shape, of which the model has ``count``.
+
+    Of these matrices each of ``co_owners`` ranks has a slice; ``split``: see `ops.SliceOps`.
+    """
 
     key: ShapeKey
     batch: int
     count: int = 1
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return self.batch, *self.key[:2]
-
-
-@dataclass(frozen=True, slots=True)
-class SliceCase(Case):
-    """A batch of matrices of which each of ``co_owners`` ranks has a slice; ``split``: see
-    `ops.SliceOps`."""
-
-    co_owners: int = 2
+    co_owners: int = 1
     split: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
         return self.batch, self.key[0], -(-self.key[1] // self.co_owners)
+
+    @property
+    def row(self) -> ShapeKey | SliceKey:
+        """Its key in a `CostTable`."""
+        return self.key if self.co_owners == 1 else (*self.key, self.co_owners, self.split)
 
 
 Run = tuple[Case, str]  # with a kernel, "" for the fixed rule's
@@ -110,32 +108,25 @@ def cases_of(
     keys: Iterable[ShapeKey], max_batch: int, batch_numel: int = BATCH_NUMEL
 ) -> tuple[Case, ...]:
     """The cases that planning for these matrices needs, sorted: batches of powers of two, and the
-    largest one (see `largest_batch`). Only equal keys are batched together, but a shape and its
-    transpose have one price.
+    largest one (see `largest_batch`).
 
-    >>> [(c.batch, c.count) for c in cases_of([(4, 6, "float32")] * 3 + [(6, 4, "float32")], 16)]
-    [(1, 4), (2, 4), (3, 4)]
+    >>> [(c.batch, c.count) for c in cases_of([(4, 6, "float32")] * 2 + [(6, 4, "float32")], 16)]
+    [(1, 3), (2, 3), (3, 3)]
     """
-    largest: dict[ShapeKey, int] = {}
-    counts: Counter[ShapeKey] = Counter()
-    for key, count in Counter(keys).items():
-        wide = canonical_key(key)
-        counts[wide] += count
-        most = largest_batch(*key[:2], max_batch, batch_numel)
-        largest[wide] = max(largest.get(wide, 1), min(count, most))
-    return tuple(
-        Case(key, batch, counts[key])
-        for key, most in sorted(largest.items())
-        for batch in sorted({*(2**i for i in range(most.bit_length())), most})
-    )
+    cases: list[Case] = []
+    for key, count in sorted(Counter(map(canonical_key, keys)).items()):
+        most = min(count, largest_batch(*key[:2], max_batch, batch_numel))
+        sizes = {*(2**i for i in range(most.bit_length())), most}
+        cases += [Case(key, batch, count) for batch in sorted(sizes)]
+    return tuple(cases)
 
 
 # ---- the timing loop ---------------------------------------------------------------------
 
 
 class Pace:
-    """Estimates how long a run will take: as long as before, or as the model says, corrected by the
-    known times of others. ``clock`` gives seconds."""
+    """How long a run will take: as long as before, or as the model says, corrected by the known
+    times of others. ``clock`` gives seconds."""
 
     def __init__(
         self,
@@ -151,7 +142,8 @@ class Pace:
         """Whether this number of runs is expected to end after the deadline."""
         ms = self.known.get(case)
         if ms is None:
-            table = replace(self._model, entries=_by_shape(self.known))
+            wholes = {Case(other.key, other.batch): ms for other, ms in self.known.items()}
+            table = replace(self._model, entries=_by_row(wholes))
             ms = table.batch_ms(case.key, case.batch)
         return runs * ms / 1e3 > deadline - self.clock()
 
@@ -174,10 +166,9 @@ def median_times(
     *,
     deadline: float = math.inf,
     progress: Progress = lambda done, case: None,
-    broken: set[Run] | None = None,
 ) -> dict[Run, float]:
-    """The median milliseconds of each run, in their order as far as the ``deadline`` allows.
-    Runs of optional kernels that raise are added to ``broken``, with a warning.
+    """The median milliseconds of each run, in their order as far as the ``deadline`` allows; inf,
+    with a warning, for an optional kernel that raises.
 
     No run begins that is not expected to end in time, so at most one run overruns.
 
@@ -201,18 +192,15 @@ def median_times(
             except torch.OutOfMemoryError:
                 continue
             except Exception as failure:
-                if broken is None or not _is_optional(run[1]):
-                    raise
-                _warn_left_out(run[1], failure)
-                broken.add(run)
-                medians.pop(run, None)
+                _leave_out(run[1], failure)
+                medians[run] = math.inf
                 continue
             if number > 0:
                 times.setdefault(run, []).append(ms)
             # No clock is more exact than six digits.
             medians[run] = float(f"{statistics.median(times.get(run, [ms])):.6g}")
             pace.known[run[0]] = medians[run]
-        todo = [run for run in todo if run in medians]
+        todo = [run for run in todo if medians.get(run, math.inf) < math.inf]
         if times and all(len(t) >= _MIN_TIMES and _is_stable(t) for t in times.values()):
             break
     return medians
@@ -228,8 +216,11 @@ def _is_optional(kernel: str) -> bool:
     return "/triton" in kernel
 
 
-def _warn_left_out(kernel: str, failure: Exception) -> None:
-    """Warn, unless a tile needs more memory than the device has: tiles are tried to learn that."""
+def _leave_out(kernel: str, failure: Exception) -> None:
+    """Warn of an optional kernel that raised, unless a tile needs more memory than the device has:
+    tiles are tried to learn that. Any other failure is raised again."""
+    if not _is_optional(kernel):
+        raise failure
     if type(failure).__name__ != "OutOfResources":
         backend = kernel.split("/")[1].partition("-")[0]
         warnings.warn(
@@ -248,9 +239,8 @@ class OwnerTimer:
     """Times an owner's work in `Muon.step` for one batch, with `Muon`'s default settings.
 
     ``momentum``: momentum update, normalization and Newton-Schulz, else Newton-Schulz alone on
-    normalized matrices. As in an optimizer all calls share one workspace, and on an accelerator
-    each is compiled and captured before its first time is taken. ``sharing`` processes share the
-    memory.
+    normalized matrices. As in an optimizer all calls share one workspace. ``sharing`` processes
+    share the memory.
     """
 
     def __init__(
@@ -277,8 +267,8 @@ class OwnerTimer:
         return Call(case.shape, self._triples, kernel)
 
     def reserve(self, runs: Iterable[Run]) -> list[Run]:
-        """Allocate memory in which these can run one at a time. Returns, in their order, those that
-        need no more than a quarter of the free memory."""
+        """Allocate memory in which these can run one at a time. Returns those that need no more
+        than a quarter of the free memory."""
         limit = _MEMORY_SHARE * devices.of(self.device).memory()[0] / self._sharing
         fitting = [run for run in runs if self._bytes(*run) <= limit]
         self._memory, self._warm = {}, set()
@@ -304,8 +294,8 @@ class OwnerTimer:
 
     @torch.no_grad()
     def run(self, case: Case, kernel: str) -> float:
-        """Milliseconds of one update of a batch that is reserved. OutOfMemoryError where there is
-        not enough."""
+        """Milliseconds of one update of a batch that is reserved, on an accelerator after it was
+        compiled and captured. OutOfMemoryError where there is not enough."""
         turns = 1 if (case, kernel) in self._warm else first_turns(self.device)
         self._warm.add((case, kernel))
         # Events are recorded on the current device's stream, which may be another's.
@@ -345,7 +335,6 @@ class SliceTimer(OwnerTimer):
         work = torch.empty_like(self._values)
         self._slices: dict[Case, list[tuple[SliceCall, Tensor]]] = {}
         for case, kernel in fitting:
-            assert isinstance(case, SliceCase)
             x = work[: math.prod(case.shape)].view(case.shape)
             call = SliceCall(self._call(case, kernel), Peers(0, case.co_owners, alone), case.split)
             self._slices[case] = [(call, x)]
@@ -402,11 +391,10 @@ def gate_errors(
             break
         try:
             error = float((result(x.clone(), str(choice)) - expected).norm() / expected.norm())
+        except torch.OutOfMemoryError:
+            raise
         except Exception as failure:
-            is_memory = isinstance(failure, torch.OutOfMemoryError)
-            if is_memory or not _is_optional(str(choice)):
-                raise
-            _warn_left_out(str(choice), failure)
+            _leave_out(str(choice), failure)
             error = math.inf
         errors[choice] = math.inf if math.isnan(error) else error
     return errors
@@ -421,11 +409,10 @@ def choose_kernels(
     *,
     progress: Progress = lambda done, case: None,
 ) -> dict[Case, str]:
-    """The kernels that measurements chose: cached ones that are still offered, else the fastest
+    """The kernels that measurements chose: ``cached`` ones that are still offered, else the fastest
     that pass `gate_errors`, as far as ``options.tune_budget_s`` seconds reach.
 
     The other cases are left to the fixed rule, which also wins where nothing is clearly faster.
-    ``cached`` were measured with the same ``options``.
 
     Raises:
         ValueError: the options ask for what cannot run on this device.
@@ -476,13 +463,14 @@ def _fastest(
     # Checking compiles too, which may take long.
     if pace.is_late(case, deadline, count) or timer.reserve(runs) != runs:
         return None
-    broken: set[Run] = set()
-    times = median_times(runs, timer, pace, broken=broken)
-    right = [choice for choice in right if (case, str(choice)) not in broken]
-    if not right or len(times) < len(right):
+    times = median_times(runs, timer, pace)
+    if len(times) < len(runs):
         return None
-    best = min(right, key=lambda choice: (times[case, str(choice)], str(choice)))
-    return best if times[case, str(best)] < _MARGIN * times[case, str(right[0])] else right[0]
+    ms = {choice: times[run] for choice, run in zip(right, runs) if times[run] < math.inf}
+    if not ms:
+        return None
+    best, first = min(ms, key=lambda choice: (ms[choice], str(choice))), next(iter(ms))
+    return best if ms[best] < _MARGIN * ms[first] else first
 
 
 def compile_ahead(
@@ -490,12 +478,9 @@ def compile_ahead(
     device: torch.device,
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Compile the Triton kernels of all cases, as many at once as there are processors.
-
-    Each takes a second or more, mostly in the assembler that Triton starts. What raises here raises
-    again in `gate_errors`. Compiled code depends only on whether tiles divide a size, so small
-    matrices are enough.
-    """
+    """Compile the Triton kernels of all cases, as many at once as there are processors, because
+    each takes a second or more. What raises here raises again in `gate_errors`. Compiled code
+    depends only on whether tiles divide a size, so small matrices are enough."""
 
     def compile_one(run: tuple[Case, KernelChoice]) -> None:
         if not is_over():
@@ -552,7 +537,7 @@ class _Session:
         self._folder = None if given is None else os.fspath(given)
         own = devices.of(device)
 
-        def here() -> tuple[str, str | None, str, torch.dtype, str, str | None]:
+        def here() -> tuple[Any, ...]:
             dtype = resolve_ns_dtype(ns_dtype, device)
             is_open = own.has_triton and kernels.backend == "auto"
             reason = why_not("triton", device, torch.float32) if is_open else None
@@ -591,22 +576,15 @@ class _Session:
         # The first rank with this cache writes it for all that share it.
         caches = [rank[:4] for rank in ranks]
         self._leads = caches.index(caches[transport.rank]) == transport.rank
-        self.old = self._cached(fresh) or self.model
-
-    def _cached(self, fresh: bool) -> CostTable | None:
+        cached: CostTable | None = None
         self._problem: str | None = None
-        found = None
-        if self._folder is None:
-            flaw = "there is no home directory and no cache_dir was given"
-            self._problem = f"costs are not cached: {flaw}"
-        elif not fresh:
-            found, self._problem = costs.read_cache(self._folder, self._key)
-        return found
+        if self._folder is not None and not fresh:
+            cached, self._problem = costs.read_cache(self._folder, self._key)
+        self.old = cached or self.model
 
     def exchanged(self, work: Callable[[], T]) -> list[T]:
         """The result of ``work`` on each rank; if it failed on one, all raise."""
-        what = "dmuon: measuring costs"
-        mine = attempt(self.transport, work, what=what, digest=lambda _: "")
+        mine = attempt(self.transport, work, what="dmuon: measuring costs", digest=lambda _: "")
         return self.transport.gather_objects(mine)
 
     def times(
@@ -617,36 +595,38 @@ class _Session:
         model: CostTable,
         budget_s: float,
         title: str,
-    ) -> list[tuple[dict[Case, float], set[Run]]]:
-        """By rank the milliseconds of each case with the kernel of this name, and the runs that
-        failed: what is ``cached`` on all ranks, and what all measure at once, for about
+    ) -> dict[Case, float]:
+        """The milliseconds of each case with the kernel of this name on the slowest rank, inf where
+        the kernel fails: what is ``cached`` on all ranks, and what all measure at once, for about
         ``budget_s`` seconds at most."""
-        known = self.exchanged(lambda: dict(cached))
-        lacking = [case for case in names if any(case not in times for times in known)]
-        if not lacking:
-            return [(times, set()) for times in known]
+        by_rank = self.exchanged(lambda: dict(cached))
+        lacking = [case for case in names if any(case not in times for times in by_rank)]
 
-        def measure() -> tuple[dict[Case, float], set[Run]]:
-            broken: set[Run] = set()
+        def measure() -> dict[Case, float]:
             timer, pace = make(), Pace(model, cached)
             deadline = pace.clock() + budget_s
             bar = progress_bar(PASSES * len(lacking), title, shown=self.transport.rank == 0)
             with torch.no_grad(), bar as shown:
                 runs = timer.reserve([(case, names[case]) for case in pace.in_order(lacking)])
-                new = median_times(
-                    runs, timer, pace, deadline=deadline, progress=shown, broken=broken
-                )
+                new = median_times(runs, timer, pace, deadline=deadline, progress=shown)
             # A new time replaces the cached one, whichever is larger.
-            return dict(cached) | {case: ms for (case, _), ms in new.items()}, broken
+            return dict(cached) | {case: ms for (case, _), ms in new.items()}
 
-        return self.exchanged(measure)
+        if lacking:
+            by_rank = self.exchanged(measure)
+        slowest: dict[Case, float] = {}
+        for case, ms in chain.from_iterable(times.items() for times in by_rank):
+            slowest[case] = max(ms, slowest.get(case, ms))
+        return slowest
 
     def write(self, new: CostTable) -> None:
         """Keep what is new; warn of problems."""
         if not self._leads:
             return
         problem = self._problem
-        if self._folder is not None and self.old.updated(new) != self.old:
+        if self._folder is None:
+            problem = "costs are not cached: there is no home directory and no cache_dir was given"
+        elif self.old.updated(new) != self.old:
             lost = costs.add_to_cache(self._folder, self._key, new)
             problem = problem or lost
         if problem is not None:
@@ -700,19 +680,16 @@ def measured_costs(
         if timed[case] == names[case]  # measured with the kernel that is to run
     }
     title = "dmuon measures Newton-Schulz"
-    by_rank = session.times(names, cached, make, session.model, options.profile_budget_s, title)
+    times = session.times(names, cached, make, session.model, options.profile_budget_s, title)
     # A kernel that failed on a rank has no time, and nobody runs it.
-    broken = {case for _, failed in by_rank for case, _ in failed}
-    slowest: dict[Case, float] = {}
-    for case, ms in chain.from_iterable(times.items() for times, _ in by_rank):
-        if case not in broken:
-            slowest[case] = max(ms, slowest.get(case, ms))
-    names |= {case: rule[case] for case in broken}
-    table = replace(session.model, entries=_by_shape(slowest), kernels=_by_shape(names))
+    failed = {case for case, ms in times.items() if ms == math.inf}
+    names |= {case: rule[case] for case in failed}
+    entries = _by_row({case: ms for case, ms in times.items() if case not in failed})
+    table = replace(session.model, entries=entries, kernels=_by_row(names))
     devices.of(device).release_memory()
     # What the rule chose because time was short is not kept, so that it is chosen another time.
-    kept = {case: name for case, name in tuned.items() if case not in broken}
-    session.write(replace(table, kernels=_by_shape(kept)))
+    kept = {case: name for case, name in tuned.items() if case not in failed}
+    session.write(replace(table, kernels=_by_row(kept)))
     return table
 
 
@@ -735,34 +712,25 @@ def measured_slices(
     exchanges in each of ``groups``, by the number of co-owners (None: this rank is in no set of
     that many).
 
-    A collective call; the table is equal on all ranks, and the slowest counts. Products that are
-    not cached are timed, for about ``options.profile_budget_s`` seconds at most. Exchanges are
-    always timed, because jobs differ in the ranks that exchange.
-
-    Raises:
-        Exception: what measuring raised here; ConsensusError if that was on another rank.
+    A collective call as `measured_costs`, with the same errors. Exchanges are timed each time,
+    because jobs differ in the ranks that exchange.
     """
     session = _Session(transport, device, options, kernels, ns_dtype, table.momentum)
     dtype, old = session.ns_dtype, session.old
     on_cpu = devices.of(device).is_cpu
     most = 1 if on_cpu else options.max_batch  # a CPU multiplies slices matrix by matrix
     cases = [
-        SliceCase(case.key, case.batch, case.count, k, split)
+        replace(case, co_owners=k, split=split)
         for k, split in product(groups, (False, True))
         for case in cases_of(keys, most, k * batch_bytes // dtype.itemsize)
         if k <= case.key[1]
     ]
-    names: dict[Case, str] = {case: table.slice_kernel(case.key) for case in cases}
-    found = {case: old.slices.get(_slice_key(case), {}).get(case.batch) for case in cases}
-    cached: dict[Case, float] = {case: ms for case, ms in found.items() if ms is not None}
+    names = {case: table.slice_kernel(case.key) for case in cases}
+    cached = _of_cases(old.slices, cases)
     make = partial(SliceTimer, device, dtype, sharing=session.sharing, options=session.kernels)
     model, title = replace(session.model, entries=table.entries), "dmuon measures slices"
-    by_rank = session.times(names, cached, make, model, options.profile_budget_s, title)
-    slices: dict[SliceKey, dict[int, float]] = defaultdict(dict)
-    for case in cases:
-        each = [times[case] for times, _ in by_rank if case in times]
-        if len(each) == len(by_rank):
-            slices[_slice_key(case)][case.batch] = max(each)
+    times = session.times(names, cached, make, model, options.profile_budget_s, title)
+    slices = _by_row({case: ms for case, ms in times.items() if ms < math.inf})
 
     def contention() -> float:
         """How much longer the costliest matrix takes while all ranks work than while one does."""
@@ -770,7 +738,7 @@ def measured_slices(
             return 1.0
         if len(cached) == len(cases):
             return old.contention
-        key = max({key[:3] for key in slices}, key=lambda key: table.batch_ms(key, 1))
+        key = max((key[:3] for key in slices), key=lambda key: table.batch_ms(key, 1))
         timer = OwnerTimer(device, dtype, momentum=table.momentum, options=kernels)
         runs = timer.reserve([(Case(key, 1), table.kernel(key, 1))])
         times = [timer.run(*run) for run in runs * (_MIN_TIMES + 1)][1:]
@@ -778,7 +746,7 @@ def measured_slices(
 
     shared = replace(
         table,
-        slices=dict(slices),
+        slices=slices,
         links=_links(session, groups, device),
         ns_item=dtype.itemsize,
         sum_item=SUM_DTYPE.get(dtype, dtype).itemsize,
@@ -786,10 +754,6 @@ def measured_slices(
     )
     session.write(replace(shared, links={}, kernels={}, entries={}))
     return shared
-
-
-def _slice_key(case: SliceCase) -> SliceKey:
-    return (*case.key, case.co_owners, case.split)
 
 
 _EXCHANGED = (1 << 12, 1 << 18, 1 << 21)  # bytes to each of the others
@@ -800,10 +764,9 @@ def _links(
 ) -> dict[int, Link]:
     """The speed of exchanges in the slowest group, by the number of co-owners."""
 
-    def measure() -> dict[int, list[float]]:
-        return {k: _exchange_ms(g, device) for k, g in groups.items() if g is not None}
-
-    by_rank = session.exchanged(measure)
+    by_rank = session.exchanged(
+        lambda: {k: _exchange_ms(g, device) for k, g in groups.items() if g is not None}
+    )
     found = {}
     for k in groups:
         if each := [ms[k] for ms in by_rank if k in ms]:
@@ -835,26 +798,21 @@ def _fitted(ms: Sequence[float], others: int) -> Link:
     >>> round(1e3 * link.latency_s, 6), round(link.bandwidth / 2**20, 3)
     (0.5, 1000.0)
     """
-    sizes = torch.tensor(_EXCHANGED, dtype=torch.float64) * others
-    times = torch.tensor(ms, dtype=torch.float64)
-    terms = torch.stack([torch.ones_like(sizes), sizes], 1) / times[:, None]
-    latency, slope = torch.linalg.lstsq(terms, torch.ones(len(ms), 1).double()).solution.flatten()
+    slope, latency = np.polyfit(np.array(_EXCHANGED) * others, ms, 1, w=1 / np.array(ms))
     return Link(max(float(latency), 1e-6) / 1e3, 1e3 / max(float(slope), 1e-12))
 
 
-def _by_shape(values: Mapping[Case, T]) -> dict[ShapeKey, dict[int, T]]:
-    found: dict[ShapeKey, dict[int, T]] = defaultdict(dict)
+def _by_row(values: Mapping[Case, T]) -> dict[Any, dict[int, T]]:
+    """As a `CostTable` has values: by shape (and slice) and batch size."""
+    found: dict[Any, dict[int, T]] = defaultdict(dict)
     for case, value in values.items():
-        found[case.key][case.batch] = value
+        found[case.row][case.batch] = value
     return dict(found)
 
 
-def _of_cases(table: Mapping[ShapeKey, Mapping[int, T]], cases: Iterable[Case]) -> dict[Case, T]:
-    """The inverse of `_by_shape`, for these cases."""
-    return {c: table[c.key][c.batch] for c in cases if c.batch in table.get(c.key, ())}
-
-
-# ---- progress ------------------------------------------------------------------------------
+def _of_cases(table: Mapping[Any, Mapping[int, T]], cases: Iterable[Case]) -> dict[Case, T]:
+    """The inverse of `_by_row`, for these cases."""
+    return {c: table[c.row][c.batch] for c in cases if c.batch in table.get(c.row, ())}
 
 
 @contextmanager

@@ -136,7 +136,7 @@ class Slices:
         for i in self.matrices_of[parameter]:
             replica, shard, tensor = self._place[i]
             every = in_slices and (replicas or self.is_cut(i))
-            box = self.shards.boxes[i].box
+            box = self.shards.boxes[i]
             for r in range(self.grid.shape[0]) if replicas else [replica]:
                 for t in range(self.grid.shape[2]) if every else [tensor]:
                     kept = box.intersection(self.shards.shard(t, parameter).box)
@@ -146,7 +146,7 @@ class Slices:
 
     def held(self, matrix: int, tensor: int) -> Held:
         """The part of a matrix that the ranks with this tensor coordinate hold."""
-        outer = self.shards.boxes[matrix].box
+        outer = self.shards.boxes[matrix]
         local = self.shards.shard(tensor, self.plan.specs.matrices[matrix].parameter).box
         common, start = outer.intersection(local), 0
         if common.numel:

@@ -165,11 +165,12 @@ MatrixPart = tuple[int, int, tuple[int, ...], bool, Box]
 def slice_of(shards: ShardMap, unit: Unit, position: int) -> Box:
     """The box of a matrix that a unit has, from the corner of the matrix, in its parameter's dims:
     all of it, or a co-owner's slice of the longer dim."""
-    whole = shards.boxes[unit.matrices[position]]
-    box = Box.at_origin(whole.box.shape)
+    matrix = unit.matrices[position]
+    box = Box.at_origin(shards.boxes[matrix].shape)
     if not unit.co_owners:
         return box
-    long = whole.form.dims(len(box.shape))[0 if unit.holds_transpose(position) else 1]
+    form = shards.specs.matrices[matrix].form
+    long = form.dims(len(box.shape))[0 if unit.holds_transpose(position) else 1]
     return Box(
         tuple(unit.start if dim == long else 0 for dim in range(len(box.shape))),
         tuple(unit.cols if dim == long else size for dim, size in enumerate(box.shape)),
@@ -182,7 +183,7 @@ def parts_of(
     """The parts of a buffer from element ``start`` on; neighbours with equal boxes are one part."""
     parts: list[Part] = []
     for position, i, shape, transposed, box in pieces:
-        kind = (box, shape, shards.boxes[i].form, transposed)
+        kind = (box, shape, shards.specs.matrices[i].form, transposed)
         last = parts[-1] if parts else None
         if (
             last is not None
@@ -222,7 +223,7 @@ def _parts_at(
     i, cut = unit.matrices[position], slice_of(shards, unit, position)
     turned, box = unit.holds_transpose(position), shards.piece(i, rank).box
     part = position, i, cut.shape, turned, box.intersection(cut).within(cut)
-    return part, (position, i, shards.boxes[i].box.shape, turned, box)
+    return part, (position, i, shards.boxes[i].shape, turned, box)
 
 
 def _published(shards: ShardMap, unit: Unit, position: int, rank: int) -> _Contents:

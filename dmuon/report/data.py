@@ -20,13 +20,14 @@ from rich.console import RenderableType
 
 from dmuon.report import html
 from dmuon.report.text import (
+    WIDTH,
     Fact,
     Table,
     bytes_text,
     count_text,
     fold_names,
     ms_text,
-    plain,
+    printed,
     render,
 )
 from dmuon.scheduler.certificate import Certificate, certify
@@ -47,9 +48,6 @@ _MOST_SHAPES, _MOST_NAMES = 16, 100  # rows of tables
 _WORDS = {"milp": "MILP", "time_limit": "stopped by the time limit"}
 
 
-# ---- numbers -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class RankLoad:
     """The matrices of one rank, its predicted ms per step, its bytes of optimizer state."""
@@ -65,7 +63,7 @@ class ShapeUse:
     """All matrices of one shape: (size, number) of their batches, largest first, and their cost.
 
     ``single_ms`` is the price of one matrix alone, None where the plan has no prices; ``origins``
-    say where the prices of these batches come from.
+    are those of the prices of these batches.
     """
 
     rows: int
@@ -81,9 +79,9 @@ class ShapeUse:
 
 @dataclass(frozen=True, slots=True)
 class SharedShape:
-    """``count`` matrices of one shape that ``co_owners`` ranks share each; ``blocks`` are these
-    ranks. ``ms`` is the time of a batch on each of them, ``alone_ms`` that of one matrix on one
-    owner. The ranks also share the products of short side x short side of ``split`` matrices."""
+    """``count`` matrices of one shape that ``co_owners`` ranks share each: one of the ``blocks``.
+    ``ms`` is the time of a batch on each rank, ``alone_ms`` that of one matrix on one owner; of
+    ``split`` matrices they also share the products of short side x short side."""
 
     rows: int
     cols: int
@@ -98,11 +96,9 @@ class SharedShape:
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """The busiest rank, and its costliest batch of ``rows x cols`` matrices.
-
-    ``floor``: no plan is faster than the owner of one matrix of the costliest shape. ``movable``:
-    some matrix of this rank could have another owner.
-    """
+    """The busiest rank, and its costliest batch of ``rows x cols`` matrices. ``floor``: no plan is
+    faster than the owner of one matrix of the costliest shape. ``movable``: some matrix of this
+    rank could have another owner."""
 
     rank: int
     ms: float
@@ -143,10 +139,8 @@ class MeasuredBalance:
 @dataclass(frozen=True)
 class LoadBalanceReport:
     """The balance of a plan: `str()` for a terminal, `to_html` for a browser, `to_dict` as data.
-
     ``measured_ms`` are the ranks' milliseconds of momentum and Newton-Schulz per step, None before
-    training steps. State is as in `OwnershipPlan.state_bytes`.
-    """
+    training steps."""
 
     plan: OwnershipPlan
     measured_ms: tuple[float, ...] | None = None
@@ -170,7 +164,7 @@ class LoadBalanceReport:
 
     @property
     def mean_ms(self) -> float:
-        """The predicted milliseconds of the mean of the ranks."""
+        """The predicted milliseconds of a rank in the mean."""
         return sum(self.plan.loads_ms) / len(self.plan.loads_ms)
 
     @property
@@ -197,8 +191,8 @@ class LoadBalanceReport:
         prices = {row.key: row for row in self.plan.prices}
         found = []
         for key, batches in by_key.items():
-            sizes = Counter(len(b.matrices) for b in batches)
-            count, price = sum(len(b.matrices) for b in batches), prices.get(key)
+            sizes, price = Counter(len(b.matrices) for b in batches), prices.get(key)
+            count = sum(size * times for size, times in sizes.items())
             total = sum(b.ms * len(b.ranks) for b in batches)
             origins = {o for size in sizes if price for o in price.origin[size - 1 : size]}
             found.append(
@@ -274,14 +268,13 @@ class LoadBalanceReport:
         as if the ranks took turns in order; None on a single node.
         """
         plan, topology = self.plan, self.plan.topology
-        # The matrices that travel, which one that a single rank may own does not, in about the
-        # order in which they do.
+        # Those that travel, in about the order in which they do.
         moving = [i for i in range(len(plan.owners)) if not plan.limits.is_forced(i)]
         moving.sort(key=lambda i: natural_key(plan.specs.matrices[i].name))
-        owners = [plan.owners[i] for i in moving]
-        if topology.nodes < 2 or not owners:
+        if topology.nodes < 2 or not moving:
             return None
-        in_turn = [i % topology.world for i in range(len(owners))]
+        owners = [plan.owners[i] for i in moving]
+        in_turn = [i % topology.world for i in range(len(moving))]
         return {"row_major": contention(in_turn, topology), "plan": contention(owners, topology)}
 
     @cached_property
@@ -296,10 +289,10 @@ class LoadBalanceReport:
         return render(_title(self.plan), _facts(self), self._tables())
 
     def __str__(self) -> str:
-        return plain(self.__rich__())
+        return printed(self.__rich__(), width=WIDTH)
 
     def to_html(self, path: str | Path) -> None:
-        """Write one self-contained page with pictures; it appears whole or not at all.
+        """Write one self-contained page with pictures, whole or not at all.
 
         Raises:
             FileNotFoundError: the directory does not exist.
@@ -345,9 +338,7 @@ class LoadBalanceReport:
 
 
 def build_report(plan: OwnershipPlan, measured: Sequence[float] | None = None) -> LoadBalanceReport:
-    """The report of a plan.
-
-    ``measured`` are the milliseconds of momentum and Newton-Schulz that each rank needs a step.
+    """The report of a plan; ``measured`` are the milliseconds per step of each rank.
 
     Raises:
         ValueError: ``measured`` has not one time for each rank.
@@ -360,9 +351,6 @@ def build_report(plan: OwnershipPlan, measured: Sequence[float] | None = None) -
 
 def _excess(most: float, mean: float) -> float:
     return most / mean - 1 if mean else 0.0
-
-
-# ---- numbers out of a plan ---------------------------------------------------------------
 
 
 @lru_cache(maxsize=8)  # it may take as long as planning, and reports are made again and again
@@ -383,14 +371,14 @@ def _kernel_uses(plan: OwnershipPlan) -> list[tuple[str, int, int]]:
 
 
 def _least_ms(plan: OwnershipPlan) -> dict[ShapeKey, float]:
-    """The least time that an owner needs for a matrix of each shape, the costliest first."""
+    """The least time that an owner needs for a matrix of each shape."""
     least: dict[ShapeKey, float] = {}
     for batch in plan.batches:
         # Without prices: a batch is rarely cheaper alone than its share in a larger one.
         key, share = _key_of(plan, batch), batch.ms / len(batch.matrices)
         least[key] = min(share, least.get(key, share))
     least.update((row.key, min(row.ms)) for row in plan.prices if row.key in least)
-    return dict(sorted(least.items(), key=lambda item: -item[1]))
+    return least
 
 
 def _compare(plan: OwnershipPlan, measured_ms: tuple[float, ...]) -> MeasuredBalance:
@@ -436,11 +424,9 @@ def _matters(ms: float, makespan_ms: float) -> bool:
 def _measured_floor(
     plan: OwnershipPlan, predicted: Sequence[float], measured: Sequence[float]
 ) -> float:
-    """A bound for every plan at the measured speed, however evenly it shares the work out.
-
-    The costliest matrix; and the plan's own lower bound, because if every batch takes at least
-    ``slowest`` times its prediction, then so does every plan.
-    """
+    """A bound for every plan at the measured speed: the costliest matrix, and the plan's own lower
+    bound, because if every batch takes at least ``slowest`` times its prediction, so does every
+    plan."""
     speed: dict[ShapeKey, float] = {}
     for batch in plan.batches:
         key, p, m = _key_of(plan, batch), predicted[batch.owner], measured[batch.owner]
@@ -471,7 +457,7 @@ def _title(plan: OwnershipPlan) -> str:
 
 
 def _facts(report: LoadBalanceReport) -> list[Fact]:
-    """(label, sentence) about the plan, most important first; empty ones are left out."""
+    """About the plan, most important first; empty ones are left out."""
     plan, certificate, idle, text = report.plan, report.certificate, report.idle, report.ms_text
     verdict = "valid: makespan and lower bound computed anew from the stored prices and duals"
     if plan.has_co_owners:
@@ -526,7 +512,6 @@ def _kernels_text(plan: OwnershipPlan) -> str:
 
 
 def _bottleneck_text(report: LoadBalanceReport) -> str:
-    """The busiest rank and its costliest batch."""
     found, text = report.bottleneck, report.ms_text
     if found is None:
         return "no matrix to orthogonalize"
@@ -547,10 +532,9 @@ def _co_owners_text(report: LoadBalanceReport) -> str:
     """Who shares what, and what that brings or would."""
     text, plan = report.ms_text, report.plan
     if plan.shared_ms is not None:
-        bound = report.certificate.shared_bound_ms
-        floor = (
-            "" if bound is None else f"; no plan is faster than {text(bound)} ms, sharing or not"
-        )
+        bound, floor = report.certificate.shared_bound_ms, ""
+        if bound is not None:
+            floor = f"; no plan is faster than {text(bound)} ms, sharing or not"
         return (
             f"none: sharing matrices would take {text(plan.shared_ms)} ms by the costs' model "
             f"({_excess(plan.shared_ms, plan.makespan_ms):+.0%}). "
@@ -597,7 +581,6 @@ def _domains(plan: OwnershipPlan) -> Iterator[str]:
 
 
 def _contention_text(report: LoadBalanceReport) -> str:
-    """How crowded nodes get, against ranks taking turns row by row."""
     if report.contention is None:
         return ""
     plan, rows = report.contention["plan"], report.contention["row_major"]
@@ -610,7 +593,6 @@ def _contention_text(report: LoadBalanceReport) -> str:
 
 
 def _memory_text(plan: OwnershipPlan) -> str:
-    """Optimizer state of a rank, and its cap."""
     state, cap = plan.state_bytes, plan.limits.memory_bytes
     held = not plan.layout.keeps_state_at_owners
     return (

@@ -6,9 +6,11 @@ Nothing here knows of plans; `data` says what there is to show.
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from rich import box
@@ -102,18 +104,11 @@ def _braces(numbers: Sequence[int]) -> str:
     >>> _braces([4]), _braces([0, 1, 2, 7])
     ('4', '{0..2,7}')
     """
-    numbers = sorted(numbers)
     if len(numbers) == 1:
         return str(numbers[0])
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    shown = [
-        f"{a}..{b}" if b > a + 1 else f"{a},{b}" if b > a else f"{a}" for a, b in runs[:_MOST_RUNS]
-    ]
+    by_run = groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in by_run]
+    shown = [f"{r[0]}..{r[-1]}" if len(r) > 2 else ",".join(map(str, r)) for r in runs[:_MOST_RUNS]]
     return "{" + ",".join(shown + ["..."] * (len(runs) > _MOST_RUNS)) + "}"
 
 
@@ -157,18 +152,16 @@ def _rich_table(table: Table) -> RichTable:
     return made
 
 
-def printed(*shown: RenderableType, width: int | None, **console: Any) -> str:
-    """Text of so many columns, or as many as the terminal has, in colour if standard output is."""
-    out = Console(width=width, highlight=False, markup=False, **console)
+def printed(*shown: RenderableType, width: int, plain: bool = True) -> str:
+    """Text of so many columns; unless ``plain``, as many as a terminal has, and in its colours."""
+    width_here = None if not plain and sys.stdout.isatty() else width
+    out = Console(
+        width=width_here, highlight=False, markup=False, color_system=None if plain else "auto"
+    )
     with out.capture() as capture:
         for one in shown:
             out.print(one, crop=False)
-    return capture.get().rstrip()
-
-
-def plain(shown: RenderableType) -> str:
-    """Text of `WIDTH` columns without colour codes."""
-    return "\n".join(map(str.rstrip, printed(shown, width=WIDTH, color_system=None).splitlines()))
+    return "\n".join(map(str.rstrip, capture.get().rstrip().splitlines()))
 
 
 def grid(headings: Iterable[str], left: Collection[str], **columns: Any) -> RichTable:

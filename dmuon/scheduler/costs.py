@@ -18,7 +18,7 @@ import os
 import re
 import statistics
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -69,32 +69,22 @@ def largest_batch(rows: int, cols: int, max_batch: int, numel: int) -> int:
 
 # ---- the analytic model ------------------------------------------------------------------
 
-Number = Annotated[float, (0, math.inf)]  # in files
-_MOST_RATE = 1e30  # operations or bytes per second: times of any shape stay finite and above 0
+# In files: times of any shape stay finite and above 0.
+Number = Annotated[float, (0, math.inf)]
+Rate = Annotated[float, (1, 1e30)]  # operations or bytes per second
+Overhead = Annotated[float, (0, 1e9)]
 
 
 @dataclass(frozen=True, slots=True)
 class AnalyticDevice:
-    """A device class: matmul rate, bytes moved per second, and the cost of one kernel launch.
+    """A device class: ``flops`` that dense products in the NS dtype reach, ``bandwidth`` in bytes
+    per second, ``launch_s`` of one kernel, and ``half_batch_dim``, the matrix dim at which one
+    product reaches half of ``flops`` (small matrices underfill the device)."""
 
-    ``flops`` is the rate that dense products in the NS dtype reach, ``bandwidth`` is in bytes per
-    second, and ``launch_s`` is the overhead of one kernel. ``half_batch_dim`` is the matrix dim at
-    which one product reaches half of ``flops`` (small matrices underfill the device).
-    """
-
-    flops: Number
-    bandwidth: Number
-    launch_s: Number
-    half_batch_dim: Number
-
-    def __post_init__(self) -> None:
-        rates, others = (self.flops, self.bandwidth), (self.launch_s, self.half_batch_dim)
-        in_range = min(rates) >= 1 and max(rates) <= _MOST_RATE
-        if not (in_range and min(others) >= 0 and max(others) <= 1e9):
-            raise PlanError(
-                f"a device needs rates from 1 to {_MOST_RATE:g}, overheads from 0 to 1e9, found "
-                f"{self}"
-            )
+    flops: Rate
+    bandwidth: Rate
+    launch_s: Overhead
+    half_batch_dim: Overhead
 
     def ms(self, batch: int, rows: int, operations: float, nbytes: int, launches: int) -> float:
         """Milliseconds of a batch of matrices of so many ``operations`` each, on the short side
@@ -184,12 +174,8 @@ class Link:
     """The time of an exchange among co-owners: ``latency_s``, and the bytes that a rank sends over
     ``bandwidth`` bytes per second."""
 
-    latency_s: Number
-    bandwidth: Number
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.latency_s <= 1e9 and 1 <= self.bandwidth <= _MOST_RATE):
-            raise PlanError(f"a link needs a latency >= 0 and a bandwidth >= 1, found {self}")
+    latency_s: float
+    bandwidth: float
 
     def ms(self, nbytes: float) -> float:
         """Milliseconds until ``nbytes`` are sent and as many received."""
@@ -210,17 +196,16 @@ LINKS: Mapping[str, Link] = MappingProxyType(
 class CostTable:
     """Costs in milliseconds: table entries, and estimates from them.
 
-    ``entries`` maps ``(rows, cols, dtype)`` to a mapping from batch size to milliseconds. A shape
-    costs the same as its transpose, and the table keeps its wide form: of a shape given both ways
-    the larger time counts. A batch between two entries is interpolated linearly; beyond the largest
-    each matrix costs what it costs there. A shape without any entry is estimated by the
-    ``device``'s analytic model, times the median ratio of the entries to that model; with
-    ``device`` None it has no price. ``entry_origin`` says how the entries came about.
+    ``entries`` maps ``(rows, cols, dtype)`` to milliseconds by batch size. A shape costs the same
+    as its transpose, and the table keeps its wide form: of a shape given both ways the larger time
+    counts. A batch between two entries is interpolated linearly; beyond the largest each matrix
+    costs what it costs there. A shape without any entry is estimated by the ``device``'s analytic
+    model, times the median ratio of the entries to that model; with ``device`` None it has no
+    price. ``entry_origin`` says how the entries came about.
 
-    ``kernels`` names, by shape and batch size, the kernel that took the time of an entry, or would
-    run a batch whose time was not reached. ``momentum``: whether prices are of all that an owner
-    does where it keeps the momentum (momentum update, normalization, Newton-Schulz), or of
-    Newton-Schulz alone, as in the `sharded` layout.
+    ``kernels`` names likewise the kernel that took the time of an entry, or would run a batch whose
+    time was not reached. ``momentum``: whether prices are of all that an owner does where it keeps
+    the momentum (momentum update, normalization, Newton-Schulz), or of Newton-Schulz alone.
 
     For matrices with co-owners: ``slices`` maps (rows, cols, dtype, co-owners, split) to the time
     of a co-owner's products, by batch size. With split they also share the products of short side x
@@ -253,10 +238,9 @@ class CostTable:
             )
         entries = self._canonical(self.entries, "finite milliseconds >= 0", _is_time)
         kernels = self._canonical(self.kernels, "kernels such as 'standard/torch/bfloat16'", _named)
-        object.__setattr__(self, "entries", entries)
-        object.__setattr__(self, "kernels", kernels)
         slices = {key: dict(sorted(by.items())) for key, by in self.slices.items()}
-        object.__setattr__(self, "slices", slices)
+        for name, value in (("entries", entries), ("kernels", kernels), ("slices", slices)):
+            object.__setattr__(self, name, value)
 
     def _canonical(
         self, given: Mapping[Any, Any], expected: str, fits: Callable[[Any], bool]
@@ -284,17 +268,15 @@ class CostTable:
     def analytic(cls, device: str = "cpu", ns_steps: int = 5, momentum: bool = True) -> CostTable:
         """The FLOP model of a device class (see `ANALYTIC_DEVICES`)."""
         if device not in ANALYTIC_DEVICES:
-            raise PlanError(
-                f"costs='analytic:{device}': unknown device class; known: "
-                + ", ".join(sorted(ANALYTIC_DEVICES))
-            )
+            known = ", ".join(sorted(ANALYTIC_DEVICES))
+            raise PlanError(f"costs='analytic:{device}': unknown device class; known: {known}")
         source = f"analytic:{device}" + (f", {ns_steps} steps" if ns_steps != 5 else "")
         return cls(source, device=ANALYTIC_DEVICES[device], ns_steps=ns_steps, momentum=momentum)
 
     # ---- prices --------------------------------------------------------------------------
 
     def batch_ms(self, key: ShapeKey, batch: int) -> float:
-        """Milliseconds of one update of ``batch`` matrices; PlanError when it has no price."""
+        """Milliseconds of one update of ``batch`` matrices; PlanError if it has no price."""
         return self._price(key, batch)[0]
 
     def origin(self, key: ShapeKey, batch: int) -> str:
@@ -329,7 +311,7 @@ class CostTable:
             ms = self._scale * self._modelled(key, batch)
             return ms, "estimated" if self.entries else "analytic"
         ms, origin = self._between(known, batch)
-        smallest = next(iter(known))
+        smallest = min(known)
         if batch < smallest and self.device is not None:
             ms *= self._modelled(key, batch) / self._modelled(key, smallest)
         return ms, origin
@@ -340,10 +322,10 @@ class CostTable:
             return known[batch], self.entry_origin
         sizes = list(known)
         at = bisect_left(sizes, batch)
-        if at == len(sizes):
-            return known[sizes[-1]] / sizes[-1] * batch, "estimated"
         if at == 0:
             return known[sizes[0]], "estimated"
+        if at == len(sizes):
+            return known[sizes[-1]] / sizes[-1] * batch, "estimated"
         low, high = sizes[at - 1 : at + 1]
         part = (batch - low) / (high - low)
         ms = known[low] * (1 - part) + known[high] * part
@@ -353,11 +335,8 @@ class CostTable:
     def shared_ms(
         self, key: ShapeKey, batch: int, co_owners: int, link: str
     ) -> tuple[float, bool, str]:
-        """(milliseconds of a batch for so many co-owners, split, origin of the price). With split
-        they share the products of short side x short side, too.
-
-        All exchanges are counted in full. ``link`` names one of `LINKS`, where ``links`` has none.
-        """
+        """(milliseconds of a batch for so many co-owners, split, origin of the price), with all
+        exchanges in full. ``link`` names one of `LINKS`, where ``links`` has none."""
         rows, cols, dtype = canonical_key(key)
         width, k = -(-cols // co_owners), co_owners
         alone, origin = self._price(key, batch)
@@ -386,8 +365,7 @@ class CostTable:
         return min(each, split_ms), split_ms < each, origin
 
     def slice_kernel(self, key: ShapeKey) -> str:
-        """The kernel that runs slices: that of a whole matrix if it is of the Gram form, else ""
-        for the fixed rule."""
+        """That of a whole matrix if it is of the Gram form, else "" for the fixed rule."""
         kernel = self.kernel(key, 1)
         return kernel if kernel.startswith("gram") else ""
 
@@ -406,11 +384,8 @@ class CostTable:
         return names.get(sizes[min(bisect_left(sizes, batch), len(sizes) - 1)], "")
 
     def updated(self, newer: CostTable) -> CostTable:
-        """This table with the entries and kernels of ``newer`` over its own.
-
-        An entry replaces the kernel of the one before it too: one that comes without a kernel has
-        none afterwards.
-        """
+        """This table with the entries and kernels of ``newer`` over its own; an entry without a
+        kernel replaces an earlier kernel, too."""
         kept = {
             key: {b: kernel for b, kernel in by.items() if b not in newer.entries.get(key, ())}
             for key, by in self.kernels.items()
@@ -437,7 +412,26 @@ class CostTable:
             PlanError: not a cost table, one of another version, or a wrong entry; the message
                 begins with ``where``.
         """
-        return _table_of(text, where)[0]
+        try:
+            data = parse(text, _MOST_CHARACTERS)
+        except PlanError as error:
+            raise PlanError(f"{where} is no cost table: {error}; {_HOW} writes one") from error
+        form = data.get("format") if isinstance(data, dict) else type(data).__name__
+        if form != _FORMAT:
+            raise PlanError(
+                f"{where} is no cost table: found format {cut(repr(form))}, expected {_FORMAT!r}; "
+                f"{_HOW} writes one"
+            )
+        if data.get("version") != _VERSION:
+            raise PlanError(
+                f"{where} is a cost table of version {cut(repr(data.get('version')))}, this dmuon "
+                f"reads version {_VERSION}: write it again with {_HOW}"
+            )
+        try:
+            return cls(**_fields_of(data))
+        except ValueError as error:
+            message = f"{where} is damaged ({cut(str(error))}): write it again with {_HOW}"
+            raise PlanError(message) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table to a file that `load` and ``costs=path`` read."""
@@ -446,7 +440,8 @@ class CostTable:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostTable:
         """The table in a file; PlanError that names the file if there is none."""
-        return _read(path, f"costs={os.fspath(path)!r}")[0]
+        where = f"costs={os.fspath(path)!r}"
+        return cls.from_json(_read(path, where), where)
 
 
 def _merged(old: Mapping[Any, Any], new: Mapping[Any, Any]) -> dict[Any, dict[int, Any]]:
@@ -472,9 +467,8 @@ def _named(kernel: object) -> bool:
 
 
 def resolve_costs(costs: Any, device_type: str, *, momentum: bool = True) -> CostTable:
-    """The prices that the ``costs=`` argument of `dedicate_params` names.
-
-    ``momentum`` is that of `CostTable`, for a model of the device; a table is what it is.
+    """The prices that the ``costs=`` argument of `dedicate_params` names; ``momentum`` is that of a
+    model of the device.
 
     Raises:
         PlanError: an unknown name or type, or a file that is no cost table.
@@ -489,15 +483,14 @@ def resolve_costs(costs: Any, device_type: str, *, momentum: bool = True) -> Cos
         return CostTable.load(costs)
     if costs == "measured":
         raise PlanError(
-            "costs='measured' needs the devices that will train: dedicate_params measures on "
-            f"them. To plan elsewhere, write a table there with {_HOW} and pass its path, or pass "
-            "'analytic:<device>'"
+            "costs='measured' needs the devices that will train: to plan elsewhere, write a table "
+            f"there with {_HOW} and pass its path, or pass 'analytic:<device>'"
         )
     found = repr(costs) if isinstance(costs, str) else type(costs).__name__
+    known = ", ".join(sorted(ANALYTIC_DEVICES))
     raise PlanError(
-        f"costs={found} is unknown: pass 'measured', 'analytic', 'analytic:<device>' with one "
-        f"of {', '.join(sorted(ANALYTIC_DEVICES))}, the path of a cost table (.json), or a "
-        "CostTable"
+        f"costs={found} is unknown: pass 'measured', 'analytic', 'analytic:<device>' with one of "
+        f"{known}, the path of a cost table (.json), or a CostTable"
     )
 
 
@@ -518,9 +511,9 @@ _FIELDS = {
     "entries": tuple[Any, ...],
     "kernels": tuple[Any, ...],
 }
-_SHARING = {
+_SHARING = {  # where there are times of co-owners
     "slices": tuple[tuple[int, int, str, int, bool, dict[str, Number]], ...],
-    "links": tuple[tuple[int, Number, Number], ...],
+    "links": tuple[tuple[int, Overhead, Rate], ...],
     "ns_item": Annotated[int, (1, 8)],
     "sum_item": Annotated[int, (1, 8)],
     "contention": Number,
@@ -557,78 +550,48 @@ def _data_of(table: CostTable) -> dict[str, Any]:
     }
 
 
-def _read(path: str | os.PathLike[str], where: str) -> tuple[CostTable, dict[str, Any]]:
+def _read(path: str | os.PathLike[str], where: str) -> str:
     try:
-        content = read_text(path, _MOST_CHARACTERS)
+        return read_text(path, _MOST_CHARACTERS)
     except (OSError, ValueError) as error:
         raise PlanError(f"{where} cannot be read ({error}); {_HOW} writes one") from error
-    return _table_of(content, where)
 
 
-def _table_of(content: str, where: str) -> tuple[CostTable, dict[str, Any]]:
-    """The table in a text and all its data; PlanError that begins with ``where``."""
-    try:
-        data = parse(content, _MOST_CHARACTERS)
-    except PlanError as error:
-        raise PlanError(f"{where} is no cost table: {error}; {_HOW} writes one") from error
-    form = data.get("format") if isinstance(data, dict) else type(data).__name__
-    if form != _FORMAT:
-        raise PlanError(
-            f"{where} is no cost table: found format {cut(repr(form))}, expected {_FORMAT!r}; "
-            f"{_HOW} writes one"
-        )
-    if data.get("version") != _VERSION:
-        raise PlanError(
-            f"{where} is a cost table of version {cut(repr(data.get('version')))}, this dmuon "
-            f"reads version {_VERSION}: write it again with {_HOW}"
-        )
-    try:
-        found = decode_fields(_FIELDS, data)
-        found["entry_origin"] = found.pop("origin")
-        found["entries"] = _by_shape("entries", found["entries"], "ms", float)
-        found["kernels"] = _by_shape("kernels", found["kernels"], "kernel", str)
-        if "slices" in data:
-            sharing = decode_fields(_SHARING, data)
-            found |= {name: sharing[name] for name in ("ns_item", "sum_item", "contention")}
-            found["links"] = {k: Link(*link) for k, *link in sharing["links"]}
-            found["slices"] = {
-                tuple(key): {int(b): ms for b, ms in by.items()} for *key, by in sharing["slices"]
-            }
-        return CostTable(**found), data
-    except ValueError as error:
-        message = f"{where} is damaged ({cut(str(error))}): write it again with {_HOW}"
-        raise PlanError(message) from error
+def _fields_of(data: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the table in a file's data."""
+    found = decode_fields(_FIELDS | _SHARING if "slices" in data else _FIELDS, data)
+    found["entry_origin"] = found.pop("origin")
+    for name, value, of in (("entries", "ms", float), ("kernels", "kernel", str)):
+        hints = {"rows": int, "cols": int, "dtype": str, value: dict[str, of]}  # type: ignore[valid-type]
+        rows = [decode_fields(hints, row, f"{name}[{i}]") for i, row in enumerate(found[name])]
+        found[name] = _by_batch([tuple(row.values()) for row in rows], name)
+    if "slices" in found:
+        found["links"] = {k: Link(*link) for k, *link in found["links"]}
+        found["slices"] = _by_batch(found["slices"], "slices")
+    return found
 
 
-def _by_shape(name: str, entries: Sequence[Any], value: str, of: type) -> dict[ShapeKey, Any]:
-    """By shape, what JSON has as a list of records, each with values by batch size."""
+def _by_batch(rows: Iterable[Sequence[Any]], name: str) -> dict[Any, dict[int, Any]]:
+    """Rows of a key and values by batch size, which JSON has as text."""
     found = []
-    hints = {"rows": int, "cols": int, "dtype": str, value: dict[str, of]}  # type: ignore[valid-type]
-    for i, entry in enumerate(entries):
-        at = f"{name}[{i}]"
-        *shape, by_text = decode_fields(hints, entry, at).values()
+    for *key, by_text in rows:
         for size in by_text:
             if not _BATCH_SIZE.fullmatch(size):
-                expected = f"{at}.{value}: expected batch sizes such as '16'"
-                raise PlanError(f"{expected}, found {cut(size)!r}")
-        found.append((tuple(shape), {int(size): one for size, one in by_text.items()}))
-    different((shape for shape, _ in found), f"the shapes of {name}")
+                raise PlanError(f"{name}: expected batch sizes such as '16', found {cut(size)!r}")
+        found.append((tuple(key), {int(size): value for size, value in by_text.items()}))
+    different((key for key, _ in found), f"the shapes of {name}")
     return dict(found)
 
 
 # ---- the cache ---------------------------------------------------------------------------
-# One file a device and version, shared by all processes of a user. A file is a cost table that
-# names the key it belongs to, and has a digest: one that is damaged is ignored and measured again.
-# Nothing that goes wrong here stops training: functions return the problem in words.
+# One file per device and version, shared by all processes of a user: a cost table with its key and
+# a digest. Nothing that goes wrong here stops training: functions return the problem in words.
 
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """Everything that a measured time depends on besides shape, parameter dtype and batch size.
-
-    ``device`` names the hardware and how much of it a process has; ``kernels`` the backend and
-    the version of the kernels; ``momentum`` is that of `CostTable`.
-    """
+    """Everything that a measured time depends on besides shape, parameter dtype and batch size:
+    ``device`` is the hardware and how much of it a process has, ``kernels`` backend and version."""
 
     device: str
     torch: str
@@ -645,11 +608,6 @@ class CacheKey:
         readable = f"{self.device[:60]}-torch{self.torch}-{self.ns_dtype}"
         digest = sha256(asdict(self))[:10]
         return f"{re.sub(r'[^A-Za-z0-9.]+', '-', readable).strip('-')}-{digest}.json"
-
-
-def _digest(data: dict[str, Any]) -> str:
-    """A digest of everything else in a file: a changed digit in a time looks like a time."""
-    return sha256(data | {"digest": None})
 
 
 def cache_directory() -> Path | None:
@@ -670,19 +628,19 @@ def cache_path(directory: str | os.PathLike[str], key: CacheKey) -> Path:
 def read_cache(
     directory: str | os.PathLike[str], key: CacheKey
 ) -> tuple[CostTable | None, str | None]:
-    """The table cached for ``key``, and what was wrong if the file cannot be used.
-
-    A kernel that it names was chosen by measurement; a time without one is that of the kernel that
-    the fixed rule says.
-    """
+    """The table cached for ``key``, and what was wrong if the file cannot be used. A kernel that it
+    names was chosen by measurement; a time without one is of the fixed rule's."""
     path = cache_path(directory, key)
     if not os.path.lexists(path):
         return None, None
     try:
-        table, data = _read(path, str(path))
+        text = _read(path, str(path))
+        table = CostTable.from_json(text, str(path))
     except PlanError as error:
         return None, f"{error}. It is ignored and rebuilt"
-    if data.get("digest") != _digest(data | {"key": asdict(key)}):
+    data = json.loads(text)
+    # A changed digit in a time looks like a time.
+    if data.get("digest") != sha256(data | {"key": asdict(key), "digest": None}):
         why = f"its digest is not that of its content for {asdict(key)}"
         return None, f"{path} is damaged ({why}); it is ignored and rebuilt"
     return table, None
@@ -691,8 +649,8 @@ def read_cache(
 def add_to_cache(directory: str | os.PathLike[str], key: CacheKey, table: CostTable) -> str | None:
     """Merge ``table`` into the file of ``key``, over what it has; a problem, or None.
 
-    The file is replaced in one step, so that readers see the old or the new one. Of two processes
-    that write at the same moment the later one counts; what the other added is measured again.
+    Of two processes that write at the same moment the later one counts; what the other added is
+    measured again.
     """
     path = cache_path(directory, key)
     try:
@@ -702,7 +660,7 @@ def add_to_cache(directory: str | os.PathLike[str], key: CacheKey, table: CostTa
         old, _ = read_cache(directory, key)
         merged = table if old is None else old.updated(table)
         data = _data_of(merged) | {"key": asdict(key)}
-        content = json.dumps(data | {"digest": _digest(data)}, indent=1)
+        content = json.dumps(data | {"digest": sha256(data | {"digest": None})}, indent=1)
         write_text(path, content + "\n")
     except OSError as error:
         return f"measured costs cannot be kept in {path} ({error})"

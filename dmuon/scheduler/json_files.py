@@ -68,9 +68,8 @@ def read_text(path: str | os.PathLike[str], most: int = MOST_CHARACTERS) -> str:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file in UTF-8 so that nobody ever sees a part of it.
-
-    What writers that were killed have left of this file is removed after an hour.
+    """Write a file in UTF-8 so that nobody ever sees a part of it. What killed writers have left of
+    it is removed after an hour.
 
     Raises:
         OSError: it cannot be written, or its directory does not exist; the file is as it was.
@@ -141,10 +140,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _integer(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
-        raise PlanError(
-            f"found a number of {len(digits)} digits ({digits[:8]}...), expected at most "
-            f"{_MOST_DIGITS}"
-        )
+        found = f"{len(digits)} digits ({digits[:8]}...)"
+        raise PlanError(f"found a number of {found}, expected at most {_MOST_DIGITS}")
     return int(digits)
 
 
@@ -168,9 +165,8 @@ def sha256(data: Mapping[str, Any], default: Callable[[Any], Any] | None = None)
 def decode(hint: Any, data: Any, at: str = "") -> Any:
     """An object of the type that a hint names, made from parsed JSON; ``at`` is its path.
 
-    A dataclass is an object with all of its fields, or a list of them in order. Whole numbers go
-    from 0 to `MOST_WHOLE` and others from 0 to `MOST_MS` unless the hint is ``Annotated`` with a
-    range, both ends included.
+    A dataclass is an object with all of its fields, or a list of them in order. Numbers go from 0
+    to `MOST_WHOLE`, or `MOST_MS` with a fraction, unless the hint is ``Annotated`` with a range.
 
     Raises:
         PlanError: begins with the path of what is wrong.

@@ -39,9 +39,9 @@ class Batch:
     ``matrices`` are indices into `ModelSpecs.matrices`; ``ms`` is the predicted time. ``kernel`` is
     what runs it, as `KernelChoice` writes it, or "" for the fixed rule at run time.
 
-    ``co_owners`` are the ranks that share it, the owner first, a slice of the longer dim each
-    (empty: it has one owner); ``ms`` is then that of each. ``split``: they also share the products
-    of short side x short side, by rows.
+    ``co_owners`` are the ranks that share it, the owner first, a slice of the longer dim and
+    ``ms`` each (empty: it has one owner). ``split``: they also share the products of short side x
+    short side, by rows.
     """
 
     owner: int
@@ -59,11 +59,8 @@ class Batch:
 @dataclass(frozen=True, slots=True)
 class PriceRow:
     """The prices of one shape in planning: milliseconds of batches of 1, 2, 3, ... matrices.
-
-    ``origin`` says of each where it comes from: "measured", "interpolated", "estimated" (not
-    reached by the measurement), "analytic" or "given". ``kernels`` names for each the kernel that
-    the price is of; empty where none is named.
-    """
+    ``origin`` says of each where it comes from (`costs.ORIGINS`), ``kernels``, if any, which kernel
+    it is of."""
 
     key: ShapeKey
     ms: tuple[float, ...]
@@ -71,18 +68,7 @@ class PriceRow:
     kernels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        rows, cols, dtype = self.key
-        for batch, ms in enumerate(self.ms, 1):
-            if not 0 <= ms <= _MOST_BATCH_MS:
-                raise PlanError(
-                    f"the cost of {batch} matrices of {rows} x {cols} {dtype} must be between 0 "
-                    f"and {_MOST_BATCH_MS:g} milliseconds, found {ms}: measure again, or correct "
-                    "the cost table"
-                )
-        if not self.ms or len(self.origin) != len(self.ms):
-            raise PlanError(f"each price needs an origin: {len(self.ms)} and {len(self.origin)}")
-        if len(self.kernels) not in (0, len(self.ms)):
-            raise PlanError(f"{len(self.ms)} prices need as many kernels, or none: {self.kernels}")
+        _check_prices(self, self.origin, *([self.kernels] if self.kernels else []))
         for kernel in self.kernels:
             _check_kernel(kernel)
 
@@ -94,8 +80,8 @@ class PriceRow:
 @dataclass(frozen=True, slots=True)
 class SharedPrice:
     """The prices of one shape with co-owners: the milliseconds of each of them, exchanges included,
-    for batches of 1, 2, 3, ...; ``split`` says of each whether they also share the
-    products of short side x short side. ``origin`` as in `PriceRow`; ``kernel`` runs all."""
+    for batches of 1, 2, 3, ...; ``split`` as in `Batch`, ``origin`` as in `PriceRow`, of each
+    price. ``kernel`` runs all."""
 
     key: ShapeKey
     co_owners: Annotated[int, (2, 1 << 20)]
@@ -105,15 +91,20 @@ class SharedPrice:
     kernel: str = ""
 
     def __post_init__(self) -> None:
-        if not self.ms or not len(self.ms) == len(self.split) == len(self.origin):
-            raise PlanError(f"each price of co-owners needs an origin and a split: {self.key}")
-        for ms in self.ms:
-            if not 0 <= ms <= _MOST_BATCH_MS:
-                raise PlanError(
-                    f"the cost of {self.key} for {self.co_owners} co-owners must be between 0 and "
-                    f"{_MOST_BATCH_MS:g} milliseconds, found {ms}"
-                )
+        _check_prices(self, self.split, self.origin)
         _check_kernel(self.kernel)
+
+
+def _check_prices(row: PriceRow | SharedPrice, *of_each: Sequence[object]) -> None:
+    if not row.ms or any(len(column) != len(row.ms) for column in of_each):
+        raise PlanError(f"expected as many origins, kernels and splits as prices, found {row}")
+    for batch, ms in enumerate(row.ms, 1):
+        if not 0 <= ms <= _MOST_BATCH_MS:
+            raise PlanError(
+                "the cost of {} matrices of {} x {} {}".format(batch, *row.key)
+                + f" must be between 0 and {_MOST_BATCH_MS:g} milliseconds, found {ms}: measure "
+                "again, or correct the cost table"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +117,7 @@ class Dual:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The proof that no plan is faster. ``dual`` proves the makespan that `bound.bound_of` computes
-    from it.
+    """The proof that no plan is faster: `bound.bound_of` computes a makespan from ``dual``.
 
     ``impossible``: no plan takes so many ticks or fewer, as `bound.cover` finds by trying
     everything; -1 where nothing was tried or the dual alone shows as much.
@@ -149,11 +139,10 @@ class Claim:
 class OwnershipPlan:
     """Who owns which matrix, in which batches, and how good that is.
 
-    Owners execute ``batches`` in order of their first matrix. ``lower_bound_ms`` is proven: no
-    assignment has a smaller makespan under the same costs, and ``proof`` lets anyone recompute that
-    without a solver (see `certificate`). ``alternatives`` holds the makespan of other solvers for
-    comparison. ``engine`` names the MILP solver that ran, ``note`` says why something else was done
-    than what was asked for, and ``hit_time_limit`` marks a plan that depends on the clock.
+    ``lower_bound_ms``: no assignment has a smaller makespan under the same costs, as ``proof`` lets
+    anyone recompute without a solver (see `certificate`). ``alternatives`` are the makespans of
+    other solvers. ``engine`` names the MILP solver that ran, ``note`` says why something else was
+    done than what was asked for, and ``hit_time_limit`` marks a plan that depends on the clock.
     ``prices`` are the costs it was made with, ``limits`` what bound the owners. ``claim`` is None
     in a plan by hand.
 
@@ -236,8 +225,6 @@ class OwnershipPlan:
         mine = sorted(i for b in self.batches if rank in b.ranks for i in b.matrices)
         return tuple(self.specs.matrices[i].name for i in mine)
 
-    # ---- identity and JSON ---------------------------------------------------------------
-
     @cached_property
     def _fingerprint(self) -> str:
         specs = self.specs
@@ -275,8 +262,7 @@ class OwnershipPlan:
 
         Raises:
             PlanError: not a plan, one of another format version, one that was changed since it was
-                written, or larger than any plan is (64 million characters, 100,000 ranks); says
-                which field, and what was found there.
+                written, or larger than any plan is; says which field, and what was found there.
         """
         try:
             data = parse(text)
@@ -286,9 +272,8 @@ class OwnershipPlan:
             plan: OwnershipPlan = decode(cls, data)
             if data.get("digest") != digest(data):
                 raise PlanError(
-                    "its digest is not that of its content, so it was changed or damaged after it "
-                    "was written: plan again, or change the plan in code (dataclasses.replace) "
-                    "and write its to_json()"
+                    "its digest is not that of its content, so it was changed or damaged since: "
+                    "plan again, or change the plan in code (dataclasses.replace) and write that"
                 )
             return plan
         except ValueError as error:
@@ -315,8 +300,8 @@ def fitted_plan(
     """``plan`` for a model and its mesh: the same owners and batches, by the names of matrices.
 
     The order of parameters does not count, nor do mesh axes of size 1, nor how many axes a mesh has
-    if the other has one: its ranks are numbered alike. A plan for one of the layouts where momentum
-    lies with owners fits the other, and so it is with those where it lies on parameters.
+    if the other has one: its ranks are numbered alike. Nor does the layout, as long as momentum
+    lies with owners in both, or with parameters in both.
 
     Raises:
         PlanError: it was made for another model, mesh or layout; says what differs.
@@ -397,8 +382,7 @@ class Unit:
 
     They are stacked ``[b, rows, cols]``. A matrix and its transpose are of one shape; where a unit
     has both, it is stacked short side first, and ``transposed`` says for each matrix whether its
-    slot holds the transpose (empty: none does). ``kernel`` is what runs them, as `KernelChoice`
-    writes it, "" for the fixed rule.
+    slot holds the transpose (empty: none does). ``kernel`` as in `Batch`.
 
     Of matrices with ``co_owners`` each of these has a unit: ``rows`` is the short side and ``cols``
     the part of the long one that its ``owner`` has, from ``start`` on.
@@ -440,10 +424,10 @@ def units_of(
     """The planned batches as executed: cut where their matrices are in different param groups.
 
     ``groups`` gives the param group of each matrix. A cut batch shares its predicted time out by
-    the number of matrices. Owners execute them in order of registration, because the next
-    forward pass needs the results in that order. Batches with the most co-owners come first, so
-    that no rank waits while others work alone. ``apart``: a matrix and a transposed one are cut,
-    too, so that each is computed as it is, whatever its batch.
+    the number of matrices. Units are in order of registration, in which the next forward pass needs
+    the results, but those with the most co-owners come first, so that no rank waits while others
+    work alone. ``apart``: a matrix and a transposed one are cut, too, so that each is computed as
+    it is, whatever its batch.
     """
     batches = sorted(plan.batches, key=lambda b: (-len(b.ranks), min(b.matrices), b.owner))
     return tuple(unit for batch in batches for unit in _cut(plan, batch, groups, apart))
@@ -516,17 +500,13 @@ def _check_batches(batches: Sequence[Batch], matrices: Sequence[MatrixSpec], wor
 def _check_shared(batch: Batch, matrix: MatrixSpec) -> None:
     ranks = batch.co_owners
     if len(ranks) < 2 or len(set(ranks)) != len(ranks) or ranks[0] != batch.owner:
-        raise PlanError(
-            f"co_owners must be two ranks or more, the owner first, found {ranks[:8]} for owner "
-            f"{batch.owner}"
-        )
+        found = f"{ranks[:8]} for owner {batch.owner}"
+        raise PlanError(f"co_owners must be two ranks or more, the owner first, found {found}")
     if len(ranks) > max(matrix.shape):
         raise PlanError(
-            f"{matrix.name!r} has {len(ranks)} co-owners, which is more than its longer side "
+            f"{matrix.name!r} has {len(ranks)} co-owners, more than its longer side "
             f"{max(matrix.shape)} has columns: use fewer"
         )
     if batch.kernel.startswith("standard"):
-        raise PlanError(
-            f"{matrix.name!r} has co-owners, who run the Gram form, but its kernel is "
-            f"{batch.kernel!r}"
-        )
+        found = f"its kernel is {batch.kernel!r}"
+        raise PlanError(f"{matrix.name!r} has co-owners, who run the Gram form, but {found}")

@@ -1,6 +1,6 @@
 """Which parameters are matrices, which go to AdamW, and why.
 
-`RULES` is the one list of reasons; docs/routing.md shows it, and what it does to known models.
+`REASONS` is the one list; docs/routing.md shows it, and what it does to known models.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -60,18 +62,17 @@ THREE_WAYS = (
 
 @dataclass(slots=True)
 class _Use:
-    """One parameter with every (module, name) under which the model uses it.
+    """One parameter with every (module, name) under which the ``model`` uses it.
 
     The module is None where only names are known. ``name`` is the user's own, ``algorithm`` what
-    the user said. Rules go by the names in the model, without the first ``depth`` parts, which
-    lead to the module that holds all of the model's parameters.
+    the user said.
     """
 
     name: str
     parameter: Tensor
+    model: _Model
     places: list[tuple[nn.Module | None, str]] = field(default_factory=list)
     algorithm: Algorithm | None = None
-    depth: int = 0
 
     @property
     def module(self) -> nn.Module | None:
@@ -88,7 +89,7 @@ class _Use:
     @property
     def path(self) -> list[str]:
         """The names of the modules around it, but for numbers at the end (of `nn.Sequential`)."""
-        path = self.place.split(".")[self.depth : -1]
+        path = self.place.split(".")[self.model.depth : -1]
         while path and path[-1].isdigit():
             path.pop()
         return path
@@ -106,55 +107,24 @@ class _Use:
             return True
         return self.parameter.ndim > 3 and "expert" not in self.place
 
-    def spec(self, algorithm: Algorithm, reason: str) -> ParameterSpec:
-        p = self.parameter
-        return ParameterSpec(self.name, tuple(p.shape), dtype_name(p.dtype), algorithm, reason)
+    @property
+    def form(self) -> Form:
+        """How it reads as matrices."""
+        if self.is_convolution:
+            return Form.FLAT.stored(in_out=isinstance(self.module, _TRANSPOSED))
+        form = Form.FLAT if self.parameter.ndim == 2 else Form.STACK
+        return form.stored(in_out=not isinstance(self.module, _KNOWN) and self._is_in_out())
 
-
-class _Model:
-    """The facts about the other parameters that rules and forms need."""
-
-    def __init__(self, uses: Sequence[_Use], modules: Iterable[nn.Module] = ()) -> None:
-        self.beside: dict[str, dict[str, Tensor]] = defaultdict(dict)  # by module
-        for use in uses:
-            for _, name in use.places:
-                path, _, local = name.rpartition(".")
-                self.beside[path][local] = use.parameter
-        self.paths = {
-            p[:i] for p in self.beside for i in range(len(p) + 1) if p[i : i + 1] in (".", "")
-        }
-        self.vocabularies = {
-            tuple(use.parameter.shape): use.name
-            for use in uses
-            if use.parameter.ndim == 2 and _embedding(use) and not _POSITIONS_NAME.search(use.place)
-        }
-        self.outputs: set[int] = set()
-        for module in modules:
-            head = getattr(module, "get_output_embeddings", None)
-            with suppress(NotImplementedError):  # as good as None
-                head = head() if callable(head) else None
-            if isinstance(head, nn.Module):
-                self.outputs |= {id(p) for p in head.parameters()}
-
-    def form(self, use: _Use) -> Form:
-        """How a parameter reads as matrices."""
-        if use.is_convolution:
-            return Form.FLAT_IN_OUT if isinstance(use.module, _TRANSPOSED) else Form.FLAT
-        is_in_out = not isinstance(use.module, _KNOWN) and self._is_in_out(use)
-        if use.parameter.ndim == 2:
-            return Form.FLAT_IN_OUT if is_in_out else Form.FLAT
-        return Form.STACK_IN_OUT if is_in_out else Form.STACK
-
-    def _is_in_out(self, use: _Use) -> bool:
+    def _is_in_out(self) -> bool:
         """True if the shapes in the module show that it stores its weights ``(in, out)``.
 
         Transformers' `Conv1D` says its outputs in ``nf``. A bias has the length of the outputs. A
         fused ``gate_up_proj`` has twice as many as ``down_proj`` has inputs. What one weight shows
         holds for all of its module, so that a square one is read as the others.
         """
-        if use.local == "weight" and getattr(use.module, "nf", None) == use.parameter.shape[-1]:
+        if self.local == "weight" and getattr(self.module, "nf", None) == self.parameter.shape[-1]:
             return True
-        beside, found = self.beside[use.place.rpartition(".")[0]], set()
+        beside, found = self.model.beside[self.place.rpartition(".")[0]], set()
         for local, p in beside.items():
             biases = (local.removesuffix("weight") + "bias", f"{local}_bias")
             bias = next((beside[name] for name in biases if name in beside), None)
@@ -167,17 +137,57 @@ class _Model:
                 found.add(p.shape[-1] == 2 * down.shape[-2])
         return found == {True}
 
+    def spec(self, algorithm: Algorithm, reason: str) -> ParameterSpec:
+        p = self.parameter
+        return ParameterSpec(self.name, tuple(p.shape), dtype_name(p.dtype), algorithm, reason)
 
-def _uses(places: Iterable[tuple[str, Tensor, nn.Module | None]], depth: int = 0) -> list[_Use]:
-    by_id: dict[int, _Use] = {}
-    taken: dict[str, int] = {}
-    for full, p, module in places:
-        name = canonical_name(full)
-        # A user's own module may be called "module": then stripping could merge two names.
-        name = name if taken.setdefault(name, id(p)) == id(p) else full
-        use = by_id.setdefault(id(p), _Use(name, p, depth=depth))
-        use.places.append((module, name))
-    return list(by_id.values())
+
+class _Model:
+    """The parameters of a model by their ids, and what reasons and forms need to know of all.
+
+    Reasons go by names without their first ``depth`` parts, which lead to the module that holds
+    all parameters.
+    """
+
+    def __init__(
+        self,
+        places: Iterable[tuple[str, Tensor, nn.Module | None]],
+        depth: int = 0,
+        modules: Iterable[nn.Module] = (),
+    ) -> None:
+        self.depth = depth
+        self.uses: dict[int, _Use] = {}
+        self.beside: dict[str, dict[str, Tensor]] = defaultdict(dict)  # by module
+        taken: dict[str, int] = {}
+        for full, p, module in places:
+            name = canonical_name(full)
+            # A user's own module may be called "module": then stripping could merge two names.
+            name = name if taken.setdefault(name, id(p)) == id(p) else full
+            self.uses.setdefault(id(p), _Use(name, p, self)).places.append((module, name))
+            path, _, local = name.rpartition(".")
+            self.beside[path][local] = p
+        self.outputs: set[int] = set()
+        for module in modules:
+            head = getattr(module, "get_output_embeddings", None)
+            with suppress(NotImplementedError):  # as good as None
+                head = head() if callable(head) else None
+            if isinstance(head, nn.Module):
+                self.outputs |= {id(p) for p in head.parameters()}
+
+    @cached_property
+    def paths(self) -> set[str]:
+        """The names of all modules around parameters."""
+        parts = [path.split(".") for path in self.beside]
+        return {".".join(part[:i]) for part in parts for i in range(1, len(part) + 1)}
+
+    @cached_property
+    def vocabularies(self) -> dict[tuple[int, ...], str]:
+        """Names of embeddings by their shapes."""
+        return {
+            tuple(use.parameter.shape): use.place
+            for use in self.uses.values()
+            if use.parameter.ndim == 2 and _embedding(use) and not _POSITIONS_NAME.search(use.place)
+        }
 
 
 def _places(model: nn.Module) -> Iterable[tuple[str, Tensor, nn.Module]]:
@@ -198,29 +208,26 @@ def _depth(model: nn.Module) -> int:
 
 
 def trainable_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Canonical names and trainable parameters, each once, in registration order.
-
-    This is the order of `ModelSpecs.parameters` as `collect` gives them.
-    """
-    uses = _uses(_places(model))
+    """Canonical names and trainable parameters, each once, in the order of registration and of
+    `collect`."""
+    uses = _Model(_places(model)).uses.values()
     return [(use.name, use.parameter) for use in uses if use.parameter.requires_grad]  # type: ignore[misc]
 
 
-# ---- rules -------------------------------------------------------------------------------
+# ---- reasons -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """``reason`` says why a parameter is ``what``, None if it is not; ``source`` who does the
-    same."""
+class Reason:
+    """``of`` says why a parameter is ``what``, None if it is not; ``source`` who does the same."""
 
     what: str
     source: str
-    reason: Callable[[_Use, _Model], str | None]
+    of: Callable[[_Use], str | None]
     algorithm: Algorithm = Algorithm.ADAMW
 
 
-def _embedding(use: _Use, _: _Model | None = None) -> str | None:
+def _embedding(use: _Use) -> str | None:
     for module, name in use.places:
         path = name.removesuffix(".weight").rpartition(".")[2]
         named = not isinstance(module, _KNOWN) and name.endswith(".weight")
@@ -234,13 +241,7 @@ def _embedding(use: _Use, _: _Model | None = None) -> str | None:
     return None
 
 
-def _gain(use: _Use, _: _Model) -> str | None:
-    if isinstance(use.module, _NORMS):
-        return f"gain of a normalization ({type(use.module).__name__})"
-    return None
-
-
-def _depthwise(use: _Use, _: _Model) -> str | None:
+def _depthwise(use: _Use) -> str | None:
     module, p = use.module, use.parameter
     if isinstance(module, _TRANSPOSED):
         return "grouped transposed convolution" if module.groups > 1 else None
@@ -250,18 +251,18 @@ def _depthwise(use: _Use, _: _Model) -> str | None:
     return None
 
 
-def _bare(use: _Use, _: _Model) -> str | None:
+def _bare(use: _Use) -> str | None:
     if any(_WEIGHT_NAME.fullmatch(name.rpartition(".")[2]) for _, name in use.places):
         return None
     return f"bare parameter {use.local!r} is not named as a weight"
 
 
-def _vector(use: _Use, model: _Model) -> str | None:
-    rows, cols = model.form(use).matrix_shape(use.parameter.shape)
+def _vector(use: _Use) -> str | None:
+    rows, cols = use.form.matrix_shape(use.parameter.shape)
     return f"{rows} x {cols} is a vector" if rows == 1 or cols == 1 else None
 
 
-def _first(use: _Use, _: _Model) -> str | None:
+def _first(use: _Use) -> str | None:
     if any(use.blocks) or isinstance(use.module, _TRANSPOSED):
         return None
     if any(_PATCHES_NAME.fullmatch(part) for part in use.path):
@@ -271,16 +272,16 @@ def _first(use: _Use, _: _Model) -> str | None:
     return None
 
 
-def _router(use: _Use, model: _Model) -> str | None:
-    path = use.path
-    beside = ".".join([*use.place.split(".")[: use.depth], *path[:-1], "experts"])
+def _router(use: _Use) -> str | None:
+    path, model = use.path, use.model
+    beside = ".".join([*use.place.split(".")[: model.depth], *path[:-1], "experts"])
     if "router" in path[-2:] or (path and path[-1] in _ROUTERS and beside in model.paths):
         return "router of a mixture of experts"
     return None
 
 
-def _head(use: _Use, model: _Model) -> str | None:
-    if id(use.parameter) in model.outputs:
+def _head(use: _Use) -> str | None:
+    if id(use.parameter) in use.model.outputs:
         return "output head (get_output_embeddings)"
     for place in (replace(use, places=[found]) for found in use.places):
         for name in {*place.path[:1], *place.path[-1:]}:
@@ -289,7 +290,7 @@ def _head(use: _Use, model: _Model) -> str | None:
                 return f"output head ({name!r})"
         if place.path == ["fc"]:
             return "output head ('fc')"
-    vocabulary = model.vocabularies.get(tuple(use.parameter.shape))
+    vocabulary = use.model.vocabularies.get(tuple(use.parameter.shape))
     if vocabulary is not None and not use.blocks:
         return f"output head (as large as embedding {vocabulary!r})"
     return None
@@ -297,55 +298,59 @@ def _head(use: _Use, model: _Model) -> str | None:
 
 _JORDAN = "[Jordan](https://kellerjordan.github.io/posts/muon/)"
 # The first that gives a reason decides; what is left is a matrix.
-RULES = (
-    Rule(
+REASONS = (
+    Reason(
         "bias, gain, anything else with fewer than 2 dims",
         f"{_JORDAN}; `torch.optim.Muon` takes nothing else than 2-D",
-        lambda use, _: f"{use.parameter.ndim}-D" if use.parameter.ndim < 2 else None,
+        lambda use: f"{use.parameter.ndim}-D" if use.parameter.ndim < 2 else None,
     ),
-    Rule(
+    Reason(
         "parameter without elements",
         "nothing to orthogonalize",
-        lambda use, _: None if use.parameter.numel() else "empty",
+        lambda use: None if use.parameter.numel() else "empty",
     ),
-    Rule(
+    Reason(
         "embedding, and what is tied to it; by its name where the module's type says nothing",
         f"{_JORDAN}; Moonlight, Megatron, DeepSpeed",
         _embedding,
     ),
-    Rule(
+    Reason(
         "gain of a normalization with several dims",
         "scales elements, maps nothing",
-        _gain,
+        lambda use: (
+            f"gain of a normalization ({type(use.module).__name__})"
+            if isinstance(use.module, _NORMS)
+            else None
+        ),
     ),
-    Rule(
+    Reason(
         "depthwise convolution (Mamba's `conv1d`), grouped transposed convolution",
         "one vector per channel, no matrix; `torch.optim.Muon` refuses it (3-D)",
         _depthwise,
     ),
-    Rule(
+    Reason(
         "bare parameter that is not named `weight`, `kernel`, `w1`, `..._weight` or `..._proj`: "
         "`A_log`, `cls_token`, `pos_embed`, attention sinks",
         "Mamba's code keeps `A_log` and `D` out of weight decay too",
         _bare,
     ),
-    Rule(
+    Reason(
         "one row or one column (a gate of a shared expert)",
         "the orthogonalized update of a vector is only its direction",
         _vector,
     ),
-    Rule(
+    Reason(
         "first layer: patch embedding, convolution of 1 or 3 channels that is not repeated",
         f"{_JORDAN}: the input layer as the embedding",
         _first,
     ),
-    Rule(
+    Reason(
         "router of a mixture of experts",
         "[Moonlight](https://arxiv.org/abs/2502.16982), figure 4: routers gain most",
         _router,
         Algorithm.MUON,
     ),
-    Rule(
+    Reason(
         "output head: `get_output_embeddings()`; named `lm_head`, `qa_outputs`, `classifier`, ...; "
         "`head`, `output`, `score`, `fc` at the top; as large as an embedding and not repeated",
         f"{_JORDAN}; Moonlight, Megatron, DeepSpeed",
@@ -354,14 +359,14 @@ RULES = (
 )
 
 
-def _route(use: _Use, model: _Model, select: Select | None) -> tuple[Algorithm, str]:
+def _route(use: _Use, select: Select | None) -> tuple[Algorithm, str]:
     if use.algorithm is not None:
         chosen, who = use.algorithm is Algorithm.MUON, "the param group says"
         remedy = 'put it into a param group with algorithm="adamw"'
     elif select is None:
-        for rule in RULES:
-            if (reason := rule.reason(use, model)) is not None:
-                return rule.algorithm, reason
+        for reason in REASONS:
+            if (found := reason.of(use)) is not None:
+                return reason.algorithm, found
         return Algorithm.MUON, "weight"
     else:
         chosen, who = select(use.name, use.parameter), "select chose"
@@ -385,26 +390,25 @@ def _route(use: _Use, model: _Model, select: Select | None) -> tuple[Algorithm, 
 
 # How the matrices of a parameter are read, and cut along one of its dims: into these sizes.
 _Cut = tuple[Form, int, tuple[int, ...]]
+_Settings = Mapping[str, Splits | Heads]  # "splits" and "heads"
+_EXAMPLES = {"splits": [512, 128, 128], "heads": 8}
 
 
-def _cuts(
-    use: _Use, form: Form, setting: str, patterns: Splits | Heads
-) -> Iterator[tuple[str, _Cut]]:
+def _cuts(use: _Use, setting: str, patterns: Splits | Heads) -> Iterator[tuple[str, _Cut]]:
     """(pattern, cut) of each pattern of ``splits`` or ``heads`` that fits."""
-    shape = use.parameter.shape
-    key, example = ("sizes", "[512, 128, 128]") if setting == "splits" else ("heads", "8")
+    key = "sizes" if setting == "splits" else setting
     for pattern, given in patterns.items():
         if not fnmatchcase(use.name, pattern):
             continue
+        shape, form = use.parameter.shape, use.form
         said = given if isinstance(given, Mapping) else {key: given}
         where = f"{setting}[{pattern!r}]"
         if key not in said or not said.keys() <= {key, "dim", "transposed"}:
             raise SelectionError(
-                f"{where} must be {example} or a dict of {key!r} and, if needed, 'dim' and "
-                f"'transposed', found {given!r}"
+                f"{where} must be {_EXAMPLES[setting]} or a dict of {key!r} and, if needed, 'dim' "
+                f"and 'transposed', found {given!r}"
             )
-        turned = said.get("transposed", form.is_in_out)
-        read = Form(f"{form.value.removesuffix('_in_out')}{'_in_out' if turned else ''}")
+        read = form.stored(in_out=bool(said.get("transposed", form.is_in_out)))
         dims = read.dims(len(shape))
         dim = said.get("dim", dims[0])
         if dim not in (*dims, *(d - len(shape) for d in dims)):
@@ -412,30 +416,27 @@ def _cuts(
                 f"{where}: dim must be one of {sorted(dims)}, the dims of the matrices in "
                 f"{use.name!r} {list(shape)}, found {dim!r}"
             )
-        dim, value = dim % len(shape), said[key]
+        dim, value = dim % len(shape), cast(Any, said[key])
         total, what = shape[dim], "row" if dim == dims[0] else "column"
         of = f"{total} {what}s of {use.name!r}"
         if setting == "heads":
             if not isinstance(value, int) or value < 1 or total % value:
                 raise SelectionError(f"{where} = {value!r} does not divide the {of}")
             value = (total // value,) * value
-        elif isinstance(value, str) or not isinstance(value, Sequence):
-            raise SelectionError(
-                f"{where} must be a list of {what} counts that add up to the {of}, found {value!r}"
-            )
-        are_counts = all(isinstance(size, int) and size > 0 for size in value)
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        are_counts = is_list and all(isinstance(size, int) and size > 0 for size in value)
         if not are_counts or sum(value) != total:
             added = f"; they add up to {sum(value)}" if are_counts else ""
             raise SelectionError(
-                f"{where} = {list(value)} must be positive {what} counts that add up to the "
-                f"{of}{added}"
+                f"{where} must be a list of positive {what} counts that add up to the {of}{added}, "
+                f"found {value!r}"
             )
         yield pattern, (read, dim, tuple(value))
 
 
-def _cut(use: _Use, form: Form, reason: str, splits: Splits, heads: Heads, used: set[str]) -> _Cut:
+def _cut(use: _Use, reason: str, settings: _Settings, used: set[str]) -> _Cut:
     """How the parameter's matrices are cut; fitting patterns go to ``used``."""
-    found = [*_cuts(use, form, "splits", splits), *_cuts(use, form, "heads", heads)]
+    found = [*_cuts(use, "splits", settings["splits"]), *_cuts(use, "heads", settings["heads"])]
     used.update(pattern for pattern, _ in found)
     if len({cut for _, cut in found}) > 1:
         raise SelectionError(
@@ -444,6 +445,7 @@ def _cut(use: _Use, form: Form, reason: str, splits: Splits, heads: Heads, used:
         )
     if found:
         return found[0][1]
+    form = use.form
     is_guess = use.module is None and form.is_stack and not _EXPERTS.search(use.place)
     if is_guess and reason == "weight":
         raise SelectionError(
@@ -475,7 +477,7 @@ def _matrices(use: _Use, index: int, cut: _Cut) -> list[MatrixSpec]:
     if len(made) > 1 and not p.is_contiguous():
         raise SelectionError(
             f"{use.name!r} holds {len(made)} matrices but its storage is not contiguous (strides "
-            f"{p.stride()}): make it contiguous before dmuon.dedicate_params(model)"
+            f"{p.stride()}): make it contiguous first"
         )
     return made
 
@@ -490,29 +492,26 @@ def _check(uses: list[_Use], allow_meta: bool) -> None:
         name, p = use.name, use.parameter
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise DmuonError(
-                f"parameter {name!r} is uninitialized (a lazy module): run one forward pass "
-                "before dmuon.dedicate_params(model)"
+                f"parameter {name!r} is uninitialized (a lazy module): run one forward pass first"
             )
         if p.is_meta and not allow_meta:
             raise DmuonError(
-                f"parameter {name!r} is on the meta device: materialize the model "
-                "(model.to_empty(device=...) and initialize it) before dmuon.dedicate_params(model)"
+                f"parameter {name!r} is on the meta device: materialize the model first "
+                "(model.to_empty(device=...), then initialize it)"
             )
         if p.is_complex():
             raise DmuonError(
-                f"parameter {name!r} is complex ({p.dtype}); Newton-Schulz and AdamW here take "
-                "real parameters. Freeze it, or store torch.view_as_real of it"
+                f"parameter {name!r} is complex ({p.dtype}), expected a real one: freeze it, or "
+                "store torch.view_as_real of it"
             )
         if any(isinstance(m, _EMBEDDINGS) and m.sparse for m, _ in use.places):
             raise SelectionError(
-                f"{name!r} is the weight of an embedding with sparse=True, whose sparse "
-                "gradients cannot be averaged with the others: build it with sparse=False"
+                f"{name!r} is the weight of an embedding with sparse=True: pass sparse=False"
             )
         if first is not None and not p.is_meta and p.device != first.parameter.device:
             raise DmuonError(
                 f"parameter {name!r} is on {p.device} but {first.name!r} is on "
-                f"{first.parameter.device}: move the model to one device before "
-                "dmuon.dedicate_params(model)"
+                f"{first.parameter.device}: move the model to one device first"
             )
     if not uses:
         raise DmuonError(
@@ -525,7 +524,7 @@ def _check(uses: list[_Use], allow_meta: bool) -> None:
 class Member:
     """A parameter that an optimizer was given, by the name that it has there.
 
-    ``algorithm`` is what the user said of it, which wins over ``select`` and all rules. ``model``
+    ``algorithm`` is what the user said of it, which wins over ``select`` and all reasons. ``model``
     is the live model that holds it (None where there is none and names decide), ``around`` the
     outermost module around that.
     """
@@ -537,11 +536,11 @@ class Member:
     around: nn.Module | None = None
 
 
+# By the name of each trainable parameter: itself, and its matrices.
 Routes = Mapping[str, tuple[ParameterSpec, tuple[MatrixSpec, ...]]]
 
 
 def routes_of(specs: ModelSpecs) -> Routes:
-    """By the name of each trainable parameter: itself, and its matrices."""
     matrices: dict[int, list[MatrixSpec]] = defaultdict(list)
     for matrix in specs.matrices:
         matrices[matrix.parameter].append(matrix)
@@ -569,7 +568,7 @@ def collect(
     flattened to ``(out, rest)``; any other parameter with more than two dims is a stack of
     matrices.
 
-    ``routes`` are those of an earlier call, which hold whatever the rules say now; parameters may
+    ``routes`` are those of an earlier call, which hold whatever the reasons say now; parameters may
     have another dtype by now. ``allow_meta`` takes parameters on the meta device, for planning
     without the model. ``frozen``: those members that are frozen, as if they were trained.
     ``partial``: there may be no matrix, and nothing that ``splits`` or ``heads`` name, because
@@ -582,56 +581,52 @@ def collect(
             on another device than the others, sparse gradients), or none is trainable.
     """
     everything = _in_model(given) if isinstance(given, nn.Module) else _in_groups(given, frozen)
-    taken = [(use, model) for use, model in everything if use.parameter.requires_grad is not frozen]
-    _check([use for use, _ in taken], allow_meta)
-    _check_settings(select, splits, heads)
-    splits, heads = splits or {}, heads or {}
+    taken = [use for use in everything if use.parameter.requires_grad is not frozen]
+    _check(taken, allow_meta)
+    settings: _Settings = {"splits": splits or {}, "heads": heads or {}}
+    _check_settings(select, settings)
     used: set[str] = set()
     parameters: list[ParameterSpec] = []
     matrices: list[MatrixSpec] = []
-    for index, (use, model) in enumerate(taken):
+    for index, use in enumerate(taken):
         if routes is not None:
             parameter, made = _as_before(use, index, routes)
         else:
-            algorithm, reason = _route(use, model, select)
+            algorithm, reason = _route(use, select)
             made = []
             if algorithm is Algorithm.MUON:
-                cut = _cut(use, model.form(use), reason, splits, heads, used)
-                made = _matrices(use, index, cut)
+                made = _matrices(use, index, _cut(use, reason, settings, used))
                 reason += "" if len(made) == 1 else f", {len(made)} matrices"
             parameter = use.spec(algorithm, reason)
         parameters.append(parameter)
         matrices += made
     if not partial:
-        _check_selected(parameters, matrices, {"splits": splits, "heads": heads}, used)
+        _check_selected(parameters, matrices, settings, used)
     left = tuple(
         use.spec(Algorithm.FROZEN, "requires_grad is False")
-        for use, _ in everything
+        for use in everything
         if not use.parameter.requires_grad and not frozen
     )
     return ModelSpecs(tuple(parameters), tuple(matrices), left)
 
 
-def _in_model(model: nn.Module, around: nn.Module | None = None) -> list[tuple[_Use, _Model]]:
-    uses = _uses(_places(model), _depth(model))
-    found = _Model(uses, (model if around is None else around).modules())
-    return [(use, found) for use in uses]
+def _in_model(model: nn.Module, around: nn.Module | None = None) -> list[_Use]:
+    modules = (model if around is None else around).modules()
+    return [*_Model(_places(model), _depth(model), modules).uses.values()]
 
 
-def _in_groups(members: Sequence[Member], frozen: bool) -> list[tuple[_Use, _Model]]:
+def _in_groups(members: Sequence[Member], frozen: bool) -> list[_Use]:
     """The members that are trained, or those that are ``frozen``, each once."""
-    nameless = _uses((m.name, m.parameter, None) for m in members if m.model is None)
-    names_only = _Model(nameless)
-    known = {id(use.parameter): (use, names_only) for use in nameless}
+    known = _Model((m.name, m.parameter, None) for m in members if m.model is None).uses
     models = {id(m.model): (m.model, m.around) for m in members if m.model is not None}
     for model, around in models.values():
-        known |= {id(use.parameter): (use, found) for use, found in _in_model(model, around)}
-    chosen: dict[int, tuple[_Use, _Model]] = {}
+        known |= {id(use.parameter): use for use in _in_model(model, around)}
+    chosen: dict[int, _Use] = {}
     for member in members:
         p = member.parameter
         is_asked = not p.requires_grad and p.is_floating_point() if frozen else p.requires_grad
         if id(p) not in chosen and is_asked:
-            use, _ = chosen[id(p)] = known[id(p)]
+            use = chosen[id(p)] = known[id(p)]
             use.name, use.algorithm = member.name, member.algorithm
     return [*chosen.values()]
 
@@ -648,24 +643,19 @@ def _as_before(use: _Use, index: int, routes: Routes) -> tuple[ParameterSpec, li
     return spec, [replace(m, parameter=index, dtype=spec.dtype) for m in matrices]
 
 
-def _check_settings(select: Select | None, splits: Splits | None, heads: Heads | None) -> None:
+def _check_settings(select: Select | None, settings: _Settings) -> None:
     if select is not None and not callable(select):
-        raise SelectionError(
-            f"select must be a function (name, parameter) -> bool, found {select!r}"
-        )
-    for setting, example, given in (("splits", [512, 128, 128], splits), ("heads", 8, heads)):
-        if given is not None and not isinstance(given, Mapping):
+        raise SelectionError(f"select must be a function (name, parameter) -> bool, not {select!r}")
+    for setting, given in settings.items():
+        if not isinstance(given, Mapping):
             raise SelectionError(
                 f"{setting} must map name patterns to row counts, found {given!r}: pass "
-                f"{setting}={{'*.qkv_proj.weight': {example}}}"
+                f"{setting}={{'*.qkv_proj.weight': {_EXAMPLES[setting]}}}"
             )
 
 
 def _check_selected(
-    parameters: Sequence[ParameterSpec],
-    matrices: Sequence[MatrixSpec],
-    settings: Mapping[str, Splits | Heads],
-    used: set[str],
+    parameters: list[ParameterSpec], matrices: list[MatrixSpec], settings: _Settings, used: set[str]
 ) -> None:
     """Raise SelectionError where there is no matrix, or a pattern that fits none."""
     if not matrices:

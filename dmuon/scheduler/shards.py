@@ -23,10 +23,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated
 
-from dmuon.scheduler.specs import ITEM_SIZE, Box, Form, MatrixSpec, ModelSpecs
+from dmuon.scheduler.specs import ITEM_SIZE, Box, MatrixSpec, ModelSpecs
 from dmuon.types import Layout, OwnershipError, PlanError
 
 _MOST_FIXED = 1 << 60  # milliseconds or bytes
+_INTERLEAVED = (
+    "Interleaved shards cannot be routed; shard it with fully_shard or parallelize_module"
+)
 
 
 # ---- who may own what -------------------------------------------------------------------
@@ -139,24 +142,7 @@ class StateSizes:
         )
 
 
-# ---- boxes -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixBox:
-    """A matrix as a box of its parameter."""
-
-    box: Box
-    form: Form
-
-    def matrix_shape(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Rows and columns of a part of the matrix that has ``shape`` in the parameter's dims."""
-        return self.form.matrix_shape(shape)
-
-
-def matrix_box(matrix: MatrixSpec, shape: tuple[int, ...]) -> MatrixBox:
-    """The box of ``matrix`` in a parameter of this shape."""
-    return MatrixBox(matrix.box(shape), matrix.form)
+# ---- who holds what ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +150,7 @@ class LocalShard:
     """The ``box`` of a parameter that one rank holds.
 
     ``ranks`` are the global ranks that hold the parameter together, sorted (a plain tensor: this
-    rank alone). ``replica`` are this rank's coordinates along the mesh axes that replicate: ranks
-    with equal coordinates hold the whole parameter between them.
+    rank alone). ``replica`` are this rank's coordinates along the mesh axes that replicate.
     """
 
     ranks: tuple[int, ...]
@@ -175,7 +160,7 @@ class LocalShard:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of a matrix that ``rank`` holds; ``box`` counts from the matrix's corner."""
+    """The ``box`` of a matrix, from its corner, that ``rank`` holds."""
 
     rank: int
     replica: tuple[int, ...]
@@ -195,15 +180,15 @@ class RankShards:
 
     @classmethod
     def of(cls, global_rank: int, shards: Iterable[LocalShard]) -> RankShards:
-        """Equal shards become one object: most parameters of a model are sharded alike, and what
-        travels between ranks holds each object once."""
+        """Equal shards become one object, which travels between ranks once: most parameters of a
+        model are sharded alike."""
         one: dict[LocalShard, LocalShard] = {}
         return cls(global_rank, tuple(one.setdefault(shard, shard) for shard in shards))
 
 
 @dataclass(frozen=True)
 class ShardMap:
-    """The shards of all ranks. Ranks are counted in the order of ``reports``.
+    """The shards of all ranks, which are counted in the order of ``reports``.
 
     ``specs`` holds one matrix for every copy of every matrix of the model. ``copies`` are the
     groups of ranks that hold a copy of each parameter together, ``holders`` those of each matrix.
@@ -222,10 +207,10 @@ class ShardMap:
         return len(self.reports)
 
     @cached_property
-    def boxes(self) -> tuple[MatrixBox, ...]:
+    def boxes(self) -> tuple[Box, ...]:
         """The box of each matrix in its parameter."""
         shapes = [p.shape for p in self.specs.parameters]
-        return tuple(matrix_box(m, shapes[m.parameter]) for m in self.specs.matrices)
+        return tuple(m.box(shapes[m.parameter]) for m in self.specs.matrices)
 
     def shard(self, rank: int, parameter: int) -> LocalShard:
         """The part of a parameter that ``rank`` stores."""
@@ -233,7 +218,7 @@ class ShardMap:
 
     def piece(self, matrix: int, rank: int) -> Piece:
         """The part of a matrix that ``rank`` holds, which may be empty."""
-        outer = self.boxes[matrix].box
+        outer = self.boxes[matrix]
         if rank not in self._holder_sets[matrix]:
             return Piece(rank, (), Box.at_origin((0,) * len(outer.shape)))
         shard = self.shard(rank, self.specs.matrices[matrix].parameter)
@@ -289,17 +274,15 @@ class ShardMap:
 
     @cached_property
     def domains(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that may own each matrix.
-
-        All that hold the parameter together; of a stack of matrices, those that hold this one.
-        """
+        """The ranks that may own each matrix: all that hold the parameter together; of a stack of
+        matrices, those that hold this one."""
         known: dict[tuple[object, ...], tuple[int, ...]] = {}
         found = []
         for matrix, holders, outer in zip(self.specs.matrices, self.holders, self.boxes):
-            p, lead = matrix.parameter, outer.box.offset[:-2] if outer.form.is_stack else ()
+            p, lead = matrix.parameter, outer.offset[:-2] if matrix.form.is_stack else ()
             key = (p, holders, lead)
             if key not in known:
-                shared = [(r, self.shard(r, p).box.intersection(outer.box)) for r in holders]
+                shared = [(r, self.shard(r, p).box.intersection(outer)) for r in holders]
                 known[key] = tuple(r for r, box in shared if all(box.shape[: len(lead)]))
             found.append(known[key])
         return tuple(found)
@@ -319,9 +302,6 @@ class ShardMap:
         number = {domain: i for i, domain in enumerate(domains)}
         domain_of = tuple(number[domain] for domain in self.domains)
         return replace(limits, domains=tuple(domains), domain_of=domain_of)
-
-
-# ---- from placements ----------------------------------------------------------------------
 
 
 def local_box(
@@ -355,8 +335,7 @@ def local_box(
                 raise OwnershipError(
                     f"parameter {name!r} is sharded with a stride: mesh axis {axis} cuts dim {dim} "
                     f"after it was cut into {before}, but the axes to its right cut it into "
-                    f"{pieces[-1]}. Interleaved shards cannot be routed; shard it with "
-                    "fully_shard or parallelize_module"
+                    f"{pieces[-1]}. {_INTERLEAVED}"
                 )
             order.insert(pieces.index(before), axis)
     offset, size = [0] * len(shape), list(shape)
@@ -369,10 +348,7 @@ def local_box(
     return Box(tuple(offset), tuple(size))
 
 
-# ---- from reports ------------------------------------------------------------------------
-
-
-def assemble(specs: ModelSpecs, reports: Sequence[RankShards]) -> ShardMap:
+def shard_map(specs: ModelSpecs, reports: Sequence[RankShards]) -> ShardMap:
     """Join the reports of all ranks; the same result, or the same error, on every rank.
 
     Raises:
@@ -412,9 +388,8 @@ def _copies(
         missing = [r for r in ranks if r not in mesh_rank]
         if missing:
             raise OwnershipError(
-                f"parameter {name!r} also lies on global ranks {missing[:8]}, which are no part of "
-                f"the mesh of {len(ranks_of)} ranks: pass a mesh of all of them to "
-                "dmuon.dedicate_params(model, mesh)"
+                f"parameter {name!r} also lies on global ranks {missing[:8]}, outside the mesh of "
+                f"{len(ranks_of)} ranks: pass a mesh of all to dmuon.dedicate_params(model, mesh)"
             )
         expected = sorted(mesh_rank[r] for r in ranks)
         if reporters != expected:
@@ -438,8 +413,7 @@ def _check_tiling(name: str, shape: tuple[int, ...], shards: Sequence[LocalShard
             raise OwnershipError(
                 f"the shards of parameter {name!r} of shape {list(shape)} on ranks "
                 f"{list(shards[0].ranks)[:8]} do not tile it with boxes: found {boxes[:4]}. "
-                "Interleaved shards cannot be routed; shard it with fully_shard or "
-                "parallelize_module"
+                + _INTERLEAVED
             )
     if len({frozenset(boxes) for boxes in replicas.values()}) > 1:
         raise OwnershipError(
@@ -448,7 +422,7 @@ def _check_tiling(name: str, shape: tuple[int, ...], shards: Sequence[LocalShard
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """True if any two boxes share an element."""
+    """True if two boxes share an element."""
     ordered = sorted(boxes, key=lambda box: box.offset)
     for i, box in enumerate(ordered):
         for other in ordered[i + 1 :]:

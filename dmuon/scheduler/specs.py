@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from operator import add, sub
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,10 +33,7 @@ def canonical_name(name: str) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """
-    >>> dtype_name(torch.float32)
-    'float32'
-    """
+    """ "float32" of `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -83,10 +81,8 @@ class Box:
 
 
 class Form(str, Enum):
-    """How a box of a parameter reads as a matrix of (outputs, inputs).
-
-    ``..._in_out`` are stored the other way round, inputs first: as `x @ W` needs it.
-    """
+    """How a box of a parameter reads as a matrix of (outputs, inputs). ``..._in_out`` are stored
+    inputs first, as `x @ W` needs it."""
 
     FLAT = "flat"  # dim 0 is the rows, all other dims together the columns
     FLAT_IN_OUT = "flat_in_out"  # FLAT after dims 0 and 1 swap, as in transposed convolutions
@@ -100,6 +96,10 @@ class Form(str, Enum):
     @property
     def is_in_out(self) -> bool:
         return self in (Form.FLAT_IN_OUT, Form.STACK_IN_OUT)
+
+    def stored(self, *, in_out: bool) -> Form:
+        """The same, inputs first or outputs first."""
+        return Form(self.value.removesuffix("_in_out") + "_in_out" * in_out)
 
     def dims(self, ndim: int) -> tuple[int, int]:
         """Where the rows lie in a parameter of ``ndim`` dims, and (the first of) the columns."""
@@ -129,10 +129,8 @@ class ParameterSpec:
 
     def __post_init__(self) -> None:
         if len(self.shape) > _MOST_DIMS or self.numel > _MOST_ELEMENTS:
-            raise PlanError(
-                f"a parameter has at most {_MOST_DIMS} dims and {_MOST_ELEMENTS:,} elements, found "
-                f"{self.shape[:_MOST_DIMS]}"
-            )
+            most = f"{_MOST_DIMS} dims and {_MOST_ELEMENTS:,} elements"
+            raise PlanError(f"expected a parameter of at most {most}, found {self.shape[:8]}")
 
     @property
     def numel(self) -> int:
@@ -146,11 +144,9 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class MatrixSpec:
-    """One operand of Newton-Schulz: ``rows x cols`` elements of one parameter.
-
-    It is a box of its parameter, read by ``form``; the box begins at element ``start`` of the
-    parameter in row-major order. ``parameter`` is an index into `ModelSpecs.parameters`.
-    """
+    """One operand of Newton-Schulz: a box of a parameter, read by ``form``. The box begins at
+    element ``start`` of the parameter in row-major order; ``parameter`` is an index into
+    `ModelSpecs.parameters`."""
 
     name: str
     parameter: int
@@ -170,10 +166,8 @@ class MatrixSpec:
 
     @property
     def key(self) -> tuple[int, int, str]:
-        """(short side, long side, dtype), which decide its cost and its batches.
-
-        A matrix and its transpose take the same work, so they are one shape.
-        """
+        """(short side, long side, dtype), which decide its cost and its batches: a matrix and its
+        transpose take the same work, so they are one shape."""
         return (min(self.shape), max(self.shape), self.dtype)
 
     def box(self, shape: Sequence[int]) -> Box:
@@ -182,14 +176,11 @@ class MatrixSpec:
         >>> MatrixSpec("w[1][:, 2:5]", 0, 3, 4, "float32", 22, Form.STACK_IN_OUT).box((6, 4, 5))
         Box(offset=(1, 0, 2), shape=(1, 4, 3))
         """
-        offset, left = [], self.start
-        for dim in range(len(shape)):
-            start, left = divmod(left, math.prod(shape[dim + 1 :]))
-            offset.append(start)
+        offset = tuple(map(int, np.unravel_index(self.start, shape)))
         others = [1] * (len(shape) - 2) if self.form.is_stack else list(shape[2:])
-        pair = [self.rows, self.cols // (1 if self.form.is_stack else math.prod(others))]
+        pair = [self.rows, self.cols // math.prod(others)]
         pair = pair[::-1] if self.form.is_in_out else pair
-        return Box(tuple(offset), tuple(others + pair if self.form.is_stack else pair + others))
+        return Box(offset, tuple(others + pair if self.form.is_stack else pair + others))
 
     def fits(self, shape: Sequence[int]) -> bool:
         """True if a parameter of this shape can contain it."""
@@ -225,10 +216,10 @@ class ModelSpecs:
             if parameter.algorithm is not Algorithm.MUON or not inside or min(matrix.shape) < 1:
                 raise PlanError(f"matrix {matrix.name!r} is no part of parameter {parameter}")
             if matrix.dtype != parameter.dtype or matrix.dtype not in ITEM_SIZE:
+                expected = f"{parameter.dtype!r}, and one of {', '.join(ITEM_SIZE)}"
                 raise PlanError(
-                    f"matrix {matrix.name!r}: expected the dtype of its parameter, "
-                    f"{parameter.dtype!r}, and one of {', '.join(ITEM_SIZE)}, found "
-                    f"{matrix.dtype!r}"
+                    f"matrix {matrix.name!r}: expected the dtype of its parameter, {expected}, "
+                    f"found {matrix.dtype!r}"
                 )
 
     def adamw_parameters(self) -> tuple[int, ...]:

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from dmuon.types import DmuonError
 
 MAX_RANKS = 100_000
-_MOST_AXES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +32,8 @@ class Topology:
     """The ranks among which matrices are shared out, numbered 0 .. world-1 in mesh order.
 
     ``shape`` and ``axes`` are the mesh's sizes and axis names. ``ranks_per_node`` consecutive
-    ranks sit on one node, the last node may have fewer. Where that does not describe the mesh,
-    ``node_of`` gives the node of every rank, and ``ranks_per_node`` is the size of the largest
-    node; `on_nodes` makes either kind.
+    ranks sit on one node, the last node may have fewer; or ``node_of`` gives the node of every
+    rank, and ``ranks_per_node`` is the size of the largest node.
 
     >>> Topology.flat(4).world
     4
@@ -50,8 +48,8 @@ class Topology:
     node_of: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.shape) <= _MOST_AXES or min(self.shape) < 1:
-            raise ValueError(f"a mesh has 1 to {_MOST_AXES} sizes >= 1, found {self.shape[:8]}")
+        if not 1 <= len(self.shape) <= 64 or min(self.shape) < 1:
+            raise ValueError(f"a mesh has 1 to 64 sizes >= 1, found {self.shape[:8]}")
         if self.world > MAX_RANKS:
             raise ValueError(f"a mesh has at most {MAX_RANKS:,} ranks, found sizes {self.shape}")
         if len(set(self.axes)) != len(self.axes):
@@ -67,11 +65,9 @@ class Topology:
         sizes = Counter(self.node_of)
         if sizes.keys() != set(range(len(sizes))):
             raise ValueError(f"node_of must number the nodes from 0 on, found {sorted(sizes)[:8]}")
-        if max(sizes.values()) != self.ranks_per_node:
-            raise ValueError(
-                f"ranks_per_node is {self.ranks_per_node} but the largest node of node_of has "
-                f"{max(sizes.values())} ranks"
-            )
+        if (largest := max(sizes.values())) != self.ranks_per_node:
+            found = f"ranks_per_node is {self.ranks_per_node}"
+            raise ValueError(f"{found} but the largest node of node_of has {largest} ranks")
 
     @classmethod
     def flat(
@@ -88,13 +84,9 @@ class Topology:
         nodes: Sequence[int],
         device_type: str = "cpu",
     ) -> Topology:
-        """A mesh of which rank ``i`` sits on the node called ``nodes[i]``.
+        """A mesh of which rank ``i`` sits on the node called ``nodes[i]``. Nodes are numbered as
+        they appear, so equal groupings give equal topologies.
 
-        Nodes are numbered as they appear, so equal groupings give equal topologies.
-
-        >>> Topology.on_nodes((8,), ("dp",), [0, 0, 0, 0, 1, 1, 1, 1]) == Topology.flat(
-        ...     8, ranks_per_node=4)
-        True
         >>> Topology.on_nodes((4,), ("dp",), [7, 3, 7, 3]).node_of
         (0, 1, 0, 1)
         """
@@ -121,11 +113,10 @@ class Topology:
         return min(self.ranks_per_node, self.world)
 
     def node(self, rank: int) -> int:
-        """The node that ``rank`` sits on."""
         return self.node_of[rank] if self.node_of else rank // self.ranks_per_node
 
     def slots(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each node, in rank order; the place in the row is the rank's column.
+        """The ranks of each node by column.
 
         >>> Topology.flat(5, ranks_per_node=2).slots()
         ((0, 1), (2, 3), (4,))
@@ -136,10 +127,8 @@ class Topology:
         return tuple(map(tuple, rows))
 
     def owner_order(self) -> tuple[int, ...]:
-        """All ranks, so that consecutive ones share neither a node nor a column.
-
-        Slots that a smaller node does not have are passed over; what `diagonal_slots` promises
-        of consecutive positions holds for nodes of equal size.
+        """All ranks, so that consecutive ones share neither a node nor a column, as
+        `diagonal_slots` promises for nodes of equal size.
 
         >>> Topology.flat(8, ranks_per_node=4).owner_order()
         (0, 5, 2, 7, 4, 1, 6, 3)
@@ -157,12 +146,9 @@ def diagonal_slots(nodes: int, columns: int) -> list[tuple[int, int]]:
 
         column = w mod G        node = (w + floor(w/L)) mod N        L = lcm(N, G)
 
-    Of any m consecutive positions, also across the end (from the last position on to the first),
-
-    - at most ``ceil(m/G)`` share a column: G consecutive ones are in G different columns;
-    - at most ``ceil(m/N) + 1`` share a node (row by row: ``min(m, G)``).
-
-    `docs/placement.md` says why, and why the XOR order is not used where N > G.
+    Of any m consecutive positions, also from the last on to the first, at most ``ceil(m/G)`` share
+    a column and at most ``ceil(m/N) + 1`` a node (row by row: ``min(m, G)``); docs/placement.md
+    says why.
 
     >>> diagonal_slots(2, 3)
     [(0, 0), (1, 1), (0, 2), (1, 0), (0, 1), (1, 2)]
@@ -178,18 +164,17 @@ def diagonal_slots(nodes: int, columns: int) -> list[tuple[int, int]]:
 
 
 def local_world_size() -> int | None:
-    """The number of ranks per node, as ``torchrun`` tells its processes; None without torchrun.
+    """The number of ranks per node that ``torchrun`` tells its processes; None without torchrun.
 
     Raises:
-        DmuonError: LOCAL_WORLD_SIZE is set to something else than a positive integer.
+        DmuonError: LOCAL_WORLD_SIZE is no positive integer.
     """
     text = os.environ.get("LOCAL_WORLD_SIZE")
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise DmuonError(
-            f"the environment variable LOCAL_WORLD_SIZE={text!r} must be a positive integer, the "
-            "number of ranks on this node: correct it (torchrun sets it itself), or pass "
-            "planner=PlannerOptions(ranks_per_node=...), which is used instead"
+            f"the environment variable LOCAL_WORLD_SIZE={text!r} must be a positive integer: "
+            "correct it (torchrun sets it itself), or pass PlannerOptions(ranks_per_node=...)"
         )
     return int(text)

@@ -215,7 +215,7 @@ class ParamsEngine(Engine):
         self._local = []
         for unit in local:
             boxes = [runtime.shards.piece(i, self._rank).box for i in unit.matrices]
-            shapes = [runtime.shards.boxes[i].box.shape for i in unit.matrices]
+            shapes = [runtime.shards.boxes[i].shape for i in unit.matrices]
             turned = map(unit.holds_transpose, range(len(boxes)))
             held = zip(range(len(boxes)), unit.matrices, shapes, turned, boxes)
             parts = parts_of(runtime.shards, -1, held)
@@ -249,10 +249,10 @@ class ParamsEngine(Engine):
         self._block_operands = self._operands
         if self._settings.schedule.always_full:
             return
-        state, boxes = self._state, self._runtime.shards.boxes
+        state, specs = self._state, self._runtime.shards.specs
         alike: dict[tuple[int, bool, Form, tuple[int, ...]], list[int]] = defaultdict(list)
         for k, b in enumerate(state.blocks):
-            form, shape = boxes[b.matrix].form, tuple(state.momentum[k].shape)
+            form, shape = specs.matrices[b.matrix].form, tuple(state.momentum[k].shape)
             alike[b.group, b.is_whole, form, shape].append(k)
         order = [*chain.from_iterable(alike.values())]
         self._block_operands = Operands(state, self._rules, order)
@@ -568,7 +568,7 @@ class ParamsEngine(Engine):
         found, shards = [], self._runtime.shards
         state = self._state
         for b, target, weight in zip(state.blocks, state.targets, state.weights, strict=True):
-            if b.parameter == parameter and shards.boxes[b.matrix].box == box:
+            if b.parameter == parameter and shards.boxes[b.matrix] == box:
                 local = shards.shard(self._rank, parameter).box
                 now = target if target is weight else merged_master(target, weight)
                 found.append((b.matrix, box.intersection(local), now))

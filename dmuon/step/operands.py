@@ -54,8 +54,8 @@ def _blocks(runtime: ParamsRuntime, groups: Sequence[int]) -> Iterator[Block]:
         if not piece.numel:
             continue
         whole, local = shards.boxes[i], shards.shard(rank, matrix.parameter).box
-        rows, cols = whole.matrix_shape(piece.box.shape)
-        here = whole.box.intersection(local).within(local)
+        rows, cols = matrix.form.matrix_shape(piece.box.shape)
+        here = whole.intersection(local).within(local)
         yield Block(
             matrix=i,
             parameter=matrix.parameter,

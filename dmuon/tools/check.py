@@ -32,9 +32,9 @@ from dmuon.config import (
 )
 from dmuon.rule import Hyper
 from dmuon.scheduler.co_owners import SIZES
-from dmuon.scheduler.json_files import write_text
 from dmuon.tools.equivalence import EquivalenceReport, EquivalenceRow, check_step_equivalence
-from dmuon.tools.plan import positive
+from dmuon.tools.plan import positive, show
+from dmuon.types import DmuonError
 
 if TYPE_CHECKING:
     from dmuon.tools.parallel_models import ParallelCase
@@ -59,8 +59,8 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def add_check_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     add = parser.add_argument
     add(
         "--layout",
@@ -149,15 +149,13 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
         def batches(step: int, data_rank: int, seed: int = seed) -> tuple[Tensor, Tensor]:
             return batch(_DATA_OF_A_SEED * seed + step, data_rank)
 
-        options: Any = DedicatedOptions(timeout_s=_TIMEOUT_S)
-        if layout == "sharded":
-            options = ShardedOptions(timeout_s=_TIMEOUT_S)
-        elif layout == "replicated":
-            # Messages in half precision would hide the differences that are to be found.
-            wide = torch.float32 if dtype.itemsize < 4 else None
-            options = ReplicatedOptions(
-                reduce_to_owner=reduces, reduce_dtype=wide, timeout_s=_TIMEOUT_S
-            )
+        # Messages in half precision would hide the differences that are to be found.
+        wide = torch.float32 if dtype.itemsize < 4 else None
+        options: dict[str, Any] = {
+            "replicated": ReplicatedOptions(reduce_to_owner=reduces, reduce_dtype=wide),
+            "sharded": ShardedOptions(),
+            "dedicated": DedicatedOptions(),
+        }
         report = check_step_equivalence(
             build,
             loss_of,
@@ -167,7 +165,7 @@ def _rows(args: argparse.Namespace, job: _Job) -> Iterator[EquivalenceRow]:
             tensor_parallel=lambda model: case.tensor_parallel(model, mesh),
             layout=layout,
             steps=args.steps,
-            options=options,
+            options=replace(options[layout], timeout_s=_TIMEOUT_S),
             kernels=_FIXED if args.bitwise else KernelOptions(),
             planner=PlannerOptions(co_owners=co_owners or "off"),
             data_axes=case.data_axes,
@@ -234,19 +232,15 @@ def _compare(args: argparse.Namespace, worlds: Collection[int]) -> EquivalenceRe
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare, print the table or JSON; 1 if anything differs, 2 if there is nothing to do."""
+    """Compare, print the table or JSON; 1 if anything differs."""
     worlds = sorted({job.case.world for job in _jobs(args)})
     if not worlds:
-        sys.stderr.write(
-            f"python -m dmuon check: error: --nproc {args.nproc} leaves no mesh to check with "
-            f"--layout {args.layout}: give 2 or more, or leave it out\n"
+        raise DmuonError(
+            f"--nproc {args.nproc} leaves no mesh to check with --layout {args.layout}: give 2 or "
+            "more, or leave it out"
         )
-        return 2
     report = _compare(args, worlds)
-    text = json.dumps(report.to_dict(), indent=1)
-    print(text if args.json == "-" else report, flush=True)
-    if args.json not in (None, "-"):
-        write_text(args.json, text)
+    show(lambda: str(report), report.to_dict, args.json)
     if not report.passed:
         print("dmuon differs from the reference", file=sys.stderr)
     return 0 if report.passed else 1

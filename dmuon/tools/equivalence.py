@@ -10,10 +10,11 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,18 +38,17 @@ from dmuon.scheduler.select import collect, trainable_parameters
 from dmuon.scheduler.specs import Box, canonical_name, dtype_name
 from dmuon.scheduler.topology import Topology
 from dmuon.step.verify import Finding, Verifier, matrices_of
-from dmuon.types import Algorithm, DmuonError, Layout
+from dmuon.types import DmuonError, Layout
 
 ABSOLUTE = 1e-5  # weights and losses, where nothing is rounded to half precision
 # What an update may differ by, in yardsticks. Sums in another order and kernels that round
 # elsewhere carry up to 1.2 yardsticks far (measured, with the kernels of five kinds of CPU).
 YARDSTICKS = 4.0
 
+WIDTH = 200  # characters, room for the widest table; it takes no more than it needs
+
 Loss = Callable[[nn.Module, Any], Tensor]
 Batches = Callable[[int, int], Any]
-# What is compared by itself: (name, index of the parameter, view of its whole tensor).
-Piece = tuple[str, int, Callable[[Tensor], Tensor]]
-WIDTH = 200  # characters, room for the widest table; it takes no more than it needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,10 @@ class EquivalenceRow:
     ``max_abs_diff`` is the largest difference of any weight element after any step,
     ``max_loss_diff`` of any loss; ``max_update_diff`` the largest relative Frobenius difference of
     one matrix's update. ``difference`` is what decides, ``criterion`` says of what it is,
-    ``yardstick`` how far moving gradients by a rounding carries the same quantity (of a loss: the
-    weights), and ``tolerance`` what is allowed. ``worst`` says which parameter at which step on
-    which rank. ``case`` names the model and ``seed`` its data where a report has several.
-    ``bitwise``: whether every matrix was, after every step, what a single process makes of it, to
-    the bit; None where kernels are "auto", which promise no such thing.
+    ``yardstick`` how far moving gradients by a rounding carries it (of a loss: the weights).
+    ``worst``: which parameter at which step on which rank. ``bitwise``: whether every matrix was
+    always, to the bit, what a single process makes of it; None where kernels are "auto", which
+    promise no such thing.
     """
 
     layout: str
@@ -89,14 +88,22 @@ class EquivalenceRow:
 
     def _cells(self) -> dict[str, str]:
         """The row of a table, by heading."""
-        words = {"layout": self.layout, "case": self.case, "ranks": self.mesh, "dtype": self.dtype}
-        words |= {"NS": self.ns_dtype, "steps": str(self.steps), "seed": str(self.seed)}
-        words["max abs diff"] = f"{max(self.max_abs_diff, self.max_loss_diff):.1e}"
-        words |= {"update diff": f"{self.max_update_diff:.1e}", "decides": f"{self.difference:.1e}"}
-        words["yardstick"] = f"{self.yardstick:.1e}"
-        words["tolerance"] = f"{self.tolerance:.1e} {self.criterion}"
-        words["bitwise"] = "" if self.bitwise is None else "yes" if self.bitwise else "NO"
-        return words | {"verdict": "equal" if self.passed else "DIFFERS"}
+        return {
+            "layout": self.layout,
+            "case": self.case,
+            "ranks": self.mesh,
+            "dtype": self.dtype,
+            "NS": self.ns_dtype,
+            "steps": str(self.steps),
+            "seed": str(self.seed),
+            "max abs diff": f"{max(self.max_abs_diff, self.max_loss_diff):.1e}",
+            "update diff": f"{self.max_update_diff:.1e}",
+            "decides": f"{self.difference:.1e}",
+            "yardstick": f"{self.yardstick:.1e}",
+            "tolerance": f"{self.tolerance:.1e} {self.criterion}",
+            "bitwise": {None: "", True: "yes", False: "NO"}[self.bitwise],
+            "verdict": "equal" if self.passed else "DIFFERS",
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +114,6 @@ class EquivalenceReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every row passed."""
         return all(row.passed for row in self.rows)
 
     def __bool__(self) -> bool:
@@ -122,16 +128,14 @@ class EquivalenceReport:
         lines = [row._cells() for row in self.rows]
         # A column that is empty, or the first seed, in every row says nothing.
         shown = [h for h in lines[0] if any(line[h] not in ("", "0") for line in lines)]
-        table = grid(shown, shown, no_wrap=True)
-        for line in lines:
+        table, notes = grid(shown, shown, no_wrap=True), []
+        for line, row in zip(lines, self.rows, strict=True):
             table.add_row(*(line[heading] for heading in shown))
-        notes = []
-        for row in self.rows:
             if not row.passed:
                 what = ", ".join(filter(None, (row.layout, row.case, row.mesh)))
                 bits = ", other bits than of one process" if row.bitwise is False else ""
                 notes.append(f"{what}, NS {row.ns_dtype}: worst at {row.worst}{bits}")
-        return printed(table, *notes, width=WIDTH, color_system=None)
+        return printed(table, *notes, width=WIDTH)
 
 
 # ---- the comparison ----------------------------------------------------------------------
@@ -158,27 +162,24 @@ def check_step_equivalence(
     Call it on every rank of an initialized group (or in a single process).
 
     Args:
-        build_model: makes the model, unparallelized. The reference starts from the weights that
-            the parallelized model has (rank 0's in the `replicated` and the `dedicated` layout;
-            FSDP2 takes each shard from its own rank).
+        build_model: makes the model, unparallelized. The reference starts from the weights of
+            the parallelized model.
         loss_fn: ``(model, inputs) -> loss``, a mean over the inputs.
         batches: ``(step, data_rank) -> inputs``; make them differ from data rank to data rank. The
             reference takes the mean of the data ranks' losses, which is the loss of the joint
             batch when all have as many inputs.
         mesh: for `dedicate_params`.
-        parallelize: wraps or parallelizes the model: `DistributedDataParallel`, a function that
-            calls `fully_shard` or `parallelize_module`; identity by default. In the `dedicated`
-            layout it gets the model after `dedicate_params`, and `fully_shard` inside it does not
-            see what dmuon keeps; None leaves all gradients to dmuon.
+        parallelize: `DistributedDataParallel`, a function that calls `fully_shard` or
+            `parallelize_module`; identity by default. In the `dedicated` layout it gets the model
+            after `dedicate_params`, and `fully_shard` inside it does not see what dmuon keeps;
+            None leaves all gradients to dmuon.
         tensor_parallel: applied before ``parallelize``, and in the `dedicated` layout before
             `dedicate_params`, as tensor parallelism must be there.
-        layout: for `dedicate_params`.
         steps: how many steps to compare.
-        options: for `dedicate_params`.
+        layout, options, planner: for `dedicate_params`.
         kernels: for `dedicate_params`. With a fixed choice (neither ``method`` nor ``backend`` is
             "auto") every rank also makes each update by itself, from whole gradient and momentum,
             and what it stores must be equal to the bit.
-        planner: for `dedicate_params`; with ``co_owners`` ranks share matrices.
         data_axes: the mesh axes along which data differ; all but "tp" by default. Data ranks are
             numbered along them in mesh order; ranks that differ in other axes only are one.
         muon_kwargs: for `dmuon.Muon` and, except what concerns distribution, `ReferenceMuon`.
@@ -187,21 +188,17 @@ def check_step_equivalence(
         ValueError: ``data_axes`` names no axis of the mesh, ``parallelize`` renamed parameters, or
             several processes were launched and no process group was made.
 
-    Where NS runs in the weights' own precision (or better) the weights and losses must agree to
-    1e-5. In half precision a difference of 1e-7 in a gradient can flip roundings worth percents of
-    an update, so there each step starts from the same weights, and each matrix's change beyond what
-    rounding to its dtype explains (with ``reduce_to_owner`` also each published update) is
-    judged: its direction, by the Frobenius norm of the difference, and its norm. A second reference
-    gets the same gradients, summed in the dtype in which dmuon sums them and each entry moved by
-    one rounding; the most that this changes an update of the matrix's shape in any step is its
-    yardstick, at least one unit in the last place of the coarsest dtype, and 4 yardsticks are
-    allowed. A smaller error in an update's direction passes there: compare with
-    ``ns_dtype=torch.float32``, too, where it does not. Losses must agree to 1e-5, if forward runs
-    in float32. Weights are read after the forward and backward pass that follows a step: reading
-    waits for what was published, which the pass must do by itself.
+    Where NS runs in the weights' own precision (or better) the weights must agree to 1e-5, and so
+    must losses where forward runs in float32. In half precision a difference of 1e-7 in a gradient
+    can flip roundings worth percents of an update, so there each step starts from the same weights,
+    and each matrix's change beyond what rounding to its dtype explains (with ``reduce_to_owner``
+    also each published update) is judged: its direction, by the Frobenius norm of the difference,
+    and its norm. The most that moving gradients by a rounding changes an update of the matrix's
+    shape in any step is its yardstick, at least one unit in the last place of the coarsest dtype;
+    4 yardsticks are allowed. A smaller error passes: compare with ``ns_dtype=torch.float32``, too.
 
-    The reference shares the choice of matrices and the Newton-Schulz iteration with dmuon; those
-    are tested on their own against `torch.optim.Muon` and the singular value decomposition.
+    The reference shares the choice of matrices and the Newton-Schulz iteration with dmuon, which
+    have tests of their own.
     """
     check_launched("dmuon.check_step_equivalence")
     model = build_model()
@@ -209,7 +206,7 @@ def check_step_equivalence(
     if tensor_parallel is not None:
         model = tensor_parallel(model)
     request = {"layout": layout, "options": options, "kernels": kernels, "planner": planner}
-    wrapped, own = _distribute(model, mesh, parallelize, request)
+    wrapped, own = _distribute(model, mesh, parallelize or (lambda model: model), request)
     try:
         bits = _Bits() if kernels.is_fixed else None
         trial = _Trial(own, twin, wrapped, data_axes, options, muon_kwargs, bits)
@@ -221,12 +218,12 @@ def check_step_equivalence(
 def _distribute(
     model: nn.Module,
     mesh: DeviceMesh | None,
-    parallelize: Callable[[nn.Module], nn.Module] | None,
+    parallelize: Callable[[nn.Module], nn.Module],
     request: dict[str, Any],
 ) -> tuple[nn.Module, Ownership]:
     """The model as it is trained, and its ownership, made in the order that the layout needs."""
     if request["layout"] != Layout.DEDICATED:
-        wrapped = model if parallelize is None else parallelize(model)
+        wrapped = parallelize(model)
         others_average = isinstance(wrapped, DistributedDataParallel) or any(
             map(is_distributed, wrapped.parameters())
         )
@@ -234,8 +231,6 @@ def _distribute(
             request = request | {"options": ReplicatedOptions(reduce_to_owner=True)}
         return wrapped, dedicate_params(wrapped, mesh, **request)
     own = dedicate_params(model, mesh, **request)
-    if parallelize is None:
-        return model, own
 
     def wrap() -> nn.Module:
         with own.ignored_by_fully_shard():
@@ -269,11 +264,11 @@ def _data_rank(
             f"data_axes names {unknown}, but the mesh has the axes {list(topology.axes)}: name "
             "some of these"
         )
-    index, count, below = 0, 1, topology.world
-    for axis, size in zip(topology.axes, topology.shape):
-        below //= size
+    index, count = 0, 1
+    places = np.unravel_index(rank, topology.shape)
+    for axis, size, place in zip(topology.axes, topology.shape, places, strict=True):
         if axis in chosen:
-            index, count = index * size + rank // below % size, count * size
+            index, count = index * size + int(place), count * size
     return index, count
 
 
@@ -289,10 +284,9 @@ class Measured:
     yardstick: float = 0.0
     value: float = 0.0
     where: str = "-"
-    kind: str = ""  # what has one yardstick
 
     def see(self, difference: float, moved: float, where: str) -> None:
-        """Note a difference, and what moved gradients changed, where both were."""
+        """Note a difference, and what moved gradients changed."""
         if math.isnan(difference):  # the worst that there is, and lost in a comparison
             difference = math.inf
         if difference > self.value:
@@ -306,10 +300,8 @@ class Measured:
 
 
 class _Bits(Verifier):
-    """Finds matrices that differ after a step from what each rank computes by itself, to the bit.
-
-    ``different``: their names, the same on all ranks.
-    """
+    """Finds matrices that differ after a step from what each rank computes by itself, to the bit:
+    ``different``, the same on all ranks."""
 
     def __init__(self) -> None:
         self.different: set[str] = set()
@@ -325,15 +317,11 @@ class _Bits(Verifier):
 
 
 _ABSOLUTE, _UPDATE, _NORM = "absolute", "of an update", "of an update's norm"
-Pair = tuple[float, float]  # a `_difference`
-Findings = dict[str, Measured]  # by what was compared: "weights", "losses", names of matrices
+Findings = dict[str, Measured]  # by what has one yardstick: "weights", "losses", updates by shape
 
 
 class _Trial:
-    """``wrapped`` trained by dmuon, and ``twin`` by the reference.
-
-    Takes the memory of two more copies of the model and of their optimizers' states.
-    """
+    """``wrapped`` trained by dmuon, ``twin`` by the reference, and a copy by the moved one."""
 
     def __init__(
         self,
@@ -371,13 +359,14 @@ class _Trial:
             self.cast = cast_twin, _in_order(cast_twin, names)
             for p in {self.cast[1][m.parameter] for m in own.plan.specs.matrices}:
                 p.data = p.data.to(self.roundings.used)
-        index = {name: i for i, name in enumerate(names)}
         specs = collect(twin)
-        self.pieces: list[Piece] = [
-            (m.name, index[specs.parameters[m.parameter].name], m.view) for m in specs.matrices
+        number = [names.index(p.name) for p in specs.parameters]
+        # What is compared by itself: (name, index of the parameter, view of its whole tensor).
+        self.pieces: list[tuple[str, int, Callable[[Tensor], Tensor]]] = [
+            (m.name, number[m.parameter], m.view) for m in specs.matrices
         ]
-        others = [p for p in specs.parameters if p.algorithm is Algorithm.ADAMW]
-        self.pieces += [(p.name, index[p.name], lambda t: t) for p in others]
+        others = specs.adamw_parameters()
+        self.pieces += [(specs.parameters[i].name, number[i], lambda t: t) for i in others]
         self._updated: list[bool] = []  # which parameters the last step changed
         self._before: list[Tensor] = []  # the whole weights before it
         self.findings = {"weights": Measured(_ABSOLUTE), "losses": Measured(_ABSOLUTE)}
@@ -413,9 +402,8 @@ class _Trial:
     ) -> list[float]:
         """Give both references the mean gradient over all data ranks' inputs; return their losses.
 
-        The reference sums gradients in float32 or better whatever the parameters' dtype, because an
-        oracle must not round. The moved reference sums as dmuon may, and where dmuon casts weights
-        to use them it takes the gradients of cast weights.
+        The reference sums gradients in float32 or better, because an oracle must not round. The
+        moved reference sums as dmuon may, where dmuon casts weights those of cast weights.
         """
         sums: list[Tensor | None] = [None] * len(self.parameters)
         rounded, losses, count = list(sums), [], self.data[1]
@@ -439,15 +427,19 @@ class _Trial:
                 moved.grad = _moved(mean, dtype, generator).to(p.dtype)
         return losses
 
-    def _see(self, name: str, kind: str, ours: Pair, moved: Pair, where: str) -> None:
+    def _see(
+        self, kind: str, where: str, ours: Tensor, theirs: Tensor, moved: Tensor, free: float = 0.0
+    ) -> None:
         """Note `_difference` of ours, and of the moved reference, from the reference."""
-        for criterion, found, by_moving in zip((_UPDATE, _NORM), ours, moved, strict=True):
-            new = Measured(criterion, self.roundings.least, kind=f"{kind}, {criterion}")
-            self.findings.setdefault(f"{name}, {criterion}", new).see(found, by_moving, where)
+        both = _difference(ours, theirs, free), _difference(moved, theirs, free)
+        for criterion, found, by_moving in zip((_UPDATE, _NORM), *both, strict=True):
+            key = f"{kind} {[*theirs.shape]}, {criterion}"
+            new = Measured(criterion, self.roundings.least)
+            self.findings.setdefault(key, new).see(found, by_moving, where)
 
     def _compare_published(self, step: int) -> None:
         """Compare the updates that this rank received, before they are rounded into weights."""
-        if step < 0 or self.own.plan.layout is not Layout.REDUCED or self.reference.has_masters:
+        if step < 0 or self.own.plan.layout is not Layout.REDUCED or self.reference.masters:
             return
         # The reference notes updates as Newton-Schulz gives them.
         if any(group.get("variant") is not None for group in self.opt.param_groups):
@@ -459,9 +451,7 @@ class _Trial:
             where = f"update of {matrix.name} at step {step}"
             # A step that was skipped, because something in it was not finite, published nothing.
             ours = published.get(matrix.name, torch.full_like(theirs, math.nan))
-            both = _difference(ours, theirs), _difference(moved, theirs)
-            kind = f"published {[*theirs.shape]}"
-            self._see(f"published {matrix.name}", kind, *both, where)
+            self._see("published", where, ours, theirs, moved)
 
     @torch.no_grad()
     def _compare_weights(self, step: int) -> None:
@@ -484,11 +474,7 @@ class _Trial:
                 free = torch.finfo(theirs.dtype).eps * float(theirs.double().norm())
                 change = ours.double() - view(self._before[i]).double()
                 moved_change = moved.double() - view(self.moved.before[i]).double()
-                both = (
-                    _difference(change, expected, free),
-                    _difference(moved_change, expected, free),
-                )
-                self._see(name, str([*theirs.shape]), *both, where)
+                self._see("stored", where, change, expected, moved_change, free)
         for side in (self.reference, self.moved):
             side.begin(None if self.roundings.absolute else after)
         if self.cast is not None:
@@ -496,18 +482,11 @@ class _Trial:
         self._before = after
 
     def _row(self, findings: list[Findings], steps: int) -> EquivalenceRow:
-        everything = chain.from_iterable(found.values() for found in findings)
-        updates = [measured for measured in everything if measured.criterion != _ABSOLUTE]
-        longest: dict[str, float] = {}
-        for measured in updates:
-            longest[measured.kind] = max(longest.get(measured.kind, 0.0), measured.yardstick)
-        for measured in updates:
-            measured.yardstick = longest[measured.kind]
-        moved = max(f["weights"].yardstick for f in findings)
-        weights, losses = (
-            replace(max((f[name] for f in findings), key=lambda m: m.value), yardstick=moved)
-            for name in ("weights", "losses")
-        )
+        worst: Findings = {}
+        for key, measured in chain.from_iterable(found.items() for found in findings):
+            worst.setdefault(key, measured).see(measured.value, measured.yardstick, measured.where)
+        weights, losses = worst.pop("weights"), worst.pop("losses")
+        losses.yardstick, updates = weights.yardstick, list(worst.values())
         absolute = self.roundings.absolute
         limits = [weights] if absolute or not updates else updates
         # Where forward runs in float32 and each step starts from equal weights, losses are equal.
@@ -515,16 +494,16 @@ class _Trial:
             limits = [*limits, losses]
         deciding = max(limits, key=lambda measured: measured.value / measured.tolerance)
         plan = self.own.plan
-        sizes, axes = "x".join(map(str, plan.topology.shape)), " x ".join(plan.topology.axes)
-        replicated = plan.layout in (Layout.REPLICATED, Layout.REDUCED)
-        layout = Layout.REPLICATED.value if replicated else plan.layout.value
+        mesh, layout = "x".join(map(str, plan.topology.shape)), Layout.REPLICATED.value
+        if plan.layout not in (Layout.REPLICATED, Layout.REDUCED):
+            mesh, layout = f"{mesh} {' x '.join(plan.topology.axes)}", plan.layout.value
         forms = ["DDP"] * isinstance(self.model, DistributedDataParallel)
         forms += [Layout.REDUCED.value] * (plan.layout is Layout.REDUCED)
         most = max((len(batch.co_owners) for batch in plan.batches), default=0)
         forms += [f"{most} co-owners"] * bool(most)
         return EquivalenceRow(
             layout=layout + (f" ({', '.join(forms)})" if forms else ""),
-            mesh=sizes if replicated else f"{sizes} {axes}",
+            mesh=mesh,
             dtype=", ".join(sorted({dtype_name(p.dtype) for p in self.parameters})),
             ns_dtype=dtype_name(self.ns_dtype),
             steps=steps,
@@ -541,10 +520,8 @@ class _Trial:
 
 
 def _forms(plan: OwnershipPlan, ns_dtype: str) -> list[tuple[int, str]]:
-    """For each matrix its parameter and the form of Newton-Schulz that its owner runs.
-
-    In half precision two forms differ by more than rounding explains: they are compared elsewhere.
-    """
+    """For each matrix its parameter and the form of Newton-Schulz that its owner runs, because in
+    half precision two forms differ by more than rounding explains."""
     kernels = {i: batch.kernel for batch in plan.batches for i in batch.matrices}
     chosen = {i: "gram" for batch in plan.batches if batch.co_owners for i in batch.matrices}
     chosen |= {i: k.partition("/")[0] for i, k in kernels.items() if k.endswith(f"/{ns_dtype}")}
@@ -572,7 +549,7 @@ class _Reference:
             for p in {parameters[matrix.parameter] for matrix in collect(held).matrices}:
                 p.data = p.data.float()
         self.weights, self._held = _in_order(model, names), _in_order(held, names)
-        self.has_masters = masters
+        self.masters = [(p, h) for p, h in zip(self.weights, self._held) if h is not p]
         self.before: list[Tensor] = []  # the weights before the step
         self.updates: list[Tensor] = []  # in the order of its matrices
         self._forms = forms
@@ -590,36 +567,30 @@ class _Reference:
     def begin(self, weights: list[Tensor] | None) -> None:
         """The next step starts from these weights; None for those of the step before."""
         if weights is not None:
-            for p, held, weight in zip(self.weights, self._held, weights, strict=True):
+            for p, weight in zip(self.weights, weights, strict=True):
                 p.copy_(weight)
-                if held is not p:
-                    held.copy_(merged_master(held, weight))
+            for p, master in self.masters:
+                master.copy_(merged_master(master, p))
         self.before = [w.clone() for w in self.weights]
 
     @torch.no_grad()
     def step(self) -> None:
-        pairs = list(zip(self.weights, self._held, strict=True))
-        for p, held in pairs:
-            if held is not p:
-                held.grad, p.grad = None if p.grad is None else p.grad.to(held.dtype), None
+        for p, master in self.masters:
+            master.grad, p.grad = None if p.grad is None else p.grad.to(master.dtype), None
         self.updates.clear()
         self._due = iter([form for i, form in self._forms if self._held[i].grad is not None])
         self._optimizer.step()
         self._optimizer.zero_grad()
-        for p, held in pairs:
-            if held is not p:
-                p.copy_(held)
-
-
-# ---- weights and gradients ---------------------------------------------------------------
+        for p, master in self.masters:
+            p.copy_(master)
 
 
 class _Roundings:
     """The dtypes to which gradients are rounded on their way.
 
-    ``used``, ``summed``: in which dtypes dmuon uses weights and sums gradients, None for the
-    parameters' own. ``each``: the coarsest dtype that the gradient of each parameter goes through;
-    those of matrices also ``of_matrices``, the dtypes of Newton-Schulz and of momentum.
+    ``used``, ``summed``: in which dmuon uses weights and sums gradients, None for the parameters'
+    own. ``each``: the coarsest that the gradient of each parameter goes through; of matrices
+    that includes ``of_matrices``, the dtypes of Newton-Schulz and of momentum.
     """
 
     def __init__(self, options: object, own: Ownership, of_matrices: Sequence[torch.dtype]) -> None:
@@ -684,11 +655,8 @@ def _sum(so_far: Tensor | None, grad: Tensor | None) -> Tensor | None:
 
 
 def _moved(grad: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """``grad`` with each entry moved by a rounding to ``dtype``, zeros excepted.
-
-    The difference of two roundings of one number, each of which may be off by half a unit in the
-    last place: less than a unit, and half of that in the mean over many entries.
-    """
+    """``grad`` with each entry moved by a rounding to ``dtype``, zeros excepted: by the difference
+    of two roundings, each of which may be off by half a unit in the last place."""
     first, second = (
         torch.rand(grad.shape, dtype=grad.dtype, generator=generator) for _ in range(2)
     )
@@ -702,12 +670,10 @@ def _coarsest(*dtypes: torch.dtype | None) -> torch.dtype:
     return max(given, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-def _difference(ours: Tensor, theirs: Tensor, free: float = 0.0) -> Pair:
-    """Frobenius norm of the difference of two updates, and the difference of their norms.
-
-    Both without what is ``free``, and relative to the second's norm. The first sees what points
-    elsewhere; the second what is too long or too short, and rounding changes it ten times less.
-    """
+def _difference(ours: Tensor, theirs: Tensor, free: float) -> tuple[float, float]:
+    """Frobenius norm of the difference of two updates, and the difference of their norms, which
+    rounding changes ten times less. Both without what is ``free``, and relative to the second's
+    norm."""
     ours, theirs = ours.double(), theirs.double()
     size = float(theirs.norm())
 

@@ -70,11 +70,9 @@ def _moved(
 
 
 class _Experts(nn.Module):
-    """Experts as 3-D parameters ``w1 [E, hidden, width]`` and ``w2 [E, width, hidden]``.
-
-    With a ``mesh`` of one axis each of its ranks holds a part of the experts, and applies them to
-    the tokens of all: every token goes to every expert, weighted by its gate.
-    """
+    """Experts as 3-D parameters ``w1 [E, hidden, width]`` and ``w2 [E, width, hidden]``. Every
+    token goes to every expert, weighted by its gate. With a ``mesh`` of one axis each of its ranks
+    holds a part of the experts, and applies them to the tokens of all."""
 
     def __init__(self, count: int, width: int, hidden: int) -> None:
         super().__init__()
@@ -203,11 +201,8 @@ def _expert_parallel(model: nn.Module, mesh: DeviceMesh, dim: int) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class ParallelCase:
-    """A model and the ways to parallelize it in place over a mesh.
-
-    ``data_axes`` are the mesh axes along which data differ; ranks that differ in other axes
-    only must be given the same data. ``tensor_parallel`` comes before ``data_parallel``.
-    """
+    """A model and the ways to parallelize it in place over a mesh, ``tensor_parallel`` first. Data
+    differ along the ``data_axes`` only."""
 
     name: str
     mesh_shape: tuple[int, ...]

@@ -8,26 +8,26 @@ import math
 import os
 import re
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from dmuon.catalogue import PRESETS, model_specs
 from dmuon.config import CO_OWNERS, PlannerOptions
 from dmuon.devices import GPU
-from dmuon.report.data import build_report
-from dmuon.report.text import count_text, grid, printed
+from dmuon.report.data import LoadBalanceReport, build_report
+from dmuon.report.text import WIDTH, count_text, grid, printed
 from dmuon.scheduler.certificate import certify
-from dmuon.scheduler.costs import CostTable, resolve_costs
+from dmuon.scheduler.costs import resolve_costs
 from dmuon.scheduler.json_files import read_text, write_text
 from dmuon.scheduler.plan import OwnershipPlan
 from dmuon.scheduler.solve import SOLVERS, solve
-from dmuon.scheduler.specs import ITEM_SIZE, ModelSpecs
+from dmuon.scheduler.specs import ITEM_SIZE
 from dmuon.scheduler.topology import MAX_RANKS, Topology
-from dmuon.types import DmuonError, Layout, PlanError
+from dmuon.types import Layout, PlanError
 
-WIDTH = 100  # columns of what is printed to anything but a terminal
 COMPARED = ("round_robin", "greedy", "milp")
 _AXES = {1: ("dp",), 2: ("node", "gpu"), 3: ("group", "node", "gpu")}
 
@@ -38,14 +38,14 @@ def positive(number: type[int] | type[float]) -> Callable[[str], Any]:
     def read(text: str) -> int | float:
         value = number(text)
         if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"must be positive, found {text}")
+            raise ArgumentTypeError(f"must be positive, found {text}")
         return value
 
     read.__name__ = number.__name__  # argparse names it where a text is no number
     return read
 
 
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     defaults = PlannerOptions()
     group = parser.add_argument_group("what to plan for")
@@ -60,15 +60,17 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--dtype", help=f"dtype of the parameters: {', '.join(ITEM_SIZE)}")
     splits = "rows of the matrices that a fused parameter holds; may be repeated"
-    add("--splits", action="append", default=[], metavar="PATTERN=R,R", help=splits)
+    many = partial(add, action="append", default=[])
+    many("--splits", type=_splits, metavar="PATTERN=R,R", help=splits)
     heads = "number of equal pieces of a parameter's rows; may be repeated"
-    add("--heads", action="append", default=[], metavar="PATTERN=N", help=heads)
+    many("--heads", type=_heads, metavar="PATTERN=N", help=heads)
 
     add = parser.add_argument_group("owners").add_argument
-    add("--mesh", metavar="NxG", help="nodes x GPUs, such as 4x8; also 64 or 2x4x8")
+    add("--mesh", type=mesh_shape, metavar="NxG", help="nodes x GPUs: 4x8; also 64 or 2x4x8")
     add("--axes", metavar="A,B", help="names of the mesh's axes (default: node,gpu)")
     add("--ranks-per-node", type=positive(int), metavar="N", help="default: the mesh's last size")
-    add("--memory", metavar="SIZE", help="most optimizer state on one owner, such as 80GiB")
+    most = "most optimizer state on one owner, such as 80GiB"
+    add("--memory", type=memory_bytes, metavar="SIZE", help=most)
 
     add = parser.add_argument_group("planning").add_argument
     table = "analytic:h200, analytic:a100, ... or the path of a cost table (default: %(default)s)"
@@ -97,13 +99,11 @@ def mesh_shape(text: str) -> tuple[int, ...]:
     (4, 8)
     """
     if not re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9}){0,7}", text.strip(), re.IGNORECASE):
-        raise PlanError(
-            f"--mesh {text!r} is no mesh: give sizes with an x between them, such as 4x8"
-        )
+        raise ArgumentTypeError(f"{text!r} is no mesh: give sizes with an x between them: 4x8")
     shape = tuple(int(size) for size in text.lower().split("x"))
     world = math.prod(shape)
     if not 1 <= world <= MAX_RANKS:
-        raise PlanError(f"--mesh {text} has {world:,} ranks, expected 1 to {MAX_RANKS:,}")
+        raise ArgumentTypeError(f"{text} has {world:,} ranks, expected 1 to {MAX_RANKS:,}")
     return shape
 
 
@@ -114,30 +114,40 @@ def memory_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"([0-9]{1,18}(\.[0-9]+)?) *(([KMGT])(I?)B|B)?", text.strip().upper())
     if match is None:
-        raise PlanError(f"--memory {text!r} is no size: give bytes, or 80GiB, 512MiB, 2GB")
+        raise ArgumentTypeError(f"{text!r} is no size: give bytes, or 80GiB, 512MiB, 2GB")
     unit = (1024 if match[5] else 1000) ** " KMGT".index(match[4] or " ")
-    return int(Fraction(match[1]) * unit)
+    size = int(Fraction(match[1]) * unit)
+    if size < 1:
+        raise ArgumentTypeError(f"{text} is less than a byte")
+    return size
 
 
 def _co_owners(text: str) -> str | int:
     value = int(text) if text.isdigit() else text
     CO_OWNERS.read(value)
     if not CO_OWNERS.fits(value):
-        raise argparse.ArgumentTypeError(f"must be {CO_OWNERS.expected}, found {text!r}")
+        raise ArgumentTypeError(f"must be {CO_OWNERS.expected}, found {text!r}")
     return value
 
 
-def _pattern(option: str, text: str) -> tuple[str, list[int]]:
+def _splits(text: str) -> tuple[str, list[int]]:
     pattern, _, values = text.rpartition("=")
     if not pattern or not re.fullmatch(r"[0-9]{1,18}(,[0-9]{1,18})*", values):
-        raise PlanError(f"{option} {text!r} is not of the form PATTERN=NUMBER[,NUMBER...]")
+        raise ArgumentTypeError(f"{text!r} is not of the form PATTERN=NUMBER[,NUMBER...]")
     return pattern, [int(value) for value in values.split(",")]
+
+
+def _heads(text: str) -> tuple[str, int]:
+    pattern, (count, *more) = _splits(text)
+    if more:
+        raise ArgumentTypeError(f"{pattern!r} takes one number, found {[count, *more]}")
+    return pattern, count
 
 
 def _topology(args: argparse.Namespace) -> Topology:
     if args.mesh is None:
         raise PlanError("--model needs --mesh, such as --mesh 4x8")
-    shape = mesh_shape(args.mesh)
+    shape = args.mesh
     axes = _AXES.get(len(shape)) or tuple(f"axis{i}" for i in range(len(shape)))
     if args.axes is not None:
         axes = tuple(name.strip() for name in args.axes.split(","))
@@ -146,33 +156,15 @@ def _topology(args: argparse.Namespace) -> Topology:
     try:
         return Topology(shape, axes, ranks_per_node, device_type)
     except ValueError as error:
-        raise PlanError(f"--mesh {args.mesh}: {error}") from error
+        raise PlanError(f"--mesh: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Everything that planning needs, read from the command line."""
-
-    model: str
-    specs: ModelSpecs
-    topology: Topology
-    costs: CostTable
-    options: PlannerOptions
-    layout: Layout
-
-    def solve(self, solver: str) -> OwnershipPlan:
-        what = self.specs, self.topology, self.costs
-        return solve(*what, layout=self.layout, solver=solver, options=self.options)
-
-
-def _read_request(args: argparse.Namespace) -> Request:
+def _planner(args: argparse.Namespace) -> Callable[[str], OwnershipPlan]:
+    """Makes the plan that is asked for, with the solver of a name."""
     topology = _topology(args)
-    memory = None if args.memory is None else memory_bytes(args.memory)
-    if memory == 0:
-        raise PlanError(f"--memory {args.memory} is less than a byte")
     options = PlannerOptions(
         time_limit_s=args.time_limit,
-        owner_memory_bytes=memory,
+        owner_memory_bytes=args.memory,
         max_batch=args.max_batch,
         ranks_per_node=topology.ranks_per_node,
         co_owners=args.co_owners or "off",
@@ -180,23 +172,19 @@ def _read_request(args: argparse.Namespace) -> Request:
     # Momentum then lies with the shards, as it must where matrices are shared.
     layout = Layout.REDUCED if args.co_owners is None else Layout.SHARDED
     costs = resolve_costs(args.costs, topology.device_type, momentum=layout.keeps_state_at_owners)
-    splits = dict(_pattern("--splits", text) for text in args.splits)
-    heads = dict(_pattern("--heads", text) for text in args.heads)
-    for pattern, counts in heads.items():
-        if len(counts) != 1:
-            raise PlanError(f"--heads {pattern!r} takes one number, found {counts}")
-    numbers = {pattern: count for pattern, (count,) in heads.items()}
-    specs = model_specs(args.model, args.dtype, splits=splits, heads=numbers)
-    return Request(args.model, specs, topology, costs, options, layout)
+    splits, heads = dict(args.splits), dict(args.heads)
+    specs = model_specs(args.model, args.dtype, splits=splits, heads=heads)
+    what = specs, topology, costs
+    return lambda solver: solve(*what, layout=layout, solver=solver, options=options)
 
 
-def _header(request: Request) -> str:
-    topology, everything = request.topology, request.specs.parameters + request.specs.frozen
+def _header(model: str, plan: OwnershipPlan) -> str:
+    topology, everything = plan.topology, plan.specs.parameters + plan.specs.frozen
     dtypes = ", ".join(sorted({p.dtype for p in everything}))
     mesh = " x ".join(map(str, topology.shape))
-    preset = PRESETS.get(request.model.lower())
+    preset = PRESETS.get(model.lower())
     return (
-        f"{request.model}: {_count(sum(p.numel for p in everything))} parameters ({dtypes}), "
+        f"{model}: {_count(sum(p.numel for p in everything))} parameters ({dtypes}), "
         f"mesh {mesh} ({', '.join(topology.axes)}) on {count_text(topology.nodes, 'node')}"
         + (f"\nshapes: {preset.source}" if preset else "")
     )
@@ -214,10 +202,9 @@ def _count(number: float) -> str:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    request = _read_request(args)
-    plan = request.solve(args.solver or "auto")
+    plan = _planner(args)(args.solver or "auto")
     report = build_report(plan)
-    _show(lambda: f"{_header(request)}\n\n{report}", report.to_dict, args.json)
+    show(lambda: f"{_header(args.model, plan)}\n\n{report}", report.to_dict, args.json)
     if args.save is not None:
         wrote(args.save, lambda: write_text(args.save, plan.to_json() + "\n"))
     if args.html is not None:
@@ -225,8 +212,12 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show(text: Callable[[], str], numbers: Callable[[], object], path: str | None) -> None:
-    """Print the text, and write the numbers as JSON to a path; for "-" print these alone."""
+def show(text: Callable[[], str], numbers: Callable[[], object], path: str | None) -> None:
+    """Print the text, and write the numbers as JSON to a path; for "-" print these alone.
+
+    Raises:
+        PlanError: the file cannot be written.
+    """
     as_json = "" if path is None else json.dumps(numbers(), indent=1) + "\n"
     sys.stdout.write(as_json if path == "-" else text() + "\n")
     if path is not None and path != "-":
@@ -263,45 +254,45 @@ def _check_writable(path: str) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    request = _read_request(args)
-    plans: dict[str, OwnershipPlan] = {}
+    planner = _planner(args)
+    reports: dict[str, LoadBalanceReport] = {}
     notes = []
     for solver in COMPARED:
         try:
-            plan = plans[solver] = request.solve(solver)
+            plan = planner(solver)
         except PlanError as error:
             note = str(error)
         else:
+            reports[solver] = build_report(plan)
             ran = "" if plan.solver == solver else f"{plan.solver} ran"
             note = ": ".join(filter(None, (ran, plan.note)))
         if note:
             notes.append(f"{solver}: {note}")
-    if not plans:
+    if not reports:
         raise PlanError("no solver found a plan. " + note)
-    bound = max(plan.lower_bound_ms for plan in plans.values())
+    bound = max(report.lower_bound_ms for report in reports.values())
     rows = []
     for solver in COMPARED:
-        found = plans.get(solver)
-        report = None if found is None else build_report(found)
-        row = {"model": request.model, "owners": request.topology.world, "solver": solver}
+        report = reports.get(solver)
+        row = {"model": args.model, "owners": plan.topology.world, "solver": solver}
         row |= {
             "makespan_ms": report and report.makespan_ms,
             "lower_bound_ms": bound,
             # To the best bound of all solvers.
             "gap": report and (report.makespan_ms / bound - 1 if bound else 0.0),
             "imbalance": report and report.imbalance,
-            "status": "no plan" if found is None else found.status,
-            "seconds": found and found.seconds,
+            "status": report.plan.status if report else "no plan",
+            "seconds": report and report.plan.seconds,
         }
         rows.append(row)
-    summary = f"{len(request.specs.matrices)} matrices, costs {request.costs.source}"
-    lines = [_header(request), summary, _comparison(rows), *notes]
-    _show(lambda: "\n".join(lines), lambda: {"rows": rows}, args.json)
+    summary = f"{len(plan.owners)} matrices, costs {plan.cost_source}"
+    lines = [_header(args.model, plan), summary, _comparison(rows), *notes]
+    show(lambda: "\n".join(lines), lambda: {"rows": rows}, args.json)
     return 0
 
 
 def _comparison(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as text, with colours where standard output is a terminal."""
+    """The rows as text, with colours in a terminal."""
     numbers = {"makespan_ms": ".3f", "lower_bound_ms": ".3f", "gap": ".2%", "imbalance": ".2%"}
     numbers["seconds"] = ".2f"
     headings = [name.replace("_", " ") for name in ("solver", *numbers, "status")]
@@ -313,8 +304,7 @@ def _comparison(rows: Sequence[dict[str, Any]]) -> str:
             style = "bold green" if row["makespan_ms"] == best else ""
             cells = [format(row[name], how) for name, how in numbers.items()]
         table.add_row(row["solver"], *cells, row["status"], style=style)
-    text = printed(table, width=None if sys.stdout.isatty() else WIDTH)
-    return "\n".join(map(str.rstrip, text.splitlines()))
+    return printed(table, width=WIDTH, plain=False)
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -343,15 +333,8 @@ def _check_combination(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, compare or verify; 1 if a certificate does not hold, 2 for a mistake of the user.
-
-    A file that cannot be read, or not be a plan, is a mistake too.
-    """
-    try:
-        _check_combination(args)
-        if args.verify is not None:
-            return _verify(args)
-        return _compare(args) if args.compare else _plan(args)
-    except DmuonError as error:
-        sys.stderr.write(f"python -m dmuon plan: error: {' '.join(str(error).split())}\n")
-        return 2
+    """Plan, compare or verify; 1 if a certificate does not hold."""
+    _check_combination(args)
+    if args.verify is not None:
+        return _verify(args)
+    return _compare(args) if args.compare else _plan(args)

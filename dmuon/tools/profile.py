@@ -19,15 +19,14 @@ from dmuon.measure import Case, cases_of, measured_costs
 from dmuon.report.text import grid, printed
 from dmuon.scheduler.costs import CostTable, ShapeKey, newton_schulz_flops
 from dmuon.scheduler.specs import ITEM_SIZE
-from dmuon.tools.plan import wrote
-from dmuon.types import DmuonError, PlanError
+from dmuon.tools.plan import positive, wrote
+from dmuon.types import PlanError
 
-_BUDGET_S = 60.0
 _WIDTH = 110  # columns of what is printed to anything but a terminal
 
 
-def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command. Texts are read by `run`, whose errors are one line."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     what = parser.add_argument_group("what to measure").add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--model",
@@ -44,13 +43,13 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
         help="whose owners to measure: in sharded they run Newton-Schulz alone, in the others "
         "momentum and normalization too (default: %(default)s)",
     )
-    most = PlannerOptions().max_batch
-    add("--max-batch", type=int, default=most, metavar="B", help="default: %(default)s matrices")
-    seconds = "what is not reached in this time is estimated (default: %(default)g)"
-    add("--budget", type=float, default=_BUDGET_S, metavar="SECONDS", help=seconds)
+    count, most = positive(int), PlannerOptions().max_batch
+    add("--max-batch", type=count, default=most, metavar="B", help="default: %(default)s matrices")
+    late = "what is not reached in this time is estimated (default: %(default)g)"
+    add("--budget", type=positive(float), default=60.0, metavar="SECONDS", help=late)
     device = "such as cpu, cuda, xpu (default: the accelerator, or cpu)"
     add("--device", metavar="TYPE", help=device)
-    add("--threads", type=int, metavar="N", help="threads of a CPU measurement, as in training")
+    add("--threads", type=count, metavar="N", help="threads of a CPU measurement, as in training")
     add("--fresh", action="store_true", help="measure again what is cached already")
     add("--cache-dir", metavar="DIR", help="default: the user's cache directory")
     add(
@@ -62,19 +61,7 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print or write the table; 2 for a mistake of the user."""
-    threads = torch.get_num_threads()
-    try:
-        _profile(args)
-    except (DmuonError, ValueError) as error:  # options are checked where they are used
-        sys.stderr.write(f"python -m dmuon profile: error: {' '.join(str(error).split())}\n")
-        return 2
-    finally:
-        torch.set_num_threads(threads)
-    return 0
-
-
-def _profile(args: argparse.Namespace) -> None:
+    """Measure, and print or write the table."""
     device = devices.default_device()
     if args.device == "cpu":
         device = torch.device("cpu")
@@ -84,21 +71,21 @@ def _profile(args: argparse.Namespace) -> None:
         )
     limits = {"max_batch": args.max_batch, "profile_budget_s": args.budget}
     options = PlannerOptions(**limits, cache_dir=args.cache_dir)
-    if args.threads is not None:
-        if args.threads < 1:
-            raise PlanError(f"--threads must be at least 1, found {args.threads}")
-        torch.set_num_threads(args.threads)
-    keys, begin = _keys(args), time.perf_counter()
     how = {"momentum": args.layout != "sharded", "fresh": args.fresh}
-    table = measured_costs(LocalTransport(), keys, device, options, **how)
+    keys, begin, threads = _keys(args), time.perf_counter(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(args.threads or threads)
+        table = measured_costs(LocalTransport(), keys, device, options, **how)
+    finally:
+        torch.set_num_threads(threads)
     seconds = time.perf_counter() - begin
     cases = cases_of(keys, options.max_batch, BATCH_BYTES // devices.of(device).ns_dtype().itemsize)
-    if args.out == "-":
-        sys.stdout.write(table.to_json() + "\n")
-        return
-    sys.stdout.write(_rendered(table, cases, seconds) + "\n")
-    if args.out is not None:
+    sys.stdout.write(
+        (table.to_json() if args.out == "-" else _rendered(table, cases, seconds)) + "\n"
+    )
+    if args.out not in (None, "-"):
         wrote(args.out, lambda: table.save(args.out))
+    return 0
 
 
 def _keys(args: argparse.Namespace) -> list[ShapeKey]:
@@ -149,6 +136,5 @@ def _rendered(table: CostTable, cases: Sequence[Case], seconds: float) -> str:
         )
         previous = key
     note = "GFLOP/s: of the standard iteration's operations, whatever form ran."
-    width = None if sys.stdout.isatty() else _WIDTH
-    text = printed(f"{counts}, in {seconds:.1f} s", rows, note, width=width)
+    text = printed(f"{counts}, in {seconds:.1f} s", rows, note, width=_WIDTH, plain=False)
     return f"Newton-Schulz {table.source}\n{text}"

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from dataclasses import replace
 from pathlib import Path
 
@@ -324,8 +325,8 @@ sizes = st.lists(st.integers(1, 8), min_size=1, max_size=5).map(lambda s: "x".jo
 def test_any_text_is_a_mesh_or_a_mistake(text):
     try:
         shape = mesh_shape(text)
-    except PlanError as error:
-        assert "--mesh" in str(error) and not re.fullmatch("[1-8](x[1-8]){0,4}", text)
+    except ArgumentTypeError:
+        assert not re.fullmatch("[1-8](x[1-8]){0,4}", text)
         return
     assert "x".join(map(str, shape)) == re.sub(r"(^|x)0+(?=\d)", r"\1", text.strip().lower())
     assert 1 <= math.prod(shape) <= MAX_RANKS
@@ -333,12 +334,12 @@ def test_any_text_is_a_mesh_or_a_mistake(text):
 
 def test_sizes_in_memory():
     for text, count in (
-        ("0", 0), ("12345", 12345), ("80GiB", 80 * 2**30), ("80 GiB", 80 * 2**30),
+        ("12345", 12345), ("80GiB", 80 * 2**30), ("80 GiB", 80 * 2**30),
         ("80gib", 80 * 2**30), ("1.5KiB", 1536), ("2GB", 2 * 10**9), ("3TB", 3 * 10**12), ("7B", 7),
     ):  # fmt: skip
         assert memory_bytes(text) == count
-    for text in ("", "GiB", "-1", "1e9", "80G", "80 PiB", "80GiBB", "1.GiB", "٣"):
-        with pytest.raises(PlanError, match="--memory"):
+    for text in ("", "0", "GiB", "-1", "1e9", "80G", "80 PiB", "80GiBB", "1.GiB", "٣"):
+        with pytest.raises(ArgumentTypeError):
             memory_bytes(text)
 
 

@@ -74,7 +74,7 @@ def test_every_co_owner_gets_its_slice_and_every_holder_its_updates(shards, leas
     plan = shared_by_all(planned(shards, solver="greedy"), shards)
     specs = shards.specs
     units = units_of(plan, [0] * len(specs.matrices))
-    values = [torch.randn(box.box.shape) for box in shards.boxes]
+    values = [torch.randn(box.shape) for box in shards.boxes]
     for bucket in cut_buckets(units, travelling(shards, units), 1 << 20, least, 2):
         routes = [bucket_route(shards, units, bucket, rank) for rank in range(shards.world)]
         sent = []
@@ -97,7 +97,7 @@ def test_every_co_owner_gets_its_slice_and_every_holder_its_updates(shards, leas
                 for part in (p for p in route.owned.parts if p.unit == u):
                     places(stack, part).copy_(part.within(buffer))
                 for k, i in enumerate(units[u].matrices):
-                    whole = shards.boxes[i].form.rows_first(values[i]).flatten(1)
+                    whole = specs.matrices[i].form.rows_first(values[i]).flatten(1)
                     whole = whole.mT if units[u].holds_transpose(k) else whole
                     mine = whole[:, units[u].start :][:, : units[u].cols]
                     assert torch.equal(stack[k], mine)

@@ -321,17 +321,17 @@ def test_layers_without_experts_are_those_that_the_configuration_names():
           for kind in ("bert", None, 7, ["llama"])),
         *(({k: v for k, v in _LLAMA.items() if k != key}, f"has no '{key}'")
           for key in ("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads")),
-        *(({**_LLAMA, "hidden_size": value}, "'hidden_size' = ")
+        *(({**_LLAMA, "hidden_size": value}, "hidden_size: expected a whole number from 1")
           for value in ("4096", 0, -4096, True, 10**18, 3.0)),
-        ({**_LLAMA, "tie_word_embeddings": "no"}, "'tie_word_embeddings' = "),
-        ({**_LLAMA, "attention_bias": None}, "'attention_bias' = "),
-        ({**_LLAMA, "head_dim": []}, "'head_dim' = "),
+        ({**_LLAMA, "tie_word_embeddings": "no"}, "tie_word_embeddings: expected true or false"),
+        ({**_LLAMA, "attention_bias": None}, "attention_bias: .* found None"),
+        ({**_LLAMA, "head_dim": []}, "head_dim: expected"),
         ({**_LLAMA, "num_attention_heads": 30}, "'head_dim'"),
         *(({**_QWEN3_MOE, "mlp_only_layers": layers}, "mlp_only_layers")
           for layers in (3, "0", ["0"])),
         ({**_MAMBA2, "head_dim": 32}, "'head_dim' = 32, which do not fill"),
         ({**_BAMBA, "mamba_d_head": 32}, "'mamba_d_head' = 32, which do not fill"),
-        ({"model_type": "mllama", "text_config": 3}, "'text_config' = 3"),
+        ({"model_type": "mllama", "text_config": 3}, "text_config: expected an object, found 3"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_a_configuration_is_named(config, told):
@@ -372,11 +372,11 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path):
         with pytest.raises(PlanError, match=r"(config|missing).json.*No such file"):
             model_specs(str(missing))
     for content, complaint in (
-        (b"{", "is not JSON"),
-        (b"[1]", "JSON list"),
-        (b"null", "JSON NoneType"),
-        (b"[" * 100_000, "JSON"),
-        (b"\xff\xfe\x00", "is not JSON"),
+        (b"{", "is no configuration: expected JSON"),
+        (b"[1]", "expected an object, found a list"),
+        (b"null", "expected an object, found None"),
+        (b"[" * 100_000, "nested"),
+        (b"\xff\xfe\x00", "is no configuration"),
     ):
         path.write_bytes(content)
         with pytest.raises(PlanError, match=complaint):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dmuon.catalogue import PRESETS, build
-from dmuon.scheduler.select import RULES, Member, collect
+from dmuon.scheduler.select import REASONS, Member, collect
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.types import Algorithm
 
@@ -124,9 +124,9 @@ def table(families: Iterable[str], make: Callable[[str], nn.Module]) -> list[str
 
 def rules() -> list[str]:
     lines = ["| what | by | who does so, or why |", "|---|---|---|"]
-    for rule in RULES:
-        name = {Algorithm.MUON: "Muon", Algorithm.ADAMW: "AdamW"}[rule.algorithm]
-        lines.append(f"| {rule.what} | {name} | {rule.source} |")
+    for reason in REASONS:
+        name = {Algorithm.MUON: "Muon", Algorithm.ADAMW: "AdamW"}[reason.algorithm]
+        lines.append(f"| {reason.what} | {name} | {reason.source} |")
     return lines
 
 

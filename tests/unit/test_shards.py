@@ -19,9 +19,8 @@ from dmuon.scheduler.shards import (
     LocalShard,
     RankShards,
     ShardMap,
-    assemble,
     local_box,
-    matrix_box,
+    shard_map,
 )
 from dmuon.scheduler.solve import solve
 from dmuon.scheduler.specs import Box, Form, MatrixSpec, ModelSpecs, ParameterSpec
@@ -75,7 +74,7 @@ def shard_everywhere(
         )
         for rank, where in enumerate(product(*map(range, mesh)))
     ]
-    return assemble(specs, reports)
+    return shard_map(specs, reports)
 
 
 @st.composite
@@ -168,7 +167,7 @@ def test_every_replica_tiles_each_matrix_exactly(shards):
     for i in range(len(shards.specs.matrices)):
         replicas: dict[tuple[int, ...], torch.Tensor] = {}
         for piece in shards.pieces(i):
-            empty = torch.zeros(shards.boxes[i].box.shape, dtype=torch.int64)
+            empty = torch.zeros(shards.boxes[i].shape, dtype=torch.int64)
             replicas.setdefault(piece.replica, empty)[piece.box.slices()] += 1
         assert replicas and all((seen == 1).all() for seen in replicas.values())
 
@@ -244,7 +243,7 @@ def test_copies_are_matrices_of_their_own():
         RankShards.of(rank, [held(pair, (), (row, 0), (2, 4))])
         for rank, (pair, row) in enumerate(places)
     ]
-    made = assemble(spec, reports)
+    made = shard_map(spec, reports)
     assert [m.name for m in made.specs.matrices] == ["gate (copy 1 of 2)", "gate (copy 2 of 2)"]
     assert made.domains == ((0, 2), (1, 3))
     assert [made.counts(0, r) for r in range(4)] == [True, False, True, False]
@@ -279,22 +278,20 @@ def test_contradictions_are_refused(shards, words):
     spec = specs_of([(4, 4)], [MatrixSpec("w", 0, 4, 4, "float32")])
     reports = [RankShards.of(r, [s]) for r, s in enumerate(shards)]
     if words is None:
-        assemble(spec, reports)
+        shard_map(spec, reports)
         return
     with pytest.raises(OwnershipError, match=words):
-        assemble(spec, reports)
+        shard_map(spec, reports)
 
 
 def test_a_matrix_box_follows_its_form():
-    conv = matrix_box(MatrixSpec("c[2:5]", 0, 3, 12, "float32", 24), (8, 4, 3))
-    assert conv.box == Box((2, 0, 0), (3, 4, 3))
-    assert conv.matrix_shape((3, 2, 3)) == (3, 6)
-    flipped = matrix_box(MatrixSpec("t", 0, 4, 24, "float32", 0, Form.FLAT_IN_OUT), (8, 4, 3))
-    assert flipped.matrix_shape((4, 4, 3)) == (4, 12)
-    some = MatrixSpec("e", 0, 2, 5, "float32", 2 * 3 * 15 + 15 + 5, Form.STACK)
-    expert = matrix_box(some, (4, 3, 3, 5))
-    assert expert.box == Box((2, 1, 1, 0), (1, 1, 2, 5))
-    assert expert.matrix_shape((1, 1, 2, 3)) == (2, 3)
+    conv = MatrixSpec("c[2:5]", 0, 3, 12, "float32", 24)
+    assert conv.box((8, 4, 3)) == Box((2, 0, 0), (3, 4, 3))
+    assert conv.form.matrix_shape((3, 2, 3)) == (3, 6)
+    assert Form.FLAT_IN_OUT.matrix_shape((4, 4, 3)) == (4, 12)
+    expert = MatrixSpec("e", 0, 2, 5, "float32", 2 * 3 * 15 + 15 + 5, Form.STACK)
+    assert expert.box((4, 3, 3, 5)) == Box((2, 1, 1, 0), (1, 1, 2, 5))
+    assert expert.form.matrix_shape((1, 1, 2, 3)) == (2, 3)
 
 
 def test_buckets_share_out_every_owners_time():
