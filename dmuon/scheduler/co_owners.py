@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -41,7 +41,7 @@ SIZES = (2, 4, 8)
 GAIN = 0.05  # of the makespan: what "auto" asks for
 _CLOSE = 1000  # in the search, makespans that differ by less than a part of so many are one
 _EXACT = 10_000  # the same for bounds
-_MOST_PATTERNS = 20_000  # of one block, where several shapes are counted together
+_MOST_STATES = 20_000  # of blocks, where several shapes are counted together
 _TOGETHER = 3  # shapes
 
 Block = tuple[int, ...]
@@ -83,6 +83,17 @@ def blocks_of(ranks: Sequence[int], topology: Topology, size: int) -> list[Block
     return inside or across
 
 
+def limits_blocks(topology: Topology, limits: OwnerLimits) -> Callable[[int, int], list[Block]]:
+    """`blocks_of` a domain, or of all ranks where it is -1, by the domain and the size."""
+
+    @cache
+    def blocks(domain: int, size: int) -> list[Block]:
+        ranks = range(topology.world) if domain < 0 else limits.domains[domain]
+        return blocks_of(ranks, topology, size)
+
+    return blocks
+
+
 class CoOwners:
     """The ways to share matrices in a problem. ``sizes`` are the numbers of co-owners that each
     shape may have, the least work first; each shape and size has prices of batches, and blocks."""
@@ -95,38 +106,32 @@ class CoOwners:
         limits: OwnerLimits,
         prices: Sequence[SharedPrice],
     ) -> None:
-        self.problem, self.prices = problem, prices
+        self.problem = problem
         rows = {(row.key, row.co_owners): row for row in prices}
         self.sizes: list[list[int]] = []
-        self.price: dict[tuple[int, int], tuple[int, ...]] = {}  # ticks of batches of 1, 2, ...
+        self._price: dict[tuple[int, int], tuple[int, ...]] = {}  # ticks of batches of 1, 2, ...
         self._blocks: dict[tuple[int, int], list[Block]] = {}
-        found: dict[tuple[int, int], list[Block]] = {}
+        blocks = limits_blocks(topology, limits)
         for s, shape in enumerate(problem.shapes):
             sizes = [1]
-            self.price[s, 1] = shape.batch_ticks
-            every = range(topology.world) if shape.domain < 0 else limits.domains[shape.domain]
             if all(can_be_shared(specs, specs.matrices[i]) for i in shape.members):
-                sizes += [k for k in SIZES if (shape.key, k) in rows and k <= len(every)]
+                sizes += [k for k in SIZES if (shape.key, k) in rows and blocks(shape.domain, k)]
             for k in sizes:
-                if (shape.domain, k) not in found:
-                    found[shape.domain, k] = blocks_of(every, topology, k)
-                self._blocks[s, k] = found[shape.domain, k]
-                if k > 1:
-                    ms = rows[shape.key, k].ms[: shape.count]
-                    self.price[s, k] = tuple(problem.ticks(value) for value in ms)
-            sizes.sort(key=lambda k: k * self.price[s, k][0])
-            self.sizes.append(sizes)
+                self._blocks[s, k] = blocks(shape.domain, k)
+                ms = rows[shape.key, k].ms[: shape.count] if k > 1 else ()
+                self._price[s, k] = tuple(map(problem.ticks, ms)) or shape.batch_ticks
+            self.sizes.append(sorted(sizes, key=lambda k: k * self._price[s, k][0]))
         # For bounds: the classes that may have each shape; for each of its sizes the least ticks of
         # an owner, and the least work of all of them together for one matrix, in parts of a tick.
         self._owners = [
             frozenset(c for c, o in enumerate(problem.classes) if o.allowed[s])
             for s in range(len(problem.shapes))
         ]
-        self._unit = math.lcm(*range(1, 1 + max(map(len, self.price.values()), default=1)))
+        self._unit = math.lcm(*range(1, 1 + max(map(len, self._price.values()), default=1)))
         self._work = [
             [
                 (min(price), min(k * t * self._unit // b for b, t in enumerate(price, 1)))
-                for k, price in ((k, self.price[s, k]) for k in sizes)
+                for k, price in ((k, self._price[s, k]) for k in sizes)
             ]
             for s, sizes in enumerate(self.sizes)
         ]
@@ -134,7 +139,7 @@ class CoOwners:
 
     def _ticks(self, s: int, k: int) -> Ints:
         """`Shape.ticks` with k co-owners."""
-        return cheapest(self.price[s, k], self.problem.shapes[s].count)[0]
+        return cheapest(self._price[s, k], self.problem.shapes[s].count)[0]
 
     # ---- what to share -------------------------------------------------------------------
 
@@ -226,16 +231,18 @@ class CoOwners:
     def _are_halved(self) -> bool:
         """True if all shapes have the same blocks, and every rank is in one of the largest size,
         each half of which is a block of half the size, and so on."""
-        blocks = {k: set(found) for (_, k), found in self._blocks.items()}
-        alike = all(set(found) == blocks[k] for (_, k), found in self._blocks.items())
-        sizes = sorted(blocks)
+        blocks = {k: found for (_, k), found in self._blocks.items()}
+        most = max(blocks, default=0)
+        halves = (
+            blocks.get(k // 2) == [half for b in found for half in (b[: k // 2], b[k // 2 :])]
+            for k, found in blocks.items()
+            if k > 1
+        )
         return (
-            alike
-            and sizes == [2**i for i in range(len(sizes))]
-            and len(blocks[sizes[-1]]) * sizes[-1] == self.problem.world
-            and all(
-                {b[: k // 2], b[k // 2 :]} <= blocks[k // 2] for k in sizes[1:] for b in blocks[k]
-            )
+            most > 0
+            and all(found == blocks[k] for (_, k), found in self._blocks.items())
+            and len(blocks[most]) * most == self.problem.world
+            and all(halves)
         )
 
     def _have_room(self, shapes: Sequence[int], work: Sequence[int], limit: int) -> bool:
@@ -249,29 +256,23 @@ class CoOwners:
                 ticks = np.minimum.accumulate(self._ticks(s, k)[::-1])[::-1]
                 table = ticks[: np.searchsorted(ticks, limit, side="right")].tolist()
                 tables[k].append((table, work[s] // self.problem.shapes[s].count))
-        patterns = 0
+        states = 0
 
         @cache
-        def value(k: int, free: int) -> int:
-            """The most work that a block of k ranks does in this time."""
-            nonlocal patterns
-            best, own = 0, tables[k]
-            todo = [(0, free, 0)]
-            while todo:
-                n, left, done = todo.pop()
-                patterns += 1
-                if patterns > _MOST_PATTERNS:
-                    raise OverflowError
-                if n == len(own):
-                    best = max(best, done + (2 * value(k // 2, left) if k > 1 else 0))
-                    continue
-                table, each = own[n]
-                counts = range(bisect_right(table, left))
-                todo += [(n + 1, left - table[count], done + count * each) for count in counts]
-            return best
+        def value(k: int, n: int, free: int) -> int:
+            """The most work that a block of k ranks does in this time, from the n-th shape on."""
+            nonlocal states
+            states += 1
+            if states > _MOST_STATES:
+                raise OverflowError
+            if n == len(tables[k]):
+                return 2 * value(k // 2, 0, free) if k > 1 else 0
+            table, each = tables[k][n]
+            counts = range(bisect_right(table, free))
+            return max(i * each + value(k, n + 1, free - table[i]) for i in counts)
 
         try:
-            room = self.problem.world // most * value(most, limit)
+            room = self.problem.world // most * value(most, 0, limit)
         except OverflowError:  # too many: say nothing
             return True
         return sum(work[s] for s in shapes) <= room
