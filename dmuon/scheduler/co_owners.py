@@ -259,20 +259,24 @@ class CoOwners:
         states = 0
 
         @cache
-        def value(k: int, n: int, free: int) -> int:
-            """The most work that a block of k ranks does in this time, from the n-th shape on."""
+        def value(k: int, free: int) -> int:
+            """The most work that a block of k ranks does in this time."""
+            return filled(k, 0, free)
+
+        def filled(k: int, n: int, free: int) -> int:
+            """The same with shapes from the n-th on."""
             nonlocal states
             states += 1
             if states > _MOST_STATES:
                 raise OverflowError
             if n == len(tables[k]):
-                return 2 * value(k // 2, 0, free) if k > 1 else 0
+                return 2 * value(k // 2, free) if k > 1 else 0
             table, each = tables[k][n]
             counts = range(bisect_right(table, free))
-            return max(i * each + value(k, n + 1, free - table[i]) for i in counts)
+            return max(i * each + filled(k, n + 1, free - table[i]) for i in counts)
 
         try:
-            room = self.problem.world // most * value(most, 0, limit)
+            room = self.problem.world // most * value(most, limit)
         except OverflowError:  # too many: say nothing
             return True
         return sum(work[s] for s in shapes) <= room
