@@ -14,13 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from dmuon.scheduler.bound import proven
-from dmuon.scheduler.co_owners import (
-    CoOwners,
-    can_be_shared,
-    limits_blocks,
-    sharable,
-    shared_prices,
-)
+from dmuon.scheduler.co_owners import CoOwners, blocks_in, can_be_shared, sharable, shared_prices
 from dmuon.scheduler.costs import ANALYTIC_DEVICES, ORIGINS, CostTable
 from dmuon.scheduler.greedy import baselines
 from dmuon.scheduler.placement import launch_order
@@ -81,8 +75,7 @@ def certify(plan: OwnershipPlan) -> Certificate:
     bound = shared_bound = 0
     if plan.shared_prices:
         # A bound of all ways to share needs no stored proof.
-        args = plan.specs, plan.topology, plan.limits, plan.shared_prices
-        shared_bound = CoOwners(problem, *args).bound(makespan)
+        shared_bound = CoOwners(problem, plan, plan.shared_prices).bound(makespan)
     if plan.has_co_owners:
         bound = shared_bound
     elif plan.proof is not None:
@@ -211,13 +204,13 @@ def _wrong_prices(plan: OwnershipPlan) -> Iterator[str]:
             yield f"the prices of co-owners are not those of {source!r}"
     if plan.shared_prices or plan.has_co_owners:
         priced = {(row.key, row.co_owners) for row in plan.shared_prices}
-        for key, k in sharable(plan.specs, plan.topology, plan.limits).keys() - priced:
+        for key, k in sharable(plan).keys() - priced:
             yield f"{k} co-owners of {key[0]} x {key[1]} have no price, so nothing bounds them"
 
 
 def _are_shared_prices(plan: OwnershipPlan, costs: CostTable) -> bool:
     most = max(len(row.ms) for row in plan.shared_prices)
-    right = shared_prices(plan.specs, plan.topology, plan.limits, costs, most, UNLIMITED)
+    right = shared_prices(plan, costs, most, UNLIMITED)
     known = {(row.key, row.co_owners): row for row in right}
     stored = {(row.key, row.co_owners): row for row in plan.shared_prices}
     return stored.keys() == known.keys() and all(
@@ -242,7 +235,7 @@ def _wrong_alternatives(plan: OwnershipPlan, problem: Problem) -> Iterator[str]:
 
 def _wrong_owners(plan: OwnershipPlan) -> Iterator[str]:
     domains, cap = [frozenset(domain) for domain in plan.limits.domains], plan.limits.memory_bytes
-    blocks = limits_blocks(plan.topology, plan.limits)
+    blocks = blocks_in(plan)
     for batch in plan.batches:
         domain = plan.limits.domain_of[batch.matrices[0]] if domains else -1
         size = len(batch.co_owners)

@@ -30,9 +30,8 @@ from dmuon.scheduler.costs import (
     canonical_key,
     largest_batch,
 )
-from dmuon.scheduler.plan import SharedPrice
+from dmuon.scheduler.plan import OwnershipPlan, SharedPrice
 from dmuon.scheduler.problem import Counts, Ints, Problem, cheapest
-from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs
 from dmuon.scheduler.topology import Topology
 from dmuon.types import PlanError
@@ -83,13 +82,13 @@ def blocks_of(ranks: Sequence[int], topology: Topology, size: int) -> list[Block
     return inside or across
 
 
-def limits_blocks(topology: Topology, limits: OwnerLimits) -> Callable[[int, int], list[Block]]:
+def blocks_in(plan: OwnershipPlan) -> Callable[[int, int], list[Block]]:
     """`blocks_of` a domain, or of all ranks where it is -1, by the domain and the size."""
 
     @cache
     def blocks(domain: int, size: int) -> list[Block]:
-        ranks = range(topology.world) if domain < 0 else limits.domains[domain]
-        return blocks_of(ranks, topology, size)
+        ranks = range(plan.topology.world) if domain < 0 else plan.limits.domains[domain]
+        return blocks_of(ranks, plan.topology, size)
 
     return blocks
 
@@ -99,19 +98,14 @@ class CoOwners:
     shape may have, the least work first; each shape and size has prices of batches, and blocks."""
 
     def __init__(
-        self,
-        problem: Problem,
-        specs: ModelSpecs,
-        topology: Topology,
-        limits: OwnerLimits,
-        prices: Sequence[SharedPrice],
+        self, problem: Problem, plan: OwnershipPlan, prices: Sequence[SharedPrice]
     ) -> None:
-        self.problem = problem
+        self.problem, specs = problem, plan.specs
         rows = {(row.key, row.co_owners): row for row in prices}
         self.sizes: list[list[int]] = []
         self._price: dict[tuple[int, int], tuple[int, ...]] = {}  # ticks of batches of 1, 2, ...
         self._blocks: dict[tuple[int, int], list[Block]] = {}
-        blocks = limits_blocks(topology, limits)
+        blocks = blocks_in(plan)
         for s, shape in enumerate(problem.shapes):
             sizes = [1]
             if all(can_be_shared(specs, specs.matrices[i]) for i in shape.members):
@@ -283,18 +277,13 @@ class CoOwners:
 
 
 def shared_prices(
-    specs: ModelSpecs,
-    topology: Topology,
-    limits: OwnerLimits,
-    costs: CostTable,
-    max_batch: int,
-    batch_numel: int,
+    plan: OwnershipPlan, costs: CostTable, max_batch: int, batch_numel: int
 ) -> tuple[SharedPrice, ...]:
     """The price of every shape for each of 2, 4, 8 co-owners, where it has as many columns."""
     found, on_cpu = [], costs.device in (None, ANALYTIC_DEVICES["cpu"])
-    for (key, k), (count, blocks) in sharable(specs, topology, limits).items():
+    for (key, k), (count, blocks) in sharable(plan).items():
         # The slowest link that these blocks go over.
-        inside = all(len({topology.node(rank) for rank in block}) == 1 for block in blocks)
+        inside = all(len({plan.topology.node(rank) for rank in block}) == 1 for block in blocks)
         link = "cpu" if on_cpu else "nvlink" if inside else "network"
         rows, cols, _ = canonical_key(key)
         most = largest_batch(rows, -(-cols // k), max_batch, batch_numel)
@@ -304,36 +293,40 @@ def shared_prices(
     return tuple(found)
 
 
-def sharable(
-    specs: ModelSpecs, topology: Topology, limits: OwnerLimits
-) -> dict[tuple[ShapeKey, int], tuple[int, list[Block]]]:
+def sharable(plan: OwnershipPlan) -> dict[tuple[ShapeKey, int], tuple[int, list[Block]]]:
     """By shape and number of co-owners: how many matrices can be shared by so many, and all blocks
     of that size."""
     counts = Counter(
-        matrix.key for i, matrix in enumerate(specs.matrices)
-        if not limits.is_forced(i) and can_be_shared(specs, matrix)
+        matrix.key for i, matrix in enumerate(plan.specs.matrices)
+        if not plan.limits.is_forced(i) and can_be_shared(plan.specs, matrix)
     )  # fmt: skip
-    domains = limits.domains or (tuple(range(topology.world)),)
+    domains, blocks_in_domain = range(len(plan.limits.domains)) or (-1,), blocks_in(plan)
     found = {}
     for k in SIZES:
-        blocks = [b for d in domains if len(d) >= k for b in blocks_of(d, topology, k)]
+        blocks = [block for domain in domains for block in blocks_in_domain(domain, k)]
         for key, count in sorted(counts.items()) if blocks else ():
             if max(key[:2]) >= k:
                 found[key, k] = count, blocks
     return found
 
 
-def check_size(specs: ModelSpecs, limits: OwnerLimits, world: int, size: int) -> None:
+def check_size(plan: OwnershipPlan, size: int) -> None:
     """Raise PlanError unless so many ranks can share every matrix that is to be shared."""
+    world = plan.topology.world
+    if plan.layout.keeps_state_at_owners:
+        raise PlanError(
+            f"co_owners={size} needs momentum that lies with the parameters, and in the "
+            f"{plan.layout.value!r} layout each matrix and its momentum lie with one owner: use "
+            "layout='sharded' or 'replicated', or co_owners='auto'"
+        )
     if size > world:
         raise PlanError(
             f"co_owners={size}, but there are only {world} ranks to share a matrix: use fewer, or "
             "co_owners='auto'"
         )
-    for i, matrix in enumerate(specs.matrices):
-        if limits.is_forced(i) or not can_be_shared(specs, matrix):
-            continue
-        if size > max(matrix.shape):
+    for i, matrix in enumerate(plan.specs.matrices):
+        is_shared = not plan.limits.is_forced(i) and can_be_shared(plan.specs, matrix)
+        if is_shared and size > max(matrix.shape):
             raise PlanError(
                 f"co_owners={size} is more than matrix {matrix.name!r} of {matrix.rows} x "
                 f"{matrix.cols} has columns to share: use a smaller number, or co_owners='auto', "

@@ -203,7 +203,12 @@ class Columns:
         the last few owners.
         """
         problem = self.problem
-        theta, dual, used = self._priced(limit)
+        for _ in range(_MOST_PRICINGS):
+            theta, dual, used = self._master(limit)
+            real = Holdings(problem, dual, limit, real=True)
+            self.left -= real.work
+            if not self._price(real, limit) or self.left <= 0:
+                break
         if not used or theta > 1 + _WHOLE or self.left <= 0 or self.budget.spent():
             return self.counts
         if problem.world <= _FEW:
@@ -240,16 +245,6 @@ class Columns:
             return None
         counts[np.ix_(ranks, shapes)] += inner
         return counts
-
-    def _priced(self, limit: int) -> tuple[float, Dual, list[_Used]]:
-        """`_master` with the patterns that it lacks."""
-        for _ in range(_MOST_PRICINGS):
-            theta, dual, used = self._master(limit)
-            real = Holdings(self.problem, dual, limit, real=True)
-            self.left -= real.work
-            if not self._price(real, limit) or self.left <= 0:
-                break
-        return theta, dual, used
 
     def _add(self, c: int, counts: tuple[int, ...]) -> bool:
         """Remember a pattern; True if it is new."""

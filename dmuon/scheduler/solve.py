@@ -323,18 +323,12 @@ def _with_co_owners(
         PlanError: a number of co-owners was asked for that is not possible.
     """
     specs, topology, limits, asked = plan.specs, plan.topology, plan.limits, options.co_owners
-    if isinstance(asked, int) and plan.layout.keeps_state_at_owners:
-        raise PlanError(
-            f"co_owners={asked} needs momentum that lies with the parameters, and in the "
-            f"{plan.layout.value!r} layout each matrix and its momentum lie with one owner: use "
-            "layout='sharded' or 'replicated', or co_owners='auto'"
-        )
     if isinstance(asked, int):
-        check_size(specs, limits, topology.world, asked)
+        check_size(plan, asked)
     if plan.layout.keeps_state_at_owners or topology.world == 1 or not problem.shapes:
         return plan
-    prices = shared_prices(specs, topology, limits, costs, options.max_batch, batch_numel)
-    ways = CoOwners(problem, specs, topology, limits, prices)
+    prices = shared_prices(plan, costs, options.max_batch, batch_numel)
+    ways = CoOwners(problem, plan, prices)
     sharing = ways.best(None, asked) if isinstance(asked, int) else ways.best(makespan)
     if sharing is None or not sharing.parts:
         return plan
