@@ -88,7 +88,7 @@ class Holdings:
         dual: Dual,
         limit: int,
         real: bool = False,
-        work: int = _KNAPSACKS,
+        work: int | None = None,
     ) -> None:
         self.problem, self.limit = problem, limit
         self.tables = _worth_tables(problem, dual)
@@ -108,12 +108,13 @@ class Holdings:
             needed = most - surplus // c.size
             least[c.allowed] = max(min(needed, least[c.allowed]), -_MOST_WORTH)
         self.frontiers: dict[tuple[bool, ...], Frontier] = {}
+        left = _KNAPSACKS if work is None else work
         order = sorted(self._dense, key=lambda allowed: (sum(allowed), allowed))
         for number, allowed in enumerate(order):
             mine = [o for o, yes in zip(options, allowed, strict=True) if yes]
             if not real:
                 mine = [option for option in mine if (option.value > 0).any()]
-            share = (work - self.work) // (len(order) - number)
+            share = left // (len(order) - number)
             if share < _LEAST_WORK * len(mine) and not real:
                 most = sum(int(option.value.max()) for option in mine)
                 made = Frontier(np.zeros(1, np.int64), np.array([most]), False, least[allowed])
@@ -122,6 +123,7 @@ class Holdings:
                     mine, max(limit, 0), bounding=not real, least=least[allowed],
                     max_work=share,
                 )  # fmt: skip
+            left -= made.work
             self.frontiers[allowed] = made
 
     @property
