@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.executed import executed_rows
@@ -34,7 +35,7 @@ from dmuon.config import PlannerOptions
 from dmuon.measure import measured_costs
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.costs import CostTable
-from dmuon.scheduler.greedy import longest_first_by_weight
+from dmuon.scheduler.greedy import longest_first
 from dmuon.scheduler.problem import build_problem
 from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.solve import price_rows, solve
@@ -100,7 +101,7 @@ def planned(specs: ModelSpecs, owners: int, costs: CostTable, solver: str) -> Ro
     }
 
 
-def longest_first(specs: ModelSpecs, owners: int, costs: CostTable) -> list[Row]:
+def by_weight(specs: ModelSpecs, owners: int, costs: CostTable) -> list[Row]:
     prices = {row.key: row.ms for row in price_rows(specs, costs, PlannerOptions().max_batch)}
     problem = build_problem(specs.matrices, owners, OwnerLimits(), prices)
     elements = [shape.key[0] * shape.key[1] for shape in problem.shapes]
@@ -108,7 +109,8 @@ def longest_first(specs: ModelSpecs, owners: int, costs: CostTable) -> list[Row]
     rows = []
     for name, weights in (("lpt_elements", elements), ("lpt_cost", single)):
         begin = time.process_time()
-        counts = longest_first_by_weight(problem, weights)
+        tables = [np.arange(k.count + 1) * w for k, w in zip(problem.shapes, weights, strict=True)]
+        counts = longest_first(problem, 1, tables, np.zeros(owners, np.int64))
         seconds = time.process_time() - begin
         assert counts is not None
         loads = problem.loads(counts)
@@ -120,7 +122,7 @@ def longest_first(specs: ModelSpecs, owners: int, costs: CostTable) -> list[Row]
 
 def cell(model: str, specs: ModelSpecs, owners: int, costs: CostTable) -> list[Row]:
     """All solvers on one model and number of owners."""
-    rows = longest_first(specs, owners, costs)
+    rows = by_weight(specs, owners, costs)
     rows += [planned(specs, owners, costs, name) for name in ("round_robin", "greedy", "milp")]
     bound = max(row.get("lower_bound_ms", 0.0) for row in rows)
     common = {"set": "cells", "model": model, "costs": costs.source, "owners": owners}

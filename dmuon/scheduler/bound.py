@@ -26,18 +26,26 @@ instead. All limits are numbers of states and pairs, so equal input gives equal 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from dmuon.scheduler.plan import Dual, Proof
-from dmuon.scheduler.problem import Counts, Ints, Problem, relaxed
+from dmuon.scheduler.problem import (
+    Counts,
+    Frontier,
+    Ints,
+    Option,
+    Problem,
+    Shape,
+    density,
+    frontier,
+)
 
-MAX_POINTS = 8_000  # of a knapsack, kept after each shape
-_MOST_WORK = 16_000_000  # pairs formed in one knapsack: about a second
 _MOST_WORTH = 1 << 61
 _WORK = 10**11  # units of all work, about
 _KNAPSACKS = 16_000_000  # pairs formed by the knapsacks behind one bound: some seconds at most
@@ -45,199 +53,13 @@ _QUICK = 500_000  # the same, where density alone says about as much
 _LEAST_WORK = 2_000  # for each option of a knapsack; fewer are of no use
 _MOST_SIMPLE = 8  # duals of one shape, or of one set of owners
 
-COVER_WORK = 40_000_000  # numbers formed in one search
-COVER_STATES = 20_000  # kept after an owner
+_COVER_WORK = 40_000_000  # numbers formed in one search
+_MOST_STATES = 20_000  # kept after an owner
 _MOST_PATTERNS = 60_000  # of one class, and ten times as many on the way
-_PAIRS = 1_000  # formed by listing the patterns of a class, for each state that is kept
+_MOST_PAIRS = 20_000_000  # formed by listing the patterns of a class
 _LISTED = 4  # and at most so many for each number that the search may form
 _AT_ONCE = 1_000_000  # pairs
 _MOST_OWNERS = 2_000
-
-
-# ---- a knapsack over batched costs -----------------------------------------------------------
-# For each shape an owner takes k matrices, k = 0, 1, ..., at cost C(k) and value v(k): a
-# multiple-choice knapsack. A frontier is the whole trade-off: the pairs (cost, value) that no other
-# choice beats in both. Nothing is assumed of C or v.
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """The choices of one shape: ``cost[k]``, ``value[k]`` for taking k; k = 0 costs nothing."""
-
-    cost: Ints
-    value: Ints
-
-
-@dataclass(frozen=True, slots=True)
-class _Points:
-    """Pairs, both ascending; the point of the stage before and the choice that made each."""
-
-    cost: Ints
-    value: Ints
-    parent: Ints
-    taken: Ints
-
-    def __len__(self) -> int:
-        return len(self.cost)
-
-    def at(self, index: Ints) -> _Points:
-        return _Points(self.cost[index], self.value[index], self.parent[index], self.taken[index])
-
-
-_NOTHING = _Points(*np.zeros((4, 1), np.int64))
-
-
-@dataclass(frozen=True, slots=True)
-class Frontier:
-    """Pareto-optimal pairs, both ascending, of a value of ``least`` or more.
-
-    ``exact`` is False where points were merged. ``work``: pairs that were formed on the way.
-    """
-
-    cost: Ints
-    value: Ints
-    exact: bool
-    least: int
-    stages: tuple[_Points, ...] = ()
-    work: int = 0
-
-    def best_values(self, limits: Ints) -> Ints:
-        """An upper bound of the largest value within each limit; ``least - 1`` if it is less."""
-        at = np.searchsorted(self.cost, limits, side="right")
-        best: Ints = np.concatenate(([self.least - 1], self.value))[at]
-        return best
-
-    def choice(self, limit: int) -> Ints | None:
-        """The most valuable counts of each shape within the limit; None if all are worth too
-        little. Only for a frontier that is not bounding."""
-        at = int(np.searchsorted(self.cost, limit, side="right")) - 1
-        if at < 0:
-            return None
-        taken = []
-        for stage in reversed(self.stages):
-            taken.append(int(stage.taken[at]))
-            at = int(stage.parent[at])
-        return np.array(taken[::-1], np.int64)
-
-
-def density(option: Option, limit: int) -> float:
-    """The most value per unit of cost among choices within the limit, rounded up."""
-    within = np.flatnonzero(option.cost[1:] <= limit) + 1
-    cost, value = option.cost[within], option.value[within]
-    if (value[cost == 0] > 0).any():
-        return math.inf
-    some = cost > 0
-    return float((value[some] / cost[some]).max(initial=0.0)) * (1 + 1e-12)
-
-
-def frontier(
-    options: Sequence[Option],
-    limit: int,
-    *,
-    bounding: bool,
-    least: int = 0,
-    max_points: int = MAX_POINTS,
-    max_work: int = _MOST_WORK,
-) -> Frontier:
-    """All trade-offs at a cost of at most ``limit`` >= 0 that are worth at least ``least``.
-
-    Where there are too many, those go that cannot be worth so much with what later options bring
-    at most. If that is not enough, neighbouring ones are merged: with ``bounding`` into a point as
-    cheap as the cheapest and as valuable as the best of them, so that `Frontier.best_values` are
-    never too small; otherwise into the most valuable real one, so that `Frontier.choice` exists.
-    ``max_work`` bounds the pairs formed: what an option leaves of its share is for those after it.
-    """
-    points, exact, work = _NOTHING, True, 0
-    each = [density(option, limit) for option in options]
-    later = np.maximum.accumulate([0.0, *each[:0:-1]])[::-1].tolist()
-    densest = max(each, default=0.0)
-    ahead: list[_Points] = []  # what the options from each on bring, made when it is needed
-    stages: list[_Points] = []
-
-    def promising(points: _Points, i: int, most: int) -> _Points:
-        nonlocal ahead, work
-        if len(points) <= most or least <= 0:
-            return points
-        if not ahead:
-            ahead, formed = _ahead(options, limit, max_points, max_work // 4)
-            work += formed
-        at = np.searchsorted(ahead[i].cost, limit - points.cost, side="right") - 1
-        return points.at(np.flatnonzero(points.value + ahead[i].value[at] >= least))
-
-    for i, (option, dense) in enumerate(zip(options, later, strict=False)):
-        taken = _choices(option, limit, least, densest)
-        pairs = max(1, (max_work - work) // (len(options) - i))
-        points = promising(points, i, pairs // max(len(taken), 1))
-        if len(points) * len(taken) > pairs:
-            exact = False
-            few = math.isqrt(pairs)
-            points = _thin(points, bounding, max(few, pairs // len(taken)))
-            taken = _thin(taken, bounding, max(few, pairs // len(points)))
-            points = _thin(points, bounding, max(1, pairs // len(taken)))
-        if stages:
-            stages[-1] = points
-        work += len(points) * len(taken)
-        points = promising(_products(points, taken, limit, least, dense), i + 1, max_points)
-        if len(points) > max_points:
-            points, exact = _thin(points, bounding, max_points), False
-        stages.append(points)
-    points = points.at(np.flatnonzero(points.value >= least))
-    kept = () if bounding else (*stages[:-1], points)
-    return Frontier(points.cost, points.value, exact, least, kept, work)
-
-
-def _ahead(
-    options: Sequence[Option], limit: int, most: int, max_work: int
-) -> tuple[list[_Points], int]:
-    """For each option, and for none, an upper bound of what it and all later ones are worth within
-    a cost, in at most ``most`` points each; and the number of pairs that were formed."""
-    found, work = [_NOTHING], 0
-    for option in reversed(options):
-        taken = _choices(option, limit, 0, math.inf)
-        taken = _thin(taken, True, max(1, max_work // (len(options) * len(found[0]))))
-        work += len(found[0]) * len(taken)
-        found.insert(0, _thin(_products(found[0], taken, limit, 0, math.inf), True, most))
-    return found, work
-
-
-def _choices(option: Option, limit: int, least: int, dense: float) -> _Points:
-    kept = _useful(option.cost, option.value, limit, least, dense)
-    return _Points(option.cost[kept], option.value[kept], kept, kept)
-
-
-def _products(points: _Points, taken: _Points, limit: int, least: int, dense: float) -> _Points:
-    """All pairs of a point and a choice, without those that another one beats, and those that
-    cannot be worth ``least`` with what comes later, of this density."""
-    cost = (points.cost[None, :] + taken.cost[:, None]).ravel()
-    value = (points.value[None, :] + taken.value[:, None]).ravel()
-    keep = _useful(cost, value, limit, least, dense)
-    return _Points(cost[keep], value[keep], keep % len(points), taken.taken[keep // len(points)])
-
-
-def _useful(cost: Ints, value: Ints, limit: int, least: int, dense: float) -> Ints:
-    """Indices, by ascending cost, of pairs within the limit that beat every cheaper one and are
-    worth ``least`` if the rest of the limit brings this density."""
-    kept: Ints = np.flatnonzero(cost <= limit)
-    if not math.isinf(dense):
-        reach = value[kept] + dense * (limit - cost[kept]) * (1 + 1e-9) + 1.0
-        kept = kept[reach >= least]
-    kept = kept[np.argsort(cost[kept], kind="stable")]  # quick, because it is made of sorted runs
-    best = np.maximum.accumulate(value[kept])
-    kept = kept[np.concatenate((np.ones(min(len(kept), 1), np.bool_), best[1:] > best[:-1]))]
-    kept = kept[np.append(np.diff(cost[kept]) > 0, np.ones(min(len(kept), 1), np.bool_))]
-    return kept
-
-
-def _thin(points: _Points, bounding: bool, most: int) -> _Points:
-    """At most one point in each of ``most`` equal intervals of cost, and one more."""
-    if len(points) <= most:
-        return points
-    edges = np.linspace(int(points.cost[0]), int(points.cost[-1]) + 1, most + 1)[:-1]
-    first = np.unique(np.searchsorted(points.cost, edges.astype(np.int64), side="left"))
-    last = np.append(first[1:], len(points)) - 1
-    if not bounding:  # the cheapest stays: nothing taken, at first
-        first = last = np.unique(np.append(0, last))
-    return replace(points.at(last), cost=points.cost[first])
 
 
 # ---- what duals show -------------------------------------------------------------------------
@@ -266,7 +88,6 @@ class Holdings:
         dual: Dual,
         limit: int,
         real: bool = False,
-        points: int = MAX_POINTS,
         work: int | None = None,
     ) -> None:
         self.problem, self.limit = problem, limit
@@ -300,7 +121,7 @@ class Holdings:
             else:
                 made = frontier(
                     mine, max(limit, 0), bounding=not real, least=least[allowed],
-                    max_points=points, max_work=share,
+                    max_work=share,
                 )  # fmt: skip
             left -= made.work
             self.frontiers[allowed] = made
@@ -326,7 +147,7 @@ class Holdings:
         """By class, an upper bound of what an owner holds that is busy for at most ``limit``."""
         return [
             min(
-                int(self.frontiers[c.allowed].best_values(np.array([limit - c.fixed]))[0]),
+                self.frontiers[c.allowed].best_value(limit - c.fixed),
                 self._fluid(c.allowed, limit - c.fixed),
             )
             for c in self.problem.classes
@@ -334,13 +155,13 @@ class Holdings:
 
     def bound(self) -> int:
         """The least makespan up to the limit that is not ruled out."""
-        low, high = max((c.fixed for c in self.problem.classes), default=0), self.limit
-        while low < high:
-            middle = (low + high) // 2
-            most = zip(self.problem.classes, self.most(middle), strict=True)
-            is_open = sum(c.size * worth for c, worth in most) >= self.total
-            low, high = (low, middle) if is_open else (middle + 1, high)
-        return high
+
+        def is_open(limit: int) -> bool:
+            most = zip(self.problem.classes, self.most(limit), strict=True)
+            return sum(c.size * worth for c, worth in most) >= self.total
+
+        low = max((c.fixed for c in self.problem.classes), default=0)
+        return min(low + bisect_left(range(low, self.limit), True, key=is_open), self.limit)
 
 
 def _worth_tables(problem: Problem, dual: Dual) -> list[Ints]:
@@ -380,8 +201,8 @@ def proven(problem: Problem, proof: Proof, limit: int) -> int:
     bound = bound_of(simpler, proof.dual, limit)
     if bound <= proof.impossible < limit:
         for some in dict.fromkeys((simpler, problem)):
-            tried = cover(some, proof.impossible, proof.dual)
-            if tried.counts is None and tried.complete:
+            counts, complete = cover(some, proof.impossible, proof.dual)
+            if counts is None and complete:
                 return proof.impossible + 1
     return bound
 
@@ -415,28 +236,90 @@ def simple_bound(problem: Problem, limit: int) -> tuple[int, Dual]:
     return max(found, key=lambda f: f[0])
 
 
+# ---- alike domains as one --------------------------------------------------------------------
+
+
+def relaxed(problem: Problem) -> Problem:
+    """The problem with alike shapes and alike classes as one. A makespan that it cannot reach, the
+    problem cannot reach either. Returns the problem itself where none are alike.
+
+    Under expert parallelism each expert belongs to a few ranks, and all such domains look the same:
+    equal matrices, and owners with equal loads.
+    """
+    shapes, classes = _alike(problem)
+    takes = [[shapes[s] for s, yes in enumerate(c.allowed) if yes] for c in problem.classes]
+    if len(set(shapes)) == len(shapes) or any(len(set(mine)) < len(mine) for mine in takes):
+        return problem  # none are alike, or alike domains overlap: as one they would say too little
+    alike: dict[int, list[Shape]] = defaultdict(list)
+    for number, shape in zip(shapes, problem.shapes, strict=True):
+        alike[number].append(shape)
+    merged = []
+    for number in range(len(set(classes))):
+        those = [c for c, other in zip(problem.classes, classes, strict=True) if other == number]
+        ranks = sorted(rank for c in those for rank in c.ranks)
+        allowed = tuple(shape in takes[classes.index(number)] for shape in alike)
+        merged.append(replace(those[0], ranks=tuple(ranks), allowed=allowed))
+    some = (replace(k[0], count=sum(s.count for s in k), members=()) for k in alike.values())
+    return replace(problem, shapes=tuple(some), classes=tuple(merged), forced=())
+
+
+def _alike(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A number for each shape and each class, equal for those that are alike: colour refinement."""
+    takes = [[s for s, yes in enumerate(c.allowed) if yes] for c in problem.classes]
+    taken: list[list[int]] = [[] for _ in problem.shapes]
+    for c, some in enumerate(takes):
+        for s in some:
+            taken[s].append(c)
+    shapes = _numbered([(k.key, k.batch_ticks, k.count, k.nbytes) for k in problem.shapes])
+    classes = _numbered([(c.room, c.fixed, c.size) for c in problem.classes])
+    while True:
+        before = shapes, classes
+        classes = _refined(classes, takes, shapes)
+        shapes = _refined(shapes, taken, classes)
+        if (shapes, classes) == before:
+            return before
+
+
+def _refined(
+    own: Sequence[int], neighbours: Sequence[Sequence[int]], colours: Sequence[int]
+) -> tuple[int, ...]:
+    around = [tuple(sorted(Counter(colours[n] for n in near).items())) for near in neighbours]
+    return _numbered(list(zip(own, around, strict=True)))
+
+
+def _numbered(colours: Sequence[Hashable]) -> tuple[int, ...]:
+    number: dict[Hashable, int] = {}
+    return tuple(number.setdefault(colour, len(number)) for colour in colours)
+
+
 # ---- the covering search ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Cover:
-    """Counts within the limit, or None. If the search was ``complete``, None proves that there are
-    none."""
+def cover(
+    problem: Problem,
+    limit: int,
+    dual: Dual | None = None,
+    most_work: int = _COVER_WORK,
+) -> tuple[Counts | None, bool]:
+    """Counts with a makespan of at most ``limit``, or None, which is a proof if True follows.
 
-    counts: Counts | None
-    complete: bool
-
-
-class _Worth:
-    """Tables of worth, and the worth that owners hold, by class. ``left`` is the least worth of k
-    or more matrices of a shape, ``most`` the largest worth of at most k."""
-
-    def __init__(self, problem: Problem, tables: Sequence[Ints], holds: Sequence[int]) -> None:
-        self.left = [np.minimum.accumulate(table[::-1])[::-1] for table in tables]
-        self.most = [np.maximum.accumulate(table) for table in tables]
-        self.holds = holds
-        self.held = sum(c.size * most for c, most in zip(problem.classes, holds, strict=True))
-        self.needed = int(_total(self.left, problem.demand[None])[0])
+    ``dual`` are good values, if any are known: they decide how much has to be tried, and where it
+    is too much, what is tried.
+    """
+    demand = problem.demand
+    if any(c.fixed > limit or c.room < 0 for c in problem.classes):
+        return None, True
+    if not len(demand):
+        return np.zeros((problem.world, 0), np.int64), True
+    if problem.world > _MOST_OWNERS or float(np.log2(demand + 1.0).sum()) > 61.0:
+        return None, False
+    tables = [shape.ticks for shape in problem.shapes]
+    holds = [limit - c.fixed for c in problem.classes]
+    if dual is not None:
+        with suppress(ValueError):  # values of another problem
+            held = Holdings(problem, dual, limit)
+            tables, holds = held.tables, held.most(limit)
+    return _Search(problem, limit, tables, holds, most_work).run()
 
 
 def _total(tables: Sequence[Ints], rows: Ints) -> Ints:
@@ -447,125 +330,102 @@ def _total(tables: Sequence[Ints], rows: Ints) -> Ints:
     return total
 
 
-def cover(
-    problem: Problem,
-    limit: int,
-    dual: Dual | None = None,
-    most_work: int = COVER_WORK,
-    most_states: int = COVER_STATES,
-) -> Cover:
-    """Counts with a makespan of at most ``limit``.
-
-    ``dual`` are good values, if any are known: they decide how much has to be tried, and where it
-    is too much, what is tried. Few ``most_states`` make it a quick look for counts.
-    """
-    demand = problem.demand
-    if any(c.fixed > limit or c.room < 0 for c in problem.classes):
-        return Cover(None, True)
-    if not len(demand):
-        return Cover(np.zeros((problem.world, 0), np.int64), True)
-    if problem.world > _MOST_OWNERS or float(np.log2(demand + 1.0).sum()) > 61.0:
-        return Cover(None, False)
-    ticks = [shape.ticks for shape in problem.shapes]
-    worths = [_Worth(problem, ticks, [limit - c.fixed for c in problem.classes])]
-    if dual is not None:
-        with suppress(ValueError):  # values of another problem
-            held = Holdings(problem, dual, limit)
-            worths.insert(0, _Worth(problem, held.tables, held.most(limit)))
-    if any(worth.needed > worth.held for worth in worths):
-        return Cover(None, True)
-    monotone = all((np.diff(shape.ticks) >= 0).all() for shape in problem.shapes)
-    most_pairs = min(_PAIRS * most_states, _LISTED * most_work)
-    patterns: list[Ints] = []
-    for c in range(len(problem.classes)):
-        found = _patterns(problem, c, limit, worths[0], monotone, most_pairs)
-        if found is None:
-            return Cover(None, False)
-        patterns.append(found)
-    return _Search(problem, limit, worths, patterns, monotone, most_work, most_states).run()
-
-
-def _patterns(
-    problem: Problem, c: int, limit: int, worth: _Worth, monotone: bool, most_pairs: int
-) -> Ints | None:
-    """The patterns that an owner of a class may take [patterns, shapes], the worthiest first. They
-    are maximal, and worth as much as it must hold if all others hold the most they can. None if
-    they are more than are worth listing."""
-    owner, shapes, free = problem.classes[c], problem.shapes, limit - problem.classes[c].fixed
-    rows, ticks, got = np.zeros((1, 0), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
-    least = worth.needed - worth.held + worth.holds[c]
-    dense = [
-        density(Option(shape.ticks, most - most[0]), free) if yes else 0.0
-        for shape, most, yes in zip(shapes, worth.most, owner.allowed, strict=True)
-    ]
-    for s, shape in enumerate(shapes):
-        k = np.arange(shape.count + 1 if owner.allowed[s] else 1)
-        k = k[shape.ticks[k] <= free]
-        most_pairs -= len(ticks) * len(k)
-        if most_pairs < 0:
-            return None
-        later, found = max(dense[s + 1 :], default=0.0), []
-        size = max(_AT_ONCE // len(k), 1)
-        for start in range(0, max(len(rows), 1), size):
-            some = slice(start, start + size)
-            total = ticks[some, None] + shape.ticks[k]
-            value = got[some, None] + worth.most[s][k]
-            more = np.minimum(later * (free - total), float(1 << 62)) if later else np.zeros(1)
-            at, which = np.nonzero((total <= free) & (value + more * (1 + 1e-9) + 1 >= least))
-            grown = np.column_stack((rows[some][at], k[which]))
-            found.append((grown, total[at, which], value[at, which]))
-        rows, ticks, got = (np.concatenate(parts) for parts in zip(*found, strict=True))
-        if len(rows) > 10 * _MOST_PATTERNS:
-            return None
-    stored = rows @ problem.nbytes
-    keep = stored <= owner.room
-    for s in np.flatnonzero(owner.allowed).tolist() if monotone else ():
-        shape, has = shapes[s], rows[:, s]
-        longer = ticks - shape.ticks[has] + shape.ticks.take(has + 1, mode="clip") <= free
-        keep &= (has == shape.count) | ~longer | (stored + shape.nbytes > owner.room)
-    rows = rows[keep]
-    if len(rows) > _MOST_PATTERNS:
-        return None
-    return rows[np.lexsort((*rows.T, -_total(worth.most, rows)))]
-
-
-@dataclass
 class _Search:
-    """The search: states [states, shapes] after each owner, and their parents."""
+    """The search: states [states, shapes] after each owner, and their parents.
 
-    problem: Problem
-    limit: int
-    worths: Sequence[_Worth]
-    patterns: Sequence[Ints]
-    monotone: bool
-    work: int
-    most_states: int
-    complete: bool = True
+    By tables of worth: ``left`` is the least worth of k or more matrices of a shape, ``most`` the
+    largest worth of at most k. An owner ``holds`` so much, by class.
+    """
 
-    def run(self) -> Cover:
-        problem = self.problem
+    def __init__(
+        self,
+        problem: Problem,
+        limit: int,
+        tables: Sequence[Ints],
+        holds: Sequence[int],
+        work: int,
+    ) -> None:
+        self.problem, self.limit, self.holds = problem, limit, holds
+        self.work, self.complete = work, True
+        self.left = [np.minimum.accumulate(table[::-1])[::-1] for table in tables]
+        self.most = [np.maximum.accumulate(table) for table in tables]
+        self.held = sum(c.size * most for c, most in zip(problem.classes, holds, strict=True))
+        self.surplus = self.held - int(_total(self.left, problem.demand[None])[0])
+        self.monotone = all((np.diff(shape.ticks) >= 0).all() for shape in problem.shapes)
+
+    def run(self) -> tuple[Counts | None, bool]:
+        if self.surplus < 0:
+            return None, True
+        problem, held = self.problem, self.held
+        most_pairs = min(_MOST_PAIRS, _LISTED * self.work)
+        patterns: list[Ints] = []
+        for c in range(len(problem.classes)):
+            listed = self._patterns(c, most_pairs)
+            if listed is None:
+                return None, False
+            patterns.append(listed)
         states: Ints = problem.demand[None].copy()
         owners = [(c, rank) for c, owner in enumerate(problem.classes) for rank in owner.ranks]
-        held = [worth.held for worth in self.worths]
-        steps: list[tuple[int, int, Ints, Ints]] = []  # class, rank, parent, pattern
+        steps: list[tuple[int, Ints, Ints]] = []  # rank, parent, what it takes
         for number, (c, rank) in enumerate(owners):
-            held = [h - w.holds[c] for h, w in zip(held, self.worths, strict=True)]
+            held -= self.holds[c]
             share = self.work // (len(owners) - number)
-            most = max(share // max(self.patterns[c].size, 1), 1)
+            most = max(share // max(patterns[c].size, 1), 1)
             if len(states) > most:
                 states, self.complete = states[:most], False
             # The last owners are alike, so one of them has the costliest matrix that is left.
             pivot = c == len(problem.classes) - 1 and self.monotone
-            states, parent, pattern = self._step(states, self.patterns[c], held, pivot)
+            states, parent, pattern = self._step(states, patterns[c], held, pivot)
             if not len(states):
                 break
-            steps.append((c, rank, parent, pattern))
+            steps.append((rank, parent, patterns[c][pattern]))
             if not states[0].any():
                 return self._found(steps)
-        return Cover(None, self.complete)
+        return None, self.complete
+
+    def _patterns(self, c: int, most_pairs: int) -> Ints | None:
+        """The patterns that an owner of a class may take [patterns, shapes], the worthiest first.
+        They are maximal, and worth as much as it must hold if all others hold the most they can.
+        None if they are more than are worth listing."""
+        owner, shapes = self.problem.classes[c], self.problem.shapes
+        free, least = self.limit - owner.fixed, self.holds[c] - self.surplus
+        rows, ticks, got = np.zeros((1, 0), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
+        dense = [
+            density(Option(shape.ticks, most - most[0]), free) if yes else 0.0
+            for shape, most, yes in zip(shapes, self.most, owner.allowed, strict=True)
+        ]
+        for s, shape in enumerate(shapes):
+            k = np.arange(shape.count + 1 if owner.allowed[s] else 1)
+            k = k[shape.ticks[k] <= free]
+            most_pairs -= len(ticks) * len(k)
+            if most_pairs < 0:
+                return None
+            later, found = max(dense[s + 1 :], default=0.0), []
+            size = max(_AT_ONCE // len(k), 1)
+            for start in range(0, max(len(rows), 1), size):
+                some = slice(start, start + size)
+                total = ticks[some, None] + shape.ticks[k]
+                value = got[some, None] + self.most[s][k]
+                more = np.minimum(later * (free - total), float(1 << 62)) if later else np.zeros(1)
+                at, which = np.nonzero((total <= free) & (value + more * (1 + 1e-9) + 1 >= least))
+                grown = np.column_stack((rows[some][at], k[which]))
+                found.append((grown, total[at, which], value[at, which]))
+            rows, ticks, got = (np.concatenate(parts) for parts in zip(*found, strict=True))
+            if len(rows) > 10 * _MOST_PATTERNS:
+                return None
+        stored = rows @ self.problem.nbytes
+        keep = stored <= owner.room
+        for s in np.flatnonzero(owner.allowed).tolist() if self.monotone else ():
+            shape, has = shapes[s], rows[:, s]
+            longer = ticks - shape.ticks[has] + shape.ticks.take(has + 1, mode="clip") <= free
+            keep &= (has == shape.count) | ~longer | (stored + shape.nbytes > owner.room)
+        rows = rows[keep]
+        if len(rows) > _MOST_PATTERNS:
+            return None
+        return rows[np.lexsort((*rows.T, -_total(self.most, rows)))]
 
     def _step(
-        self, states: Ints, patterns: Ints, held: Sequence[int], pivot: bool
+        self, states: Ints, patterns: Ints, held: int, pivot: bool
     ) -> tuple[Ints, Ints, Ints]:
         """(states after one more owner, their parents, their patterns), the promising first."""
         first = (states > 0).argmax(1) if pivot else np.full(len(states), -1)
@@ -583,12 +443,12 @@ class _Search:
         left, parent, pattern = (np.concatenate(column) for column in zip(*parts, strict=True))
         strides = np.cumprod([1, *(self.problem.demand[:-1] + 1).tolist()], dtype=np.int64)
         _, once = np.unique(left @ strides, return_index=True)
-        order = once[np.argsort(_total(self.worths[0].left, left[once]), kind="stable")]
-        if len(order) > self.most_states:
-            order, self.complete = order[: self.most_states], False
+        order = once[np.argsort(_total(self.left, left[once]), kind="stable")]
+        if len(order) > _MOST_STATES:
+            order, self.complete = order[:_MOST_STATES], False
         return left[order], parent[order], pattern[order]
 
-    def _children(self, states: Ints, patterns: Ints, held: Sequence[int]) -> tuple[Ints, Ints]:
+    def _children(self, states: Ints, patterns: Ints, held: int) -> tuple[Ints, Ints]:
         """The rest of each state after each pattern, as far as the other owners can hold it."""
         left = (states[:, None, :] - patterns[None, :, :]).reshape(-1, states.shape[1])
         index: Ints = np.arange(len(left))
@@ -596,19 +456,17 @@ class _Search:
             index = np.flatnonzero((left >= 0).all(1))
             left = left[index]
         np.maximum(left, 0, out=left)
-        for worth, most in zip(self.worths, held, strict=True):
-            keep = np.flatnonzero(_total(worth.left, left) <= most)
-            left, index = left[keep], index[keep]
-        return left, index
+        keep = np.flatnonzero(_total(self.left, left) <= held)
+        return left[keep], index[keep]
 
-    def _found(self, steps: Sequence[tuple[int, int, Ints, Ints]]) -> Cover:
+    def _found(self, steps: Sequence[tuple[int, Ints, Ints]]) -> tuple[Counts | None, bool]:
         counts, at = np.zeros((self.problem.world, len(self.problem.shapes)), np.int64), 0
-        for c, rank, parent, pattern in reversed(steps):
-            counts[rank] = self.patterns[c][pattern[at]]
+        for rank, parent, taken in reversed(steps):
+            counts[rank] = taken[at]
             at = int(parent[at])
         spread(self.problem, counts)
         fits = self.problem.is_feasible(counts) and self.problem.makespan(counts) <= self.limit
-        return Cover(counts if fits else None, fits)
+        return (counts if fits else None), fits
 
 
 def spread(problem: Problem, counts: Counts) -> None:

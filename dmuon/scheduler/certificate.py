@@ -14,14 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from dmuon.scheduler.bound import proven
-from dmuon.scheduler.co_owners import (
-    Block,
-    CoOwners,
-    blocks_of,
-    can_be_shared,
-    sharable,
-    shared_prices,
-)
+from dmuon.scheduler.co_owners import CoOwners, blocks_in, can_be_shared, sharable, shared_prices
 from dmuon.scheduler.costs import ANALYTIC_DEVICES, ORIGINS, CostTable
 from dmuon.scheduler.greedy import baselines
 from dmuon.scheduler.placement import launch_order
@@ -82,8 +75,7 @@ def certify(plan: OwnershipPlan) -> Certificate:
     bound = shared_bound = 0
     if plan.shared_prices:
         # A bound of all ways to share needs no stored proof.
-        args = plan.specs, plan.topology, plan.limits, plan.shared_prices
-        shared_bound = CoOwners(problem, *args).bound(makespan)
+        shared_bound = CoOwners(problem, plan, plan.shared_prices).bound(makespan)
     if plan.has_co_owners:
         bound = shared_bound
     elif plan.proof is not None:
@@ -156,45 +148,38 @@ def _executed(plan: OwnershipPlan, problem: Problem) -> tuple[int, list[str]]:
 
 def _wrong_claims(
     plan: OwnershipPlan, problem: Problem, makespan: int, bound: int, shared_bound: int
-) -> list[str]:
+) -> Iterator[str]:
     """False claims of the plan about its makespan, bound, status and contents."""
-    found = []
     has_proof = plan.proof is not None or plan.has_co_owners
     if has_proof and bound < problem.ticks(plan.lower_bound_ms):
         what = "its prices" if plan.has_co_owners else "its duals"
-        found.append(
+        yield (
             f"the plan claims a lower bound of {plan.lower_bound_ms:.6g} ms; {what} prove "
             f"{problem.ms(bound):.6g} ms"
         )
     if has_proof and plan.status == "optimal" and bound < makespan:
-        found.append("the plan claims to be optimal, which its proof does not show")
+        yield "the plan claims to be optimal, which its proof does not show"
     if (plan.status == "time_limit") != (plan.hit_time_limit and plan.status != "optimal"):
-        found.append(
-            f"the plan claims the status {plan.status!r} and that it was "
-            + ("" if plan.hit_time_limit else "not ")
-            + "stopped by the clock"
-        )
+        was = "was" if plan.hit_time_limit else "was not"
+        yield f"the plan claims the status {plan.status!r} and that it {was} stopped by the clock"
     alone, shared = plan.alone_ms, plan.shared_ms
     if plan.has_co_owners and min((ms for _, ms in plan.alternatives), default=0.0) < (alone or 0):
-        found.append(
-            f"the plan claims {alone:.6g} ms without co-owners; its alternatives take less"
-        )
+        yield f"the plan claims {alone:.6g} ms without co-owners; its alternatives take less"
     if shared is not None and not shared_bound <= problem.ticks(shared) < makespan:
-        found.append(f"the plan claims that sharing would take {shared:.6g} ms, which cannot be")
+        yield f"the plan claims that sharing would take {shared:.6g} ms, which cannot be"
     claim = plan.claim
     if claim is None:
-        return found
+        return
     if abs(problem.ticks(claim.makespan_ms) - makespan) > len(plan.batches):
-        found.append(
+        yield (
             f"the plan was made with a makespan of {claim.makespan_ms:.6g} ms; its batches take "
             f"{problem.ms(makespan):.6g} ms"
         )
     if claim.fingerprint != plan.fingerprint():
-        found.append(
+        yield (
             f"the plan was made with the fingerprint {claim.fingerprint}; its contents have "
             f"{plan.fingerprint()}"
         )
-    return found
 
 
 def _wrong_prices(plan: OwnershipPlan) -> Iterator[str]:
@@ -219,13 +204,13 @@ def _wrong_prices(plan: OwnershipPlan) -> Iterator[str]:
             yield f"the prices of co-owners are not those of {source!r}"
     if plan.shared_prices or plan.has_co_owners:
         priced = {(row.key, row.co_owners) for row in plan.shared_prices}
-        for key, k in sharable(plan.specs, plan.topology, plan.limits).keys() - priced:
+        for key, k in sharable(plan).keys() - priced:
             yield f"{k} co-owners of {key[0]} x {key[1]} have no price, so nothing bounds them"
 
 
 def _are_shared_prices(plan: OwnershipPlan, costs: CostTable) -> bool:
     most = max(len(row.ms) for row in plan.shared_prices)
-    right = shared_prices(plan.specs, plan.topology, plan.limits, costs, most, UNLIMITED)
+    right = shared_prices(plan, costs, most, UNLIMITED)
     known = {(row.key, row.co_owners): row for row in right}
     stored = {(row.key, row.co_owners): row for row in plan.shared_prices}
     return stored.keys() == known.keys() and all(
@@ -240,7 +225,7 @@ def _wrong_alternatives(plan: OwnershipPlan, problem: Problem) -> Iterator[str]:
     if plan.claim is None or not plan.alternatives:
         return
     order = launch_order([matrix.name for matrix in plan.specs.matrices])
-    found = baselines(problem, order, [name for name, _ in plan.alternatives])
+    found = baselines(problem, order)
     known = {name: problem.makespan(counts) for name, counts in found.items()}
     for name, ms in plan.alternatives:
         if name not in known or abs(problem.ticks(ms) - known[name]) > 1:
@@ -250,14 +235,11 @@ def _wrong_alternatives(plan: OwnershipPlan, problem: Problem) -> Iterator[str]:
 
 def _wrong_owners(plan: OwnershipPlan) -> Iterator[str]:
     domains, cap = [frozenset(domain) for domain in plan.limits.domains], plan.limits.memory_bytes
-    blocks: dict[tuple[int, int], list[Block]] = {}
+    blocks = blocks_in(plan)
     for batch in plan.batches:
         domain = plan.limits.domain_of[batch.matrices[0]] if domains else -1
         size = len(batch.co_owners)
-        if size and (domain, size) not in blocks:
-            ranks = range(plan.topology.world) if domain < 0 else plan.limits.domains[domain]
-            blocks[domain, size] = blocks_of(ranks, plan.topology, size)
-        if size and batch.co_owners not in blocks[domain, size]:
+        if size and batch.co_owners not in blocks(domain, size):
             yield f"ranks {list(batch.co_owners)} are no block of {size} neighbours"
     for batch in plan.batches if domains else ():
         for i in batch.matrices:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -30,9 +30,8 @@ from dmuon.scheduler.costs import (
     canonical_key,
     largest_batch,
 )
-from dmuon.scheduler.plan import SharedPrice
+from dmuon.scheduler.plan import OwnershipPlan, SharedPrice
 from dmuon.scheduler.problem import Counts, Ints, Problem, cheapest
-from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.specs import MatrixSpec, ModelSpecs
 from dmuon.scheduler.topology import Topology
 from dmuon.types import PlanError
@@ -41,7 +40,7 @@ SIZES = (2, 4, 8)
 GAIN = 0.05  # of the makespan: what "auto" asks for
 _CLOSE = 1000  # in the search, makespans that differ by less than a part of so many are one
 _EXACT = 10_000  # the same for bounds
-_MOST_PATTERNS = 20_000  # of one block, where several shapes are counted together
+_MOST_STATES = 20_000  # of blocks, where several shapes are counted together
 _TOGETHER = 3  # shapes
 
 Block = tuple[int, ...]
@@ -83,50 +82,50 @@ def blocks_of(ranks: Sequence[int], topology: Topology, size: int) -> list[Block
     return inside or across
 
 
+def blocks_in(plan: OwnershipPlan) -> Callable[[int, int], list[Block]]:
+    """`blocks_of` a domain, or of all ranks where it is -1, by the domain and the size."""
+
+    @cache
+    def blocks(domain: int, size: int) -> list[Block]:
+        ranks = range(plan.topology.world) if domain < 0 else plan.limits.domains[domain]
+        return blocks_of(ranks, plan.topology, size)
+
+    return blocks
+
+
 class CoOwners:
     """The ways to share matrices in a problem. ``sizes`` are the numbers of co-owners that each
     shape may have, the least work first; each shape and size has prices of batches, and blocks."""
 
     def __init__(
-        self,
-        problem: Problem,
-        specs: ModelSpecs,
-        topology: Topology,
-        limits: OwnerLimits,
-        prices: Sequence[SharedPrice],
+        self, problem: Problem, plan: OwnershipPlan, prices: Sequence[SharedPrice]
     ) -> None:
-        self.problem, self.prices = problem, prices
+        self.problem, specs = problem, plan.specs
         rows = {(row.key, row.co_owners): row for row in prices}
         self.sizes: list[list[int]] = []
-        self.price: dict[tuple[int, int], tuple[int, ...]] = {}  # ticks of batches of 1, 2, ...
+        self._price: dict[tuple[int, int], tuple[int, ...]] = {}  # ticks of batches of 1, 2, ...
         self._blocks: dict[tuple[int, int], list[Block]] = {}
-        found: dict[tuple[int, int], list[Block]] = {}
+        blocks = blocks_in(plan)
         for s, shape in enumerate(problem.shapes):
             sizes = [1]
-            self.price[s, 1] = shape.batch_ticks
-            every = range(topology.world) if shape.domain < 0 else limits.domains[shape.domain]
             if all(can_be_shared(specs, specs.matrices[i]) for i in shape.members):
-                sizes += [k for k in SIZES if (shape.key, k) in rows and k <= len(every)]
+                sizes += [k for k in SIZES if (shape.key, k) in rows and blocks(shape.domain, k)]
             for k in sizes:
-                if (shape.domain, k) not in found:
-                    found[shape.domain, k] = blocks_of(every, topology, k)
-                self._blocks[s, k] = found[shape.domain, k]
-                if k > 1:
-                    ms = rows[shape.key, k].ms[: shape.count]
-                    self.price[s, k] = tuple(problem.ticks(value) for value in ms)
-            sizes.sort(key=lambda k: k * self.price[s, k][0])
-            self.sizes.append(sizes)
+                self._blocks[s, k] = blocks(shape.domain, k)
+                ms = rows[shape.key, k].ms[: shape.count] if k > 1 else ()
+                self._price[s, k] = tuple(map(problem.ticks, ms)) or shape.batch_ticks
+            self.sizes.append(sorted(sizes, key=lambda k: k * self._price[s, k][0]))
         # For bounds: the classes that may have each shape; for each of its sizes the least ticks of
         # an owner, and the least work of all of them together for one matrix, in parts of a tick.
         self._owners = [
             frozenset(c for c, o in enumerate(problem.classes) if o.allowed[s])
             for s in range(len(problem.shapes))
         ]
-        self._unit = math.lcm(*range(1, 1 + max(map(len, self.price.values()), default=1)))
+        self._unit = math.lcm(*range(1, 1 + max(map(len, self._price.values()), default=1)))
         self._work = [
             [
                 (min(price), min(k * t * self._unit // b for b, t in enumerate(price, 1)))
-                for k, price in ((k, self.price[s, k]) for k in sizes)
+                for k, price in ((k, self._price[s, k]) for k in sizes)
             ]
             for s, sizes in enumerate(self.sizes)
         ]
@@ -134,7 +133,7 @@ class CoOwners:
 
     def _ticks(self, s: int, k: int) -> Ints:
         """`Shape.ticks` with k co-owners."""
-        return cheapest(self.price[s, k], self.problem.shapes[s].count)[0]
+        return cheapest(self._price[s, k], self.problem.shapes[s].count)[0]
 
     # ---- what to share -------------------------------------------------------------------
 
@@ -226,16 +225,18 @@ class CoOwners:
     def _are_halved(self) -> bool:
         """True if all shapes have the same blocks, and every rank is in one of the largest size,
         each half of which is a block of half the size, and so on."""
-        blocks = {k: set(found) for (_, k), found in self._blocks.items()}
-        alike = all(set(found) == blocks[k] for (_, k), found in self._blocks.items())
-        sizes = sorted(blocks)
+        blocks = {k: found for (_, k), found in self._blocks.items()}
+        most = max(blocks, default=0)
+        halves = (
+            blocks.get(k // 2) == [half for b in found for half in (b[: k // 2], b[k // 2 :])]
+            for k, found in blocks.items()
+            if k > 1
+        )
         return (
-            alike
-            and sizes == [2**i for i in range(len(sizes))]
-            and len(blocks[sizes[-1]]) * sizes[-1] == self.problem.world
-            and all(
-                {b[: k // 2], b[k // 2 :]} <= blocks[k // 2] for k in sizes[1:] for b in blocks[k]
-            )
+            most > 0
+            and all(found == blocks[k] for (_, k), found in self._blocks.items())
+            and len(blocks[most]) * most == self.problem.world
+            and all(halves)
         )
 
     def _have_room(self, shapes: Sequence[int], work: Sequence[int], limit: int) -> bool:
@@ -249,26 +250,24 @@ class CoOwners:
                 ticks = np.minimum.accumulate(self._ticks(s, k)[::-1])[::-1]
                 table = ticks[: np.searchsorted(ticks, limit, side="right")].tolist()
                 tables[k].append((table, work[s] // self.problem.shapes[s].count))
-        patterns = 0
+        states = 0
 
         @cache
         def value(k: int, free: int) -> int:
             """The most work that a block of k ranks does in this time."""
-            nonlocal patterns
-            best, own = 0, tables[k]
-            todo = [(0, free, 0)]
-            while todo:
-                n, left, done = todo.pop()
-                patterns += 1
-                if patterns > _MOST_PATTERNS:
-                    raise OverflowError
-                if n == len(own):
-                    best = max(best, done + (2 * value(k // 2, left) if k > 1 else 0))
-                    continue
-                table, each = own[n]
-                counts = range(bisect_right(table, left))
-                todo += [(n + 1, left - table[count], done + count * each) for count in counts]
-            return best
+            return filled(k, 0, free)
+
+        def filled(k: int, n: int, free: int) -> int:
+            """The same with shapes from the n-th on."""
+            nonlocal states
+            states += 1
+            if states > _MOST_STATES:
+                raise OverflowError
+            if n == len(tables[k]):
+                return 2 * value(k // 2, free) if k > 1 else 0
+            table, each = tables[k][n]
+            counts = range(bisect_right(table, free))
+            return max(i * each + filled(k, n + 1, free - table[i]) for i in counts)
 
         try:
             room = self.problem.world // most * value(most, limit)
@@ -278,18 +277,13 @@ class CoOwners:
 
 
 def shared_prices(
-    specs: ModelSpecs,
-    topology: Topology,
-    limits: OwnerLimits,
-    costs: CostTable,
-    max_batch: int,
-    batch_numel: int,
+    plan: OwnershipPlan, costs: CostTable, max_batch: int, batch_numel: int
 ) -> tuple[SharedPrice, ...]:
     """The price of every shape for each of 2, 4, 8 co-owners, where it has as many columns."""
     found, on_cpu = [], costs.device in (None, ANALYTIC_DEVICES["cpu"])
-    for (key, k), (count, blocks) in sharable(specs, topology, limits).items():
+    for (key, k), (count, blocks) in sharable(plan).items():
         # The slowest link that these blocks go over.
-        inside = all(len({topology.node(rank) for rank in block}) == 1 for block in blocks)
+        inside = all(len({plan.topology.node(rank) for rank in block}) == 1 for block in blocks)
         link = "cpu" if on_cpu else "nvlink" if inside else "network"
         rows, cols, _ = canonical_key(key)
         most = largest_batch(rows, -(-cols // k), max_batch, batch_numel)
@@ -299,36 +293,40 @@ def shared_prices(
     return tuple(found)
 
 
-def sharable(
-    specs: ModelSpecs, topology: Topology, limits: OwnerLimits
-) -> dict[tuple[ShapeKey, int], tuple[int, list[Block]]]:
+def sharable(plan: OwnershipPlan) -> dict[tuple[ShapeKey, int], tuple[int, list[Block]]]:
     """By shape and number of co-owners: how many matrices can be shared by so many, and all blocks
     of that size."""
     counts = Counter(
-        matrix.key for i, matrix in enumerate(specs.matrices)
-        if not limits.is_forced(i) and can_be_shared(specs, matrix)
+        matrix.key for i, matrix in enumerate(plan.specs.matrices)
+        if not plan.limits.is_forced(i) and can_be_shared(plan.specs, matrix)
     )  # fmt: skip
-    domains = limits.domains or (tuple(range(topology.world)),)
+    domains, blocks_in_domain = range(len(plan.limits.domains)) or (-1,), blocks_in(plan)
     found = {}
     for k in SIZES:
-        blocks = [b for d in domains if len(d) >= k for b in blocks_of(d, topology, k)]
+        blocks = [block for domain in domains for block in blocks_in_domain(domain, k)]
         for key, count in sorted(counts.items()) if blocks else ():
             if max(key[:2]) >= k:
                 found[key, k] = count, blocks
     return found
 
 
-def check_size(specs: ModelSpecs, limits: OwnerLimits, world: int, size: int) -> None:
+def check_size(plan: OwnershipPlan, size: int) -> None:
     """Raise PlanError unless so many ranks can share every matrix that is to be shared."""
+    world = plan.topology.world
+    if plan.layout.keeps_state_at_owners:
+        raise PlanError(
+            f"co_owners={size} needs momentum that lies with the parameters, and in the "
+            f"{plan.layout.value!r} layout each matrix and its momentum lie with one owner: use "
+            "layout='sharded' or 'replicated', or co_owners='auto'"
+        )
     if size > world:
         raise PlanError(
             f"co_owners={size}, but there are only {world} ranks to share a matrix: use fewer, or "
             "co_owners='auto'"
         )
-    for i, matrix in enumerate(specs.matrices):
-        if limits.is_forced(i) or not can_be_shared(specs, matrix):
-            continue
-        if size > max(matrix.shape):
+    for i, matrix in enumerate(plan.specs.matrices):
+        is_shared = not plan.limits.is_forced(i) and can_be_shared(plan.specs, matrix)
+        if is_shared and size > max(matrix.shape):
             raise PlanError(
                 f"co_owners={size} is more than matrix {matrix.name!r} of {matrix.rows} x "
                 f"{matrix.cols} has columns to share: use a smaller number, or co_owners='auto', "

@@ -19,16 +19,17 @@ implies are computed and checked by our own arithmetic.
 
 from __future__ import annotations
 
-import importlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from operator import eq, ge, le
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dmuon.scheduler.bound import MAX_POINTS, Holdings, cover, spread, work_tables
+from dmuon.scheduler.bound import Holdings, cover, spread, work_tables
 from dmuon.scheduler.greedy import improve, longest_first
 from dmuon.scheduler.plan import Dual
 from dmuon.scheduler.problem import Counts, Problem
@@ -42,18 +43,15 @@ _WORTH = 1e17  # of everything, about: exact in 64 bits, and fine enough
 _CLIMB_WORK = 30_000_000  # pairs formed by knapsacks while climbing
 _ROUND_WORK = 28_000_000
 _CLIMB = 1_000  # the bound is raised by one part in so many at a time, or an eighth of the gap
-_POINTS = 2_000  # of a frontier, until they are too few
 _NEAR = (0, 2, 5, 10, 20, 50, 100)  # patterns are added so far below a limit, in 1/10,000
 _MOST_PRICINGS = 12  # at one limit
 _LIMITS = (0, 3, 6, 10, 20, 30, 50, 80, 160, 400)  # above the bound, in 1/10,000
 _LEVELS = 64  # one owner in so many at least is filled at a time
 _FEW = 8  # owners that a covering search is tried for
-_LAST = 3  # and that it alone fills
-_STATES = 1_000  # of this search
-_WORK = 1_500_000
+_WORK = 1_500_000  # of this search
 _MASTER = 20  # the work that a number in a master program counts as
-_MOST_SHAPES = 200  # more make the master program too slow for what it gains
-_MOST_CLASSES = 100
+MOST_SHAPES = 200  # more make the master program too slow for what it gains
+MOST_CLASSES = 100
 _WHOLE = 1e-6  # a fraction closer to a whole number than this is one
 
 
@@ -80,28 +78,31 @@ class EngineError(Exception):
 
 def available_engines() -> tuple[str, ...]:
     """The solvers that PuLP finds here, in order of preference."""
+    found: set[str] = set()
 
     def find() -> None:
         with suppress(ImportError):
-            importlib.import_module("pulp")
+            import pulp
+
+            found.update(pulp.listSolvers(onlyAvailable=True))
 
     # On a stack of its own: PuLP keeps an exception of its import, and an exception keeps the
     # frames of all callers, so that the model that is being planned for would never be freed.
     thread = threading.Thread(target=find)
     thread.start()
     thread.join()
-    try:
-        import pulp
-    except ImportError:
-        return ()
-    found = set(pulp.listSolvers(onlyAvailable=True))
     return tuple(name for name in PREFERRED if name in found)
 
 
 def minimize_last(
-    table: Floats, senses: Sequence[str], bounds: Floats, engine: str, time_limit_s: float
+    table: Floats,
+    senses: Sequence[Callable[[Any, float], Any]],
+    bounds: Floats,
+    engine: str,
+    time_limit_s: float,
 ) -> tuple[Floats, Floats]:
-    """(x, dual of each row) with x >= 0 and the least last x such that ``table @ x`` is in bounds.
+    """(x, dual of each row) with x >= 0 and the least last x such that each row of ``table @ x``
+    compares to its bound as its ``sense`` (`eq`, `le` or `ge`) says.
 
     One thread, so that equal input gives an equal answer.
 
@@ -118,8 +119,7 @@ def minimize_last(
         for i, (row, sense, bound) in enumerate(zip(table, senses, bounds.tolist(), strict=True)):
             at = np.flatnonzero(row).tolist()
             left = pulp.LpAffineExpression([(x[j], float(row[j])) for j in at])
-            equal = left == bound if sense == "==" else left >= bound
-            model += left <= bound if sense == "<=" else equal, f"r{i:06d}"
+            model += sense(left, bound), f"r{i:06d}"
             rows.append(model.get_constraint_by_name(f"r{i:06d}"))
         solver = pulp.HiGHS if engine == "HiGHS" else pulp.PULP_CBC_CMD
         threads = 1 if engine == "HiGHS" else None  # one, unless CBC is told otherwise
@@ -158,33 +158,25 @@ class Columns:
                 if allowed:
                     self._add(c, tuple(int(t == s) for t in range(len(problem.shapes))))
 
-    @staticmethod
-    def fits(problem: Problem) -> bool:
-        """True if the master program is small enough to be worth its time."""
-        return len(problem.shapes) <= _MOST_SHAPES and len(problem.classes) <= _MOST_CLASSES
-
     def climb(self) -> None:
         """Raise the bound until the master program shares everything out."""
-        points, self.left = _POINTS, _CLIMB_WORK
+        self.left = _CLIMB_WORK
         while self.bound < self.makespan and self.left > 0 and not self.budget.spent():
             theta, dual, _ = self._master(self.bound)
             # Close to the bound few points can be worth enough.
             limit = self.bound + max(self.bound // _CLIMB, (self.makespan - self.bound) // 8) + 1
             limit = min(limit, self.makespan)
-            real = Holdings(self.problem, dual, limit, real=True, points=points)
+            real = proving = Holdings(self.problem, dual, limit, real=True)
             self.left -= real.work
-            proving = real
             if not real.are_exact:
-                proving = Holdings(self.problem, dual, limit, points=points)
+                proving = Holdings(self.problem, dual, limit)
                 self.left -= proving.work
             proven = proving.bound()
             if climbed := proven > self.bound:
                 self.bound, self.dual = proven, dual
             new = self._price(real, self.bound)
             if not climbed and (theta <= 1 + 1e-9 or not new):
-                if real.are_exact or points == MAX_POINTS:
-                    return  # everything is shared out, or converged up to rounding
-                points = MAX_POINTS
+                return  # everything is shared out, or converged up to rounding
 
     def round(self) -> None:
         """Look for counts as close to the bound as possible; keeps the best in ``counts``.
@@ -211,16 +203,19 @@ class Columns:
         the last few owners.
         """
         problem = self.problem
-        theta, dual, used = self._priced(limit)
+        for _ in range(_MOST_PRICINGS):
+            theta, dual, used = self._master(limit)
+            real = Holdings(problem, dual, limit, real=True)
+            self.left -= real.work
+            if not self._price(real, limit) or self.left <= 0:
+                break
         if not used or theta > 1 + _WHOLE or self.left <= 0 or self.budget.spent():
             return self.counts
         if problem.world <= _FEW:
-            tried = cover(problem, limit, dual, _WORK, _STATES)
+            found, complete = cover(problem, limit, dual, _WORK)
             self.left -= _WORK
-            if tried.counts is not None:
-                return tried.counts
-            if tried.complete or problem.world <= _LAST:
-                return self.counts
+            if found is not None or complete:
+                return self.counts if found is None else found
         counts = np.zeros_like(self.counts)
         free = [list(owner.ranks) for owner in problem.classes]
         kept = [(p, int(times + _WHOLE)) for p, times in used if times > 1 - _WHOLE]
@@ -251,16 +246,6 @@ class Columns:
         counts[np.ix_(ranks, shapes)] += inner
         return counts
 
-    def _priced(self, limit: int) -> tuple[float, Dual, list[_Used]]:
-        """`_master` with the patterns that it lacks."""
-        for _ in range(_MOST_PRICINGS):
-            theta, dual, used = self._master(limit)
-            real = Holdings(self.problem, dual, limit, real=True, points=_POINTS)
-            self.left -= real.work
-            if not self._price(real, limit) or self.left <= 0:
-                break
-        return theta, dual, used
-
     def _add(self, c: int, counts: tuple[int, ...]) -> bool:
         """Remember a pattern; True if it is new."""
         problem = self.problem
@@ -286,16 +271,16 @@ class Columns:
     def _master(self, limit: int) -> tuple[float, Dual, list[_Used]]:
         """(theta, dual, how often each pattern is used) over the patterns known."""
         try:
-            return self._solved([p for p, ticks in self._patterns.items() if ticks <= limit])
+            return self._solved(limit)
         except EngineError:
             # Where prices fall with the batch, the patterns known within the limit may not share
             # everything out. With those of the best counts they do, and whatever the duals are,
             # they prove a bound. If it was the solver that failed, it fails again.
-            most = max(limit, self.makespan)
-            return self._solved([p for p, ticks in self._patterns.items() if ticks <= most])
+            return self._solved(max(limit, self.makespan))
 
-    def _solved(self, patterns: Sequence[Pattern]) -> tuple[float, Dual, list[_Used]]:
+    def _solved(self, limit: int) -> tuple[float, Dual, list[_Used]]:
         problem, shapes = self.problem, len(self.problem.shapes)
+        patterns = [p for p, ticks in self._patterns.items() if ticks <= limit]
         taken = np.array([counts for _, counts in patterns], np.int64).reshape(-1, shapes).T
         sizes = np.array([[c.size] for c in problem.classes], float)
         mine = np.zeros((len(sizes), len(patterns)))
@@ -307,7 +292,7 @@ class Columns:
         self.left -= _MASTER * rows.size
         values, duals = minimize_last(
             np.hstack((rows, theta)),
-            ["=="] * shapes + ["<="] * len(sizes) + [">="] * shapes,
+            [eq] * shapes + [le] * len(sizes) + [ge] * shapes,
             np.concatenate((problem.demand.astype(float), np.zeros(len(sizes)), least)),
             self.engine,
             self.budget.left_s() + 1.0,

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
-from dmuon.scheduler.bound import Option, frontier
-from dmuon.scheduler.problem import Counts, Ints, Problem
+from dmuon.scheduler.problem import Counts, Ints, Option, Problem, frontier
 
 _MOST_MOVES = 4000  # of one local search: a work limit, so that equal input gives equal plans
 _MOST_WORK = 150_000_000  # exchanges looked at
 _MOST_SPLITS = 48  # pairs of ranks whose matrices are shared out anew
-_SPLIT_WITH = 64  # ranks tried at a time
 _SPLIT_POINTS = 500
 _SPLIT_WORK = 2_000_000  # pairs formed by the knapsack of one split
 _LOOK_INTO = 64  # ranks whose matrices are considered for a swap
@@ -30,32 +28,24 @@ _CHUNKS = (1, 2, 4, 8, 16)
 _NEVER = np.iinfo(np.int64).max // 64
 
 
-def longest_first(problem: Problem, chunk: int = 1) -> Counts | None:
+def longest_first(
+    problem: Problem,
+    chunk: int = 1,
+    tables: Sequence[Ints] | None = None,
+    start: Ints | None = None,
+) -> Counts | None:
     """The costliest shape first, each matrix to the owner whose load stays lowest with it.
 
-    The load counts the marginal batched cost. With ``chunk`` > 1 that many matrices go together,
-    so that they are batched. Ties go to the lower rank. None if the memory cap leaves no owner.
+    ``tables[s][k]`` is the load of k matrices of shape s, by default with batching; ``start`` what
+    ranks have already, by default their fixed load. With ``chunk`` > 1 that many matrices go
+    together, so that they are batched. Ties go to the lower rank. None if the memory cap leaves no
+    owner.
     """
-    return _one_by_one(problem, problem.fixed, [shape.ticks for shape in problem.shapes], chunk)
-
-
-def longest_first_by_weight(
-    problem: Problem, weights: Iterable[int], start: Ints | None = None
-) -> Counts | None:
-    """Longest first on a fixed weight per matrix, by shape; batching is not seen.
-
-    With the number of elements or the cost of a single matrix as the weight these are the usual
-    baselines. ``start``: what ranks have already.
-    """
-    nothing = np.zeros(problem.world, np.int64)
-    tables = [np.arange(k.count + 1) * w for k, w in zip(problem.shapes, weights, strict=True)]
-    return _one_by_one(problem, nothing if start is None else start, tables, 1)
-
-
-def _one_by_one(problem: Problem, start: Ints, tables: Sequence[Ints], chunk: int) -> Counts | None:
-    """``tables[s][k]`` is the load of k matrices of shape s; ``start`` what ranks have already."""
+    if tables is None:
+        tables = [shape.ticks for shape in problem.shapes]
     counts = np.zeros((problem.world, len(problem.shapes)), np.int64)
-    loads, room = start.tolist(), problem.room.tolist()
+    loads = (problem.fixed if start is None else start).tolist()
+    room = problem.room.tolist()
     for s in sorted(range(len(tables)), key=lambda s: (-int(tables[s][1]), s)):
         shape, table = problem.shapes[s], tables[s].tolist()
         taken = [0] * problem.world
@@ -112,30 +102,21 @@ def greedy(
     if problem.memory_cap is not None:
         # Where the cap is tight: balance what owners store.
         free = np.minimum(problem.room, 1 << 50)
-        found.append(longest_first_by_weight(problem, problem.nbytes.tolist(), free.max() - free))
+        stored = [np.arange(shape.count + 1) * shape.nbytes for shape in problem.shapes]
+        found.append(longest_first(problem, 1, stored, free.max() - free))
     fitting = [c for c in found if c is not None and problem.is_feasible(c)]
     ranked = sorted(fitting, key=problem.makespan)
     improved = [improve(problem, counts, spent) for counts in ranked[:2]]
     return min(improved, key=problem.makespan, default=None)
 
 
-BASELINES = ("greedy", "round_robin")
-
-
 def baselines(
-    problem: Problem,
-    order: Sequence[int],
-    names: Sequence[str] = BASELINES,
-    spent: Callable[[], bool] = lambda: False,
+    problem: Problem, order: Sequence[int], spent: Callable[[], bool] = lambda: False
 ) -> dict[str, Counts]:
-    """The counts of the ``names`` among "greedy" and "round_robin" that find any.
-
-    ``order`` lists the matrices, as in `round_robin`.
-    """
+    """The counts of "greedy" and "round_robin", if they find any; ``order`` as in `round_robin`."""
     turns = round_robin(problem, order)
     starts = [] if turns is None else [turns]
-    found = {"greedy": greedy(problem, starts, spent)} if "greedy" in names else {}
-    found["round_robin"] = turns
+    found = {"greedy": greedy(problem, starts, spent), "round_robin": turns}
     return {name: counts for name, counts in found.items() if counts is not None}
 
 
@@ -189,15 +170,13 @@ class _State:
         fits &= np.array([[s != t or not j for t, j in takes] for s, _ in gives])[:, :, None]
         after = np.maximum(own, self.loads[others] + theirs[0][:, None] + theirs[1][None, :])
         after[~fits] = np.iinfo(np.int64).max
-        g, t, at = (int(i) for i in np.unravel_index(int(after.argmin()), after.shape))
+        g, t, at = np.unravel_index(int(after.argmin()), after.shape)
         if after[g, t, at] >= self.loads[b]:
             return False
-        rank, row = int(others[at]), self.counts[b].copy()
-        everything = row + self.counts[rank]
+        gained = np.zeros_like(self.counts[b])
         for s, j in (gives[g], takes[t]):
-            row[s] += j
-        self._set(b, row)
-        self._set(rank, everything - row)
+            gained[s] += j
+        self._give(int(others[at]), b, gained)
         return True
 
     def _changes(
@@ -228,54 +207,43 @@ class _State:
         return [(s, j) for s, k in there for j in sorted({*_STRIDES, k}) if j <= k][:_AMOUNTS]
 
     def share_anew(self, b: int) -> bool:
-        """Split what rank ``b`` and another one have between the two, as evenly as can be."""
-        for o in self._representatives(b)[: min(self.splits, _SPLIT_WITH)].tolist():
+        """Split what rank ``b`` and another one have between the two, as evenly as can be: a
+        knapsack, in which the value of k matrices with ``b`` is what the other then saves."""
+        problem, most = self.problem, int(self.loads[b]) - 1
+        for o in self._representatives(b)[: self.splits].tolist():
             self.splits -= 1
-            both = self.counts[b] + self.counts[o]
-            if (mine := self._even_split(b, o, both)) is not None:
-                self._set(b, mine)
-                self._set(o, both - mine)
-                return True
+            both, options = self.counts[b] + self.counts[o], []
+            there = np.flatnonzero(both)
+            for s in there.tolist():
+                cost = problem.shapes[s].ticks[: both[s] + 1].copy()
+                saved = cost[-1] - cost[::-1]
+                if not problem.allowed[b, s]:
+                    cost[1:] = _NEVER
+                if not problem.allowed[o, s]:
+                    saved[:-1] = -_NEVER  # it may keep none of it
+                options.append(Option(cost, saved))
+            mine, everything = int(problem.fixed[b]), int(problem.fixed[o])
+            everything += sum(int(option.value[-1]) for option in options)
+            found = frontier(
+                options, most - mine, bounding=False, least=everything - most,
+                max_points=_SPLIT_POINTS, max_work=_SPLIT_WORK,
+            )  # fmt: skip
+            self.work -= found.work
+            after = np.maximum(mine + found.cost, everything - found.value)
+            for at in np.argsort(after, kind="stable")[:8].tolist():
+                gained = -self.counts[b]
+                gained[there] += found.choice(int(found.cost[at]))
+                nbytes = int(gained @ problem.nbytes)
+                if nbytes <= self.free[b] and -nbytes <= self.free[o]:
+                    self._give(o, b, gained)
+                    return True
         return False
 
-    def _even_split(self, a: int, b: int, both: Ints) -> Ints | None:
-        """The share of rank ``a``, if there is one that makes the busier of the two less busy: a
-        knapsack, in which the value of k matrices with ``a`` is what ``b`` then saves."""
-        problem, options = self.problem, []
-        fixed_a, fixed_b = int(problem.fixed[a]), int(problem.fixed[b])
-        most = int(self.loads[a]) - 1
-        there = np.flatnonzero(both).tolist()
-        for s in there:
-            shape, k = problem.shapes[s], np.arange(both[s] + 1)
-            cost, saved = shape.ticks[k].copy(), shape.ticks[both[s]] - shape.ticks[both[s] - k]
-            if not problem.allowed[a, s]:
-                cost[1:] = _NEVER
-            if not problem.allowed[b, s]:
-                saved[:-1] = -_NEVER  # ``b`` may keep none of it
-            options.append(Option(cost, saved))
-        everything = sum(int(problem.shapes[s].ticks[both[s]]) for s in there)
-        found = frontier(
-            options, most - fixed_a, bounding=False, least=fixed_b + everything - most,
-            max_points=_SPLIT_POINTS, max_work=_SPLIT_WORK,
-        )  # fmt: skip
-        self.work -= found.work
-        after = np.maximum(fixed_a + found.cost, fixed_b + everything - found.value)
-        for at in np.argsort(after, kind="stable")[:8].tolist():
-            taken = found.choice(int(found.cost[at]))
-            assert taken is not None  # it is on the frontier
-            mine: Ints = np.zeros_like(both)
-            mine[there] = taken
-            if after[at] <= most and self._fits(a, mine) and self._fits(b, both - mine):
-                return mine
-        return None
-
-    def _fits(self, rank: int, row: Ints) -> bool:
-        allowed = not (row[~self.problem.allowed[rank]] > 0).any()
-        return allowed and int(row @ self.problem.nbytes) <= int(self.problem.room[rank])
-
-    def _set(self, rank: int, row: Ints) -> None:
+    def _give(self, giver: int, taker: int, counts: Ints) -> None:
         problem = self.problem
-        taken = zip(problem.shapes, row.tolist(), strict=True)
-        self.counts[rank] = row
-        self.loads[rank] = problem.fixed[rank] + sum(int(shape.ticks[k]) for shape, k in taken if k)
-        self.free[rank] = problem.room[rank] - row @ problem.nbytes
+        for rank, more in ((taker, counts), (giver, -counts)):
+            self.counts[rank] += more
+            taken = zip(problem.shapes, self.counts[rank].tolist(), strict=True)
+            ticks = sum(int(shape.ticks[k]) for shape, k in taken if k)
+            self.loads[rank] = problem.fixed[rank] + ticks
+            self.free[rank] -= more @ problem.nbytes

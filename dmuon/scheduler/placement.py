@@ -40,8 +40,7 @@ def place(
     layers: Sequence[str],
     counts: Sequence[Mapping[int, int]],
     interchangeable: Sequence[Sequence[int]],
-    order: Sequence[int],
-    topology: Topology | None = None,
+    topology: Topology,
 ) -> list[int]:
     """The owner of each matrix, given how many of each shape every owner takes.
 
@@ -55,13 +54,12 @@ def place(
             other.
         counts: for each rank, shape -> how many of that shape it takes.
         interchangeable: groups of ranks that may exchange their counts.
-        order: all ranks, see `Topology.owner_order`.
         topology: where the ranks are, so that owners evade nodes and columns of the matrices just
-            handed out; by default on one node.
+            handed out.
     """
+    order = topology.owner_order()
     shared = _share_out(counts, interchangeable, order)
     patterns = [shared[rank] for rank in order]
-    topology = topology or Topology.flat(len(order))
     # Where owners take alike, nothing is better than the owner order; where not, to evade.
     handed = _hand_out(shapes, layers, patterns, order, topology)
     placed = []
@@ -107,7 +105,7 @@ def _hand_out(
 ) -> list[int]:
     """The position of each matrix's owner; ``patterns`` are those of the positions."""
     turns = _turns(patterns)
-    slots = {rank: (n, c) for n, row in enumerate(topology.slots()) for c, rank in enumerate(row)}
+    slots = _slots(topology)
     places = [slots[rank] for rank in order]
     window = topology.columns - 1  # so many travel at once
     on_node, on_column = [0] * topology.nodes, [0] * topology.columns
@@ -228,22 +226,23 @@ class Contention:
     column_mean: float
 
 
-def contention(
-    owners_in_launch_order: Sequence[int], topology: Topology, window: int | None = None
-) -> Contention:
-    """How the owners of consecutive matrices share nodes and columns.
+def contention(owners: Sequence[int], topology: Topology) -> Contention:
+    """How the owners of consecutive matrices, in launch order, share nodes and columns.
 
-    ``window`` is the number of matrices in flight, by default one for each column. With fewer
-    matrices than that, all of them are the one window.
+    As many matrices as there are columns are in flight; if there are fewer, all of them.
     """
-    owners = owners_in_launch_order
-    window = min(window or topology.columns, len(owners))
-    slot = {rank: (n, c) for n, row in enumerate(topology.slots()) for c, rank in enumerate(row)}
+    window = min(topology.columns, len(owners))
+    slot = _slots(topology)
     node, column = (_crowds([slot[o][axis] for o in owners], window) for axis in (0, 1))
     count = max(len(node), 1)
     return Contention(
         window, max(node, default=0), sum(node) / count, max(column, default=0), sum(column) / count
     )
+
+
+def _slots(topology: Topology) -> dict[int, tuple[int, int]]:
+    """Node and column of each rank."""
+    return {rank: (n, c) for n, row in enumerate(topology.slots()) for c, rank in enumerate(row)}
 
 
 def _crowds(places: Sequence[int], window: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The assignment problem behind a plan, in integers: shapes, and classes of owners.
+"""The assignment problem behind a plan, in integers: shapes, classes of owners, what one can take.
 
 Costs are whole ticks (picoseconds, or coarser where a model takes hours), so that sums are exact,
 equal plans have equal makespans to the last digit, and a proof needs no tolerance.
@@ -15,8 +15,8 @@ equal plans have equal makespans to the last digit, and a proof needs no toleran
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
@@ -37,18 +37,8 @@ _LARGEST_TOTAL = 10**15  # ticks of all matrices one by one; leaves room for pro
 UNLIMITED = 1 << 62  # bytes
 _MOST_SPLITS = 4_000_000_000
 _MOST_TABLE = 100_000_000
-
-
-def ticks_per_ms(total_ms: float) -> int:
-    """The finest power of ten at which all work together still counts in 64 bits.
-
-    >>> ticks_per_ms(1e3), ticks_per_ms(1e9)
-    (1000000000, 1000000)
-    """
-    scale = _FINEST
-    while scale > 1 and total_ms * scale > _LARGEST_TOTAL:
-        scale //= 10
-    return scale
+_MOST_POINTS = 8_000  # of a knapsack, kept after each shape
+_MOST_WORK = 16_000_000  # pairs formed in one knapsack: about a second
 
 
 @lru_cache(maxsize=4096)
@@ -229,7 +219,9 @@ def build_problem(
     limits.check(len(matrices), world)
     total = math.fsum(prices[matrix.key][0] for matrix in matrices)
     most = max((total, *limits.fixed_ms, *(ms for row in prices.values() for ms in row)))
-    scale = ticks_per_ms(most)
+    scale = _FINEST
+    while scale > 1 and most * scale > _LARGEST_TOTAL:
+        scale //= 10
     batch_ticks = {key: tuple(round(ms * scale) for ms in row) for key, row in prices.items()}
     groups = _groups(matrices, limits, batch_ticks, frozenset(without))
     splits = sum(len(mine) * min(len(batch_ticks[key]), len(mine)) for key, _, mine in groups)
@@ -315,57 +307,149 @@ def _classes(
     )
 
 
-# ---- alike domains as one ------------------------------------------------------------------
+# ---- what one owner can take: a knapsack over batched costs ----------------------------------
+# For each shape an owner takes k matrices, k = 0, 1, ..., at cost C(k) and value v(k): a
+# multiple-choice knapsack. A frontier is the whole trade-off: the pairs (cost, value) that no other
+# choice beats in both. Nothing is assumed of C or v.
 
 
-def relaxed(problem: Problem) -> Problem:
-    """The problem with alike shapes and alike classes as one. A makespan that it cannot reach, the
-    problem cannot reach either. Returns the problem itself where none are alike.
+@dataclass(frozen=True, slots=True)
+class Option:
+    """The choices of one shape: ``cost[k]``, ``value[k]`` for taking k; k = 0 costs nothing."""
 
-    Under expert parallelism each expert belongs to a few ranks, and all such domains look the same:
-    equal matrices, and owners with equal loads.
+    cost: Ints
+    value: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class _Points:
+    """Pairs, both ascending; the point of the stage before and the choice that made each."""
+
+    cost: Ints
+    value: Ints
+    parent: Ints
+    taken: Ints
+
+    def __len__(self) -> int:
+        return len(self.cost)
+
+    def at(self, index: Ints) -> _Points:
+        return _Points(self.cost[index], self.value[index], self.parent[index], self.taken[index])
+
+
+_NOTHING = _Points(*np.zeros((4, 1), np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """Pareto-optimal pairs, both ascending, of a value of ``least`` or more.
+
+    ``exact`` is False where points were merged. ``work``: pairs that were formed on the way.
     """
-    shapes, classes = _alike(problem)
-    takes = [[shapes[s] for s, yes in enumerate(c.allowed) if yes] for c in problem.classes]
-    if len(set(shapes)) == len(shapes) or any(len(set(mine)) < len(mine) for mine in takes):
-        return problem  # none are alike, or alike domains overlap: as one they would say too little
-    alike: dict[int, list[Shape]] = defaultdict(list)
-    for number, shape in zip(shapes, problem.shapes, strict=True):
-        alike[number].append(shape)
-    merged = []
-    for number in range(len(set(classes))):
-        those = [c for c, other in zip(problem.classes, classes, strict=True) if other == number]
-        ranks = sorted(rank for c in those for rank in c.ranks)
-        allowed = tuple(shape in takes[classes.index(number)] for shape in alike)
-        merged.append(replace(those[0], ranks=tuple(ranks), allowed=allowed))
-    some = (replace(k[0], count=sum(s.count for s in k), members=()) for k in alike.values())
-    return replace(problem, shapes=tuple(some), classes=tuple(merged), forced=())
+
+    cost: Ints
+    value: Ints
+    exact: bool
+    least: int
+    stages: tuple[_Points, ...] = ()
+    work: int = 0
+
+    def best_value(self, limit: int) -> int:
+        """An upper bound of the largest value within the limit; ``least - 1`` if it is less."""
+        at = int(np.searchsorted(self.cost, limit, side="right"))
+        return int(self.value[at - 1]) if at else self.least - 1
+
+    def choice(self, limit: int) -> Ints | None:
+        """The most valuable counts of each shape within the limit; None if all are worth too
+        little. Only for a frontier that is not bounding."""
+        at = int(np.searchsorted(self.cost, limit, side="right")) - 1
+        if at < 0:
+            return None
+        taken = []
+        for stage in reversed(self.stages):
+            taken.append(int(stage.taken[at]))
+            at = int(stage.parent[at])
+        return np.array(taken[::-1], np.int64)
 
 
-def _alike(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A number for each shape and each class, equal for those that are alike: colour refinement."""
-    takes = [[s for s, yes in enumerate(c.allowed) if yes] for c in problem.classes]
-    taken: list[list[int]] = [[] for _ in problem.shapes]
-    for c, some in enumerate(takes):
-        for s in some:
-            taken[s].append(c)
-    shapes = _numbered([(k.key, k.batch_ticks, k.count, k.nbytes) for k in problem.shapes])
-    classes = _numbered([(c.room, c.fixed, c.size) for c in problem.classes])
-    while True:
-        before = shapes, classes
-        classes = _refined(classes, takes, shapes)
-        shapes = _refined(shapes, taken, classes)
-        if (shapes, classes) == before:
-            return before
+def density(option: Option, limit: int) -> float:
+    """The most value per unit of cost among choices within the limit, rounded up."""
+    within = np.flatnonzero(option.cost[1:] <= limit) + 1
+    cost, value = option.cost[within], option.value[within]
+    if (value[cost == 0] > 0).any():
+        return math.inf
+    some = cost > 0
+    return float((value[some] / cost[some]).max(initial=0.0)) * (1 + 1e-12)
 
 
-def _refined(
-    own: Sequence[int], neighbours: Sequence[Sequence[int]], colours: Sequence[int]
-) -> tuple[int, ...]:
-    around = [tuple(sorted(Counter(colours[n] for n in near).items())) for near in neighbours]
-    return _numbered(list(zip(own, around, strict=True)))
+def frontier(
+    options: Sequence[Option],
+    limit: int,
+    *,
+    bounding: bool,
+    least: int = 0,
+    max_points: int = _MOST_POINTS,
+    max_work: int = _MOST_WORK,
+) -> Frontier:
+    """All trade-offs at a cost of at most ``limit`` >= 0 that are worth at least ``least``.
+
+    Where there are too many, neighbouring ones are merged: with ``bounding`` into a point as
+    cheap as the cheapest and as valuable as the best of them, so that `Frontier.best_value` is
+    never too small; otherwise into the most valuable real one, so that `Frontier.choice` exists.
+    ``max_work`` bounds the pairs formed: what an option leaves of its share is for those after it.
+    """
+    points, exact, work = _NOTHING, True, 0
+    each = [density(option, limit) for option in options]
+    later = np.maximum.accumulate([0.0, *each[:0:-1]])[::-1].tolist()
+    densest = max(each, default=0.0)
+    stages: list[_Points] = []
+    for i, (option, dense) in enumerate(zip(options, later, strict=False)):
+        useful = _useful(option.cost, option.value, limit, least, densest)
+        taken = _Points(option.cost[useful], option.value[useful], useful, useful)
+        pairs = max(1, (max_work - work) // (len(options) - i))
+        if len(points) * len(taken) > pairs:
+            exact = False
+            taken = _thin(taken, bounding, max(math.isqrt(pairs), pairs // len(points)))
+            points = _thin(points, bounding, max(1, pairs // len(taken)))
+        stages.append(points)
+        work += len(points) * len(taken)
+        points = _products(points, taken, limit, least, dense)
+        if len(points) > max_points:
+            points, exact = _thin(points, bounding, max_points), False
+    points = points.at(np.flatnonzero(points.value >= least))
+    kept = () if bounding else (*stages, points)[1:]
+    return Frontier(points.cost, points.value, exact, least, kept, work)
 
 
-def _numbered(colours: Sequence[Hashable]) -> tuple[int, ...]:
-    number: dict[Hashable, int] = {}
-    return tuple(number.setdefault(colour, len(number)) for colour in colours)
+def _products(points: _Points, taken: _Points, limit: int, least: int, dense: float) -> _Points:
+    """All pairs of a point and a choice, without those that another one beats, and those that
+    cannot be worth ``least`` with what comes later, of this density."""
+    cost = (points.cost[None, :] + taken.cost[:, None]).ravel()
+    value = (points.value[None, :] + taken.value[:, None]).ravel()
+    keep = _useful(cost, value, limit, least, dense)
+    return _Points(cost[keep], value[keep], keep % len(points), taken.taken[keep // len(points)])
+
+
+def _useful(cost: Ints, value: Ints, limit: int, least: int, dense: float) -> Ints:
+    """Indices, by ascending cost, of pairs within the limit that beat every cheaper one and are
+    worth ``least`` if the rest of the limit brings this density."""
+    kept: Ints = np.flatnonzero(cost <= limit)
+    if not math.isinf(dense):
+        reach = value[kept] + dense * (limit - cost[kept]) * (1 + 1e-9) + 1.0
+        kept = kept[reach >= least]
+    kept = kept[np.argsort(cost[kept], kind="stable")]  # quick, because it is made of sorted runs
+    best = np.maximum.accumulate(value[kept])
+    kept = kept[np.diff(best, prepend=best[:1] - 1) > 0]
+    return kept[np.diff(cost[kept], append=cost[kept][-1:] + 1) > 0]
+
+
+def _thin(points: _Points, bounding: bool, most: int) -> _Points:
+    """At most one point in each of ``most`` equal intervals of cost, and one more."""
+    if len(points) <= most:
+        return points
+    edges = np.linspace(int(points.cost[0]), int(points.cost[-1]) + 1, most + 1)[:-1]
+    first = np.unique(np.searchsorted(points.cost, edges.astype(np.int64), side="left"))
+    last = np.append(first[1:], len(points)) - 1
+    if not bounding:  # the cheapest stays: nothing taken, at first
+        first = last = np.unique(np.append(0, last))
+    return replace(points.at(last), cost=points.cost[first])

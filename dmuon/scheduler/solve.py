@@ -15,10 +15,9 @@ computes it again. Work limits come first, the wall clock is the last one.
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -26,14 +25,21 @@ from typing import Any
 import numpy as np
 
 from dmuon.config import PlannerOptions
-from dmuon.scheduler.bound import certified, cover, simple_bound
-from dmuon.scheduler.co_owners import GAIN, CoOwners, Sharing, check_size, shared_prices
-from dmuon.scheduler.columns import Budget, Columns, EngineError, available_engines
+from dmuon.scheduler.bound import certified, cover, relaxed, simple_bound
+from dmuon.scheduler.co_owners import GAIN, Block, CoOwners, Sharing, check_size, shared_prices
+from dmuon.scheduler.columns import (
+    MOST_CLASSES,
+    MOST_SHAPES,
+    Budget,
+    Columns,
+    EngineError,
+    available_engines,
+)
 from dmuon.scheduler.costs import BATCH_NUMEL, CostTable, largest_batch
 from dmuon.scheduler.greedy import baselines, greedy, improve
 from dmuon.scheduler.placement import launch_order, layer_of, place
-from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof
-from dmuon.scheduler.problem import UNLIMITED, Counts, OwnerClass, Problem, build_problem, relaxed
+from dmuon.scheduler.plan import Batch, Claim, OwnershipPlan, PriceRow, Proof, SharedPrice
+from dmuon.scheduler.problem import UNLIMITED, Counts, OwnerClass, Problem, build_problem
 from dmuon.scheduler.shards import OwnerLimits, StateSizes
 from dmuon.scheduler.specs import ModelSpecs
 from dmuon.scheduler.topology import Topology
@@ -95,10 +101,11 @@ def solve(
     known = [name for name in simple if name != "greedy" or not budget.hit]
     alternatives = tuple((n, problem.ms(problem.makespan(simple[n]))) for n in known)
     found = SOLVERS[solver](problem, simple, budget)
+    owners = _owners(specs, topology, problem, found.counts, order)
     plan = OwnershipPlan(
         specs=specs,
         topology=topology,
-        batches=_batches(specs, topology, problem, found.counts, order, rows),
+        batches=_batches(problem, owners, order, rows),
         layout=layout,
         cost_source=costs.source,
         alternatives=alternatives,
@@ -160,9 +167,21 @@ def _greedy(problem: Problem, simple: dict[str, Counts], budget: Budget) -> Foun
 
 
 def _best(problem: Problem, simple: dict[str, Counts], budget: Budget) -> Found:
+    """The best that is found, and the bound; alike domains are looked at as one first."""
     plain = _greedy(problem, simple, budget)
-    is_optimal = plain.bound >= problem.makespan(plain.counts)
-    return plain if is_optimal else _improved(problem, plain, budget)
+    if plain.bound >= problem.makespan(plain.counts):
+        return plain
+    if len({c.allowed for c in problem.classes}) > 1:
+        plain = replace(plain, counts=_by_domain(problem, plain.counts, budget))
+    simpler = relaxed(problem)
+    if simpler is problem:
+        return _solved(problem, plain, budget)
+    start = greedy(simpler, [], budget.spent)
+    if start is None:
+        return plain
+    found = _solved(simpler, replace(plain, counts=start), budget)
+    bound = min(found.bound, problem.makespan(plain.counts))
+    return _closed(problem, replace(found, counts=plain.counts, bound=bound), _FIRST_WORK, budget)
 
 
 # A solver is given the problem, the counts of simple methods by name, and the clock. It raises
@@ -178,27 +197,13 @@ def _plain(problem: Problem, counts: Counts, name: str = "greedy") -> Found:
     return Found(counts, name, bound, Proof(dual))
 
 
-def _improved(problem: Problem, plain: Found, budget: Budget) -> Found:
-    """The best that is found, and the bound; alike domains are looked at as one first."""
-    if len({c.allowed for c in problem.classes}) > 1:
-        plain = replace(plain, counts=_by_domain(problem, plain.counts, budget))
-    simpler = relaxed(problem)
-    if simpler is problem:
-        return _solved(problem, plain, budget)
-    start = greedy(simpler, [], budget.spent)
-    if start is None:
-        return plain
-    found = _solved(simpler, replace(plain, counts=start), budget)
-    bound = min(found.bound, problem.makespan(plain.counts))
-    return _closed(problem, replace(found, counts=plain.counts, bound=bound), _FIRST_WORK, budget)
-
-
 def _solved(problem: Problem, plain: Found, budget: Budget) -> Found:
     """The covering search, column generation, and the covering search again."""
     best = _closed(problem, plain, _FIRST_WORK, budget)
     notes: list[str] = []
     engine = ""
-    if best.bound < problem.makespan(best.counts) and Columns.fits(problem):
+    fits = len(problem.shapes) <= MOST_SHAPES and len(problem.classes) <= MOST_CLASSES
+    if best.bound < problem.makespan(best.counts) and fits:
         engines = available_engines()
         if not engines:
             notes.append("no MILP solver is installed (pip install 'pulp[highs]')")
@@ -229,12 +234,12 @@ def _closed(problem: Problem, found: Found, work: int, budget: Budget) -> Found:
     """Counts and bound brought closer by covering searches; ``work`` bounds each of them."""
     counts, makespan = found.counts, problem.makespan(found.counts)
     while found.bound < makespan and not budget.spent():
-        tried = cover(problem, makespan - 1, found.proof.dual, work)
-        if tried.counts is not None:
-            counts = improve(problem, tried.counts, budget.spent)
+        better, complete = cover(problem, makespan - 1, found.proof.dual, work)
+        if better is not None:
+            counts = improve(problem, better, budget.spent)
             makespan = problem.makespan(counts)
             continue
-        if tried.complete:
+        if complete:
             proof = replace(found.proof, impossible=makespan - 1)
             found = replace(found, bound=makespan, proof=proof)
         break
@@ -245,20 +250,19 @@ def _shares(problem: Problem, domains: Sequence[Sequence[OwnerClass]]) -> Counts
     """[domains, shapes]: how many of each shape a domain takes, so that all owners work alike. What
     only one domain may take comes first, then the costliest, each where owners are least busy."""
     shares = np.zeros((len(domains), len(problem.shapes)), np.int64)
-    sizes = [sum(c.size for c in domain) for domain in domains]
-    loads = [sum(c.fixed * c.size for c in some) / n for some, n in zip(domains, sizes)]
-    allowed = zip(*(domain[0].allowed for domain in domains))  # by shape
-    may = [[p for p, yes in enumerate(those) if yes] for those in allowed]
+    sizes = np.array([sum(c.size for c in domain) for domain in domains])
+    loads = np.array([sum(c.fixed * c.size for c in domain) for domain in domains]) / sizes
+    allowed = np.array([domain[0].allowed for domain in domains])
+    may = [np.flatnonzero(column) for column in allowed.T]  # by shape
     for s in sorted(range(len(may)), key=lambda s: (len(may[s]) > 1, s)):
-        shape = problem.shapes[s]
-        usual = -(-shape.count // sum(sizes[p] for p in may[s]))  # of an owner, about
-        each = int(shape.ticks[usual]) / usual
-        heap = [(loads[p] + each / sizes[p], p) for p in may[s]]
-        heapq.heapify(heap)
+        shape, those = problem.shapes[s], may[s]
+        usual = -(-shape.count // int(sizes[those].sum()))  # of an owner, about
+        more = int(shape.ticks[usual]) / usual / sizes[those]
         for _ in range(shape.count):
-            loads[heap[0][1]], p = heap[0]
-            shares[p, s] += 1
-            heapq.heapreplace(heap, (loads[p] + each / sizes[p], p))
+            after = loads[those] + more
+            at = after.argmin()
+            loads[those[at]] = after[at]
+            shares[those[at], s] += 1
     return shares
 
 
@@ -316,18 +320,12 @@ def _with_co_owners(
         PlanError: a number of co-owners was asked for that is not possible.
     """
     specs, topology, limits, asked = plan.specs, plan.topology, plan.limits, options.co_owners
-    if isinstance(asked, int) and plan.layout.keeps_state_at_owners:
-        raise PlanError(
-            f"co_owners={asked} needs momentum that lies with the parameters, and in the "
-            f"{plan.layout.value!r} layout each matrix and its momentum lie with one owner: use "
-            "layout='sharded' or 'replicated', or co_owners='auto'"
-        )
     if isinstance(asked, int):
-        check_size(specs, limits, topology.world, asked)
+        check_size(plan, asked)
     if plan.layout.keeps_state_at_owners or topology.world == 1 or not problem.shapes:
         return plan
-    prices = shared_prices(specs, topology, limits, costs, options.max_batch, batch_numel)
-    ways = CoOwners(problem, specs, topology, limits, prices)
+    prices = shared_prices(plan, costs, options.max_batch, batch_numel)
+    ways = CoOwners(problem, plan, prices)
     sharing = ways.best(None, asked) if isinstance(asked, int) else ways.best(makespan)
     if sharing is None or not sharing.parts:
         return plan
@@ -337,10 +335,10 @@ def _with_co_owners(
         return plan
     if asked == "off" or (asked == "auto" and not pays):
         return replace(plan, shared_prices=prices, shared_ms=problem.ms(sharing.makespan))
-    shared = _shared_batches(ways, sharing, order)
+    owners = _shared_owners(problem, sharing, order)
     remaining = build_problem(
         specs.matrices, topology.world, limits, {row.key: row.ms for row in plan.prices},
-        plan.layout, without={i for batch in shared for i in batch.matrices}, busy=sharing.busy,
+        plan.layout, without=owners, busy=sharing.busy,
     )  # fmt: skip
     simple = baselines(remaining, order, spent=budget.spent)
     if "greedy" not in simple or remaining.makespan(simple["greedy"]) > sharing.makespan:
@@ -351,31 +349,22 @@ def _with_co_owners(
     found = replace(found, bound=ways.bound(remaining.makespan(found.counts)))
     outcome = _outcome(remaining, found, budget) | {"proof": None}
     outcome["alone_ms"] = problem.ms(makespan)
-    batches = _batches(specs, topology, remaining, found.counts, order, plan.prices, shared)
+    owners |= _owners(specs, topology, remaining, found.counts, order)
+    batches = _batches(problem, owners, order, (*plan.prices, *prices))
     return replace(plan, batches=batches, shared_prices=prices, **outcome)
 
 
-def _shared_batches(ways: CoOwners, sharing: Sharing, order: Sequence[int]) -> list[Batch]:
-    """The batches of what is shared: members of a shape are dealt out to its blocks in turn, so
+def _shared_owners(problem: Problem, sharing: Sharing, order: Sequence[int]) -> dict[int, Block]:
+    """The co-owners of what is shared: members of a shape are dealt out to its blocks in turn, so
     that what is computed first is spread over all of them."""
-    problem = ways.problem
-    row_of = {(row.key, row.co_owners): row for row in ways.prices}
+    owners: dict[int, Block] = {}
     position = {i: at for at, i in enumerate(order)}
-    batches: list[Batch] = []
     for s, shape in enumerate(problem.shapes):
         parts = [(block, count) for of, block, count in sharing.parts if of == s]
         turns = sorted((n, at) for at, (_, count) in enumerate(parts) for n in range(count))
         members = sorted(shape.members, key=position.__getitem__)
-        taken: list[list[int]] = [[] for _ in parts]
-        for i, (_, at) in zip(members, turns, strict=False):
-            taken[at].append(i)
-        for (block, _), mine in zip(parts, taken, strict=True):
-            row, price = row_of[shape.key, len(block)], ways.price[s, len(block)]
-            for b in replace(shape, batch_ticks=price).batches(len(mine)):
-                some, mine = tuple(mine[:b]), mine[b:]
-                ms, split = problem.ms(price[b - 1]), row.split[b - 1]
-                batches.append(Batch(block[0], some, ms, row.kernel, block, split))
-    return batches
+        owners |= {i: parts[at][0] for i, (_, at) in zip(members, turns, strict=False)}
+    return owners
 
 
 # ---- memory ------------------------------------------------------------------------------
@@ -398,9 +387,7 @@ def _tight(problem: Problem, budget: Budget) -> Counts:
     )
     counts = greedy(in_bytes, [], budget.spent)
     assert counts is not None  # nothing is capped
-    found = _plain(in_bytes, counts)
-    if found.bound < in_bytes.makespan(counts):
-        found = _improved(in_bytes, found, budget)
+    found = _best(in_bytes, {"greedy": counts}, budget)
     if problem.is_feasible(found.counts):
         counts = greedy(problem, [found.counts], budget.spent)
         assert counts is not None
@@ -439,17 +426,10 @@ def _mebibytes(nbytes: int) -> str:
 # ---- owners and batches ------------------------------------------------------------------
 
 
-def _batches(
-    specs: ModelSpecs,
-    topology: Topology,
-    problem: Problem,
-    counts: Counts,
-    order: Sequence[int],
-    prices: Sequence[PriceRow],
-    shared: Sequence[Batch] = (),
-) -> tuple[Batch, ...]:
-    """Counts made concrete: consecutive matrices on different owners, each owner's in the cheapest
-    batches; these and the ``shared`` ones, earliest layers first."""
+def _owners(
+    specs: ModelSpecs, topology: Topology, problem: Problem, counts: Counts, order: Sequence[int]
+) -> dict[int, Block]:
+    """Counts made concrete: consecutive matrices on different owners."""
     owners = {i: rank for rank, shape in problem.forced for i in shape.members}
     shape_of = {i: s for s, shape in enumerate(problem.shapes) for i in shape.members}
     free = [i for i in order if i in shape_of]
@@ -458,20 +438,36 @@ def _batches(
         [layer_of(specs.matrices[i].name) for i in free],
         [{s: int(k) for s, k in enumerate(row) if k} for row in counts],
         [c.ranks for c in problem.classes],
-        topology.owner_order(),
         topology,
     )
     owners |= zip(free, placed, strict=True)
+    return {i: (rank,) for i, rank in owners.items()}
+
+
+def _batches(
+    problem: Problem,
+    owners: Mapping[int, Block],
+    order: Sequence[int],
+    prices: Iterable[PriceRow | SharedPrice],
+) -> tuple[Batch, ...]:
+    """Each owner's matrices, or those of several, in the cheapest batches, first layers first."""
     position = {i: at for at, i in enumerate(order)}
-    rows = {row.key: row for row in prices}
-    made = list(shared)
+    rows = {(row.key, row.co_owners if isinstance(row, SharedPrice) else 1): row for row in prices}
+    made = []
     for shape in (*problem.shapes, *(shape for _, shape in problem.forced)):
-        held: dict[int, list[int]] = defaultdict(list)
+        held: dict[Block, list[int]] = defaultdict(list)
         for i in sorted(shape.members, key=position.__getitem__):
             held[owners[i]].append(i)
-        for owner, mine in held.items():
-            for size in shape.batches(len(mine)):
+        for block, mine in held.items():
+            row, priced = rows[shape.key, len(block)], shape
+            if isinstance(row, SharedPrice):
+                priced = replace(shape, batch_ticks=tuple(map(problem.ticks, row.ms)))
+            for size in priced.batches(len(mine)):
                 some, mine = tuple(mine[:size]), mine[size:]
-                ms, kernel = problem.ms(shape.batch_ticks[size - 1]), rows[shape.key].kernel(size)
-                made.append(Batch(owner, some, ms, kernel))
-    return tuple(sorted(made, key=lambda b: (position[b.matrices[0]], b.owner)))
+                ms = problem.ms(priced.batch_ticks[size - 1])
+                if isinstance(row, SharedPrice):
+                    batch = Batch(block[0], some, ms, row.kernel, block, row.split[size - 1])
+                else:
+                    batch = Batch(block[0], some, ms, row.kernel(size))
+                made.append(batch)
+    return tuple(sorted(made, key=lambda b: position[b.matrices[0]]))

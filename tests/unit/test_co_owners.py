@@ -466,7 +466,6 @@ def test_columns_of_several_dims_are_left_to_one_owner():
     assert {b.matrices[0]: len(b.ranks) for b in plan.batches} == {0: 1, 1: 2}
 
 
-def test_equal_input_gives_an_equal_plan_in_whatever_order_matrices_come(plan):
-    assert shared_plan(model_specs("llama3-8b"), 256).to_json() != ""
+def test_equal_input_gives_an_equal_plan(plan):
     again = shared_plan(model_specs("llama3-8b"), 256)
     assert replace(again, seconds=0.0) == replace(plan, seconds=0.0)

@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 from dmuon.__main__ import CRASHED, main
 from dmuon.config import PlannerOptions
 from dmuon.report.data import build_report
-from dmuon.scheduler import bound
+from dmuon.scheduler import bound, problem
 from dmuon.scheduler.certificate import Certificate, certify
 from dmuon.scheduler.costs import (
     ANALYTIC_DEVICES,
@@ -300,7 +300,7 @@ def check_verdict(text: str, certificate: Certificate) -> None:
 @contextlib.contextmanager
 def bounded_work(most: int = MOST_PAIRS) -> Iterator[None]:
     """At most so many pairs are formed by knapsacks inside."""
-    formed, products = 0, bound._products
+    formed, products = 0, problem._products
 
     def counted(points: Any, taken: Any, *args: Any) -> Any:
         nonlocal formed
@@ -308,7 +308,7 @@ def bounded_work(most: int = MOST_PAIRS) -> Iterator[None]:
         assert formed <= most
         return products(points, taken, *args)
 
-    with mock.patch.object(bound, "_products", counted):
+    with mock.patch.object(problem, "_products", counted):
         yield
 
 

@@ -28,9 +28,8 @@ class Case:
     groups: list[list[int]]
     topology: Topology
 
-    def place(self, *, with_topology: bool = True) -> list[int]:
-        order, topology = self.topology.owner_order(), self.topology if with_topology else None
-        return place(self.shapes, self.layers, self.counts, self.groups, order, topology)
+    def place(self) -> list[int]:
+        return place(self.shapes, self.layers, self.counts, self.groups, self.topology)
 
     def repeats(self, owners: Sequence[int]) -> int:
         """How many matrices have an owner that has one of their layer already."""
@@ -68,10 +67,10 @@ def cases(draw, shapes: int = 4, matrices: int = 40, ranks: int = 12) -> Case:
 # ---- the counts --------------------------------------------------------------------------
 
 
-@given(cases(), st.booleans())
-def test_every_owner_takes_what_was_decided(case, with_topology):
+@given(cases())
+def test_every_owner_takes_what_was_decided(case):
     """Exactly, for ranks that are like no other; in some arrangement inside a group."""
-    owners = case.place(with_topology=with_topology)
+    owners = case.place()
     taken = [
         Counter(k for k, o in zip(case.shapes, owners) if o == r) for r in range(len(case.counts))
     ]
@@ -127,10 +126,10 @@ def fewest_repeats(case: Case) -> int:
 def test_layers_repeat_an_owner_as_seldom_as_possible(shapes, allowed):
     """Never more often with one shape; within one of the least with several."""
 
-    @given(cases(shapes, matrices=8, ranks=4), st.booleans())
-    def check(case, with_topology):
+    @given(cases(shapes, matrices=8, ranks=4))
+    def check(case):
         case.groups = []
-        owners = case.place(with_topology=with_topology)
+        owners = case.place()
         assert case.repeats(owners) <= fewest_repeats(case) + allowed
 
     check()
@@ -171,7 +170,6 @@ def test_where_all_take_alike_nothing_is_worse_than_the_owner_order(nodes):
     shapes, layers = model(topology.world, TRANSFORMER)
     case = Case(shapes, layers, dealt(shapes, range(topology.world), topology.world), [], topology)
     order = list(topology.owner_order()) * 7
-    assert case.place(with_topology=False) == order
     found, ideal = contention(case.place(), topology), contention(order, topology)
     assert (found.column_max, found.column_mean) == (1, 1.0)
     assert found.node_max <= ideal.node_max and found.node_mean <= ideal.node_mean
@@ -264,16 +262,16 @@ def test_the_natural_order_is_total(names, shuffled):
 # ---- contention --------------------------------------------------------------------------
 
 
-@given(cases(matrices=25), st.integers(1, 30))
-def test_contention_counts_every_window(case, window):
+@given(cases(matrices=25))
+def test_contention_counts_every_window(case):
     topology, owners = case.topology, case.place()
     slots = {r: (n, c) for n, row in enumerate(topology.slots()) for c, r in enumerate(row)}
-    size = min(window, len(owners))
+    size = min(topology.columns, len(owners))
     parts = [owners[i : i + size] for i in range(len(owners) - size + 1)] if owners else []
     crowds = [
         [max(Counter(slots[o][axis] for o in part).values()) for part in parts] for axis in (0, 1)
     ]
-    found = contention(owners, topology, window)
+    found = contention(owners, topology)
     assert found.window == size
     assert (found.node_max, found.column_max) == tuple(max(c, default=0) for c in crowds)
     means = [sum(c) / len(c) if c else 0.0 for c in crowds]

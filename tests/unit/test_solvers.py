@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from unittest import mock
 
@@ -15,21 +16,13 @@ from hypothesis import strategies as st
 
 from dmuon.catalogue import model_specs
 from dmuon.config import PlannerOptions
-from dmuon.scheduler.bound import (
-    Cover,
-    Holdings,
-    Option,
-    bound_of,
-    cover,
-    frontier,
-    simple_bound,
-)
+from dmuon.scheduler.bound import bound_of, cover, relaxed, simple_bound
 from dmuon.scheduler.certificate import certify
 from dmuon.scheduler.columns import Budget, Columns, available_engines, minimize_last
 from dmuon.scheduler.costs import CostTable
 from dmuon.scheduler.greedy import greedy, improve
 from dmuon.scheduler.plan import Dual
-from dmuon.scheduler.problem import UNLIMITED, Problem, build_problem, relaxed
+from dmuon.scheduler.problem import UNLIMITED, Option, Problem, build_problem, frontier
 from dmuon.scheduler.shards import OwnerLimits
 from dmuon.scheduler.solve import SOLVERS, price_rows, solve
 from dmuon.scheduler.topology import Topology
@@ -195,8 +188,9 @@ def test_any_dual_whatever_it_is_bounds_the_optimum_from_below(
             limit = round(limit_ms * problem.ticks_per_ms)
             exact = bound_of(problem, dual, limit)
             assert problem.ms(exact) <= best + TICKS
-            merged = Holdings(problem, dual, limit, points=points)
-            assert merged.bound() <= exact, "points merged weaken a bound"
+            merging = partial(frontier, max_points=points)
+            with mock.patch("dmuon.scheduler.bound.frontier", merging):
+                assert bound_of(problem, dual, limit) <= exact, "points merged weaken a bound"
         simpler = relaxed(problem)
         bound, simple = simple_bound(simpler, limit)
         assert problem.ms(bound) <= best + TICKS and bound <= bound_of(simpler, simple, limit)
@@ -269,7 +263,7 @@ def test_the_covering_search_agrees_with_brute_force(instance, states, work):
     best = instance.optimum()
     problem = instance.problem()
     if best is None:
-        assert cover(problem, 1 << 50).counts is None
+        assert cover(problem, 1 << 50)[0] is None
         return
     ticks = min(problem.makespan(counts_of(problem, o)) for o in instance.assignments())
     assert problem.ms(ticks) == pytest.approx(best, abs=TICKS)
@@ -279,25 +273,24 @@ def test_the_covering_search_agrees_with_brute_force(instance, states, work):
         dual,
         Dual((3, 1, 2, 5, 1, 1)[: len(problem.shapes)], (0,) * len(problem.shapes)),
     ):
-        found = cover(problem, ticks, some, work, states)
-        assert found.counts is not None or not found.complete
-        if states * work > 10**9:
-            assert found.counts is not None
-        if found.counts is not None:
-            assert problem.is_feasible(found.counts) and problem.makespan(found.counts) == ticks
-        less = cover(problem, ticks - 1, some, work, states)
-        assert less.counts is None and (less.complete or states * work < 10**9)
+        with mock.patch("dmuon.scheduler.bound._MOST_STATES", states):
+            counts, complete = cover(problem, ticks, some, work)
+            less, proven = cover(problem, ticks - 1, some, work)
+        assert counts is not None or (not complete and states * work < 10**9)
+        if counts is not None:
+            assert problem.is_feasible(counts) and problem.makespan(counts) == ticks
+        assert less is None and (proven or states * work < 10**9)
 
 
 def test_a_search_that_dropped_states_is_not_called_complete():
     prices = {SHAPES[0]: (2.0,), SHAPES[1]: (1.0,), SHAPES[2]: (7.0,)}
     keys = (SHAPES[0],) * 3 + (SHAPES[1],) * 3 + (SHAPES[2],) * 3
     problem = Instance(keys, 3, prices, OwnerLimits()).problem()
-    assert cover(problem, 10 * 10**9).counts is not None
-    few = cover(problem, 10 * 10**9, None, 40_000_000, 1)
-    assert few.counts is None and not few.complete
-    little = cover(problem, 10 * 10**9, None, 1, 20_000)
-    assert little.counts is not None or not little.complete
+    assert cover(problem, 10 * 10**9)[0] is not None
+    with mock.patch("dmuon.scheduler.bound._MOST_STATES", 1):
+        assert cover(problem, 10 * 10**9) == (None, False)
+    little, complete = cover(problem, 10 * 10**9, None, 1)
+    assert little is not None or not complete
 
 
 def vla_on(owners):
@@ -412,7 +405,7 @@ HARD = Instance((*GPT2_PRICES, (1600, 6400, "bfloat16")) * 48, 16, GPT2_PRICES, 
 @pytest.fixture
 def no_search(monkeypatch):
     """Without the covering search, which would settle it."""
-    monkeypatch.setattr("dmuon.scheduler.solve.cover", lambda *args: Cover(None, False))
+    monkeypatch.setattr("dmuon.scheduler.solve.cover", lambda *args: (None, False))
 
 
 def test_a_hard_enough_problem_needs_the_solver(no_search):
@@ -530,15 +523,15 @@ def test_a_frontier_has_the_best_choice_within_a_limit(shapes, limit):
         for ks in product(*(range(len(o.cost)) for o in options))
         if sum(o.cost[k] for o, k in zip(options, ks)) <= limit
     )
-    assert plain.best_values(np.array([limit])).tolist() == [best]
+    assert plain.best_value(limit) == best
     assert sum(o.value[k] for o, k in zip(options, taken)) == best
     for least in (best - 5, best, best + 1):  # what cannot be worth so much is left out
         for bounding in (False, True):
             kept = frontier(options, limit, bounding=bounding, least=least)
-            assert kept.best_values(np.array([limit])).tolist() == [max(best, least - 1)]
+            assert kept.best_value(limit) == max(best, least - 1)
             for points in (1, 3, 6):  # and where points are few, what is merged says too much
                 few = frontier(options, limit, bounding=bounding, least=least, max_points=points)
-                (found,) = few.best_values(np.array([limit])).tolist()
+                found = few.best_value(limit)
                 if few.exact:
                     assert found == max(best, least - 1)
                 else:
