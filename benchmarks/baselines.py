@@ -17,7 +17,7 @@ a rank keeps for itself do not count, and a broadcast counts once for each recei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -26,16 +26,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-
-__all__ = [
-    "GatherThenCompute",
-    "ParallelMuon",
-    "Redundant",
-    "RoundRobin",
-    "SameShapeAllGather",
-    "SameShapeBuckets",
-    "zeropower",
-]
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # https://kellerjordan.github.io/posts/muon/
 STEPS, EPS = 5, 1e-7
@@ -162,64 +152,43 @@ class GatherThenCompute(Baseline):
             self.apply(p, result.split(shard_rows(p.shape[0], self.world))[self.rank])
 
 
-class Exchange:
-    """Up to W matrices ``[m_j, n_j]`` whose rows are spread over the ranks; rank j owns the j-th.
+def exchanged(optimizer: Baseline, matrices: Sequence[Tensor]) -> Iterator[None]:
+    """Update up to W matrices ``[m_j, n_j]`` whose rows are spread over the ranks; rank j owns the
+    j-th. Pauses twice, while the two all-to-alls travel::
 
-    ::
-
-        every rank: rows of 0 | rows of 1 | ...  --all-to-all-->  rank j: all rows of matrix j
-
-    `depart` -> `arrive` (the owner's matrix, None on ranks without one) -> `send_back` -> `finish`
+        every rank: rows of 0 | rows of 1 | ...  -->  rank j: all rows of matrix j  -->  rows of ...
     """
+    rank, world = optimizer.rank, optimizer.world
+    here = [local(p).numel() for p in matrices] + [0] * (world - len(matrices))
+    mine = matrices[rank].shape if rank < len(matrices) else torch.Size((0, 0))
+    there = [rows * mine[1] for rows in shard_rows(mine[0], world)]
 
-    def __init__(self, optimizer: Baseline, matrices: Sequence[Tensor]) -> None:
-        assert len(matrices) <= optimizer.world
-        self.optimizer = optimizer
-        self.matrices = matrices
-        rank, world = optimizer.rank, optimizer.world
-        self._here = [local(p).numel() for p in matrices] + [0] * (world - len(matrices))
-        self._mine = matrices[rank].shape if rank < len(matrices) else None
-        rows, cols = self._mine or (0, 0)
-        self._from = [n * cols for n in shard_rows(rows, world)]
+    def launch(send: Tensor, counts: list[int], received: list[int]) -> tuple[Tensor, Any]:
+        optimizer.sent_bytes += (send.numel() - counts[rank]) * send.itemsize
+        came = send.new_empty(sum(received))
+        return came, dist.all_to_all_single(came, send, received, counts, async_op=True)
 
-    def depart(self) -> None:
-        """Advance the momenta and send the rows held here to their owners."""
-        pieces = [self.optimizer.direction(p).flatten() for p in self.matrices]
-        self._launch(torch.cat(pieces), self._here, self._from)
-
-    def arrive(self) -> Tensor | None:
-        self._work.wait()
-        return None if self._mine is None else self._received.view(self._mine)
-
-    def send_back(self, result: Tensor | None) -> None:
-        flat = self._received if result is None else result.contiguous().flatten()
-        self._launch(flat, self._from, self._here)
-
-    def finish(self) -> None:
-        """Apply the rows that came back."""
-        self._work.wait()
-        for p, piece in zip(self.matrices, self._received.split(self._here)):
-            self.optimizer.apply(p, piece.view_as(local(p)))
-
-    def _launch(self, send: Tensor, counts: list[int], received: list[int]) -> None:
-        self.optimizer.sent_bytes += (send.numel() - counts[self.optimizer.rank]) * send.itemsize
-        self._sent = send  # alive until it has left
-        self._received = send.new_empty(sum(received))
-        self._work = dist.all_to_all_single(self._received, send, received, counts, async_op=True)
+    rows = torch.cat([optimizer.direction(p).flatten() for p in matrices])
+    whole, work = launch(rows, here, there)
+    yield
+    work.wait()
+    if whole.numel():
+        whole = optimizer.orthogonalize(whole.view(mine)).flatten()
+    rows, work = launch(whole, there, here)
+    yield
+    work.wait()
+    for p, piece in zip(matrices, rows.split(here)):
+        optimizer.apply(p, piece.view_as(local(p)))
 
 
 def exchange(optimizer: Baseline, chunks: Sequence[Sequence[Tensor]]) -> None:
     """Update all chunks; the next one arrives and the last one returns while one is computed."""
-    exchanges = [Exchange(optimizer, chunk) for chunk in chunks]
-    for one in exchanges[:1]:
-        one.depart()
-    for i, one in enumerate(exchanges):
-        for following in exchanges[i + 1 : i + 2]:
-            following.depart()
-        matrix = one.arrive()
-        one.send_back(None if matrix is None else optimizer.orthogonalize(matrix))
+    exchanges = [exchanged(optimizer, chunk) for chunk in chunks]
+    for one, following in pairwise([iter(()), *exchanges, iter(())]):
+        next(following, None)
+        next(one, None)
     for one in exchanges:
-        one.finish()
+        next(one, None)
 
 
 def chunked(matrices: Sequence[Tensor], size: int) -> list[Sequence[Tensor]]:

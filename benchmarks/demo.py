@@ -15,9 +15,10 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import train_gpt as demo
-from _results import COLORS, Run
+from _results import COLORS as COLORS
+from _results import Run
 
-__all__ = ["COLORS", "Run", "demo", "job_of", "row_of"]
+from benchmarks.results import Row
 
 
 def job_of(rank: int, **arguments: Any) -> demo.Job:
@@ -28,14 +29,7 @@ def job_of(rank: int, **arguments: Any) -> demo.Job:
     return demo.Job(given, ranks, Console(quiet=True), text, demo.GPTConfig())
 
 
-def row_of(run: Run, seed: int) -> dict[str, Any]:
-    return {
-        "set": "demo loss",
-        "optimizer": run.name,
-        "lr": run.lr,
-        "seed": seed,
-        "steps": len(run.losses),
-        "validation_loss": run.validation_loss,
-        "train_loss": run.train_loss,
-        "seconds": run.seconds,
-    }
+def row_of(run: Run, seed: int) -> Row:
+    same = ("lr", "validation_loss", "train_loss", "seconds")
+    row: Row = {"set": "demo loss", "optimizer": run.name, "seed": seed, "steps": len(run.losses)}
+    return row | {name: getattr(run, name) for name in same}

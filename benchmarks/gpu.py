@@ -1,15 +1,9 @@
-"""Everything that needs a GPU, in parts that fit calls of ten minutes.
+"""Everything that needs a GPU, in parts that fit calls of ten minutes (docs/kernels.md).
 
 ``python -m benchmarks.gpu --out FOLDER`` runs its parts one after the other, each in a process of
-its own with a time limit, and says at the end how to go on with those for which ``--budget-s`` did
-not reach; ``--parts smoke,tests`` runs these. What is measured is on disk at once: rows in
-``FOLDER/<part>.json``, output in ``<part>.log``. A row that fails is recorded and passed by; a part
-that crashed is begun again after the row in which it was; one that runs out of time is interrupted,
-so that it can end, and killed ten seconds later. ``gpu.json`` and ``gpu.md`` have the whole,
-``gpu.tar.gz`` all of it and what was compiled and tuned.
-
-Needs torch with CUDA, Triton, pytest, NumPy and rich; neither a solver nor a network. ``--dry-run``
-walks through all of it at toy sizes on a CPU.
+its own with a time limit. What is measured is on disk at once: rows in ``FOLDER/<part>.json``,
+output in ``<part>.log``. ``gpu.json`` and ``gpu.md`` have the whole, ``gpu.tar.gz`` all of it and
+what was compiled and tuned.
 
 Exit code: 0 if all parts and targets pass, 1 if one fails, 2 without a GPU (the plan is printed).
 """

@@ -1,20 +1,8 @@
 """What the parts of `benchmarks.gpu` measure, but for the times of kernels (`benchmarks.kernels`).
 
-``python -m benchmarks.gpu_parts smoke --json out.json``, and so on:
-
-=========  =====================================================================================
-smoke      each kernel once, three steps of each layout, in which CUDA graphs are captured and
-           replayed; torch raises where the host would wait for the GPU inside ``Muon.step``
-tests      tests/gpu, 12 at a time where pytest-xdist is: what they compile is in the cache then
-accuracy   each kernel's distance from the exact polynomial, within what its form allows
-step       `dmuon.Muon` beside `ReferenceMuon`: every layout, plain and Triton products, what tuning
-           chooses, with and without CUDA graphs
-profile    a full and a block step of large layers: launches, host time, gaps, peak memory
-sanitizer  three small tests of tests/gpu under ``compute-sanitizer --tool memcheck``
-=========  =====================================================================================
-
-One process. Nothing would travel in it, so `travelling` makes the `sharded` layout send matrices to
-itself: all-to-all, slots and streams run as on many ranks. ``--toy`` takes sizes for a CPU.
+``python -m benchmarks.gpu_parts smoke --json out.json``, and so on; docs/kernels.md tells what each
+part does. ``--toy`` takes sizes for a CPU. One process, in which nothing would travel: `travelling`
+makes the `sharded` layout send matrices to itself.
 """
 
 from __future__ import annotations

@@ -1,27 +1,18 @@
 """How fast is Newton-Schulz here, against the plain iteration and against the machine's limit?
 
-``python -m benchmarks.kernels --json out.json`` times single shapes and whole layers. Contenders
-take turns within a run (`benchmarks.timing`), each from normalized matrices but for the functions:
+``python -m benchmarks.kernels --json out.json`` (docs/benchmarks.md). Contenders that the page does
+not name:
 
 ==================  ============================================================================
-standard            Newton-Schulz as `torch.optim.Muon` writes it, one matrix after the other
-standard_batched    the same on whole stacks (CUDA, where there are stacks)
-compiled            standard through `torch.compile`; compiled_bfloat16: the same in that dtype
-gram                the Gram form over plain torch products
-function            `dmuon.newton_schulz` as a user calls it, by the fixed rule (CPU); beside it
+standard_batched    standard on whole stacks (CUDA, where there are stacks)
+compiled_bfloat16   compiled, in that dtype (CUDA)
+function            `dmuon.newton_schulz` as a user calls it (CPU); beside it
                     standard_function: standard on whole stacks, with the same normalization
-ours                what tuning chose, as an optimizer runs it: batches of at most
-                    `PlannerOptions.max_batch`, in a workspace, as CUDA graphs on CUDA
-ours_whole          the same, but a stack in one call, however large (CUDA)
+ours_whole          ours, but a stack in one call, however large (CUDA)
 ==================  ============================================================================
 
-``floor_ms``: the fewest multiplications that are possible in the dtype, with exactly half of each
-symmetric product, at a sustained rate of large products that is measured in the same rounds.
 ``tflops`` counts what the plain standard form would multiply. ``error``: relative, in Frobenius
 norm, of the first matrix of each stack, against the standard form in float64; the largest of them.
-
-``--table`` prints the page from such a file; ``--check`` exits with 1 where dmuon misses one of the
-`LIMITS`, which are a CPU's.
 """
 
 from __future__ import annotations

@@ -1,23 +1,9 @@
 """What do the layouts cost on one model: time of a step, traffic, memory?
 
-``python -m benchmarks.layouts --json out.json`` trains a model on gloo processes with one thread
-each, in every layout of dmuon and with AdamW on the same model: FSDP2 (on two replicas: HSDP) where
-FSDP2 has the rest or everything, `DistributedDataParallel` for plain models.
-
-Time: the contenders take turns (`benchmarks.timing`); a time is that of the slowest rank, from
-before backward to the end of the next forward, because that is where a step's last messages are
-waited for. ``ratio_to_adamw`` is the median of the ratios within a round.
-
-``bytes``: received by a rank in a step for matrices, mean over ranks, counted from every collective
-that dmuon issues (`benchmarks.layout_theory.received`); ``theory_bytes`` is the formula. What FSDP2
-moves by itself for matrices that it shards is not counted: ``framework_bytes``, by formula.
-``rest_bytes``: everything else that dmuon sends (flags, and the parameters that are no matrices).
-
-Memory, each the largest of the ranks: ``state_bytes`` weights and optimizer state; ``kept_bytes``
-all that a training loop holds between steps, so with buffers and what is sent ahead;
-``peak_bytes`` that and the most that was alive besides at a moment of a step.
-
-``--table out.json`` prints the results as Markdown and measures nothing.
+``python -m benchmarks.layouts --json out.json`` (docs/layouts.md). ``bytes``: received by a rank in
+a step for matrices, mean over ranks, counted from every collective of dmuon; ``theory_bytes`` and
+``framework_bytes`` are formulas of `benchmarks.layout_theory`. ``rest_bytes``: everything else that
+dmuon sends (flags, and the parameters that are no matrices).
 """
 
 from __future__ import annotations
@@ -50,9 +36,8 @@ from benchmarks.layout_theory import (
     sharded,
 )
 from benchmarks.models import Stack, Training, shard
-from benchmarks.ranks import Row, Rows, on_ranks
-from benchmarks.results import command, read_rows, table, write
-from benchmarks.timing import ratio, take_turns, timed_row
+from benchmarks.results import Row, command, read_rows, table, write
+from benchmarks.timing import on_ranks, ratio, take_turns, timed_row
 from dmuon.api import Given, Request, assemble, mesh_topology
 from dmuon.comm.transport import C10dTransport, Transport
 
@@ -99,13 +84,9 @@ class Kind:
         words = ["AdamW" if self.optimizer == "AdamW" else self.layout]
         if self.freed is not None:
             words.append("freed" if self.freed else "kept")
-        if self.replicas > 1:
-            words.append("HSDP " + "x".join(map(str, self.mesh_shape(world))))
-        elif self.around == "FSDP2" or self.keeps_gradients:
-            words.append(self.around)
-        else:
-            words.append("plain")
-        return ", ".join(words)
+        around = self.around if self.around == "FSDP2" or self.keeps_gradients else "plain"
+        hsdp = "HSDP " + "x".join(map(str, self.mesh_shape(world)))
+        return ", ".join([*words, hsdp if self.replicas > 1 else around])
 
     def theory(self, matrices: Matrices, world: int) -> dict[str, float]:
         """What dmuon should move for matrices."""
@@ -161,15 +142,13 @@ class Counting:
 
 
 class Contender:
-    """One kind on its own copy of the model, after `build`."""
+    """One kind on its own copy of the model."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self.own: dmuon.Ownership | None = None
         self._received: dict[str, float] = defaultdict(float)  # by its ownership, by tag
-
-    def build(self) -> None:
-        kind, world = self.kind, dist.get_world_size()
+        world = dist.get_world_size()
         torch.manual_seed(0)
         stack = Stack(LAYERS, WIDTH)
         model: nn.Module = stack
@@ -290,10 +269,10 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
-def memory(contender: Contender) -> Row:
-    """Build the contender, train it a little, and see what that takes on the ranks at most."""
+def built(kind: Kind) -> tuple[Contender, Row]:
+    """A contender that trained a little, and the memory that this takes on the ranks at most."""
     before = LiveBytes().now()
-    contender.build()
+    contender = Contender(kind)
     for _ in range(WARM_UP):
         contender.whole_step()
     kept = LiveBytes().now() - before
@@ -305,7 +284,7 @@ def memory(contender: Contender) -> Row:
     largest = torch.tensor(found, dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     names = ("state_bytes", "kept_bytes", "step_bytes", "peak_bytes")
-    return dict(zip(names, map(round, largest.tolist()), strict=True))
+    return contender, dict(zip(names, map(round, largest.tolist()), strict=True))
 
 
 def traffic(contender: Contender) -> Row:
@@ -340,11 +319,14 @@ def traffic(contender: Contender) -> Row:
     }
 
 
-def work(rank: int, rounds: int) -> Rows:
+def work(rank: int, rounds: int) -> list[Row]:
     """Every rank gets the same rows."""
     world = dist.get_world_size()
-    field = {kind.label(world): Contender(kind) for kind in kinds(world)}
-    facts = {name: memory(c) | traffic(c) for name, c in field.items()}
+    field, facts = {}, {}
+    for kind in kinds(world):
+        contender, found = built(kind)
+        field[name := kind.label(world)] = contender
+        facts[name] = found | traffic(contender)
     for contender in field.values():
         contender.training.forward()
     turns = {name: contender.training.turn for name, contender in field.items()}
@@ -388,10 +370,8 @@ def page(rows: Sequence[Row]) -> str:
         )
         for row in rows
     )
-    title = "**{set}: P = {size:.2f} MB of matrices, {world} processes, {rounds} rounds**".format(
-        size=size, **rows[0]
-    )
-    return f"{title}\n\n{table(HEADINGS, cells)}"
+    title = "**{set}: P = {size:.2f} MB of matrices, {world} processes, {rounds} rounds**"
+    return f"{title.format(size=size, **rows[0])}\n\n{table(HEADINGS, cells)}"
 
 
 def main() -> None:

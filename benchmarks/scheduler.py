@@ -1,14 +1,11 @@
 """How far from the optimum are plans, and how long do they take?
 
-``python -m benchmarks.scheduler --json out.json`` plans every preset on 2 to 128 owners under the
-analytic costs of a GPU, with each solver; ``--measured gpt2-xl vla`` also under costs measured on
-this CPU (all dims divided by 8, so that measuring ends). ``gap`` is the makespan over the proven
-lower bound, less one; the bound of a cell is the best that any solver proved, and ``certified``
-that `certify` computed it again. ``lpt_elements`` and ``lpt_cost`` are longest-processing-time on
-the number of elements and on the cost of a single matrix: what is usual. ``seconds`` are CPU time.
-
-Then large models (`LARGE`), each in a process of its own for its peak memory, and
-`benchmarks.executed`: do owners take as long as planned?
+``python -m benchmarks.scheduler --json out.json`` plans every preset with each solver, under the
+analytic costs of a GPU; ``--measured gpt2-xl vla`` also under costs measured on this CPU (all dims
+divided by 8, so that measuring ends). ``gap`` is to the best lower bound that any solver proved;
+``lpt_elements`` and ``lpt_cost`` are longest-processing-time on the number of elements and on the
+cost of a single matrix: what is usual. ``seconds`` are CPU time. Then large models (`LARGE`), each
+in a process of its own for its peak memory, and `benchmarks.executed`.
 """
 
 from __future__ import annotations
@@ -26,8 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.executed import executed_rows
-from benchmarks.ranks import Row
-from benchmarks.results import command, table, write
+from benchmarks.results import Row, command, table, write
 from dmuon.catalogue import PRESETS, model_specs
 from dmuon.comm.transport import LocalTransport
 from dmuon.config import PlannerOptions

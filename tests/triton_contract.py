@@ -268,7 +268,7 @@ def check_small(
     for a, b, c in coefficients:
         gram = wanted @ wanted.mT
         wanted = a * wanted + (b * gram + c * gram @ gram) @ wanted
-    kernels.small.small_iteration(x, kernels.small.tables(x, coefficients, restarts))
+    kernels.small.prepared_iteration(x, coefficients, restarts)()
     error = torch.linalg.vector_norm(x.double() - wanted, dim=(-2, -1))
     limit = (tolerance or TOLERANCE[x.dtype]) * torch.linalg.vector_norm(wanted, dim=(-2, -1))
     assert (error <= limit).all(), error
@@ -296,7 +296,7 @@ def test_matrices_of_a_batch_do_not_meet(kernels, m):
     x[2] = 0
     alone = x[3:].clone()
     for batch in (alone, x):
-        kernels.small.small_iteration(batch, kernels.small.tables(batch, POLAR, (2,)))
+        kernels.small.prepared_iteration(batch, POLAR, (2,))()
     assert x[0].isfinite().all() and x[1].isnan().all() and (x[2] == 0).all()
     assert torch.equal(x[3], alone[0])
 
@@ -314,14 +314,14 @@ def test_small_strides_and_coefficients(kernels):
 def test_nothing_to_do_and_other_tensors(kernels):
     x = kernels.unit(1, 4, 5)
     before, none = x.clone(), x[:0]
-    kernels.small.small_iteration(x, kernels.small.tables(x, (), ()))
-    kernels.small.small_iteration(none, kernels.small.tables(none, POLAR, (2,)))
+    kernels.small.prepared_iteration(x, (), ())()
+    kernels.small.prepared_iteration(none, POLAR, (2,))()
     kernels.elementwise.momentum_norm_cast(none, none.clone(), **EMA, eps=1e-7, out=none.clone())
     kernels.elementwise.apply_update(none, none.clone(), decay=kernels.scalar(1.0), lr=1.0)
     assert torch.equal(x, before)
     wide, other = x.double(), kernels.random(1, 5, 4)
     for call in (
-        lambda: kernels.small.tables(wide, POLAR, (2,)),
+        lambda: kernels.small.prepared_iteration(wide, POLAR, (2,)),
         lambda: kernels.elementwise.apply_update(x, other, decay=kernels.scalar(1.0), lr=1.0),
         lambda: kernels.elementwise.momentum_norm_cast(x, wide, **EMA, eps=1e-7, out=before),
         lambda: kernels.syrk.symm_mm(x, x, out=other),

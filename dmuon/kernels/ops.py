@@ -26,6 +26,10 @@ _MAX_STRIPS = 4
 _LEAST_STRIP = 256  # rows, where each co-owner has several
 
 
+Whole = Callable[[Tensor, Sequence[Triple], Sequence[int]], Callable[[], None]]
+"""From matrices, coefficients and restarts: a function that runs the iteration."""
+
+
 class MatmulOps:
     """``torch``: plain products on any device, and the interface of the other backends.
 
@@ -85,12 +89,9 @@ class MatmulOps:
         self.symmetric(a, b, c, out=plain, **factors)
         out.copy_(plain).diagonal(dim1=-2, dim2=-1).add_(diag)
 
-    def whole(
-        self, x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]
-    ) -> Callable[[], None] | None:
-        """A function that runs the whole iteration on wide matrices ``[b, m, n]`` in place; None
-        for backends that make single products."""
-        return None
+    whole: Whole | None = None
+    """Prepares the whole iteration on wide matrices ``[b, m, n]``, in place; None for backends that
+    make single products."""
 
 
 class StripsOps(MatmulOps):
@@ -165,13 +166,8 @@ class TritonOps(MatmulOps):
 class WholeOps(MatmulOps):
     """``triton_small``: the whole iteration of a matrix in one program."""
 
-    def __init__(self, prepare: Callable[..., Callable[[], None]]) -> None:
-        self._prepare = prepare
-
-    def whole(
-        self, x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]
-    ) -> Callable[[], None]:
-        return self._prepare(x, coefficients, restarts)
+    def __init__(self, whole: Whole) -> None:
+        self.whole = whole
 
 
 @dataclass(frozen=True, slots=True)

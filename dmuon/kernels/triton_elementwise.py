@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmuon.kernels.triton_syrk import check, on_device_of
+from dmuon.devices import of
+from dmuon.kernels.triton_syrk import check
 
 _TILE = 4096  # elements that a program takes at a time
 _WARPS = 4
@@ -182,7 +183,7 @@ def momentum_norm_cast(
     sizes = (numel, parts, triton.cdiv(tiles, parts))
     weight = float(1 - (momentum if mode == "ema" else dampening))
     options = {"EMA": mode == "ema", "NESTEROV": bool(nesterov), "TILE": _TILE, "num_warps": _WARPS}
-    with on_device_of(buffer):
+    with of(buffer.device).current():
         momentum_kernel[(batch * parts,)](
             *(buffer, grad, peaks, sums, *sizes, float(momentum), weight), **options
         )
@@ -201,7 +202,7 @@ def apply_update(weight: Tensor, update: Tensor, *, decay: Tensor, lr: float) ->
     if weight.numel() == 0:
         return
     grid = (triton.cdiv(weight.numel(), _TILE),)
-    with on_device_of(weight):
+    with of(weight.device).current():
         update_kernel[grid](
             *(weight, update, decay, weight.numel(), float(lr)), TILE=_TILE, num_warps=_WARPS
         )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,8 +27,6 @@ GROUP = tl.constexpr(8)
 
 # An offset inside one tile is formed in 32 bits while strides stay below this.
 _WIDE_STRIDE = 2**22
-
-
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -50,8 +47,8 @@ def _probe(ptr):
 
 @cache
 def _probed(device: torch.device) -> str | None:
-    """Why one kernel does not run: a compiler without Python's headers, or a driver that is not
-    found, shows only then. Raises what Triton raises."""
+    """Runs one kernel: only that shows a compiler without Python's headers, or a driver that is not
+    found. Raises what Triton raises."""
     x = torch.ones(1, device=device)
     with of(device).current():
         _probe[(1,)](x)
@@ -65,14 +62,9 @@ def source_hash() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
-def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device and its current stream: make it the tensor's."""
-    return of(tensor.device).current()
-
-
-def strides(x: Tensor) -> tuple[int, int, int]:
+def strides(x: Tensor) -> tuple[int, ...]:
     """The strides of a batch; 0 from matrix to matrix where there is only one."""
-    return (x.stride(0) if len(x) > 1 else 0, x.stride(1), x.stride(2))
+    return x.stride() if len(x) > 1 else (0, *x.stride()[1:])
 
 
 def check(shape: tuple[int, ...], *tensors: Tensor) -> None:
@@ -208,6 +200,30 @@ def _lower(value):
 
 
 @triton.jit
+def _product(a, b, a_step, b_step, k, rows_left, cols_left, MASK: tl.constexpr):
+    """The float32 tile ``A @ B`` from pointers to the first k columns and rows of its operands."""
+    total = tl.zeros((a.shape[0], b.shape[1]), dtype=tl.float32)
+    for start in range(0, k, a.shape[1]):
+        left = _load(a, rows_left, k - start, MASK)
+        top = _load(b, k - start, cols_left, MASK)
+        if INTERPRETED:  # where products of bfloat16 are wrong
+            left, top = left.to(tl.float32), top.to(tl.float32)
+        total = tl.dot(left, top, total, input_precision="ieee")
+        a += a.shape[1] * a_step
+        b += b.shape[0] * b_step
+    return total
+
+
+@triton.jit
+def _store_both(
+    out, plain, value, rows_left, cols_left, HAS_PLAIN: tl.constexpr, MASK: tl.constexpr
+):
+    _store(out, value, rows_left, cols_left, MASK)
+    if HAS_PLAIN:
+        _store(plain, value, rows_left, cols_left, MASK)
+
+
+@triton.jit
 def symm_kernel(
     a_ptr,
     bt_ptr,
@@ -254,24 +270,13 @@ def symm_kernel(
     a += span[:, None] * a_row + span_k[None, :] * a_col
     b = bt_ptr + batch * bt_batch + right * bt_row
     b += span_k[:, None] * bt_col + span[None, :] * bt_row
-    total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
-    for start in range(0, k, BLOCK_K):
-        left = _load(a, rows_left, k - start, MASK)
-        top = _load(b, k - start, cols_left, MASK)
-        if INTERPRETED:  # where products of bfloat16 are wrong
-            left, top = left.to(tl.float32), top.to(tl.float32)
-        total = tl.dot(left, top, total, input_precision="ieee")
-        a += BLOCK_K * a_col
-        b += BLOCK_K * bt_col
-
-    value = total * alpha
+    value = alpha * _product(a, b, a_col, bt_col, k, rows_left, cols_left, MASK)
     if HAS_C:
         c = c_ptr + batch * c_batch + down * c_row + right
         held = _load(c + span[:, None] * c_row + span[None, :], rows_left, cols_left, MASK)
         value += beta * held.to(tl.float32)
     inside = batch * out_batch + span[:, None] * out_row + span[None, :]
     direct = inside + down * out_row + right
-    mirrored = inside + right * out_row + down
     dtype = out_ptr.dtype.element_ty
     if row == col:
         on_diagonal = index[:, None] == index[None, :]
@@ -285,14 +290,11 @@ def symm_kernel(
             result = _lower((value + tl.where(on_diagonal, diag, 0.0)).to(dtype))
         _store(out_ptr + direct, result, rows_left, cols_left, MASK)
     else:
-        result = value.to(dtype)
-        _store(out_ptr + direct, result, rows_left, cols_left, MASK)
-        if HAS_PLAIN:
-            _store(plain_ptr + direct, result, rows_left, cols_left, MASK)
-        result = tl.trans(result)
-        _store(out_ptr + mirrored, result, cols_left, rows_left, MASK)
-        if HAS_PLAIN:
-            _store(plain_ptr + mirrored, result, cols_left, rows_left, MASK)
+        mirrored = inside + right * out_row + down
+        out, plain = out_ptr + direct, plain_ptr + direct
+        _store_both(out, plain, value.to(dtype), rows_left, cols_left, HAS_PLAIN, MASK)
+        out, plain = out_ptr + mirrored, plain_ptr + mirrored
+        _store_both(out, plain, tl.trans(value.to(dtype)), cols_left, rows_left, HAS_PLAIN, MASK)
 
 
 def symm_mm(
@@ -333,7 +335,7 @@ def symm_mm(
     tile = tile or default_tile(m, a.dtype)
     blocks = triton.cdiv(m, tile.block)
     inner = [s for x in (a, bt, held, out) for s in x.stride()[1:]]
-    with on_device_of(out):
+    with of(out.device).current():
         symm_kernel[(batch * blocks * (blocks + 1) // 2,)](
             *(a, bt, held, out, kept, m, k, *strides(a), *strides(bt)),
             *(*strides(held)[:2], *strides(out)[:2], float(alpha), float(beta), float(diag)),

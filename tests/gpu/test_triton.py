@@ -124,11 +124,11 @@ def test_graph_replay():
     x = gpu(2, 100, 300, dtype=F16)
     x /= torch.linalg.matrix_norm(x.float(), keepdim=True).half()
     out, work = empty(2, 100, 100, dtype=F16), x.clone()
-    tables = triton_small.tables(work, POLAR, (2,))
+    iteration = triton_small.prepared_iteration(work, POLAR, (2,))
 
     def step() -> None:
         work.copy_(x)
-        triton_small.small_iteration(work, tables)
+        iteration()
         triton_syrk.symm_mm(work, work, out=out)
 
     stream = torch.cuda.Stream()
@@ -155,7 +155,7 @@ def test_the_same_bits_every_time():
         out, cast, small = empty(3, 700, 700, dtype=F16), torch.empty_like(a), x.clone()
         triton_syrk.symm_mm(a, a, out=out)
         triton_elementwise.momentum_norm_cast(buffer.clone(), grad, **EMA, eps=1e-7, out=cast)
-        triton_small.small_iteration(small, triton_small.tables(small, POLAR, (2,)))
+        triton_small.prepared_iteration(small, POLAR, (2,))()
         found.append((out, cast, small))
     for others in found[1:]:
         assert all(torch.equal(x, y) for x, y in zip(found[0], others))
