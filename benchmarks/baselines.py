@@ -27,23 +27,30 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-QUINTIC = (3.4445, -4.7750, 2.0315)  # https://kellerjordan.github.io/posts/muon/
-STEPS, EPS = 5, 1e-7
+from dmuon.kernels.newton_schulz import resolve_coefficients
+from dmuon.types import Triple
+
+QUINTIC = resolve_coefficients("quintic", 5)
 
 
-def zeropower(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Newton-Schulz ``[m, n] -> [m, n]`` in ``dtype``, operation by operation as torch.optim.Muon.
-
-    Neither batched nor in the Gram form: public implementations run one matrix after the other.
-    """
-    tall = x.shape[0] > x.shape[1]
-    x = (x.mT if tall else x).to(dtype)
-    x = x / x.norm().clamp(min=EPS)
-    a, b, c = QUINTIC
-    for _ in range(STEPS):
+def standard_form(x: Tensor, triples: Sequence[Triple]) -> Tensor:
+    """The iteration of `torch.optim.Muon` on a normalized matrix or a stack, operation by operation
+    (https://kellerjordan.github.io/posts/muon/)."""
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
+    multiply_add = torch.addmm if x.ndim == 2 else torch.baddbmm
+    for a, b, c in triples:
         gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+        update = multiply_add(gram, gram, gram, beta=b, alpha=c)
+        x = multiply_add(x, update, x, beta=a)
+    return x.mT if is_tall else x
+
+
+def zeropower(x: Tensor, dtype: torch.dtype, triples: Sequence[Triple] = QUINTIC) -> Tensor:
+    """Newton-Schulz of torch.optim.Muon in ``dtype``."""
+    y = x.to(dtype)
+    norms = torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True)
+    return standard_form(y / norms.clamp(min=1e-7), triples)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.results import Rows, command, dtype_name, in_words, row_options, table
+from benchmarks import baselines
+from benchmarks.results import Row, Rows, command, in_words, row_options, table
 from benchmarks.timing import Laps, Times, laps, ratio, spread, take_turns
 from dmuon import measure
 from dmuon.config import KernelOptions, PlannerOptions
@@ -41,6 +42,7 @@ from dmuon.kernels.choice import default_backend, default_restarts, fixed_choice
 from dmuon.kernels.newton_schulz import newton_schulz, resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable, analytic_class
+from dmuon.scheduler.specs import dtype_name
 from dmuon.tensors import normalize
 from dmuon.types import KernelChoice
 
@@ -48,7 +50,6 @@ STEPS = 5
 TRIPLES = resolve_coefficients("polar_express", STEPS)
 MAX_BATCH = PlannerOptions().max_batch
 
-Row = dict[str, Any]
 Stack = tuple[int, int, int]  # matrices, rows, cols
 Kernels = dict[Stack, str]  # of a batch of wide matrices
 
@@ -157,22 +158,13 @@ class Contender(NamedTuple):
 
 
 def standard_form(x: Tensor) -> Tensor:
-    """The iteration of `torch.optim.Muon` on a normalized matrix or a stack
-    (https://kellerjordan.github.io/posts/muon/)."""
-    is_tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if is_tall else x
-    multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
-    for a, b, c in TRIPLES:
-        gram = x @ x.mT
-        update = multiply_add(gram, gram, gram, beta=b, alpha=c)
-        x = multiply_add(x, update, x, beta=a)
-    return x.mT if is_tall else x
+    return baselines.standard_form(x, TRIPLES)
 
 
 def _standard_function(x: Tensor, dtype: torch.dtype) -> Tensor:
-    y = x.to(dtype)
-    y = y / y.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    return standard_form(y) if len(y) > 1 else standard_form(y[0])[None]
+    if len(x) == 1:
+        return baselines.zeropower(x[0], dtype, TRIPLES)[None]
+    return baselines.zeropower(x, dtype, TRIPLES)
 
 
 def _one_by_one(form: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ def test_how_a_part_ends(tmp_path, monkeypatch, code, limit_s, note):
 
 
 def test_a_part_is_interrupted_and_what_it_started_ends_with_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "GRACE_S", 2.0)
+    monkeypatch.setattr(gpu, "GRACE_S", 4.0)
     begin = "signal.signal(2, signal.SIG_IGN); signal.pause()"
     code = f"""
 child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; {begin}"])
@@ -156,7 +156,7 @@ try:
 except KeyboardInterrupt:
     rows({{"name": "interrupted", "pid": child.pid}})
 """
-    outcome = gpu.run_part(part(code), tmp_path, 5.0)
+    outcome = gpu.run_part(part(code), tmp_path, 12.0)
     (row,) = on_disk(tmp_path / "one.json")["rows"]
     assert outcome["note"] == "out of time" and row["name"] == "interrupted"
     stat = Path(f"/proc/{row['pid']}/stat")

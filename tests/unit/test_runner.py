@@ -21,6 +21,7 @@ from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.scheduler.costs import CostTable
 from dmuon.tensors import normalize
 from dmuon.types import PlanError
+from tests.products import by_hand, gaussian
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 POLAR = resolve_coefficients("polar_express", 5)
@@ -43,24 +44,14 @@ class Recorder:
 
 
 def normalized(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return normalize(torch.randn(*shape, generator=generator), dtype)
-
-
-def by_hand(x: Tensor, call: Call) -> Tensor:
-    """The standard form in float64."""
-    x = x.double()
-    for a, b, c in call.coefficients:
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
+    return normalize(gaussian(*shape, seed=seed, dtype=F32), dtype)
 
 
 def check(runner: Orthogonalizer, call: Call, x: Tensor, seed: int) -> None:
     """A run on new values, written to ``x``, is Newton-Schulz of each matrix of the batch."""
     values = normalized(*call.shape, seed=seed, dtype=runner.dtype)
     found = runner.run(call, x.copy_(values))
-    for one, wanted in zip(found, by_hand(values, call), strict=True):
+    for one, wanted in zip(found, by_hand(values, call.coefficients), strict=True):
         error = (one.double() - wanted).norm() / wanted.norm()
         assert error < (1e-4 if runner.dtype is F32 else 0.2)
 
