@@ -35,7 +35,9 @@ class Kernels:
     elementwise: ModuleType
     small: ModuleType
 
-    def momentum(self, buffer: Tensor, grad: Tensor, out: Tensor, eps: float = 1e-7, **how: Any):
+    def momentum(
+        self, buffer: Tensor, grad: Tensor, out: Tensor, eps: float = 1e-7, **how: Any
+    ) -> Tensor:
         """As optimizers have it by default."""
         settings: dict[str, Any] = EMA | how
         self.elementwise.momentum_norm_cast(buffer, grad, eps=eps, out=out, **settings)

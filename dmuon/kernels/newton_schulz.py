@@ -152,12 +152,10 @@ def iterate(
     for low, high in segments:
         r, p = squares[:2]
         left, right = (xt, x) if is_tall else (x, xt)
-        ops.gram(left, right, out=r)  # R = X X^T
-        yield from ops.pending
+        yield from ops.gram(left, right, out=r)  # R = X X^T
         if high - low == 1:
             own, b, c = coefficients[low]
-            ops.symmetric(r, r, r, out=p, alpha=c, beta=b)  # P = bR + cR^2
-            yield from ops.pending
+            yield from ops.symmetric(r, r, r, out=p, alpha=c, beta=b)  # P = bR + cR^2
         else:
             own, p = 0.0, (yield from _polynomial(squares, coefficients[low:high], ops))
         left, right = (x, p) if is_tall else (p, x)
@@ -177,16 +175,14 @@ def _polynomial(
     """
     r, z, q, t = squares
     a, b, c = segment[0]
-    ops.shifted(r, r, r, out=q, plain=z, alpha=c, beta=b, diag=a)  # Z, and Q = P = Z + aI
-    yield from ops.pending
+    yield from ops.shifted(
+        r, r, r, out=q, plain=z, alpha=c, beta=b, diag=a
+    )  # Z, and Q = P = Z + aI
     for next_a, b, c in segment[1:]:
-        ops.twice(r, z, spare=t, beta=a)  # R <- (R P) P
-        yield from ops.pending
-        ops.symmetric(r, r, r, out=z, alpha=c, beta=b)  # Z = bR + cR^2
-        yield from ops.pending
+        yield from ops.twice(r, z, spare=t, beta=a)  # R <- (R P) P
+        yield from ops.symmetric(r, r, r, out=z, alpha=c, beta=b)  # Z = bR + cR^2
         a = next_a
-        ops.symmetric(q, z, q, out=t, beta=a)  # Q <- Q P
-        yield from ops.pending
+        yield from ops.symmetric(q, z, q, out=t, beta=a)  # Q <- Q P
         q, t = t, q
     return q
 

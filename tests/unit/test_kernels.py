@@ -43,10 +43,10 @@ class Recording(MatmulOps):
     def general(self, a, b, c=None, *, kind="general", out, **factors):
         self.calls.append((kind, out.ndim))
         assert all(x is None or x.data_ptr() != out.data_ptr() for x in (a, b, c))
-        super().general(a, b, c, out=out, **factors)
+        return super().general(a, b, c, out=out, **factors)
 
     def symmetric(self, *operands, **how):
-        self.general(*operands, kind="symmetric", **how)
+        return self.general(*operands, kind="symmetric", **how)
 
 
 @pytest.mark.parametrize(
