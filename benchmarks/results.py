@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import dmuon
+from dmuon import devices
 
 Row = dict[str, Any]
 
@@ -28,7 +29,8 @@ Facts = dict[str, dict[str, Any]]
 
 def document(rows: Sequence[Row], facts: Facts | None = None) -> dict[str, Any]:
     """``{"machine", "versions", "rows"}``, with further facts of the first two."""
-    machine = {"cpu": _cpu_name(), "cores": os.cpu_count(), "system": platform.system()}
+    cpu = devices.of("cpu").name().split(", ")[0]
+    machine = {"cpu": cpu, "cores": os.cpu_count(), "system": platform.system()}
     versions = {
         "dmuon": dmuon.__version__,
         "torch": torch.__version__,
@@ -40,16 +42,6 @@ def document(rows: Sequence[Row], facts: Facts | None = None) -> dict[str, Any]:
         "versions": versions | more["versions"],
         "rows": list(rows),
     }
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(
-                line.split(":")[1].strip() for line in file if line.startswith("model name")
-            )
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def gpu_facts(device: torch.device) -> Facts:

@@ -9,7 +9,6 @@ Only imported where Triton is installed; nothing else of the package imports it 
 from __future__ import annotations
 
 import hashlib
-import shutil
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,11 +32,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def why_unavailable(device: torch.device | str) -> str | None:
     """None if these kernels run on a device, else the reason and what to do about it."""
     device = torch.device(device)
-    reason = of(device).why_no_triton()
-    build = triton.knobs.build
-    if reason is None and not any((build.impl, build.cc, *map(shutil.which, ("gcc", "clang")))):
-        reason = "Triton finds no C compiler for its launchers; install gcc, or name one in CC"
-    return _probed(device) if reason is None else reason
+    return of(device).why_no_triton() or _probed(device)
 
 
 @triton.jit
@@ -47,8 +42,8 @@ def _probe(ptr):
 
 @cache
 def _probed(device: torch.device) -> str | None:
-    """Runs one kernel: only that shows a compiler without Python's headers, or a driver that is not
-    found. Raises what Triton raises."""
+    """Runs one kernel: only that shows a missing C compiler or driver, or a compiler without Python's
+    headers. Raises what Triton raises."""
     x = torch.ones(1, device=device)
     with of(device).current():
         _probe[(1,)](x)
