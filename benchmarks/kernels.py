@@ -35,7 +35,7 @@ from torch import Tensor
 
 from benchmarks import baselines
 from benchmarks.results import Row, Rows, command, in_words, row_options, table
-from benchmarks.timing import Laps, Times, laps, ratio, spread, take_turns
+from benchmarks.timing import Laps, first_laps, laps, ratio, spread, take_turns
 from dmuon import measure
 from dmuon.config import KernelOptions, PlannerOptions
 from dmuon.kernels.choice import default_backend, default_restarts, fixed_choice, multiplications
@@ -369,39 +369,32 @@ def run_case(setup: Setup, about: Row, case: Case, add: Callable[[Row], None]) -
     rows: dict[str, Row] = {}
     turns = {"rate": _rate_turn(device, dtype)}
     round_s = 0.0
-    times: Times = {}
     failures: dict[str, Exception] = {}
     field = contenders(sources, dtype, setup.kernels, compiles=setup.compiles)
-    try:
-        for name, build in field.items():
-            rows[name] = about | {"case": case.name, "contender": name}
-            try:
-                contender = build()
-                # What compiles does so in the first call, and graphs are captured in the second.
-                for _ in range(3):
-                    (ms,) = turn(contender, device)
-                rows[name] |= {"error": error_of(contender, references), **contender.about}
-            except Exception as error:  # whatever it is: the others do not depend on it
-                failures[name] = error
-                continue
-            repeats = max(1, min(_MOST_REPEATS, int(_SHORT_MS / max(ms, 1e-3))))
-            turns[name] = partial(turn, contender, device, repeats)
-            round_s += max(repeats * ms, 0.1) / 1e3
-        if round_s:
-            take_turns(turns, rounds(round_s, setup.case_s), times=times, failures=failures)
-    finally:  # also where this is interrupted
-        complete = min(map(len, times.values()), default=0)
-        ms_of = {name: [one[0] for one in found[:complete]] for name, found in times.items()}
-        for name, row in rows.items():
-            if name in failures:
-                # torch.compile has many reasons not to compile, and none is a fault of ours.
-                why = "left_out" if name.startswith("compiled") else "failure"
-                row[why] = in_words(failures[name])
-            elif complete and name in ms_of:
-                row |= _numbers(name, case, setup, ms_of)
-            else:
-                row["left_out"] = "interrupted before it was timed"
-            add(row)
+    for name, build in field.items():
+        rows[name] = about | {"case": case.name, "contender": name}
+        try:
+            contender = build()
+            # What compiles does so in the first call, and graphs are captured in the second.
+            for _ in range(3):
+                (ms,) = turn(contender, device)
+            rows[name] |= {"error": error_of(contender, references), **contender.about}
+        except Exception as error:  # whatever it is: the others do not depend on it
+            failures[name] = error
+            continue
+        repeats = max(1, min(_MOST_REPEATS, int(_SHORT_MS / max(ms, 1e-3))))
+        turns[name] = partial(turn, contender, device, repeats)
+        round_s += max(repeats * ms, 0.1) / 1e3
+    count = rounds(round_s, setup.case_s) if round_s else 1
+    ms_of = first_laps(take_turns(turns, count, failures=failures))
+    for name, row in rows.items():
+        if name in failures:
+            # torch.compile has many reasons not to compile, and none is a fault of ours.
+            why = "left_out" if name.startswith("compiled") else "failure"
+            row[why] = in_words(failures[name])
+        else:
+            row |= _numbers(name, case, setup, ms_of)
+        add(row)
 
 
 def _numbers(name: str, case: Case, setup: Setup, ms_of: dict[str, list[float]]) -> Row:

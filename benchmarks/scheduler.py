@@ -82,18 +82,12 @@ def planned(specs: ModelSpecs, owners: int, costs: CostTable, solver: str) -> Ro
     topology = Topology.flat(owners, ranks_per_node=min(GPUS, owners))
     begin = time.process_time()
     plan = solve(specs, topology, costs, solver=solver)
-    seconds = time.process_time() - begin
+    row: Row = {"solver": solver, "seconds": time.process_time() - begin}
     certificate = certify(plan)
-    return {
-        "solver": solver,
-        "makespan_ms": plan.makespan_ms,
-        "lower_bound_ms": plan.lower_bound_ms,
-        "imbalance": plan.makespan_ms / statistics.fmean(plan.loads_ms) - 1,
-        "status": plan.status,
-        "seconds": seconds,
-        "hit_time_limit": plan.hit_time_limit,
-        "certified": certificate.ok and certificate.proven,
-    }
+    row["certified"] = certificate.ok and certificate.proven
+    row["imbalance"] = plan.makespan_ms / statistics.fmean(plan.loads_ms) - 1
+    same = ("makespan_ms", "lower_bound_ms", "status", "hit_time_limit")
+    return row | {name: getattr(plan, name) for name in same}
 
 
 def longest_first(specs: ModelSpecs, owners: int, costs: CostTable) -> list[Row]:

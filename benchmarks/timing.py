@@ -37,17 +37,14 @@ def take_turns(
     rounds: int,
     *,
     warm_up: int = 0,
-    times: Times | None = None,
     failures: dict[str, Exception] | None = None,
 ) -> Times:
     """Run each contender once a round, in an order that is rotated by one from round to round.
 
-    ``times`` is filled while it runs, so that whoever is interrupted has what was measured. With
-    ``failures`` a contender that raises is noted there, leaves ``times`` and takes part no more.
-    Python's garbage is collected between rounds, never in one.
+    With ``failures`` a contender that raises is noted there, leaves the result and takes part no
+    more. Python's garbage is collected between rounds, never in one.
     """
-    times = {} if times is None else times
-    times |= {name: [] for name in contenders}
+    times: Times = {name: [] for name in contenders}
     names = list(contenders)
     was_enabled = gc.isenabled()
     gc.collect()

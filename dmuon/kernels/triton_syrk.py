@@ -42,7 +42,7 @@ def _probe(ptr):
 
 @cache
 def _probed(device: torch.device) -> str | None:
-    """Runs one kernel: only that shows a missing C compiler or driver, or a compiler without Python's
+    """Runs one kernel: only that shows a missing compiler or driver, or a compiler without Python's
     headers. Raises what Triton raises."""
     x = torch.ones(1, device=device)
     with of(device).current():
@@ -189,7 +189,6 @@ def _store(pointers, value, rows_left, cols_left, MASK: tl.constexpr):
 
 @triton.jit
 def _lower(value):
-    """The lower half of a diagonal tile, mirrored: rounding differs between its halves."""
     index = tl.arange(0, value.shape[0])
     return tl.where(index[:, None] >= index[None, :], value, tl.trans(value))
 
@@ -210,12 +209,36 @@ def _product(a, b, a_step, b_step, k, rows_left, cols_left, MASK: tl.constexpr):
 
 
 @triton.jit
+def _at(ptr, down, right, row_stride, col_stride):
+    return ptr + (down[:, None] * row_stride + right[None, :] * col_stride)
+
+
+@triton.jit
 def _store_both(
     out, plain, value, rows_left, cols_left, HAS_PLAIN: tl.constexpr, MASK: tl.constexpr
 ):
     _store(out, value, rows_left, cols_left, MASK)
     if HAS_PLAIN:
         _store(plain, value, rows_left, cols_left, MASK)
+
+
+@triton.jit
+def _store_on_diagonal(
+    out, plain, value, diag, rows_left, HAS_PLAIN: tl.constexpr, MASK: tl.constexpr
+):
+    """The lower half of a diagonal tile, mirrored: rounding differs between its halves."""
+    index = tl.arange(0, value.shape[0])
+    on_diagonal = index[:, None] == index[None, :]
+    dtype = out.dtype.element_ty
+    if HAS_PLAIN:
+        # As a vector, so that the float32 tile need not be kept until the second result.
+        shifted = tl.sum(tl.where(on_diagonal, value, 0.0), axis=1) + diag
+        result = _lower(value.to(dtype))
+        _store(plain, result, rows_left, rows_left, MASK)
+        result = tl.where(on_diagonal, shifted.to(dtype)[:, None], result)
+    else:
+        result = _lower((value + tl.where(on_diagonal, diag, 0.0)).to(dtype))
+    _store(out, result, rows_left, rows_left, MASK)
 
 
 @triton.jit
@@ -253,18 +276,13 @@ def symm_kernel(
     program = tl.program_id(0)
     batch = (program // triangle).to(tl.int64)
     row, col = tile_of(program % triangle, tiles)
-    index = tl.arange(0, BLOCK)
-    index_k = tl.arange(0, BLOCK_K)
     down, right = row.to(tl.int64) * BLOCK, col.to(tl.int64) * BLOCK
     rows_left, cols_left = m - row * BLOCK, m - col * BLOCK
-
-    span, span_k = index, index_k
+    span, span_k = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
     if WIDE:  # strides with which the offsets inside one tile pass 2^31
-        span, span_k = index.to(tl.int64), index_k.to(tl.int64)
-    a = a_ptr + batch * a_batch + down * a_row
-    a += span[:, None] * a_row + span_k[None, :] * a_col
-    b = bt_ptr + batch * bt_batch + right * bt_row
-    b += span_k[:, None] * bt_col + span[None, :] * bt_row
+        span, span_k = span.to(tl.int64), span_k.to(tl.int64)
+    a = _at(a_ptr + batch * a_batch + down * a_row, span, span_k, a_row, a_col)
+    b = _at(bt_ptr + batch * bt_batch + right * bt_row, span_k, span, bt_col, bt_row)
     value = alpha * _product(a, b, a_col, bt_col, k, rows_left, cols_left, MASK)
     if HAS_C:
         c = c_ptr + batch * c_batch + down * c_row + right
@@ -272,24 +290,16 @@ def symm_kernel(
         value += beta * held.to(tl.float32)
     inside = batch * out_batch + span[:, None] * out_row + span[None, :]
     direct = inside + down * out_row + right
-    dtype = out_ptr.dtype.element_ty
+    mirrored = inside + right * out_row + down
     if row == col:
-        on_diagonal = index[:, None] == index[None, :]
-        if HAS_PLAIN:
-            # As a vector, so that the float32 tile need not be kept until the second result.
-            shifted = tl.sum(tl.where(on_diagonal, value, 0.0), axis=1) + diag
-            result = _lower(value.to(dtype))
-            _store(plain_ptr + direct, result, rows_left, cols_left, MASK)
-            result = tl.where(on_diagonal, shifted.to(dtype)[:, None], result)
-        else:
-            result = _lower((value + tl.where(on_diagonal, diag, 0.0)).to(dtype))
-        _store(out_ptr + direct, result, rows_left, cols_left, MASK)
-    else:
-        mirrored = inside + right * out_row + down
         out, plain = out_ptr + direct, plain_ptr + direct
-        _store_both(out, plain, value.to(dtype), rows_left, cols_left, HAS_PLAIN, MASK)
+        _store_on_diagonal(out, plain, value, diag, rows_left, HAS_PLAIN, MASK)
+    else:
+        result = value.to(out_ptr.dtype.element_ty)
+        out, plain = out_ptr + direct, plain_ptr + direct
+        _store_both(out, plain, result, rows_left, cols_left, HAS_PLAIN, MASK)
         out, plain = out_ptr + mirrored, plain_ptr + mirrored
-        _store_both(out, plain, tl.trans(value.to(dtype)), cols_left, rows_left, HAS_PLAIN, MASK)
+        _store_both(out, plain, tl.trans(result), cols_left, rows_left, HAS_PLAIN, MASK)
 
 
 def symm_mm(
