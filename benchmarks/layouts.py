@@ -11,10 +11,12 @@ from __future__ import annotations
 import gc
 import statistics
 import weakref
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -38,12 +40,10 @@ from benchmarks.layout_theory import (
 from benchmarks.models import Stack, Training, shard
 from benchmarks.results import Row, command, read_rows, table, write
 from benchmarks.timing import on_ranks, ratio, take_turns, timed_row
-from dmuon.api import Given, Request, assemble, mesh_topology
-from dmuon.comm.transport import C10dTransport, Transport
+from dmuon.comm.transport import C10dTransport, Work
 
 WARM_UP = 2
 PHASES = ("backward", "step", "forward")
-TIMEOUT_S = 300.0
 WIDTH, LAYERS = 256, 8
 BATCH = (4, 128)  # tokens of a rank
 
@@ -119,26 +119,27 @@ def kinds(world: int) -> list[Kind]:
     return found
 
 
-class Counting:
-    """A transport that adds up, by tag, what its ranks receive."""
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Bytes that this rank receives in it, by tag; a mean over ranks, but for all-to-alls."""
+    found: Counter[str] = Counter()
 
-    def __init__(self, inner: Transport, by_tag: dict[str, float]) -> None:
-        self._inner, self._by_tag = inner, by_tag
+    def counted(name: str) -> Callable[..., Work]:
+        issue = getattr(C10dTransport, name)
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        if name not in ("reduce", "broadcast", "all_reduce", "all_to_all"):
-            return found
-
-        def counted(tensor: Tensor, *given: Any, tag: str, **how: Any) -> Any:
-            nbytes = tensor.nbytes
+        def call(self: C10dTransport, tensor: Tensor, *given: Any, tag: str, **how: Any) -> Work:
+            nbytes: float = tensor.nbytes
             if name == "all_to_all":
-                _, pieces, _ = given
-                nbytes -= pieces[self._inner.rank] * tensor.element_size()
-            self._by_tag[tag] += received(name, nbytes, self._inner.world)
-            return found(tensor, *given, tag=tag, **how)
+                nbytes -= given[1][self.rank] * tensor.itemsize
+            found[tag] += received(name, nbytes, self.world)  # type: ignore[assignment]
+            return issue(self, tensor, *given, tag=tag, **how)  # type: ignore[no-any-return]
 
-        return counted
+        return call
+
+    with ExitStack() as stack:
+        for name in ("reduce", "broadcast", "all_reduce", "all_to_all"):
+            stack.enter_context(mock.patch.object(C10dTransport, name, counted(name)))
+        yield found
 
 
 class Contender:
@@ -147,7 +148,6 @@ class Contender:
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self.own: dmuon.Ownership | None = None
-        self._received: dict[str, float] = defaultdict(float)  # by its ownership, by tag
         world = dist.get_world_size()
         torch.manual_seed(0)
         stack = Stack(LAYERS, WIDTH)
@@ -170,28 +170,13 @@ class Contender:
         self.training = Training(model, (*BATCH, WIDTH), [opt], self.own)
 
     def _dedicate(self, model: nn.Module, mesh: DeviceMesh | None) -> dmuon.Ownership:
-        """`dmuon.dedicate_params` with its defaults, over transports that count."""
-
-        def counted(transport: Transport) -> Any:
-            return Counting(transport, self._received)
-
-        world, freed = dist.get_world_size(), self.kind.freed
-        transport = C10dTransport(range(world), TIMEOUT_S)
         layout: str = self.kind.layout
         options: Any = None
         if layout == "reduce_to_owner":
             layout, options = "replicated", dmuon.ReplicatedOptions(reduce_to_owner=True)
-        elif freed is not None:
-            options = dmuon.DedicatedOptions(free_after_forward=freed)
-        return assemble(
-            Given(model),
-            Request(layout, options=options),
-            counted(transport),
-            lambda: mesh_topology(
-                mesh, world, list(model.parameters()), None, dmuon.PlannerOptions()
-            ),
-            lambda partition: counted(transport.subgroup(partition)),
-        )
+        elif layout == "dedicated":
+            options = dmuon.DedicatedOptions(free_after_forward=bool(self.kind.freed))
+        return dmuon.dedicate_params(model, mesh, layout=layout, options=options)
 
     def whole_step(self) -> None:
         """Forward, backward and step, with nothing left on its way."""
@@ -204,12 +189,6 @@ class Contender:
         opt.zero_grad()
         if self.own is not None:
             opt.synchronize()
-
-    def sent(self) -> dict[str, float]:
-        """Bytes received since the last call, by tag; a mean over ranks, but for all-to-alls."""
-        found = dict(self._received)
-        self._received.clear()
-        return found
 
     def matrices(self) -> Matrices:
         """Bytes of the matrices: as they are kept, used and reduced, and as updates travel."""
@@ -293,10 +272,10 @@ def traffic(contender: Contender) -> Row:
         return {}
     world, kind, matrices = dist.get_world_size(), contender.kind, contender.matrices()
     theory = kind.theory(matrices, world)
-    contender.sent()
-    contender.whole_step()
+    with counting() as sent:
+        contender.whole_step()
     mine = dict.fromkeys([*theory, "rest"], 0.0)
-    for tag, nbytes in contender.sent().items():
+    for tag, nbytes in sent.items():
         # A tag is a purpose, or a purpose and the name of what is sent.
         known = [p for p in (tag, tag.split(" ")[0]) if p in theory]
         mine[known[0] if known else "rest"] += nbytes
