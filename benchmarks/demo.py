@@ -24,7 +24,7 @@ from benchmarks.results import Row
 def job_of(rank: int, **arguments: Any) -> demo.Job:
     """The demo's training in float32 on CPUs, silent."""
     ranks = demo.Ranks(rank, dist.get_world_size(), torch.device("cpu"))
-    given = Namespace(dtype="float32", **arguments)
+    given = Namespace(dtype="float32", period=1, block_lr_ratio=None, **arguments)
     text = demo.load_standard_library()
     return demo.Job(given, ranks, Console(quiet=True), text, demo.GPTConfig())
 

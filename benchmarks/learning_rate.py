@@ -10,25 +10,12 @@ from __future__ import annotations
 import statistics
 from argparse import Namespace
 
-import dmuon
-from benchmarks.demo import COLORS, Run, demo, job_of, row_of
+from benchmarks.demo import COLORS, demo, job_of, row_of
 from benchmarks.results import Row, command, picture, read_rows, write
 from benchmarks.timing import on_ranks
 
 LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 APART = (1e-2, 1e-3)  # of the matrices, and of what goes to AdamW
-
-
-def trained(job: demo.Job, adamw_lr: float | None) -> Run:
-    """As the demo trains; ``adamw_lr`` is of what goes to AdamW, None for as much as the rest."""
-    model = job.build_model()
-    own = dmuon.dedicate_params(model, layout="replicated")
-    lr = job.arguments.lr
-    opt = dmuon.Muon(model, lr=lr, weight_decay=demo.WEIGHT_DECAY, adamw_lr=adamw_lr)
-    run = Run("dmuon", lr)
-    demo.train(job, run, model, opt, lambda: dmuon.clip_grad_norm_(model, demo.CLIP_NORM))
-    own.close()
-    return run
 
 
 def work(rank: int, args: Namespace) -> list[Row]:
@@ -37,8 +24,8 @@ def work(rank: int, args: Namespace) -> list[Row]:
     for seed in range(args.seeds):
         for lr, adamw_lr in [*((lr, None) for lr in LRS), APART]:
             rates = {"lr": lr, "adamw_lr": lr}
-            job = job_of(rank, steps=args.steps, seed=seed, layout="replicated", **rates)
-            runs = [trained(job, adamw_lr)]
+            job = job_of(rank, steps=args.steps, seed=seed, layout="auto", **rates)
+            runs = [demo.train_with_dmuon(job, adamw_lr=adamw_lr)[0]]
             if adamw_lr is None:
                 runs.append(demo.train_with_adamw(job))
             for run in runs:

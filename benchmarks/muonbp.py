@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from dataclasses import replace
 
 from benchmarks.demo import demo, job_of, row_of
 from benchmarks.results import Row, command, write
@@ -31,9 +30,8 @@ def work(rank: int, args: Namespace) -> list[Row]:
             if period is None:
                 run = demo.train_with_adamw(job)
             else:
-                given = Namespace(**vars(job.arguments))
-                given.period, given.block_lr_ratio = period, STEP_SIZES[sizes]
-                run, _ = demo.train_with_dmuon(replace(job, arguments=given))
+                job.arguments.period, job.arguments.block_lr_ratio = period, STEP_SIZES[sizes]
+                run, _ = demo.train_with_dmuon(job)
             row = row_of(run, seed) | {
                 "layout": "sharded",
                 "world": WORLD,

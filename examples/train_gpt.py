@@ -126,7 +126,10 @@ class Job:
         return inputs.to(self.ranks.device), targets.to(self.ranks.device)
 
 
-def train_with_dmuon(job: Job) -> tuple[Run, dmuon.LoadBalanceReport]:
+def train_with_dmuon(
+    job: Job, *, adamw_lr: float | None = None
+) -> tuple[Run, dmuon.LoadBalanceReport]:
+    """``adamw_lr``: of what goes to AdamW, None for as much as the matrices have."""
     model = job.build_model()
     if job.arguments.layout == "sharded":
         job.shard(model)
@@ -140,6 +143,7 @@ def train_with_dmuon(job: Job) -> tuple[Run, dmuon.LoadBalanceReport]:
         weight_decay=WEIGHT_DECAY,
         period=job.arguments.period,
         block_lr_ratio=job.arguments.block_lr_ratio,
+        adamw_lr=adamw_lr,
     )
     report = own.report()
     job.say(str(report))
