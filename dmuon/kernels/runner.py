@@ -55,8 +55,9 @@ class _Memory:
     bytes asked for, also beyond its end, where memory is allocated."""
 
     def __init__(self, memory: Tensor | None = None) -> None:
-        nothing = torch.empty(0, dtype=torch.uint8, device="meta")
-        self.memory, self.taken = nothing if memory is None else memory, 0
+        if memory is None:
+            memory = torch.empty(0, dtype=torch.uint8, device="meta")
+        self.memory, self.taken = memory, 0
 
     @property
     def fits(self) -> bool:

@@ -3,8 +3,7 @@
     momentum_norm_cast: momentum_kernel (momentum, sums of squares) -> scale_kernel (scale, cast)
     apply_update:       update_kernel
 
-Matrices are contiguous, so each is treated as a vector. Only imported where Triton is installed;
-nothing else of the package imports it at its top.
+Matrices are contiguous, so each is treated as a vector.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from dmuon.kernels.triton_syrk import check
 
 _TILE = 4096  # elements that a program takes at a time
 _WARPS = 4
-# Every program of the second launch reads all partial sums of its matrix.
-_MAX_PARTS = 1024
+_MAX_PARTS = 1024  # every program of the second launch reads all partial sums of its matrix
 
 
 @triton.jit

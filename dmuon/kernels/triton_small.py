@@ -2,8 +2,6 @@
 
 Below that, products are bound by their launches. One program keeps R, Z and Q of its matrix on chip
 and reads X from memory (in practice from L2) twice per segment.
-
-Only imported where Triton is installed; nothing else of the package imports it at its top.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ And what all Triton kernels share on the host.
 
     symm_mm -> grid of lower tiles x matrices -> tile_of (grouped order) -> product -> two stores
 
-Only imported where Triton is installed; nothing else of the package imports it at its top.
+This file and `triton_elementwise` and `triton_small` are imported only where Triton is installed.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ TILES = (
 """For float16 and bfloat16; the first is the default for large matrices."""
 TILES_FLOAT32 = (Tile(64, 32, warps=8, stages=3),)
 # With mma.sync all registers of 4 warps go into a tile of 128 x 128, and some more.
-_HOPPER_ONLY = (Tile(128, 64, warps=4, stages=3),)
+_HOPPER_ONLY = TILES[1]
 
 
 def tiles_for(capability: tuple[int, int], dtype: torch.dtype = torch.float16) -> tuple[Tile, ...]:
@@ -110,14 +110,14 @@ def tiles_for(capability: tuple[int, int], dtype: torch.dtype = torch.float16) -
     """
     if dtype == torch.float32:
         return TILES_FLOAT32
-    return tuple(tile for tile in TILES if capability[0] == 9 or tile not in _HOPPER_ONLY)
+    return tuple(tile for tile in TILES if capability[0] == 9 or tile != _HOPPER_ONLY)
 
 
 def default_tile(m: int, dtype: torch.dtype) -> Tile:
     """A tile that runs everywhere, for shapes that have not been timed."""
     if dtype == torch.float32:
         return TILES_FLOAT32[0]
-    return TILES[0] if m > 1024 else Tile(64, 64, warps=4, stages=4)
+    return TILES[0] if m > 1024 else TILES[3]
 
 
 def launch_options(tile: Tile, has_plain: bool, hopper: bool) -> dict[str, int]:
