@@ -150,15 +150,14 @@ class Contender:
         self.own: dmuon.Ownership | None = None
         world = dist.get_world_size()
         torch.manual_seed(0)
-        stack = Stack(LAYERS, WIDTH)
-        model: nn.Module = stack
+        model: nn.Module = Stack(LAYERS, WIDTH)
         axes = ("shard",) if kind.replicas == 1 else ("replicate", "shard")
         mesh = init_device_mesh("cpu", kind.mesh_shape(world), mesh_dim_names=axes)
         if kind.layout == "dedicated":  # before fully_shard, which leaves the matrices alone then
             self.own = self._dedicate(model, mesh)
         if kind.around == "FSDP2":
             ignored = set() if self.own is None else self.own.dedicated_params
-            shard(model, stack.layers, mesh=mesh, ignored_params=ignored)
+            shard(model, mesh=mesh, ignored_params=ignored)
         elif kind.keeps_gradients:
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         if kind.optimizer == "AdamW":

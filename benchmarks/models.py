@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
 from benchmarks.timing import Laps, over_ranks
-
-__all__ = ["FIXED", "Alike", "Stack", "Training", "shard"]
-
 
 # So that others plan alike: costs of the model, and kernels by the fixed rule.
 FIXED: dict[str, Any] = {
@@ -68,9 +65,9 @@ class Alike(nn.Module):
         return torch.stack([layer(x) for layer in self.layers])
 
 
-def shard(model: nn.Module, blocks: Iterable[nn.Module] = (), **how: Any) -> None:
-    """FSDP2 for each block, then for the root; ``how`` as `fully_shard` takes it."""
-    for module in (*blocks, model):
+def shard(model: nn.Module, **how: Any) -> None:
+    """FSDP2 for each layer of a `Stack`, then for the root; ``how`` as `fully_shard` takes it."""
+    for module in (*(model.layers if isinstance(model, Stack) else ()), model):
         fully_shard(module, **how)
 
 

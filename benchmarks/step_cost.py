@@ -46,8 +46,7 @@ def contender(case: str, optimizer: str, layout: str) -> Training:
     torch.manual_seed(0)
     model = build()
     if layout == "sharded":
-        blocks = model.layers if isinstance(model, Stack) else ()
-        shard(model, blocks, mesh=init_device_mesh("cpu", (world,)))
+        shard(model, mesh=init_device_mesh("cpu", (world,)))
     if optimizer == "AdamW":
         return Training(model, (4, width), [torch.optim.AdamW(model.parameters(), foreach=True)])
     muon = {"ns_dtype": torch.float32, "publish": "sync"}

@@ -91,7 +91,7 @@ def contender(
     model: nn.Module = Stack(layers, width)
     shape, is_ddp = (4, 8, width), name.endswith("DDP")
     if layout == "sharded":
-        shard(model, model.layers)  # type: ignore[arg-type]
+        shard(model)
     params = list(model.parameters())
     if is_ddp:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
