@@ -175,9 +175,8 @@ def _polynomial(
     """
     r, z, q, t = squares
     a, b, c = segment[0]
-    yield from ops.shifted(
-        r, r, r, out=q, plain=z, alpha=c, beta=b, diag=a
-    )  # Z, and Q = P = Z + aI
+    # Z, and Q = P = Z + aI
+    yield from ops.shifted(r, r, r, out=q, plain=z, alpha=c, beta=b, diag=a)
     for next_a, b, c in segment[1:]:
         yield from ops.twice(r, z, spare=t, beta=a)  # R <- (R P) P
         yield from ops.symmetric(r, r, r, out=z, alpha=c, beta=b)  # Z = bR + cR^2
