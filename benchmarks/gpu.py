@@ -233,9 +233,7 @@ def pack(out: Path, limit: int = ARCHIVE_BYTES) -> list[str]:
 def write_report(out: Path, outcomes: dict[str, Row], *, dry: bool) -> str:
     """``gpu.json``, ``gpu.md`` and the archive, also of what an earlier call ran; the tables."""
     rows = [outcomes[part.name] for part in parts() if part.name in outcomes]
-    found = document(rows)
-    for key, facts in gpu_facts(torch.device("cpu" if dry else "cuda")).items():
-        found[key] |= facts
+    found = document(rows, gpu_facts(torch.device("cpu" if dry else "cuda")))
     judged = found["targets"] = [] if dry else targets(out)
     write_json(str(out / "gpu.json"), found)
     words = {True: "pass", False: "**fail**", None: "not for this GPU"}

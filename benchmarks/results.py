@@ -37,11 +37,8 @@ def document(rows: Sequence[Row], facts: Facts | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
     }
     more = facts or {"machine": {}, "versions": {}}
-    return {
-        "machine": machine | more["machine"],
-        "versions": versions | more["versions"],
-        "rows": list(rows),
-    }
+    found: dict[str, Any] = {"machine": machine | more["machine"]}
+    return found | {"versions": versions | more["versions"], "rows": list(rows)}
 
 
 def gpu_facts(device: torch.device) -> Facts:
