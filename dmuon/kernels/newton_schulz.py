@@ -22,7 +22,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from dmuon import devices
 from dmuon.kernels.choice import Segments, fixed_choice, ops_of, segments_of
-from dmuon.kernels.ops import MatmulOps, SliceOps
+from dmuon.kernels.ops import MatmulOps, SliceOps, Take
 from dmuon.tensors import are_safe, may_look, normalize, normalize_, norms_of
 from dmuon.types import Triple
 
@@ -118,7 +118,6 @@ def _triple(values: object) -> Triple:
 
 # ---- the iteration ---------------------------------------------------------------------------
 
-Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
 Steps = Iterator[Tensor | None]
 """An iteration: pauses, then its result; see `iterate`."""
 

@@ -20,12 +20,13 @@ from torch import Tensor
 from dmuon.types import Triple
 
 # Row strips pay from 512 rows up (one thread: 5% of Newton-Schulz at 512, 20% at 1024 and above).
-_STRIP_ROWS = 256
-STRIPS_FROM_ROWS = 2 * _STRIP_ROWS
+_LEAST_STRIP = 256  # rows
+STRIPS_FROM_ROWS = 2 * _LEAST_STRIP
 _MAX_STRIPS = 4
-_LEAST_STRIP = 256  # rows, where each co-owner has several
 
 
+Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Gives memory of a shape and dtype."""
 Exchange = Iterable[None]
 """Of a product with other ranks: iterate over it before using the result. Empty for others."""
 Whole = Callable[[Tensor, Sequence[Triple], Sequence[int]], Callable[[], None]]
@@ -114,7 +115,7 @@ class StripsOps(MatmulOps):
             for i in range(len(out)):
                 self.symmetric(a[i], b[i], None if c is None else c[i], out=out[i], **factors)
             return ()
-        strips = _strips(len(out))
+        strips = _strips(len(out), min(_MAX_STRIPS, len(out) // _LEAST_STRIP))
         for low, high in strips:
             add = None if c is None else c[low:high, :high]
             self.general(a[low:high], b[:, :high], add, out=out[low:high, :high], **factors)
@@ -123,14 +124,13 @@ class StripsOps(MatmulOps):
         return ()
 
 
-def _strips(m: int) -> list[tuple[int, int]]:
-    """Row ranges, each at least `_STRIP_ROWS` high, that cover m rows.
+def _strips(rows: int, count: int) -> list[tuple[int, int]]:
+    """Row ranges of about one height.
 
-    >>> _strips(700)
+    >>> _strips(700, 2)
     [(0, 350), (350, 700)]
     """
-    count = min(_MAX_STRIPS, m // _STRIP_ROWS)
-    return list(pairwise(m * i // count for i in range(count + 1)))
+    return list(pairwise(rows * i // count for i in range(count + 1)))
 
 
 class RoundedOps(StripsOps):
@@ -217,12 +217,12 @@ class SliceOps(MatmulOps):
         batch: int,
         rows: int,
         dtype: torch.dtype,
-        take: Callable[[tuple[int, ...], torch.dtype], Tensor],
+        take: Take,
     ) -> None:
         self.held, self._inner, self._peers, self._split = inner.held, inner, peers, split
         k, me = peers.count, peers.index
         count = 2 * k * max(1, min(_MAX_STRIPS, rows // (2 * k * _LEAST_STRIP)))
-        strips = list(pairwise(rows * i // count for i in range(count + 1)))
+        strips = _strips(rows, count)
         by_rank = [  # from both ends, in turn
             [strips[i] for i in range(count) if min(i, count - 1 - i) % k == j] for j in range(k)
         ]
