@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
 from benchmarks.timing import Laps, over_ranks
@@ -92,11 +90,11 @@ class Training:
     def of_muon(
         cls, model: nn.Module, shape: tuple[int, ...], plan: dict[str, Any], **muon: Any
     ) -> Training:
-        """``plan``: the arguments of `dmuon.dedicate_params`; the others are `dmuon.Muon`'s."""
-        is_plain = not any(isinstance(p, DTensor) for p in model.parameters())
-        is_plain = is_plain and not isinstance(model, DistributedDataParallel)
-        if is_plain and plan.get("layout", "replicated") == "replicated":
-            # dmuon averages the gradients, because nobody else does.
+        """``plan``: the arguments of `dmuon.dedicate_params`; the others are `dmuon.Muon`'s.
+
+        Replicated gradients are averaged by dmuon, unless ``plan`` has other options.
+        """
+        if plan["layout"] == "replicated":
             plan = {"options": dmuon.ReplicatedOptions(reduce_to_owner=True)} | plan
         own = dmuon.dedicate_params(model, **plan)
         return cls(model, shape, [dmuon.Muon(model, **muon)], own)
