@@ -194,10 +194,6 @@ class Rows:
         """The path of another file of the same run."""
         return None if self._path is None else os.path.join(os.path.dirname(self._path), name)
 
-    def seconds_left(self) -> float:
-        """Until nothing more is begun; infinite without a budget."""
-        return self._begin + self._budget_s - time.monotonic()
-
     @property
     def failed(self) -> list[Row]:
         """Rows that raised, or whose number is out of its limit."""
@@ -221,7 +217,7 @@ class Rows:
             return False
         self._known.add(name)
         base = {"name": name, **about}
-        if self.seconds_left() <= 0:
+        if time.monotonic() >= self._begin + self._budget_s:
             self._end(base | {"left_out": NO_TIME})
             return False
         self._running = base
