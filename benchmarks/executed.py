@@ -76,7 +76,7 @@ def train(own: dmuon.Ownership, model: nn.Module) -> tuple[float, float]:
 
 
 def work(rank: int, folder: str) -> list[Row]:
-    with mock.patch("dmuon.comm.transport.time", SimpleNamespace(perf_counter=time.thread_time)):
+    with mock.patch("dmuon.devices.time", SimpleNamespace(perf_counter=time.thread_time)):
         return [compare(solver, folder) for solver in ("milp", "round_robin")]
 
 
