@@ -17,7 +17,7 @@ a rank keeps for itself do not count, and a broadcast counts once for each recei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -27,33 +27,30 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-__all__ = [
-    "GatherThenCompute",
-    "ParallelMuon",
-    "Redundant",
-    "RoundRobin",
-    "SameShapeAllGather",
-    "SameShapeBuckets",
-    "zeropower",
-]
+from dmuon.kernels.newton_schulz import resolve_coefficients
+from dmuon.types import Triple
 
-QUINTIC = (3.4445, -4.7750, 2.0315)  # https://kellerjordan.github.io/posts/muon/
-STEPS, EPS = 5, 1e-7
+QUINTIC = resolve_coefficients("quintic", 5)
 
 
-def zeropower(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Newton-Schulz ``[m, n] -> [m, n]`` in ``dtype``, operation by operation as torch.optim.Muon.
-
-    Neither batched nor in the Gram form: public implementations run one matrix after the other.
-    """
-    tall = x.shape[0] > x.shape[1]
-    x = (x.mT if tall else x).to(dtype)
-    x = x / x.norm().clamp(min=EPS)
-    a, b, c = QUINTIC
-    for _ in range(STEPS):
+def standard_form(x: Tensor, triples: Sequence[Triple]) -> Tensor:
+    """The iteration of `torch.optim.Muon` on a normalized matrix or a stack, operation by operation
+    (https://kellerjordan.github.io/posts/muon/)."""
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
+    multiply_add = torch.addmm if x.ndim == 2 else torch.baddbmm
+    for a, b, c in triples:
         gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+        update = multiply_add(gram, gram, gram, beta=b, alpha=c)
+        x = multiply_add(x, update, x, beta=a)
+    return x.mT if is_tall else x
+
+
+def zeropower(x: Tensor, dtype: torch.dtype, triples: Sequence[Triple] = QUINTIC) -> Tensor:
+    """Newton-Schulz of torch.optim.Muon in ``dtype``."""
+    y = x.to(dtype)
+    norms = torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True)
+    return standard_form(y / norms.clamp(min=1e-7), triples)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -162,64 +159,43 @@ class GatherThenCompute(Baseline):
             self.apply(p, result.split(shard_rows(p.shape[0], self.world))[self.rank])
 
 
-class Exchange:
-    """Up to W matrices ``[m_j, n_j]`` whose rows are spread over the ranks; rank j owns the j-th.
+def exchanged(optimizer: Baseline, matrices: Sequence[Tensor]) -> Iterator[None]:
+    """Update up to W matrices ``[m_j, n_j]`` whose rows are spread over the ranks; rank j owns the
+    j-th. Pauses twice, while the two all-to-alls travel::
 
-    ::
-
-        every rank: rows of 0 | rows of 1 | ...  --all-to-all-->  rank j: all rows of matrix j
-
-    `depart` -> `arrive` (the owner's matrix, None on ranks without one) -> `send_back` -> `finish`
+        every rank: rows of 0 | rows of 1 | ...  -->  rank j: all rows of matrix j  -->  rows of ...
     """
+    rank, world = optimizer.rank, optimizer.world
+    here = [local(p).numel() for p in matrices] + [0] * (world - len(matrices))
+    mine = matrices[rank].shape if rank < len(matrices) else torch.Size((0, 0))
+    there = [rows * mine[1] for rows in shard_rows(mine[0], world)]
 
-    def __init__(self, optimizer: Baseline, matrices: Sequence[Tensor]) -> None:
-        assert len(matrices) <= optimizer.world
-        self.optimizer = optimizer
-        self.matrices = matrices
-        rank, world = optimizer.rank, optimizer.world
-        self._here = [local(p).numel() for p in matrices] + [0] * (world - len(matrices))
-        self._mine = matrices[rank].shape if rank < len(matrices) else None
-        rows, cols = self._mine or (0, 0)
-        self._from = [n * cols for n in shard_rows(rows, world)]
+    def launch(send: Tensor, counts: list[int], received: list[int]) -> tuple[Tensor, Any]:
+        optimizer.sent_bytes += (send.numel() - counts[rank]) * send.itemsize
+        came = send.new_empty(sum(received))
+        return came, dist.all_to_all_single(came, send, received, counts, async_op=True)
 
-    def depart(self) -> None:
-        """Advance the momenta and send the rows held here to their owners."""
-        pieces = [self.optimizer.direction(p).flatten() for p in self.matrices]
-        self._launch(torch.cat(pieces), self._here, self._from)
-
-    def arrive(self) -> Tensor | None:
-        self._work.wait()
-        return None if self._mine is None else self._received.view(self._mine)
-
-    def send_back(self, result: Tensor | None) -> None:
-        flat = self._received if result is None else result.contiguous().flatten()
-        self._launch(flat, self._from, self._here)
-
-    def finish(self) -> None:
-        """Apply the rows that came back."""
-        self._work.wait()
-        for p, piece in zip(self.matrices, self._received.split(self._here)):
-            self.optimizer.apply(p, piece.view_as(local(p)))
-
-    def _launch(self, send: Tensor, counts: list[int], received: list[int]) -> None:
-        self.optimizer.sent_bytes += (send.numel() - counts[self.optimizer.rank]) * send.itemsize
-        self._sent = send  # alive until it has left
-        self._received = send.new_empty(sum(received))
-        self._work = dist.all_to_all_single(self._received, send, received, counts, async_op=True)
+    rows = torch.cat([optimizer.direction(p).flatten() for p in matrices])
+    whole, work = launch(rows, here, there)
+    yield
+    work.wait()
+    if whole.numel():
+        whole = optimizer.orthogonalize(whole.view(mine)).flatten()
+    rows, work = launch(whole, there, here)
+    yield
+    work.wait()
+    for p, piece in zip(matrices, rows.split(here)):
+        optimizer.apply(p, piece.view_as(local(p)))
 
 
 def exchange(optimizer: Baseline, chunks: Sequence[Sequence[Tensor]]) -> None:
     """Update all chunks; the next one arrives and the last one returns while one is computed."""
-    exchanges = [Exchange(optimizer, chunk) for chunk in chunks]
-    for one in exchanges[:1]:
-        one.depart()
-    for i, one in enumerate(exchanges):
-        for following in exchanges[i + 1 : i + 2]:
-            following.depart()
-        matrix = one.arrive()
-        one.send_back(None if matrix is None else optimizer.orthogonalize(matrix))
+    exchanges = [exchanged(optimizer, chunk) for chunk in chunks]
+    for one, following in pairwise([iter(()), *exchanges, iter(())]):
+        next(following, None)
+        next(one, None)
     for one in exchanges:
-        one.finish()
+        next(one, None)
 
 
 def chunked(matrices: Sequence[Tensor], size: int) -> list[Sequence[Tensor]]:

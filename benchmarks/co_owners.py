@@ -1,11 +1,9 @@
 """When does it pay that several ranks share a matrix, and how near are the predictions?
 
-``python -m benchmarks.co_owners --json out.json``. Modelled: six models on 64 to 4,096 owners under
-the analytic costs of an H200, with and without co-owners, where they share a node of 8 ranks
-(NVLink) and where every rank is a node of its own (plain network). ``imbalance`` is makespan / mean
-- 1; ``mean_ms`` is that of the plan without co-owners, the work that there is. Measured: FSDP2 on
-gloo processes, each on a core of its own as far as there are cores, one owner and co-owners in
-turns. ``--picture PATH JSON`` draws the modelled rows, ``--only modelled`` leaves the rest out.
+``python -m benchmarks.co_owners --json out.json`` (docs/co-owners.md). Modelled: plans under the
+analytic costs of an H200, where co-owners share a node of 8 ranks (NVLink) and where every rank is
+a node of its own (network); ``mean_ms`` is that of the plan without co-owners, the work that there
+is. Measured: FSDP2 on gloo processes, each on a core of its own as far as there are cores.
 """
 
 from __future__ import annotations
@@ -13,6 +11,8 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from functools import partial
+from itertools import product
 
 import torch
 from torch import nn
@@ -21,9 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import dmuon
-from benchmarks.ranks import Row, Rows, on_ranks
-from benchmarks.results import command, read_rows, table, write
-from benchmarks.timing import over_ranks, ratio, spread, take_turns
+from benchmarks.results import Row, command, picture, read_rows, table, write
+from benchmarks.timing import first_laps, on_ranks, over_ranks, ratio, spread, take_turns
 from dmuon.catalogue import model_specs
 from dmuon.config import PlannerOptions
 from dmuon.scheduler.certificate import certify
@@ -42,60 +41,46 @@ MEASURED = (((1024, 4096), 1, 2, 2), ((512, 2048), 1, 2, 2), ((1024, 4096), 2, 4
 # ---- modelled ----------------------------------------------------------------------------
 
 
-def modelled() -> Rows:
-    costs = CostTable.analytic("h200", momentum=False)
+def modelled() -> list[Row]:
     rows = []
-    for name in MODELS:
-        specs = model_specs(name)
-        for owners in OWNERS:
-            for link, per_node in NODES.items():
-                rows.append(_planned(name, specs, owners, link, per_node, costs))
-                print(_line(rows[-1]), flush=True)
+    for name, owners, (link, per_node) in product(MODELS, OWNERS, NODES.items()):
+        rows.append({"set": "modelled", "model": name, "owners": owners, "link": link})
+        rows[-1] |= planned(name, Topology.flat(owners, ranks_per_node=per_node))
+        about = (
+            "{model:13} {owners:5} {link:8} makespan / mean {alone_over_mean:6.2f} -> "
+            "{over_mean:6.2f}  k {co_owners}"
+        )
+        print(about.format(**rows[-1]), flush=True)
     return rows
 
 
-def _planned(name, specs, owners, link, per_node, costs) -> Row:  # type: ignore[no-untyped-def]
-    topology = Topology.flat(owners, ranks_per_node=per_node)
-    plans = {}
+def planned(name: str, topology: Topology) -> Row:
+    """Without and with co-owners."""
+    costs, specs = CostTable.analytic("h200", momentum=False), model_specs(name)
+    plans = []
     for how in ("off", "auto"):
         begin = time.perf_counter()
         options = PlannerOptions(co_owners=how)
-        plan = solve(specs, topology, costs, layout=Layout.SHARDED, options=options)
-        plans[how] = plan, time.perf_counter() - begin
-    (alone, _), (plan, seconds) = plans["off"], plans["auto"]
+        plans.append(solve(specs, topology, costs, layout=Layout.SHARDED, options=options))
+        seconds = time.perf_counter() - begin
+    alone, plan = plans
     certificate = certify(plan)
     mean = statistics.fmean(alone.loads_ms)
-    return {
-        "set": "modelled",
-        "model": name,
-        "owners": owners,
-        "link": link,
-        "alone_ms": alone.makespan_ms,
-        "makespan_ms": plan.makespan_ms,
-        "mean_ms": mean,
-        "alone_over_mean": alone.makespan_ms / mean,
-        "over_mean": plan.makespan_ms / mean,
-        "lower_bound_ms": plan.lower_bound_ms,
-        "gap": plan.makespan_ms / plan.lower_bound_ms - 1,
-        "co_owners": sorted({len(batch.ranks) for batch in plan.batches}),
-        "status": plan.status,
-        "certified": certificate.ok and certificate.proven,
-        "seconds": seconds,
-    }
-
-
-def _line(row: Row) -> str:
-    return (
-        f"{row['model']:13} {row['owners']:5} {row['link']:8} makespan / mean "
-        f"{row['alone_over_mean']:6.2f} -> {row['over_mean']:6.2f}  k {row['co_owners']}"
-    )
+    row: Row = {"alone_ms": alone.makespan_ms, "mean_ms": mean, "seconds": seconds}
+    row["alone_over_mean"] = alone.makespan_ms / mean
+    row["over_mean"] = plan.makespan_ms / mean
+    row["gap"] = plan.makespan_ms / plan.lower_bound_ms - 1
+    row["co_owners"] = sorted({len(batch.ranks) for batch in plan.batches})
+    row["certified"] = certificate.ok and certificate.proven
+    same = ("makespan_ms", "lower_bound_ms", "status")
+    return row | {name: getattr(plan, name) for name in same}
 
 
 # ---- measured ----------------------------------------------------------------------------
 
 
-def measured() -> Rows:
-    rows: Rows = []
+def measured() -> list[Row]:
+    rows: list[Row] = []
     for shape, count, world, k in MEASURED:
         for asked in (k, "auto"):
             rows += on_ranks(world, _trained, shape, count, world, asked)
@@ -108,7 +93,9 @@ def measured() -> Rows:
     return rows
 
 
-def _trained(rank: int, shape: tuple[int, int], count: int, world: int, asked: str | int) -> Rows:
+def _trained(
+    rank: int, shape: tuple[int, int], count: int, world: int, asked: str | int
+) -> list[Row]:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     rows, cols = shape
@@ -123,14 +110,13 @@ def _trained(rank: int, shape: tuple[int, int], count: int, world: int, asked: s
             assert isinstance(p, DTensor)
             grad = torch.randn(rows, cols, generator=torch.Generator().manual_seed(n))
             p.grad = distribute_tensor(grad, p.device_mesh, p.placements)
-        made[str(how)] = opt.ownership, opt
-    contenders = {how: (lambda opt=opt: over_ranks(opt.step)) for how, (_, opt) in made.items()}
-    laps = take_turns(contenders, 15, warm_up=3)
-    times = {how: [lap[0] for lap in found] for how, found in laps.items()}
-    own, opt = made[str(asked)]
+        made[str(how)] = opt
+    turns = {how: partial(over_ranks, opt.step) for how, opt in made.items()}
+    times = first_laps(take_turns(turns, 15, warm_up=3))
+    opt = made[str(asked)]
+    own = opt.ownership
     opt.synchronize()
     report = own.report()
-    found = report.measured_ms or (0.0,)
     return [
         {
             "set": "measured",
@@ -145,7 +131,7 @@ def _trained(rank: int, shape: tuple[int, int], count: int, world: int, asked: s
             "one_owner": spread(times["off"]),
             "shared": spread(times[str(asked)]),
             "predicted_ms": report.makespan_ms,
-            "measured_ms": max(found),
+            "measured_ms": max(report.measured_ms or (0.0,)),
         }
     ]
 
@@ -153,7 +139,7 @@ def _trained(rank: int, shape: tuple[int, int], count: int, world: int, asked: s
 # ---- results -----------------------------------------------------------------------------
 
 
-def pages(rows: Rows) -> str:
+def pages(rows: list[Row]) -> str:
     """The modelled rows as a table: makespan / mean without and with co-owners."""
     of = {(r["model"], r["owners"], r["link"]): r for r in rows if r["set"] == "modelled"}
     lines = []
@@ -167,32 +153,25 @@ def pages(rows: Rows) -> str:
     return table(("model", "link", *map(str, OWNERS)), lines, left=2)
 
 
-def draw(rows: Rows, path: str) -> None:
+def draw(rows: list[Row], path: str) -> None:
     """Makespan over mean against owners, a panel a model."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(2, 3, figsize=(10, 5.6), layout="constrained", sharex=True)
-    for name, axes in zip(MODELS, panels.flat, strict=True):
-        mine = [r for r in rows if r["set"] == "modelled" and r["model"] == name]
-        near = [r for r in mine if r["link"] == "nvlink"]
-        owners = [r["owners"] for r in near]
-        axes.plot(owners, [r["alone_over_mean"] for r in near], "o-", label="one owner a matrix")
-        for link, style in (("network", "s--"), ("nvlink", "^-")):
-            over = [r["over_mean"] for r in mine if r["link"] == link]
-            axes.plot(owners, over, style, label=f"co-owners, {link}")
-        axes.set(title=name, xscale="log", yscale="log", ylim=(0.9, None))
-        axes.set_xticks(OWNERS, [str(n) for n in OWNERS], rotation=45)
-        axes.minorticks_off()
-        ticks = [t for t in (1, 2, 4, 8, 16, 32, 64) if t <= 1.3 * axes.get_ylim()[1]]
-        axes.set_yticks(ticks, [str(t) for t in ticks])
-        axes.grid(alpha=0.3)
-    panels[0, 0].legend(fontsize=8)
-    figure.supxlabel("owners")
-    figure.supylabel("busiest owner / mean of the work without co-owners")
-    figure.savefig(path, dpi=150)
+    with picture(path, 2, 3, (10, 5.6)) as (figure, panels):
+        for name, axes in zip(MODELS, panels.flat, strict=True):
+            mine = [r for r in rows if r["set"] == "modelled" and r["model"] == name]
+            alone = [r["alone_over_mean"] for r in mine if r["link"] == "nvlink"]
+            axes.plot(OWNERS, alone, "o-", label="one owner a matrix")
+            for link, style in (("network", "s--"), ("nvlink", "^-")):
+                over = [r["over_mean"] for r in mine if r["link"] == link]
+                axes.plot(OWNERS, over, style, label=f"co-owners, {link}")
+            axes.set(title=name, xscale="log", yscale="log", ylim=(0.9, None))
+            axes.set_xticks(OWNERS, [str(n) for n in OWNERS], rotation=45)
+            axes.minorticks_off()
+            ticks = [t for t in (1, 2, 4, 8, 16, 32, 64) if t <= 1.3 * axes.get_ylim()[1]]
+            axes.set_yticks(ticks, [str(t) for t in ticks])
+            axes.grid(alpha=0.3)
+        panels[0, 0].legend(fontsize=8)
+        figure.supxlabel("owners")
+        figure.supylabel("busiest owner / mean of the work without co-owners")
 
 
 def main() -> None:

@@ -15,27 +15,21 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import train_gpt as demo
-from _results import COLORS, Run
+from _results import COLORS as COLORS
+from _results import Run
 
-__all__ = ["COLORS", "Run", "demo", "job_of", "row_of"]
+from benchmarks.results import Row
 
 
 def job_of(rank: int, **arguments: Any) -> demo.Job:
     """The demo's training in float32 on CPUs, silent."""
     ranks = demo.Ranks(rank, dist.get_world_size(), torch.device("cpu"))
-    given = Namespace(dtype="float32", **arguments)
+    given = Namespace(dtype="float32", period=1, block_lr_ratio=None, **arguments)
     text = demo.load_standard_library()
     return demo.Job(given, ranks, Console(quiet=True), text, demo.GPTConfig())
 
 
-def row_of(run: Run, seed: int) -> dict[str, Any]:
-    return {
-        "set": "demo loss",
-        "optimizer": run.name,
-        "lr": run.lr,
-        "seed": seed,
-        "steps": len(run.losses),
-        "validation_loss": run.validation_loss,
-        "train_loss": run.train_loss,
-        "seconds": run.seconds,
-    }
+def row_of(run: Run, seed: int) -> Row:
+    same = ("lr", "validation_loss", "train_loss", "seconds")
+    row: Row = {"set": "demo loss", "optimizer": run.name, "seed": seed, "steps": len(run.losses)}
+    return row | {name: getattr(run, name) for name in same}

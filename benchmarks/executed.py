@@ -1,13 +1,10 @@
 """Do owners take as long as planned? Four processes, measured costs, a plan and a bad plan.
 
-Each process measures, plans, trains a small model and times its own Newton-Schulz in every step.
-Four processes share the cores of one machine, so a wall clock would mostly measure who had to wait
-for whom: everything is timed by the CPU time of the computing thread, which is what the wall clock
-shows where every process has a core of its own. And since the machine's speed drifts, every step
-is followed by one standalone run of each planned batch, as costs are measured: ``repriced_ms`` is
-the plan at the speed of the moment, and ``ratio`` compares the busiest owner with that.
-``planned_ms`` is the plan as it was made. Round robin on unequal layers has unequal loads, so the
-order of the ranks says something there; with a balanced plan it does not.
+The processes share the cores of one machine, so everything is timed by the CPU time of the
+computing thread. The machine's speed drifts, so every step is followed by one standalone run of
+each planned batch: ``repriced_ms`` is the plan at the speed of the moment, and ``ratio`` compares
+the busiest owner with that. ``planned_ms`` is the plan as it was made. Round robin has unequal
+loads, so the order of the ranks says something there.
 """
 
 from __future__ import annotations
@@ -25,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dmuon
-from benchmarks.ranks import Rows, on_ranks
+from benchmarks.results import Row
+from benchmarks.timing import on_ranks
 from dmuon.kernels.newton_schulz import resolve_ns_dtype
 from dmuon.measure import Case, OwnerTimer
 from dmuon.scheduler.costs import canonical_key
@@ -77,12 +75,12 @@ def train(own: dmuon.Ownership, model: nn.Module) -> tuple[float, float]:
     return statistics.median(times[WARM_UP:]), statistics.median(alone[WARM_UP:])
 
 
-def work(rank: int, folder: str) -> Rows:
-    with mock.patch("dmuon.comm.transport.time", SimpleNamespace(perf_counter=time.thread_time)):
+def work(rank: int, folder: str) -> list[Row]:
+    with mock.patch("dmuon.devices.time", SimpleNamespace(perf_counter=time.thread_time)):
         return [compare(solver, folder) for solver in ("milp", "round_robin")]
 
 
-def compare(solver: str, folder: str) -> dict[str, Any]:
+def compare(solver: str, folder: str) -> Row:
     torch.manual_seed(0)
     model = Uneven()
     planner = dmuon.PlannerOptions(cache_dir=folder)
@@ -111,7 +109,7 @@ def compare(solver: str, folder: str) -> dict[str, Any]:
     }
 
 
-def executed_rows() -> Rows:
+def executed_rows() -> list[Row]:
     """One row for the balanced plan and one for round robin."""
     with tempfile.TemporaryDirectory() as folder:
         return on_ranks(WORLD, work, folder)

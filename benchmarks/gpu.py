@@ -1,15 +1,9 @@
-"""Everything that needs a GPU, in parts that fit calls of ten minutes.
+"""Everything that needs a GPU, in parts that fit calls of ten minutes (docs/kernels.md).
 
 ``python -m benchmarks.gpu --out FOLDER`` runs its parts one after the other, each in a process of
-its own with a time limit, and says at the end how to go on with those for which ``--budget-s`` did
-not reach; ``--parts smoke,tests`` runs these. What is measured is on disk at once: rows in
-``FOLDER/<part>.json``, output in ``<part>.log``. A row that fails is recorded and passed by; a part
-that crashed is begun again after the row in which it was; one that runs out of time is interrupted,
-so that it can end, and killed ten seconds later. ``gpu.json`` and ``gpu.md`` have the whole,
-``gpu.tar.gz`` all of it and what was compiled and tuned.
-
-Needs torch with CUDA, Triton, pytest, NumPy and rich; neither a solver nor a network. ``--dry-run``
-walks through all of it at toy sizes on a CPU.
+its own with a time limit. What is measured is on disk at once: rows in ``FOLDER/<part>.json``,
+output in ``<part>.log``. ``gpu.json`` and ``gpu.md`` have the whole, ``gpu.tar.gz`` all of it and
+what was compiled and tuned.
 
 Exit code: 0 if all parts and targets pass, 1 if one fails, 2 without a GPU (the plan is printed).
 """
@@ -239,9 +233,7 @@ def pack(out: Path, limit: int = ARCHIVE_BYTES) -> list[str]:
 def write_report(out: Path, outcomes: dict[str, Row], *, dry: bool) -> str:
     """``gpu.json``, ``gpu.md`` and the archive, also of what an earlier call ran; the tables."""
     rows = [outcomes[part.name] for part in parts() if part.name in outcomes]
-    found = document(rows)
-    for key, facts in gpu_facts(torch.device("cpu" if dry else "cuda")).items():
-        found[key] |= facts
+    found = document(rows, gpu_facts(torch.device("cpu" if dry else "cuda")))
     judged = found["targets"] = [] if dry else targets(out)
     write_json(str(out / "gpu.json"), found)
     words = {True: "pass", False: "**fail**", None: "not for this GPU"}

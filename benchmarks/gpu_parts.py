@@ -1,20 +1,8 @@
 """What the parts of `benchmarks.gpu` measure, but for the times of kernels (`benchmarks.kernels`).
 
-``python -m benchmarks.gpu_parts smoke --json out.json``, and so on:
-
-=========  =====================================================================================
-smoke      each kernel once, three steps of each layout, in which CUDA graphs are captured and
-           replayed; torch raises where the host would wait for the GPU inside ``Muon.step``
-tests      tests/gpu, 12 at a time where pytest-xdist is: what they compile is in the cache then
-accuracy   each kernel's distance from the exact polynomial, within what its form allows
-step       `dmuon.Muon` beside `ReferenceMuon`: every layout, plain and Triton products, what tuning
-           chooses, with and without CUDA graphs
-profile    a full and a block step of large layers: launches, host time, gaps, peak memory
-sanitizer  three small tests of tests/gpu under ``compute-sanitizer --tool memcheck``
-=========  =====================================================================================
-
-One process. Nothing would travel in it, so `travelling` makes the `sharded` layout send matrices to
-itself: all-to-all, slots and streams run as on many ranks. ``--toy`` takes sizes for a CPU.
+``python -m benchmarks.gpu_parts smoke --json out.json``, and so on; docs/kernels.md tells what each
+part does. ``--toy`` takes sizes for a CPU. One process, in which nothing would travel: `travelling`
+makes the `sharded` layout send matrices to itself.
 """
 
 from __future__ import annotations
@@ -43,15 +31,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from benchmarks.ranks import joined
-from benchmarks.results import Row, Rows, command, dtype_name, row_options
-from benchmarks.timing import laps
+from benchmarks.results import Row, Rows, command, row_options
+from benchmarks.timing import joined, laps
 from dmuon.config import KernelOptions
 from dmuon.dtensors import whole_tensor
-from dmuon.kernels.choice import default_restarts, offered_backends, offered_tiles, why_not
+from dmuon.kernels.choice import offered_backends, offered_tiles, why_not
 from dmuon.kernels.newton_schulz import newton_schulz, resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
-from dmuon.measure import ERROR_LIMITS, Case, gate_errors
 from dmuon.reference import ReferenceMuon
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.shards import ShardMap
@@ -98,8 +84,8 @@ def one_process(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def travelling() -> Iterator[None]:
-    """Within it no matrix counts as local, so that in the `sharded` layout of one rank all of them
-    go to their owner and back through the pipeline."""
+    """In it no matrix counts as local: in the `sharded` layout of one rank all of them go to their
+    owner and back through the pipeline."""
     with mock.patch.object(ShardMap, "is_local", lambda shards, matrix: False):
         yield
 
@@ -107,7 +93,7 @@ def travelling() -> Iterator[None]:
 @contextmanager
 def _training(
     setting: Setting, model: nn.Module, device: torch.device, *, may_wait: bool, lr: float
-) -> Iterator[tuple[dmuon.Ownership, dmuon.Muon]]:
+) -> Iterator[dmuon.Muon]:
     """The optimizer of a model. ``may_wait`` False: its `step` raises where the host would wait
     for the device."""
     with ExitStack() as stack:
@@ -132,7 +118,7 @@ def _training(
             stack.callback(torch.cuda.set_sync_debug_mode, "default")
             opt.register_step_pre_hook(lambda *_: torch.cuda.set_sync_debug_mode("error"))
             opt.register_step_post_hook(lambda *_: torch.cuda.set_sync_debug_mode("default"))
-        yield own, opt
+        yield opt
 
 
 class Block(nn.Module):
@@ -172,8 +158,8 @@ def _loss(model: nn.Module, step: int, device: torch.device) -> Tensor:
 
 
 def _weights(own: dmuon.Ownership, model: nn.Module) -> dict[str, Tensor]:
+    names = [spec.name for spec in own.plan.specs.parameters]
     with own.materialized(model), torch.no_grad():
-        names = [spec.name for spec in own.plan.specs.parameters]
         return {n: whole_tensor(p).clone() for n, p in zip(names, own.parameters, strict=True)}
 
 
@@ -200,7 +186,8 @@ def step_row(
     )
     worst, where = 0.0, "-"
     host_ms: list[float] = []
-    with _training(setting, model, device, may_wait=may_wait, lr=0.02) as (own, opt):
+    with _training(setting, model, device, may_wait=may_wait, lr=0.02) as opt:
+        own = opt.ownership
         for step in range(steps):
             before = _weights(own, model)
             with torch.no_grad():
@@ -244,25 +231,14 @@ def step_row(
 
 def smoke(rows: Rows, device: torch.device, toy: bool) -> None:
     """The shortest run that touches everything."""
-    on_cuda = device.type == "cuda"
-    shapes = ((96, 200),) if toy else ((96, 200), (256, 640))
-    for dtype, (m, n) in product((torch.float16, torch.bfloat16, torch.float32), shapes):
-        for backend, method in product(offered_backends(device, dtype, m), ("standard", "gram")):
-            restarts = default_restarts(dtype, 5) if method == "gram" else ()
-            choice = KernelChoice(method, restarts, backend, dtype_name(dtype))
-            row = partial(_kernel_row, Case((m, n, "float32"), 2), choice, device)
-            rows.attempt(f"{choice} on 2 x [{m}, {n}]", row)
-    some = [Setting(layout, "auto", on_cuda, _half(device)) for layout in LAYOUTS]
+    _accuracy(rows, device, is_short=True)
+    graphs = device.type == "cuda"
+    some = [Setting(layout, "auto", graphs, _half(device)) for layout in LAYOUTS]
     travels = replace(some[-1], travels=True)
     with one_process(device):
         for setting in (*some, travels, replace(travels, period=2)):
             row = partial(step_row, setting, device, 3, toy=toy, may_wait=False)
             rows.attempt(str(setting), row)
-
-
-def _kernel_row(case: Case, choice: KernelChoice, device: torch.device) -> Row:
-    error = gate_errors(case, [choice], device)[choice]
-    return {"error": error, "passed": error <= ERROR_LIMITS[getattr(torch, choice.dtype)]}
 
 
 def step(rows: Rows, device: torch.device, toy: bool) -> None:
@@ -379,12 +355,16 @@ def example(kind: str, rows: int, cols: int) -> tuple[Tensor, Tensor]:
 
 def accuracy(rows: Rows, device: torch.device, toy: bool) -> None:
     """A row for each input, form and kernel that can run here; of small matrices with one tile."""
+    _accuracy(rows, device, is_short=False)
+
+
+def _accuracy(rows: Rows, device: torch.device, *, is_short: bool) -> None:
     for (kind, m, n, name), forms in EXPECTED.items():
         dtype = getattr(torch, name)
-        ways = (True, False) if name in ("float16", "bfloat16") else (True,)
+        ways = (True, False) if dtype.itemsize == 2 and not is_short else (True,)
         for form, backend in product(forms, offered_backends(device, dtype, m)):
             tiles = offered_tiles(backend, device, dtype)
-            for tile, reduced in product(tiles if m > 96 else tiles[:1], ways):
+            for tile, reduced in product(tiles[:1] if is_short or m <= 96 else tiles, ways):
                 choice = replace(KernelChoice.parse(f"{form}/{backend}/{name}"), tile=tile)
                 label = f"{kind} {m} x {n} {choice}" + ", full sums" * (not reduced)
                 row = partial(accuracy_row, choice, (kind, m, n), forms[form], device, reduced)
@@ -439,7 +419,7 @@ def _profile(rows: Rows, device: torch.device, toy: bool) -> None:
     model = _model(blocks, sizes, device)
     traced: dict[str, Row] = {}
     timed: dict[str, list[tuple[float, float, int]]] = {"full": [], "block": []}
-    with _training(setting, model, device, may_wait=True, lr=1e-4) as (_, opt):
+    with _training(setting, model, device, may_wait=True, lr=1e-4) as opt:
         # Steps of both kinds take turns: three to warm up, in which graphs are captured; some by
         # the clock; one that is traced.
         for turn, kind in product(range(3 + repeats + 1), timed):

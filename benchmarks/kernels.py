@@ -1,27 +1,18 @@
 """How fast is Newton-Schulz here, against the plain iteration and against the machine's limit?
 
-``python -m benchmarks.kernels --json out.json`` times single shapes and whole layers. Contenders
-take turns within a run (`benchmarks.timing`), each from normalized matrices but for the functions:
+``python -m benchmarks.kernels --json out.json`` (docs/benchmarks.md). Contenders that the page does
+not name:
 
 ==================  ============================================================================
-standard            Newton-Schulz as `torch.optim.Muon` writes it, one matrix after the other
-standard_batched    the same on whole stacks (CUDA, where there are stacks)
-compiled            standard through `torch.compile`; compiled_bfloat16: the same in that dtype
-gram                the Gram form over plain torch products
-function            `dmuon.newton_schulz` as a user calls it, by the fixed rule (CPU); beside it
+standard_batched    standard on whole stacks (CUDA, where there are stacks)
+compiled_bfloat16   compiled, in that dtype (CUDA)
+function            `dmuon.newton_schulz` as a user calls it (CPU); beside it
                     standard_function: standard on whole stacks, with the same normalization
-ours                what tuning chose, as an optimizer runs it: batches of at most
-                    `PlannerOptions.max_batch`, in a workspace, as CUDA graphs on CUDA
-ours_whole          the same, but a stack in one call, however large (CUDA)
+ours_whole          ours, but a stack in one call, however large (CUDA)
 ==================  ============================================================================
 
-``floor_ms``: the fewest multiplications that are possible in the dtype, with exactly half of each
-symmetric product, at a sustained rate of large products that is measured in the same rounds.
 ``tflops`` counts what the plain standard form would multiply. ``error``: relative, in Frobenius
 norm, of the first matrix of each stack, against the standard form in float64; the largest of them.
-
-``--table`` prints the page from such a file; ``--check`` exits with 1 where dmuon misses one of the
-`LIMITS`, which are a CPU's.
 """
 
 from __future__ import annotations
@@ -42,14 +33,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.results import Rows, command, dtype_name, in_words, row_options, table
-from benchmarks.timing import Laps, Times, laps, ratio, spread, take_turns
+from benchmarks import baselines
+from benchmarks.results import Row, Rows, command, in_words, row_options, table
+from benchmarks.timing import Laps, first_laps, laps, ratio, spread, take_turns
 from dmuon import measure
 from dmuon.config import KernelOptions, PlannerOptions
 from dmuon.kernels.choice import default_backend, default_restarts, fixed_choice, multiplications
 from dmuon.kernels.newton_schulz import newton_schulz, resolve_coefficients
 from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.scheduler.costs import ANALYTIC_DEVICES, CostTable, analytic_class
+from dmuon.scheduler.specs import dtype_name
 from dmuon.tensors import normalize
 from dmuon.types import KernelChoice
 
@@ -57,7 +50,6 @@ STEPS = 5
 TRIPLES = resolve_coefficients("polar_express", STEPS)
 MAX_BATCH = PlannerOptions().max_batch
 
-Row = dict[str, Any]
 Stack = tuple[int, int, int]  # matrices, rows, cols
 Kernels = dict[Stack, str]  # of a batch of wide matrices
 
@@ -166,22 +158,13 @@ class Contender(NamedTuple):
 
 
 def standard_form(x: Tensor) -> Tensor:
-    """The iteration of `torch.optim.Muon` on a normalized matrix or a stack
-    (https://kellerjordan.github.io/posts/muon/)."""
-    is_tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if is_tall else x
-    multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
-    for a, b, c in TRIPLES:
-        gram = x @ x.mT
-        update = multiply_add(gram, gram, gram, beta=b, alpha=c)
-        x = multiply_add(x, update, x, beta=a)
-    return x.mT if is_tall else x
+    return baselines.standard_form(x, TRIPLES)
 
 
 def _standard_function(x: Tensor, dtype: torch.dtype) -> Tensor:
-    y = x.to(dtype)
-    y = y / y.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    return standard_form(y) if len(y) > 1 else standard_form(y[0])[None]
+    if len(x) == 1:
+        return baselines.zeropower(x[0], dtype, TRIPLES)[None]
+    return baselines.zeropower(x, dtype, TRIPLES)
 
 
 def _one_by_one(form: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -386,39 +369,32 @@ def run_case(setup: Setup, about: Row, case: Case, add: Callable[[Row], None]) -
     rows: dict[str, Row] = {}
     turns = {"rate": _rate_turn(device, dtype)}
     round_s = 0.0
-    times: Times = {}
     failures: dict[str, Exception] = {}
     field = contenders(sources, dtype, setup.kernels, compiles=setup.compiles)
-    try:
-        for name, build in field.items():
-            rows[name] = about | {"case": case.name, "contender": name}
-            try:
-                contender = build()
-                # What compiles does so in the first call, and graphs are captured in the second.
-                for _ in range(3):
-                    (ms,) = turn(contender, device)
-                rows[name] |= {"error": error_of(contender, references), **contender.about}
-            except Exception as error:  # whatever it is: the others do not depend on it
-                failures[name] = error
-                continue
-            repeats = max(1, min(_MOST_REPEATS, int(_SHORT_MS / max(ms, 1e-3))))
-            turns[name] = partial(turn, contender, device, repeats)
-            round_s += max(repeats * ms, 0.1) / 1e3
-        if round_s:
-            take_turns(turns, rounds(round_s, setup.case_s), times=times, failures=failures)
-    finally:  # also where this is interrupted
-        complete = min(map(len, times.values()), default=0)
-        ms_of = {name: [one[0] for one in found[:complete]] for name, found in times.items()}
-        for name, row in rows.items():
-            if name in failures:
-                # torch.compile has many reasons not to compile, and none is a fault of ours.
-                why = "left_out" if name.startswith("compiled") else "failure"
-                row[why] = in_words(failures[name])
-            elif complete and name in ms_of:
-                row |= _numbers(name, case, setup, ms_of)
-            else:
-                row["left_out"] = "interrupted before it was timed"
-            add(row)
+    for name, build in field.items():
+        rows[name] = about | {"case": case.name, "contender": name}
+        try:
+            contender = build()
+            # What compiles does so in the first call, and graphs are captured in the second.
+            for _ in range(3):
+                (ms,) = turn(contender, device)
+            rows[name] |= {"error": error_of(contender, references), **contender.about}
+        except Exception as error:  # whatever it is: the others do not depend on it
+            failures[name] = error
+            continue
+        repeats = max(1, min(_MOST_REPEATS, int(_SHORT_MS / max(ms, 1e-3))))
+        turns[name] = partial(turn, contender, device, repeats)
+        round_s += max(repeats * ms, 0.1) / 1e3
+    count = rounds(round_s, setup.case_s) if round_s else 1
+    ms_of = first_laps(take_turns(turns, count, failures=failures))
+    for name, row in rows.items():
+        if name in failures:
+            # torch.compile has many reasons not to compile, and none is a fault of ours.
+            why = "left_out" if name.startswith("compiled") else "failure"
+            row[why] = in_words(failures[name])
+        else:
+            row |= _numbers(name, case, setup, ms_of)
+        add(row)
 
 
 def _numbers(name: str, case: Case, setup: Setup, ms_of: dict[str, list[float]]) -> Row:

@@ -1,34 +1,23 @@
 """What do the layouts cost on one model: time of a step, traffic, memory?
 
-``python -m benchmarks.layouts --json out.json`` trains a model on gloo processes with one thread
-each, in every layout of dmuon and with AdamW on the same model: FSDP2 (on two replicas: HSDP) where
-FSDP2 has the rest or everything, `DistributedDataParallel` for plain models.
-
-Time: the contenders take turns (`benchmarks.timing`); a time is that of the slowest rank, from
-before backward to the end of the next forward, because that is where a step's last messages are
-waited for. ``ratio_to_adamw`` is the median of the ratios within a round.
-
-``bytes``: received by a rank in a step for matrices, mean over ranks, counted from every collective
-that dmuon issues (`benchmarks.layout_theory.received`); ``theory_bytes`` is the formula. What FSDP2
-moves by itself for matrices that it shards is not counted: ``framework_bytes``, by formula.
-``rest_bytes``: everything else that dmuon sends (flags, and the parameters that are no matrices).
-
-Memory, each the largest of the ranks: ``state_bytes`` weights and optimizer state; ``kept_bytes``
-all that a training loop holds between steps, so with buffers and what is sent ahead;
-``peak_bytes`` that and the most that was alive besides at a moment of a step.
-
-``--table out.json`` prints the results as Markdown and measures nothing.
+``python -m benchmarks.layouts --json out.json`` (docs/layouts.md). ``bytes``: received by a rank in
+a step for matrices, mean over ranks, counted from every collective of dmuon; ``theory_bytes`` and
+``framework_bytes`` are formulas of `benchmarks.layout_theory`. ``rest_bytes``: everything else that
+dmuon sends (flags, and the parameters that are no matrices).
 """
 
 from __future__ import annotations
 
 import gc
 import statistics
+import warnings
 import weakref
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -50,15 +39,12 @@ from benchmarks.layout_theory import (
     sharded,
 )
 from benchmarks.models import Stack, Training, shard
-from benchmarks.ranks import Row, Rows, on_ranks
-from benchmarks.results import command, read_rows, table, write
-from benchmarks.timing import ratio, take_turns, timed_row
-from dmuon.api import Given, Request, assemble, mesh_topology
-from dmuon.comm.transport import C10dTransport, Transport
+from benchmarks.results import Row, command, read_rows, table, write
+from benchmarks.timing import on_ranks, ratio, take_turns, timed_row
+from dmuon.comm.transport import C10dTransport, Work
 
 WARM_UP = 2
 PHASES = ("backward", "step", "forward")
-TIMEOUT_S = 300.0
 WIDTH, LAYERS = 256, 8
 BATCH = (4, 128)  # tokens of a rank
 
@@ -99,13 +85,9 @@ class Kind:
         words = ["AdamW" if self.optimizer == "AdamW" else self.layout]
         if self.freed is not None:
             words.append("freed" if self.freed else "kept")
-        if self.replicas > 1:
-            words.append("HSDP " + "x".join(map(str, self.mesh_shape(world))))
-        elif self.around == "FSDP2" or self.keeps_gradients:
-            words.append(self.around)
-        else:
-            words.append("plain")
-        return ", ".join(words)
+        around = self.around if self.around == "FSDP2" or self.keeps_gradients else "plain"
+        hsdp = "HSDP " + "x".join(map(str, self.mesh_shape(world)))
+        return ", ".join([*words, hsdp if self.replicas > 1 else around])
 
     def theory(self, matrices: Matrices, world: int) -> dict[str, float]:
         """What dmuon should move for matrices."""
@@ -138,48 +120,45 @@ def kinds(world: int) -> list[Kind]:
     return found
 
 
-class Counting:
-    """A transport that adds up, by tag, what its ranks receive."""
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Bytes that this rank receives in it, by tag; a mean over ranks, but for all-to-alls."""
+    found: Counter[str] = Counter()
 
-    def __init__(self, inner: Transport, by_tag: dict[str, float]) -> None:
-        self._inner, self._by_tag = inner, by_tag
+    def counted(name: str) -> Callable[..., Work]:
+        issue = getattr(C10dTransport, name)
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
-        if name not in ("reduce", "broadcast", "all_reduce", "all_to_all"):
-            return found
-
-        def counted(tensor: Tensor, *given: Any, tag: str, **how: Any) -> Any:
-            nbytes = tensor.nbytes
+        def call(self: C10dTransport, tensor: Tensor, *given: Any, tag: str, **how: Any) -> Work:
+            nbytes: float = tensor.nbytes
             if name == "all_to_all":
-                _, pieces, _ = given
-                nbytes -= pieces[self._inner.rank] * tensor.element_size()
-            self._by_tag[tag] += received(name, nbytes, self._inner.world)
-            return found(tensor, *given, tag=tag, **how)
+                nbytes -= given[1][self.rank] * tensor.itemsize
+            found[tag] += received(name, nbytes, self.world)  # type: ignore[assignment]
+            return issue(self, tensor, *given, tag=tag, **how)  # type: ignore[no-any-return]
 
-        return counted
+        return call
+
+    with ExitStack() as stack:
+        for name in ("reduce", "broadcast", "all_reduce", "all_to_all"):
+            stack.enter_context(mock.patch.object(C10dTransport, name, counted(name)))
+        yield found
 
 
 class Contender:
-    """One kind on its own copy of the model, after `build`."""
+    """One kind on its own copy of the model."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self.own: dmuon.Ownership | None = None
-        self._received: dict[str, float] = defaultdict(float)  # by its ownership, by tag
-
-    def build(self) -> None:
-        kind, world = self.kind, dist.get_world_size()
+        world = dist.get_world_size()
         torch.manual_seed(0)
-        stack = Stack(LAYERS, WIDTH)
-        model: nn.Module = stack
+        model: nn.Module = Stack(LAYERS, WIDTH)
         axes = ("shard",) if kind.replicas == 1 else ("replicate", "shard")
         mesh = init_device_mesh("cpu", kind.mesh_shape(world), mesh_dim_names=axes)
         if kind.layout == "dedicated":  # before fully_shard, which leaves the matrices alone then
             self.own = self._dedicate(model, mesh)
         if kind.around == "FSDP2":
             ignored = set() if self.own is None else self.own.dedicated_params
-            shard(model, stack.layers, mesh=mesh, ignored_params=ignored)
+            shard(model, mesh=mesh, ignored_params=ignored)
         elif kind.keeps_gradients:
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         if kind.optimizer == "AdamW":
@@ -191,28 +170,13 @@ class Contender:
         self.training = Training(model, (*BATCH, WIDTH), [opt], self.own)
 
     def _dedicate(self, model: nn.Module, mesh: DeviceMesh | None) -> dmuon.Ownership:
-        """`dmuon.dedicate_params` with its defaults, over transports that count."""
-
-        def counted(transport: Transport) -> Any:
-            return Counting(transport, self._received)
-
-        world, freed = dist.get_world_size(), self.kind.freed
-        transport = C10dTransport(range(world), TIMEOUT_S)
         layout: str = self.kind.layout
         options: Any = None
         if layout == "reduce_to_owner":
             layout, options = "replicated", dmuon.ReplicatedOptions(reduce_to_owner=True)
-        elif freed is not None:
-            options = dmuon.DedicatedOptions(free_after_forward=freed)
-        return assemble(
-            Given(model),
-            Request(layout, options=options),
-            counted(transport),
-            lambda: mesh_topology(
-                mesh, world, list(model.parameters()), None, dmuon.PlannerOptions()
-            ),
-            lambda partition: counted(transport.subgroup(partition)),
-        )
+        elif layout == "dedicated":
+            options = dmuon.DedicatedOptions(free_after_forward=bool(self.kind.freed))
+        return dmuon.dedicate_params(model, mesh, layout=layout, options=options)
 
     def whole_step(self) -> None:
         """Forward, backward and step, with nothing left on its way."""
@@ -225,12 +189,6 @@ class Contender:
         opt.zero_grad()
         if self.own is not None:
             opt.synchronize()
-
-    def sent(self) -> dict[str, float]:
-        """Bytes received since the last call, by tag; a mean over ranks, but for all-to-alls."""
-        found = dict(self._received)
-        self._received.clear()
-        return found
 
     def matrices(self) -> Matrices:
         """Bytes of the matrices: as they are kept, used and reduced, and as updates travel."""
@@ -290,10 +248,10 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
-def memory(contender: Contender) -> Row:
-    """Build the contender, train it a little, and see what that takes on the ranks at most."""
+def built(kind: Kind) -> tuple[Contender, Row]:
+    """A contender that trained a little, and the memory that this takes on the ranks at most."""
     before = LiveBytes().now()
-    contender.build()
+    contender = Contender(kind)
     for _ in range(WARM_UP):
         contender.whole_step()
     kept = LiveBytes().now() - before
@@ -305,7 +263,7 @@ def memory(contender: Contender) -> Row:
     largest = torch.tensor(found, dtype=torch.float64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     names = ("state_bytes", "kept_bytes", "step_bytes", "peak_bytes")
-    return dict(zip(names, map(round, largest.tolist()), strict=True))
+    return contender, dict(zip(names, map(round, largest.tolist()), strict=True))
 
 
 def traffic(contender: Contender) -> Row:
@@ -314,10 +272,10 @@ def traffic(contender: Contender) -> Row:
         return {}
     world, kind, matrices = dist.get_world_size(), contender.kind, contender.matrices()
     theory = kind.theory(matrices, world)
-    contender.sent()
-    contender.whole_step()
+    with counting() as sent:
+        contender.whole_step()
     mine = dict.fromkeys([*theory, "rest"], 0.0)
-    for tag, nbytes in contender.sent().items():
+    for tag, nbytes in sent.items():
         # A tag is a purpose, or a purpose and the name of what is sent.
         known = [p for p in (tag, tag.split(" ")[0]) if p in theory]
         mine[known[0] if known else "rest"] += nbytes
@@ -340,11 +298,16 @@ def traffic(contender: Contender) -> Row:
     }
 
 
-def work(rank: int, rounds: int) -> Rows:
+def work(rank: int, rounds: int) -> list[Row]:
     """Every rank gets the same rows."""
+    # The groups of a mesh wait as long as torch has it, and not as long as `timing.joined` says.
+    warnings.filterwarnings("ignore", "dmuon: the default process group waits")
     world = dist.get_world_size()
-    field = {kind.label(world): Contender(kind) for kind in kinds(world)}
-    facts = {name: memory(c) | traffic(c) for name, c in field.items()}
+    field, facts = {}, {}
+    for kind in kinds(world):
+        contender, found = built(kind)
+        field[name := kind.label(world)] = contender
+        facts[name] = found | traffic(contender)
     for contender in field.values():
         contender.training.forward()
     turns = {name: contender.training.turn for name, contender in field.items()}
@@ -388,10 +351,8 @@ def page(rows: Sequence[Row]) -> str:
         )
         for row in rows
     )
-    title = "**{set}: P = {size:.2f} MB of matrices, {world} processes, {rounds} rounds**".format(
-        size=size, **rows[0]
-    )
-    return f"{title}\n\n{table(HEADINGS, cells)}"
+    title = "**{set}: P = {size:.2f} MB of matrices, {world} processes, {rounds} rounds**"
+    return f"{title.format(size=size, **rows[0])}\n\n{table(HEADINGS, cells)}"
 
 
 def main() -> None:

@@ -1,9 +1,8 @@
-"""Which learning rate: the demo's training over five rates, with AdamW and with dmuon; and with the
+"""Which learning rate? The demo's training over five rates, with AdamW and with dmuon; and with the
 best rate for the matrices alone.
 
-``python -m benchmarks.learning_rate --json out.json``: in one process, every training of a seed
-starts from the same weights and sees the same batches; warm-up, decay to a tenth, weight decay and
-clipping are the demo's. ``--picture PATH out.json`` draws a finished file instead.
+``python -m benchmarks.learning_rate --json out.json`` (docs/learning-rate.md): in one process,
+every training of a seed starts from the same weights and sees the same batches.
 """
 
 from __future__ import annotations
@@ -11,35 +10,22 @@ from __future__ import annotations
 import statistics
 from argparse import Namespace
 
-import dmuon
-from benchmarks.demo import COLORS, Run, demo, job_of, row_of
-from benchmarks.ranks import Rows, on_ranks
-from benchmarks.results import command, read_rows, write
+from benchmarks.demo import COLORS, demo, job_of, row_of
+from benchmarks.results import Row, command, picture, read_rows, write
+from benchmarks.timing import on_ranks
 
 LRS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 APART = (1e-2, 1e-3)  # of the matrices, and of what goes to AdamW
 
 
-def trained(job: demo.Job, adamw_lr: float | None) -> Run:
-    """As the demo trains; ``adamw_lr`` is of what goes to AdamW, None for as much as the rest."""
-    model = job.build_model()
-    own = dmuon.dedicate_params(model, layout="replicated")
-    lr = job.arguments.lr
-    opt = dmuon.Muon(model, lr=lr, weight_decay=demo.WEIGHT_DECAY, adamw_lr=adamw_lr)
-    run = Run("dmuon", lr)
-    demo.train(job, run, model, opt, lambda: dmuon.clip_grad_norm_(model, demo.CLIP_NORM))
-    own.close()
-    return run
-
-
-def work(rank: int, args: Namespace) -> Rows:
+def work(rank: int, args: Namespace) -> list[Row]:
     """Each rate with each optimizer, and `APART`, seed after seed."""
-    rows: Rows = []
+    rows: list[Row] = []
     for seed in range(args.seeds):
         for lr, adamw_lr in [*((lr, None) for lr in LRS), APART]:
             rates = {"lr": lr, "adamw_lr": lr}
-            job = job_of(rank, steps=args.steps, seed=seed, layout="replicated", **rates)
-            runs = [trained(job, adamw_lr)]
+            job = job_of(rank, steps=args.steps, seed=seed, layout="auto", **rates)
+            runs = [demo.train_with_dmuon(job, adamw_lr=adamw_lr)[0]]
             if adamw_lr is None:
                 runs.append(demo.train_with_adamw(job))
             for run in runs:
@@ -50,27 +36,20 @@ def work(rank: int, args: Namespace) -> Rows:
     return rows
 
 
-def draw(rows: Rows, path: str) -> None:
+def draw(rows: list[Row], path: str) -> None:
     """Mean validation loss over the seeds against the rate, each seed a dot."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for name, color in COLORS.items():
-        mine = [row for row in rows if row["optimizer"] == name and "adamw_lr" not in row]
-        means = [
-            statistics.fmean(r["validation_loss"] for r in mine if r["lr"] == lr) for lr in LRS
-        ]
-        axes.plot(LRS, means, color=color, label=name)
-        axes.scatter([r["lr"] for r in mine], [r["validation_loss"] for r in mine], 16, color=color)
-    axes.set(xscale="log", xlabel="lr", ylabel="validation loss (nats a byte)")
-    axes.set_xticks(LRS, [f"{lr:g}" for lr in LRS])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
+    with picture(path, 1, 1, (7, 4.2)) as (_, axes):
+        for name, color in COLORS.items():
+            mine = [row for row in rows if row["optimizer"] == name and "adamw_lr" not in row]
+            by_lr = {lr: [r["validation_loss"] for r in mine if r["lr"] == lr] for lr in LRS}
+            axes.plot(LRS, [statistics.fmean(by_lr[lr]) for lr in LRS], color=color, label=name)
+            for lr, losses in by_lr.items():
+                axes.scatter([lr] * len(losses), losses, 16, color=color)
+        axes.set(xscale="log", xlabel="lr", ylabel="validation loss (nats a byte)")
+        axes.set_xticks(LRS, [f"{lr:g}" for lr in LRS])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend()
 
 
 def main() -> None:
@@ -80,10 +59,9 @@ def main() -> None:
     parser.add_argument("--picture", nargs=2, metavar=("PATH", "JSON"), help="draw JSON into PATH")
     args = parser.parse_args()
     if args.picture:
-        path, source = args.picture
-        draw(read_rows(source), path)
-        return
-    write(args.json, on_ranks(1, work, args))
+        draw(read_rows(args.picture[1]), args.picture[0])
+    else:
+        write(args.json, on_ranks(1, work, args))
 
 
 if __name__ == "__main__":

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
 from benchmarks.timing import Laps, over_ranks
-
-__all__ = ["FIXED", "Alike", "Stack", "Training", "shard"]
-
 
 # So that others plan alike: costs of the model, and kernels by the fixed rule.
 FIXED: dict[str, Any] = {
@@ -68,9 +63,9 @@ class Alike(nn.Module):
         return torch.stack([layer(x) for layer in self.layers])
 
 
-def shard(model: nn.Module, blocks: Iterable[nn.Module] = (), **how: Any) -> None:
-    """FSDP2 for each block, then for the root; ``how`` as `fully_shard` takes it."""
-    for module in (*blocks, model):
+def shard(model: nn.Module, **how: Any) -> None:
+    """FSDP2 for each layer of a `Stack`, then for the root; ``how`` as `fully_shard` takes it."""
+    for module in (*(model.layers if isinstance(model, Stack) else ()), model):
         fully_shard(module, **how)
 
 
@@ -95,11 +90,11 @@ class Training:
     def of_muon(
         cls, model: nn.Module, shape: tuple[int, ...], plan: dict[str, Any], **muon: Any
     ) -> Training:
-        """``plan``: the arguments of `dmuon.dedicate_params`; the others are `dmuon.Muon`'s."""
-        is_plain = not any(isinstance(p, DTensor) for p in model.parameters())
-        is_plain = is_plain and not isinstance(model, DistributedDataParallel)
-        if is_plain and plan.get("layout", "replicated") == "replicated":
-            # dmuon averages the gradients, because nobody else does.
+        """``plan``: the arguments of `dmuon.dedicate_params`; the others are `dmuon.Muon`'s.
+
+        Replicated gradients are averaged by dmuon, unless ``plan`` has other options.
+        """
+        if plan["layout"] == "replicated":
             plan = {"options": dmuon.ReplicatedOptions(reduce_to_owner=True)} | plan
         own = dmuon.dedicate_params(model, **plan)
         return cls(model, shape, [dmuon.Muon(model, **muon)], own)

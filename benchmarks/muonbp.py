@@ -1,31 +1,28 @@
 """What does MuonBP cost in loss? The demo's training with periods 1, 2, 5 and infinity.
 
-``python -m benchmarks.muonbp --json out.json``: every training starts from the same weights and
-sees the same batches, on FSDP2 over 4 processes. Step sizes of a block step: ``two`` is
-`dmuon.Muon`'s default, each kind of step adjusted by the dims of what it orthogonalizes; ``low``
-multiplies ``block_lr_ratio`` at the lower end that theory gives, ``1 / sqrt(blocks)``. What a step
-costs in time and traffic: `benchmarks.steps`.
+``python -m benchmarks.muonbp --json out.json`` (docs/muonbp.md), on FSDP2 over 4 processes. Step
+sizes of a block step: ``two`` is `dmuon.Muon`'s default; ``low`` multiplies ``block_lr_ratio`` at
+the lower end that theory gives, ``1 / sqrt(blocks)``.
 """
 
 from __future__ import annotations
 
 import math
 from argparse import Namespace
-from dataclasses import replace
 
 from benchmarks.demo import demo, job_of, row_of
-from benchmarks.ranks import Rows, on_ranks
-from benchmarks.results import command, write
+from benchmarks.results import Row, command, write
+from benchmarks.timing import on_ranks
 
 WORLD = 4
 PERIODS = (1, 2, 5, math.inf)
 STEP_SIZES = {"two": None, "low": 1 / math.sqrt(WORLD)}
 
 
-def work(rank: int, args: Namespace) -> Rows:
+def work(rank: int, args: Namespace) -> list[Row]:
     """AdamW, and every period with every kind of step sizes; plain Muon takes no block step."""
     kinds = [(None, "two"), (1, "two"), *((p, s) for p in PERIODS[1:] for s in args.step_sizes)]
-    rows: Rows = []
+    rows: list[Row] = []
     for seed in range(args.seeds):
         rates = {"lr": demo.LR, "adamw_lr": demo.ADAMW_LR}
         job = job_of(rank, steps=args.steps, seed=seed, layout="sharded", **rates)
@@ -33,9 +30,8 @@ def work(rank: int, args: Namespace) -> Rows:
             if period is None:
                 run = demo.train_with_adamw(job)
             else:
-                given = Namespace(**vars(job.arguments))
-                given.period, given.block_lr_ratio = period, STEP_SIZES[sizes]
-                run, _ = demo.train_with_dmuon(replace(job, arguments=given))
+                job.arguments.period, job.arguments.block_lr_ratio = period, STEP_SIZES[sizes]
+                run, _ = demo.train_with_dmuon(job)
             row = row_of(run, seed) | {
                 "layout": "sharded",
                 "world": WORLD,

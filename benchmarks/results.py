@@ -1,4 +1,4 @@
-"""The form of every benchmark's result: machine, versions, rows; and a file that loses no row."""
+"""Commands, tables, pictures; results as machine, versions, rows; and a file that loses no row."""
 
 from __future__ import annotations
 
@@ -11,40 +11,37 @@ import shutil
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 import dmuon
+from dmuon import devices
 
 Row = dict[str, Any]
 
 
-def document(rows: Sequence[Row]) -> dict[str, Any]:
-    """``{"machine", "versions", "rows"}``."""
-    return {
-        "machine": {"cpu": _cpu_name(), "cores": os.cpu_count(), "system": platform.system()},
-        "versions": {
-            "dmuon": dmuon.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-        "rows": list(rows),
+Facts = dict[str, dict[str, Any]]
+"""What a document says beside its rows, of the ``machine`` and of ``versions``."""
+
+
+def document(rows: Sequence[Row], facts: Facts | None = None) -> dict[str, Any]:
+    """``{"machine", "versions", "rows"}``, with further facts of the first two."""
+    cpu = devices.of("cpu").name().split(", ")[0]
+    machine = {"cpu": cpu, "cores": os.cpu_count(), "system": platform.system()}
+    versions = {
+        "dmuon": dmuon.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
     }
+    more = facts or {"machine": {}, "versions": {}}
+    found: dict[str, Any] = {"machine": machine | more["machine"]}
+    return found | {"versions": versions | more["versions"], "rows": list(rows)}
 
 
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(
-                line.split(":")[1].strip() for line in file if line.startswith("model name")
-            )
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def gpu_facts(device: torch.device) -> dict[str, dict[str, Any]]:
+def gpu_facts(device: torch.device) -> Facts:
     """Clocks, driver, versions and switches of torch; ``nvidia_smi`` says why if it cannot."""
     try:
         import triton
@@ -80,15 +77,24 @@ def _nvidia_smi() -> dict[str, str] | str:
     return dict(zip(_ASKED.split(","), found.stdout.splitlines()[0].split(", ")))
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def command(doc: str | None, prog: str | None = None) -> argparse.ArgumentParser:
     """A parser with the first line of a module's docstring, and ``--json``."""
     parser = argparse.ArgumentParser(prog=prog, description=(doc or "").splitlines()[0])
     parser.add_argument("--json", metavar="PATH", help="write the rows there, - for stdout")
     return parser
+
+
+@contextmanager
+def picture(path: str, rows: int, cols: int, size: tuple[float, float]) -> Iterator[Any]:
+    """A figure with its axes, saved to ``path`` at the end."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(rows, cols, figsize=size, layout="constrained", sharex=True)
+    yield figure, axes
+    figure.savefig(path, dpi=150)
 
 
 def write(path: str | None, rows: Sequence[Row]) -> None:
@@ -188,10 +194,6 @@ class Rows:
         """The path of another file of the same run."""
         return None if self._path is None else os.path.join(os.path.dirname(self._path), name)
 
-    def seconds_left(self) -> float:
-        """Until nothing more is begun; infinite without a budget."""
-        return self._begin + self._budget_s - time.monotonic()
-
     @property
     def failed(self) -> list[Row]:
         """Rows that raised, or whose number is out of its limit."""
@@ -215,7 +217,7 @@ class Rows:
             return False
         self._known.add(name)
         base = {"name": name, **about}
-        if self.seconds_left() <= 0:
+        if time.monotonic() >= self._begin + self._budget_s:
             self._end(base | {"left_out": NO_TIME})
             return False
         self._running = base
@@ -257,9 +259,7 @@ class Rows:
 
     def document(self) -> dict[str, Any]:
         """What is in the file: rows, facts, the date, and what is being measured."""
-        found = document(self.rows)
-        for key, facts in self.facts.items():
-            found[key] |= facts
+        found = document(self.rows, self.facts)
         found["date"] = time.strftime("%Y-%m-%d", time.gmtime())
         found["left_out"] = [row["name"] for row in self.rows if row.get("left_out") == NO_TIME]
         found["seconds"] = round(time.monotonic() - self._begin, 1)

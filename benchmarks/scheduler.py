@@ -1,14 +1,11 @@
 """How far from the optimum are plans, and how long do they take?
 
-``python -m benchmarks.scheduler --json out.json`` plans every preset on 2 to 128 owners under the
-analytic costs of a GPU, with each solver; ``--measured gpt2-xl vla`` also under costs measured on
-this CPU (all dims divided by 8, so that measuring ends). ``gap`` is the makespan over the proven
-lower bound, less one; the bound of a cell is the best that any solver proved, and ``certified``
-that `certify` computed it again. ``lpt_elements`` and ``lpt_cost`` are longest-processing-time on
-the number of elements and on the cost of a single matrix: what is usual. ``seconds`` are CPU time.
-
-Then large models (`LARGE`), each in a process of its own for its peak memory, and
-`benchmarks.executed`: do owners take as long as planned?
+``python -m benchmarks.scheduler --json out.json`` plans every preset with each solver, under the
+analytic costs of a GPU; ``--measured gpt2-xl vla`` also under costs measured on this CPU (all dims
+divided by 8, so that measuring ends). ``gap`` is to the best lower bound that any solver proved;
+``lpt_elements`` and ``lpt_cost`` are longest-processing-time on the number of elements and on the
+cost of a single matrix: what is usual. ``seconds`` are CPU time. Then large models (`LARGE`), each
+in a process of its own for its peak memory, and `benchmarks.executed`.
 """
 
 from __future__ import annotations
@@ -27,8 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.executed import executed_rows
-from benchmarks.ranks import Row
-from benchmarks.results import command, table, write
+from benchmarks.results import Row, command, table, write
 from dmuon.catalogue import PRESETS, model_specs
 from dmuon.comm.transport import LocalTransport
 from dmuon.config import PlannerOptions
@@ -87,18 +83,12 @@ def planned(specs: ModelSpecs, owners: int, costs: CostTable, solver: str) -> Ro
     topology = Topology.flat(owners, ranks_per_node=min(GPUS, owners))
     begin = time.process_time()
     plan = solve(specs, topology, costs, solver=solver)
-    seconds = time.process_time() - begin
+    row: Row = {"solver": solver, "seconds": time.process_time() - begin}
     certificate = certify(plan)
-    return {
-        "solver": solver,
-        "makespan_ms": plan.makespan_ms,
-        "lower_bound_ms": plan.lower_bound_ms,
-        "imbalance": plan.makespan_ms / statistics.fmean(plan.loads_ms) - 1,
-        "status": plan.status,
-        "seconds": seconds,
-        "hit_time_limit": plan.hit_time_limit,
-        "certified": certificate.ok and certificate.proven,
-    }
+    row["certified"] = certificate.ok and certificate.proven
+    row["imbalance"] = plan.makespan_ms / statistics.fmean(plan.loads_ms) - 1
+    same = ("makespan_ms", "lower_bound_ms", "status", "hit_time_limit")
+    return row | {name: getattr(plan, name) for name in same}
 
 
 def by_weight(specs: ModelSpecs, owners: int, costs: CostTable) -> list[Row]:

@@ -1,17 +1,10 @@
-"""How long is `step()` in each layout, a matrix, and is it slower than in another checkout?
+"""How long is `step()` in each layout, per matrix, and is it slower than in another checkout?
 
-``python -m benchmarks.step_cost --json out.json`` times `step()` of dmuon and of foreach AdamW on
-the same parameters: 400 matrices of 16 x 16 on 2 gloo processes, where the host's work is all there
-is, and 8 layers of w=256 and 4 of w=512 on 4. ``--against PATH`` does the same with the dmuon of
-another checkout, in processes of its own: the two take turns, step by step, in one run, and
-``ratio_to_other`` is the median over rounds of the ratio within a round. ``--check`` fails where it
-is above ``--limit``.
-
-``median_ms`` is `step` alone, with ``publish="sync"``, of the slowest rank; ``us_per_matrix`` the
-same over the number of matrices; ``whole_ms`` from before backward to the end of the next forward,
-where a layout may have moved work. Every rank has data of its own. Costs are analytic and kernels
-chosen by the fixed rule, so that both checkouts plan alike. ``layout`` "sharded" is FSDP2, the
-others a plain module; AdamW on a plain module has gradients that nobody averages.
+``python -m benchmarks.step_cost --json out.json`` (docs/benchmarks.md). ``median_ms`` is `step`
+alone, with ``publish="sync"``, of the slowest rank; ``whole_ms`` from before backward to the end of
+the next forward, where a layout may have moved work. Costs are analytic and kernels chosen by the
+fixed rule, so that both checkouts plan alike. ``layout`` "sharded" is FSDP2, the others a plain
+module; AdamW on a plain module has gradients that nobody averages.
 """
 
 from __future__ import annotations
@@ -32,9 +25,8 @@ from torch import nn
 from torch.distributed import init_device_mesh
 
 from benchmarks.models import FIXED, Alike, Stack, Training, shard
-from benchmarks.ranks import joined
 from benchmarks.results import Row, command, show, write
-from benchmarks.timing import Laps, ratio, take_turns, timed_row
+from benchmarks.timing import Laps, joined, ratio, take_turns, timed_row
 
 HERE = Path(__file__).parents[1]
 LAYOUTS = ("sharded", "replicated", "dedicated")
@@ -54,8 +46,7 @@ def contender(case: str, optimizer: str, layout: str) -> Training:
     torch.manual_seed(0)
     model = build()
     if layout == "sharded":
-        blocks = model.layers if isinstance(model, Stack) else ()
-        shard(model, blocks, mesh=init_device_mesh("cpu", (world,)))
+        shard(model, mesh=init_device_mesh("cpu", (world,)))
     if optimizer == "AdamW":
         return Training(model, (4, width), [torch.optim.AdamW(model.parameters(), foreach=True)])
     muon = {"ns_dtype": torch.float32, "publish": "sync"}

@@ -1,18 +1,13 @@
 """What does a step cost: dmuon, AdamW and the known ways to run Muon?
 
-``python -m benchmarks.steps --json out.json`` starts gloo processes of one thread each, on which
-the contenders of a question train copies of one model in turns, step by step (`benchmarks.timing`).
-All orthogonalize in the dtype that suits the CPU (``--ns-dtype``). Questions (``--ask``):
+``python -m benchmarks.steps --json out.json`` (docs/benchmarks.md). Contenders of a question train
+copies of one model in turns. Questions (``--ask``):
 
-- ``sharded``: `step` on a model that FSDP2 has sharded. ``floor`` is one pass of torch.optim.Muon's
-  iteration over all matrices on one core, divided by the number of cores: Muon without traffic,
-  momentum and weight update, spread without loss.
-- ``replicated``: from before backward, in which gradients travel, to the end of the next forward,
-  where a step's last messages are waited for. ``local`` exchanges and updates nothing. Without
-  "DDP" in its name a contender exchanges gradients itself. ``--check`` fails where dmuon with DDP
-  takes more than the round robin that DDP feeds.
-- ``periods``: `step` of MuonBP on FSDP2, and the collectives and bytes in it (loss:
-  `benchmarks.muonbp`).
+- ``sharded``: `step` on a model that FSDP2 has sharded.
+- ``replicated``: from before backward to the end of the next forward. ``local`` exchanges and
+  updates nothing. Without "DDP" in its name a contender exchanges gradients itself. ``--check``
+  fails where dmuon with DDP takes more than the round robin that DDP feeds.
+- ``periods``: `step` of MuonBP on FSDP2, and the collectives and bytes in it.
 - ``tall``: `newton_schulz` and `step` on b matrices ``n x m`` against b matrices ``m x n``.
   ``--check`` fails above 1.3.
 
@@ -27,8 +22,9 @@ import gc
 import math
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -42,23 +38,33 @@ from torch.nn.parallel import DistributedDataParallel
 import dmuon
 from benchmarks import baselines
 from benchmarks.models import FIXED, Alike, Stack, Training, shard
-from benchmarks.ranks import Row, Rows, on_ranks
-from benchmarks.results import command, dtype_name, show, write
-from benchmarks.timing import Laps, over_ranks, ratio, take_turns, timed_row
+from benchmarks.results import Row, command, show, write
+from benchmarks.timing import Laps, first_laps, on_ranks, over_ranks, ratio, take_turns, timed_row
 from dmuon import devices
+from dmuon.scheduler.specs import dtype_name
 
 WARM_UP = 2
 SETS = {"8 layers, w=256": (8, 256), "4 layers, w=512": (4, 512)}
-ON_SHARDS = {
-    "gather-then-compute": baselines.GatherThenCompute,
-    "same-shape buckets": baselines.SameShapeBuckets,
-    "Parallel Muon": baselines.ParallelMuon,
-}
-ON_REPLICAS: dict[str, Callable[..., baselines.Baseline]] = {
-    "redundant": baselines.Redundant,
-    "round robin, DDP": baselines.RoundRobin,
-    "round robin, reduced to owner": partial(baselines.RoundRobin, reduce_to_owner=True),
-    "same-shape all-gather": baselines.SameShapeAllGather,
+KINDS: Mapping[str, Mapping[str, Callable[..., baselines.Baseline] | None]] = {
+    "sharded": {
+        "dmuon sync": None,
+        "dmuon async": None,
+        "AdamW foreach": None,
+        "gather-then-compute": baselines.GatherThenCompute,
+        "same-shape buckets": baselines.SameShapeBuckets,
+        "Parallel Muon": baselines.ParallelMuon,
+    },
+    "replicated": {
+        "local": None,
+        "AdamW, DDP": None,
+        "dmuon, DDP": None,
+        "dmuon, reduced to owner": None,
+        "dmuon, reduced to owner, DDP": None,
+        "redundant": baselines.Redundant,
+        "round robin, DDP": baselines.RoundRobin,
+        "round robin, reduced to owner": partial(baselines.RoundRobin, reduce_to_owner=True),
+        "same-shape all-gather": baselines.SameShapeAllGather,
+    },
 }
 PERIODS = (1, 2, 5, math.inf)
 CYCLE = 10  # steps in which a period's collectives are counted: a multiple of every finite one
@@ -67,7 +73,7 @@ CYCLE = 10  # steps in which a period's collectives are counted: a multiple of e
 def row_of(
     set_name: str, name: str, layout: str, ms: Sequence[float], training: Training | None = None
 ) -> Row:
-    """What all rows have in common."""
+    """The keys of all rows."""
     sent = torch.tensor(0.0 if training is None else float(training.sent_bytes()))
     dist.all_reduce(sent)
     row = timed_row(set_name, name, layout, world := dist.get_world_size(), ms)
@@ -77,41 +83,35 @@ def row_of(
 # ---- on FSDP2 and on replicas --------------------------------------------------------------
 
 
-def on_shards(name: str, layers: int, width: int, dtype: torch.dtype) -> Training:
-    torch.manual_seed(0)
-    model, shape = Stack(layers, width), (4, 8, width)
-    shard(model, model.layers)
-    if name.startswith("dmuon"):
-        muon = {"ns_dtype": dtype, "publish": name.split()[1]}
-        return Training.of_muon(model, shape, {"layout": "sharded"}, **muon)
-    others = list(model.parameters())
-    optimizers: list[Any] = []
-    if name in ON_SHARDS:
-        matrices = [p for p in others if p.ndim == 2]
-        others = [p for p in others if p.ndim != 2]
-        optimizers.append(ON_SHARDS[name](matrices, ns_dtype=dtype))
-    return Training(model, shape, [*optimizers, torch.optim.AdamW(others, foreach=True)])
-
-
-def on_replicas(name: str, layers: int, width: int, dtype: torch.dtype) -> Training:
+def contender(
+    layout: str, name: str, layers: int, width: int, dtype: torch.dtype, **muon: Any
+) -> Training:
+    """A training of `SETS`'s model; ``muon`` are further arguments of `dmuon.Muon`."""
     torch.manual_seed(0)
     model: nn.Module = Stack(layers, width)
-    shape = (4, 8, width)
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim != 2]
-    if name.endswith("DDP"):
+    shape, is_ddp = (4, 8, width), name.endswith("DDP")
+    if layout == "sharded":
+        shard(model)
+    params = list(model.parameters())
+    if is_ddp:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if name.startswith("dmuon"):
-        frugal = not name.endswith("DDP") or "reduced" in name
-        plan = {"options": dmuon.ReplicatedOptions(reduce_to_owner=frugal)}
-        return Training.of_muon(model, shape, plan, ns_dtype=dtype)
+        plan: dict[str, Any] = {"layout": layout}
+        if layout == "replicated":
+            frugal = not is_ddp or "reduced" in name
+            plan["options"] = dmuon.ReplicatedOptions(reduce_to_owner=frugal)
+        else:
+            muon = {"publish": name.split()[1]} | muon
+        return Training.of_muon(model, shape, plan, ns_dtype=dtype, **muon)
     if name == "local":
         return Training(model, shape, [])
-    if name == "AdamW, DDP":
-        return Training(model, shape, [torch.optim.AdamW(model.parameters(), foreach=True)])
-    muon = ON_REPLICAS[name](matrices, ns_dtype=dtype)
-    sync = None if name.endswith("DDP") else muon.sync_gradients
-    return Training(model, shape, [muon, torch.optim.AdamW(others, foreach=True)], sync=sync)
+    kind = KINDS[layout][name]
+    if kind is None:
+        return Training(model, shape, [torch.optim.AdamW(params, foreach=True)])
+    baseline = kind([p for p in params if p.ndim == 2], ns_dtype=dtype)
+    adamw = torch.optim.AdamW([p for p in params if p.ndim != 2], foreach=True)
+    sync = None if is_ddp or layout == "sharded" else baseline.sync_gradients
+    return Training(model, shape, [baseline, adamw], sync=sync)
 
 
 def floor(layers: int, width: int, dtype: torch.dtype, cores: int) -> Callable[[], Laps]:
@@ -125,40 +125,29 @@ def floor(layers: int, width: int, dtype: torch.dtype, cores: int) -> Callable[[
     return lambda: (over_ranks(one_pass)[0] / min(dist.get_world_size(), cores),)
 
 
-def ask_sharded(args: argparse.Namespace, dtype: torch.dtype) -> Rows:
+def ask_layout(layout: str, args: argparse.Namespace, dtype: torch.dtype) -> list[Row]:
     rows = []
     for name, size in SETS.items():
-        kinds = ("dmuon sync", "dmuon async", "AdamW foreach", *ON_SHARDS)
-        field = {kind: on_shards(kind, *size, dtype) for kind in kinds}
-        turns = {"floor": floor(*size, dtype, args.cores)}
-        turns |= {kind: training.step_turn for kind, training in field.items()}
+        field = {kind: contender(layout, kind, *size, dtype) for kind in KINDS[layout]}
+        turns: dict[str, Callable[[], Laps]]
+        if layout == "sharded":
+            turns = {"floor": floor(*size, dtype, args.cores)}
+            turns |= {kind: training.step_turn for kind, training in field.items()}
+        else:
+            turns = {kind: training.turn for kind, training in field.items()}
         times = take_turns(turns, args.rounds or 15, warm_up=WARM_UP)
-        ms = {kind: [laps[0] for laps in found] for kind, found in times.items()}
-        for kind in turns:
-            row = row_of(name, kind, "sharded", ms[kind], field.get(kind))
-            row["ratio_to_floor"] = ratio(ms[kind], ms["floor"])
-            row["gather_over_this"] = ratio(ms["gather-then-compute"], ms[kind])
+        ms = first_laps(times)
+        for kind, mine in ms.items():
+            row = row_of(name, kind, layout, mine, field.get(kind))
+            if layout == "sharded":
+                row["ratio_to_floor"] = ratio(mine, ms["floor"])
+                row["gather_over_this"] = ratio(ms["gather-then-compute"], mine)
+            else:
+                row["step_ms"] = statistics.median(laps[2] for laps in times[kind])
+                row["ratio_to_adamw"] = ratio(mine, ms["AdamW, DDP"])
+                row["ratio_to_round_robin"] = ratio(mine, ms["round robin, DDP"])
             rows.append(row)
         for training in field.values():
-            training.close()
-    return rows
-
-
-def ask_replicated(args: argparse.Namespace, dtype: torch.dtype) -> Rows:
-    rows = []
-    for name, size in SETS.items():
-        ours = ("dmuon, DDP", "dmuon, reduced to owner", "dmuon, reduced to owner, DDP")
-        kinds = ("local", "AdamW, DDP", *ours, *ON_REPLICAS)
-        field = {kind: on_replicas(kind, *size, dtype) for kind in kinds}
-        turns = {kind: training.turn for kind, training in field.items()}
-        times = take_turns(turns, args.rounds or 15, warm_up=WARM_UP)
-        ms = {kind: [laps[0] for laps in found] for kind, found in times.items()}
-        for kind, training in field.items():
-            row = row_of(name, kind, "replicated", ms[kind], training)
-            row["step_ms"] = statistics.median(laps[2] for laps in times[kind])
-            row["ratio_to_adamw"] = ratio(ms[kind], ms["AdamW, DDP"])
-            row["ratio_to_round_robin"] = ratio(ms[kind], ms["round robin, DDP"])
-            rows.append(row)
             training.close()
     return rows
 
@@ -180,31 +169,24 @@ def count(training: Training) -> tuple[int, int]:
     return mode.get_total_counts(), training.sent_bytes()
 
 
-def ask_periods(args: argparse.Namespace, dtype: torch.dtype) -> Rows:
+def ask_periods(args: argparse.Namespace, dtype: torch.dtype) -> list[Row]:
     """A mean counts full and block steps as they come; bytes are of this rank."""
-    set_name, (layers, width) = next(iter(SETS.items()))
-    field = {}
-    for period in PERIODS:
-        torch.manual_seed(0)
-        model = Stack(layers, width)
-        shard(model, model.layers)
-        # "sync": nothing of the step may be left for the next forward, which is not counted.
-        muon = {"ns_dtype": dtype, "period": period, "publish": "sync"}
-        plan = {"layout": "sharded"}
-        field[period] = Training.of_muon(model, (4, 8, width), plan, **muon)
+    set_name, size = next(iter(SETS.items()))
+    # "sync": nothing of the step may be left for the next forward, which is not counted.
+    field = {
+        period: contender("sharded", "dmuon sync", *size, dtype, period=period)
+        for period in PERIODS
+    }
     counts = {period: [count(field[period]) for _ in range(CYCLE)] for period in PERIODS}
     turns = {str(period): training.step_turn for period, training in field.items()}
-    turns["AdamW"] = (adamw := on_shards("AdamW foreach", layers, width, dtype)).step_turn
-    times = take_turns(turns, args.rounds or 30)
-    ms = {name: [laps[0] for laps in found] for name, found in times.items()}
+    turns["AdamW"] = (adamw := contender("sharded", "AdamW foreach", *size, dtype)).step_turn
+    ms = first_laps(take_turns(turns, args.rounds or 30))
     rows = [row_of(set_name, "AdamW foreach", "sharded", ms["AdamW"], adamw)]
     for period, training in field.items():
         mine = ms[str(period)]
         row = row_of(set_name, f"P={period}", "sharded", mine, training)
-        row |= {
-            "period": "inf" if period == math.inf else period,
-            "mean_ms": statistics.fmean(mine),
-        }
+        row["period"] = "inf" if period == math.inf else period
+        row["mean_ms"] = statistics.fmean(mine)
         for kind in ("full", "block"):
             steps = [t for t in range(CYCLE + len(mine)) if is_full(t, period) == (kind == "full")]
             timed = [mine[t - CYCLE] for t in steps if t >= CYCLE]
@@ -243,32 +225,29 @@ def on_matrices(
     return training.step_turn, training.close
 
 
-def ask_tall(args: argparse.Namespace, dtype: torch.dtype) -> Rows:
+def ask_tall(args: argparse.Namespace, dtype: torch.dtype) -> list[Row]:
     rows = []
-    for form in FORMS:
-        for m, n in SHAPES:
-            for batch in BATCHES:
-                made = {"tall": on_matrices(form, batch, n, m, dtype)}
-                made["wide"] = on_matrices(form, batch, m, n, dtype)
-                turns = {name: turn for name, (turn, _) in made.items()}
-                (once,) = take_turns(turns, 1, warm_up=1)["wide"]
-                # What takes a millisecond is noisier than what takes a second.
-                rounds = args.rounds or max(7, min(60, int(600 / once[0])))
-                times = take_turns(turns, rounds)
-                tall, wide = ([laps[0] for laps in times[name]] for name in made)
-                row = row_of(f"{batch} x [{n}, {m}] over its transpose", "dmuon", form, tall)
-                rows.append(row | {"ratio": ratio(tall, wide)})
-                for _, close in made.values():
-                    close()
-                gc.collect()
+    for form, (m, n), batch in product(FORMS, SHAPES, BATCHES):
+        made = {"tall": on_matrices(form, batch, n, m, dtype)}
+        made["wide"] = on_matrices(form, batch, m, n, dtype)
+        turns = {name: turn for name, (turn, _) in made.items()}
+        (once,) = take_turns(turns, 1, warm_up=1)["wide"]
+        # What takes a millisecond is noisier than what takes a second.
+        rounds = args.rounds or max(7, min(60, int(600 / once[0])))
+        ms = first_laps(take_turns(turns, rounds))
+        row = row_of(f"{batch} x [{n}, {m}] over its transpose", "dmuon", form, ms["tall"])
+        rows.append(row | {"ratio": ratio(ms["tall"], ms["wide"])})
+        for _, close in made.values():
+            close()
+        gc.collect()
     return rows
 
 
 # ---- the command ---------------------------------------------------------------------------
 
-QUESTIONS = {
-    "sharded": ask_sharded,
-    "replicated": ask_replicated,
+QUESTIONS: dict[str, Callable[[argparse.Namespace, torch.dtype], list[Row]]] = {
+    "sharded": partial(ask_layout, "sharded"),
+    "replicated": partial(ask_layout, "replicated"),
     "periods": ask_periods,
     "tall": ask_tall,
 }
@@ -281,7 +260,7 @@ _SHOWN = ("ratio_to_floor", "ratio_to_adamw", "ratio_to_round_robin", "ratio", "
           "full_ms", "block_ms", "collectives_full", "collectives_block")  # fmt: skip
 
 
-def work(rank: int, args: argparse.Namespace, question: str) -> Rows:
+def work(rank: int, args: argparse.Namespace, question: str) -> list[Row]:
     is_auto = args.ns_dtype == "auto"
     dtype = devices.of("cpu").ns_dtype() if is_auto else getattr(torch, args.ns_dtype)
     rows = QUESTIONS[question](args, dtype)
@@ -308,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="fail above the limits")
     args = parser.parse_args(argv)
     args.cores = len(os.sched_getaffinity(0))
-    rows: Rows = []
+    rows: list[Row] = []
     for question in args.ask:
         found = on_ranks(2 if question == "tall" else args.world, work, args, question)
         print(question)

@@ -1,4 +1,5 @@
-"""The one way in which benchmarks measure time: contenders in turns, and ratios within a round.
+"""The one way in which benchmarks measure time: contenders in turns, and ratios within a round; and
+the processes in which they run.
 
 A machine that slows down for a while slows every contender of a round, so a ratio is the median
 over the rounds of the ratio within a round. Times are in milliseconds, by phase; over ranks that of
@@ -9,15 +10,19 @@ from __future__ import annotations
 
 import gc
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
-__all__ = ["Laps", "Times", "laps", "over_ranks", "ratio", "spread", "take_turns", "timed_row"]
+from benchmarks.results import Row, read_rows, write_json
 
 Laps = tuple[float, ...]
 """Milliseconds of one turn, by phase."""
@@ -32,17 +37,14 @@ def take_turns(
     rounds: int,
     *,
     warm_up: int = 0,
-    times: Times | None = None,
     failures: dict[str, Exception] | None = None,
 ) -> Times:
     """Run each contender once a round, in an order that is rotated by one from round to round.
 
-    ``times`` is filled while it runs, so that whoever is interrupted has what was measured. With
-    ``failures`` a contender that raises is noted there, leaves ``times`` and takes part no more.
-    Python's garbage is collected between rounds, never in one.
+    With ``failures`` a contender that raises is noted there, leaves the result and takes part no
+    more. Python's garbage is collected between rounds, never in one.
     """
-    times = {} if times is None else times
-    times |= {name: [] for name in contenders}
+    times: Times = {name: [] for name in contenders}
     names = list(contenders)
     was_enabled = gc.isenabled()
     gc.collect()
@@ -96,6 +98,10 @@ def over_ranks(*actions: Callable[[], Any]) -> Laps:
     return tuple(slowest.tolist())
 
 
+def first_laps(times: Times) -> dict[str, list[float]]:
+    return {name: [laps[0] for laps in found] for name, found in times.items()}
+
+
 def spread(values_ms: Sequence[float], tail: int = 10) -> dict[str, float]:
     """Median and the percentiles ``tail`` and ``100 - tail``.
 
@@ -115,7 +121,7 @@ def spread(values_ms: Sequence[float], tail: int = 10) -> dict[str, float]:
 
 def timed_row(
     name: str, optimizer: str, layout: str, world: int, values_ms: Sequence[float]
-) -> dict[str, Any]:
+) -> Row:
     """What all rows of timed steps have in common."""
     row = {"set": name, "optimizer": optimizer, "layout": layout, "world": world}
     return row | spread(values_ms) | {"rounds": len(values_ms)}
@@ -128,3 +134,39 @@ def ratio(these: Sequence[float], those: Sequence[float]) -> float:
     0.5
     """
     return statistics.median(a / b for a, b in zip(these, those, strict=True))
+
+
+# ---- ranks ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def joined(
+    folder: str, rank: int = 0, world: int = 1, device: torch.device | None = None
+) -> Iterator[None]:
+    """In it this process is one rank of a group, which meets in ``folder``."""
+    dist.init_process_group(
+        "nccl" if device is not None and device.type == "cuda" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=300),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _work(rank: int, world: int, folder: str, body: Callable[..., list[Row]], *given: Any) -> None:
+    torch.set_num_threads(1)
+    with joined(folder, rank, world):
+        rows = body(rank, *given)
+        if rank == 0:
+            write_json(f"{folder}/rows.json", {"rows": rows})
+
+
+def on_ranks(world: int, body: Callable[..., list[Row]], *given: Any) -> list[Row]:
+    """``body(rank, *given)`` in ``world`` gloo processes of one thread; the first one's rows."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_work, (world, folder, body, *given), nprocs=world)
+        return read_rows(f"{folder}/rows.json")

@@ -71,16 +71,9 @@ def results_table(runs: list[Run], title: str) -> Table:
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
     )
-    for column in (
-        "optimizer",
-        "lr",
-        "steps",
-        "train loss",
-        "validation loss",
-        "tokens/s",
-        "step() ms",
-    ):
-        table.add_column(column, justify="left" if column == "optimizer" else "right")
+    table.add_column("optimizer")
+    for column in ("lr", "steps", "train loss", "validation loss", "tokens/s", "step() ms"):
+        table.add_column(column, justify="right")
     best = min(run.validation_loss for run in runs)
     for run in runs:
         loss = f"{run.validation_loss:.4f}"

@@ -26,13 +26,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _gpt import GPT, GPTConfig
-from _parallel import shard_with_fsdp2
 from _progress import StepTimer, Ticker
 from _results import Run, machine, plot_losses, results_table, versions, write_json
 from _text import Text, load_standard_library
 from rich.console import Console
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -101,8 +101,11 @@ class Job:
         return GPT(self.config).to(self.ranks.device, getattr(torch, self.arguments.dtype))
 
     def shard(self, model: GPT) -> GPT:
-        device = self.ranks.device.type
-        return shard_with_fsdp2(model, init_device_mesh(device, (self.ranks.world,)))
+        """FSDP2 for each block separately and the rest with the root, in place."""
+        mesh = init_device_mesh(self.ranks.device.type, (self.ranks.world,))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh)
+        return model
 
     def training_batch(self, step: int) -> Batch:
         seed, context = self.arguments.seed, self.config.context
@@ -126,7 +129,10 @@ class Job:
         return inputs.to(self.ranks.device), targets.to(self.ranks.device)
 
 
-def train_with_dmuon(job: Job) -> tuple[Run, dmuon.LoadBalanceReport]:
+def train_with_dmuon(
+    job: Job, *, adamw_lr: float | None = None
+) -> tuple[Run, dmuon.LoadBalanceReport]:
+    """``adamw_lr``: of what goes to AdamW, None for as much as the matrices have."""
     model = job.build_model()
     if job.arguments.layout == "sharded":
         job.shard(model)
@@ -140,6 +146,7 @@ def train_with_dmuon(job: Job) -> tuple[Run, dmuon.LoadBalanceReport]:
         weight_decay=WEIGHT_DECAY,
         period=job.arguments.period,
         block_lr_ratio=job.arguments.block_lr_ratio,
+        adamw_lr=adamw_lr,
     )
     report = own.report()
     job.say(str(report))

@@ -1,11 +1,19 @@
-"""Whether torch's matrix products are given memory that they are fast on."""
+"""Newton-Schulz by any products, and whether these are given memory that they are fast on."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from dmuon.kernels.choice import segments_of
+from dmuon.kernels.newton_schulz import prepared, resolve_coefficients
+from dmuon.kernels.ops import MatmulOps
+from dmuon.types import KernelChoice
+
+POLAR = resolve_coefficients("polar_express", 5)
 
 aten = torch.ops.aten
 _ADDED = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
@@ -43,3 +51,29 @@ class Products(TorchDispatchMode):
                 layouts = [f"{[*t.shape]} by {t.stride()}" for t in (*factors, *written)]
                 self.slow.append(f"{func}: {layouts}")
         return func(*args, **kwargs)
+
+
+def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Relative distance in Frobenius norm."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def by_hand(x: Tensor, triples: Any = POLAR) -> Tensor:
+    """The standard form in float64 on normalized matrices."""
+    x = x.double()
+    for a, b, c in triples:
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def iterated(x: Tensor, restarts: tuple[int, ...], ops: MatmulOps | None = None) -> Tensor:
+    """The Gram form with these restarts, safe or not, on normalized ``[b, m, n]`` in place."""
+    segments = segments_of(KernelChoice("gram", restarts, "torch", ""), len(POLAR))
+    new = lambda shape, dtype: torch.empty(shape, dtype=dtype)  # noqa: E731
+    return prepared(x, POLAR, segments, ops or MatmulOps(), new)()

@@ -1,7 +1,7 @@
 """What the Triton kernels have to do, wherever they run: in the interpreter and on a GPU.
 
 ``tests/unit/test_triton.py`` and ``tests/gpu/test_triton.py`` collect these tests and give them a
-fixture ``kernels``: the three modules, and the device to run them on.
+fixture ``kernels``: the three modules, and where they run. Large sizes are for a GPU.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmuon.kernels.newton_schulz import resolve_coefficients
 from dmuon.tensors import normalize, normalize_
 from tests.internals import Hyper, momentum_update
+from tests.products import POLAR, by_hand
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-POLAR = resolve_coefficients("polar_express", 5)
 EMA: dict[str, Any] = {"momentum": 0.95, "nesterov": True, "mode": "ema", "dampening": 0.0}
 TOLERANCE = {F32: 1e-5, F16: 1e-2, BF16: 8e-2}
 FLOAT32_EPS = torch.finfo(F32).eps
@@ -36,8 +35,21 @@ class Kernels:
     elementwise: ModuleType
     small: ModuleType
 
-    def scalar(self, value: float) -> Tensor:
-        return torch.tensor(value, device=self.device)
+    def momentum(
+        self, buffer: Tensor, grad: Tensor, out: Tensor, eps: float = 1e-7, **how: Any
+    ) -> Tensor:
+        """As optimizers have it by default."""
+        settings: dict[str, Any] = EMA | how
+        self.elementwise.momentum_norm_cast(buffer, grad, eps=eps, out=out, **settings)
+        return out
+
+    def update(self, weight: Tensor, update: Tensor, decay: float, lr: float) -> None:
+        factor = torch.tensor(decay, device=self.device)
+        self.elementwise.apply_update(weight, update, decay=factor, lr=lr)
+
+    @property
+    def is_interpreted(self) -> bool:
+        return self.device == "cpu"
 
     def random(self, *shape: int, dtype: torch.dtype = F32) -> Tensor:
         """The same numbers on every device."""
@@ -53,7 +65,7 @@ class Kernels:
 
     def tile(self, *sizes: int) -> Any:
         """Small ones, so that the interpreter sees many of them."""
-        return self.syrk.Tile(*sizes) if self.device == "cpu" else None
+        return self.syrk.Tile(*sizes) if self.is_interpreted else None
 
 
 def assert_within(found: Tensor, wanted: Tensor, bound: Tensor) -> None:
@@ -104,7 +116,7 @@ def check_symm(
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("parts", [(), ("c",), ("diag",), ("plain",), ("c", "diag", "plain")])
 def test_every_epilogue(kernels, parts, dtype):
-    m, k = (70, 50) if kernels.device == "cpu" else (330, 200)
+    m, k = (70, 50) if kernels.is_interpreted else (330, 200)
     a, bt = (kernels.random(m, k, dtype=dtype) for _ in range(2))
     how: dict[str, Any] = {"alpha": -1.75, "diag": 8.25 * ("diag" in parts)}
     if "c" in parts:
@@ -143,9 +155,10 @@ def test_unusual_operands(kernels):
     tile = kernels.tile(16, 32, 4, 2)
     shared = kernels.random(30, 12).expand(2, 30, 12)  # one matrix for a whole batch
     check_symm(kernels, shared, kernels.random(2, 30, 12), out=kernels.empty(2, 30, 30), tile=tile)
-    far = 2**22 + 1  # offsets inside a tile pass 2^31 bytes
-    a = kernels.empty(2 * far + 64).as_strided((3, 20), (far, 1))
-    check_symm(kernels, a.copy_(kernels.random(3, 20)), a, out=kernels.empty(3, 3), tile=tile)
+    m, far = 3 if kernels.is_interpreted else 300, 2**22 + 1  # offsets in a tile pass 2^31 bytes
+    a = kernels.empty((m - 1) * far + 64, dtype=F16).as_strided((m, 20), (far, 1))
+    a.copy_(kernels.random(m, 20))
+    check_symm(kernels, a, a, out=kernels.empty(m, m, dtype=F16), tile=tile)
     a, c = kernels.random(40, 24, dtype=F16), kernels.random(40, 40, dtype=BF16)
     check_symm(kernels, a, a, c, out=kernels.empty(40, 40), beta=1.5, tile=tile)
     c, none = kernels.random(20, 20), kernels.empty(20, 0)
@@ -164,7 +177,8 @@ def test_unusual_operands(kernels):
 def check_momentum(
     kernels: Kernels, buffer: Tensor, grad: Tensor, out: Tensor, *, eps: float = 1e-7, **how: Any
 ) -> None:
-    """Against the formulas of `dmuon.update` in float64, with room for one rounding each."""
+    """Against the formulas of `dmuon.rule` in float64, with room for one rounding each."""
+    how = EMA | how
     advanced, kept = buffer.double(), grad.clone()
     momentum_update(advanced, grad.double(), Hyper(0.0, 1.0, None, **how))
     advanced = advanced.to(buffer.dtype).double()
@@ -172,8 +186,7 @@ def check_momentum(
     if how["nesterov"]:
         share = 1 - how["momentum"] if how["mode"] == "ema" else 1.0
         operand = share * grad.double() + how["momentum"] * advanced
-    kernels.elementwise.momentum_norm_cast(buffer, grad, **how, eps=eps, out=out)
-    normalize_(out)
+    normalize_(kernels.momentum(buffer, grad, out, eps, **how))
     assert torch.equal(grad, kept)
     size = advanced.abs() + grad.double().abs()
     step = 2 * torch.finfo(buffer.dtype).eps
@@ -200,8 +213,9 @@ def test_every_formula(kernels, mode, nesterov, momentum):
 
 @pytest.mark.parametrize("dtypes", [(F32, BF16, F16), (F32, F32, BF16), (BF16, BF16, F16)])
 def test_momentum_of_any_shape_and_dtype(kernels, dtypes):
-    for shape in ((1, 1, 1), (3, 3, 5), (2, 70, 130)):
-        check_momentum(kernels, *(kernels.random(*shape, dtype=d) for d in dtypes), **EMA)
+    large = () if kernels.is_interpreted else ((1, 1024, 4096), (2, 1000, 777))
+    for shape in ((1, 1, 1), (3, 3, 5), (2, 70, 130), *large):
+        check_momentum(kernels, *(kernels.random(*shape, dtype=d) for d in dtypes))
 
 
 def test_several_tiles_a_program_and_nothing_written_beside(kernels, monkeypatch):
@@ -211,9 +225,9 @@ def test_several_tiles_a_program_and_nothing_written_beside(kernels, monkeypatch
     again = buffer.clone()
     memory = torch.zeros(4, *shape[1:], device=kernels.device)
     out, other = memory[1:3], kernels.empty(*shape)
-    check_momentum(kernels, buffer, grad, out, **EMA)
-    kernels.elementwise.momentum_norm_cast(again, grad, **EMA, eps=1e-7, out=other)
-    assert torch.equal(normalize_(other), out), "the same input gives the same bits"
+    check_momentum(kernels, buffer, grad, out)
+    other = normalize_(kernels.momentum(again, grad, other))
+    assert torch.equal(other, out), "the same input gives the same bits"
     assert not memory[0].any() and not memory[3].any()
 
 
@@ -221,11 +235,9 @@ def test_several_tiles_a_program_and_nothing_written_beside(kernels, monkeypatch
 def test_squares_neither_overflow_nor_vanish(kernels, scale):
     buffer, grad = kernels.random(2, 40, 150) * scale, kernels.random(2, 40, 150) * scale
     grad[0, 0, 0] *= 1e4
-    check_momentum(kernels, buffer, grad, kernels.empty(2, 40, 150), eps=1e-35, **EMA)
+    check_momentum(kernels, buffer, grad, kernels.empty(2, 40, 150), eps=1e-35)
     grad = torch.full((1, 4, 4), 1e-10, device=kernels.device)
-    kernels.elementwise.momentum_norm_cast(
-        grad.clone(), grad, **EMA, eps=1e-7, out=(out := kernels.empty(1, 4, 4))
-    )
+    out = kernels.momentum(grad.clone(), grad, kernels.empty(1, 4, 4))
     torch.testing.assert_close(out, torch.full_like(out, 1e-3), msg="below eps it stays small")
 
 
@@ -238,9 +250,7 @@ def test_a_bad_entry_makes_its_matrix_nan(kernels, bad, at, monkeypatch):
     grad = kernels.random(3, 70, 130)
     grad[1][at] = bad
     grad[2] = 0.0
-    out = kernels.empty(3, 70, 130)
-    plain = EMA | {"nesterov": False}
-    kernels.elementwise.momentum_norm_cast(grad.clone(), grad, **plain, eps=1e-7, out=out)
+    out = kernels.momentum(grad.clone(), grad, kernels.empty(3, 70, 130), nesterov=False)
     assert out[0].isfinite().all()
     assert out[1].isnan().all()
     assert (out[2] == 0).all(), "a zero matrix stays zero"
@@ -248,10 +258,11 @@ def test_a_bad_entry_makes_its_matrix_nan(kernels, bad, at, monkeypatch):
 
 @pytest.mark.parametrize("dtypes", [(F32, F16), (BF16, BF16), (F16, F32)])
 def test_update(kernels, dtypes):
-    for shape in ((), (7,), (70, 90), (2, 3, 4, 5)):
+    large = () if kernels.is_interpreted else ((2, 1024, 4096),)
+    for shape in ((), (7,), (70, 90), (2, 3, 4, 5), *large):
         weight, update = (kernels.random(*shape, dtype=dtype) for dtype in dtypes)
         kept, wanted = update.clone(), weight.double() * 0.875 - 0.25 * update.double()
-        kernels.elementwise.apply_update(weight, update, decay=kernels.scalar(0.875), lr=0.25)
+        kernels.update(weight, update, 0.875, 0.25)
         assert torch.equal(update, kept)
         bound = torch.finfo(dtypes[0]).eps * wanted.abs() + 4 * FLOAT32_EPS
         assert_within(weight, wanted, bound)
@@ -264,11 +275,8 @@ def check_small(
     kernels: Kernels, x: Tensor, restarts: Any, coefficients: Any = POLAR, tolerance: float = 0.0
 ) -> None:
     """Against the standard form in float64."""
-    wanted = x.double()
-    for a, b, c in coefficients:
-        gram = wanted @ wanted.mT
-        wanted = a * wanted + (b * gram + c * gram @ gram) @ wanted
-    kernels.small.small_iteration(x, kernels.small.tables(x, coefficients, restarts))
+    wanted = by_hand(x, coefficients)
+    kernels.small.prepared_iteration(x, coefficients, restarts)()
     error = torch.linalg.vector_norm(x.double() - wanted, dim=(-2, -1))
     limit = (tolerance or TOLERANCE[x.dtype]) * torch.linalg.vector_norm(wanted, dim=(-2, -1))
     assert (error <= limit).all(), error
@@ -281,6 +289,10 @@ def test_small_shapes_and_dtypes(kernels, dtype):
         check_small(kernels, kernels.unit(2, m, n, dtype=dtype), restarts)
     if dtype is F16:
         check_small(kernels, kernels.unit(2, 128, 192, dtype=dtype), (2,))
+    large = ((300, 64, 128), (3, 100, 1000), (9, 128, 128), (2, 128, 2048), (4, 127, 333))
+    if dtype is not F32 and not kernels.is_interpreted:
+        for shape, restarts in itertools.product(large, ((1, 3), (1, 2, 3, 4))):
+            check_small(kernels, kernels.unit(*shape, dtype=dtype), restarts)
 
 
 @pytest.mark.parametrize(("m", "dtype"), [(20, F32), (100, F16)])
@@ -296,7 +308,7 @@ def test_matrices_of_a_batch_do_not_meet(kernels, m):
     x[2] = 0
     alone = x[3:].clone()
     for batch in (alone, x):
-        kernels.small.small_iteration(batch, kernels.small.tables(batch, POLAR, (2,)))
+        kernels.small.prepared_iteration(batch, POLAR, (2,))()
     assert x[0].isfinite().all() and x[1].isnan().all() and (x[2] == 0).all()
     assert torch.equal(x[3], alone[0])
 
@@ -314,16 +326,16 @@ def test_small_strides_and_coefficients(kernels):
 def test_nothing_to_do_and_other_tensors(kernels):
     x = kernels.unit(1, 4, 5)
     before, none = x.clone(), x[:0]
-    kernels.small.small_iteration(x, kernels.small.tables(x, (), ()))
-    kernels.small.small_iteration(none, kernels.small.tables(none, POLAR, (2,)))
-    kernels.elementwise.momentum_norm_cast(none, none.clone(), **EMA, eps=1e-7, out=none.clone())
-    kernels.elementwise.apply_update(none, none.clone(), decay=kernels.scalar(1.0), lr=1.0)
+    kernels.small.prepared_iteration(x, (), ())()
+    kernels.small.prepared_iteration(none, POLAR, (2,))()
+    kernels.momentum(none, none.clone(), none.clone())
+    kernels.update(none, none.clone(), 1.0, 1.0)
     assert torch.equal(x, before)
     wide, other = x.double(), kernels.random(1, 5, 4)
     for call in (
-        lambda: kernels.small.tables(wide, POLAR, (2,)),
-        lambda: kernels.elementwise.apply_update(x, other, decay=kernels.scalar(1.0), lr=1.0),
-        lambda: kernels.elementwise.momentum_norm_cast(x, wide, **EMA, eps=1e-7, out=before),
+        lambda: kernels.small.prepared_iteration(wide, POLAR, (2,)),
+        lambda: kernels.update(x, other, 1.0, 1.0),
+        lambda: kernels.momentum(x, wide, before),
         lambda: kernels.syrk.symm_mm(x, x, out=other),
     ):
         with pytest.raises(ValueError, match="a Triton kernel needs"):

@@ -72,10 +72,9 @@ def multiplications(m: int, n: int, restarts: tuple[int, ...], steps: int, symme
     A segment of s steps: 4n + (8s - 6)m without symmetric products, and with them 3n + (4s - 3)m. A
     segment of one step is a standard one, 4n + 2m or 3n + m.
     """
-    lengths = [high - low for low, high in _segments(restarts, steps)]
-    if symmetric:
-        return sum(3 * n + (4 * s - 3) * m for s in lengths)
-    return sum(4 * n + (8 * s - 6) * m for s in lengths)
+    wide, square = (3, 1) if symmetric else (4, 2)
+    lengths = (high - low for low, high in _segments(restarts, steps))
+    return sum(wide * n + square * (4 * s - 3) * m for s in lengths)
 
 
 def choose_method(m: int, n: int, dtype: torch.dtype, steps: int) -> str:

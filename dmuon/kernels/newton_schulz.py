@@ -22,7 +22,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from dmuon import devices
 from dmuon.kernels.choice import Segments, fixed_choice, ops_of, segments_of
-from dmuon.kernels.ops import MatmulOps, SliceOps
+from dmuon.kernels.ops import MatmulOps, SliceOps, Take
 from dmuon.tensors import are_safe, may_look, normalize, normalize_, norms_of
 from dmuon.types import Triple
 
@@ -35,7 +35,7 @@ _NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
 # ---- coefficients ----------------------------------------------------------------------------
 
 # Published for the interval [1e-3, 1] with cushion 0.02.
-_POLAR_EXPRESS: tuple[Triple, ...] = (
+_PUBLISHED: tuple[Triple, ...] = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
     (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
@@ -47,15 +47,12 @@ _POLAR_EXPRESS: tuple[Triple, ...] = (
 )
 # p(x) -> p(x / 1.05), so that rounding cannot push a singular value out of the interval. Not so the
 # last triple, which repeats and has to converge to 1.
-_POLAR_EXPRESS = (
-    *((a / 1.05, b / 1.05**3, c / 1.05**5) for a, b, c in _POLAR_EXPRESS[:-1]),
-    _POLAR_EXPRESS[-1],
-)
+_SCALED = tuple((a / 1.05, b / 1.05**3, c / 1.05**5) for a, b, c in _PUBLISHED[:-1])
 
 COEFFICIENT_SETS: Mapping[str, tuple[Triple, ...]] = MappingProxyType(
     {
         # https://arxiv.org/abs/2505.16932 (Polar Express), safety factor 1.05.
-        "polar_express": _POLAR_EXPRESS,
+        "polar_express": (*_SCALED, _PUBLISHED[-1]),
         # https://kellerjordan.github.io/posts/muon/ and the default of torch.optim.Muon.
         "quintic": ((3.4445, -4.7750, 2.0315),),
         # https://x.com/YouJiacheng/status/1905861218138804534, tuned for five steps; used in
@@ -121,7 +118,6 @@ def _triple(values: object) -> Triple:
 
 # ---- the iteration ---------------------------------------------------------------------------
 
-Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
 Steps = Iterator[Tensor | None]
 """An iteration: pauses, then its result; see `iterate`."""
 
@@ -155,12 +151,10 @@ def iterate(
     for low, high in segments:
         r, p = squares[:2]
         left, right = (xt, x) if is_tall else (x, xt)
-        ops.gram(left, right, out=r)  # R = X X^T
-        yield from ops.pending
+        yield from ops.gram(left, right, out=r)  # R = X X^T
         if high - low == 1:
             own, b, c = coefficients[low]
-            ops.symmetric(r, r, r, out=p, alpha=c, beta=b)  # P = bR + cR^2
-            yield from ops.pending
+            yield from ops.symmetric(r, r, r, out=p, alpha=c, beta=b)  # P = bR + cR^2
         else:
             own, p = 0.0, (yield from _polynomial(squares, coefficients[low:high], ops))
         left, right = (x, p) if is_tall else (p, x)
@@ -180,16 +174,13 @@ def _polynomial(
     """
     r, z, q, t = squares
     a, b, c = segment[0]
-    ops.shifted(r, r, r, out=q, plain=z, alpha=c, beta=b, diag=a)  # Z, and Q = P = Z + aI
-    yield from ops.pending
+    # Z, and Q = P = Z + aI
+    yield from ops.shifted(r, r, r, out=q, plain=z, alpha=c, beta=b, diag=a)
     for next_a, b, c in segment[1:]:
-        ops.twice(r, z, spare=t, beta=a)  # R <- (R P) P
-        yield from ops.pending
-        ops.symmetric(r, r, r, out=z, alpha=c, beta=b)  # Z = bR + cR^2
-        yield from ops.pending
+        yield from ops.twice(r, z, spare=t, beta=a)  # R <- (R P) P
+        yield from ops.symmetric(r, r, r, out=z, alpha=c, beta=b)  # Z = bR + cR^2
         a = next_a
-        ops.symmetric(q, z, q, out=t, beta=a)  # Q <- Q P
-        yield from ops.pending
+        yield from ops.symmetric(q, z, q, out=t, beta=a)  # Q <- Q P
         q, t = t, q
     return q
 
@@ -219,14 +210,15 @@ def prepared(
         )
     rows, cols = x.shape[1:]
     m = min(rows, cols)
-    whole = ops.whole(x if rows == m else x.mT, coefficients, [high for _, high in segments[:-1]])
-    if whole is not None:
+    if ops.whole is not None:
+        wide = x if rows == m else x.mT
+        run_whole = ops.whole(wide, coefficients, [high for _, high in segments[:-1]])
 
-        def run_whole() -> Tensor:
-            whole()
+        def run_in_place() -> Tensor:
+            run_whole()
             return x
 
-        return run_whole
+        return run_in_place
     # A batch of one costs up to twice as much as a matrix on a CPU.
     is_split = one_by_one or len(x) == 1 or (ops.batch_rows is not None and m > ops.batch_rows)
     members = x.unbind() if is_split else (x,)
@@ -299,13 +291,12 @@ def _normalized(x: Tensor, dtype: torch.dtype, eps: float) -> Tensor:
 
     The numbers are the same to the bit, because scaling by a power of two changes no mantissa.
     """
-    if not may_look(x, dtype) or not x.numel():
-        return normalize(x, dtype, eps)
-    y = x.to(dtype)
-    norm = norms_of(y)
-    if not are_safe(norm, eps):
-        return normalize(x, dtype, eps)
-    return y.div(norm).to(dtype)
+    if x.numel() and may_look(x, dtype):
+        y = x.to(dtype)
+        norms = norms_of(y)
+        if are_safe(norms, eps):
+            return y.div(norms).to(dtype)
+    return normalize(x, dtype, eps)
 
 
 # ---- the function ----------------------------------------------------------------------------

@@ -20,10 +20,17 @@ from torch import Tensor
 from dmuon.types import Triple
 
 # Row strips pay from 512 rows up (one thread: 5% of Newton-Schulz at 512, 20% at 1024 and above).
-_STRIP_ROWS = 256
-STRIPS_FROM_ROWS = 2 * _STRIP_ROWS
+_LEAST_STRIP = 256  # rows
+STRIPS_FROM_ROWS = 2 * _LEAST_STRIP
 _MAX_STRIPS = 4
-_LEAST_STRIP = 256  # rows, where each co-owner has several
+
+
+Take = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Gives memory of a shape and dtype."""
+Exchange = Iterable[None]
+"""Of a product with other ranks: iterate over it before using the result. Empty for others."""
+Whole = Callable[[Tensor, Sequence[Triple], Sequence[int]], Callable[[], None]]
+"""From matrices, coefficients and restarts: a function that runs the iteration."""
 
 
 class MatmulOps:
@@ -45,7 +52,7 @@ class MatmulOps:
         out: Tensor,
         alpha: float = 1.0,
         beta: float = 0.0,
-    ) -> None:
+    ) -> Exchange:
         """``out = alpha * a @ b + beta * c``, or ``a @ b``; ``out`` shares no memory with an
         operand."""
         is_matrix = out.ndim == 2
@@ -54,21 +61,19 @@ class MatmulOps:
         else:
             add = torch.addmm if is_matrix else torch.baddbmm
             add(c, a, b, beta=beta, alpha=alpha, out=out)
+        return ()
 
     symmetric = general
     """The same for a product that is known to be symmetric, so that one triangle is enough."""
 
-    pending: Iterable[None] = ()
-    """An exchange with other ranks: iterate over it before using the last result."""
-
-    def gram(self, x: Tensor, xt: Tensor, *, out: Tensor) -> None:
+    def gram(self, x: Tensor, xt: Tensor, *, out: Tensor) -> Exchange:
         """``out = x @ x^T``."""
-        self.symmetric(x, xt, out=out)
+        return self.symmetric(x, xt, out=out)
 
-    def twice(self, r: Tensor, z: Tensor, *, spare: Tensor, beta: float) -> None:
+    def twice(self, r: Tensor, z: Tensor, *, spare: Tensor, beta: float) -> Exchange:
         """``r = (r @ p) @ p`` with ``p = z + beta I``, all symmetric and commuting."""
         self.symmetric(r, z, r, out=spare, beta=beta)
-        self.symmetric(spare, z, spare, out=r, beta=beta)
+        return self.symmetric(spare, z, spare, out=r, beta=beta)
 
     def shifted(
         self,
@@ -80,17 +85,15 @@ class MatmulOps:
         out: Tensor,
         plain: Tensor,
         **factors: float,
-    ) -> None:
+    ) -> Exchange:
         """`symmetric` into ``plain``, and with ``diag`` on its diagonal into ``out``."""
         self.symmetric(a, b, c, out=plain, **factors)
         out.copy_(plain).diagonal(dim1=-2, dim2=-1).add_(diag)
+        return ()
 
-    def whole(
-        self, x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]
-    ) -> Callable[[], None] | None:
-        """A function that runs the whole iteration on wide matrices ``[b, m, n]`` in place; None
-        for backends that make single products."""
-        return None
+    whole: Whole | None = None
+    """Prepares the whole iteration on wide matrices ``[b, m, n]``, in place; None for backends that
+    make single products."""
 
 
 class StripsOps(MatmulOps):
@@ -102,33 +105,32 @@ class StripsOps(MatmulOps):
 
     def symmetric(
         self, a: Tensor, b: Tensor, c: Tensor | None = None, *, out: Tensor, **factors: float
-    ) -> None:
+    ) -> Exchange:
         # Strips of a transposed operand are not contiguous, and in half precision torch copies such
         # an operand before it multiplies, which costs more than the strips save.
         scattered = a.stride(-1) != 1 and a.dtype.itemsize < 4
         if out.shape[-1] < STRIPS_FROM_ROWS or scattered:
-            self.general(a, b, c, out=out, **factors)
-            return
+            return self.general(a, b, c, out=out, **factors)
         if out.ndim == 3:
             for i in range(len(out)):
                 self.symmetric(a[i], b[i], None if c is None else c[i], out=out[i], **factors)
-            return
-        strips = _strips(len(out))
+            return ()
+        strips = _strips(len(out), min(_MAX_STRIPS, len(out) // _LEAST_STRIP))
         for low, high in strips:
             add = None if c is None else c[low:high, :high]
             self.general(a[low:high], b[:, :high], add, out=out[low:high, :high], **factors)
         for low, high in strips[:-1]:
             out[low:high, high:].copy_(out[high:, low:high].mT)
+        return ()
 
 
-def _strips(m: int) -> list[tuple[int, int]]:
-    """Row ranges, each at least `_STRIP_ROWS` high, that cover m rows.
+def _strips(rows: int, count: int) -> list[tuple[int, int]]:
+    """Row ranges of about one height.
 
-    >>> _strips(700)
+    >>> _strips(700, 2)
     [(0, 350), (350, 700)]
     """
-    count = min(_MAX_STRIPS, m // _STRIP_ROWS)
-    return list(pairwise(m * i // count for i in range(count + 1)))
+    return list(pairwise(rows * i // count for i in range(count + 1)))
 
 
 class RoundedOps(StripsOps):
@@ -141,13 +143,15 @@ class RoundedOps(StripsOps):
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def general(self, *operands: Tensor | None, out: Tensor, **factors: float) -> None:  # type: ignore[override]
+    def general(self, *operands: Tensor | None, out: Tensor, **factors: float) -> Exchange:  # type: ignore[override]
         super().general(*operands, out=out, **factors)  # type: ignore[arg-type]
         out.copy_(out.to(self._dtype))
+        return ()
 
-    def shifted(self, *operands: Tensor, out: Tensor, **how: Any) -> None:  # type: ignore[override]
+    def shifted(self, *operands: Tensor, out: Tensor, **how: Any) -> Exchange:  # type: ignore[override]
         super().shifted(*operands, out=out, **how)
         out.copy_(out.to(self._dtype))
+        return ()
 
 
 class TritonOps(MatmulOps):
@@ -156,8 +160,9 @@ class TritonOps(MatmulOps):
     def __init__(self, multiply: Callable[..., None]) -> None:
         self._multiply = multiply
 
-    def symmetric(self, a: Tensor, b: Tensor, c: Tensor | None = None, **how: Any) -> None:
+    def symmetric(self, a: Tensor, b: Tensor, c: Tensor | None = None, **how: Any) -> Exchange:
         self._multiply(a, b.mT, c, **how)
+        return ()
 
     shifted = symmetric
 
@@ -165,13 +170,8 @@ class TritonOps(MatmulOps):
 class WholeOps(MatmulOps):
     """``triton_small``: the whole iteration of a matrix in one program."""
 
-    def __init__(self, prepare: Callable[..., Callable[[], None]]) -> None:
-        self._prepare = prepare
-
-    def whole(
-        self, x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]
-    ) -> Callable[[], None]:
-        return self._prepare(x, coefficients, restarts)
+    def __init__(self, whole: Whole) -> None:
+        self.whole = whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,12 +217,12 @@ class SliceOps(MatmulOps):
         batch: int,
         rows: int,
         dtype: torch.dtype,
-        take: Callable[[tuple[int, ...], torch.dtype], Tensor],
+        take: Take,
     ) -> None:
         self.held, self._inner, self._peers, self._split = inner.held, inner, peers, split
         k, me = peers.count, peers.index
         count = 2 * k * max(1, min(_MAX_STRIPS, rows // (2 * k * _LEAST_STRIP)))
-        strips = list(pairwise(rows * i // count for i in range(count + 1)))
+        strips = _strips(rows, count)
         by_rank = [  # from both ends, in turn
             [strips[i] for i in range(count) if min(i, count - 1 - i) % k == j] for j in range(k)
         ]
@@ -245,7 +245,6 @@ class SliceOps(MatmulOps):
             self._parts = take((k - 1, most), kind), take((k - 1, most), kind)
         self._gram = take((batch, rows, rows), kind) if is_wide else None
         self._sum = take((most,), torch.promote_types(dtype, torch.float32))
-        self._steps: Iterator[None] | None = None
 
     def _numel(self, strips: Sequence[tuple[int, int]]) -> int:
         return self._batch * sum((high - low) * high for low, high in strips)
@@ -256,26 +255,22 @@ class SliceOps(MatmulOps):
         parts = flat[: self._numel(strips)].split([math.prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    @property
-    def pending(self) -> Iterable[None]:  # type: ignore[override]
-        """The exchange that the last product began; empty after a product of this rank alone."""
-        steps, self._steps = self._steps, None
-        return steps or ()
-
-    def _each(self, product: Callable[..., None], *operands: Tensor | None, **how: Any) -> None:
+    def _each(
+        self, product: Callable[..., Exchange], *operands: Tensor | None, **how: Any
+    ) -> Exchange:
         """A batched product; on a CPU matrix by matrix."""
         if self._batch > 1 and self._inner.batch_rows is None:
-            product(*operands, **how)
-            return
+            return product(*operands, **how)
         tensors = {name: value for name, value in how.items() if isinstance(value, Tensor)}
         for i in range(len(how["out"])):
             mine = {name: value[i] for name, value in tensors.items()}
             product(*(None if a is None else a[i] for a in operands), **(how | mine))
+        return ()
 
-    def general(self, *operands: Tensor | None, **how: Any) -> None:  # type: ignore[override]
-        self._each(self._inner.general, *operands, **how)
+    def general(self, *operands: Tensor | None, **how: Any) -> Exchange:  # type: ignore[override]
+        return self._each(self._inner.general, *operands, **how)
 
-    def gram(self, x: Tensor, xt: Tensor, *, out: Tensor) -> None:
+    def gram(self, x: Tensor, xt: Tensor, *, out: Tensor) -> Exchange:
         if self._gram is None:
             self._each(self._inner.symmetric, x, xt, out=out)
         elif not x.is_cpu:
@@ -283,35 +278,32 @@ class SliceOps(MatmulOps):
         else:
             wide = x.float()
             self._each(StripsOps().symmetric, wide, wide.mT, out=self._gram)
-        self._steps = self._summed(out if self._gram is None else self._gram, out)
+        return self._summed(out if self._gram is None else self._gram, out)
 
-    def symmetric(self, *operands: Tensor | None, **how: Any) -> None:  # type: ignore[override]
-        if self._split:
-            self._steps = self._shared(operands, how.pop("out"), how)
-        else:
-            self._each(self._inner.symmetric, *operands, **how)
-
-    def twice(self, r: Tensor, z: Tensor, *, spare: Tensor, beta: float) -> None:
+    def symmetric(self, *operands: Tensor | None, **how: Any) -> Exchange:  # type: ignore[override]
         if not self._split:
-            super().twice(r, z, spare=spare, beta=beta)
-            return
+            return self._each(self._inner.symmetric, *operands, **how)
+        return self._shared(operands, how.pop("out"), how)
+
+    def twice(self, r: Tensor, z: Tensor, *, spare: Tensor, beta: float) -> Exchange:
+        if not self._split:
+            return super().twice(r, z, spare=spare, beta=beta)
         for low, high in self._own:  # what (R P) P needs of R P
             own = r[:, low:high]
             self.general(own, z, own, out=spare[:, low:high], beta=beta)
-        self._steps = self._shared((spare, z, spare), r, {"beta": beta})
+        return self._shared((spare, z, spare), r, {"beta": beta})
 
-    def shifted(
-        self, *operands: Tensor, diag: float, out: Tensor, plain: Tensor, **how: Any
-    ) -> None:
+    def shifted(self, *operands: Tensor, **how: Any) -> Exchange:  # type: ignore[override]
         if not self._split:
-            self._each(self._inner.shifted, *operands, diag=diag, out=out, plain=plain, **how)
-            return
+            return self._each(self._inner.shifted, *operands, **how)
+        return self._shifted(operands, **how)
 
-        def shift() -> None:
-            out.copy_(plain).diagonal(dim1=-2, dim2=-1).add_(diag)
-            self._round(out)
-
-        self._steps = self._shared(operands, plain, how, shift)
+    def _shifted(
+        self, operands: Sequence[Tensor], *, diag: float, out: Tensor, plain: Tensor, **how: Any
+    ) -> Iterator[None]:
+        yield from self._shared(operands, plain, how)
+        out.copy_(plain).diagonal(dim1=-2, dim2=-1).add_(diag)
+        self._round(out)
 
     def _round(self, values: Tensor) -> None:
         if self.held is not None:
@@ -336,11 +328,7 @@ class SliceOps(MatmulOps):
         yield from self._gathered(out, self._mine)
 
     def _shared(
-        self,
-        operands: Sequence[Tensor | None],
-        out: Tensor,
-        how: dict[str, Any],
-        after: Callable[[], None] = lambda: None,
+        self, operands: Sequence[Tensor | None], out: Tensor, how: dict[str, Any]
     ) -> Iterator[None]:
         a, b, c = (*operands, None)[:3]
         assert a is not None and b is not None
@@ -350,7 +338,6 @@ class SliceOps(MatmulOps):
         if self.held is not None:
             torch._foreach_copy_(self._mine, self._made)
         yield from self._gathered(out, self._made)
-        after()
 
     def _gathered(self, out: Tensor, mine: list[Tensor]) -> Iterator[None]:
         """Collect all strips in ``out``; the first row that is sent holds those of this rank."""

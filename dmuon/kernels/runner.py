@@ -20,8 +20,8 @@ from dmuon import devices
 from dmuon.config import KernelOptions
 from dmuon.devices import Capture, CudaGraphs
 from dmuon.kernels.choice import fixed_choice, is_safe, ops_of, restarts_of, segments_of
-from dmuon.kernels.newton_schulz import Steps, Take, no_autocast, prepared, prepared_slice
-from dmuon.kernels.ops import Peers, SliceOps
+from dmuon.kernels.newton_schulz import Steps, no_autocast, prepared, prepared_slice
+from dmuon.kernels.ops import Peers, SliceOps, Take
 from dmuon.tensors import normalize_
 from dmuon.types import KernelChoice, Triple
 
@@ -51,17 +51,23 @@ class SliceCall:
 
 
 class _Memory:
-    """Hands out a piece of memory from its beginning. ``taken`` counts the bytes asked for, also
-    beyond its end, where memory is allocated."""
+    """Hands out a piece of memory from its beginning; without one it only counts. ``taken`` is the
+    bytes asked for, also beyond its end, where memory is allocated."""
 
-    def __init__(self, memory: Tensor) -> None:
+    def __init__(self, memory: Tensor | None = None) -> None:
+        if memory is None:
+            memory = torch.empty(0, dtype=torch.uint8, device="meta")
         self.memory, self.taken = memory, 0
+
+    @property
+    def fits(self) -> bool:
+        return self.taken <= self.memory.numel()
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         nbytes = prod(shape) * dtype.itemsize
         start = self.taken
         self.taken += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        if self.taken > self.memory.numel():
+        if not self.fits:
             return torch.empty(shape, dtype=dtype, device=self.memory.device)
         return self.memory[start : start + nbytes].view(dtype).view(shape)
 
@@ -142,9 +148,8 @@ class Orthogonalizer:
         groups = [list(group) for group in slices]
         sizes = [self.call_bytes(call, x is None) for call, x in planned]
         for group in groups:
-            nothing = _Memory(torch.empty(0, dtype=torch.uint8, device="meta"))
-            self._prepare_slices(group, nothing)
-            sizes.append(nothing.taken)
+            self._prepare_slices(group, counted := _Memory())
+            sizes.append(counted.taken)
         needed = max(sizes, default=0)
         if needed > self.nbytes:
             self._memory = self._memory[:0].clone()  # free it first
@@ -176,7 +181,7 @@ class Orthogonalizer:
             ops = SliceOps(inner, call.peers, call.split, b, m, self.dtype, memory.take)
             segments = segments_of(choice, len(call.call.coefficients))
             made.append(prepared_slice(x, call.call.coefficients, segments, ops, memory.take))
-        if memory.taken <= memory.memory.numel():
+        if memory.fits:
             if len(self._slices) > self._most:
                 self._slices.clear()  # coefficients may differ in every step
             self._slices |= {(call.call, id(x)): run for (call, x), run in zip(group, made)}
@@ -192,18 +197,17 @@ class Orthogonalizer:
         r-th exchange, in the order of ``calls``. So all ranks begin the exchanges of any two calls
         in the same order.
         """
-        runs = [self._slices.get((call.call, id(x))) for call, x in calls]
-        if None in runs:  # other coefficients, or a copy
-            runs = [*self._prepare_slices(calls, _Memory(self._memory))]
+        try:
+            runs = [self._slices[call.call, id(x)] for call, x in calls]
+        except KeyError:  # other coefficients, or a copy
+            runs = self._prepare_slices(calls, _Memory(self._memory))
         wide = torch.promote_types(self.dtype, torch.float32)
-        running = {
-            n: run(own.to(wide)) for n, (run, own) in enumerate(zip(runs, norms)) if run is not None
-        }
+        running = {n: run(norms[n].to(wide)) for n, run in enumerate(runs)}
         found: dict[int, Tensor] = {}
         with no_autocast(self.device):
             while running:
-                for n in list(running):
-                    result = next(running[n])
+                for n, steps in list(running.items()):
+                    result = next(steps)
                     if result is not None:
                         found[n] = result
                         del running[n]
@@ -263,9 +267,8 @@ class Orthogonalizer:
                 f"x must have the shape of the call, {call.shape}, found {tuple(own.shape)}"
             )
         run = self._iteration(call, choice, own, memory.take)
-        fits = memory.taken <= self.nbytes
-        found = _Prepared(own, str(choice), run, fits and call.shape in self._planned)
-        if fits and (x is None or id(x) in self._lasting):
+        found = _Prepared(own, str(choice), run, memory.fits and call.shape in self._planned)
+        if memory.fits and (x is None or id(x) in self._lasting):
             if len(self._prepared) > self._most:
                 self._prepared.clear()  # coefficients may differ in every step
             self._prepared[call, id(own)] = found
@@ -312,10 +315,10 @@ class Orthogonalizer:
 
     def call_bytes(self, call: Call, with_operand: bool = True) -> int:
         """Bytes of workspace that a call takes, with or without its operand."""
-        memory = _Memory(torch.empty(0, dtype=torch.uint8, device="meta"))
-        x = torch.empty(call.shape, dtype=self.dtype, device="meta")
-        if with_operand:
-            memory.take(call.shape, self.dtype)
+        memory = _Memory()
+        x = memory.take(call.shape, self.dtype)
+        if not with_operand:
+            memory.taken = 0
         self._iteration(call, self.choice(call), x, memory.take)
         return memory.taken
 

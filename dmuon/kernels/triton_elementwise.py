@@ -3,8 +3,7 @@
     momentum_norm_cast: momentum_kernel (momentum, sums of squares) -> scale_kernel (scale, cast)
     apply_update:       update_kernel
 
-Matrices are contiguous, so each is treated as a vector. Only imported where Triton is installed;
-nothing else of the package imports it at its top.
+Matrices are contiguous, so each is treated as a vector.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmuon.kernels.triton_syrk import check, on_device_of
+from dmuon.devices import of
+from dmuon.kernels.triton_syrk import check
 
 _TILE = 4096  # elements that a program takes at a time
 _WARPS = 4
-# Every program of the second launch reads all partial sums of its matrix.
-_MAX_PARTS = 1024
+_MAX_PARTS = 1024  # every program of the second launch reads all partial sums of its matrix
 
 
 @triton.jit
@@ -182,7 +181,7 @@ def momentum_norm_cast(
     sizes = (numel, parts, triton.cdiv(tiles, parts))
     weight = float(1 - (momentum if mode == "ema" else dampening))
     options = {"EMA": mode == "ema", "NESTEROV": bool(nesterov), "TILE": _TILE, "num_warps": _WARPS}
-    with on_device_of(buffer):
+    with of(buffer.device).current():
         momentum_kernel[(batch * parts,)](
             *(buffer, grad, peaks, sums, *sizes, float(momentum), weight), **options
         )
@@ -201,7 +200,7 @@ def apply_update(weight: Tensor, update: Tensor, *, decay: Tensor, lr: float) ->
     if weight.numel() == 0:
         return
     grid = (triton.cdiv(weight.numel(), _TILE),)
-    with on_device_of(weight):
+    with of(weight.device).current():
         update_kernel[grid](
             *(weight, update, decay, weight.numel(), float(lr)), TILE=_TILE, num_warps=_WARPS
         )

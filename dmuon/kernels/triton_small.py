@@ -2,21 +2,19 @@
 
 Below that, products are bound by their launches. One program keeps R, Z and Q of its matrix on chip
 and reads X from memory (in practice from L2) twice per segment.
-
-Only imported where Triton is installed; nothing else of the package imports it at its top.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmuon.kernels.triton_syrk import check, on_device_of, strides
+from dmuon.devices import of
+from dmuon.kernels.triton_syrk import check, strides
 from dmuon.types import Triple
 
 _MAX_ROWS = 128
@@ -44,6 +42,20 @@ def _times_p(r, z, a):
 
 
 @triton.jit
+def _triple(triples_ptr, step):
+    at = triples_ptr + 3 * step
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
+def _chunk(x_ptr, start, m, n, x_row, x_col, M: tl.constexpr, CHUNK: tl.constexpr):
+    """Pointers to the columns from ``start`` on, and which of them are in the matrix."""
+    row, col = tl.arange(0, M)[:, None], tl.arange(0, CHUNK)[None, :]
+    at = x_ptr + row.to(tl.int64) * x_row + (start + col).to(tl.int64) * x_col
+    return at, (row < m) & (col < n - start)
+
+
+@triton.jit
 def iteration_kernel(
     x_ptr,
     triples_ptr,
@@ -64,24 +76,21 @@ def iteration_kernel(
     Unless KEEP_Q, Q is kept in memory, at ``q_ptr``, M x M elements per program.
     """
     dtype = x_ptr.dtype.element_ty
+    matrix = tl.program_id(0).to(tl.int64)
+    x_ptr += matrix * x_batch
     row = tl.arange(0, M)
-    col = tl.arange(0, CHUNK)
-    rows = x_ptr + tl.program_id(0).to(tl.int64) * x_batch + row[:, None].to(tl.int64) * x_row
-    q_at = q_ptr + tl.program_id(0).to(tl.int64) * (M * M) + row[:, None] * M + row[None, :]
+    q_at = q_ptr + matrix * (M * M) + row[:, None] * M + row[None, :]
     on_diagonal = row[:, None] == row[None, :]
     for segment in range(segments):
         first = tl.load(edges_ptr + segment)
         end = tl.load(edges_ptr + segment + 1)
         gram = tl.zeros((M, M), dtype=tl.float32)
         for start in range(0, n, CHUNK):
-            fits = (row[:, None] < m) & (col[None, :] < n - start)
-            at = rows + (start + col[None, :]).to(tl.int64) * x_col
+            at, fits = _chunk(x_ptr, start, m, n, x_row, x_col, M, CHUNK)
             x = tl.load(at, mask=fits, other=0.0)
             gram = _product(x, tl.trans(x), gram)
         r = gram.to(dtype)
-        a = tl.load(triples_ptr + 3 * first)
-        b = tl.load(triples_ptr + 3 * first + 1)
-        c = tl.load(triples_ptr + 3 * first + 2)
+        a, b, c = _triple(triples_ptr, first)
         wide = _polynomial(r, b, c)
         # A segment of one step is X <- aX + ZX: in P = aI + Z, rounding would cost more.
         single = end - first == 1
@@ -92,9 +101,7 @@ def iteration_kernel(
             tl.store(q_at, q)
         for step in range(first + 1, end):
             r = _times_p(_times_p(r, z, a), z, a)
-            a = tl.load(triples_ptr + 3 * step)
-            b = tl.load(triples_ptr + 3 * step + 1)
-            c = tl.load(triples_ptr + 3 * step + 2)
+            a, b, c = _triple(triples_ptr, step)
             z = _polynomial(r, b, c).to(dtype)
             if KEEP_Q:
                 q = _times_p(q, z, a)
@@ -107,8 +114,7 @@ def iteration_kernel(
             tl.debug_barrier()
             q = tl.load(q_at)
         for start in range(0, n, CHUNK):
-            fits = (row[:, None] < m) & (col[None, :] < n - start)
-            at = rows + (start + col[None, :]).to(tl.int64) * x_col
+            at, fits = _chunk(x_ptr, start, m, n, x_row, x_col, M, CHUNK)
             x = tl.load(at, mask=fits, other=0.0)
             x = _product(q, x, own * x.to(tl.float32)).to(dtype)
             tl.store(at, x, mask=fits)
@@ -117,7 +123,7 @@ def iteration_kernel(
 
 
 def max_rows(dtype: torch.dtype) -> int:
-    """The most rows that `small_iteration` takes.
+    """The most rows that `prepared_iteration` takes.
 
     No tensor core multiplies IEEE float32: its products unroll into code that takes minutes to
     compile for larger matrices.
@@ -137,43 +143,28 @@ def launch_options(m: int, dtype: torch.dtype) -> dict[str, int]:
     }
 
 
-def tables(
+def prepared_iteration(
     x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The other inputs of `small_iteration`, on the device of ``x``: coefficients, the steps at
-    which segments begin, memory for Q. Copied from the host, so make them before a step."""
+) -> Callable[[], None]:
+    """Newton-Schulz on ``[b, m, n]`` in place at each call: one launch, one program per matrix.
+
+    The formulas are those of `dmuon.kernels.newton_schulz.iterate`. ``x`` is normalized when it
+    runs, with m <= n and m <= `max_rows`, float16, bfloat16 or float32, of any strides. Products
+    accumulate in float32. Preparing copies from the host, so do it before a step.
+    """
     check(x.shape, x)
     batch, m, n = x.shape
     assert m <= min(n, max_rows(x.dtype)), x.shape
     options = launch_options(m, x.dtype)
     edges = (0, *restarts, len(coefficients))
-    return (
-        torch.tensor(coefficients, dtype=torch.float32, device=x.device),
-        torch.tensor(edges, dtype=torch.int32, device=x.device),
-        x.new_empty(0 if options["KEEP_Q"] else batch * options["M"] ** 2),
-    )
+    triples = torch.tensor(coefficients, dtype=torch.float32, device=x.device)
+    begins = torch.tensor(edges, dtype=torch.int32, device=x.device)
+    scratch = x.new_empty(0 if options["KEEP_Q"] else batch * options["M"] ** 2)
 
+    def run() -> None:
+        if coefficients and x.numel():
+            given = (x, triples, begins, scratch, m, n, len(edges) - 1, *strides(x))
+            with of(x.device).current():
+                iteration_kernel[(batch,)](*given, **options)
 
-def small_iteration(x: Tensor, beside: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Newton-Schulz on ``[b, m, n]`` in place, one program per matrix, in a single launch.
-
-    The steps, restarts and formulas are those of `dmuon.kernels.newton_schulz.iterate`. ``x`` is
-    normalized, with m <= n and m <= `max_rows`, float16, bfloat16 or float32, of any strides;
-    ``beside`` is `tables` of such an x. Products accumulate in float32.
-    """
-    coefficients, edges, scratch = beside
-    batch, m, n = x.shape
-    if len(coefficients) and x.numel():
-        with on_device_of(x):
-            iteration_kernel[(batch,)](
-                *(x, coefficients, edges, scratch, m, n, len(edges) - 1),
-                *strides(x),
-                **launch_options(m, x.dtype),
-            )
-
-
-def prepared_iteration(
-    x: Tensor, coefficients: Sequence[Triple], restarts: Sequence[int]
-) -> Callable[[], None]:
-    """`small_iteration` of one ``x``, with its `tables` made now."""
-    return partial(small_iteration, x, tables(x, coefficients, restarts))
+    return run

@@ -3,14 +3,12 @@ And what all Triton kernels share on the host.
 
     symm_mm -> grid of lower tiles x matrices -> tile_of (grouped order) -> product -> two stores
 
-Only imported where Triton is installed; nothing else of the package imports it at its top.
+This file and `triton_elementwise` and `triton_small` are imported only where Triton is installed.
 """
 
 from __future__ import annotations
 
 import hashlib
-import shutil
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,19 +26,13 @@ GROUP = tl.constexpr(8)
 
 # An offset inside one tile is formed in 32 bits while strides stay below this.
 _WIDE_STRIDE = 2**22
-
-
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def why_unavailable(device: torch.device | str) -> str | None:
     """None if these kernels run on a device, else the reason and what to do about it."""
     device = torch.device(device)
-    reason = of(device).why_no_triton()
-    build = triton.knobs.build
-    if reason is None and not any((build.impl, build.cc, *map(shutil.which, ("gcc", "clang")))):
-        reason = "Triton finds no C compiler for its launchers; install gcc, or name one in CC"
-    return _probed(device) if reason is None else reason
+    return of(device).why_no_triton() or _probed(device)
 
 
 @triton.jit
@@ -50,8 +42,8 @@ def _probe(ptr):
 
 @cache
 def _probed(device: torch.device) -> str | None:
-    """Why one kernel does not run: a compiler without Python's headers, or a driver that is not
-    found, shows only then. Raises what Triton raises."""
+    """Runs one kernel: only that shows a missing compiler or driver, or a compiler without Python's
+    headers. Raises what Triton raises."""
     x = torch.ones(1, device=device)
     with of(device).current():
         _probe[(1,)](x)
@@ -65,14 +57,9 @@ def source_hash() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
-def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device and its current stream: make it the tensor's."""
-    return of(tensor.device).current()
-
-
-def strides(x: Tensor) -> tuple[int, int, int]:
+def strides(x: Tensor) -> tuple[int, ...]:
     """The strides of a batch; 0 from matrix to matrix where there is only one."""
-    return (x.stride(0) if len(x) > 1 else 0, x.stride(1), x.stride(2))
+    return x.stride() if len(x) > 1 else (0, *x.stride()[1:])
 
 
 def check(shape: tuple[int, ...], *tensors: Tensor) -> None:
@@ -112,7 +99,7 @@ TILES = (
 """For float16 and bfloat16; the first is the default for large matrices."""
 TILES_FLOAT32 = (Tile(64, 32, warps=8, stages=3),)
 # With mma.sync all registers of 4 warps go into a tile of 128 x 128, and some more.
-_HOPPER_ONLY = (Tile(128, 64, warps=4, stages=3),)
+_HOPPER_ONLY = TILES[1]
 
 
 def tiles_for(capability: tuple[int, int], dtype: torch.dtype = torch.float16) -> tuple[Tile, ...]:
@@ -123,14 +110,14 @@ def tiles_for(capability: tuple[int, int], dtype: torch.dtype = torch.float16) -
     """
     if dtype == torch.float32:
         return TILES_FLOAT32
-    return tuple(tile for tile in TILES if capability[0] == 9 or tile not in _HOPPER_ONLY)
+    return tuple(tile for tile in TILES if capability[0] == 9 or tile != _HOPPER_ONLY)
 
 
 def default_tile(m: int, dtype: torch.dtype) -> Tile:
     """A tile that runs everywhere, for shapes that have not been timed."""
     if dtype == torch.float32:
         return TILES_FLOAT32[0]
-    return TILES[0] if m > 1024 else Tile(64, 64, warps=4, stages=4)
+    return TILES[0] if m > 1024 else TILES[3]
 
 
 def launch_options(tile: Tile, has_plain: bool, hopper: bool) -> dict[str, int]:
@@ -202,9 +189,56 @@ def _store(pointers, value, rows_left, cols_left, MASK: tl.constexpr):
 
 @triton.jit
 def _lower(value):
-    """The lower half of a diagonal tile, mirrored: rounding differs between its halves."""
     index = tl.arange(0, value.shape[0])
     return tl.where(index[:, None] >= index[None, :], value, tl.trans(value))
+
+
+@triton.jit
+def _product(a, b, a_step, b_step, k, rows_left, cols_left, MASK: tl.constexpr):
+    """The float32 tile ``A @ B`` from pointers to the first k columns and rows of its operands."""
+    total = tl.zeros((a.shape[0], b.shape[1]), dtype=tl.float32)
+    for start in range(0, k, a.shape[1]):
+        left = _load(a, rows_left, k - start, MASK)
+        top = _load(b, k - start, cols_left, MASK)
+        if INTERPRETED:  # where products of bfloat16 are wrong
+            left, top = left.to(tl.float32), top.to(tl.float32)
+        total = tl.dot(left, top, total, input_precision="ieee")
+        a += a.shape[1] * a_step
+        b += b.shape[0] * b_step
+    return total
+
+
+@triton.jit
+def _at(ptr, down, right, row_stride, col_stride):
+    return ptr + (down[:, None] * row_stride + right[None, :] * col_stride)
+
+
+@triton.jit
+def _store_both(
+    out, plain, value, rows_left, cols_left, HAS_PLAIN: tl.constexpr, MASK: tl.constexpr
+):
+    _store(out, value, rows_left, cols_left, MASK)
+    if HAS_PLAIN:
+        _store(plain, value, rows_left, cols_left, MASK)
+
+
+@triton.jit
+def _store_on_diagonal(
+    out, plain, value, diag, rows_left, HAS_PLAIN: tl.constexpr, MASK: tl.constexpr
+):
+    """The lower half of a diagonal tile, mirrored: rounding differs between its halves."""
+    index = tl.arange(0, value.shape[0])
+    on_diagonal = index[:, None] == index[None, :]
+    dtype = out.dtype.element_ty
+    if HAS_PLAIN:
+        # As a vector, so that the float32 tile need not be kept until the second result.
+        shifted = tl.sum(tl.where(on_diagonal, value, 0.0), axis=1) + diag
+        result = _lower(value.to(dtype))
+        _store(plain, result, rows_left, rows_left, MASK)
+        result = tl.where(on_diagonal, shifted.to(dtype)[:, None], result)
+    else:
+        result = _lower((value + tl.where(on_diagonal, diag, 0.0)).to(dtype))
+    _store(out, result, rows_left, rows_left, MASK)
 
 
 @triton.jit
@@ -242,29 +276,14 @@ def symm_kernel(
     program = tl.program_id(0)
     batch = (program // triangle).to(tl.int64)
     row, col = tile_of(program % triangle, tiles)
-    index = tl.arange(0, BLOCK)
-    index_k = tl.arange(0, BLOCK_K)
     down, right = row.to(tl.int64) * BLOCK, col.to(tl.int64) * BLOCK
     rows_left, cols_left = m - row * BLOCK, m - col * BLOCK
-
-    span, span_k = index, index_k
+    span, span_k = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
     if WIDE:  # strides with which the offsets inside one tile pass 2^31
-        span, span_k = index.to(tl.int64), index_k.to(tl.int64)
-    a = a_ptr + batch * a_batch + down * a_row
-    a += span[:, None] * a_row + span_k[None, :] * a_col
-    b = bt_ptr + batch * bt_batch + right * bt_row
-    b += span_k[:, None] * bt_col + span[None, :] * bt_row
-    total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
-    for start in range(0, k, BLOCK_K):
-        left = _load(a, rows_left, k - start, MASK)
-        top = _load(b, k - start, cols_left, MASK)
-        if INTERPRETED:  # where products of bfloat16 are wrong
-            left, top = left.to(tl.float32), top.to(tl.float32)
-        total = tl.dot(left, top, total, input_precision="ieee")
-        a += BLOCK_K * a_col
-        b += BLOCK_K * bt_col
-
-    value = total * alpha
+        span, span_k = span.to(tl.int64), span_k.to(tl.int64)
+    a = _at(a_ptr + batch * a_batch + down * a_row, span, span_k, a_row, a_col)
+    b = _at(bt_ptr + batch * bt_batch + right * bt_row, span_k, span, bt_col, bt_row)
+    value = alpha * _product(a, b, a_col, bt_col, k, rows_left, cols_left, MASK)
     if HAS_C:
         c = c_ptr + batch * c_batch + down * c_row + right
         held = _load(c + span[:, None] * c_row + span[None, :], rows_left, cols_left, MASK)
@@ -272,27 +291,15 @@ def symm_kernel(
     inside = batch * out_batch + span[:, None] * out_row + span[None, :]
     direct = inside + down * out_row + right
     mirrored = inside + right * out_row + down
-    dtype = out_ptr.dtype.element_ty
     if row == col:
-        on_diagonal = index[:, None] == index[None, :]
-        if HAS_PLAIN:
-            # As a vector, so that the float32 tile need not be kept until the second result.
-            shifted = tl.sum(tl.where(on_diagonal, value, 0.0), axis=1) + diag
-            result = _lower(value.to(dtype))
-            _store(plain_ptr + direct, result, rows_left, cols_left, MASK)
-            result = tl.where(on_diagonal, shifted.to(dtype)[:, None], result)
-        else:
-            result = _lower((value + tl.where(on_diagonal, diag, 0.0)).to(dtype))
-        _store(out_ptr + direct, result, rows_left, cols_left, MASK)
+        out, plain = out_ptr + direct, plain_ptr + direct
+        _store_on_diagonal(out, plain, value, diag, rows_left, HAS_PLAIN, MASK)
     else:
-        result = value.to(dtype)
-        _store(out_ptr + direct, result, rows_left, cols_left, MASK)
-        if HAS_PLAIN:
-            _store(plain_ptr + direct, result, rows_left, cols_left, MASK)
-        result = tl.trans(result)
-        _store(out_ptr + mirrored, result, cols_left, rows_left, MASK)
-        if HAS_PLAIN:
-            _store(plain_ptr + mirrored, result, cols_left, rows_left, MASK)
+        result = value.to(out_ptr.dtype.element_ty)
+        out, plain = out_ptr + direct, plain_ptr + direct
+        _store_both(out, plain, result, rows_left, cols_left, HAS_PLAIN, MASK)
+        out, plain = out_ptr + mirrored, plain_ptr + mirrored
+        _store_both(out, plain, tl.trans(result), cols_left, rows_left, HAS_PLAIN, MASK)
 
 
 def symm_mm(
@@ -333,7 +340,7 @@ def symm_mm(
     tile = tile or default_tile(m, a.dtype)
     blocks = triton.cdiv(m, tile.block)
     inner = [s for x in (a, bt, held, out) for s in x.stride()[1:]]
-    with on_device_of(out):
+    with of(out.device).current():
         symm_kernel[(batch * blocks * (blocks + 1) // 2,)](
             *(a, bt, held, out, kept, m, k, *strides(a), *strides(bt)),
             *(*strides(held)[:2], *strides(out)[:2], float(alpha), float(beta), float(diag)),

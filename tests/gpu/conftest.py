@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from dmuon.kernels.choice import why_not
+
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     # pyproject.toml sets this option of pytest-timeout, and --strict-config refuses unknown ones.
@@ -14,22 +16,11 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         parser.addini("timeout", "of pytest-timeout, which is not installed: has no effect")
 
 
-def _why_not() -> str | None:
-    try:
-        from dmuon.kernels.triton_syrk import why_unavailable
-    except ImportError as error:
-        return f"Triton cannot be imported ({error})"
-    return why_unavailable("cuda")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = _why_not()
-    if reason is None:
-        return
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason=reason))
+    if reason := why_not("triton", "cuda", torch.float16):
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from dmuon.comm.routes import BucketRoute, Message, bucket_route, places
 from dmuon.config import PlannerOptions
 from dmuon.kernels.choice import fixed_choice, ops_of, segments_of
 from dmuon.kernels.newton_schulz import finished, iterate, newton_schulz, resolve_coefficients
-from dmuon.kernels.ops import Peers, RoundedOps, SliceOps
+from dmuon.kernels.ops import Exchange, Peers, RoundedOps, SliceOps
 from dmuon.kernels.runner import Call, Orthogonalizer, SliceCall
 from dmuon.report.data import build_report
 from dmuon.scheduler.certificate import certify
@@ -139,9 +139,10 @@ def test_slices_are_orthogonalized_as_the_whole_is(shape, count, split):
 
 
 class Mirrored(RoundedOps):
-    def symmetric(self, *operands: Tensor | None, out: Tensor, **factors: float) -> None:
+    def symmetric(self, *operands: Tensor | None, out: Tensor, **factors: float) -> Exchange:
         self.general(*operands, out=out, **factors)
         out.copy_(out.tril() + out.tril(-1).mT)
+        return ()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 from typing import Any
 
@@ -61,11 +62,6 @@ def test_batches_are_those_that_run_and_rounds_those_that_fit():
 # ---- contenders --------------------------------------------------------------------------
 
 
-def kernels_for(case: Case, kernel: str) -> kernels.Kernels:
-    shapes = (sorted(stack[1:]) for stack in case.stacks)
-    return {(batch, m, n): kernel for m, n in shapes for batch in range(1, 6)}
-
-
 @torch.no_grad()
 def test_all_contenders_compute_the_same():
     x = torch.randn(70, 24, dtype=torch.float64)
@@ -73,7 +69,7 @@ def test_all_contenders_compute_the_same():
     torch.testing.assert_close(kernels.standard_form(x / x.norm()), expected)
     sources = MIXED.sources(CPU)
     references = kernels.references_of(sources, F32)
-    chosen = kernels_for(MIXED, "gram[2]/torch_strips/float32")
+    chosen: Any = defaultdict(lambda: "gram[2]/torch_strips/float32")
     found = kernels.contenders(sources, F32, chosen, compiles=True)
     assert list(found) == [
         "standard", "compiled", "gram", "standard_function", "function", "ours"
@@ -96,28 +92,24 @@ def test_all_contenders_compute_the_same():
 @pytest.mark.parametrize("at", [0, 5])
 def test_a_contender_that_fails_does_not_lose_the_others(monkeypatch, at):
     """When it is made, or timed."""
-    contenders, calls = kernels.contenders, []
+    contenders, calls = kernels.contenders, itertools.count()
     monkeypatch.setitem(kernels.RATE_PRODUCTS, "cpu", (64, 1))
 
-    def failing(build: Any) -> Contender:
-        if at == 0:
+    def fail() -> None:
+        if next(calls) == at:
             raise torch.OutOfMemoryError("2 GiB")
+
+    def failing(build: Any) -> Contender:
+        fail()
         (piece,) = build().pieces
-
-        def run() -> Any:
-            calls.append(1)
-            if len(calls) == at:
-                raise torch.OutOfMemoryError("2 GiB")
-            return piece.run()
-
-        return Contender((Piece(piece.refill, run, 0),))
+        return Contender((Piece(piece.refill, lambda: fail() or piece.run(), 0),))
 
     def broken(*given: Any, **how: Any) -> Any:
         found = contenders(*given, **how)
         return {**found, "ours": partial(failing, found["ours"])}
 
     monkeypatch.setattr(kernels, "contenders", broken)
-    setup = Setup(CPU, F32, kernels_for(TOY, "standard/torch/float32"), 0.01, False)
+    setup = Setup(CPU, F32, defaultdict(lambda: "standard/torch/float32"), 0.01, False)
     found: dict[str, Any] = {}
     about = {"set": "toys", "dtype": "float32", "threads": 1}
     kernels.run_case(setup, about, TOY, lambda row: found.update({row["contender"]: row}))

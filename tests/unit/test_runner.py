@@ -21,9 +21,9 @@ from dmuon.kernels.runner import Call, Orthogonalizer
 from dmuon.scheduler.costs import CostTable
 from dmuon.tensors import normalize
 from dmuon.types import PlanError
+from tests.products import POLAR, by_hand, gaussian
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
-POLAR = resolve_coefficients("polar_express", 5)
 STANDARD, GRAM = "standard/torch/float32", "gram[2]/torch/float32"
 
 
@@ -43,26 +43,18 @@ class Recorder:
 
 
 def normalized(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return normalize(torch.randn(*shape, generator=generator), dtype)
+    return normalize(gaussian(*shape, seed=seed, dtype=F32), dtype)
 
 
-def by_hand(x: Tensor, call: Call) -> Tensor:
-    """The standard form in float64."""
-    x = x.double()
-    for a, b, c in call.coefficients:
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
-
-
-def check(runner: Orthogonalizer, call: Call, x: Tensor, seed: int) -> None:
-    """A run on new values, written to ``x``, is Newton-Schulz of each matrix of the batch."""
-    values = normalized(*call.shape, seed=seed, dtype=runner.dtype)
-    found = runner.run(call, x.copy_(values))
-    for one, wanted in zip(found, by_hand(values, call), strict=True):
-        error = (one.double() - wanted).norm() / wanted.norm()
-        assert error < (1e-4 if runner.dtype is F32 else 0.2)
+def check(runner: Orthogonalizer, call: Call, *seeds: int, x: Tensor | None = None) -> None:
+    """Runs on new values, written to ``x`` or the call's operand, are Newton-Schulz of each."""
+    for seed in seeds:
+        values = normalized(*call.shape, seed=seed, dtype=runner.dtype)
+        operand = runner.operand(call) if x is None else x
+        found = runner.run(call, operand.copy_(values))
+        for one, wanted in zip(found, by_hand(values, call.coefficients), strict=True):
+            error = (one.double() - wanted).norm() / wanted.norm()
+            assert error < (1e-4 if runner.dtype is F32 else 0.2)
 
 
 @pytest.fixture
@@ -112,11 +104,9 @@ def test_a_runner_gives_what_the_iteration_gives(built, shape, kernel, with_grap
         assert runner.nbytes == runner.call_bytes(call)
     assert len(built) == 1 and runner.report()["ran"] == {}
     for seed in range(3):
-        x = lasting if where == "lasting" else torch.empty(shape)
-        if where == "own":
-            x = runner.operand(call)
+        elsewhere = lasting if where == "lasting" else torch.empty(shape)
         with torch.autocast("cpu", enabled=seed == 1):  # it does not reach in
-            check(runner, call, x, seed)
+            check(runner, call, seed, x=None if where == "own" else elsewhere)
     assert len(built) == (4 if where == "elsewhere" else 1), "prepared once, when it is reserved"
     captured = int(with_graphs and where != "elsewhere")
     report = runner.report()
@@ -150,17 +140,15 @@ def test_everything_lies_in_the_workspace(built, shape, kernel):
 def test_what_was_reserved_is_prepared_again_where_it_moved(built):
     runner = Orthogonalizer(CPU, F32)
     call, larger = Call((2, 6, 9), POLAR, STANDARD), Call((8, 6, 9), POLAR, STANDARD)
-    for seed in range(2):  # nothing is reserved: memory is new each time, and nothing is kept
-        check(runner, call, runner.operand(call), seed)
+    check(runner, call, 0, 1)  # nothing is reserved: memory is new each time, and nothing is kept
     assert runner.nbytes == 0 and len(built) == 4
     runner.reserve([larger])
-    for seed in range(3):  # it fits: what was not planned may come again too
-        check(runner, call, runner.operand(call), seed)
+    check(runner, call, 0, 1, 2)  # it fits: what was not planned may come again too
     assert len(built) == 4 + 2
     runner.reserve([call, larger])
     for seed in range(3):
-        check(runner, larger, runner.operand(larger), seed)
-        check(runner, call, runner.operand(call), seed)
+        check(runner, larger, seed)
+        check(runner, call, seed)
     assert len(built) == 6 + 2
 
 
@@ -172,7 +160,7 @@ def test_operands_of_the_caller_are_told_apart(built):
     runner.reserve([], [(call, x) for x in buckets])
     for seed in range(4):
         for one, x in ((call, buckets[0]), (call, buckets[1]), (part, torch.empty(1, 6, 9))):
-            check(runner, one, x, seed)
+            check(runner, one, seed, x=x)
     assert recorder.captured == 2 and len(built) == 2 + 4
 
 
@@ -183,8 +171,7 @@ def test_new_settings_are_prepared_for_once_and_what_never_comes_again_does_not_
     runner.reserve([planned])
     for steps in (5, 3):
         call = Call(planned.shape, resolve_coefficients("polar_express", steps), STANDARD)
-        for seed in range(4):
-            check(runner, call, runner.operand(call), seed)
+        check(runner, call, 0, 1, 2, 3)
     assert (len(built), recorder.captured) == (2, 2)
     for n in range(300):
         triples = tuple((a + 1e-6 * n, b, c) for a, b, c in POLAR)
@@ -193,7 +180,7 @@ def test_new_settings_are_prepared_for_once_and_what_never_comes_again_does_not_
             runner.run(call, runner.operand(call).zero_())
     assert len(runner._prepared) <= 160
     assert "4 x [6, 9]" in runner.report()["ran"]
-    check(runner, planned, runner.operand(planned), 0)
+    check(runner, planned, 0)
 
 
 @pytest.mark.parametrize(
@@ -205,13 +192,12 @@ def test_a_copy_computes_in_memory_of_its_own_and_starts_without_graphs(backend,
     runner = Orthogonalizer(CPU, getattr(torch, dtype), capture=Recorder())
     call = Call((2, 520, 530), POLAR, f"gram[1,3]/{backend}/{dtype}")
     runner.reserve([call])
-    check(runner, call, runner.operand(call), 0)
+    check(runner, call, 0)
     result = runner.run(call, runner.operand(call).copy_(normalized(*call.shape)))
     kept = result.clone()
     twin = duplicate(runner)
     assert twin.report()["cuda_graphs"] == "0 of 0 captured"
-    for seed in range(3):
-        check(twin, call, twin.operand(call), seed)
+    check(twin, call, 0, 1, 2)
     assert torch.equal(result, kept) and twin.nbytes == runner.nbytes
     assert twin.report()["cuda_graphs"] == "1 of 1 captured"
 
@@ -257,8 +243,8 @@ def test_graphs_are_captured_when_memory_is_reserved():
         assert runner.report()["cuda_graphs"] == "2 of 2 captured" and not runner.report()["ran"]
         before = recorder.captured
         for seed in range(3):
-            check(runner, own, runner.operand(own), seed)
-            check(runner, lasting, x, seed)
+            check(runner, own, seed)
+            check(runner, lasting, seed, x=x)
         assert recorder.captured == before, "nothing is captured in a step"
     assert recorder.captured == 4 and recorder.replayed == 12
     assert set(runner.report()["ran"].values()) == {STANDARD, GRAM}
@@ -272,12 +258,11 @@ def test_a_failed_capture_is_loud_and_training_goes_on():
     calls = [Call((b, 6, 9), POLAR, STANDARD) for b in (1, 2)]
     runner.reserve(calls)
     for call in calls:
-        check(runner, call, runner.operand(call), 0)
+        check(runner, call, 0)
     with pytest.warns(RuntimeWarning, match="CUDA graphs are off.*not permitted when stream"):
-        check(runner, calls[0], runner.operand(calls[0]), 1)
-    for seed in range(2, 4):
-        for call in calls:
-            check(runner, call, runner.operand(call), seed)
+        check(runner, calls[0], 1)
+    for call in calls:
+        check(runner, call, 2, 3)
     state = runner.report()["cuda_graphs"]
     assert state == "off: operation not permitted when stream is capturing"
 
@@ -285,26 +270,22 @@ def test_a_failed_capture_is_loud_and_training_goes_on():
 # ---- options, plans, optimizers ----------------------------------------------------------------
 
 
-def test_wrong_options_are_refused_when_planned_with():
-    for options, message in (
-        ({"method": "fast"}, "method must be one of auto, standard, gram"),
-        ({"backend": "cutlass"}, "must be 'auto' or one of torch, .*'cutlass'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            dmuon.dedicate_params(torch.nn.Linear(4, 6), kernels=KernelOptions(**options))
-    with pytest.raises(TypeError, match="kernels must be KernelOptions, found str"):
-        dmuon.dedicate_params(torch.nn.Linear(4, 6), kernels="fast")
-
-
-def test_the_optimizer_refuses_what_cannot_run_and_can_be_made_again():
+def test_wrong_options_are_refused():
     model = torch.nn.Linear(4, 6)
+    for options, error, message in (
+        (KernelOptions(method="fast"), ValueError, "method must be one of auto, standard, gram"),
+        (KernelOptions(backend="cutlass"), ValueError, "'auto' or one of torch, .*'cutlass'"),
+        ("fast", TypeError, "kernels must be KernelOptions, found str"),
+    ):
+        with pytest.raises(error, match=message):
+            dmuon.dedicate_params(model, kernels=options)
     for options, message in (
         ({"backend": "triton"}, "'triton' cannot run on cpu"),
         ({"method": "gram[4]"}, "diverges in torch.float32 over 5 steps"),
         ({"cuda_graphs": True}, "needs a CUDA device, found cpu"),
     ):
         own = dmuon.dedicate_params(model, kernels=KernelOptions(**options))
-        for _ in range(2):
+        for _ in range(2):  # the optimizer can be made again
             with pytest.raises(ValueError, match=message):
                 dmuon.Muon(model, ns_dtype=F32)
         own.close()

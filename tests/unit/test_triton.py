@@ -58,7 +58,8 @@ def with_library(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with interpreted_library():
-            return function(*args, **kwargs)
+            found = function(*args, **kwargs)
+        return with_library(found) if isinstance(found, FunctionType) else found
 
     return call
 
