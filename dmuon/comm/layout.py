@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
+from dmuon.comm.hooks import Coverage, ParameterWatch, WaitPoint, attach, fsdp_roots
 from dmuon.comm.routes import RowShards
 from dmuon.comm.transport import Meter, Transport
 from dmuon.scheduler.plan import OwnershipPlan, Unit
@@ -38,7 +40,7 @@ class LayoutRuntime(ABC):
     ``units`` are what is computed at once, in the order of execution; there are none before the
     optimizer has bound itself. ``parameters`` are the planned ones, in the order of the plan,
     ``dedicated`` those that only their owners store. Newton-Schulz and the collectives run on
-    ``device``; ``apart`` is that of `units_of`.
+    ``device``; ``one_by_one`` is that of `units_of`.
     """
 
     parameters: Sequence[nn.Parameter]
@@ -55,9 +57,12 @@ class LayoutRuntime(ABC):
         self.transport = transport
         self.device = device
         self.units: tuple[Unit, ...] = ()
-        self.apart = False
+        self.one_by_one = False
         self.meter = Meter()
         self._model = (lambda: None) if model is None else weakref.ref(model)
+        self._sync = True
+        self._watch: ParameterWatch | None = None  # where nothing else notices replaced parameters
+        self._coverage: Coverage | None = None  # of the buckets of updates, where hooks wait
         self._removers: list[Callable[[], None]] = []
         self._closed = False
 
@@ -87,9 +92,35 @@ class LayoutRuntime(ABC):
     def gradients_changed(self) -> None:  # noqa: B027
         """Everything that `gradients` gave has been changed in place."""
 
-    @abstractmethod
     def set_sync(self, sync: bool) -> bool:
-        """Whether backward reduces gradients; returns the previous setting."""
+        """Whether backward reduces gradients, FSDP2's too; returns the previous setting."""
+        previous, self._sync = self._sync, sync
+        model = self._model()
+        for root in () if model is None else fsdp_roots(model):
+            root.set_requires_gradient_sync(sync)
+        return previous
+
+    def _wait_at(
+        self,
+        points: Sequence[WaitPoint],
+        buckets: Iterable[Iterable[int]],
+        wait: Callable[[Sequence[int], bool], None],
+    ) -> None:
+        """Call ``wait(buckets that it needs, whether it is the root)`` at each point. ``buckets``
+        gives the parameters whose updates are in each."""
+        buckets_of: dict[int, set[int]] = defaultdict(set)
+        for b, parameters in enumerate(buckets):
+            for p in parameters:
+                buckets_of[id(self.parameters[p])].add(b)
+        self._coverage = coverage = Coverage(points, buckets_of)
+
+        def before(number: int, needed: Sequence[int], at_root: bool) -> None:
+            coverage.passed(number)
+            wait(needed, at_root)
+
+        for number, point in enumerate(points):
+            waiting = partial(before, number, coverage.needed(number), point.is_root)
+            self._removers += attach(point, waiting, self.synchronize)
 
     @abstractmethod
     def close(self) -> None:

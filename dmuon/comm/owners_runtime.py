@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -36,7 +34,7 @@ from dmuon.comm.buckets import (
     gradient_bucket,
     publish_buckets,
 )
-from dmuon.comm.hooks import Coverage, ParameterWatch, attach, wait_points
+from dmuon.comm.hooks import ParameterWatch, wait_points
 from dmuon.comm.layout import Gradients, LayoutRuntime
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.reducer import (
@@ -88,7 +86,6 @@ class OwnersRuntime(LayoutRuntime):
         self.reducer: GradientReducer | None = None
         self._slices = slices
         self._counted: frozenset[int] = frozenset()  # distributed parameters; see `Gradients`
-        self._watch: ParameterWatch | None = None
         self._rms: dict[int, Tensor] = {}  # of updates ``[b]``, by a unit's first matrix
 
     @abstractmethod
@@ -100,7 +97,7 @@ class OwnersRuntime(LayoutRuntime):
         self, groups: Sequence[int], reduce_dtype: torch.dtype | None
     ) -> OwnedGradients:
         """The first part of `bind`: units, and where their gradients are collected."""
-        self.units = units_of(self.plan, groups, apart=self.apart)
+        self.units = units_of(self.plan, groups, one_by_one=self.one_by_one)
         return OwnedGradients(
             self._slices, self.units, self.transport.rank, reduce_dtype, self.device
         )
@@ -145,7 +142,9 @@ class OwnersRuntime(LayoutRuntime):
         return Gradients(counted, common, stored)
 
     def set_sync(self, sync: bool) -> bool:
-        return self._bound.set_sync(sync)
+        previous = self._bound.set_sync(sync)
+        super().set_sync(sync)
+        return previous
 
     def zero_grad(self) -> None:
         if self.reducer is not None:
@@ -279,24 +278,15 @@ class ReducedRuntime(OwnersRuntime):
         else:
             self._removers += hook_ddp(ddp, self._handed_over)
         self._watch = ParameterWatch(model, self.parameters)
-        broadcasts_of: dict[int, set[int]] = defaultdict(set)
-        for b, bucket in enumerate(self._broadcasts):
-            for p in chain.from_iterable(live.parameters for live in bucket.units):
-                broadcasts_of[id(self.parameters[p])].add(b)
-        points = wait_points(model)
-        self._coverage = coverage = Coverage(points, broadcasts_of)
 
-        def wait(number: int, needed: Sequence[int], at_root: bool) -> None:
-            coverage.passed(number)
-            if at_root:
+        def wait(needed: Sequence[int], at_root: bool) -> None:
+            if at_root and self._ddp is None:
                 # A backward that raised left its round open; the others count on its end.
                 reducer.finish()
             self._wait_for(needed)
 
-        for number, point in enumerate(points):
-            at_root = point.is_root and ddp is None
-            action = partial(wait, number, coverage.needed(number), at_root)
-            self._removers += attach(point, action, self.synchronize)
+        buckets = [chain.from_iterable(u.parameters for u in b.units) for b in self._broadcasts]
+        self._wait_at(wait_points(model), buckets, wait)
 
     def _begin_round(self, reducer: GradientReducer) -> None:
         """Apply the updates first, because gradients take their memory."""
@@ -380,6 +370,7 @@ class ReducedRuntime(OwnersRuntime):
             self._pending[b], bucket.where = (work, apply), where
         reducer.clear()
         # The forward that led here read these without passing their wait point.
+        assert self._coverage is not None
         self._wait_for(self._coverage.take_missed())
 
     def _wait_for(self, broadcasts: Iterable[int]) -> None:

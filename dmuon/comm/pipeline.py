@@ -53,7 +53,7 @@ class Bucket:
     """A bucket's buffers, and views of them made once.
 
     ``send`` is flat: the operands of what this rank holds, in the order of ``route.held``.
-    ``landings`` are where updates arrive, (flat buffer, its layout). ``stacks`` are the units that
+    ``updates`` are where updates arrive, (flat buffer, its layout). ``stacks`` are the units that
     it owns, (unit, ``[b, rows, cols]``), in which their matrices are assembled at every step; those
     with co-owners, ``shared`` of them, come first.
     """
@@ -71,7 +71,7 @@ class Bucket:
         self.send, pieces, arrived, leaving, came, updates, copies_out, copies_in = buffers
         sent = pieces if route.cuts else self.send
         came = came if route.joins else updates
-        self.landings = [(updates, route.updates), (copies_in, route.copies_in)]
+        self.updates = [(updates, route.updates), (copies_in, route.copies_in)]
         self.shares: list[Tensor] = []  # of a published bucket, by owner
         if route.published is not None:
             self.shares = list(came.split(route.published.splits))
@@ -86,7 +86,7 @@ class Bucket:
         flats = assembly.narrow(0, 0, sum(numels)).split(numels)
         self.stacks = [(u, flat.view(units[u].shape)) for u, flat in zip(route.units, flats)]
         self.shared = sum(bool(units[u].co_owners) for u in route.units)
-        owned, copied, stack_of = route.owned.parts, route.copies_out.parts, dict(self.stacks)
+        owned, stack_of = route.owned.parts, dict(self.stacks)
         # Places in the stacks, and the parts that arrive for them.
         self.assembly = (
             [places(stack_of[part.unit], part) for part in owned],
@@ -95,18 +95,8 @@ class Bucket:
         # Of each stack: parts, and their places in what leaves.
         of_units = [[part for part in owned if part.unit == u] for u in stack_of]
         self.results = [(parts, [p.within(leaving) for p in parts]) for parts in of_units]
-        # What is sent to replicas, and the updates that it copies. Matrices that follow each other
-        # in the first do so in the second, where no fewer are joined.
-        starts_at = {
-            (part.unit, part.position + j): part.start + j * part.box.numel
-            for part in route.updates.parts
-            for j in range(len(part.matrices))
-        }
-        starts = [starts_at[part.unit, part.position] for part in copied]
-        self.copies = (
-            [copies_out.narrow(0, part.start, part.numel) for part in copied],
-            [updates.narrow(0, start, p.numel) for start, p in zip(starts, copied)],
-        )
+        # What is sent to replicas, and the updates that it copies.
+        self.copies = _views(cut.within(copies_out, updates) for cut in route.copies)
 
 
 def _views(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
@@ -177,7 +167,7 @@ class Pipeline:
             fill: write the operands of Newton-Schulz that this rank holds to a bucket's ``send``.
             compute: the owner's update of a unit from its stack, which may be overwritten; valid
                 until the next call. None if nobody will apply the update.
-            apply: update the parameters by what came to a bucket's ``landings``. For the last
+            apply: update the parameters by what came to a bucket's ``updates``. For the last
                 buckets `apply_pending` calls it, later.
             meanwhile: called while the first buckets travel; if only updates travel, while the last
                 ones do.

@@ -36,13 +36,12 @@ from torch.nn.parallel import DistributedDataParallel
 from dmuon.comm.buckets import EVERYONE, Buffer, GradientBucket, Segment, Slices
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.routes import Part, places
-from dmuon.comm.states import RoundState
 from dmuon.comm.transport import Meter, Transport, Work, side_stream, wait_all
 from dmuon.devices import HostCopy, host_can_read
 from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.scheduler.plan import Unit
 from dmuon.scheduler.specs import Form, ModelSpecs
-from dmuon.types import DmuonError, OwnershipError
+from dmuon.types import DmuonError, OwnershipError, State
 
 # ---- stacks of a unit ------------------------------------------------------------------------
 
@@ -144,6 +143,26 @@ class OwnedGradients:
 
 
 # ---- rounds ----------------------------------------------------------------------------------
+
+
+class RoundState(State):
+    """Where the reduction of gradients is, since they were last cleared.
+
+    ::
+
+        state      meaning                                                      may become
+        NONE       no round has been made                                       OPEN
+        OPEN       a backward pass runs, or has raised                          DONE, OPEN_OWED
+        OPEN_OWED  the same, and another round must follow                      OWED
+        DONE       a round has ended; ``p.grad`` holds nothing it has not seen  OPEN, OWED, NONE
+        OWED       ``p.grad`` may hold gradients that no round has seen         OPEN, NONE
+    """
+
+    NONE = "none", "OPEN"
+    OPEN = "open", "DONE OPEN_OWED"
+    OPEN_OWED = "open, another one owed", "OWED"
+    DONE = "done", "OPEN OWED NONE"
+    OWED = "owed", "OPEN NONE"
 
 
 # How many buckets' memory backward keeps on an accelerator; older ones are waited for on a side

@@ -100,6 +100,10 @@ class Message:
     def numel(self) -> int:
         return sum(self.splits)
 
+    @property
+    def matrices(self) -> list[int]:
+        return [i for part in self.parts for i in part.matrices]
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -135,8 +139,9 @@ class BucketRoute:
     ``published``: for a bucket that every rank holds whole, the updates by owner, else None.
     ``held`` and ``owned`` are then what is owned here, and nothing is copied.
 
-    ``blocks`` are those that are sent, ``updates`` those whose updates come. If there are
-    co-owners, ``cuts`` and ``joins`` say where the pieces lie in them.
+    ``blocks`` are those that are sent, ``updates`` those whose updates come. ``copies`` says where
+    the parts of ``copies_out`` lie in them, ``cuts`` and ``joins`` where pieces do, if there are
+    co-owners.
     """
 
     units: tuple[int, ...]  # owned here
@@ -147,6 +152,7 @@ class BucketRoute:
     replicates: bool
     blocks: Message
     updates: Message
+    copies: tuple[Cut, ...]
     cuts: tuple[Cut, ...] = ()
     joins: tuple[Cut, ...] = ()
     published: Message | None = None
@@ -278,25 +284,26 @@ def bucket_route(
     def message(name: str) -> Message:
         return _message(shards, contents[name])
 
-    held = message("held")
+    held, copies_out = message("held"), message("copies_out")
     came = message("published") if everywhere else held
-    route = BucketRoute(
+    blocks, updates = held, came
+    if is_shared := any(units[u].co_owners for u in bucket):
+        blocks = message("blocks")
+        updates = message("updates") if everywhere else blocks
+    return BucketRoute(
         units=tuple(u for u in bucket if units[u].owner == rank),
         held=held,
         owned=held if everywhere else message("owned"),
-        copies_out=message("copies_out"),
+        copies_out=copies_out,
         copies_in=message("copies_in"),
         replicates=not everywhere and any(map(shards.is_replicated, matrices)),
-        blocks=held,
-        updates=came,
+        blocks=blocks,
+        updates=updates,
+        copies=_cuts(shards, units, copies_out, updates),
+        cuts=_cuts(shards, units, held, blocks) if is_shared else (),
+        joins=_cuts(shards, units, came, updates) if is_shared else (),
         published=came if everywhere else None,
     )
-    if not any(units[u].co_owners for u in bucket):
-        return route
-    blocks = message("blocks")
-    updates = message("updates") if everywhere else blocks
-    cuts, joins = _cuts(shards, units, held, blocks), _cuts(shards, units, came, updates)
-    return replace(route, blocks=blocks, updates=updates, cuts=cuts, joins=joins)
 
 
 def _cuts(

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from dmuon.comm.buckets import GradientBucket, Slices, gradient_bucket
 from dmuon.comm.dedicated.prefetch import (
+    PassState,
     Prefetcher,
     check_first_forward,
     hook_module,
@@ -48,7 +49,6 @@ from dmuon.comm.reducer import (
     set_rows,
     unstacker,
 )
-from dmuon.comm.states import PassState
 from dmuon.comm.transport import Meter
 from dmuon.config import DedicatedOptions, ShardedOptions
 from dmuon.dtensors import is_distributed, local_shard, local_tensor, mesh_axes
@@ -90,7 +90,7 @@ class _Assembly:
             self._results.append(
                 [
                     (part.unit, list(zip(count(part.position), part.matrices, part.within(flat))))
-                    for flat, message in bucket.landings
+                    for flat, message in bucket.updates
                     for part in message.parts
                 ]
             )
@@ -270,13 +270,6 @@ class DedicatedRuntime(OwnersRuntime):
         return [gradient_bucket(self._slices, m, adamw, tensor, dtype) for m in members if m]
 
     # ---- gradients ---------------------------------------------------------------------------
-
-    def set_sync(self, sync: bool) -> bool:
-        previous = super().set_sync(sync)
-        model = self._model()
-        for root in () if model is None else fsdp_roots(model):
-            root.set_requires_gradient_sync(sync)
-        return previous
 
     def reduce_gradients(self) -> None:
         reducer = self._bound

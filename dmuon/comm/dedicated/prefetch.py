@@ -31,17 +31,35 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dmuon.comm.dedicated.storage import Layer, Storage
+from dmuon.comm.dedicated.storage import Layer, Storage, WeightState
 from dmuon.comm.hooks import Hook, Remove, WaitPoint
 from dmuon.comm.reducer import GradientReducer, at_end_of_backward
-from dmuon.comm.states import PassState, WeightState
 from dmuon.config import DedicatedOptions
-from dmuon.types import DmuonError, OwnershipError
+from dmuon.types import DmuonError, OwnershipError, State
 
 _ANNOUNCED = "_dmuon_announced"  # set on what a module keeps from one pass to the next
 
 
 # ---- passes over the model -------------------------------------------------------------------
+
+
+class PassState(State):
+    """Which pass over the model has begun and not ended, on this rank.
+
+    ::
+
+        state     what every rank issues while in it                            may become
+        IDLE      nothing                                                       FORWARD, BACKWARD
+        FORWARD   the broadcast of each layer, in the order of registration     IDLE
+        BACKWARD  the broadcast of each layer in reverse, gradients in between  IDLE
+
+    A pass goes back to IDLE once all of its collectives are issued, so none follows another
+    directly.
+    """
+
+    IDLE = "idle", "FORWARD BACKWARD"
+    FORWARD = "forward", "IDLE"
+    BACKWARD = "backward", "IDLE"
 
 
 @dataclasses.dataclass(slots=True)

@@ -32,13 +32,12 @@ from dmuon.comm.consensus import attempt
 from dmuon.comm.hooks import outermost_members, parameter_ids, replaced
 from dmuon.comm.process_groups import ProcessGroups, start_from_first
 from dmuon.comm.routes import Keepers, RowShards
-from dmuon.comm.states import WeightState
 from dmuon.comm.transport import Meter, Work, wait_all
 from dmuon.config import DedicatedOptions
 from dmuon.dtensors import is_distributed, stored_tensor
 from dmuon.scheduler.select import trainable_parameters
 from dmuon.scheduler.specs import canonical_name
-from dmuon.types import OwnershipError
+from dmuon.types import OwnershipError, State
 
 # ---- one layer -------------------------------------------------------------------------------
 
@@ -123,6 +122,29 @@ class _WeightBuffer:
                 return kept.narrow(0, start - first, numel)
         assert not numel, f"elements {start} to {start + numel} are not kept here"
         return self.nothing
+
+
+class WeightState(State):
+    """The state of the weights of a layer in the `dedicated` layout.
+
+    ::
+
+        state     parameters show  buffers have   what has happened           may become
+        FREED     what is kept     no memory      nothing, or all uses ended  LAUNCHED
+        LAUNCHED  what is kept     weights, soon  the broadcasts were issued  IN_USE, FREED
+        IN_USE    the buffers      weights        forward or backward runs    RECORDED, FREED
+        RECORDED  the buffers      weights        autograd recorded a use     HELD, FREED
+        HELD      the buffers      weights        the same                    FREED
+
+    In HELD nothing will announce the backward, so they stay until it is done. A layer in use may be
+    broadcast again into the same buffers; this changes no state.
+    """
+
+    FREED = "freed", "LAUNCHED"
+    LAUNCHED = "launched", "IN_USE FREED"
+    IN_USE = "in use", "RECORDED FREED"
+    RECORDED = "recorded", "HELD FREED"
+    HELD = "held", "FREED"
 
 
 @dataclass(slots=True, eq=False)
