@@ -37,16 +37,6 @@ EVERYONE = -1  # the "owner" of parameters that all ranks update
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """The part of a matrix that one rank holds: ``numel`` elements of its slice of the parameter,
-    from ``start`` on, which are the box ``box`` of the matrix, counted from the matrix's corner."""
-
-    start: int
-    numel: int
-    box: Box
-
-
-@dataclass(frozen=True, slots=True)
 class Span:
     """``numel`` elements from element ``start`` on, owned at the place (``replica``, ``shard``).
 
@@ -144,8 +134,9 @@ class Slices:
                     found.append((i, rank, kept if in_slices else box))
         return found
 
-    def held(self, matrix: int, tensor: int) -> Held:
-        """The part of a matrix that the ranks with this tensor coordinate hold."""
+    def held(self, matrix: int, tensor: int) -> tuple[int, Box]:
+        """The part of a matrix that the ranks with this tensor coordinate hold: its first element
+        in their slice of the parameter, and its box, counted from the matrix's corner."""
         outer = self.shards.boxes[matrix].box
         local = self.shards.shard(tensor, self.plan.specs.matrices[matrix].parameter).box
         common, start = outer.intersection(local), 0
@@ -153,17 +144,16 @@ class Slices:
             # Row-major in the slice; a range of the whole has no gaps in a slice either.
             for corner, size in zip(common.within(local).offset, local.shape, strict=True):
                 start = start * size + corner
-        return Held(start, common.numel, common.within(outer))
+        return start, common.within(outer)
 
     def spans(self, parameter: int, tensor: int) -> list[Span]:
         """The spans of a matrix parameter's slice, in element order; empty slices have none."""
-        pairs = [(self.held(i, tensor), i) for i in self.matrices_of[parameter]]
-        pairs = sorted((p for p in pairs if p[0].numel), key=lambda pair: pair[0].start)
+        parts = [(*self.held(i, tensor), i) for i in self.matrices_of[parameter]]
+        held = sorted((start, box.numel, i) for start, box, i in parts if box.numel)
         found = []
-        for (replica, shard), members in groupby(pairs, lambda pair: self._place[pair[1]][:2]):
-            mine = list(members)
-            numel, matrices = sum(h.numel for h, _ in mine), tuple(i for _, i in mine)
-            found.append(Span(mine[0][0].start, numel, shard, replica, parameter, matrices))
+        for (replica, shard), members in groupby(held, lambda part: self._place[part[2]][:2]):
+            starts, numels, matrices = zip(*members)
+            found.append(Span(starts[0], sum(numels), shard, replica, parameter, matrices))
         return found
 
 

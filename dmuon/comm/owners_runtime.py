@@ -163,6 +163,29 @@ class OwnersRuntime(LayoutRuntime):
         present, matrices = self._bound.present, self.plan.specs.matrices
         return [k for k, i in enumerate(unit.matrices) if present[matrices[i].parameter]]
 
+    def _computed(
+        self,
+        compute: Compute,
+        unit: Unit,
+        where: list[int],
+        gradients: Tensor,
+        rms: Tensor,
+        out: Tensor | None = None,
+    ) -> Tensor | None:
+        """What is published of a unit, ``[b, rows, cols]``, in ``out`` if given, of the matrices at
+        ``where``, which have gradients; undefined elsewhere, and None where none has."""
+        if len(where) < len(unit.matrices):
+            rms.zero_()
+        if not where:
+            return None
+        payload, found = compute(unit, rows_of(gradients, where), where)
+        set_rows(rms, where, found)
+        if out is None and len(where) == len(unit.matrices):
+            return payload
+        out = payload.new_empty(unit.shape) if out is None else out
+        set_rows(out, where, payload)
+        return out
+
     @abstractmethod
     def step(self, compute: Compute, apply: Apply) -> None:
         """Compute what is owned here and launch all publishing."""
@@ -180,10 +203,6 @@ class OwnersRuntime(LayoutRuntime):
             rms = self._rms.get(unit.matrices[0], ())
             found |= {specs[i].name: value for i, value in zip(unit.matrices, rms)}
         return found
-
-    def _unbind(self) -> None:
-        self._remove_hooks()
-        self.reducer = None
 
 
 @dataclass(slots=True)
@@ -231,8 +250,6 @@ class ReducedRuntime(OwnersRuntime):
         self._locals = LocalParameters(parameters, [spec.name for spec in plan.specs.parameters])
         self._broadcasts: list[_Broadcast] = []
         self._pending: dict[int, tuple[Work, Apply]] = {}  # broadcasts that were not applied yet
-
-    # ---- binding and closing -----------------------------------------------------------------
 
     def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
         options, specs = self._options, self.plan.specs
@@ -321,11 +338,9 @@ class ReducedRuntime(OwnersRuntime):
 
     def close(self) -> None:
         self.synchronize()
-        self._unbind()
-        self._broadcasts = []
+        self._remove_hooks()
+        self.reducer, self._broadcasts = None, []
         self.transport.close()
-
-    # ---- gradients ---------------------------------------------------------------------------
 
     def reduce_gradients(self) -> None:
         # Inside DistributedDataParallel.no_sync gradients stay in p.grad.
@@ -343,8 +358,6 @@ class ReducedRuntime(OwnersRuntime):
                 "this backward. Build it with find_unused_parameters=True"
             )
 
-    # ---- step --------------------------------------------------------------------------------
-
     def step(self, compute: Compute, apply: Apply) -> None:
         reducer = self._bound
         # Which parameters have a gradient on any rank is the same on every rank, so all leave the
@@ -357,15 +370,11 @@ class ReducedRuntime(OwnersRuntime):
                 continue
             bucket.buffer.hold()
             if bucket.owner == self.transport.rank:
-                bucket.rms.zero_()
                 for live, mine in zip(bucket.units, where, strict=True):
-                    if mine:
-                        gradients = rows_of(reducer.owned.stack(live.unit), mine)
-                        payload, rms = compute(live.unit, gradients, mine)
-                        set_rows(live.payload, mine, payload)
-                        set_rows(live.rms, mine, rms)
+                    gradients = reducer.owned.stack(live.unit)
+                    self._computed(compute, live.unit, mine, gradients, live.rms, live.payload)
             flat = bucket.buffer.flat
-            self.meter.add("updates", flat)
+            self.meter["updates"] += flat.nbytes
             work = self.transport.broadcast(flat, bucket.owner, tag="updates")
             self._pending[b], bucket.where = (work, apply), where
         reducer.clear()

@@ -64,8 +64,6 @@ class ParamsRuntime(LayoutRuntime):
             self._watch = ParameterWatch(model, parameters)
         self._missing: list[bool] = []  # which parameters had no gradient, when last looked at
 
-    # ---- binding and closing -------------------------------------------------------------
-
     def bind(self, groups: Sequence[int], ns_dtype: torch.dtype, hooks: bool) -> None:
         """Prepare for an optimizer: the param group of each matrix, the dtype that travels, and
         whether updates may be awaited by the next forward (else by `synchronize` alone)."""
@@ -87,7 +85,7 @@ class ParamsRuntime(LayoutRuntime):
     def exchange(self, ranks: tuple[int, ...], to: Tensor, source: Tensor, tag: str) -> Work:
         """See `ops.Peers`; of the co-owners ``ranks``, of which this is one."""
         peers, size = self._peers[ranks], source[0].numel()
-        self.meter.add_bytes(tag, source.nbytes)
+        self.meter[tag] += source.nbytes
         splits = [size * (j != peers.rank) for j in range(peers.world)]
         return peers.all_to_all(to.view(-1), source.view(-1), splits, splits, tag=tag)
 
@@ -130,8 +128,6 @@ class ParamsRuntime(LayoutRuntime):
             raise self._not_bound()
         return self.pipeline
 
-    # ---- gradients -----------------------------------------------------------------------
-
     def reduce_gradients(self) -> None:
         """The framework has reduced them; check that parameters are what was planned."""
         self.bound()
@@ -157,11 +153,9 @@ class ParamsRuntime(LayoutRuntime):
         counted = [grad for i, grad in found if self.shards.counts(i, self.transport.rank)]
         return Gradients(counted, [], [grad for _, grad in found])
 
-    # ---- step ----------------------------------------------------------------------------
-
     def all_reduce(self, vector: Tensor, tag: str) -> Work:
         """Sum ``vector`` over all ranks, counted in the meter."""
-        self.meter.add(tag, vector)
+        self.meter[tag] += vector.nbytes
         return self.transport.all_reduce(vector, tag=tag)
 
     def apply_missed(self) -> None:

@@ -205,7 +205,7 @@ class Pipeline:
                 return False
             for owner, part in enumerate(bucket.shares):
                 if part.numel():
-                    self._meter.add("updates", part)
+                    self._meter["updates"] += part.nbytes
                     bucket.works.append(self._transport.broadcast(part, owner, tag="updates"))
             if not bucket.shares:
                 route = bucket.route
@@ -231,7 +231,7 @@ class Pipeline:
         """``both``: what comes, laid out as ``came``, and what is sent, laid out as ``to``."""
         output, source = both
         sent = to.numel - to.splits[self._transport.rank]
-        self._meter.add_bytes(tag, sent * source.element_size())
+        self._meter[tag] += sent * source.element_size()
         work = self._transport.all_to_all(output, source, came.splits, to.splits, tag=tag)
         bucket.works.append(work)
 

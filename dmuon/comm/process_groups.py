@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -49,9 +50,7 @@ class Grid:
         shape = topology.shape
         data = [i for i, axis in enumerate(topology.axes) if axis not in tensor_axes]
         order = data + [i for i, axis in enumerate(topology.axes) if axis in tensor_axes]
-        strides = [math.prod(shape[i + 1 :]) for i in order]
-        places = product(*(range(shape[i]) for i in order))
-        ranks = tuple(sum(map(math.prod, zip(at, strides, strict=True))) for at in places)
+        ranks = tuple(np.arange(math.prod(shape)).reshape(shape).transpose(order).ravel().tolist())
         replicas = math.prod(shape[i] for i in data[:-1])
         shards = shape[data[-1]] if data else 1
         return cls((replicas, shards, len(ranks) // (replicas * shards)), ranks)

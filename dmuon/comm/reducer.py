@@ -69,8 +69,7 @@ def oriented(unit: Unit, stack: Tensor) -> list[Tensor]:
 
 
 def unstacker(specs: ModelSpecs, unit: Unit) -> Callable[[Tensor], list[Tensor]]:
-    """A function that cuts a unit's stack into views of its matrices, in the dims that each has in
-    its parameter."""
+    """Cuts a unit's stack into views of its matrices, in the dims of their parameters."""
     parts = []
     for k, i in enumerate(unit.matrices):
         spec = specs.matrices[i]
@@ -84,9 +83,9 @@ def unstacker(specs: ModelSpecs, unit: Unit) -> Callable[[Tensor], list[Tensor]]
 class OwnedGradients:
     """The gradients of what is owned at this rank's data coordinates.
 
-    ``mine`` are the units that this rank computes; ``near`` those that a rank with its data
-    coordinates computes. ``here`` are the gradients by matrix, in the parameter's dims: views of
-    the owner's stacks, or this rank's slices of the matrices that tensor parallelism cuts.
+    This rank computes the units ``mine``, a rank with its data coordinates those ``near``. ``here``
+    are the gradients by matrix, in the parameter's dims: views of the owner's stacks, or this
+    rank's slices of matrices that tensor parallelism cuts.
     """
 
     def __init__(
@@ -114,8 +113,8 @@ class OwnedGradients:
                 views = unstacker(specs, unit)(stack)
                 self.here.update(zip(unit.matrices, views, strict=True))
             for i in cut:
-                shape = slices.held(i, self._tensor).box.shape
-                self.here[i] = torch.zeros(shape, dtype=dtype, device=device)
+                _, box = slices.held(i, self._tensor)
+                self.here[i] = torch.zeros(box.shape, dtype=dtype, device=device)
 
     def stack(self, unit: Unit) -> Tensor:
         """The gradients of a unit that lies whole on this rank, ``[b, m, n]``."""
@@ -134,15 +133,19 @@ class OwnedGradients:
         for span, view in zip(segment.spans, views, strict=True):
             start = 0
             for i in span.matrices:
-                held = self.slices.held(i, self._tensor)
+                _, box = self.slices.held(i, self._tensor)
                 if i in self.here:
                     into.append(self.here[i])
-                    arrived.append(view.narrow(0, start, held.numel).view(held.box.shape))
-                start += held.numel
+                    arrived.append(view.narrow(0, start, box.numel).view(box.shape))
+                start += box.numel
         return into, arrived
 
 
 # ---- rounds ----------------------------------------------------------------------------------
+
+# How many buckets' memory backward keeps on an accelerator; older ones are waited for on a side
+# stream.
+UNDER_WAY = 4
 
 
 class RoundState(State):
@@ -174,7 +177,7 @@ class _LiveSegment:
     """A segment with its buffer, cut into views of its spans, and its collectives under way.
 
     ``deliveries``: see `OwnedGradients`; none where its matrices are not owned here. ``to_relay``:
-    a second level, along replicas, is to come; with ``replicas`` it always does where it is owned.
+    what is owned here is to be reduced along replicas, too.
     """
 
     def __init__(
@@ -192,7 +195,7 @@ class _LiveSegment:
 
     def send(self, groups: ProcessGroups, meter: Meter) -> None:
         shard, flat = self.segment.shard, self.buffer.flat
-        meter.add("gradients", flat)
+        meter["gradients"] += flat.nbytes
         if shard == EVERYONE:
             self.works = [groups.data.all_reduce(flat, tag="rest")]
         else:
@@ -207,13 +210,9 @@ class _LiveSegment:
             numel = sum(span.numel for span in members)
             part = self.buffer.flat.narrow(0, start, numel)
             start += numel
-            meter.add("gradients across replicas", part)
+            meter["gradients across replicas"] += part.nbytes
             work = groups.replicas.reduce(part, replica, tag="gradients across replicas")
             self.works.append(work)
-
-    def has_arrived(self) -> bool:
-        """Whether waiting would take no time, and nothing of it is to follow."""
-        return not self.to_relay and all(work.is_completed() for work in self.works)
 
 
 class _LiveBucket:
@@ -272,7 +271,7 @@ class _Flags:
             flags[:number].fill_(1)
         else:
             flags.copy_(torch.tensor(local + unusable, dtype=torch.uint8))
-        self._meter.add("flags", flags)
+        self._meter["flags"] += flags.nbytes
         self._world.all_reduce(flags, tag="flags", maximum=True).wait()
         if not host_can_read(flags.device):
             # Whether this rank reads them depends on its gradients, so nobody raises by that.
@@ -453,7 +452,8 @@ class GradientReducer:
             found.launched += 1
             # What has arrived is a matter of time: nothing is issued, and nothing waited for,
             # because another rank may launch its part at the end of its backward only.
-            self.collect([live for live in self._to_owners() if live.has_arrived()])
+            here = [live for live in self._to_owners() if not live.to_relay]
+            self.collect([s for s in here if all(work.is_completed() for work in s.works)])
             self._collect_on_side_stream()
 
     def _to_owners(self) -> list[_LiveSegment]:

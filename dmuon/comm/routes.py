@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby, pairwise
 from operator import add, itemgetter
@@ -186,19 +186,16 @@ def parts_of(
     shards: ShardMap, unit: int, pieces: Iterable[MatrixPart], start: int = 0
 ) -> list[Part]:
     """The parts of a buffer from element ``start`` on; neighbours with equal boxes are one part."""
+
+    def kind(numbered: tuple[int, MatrixPart]) -> tuple[int, Box, tuple[int, ...], Form, bool]:
+        n, (position, i, shape, transposed, box) = numbered
+        return position - n, box, shape, shards.boxes[i].form, transposed
+
     parts: list[Part] = []
-    for position, i, shape, transposed, box in pieces:
-        kind = (box, shape, shards.boxes[i].form, transposed)
-        last = parts[-1] if parts else None
-        if (
-            last is not None
-            and position == last.position + len(last.matrices)
-            and kind == (last.box, last.whole, last.form, last.transposed)
-        ):
-            parts[-1] = replace(last, matrices=(*last.matrices, i))
-        else:
-            parts.append(Part(unit, position, (i,), *kind, start))
-        start += box.numel
+    for (_, box, whole, form, turned), members in groupby(enumerate(pieces), kind):
+        positions, matrices, *_ = zip(*(piece for _, piece in members))
+        parts.append(Part(unit, positions[0], matrices, box, whole, form, turned, start))
+        start += parts[-1].numel
     return parts
 
 
@@ -310,31 +307,25 @@ def _cuts(
     shards: ShardMap, units: Sequence[Unit], pieces: Message, blocks: Message
 ) -> tuple[Cut, ...]:
     """Where the pieces of a rank lie in its blocks."""
-    at: dict[int, tuple[int, Part]] = {
-        i: (part.start + j * part.box.numel, part)
-        for part in blocks.parts
-        for j, i in enumerate(part.matrices)
-    }
+    at = {i: (b, k) for b, part in enumerate(blocks.parts) for k, i in enumerate(part.matrices)}
     found: list[Cut] = []
     for part in pieces.parts:
-        for j, i in enumerate(part.matrices):
-            start, block = at[i]
-            offset = slice_of(shards, units[part.unit], part.position + j).offset
-            in_matrix = Box(tuple(map(add, part.box.offset, offset)), part.box.shape)
-            box, size = in_matrix.within(block.box), block.box.numel
-            last = found[-1] if j else None
-            if (
-                last is not None
-                and (last.block_shape[1:], last.box) == (block.box.shape, box)
-                and start == last.block + last.shape[0] * size
-            ):
-                count = last.shape[0] + 1
-                found[-1] = replace(
-                    last, shape=(count, *box.shape), block_shape=(count, *block.box.shape)
+        offset = slice_of(shards, units[part.unit], part.position).offset
+        in_matrix = Box(tuple(map(add, part.box.offset, offset)), part.box.shape)
+        # Matrices that follow each other in the pieces and in a block are one cut.
+        placed = [(*at[i], j) for j, i in enumerate(part.matrices)]
+        for (b, _), members in groupby(placed, lambda place: (place[0], place[1] - place[2])):
+            run = list(members)
+            (_, k, j), block, count = run[0], blocks.parts[b], len(run)
+            found.append(
+                Cut(
+                    part.start + j * part.box.numel,
+                    (count, *part.box.shape),
+                    block.start + k * block.box.numel,
+                    (count, *block.box.shape),
+                    in_matrix.within(block.box),
                 )
-            else:
-                piece = part.start + j * part.box.numel
-                found.append(Cut(piece, (1, *box.shape), start, (1, *block.box.shape), box))
+            )
     return tuple(found)
 
 

@@ -89,14 +89,10 @@ class Transport(Protocol):
 
 
 class _Done:
-    def wait(self) -> None:
-        return None
+    def wait(self) -> None: ...
 
     def is_completed(self) -> bool:
         return True
-
-
-_DONE = _Done()
 
 
 class _Issued:
@@ -123,13 +119,13 @@ class LocalTransport:
     failed = False
 
     def reduce(self, *args: Any, **kwargs: Any) -> Work:
-        return _DONE
+        return _Done()
 
     all_reduce = broadcast = reduce
 
     def all_to_all(self, output: Tensor, source: Tensor, *args: Any, **kwargs: Any) -> Work:
         output.copy_(source)
-        return _DONE
+        return _Done()
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
@@ -137,17 +133,14 @@ class LocalTransport:
     def broadcast_object(self, value: Any, src: int) -> Any:
         return value
 
-    def meet(self, call: str) -> None:
-        return None
+    def meet(self, call: str) -> None: ...
 
-    def mesh(self, device: torch.device) -> DeviceMesh | None:
-        return None
+    def mesh(self, device: torch.device) -> None: ...
 
     def subgroup(self, partition: Sequence[Sequence[int]]) -> Transport:
         return self
 
-    def close(self) -> None:
-        return None
+    def close(self) -> None: ...
 
 
 _PLANNING = "planning, at dedicate_params or the first step, on all ranks"
@@ -422,22 +415,13 @@ def _release(reference: weakref.ref[dist.ProcessGroup], key: _Key | None) -> Non
         dist.destroy_process_group(group)
 
 
-class Meter:
+class Meter(Counter[str]):
     """Bytes that this rank handed to collectives, by tag, since `reset`."""
-
-    def __init__(self) -> None:
-        self.bytes: Counter[str] = Counter()
-
-    def add(self, tag: str, tensor: Tensor) -> None:
-        self.bytes[tag] += tensor.nbytes
-
-    def add_bytes(self, tag: str, nbytes: int) -> None:
-        self.bytes[tag] += nbytes
 
     def reset(self) -> dict[str, int]:
         """The counts so far; begin again from zero."""
-        counts = dict(self.bytes)
-        self.bytes.clear()
+        counts = dict(self)
+        self.clear()
         return counts
 
 

@@ -593,7 +593,7 @@ class StepTelemetry:
         vector = torch.zeros(self._transport.world, dtype=torch.float32, device=self._device)
         # Filling one element is a kernel launch; copying a Python list would wait for the device.
         vector[self._transport.rank].fill_(statistics.median(seen) if seen else math.nan)
-        self._meter.add("telemetry", vector)
+        self._meter["telemetry"] += vector.nbytes
         self._exchange = self._transport.all_reduce(vector, tag="telemetry"), vector
 
     def _compare(self, seen: list[float]) -> None:

@@ -111,8 +111,8 @@ def test_the_parts_of_a_matrix_are_where_the_parameter_has_them(mesh):
         seen = []
         for t in range(slices.grid.shape[2]):
             local = whole if boxes is None else whole[boxes[t].slices()]
-            part = slices.held(i, t)
-            seen.append(local.reshape(-1)[part.start : part.start + part.numel])
+            start, box = slices.held(i, t)
+            seen.append(local.reshape(-1)[start : start + box.numel])
         joint = torch.cat(seen) if slices.is_cut(i) else seen[0]
         assert sorted(joint.tolist()) == sorted(matrix.view(whole).reshape(-1).tolist())
         assert slices.is_cut(i) or all(torch.equal(s, seen[0]) for s in seen)

@@ -45,8 +45,6 @@ from dmuon.comm.reducer import (
     GradientReducer,
     OwnedGradients,
     hook_gradients,
-    rows_of,
-    set_rows,
     unstacker,
 )
 from dmuon.comm.transport import Meter
@@ -156,8 +154,6 @@ class DedicatedRuntime(OwnersRuntime):
         self._end_watch = check_first_forward(self.storage, model)
         self._removers.append(self._end_watch)
 
-    # ---- weights -----------------------------------------------------------------------------
-
     @property
     def dedicated(self) -> list[nn.Parameter]:  # type: ignore[override]
         """The parameters that are kept by their owners only."""
@@ -207,10 +203,9 @@ class DedicatedRuntime(OwnersRuntime):
                 self.storage.restore()
         except OwnershipError:
             pass  # torch.distributed was shut down first: nothing can travel any more
-        self._unbind()
+        self._remove_hooks()
+        self.reducer = None
         self.process_groups.close()
-
-    # ---- binding -----------------------------------------------------------------------------
 
     def bind(self, groups: Sequence[int], payload_dtype: Callable[[str], torch.dtype]) -> None:
         owned = self._collect_at(groups, self._options.reduce_dtype)
@@ -269,8 +264,6 @@ class DedicatedRuntime(OwnersRuntime):
         dtype, tensor = self._options.reduce_dtype, self._slices.grid.place(self.transport.rank)[2]
         return [gradient_bucket(self._slices, m, adamw, tensor, dtype) for m in members if m]
 
-    # ---- gradients ---------------------------------------------------------------------------
-
     def reduce_gradients(self) -> None:
         reducer = self._bound
 
@@ -298,27 +291,14 @@ class DedicatedRuntime(OwnersRuntime):
             self.prefetcher.recover()
         super().zero_grad()
 
-    # ---- step --------------------------------------------------------------------------------
-
     def step(self, compute: Compute, apply: Apply) -> None:
         reducer, matrices = self._bound, self.plan.specs.matrices
         owned, present = reducer.owned, reducer.present
         self.prefetcher.begin_step()
 
         def computed(unit: Unit, gradients: Tensor) -> Tensor | None:
-            """The payload of a unit, ``[b, rows, cols]``; undefined where no gradient came."""
             where, rms = self._with_gradients(unit), self._rms[unit.matrices[0]]
-            if len(where) < len(unit.matrices):
-                rms.zero_()
-            if not where:
-                return None
-            payload, found = compute(unit, rows_of(gradients, where), where)
-            set_rows(rms, where, found)
-            if len(where) == len(unit.matrices):
-                return payload
-            whole = payload.new_empty(unit.shape)
-            set_rows(whole, where, payload)
-            return whole
+            return self._computed(compute, unit, where, gradients, rms)
 
         def update(unit: Unit, parts: _Parts) -> None:
             came = [(k, view) for k, i, view in parts if present[matrices[i].parameter]]

@@ -368,9 +368,8 @@ class Storage:
     def weight_of(self, matrix: int) -> Tensor:
         """This rank's part of a matrix, in its parameter's dims: a view of what is kept here."""
         weight = self._weights[self._specs.matrices[matrix].parameter]
-        part = self._slices.held(matrix, self._tensor)
-        stored = weight.bucket.stored(weight.start + part.start, part.numel)
-        return stored.view(part.box.shape)
+        start, box = self._slices.held(matrix, self._tensor)
+        return weight.bucket.stored(weight.start + start, box.numel).view(box.shape)
 
     def check(self) -> None:
         """Show again what is kept where weights were moved.
@@ -409,7 +408,7 @@ class Storage:
             for shard, target, source in bucket.sends:
                 if source is not None:
                     target.copy_(source)
-                self._meter.add("weights", target)
+                self._meter["weights"] += target.nbytes
                 transport, tag = self._process_groups.weights, f"{phase} {layer.name}"
                 layer.broadcasts.append(transport.broadcast(target, shard, tag=tag))
         if not layer.in_use:
@@ -418,7 +417,7 @@ class Storage:
     def publish(self, layer: Layer) -> None:
         """Launch the broadcasts of a layer's new weights to their holders."""
         for replica, stored in layer.publishes:
-            self._meter.add("weights to holders", stored)
+            self._meter["weights to holders"] += stored.nbytes
             transport = self._process_groups.replicas
             work = transport.broadcast(stored, replica, tag=f"publish {layer.name}")
             layer.publishing.append(work)
