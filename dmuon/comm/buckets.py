@@ -218,10 +218,7 @@ def gradient_bucket(
     reduce_dtype: torch.dtype | None,
 ) -> GradientBucket:
     """A segment for each shard coordinate that owns some of it, ordered by replica; last what all
-    ranks update.
-
-    ``adamw`` gives the elements, here, of the parameters that all ranks update. An empty
-    parameter takes part in the flags, but nothing of it travels.
+    ranks update, of which ``adamw`` gives the elements here. Nothing travels of empty parameters.
     """
     specs = slices.plan.specs.parameters
     spans: dict[tuple[bool, int, str], list[Span]] = defaultdict(list)
@@ -262,18 +259,13 @@ def cut_by_bytes(
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """Parameters whose weights lie one behind the other in one buffer.
-
-    ``sends`` are the spans that leave in one broadcast along shards each (their ``replica`` says
-    nothing), ``publishes`` those that leave in one along replicas. ``keeper`` is the shard
-    coordinate that keeps all of it, None where there are several.
-    """
+    """Parameters whose weights lie one behind the other in one buffer."""
 
     dtype: str
     parameters: tuple[int, ...]
-    sends: tuple[Span, ...]
-    publishes: tuple[Span, ...]
-    keeper: int | None
+    sends: tuple[Span, ...]  # in one broadcast along shards each; their ``replica`` says nothing
+    publishes: tuple[Span, ...]  # in one broadcast along replicas each
+    keeper: int | None  # the shard coordinate that keeps all of it, if one does
 
     @property
     def numel(self) -> int:
@@ -317,11 +309,9 @@ def _joined(placed: Sequence[Span], place: Callable[[Span], tuple[int, int]]) ->
 def publish_buckets(
     units: Sequence[Unit], bucket_bytes: int, item: int
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """The units whose results leave in one broadcast each, with their owner.
-
-    In the order of their predicted completion, the same on every rank. Each owner fills its buckets
-    in its order of execution, up to about ``bucket_bytes`` in a dtype of ``item`` bytes.
-    """
+    """The units whose results leave in one broadcast each, with their owner, in the order of their
+    predicted completion. Each owner fills its buckets in its order of execution, up to about
+    ``bucket_bytes`` in a dtype of ``item`` bytes."""
     by_owner: dict[int, list[int]] = defaultdict(list)
     for u, unit in enumerate(units):
         by_owner[unit.owner].append(u)
@@ -410,10 +400,7 @@ def allocate(
 
 class Buffer:
     """A flat tensor that has memory between `hold` and `release` only, or always if ``lasting``.
-
-    Its storage is resized to zero and back, never replaced: views stay views, and what autograd
-    saved of it in forward is there again in backward.
-    """
+    Its storage is resized, never replaced: views stay views, also those that autograd saved."""
 
     def __init__(self, flat: Tensor, *, lasting: bool = False) -> None:
         self.flat = flat

@@ -9,12 +9,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from dmuon.comm.hooks import Coverage, ParameterWatch, WaitPoint, attach, fsdp_roots
+from dmuon.comm.hooks import Coverage, ParameterWatch, WaitPoint, fsdp_roots
 from dmuon.comm.routes import RowShards
 from dmuon.comm.transport import Meter, Transport
 from dmuon.scheduler.plan import OwnershipPlan, Unit
@@ -35,16 +35,10 @@ class Gradients:
 
 
 class LayoutRuntime(ABC):
-    """Moves the bytes of one ownership.
+    """Moves the bytes of one ownership. Newton-Schulz and the collectives run on ``device``."""
 
-    ``units`` are what is computed at once, in the order of execution; there are none before the
-    optimizer has bound itself. ``parameters`` are the planned ones, in the order of the plan,
-    ``dedicated`` those that only their owners store. Newton-Schulz and the collectives run on
-    ``device``; ``one_by_one`` is that of `units_of`.
-    """
-
-    parameters: Sequence[nn.Parameter]
-    dedicated: Sequence[nn.Parameter] = ()
+    parameters: Sequence[nn.Parameter]  # the planned ones, in the order of the plan
+    dedicated: Sequence[nn.Parameter] = ()  # those that only their owners store
 
     def __init__(
         self,
@@ -56,8 +50,8 @@ class LayoutRuntime(ABC):
         self.plan = plan
         self.transport = transport
         self.device = device
-        self.units: tuple[Unit, ...] = ()
-        self.one_by_one = False
+        self.units: tuple[Unit, ...] = ()  # as executed, once an optimizer has bound itself
+        self.one_by_one = False  # see `units_of`
         self.meter = Meter()
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self._sync = True
@@ -106,21 +100,14 @@ class LayoutRuntime(ABC):
         buckets: Iterable[Iterable[int]],
         wait: Callable[[Sequence[int], bool], None],
     ) -> None:
-        """Call ``wait(buckets that it needs, whether it is the root)`` at each point. ``buckets``
-        gives the parameters whose updates are in each."""
+        """Wait at these points, as `Coverage` does; ``buckets`` gives the parameters whose updates
+        are in each."""
         buckets_of: dict[int, set[int]] = defaultdict(set)
         for b, parameters in enumerate(buckets):
             for p in parameters:
                 buckets_of[id(self.parameters[p])].add(b)
-        self._coverage = coverage = Coverage(points, buckets_of)
-
-        def before(number: int, needed: Sequence[int], at_root: bool) -> None:
-            coverage.passed(number)
-            wait(needed, at_root)
-
-        for number, point in enumerate(points):
-            waiting = partial(before, number, coverage.needed(number), point.is_root)
-            self._removers += attach(point, waiting, self.synchronize)
+        self._coverage = Coverage(points, buckets_of, wait, self.synchronize)
+        self._removers += self._coverage.removers
 
     @abstractmethod
     def close(self) -> None:

@@ -78,10 +78,12 @@ class OwnersRuntime(LayoutRuntime):
         slices: Slices,
         model: nn.Module,
         parameters: Sequence[nn.Parameter],
-        transport: Transport,
+        process_groups: ProcessGroups,
         device: torch.device,
     ) -> None:
-        super().__init__(slices.plan, model, transport, device)
+        super().__init__(slices.plan, model, process_groups.world, device)
+        self.process_groups = process_groups
+        self.meter = process_groups.meter
         self.parameters: list[nn.Parameter] = list(parameters)
         self.reducer: GradientReducer | None = None
         self._slices = slices
@@ -243,7 +245,8 @@ class ReducedRuntime(OwnersRuntime):
         options: ReplicatedOptions,
         ddp: DistributedDataParallel | None,
     ) -> None:
-        super().__init__(Slices.flat(plan), model, parameters, transport, parameters[0].device)
+        groups, device = ProcessGroups.flat(transport), parameters[0].device
+        super().__init__(Slices.flat(plan), model, parameters, groups, device)
         self._options = options
         self._ddp = None if ddp is None else weakref.ref(ddp)
         self._index = {id(p): i for i, p in enumerate(parameters)}
@@ -283,8 +286,7 @@ class ReducedRuntime(OwnersRuntime):
             self._rms |= {u.matrices[0]: part for u, part in zip(units, seen.split(counts))}
             self._broadcasts.append(_Broadcast(owner, published, Buffer(flat), rms, seen))
             self._broadcasts[-1].buffer.release()
-        groups_of_all = ProcessGroups.flat(self.transport)
-        self.reducer = GradientReducer(self.parameters, groups_of_all, self.meter, buckets, owned)
+        self.reducer = GradientReducer(self.parameters, self.process_groups, buckets, owned)
         self._install_hooks(self.reducer)
 
     def _install_hooks(self, reducer: GradientReducer) -> None:
@@ -340,7 +342,7 @@ class ReducedRuntime(OwnersRuntime):
         self.synchronize()
         self._remove_hooks()
         self.reducer, self._broadcasts = None, []
-        self.transport.close()
+        self.process_groups.close()
 
     def reduce_gradients(self) -> None:
         # Inside DistributedDataParallel.no_sync gradients stay in p.grad.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmuon.comm.transport import LocalTransport, Transport
+from dmuon.comm.transport import LocalTransport, Meter, Transport
 from dmuon.scheduler.topology import Topology
 from dmuon.types import OwnershipError
 
@@ -85,20 +85,16 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroups:
-    """A transport for each purpose, so that the order in one never depends on another.
+    """A transport for each purpose, so that the order in one never depends on another. ``meter``
+    counts what is sent in any of them."""
 
-    ``world``: flags, norms, planning. ``weights``: materialization along shards. ``gradients``:
-    reduction along shards. ``replicas``: second level of reduction, and publishing. ``tensors``:
-    gathering and scattering among tensor-parallel ranks. ``data``: the all-reduction of adamw
-    parameters' gradients.
-    """
-
-    world: Transport
-    weights: Transport
-    gradients: Transport
-    replicas: Transport
-    tensors: Transport
-    data: Transport
+    world: Transport  # flags, norms, planning
+    weights: Transport  # materialization along shards
+    gradients: Transport  # reduction along shards
+    replicas: Transport  # second level of reduction, and publishing
+    tensors: Transport  # gathering and scattering among tensor-parallel ranks
+    data: Transport  # the all-reduction of adamw parameters' gradients
+    meter: Meter = field(default_factory=Meter)
 
     @classmethod
     def flat(cls, world: Transport) -> ProcessGroups:
@@ -155,16 +151,12 @@ def start_from_first(tensors: Iterable[tuple[Tensor, Transport]]) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether torch.distributed knows other processes."""
     return dist.is_available() and dist.is_initialized()
 
 
 def check_launched(caller: str) -> None:
     """Raise OwnershipError if a launcher started several processes and they do not know each other.
-
-    Each would train a model of its own. ``WORLD_SIZE``, which torchrun sets for all of them, is
-    read only where there is no process group.
-    """
+    Only where there is no process group is ``WORLD_SIZE`` read, which torchrun sets."""
     if is_initialized():
         return
     text = os.environ.get("WORLD_SIZE")

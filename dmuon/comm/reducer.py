@@ -1,9 +1,8 @@
 """Gradients to their owners, in backward.
 
 One *round* reduces every parameter once; `RoundState` lists its states. Its buckets are launched in
-a fixed order, each as soon as all of its gradients are there; a gradient that is missing at the end
-of backward counts as zero. So the collectives of a round, and their order, never depend on which
-gradients a rank happens to have::
+a fixed order, each as soon as all of its gradients are there; one that is missing at the end of
+backward counts as zero. So the collectives never depend on which gradients a rank has::
 
     backward   grad ... grad -> bucket 0 leaves    grad ... grad -> bucket 1 leaves   ...
     end        buckets that wait for missing gradients leave, then, with replicas, what their
@@ -11,9 +10,8 @@ gradients a rank happens to have::
                averaged gradients of adamw parameters are written to p.grad
     step       owners add up what arrived (`collect`)
 
-Owners stack the gradients of a unit as ``[batch, rows, cols]``, so that one call serves all of its
-matrices. Under tensor parallelism a matrix arrives in slices, one at each rank with the owner's
-data coordinates, and these keep them until the step assembles them.
+Owners stack the gradients of a unit as ``[batch, rows, cols]``. Under tensor parallelism a matrix
+arrives in slices, one at each rank with the owner's data coordinates, and the step assembles them.
 
 A gradient that is not dense cannot be reduced. Where the host can read, every rank raises at the
 end of that backward. Elsewhere it would have to wait for the device: the gradient counts as
@@ -36,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dmuon.comm.buckets import EVERYONE, Buffer, GradientBucket, Segment, Slices
 from dmuon.comm.process_groups import ProcessGroups
 from dmuon.comm.routes import Part, places
-from dmuon.comm.transport import Meter, Transport, Work, side_stream, wait_all
+from dmuon.comm.transport import Work, side_stream, wait_all
 from dmuon.devices import HostCopy, host_can_read
 from dmuon.dtensors import gradient_like, local_tensor
 from dmuon.scheduler.plan import Unit
@@ -193,16 +191,16 @@ class _LiveSegment:
         self._relays = owned is not None and replicas > 1
         self.buffer.release()
 
-    def send(self, groups: ProcessGroups, meter: Meter) -> None:
+    def send(self, groups: ProcessGroups) -> None:
         shard, flat = self.segment.shard, self.buffer.flat
-        meter["gradients"] += flat.nbytes
+        groups.meter["gradients"] += flat.nbytes
         if shard == EVERYONE:
             self.works = [groups.data.all_reduce(flat, tag="rest")]
         else:
             self.works = [groups.gradients.reduce(flat, shard, tag="gradients")]
             self.to_relay = self._relays
 
-    def relay(self, groups: ProcessGroups, meter: Meter) -> None:
+    def relay(self, groups: ProcessGroups) -> None:
         """Reduce along the replicas what was reduced along the shards."""
         wait_all(self.works)
         self.to_relay, start = False, 0
@@ -210,7 +208,7 @@ class _LiveSegment:
             numel = sum(span.numel for span in members)
             part = self.buffer.flat.narrow(0, start, numel)
             start += numel
-            meter["gradients across replicas"] += part.nbytes
+            groups.meter["gradients across replicas"] += part.nbytes
             work = groups.replicas.reduce(part, replica, tag="gradients across replicas")
             self.works.append(work)
 
@@ -246,17 +244,12 @@ class _LiveBucket:
 
 
 class _Flags:
-    """Which parameters have a gradient on any rank, and which have one that cannot be reduced.
+    """Which parameters have a gradient on any rank, and which have one that cannot be reduced. By
+    the maximum, because a sum over enough ranks would overflow."""
 
-    Ranks combine their flags by the maximum, because a sum would overflow with enough of them.
-    """
-
-    def __init__(
-        self, names: Sequence[str], world: Transport, meter: Meter, device: torch.device
-    ) -> None:
+    def __init__(self, names: Sequence[str], groups: ProcessGroups, device: torch.device) -> None:
         self._names = names
-        self._world = world
-        self._meter = meter
+        self._groups = groups
         self._flags = torch.zeros(2 * len(names), dtype=torch.uint8, device=device)
         # On their way to a host that does not wait: of rounds since `clear`, and before.
         self._recent: list[HostCopy] = []
@@ -271,8 +264,8 @@ class _Flags:
             flags[:number].fill_(1)
         else:
             flags.copy_(torch.tensor(local + unusable, dtype=torch.uint8))
-        self._meter["flags"] += flags.nbytes
-        self._world.all_reduce(flags, tag="flags", maximum=True).wait()
+        self._groups.meter["flags"] += flags.nbytes
+        self._groups.world.all_reduce(flags, tag="flags", maximum=True).wait()
         if not host_can_read(flags.device):
             # Whether this rank reads them depends on its gradients, so nobody raises by that.
             self._recent.append(HostCopy(flags))
@@ -308,32 +301,28 @@ class _Flags:
 
 
 class _Round:
-    """What this rank has in the round that is open. Of each parameter: whether there is a gradient,
-    whether it cannot be reduced, how many were accumulated; of each bucket: the parameters whose
-    gradients are still to come; and how many buckets have left."""
+    """What this rank has in the round that is open."""
 
     def __init__(self, parameters: int, buckets: Sequence[_LiveBucket]) -> None:
-        self.local = [False] * parameters
-        self.unusable = [False] * parameters
-        self.arrived = [0] * parameters
-        self.waiting = [set(bucket.targets) for bucket in buckets]
-        self.launched = 0
+        self.local = [False] * parameters  # there is a gradient
+        self.unusable = [False] * parameters  # there is one that cannot be reduced
+        self.arrived = [0] * parameters  # how many were accumulated
+        self.waiting = [set(bucket.targets) for bucket in buckets]  # for these parameters
+        self.launched = 0  # buckets
 
 
 class GradientReducer:
     """Carries out rounds; see the module's docstring.
 
     Matrices' gradients go to ``owned``, averaged ones of adamw parameters to ``p.grad``; parameters
-    in no bucket take no part. ``rounds`` have ended since `clear`; ``present`` says which
-    parameters had a gradient in them, on any rank. ``expected`` is how many gradients one backward
-    accumulates into each parameter: more than one where its storage changed its dtype between uses.
+    in no bucket take no part. ``expected`` is how many gradients one backward accumulates into each
+    parameter: more than one where its storage changed its dtype between uses.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
         process_groups: ProcessGroups,
-        meter: Meter,
         buckets: Sequence[GradientBucket],
         owned: OwnedGradients,
     ) -> None:
@@ -341,17 +330,16 @@ class GradientReducer:
         self.owned = owned
         self.sync = True
         self.state = RoundState.NONE
-        self.rounds = 0
-        self.present = [False] * len(parameters)
+        self.rounds = 0  # that have ended since `clear`
+        self.present = [False] * len(parameters)  # a gradient in one of them, on any rank
         self.expected = dict.fromkeys(range(len(parameters)), 1)
         # The averaged gradients of adamw parameters: by parameter, where and how often written.
         self._noted: dict[int, tuple[int, int]] = {}
         self._groups = process_groups
-        self._meter = meter
         device = parameters[0].device
         slices = owned.slices
         names = [spec.name for spec in slices.plan.specs.parameters]
-        self.flags = _Flags(names, process_groups.world, meter, device)
+        self.flags = _Flags(names, process_groups, device)
         self._side = side_stream(device)
         if self._side is not None:
             for grad in owned.here.values():  # whose memory may go before that stream is done
@@ -447,7 +435,7 @@ class GradientReducer:
         while found.launched < len(self._buckets) and not found.waiting[found.launched]:
             bucket = self._buckets[found.launched]
             for live in bucket.segments:
-                live.send(self._groups, self._meter)
+                live.send(self._groups)
             self._under_way += bucket.segments
             found.launched += 1
             # What has arrived is a matter of time: nothing is issued, and nothing waited for,
@@ -502,7 +490,7 @@ class GradientReducer:
         # owner's column holds what it has summed, as much as it keeps of the weights.
         for live in self._to_owners():
             if live.to_relay:
-                live.relay(self._groups, self._meter)
+                live.relay(self._groups)
         self.state = self.state.to(
             RoundState.DONE if self.state is RoundState.OPEN else RoundState.OWED
         )
@@ -606,11 +594,10 @@ class GradientReducer:
 
     def ensure(self, check: Callable[[], None], *, accumulated: bool = False) -> None:
         """Make sure that there is a round since `clear`, and none open, as `step` and clipping
-        need.
+        need: a rank whose backward reached no parameter joins the others' here.
 
-        A rank whose backward reached no parameter still joins the others' round here; so does one
-        where ``check`` raises a DmuonError, afterwards. ``accumulated``: a wrapper may have left
-        gradients in ``p.grad`` for the next round.
+        So does one where ``check`` raises a DmuonError, afterwards. ``accumulated``: a wrapper may
+        have left gradients in ``p.grad`` for the next round.
 
         Raises:
             OwnershipError: a gradient was set after the round, and would be lost.
@@ -668,8 +655,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def hook_gradients(
     parameters: Iterable[tuple[int, Tensor]], accumulated: Callable[[int], None]
 ) -> list[Callable[[], None]]:
-    """Call the method ``accumulated(number)`` for each parameter as soon as its gradient has been
-    accumulated."""
+    """Call the method ``accumulated(number)`` for each parameter with a new gradient."""
     # The engine keeps hooks where the garbage collector does not look; a strong reference back to
     # the parameters would keep all of them for ever.
     weak = weakref.WeakMethod(accumulated)

@@ -41,20 +41,15 @@ from dmuon.scheduler.specs import Box, Form
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The same box of several matrices, one behind the other in a flat buffer from ``start`` on.
-
-    The ``matrices`` are neighbours in ``unit``, the first at ``position``. Each has the shape
-    ``whole`` in its parameter's dims, which read as rows and columns by ``form``; ``transposed``:
-    its slot in the unit's stack holds the transpose.
-    """
+    """The same box of several matrices, one behind the other in a flat buffer from ``start`` on."""
 
     unit: int
-    position: int
+    position: int  # of the first in the unit, where all are neighbours
     matrices: tuple[int, ...]
     box: Box
-    whole: tuple[int, ...]
-    form: Form
-    transposed: bool
+    whole: tuple[int, ...]  # the shape of each, in its parameter's dims
+    form: Form  # how these are read as rows and columns
+    transposed: bool  # its slot in the unit's stack holds the transpose
     start: int = 0
 
     @property
@@ -107,17 +102,13 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where equal pieces lie in equal blocks, both one behind the other in flat buffers.
+    """Where equal pieces lie in equal blocks, both one behind the other in flat buffers."""
 
-    The pieces, ``shape`` together, begin at element ``piece``, the blocks, ``block_shape``, at
-    element ``block``; in each block its piece is ``box``.
-    """
-
-    piece: int
-    shape: tuple[int, ...]
+    piece: int  # the first element of the pieces
+    shape: tuple[int, ...]  # of the pieces together
     block: int
     block_shape: tuple[int, ...]
-    box: Box
+    box: Box  # of a piece in its block
 
     def within(self, pieces: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the pieces and of their places in the blocks."""
@@ -129,33 +120,21 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class BucketRoute:
-    """One rank's view of a bucket.
-
-    ``held``: this rank's pieces, by owner; it sends them in the gather and receives their updates
-    in the scatter. ``owned``: all pieces of the matrices that it owns, by holder. ``copies_out``
-    and ``copies_in``: its blocks of updates, by the rank that they go to or come from, along the
-    axes that replicate. ``replicates``: whether any rank copies.
-
-    ``published``: for a bucket that every rank holds whole, the updates by owner, else None.
-    ``held`` and ``owned`` are then what is owned here, and nothing is copied.
-
-    ``blocks`` are those that are sent, ``updates`` those whose updates come. ``copies`` says where
-    the parts of ``copies_out`` lie in them, ``cuts`` and ``joins`` where pieces do, if there are
-    co-owners.
-    """
+    """One rank's view of a bucket. Of one that every rank holds whole, ``held`` and ``owned`` are
+    what is owned here, and nothing is copied."""
 
     units: tuple[int, ...]  # owned here
-    held: Message
-    owned: Message
-    copies_out: Message
-    copies_in: Message
-    replicates: bool
-    blocks: Message
-    updates: Message
-    copies: tuple[Cut, ...]
-    cuts: tuple[Cut, ...] = ()
-    joins: tuple[Cut, ...] = ()
-    published: Message | None = None
+    held: Message  # its pieces, by owner: sent in the gather, their updates come in the scatter
+    owned: Message  # all pieces of the matrices that it owns, by holder
+    copies_out: Message  # its blocks of updates, by the rank that they go to along replicating axes
+    copies_in: Message  # the same, by the rank that they come from
+    replicates: bool  # any rank copies
+    blocks: Message  # that are sent
+    updates: Message  # blocks whose updates come
+    copies: tuple[Cut, ...]  # where ``copies_out`` lies in ``updates``
+    cuts: tuple[Cut, ...]  # with co-owners: where ``held`` lies in ``blocks``
+    joins: tuple[Cut, ...]  # with co-owners: where ``came`` lies in ``updates``
+    published: Message | None  # of one that every rank holds whole: updates by owner
 
     @property
     def came(self) -> Message:
@@ -339,8 +318,8 @@ Keepers = Sequence[tuple[int, int, Box]]
 class RowShards:
     """Moves what owners keep into the form in which it is saved, and back; collective calls.
 
-    A checkpoint knows a parameter by its name and its whole shape, whoever owns its matrices. So it
-    becomes a `DTensor` of even rows on all ranks, which torch saves, loads and reshards::
+    Whoever owns the matrices of a parameter, it becomes a `DTensor` of even rows on all ranks,
+    which torch saves, loads and reshards::
 
         owner of a.weight    rows 0 .. 7 ---all-to-all---> rank 0: rows 0-1, rank 1: rows 2-3, ...
 

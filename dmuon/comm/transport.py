@@ -177,11 +177,9 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
 
 
 class C10dTransport:
-    """`torch.distributed` over a process group of its own.
-
-    A group of its own keeps the order of its collectives independent of the user's: a rank that
-    lacks a gradient issues a bucket later than the others do, which must not cross with, say, the
-    all-reduce of a synchronized batch norm.
+    """`torch.distributed` over a process group of its own: a rank that lacks a gradient issues a
+    bucket later than the others do, which must not cross with, say, the all-reduce of the user's
+    synchronized batch norm.
     """
 
     steps: ClassVar[int] = 0  # of the optimizer that stepped last; only errors name them
@@ -429,10 +427,8 @@ class Meter(Counter[str]):
 
 
 def connect(transport: Transport, device: torch.device) -> None:
-    """Run a first all-to-all in an accelerator's process group; a collective call.
-
-    The first one connects all pairs of ranks, and waits for all ranks in doing so. In a step they
-    could wait for each other, if another group's came first on some of them.
+    """Run a first all-to-all in an accelerator's process group; a collective call. It connects all
+    pairs of ranks and waits for them: in a step two groups' could wait for each other.
     """
     if host_can_read(device) or transport.world == 1:
         return

@@ -40,14 +40,13 @@ from dmuon.comm.dedicated.storage import Storage, layers_of
 from dmuon.comm.hooks import ParameterWatch, area, fsdp_roots, wait_points
 from dmuon.comm.owners_runtime import Apply, Compute, OwnersRuntime
 from dmuon.comm.pipeline import Pipeline
-from dmuon.comm.process_groups import ProcessGroups
+from dmuon.comm.process_groups import ProcessGroups, is_initialized
 from dmuon.comm.reducer import (
     GradientReducer,
     OwnedGradients,
     hook_gradients,
     unstacker,
 )
-from dmuon.comm.transport import Meter
 from dmuon.config import DedicatedOptions, ShardedOptions
 from dmuon.dtensors import is_distributed, local_shard, local_tensor, mesh_axes
 from dmuon.scheduler.plan import Unit
@@ -67,13 +66,12 @@ class _Assembly:
         units: Sequence[Unit],
         owned: OwnedGradients,
         groups: ProcessGroups,
-        meter: Meter,
         reduced: torch.dtype,
         like: Tensor,
     ) -> None:
         self._units = units
         near = [replace(u, owner=slices.owner_place(u.matrices[0])[2]) for u in units]
-        how = groups.tensors, meter, ShardedOptions(), like, reduced
+        how = groups.tensors, groups.meter, ShardedOptions(), like, reduced
         self._pipeline = Pipeline(slices.shards, near, range(len(near)), *how)
         # What is kept never moves, so views of it are made once.
         self._sources: list[tuple[list[Tensor], list[Tensor]]] = []
@@ -126,9 +124,8 @@ class DedicatedRuntime(OwnersRuntime):
         tensor_axes: frozenset[str],
         device: torch.device,
     ) -> None:
-        super().__init__(slices, model, parameters, process_groups.world, device)
+        super().__init__(slices, model, parameters, process_groups, device)
         self.keeps_whole = slices.grid.shape[2] == 1
-        self.process_groups = process_groups
         self._options = options
         self._tensor_axes = tensor_axes
         self._muon = frozenset(self.plan.specs.muon_parameters())
@@ -142,7 +139,7 @@ class DedicatedRuntime(OwnersRuntime):
         layers, others = list(modules.values()), set(modules) - {model}
         layer_of = {p: g for g, layer in enumerate(layers) for p in layer.parameters}
         self.storage = Storage(
-            slices, model, self.parameters, layers, process_groups, self.meter, options, self.rows
+            slices, model, self.parameters, layers, process_groups, options, self.rows
         )
         self.prefetcher = Prefetcher(self.storage, options)
         for point in wait_points(model, others):
@@ -227,12 +224,10 @@ class DedicatedRuntime(OwnersRuntime):
             by_dtype[reduced, payload_dtype(dtype)].append(unit)
         for (reduced, published), units in by_dtype.items():
             like = torch.empty(0, dtype=published, device=self.device)
-            how = self.process_groups, self.meter, reduced, like
+            how = self.process_groups, reduced, like
             self._assemblies.append(_Assembly(self._slices, units, owned, *how))
         buckets = self._buckets()
-        self.reducer = GradientReducer(
-            self.parameters, self.process_groups, self.meter, buckets, owned
-        )
+        self.reducer = GradientReducer(self.parameters, self.process_groups, buckets, owned)
         others = [(i, p) for i, p in enumerate(self.parameters) if i not in self._muon]
         distributed = [(i, p) for i, p in others if is_distributed(p)]
         self._counted = frozenset(i for i, p in distributed if self._counts(p))
@@ -278,7 +273,7 @@ class DedicatedRuntime(OwnersRuntime):
 
     def _counts(self, p: Tensor) -> bool:
         """Whether this rank's shard of ``p`` is the first of its kind in the mesh."""
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        rank = dist.get_rank() if is_initialized() else 0
         if any(local_shard("", p, rank).replica):
             return False
         axes = set(mesh_axes(p))

@@ -32,7 +32,7 @@ from dmuon.comm.consensus import attempt
 from dmuon.comm.hooks import outermost_members, parameter_ids, replaced
 from dmuon.comm.process_groups import ProcessGroups, start_from_first
 from dmuon.comm.routes import Keepers, RowShards
-from dmuon.comm.transport import Meter, Work, wait_all
+from dmuon.comm.transport import Work, wait_all
 from dmuon.config import DedicatedOptions
 from dmuon.dtensors import is_distributed, stored_tensor
 from dmuon.scheduler.select import trainable_parameters
@@ -47,8 +47,7 @@ def _placeholder(shape: Sequence[int], like: Tensor) -> Tensor:
 
 
 class _Weight:
-    """One parameter. ``tensor`` is the one whose data is switched: the parameter itself, or the
-    local tensor inside a `DTensor`.
+    """One parameter, or the local tensor inside a `DTensor`: ``tensor``, whose data is switched.
 
     ``kept`` is shown between uses: the whole weight where it is kept, else a placeholder.
     ``readable`` replaces it while ``readers`` of `Storage.whole` have the weight there. ``view`` is
@@ -80,11 +79,8 @@ class _Weight:
 
 
 class _WeightBuffer:
-    """A bucket on this rank, at shard coordinate ``shard``; weights are used in ``dtype``.
-
-    If this rank keeps all of it in the dtype of use, it does so in the buffer itself, else in
-    tensors beside it.
-    """
+    """A bucket on this rank, at shard coordinate ``shard``. What it keeps lies in the buffer itself
+    if that is all of it in the ``dtype`` in which weights are used, else in tensors beside it."""
 
     def __init__(
         self, bucket: WeightBucket, dtype: torch.dtype, shard: int, device: torch.device
@@ -150,21 +146,17 @@ class WeightState(State):
 @dataclass(slots=True, eq=False)
 class Layer:
     """Modules whose weights travel together: by default what users pass to `fully_shard`, a member
-    of an outermost container. The root's layer has what is in no other, and stays while it runs.
-
-    ``parameters`` are numbers of dedicated parameters, in registration order; one that several
-    layers use (tied weights) belongs to the first. ``occurrences`` is how often the model has it.
-    ``publishes`` goes to the holders in other replicas: (replica of the owner, what is kept here).
-    """
+    of an outermost container. The root's layer has what is in no other, and stays while it runs."""
 
     name: str
-    parameters: tuple[int, ...]
+    parameters: tuple[int, ...]  # numbers, by registration; tied ones belong to the first layer
     is_root: bool
-    occurrences: int
+    occurrences: int  # in the model
     matrices: frozenset[int] = frozenset()
     state: WeightState = WeightState.FREED
     buckets: list[_WeightBuffer] = field(default_factory=list)
     weights: list[_Weight] = field(default_factory=list)
+    # What is kept here of what goes to the holders in other replicas, with the owner's replica.
     publishes: list[tuple[int, Tensor]] = field(default_factory=list)
     broadcasts: list[Work] = field(default_factory=list)  # to where weights are used, under way
     publishing: list[Work] = field(default_factory=list)  # to the holders, under way
@@ -214,8 +206,8 @@ def layers_of(
 ) -> dict[nn.Module, Layer]:
     """The layers with at least one parameter, in registration order; the root's is the first.
 
-    ``chooses(name, module)`` says which modules are layers, instead of the default. ``index`` gives
-    the numbers of the dedicated parameters by id.
+    ``chooses(name, module)`` replaces the default choice of modules. ``index`` gives the numbers of
+    the dedicated parameters by id.
     """
     if chooses is None:
         chosen = set(outermost_members(root)) - {root}
@@ -243,9 +235,9 @@ def layers_of(
 class Storage:
     """The dedicated parameters on one rank, in ``layers`` in the order of their modules.
 
-    ``parameters`` are the planned ones, a list that is kept up to date. Making a `Storage` takes
-    over the weights: what this rank keeps goes into buckets, and placeholders take the place of the
-    others; for a model on the meta device this happens when it has left it.
+    ``parameters`` are the planned ones, a list that is kept up to date. When it is made, or when
+    the model has left the meta device, what this rank keeps goes into buckets, and placeholders
+    take the place of the others.
     """
 
     def __init__(
@@ -255,7 +247,6 @@ class Storage:
         parameters: list[nn.Parameter],
         layers: Sequence[Layer],
         process_groups: ProcessGroups,
-        meter: Meter,
         options: DedicatedOptions,
         rows: RowShards,
     ) -> None:
@@ -267,7 +258,6 @@ class Storage:
         self._specs = slices.plan.specs
         self._model = weakref.ref(model)
         self._process_groups = process_groups
-        self._meter = meter
         self._options = options
         self._rows = rows
         _, self._shard, self._tensor = slices.grid.place(process_groups.world.rank)
@@ -408,7 +398,7 @@ class Storage:
             for shard, target, source in bucket.sends:
                 if source is not None:
                     target.copy_(source)
-                self._meter["weights"] += target.nbytes
+                self._process_groups.meter["weights"] += target.nbytes
                 transport, tag = self._process_groups.weights, f"{phase} {layer.name}"
                 layer.broadcasts.append(transport.broadcast(target, shard, tag=tag))
         if not layer.in_use:
@@ -417,7 +407,7 @@ class Storage:
     def publish(self, layer: Layer) -> None:
         """Launch the broadcasts of a layer's new weights to their holders."""
         for replica, stored in layer.publishes:
-            self._meter["weights to holders"] += stored.nbytes
+            self._process_groups.meter["weights to holders"] += stored.nbytes
             transport = self._process_groups.replicas
             work = transport.broadcast(stored, replica, tag=f"publish {layer.name}")
             layer.publishing.append(work)
@@ -430,11 +420,8 @@ class Storage:
 
     @torch.no_grad()
     def _gather(self, parameters: Sequence[int]) -> list[Tensor]:
-        """Whole weights (tensor-parallel slices) in the dtype in which they are kept.
-
-        A weight that is kept whole here is given as it is, not as a copy. A collective call along
-        shards.
-        """
+        """Whole weights (tensor-parallel slices) in the dtype in which they are kept; one that is
+        kept whole here is no copy. A collective call along shards."""
         found, works = [], []
         for p in parameters:
             weight = self._weights[p]
