@@ -315,9 +315,8 @@ def refuse_fsdp1(modules: Iterable[nn.Module]) -> None:
 
     if any(isinstance(m, FullyShardedDataParallel) for m in modules):
         raise OwnershipError(
-            "the model is wrapped in FullyShardedDataParallel (FSDP1), which flattens parameters, "
-            "so that no matrix is left: use FSDP2, torch.distributed.fsdp.fully_shard (accelerate, "
-            "Trainer: fsdp_version 2)"
+            "the model is wrapped in FullyShardedDataParallel (FSDP1), which leaves no matrices: "
+            "use FSDP2, torch.distributed.fsdp.fully_shard (accelerate, Trainer: fsdp_version 2)"
         )
 
 

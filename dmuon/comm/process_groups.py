@@ -171,8 +171,7 @@ def check_launched(caller: str) -> None:
         raise OwnershipError(
             f"{caller}: the environment says WORLD_SIZE={world} (torchrun sets it), but "
             "torch.distributed is not initialized, so each process would train a model of its own. "
-            "Call torch.distributed.init_process_group() before dmuon, or unset WORLD_SIZE to "
-            "train in this process alone"
+            "Call torch.distributed.init_process_group() before dmuon, or unset WORLD_SIZE"
         )
 
 
@@ -182,7 +181,6 @@ def check_planned_together(transports: Sequence[Transport]) -> None:
     if alone and is_initialized() and dist.get_world_size() > 1:
         raise OwnershipError(
             "dmuon.Muon: the model was dedicated in a world of one process, before "
-            f"torch.distributed was initialized, which knows {dist.get_world_size()} now, so each "
-            "would train a model of its own. Call torch.distributed.init_process_group() before "
-            "dmuon.dedicate_params"
+            f"torch.distributed was initialized, which knows {dist.get_world_size()} now. Call "
+            "torch.distributed.init_process_group() before dmuon.dedicate_params"
         )

@@ -403,9 +403,9 @@ class GradientReducer:
             if again and b < found.launched:
                 # Nested backward calls, of a module that runs several times.
                 raise DmuonError(
-                    f"parameter {self._name(parameter)!r} got a second gradient in "
-                    "one backward, after its first had been sent: a module that runs several times "
-                    "under re-entrant checkpointing. Use checkpoint(..., use_reentrant=False)"
+                    f"parameter {self._name(parameter)!r} got a second gradient in one backward, "
+                    "after its first had been sent: a module that runs several times under "
+                    "re-entrant checkpointing. Use checkpoint(..., use_reentrant=False)"
                 )
         if grad is not None or not again:
             # A matrix's p.grad was emptied after the first; that of others holds both.
@@ -558,21 +558,19 @@ class GradientReducer:
             grad = self.parameters[p].grad
             if grad is not None and not self._is_as_noted(p, exactly=True):
                 raise OwnershipError(
-                    f"the gradient of {self._name(p)!r} was changed after "
-                    "backward, while those of matrices lie with their owners, where nobody else "
-                    "can change them: clip with dmuon.clip_grad_norm_(model, ...) instead of "
-                    "torch.nn.utils.clip_grad_norm_, clear with opt.zero_grad(), or leave "
-                    "reduce_to_owner out, with which every rank has whole gradients"
+                    f"the gradient of {self._name(p)!r} was changed after backward, and those of "
+                    "matrices, which lie with their owners, were not: clip with "
+                    "dmuon.clip_grad_norm_(model, ...) instead of torch.nn.utils.clip_grad_norm_, "
+                    "clear with opt.zero_grad(), or leave reduce_to_owner out"
                 )
         matrices, parameters = self.owned.slices.matrices_of, self.parameters
         held = (p for p in self._bucket_of if p in matrices and parameters[p].grad is not None)
         left = next(held, None)
         if left is not None and not accumulated:
             raise OwnershipError(
-                f"{self._name(left)!r} has a p.grad that was set after "
-                "backward. Its owner has the reduced gradient already, so this one would be "
-                "lost: change gradients in a hook (p.register_hook), or (layout='replicated') "
-                "set all of them and run no backward"
+                f"{self._name(left)!r} has a p.grad that was set after backward. Its owner has the "
+                "reduced gradient already, so this one would be lost: change gradients in a hook "
+                "(p.register_hook), or (layout='replicated') set all of them and run no backward"
             )
         if left is not None:
             self.state = self.state.to(RoundState.OWED)

@@ -212,10 +212,9 @@ class C10dTransport:
             if len(known) != callers or known != sorted(known):
                 raise OwnershipError(
                     f"init_process_group(device_id=...) has all {dist.get_world_size()} ranks join "
-                    f"in making any process group, and this mesh has only {callers} of them and "
-                    "not one axis, whose group could be split: leave device_id out and call "
-                    "torch.accelerator.set_device_index(local_rank) before, or pass a mesh of one "
-                    "axis"
+                    f"in making any process group, and this mesh has only {callers} of them and is "
+                    "no group that could be split: leave device_id out and call torch.accelerator."
+                    "set_device_index(local_rank) before, or pass a mesh of one axis"
                 )
             numbers = [[known.index(rank) for rank in part] for part in parts]
         with self.located(_PLANNING):
@@ -277,10 +276,10 @@ class C10dTransport:
             self.failed = True
             raise RuntimeError(
                 f"a collective of dmuon ({tag!r}) failed or timed out after {self.steps} steps: "
-                f"{error}. Most likely another rank did not come to it: it died, or raised an "
-                "error before (look at the output of all ranks), or its hyperparameters or its "
-                "period's function differ from this rank's. Ranks may be in different steps now: "
-                "end them all and go on from the last checkpoint, as torchrun --max-restarts=N does"
+                f"{error}. Most likely another rank did not come to it: it died or raised an error "
+                "(look at the output of all ranks), or its hyperparameters or period differ. Ranks "
+                "may be in different steps: end them all and go on from the last checkpoint, as "
+                "torchrun --max-restarts=N does"
             ) from error
 
     def reduce(self, tensor: Tensor, dst: int, *, tag: str) -> Work:

@@ -381,8 +381,7 @@ class Storage:
                     f"parameter {self._specs.parameters[p].name!r} is now {list(local.shape)} "
                     f"{data.dtype} on {data.device}, by an assignment to its data; it was kept as "
                     f"{list(kept.shape)} {kept.dtype} on {kept.device}. Move or convert the model "
-                    "before dmuon.dedicate_params(model), and change values in place inside "
-                    "`with own.materialized(model):`"
+                    "before dmuon.dedicate_params, and change values in own.materialized(model)"
                 )
             weight.show_kept()
 
